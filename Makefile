@@ -1,0 +1,54 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Both create .venv and install what they need.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+DEMO_FLAGS ?=
+
+# A change of the torch version, or of what pyproject.toml asks for, installs again.
+KEY := $(shell printf '%s' "$(TORCH)" | cksum | cut -d' ' -f1)
+BASE := $(VENV)/.installed-$(KEY)
+DEV := $(VENV)/.installed-dev-$(KEY)
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types tests clean
+
+help:
+	@echo "make demo   train the embedded vision-language model and show accuracy before and after (about 5 minutes)"
+	@echo "make test   lint, types, tests"
+	@echo "Another torch: make demo TORCH=torch    Another interpreter: make demo PYTHON=python3.12"
+
+$(BASE): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	touch $@
+
+$(DEV): $(BASE)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	touch $@
+
+demo: $(BASE)
+	$(BIN)/vgr-trl demo $(DEMO_FLAGS)
+
+lint: $(DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(DEV)
+	$(BIN)/mypy
+
+tests: $(DEV)
+	$(BIN)/python -m pytest -n 2
+
+test: lint types tests
+
+clean:
+	rm -rf $(VENV)
+
+# TRL's own tests of GRPOTrainer against DAPOTrainer; by hand, with a git copy of TRL.
+HARNESS ?= ../shared/trlcompat
+.PHONY: trl-tests
+trl-tests: $(DEV)
+	PYTHON=$(abspath $(BIN))/python TRAINER_UNDER_TEST=vgr_trl:DAPOTrainer CONFIG_UNDER_TEST=vgr_trl:DAPOConfig \
+	  $(HARNESS)/run.sh --all

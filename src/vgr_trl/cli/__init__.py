@@ -1,0 +1,1 @@
+"""The command `vgr-trl`: one file per subcommand."""

@@ -1,0 +1,40 @@
+"""`vgr-trl train | evaluate | demo`."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from vgr_trl.errors import VGRError
+
+COMMANDS = {
+    "train": "train a vision-language model with DAPO (the script of `accelerate launch`)",
+    "evaluate": "measure accuracy, mean@k, pass@k and format of a model, without training",
+    "demo": "train the embedded vision-language model and show accuracy before and after",
+}
+
+
+def usage() -> str:
+    """Return the help text."""
+    lines = [f"  {name:<10}{what}" for name, what in COMMANDS.items()]
+    return "\n".join(["usage: vgr-trl COMMAND [flags]", "", *lines, "", "vgr-trl COMMAND --help lists the flags."])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the named command and return its exit status; an error of this library is one sentence, not a traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if arguments else 2
+    name, *rest = arguments
+    if name not in COMMANDS:
+        print(f"vgr-trl: there is no command {name!r}; the commands are {', '.join(COMMANDS)}.", file=sys.stderr)
+        return 2
+    try:
+        return importlib.import_module(f"vgr_trl.cli.{name}").main(rest)
+    except VGRError as error:
+        print(f"vgr-trl {name}: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""Flags that are not options of the trainer: which data, which rewards."""
+
+from dataclasses import dataclass, field
+
+from vgr_trl.errors import ConfigError
+
+
+@dataclass
+class DataArguments:
+    """Where the questions come from."""
+
+    dataset_name: str | None = field(default=None, metadata={"help": "Name of a data set on the hub."})
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of the hub data set."})
+    dataset_path: str | None = field(
+        default=None, metadata={"help": "Folder with a data set: files of one kind, or written by save_to_disk."}
+    )
+    data_files: str | None = field(
+        default=None, metadata={"help": "train=a.parquet,test=b.parquet; Parquet, JSON, JSONL, CSV or Arrow."}
+    )
+    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    dataset_test_split: str = field(default="test", metadata={"help": "Split to evaluate on."})
+    dataset_streaming: bool = field(
+        default=False, metadata={"help": "Read rows as they are needed (max_steps is set)."}
+    )
+    max_train_rows: int | None = field(default=None, metadata={"help": "Train on the first so many rows only."})
+    max_test_rows: int | None = field(default=None, metadata={"help": "Evaluate on the first so many rows only."})
+    system_prompt_file: str | None = field(
+        default=None, metadata={"help": "Text file whose content replaces the system prompt; an empty file: none."}
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("max_train_rows", "max_test_rows"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}: give an integer of at least 1.")
+
+
+@dataclass
+class RewardArguments:
+    """What a completion earns its reward for."""
+
+    reward_funcs: list[str] = field(
+        default_factory=lambda: ["accuracy", "format", "length"],
+        metadata={
+            "help": "Rewards in the order of reward_weights: names (accuracy, format, length, those of installed "
+            "packages), dotted paths (my_package.rewards.my_reward) or files (my_rewards.py:my_reward)."
+        },
+    )
+    reward_model_name_or_path: str | None = field(
+        default=None, metadata={"help": "A sequence-classification model whose score is one more, first reward."}
+    )

@@ -1,0 +1,95 @@
+"""What a run is going to do, in one screen, before it does it."""
+
+from dataclasses import fields
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from vgr_trl.config import DAPOConfig
+
+OPTIONS_OF_INTEREST = (
+    "loss_type", "epsilon", "epsilon_high", "beta", "learning_rate", "lr_scheduler_type", "warmup_steps",
+    "temperature", "max_completion_length", "num_iterations", "scale_rewards", "importance_sampling_level",
+    "mask_truncated_completions", "use_vllm", "bf16", "gradient_checkpointing", "seed",
+)  # fmt: skip
+
+
+def own_options() -> list[str]:
+    """Return the names of the options that this library adds to TRL's."""
+    return [name for name in DAPOConfig.__annotations__ if name not in OPTIONS_OF_INTEREST]
+
+
+def describe_run(trainer: Any, source: str, checkpoint: str | None) -> list[tuple[str, str]]:
+    """Return what the run is going to do as (what, value) pairs.
+
+    Args:
+        trainer: a constructed `DAPOTrainer`.
+        source: where the data come from.
+        checkpoint: where the run continues, or None.
+    """
+    args = trainer.args
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    prompts = args.generation_batch_size // args.num_generations
+    per_step = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
+    steps_per_rollout = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
+    return [
+        ("model", f"{model.config._name_or_path or type(model).__name__} ({type(model).__name__})"),
+        ("parameters", f"{trainable:,} trained of {total:,}"),
+        ("data", f"{source}: {_rows(trainer.train_dataset)} to train on, {_rows(trainer.eval_dataset)} to evaluate on"),
+        ("rewards", _rewards(trainer)),
+        ("options", _values(args, OPTIONS_OF_INTEREST)),
+        ("on", _values(args, _switched_on(args)) or "none of vgr_trl's own options"),
+        ("rollout", f"{prompts} prompts x {args.num_generations} completions = {args.generation_batch_size}"),
+        ("step", f"{args.per_device_train_batch_size} per device x {args.world_size} processes x "
+                 f"{args.gradient_accumulation_steps} accumulated = {per_step} completions; a rollout serves "
+                 f"{steps_per_rollout:g} steps"),
+        ("steps", str(_total_steps(trainer))),
+        ("output", f"{args.output_dir}" + (f", continued from {checkpoint}" if checkpoint else "")),
+    ]  # fmt: skip
+
+
+def print_plan(rows: list[tuple[str, str]]) -> None:
+    """Print the description as a table."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for what, value in rows:
+        table.add_row(what, value)
+    Console().print(table)
+
+
+def _rows(dataset: Any) -> str:
+    if dataset is None:
+        return "none"
+    if isinstance(dataset, dict):
+        return " + ".join(f"{name} {_rows(part)}" for name, part in dataset.items())
+    return f"{len(dataset):,} rows" if hasattr(dataset, "__len__") else "a stream"
+
+
+def _rewards(trainer: Any) -> str:
+    early = trainer.args.early_reward_weights
+    lines = []
+    for index, (name, weight) in enumerate(
+        zip(trainer.reward_func_names, trainer.reward_weights.tolist(), strict=True)
+    ):
+        start = f" (early {early[index]:g})" if early and index < len(early) else ""
+        lines.append(f"{name} x {weight:g}{start}")
+    return ", ".join(lines)
+
+
+def _switched_on(args: DAPOConfig) -> list[str]:
+    defaults = {option.name: option.default for option in fields(DAPOConfig)}
+    return [name for name in own_options() if getattr(args, name) != defaults[name]]
+
+
+def _values(args: DAPOConfig, names: Any) -> str:
+    return ", ".join(f"{name}={getattr(getattr(args, name), 'value', getattr(args, name))}" for name in names)
+
+
+def _total_steps(trainer: Any) -> int:
+    if trainer.args.max_steps > 0:
+        return trainer.args.max_steps
+    return trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1]

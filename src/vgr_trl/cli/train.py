@@ -1,0 +1,102 @@
+"""`vgr-trl train`: train a vision-language model with DAPO."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+
+from vgr_trl.cli.arguments import DataArguments, RewardArguments
+from vgr_trl.cli.loading import load_processor, load_rows
+from vgr_trl.cli.plan import describe_run, print_plan
+from vgr_trl.cli.run_folder import claim, resolve_checkpoint, write_identity
+from vgr_trl.config import DAPOConfig
+from vgr_trl.data.schema import report_skipped
+from vgr_trl.errors import ConfigError
+from vgr_trl.rewards import load_rewards
+from vgr_trl.trainer import DAPOTrainer
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse flags (or `--config x.yaml`, which flags override), train, and return 0."""
+    parser = TrlParser((DataArguments, RewardArguments, DAPOConfig, ModelConfig), prog="vgr-trl train")
+    data, rewards, config, model = parser.parse_args_and_config(args=argv)
+    train(data, rewards, config, model)
+    return 0
+
+
+def train(data: DataArguments, rewards: RewardArguments, config: DAPOConfig, model: ModelConfig) -> DAPOTrainer:
+    """Train as the four groups of options say, save model, state and metrics to `output_dir`, return the trainer.
+
+    Raises:
+        ConfigError, DataError, RewardError: an option, the data or a reward cannot be used; nothing was trained.
+    """
+    if not model.model_name_or_path:
+        raise ConfigError("model_name_or_path is missing: give a checkpoint folder or a hub name.")
+    output_dir = Path(config.output_dir or "trainer_output")
+    identity = _identity(data, rewards, model)
+    claim(output_dir, identity, config.resume_from_checkpoint)
+    checkpoint = resolve_checkpoint(config.resume_from_checkpoint, output_dir)
+
+    trainer = _build_trainer(data, rewards, config, model)
+    if trainer.accelerator.is_main_process:
+        write_identity(output_dir, identity)
+        print_plan(describe_run(trainer, _source(data), checkpoint))
+    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.save_model(str(output_dir))
+    trainer.save_state()
+    metrics = trainer.evaluate() if trainer.eval_dataset is not None else {}
+    if trainer.accelerator.is_main_process:
+        (output_dir / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+        print(f"The model and its metrics are in {output_dir}.")
+    trainer.end()
+    return trainer
+
+
+def _build_trainer(
+    data: DataArguments, rewards: RewardArguments, config: DAPOConfig, model: ModelConfig
+) -> DAPOTrainer:
+    reward_funcs: list[Any] = load_rewards(
+        rewards.reward_funcs,
+        max_completion_length=config.max_completion_length,
+        soft_punish_cache=config.soft_punish_cache,
+    )
+    if rewards.reward_model_name_or_path:
+        reward_funcs.insert(0, rewards.reward_model_name_or_path)
+    needs_solution = any(getattr(reward, "__name__", "") == "accuracy_reward" for reward in reward_funcs)
+    train_rows, skipped = load_rows(
+        data, data.dataset_train_split, needs_solution=needs_solution, limit=data.max_train_rows
+    )
+    test_rows = None
+    if config.eval_strategy != "no":
+        test_rows, skipped_test = load_rows(
+            data, data.dataset_test_split, needs_solution=needs_solution, limit=data.max_test_rows
+        )
+        skipped += skipped_test
+    if config.process_index == 0:
+        report_skipped(skipped, Path(config.output_dir or "trainer_output") / "skipped.jsonl")
+    config.model_init_kwargs = {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+        **(config.model_init_kwargs or {}),
+    }
+    return DAPOTrainer(
+        model=model.model_name_or_path,
+        reward_funcs=reward_funcs,
+        args=config,
+        train_dataset=train_rows,
+        eval_dataset=test_rows,
+        processing_class=load_processor(str(model.model_name_or_path), model.model_revision, config.trust_remote_code),
+        quantization_config=get_quantization_config(model),
+        peft_config=get_peft_config(model),
+    )
+
+
+def _source(data: DataArguments) -> str:
+    return str(data.dataset_name or data.dataset_path or data.data_files)
+
+
+def _identity(data: DataArguments, rewards: RewardArguments, model: ModelConfig) -> dict[str, Any]:
+    return {"model": model.model_name_or_path, "data": _source(data), "reward_funcs": rewards.reward_funcs}

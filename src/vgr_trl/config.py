@@ -1,0 +1,124 @@
+"""Every option of the trainer, grouped by the stage that it steers."""
+
+from dataclasses import dataclass, field
+
+from trl import GRPOConfig
+
+from vgr_trl.errors import ConfigError
+
+
+@dataclass
+class DAPOConfig(GRPOConfig):
+    """Options of `DAPOTrainer`: those of TRL's `GRPOConfig`, with the defaults of DAPO, and the ones below.
+
+    Changed defaults: `epsilon_high=0.28` (DAPO's clip-higher; https://huggingface.co/papers/2503.14476). TRL's own
+    defaults already are `loss_type="dapo"` and `beta=0.0`.
+
+    Args:
+        max_prompt_length: rows whose prompt, image tokens included, is longer are left out and counted, never
+            truncated; at least 1 token. `None`: no limit.
+        eval_num_generations: alias of TRL's `num_generations_eval`, at least 1.
+        warmup_ratio: share of all steps that warm the learning rate up, in [0, 1). `TrainingArguments` expresses it
+            as `warmup_steps` below 1, which this option sets.
+        early_reward_weights: weights of the rewards while the global step is below the warm-up steps, or below the
+            first 10 % of all steps if there is no warm-up; one per reward function. `None`: `reward_weights` always.
+        soft_punish_cache: tokens before `max_completion_length` over which the length reward of the command line falls
+            from 0 to -1, in [0, max_completion_length]; `None`: a fifth of it.
+
+    Raises:
+        ConfigError: an option is out of range or contradicts its alias.
+    """
+
+    # The parent's default, restated so that a change of TRL's cannot change what this class trains.
+    loss_type: str = field(
+        default="dapo",
+        metadata={
+            "help": "Loss of TRL's GRPOTrainer: dapo, grpo, dr_grpo, bnpo, cispo, sapo, luspo or vespo, as TRL defines "
+            "them."
+        },
+    )
+    beta: float = field(
+        default=0.0, metadata={"help": "Weight of the KL term to the reference model, at least 0; DAPO uses none."}
+    )
+    epsilon_high: float | None = field(
+        default=0.28, metadata={"help": "Upper clip range of the importance ratio; DAPO's clip-higher is 0.28."}
+    )
+
+    resume_from_checkpoint: str | None = field(
+        default=None,
+        metadata={
+            "nargs": "?",
+            "const": "latest",
+            "help": "Continue from this checkpoint; without a path, or with latest, from the newest complete one.",
+        },
+    )
+
+    # Generate
+    max_prompt_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "Leave out rows whose prompt has more tokens than this, image tokens included; nothing is "
+            "truncated. None: no limit."
+        },
+    )
+    eval_num_generations: int | None = field(default=None, metadata={"help": "Alias of num_generations_eval."})
+
+    # Judge
+    warmup_ratio: float | None = field(
+        default=None, metadata={"help": "Share of all steps that warm the learning rate up, in [0, 1)."}
+    )
+    early_reward_weights: list[float] | None = field(
+        default=None,
+        metadata={
+            "help": "Reward weights during the warm-up steps (without warm-up: the first tenth of all steps), in the "
+            "order of the reward functions; reward_weights hold afterwards."
+        },
+    )
+    soft_punish_cache: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens before max_completion_length over which the length reward falls from 0 to -1; None: a fifth "
+            "of it."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        self._resolve_aliases()
+        self._check_ranges()
+        super().__post_init__()
+
+    def _resolve_aliases(self) -> None:
+        if self.eval_num_generations is not None:
+            if self.num_generations_eval not in (None, self.eval_num_generations):
+                raise ConfigError(
+                    f"eval_num_generations is {self.eval_num_generations} and its alias num_generations_eval is "
+                    f"{self.num_generations_eval}: give one of them, or the same value twice."
+                )
+            self.num_generations_eval = self.eval_num_generations
+        if self.warmup_ratio is not None:
+            if not 0 <= self.warmup_ratio < 1:
+                raise ConfigError(f"warmup_ratio is {self.warmup_ratio}: give a share of all steps in [0, 1).")
+            if self.warmup_steps not in (0, self.warmup_ratio):
+                raise ConfigError(
+                    f"warmup_ratio is {self.warmup_ratio} and warmup_steps is {self.warmup_steps}: give one of them."
+                )
+            self.warmup_steps = self.warmup_ratio
+
+    def _check_ranges(self) -> None:
+        for name in ("max_prompt_length", "max_completion_length", "num_generations_eval"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}: give an integer of at least 1.")
+        for name in ("beta", "epsilon", "epsilon_high"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ConfigError(f"{name} is {value}: give a number of at least 0.")
+        if not self.temperature > 0:
+            raise ConfigError(f"temperature is {self.temperature}: give a number above 0.")
+        if self.soft_punish_cache is not None:
+            longest = self.max_completion_length
+            if self.soft_punish_cache < 0 or (longest is not None and self.soft_punish_cache > longest):
+                raise ConfigError(
+                    f"soft_punish_cache is {self.soft_punish_cache}: give a number of tokens in "
+                    f"[0, max_completion_length = {longest}]."
+                )

@@ -1,0 +1,1 @@
+"""How a data set becomes prompts: one schema for rows, one way to write a question down, checked images."""

@@ -1,0 +1,21 @@
+"""The errors of this library: one family, and every member is also the built-in that callers expect."""
+
+
+class VGRError(Exception):
+    """Base of every error this library raises on purpose."""
+
+
+class ConfigError(VGRError, ValueError):
+    """An option has a value that is not accepted, or contradicts another option."""
+
+
+class DataError(VGRError, ValueError):
+    """A data set, a row or an image cannot be used."""
+
+
+class RewardError(VGRError, ValueError):
+    """A reward cannot be found, loaded or computed from what it was given."""
+
+
+class UnsupportedTRLError(VGRError, RuntimeError):
+    """The installed TRL does not have the methods that this library extends."""

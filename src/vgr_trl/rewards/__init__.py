@@ -1,0 +1,22 @@
+"""What a completion earned: rewards for TRL's `reward_funcs`, by name or path, weighted by step."""
+
+from vgr_trl.rewards.accuracy import accuracy_reward
+from vgr_trl.rewards.format import think_format_reward
+from vgr_trl.rewards.groups import gather_groups, needs_whole_groups
+from vgr_trl.rewards.length import get_soft_overlong_punishment
+from vgr_trl.rewards.registry import load_reward, load_rewards
+from vgr_trl.rewards.schedule import RewardSchedule
+from vgr_trl.rewards.solutions import Solution, resolve_solution
+
+__all__ = [
+    "RewardSchedule",
+    "Solution",
+    "accuracy_reward",
+    "gather_groups",
+    "get_soft_overlong_punishment",
+    "load_reward",
+    "load_rewards",
+    "needs_whole_groups",
+    "resolve_solution",
+    "think_format_reward",
+]

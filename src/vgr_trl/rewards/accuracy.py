@@ -1,0 +1,99 @@
+"""Accuracy: 1 for a right answer, 0 for a wrong one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from vgr_trl.errors import RewardError
+from vgr_trl.rewards.answers import answer_tag, last_statement, letter_in_parentheses, strip_thought
+from vgr_trl.rewards.letters import LETTERS, read_letter
+from vgr_trl.rewards.open_answers import same_open_answer
+from vgr_trl.rewards.solutions import Solution, resolve_solution
+from vgr_trl.rewards.text import completion_text, half_width, normalise
+
+
+def accuracy_reward(
+    completions: Sequence[Any],
+    solution: Sequence[Any] | None = None,
+    choices: Sequence[Any] | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
+    """Return 1 for each completion whose stated answer is right, 0 for the others (`Stated answer` in definitions.md).
+
+    Args:
+        completions: N completions as TRL passes them, lists of messages or strings.
+        solution: per completion the letter, 0-based index or text of the right option, or the open answer; where it is
+            None the column `label_idx` is read instead.
+        choices: per completion the texts of 2 to 10 options, or None for an open question.
+        kwargs: the other columns, of which `label_idx` is used, and what else TRL passes.
+
+    Returns:
+        N rewards; None where `solution` cannot be resolved, since such a row says nothing about its completion.
+
+    Raises:
+        RewardError: a column does not have one value per completion, or a completion is no text.
+    """
+    solutions = _column("solution", solution, len(completions))
+    labels = _column("label_idx", kwargs.get("label_idx"), len(completions))
+    options = _column("choices", choices, len(completions))
+    rewards: list[float | None] = []
+    for completion, stated, label, row_choices in zip(completions, solutions, labels, options, strict=True):
+        text = completion_text(completion)
+        try:
+            right = resolve_solution(label if stated is None else stated, row_choices)
+        except RewardError:
+            rewards.append(None)
+        else:
+            rewards.append(float(is_right(text, right)))
+    return rewards
+
+
+def _column(name: str, values: Any, count: int) -> Sequence[Any]:
+    if values is None:
+        return [None] * count
+    if isinstance(values, str) or not hasattr(values, "__len__") or len(values) != count:
+        given = (
+            repr(values)[:80] if isinstance(values, str) or not hasattr(values, "__len__") else f"{len(values)} values"
+        )
+        raise RewardError(f"{name} is {given} for {count} completions: give a list with one value per completion.")
+    return values
+
+
+def is_right(text: str, solution: Solution) -> bool:
+    """Return whether the completion `text` states `solution` as its answer."""
+    visible = strip_thought(text)
+    if solution.choices:
+        return chosen_option(visible, solution.choices) == solution.index
+    gold = half_width(solution.text).strip().upper()
+    if len(gold) == 1 and gold in LETTERS and (letter := _stated_letter(visible, ())) is not None:
+        return letter == gold
+    stated = answer_tag(visible)
+    if stated is None and (statement := last_statement(visible, options=False)):
+        stated = statement.text
+    return stated is not None and same_open_answer(solution.text, stated)
+
+
+def chosen_option(visible: str, choices: Sequence[str]) -> int | None:
+    """Return the 0-based option that a completion chooses, None if it states none, or not exactly one.
+
+    Args:
+        visible: the completion without its thoughts.
+        choices: texts of the options. A letter counts before the text of an option.
+    """
+    letter = _stated_letter(visible, choices)
+    if letter is not None and (index := LETTERS.find(letter)) in range(len(choices)):
+        return index
+    stated = answer_tag(visible)
+    if stated is None:
+        return None
+    matches = [index for index, choice in enumerate(choices) if normalise(choice) == normalise(stated)]
+    return matches[0] if len(matches) == 1 else None
+
+
+def _stated_letter(visible: str, choices: Sequence[str]) -> str | None:
+    content = answer_tag(visible)
+    if content is not None:
+        return read_letter(content, choices)
+    statement = last_statement(visible, options=True)
+    if statement is not None:
+        return read_letter(statement.text, choices, in_sentence=statement.in_sentence)
+    return letter_in_parentheses(visible)

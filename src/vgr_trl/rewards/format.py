@@ -1,0 +1,32 @@
+"""Format: thought, then answer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from vgr_trl.rewards.text import completion_text
+
+_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+def think_format_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
+    """Return 1 for each completion that is `<think>…</think>` followed by `<answer>…</answer>`, 0 for the others.
+
+    White space around the two parts is allowed; each tag must occur exactly once and the thought must not be empty
+    (`Rewards` in definitions.md).
+
+    Args:
+        completions: N completions as TRL passes them, lists of messages or strings.
+        kwargs: what else TRL passes; not used.
+
+    Raises:
+        RewardError: a completion is no text.
+    """
+    return [float(_is_well_formed(completion_text(completion))) for completion in completions]
+
+
+def _is_well_formed(text: str) -> bool:
+    text = text.strip()
+    if any(text.count(tag) != 1 for tag in _TAGS) or not (text.startswith("<think>") and text.endswith("</answer>")):
+        return False
+    thought, _, rest = text.removeprefix("<think>").partition("</think>")
+    return bool(thought.strip()) and rest.lstrip().startswith("<answer>")

@@ -1,0 +1,147 @@
+"""What the right answer of a row is: a letter, an index, the text of an option, or an open answer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+from vgr_trl.errors import RewardError
+from vgr_trl.rewards.answers import answer_tag
+from vgr_trl.rewards.letters import LETTERS, read_letter
+from vgr_trl.rewards.text import half_width, normalise
+
+FEWEST_CHOICES, MOST_CHOICES = 2, len(LETTERS)
+LARGEST_INTEGER = 10**18
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The right answer of a row.
+
+    `text` is the right option's text, or the open answer; `choices` are the options (empty for an open answer) and
+    `index` the 0-based position of the right one (None for an open answer).
+    """
+
+    text: str
+    choices: tuple[str, ...] = ()
+    index: int | None = None
+
+
+def resolve_solution(solution: Any, choices: Any = None) -> Solution:
+    """Return which answer a row calls right (`Stated answer` in definitions.md).
+
+    Args:
+        solution: letter A–J, option text or 0-based index; without `choices` the open answer, text or number. An
+            `<answer>` tag around it is taken off. A string of digits is never an index.
+        choices: texts of the 2 to 10 options in the order of their letters; None for an open question.
+
+    Raises:
+        RewardError: the solution is missing, is none of the choices, or could mean two of them; or the choices are not
+            2 to 10 texts.
+    """
+    options = _options(choices)
+    if _is_missing(solution):
+        raise RewardError(f"solution is {solution!r}: give the right answer as {_accepted(options)}")
+    if isinstance(solution, Integral) and abs(int(solution)) >= LARGEST_INTEGER:
+        raise RewardError("solution is an integer of more than 18 digits: give it as a text")
+    if not isinstance(solution, str | Real) or _is_bool(solution):
+        raise RewardError(f"solution is {_shown(solution)} ({type(solution).__name__}): give {_accepted(options)}")
+    if not options:
+        return Solution(_without_tag(solution) if isinstance(solution, str) else _number_text(solution))
+    if isinstance(solution, str):
+        index = _index_of_text(_without_tag(solution), options)
+    else:
+        index = _index_of_number(solution, options)
+    return Solution(options[index], options, index)
+
+
+def _options(choices: Any) -> tuple[str, ...]:
+    if choices is None:
+        return ()
+    if hasattr(choices, "tolist"):
+        choices = choices.tolist()
+    if not isinstance(choices, Sequence) or isinstance(choices, str):
+        raise RewardError(f"choices is {_shown(choices)} ({type(choices).__name__}): give a list of option texts")
+    if not FEWEST_CHOICES <= len(choices) <= MOST_CHOICES:
+        raise RewardError(
+            f"choices has {len(choices)} options: give {FEWEST_CHOICES} to {MOST_CHOICES}, or None for an open question"
+        )
+    texts = [_number_text(choice) if isinstance(choice, Real) else choice for choice in choices]
+    for position, text in enumerate(texts):
+        if not isinstance(text, str) or not text.strip():
+            raise RewardError(f"option {LETTERS[position]} of choices is {text!r}: give every option a text")
+    return tuple(texts)
+
+
+def _index_of_text(solution: str, options: tuple[str, ...]) -> int:
+    letter = read_letter(solution, options)
+    by_letter = None if letter is None else LETTERS.find(letter)
+    exact = [index for index, option in enumerate(options) if _plain(option) == _plain(solution)]
+    if by_letter is not None and 0 <= by_letter < len(options):
+        if other := [index for index in exact if index != by_letter]:
+            raise _ambiguous(solution, [by_letter, *other], options)
+        return by_letter
+    matches = exact or [index for index, option in enumerate(options) if normalise(option) == normalise(solution)]
+    if len(matches) > 1:
+        raise _ambiguous(solution, matches, options)
+    if matches:
+        return matches[0]
+    if letter is not None:
+        raise RewardError(
+            f"solution is the letter {letter}, but there are {len(options)} choices: give {_accepted(options)}"
+        )
+    raise RewardError(f"solution is {_shown(solution)}, which is none of the choices: give {_accepted(options)}")
+
+
+def _index_of_number(solution: Any, options: tuple[str, ...]) -> int:
+    if not float(solution).is_integer():
+        return _index_of_text(_number_text(solution), options)
+    if not 0 <= solution < len(options):
+        raise RewardError(
+            f"solution is the index {int(solution)}, but there are {len(options)} choices: give {_accepted(options)}"
+        )
+    return int(solution)
+
+
+def _accepted(options: tuple[str, ...]) -> str:
+    if not options:
+        return "a text or a number, or add choices"
+    last = len(options) - 1
+    return f"a letter A to {LETTERS[last]}, an integer index 0 to {last}, or the text of one option"
+
+
+def _ambiguous(solution: str, indices: list[int], options: tuple[str, ...]) -> RewardError:
+    meanings = " or ".join(f"{LETTERS[index]} ({_shown(options[index])})" for index in indices)
+    return RewardError(
+        f"solution is {_shown(solution)}, which could mean option {meanings}: give the index of the right option"
+    )
+
+
+def _is_missing(solution: Any) -> bool:
+    if isinstance(solution, str):
+        return not _without_tag(solution)
+    return solution is None or (isinstance(solution, Real) and solution != solution)
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool) or type(value).__name__ in ("bool_", "bool")
+
+
+def _without_tag(solution: str) -> str:
+    content = answer_tag(solution)
+    return (solution if content is None else content).strip()
+
+
+def _number_text(value: Any) -> str:
+    if _is_bool(value) or (not isinstance(value, Integral) and not float(value).is_integer()):
+        return str(value)
+    return str(int(value)) if abs(value) < LARGEST_INTEGER else str(value)
+
+
+def _plain(text: str) -> str:
+    return half_width(text).strip()
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,50 @@
+"""The places where this library joins TRL, checked before they are used."""
+
+import inspect
+from importlib.metadata import version
+
+from packaging.version import Version
+
+from vgr_trl.errors import UnsupportedTRLError
+
+SUPPORTED = ("1.16", "1.17")  # from, up to but without; the tests run with these releases
+
+SEAMS = {
+    "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
+    "_compute_loss": ("model", "inputs"),
+    "_get_per_token_logps_and_entropies": (
+        "model",
+        "input_ids",
+        "attention_mask",
+        "logits_to_keep",
+        "batch_size",
+        "compute_entropy",
+    ),
+    "_tokenize_prompts": ("prompts",),
+    "log": ("logs", "start_time"),
+}
+
+
+def check_seams(trainer_class: type, installed: str | None = None) -> None:
+    """Raise `UnsupportedTRLError` unless `trainer_class`, TRL's trainer, has the methods that ours extends.
+
+    Args:
+        trainer_class: TRL's `GRPOTrainer`.
+        installed: version of TRL, that of the installed package by default.
+    """
+    installed = installed or version("trl")
+    first, end = SUPPORTED
+    supported = f"TRL {installed} is installed, but vgr_trl is tested with trl>={first},<{end}"
+    cure = f'install one of those: pip install "trl>={first},<{end}".'
+    if not Version(first) <= Version(installed) < Version(end):
+        raise UnsupportedTRLError(f"{supported}; {cure}")
+    for name, expected in SEAMS.items():
+        method = getattr(trainer_class, name, None)
+        if method is None:
+            raise UnsupportedTRLError(f"{supported}, and {trainer_class.__name__} has no method {name}; {cure}")
+        names = list(inspect.signature(method).parameters)
+        missing = [parameter for parameter in expected if parameter not in names]
+        if missing:
+            raise UnsupportedTRLError(
+                f"{supported}, and {trainer_class.__name__}.{name} has no parameter {missing[0]}; {cure}"
+            )

@@ -1,0 +1,165 @@
+"""`DAPOTrainer`: TRL's `GRPOTrainer` with the stages of this library between its generation and its loss."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from trl import GRPOTrainer
+from trl.data_utils import prepare_multimodal_messages
+
+from vgr_trl.config import DAPOConfig
+from vgr_trl.data.columns import image_columns
+from vgr_trl.data.lengths import drop_long_prompts
+from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.metrics import Throughput, approximate_kl
+from vgr_trl.rewards.groups import gather_groups, needed_columns
+from vgr_trl.rewards.schedule import RewardSchedule
+from vgr_trl.seams import check_seams
+
+
+class DAPOTrainer(GRPOTrainer):
+    """TRL's `GRPOTrainer` with DAPO's defaults, scheduled reward weights and rewards that see whole groups.
+
+    Takes the arguments of `GRPOTrainer`; `args` is a `DAPOConfig`. With its own options at their defaults it trains as
+    `GRPOTrainer` does with `loss_type="dapo"`, `epsilon_high=0.28` and `beta=0`.
+
+    Raises:
+        UnsupportedTRLError: the installed TRL is not one this library is tested with.
+        ConfigError: an option does not fit the reward functions, the model or the data.
+        DataError: no row is within `max_prompt_length`.
+    """
+
+    def __init__(
+        self, model: Any, reward_funcs: Any = None, args: DAPOConfig | None = None, *rest: Any, **options: Any
+    ) -> None:
+        """Check seams and options before TRL loads a model; check the data once its processor is known."""
+        check_seams(GRPOTrainer)
+        args = _default_config(model) if args is None else args
+        rewards = reward_funcs if isinstance(reward_funcs, list) else [] if reward_funcs is None else [reward_funcs]
+        self._reward_schedule = RewardSchedule.for_rewards(rewards, args.reward_weights, args.early_reward_weights)
+        rewards = [
+            self._over_whole_groups(reward) if needed_columns(reward) is not None else reward for reward in rewards
+        ]
+        self._throughput = Throughput()
+        self._training_logps: torch.Tensor | None = None
+        self._streamed_prompts_too_long = 0
+
+        super().__init__(model, rewards, args, *rest, **options)
+
+        self._refuse_images_without_vision()
+        if args.max_prompt_length is not None:
+            self.train_dataset = self._within_max_prompt_length(self.train_dataset, "train")
+            self.eval_dataset = self._within_max_prompt_length(self.eval_dataset, "eval")
+        self._refuse_too_few_prompts()
+
+    # Before the first generation
+
+    def _over_whole_groups(self, reward: Any) -> Any:
+        state = PartialState()
+        return gather_groups(
+            reward, gather_object, state.process_index, state.num_processes, self._completions_per_prompt
+        )
+
+    def _completions_per_prompt(self) -> int:
+        return self.num_generations if self.model.training else self.num_generations_eval
+
+    def _refuse_images_without_vision(self) -> None:
+        if self._is_vlm:
+            return
+        for name, dataset in (("train", self.train_dataset), ("eval", self.eval_dataset)):
+            for part in dataset.values() if isinstance(dataset, dict) else [dataset]:
+                if part is not None and (columns := image_columns(part)):
+                    raise ConfigError(
+                        f"The {name} data has a column `{columns[0]}`, but {type(self.model).__name__} with "
+                        f"{type(self.processing_class).__name__} reads text only: use a vision-language model with its "
+                        "processor, or remove the column."
+                    )
+
+    def _within_max_prompt_length(self, dataset: Any, name: str) -> Any:
+        if isinstance(dataset, dict):
+            return type(dataset)({key: self._within_max_prompt_length(part, key) for key, part in dataset.items()})
+        if dataset is None:
+            return None
+        return drop_long_prompts(
+            dataset, self._prompt_length, self.args.max_prompt_length, name, self._count_streamed_prompt
+        )
+
+    def _refuse_too_few_prompts(self) -> None:
+        """A rollout takes distinct prompts; TRL drops a smaller rest, which here would be everything."""
+        prompts = self.args.generation_batch_size // self.args.num_generations
+        rows = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else prompts
+        if rows < prompts:
+            raise DataError(
+                f"The train data has {rows} rows, but a rollout takes {prompts} prompts (generation_batch_size "
+                f"{self.args.generation_batch_size} / num_generations {self.args.num_generations}): add rows, or lower "
+                "per_device_train_batch_size or gradient_accumulation_steps."
+            )
+
+    def _prompt_length(self, row: Mapping[str, Any]) -> int:
+        """Tokens of the row's prompt as the policy will read it, image tokens included."""
+        prompt = row["prompt"]
+        images = row.get("images") or ([row["image"]] if row.get("image") is not None else [])
+        if images:
+            prompt = prepare_multimodal_messages(prompt, images=images)
+        return len(self._tokenize_prompts([prompt])[0][0])
+
+    def _count_streamed_prompt(self) -> None:
+        self._streamed_prompts_too_long += 1
+
+    # While training
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
+        """Add to TRL's: set the reward weights that hold at this step."""
+        if self._reward_schedule.changes:
+            weights = self._reward_schedule.weights_at(self.state.global_step, self._early_steps())
+            self.reward_weights[: len(weights)] = torch.tensor(weights)
+        return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+
+    def _early_steps(self) -> int:
+        total = self.state.max_steps
+        return self._reward_schedule.early_steps(self.args.get_warmup_steps(total), total)
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        """Add to TRL's: keep the log-probabilities of a training pass for `_compute_loss`."""
+        logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self._training_logps = logps.detach()
+        return logps, entropies, aux_loss
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+        """Add to TRL's: the metric `approx_kl`, and the counts that the throughput is made of."""
+        loss = super()._compute_loss(model, inputs)
+        if self.model.training and self._training_logps is not None:
+            self._measure_step(self._training_logps, inputs)
+            self._training_logps = None
+        return loss
+
+    def _measure_step(self, logps: torch.Tensor, inputs: dict[str, Any]) -> None:
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)  # (N, T)
+        old_logps = inputs.get("old_per_token_logps", logps)  # TRL leaves them out while they equal the new ones
+        kl = approximate_kl(logps, old_logps, mask)  # (N,)
+        tokens = inputs["prompt_mask"].sum() + inputs["completion_mask"].sum()
+        rows = torch.tensor(mask.size(0), device=mask.device)
+        local = torch.stack([kl.sum(), mask.sum().float(), tokens.float(), rows.float()])
+        kl_sum, valid, all_tokens, all_rows = self.accelerator.reduce(local, reduction="sum").tolist()
+        self._metrics["train"]["approx_kl"].append(kl_sum / max(valid, 1.0))
+        self._throughput.add(tokens=all_tokens, samples=all_rows)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add to TRL's: throughput and reward weights, once per log of training steps."""
+        if self.model.training and (seconds := sum(self._metrics["train"].get("step_time", []))):
+            logs |= self._throughput.rates(seconds)
+            logs |= {
+                f"reward_weights/{name}": weight
+                for name, weight in zip(self.reward_func_names, self.reward_weights.tolist(), strict=True)
+            }
+            if self._streamed_prompts_too_long:
+                logs["data/prompts_too_long"] = self._streamed_prompts_too_long
+        super().log(logs, start_time)
+
+
+def _default_config(model: Any) -> DAPOConfig:
+    name = model if isinstance(model, str) else model.config._name_or_path
+    return DAPOConfig(f"{name.rstrip('/').split('/')[-1]}-DAPO")

@@ -1,0 +1,79 @@
+"""Tiny random models and questions, made here, so that no test downloads anything."""
+
+import os
+
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset, disable_progress_bars
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+torch.set_num_threads(1)
+disable_progress_bars()
+
+WORDS = tuple(dict.fromkeys("what colour is the shape red blue green teal A B C D . : ? system user assistant".split()))
+CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }} {{ message['content'] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def text_tokenizer() -> PreTrainedTokenizerFast:
+    specials = ["<pad>", "<unk>", "<|im_start|>", "<|im_end|>"]
+    vocabulary = {word: index for index, word in enumerate([*specials, *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        eos_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=CHAT,
+        padding_side="left",
+    )
+
+
+@pytest.fixture
+def text_model(text_tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(text_tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        initializer_range=0.3,
+        pad_token_id=text_tokenizer.pad_token_id,
+        eos_token_id=text_tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    return Qwen2ForCausalLM(config)
+
+
+@pytest.fixture
+def text_rows() -> Dataset:
+    colours = ["red", "blue", "green", "teal"]
+    return Dataset.from_dict(
+        {
+            "prompt": [
+                [{"role": "user", "content": f"what colour is the shape ? {colours[i % 4]}"}] for i in range(12)
+            ],
+            "solution": [colours[i % 4] for i in range(12)],
+        }
+    )
+
+
+@pytest.fixture
+def png(tmp_path: Path) -> Path:
+    path = tmp_path / "image.png"
+    Image.new("RGB", (8, 8), (255, 0, 0)).save(path)
+    return path

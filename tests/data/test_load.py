@@ -1,0 +1,84 @@
+import re
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+from vgr_trl.data.load import load_split, parse_data_files
+from vgr_trl.errors import ConfigError, DataError
+
+ROWS = Dataset.from_dict({"problem": ["1 + 1?", "1 + 2?"], "solution": ["2", "3"]})
+
+
+@pytest.mark.parametrize(("suffix", "write"), [("parquet", "to_parquet"), ("jsonl", "to_json"), ("csv", "to_csv")])
+def test_files_become_splits(tmp_path, suffix, write):
+    getattr(ROWS, write)(tmp_path / f"a.{suffix}")
+    files = f"train={tmp_path}/a.{suffix},test={tmp_path}/a.{suffix}"
+    for split in ("train", "test"):
+        assert load_split(split, data_files=files)["problem"] == ["1 + 1?", "1 + 2?"]
+    stream = load_split("train", data_files=files, streaming=True)
+    assert [row["problem"] for row in stream] == ["1 + 1?", "1 + 2?"]
+
+
+def test_one_file_is_the_train_split(tmp_path):
+    ROWS.to_parquet(tmp_path / "a.parquet")
+    assert len(load_split("train", data_files=str(tmp_path / "a.parquet"))) == 2
+
+
+def test_folders_of_files_and_saved_data_sets(tmp_path):
+    (tmp_path / "files").mkdir()
+    ROWS.to_parquet(tmp_path / "files" / "train.parquet")
+    ROWS.to_parquet(tmp_path / "files" / "test.parquet")
+    DatasetDict(train=ROWS, test=ROWS).save_to_disk(tmp_path / "saved_dict")
+    ROWS.save_to_disk(tmp_path / "saved")
+    for folder, split in (("files", "test"), ("saved_dict", "test"), ("saved", "train")):
+        assert load_split(split, dataset_path=str(tmp_path / folder))["solution"] in (["2", "3"], [2, 3])
+
+
+def test_malformed_data_files_are_refused():
+    for text in ("train=a.parquet,train=b.parquet", "a.parquet,b.parquet", "train=", "=a.parquet", ""):
+        with pytest.raises(
+            ConfigError, match=re.escape(f"data_files is {text!r}: give train=a.parquet,test=b.parquet")
+        ):
+            parse_data_files(text)
+
+
+def test_exactly_one_source_is_needed(tmp_path):
+    with pytest.raises(ConfigError, match="one of dataset_name, dataset_path and data_files, but none was given"):
+        load_split("train")
+    with pytest.raises(ConfigError, match="but dataset_name and dataset_path was given"):
+        load_split("train", dataset_name="a", dataset_path="b")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: {"data_files": f"train={folder}/no.parquet"}, "no.parquet of data_files does not exist"),
+        (lambda folder: {"data_files": f"test={folder}/no.parquet"}, "splits ['test'], but the split 'train'"),
+        (lambda folder: {"dataset_path": f"{folder}/no"}, "which is not a folder; for single files use data_files"),
+        (lambda folder: {"dataset_path": f"{folder}/empty"}, "empty, which is empty"),
+        (lambda folder: {"data_files": f"{folder}/zero.parquet"}, "zero.parquet is empty"),
+        (lambda folder: {"data_files": f"{folder}/text.txt"}, "text.txt is none of .parquet, .jsonl"),
+        (lambda folder: {"data_files": f"{folder}/broken.parquet"}, "broken.parquet cannot be read"),
+        (lambda folder: {"data_files": f"{folder}/broken.jsonl"}, "broken.jsonl cannot be read"),
+    ],
+)
+def test_missing_and_unreadable_sources_are_named(tmp_path, make, message):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "zero.parquet").touch()
+    (tmp_path / "text.txt").write_text("hello")
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 this is no parquet file PAR1")
+    (tmp_path / "broken.jsonl").write_text('{"problem": "1 + 1?"\n{"problem"')
+    with pytest.raises(DataError, match=re.escape(message)):
+        load_split("train", **make(tmp_path))
+
+
+def test_a_missing_split_names_the_others(tmp_path):
+    (tmp_path / "files").mkdir()
+    ROWS.to_parquet(tmp_path / "files" / "train.parquet")
+    with pytest.raises(DataError, match=re.escape("has the splits ['train'], but not 'test': name one of them.")):
+        load_split("test", dataset_path=str(tmp_path / "files"))
+
+
+def test_an_unknown_hub_name_is_a_sentence():
+    with pytest.raises(DataError, match="No data set is found at no-such-owner/no-such-set"):
+        load_split("train", dataset_name="no-such-owner/no-such-set")

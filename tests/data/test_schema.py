@@ -1,0 +1,113 @@
+import io
+import json
+import re
+
+import pytest
+from datasets import Dataset, Features, Image, List, Value
+from PIL import Image as PILImage
+
+from vgr_trl.data.prompts import SYSTEM_PROMPT, build_prompt
+from vgr_trl.data.schema import prepare_rows, report_skipped, row_problem
+from vgr_trl.errors import DataError
+
+
+def png(damaged: bool = False) -> dict:
+    buffer = io.BytesIO()
+    PILImage.effect_noise((40, 30), 80).save(buffer, "PNG")
+    data = buffer.getvalue()
+    return {"bytes": data[: len(data) // 2] if damaged else data, "path": None}
+
+
+def dataset(**columns) -> Dataset:
+    features = Features(
+        {
+            "problem": Value("string"),
+            "solution": Value("string"),
+            "image": Image(decode=False),
+            "choices": List(Value("string")),
+        }
+    )
+    rows = {"problem": ["which colour?"] * 4, "solution": ["A", "B", "red", "blue"], "image": [png()] * 4}
+    rows |= {"choices": [["red", "blue"]] * 4, **columns}
+    return Dataset.from_dict(rows, features=features).cast_column("image", Image())
+
+
+def test_usable_rows_get_a_prompt():
+    rows, skipped = prepare_rows(dataset())
+    assert skipped == []
+    assert rows[0]["prompt"] == [
+        {"role": "system", "content": SYSTEM_PROMPT},
+        {"role": "user", "content": "which colour?\nA. red\nB. blue"},
+    ]
+    assert rows[0]["image"].size == (40, 30)
+
+
+def test_a_prompt_of_the_rows_own_is_kept():
+    rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": "hello"}]], "solution": ["hi"]})
+    prepared, _ = prepare_rows(rows)
+    assert prepared["prompt"][0] == [{"role": "user", "content": "hello"}]
+
+
+def test_bad_rows_are_left_out_and_listed(tmp_path):
+    made = dataset(
+        solution=["A", "green", None, "B"], image=[png(), png(), png(), png(damaged=True)], problem=["q", "q", "q", "q"]
+    )
+    rows, skipped = prepare_rows(made, split="train")
+    assert len(rows) == 1
+    assert [row.row for row in skipped] == [1, 2, 3]
+    assert "image is truncated or damaged" in skipped[2].reason
+    assert "green" in skipped[0].reason
+    report_skipped(skipped, tmp_path / "run" / "skipped.jsonl")
+    listed = [json.loads(line) for line in (tmp_path / "run" / "skipped.jsonl").read_text().splitlines()]
+    assert [(row["split"], row["row"]) for row in listed] == [("train", 1), ("train", 2), ("train", 3)]
+    assert all(row["reason"] for row in listed)
+
+
+def test_nothing_left_is_an_error():
+    with pytest.raises(DataError, match=re.escape("None of the 4 rows of the train data can be used; the first: ")):
+        prepare_rows(dataset(image=[png(damaged=True)] * 4))
+
+
+def test_an_empty_data_set_is_an_error():
+    with pytest.raises(DataError, match="The test data set has no rows"):
+        prepare_rows(Dataset.from_dict({"problem": [], "solution": []}), split="test")
+
+
+def test_missing_columns_are_named():
+    with pytest.raises(DataError, match=re.escape("has the columns ['text']: it needs `prompt`, or `problem`")):
+        prepare_rows(Dataset.from_dict({"text": ["a"]}))
+    with pytest.raises(DataError, match="the accuracy reward needs `solution`"):
+        prepare_rows(Dataset.from_dict({"problem": ["a"]}))
+    rows, _ = prepare_rows(Dataset.from_dict({"problem": ["a"]}), needs_solution=False)
+    assert len(rows) == 1
+
+
+def test_image_paths_as_jsonl_has_them(tmp_path):
+    PILImage.new("RGB", (8, 9)).save(tmp_path / "a.png")
+    made = Dataset.from_dict({"problem": ["q", "q"], "solution": ["x", "y"], "image": ["a.png", "missing.png"]})
+    rows, skipped = prepare_rows(made, root=tmp_path)
+    assert rows[0]["image"].size == (8, 9)
+    assert len(skipped) == 1
+    assert skipped[0].reason.endswith("missing.png does not exist")
+    lists = Dataset.from_dict({"problem": ["q"], "solution": ["x"], "images": [["a.png", "a.png"]]})
+    rows, _ = prepare_rows(lists, root=tmp_path)
+    assert [image.size for image in rows[0]["images"]] == [(8, 9), (8, 9)]
+
+
+def test_rows_without_image_among_rows_with_one_are_kept():
+    rows, skipped = prepare_rows(dataset(image=[png(), None, png(), None]))
+    assert (len(rows), skipped) == (4, [])
+
+
+def test_a_stream_is_checked_as_it_is_read():
+    made = dataset(solution=["A", "green", "B", "A"], image=[png(), png(), png(), png()])
+    stream, skipped = prepare_rows(made.to_iterable_dataset(), system_prompt=None)
+    rows = list(stream)
+    assert skipped == []
+    assert [row["solution"] for row in rows] == ["A", "B", "A"]
+    assert rows[0]["prompt"] == build_prompt("which colour?", ["red", "blue"], system_prompt=None)
+
+
+@pytest.mark.parametrize("row", [{}, {"problem": "  "}, {"prompt": []}, {"problem": None, "prompt": None}])
+def test_a_row_without_a_question(row):
+    assert row_problem({**row, "solution": "x"}) == "it has neither a prompt nor a problem"

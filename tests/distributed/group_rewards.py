@@ -1,0 +1,65 @@
+"""Run by test_group_rewards.py in one or two processes: three steps with a reward that ranks a prompt's completions."""
+
+import json
+import sys
+from pathlib import Path
+
+from datasets import Dataset
+from transformers import AutoTokenizer, Qwen2ForCausalLM
+
+from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.rewards import needs_whole_groups
+
+model_folder, output, batch_size = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+seen: list[list[str]] = []
+
+
+@needs_whole_groups("solution", "index")
+def rank_reward(completions, solution, index, num_generations, **kwargs):
+    """Rank of each completion within its group of four, by its text."""
+    assert num_generations == 4
+    assert len(completions) == len(solution) == 4
+    assert len(set(index)) == 1, "the rollout is one group of one prompt, spread over the processes"
+    texts = [completion[0]["content"] for completion in completions]
+    seen.append(texts)
+    return [sorted(texts).index(text) / num_generations for text in texts]
+
+
+colours = ["red", "blue", "green", "teal"]
+rows = Dataset.from_dict(
+    {
+        "prompt": [[{"role": "user", "content": f"what colour is the shape ? {colours[i % 4]}"}] for i in range(12)],
+        "solution": [colours[i % 4] for i in range(12)],
+        "index": list(range(12)),
+    }
+)
+trainer = DAPOTrainer(
+    Qwen2ForCausalLM.from_pretrained(model_folder),
+    rank_reward,
+    DAPOConfig(
+        output_dir=str(output),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=batch_size,
+        num_generations=4,
+        max_completion_length=6,
+        max_steps=3,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        max_prompt_length=64,
+        reward_weights=[2.0],
+        early_reward_weights=[1.0],
+        warmup_steps=1,
+    ),
+    rows,
+    processing_class=AutoTokenizer.from_pretrained(model_folder),
+)
+trainer.train()
+if trainer.accelerator.is_main_process:
+    wanted = ("rewards/rank_reward/mean", "reward", "reward_weights/rank_reward", "perf/samples_per_second", "step_time")
+    history = [{key: entry[key] for key in wanted} for entry in trainer.state.log_history if "reward" in entry]
+    expected = [sum(sorted(texts).index(text) / 4 for text in texts) / 4 for texts in seen]
+    Path(output, "result.json").write_text(json.dumps({"history": history, "expected": expected}))

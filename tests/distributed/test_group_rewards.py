@@ -1,0 +1,41 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("group_rewards.py")
+
+
+def launch(processes: int, model_folder: Path, output: Path) -> dict:
+    output.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(
+        [*command, str(SCRIPT), str(model_folder), str(output), str(4 // processes)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((output / "result.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_reward_sees_whole_groups_however_they_are_spread(processes, text_model, text_tokenizer, tmp_path):
+    model_folder = tmp_path / "model"
+    text_model.save_pretrained(model_folder)
+    text_tokenizer.save_pretrained(model_folder)
+    result = launch(processes, model_folder, tmp_path / "run")
+    logged = [entry["rewards/rank_reward/mean"] for entry in result["history"]]
+    assert logged == pytest.approx(result["expected"], abs=1e-6)
+    assert [entry["reward_weights/rank_reward"] for entry in result["history"]] == [1.0, 2.0, 2.0]
+    for entry in result["history"]:
+        assert entry["reward"] == pytest.approx(
+            entry["rewards/rank_reward/mean"] * entry["reward_weights/rank_reward"], abs=1e-6
+        )
+        assert entry["perf/samples_per_second"] * entry["step_time"] == pytest.approx(4)

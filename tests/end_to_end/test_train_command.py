@@ -1,0 +1,139 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from vgr_trl.cli.__main__ import main
+from vgr_trl.cli.run_folder import complete_checkpoints
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "train_grpo_vlm.py"
+
+
+def flags(model: Path, files: str, output: Path, *more: str) -> list[str]:
+    fixed = (
+        f"--model_name_or_path {model} --data_files {files} --output_dir {output} --use_cpu --bf16 false "
+        "--gradient_checkpointing false --per_device_train_batch_size 8 --num_generations 4 --max_completion_length 8 "
+        "--max_steps 2 --logging_steps 1 --report_to none --disable_tqdm true"
+    )
+    return [*fixed.split(), *more]
+
+
+def losses(output: Path) -> list[float]:
+    state = json.loads((output / "trainer_state.json").read_text())
+    return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+
+
+def test_a_multimodal_run_from_flags(model_folder, question_files, tmp_path, capsys):
+    output = tmp_path / "run"
+    more = (
+        "--reward_weights 2.5 0.5 1.0 --early_reward_weights 1.0 2.0 1.0 --warmup_ratio 0.5 --soft_punish_cache 2 "
+        "--max_prompt_length 60 --eval_strategy steps --eval_steps 1 --eval_num_generations 2 "
+        "--per_device_eval_batch_size 6 --log_completions --num_completions_to_print 0"
+    )
+    assert main(["train", *flags(model_folder, question_files, output, *more.split())]) == 0
+    screen = capsys.readouterr().out
+    for part in (
+        "Qwen2_5_VLForConditionalGeneration",
+        "16 rows to train on, 6 rows to evaluate on",
+        "accuracy_reward x 2.5 (early 1), think_format_reward x 0.5 (early 2)",
+        "2 prompts x 4 completions = 8",
+        "max_prompt_length=60",
+    ):
+        assert part in " ".join(screen.split()), part
+    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    assert [entry["reward_weights/think_format_reward"] for entry in history if "reward" in entry] == [2.0, 0.5]
+    assert any("eval_rewards/accuracy_reward/mean" in entry for entry in history)
+    assert "eval_reward" in json.loads((output / "metrics.json").read_text())
+    assert len(list((output / "completions").glob("*.parquet"))) >= 2
+    assert (output / "model.safetensors").exists()
+    assert (output / "processor_config.json").exists()
+
+
+def test_lora_from_a_config_file_and_evaluation_of_the_adapter(model_folder, question_files, tmp_path, capsys):
+    output = tmp_path / "run"
+    settings = tmp_path / "lora.yaml"
+    settings.write_text("use_peft: true\nlora_target_modules: [q_proj, v_proj]\nlora_r: 2\nmax_steps: 7\n")
+    arguments = flags(model_folder, question_files, output, "--config", str(settings), "--reward_funcs", "format", "length")
+    assert main(["train", *arguments]) == 0
+    assert len(losses(output)) == 2, "the flag --max_steps 2 overrides the file"
+    assert (output / "adapter_config.json").exists()
+
+    numbers = tmp_path / "numbers.json"
+    evaluation = f"--model_name_or_path {output} --data_files {question_files} --num_samples 2 --max_completion_length 4"
+    assert main(["evaluate", *evaluation.split(), "--group_by", "family", "--output_file", str(numbers)]) == 0
+    assert "mean@2" in capsys.readouterr().out
+    result = json.loads(numbers.read_text())
+    assert (result["questions"], result["k"]) == (6, 2)
+    assert sum(group["questions"] for group in result["groups"].values()) == 6
+    assert "records" not in result
+
+
+def test_another_run_in_the_folder_is_refused_and_resume_continues_it(model_folder, question_files, tmp_path, capsys):
+    output = tmp_path / "run"
+    arguments = flags(model_folder, question_files, output, "--save_steps", "1")
+    assert main(["train", *arguments]) == 0
+    assert main(["train", *arguments]) == 1
+    assert "holds another run (run.json)" in capsys.readouterr().err
+    assert main(["train", *arguments, "--max_steps", "4", "--resume_from_checkpoint"]) == 0
+    assert "continued from" in " ".join(capsys.readouterr().out.split())
+    assert len(losses(output)) == 4
+    assert main(["train", *arguments, "--resume_from_checkpoint", "latest", "--reward_funcs", "format"]) == 1
+    assert "holds a run with reward_funcs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--reward_weights", "1.0"], "accuracy_reward, think_format_reward, soft_overlong_punishment_reward"),
+        (["--reward_funcs", "nonsense"], "nonsense"),
+        (["--max_prompt_length", "5"], "has more than max_prompt_length=5 tokens"),
+        (["--dataset_path", "/nowhere"], "but dataset_path and data_files was given"),
+        (["--per_device_train_batch_size", "128"], "The train data has 16 rows, but a rollout takes 32 prompts"),
+        (["--system_prompt_file", "/nowhere.txt"], "system_prompt_file is /nowhere.txt, which does not exist"),
+        (["--max_train_rows", "0"], "max_train_rows is 0: give an integer of at least 1"),
+        (["--warmup_ratio", "2"], "warmup_ratio is 2.0: give a share of all steps in [0, 1)"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_trains_nothing(model_folder, question_files, tmp_path, capsys, more, message):
+    output = tmp_path / "run"
+    assert main(["train", *flags(model_folder, question_files, output, *more)]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert not (output / "trainer_state.json").exists()
+
+
+def test_the_help_lists_commands_and_an_unknown_one_is_named(capsys):
+    assert main(["--help"]) == 0
+    assert "evaluate" in capsys.readouterr().out
+    assert main(["fly"]) == 2
+    assert "there is no command 'fly'; the commands are train, evaluate, demo" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_killed_run_continues(model_folder, question_files, tmp_path):
+    output = tmp_path / "run"
+    arguments = flags(model_folder, question_files, output, "--save_steps", "1", "--max_steps", "200")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), *arguments], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 120
+    while len(complete_checkpoints(output)) < 2 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    reached = int(complete_checkpoints(output)[-1].name.split("-")[1])
+    assert reached >= 2
+
+    more = ["--max_steps", str(reached + 1), "--resume_from_checkpoint", "latest"]
+    assert main(["train", *arguments, *more]) == 0
+    state = json.loads((output / "trainer_state.json").read_text())
+    assert state["global_step"] == reached + 1
+    assert torch.isfinite(torch.tensor(losses(output))).all()

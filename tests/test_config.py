@@ -1,0 +1,77 @@
+import re
+from pathlib import Path
+
+import pytest
+from trl import TrlParser
+
+from vgr_trl import DAPOConfig
+from vgr_trl.errors import ConfigError, VGRError
+
+
+def config(tmp_path: Path, **options: object) -> DAPOConfig:
+    defaults = {"use_cpu": True, "bf16": False, "per_device_train_batch_size": 8}
+    return DAPOConfig(output_dir=str(tmp_path), **{**defaults, **options})
+
+
+def test_defaults_are_those_of_dapo(tmp_path):
+    made = config(tmp_path)
+    assert (made.loss_type, made.epsilon, made.epsilon_high, made.beta) == ("dapo", 0.2, 0.28, 0.0)
+    assert made.num_generations_eval is None
+    assert made.warmup_steps == 0
+
+
+def test_aliases_set_the_fields_they_stand_for(tmp_path):
+    made = config(tmp_path, eval_num_generations=4, warmup_ratio=0.05)
+    assert made.num_generations_eval == 4
+    assert made.get_warmup_steps(1000) == 50
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"warmup_ratio": 1.0}, "warmup_ratio is 1.0: give a share of all steps in [0, 1)."),
+        ({"warmup_ratio": -0.1}, "warmup_ratio is -0.1: give a share of all steps in [0, 1)."),
+        ({"warmup_ratio": 0.1, "warmup_steps": 5}, "warmup_ratio is 0.1 and warmup_steps is 5: give one of them."),
+        ({"eval_num_generations": 4, "num_generations_eval": 2}, "its alias num_generations_eval is 2"),
+        ({"eval_num_generations": 0}, "num_generations_eval is 0: give an integer of at least 1."),
+        ({"max_prompt_length": 0}, "max_prompt_length is 0: give an integer of at least 1."),
+        ({"max_completion_length": -3}, "max_completion_length is -3: give an integer of at least 1."),
+        ({"beta": -0.1}, "beta is -0.1: give a number of at least 0."),
+        ({"epsilon_high": float("nan")}, "epsilon_high is nan: give a number of at least 0."),
+        ({"temperature": 0.0}, "temperature is 0.0: give a number above 0."),
+        (
+            {"soft_punish_cache": 600, "max_completion_length": 512},
+            "soft_punish_cache is 600: give a number of tokens in [0, max_completion_length = 512].",
+        ),
+    ],
+)
+def test_refuses_values_out_of_range(tmp_path, options, message):
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        config(tmp_path, **options)
+    assert isinstance(caught.value, VGRError)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_flags_as_users_write_them(tmp_path):
+    flags = "--reward_weights 2.5 1.0 0.5 1.0 --early_reward_weights 1.0 1.0 2.0 1.0 --warmup_ratio 0.05 --use_cpu"
+    flags += " --bf16 false --soft_punish_cache 50 --max_prompt_length 1024 --eval_num_generations 4"
+    (made,) = TrlParser(DAPOConfig).parse_args_and_config([*flags.split(), "--output_dir", str(tmp_path)])
+    assert made.reward_weights == [2.5, 1.0, 0.5, 1.0]
+    assert made.early_reward_weights == [1.0, 1.0, 2.0, 1.0]
+    assert (made.warmup_steps, made.soft_punish_cache, made.max_prompt_length) == (0.05, 50, 1024)
+    assert made.num_generations_eval == 4
+
+
+def test_a_flag_overrides_the_config_file(tmp_path):
+    file = tmp_path / "x.yaml"
+    file.write_text("warmup_ratio: 0.1\nuse_cpu: true\nbf16: false\nearly_reward_weights: [1.0, 2.0]\n")
+    flags = ["--config", str(file), "--warmup_ratio", "0.2", "--output_dir", str(tmp_path)]
+    (made,) = TrlParser(DAPOConfig).parse_args_and_config(flags)
+    assert (made.warmup_steps, made.early_reward_weights) == (0.2, [1.0, 2.0])
+
+
+@pytest.mark.parametrize(("flags", "value"), [([], None), (["--resume_from_checkpoint"], "latest")])
+def test_resume_without_a_path_means_the_latest(tmp_path, flags, value):
+    fixed = ["--use_cpu", "--bf16", "false", "--output_dir", str(tmp_path)]
+    (made,) = TrlParser(DAPOConfig).parse_args_and_config([*fixed, *flags])
+    assert made.resume_from_checkpoint == value

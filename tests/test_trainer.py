@@ -1,0 +1,194 @@
+import copy
+import functools
+import re
+
+import pytest
+import torch
+from datasets import Dataset, Features, List
+from datasets import Image as ImageFeature
+from PIL import Image
+from trl import GRPOConfig, GRPOTrainer
+
+from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.errors import ConfigError, DataError, RewardError
+
+
+def letters_reward(completions, **kwargs):
+    """Many different values, so that no group is dead."""
+    return [sum(map(ord, completion[0]["content"])) % 7 / 7 for completion in completions]
+
+
+def length_reward(completion_ids, **kwargs):
+    return [len(ids) / 10 for ids in completion_ids]
+
+
+def options(tmp_path, **changed):
+    defaults = {
+        "output_dir": str(tmp_path),
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 6,
+        "max_steps": 2,
+        "learning_rate": 0.1,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    return {**defaults, **changed}
+
+
+@pytest.fixture
+def build(tmp_path, text_model, text_tokenizer, text_rows):
+    def make(rewards=letters_reward, rows=None, trainer=DAPOTrainer, config=DAPOConfig, model=None, **changed):
+        evaluated = changed.pop("eval_dataset", None)
+        return trainer(
+            model=text_model if model is None else model,
+            reward_funcs=rewards,
+            args=config(**options(tmp_path, **changed)),
+            train_dataset=text_rows if rows is None else rows,
+            eval_dataset=evaluated,
+            processing_class=text_tokenizer,
+        )
+
+    return make
+
+
+def logged(trainer, name):
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+@pytest.mark.parametrize("changed", [{}, {"num_iterations": 2}, {"gradient_accumulation_steps": 2, "max_steps": 1}])
+def test_with_its_options_off_it_trains_exactly_as_trl(build, text_model, changed):
+    ours = build(model=copy.deepcopy(text_model), optim="sgd", **changed)
+    ours.train()
+    stock = {"trainer": GRPOTrainer, "config": GRPOConfig, "epsilon_high": 0.28}
+    theirs = build(model=copy.deepcopy(text_model), optim="sgd", **stock, **changed)
+    theirs.train()
+    before = dict(text_model.named_parameters())
+    moved = 0.0
+    for (name, mine), (_, other) in zip(ours.model.named_parameters(), theirs.model.named_parameters(), strict=True):
+        assert torch.equal(mine, other), name
+        moved += (mine - before[name]).abs().sum().item()
+    assert moved > 0
+
+
+def test_a_single_reward_and_no_config_are_accepted(text_model, text_tokenizer, text_rows, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("vgr_trl.trainer.DAPOConfig", functools.partial(DAPOConfig, use_cpu=True, bf16=False))
+    text_model.config._name_or_path = "some/model"
+    trainer = DAPOTrainer(text_model, letters_reward, None, text_rows, processing_class=text_tokenizer)
+    assert trainer.args.output_dir == "model-DAPO"
+    assert (trainer.epsilon_high, trainer.loss_type) == (0.28, "dapo")
+
+
+def test_weights_follow_the_schedule_and_are_logged(build):
+    trainer = build(
+        [letters_reward, length_reward],
+        reward_weights=[2.0, 0.5],
+        early_reward_weights=[1.0, 3.0],
+        warmup_steps=2,
+        max_steps=4,
+    )
+    trainer.train()
+    assert logged(trainer, "reward_weights/letters_reward") == [1.0, 1.0, 2.0, 2.0]
+    assert logged(trainer, "reward_weights/length_reward") == [3.0, 3.0, 0.5, 0.5]
+    first, last = (trainer.state.log_history[index] for index in (0, 3))
+    for entry, weights in ((first, (1.0, 3.0)), (last, (2.0, 0.5))):
+        parts = [entry[f"rewards/{name}/mean"] for name in ("letters_reward", "length_reward")]
+        assert entry["reward"] == pytest.approx(sum(w * p for w, p in zip(weights, parts, strict=True)), rel=1e-5)
+
+
+def test_without_warm_up_the_first_tenth_of_the_steps_is_early(build):
+    trainer = build(early_reward_weights=[5.0], max_steps=10)
+    trainer.train()
+    assert logged(trainer, "reward_weights/letters_reward") == [5.0] + [1.0] * 9
+
+
+@pytest.mark.parametrize("name", ["reward_weights", "early_reward_weights"])
+def test_a_wrong_number_of_weights_names_the_rewards_in_order(build, name):
+    with pytest.raises((ConfigError, RewardError)) as caught:
+        build([letters_reward, length_reward], **{name: [1.0, 2.0, 3.0]})
+    assert isinstance(caught.value, ValueError)
+    for part in (name, "3", "letters_reward, length_reward"):
+        assert part in str(caught.value)
+
+
+def test_metrics_that_users_read(build):
+    trainer = build(num_iterations=2, max_steps=4)
+    trainer.train()
+    on_policy, second_pass = logged(trainer, "approx_kl")[:2]
+    assert on_policy == pytest.approx(0.0, abs=1e-9)
+    assert second_pass > 1e-6
+    for entry in trainer.state.log_history[:4]:
+        assert entry["perf/samples_per_second"] * entry["step_time"] == pytest.approx(8)
+        assert entry["perf/tokens_per_second"] > entry["perf/samples_per_second"]
+
+
+def test_long_prompts_are_left_out_and_counted(build, text_rows, caplog, monkeypatch):
+    long = [{"role": "user", "content": "what colour is the shape ? " * 3}]
+    rows = Dataset.from_list([*text_rows, {"prompt": long, "solution": "red"}])
+    trainer = build(rows=rows, max_prompt_length=15, eval_dataset=rows)
+    assert len(trainer.train_dataset) == len(text_rows)
+    assert len(trainer.eval_dataset) == len(text_rows)
+    lengths = [trainer._prompt_length(row) for row in rows]
+    assert max(lengths[:-1]) <= 15 < lengths[-1]
+
+
+def test_no_prompt_within_the_limit_is_an_error(build):
+    with pytest.raises(DataError, match=re.escape("Every one of the 12 rows of the train data has more than")):
+        build(max_prompt_length=3)
+
+
+def test_a_stream_leaves_long_prompts_out_as_it_is_read(build, text_rows):
+    long = [{"role": "user", "content": "what colour is the shape ? " * 3}]
+    rows = Dataset.from_list([{"prompt": long, "solution": "red"}, *text_rows]).to_iterable_dataset()
+    trainer = build(rows=rows, max_prompt_length=15, shuffle_dataset=False)
+    trainer.train()
+    assert logged(trainer, "data/prompts_too_long")[-1] >= 1
+
+
+def test_fewer_rows_than_a_rollout_needs_are_refused(build, text_rows):
+    with pytest.raises(DataError, match=re.escape("The train data has 1 rows, but a rollout takes 2 prompts")):
+        build(rows=text_rows.select([0]))
+
+
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_images_for_a_text_only_model_are_refused(build, text_rows, column):
+    picture = Image.new("RGB", (8, 8))
+    value, feature = (picture, ImageFeature()) if column == "image" else ([picture], List(ImageFeature()))
+    columns = {**text_rows.to_dict(), column: [value] * len(text_rows)}
+    rows = Dataset.from_dict(columns, features=Features({**text_rows.features, column: feature}))
+    with pytest.raises(ConfigError, match=f"column `{column}`, but Qwen2ForCausalLM .* reads text only"):
+        build(rows=rows)
+
+
+def test_async_rewards_and_evaluation(build, text_rows):
+    async def patient_reward(completions, **kwargs):
+        return letters_reward(completions)
+
+    trainer = build(
+        [patient_reward, letters_reward],
+        eval_dataset=text_rows.select(range(4)),
+        eval_num_generations=2,
+        per_device_eval_batch_size=4,
+    )
+    trainer.train()
+    assert logged(trainer, "rewards/patient_reward/mean") == logged(trainer, "rewards/letters_reward/mean")
+    metrics = trainer.evaluate()
+    assert 0 <= metrics["eval_rewards/letters_reward/mean"] <= 1
+    assert "eval_approx_kl" not in metrics
+
+
+def test_a_run_continues_from_a_checkpoint(build, text_model, tmp_path):
+    whole = build(model=copy.deepcopy(text_model), max_steps=4, save_strategy="steps", save_steps=2, warmup_steps=3,
+                  early_reward_weights=[2.0])  # fmt: skip
+    whole.train()
+    resumed = build(model=copy.deepcopy(text_model), max_steps=4, warmup_steps=3, early_reward_weights=[2.0])
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert logged(resumed, "reward_weights/letters_reward")[-2:] == [2.0, 1.0]
+    for (name, mine), (_, other) in zip(resumed.model.named_parameters(), whole.model.named_parameters(), strict=True):
+        assert torch.allclose(mine, other, atol=1e-6), name
