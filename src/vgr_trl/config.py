@@ -77,8 +77,8 @@ class DAPOConfig(GRPOConfig):
     soft_punish_cache: int | None = field(
         default=None,
         metadata={
-            "help": "Tokens before max_completion_length over which the length reward falls from 0 to -1; None: a fifth "
-            "of it."
+            "help": "Tokens before max_completion_length over which the length reward falls from 0 to -1; None: a "
+            "fifth of it."
         },
     )
 

@@ -59,7 +59,13 @@ trainer = DAPOTrainer(
 )
 trainer.train()
 if trainer.accelerator.is_main_process:
-    wanted = ("rewards/rank_reward/mean", "reward", "reward_weights/rank_reward", "perf/samples_per_second", "step_time")
+    wanted = (
+        "rewards/rank_reward/mean",
+        "reward",
+        "reward_weights/rank_reward",
+        "perf/samples_per_second",
+        "step_time",
+    )
     history = [{key: entry[key] for key in wanted} for entry in trainer.state.log_history if "reward" in entry]
     expected = [sum(sorted(texts).index(text) / 4 for text in texts) / 4 for texts in seen]
     Path(output, "result.json").write_text(json.dumps({"history": history, "expected": expected}))

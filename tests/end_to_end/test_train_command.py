@@ -31,9 +31,12 @@ def losses(output: Path) -> list[float]:
 
 def test_a_multimodal_run_from_flags(model_folder, question_files, tmp_path, capsys):
     output = tmp_path / "run"
+    no_system_prompt = tmp_path / "empty.txt"
+    no_system_prompt.touch()
     more = (
+        f"--system_prompt_file {no_system_prompt} "
         "--reward_weights 2.5 0.5 1.0 --early_reward_weights 1.0 2.0 1.0 --warmup_ratio 0.5 --soft_punish_cache 2 "
-        "--max_prompt_length 60 --eval_strategy steps --eval_steps 1 --eval_num_generations 2 "
+        "--max_prompt_length 90 --eval_strategy steps --eval_steps 1 --eval_num_generations 2 "
         "--per_device_eval_batch_size 6 --log_completions --num_completions_to_print 0"
     )
     assert main(["train", *flags(model_folder, question_files, output, *more.split())]) == 0
@@ -43,7 +46,7 @@ def test_a_multimodal_run_from_flags(model_folder, question_files, tmp_path, cap
         "16 rows to train on, 6 rows to evaluate on",
         "accuracy_reward x 2.5 (early 1), think_format_reward x 0.5 (early 2)",
         "2 prompts x 4 completions = 8",
-        "max_prompt_length=60",
+        "max_prompt_length=90",
     ):
         assert part in " ".join(screen.split()), part
     history = json.loads((output / "trainer_state.json").read_text())["log_history"]
@@ -59,13 +62,17 @@ def test_lora_from_a_config_file_and_evaluation_of_the_adapter(model_folder, que
     output = tmp_path / "run"
     settings = tmp_path / "lora.yaml"
     settings.write_text("use_peft: true\nlora_target_modules: [q_proj, v_proj]\nlora_r: 2\nmax_steps: 7\n")
-    arguments = flags(model_folder, question_files, output, "--config", str(settings), "--reward_funcs", "format", "length")
+    arguments = flags(
+        model_folder, question_files, output, "--config", str(settings), "--reward_funcs", "format", "length"
+    )
     assert main(["train", *arguments]) == 0
     assert len(losses(output)) == 2, "the flag --max_steps 2 overrides the file"
     assert (output / "adapter_config.json").exists()
 
     numbers = tmp_path / "numbers.json"
-    evaluation = f"--model_name_or_path {output} --data_files {question_files} --num_samples 2 --max_completion_length 4"
+    evaluation = (
+        f"--model_name_or_path {output} --data_files {question_files} --num_samples 2 --max_completion_length 4"
+    )
     assert main(["evaluate", *evaluation.split(), "--group_by", "family", "--output_file", str(numbers)]) == 0
     assert "mean@2" in capsys.readouterr().out
     result = json.loads(numbers.read_text())
@@ -96,6 +103,8 @@ def test_another_run_in_the_folder_is_refused_and_resume_continues_it(model_fold
         (["--dataset_path", "/nowhere"], "but dataset_path and data_files was given"),
         (["--per_device_train_batch_size", "128"], "The train data has 16 rows, but a rollout takes 32 prompts"),
         (["--system_prompt_file", "/nowhere.txt"], "system_prompt_file is /nowhere.txt, which does not exist"),
+        (["--num_generations", "3"], "generation_batch_size (8) must be divisible by num_generations (3)"),
+        (["--config", "/nowhere.yaml"], "No such file or directory: '/nowhere.yaml'"),
         (["--max_train_rows", "0"], "max_train_rows is 0: give an integer of at least 1"),
         (["--warmup_ratio", "2"], "warmup_ratio is 2.0: give a share of all steps in [0, 1)"),
     ],

@@ -1,8 +1,22 @@
 """Flags that are not options of the trainer: which data, which rewards."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from vgr_trl.errors import ConfigError
+from trl import TrlParser
+
+from vgr_trl.errors import ConfigError, VGRError
+
+
+def parse(parser: TrlParser, argv: Sequence[str] | None) -> tuple[Any, ...]:
+    """Return the parsed groups of options; what TRL and transformers refuse becomes a `ConfigError` of the same words."""
+    try:
+        return parser.parse_args_and_config(args=argv)
+    except VGRError:
+        raise
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
 
 
 @dataclass

@@ -1,13 +1,14 @@
 """`vgr-trl train`: train a vision-language model with DAPO."""
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
-from vgr_trl.cli.arguments import DataArguments, RewardArguments
+from vgr_trl.cli.arguments import DataArguments, RewardArguments, parse
 from vgr_trl.cli.loading import load_processor, load_rows
 from vgr_trl.cli.plan import describe_run, print_plan
 from vgr_trl.cli.run_folder import claim, resolve_checkpoint, write_identity
@@ -21,7 +22,7 @@ from vgr_trl.trainer import DAPOTrainer
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse flags (or `--config x.yaml`, which flags override), train, and return 0."""
     parser = TrlParser((DataArguments, RewardArguments, DAPOConfig, ModelConfig), prog="vgr-trl train")
-    data, rewards, config, model = parser.parse_args_and_config(args=argv)
+    data, rewards, config, model = parse(parser, argv)
     train(data, rewards, config, model)
     return 0
 
@@ -50,8 +51,20 @@ def train(data: DataArguments, rewards: RewardArguments, config: DAPOConfig, mod
     if trainer.accelerator.is_main_process:
         (output_dir / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
         print(f"The model and its metrics are in {output_dir}.")
-    trainer.end()
+    _end(trainer)
     return trainer
+
+
+def _end(trainer: DAPOTrainer) -> None:
+    """Finish trackers and the process group.
+
+    Gloo frees a finished collective in a thread that needs the interpreter's lock. If the group is destroyed by a
+    thread that holds the lock, both wait forever (seen in about one of five runs of two processes); the pause lets go
+    of the lock until that thread is done.
+    """
+    trainer.accelerator.wait_for_everyone()
+    time.sleep(0.2)
+    trainer.end()
 
 
 def _build_trainer(

@@ -12,7 +12,7 @@ from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
-from datasets import Dataset, Features, Image, IterableDataset, List
+from datasets import Dataset, Image, IterableDataset, List
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
@@ -94,8 +94,7 @@ def prepare_rows(
     dataset = _with_image_features(dataset, root)
     reasons: list[dict[int, str]] = [{}]
     if PartialState().is_main_process:
-        undecoded = _decode_images(dataset, False)
-        rows = tqdm(undecoded, desc=f"check rows ({split})", delay=3)
+        rows = tqdm(_without_decoding(dataset), desc=f"check rows ({split})", delay=3)
         reasons[0] = dict(_problems(rows, root, needs_solution))
     broadcast_object_list(reasons)
     ids = dataset["id"] if "id" in dataset.column_names else range(len(dataset))
@@ -164,15 +163,14 @@ def _under(root: Path, value: str | list[str] | None) -> Any:
     return str(root / value) if isinstance(value, str) else [str(root / path) for path in value]
 
 
-def _decode_images(dataset: Dataset, decode: bool) -> Dataset:
-    features = Features(dataset.features)
+def _without_decoding(dataset: Dataset) -> Dataset:
     for name in image_columns(dataset):
-        feature = features[name]
+        feature = dataset.features[name]
         if isinstance(feature, Image):
-            features[name] = Image(decode=decode)
+            dataset = dataset.cast_column(name, Image(decode=False))
         elif isinstance(feature, List) and isinstance(feature.feature, Image):
-            features[name] = List(Image(decode=decode))
-    return dataset.cast(features) if features != dataset.features else dataset
+            dataset = dataset.cast_column(name, List(Image(decode=False)))
+    return dataset
 
 
 def _prepare_stream(

@@ -41,7 +41,7 @@ def read_letter(content: str, choices: Sequence[str] = (), *, in_sentence: bool 
         in_sentence: whether the letter may be followed by the rest of a sentence or line, separated by punctuation or
             `because`, as long as that names no other option.
     """
-    content = unwrap(half_width(content))
+    content = unwrap(half_width(content).replace(r"\(", "(").replace(r"\)", ")"))
     if in_sentence:
         content = _OPTION_WORD.sub("", content, count=1) if _OPTION_WORD.match(content) else content
     match = _LETTER.match(content)

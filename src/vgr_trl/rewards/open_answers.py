@@ -1,11 +1,8 @@
 """Whether an open answer is the right one: exact numbers, then math-verify, then normalised text."""
 
-import logging
 import re
-import threading
-from functools import lru_cache
-from typing import Any
 
+from vgr_trl.rewards.formulas import same_formula
 from vgr_trl.rewards.letters import unwrap
 from vgr_trl.rewards.quantities import read_quantity
 from vgr_trl.rewards.text import half_width, normalise
@@ -23,12 +20,13 @@ _MATHEMATICAL = re.compile(
     rf"(?:\\(?:{_COMMANDS})(?![A-Za-z])|\\[{{}}]|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])|[0-9.+\-*/^=<>(){{}}\[\],|_ ])+"
 )
 _SIGN_OF_MATHEMATICS = re.compile(r"[0-9\\+*^=<>]")
-_NOT_ONE_EXPRESSION = re.compile(r"\d\s+\d|\d\.\d*\.|\d+(?:-\d+)+|\d+(?:/\d+){2,}")
-_DATE_OR_RANGE = re.compile(r"\s*\d+(?:\s*[-/]\s*\d+)+\s*")
+_NOT_ONE_EXPRESSION = re.compile(r"\d\s+\d|\d\.\d*\.")
+_DATE_OR_RANGE = re.compile(r"\s*\d+(?:\s*-\s*\d+|(?:\s*[-/]\s*\d+){2,})\s*")
+_INFINITE_BOUND = re.compile(r"(?:^|(?<=[(\[,<>]))\s*[+-]?\s*\\infty\s*(?=[,)\]<>]|$)")
+_VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 _EXPONENT = re.compile(r"\^\s*(?:\{([^{}^]*)\}|([A-Za-z0-9])|(-\d)|\\circ)")
 _ASSIGNMENT = re.compile(r"\s*[A-Za-z](?:_\w)?\s*=\s*([^=]+)")
-_LONGEST = 200
-_SECONDS = 3
+_LONGEST, _DEEPEST = 200, 6
 
 
 def same_open_answer(gold: str, answer: str) -> bool:
@@ -84,7 +82,7 @@ def _same_formula(gold: str, answer: str) -> bool:
         return same_open_answer(assigned[1], answer)
     if gold.count("=") != answer.count("=") or not (_is_formula(gold) and _is_formula(answer)):
         return False
-    return _math_verify(gold, answer)
+    return same_formula(gold, answer)
 
 
 def _split_list(text: str) -> list[str]:
@@ -102,7 +100,17 @@ def _split_list(text: str) -> list[str]:
 def _is_formula(text: str) -> bool:
     if not _MATHEMATICAL.fullmatch(text) or _NOT_ONE_EXPRESSION.search(text) or _DATE_OR_RANGE.fullmatch(text):
         return False
-    return _has_small_powers(text)
+    if "\\infty" in _INFINITE_BOUND.sub("", text) or (re.search(r"[=<>]", text) and not _VARIABLE.search(text)):
+        return False
+    return _bracket_depth(text) <= _DEEPEST and _has_small_powers(text)
+
+
+def _bracket_depth(text: str) -> int:
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def _has_small_powers(text: str) -> bool:
@@ -120,22 +128,3 @@ def _has_small_powers(text: str) -> bool:
             product *= max(int(digits), 1)
     of_brackets = re.search(r"[)\]}]\s*\^", text) is not None
     return product <= (16 if of_brackets else 10_000) and max(map(len, re.findall(r"\d+", text)), default=0) <= 30
-
-
-@lru_cache(maxsize=1024)
-def _math_verify(gold: str, answer: str) -> bool:
-    from math_verify import LatexExtractionConfig, parse, verify
-    from math_verify.errors import TimeoutException
-
-    # math-verify times out by SIGALRM, which works in the main thread only.
-    seconds: Any = _SECONDS if threading.current_thread() is threading.main_thread() else None
-    for name in ("math_verify.parser", "math_verify.grader"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    try:
-        parsed = [
-            parse(f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=seconds)
-            for text in (gold, answer)
-        ]
-        return bool(verify(*parsed, timeout_seconds=seconds))
-    except (Exception, TimeoutException):
-        return False

@@ -1,0 +1,100 @@
+"""A real vision-language model, small enough to train on one CPU core."""
+
+from collections.abc import Iterable
+
+import torch
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+from vgr_trl.demo.tiny_processor import EOS, PAD, TinyProcessor, build_processor, load_processor
+
+__all__ = ["TinyProcessor", "build_tiny_vlm", "load_processor"]
+
+
+def build_tiny_vlm(
+    texts: Iterable[str],
+    *,
+    hidden_size: int = 64,
+    num_layers: int = 3,
+    num_heads: int = 4,
+    vision_depth: int = 2,
+    query_std: float = 0.2,
+    seed: int = 0,
+) -> tuple[Qwen2_5_VLForConditionalGeneration, TinyProcessor]:
+    """Return an untrained Qwen2.5-VL model and its processor.
+
+    Args:
+        texts: what the model will read and write; every word in it becomes one token.
+        hidden_size: of language model and vision tower, a multiple of 4 x `num_heads`.
+        num_layers: of the language model; below 3 there is no late third of the layers.
+        num_heads: of language model and vision tower.
+        vision_depth: layers of the vision tower.
+        query_std: of the query weights of the language model, which start as its key weights.
+        seed: of the weights.
+    """
+    processor = build_processor(texts)
+    model_config = _config(processor, hidden_size, num_layers, num_heads, vision_depth)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen2_5_VLForConditionalGeneration(model_config)
+        _attend_to_the_same(model, query_std)
+    generation = model.generation_config
+    generation.eos_token_id = processor.tokenizer.convert_tokens_to_ids(EOS)
+    generation.pad_token_id = processor.tokenizer.convert_tokens_to_ids(PAD)
+    return model, processor
+
+
+def _attend_to_the_same(model: Qwen2_5_VLForConditionalGeneration, std: float) -> None:
+    """Start half of the heads with each token attending most to tokens like itself.
+
+    Looking up a word in a list needs this, and random weights take long to find it: with them, four shuffled options
+    were not learned in 1,200 steps. A part of mimetic initialisation (https://arxiv.org/abs/2305.09828).
+    """
+    for layer in model.model.language_model.layers:
+        query, key = layer.self_attn.q_proj.weight.data, layer.self_attn.k_proj.weight.data
+        half = query.shape[0] // 2
+        query[:half].normal_(std=std)
+        key[:half] = query[:half]
+
+
+def _config(
+    processor: TinyProcessor, hidden_size: int, num_layers: int, num_heads: int, vision_depth: int
+) -> Qwen2_5_VLConfig:
+    ids = processor.tokenizer.convert_tokens_to_ids
+    half_head = hidden_size // num_heads // 2
+    time = half_head // 4
+    height = (half_head - time) // 2
+    return Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": len(processor.tokenizer),
+            "hidden_size": hidden_size,
+            "intermediate_size": 2 * hidden_size,
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_heads,
+            "max_position_embeddings": 1024,
+            "initializer_range": 0.05,
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "eos_token_id": ids(EOS),
+            "pad_token_id": ids(PAD),
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [time, height, half_head - time - height],  # of half a head: time, height, width
+            },
+        },
+        vision_config={
+            "depth": vision_depth,
+            "hidden_size": hidden_size,
+            "intermediate_size": 2 * hidden_size,
+            "num_heads": num_heads,
+            "out_hidden_size": hidden_size,
+            "fullatt_block_indexes": [vision_depth - 1],
+            "initializer_range": 0.05,
+        },
+        image_token_id=ids("<|image_pad|>"),
+        video_token_id=ids("<|video_pad|>"),
+        vision_start_token_id=ids("<|vision_start|>"),
+        vision_end_token_id=ids("<|vision_end|>"),
+        tie_word_embeddings=True,
+    )

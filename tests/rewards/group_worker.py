@@ -1,0 +1,55 @@
+"""One of the processes of `test_groups.py`: python group_worker.py RANK WORLD FOLDER, results as JSON in the folder."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from vgr_trl.errors import RewardError
+from vgr_trl.rewards import gather_groups, needs_whole_groups
+
+GROUP = 4
+
+
+@needs_whole_groups("value", optional=("bonus",))
+def above_mean(completions, value, num_generations, bonus=None, log_extra=None, **kwargs):
+    """Distance of each value, plus its bonus, to the mean of its group."""
+    values = [a + (b or 0) for a, b in zip(value, bonus or [0] * len(value), strict=True)]
+    starts = [i - i % num_generations for i in range(len(values))]
+    if log_extra is not None:
+        log_extra("seen", [f"{len(completions)} rows, {c}" for c in completions])
+    return [v - sum(values[s : s + num_generations]) / num_generations for v, s in zip(values, starts, strict=True)]
+
+
+def gather_object(objects):
+    """Concatenate a list of each process, as accelerate's function of this name does."""
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, objects)
+    return [item for part in parts for item in part]
+
+
+def run(rank, world, cut):
+    """Return rewards, logged rows and errors of this rank; `cut` rows go to the first of two processes."""
+    rows = range(8) if world == 1 else (range(cut) if rank == 0 else range(cut, 8))
+    reward = gather_groups(above_mean, gather_object, rank, world, num_generations=lambda: GROUP)
+    logged = []
+    columns = {"value": [float(i * i) for i in rows], "completions": [f"c{i}" for i in rows]}
+    columns |= {"log_extra": lambda name, values: logged.extend(values), "image": [object()] * len(rows)}
+    rewards = reward(**columns)
+    bonus = [10.0 if i == 7 else None for i in rows]
+    with_bonus = reward(**columns, **({"bonus": bonus} if any(bonus) else {}))
+    try:
+        reward(**{**columns, "value": None if rank == world - 1 else columns["value"]})
+        error = None
+    except RewardError as raised:
+        error = str(raised)
+    return {"rewards": rewards, "with_bonus": with_bonus, "logged": logged[: len(rows)], "error": error}
+
+
+if __name__ == "__main__":
+    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous{world}", rank=rank, world_size=world)
+    results = {cut: run(rank, world, cut) for cut in (4, 2, 3, 8)}
+    (folder / f"{world}-{rank}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()

@@ -1,0 +1,158 @@
+"""Rewards of whole groups: same numbers for one and two real processes, and every error."""
+
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vgr_trl.errors import RewardError
+from vgr_trl.rewards import accuracy_reward, gather_groups, needs_whole_groups
+from vgr_trl.rewards.groups import needed_columns
+
+
+@needs_whole_groups("value")
+def best_of_group(completions, value, num_generations, **kwargs):
+    """1 for the largest value of each group, 0 for the others."""
+    groups = [value[i : i + num_generations] for i in range(0, len(value), num_generations)]
+    return [float(v == max(group)) for group in groups for v in group]
+
+
+def alone(reward=best_of_group, **options):
+    return gather_groups(reward, lambda objects: objects, 0, 1, **options)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("groups")
+    worker = Path(__file__).with_name("group_worker.py")
+    ranks = [(0, 1), (0, 2), (1, 2)]
+    started = [
+        subprocess.Popen([sys.executable, worker, str(r), str(w), folder], stderr=subprocess.PIPE) for r, w in ranks
+    ]
+    errors = [process.communicate(timeout=120)[1].decode() for process in started]
+    assert [process.returncode for process in started] == [0, 0, 0], errors
+    return {rank: json.loads((folder / f"{rank[1]}-{rank[0]}.json").read_text()) for rank in ranks}
+
+
+@pytest.mark.parametrize("cut", ["4", "2", "3", "8"])
+def test_two_processes_give_what_one_gives(results, cut):
+    """Values 0 1 4 9 | 16 25 36 49 have the group means 3.5 and 31.5; with a bonus of 10 on the last, 34."""
+    first, second = results[0, 2][cut], results[1, 2][cut]
+    assert first["rewards"] + second["rewards"] == [-3.5, -2.5, 0.5, 5.5, -15.5, -6.5, 4.5, 17.5]
+    assert first["with_bonus"] + second["with_bonus"] == [-3.5, -2.5, 0.5, 5.5, -18.0, -9.0, 2.0, 25.0]
+    assert [len(first["rewards"]), len(second["rewards"])] == [int(cut), 8 - int(cut)]
+    for key in ("rewards", "with_bonus", "logged"):
+        assert first[key] + second[key] == results[0, 1][cut][key]
+
+
+def test_rows_are_logged_by_the_process_that_holds_them(results):
+    assert results[1, 2]["3"]["logged"] == [f"8 rows, c{i}" for i in range(3, 8)]
+
+
+def test_column_missing_on_one_process_is_an_error_on_all(results):
+    message = "On process 1 above_mean needs the column 'value', which the rows lack"
+    assert results[0, 2]["2"]["error"].startswith(message)
+    assert results[0, 2]["2"]["error"] == results[1, 2]["2"]["error"]
+
+
+def test_name_and_columns_are_kept():
+    wrapped = alone()
+    assert wrapped.__name__ == "best_of_group"
+    assert needed_columns(best_of_group) == ("value",)
+    assert needed_columns(wrapped) is None
+    assert needed_columns(functools.partial(best_of_group, x=1)) == ("value",)
+    assert needed_columns(accuracy_reward) is None
+    assert alone(functools.partial(best_of_group, x=1)).__name__ == "best_of_group"
+
+
+@pytest.mark.parametrize("size", [2, [2, 2, 2, 2], [2.0] * 4])
+def test_group_size_as_number_or_column(size):
+    assert alone()(completions=["a"] * 4, value=[1, 2, 4, 3], num_generations=size) == [0.0, 1.0, 1.0, 0.0]
+
+
+def test_group_size_of_the_wrapper():
+    assert alone(num_generations=2)(completions=["a"] * 4, value=[1, 2, 4, 3]) == [0.0, 1.0, 1.0, 0.0]
+
+
+def test_marked_function_gets_what_trl_passes_and_no_local_column():
+    seen = {}
+
+    @needs_whole_groups("value")
+    def reward(completions, **kwargs):
+        seen.update(kwargs)
+        return [0.0] * len(completions)
+
+    alone(reward, num_generations=1)(
+        prompts=["p"], completions=["a"], completion_ids=[[1]], value=[1], other=[2], image=[object()],
+        trainer_state="state", log_extra=None, log_metric=print,
+    )  # fmt: skip
+    assert seen == {"value": [1], "num_generations": 1, "trainer_state": "state", "log_metric": print}
+
+
+def test_missing_column():
+    with pytest.raises(
+        RewardError,
+        match=r"^On process 0 best_of_group needs the column 'value', which the rows lack \(columns: other\): add",
+    ):
+        alone(num_generations=1)(completions=["a"], other=[1])
+
+
+@pytest.mark.parametrize("value", [[1, 2], "a", 3])
+def test_column_of_the_wrong_length(value):
+    with pytest.raises(
+        RewardError, match=r"^On process 0 best_of_group got a column 'value' that does not have one value for"
+    ):
+        alone(num_generations=1)(completions=["a"], value=value)
+
+
+@pytest.mark.parametrize("size", [None, 2, 0, -3])
+def test_group_size_that_does_not_fit(size):
+    with pytest.raises(
+        RewardError, match=rf"^best_of_group got 3 completions with num_generations {size}: pass the number"
+    ):
+        alone(num_generations=size)(completions=["a"] * 3, value=[1] * 3)
+
+
+def test_column_of_different_group_sizes():
+    with pytest.raises(RewardError, match=r"^num_generations has the values \[1, 2\]: give the same number"):
+        alone()(completions=["a"] * 2, value=[1] * 2, num_generations=[1, 2])
+
+
+def test_wrong_number_of_rewards():
+    reward = needs_whole_groups()(lambda completions, num_generations: [1.0])
+    with pytest.raises(RewardError, match=r"^<lambda> returned 1 rewards for 2 completions: return one per completion"):
+        alone(reward, num_generations=1)(completions=["a", "b"])
+
+
+def test_gather_that_does_not_reach_every_process():
+    reward = gather_groups(best_of_group, lambda objects: objects, 0, 2, 1)
+    with pytest.raises(
+        RewardError, match=r"^best_of_group got rows from 1 processes, but there are 2: call it on every"
+    ):
+        reward(completions=["a"], value=[1])
+
+
+def test_unmarked_reward():
+    with pytest.raises(RewardError, match=r"^accuracy_reward is not marked as needing whole groups: decorate it with"):
+        alone(accuracy_reward)
+
+
+@pytest.mark.parametrize("column", ["image", "images", "prompts"])
+def test_images_are_never_gathered(column):
+    with pytest.raises(
+        RewardError, match=rf"^A reward needs the column '{column}' of whole groups, but images are never"
+    ):
+        needs_whole_groups("value", optional=(column,))
+
+
+def test_asynchronous_reward():
+    async def slow(completions, **kwargs):
+        return []
+
+    with pytest.raises(
+        RewardError, match=r"^slow is asynchronous, which rewards of whole groups cannot be: all processes"
+    ):
+        needs_whole_groups()(slow)

@@ -1,0 +1,114 @@
+import copy
+import re
+
+import pytest
+import torch
+from datasets import Dataset
+from PIL import Image
+from transformers import PreTrainedTokenizerFast
+
+from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.evaluation import blank_image, evaluate
+
+
+class Scripted(torch.nn.Module):
+    """Answers from a script: per question the greedy completion, then the sampled ones."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, script: list[list[str]]) -> None:
+        super().__init__()
+        self.tokenizer, self.script, self.asked = tokenizer, script, 0
+        self.device = torch.device("cpu")
+        self.generation_config = type("Config", (), {"eos_token_id": tokenizer.eos_token_id})()
+
+    def generate(self, input_ids, do_sample, num_return_sequences=1, **options):
+        assert not self.training
+        count = input_ids.size(0)
+        texts = [
+            text
+            for answers in self.script[self.asked : self.asked + count]
+            for text in (answers[1 : 1 + num_return_sequences] if do_sample else answers[:1])
+        ]
+        if do_sample:
+            self.asked += count
+        written = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")["input_ids"]
+        prompts = input_ids.repeat_interleave(num_return_sequences if do_sample else 1, dim=0)
+        return torch.cat([prompts, written], dim=1)
+
+
+ROWS = [
+    {"problem": "what colour ?", "solution": "red", "family": "x"},
+    {"problem": "what colour ?", "solution": "blue", "family": "y"},
+    {"problem": "what colour ?", "solution": "green", "family": "y"},
+]
+SCRIPT = [
+    ["Answer: red", "Answer: red", "Answer: blue"],
+    ["Answer: red", "Answer: blue", "Answer: blue"],
+    ["Answer: teal", "Answer: teal", "Answer: red"],
+]
+
+
+@pytest.fixture
+def tokenizer(text_tokenizer):
+    own = copy.deepcopy(text_tokenizer)
+    own.add_tokens(["Answer", "colour"])
+    return own
+
+
+def test_rates_by_hand(tokenizer):
+    """Greedy right: 1 of 3. Sampled right: 1/2, 2/2, 0/2, mean 1/2. At least one right: 2 of 3."""
+    model = Scripted(tokenizer, SCRIPT).train()
+    result = evaluate(model, tokenizer, ROWS, num_samples=2, batch_size=2, group_by="family", progress=False)
+    assert (result.questions, result.k, result.skipped) == (3, 2, 0)
+    assert result.accuracy == pytest.approx(1 / 3)
+    assert result.mean_at_k == pytest.approx(0.5)
+    assert result.pass_at_k == pytest.approx(2 / 3)
+    assert (result.format, result.format_sampled) == (0.0, 0.0)
+    assert (result.groups["x"].accuracy, result.groups["x"].mean_at_k) == (1.0, 0.5)
+    assert (result.groups["y"].accuracy, result.groups["y"].mean_at_k, result.groups["y"].questions) == (0.0, 0.5, 2)
+    assert [record["greedy"] for record in result.records] == ["Answer : red", "Answer : red", "Answer : teal"]
+    assert model.training, "the mode of the model is restored"
+
+
+def test_greedy_only_and_a_data_set(tokenizer):
+    model = Scripted(tokenizer, SCRIPT)
+    result = evaluate(model, tokenizer, Dataset.from_list(ROWS[:1]), num_samples=0, progress=False)
+    assert (result.accuracy, result.mean_at_k, result.pass_at_k) == (1.0, None, None)
+    assert "records" not in result.to_dict()
+    assert result.to_dict(records=True)["records"][0]["problem"] == "what colour ?"
+
+
+def test_rows_without_solution_are_counted_not_scored(tokenizer):
+    rows = [ROWS[0], {**ROWS[1], "solution": None}]
+    result = evaluate(Scripted(tokenizer, SCRIPT), tokenizer, rows, num_samples=2, progress=False)
+    assert (result.questions, result.skipped, result.accuracy) == (1, 1, 1.0)
+
+
+def test_no_usable_row_is_an_error(tokenizer):
+    with pytest.raises(DataError, match="evaluate got no rows"):
+        evaluate(Scripted(tokenizer, SCRIPT), tokenizer, [])
+    with pytest.raises(DataError, match="None of the 1 rows has a usable solution"):
+        evaluate(Scripted(tokenizer, SCRIPT), tokenizer, [{"problem": "what ?"}], num_samples=0, progress=False)
+
+
+def test_blanking_needs_images(tokenizer):
+    with pytest.raises(DataError, match="blank_images=True needs images, but no row has an `image` or `images`"):
+        evaluate(Scripted(tokenizer, SCRIPT), tokenizer, ROWS, num_samples=2, blank_images=True, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("num_samples", -1, "num_samples is -1: give an integer of at least 0."),
+        ("batch_size", 0, "batch_size is 0: give an integer of at least 1."),
+        ("max_completion_length", 0, "max_completion_length is 0: give an integer of at least 1."),
+        ("temperature", 0.0, "temperature is 0.0: give a number above 0"),
+    ],
+)
+def test_options_out_of_range(tokenizer, option, value, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        evaluate(Scripted(tokenizer, SCRIPT), tokenizer, ROWS, **{option: value})
+
+
+def test_a_blank_image_shows_nothing():
+    blank = blank_image(Image.effect_noise((30, 20), 90))
+    assert (blank.size, blank.mode, blank.getcolors()) == ((30, 20), "RGB", [(600, (128, 128, 128))])
