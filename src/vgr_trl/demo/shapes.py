@@ -47,8 +47,8 @@ class Scene:
         return {"colour": self.colour, "shape": self.shape, "corner": self.corner}
 
 
-def draw_questions(count: int, *, seed: int, split: Split) -> list[dict[str, Any]]:
-    """Return `count` questions as rows with image, problem, choices, solution (a letter), thought, family, id, source.
+def draw_questions(count: int, *, seed: int, split: Split, multiple_choice: bool = True) -> list[dict[str, Any]]:
+    """Return `count` questions as rows with image, problem, choices, solution, thought, family, id and source.
 
     A scene belongs to one split whatever the seed, so no image of one split occurs in another. The options are
     the family's four words in random order, so the letter says nothing about the word.
@@ -57,10 +57,18 @@ def draw_questions(count: int, *, seed: int, split: Split) -> list[dict[str, Any
         count: at least 0.
         seed: of scenes, families and order of options.
         split: which of the three disjoint sets of scenes to draw from.
+        multiple_choice: the solution is a letter; otherwise there are no choices and the solution is the word.
     """
     rng = random.Random(f"{split} {seed}")  # a text seed, because seeds of numbers that are close give similar streams
     scenes = _scenes(rng, split)
-    return [_question(next(scenes), rng, f"{split}-{seed}-{index}") for index in range(count)]
+    rows = [_question(next(scenes), rng, f"{split}-{seed}-{index}") for index in range(count)]
+    return rows if multiple_choice else [as_open_question(row) for row in rows]
+
+
+def as_open_question(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a multiple-choice row without its choices; the solution becomes the word behind the letter."""
+    solution = row["choices"][LETTERS.index(row["solution"])]
+    return {**{name: value for name, value in row.items() if name != "choices"}, "solution": solution}
 
 
 def split_of(scene: Scene) -> Split:
