@@ -87,6 +87,11 @@ class DAPOConfig(GRPOConfig):
         self._check_ranges()
         super().__post_init__()
 
+    @property
+    def prompts_per_rollout(self) -> int:
+        """Distinct prompts, over all processes, that one rollout generates completions for."""
+        return int(self.generation_batch_size or 0) // int(self.num_generations or 1)
+
     def _resolve_aliases(self) -> None:
         if self.eval_num_generations is not None:
             if self.num_generations_eval not in (None, self.eval_num_generations):

@@ -28,8 +28,15 @@ class DAPOTrainer(GRPOTrainer):
     Raises:
         UnsupportedTRLError: the installed TRL is not one this library is tested with.
         ConfigError: an option does not fit the reward functions, the model or the data.
-        DataError: no row is within `max_prompt_length`.
+        DataError: no row is within `max_prompt_length`, or fewer than a rollout takes.
     """
+
+    args: DAPOConfig
+    model: Any
+    train_dataset: Any
+    eval_dataset: Any
+    num_generations: int
+    num_generations_eval: int
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: DAPOConfig | None = None, *rest: Any, **options: Any
@@ -49,9 +56,9 @@ class DAPOTrainer(GRPOTrainer):
         super().__init__(model, rewards, args, *rest, **options)
 
         self._refuse_images_without_vision()
-        if args.max_prompt_length is not None:
-            self.train_dataset = self._within_max_prompt_length(self.train_dataset, "train")
-            self.eval_dataset = self._within_max_prompt_length(self.eval_dataset, "eval")
+        if (limit := args.max_prompt_length) is not None:
+            self.train_dataset = self._without_long_prompts(self.train_dataset, limit, "train")
+            self.eval_dataset = self._without_long_prompts(self.eval_dataset, limit, "eval")
         self._refuse_too_few_prompts()
 
     # Before the first generation
@@ -77,18 +84,16 @@ class DAPOTrainer(GRPOTrainer):
                         "processor, or remove the column."
                     )
 
-    def _within_max_prompt_length(self, dataset: Any, name: str) -> Any:
+    def _without_long_prompts(self, dataset: Any, limit: int, name: str) -> Any:
         if isinstance(dataset, dict):
-            return type(dataset)({key: self._within_max_prompt_length(part, key) for key, part in dataset.items()})
+            return type(dataset)({key: self._without_long_prompts(part, limit, key) for key, part in dataset.items()})
         if dataset is None:
             return None
-        return drop_long_prompts(
-            dataset, self._prompt_length, self.args.max_prompt_length, name, self._count_streamed_prompt
-        )
+        return drop_long_prompts(dataset, self._prompt_length, limit, name, self._count_streamed_prompt)
 
     def _refuse_too_few_prompts(self) -> None:
         """A rollout takes distinct prompts; TRL drops a smaller rest, which here would be everything."""
-        prompts = self.args.generation_batch_size // self.args.num_generations
+        prompts = self.args.prompts_per_rollout
         rows = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else prompts
         if rows < prompts:
             raise DataError(

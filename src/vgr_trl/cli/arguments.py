@@ -9,8 +9,13 @@ from trl import TrlParser
 from vgr_trl.errors import ConfigError, VGRError
 
 
-def parse(parser: TrlParser, argv: Sequence[str] | None) -> tuple[Any, ...]:
-    """Return the parsed groups of options; what TRL and transformers refuse becomes a `ConfigError` of the same words."""
+def parse(groups: Sequence[Any], command: str, argv: Sequence[str] | None) -> tuple[Any, ...]:
+    """Return the groups of options (dataclasses) filled from flags, or from `--config x.yaml`, which flags override.
+
+    Raises:
+        ConfigError: an option is refused, by this library or, in their own words, by TRL or transformers.
+    """
+    parser = TrlParser(groups, prog=f"vgr-trl {command}")
     try:
         return parser.parse_args_and_config(args=argv)
     except VGRError:

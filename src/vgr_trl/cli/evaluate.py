@@ -7,7 +7,6 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from trl import TrlParser
 
 from vgr_trl.cli.arguments import DataArguments, parse
 from vgr_trl.cli.loading import base_of, load_model, load_processor, load_rows
@@ -41,8 +40,7 @@ class EvaluationArguments:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse flags (or `--config x.yaml`), evaluate the split `--dataset_test_split`, print a table, and return 0."""
-    parser = TrlParser((DataArguments, EvaluationArguments), prog="vgr-trl evaluate")
-    data, options = parse(parser, argv)
+    data, options = parse((DataArguments, EvaluationArguments), "evaluate", argv)
     result = run(data, options)
     Console().print(scores_table(result))
     if options.output_file:

@@ -32,7 +32,6 @@ def describe_run(trainer: Any, source: str, checkpoint: str | None) -> list[tupl
     model = trainer.accelerator.unwrap_model(trainer.model)
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     total = sum(parameter.numel() for parameter in model.parameters())
-    prompts = args.generation_batch_size // args.num_generations
     per_step = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
     steps_per_rollout = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
     return [
@@ -42,7 +41,7 @@ def describe_run(trainer: Any, source: str, checkpoint: str | None) -> list[tupl
         ("rewards", _rewards(trainer)),
         ("options", _values(args, OPTIONS_OF_INTEREST)),
         ("on", _values(args, _switched_on(args)) or "none of vgr_trl's own options"),
-        ("rollout", f"{prompts} prompts x {args.num_generations} completions = {args.generation_batch_size}"),
+        ("rollout", f"{args.prompts_per_rollout} prompts x {args.num_generations} completions = {args.generation_batch_size}"),
         ("step", f"{args.per_device_train_batch_size} per device x {args.world_size} processes x "
                  f"{args.gradient_accumulation_steps} accumulated = {per_step} completions; a rollout serves "
                  f"{steps_per_rollout:g} steps"),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from vgr_trl.cli.arguments import DataArguments, RewardArguments, parse
 from vgr_trl.cli.loading import load_processor, load_rows
@@ -21,8 +21,8 @@ from vgr_trl.trainer import DAPOTrainer
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse flags (or `--config x.yaml`, which flags override), train, and return 0."""
-    parser = TrlParser((DataArguments, RewardArguments, DAPOConfig, ModelConfig), prog="vgr-trl train")
-    data, rewards, config, model = parse(parser, argv)
+    groups = (DataArguments, RewardArguments, DAPOConfig, ModelConfig)
+    data, rewards, config, model = parse(groups, "train", argv)
     train(data, rewards, config, model)
     return 0
 
@@ -89,12 +89,9 @@ def _build_trainer(
         skipped += skipped_test
     if config.process_index == 0:
         report_skipped(skipped, Path(config.output_dir or "trainer_output") / "skipped.jsonl")
-    config.model_init_kwargs = {
-        "revision": model.model_revision,
-        "attn_implementation": model.attn_implementation,
-        "dtype": model.dtype,
-        **(config.model_init_kwargs or {}),
-    }
+    loading = {"revision": model.model_revision, "attn_implementation": model.attn_implementation, "dtype": model.dtype}
+    given = config.model_init_kwargs
+    config.model_init_kwargs = loading | (given if isinstance(given, dict) else {})
     return DAPOTrainer(
         model=model.model_name_or_path,
         reward_funcs=reward_funcs,
