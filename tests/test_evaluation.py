@@ -5,10 +5,14 @@ import pytest
 import torch
 from datasets import Dataset
 from PIL import Image
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
 
+from vgr_trl.demo.shapes import draw_questions
+from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.evaluation import blank_image, evaluate
+from vgr_trl.evaluation.evaluate import _conversation
+from vgr_trl.evaluation.generation import Writer
 
 
 class Scripted(torch.nn.Module):
@@ -20,8 +24,11 @@ class Scripted(torch.nn.Module):
         self.device = torch.device("cpu")
         self.generation_config = type("Config", (), {"eos_token_id": tokenizer.eos_token_id})()
 
-    def generate(self, input_ids, do_sample, num_return_sequences=1, **options):
+    def generate(self, input_ids, generation_config, **inputs):
         assert not self.training
+        assert self.generation_config is generation_config, "the checkpoint's own settings are out of the way"
+        do_sample = generation_config.do_sample
+        num_return_sequences = generation_config.num_return_sequences or 1
         count = input_ids.size(0)
         texts = [
             text
@@ -107,6 +114,47 @@ def test_blanking_needs_images(tokenizer):
 def test_options_out_of_range(tokenizer, option, value, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         evaluate(Scripted(tokenizer, SCRIPT), tokenizer, ROWS, **{option: value})
+
+
+def test_group_by_must_be_a_column(tokenizer):
+    with pytest.raises(ConfigError, match="group_by is 'famly': give one of the columns problem, solution, family"):
+        evaluate(Scripted(tokenizer, SCRIPT), tokenizer, ROWS, group_by="famly")
+
+
+def test_a_batch_is_answered_as_its_rows_are_one_by_one(text_model, tokenizer):
+    """Whatever side the tokenizer pads on, and whatever the checkpoint would prefer to generate with."""
+    tokenizer.padding_side = "right"
+    text_model.generation_config = GenerationConfig(
+        num_beams=3, no_repeat_ngram_size=1, min_p=0.5, do_sample=True, eos_token_id=tokenizer.eos_token_id
+    )
+    rows = [{"problem": text, "solution": "red"} for text in ("red", "what colour is the shape ?", "blue : teal")]
+    settings = {"num_samples": 0, "max_completion_length": 7, "system_prompt": None, "progress": False}
+    together = evaluate(text_model, tokenizer, rows, **settings)
+    alone = [evaluate(text_model, tokenizer, [row], **settings).records[0]["greedy"] for row in rows]
+    assert [record["greedy"] for record in together.records] == alone
+    assert len(set(alone)) > 1, "the prompts matter"
+    assert text_model.generation_config.num_beams == 3, "the checkpoint's settings are put back"
+    expected = text_model(**Writer(text_model, tokenizer, 1).prompt(["red"])).logits[0, -1].argmax().item()
+    first = Writer(text_model, tokenizer, 1).greedy(Writer(text_model, tokenizer, 1).prompt(["red"]))
+    assert first == [tokenizer.decode([expected], skip_special_tokens=True)]
+
+
+def test_rows_with_and_without_images_share_a_batch(model_folder):
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder).eval()
+    writer = Writer(model, load_processor(model_folder), 4)
+    first, second, third = draw_questions(3, seed=3, split="test")
+    rows = [first, {**second, "image": None}, third]
+
+    def last_logits(chosen, blank=False):
+        with torch.no_grad():
+            return model(**writer.prompt([_conversation(row, blank, None) for row in chosen])).logits[:, -1]
+
+    together = last_logits(rows)
+    for index, row in enumerate(rows):
+        assert torch.allclose(together[index], last_logits([row])[0], atol=1e-5)
+    moved = (together - last_logits(rows, blank=True)).abs().amax(dim=1)
+    assert moved[0] > 1e-4 < moved[2], "a blanked image is another input"
+    assert moved[1] < 1e-5, "a row without image has nothing to blank"
 
 
 def test_a_blank_image_shows_nothing():

@@ -3,7 +3,7 @@ import json
 import re
 
 import pytest
-from datasets import Dataset, Features, Image, List, Value
+from datasets import Dataset, Features, Image, IterableDataset, List, Value, load_dataset
 from PIL import Image as PILImage
 
 from vgr_trl.data.prompts import SYSTEM_PROMPT, build_prompt
@@ -111,3 +111,65 @@ def test_a_stream_is_checked_as_it_is_read():
 @pytest.mark.parametrize("row", [{}, {"problem": "  "}, {"prompt": []}, {"problem": None, "prompt": None}])
 def test_a_row_without_a_question(row):
     assert row_problem({**row, "solution": "x"}) == "it has neither a prompt nor a problem"
+
+
+def test_a_stream_with_a_damaged_image_leaves_that_row_out_and_names_it_once():
+    made = dataset(image=[png(), png(damaged=True), png(), png()])
+    heard = []
+    stream, _ = prepare_rows(made.to_iterable_dataset(), on_skipped=heard.append)
+    for _ in range(2):
+        assert [row["image"].size for row in stream] == [(40, 30)] * 3
+    assert [(row.row, row.split) for row in heard] == [(1, "train")]
+    assert "truncated or damaged" in heard[0].reason
+
+
+def test_a_stream_of_image_paths_is_decoded(tmp_path):
+    PILImage.new("RGB", (8, 9)).save(tmp_path / "a.png")
+    (tmp_path / "rows.jsonl").write_text('{"problem": "q", "solution": "x", "image": "a.png"}\n' * 2)
+    raw = load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), split="train", streaming=True)
+    stream, _ = prepare_rows(raw, root=tmp_path)
+    assert [row["image"].size for row in stream] == [(8, 9), (8, 9)]
+
+
+def test_a_stream_without_columns_rows_or_usable_rows_is_an_error():
+    with pytest.raises(DataError, match="the accuracy reward needs `solution`"):
+        prepare_rows(Dataset.from_dict({"problem": ["a"]}).to_iterable_dataset())
+    with pytest.raises(DataError, match="None of the 4 rows of the train stream can be used"):
+        prepare_rows(dataset(image=[png(damaged=True)] * 4).to_iterable_dataset())
+    with pytest.raises(DataError, match="The train stream has no rows"):
+        prepare_rows(IterableDataset.from_generator(lambda: iter(())))
+
+
+def test_images_as_other_writers_store_them():
+    value = png()["bytes"]
+    stored = {"bytes": Value("binary"), "path": Value("string")}
+    for feature, image in ((stored, {"bytes": value, "path": None}), (Value("binary"), value)):
+        columns = {"problem": ["q"], "solution": ["x"], "image": [image]}
+        features = Features({"problem": Value("string"), "solution": Value("string"), "image": feature})
+        rows, skipped = prepare_rows(Dataset.from_dict(columns, features=features))
+        assert (rows[0]["image"].size, skipped) == ((40, 30), [])
+    with pytest.raises(DataError, match="The column `image` is of type .*int64.*: give images, paths or bytes"):
+        prepare_rows(Dataset.from_dict({"problem": ["q"], "solution": ["x"], "image": [3]}))
+
+
+def test_a_missing_image_within_a_list_is_a_reason(tmp_path):
+    PILImage.new("RGB", (8, 9)).save(tmp_path / "a.png")
+    made = Dataset.from_dict({"problem": ["q", "r"], "solution": ["x", "y"], "images": [["a.png", None], ["a.png"]]})
+    rows, skipped = prepare_rows(made, root=tmp_path)
+    assert (len(rows), [row.row for row in skipped]) == (1, [0])
+
+
+def test_prompts_that_only_some_rows_have():
+    own = [{"role": "user", "content": "hello"}]
+    made = Dataset.from_dict({"prompt": [own, None], "problem": ["q", "r"], "solution": ["x", "y"]})
+    rows, _ = prepare_rows(made, system_prompt=None)
+    assert rows["prompt"] == [own, [{"role": "user", "content": "r"}]]
+
+
+def test_a_text_prompt_with_an_image_is_a_reason():
+    assert "needs a conversation" in (row_problem({"prompt": "look", "solution": "x", "image": png()}) or "")
+
+
+def test_more_options_than_letters_is_a_reason_without_an_accuracy_reward_too():
+    row = {"problem": "q", "choices": [str(i) for i in range(11)]}
+    assert row_problem(row, needs_solution=False) == "A question has 11 choices: give at most 10"

@@ -1,5 +1,6 @@
-"""Which columns of a data set hold images."""
+"""Which columns and values of a row are images."""
 
+from collections.abc import Mapping
 from typing import Any
 
 IMAGE_COLUMNS = ("image", "images")
@@ -11,3 +12,10 @@ def image_columns(dataset: Any) -> list[str]:
     if names is None:
         names = list(next(iter(dataset), {}))
     return [name for name in IMAGE_COLUMNS if name in names]
+
+
+def images_of(row: Mapping[str, Any]) -> list[Any]:
+    """Return the images of `row`, decoded or not, in order; `images` counts before `image`, as in TRL."""
+    if row.get("images") is not None:
+        return list(row["images"])
+    return [row["image"]] if row.get("image") is not None else []

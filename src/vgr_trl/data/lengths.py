@@ -4,11 +4,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
-from tqdm.auto import tqdm
 from transformers.utils import logging
 
+from vgr_trl.data.scan import scan
 from vgr_trl.errors import DataError
 
 logger = logging.get_logger(__name__)
@@ -23,8 +22,7 @@ def drop_long_prompts(
 ) -> Dataset | IterableDataset:
     """Return `dataset` without the rows whose prompt has more than `limit` tokens.
 
-    A `Dataset` is measured once, by the main process, and what was left out is logged; a stream is measured as it is
-    read.
+    A `Dataset` is measured once, at the start, and what was left out is logged; a stream is measured as it is read.
 
     Args:
         dataset: rows with a prompt.
@@ -46,20 +44,18 @@ def drop_long_prompts(
 
         return dataset.filter(keep)
 
-    lengths: list[list[int]] = [[]]
-    if PartialState().is_main_process:
-        lengths[0] = [length_of(row) for row in tqdm(dataset, desc=f"prompt lengths ({name})", delay=3)]
-    broadcast_object_list(lengths)
-    kept = [index for index, length in enumerate(lengths[0]) if length <= limit]
+    lengths = scan(dataset, length_of, f"prompt lengths ({name})")
+    kept = [index for index, length in enumerate(lengths) if length <= limit]
     if not kept:
         raise DataError(
             f"Every one of the {len(dataset)} rows of the {name} data has more than max_prompt_length={limit} tokens "
-            f"(the shortest prompt has {min(lengths[0], default=0)}): raise max_prompt_length or use smaller images."
+            f"(the shortest prompt has {min(lengths, default=0)}): raise max_prompt_length or use smaller images."
         )
     if len(kept) == len(dataset):
         return dataset
-    logger.warning(
-        f"max_prompt_length={limit}: left out {len(dataset) - len(kept)} of {len(dataset)} rows of the {name} data "
-        f"(the longest prompt has {max(lengths[0])} tokens)."
-    )
+    if PartialState().is_main_process:
+        logger.warning(
+            f"max_prompt_length={limit}: left out {len(dataset) - len(kept)} of {len(dataset)} rows of the {name} data "
+            f"(the longest prompt has {max(lengths)} tokens)."
+        )
     return dataset.select(kept)

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from vgr_trl.errors import DataError
+
 LETTERS = "ABCDEFGHIJ"
 
 SYSTEM_PROMPT = (
@@ -13,9 +15,15 @@ SYSTEM_PROMPT = (
 
 
 def format_question(problem: str, choices: Sequence[str] | None = None) -> str:
-    """Return the question with its options, if any, each on a line of its own behind its letter."""
+    """Return the question with its options, if any, each on a line of its own behind its letter.
+
+    Raises:
+        DataError: there are more options than letters.
+    """
     if not choices:
         return problem
+    if len(choices) > len(LETTERS):
+        raise DataError(f"A question has {len(choices)} choices: give at most {len(LETTERS)}.")
     return "\n".join([problem, *(f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=False))])
 
 
