@@ -4,29 +4,34 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 DEMO_FLAGS ?=
 
-# A change of the torch version, or of what pyproject.toml asks for, installs again.
-KEY := $(shell printf '%s' "$(TORCH)" | cksum | cut -d' ' -f1)
-BASE := $(VENV)/.installed-$(KEY)
-DEV := $(VENV)/.installed-dev-$(KEY)
+# The stamps hold what was installed with, so that another torch or interpreter installs again.
+KEY := $(PYTHON) $(TORCH)
+BASE := $(VENV)/.installed
+DEV := $(VENV)/.installed-dev
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types tests clean
+.PHONY: help demo test lint types tests clean FORCE
 
 help:
 	@echo "make demo   train the embedded vision-language model and show accuracy before and after (about 5 minutes)"
 	@echo "make test   lint, types, tests"
 	@echo "Another torch: make demo TORCH=torch    Another interpreter: make demo PYTHON=python3.12"
 
+ifneq ($(KEY),$(shell cat $(BASE) 2>/dev/null))
+$(BASE): FORCE
+endif
+FORCE:
+
 $(BASE): pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
-	touch $@
+	@echo '$(KEY)' > $@
 
 $(DEV): $(BASE)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
-	touch $@
+	@touch $@
 
 demo: $(BASE)
 	$(BIN)/vgr-trl demo $(DEMO_FLAGS)

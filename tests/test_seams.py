@@ -2,14 +2,14 @@ import pytest
 from trl import GRPOTrainer
 
 from vgr_trl.errors import UnsupportedTRLError
-from vgr_trl.seams import check_seams
+from vgr_trl.seams import check_attributes, check_seams
 
 
 def test_the_installed_trl_is_accepted():
     check_seams(GRPOTrainer)
 
 
-@pytest.mark.parametrize("version", ["1.15.0", "1.17.0", "2.0", "0.29.1"])
+@pytest.mark.parametrize("version", ["1.15.0", "1.17.0", "1.17.0.dev0", "2.0", "0.29.1"])
 def test_an_untested_release_is_refused(version):
     with pytest.raises(UnsupportedTRLError) as caught:
         check_seams(GRPOTrainer, installed=version)
@@ -35,3 +35,8 @@ def test_a_changed_signature_is_named():
 
     with pytest.raises(UnsupportedTRLError, match="_compute_loss has no parameter inputs"):
         check_seams(Trainer, installed="1.16.0")
+
+
+def test_a_missing_attribute_of_the_constructed_trainer_is_named():
+    with pytest.raises(UnsupportedTRLError, match="its trainer has no attribute _is_vlm"):
+        check_attributes(object())

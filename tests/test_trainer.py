@@ -1,5 +1,4 @@
 import copy
-import functools
 import re
 
 import pytest
@@ -20,6 +19,13 @@ def letters_reward(completions, **kwargs):
 
 def length_reward(completion_ids, **kwargs):
     return [len(ids) / 10 for ids in completion_ids]
+
+
+class ConfigOnCPU(DAPOConfig):
+    """TRL's own default, bf16, needs an accelerator."""
+
+    def __init__(self, output_dir):
+        super().__init__(output_dir, use_cpu=True, bf16=False)
 
 
 def options(tmp_path, **changed):
@@ -78,7 +84,7 @@ def test_with_its_options_off_it_trains_exactly_as_trl(build, text_model, change
 
 def test_a_single_reward_and_no_config_are_accepted(text_model, text_tokenizer, text_rows, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("vgr_trl.trainer.DAPOConfig", functools.partial(DAPOConfig, use_cpu=True, bf16=False))
+    monkeypatch.setattr("vgr_trl.trainer.DAPOConfig", ConfigOnCPU)
     text_model.config._name_or_path = "some/model"
     trainer = DAPOTrainer(text_model, letters_reward, None, text_rows, processing_class=text_tokenizer)
     assert trainer.args.output_dir == "model-DAPO"
@@ -128,7 +134,9 @@ def test_metrics_that_users_read(build):
         assert entry["perf/tokens_per_second"] > entry["perf/samples_per_second"]
 
 
-def test_long_prompts_are_left_out_and_counted(build, text_rows, caplog, monkeypatch):
+def test_long_prompts_are_left_out_and_counted(build, text_rows, monkeypatch):
+    warnings = []
+    monkeypatch.setattr("vgr_trl.data.lengths.logger.warning", warnings.append)
     long = [{"role": "user", "content": "what colour is the shape ? " * 3}]
     rows = Dataset.from_list([*text_rows, {"prompt": long, "solution": "red"}])
     trainer = build(rows=rows, max_prompt_length=15, eval_dataset=rows)
@@ -136,6 +144,10 @@ def test_long_prompts_are_left_out_and_counted(build, text_rows, caplog, monkeyp
     assert len(trainer.eval_dataset) == len(text_rows)
     lengths = [trainer._prompt_length(row) for row in rows]
     assert max(lengths[:-1]) <= 15 < lengths[-1]
+    assert warnings == [
+        f"max_prompt_length=15: left out 1 of 13 rows of the {name} data (the longest prompt has {lengths[-1]} tokens)."
+        for name in ("train", "eval")
+    ]
 
 
 def test_no_prompt_within_the_limit_is_an_error(build):
@@ -192,3 +204,8 @@ def test_a_run_continues_from_a_checkpoint(build, text_model, tmp_path):
     assert logged(resumed, "reward_weights/letters_reward")[-2:] == [2.0, 1.0]
     for (name, mine), (_, other) in zip(resumed.model.named_parameters(), whole.model.named_parameters(), strict=True):
         assert torch.allclose(mine, other, atol=1e-6), name
+
+
+def test_a_config_of_trl_is_refused(build):
+    with pytest.raises(ConfigError, match="args is a GRPOConfig: give a DAPOConfig"):
+        build(config=GRPOConfig)

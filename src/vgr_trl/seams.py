@@ -25,6 +25,20 @@ SEAMS = {
 }
 
 
+# What ours reads of a constructed trainer.
+ATTRIBUTES = ("_is_vlm", "_metrics", "num_generations", "num_generations_eval", "reward_func_names", "reward_weights")
+
+
+def check_attributes(trainer: object) -> None:
+    """Raise `UnsupportedTRLError` unless the constructed `trainer` has the attributes that ours reads."""
+    for name in ATTRIBUTES:
+        if not hasattr(trainer, name):
+            raise UnsupportedTRLError(
+                f"TRL {version('trl')} is installed, and its trainer has no attribute {name}; install a tested "
+                f'release: pip install "trl>={SUPPORTED[0]},<{SUPPORTED[1]}".'
+            )
+
+
 def check_seams(trainer_class: type, installed: str | None = None) -> None:
     """Raise `UnsupportedTRLError` unless `trainer_class`, TRL's trainer, has the methods that ours extends.
 
@@ -36,7 +50,7 @@ def check_seams(trainer_class: type, installed: str | None = None) -> None:
     first, end = SUPPORTED
     supported = f"TRL {installed} is installed, but vgr_trl is tested with trl>={first},<{end}"
     cure = f'install one of those: pip install "trl>={first},<{end}".'
-    if not Version(first) <= Version(installed) < Version(end):
+    if not Version(first) <= Version(Version(installed).base_version) < Version(end):
         raise UnsupportedTRLError(f"{supported}; {cure}")
     for name, expected in SEAMS.items():
         method = getattr(trainer_class, name, None)

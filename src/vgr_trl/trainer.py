@@ -10,13 +10,13 @@ from trl import GRPOTrainer
 from trl.data_utils import prepare_multimodal_messages
 
 from vgr_trl.config import DAPOConfig
-from vgr_trl.data.columns import image_columns
+from vgr_trl.data.columns import image_columns, images_of
 from vgr_trl.data.lengths import drop_long_prompts
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.metrics import Throughput, approximate_kl
 from vgr_trl.rewards.groups import gather_groups, needed_columns
 from vgr_trl.rewards.schedule import RewardSchedule
-from vgr_trl.seams import check_seams
+from vgr_trl.seams import check_attributes, check_seams
 
 
 class DAPOTrainer(GRPOTrainer):
@@ -44,6 +44,12 @@ class DAPOTrainer(GRPOTrainer):
         """Check seams and options before TRL loads a model; check the data once its processor is known."""
         check_seams(GRPOTrainer)
         args = _default_config(model) if args is None else args
+        if not isinstance(args, DAPOConfig):
+            raise ConfigError(f"args is a {type(args).__name__}: give a DAPOConfig, which takes the same options.")
+        if args.max_prompt_length is not None and options.get("environment_factory") is not None:
+            raise ConfigError(
+                "max_prompt_length needs prompts from the data, but environment_factory makes them: drop one."
+            )
         rewards = reward_funcs if isinstance(reward_funcs, list) else [] if reward_funcs is None else [reward_funcs]
         self._reward_schedule = RewardSchedule.for_rewards(rewards, args.reward_weights, args.early_reward_weights)
         rewards = [
@@ -54,6 +60,7 @@ class DAPOTrainer(GRPOTrainer):
         self._streamed_prompts_too_long = 0
 
         super().__init__(model, rewards, args, *rest, **options)
+        check_attributes(self)
 
         self._refuse_images_without_vision()
         if (limit := args.max_prompt_length) is not None:
@@ -89,7 +96,8 @@ class DAPOTrainer(GRPOTrainer):
             return type(dataset)({key: self._without_long_prompts(part, limit, key) for key, part in dataset.items()})
         if dataset is None:
             return None
-        return drop_long_prompts(dataset, self._prompt_length, limit, name, self._count_streamed_prompt)
+        on_dropped = self._count_streamed_prompt if dataset is self.train_dataset else lambda: None
+        return drop_long_prompts(dataset, self._prompt_length, limit, name, on_dropped)
 
     def _refuse_too_few_prompts(self) -> None:
         """A rollout takes distinct prompts; TRL drops a smaller rest, which here would be everything."""
@@ -104,9 +112,10 @@ class DAPOTrainer(GRPOTrainer):
 
     def _prompt_length(self, row: Mapping[str, Any]) -> int:
         """Tokens of the row's prompt as the policy will read it, image tokens included."""
-        prompt = row["prompt"]
-        images = row.get("images") or ([row["image"]] if row.get("image") is not None else [])
+        prompt, images = row["prompt"], images_of(row)
         if images:
+            if isinstance(prompt, str):
+                raise DataError("A row with images has a text as its prompt: give a conversation (a list of messages).")
             prompt = prepare_multimodal_messages(prompt, images=images)
         return len(self._tokenize_prompts([prompt])[0][0])
 

@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from vgr_trl.cli.run_folder import claim, complete_checkpoints, resolve_checkpoint, write_identity
+from vgr_trl.cli.run_folder import claim, complete_checkpoints, resolve_checkpoint, resume_mode, write_identity
 from vgr_trl.errors import ConfigError
 
 RUN = {"model": "m", "data": "d", "reward_funcs": ["accuracy"]}
@@ -59,3 +59,27 @@ def test_a_run_is_not_continued_with_another_model(tmp_path):
     with pytest.raises(ConfigError, match="holds a run with model 'm', but 'other' was given"):
         claim(tmp_path, {**RUN, "model": "other"}, "latest")
     assert json.loads((tmp_path / "run.json").read_text()) == RUN
+
+
+@pytest.mark.parametrize("value", [None, False, "false", "False", "none", ""])
+def test_values_that_mean_a_start_at_the_beginning(value):
+    assert resume_mode(value) is None
+
+
+@pytest.mark.parametrize("value", [True, "true", "latest", "Latest"])
+def test_values_that_mean_the_latest(value):
+    assert resume_mode(value) == "latest"
+
+
+def test_a_finished_run_of_trl_and_a_file_are_refused_too(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match="holds another run \\(model.safetensors\\)"):
+        claim(tmp_path, RUN, None)
+    with pytest.raises(ConfigError, match="is a file: choose a folder"):
+        claim(tmp_path / "model.safetensors", RUN, None)
+
+
+def test_a_damaged_run_file_is_named(tmp_path):
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(ConfigError, match="run.json cannot be read"):
+        claim(tmp_path, RUN, "latest")

@@ -11,17 +11,16 @@ from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.rewards import needs_whole_groups
 
 model_folder, output, batch_size = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-seen: list[list[str]] = []
 
 
 @needs_whole_groups("solution", "index")
-def rank_reward(completions, solution, index, num_generations, **kwargs):
+def rank_reward(completions, solution, index, num_generations, log_extra, **kwargs):
     """Rank of each completion within its group of four, by its text."""
     assert num_generations == 4
     assert len(completions) == len(solution) == 4
     assert len(set(index)) == 1, "the rollout is one group of one prompt, spread over the processes"
     texts = [completion[0]["content"] for completion in completions]
-    seen.append(texts)
+    log_extra("text_seen", texts)
     return [sorted(texts).index(text) / num_generations for text in texts]
 
 
@@ -67,5 +66,10 @@ if trainer.accelerator.is_main_process:
         "step_time",
     )
     history = [{key: entry[key] for key in wanted} for entry in trainer.state.log_history if "reward" in entry]
-    expected = [sum(sorted(texts).index(text) / 4 for text in texts) / 4 for texts in seen]
-    Path(output, "result.json").write_text(json.dumps({"history": history, "expected": expected}))
+    rows_of_last_rollout = {
+        "completion": [completion[0]["content"] for completion in trainer._logs["completion"]],
+        "text_seen": list(trainer._logs["extra"]["text_seen"]),
+        "reward": list(trainer._logs["rewards"]["rank_reward"]),
+        "advantage": list(trainer._logs["advantages"]),
+    }
+    Path(output, "result.json").write_text(json.dumps({"history": history, "rows": rows_of_last_rollout}))

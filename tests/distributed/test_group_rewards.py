@@ -1,5 +1,6 @@
 import json
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -31,8 +32,15 @@ def test_a_reward_sees_whole_groups_however_they_are_spread(processes, text_mode
     text_model.save_pretrained(model_folder)
     text_tokenizer.save_pretrained(model_folder)
     result = launch(processes, model_folder, tmp_path / "run")
-    logged = [entry["rewards/rank_reward/mean"] for entry in result["history"]]
-    assert logged == pytest.approx(result["expected"], abs=1e-6)
+    rows = result["rows"]
+    texts = rows["completion"]
+    assert rows["text_seen"] == texts, "each process got back its own slice, in order"
+    ranks = [sorted(texts).index(text) / 4 for text in texts]
+    assert rows["reward"] == pytest.approx(ranks)
+    assert len(set(ranks)) > 1
+    mean, deviation = statistics.mean(ranks), statistics.stdev(ranks)
+    expected = [2 * (rank - mean) / (2 * deviation + 1e-4) for rank in ranks]
+    assert rows["advantage"] == pytest.approx(expected, abs=1e-5)
     assert [entry["reward_weights/rank_reward"] for entry in result["history"]] == [1.0, 2.0, 2.0]
     for entry in result["history"]:
         assert entry["reward"] == pytest.approx(

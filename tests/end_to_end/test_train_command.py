@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from vgr_trl.cli.__main__ import main
+from vgr_trl.cli.loading import load_for_inference
 from vgr_trl.cli.run_folder import complete_checkpoints
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_grpo_vlm.py"
@@ -69,6 +70,18 @@ def test_lora_from_a_config_file_and_evaluation_of_the_adapter(model_folder, que
     assert len(losses(output)) == 2, "the flag --max_steps 2 overrides the file"
     assert (output / "adapter_config.json").exists()
 
+    model, _ = load_for_inference(str(output))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=3.0)
+    model.save_pretrained(output)
+    base, _ = load_for_inference(str(model_folder))
+    again, _ = load_for_inference(str(output))
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        logits = [each(input_ids=ids, attention_mask=torch.ones_like(ids)).logits for each in (base, again)]
+    assert (logits[0] - logits[1]).abs().max() > 1e-3, "the adapter is on the base model"
+
     numbers = tmp_path / "numbers.json"
     evaluation = (
         f"--model_name_or_path {output} --data_files {question_files} --num_samples 2 --max_completion_length 4"
@@ -105,6 +118,8 @@ def test_another_run_in_the_folder_is_refused_and_resume_continues_it(model_fold
         (["--system_prompt_file", "/nowhere.txt"], "system_prompt_file is /nowhere.txt, which does not exist"),
         (["--num_generations", "3"], "generation_batch_size (8) must be divisible by num_generations (3)"),
         (["--config", "/nowhere.yaml"], "No such file or directory: '/nowhere.yaml'"),
+        (["--dataset_streaming", "--max_steps", "-1"], "so the number of steps is not known: give max_steps"),
+        (["--model_name_or_path", "/nowhere/model"], "/nowhere/model cannot be loaded"),
         (["--max_train_rows", "0"], "max_train_rows is 0: give an integer of at least 1"),
         (["--warmup_ratio", "2"], "warmup_ratio is 2.0: give a share of all steps in [0, 1)"),
     ],

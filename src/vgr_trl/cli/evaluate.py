@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vgr_trl.cli.arguments import DataArguments, parse
-from vgr_trl.cli.loading import base_of, load_model, load_processor, load_rows
+from vgr_trl.cli.loading import load_for_inference, load_rows
 from vgr_trl.data.schema import report_skipped
 from vgr_trl.errors import ConfigError
 from vgr_trl.evaluation import Evaluation, Scores, evaluate
@@ -49,21 +49,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(data: DataArguments, options: EvaluationArguments) -> Evaluation:
-    """Load the model and the questions that the options name, and evaluate."""
+    """Load the model and the questions that the options name, and evaluate; rows left out are listed in a file."""
     if not options.model_name_or_path:
         raise ConfigError("model_name_or_path is missing: give a checkpoint folder, an adapter folder or a hub name.")
     if data.dataset_streaming:
         raise ConfigError("dataset_streaming is on, but evaluate reads a whole split: remove the flag.")
-    rows, skipped = load_rows(data, data.dataset_test_split, needs_solution=True, limit=data.max_test_rows)
-    if options.output_file:
-        report_skipped(skipped, Path(options.output_file).with_suffix(".skipped.jsonl"))
-    name = options.model_name_or_path
-    own_processor = any((Path(name) / file).exists() for file in ("processor_config.json", "tokenizer_config.json"))
-    processor = load_processor(
-        name if own_processor else base_of(name), options.model_revision, options.trust_remote_code
-    )
-    model = load_model(
-        name, dtype=options.dtype, revision=options.model_revision, trust_remote_code=options.trust_remote_code
+    rows, left_out = load_rows(data, data.dataset_test_split, needs_solution=True, limit=data.max_test_rows)
+    if left_out:
+        report_skipped(left_out, Path(options.output_file or "evaluate.json").with_suffix(".skipped.jsonl"))
+    model, processor = load_for_inference(
+        options.model_name_or_path,
+        dtype=options.dtype,
+        revision=options.model_revision,
+        trust_remote_code=options.trust_remote_code,
     )
     return evaluate(
         model,

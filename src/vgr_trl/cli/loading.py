@@ -1,53 +1,91 @@
 """Models, processors and data sets as the commands load them."""
 
-import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoProcessor
+from peft import PeftConfig, PeftModel
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor
+from transformers.utils import find_adapter_config_file
 
 from vgr_trl.cli.arguments import DataArguments
 from vgr_trl.data.load import load_split, parse_data_files
 from vgr_trl.data.prompts import SYSTEM_PROMPT
 from vgr_trl.data.schema import SkippedRow, prepare_rows
-from vgr_trl.demo.tiny_vlm import load_processor as load_demo_processor
+from vgr_trl.demo.tiny_processor import load_processor as load_demo_processor
 from vgr_trl.errors import ConfigError
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 def load_processor(model: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Return the processor (or tokenizer) saved with `model`, a folder or a hub name."""
+    """Return the processor (or tokenizer) saved with `model`, a folder or a hub name.
+
+    Raises:
+        ConfigError: there is none.
+    """
     if (processor := load_demo_processor(model)) is not None:
         return processor
-    return AutoProcessor.from_pretrained(
-        model, revision=revision, padding_side="left", trust_remote_code=trust_remote_code
-    )
+    with _refusing(model):
+        return AutoProcessor.from_pretrained(
+            model, revision=revision, padding_side="left", trust_remote_code=trust_remote_code
+        )
 
 
-def load_model(model: str, *, dtype: str = "auto", revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Return the model of a checkpoint or hub name, ready for inference; a LoRA adapter is put on its base model."""
+def load_for_inference(
+    name: str, *, dtype: str = "auto", revision: str | None = None, trust_remote_code: bool = False
+) -> tuple[Any, Any]:
+    """Return the model and the processor of a checkpoint, a LoRA adapter (on its base model) or a hub name.
+
+    Args:
+        name: folder or hub name.
+        dtype: auto, bfloat16, float16 or float32.
+        revision: branch, tag or commit of a hub name.
+        trust_remote_code: whether a model may bring its own code.
+
+    Raises:
+        ConfigError: it does not exist or cannot be loaded.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}: give one of {', '.join(DTYPES)}.")
+    with _refusing(name):
+        is_adapter = find_adapter_config_file(name, revision=revision) is not None
+    if not is_adapter:
+        model = _load_model(name, dtype, revision, trust_remote_code)
+        return model, load_processor(name, revision, trust_remote_code)
+    with _refusing(name):
+        adapter = PeftConfig.from_pretrained(name, revision=revision)
+    if not adapter.base_model_name_or_path:
+        raise ConfigError(f"The adapter in {name} does not say which base model it belongs to.")
+    base = _load_model(adapter.base_model_name_or_path, dtype, adapter.revision, trust_remote_code)
+    with _refusing(name):
+        model = PeftModel.from_pretrained(base, name, revision=revision)
+    if any((Path(name) / file).exists() for file in ("processor_config.json", "tokenizer_config.json")):
+        return model, load_processor(name, revision, trust_remote_code)
+    return model, load_processor(adapter.base_model_name_or_path, adapter.revision, trust_remote_code)
+
+
+def _load_model(name: str, dtype: str, revision: str | None, trust_remote_code: bool) -> Any:
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
-    adapter_config = Path(model) / "adapter_config.json"
-    if adapter_config.is_file():
-        from peft import PeftModel
-
-        base = json.loads(adapter_config.read_text(encoding="utf-8"))["base_model_name_or_path"]
-        if not base:
-            raise ConfigError(f"The adapter in {model} does not say which base model it belongs to.")
-        return PeftModel.from_pretrained(load_model(base, dtype=dtype), model)
-    config = AutoConfig.from_pretrained(model, **options)
-    architecture = getattr(transformers, config.architectures[0])
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return architecture.from_pretrained(model, config=config, dtype=dtype, **options).to(device)
+    with _refusing(name):
+        config = AutoConfig.from_pretrained(name, **options)
+        architecture: Any = getattr(transformers, (config.architectures or [""])[0], None) or AutoModelForCausalLM
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return architecture.from_pretrained(name, config=config, dtype=dtype, **options).to(device)
 
 
-def base_of(model: str) -> str:
-    """Return the base model of a LoRA adapter, else `model` itself."""
-    adapter_config = Path(model) / "adapter_config.json"
-    if adapter_config.is_file():
-        return json.loads(adapter_config.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    return model
+@contextmanager
+def _refusing(name: str) -> Iterator[None]:
+    """Turn what transformers and the hub raise for a missing or broken model into one sentence."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"{name} cannot be loaded ({cause}): give a model folder or a hub name.") from error
 
 
 def read_system_prompt(path: str | None) -> str | None:
@@ -60,7 +98,12 @@ def read_system_prompt(path: str | None) -> str | None:
 
 
 def load_rows(
-    arguments: DataArguments, split: str, *, needs_solution: bool, limit: int | None
+    arguments: DataArguments,
+    split: str,
+    *,
+    needs_solution: bool,
+    limit: int | None,
+    on_skipped: Callable[[SkippedRow], None] | None = None,
 ) -> tuple[Any, list[SkippedRow]]:
     """Return the usable rows of a split, with prompts, and the rows left out."""
     dataset = load_split(
@@ -81,6 +124,7 @@ def load_rows(
         root=_image_root(arguments, split),
         needs_solution=needs_solution,
         system_prompt=read_system_prompt(arguments.system_prompt_file),
+        on_skipped=on_skipped,
     )
 
 

@@ -5,19 +5,16 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from trl import GRPOConfig
 
 from vgr_trl.config import DAPOConfig
 
-OPTIONS_OF_INTEREST = (
+ALWAYS_SHOWN = (
     "loss_type", "epsilon", "epsilon_high", "beta", "learning_rate", "lr_scheduler_type", "warmup_steps",
     "temperature", "max_completion_length", "num_iterations", "scale_rewards", "importance_sampling_level",
     "mask_truncated_completions", "use_vllm", "bf16", "gradient_checkpointing", "seed",
 )  # fmt: skip
-
-
-def own_options() -> list[str]:
-    """Return the names of the options that this library adds to TRL's."""
-    return [name for name in DAPOConfig.__annotations__ if name not in OPTIONS_OF_INTEREST]
+OWN_OPTIONS = tuple(option.name for option in fields(DAPOConfig) if option.name not in GRPOConfig.__dataclass_fields__)
 
 
 def describe_run(trainer: Any, source: str, checkpoint: str | None) -> list[tuple[str, str]]:
@@ -30,8 +27,8 @@ def describe_run(trainer: Any, source: str, checkpoint: str | None) -> list[tupl
     """
     args = trainer.args
     model = trainer.accelerator.unwrap_model(trainer.model)
-    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    total = sum(parameter.numel() for parameter in model.parameters())
+    trainable = sum(_size(parameter) for parameter in model.parameters() if parameter.requires_grad)
+    total = sum(_size(parameter) for parameter in model.parameters())
     per_step = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
     steps_per_rollout = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
     return [
@@ -39,9 +36,10 @@ def describe_run(trainer: Any, source: str, checkpoint: str | None) -> list[tupl
         ("parameters", f"{trainable:,} trained of {total:,}"),
         ("data", f"{source}: {_rows(trainer.train_dataset)} to train on, {_rows(trainer.eval_dataset)} to evaluate on"),
         ("rewards", _rewards(trainer)),
-        ("options", _values(args, OPTIONS_OF_INTEREST)),
+        ("options", _values(args, ALWAYS_SHOWN)),
         ("on", _values(args, _switched_on(args)) or "none of vgr_trl's own options"),
-        ("rollout", f"{args.prompts_per_rollout} prompts x {args.num_generations} completions = {args.generation_batch_size}"),
+        ("rollout", f"{args.prompts_per_rollout} prompts x {args.num_generations} completions = "
+                    f"{args.generation_batch_size}"),
         ("step", f"{args.per_device_train_batch_size} per device x {args.world_size} processes x "
                  f"{args.gradient_accumulation_steps} accumulated = {per_step} completions; a rollout serves "
                  f"{steps_per_rollout:g} steps"),
@@ -58,6 +56,11 @@ def print_plan(rows: list[tuple[str, str]]) -> None:
     for what, value in rows:
         table.add_row(what, value)
     Console().print(table)
+
+
+def _size(parameter: Any) -> int:
+    """Elements of a parameter, also where ZeRO-3 has left nothing of it on this process."""
+    return getattr(parameter, "ds_numel", parameter.numel())
 
 
 def _rows(dataset: Any) -> str:
@@ -81,7 +84,7 @@ def _rewards(trainer: Any) -> str:
 
 def _switched_on(args: DAPOConfig) -> list[str]:
     defaults = {option.name: option.default for option in fields(DAPOConfig)}
-    return [name for name in own_options() if getattr(args, name) != defaults[name]]
+    return [name for name in OWN_OPTIONS if getattr(args, name) != defaults[name]]
 
 
 def _values(args: DAPOConfig, names: Any) -> str:

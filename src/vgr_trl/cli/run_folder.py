@@ -7,6 +7,7 @@ from typing import Any
 from vgr_trl.errors import ConfigError
 
 RUN_FILE = "run.json"
+TRACES = (RUN_FILE, "trainer_state.json", "model.safetensors", "model.safetensors.index.json", "adapter_config.json")
 
 
 def complete_checkpoints(output_dir: Path) -> list[Path]:
@@ -27,19 +28,26 @@ def is_complete(checkpoint: Path) -> bool:
     return True
 
 
+def resume_mode(value: str | bool | None) -> str | None:
+    """Return None (start at the beginning), `latest`, or a path, of what a flag or a YAML file says."""
+    if value is None or value is False or str(value).lower() in ("", "false", "none"):
+        return None
+    return "latest" if value is True or str(value).lower() in ("true", "latest") else str(value)
+
+
 def resolve_checkpoint(resume: str | None, output_dir: Path) -> str | None:
     """Return the checkpoint to continue from, or None to start at the beginning.
 
     Args:
-        resume: None, `latest` (also `true`), or the path of a checkpoint.
+        resume: as `resume_mode` returns it.
         output_dir: where `latest` looks; without any checkpoint there the run starts at the beginning.
 
     Raises:
         ConfigError: the named checkpoint does not exist or was not written to the end.
     """
-    if resume is None or resume.lower() in ("false", "none", ""):
+    if resume is None:
         return None
-    if resume.lower() in ("latest", "true"):
+    if resume == "latest":
         checkpoints = complete_checkpoints(output_dir)
         return str(checkpoints[-1]) if checkpoints else None
     if not Path(resume).is_dir():
@@ -58,30 +66,42 @@ def claim(output_dir: Path, identity: dict[str, Any], resume: str | None) -> Non
     Args:
         output_dir: of this run.
         identity: what makes the run the same one: model, data, reward functions.
-        resume: the flag `resume_from_checkpoint`.
+        resume: as `resume_mode` returns it.
 
     Raises:
         ConfigError: naming what is there, or what differs.
     """
+    if output_dir.exists() and not output_dir.is_dir():
+        raise ConfigError(f"output_dir {output_dir} is a file: choose a folder.")
     previous = output_dir / RUN_FILE
-    traces = [previous] if previous.exists() else sorted(output_dir.glob("checkpoint-*"))
     if resume is None:
+        traces = [output_dir / name for name in TRACES if (output_dir / name).exists()]
+        traces += sorted(output_dir.glob("checkpoint-*"))
         if traces:
             raise ConfigError(
                 f"output_dir {output_dir} holds another run ({traces[0].name}): choose another output_dir, or continue "
                 "that run with --resume_from_checkpoint latest."
             )
     elif previous.exists():
-        before = json.loads(previous.read_text(encoding="utf-8"))
-        for name, value in identity.items():
-            if name in before and before[name] != value:
+        for name, before in _read(previous).items():
+            if name in identity and before != identity[name]:
                 raise ConfigError(
-                    f"output_dir {output_dir} holds a run with {name} {before[name]!r}, but {value!r} was given: "
+                    f"output_dir {output_dir} holds a run with {name} {before!r}, but {identity[name]!r} was given: "
                     "continue it with the same, or choose another output_dir."
                 )
 
 
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}): remove it to continue the run unchecked.") from error
+
+
 def write_identity(output_dir: Path, identity: dict[str, Any]) -> None:
     """Write `run.json`, from which a later start sees whose folder it is."""
-    output_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output_dir {output_dir} cannot be made ({error}): choose another.") from error
     (output_dir / RUN_FILE).write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")

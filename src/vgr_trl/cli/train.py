@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 from vgr_trl.cli.arguments import DataArguments, RewardArguments, parse
 from vgr_trl.cli.loading import load_processor, load_rows
 from vgr_trl.cli.plan import describe_run, print_plan
-from vgr_trl.cli.run_folder import claim, resolve_checkpoint, write_identity
+from vgr_trl.cli.run_folder import claim, resolve_checkpoint, resume_mode, write_identity
 from vgr_trl.config import DAPOConfig
-from vgr_trl.data.schema import report_skipped
-from vgr_trl.errors import ConfigError
-from vgr_trl.rewards import load_rewards
+from vgr_trl.data.schema import append_skipped, report_skipped
+from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.rewards import accuracy_reward, load_rewards
 from vgr_trl.trainer import DAPOTrainer
 
 
@@ -37,14 +38,17 @@ def train(data: DataArguments, rewards: RewardArguments, config: DAPOConfig, mod
         raise ConfigError("model_name_or_path is missing: give a checkpoint folder or a hub name.")
     output_dir = Path(config.output_dir or "trainer_output")
     identity = _identity(data, rewards, model)
-    claim(output_dir, identity, config.resume_from_checkpoint)
-    checkpoint = resolve_checkpoint(config.resume_from_checkpoint, output_dir)
+    resume = resume_mode(config.resume_from_checkpoint)
+    claim(output_dir, identity, resume)
+    checkpoint = resolve_checkpoint(resume, output_dir)
 
     trainer = _build_trainer(data, rewards, config, model)
     if trainer.accelerator.is_main_process:
         write_identity(output_dir, identity)
         print_plan(describe_run(trainer, _source(data), checkpoint))
     trainer.train(resume_from_checkpoint=checkpoint)
+    if trainer.state.global_step == 0:
+        raise DataError("Nothing was trained: the data gave no whole rollout; see the rows left out above.")
     trainer.save_model(str(output_dir))
     trainer.save_state()
     metrics = trainer.evaluate() if trainer.eval_dataset is not None else {}
@@ -70,6 +74,8 @@ def _end(trainer: DAPOTrainer) -> None:
 def _build_trainer(
     data: DataArguments, rewards: RewardArguments, config: DAPOConfig, model: ModelConfig
 ) -> DAPOTrainer:
+    if data.dataset_streaming and config.max_steps <= 0:
+        raise ConfigError("dataset_streaming is on, so the number of steps is not known: give max_steps.")
     reward_funcs: list[Any] = load_rewards(
         rewards.reward_funcs,
         max_completion_length=config.max_completion_length,
@@ -77,21 +83,32 @@ def _build_trainer(
     )
     if rewards.reward_model_name_or_path:
         reward_funcs.insert(0, rewards.reward_model_name_or_path)
-    needs_solution = any(getattr(reward, "__name__", "") == "accuracy_reward" for reward in reward_funcs)
+    needs_solution = any(_unwrapped(reward) is accuracy_reward for reward in reward_funcs)
+    skipped_file = Path(config.output_dir or "trainer_output") / "skipped.jsonl"
+    on_skipped = partial(append_skipped, path=skipped_file) if config.process_index == 0 else lambda row: None
     train_rows, skipped = load_rows(
-        data, data.dataset_train_split, needs_solution=needs_solution, limit=data.max_train_rows
+        data,
+        data.dataset_train_split,
+        needs_solution=needs_solution,
+        limit=data.max_train_rows,
+        on_skipped=on_skipped,
     )
     test_rows = None
     if config.eval_strategy != "no":
         test_rows, skipped_test = load_rows(
-            data, data.dataset_test_split, needs_solution=needs_solution, limit=data.max_test_rows
+            data,
+            data.dataset_test_split,
+            needs_solution=needs_solution,
+            limit=data.max_test_rows,
+            on_skipped=on_skipped,
         )
         skipped += skipped_test
     if config.process_index == 0:
-        report_skipped(skipped, Path(config.output_dir or "trainer_output") / "skipped.jsonl")
+        report_skipped(skipped, skipped_file)
     loading = {"revision": model.model_revision, "attn_implementation": model.attn_implementation, "dtype": model.dtype}
-    given = config.model_init_kwargs
-    config.model_init_kwargs = loading | (given if isinstance(given, dict) else {})
+    if isinstance(config.model_init_kwargs, str):
+        raise ConfigError(f"model_init_kwargs is {config.model_init_kwargs!r}: give a JSON object.")
+    config.model_init_kwargs = loading | (config.model_init_kwargs or {})
     return DAPOTrainer(
         model=model.model_name_or_path,
         reward_funcs=reward_funcs,
@@ -108,5 +125,20 @@ def _source(data: DataArguments) -> str:
     return str(data.dataset_name or data.dataset_path or data.data_files)
 
 
+def _unwrapped(reward: Any) -> Any:
+    while hasattr(reward, "func"):
+        reward = reward.func
+    return reward
+
+
 def _identity(data: DataArguments, rewards: RewardArguments, model: ModelConfig) -> dict[str, Any]:
-    return {"model": model.model_name_or_path, "data": _source(data), "reward_funcs": rewards.reward_funcs}
+    """What must be the same for a run to be continued."""
+    return {
+        "model": model.model_name_or_path,
+        "data": _source(data),
+        "dataset_config": data.dataset_config,
+        "dataset_train_split": data.dataset_train_split,
+        "reward_funcs": rewards.reward_funcs,
+        "reward_model": rewards.reward_model_name_or_path,
+        "lora": [model.lora_r, model.lora_target_modules, model.use_dora] if model.use_peft else None,
+    }
