@@ -3,12 +3,15 @@ import re
 
 import pytest
 import torch
-from datasets import Dataset, Features, List
+from datasets import Dataset, Features, List, load_dataset
 from datasets import Image as ImageFeature
 from PIL import Image
+from transformers import Qwen2_5_VLForConditionalGeneration
 from trl import GRPOConfig, GRPOTrainer
 
 from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.data.schema import prepare_rows
+from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.errors import ConfigError, DataError, RewardError
 
 
@@ -209,3 +212,57 @@ def test_a_run_continues_from_a_checkpoint(build, text_model, tmp_path):
 def test_a_config_of_trl_is_refused(build):
     with pytest.raises(ConfigError, match="args is a GRPOConfig: give a DAPOConfig"):
         build(config=GRPOConfig)
+
+
+@pytest.fixture
+def vision(model_folder, question_files, tmp_path):
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder)
+    processor = load_processor(model_folder)
+    file = question_files.split(",")[0].removeprefix("train=")
+    rows, _ = prepare_rows(load_dataset("parquet", data_files=file, split="train"), system_prompt=None)
+
+    def make(rows=rows, model=model, **changed):
+        return DAPOTrainer(
+            model, letters_reward, DAPOConfig(**options(tmp_path, **changed)), rows, processing_class=processor
+        )
+
+    return make, rows
+
+
+@pytest.mark.parametrize("missing", [range(0, 16, 2), range(16)], ids=["some", "all"])
+def test_rows_without_an_image(vision, missing):
+    make, rows = vision
+    images = [None if index in missing else row["image"] for index, row in enumerate(rows)]
+    columns = {"prompt": list(rows["prompt"]), "solution": list(rows["solution"]), "image": images}
+    features = Features({name: rows.features[name] for name in columns})
+    trainer = make(rows=Dataset.from_dict(columns, features=features), max_steps=3)
+    trainer.train()
+    assert len(logged(trainer, "loss")) == 3
+
+
+def test_a_checkpoint_of_a_vision_language_model_is_really_loaded(vision, model_folder, tmp_path):
+    """transformers' own loading keeps the weights of the start; at a learning rate of 0 the checkpoint's must stay."""
+    make, _ = vision
+    first = make(max_steps=1, save_strategy="steps", save_steps=1, learning_rate=0.01, lr_scheduler_type="constant")
+    first.train()
+    trained = {name: value.clone() for name, value in first.model.state_dict().items()}
+    start = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder)
+    moved = max((trained[name] - value).abs().max().item() for name, value in start.state_dict().items())
+    assert moved > 1e-3
+    resumed = make(model=start, max_steps=1, learning_rate=0.01)
+    resumed._load_from_checkpoint(str(tmp_path / "checkpoint-1"))
+    for name, value in resumed.model.state_dict().items():
+        assert torch.equal(value, trained[name]), name
+
+
+def test_a_checkpoint_of_another_model_is_refused(vision, tmp_path, text_model):
+    make, _ = vision
+    trainer = make()
+    text_model.save_pretrained(tmp_path / "other")
+    with pytest.raises(ConfigError, match="does not fit the model|missing keys"):
+        trainer._load_from_checkpoint(str(tmp_path / "other"))
+    wider = copy.deepcopy(trainer.model.config)
+    wider.text_config.intermediate_size *= 2
+    Qwen2_5_VLForConditionalGeneration(wider).save_pretrained(tmp_path / "wider")
+    with pytest.raises(ConfigError, match="does not fit the model .*size mismatch"):
+        trainer._load_from_checkpoint(str(tmp_path / "wider"))

@@ -1,10 +1,33 @@
 """Every option of the trainer, grouped by the stage that it steers."""
 
+import math
 from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
 
 from trl import GRPOConfig
 
 from vgr_trl.errors import ConfigError
+
+_WHOLE_NUMBERS = (
+    "max_prompt_length", "max_completion_length", "num_generations_eval", "num_iterations", "steps_per_generation",
+    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
+)  # fmt: skip
+_LARGEST = 1e30
+_RANGES = {
+    "beta": (0, _LARGEST, "of at least 0"),
+    "epsilon": (0, _LARGEST, "of at least 0"),
+    "epsilon_high": (0, _LARGEST, "of at least 0"),
+    "learning_rate": (0, _LARGEST, "of at least 0"),
+    "temperature": (0, _LARGEST, "above 0"),
+    "top_p": (1e-9, 1, "in (0, 1]"),
+    "top_k": (0, _LARGEST, "of at least 0, where 0 keeps all tokens"),
+}
+_LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass
@@ -101,7 +124,7 @@ class DAPOConfig(GRPOConfig):
                 )
             self.num_generations_eval = self.eval_num_generations
         if self.warmup_ratio is not None:
-            if not 0 <= self.warmup_ratio < 1:
+            if not _is_number(self.warmup_ratio) or not 0 <= self.warmup_ratio < 1:
                 raise ConfigError(f"warmup_ratio is {self.warmup_ratio}: give a share of all steps in [0, 1).")
             if self.warmup_steps not in (0, self.warmup_ratio):
                 raise ConfigError(
@@ -110,19 +133,30 @@ class DAPOConfig(GRPOConfig):
             self.warmup_steps = self.warmup_ratio
 
     def _check_ranges(self) -> None:
-        for name in ("max_prompt_length", "max_completion_length", "num_generations_eval"):
+        for name in _WHOLE_NUMBERS:
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}: give an integer of at least 1.")
-        for name in ("beta", "epsilon", "epsilon_high"):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
+                raise ConfigError(f"{name} is {value!r}: give an integer of at least 1.")
+        for name, (low, high, meaning) in _RANGES.items():
             value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ConfigError(f"{name} is {value}: give a number of at least 0.")
-        if not self.temperature > 0:
+            if value is not None and not (_is_number(value) and low <= value <= high):
+                raise ConfigError(f"{name} is {value!r}: give a number {meaning}.")
+        if self.temperature == 0:
             raise ConfigError(f"temperature is {self.temperature}: give a number above 0.")
+        if self.loss_type not in _LOSS_TYPES:
+            raise ConfigError(f"loss_type is {self.loss_type!r}: give one of {', '.join(_LOSS_TYPES)}.")
+        if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
+            raise ConfigError(
+                f"max_steps is {self.max_steps} and num_train_epochs {self.num_train_epochs}, so nothing would be "
+                "trained: give max_steps of at least 1, or more epochs."
+            )
         if self.soft_punish_cache is not None:
             longest = self.max_completion_length
-            if self.soft_punish_cache < 0 or (longest is not None and self.soft_punish_cache > longest):
+            if (
+                not isinstance(self.soft_punish_cache, Integral)
+                or self.soft_punish_cache < 0
+                or (longest is not None and self.soft_punish_cache > longest)
+            ):
                 raise ConfigError(
                     f"soft_punish_cache is {self.soft_punish_cache}: give a number of tokens in "
                     f"[0, max_completion_length = {longest}]."

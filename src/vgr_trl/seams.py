@@ -12,6 +12,7 @@ SUPPORTED = ("1.16", "1.17")  # from, up to but without; the tests run with thes
 SEAMS = {
     "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
     "_compute_loss": ("model", "inputs"),
+    "_generate_and_score_completions": ("inputs",),
     "_get_per_token_logps_and_entropies": (
         "model",
         "input_ids",
@@ -20,6 +21,8 @@ SEAMS = {
         "batch_size",
         "compute_entropy",
     ),
+    "_load_best_model": (),
+    "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
     "_tokenize_prompts": ("prompts",),
     "log": ("logs", "start_time"),
 }

@@ -6,16 +6,19 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
+from transformers import PreTrainedModel
 from trl import GRPOTrainer
 from trl.data_utils import prepare_multimodal_messages
 
+from vgr_trl.checkpoints import load_weights
 from vgr_trl.config import DAPOConfig
-from vgr_trl.data.columns import image_columns, images_of
+from vgr_trl.data.columns import IMAGE_COLUMNS, image_columns, images_of
 from vgr_trl.data.lengths import drop_long_prompts
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.metrics import Throughput, approximate_kl
 from vgr_trl.rewards.groups import gather_groups, needed_columns
 from vgr_trl.rewards.schedule import RewardSchedule
+from vgr_trl.rewards.signatures import check_callable
 from vgr_trl.seams import check_attributes, check_seams
 
 
@@ -50,7 +53,7 @@ class DAPOTrainer(GRPOTrainer):
             raise ConfigError(
                 "max_prompt_length needs prompts from the data, but environment_factory makes them: drop one."
             )
-        rewards = reward_funcs if isinstance(reward_funcs, list) else [] if reward_funcs is None else [reward_funcs]
+        rewards = _as_list(reward_funcs)
         self._reward_schedule = RewardSchedule.for_rewards(rewards, args.reward_weights, args.early_reward_weights)
         rewards = [
             self._over_whole_groups(reward) if needed_columns(reward) is not None else reward for reward in rewards
@@ -63,6 +66,11 @@ class DAPOTrainer(GRPOTrainer):
         check_attributes(self)
 
         self._refuse_images_without_vision()
+        for dataset in (self.train_dataset, self.eval_dataset):
+            for part in dataset.values() if isinstance(dataset, dict) else [dataset]:
+                if (columns := getattr(part, "column_names", None)) is not None:
+                    for reward in self.reward_funcs:
+                        check_callable(reward, columns)
         if (limit := args.max_prompt_length) is not None:
             self.train_dataset = self._without_long_prompts(self.train_dataset, limit, "train")
             self.eval_dataset = self._without_long_prompts(self.eval_dataset, limit, "eval")
@@ -122,7 +130,34 @@ class DAPOTrainer(GRPOTrainer):
     def _count_streamed_prompt(self) -> None:
         self._streamed_prompts_too_long += 1
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Replace the parent's where it would keep the weights of the start: for whole, unsharded models."""
+        target = self.accelerator.unwrap_model(self.model if model is None else model)
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled or not isinstance(target, PreTrainedModel):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            load_weights(target, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        """Replace the parent's for the same models, and for the same reason."""
+        target = self.accelerator.unwrap_model(self.model)
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled or not isinstance(target, PreTrainedModel):
+            super()._load_best_model()
+        else:
+            load_weights(target, str(self.state.best_model_checkpoint))
+
     # While training
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Add to TRL's: an empty list of images, which it knows, for rows with a null image, on which it fails."""
+        if any(name in inputs[0] for name in IMAGE_COLUMNS) and not all(map(images_of, inputs)):
+            inputs = [{**row, "images": images_of(row)} for row in inputs]
+        return super()._generate_and_score_completions(inputs)
+
+    def _tokenize_prompts(self, prompts: list[Any]) -> Any:
+        """Add to TRL's: an empty list instead of None for a row without images among rows with some."""
+        prompt_ids, images, fields = super()._tokenize_prompts(prompts)
+        return prompt_ids, None if images is None else [row_images or [] for row_images in images], fields
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
         """Add to TRL's: set the reward weights that hold at this step."""
@@ -172,6 +207,12 @@ class DAPOTrainer(GRPOTrainer):
             if self._streamed_prompts_too_long:
                 logs["data/prompts_too_long"] = self._streamed_prompts_too_long
         super().log(logs, start_time)
+
+
+def _as_list(reward_funcs: Any) -> list[Any]:
+    if reward_funcs is None:
+        return []
+    return list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
 
 
 def _default_config(model: Any) -> DAPOConfig:

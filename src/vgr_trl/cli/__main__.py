@@ -34,6 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except VGRError as error:
         print(f"vgr-trl {name}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(
+            f"\nvgr-trl {name}: interrupted; a training run continues with --resume_from_checkpoint.", file=sys.stderr
+        )
+        return 130
 
 
 if __name__ == "__main__":

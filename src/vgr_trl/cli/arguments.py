@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import yaml
 from trl import TrlParser
 
 from vgr_trl.errors import ConfigError, VGRError
@@ -15,12 +16,14 @@ def parse(groups: Sequence[Any], command: str, argv: Sequence[str] | None) -> tu
     Raises:
         ConfigError: an option is refused, by this library or, in their own words, by TRL or transformers.
     """
-    parser = TrlParser(groups, prog=f"vgr-trl {command}")
+    parser = TrlParser(groups, prog=f"vgr-trl {command}", allow_abbrev=False)
+    if argv is not None and list(argv)[-1:] == ["--config"]:
+        raise ConfigError("--config is given without a file: give the path of a YAML file.")
     try:
         return parser.parse_args_and_config(args=argv)
     except VGRError:
         raise
-    except (ValueError, OSError) as error:
+    except (ValueError, TypeError, OSError, yaml.YAMLError) as error:
         raise ConfigError(str(error)) from error
 
 

@@ -41,11 +41,23 @@ class EvaluationArguments:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse flags (or `--config x.yaml`), evaluate the split `--dataset_test_split`, print a table, and return 0."""
     data, options = parse((DataArguments, EvaluationArguments), "evaluate", argv)
+    if options.output_file:
+        _refuse_unwritable(Path(options.output_file))
     result = run(data, options)
     Console().print(scores_table(result))
     if options.output_file:
         write_result(result, Path(options.output_file), options.save_completions)
     return 0
+
+
+def _refuse_unwritable(path: Path) -> None:
+    """Refuse a file that cannot be written, before the work whose numbers it is to hold."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"output_file is {path}, which cannot be written ({error}): choose another.") from error
 
 
 def run(data: DataArguments, options: EvaluationArguments) -> Evaluation:
@@ -95,5 +107,4 @@ def scores_table(result: Evaluation) -> Table:
 
 def write_result(result: Evaluation, path: Path, completions: bool) -> None:
     """Write the numbers, and with `completions` every completion, to `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result.to_dict(records=completions), indent=2, default=str) + "\n", encoding="utf-8")

@@ -43,7 +43,7 @@ def describe_run(trainer: Any, source: str, checkpoint: str | None) -> list[tupl
         ("step", f"{args.per_device_train_batch_size} per device x {args.world_size} processes x "
                  f"{args.gradient_accumulation_steps} accumulated = {per_step} completions; a rollout serves "
                  f"{steps_per_rollout:g} steps"),
-        ("steps", str(_total_steps(trainer))),
+        ("steps", str(total_steps(trainer))),
         ("output", f"{args.output_dir}" + (f", continued from {checkpoint}" if checkpoint else "")),
     ]  # fmt: skip
 
@@ -91,7 +91,8 @@ def _values(args: DAPOConfig, names: Any) -> str:
     return ", ".join(f"{name}={getattr(getattr(args, name), 'value', getattr(args, name))}" for name in names)
 
 
-def _total_steps(trainer: Any) -> int:
+def total_steps(trainer: Any) -> int:
+    """Return the optimizer steps of the whole run."""
     if trainer.args.max_steps > 0:
         return trainer.args.max_steps
     return trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1]

@@ -1,31 +1,70 @@
 """The folder of a run: whose it is, and where it can be continued."""
 
 import json
+import os
+import zipfile
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from vgr_trl.errors import ConfigError
 
 RUN_FILE = "run.json"
-TRACES = (RUN_FILE, "trainer_state.json", "model.safetensors", "model.safetensors.index.json", "adapter_config.json")
+TRACES = ("trainer_state.json", "model.safetensors", "model.safetensors.index.json", "adapter_config.json")
 
 
 def complete_checkpoints(output_dir: Path) -> list[Path]:
-    """Return the checkpoints of `output_dir` that were written to the end, oldest first.
-
-    The trainer writes `trainer_state.json` last, so a run killed while saving leaves a folder without a readable one.
-    """
+    """Return the checkpoints of `output_dir` that a run can be continued from, oldest first."""
     found = [path for path in output_dir.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
-    return [path for path in sorted(found, key=lambda path: int(path.name.split("-")[1])) if is_complete(path)]
+    return [path for path in sorted(found, key=lambda path: int(path.name.split("-")[1])) if not what_is_wrong(path)]
 
 
-def is_complete(checkpoint: Path) -> bool:
-    """Return whether the state file of `checkpoint` is there and whole."""
+def what_is_wrong(checkpoint: Path) -> str | None:
+    """Return why a run cannot be continued from `checkpoint`, None if it can.
+
+    A run killed while saving leaves files out or unfinished; the trainer writes `trainer_state.json` last.
+    """
+    if global_step(checkpoint) is None:
+        return "no readable trainer_state.json"
+    sharded = any((checkpoint / name).exists() for name in ("latest", "pytorch_model_fsdp_0", "optimizer_0"))
+    if sharded:  # DeepSpeed and FSDP keep weights and optimizer in folders of their own
+        return None
+    for name in ("optimizer.pt", "scheduler.pt"):
+        if not _is_zip(checkpoint / name):
+            return f"no whole {name}"
+    weights = [checkpoint / name for name in ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin")]
+    index = checkpoint / "model.safetensors.index.json"
+    if index.exists():
+        weights = [checkpoint / name for name in sorted(set(_read(index).get("weight_map", {}).values()))]
+        if not weights or not all(map(_is_whole_safetensors, weights)):
+            return "missing or unfinished weights"
+    elif not any(_is_whole_safetensors(path) or _is_zip(path) for path in weights):
+        return "no whole weights"
+    return None
+
+
+def global_step(checkpoint: Path) -> int | None:
+    """Return the step that `checkpoint` was saved at, None if its state cannot be read."""
     try:
-        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        step = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8")).get("global_step")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return step if isinstance(step, int) else None
+
+
+def _is_zip(path: Path) -> bool:
+    return path.is_file() and zipfile.is_zipfile(path)
+
+
+def _is_whole_safetensors(path: Path) -> bool:
+    if path.suffix != ".safetensors" or not path.is_file():
         return False
-    return True
+    try:
+        with safe_open(path, framework="pt") as file:
+            return len(list(file.keys())) > 0
+    except (SafetensorError, OSError):
+        return False
 
 
 def resume_mode(value: str | bool | None) -> str | None:
@@ -40,24 +79,44 @@ def resolve_checkpoint(resume: str | None, output_dir: Path) -> str | None:
 
     Args:
         resume: as `resume_mode` returns it.
-        output_dir: where `latest` looks; without any checkpoint there the run starts at the beginning.
+        output_dir: where `latest` looks; with no complete checkpoint there the run starts at the beginning.
 
     Raises:
-        ConfigError: the named checkpoint does not exist or was not written to the end.
+        ConfigError: the named checkpoint does not exist or was not written to the end, or `latest` would start over
+            in the folder of a finished run.
     """
     if resume is None:
         return None
     if resume == "latest":
         checkpoints = complete_checkpoints(output_dir)
+        if not checkpoints and (models := [name for name in TRACES if (output_dir / name).exists()]):
+            raise ConfigError(
+                f"resume_from_checkpoint is latest, but output_dir {output_dir} has no checkpoint that was written to "
+                f"the end, only a finished run ({models[0]}): choose another output_dir."
+            )
         return str(checkpoints[-1]) if checkpoints else None
     if not Path(resume).is_dir():
         raise ConfigError(f"resume_from_checkpoint is {resume}, which is no folder: give a checkpoint, or latest.")
-    if not is_complete(Path(resume)):
+    if wrong := what_is_wrong(Path(resume)):
         raise ConfigError(
-            f"resume_from_checkpoint is {resume}, which was not written to the end (no readable trainer_state.json): "
-            "give an earlier checkpoint, or latest."
+            f"resume_from_checkpoint is {resume}, which was not written to the end ({wrong}): give an earlier "
+            "checkpoint, or latest."
         )
     return resume
+
+
+def refuse_finished(checkpoint: str | None, max_steps: int) -> None:
+    """Refuse to continue from a checkpoint that has all `max_steps` steps behind it: training would go one too far.
+
+    Raises:
+        ConfigError: naming both steps.
+    """
+    step = global_step(Path(checkpoint)) if checkpoint else None
+    if step is not None and step >= max_steps > 0:
+        raise ConfigError(
+            f"The run is finished: {checkpoint} was saved at step {step} of {max_steps}; raise max_steps or "
+            "num_train_epochs to train on."
+        )
 
 
 def claim(output_dir: Path, identity: dict[str, Any], resume: str | None) -> None:
@@ -71,13 +130,14 @@ def claim(output_dir: Path, identity: dict[str, Any], resume: str | None) -> Non
     Raises:
         ConfigError: naming what is there, or what differs.
     """
-    if output_dir.exists() and not output_dir.is_dir():
-        raise ConfigError(f"output_dir {output_dir} is a file: choose a folder.")
+    for folder in (output_dir, *output_dir.parents):
+        if folder.exists():
+            if not folder.is_dir() or not os.access(folder, os.W_OK):
+                raise ConfigError(f"output_dir {output_dir} cannot be written to: choose a folder.")
+            break
     previous = output_dir / RUN_FILE
     if resume is None:
-        traces = [output_dir / name for name in TRACES if (output_dir / name).exists()]
-        traces += sorted(output_dir.glob("checkpoint-*"))
-        if traces:
+        if traces := _traces(output_dir):
             raise ConfigError(
                 f"output_dir {output_dir} holds another run ({traces[0].name}): choose another output_dir, or continue "
                 "that run with --resume_from_checkpoint latest."
@@ -89,6 +149,13 @@ def claim(output_dir: Path, identity: dict[str, Any], resume: str | None) -> Non
                     f"output_dir {output_dir} holds a run with {name} {before!r}, but {identity[name]!r} was given: "
                     "continue it with the same, or choose another output_dir."
                 )
+
+
+def _traces(output_dir: Path) -> list[Path]:
+    """What a run leaves behind that must not be overwritten; one that failed before its first checkpoint left none."""
+    return [output_dir / name for name in TRACES if (output_dir / name).exists()] + sorted(
+        output_dir.glob("checkpoint-*")
+    )
 
 
 def _read(file: Path) -> dict[str, Any]:

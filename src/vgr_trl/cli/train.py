@@ -1,8 +1,10 @@
 """`vgr-trl train`: train a vision-language model with DAPO."""
 
 import json
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,12 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from vgr_trl.cli.arguments import DataArguments, RewardArguments, parse
 from vgr_trl.cli.loading import load_processor, load_rows
-from vgr_trl.cli.plan import describe_run, print_plan
-from vgr_trl.cli.run_folder import claim, resolve_checkpoint, resume_mode, write_identity
+from vgr_trl.cli.plan import describe_run, print_plan, total_steps
+from vgr_trl.cli.run_folder import claim, refuse_finished, resolve_checkpoint, resume_mode, write_identity
 from vgr_trl.config import DAPOConfig
+from vgr_trl.data.load import parse_data_files
 from vgr_trl.data.schema import append_skipped, report_skipped
-from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.errors import ConfigError, DataError, VGRError
 from vgr_trl.rewards import accuracy_reward, load_rewards
 from vgr_trl.trainer import DAPOTrainer
 
@@ -42,7 +45,9 @@ def train(data: DataArguments, rewards: RewardArguments, config: DAPOConfig, mod
     claim(output_dir, identity, resume)
     checkpoint = resolve_checkpoint(resume, output_dir)
 
-    trainer = _build_trainer(data, rewards, config, model)
+    with _one_sentence():
+        trainer = _build_trainer(data, rewards, config, model)
+    refuse_finished(checkpoint, total_steps(trainer))
     if trainer.accelerator.is_main_process:
         write_identity(output_dir, identity)
         print_plan(describe_run(trainer, _source(data), checkpoint))
@@ -117,12 +122,39 @@ def _build_trainer(
         eval_dataset=test_rows,
         processing_class=load_processor(str(model.model_name_or_path), model.model_revision, config.trust_remote_code),
         quantization_config=get_quantization_config(model),
-        peft_config=get_peft_config(model),
+        peft_config=get_peft_config(_lora_modules(model)),
     )
+
+
+@contextmanager
+def _one_sentence() -> Iterator[None]:
+    """Turn what TRL, transformers and PEFT refuse while the trainer is built into a `ConfigError` of their words."""
+    try:
+        yield
+    except VGRError:
+        raise
+    except (ValueError, TypeError, OSError, ImportError, KeyError, AttributeError, RuntimeError) as error:
+        raise ConfigError(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}") from error
 
 
 def _source(data: DataArguments) -> str:
     return str(data.dataset_name or data.dataset_path or data.data_files)
+
+
+def _resolved(data: DataArguments) -> str:
+    """The source of the data, however its path is spelled."""
+    if data.data_files:
+        files = parse_data_files(data.data_files)
+        return ",".join(f"{split}={path.resolve()}" for split, path in sorted(files.items()))
+    return str(data.dataset_name or Path(str(data.dataset_path)).resolve())
+
+
+def _lora_modules(model: ModelConfig) -> ModelConfig:
+    """TRL turns a list of one module into a text, which PEFT reads as a pattern for the whole name."""
+    modules = model.lora_target_modules
+    if isinstance(modules, str) and re.fullmatch(r"\w+", modules):
+        model.lora_target_modules = [modules]
+    return model
 
 
 def _unwrapped(reward: Any) -> Any:
@@ -135,7 +167,7 @@ def _identity(data: DataArguments, rewards: RewardArguments, model: ModelConfig)
     """What must be the same for a run to be continued."""
     return {
         "model": model.model_name_or_path,
-        "data": _source(data),
+        "data": _resolved(data),
         "dataset_config": data.dataset_config,
         "dataset_train_split": data.dataset_train_split,
         "reward_funcs": rewards.reward_funcs,

@@ -10,6 +10,9 @@ from PIL import Image, UnidentifiedImageError
 
 from vgr_trl.errors import DataError
 
+MOST_ELONGATED = 200  # the ratio of sides from which on Qwen's image processors refuse an image
+DEEP_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
+
 
 def open_image(value: Any, root: Path = Path()) -> Image.Image:
     """Return `value` as a fully decoded image.
@@ -46,8 +49,11 @@ def open_image(value: Any, root: Path = Path()) -> Image.Image:
 
 
 def _decode(image: Image.Image) -> Image.Image:
-    if 0 in image.size:
-        raise DataError(f"image has size {image.size[0]}x{image.size[1]}")
+    width, height = image.size
+    if 0 in image.size or max(image.size) >= MOST_ELONGATED * min(image.size):
+        raise DataError(f"image has size {width}x{height}: both sides need pixels, at most {MOST_ELONGATED} to 1")
+    if image.mode in DEEP_MODES:
+        raise DataError(f"image has mode {image.mode}, which models read as black or white: convert it to 8 bits")
     try:
         image.load()
     except (OSError, SyntaxError, ValueError) as error:

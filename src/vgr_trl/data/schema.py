@@ -127,12 +127,25 @@ def _json_line(row: SkippedRow) -> str:
 
 
 def _prompt_of(row: Mapping[str, Any], system_prompt: str | None) -> Any:
-    if row.get("prompt"):
-        return row["prompt"]
+    if row.get("prompt") is not None and row["prompt"] != []:
+        return _checked_prompt(row["prompt"])
     problem = row.get("problem")
     if not isinstance(problem, str) or not problem.strip():
         raise DataError("it has neither a prompt nor a problem")
     return build_prompt(problem, row.get("choices"), system_prompt=system_prompt)
+
+
+def _checked_prompt(prompt: Any) -> Any:
+    if isinstance(prompt, str) and prompt.strip():
+        return prompt
+    if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
+        raise DataError(f"its prompt is a {type(prompt).__name__}: give a text or a conversation (a list of messages)")
+    for message in prompt:
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str | list):
+            raise DataError("a message of its prompt lacks a role or a content")
+    if prompt[-1]["role"] == "assistant":
+        raise DataError("its prompt ends with a message of the assistant, so there is nothing to answer")
+    return prompt
 
 
 def _require_columns(names: Iterable[str], split: str, needs_solution: bool) -> None:
@@ -148,6 +161,10 @@ def _require_columns(names: Iterable[str], split: str, needs_solution: bool) -> 
 def _with_prompts(dataset: Dataset, system_prompt: str | None) -> Dataset:
     if "prompt" in dataset.column_names and all(dataset["prompt"]):
         return dataset
+    if "prompt" in dataset.column_names and not isinstance(dataset.features["prompt"], List):
+        raise DataError(
+            "Some rows have a text as `prompt` and others only a `problem`: give all of them one or the other."
+        )
     columns = [name for name in ("prompt", "problem", "choices") if name in dataset.column_names]
     prompts = [_prompt_of(row, system_prompt) for row in dataset.select_columns(columns)]
     if "prompt" in dataset.column_names:
