@@ -1,0 +1,18 @@
+"""How a prompt is computed once for its G completions: in scoring, in training and in generation, exactly."""
+
+from vgr_trl.sharing.backbone import has_active_dropout
+from vgr_trl.sharing.context import replaced, share_prompts
+from vgr_trl.sharing.fitness import why_not_share
+from vgr_trl.sharing.grouping import shuffle_by_group, whole_groups, why_not_regroup
+from vgr_trl.sharing.report import SharingReport
+
+__all__ = [
+    "SharingReport",
+    "has_active_dropout",
+    "replaced",
+    "share_prompts",
+    "shuffle_by_group",
+    "whole_groups",
+    "why_not_regroup",
+    "why_not_share",
+]

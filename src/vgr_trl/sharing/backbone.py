@@ -1,0 +1,74 @@
+"""The parts of a possibly wrapped model at which prompts are shared."""
+
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from transformers import PreTrainedModel
+
+from vgr_trl.errors import ConfigError
+
+
+def causal_model(model: Any) -> Any:
+    """The transformers model inside wrappers of DDP, DeepSpeed, PEFT and `torch.compile`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    inside: Any = model
+    while not isinstance(inside, PreTrainedModel):
+        if hasattr(inside, "_orig_mod"):
+            inside = inside._orig_mod
+        elif hasattr(inside, "get_base_model"):
+            inside = inside.get_base_model()
+        elif isinstance(getattr(inside, "module", None), nn.Module):
+            inside = inside.module
+        else:
+            raise ConfigError(f"Prompts cannot be shared in a {type(model).__name__}: give a transformers model.")
+    return inside
+
+
+def is_compiled(model: Any) -> bool:
+    """Whether `torch.compile` has been applied to the model or to a module of it."""
+    return any(
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
+
+
+def recomputes_without_graph(model: nn.Module) -> bool:
+    """Whether an active gradient checkpoint of the model runs its layers without gradients first (`use_reentrant`)."""
+    for module in model.modules():
+        if module.training and getattr(module, "gradient_checkpointing", False):
+            function = getattr(module, "_gradient_checkpointing_func", None)
+            if function is not None and getattr(function, "keywords", {}).get("use_reentrant", True):
+                return True
+    return False
+
+
+def has_active_dropout(model: nn.Module) -> bool:
+    """Whether a dropout layer is at work: the completions of a prompt then share one mask over their prompt."""
+    return any(isinstance(module, nn.Dropout) and module.training and module.p > 0 for module in model.modules())
+
+
+def shards_layers(model: nn.Module) -> bool:
+    """Whether FSDP2 gathers the weights of a layer for its backward pass when a gradient reaches the layer's output."""
+    if not distributed.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def flattens_layers(model: nn.Module) -> bool:
+    """Whether parts of the model are wrapped by the first version of FSDP."""
+    if not distributed.is_available():
+        return False
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
+def is_tracing() -> bool:
+    """Whether this call is being traced by `torch.compile` or exported."""
+    return torch.compiler.is_compiling()

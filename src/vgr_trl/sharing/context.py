@@ -1,0 +1,74 @@
+"""`share_prompts`: prompt sharing around forward, backward and `generate` of one model."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vgr_trl.errors import ConfigError
+from vgr_trl.sharing.backbone import causal_model, is_compiled
+from vgr_trl.sharing.forward import SharedForward, wrap_forward
+from vgr_trl.sharing.generation import SharedGeneration, wrap_generate
+from vgr_trl.sharing.report import SharingReport
+
+
+@contextmanager
+def share_prompts(
+    model: Any, completion_length: int | None = None, *, agree: Callable[[bool], bool] | None = None
+) -> Iterator[SharingReport]:
+    """Compute equal prompts of a batch once, in `forward`, backward and `generate` of `model`, with the same results.
+
+    In a trainer of TRL:
+
+        with share_prompts(trainer.model):
+            trainer.train()
+
+    Log-probabilities, gradients and tokens are those of the plain passes, up to the order of additions. A call for
+    which that cannot be had runs plainly, and the report says why. Dropout at work is the exception: the completions of
+    a prompt then share one random mask over their prompt, where plain passes draw one each.
+
+    Args:
+        model: transformers model, also wrapped by DDP, DeepSpeed or PEFT, or patched by TRL.
+        completion_length: T, the number of columns behind the prompts in every batch of the block, at least 1. Of
+            the outputs only those that score completions can be used then: hidden states of the other columns are 0.
+            None: rows may be anything; their longest common beginnings are shared, and all outputs are there.
+        agree: given whether this process would share a batch, returns whether all processes do; needed where
+            parameters are sharded, so that every process makes the same number of forward passes.
+
+    Yields:
+        Counts of rows and prompts, and the reasons of the calls that ran plainly, until the end of the block.
+
+    Raises:
+        ConfigError: `model` is no transformers model, or `completion_length` is below 1.
+    """
+    if completion_length is not None and completion_length < 1:
+        raise ConfigError(f"completion_length is {completion_length}: give an integer of at least 1, or None.")
+    causal = causal_model(model)
+    report = SharingReport()
+    if is_compiled(model):
+        report.plain["torch.compile"] += 1
+        yield report
+        return
+    base = causal.base_model
+    forward = SharedForward(base, base.forward, report, completion_length, agree)
+    with replaced(base, "forward", wrap_forward(forward)):
+        if base is causal or not hasattr(causal, "generate"):
+            yield report
+        else:
+            generate = SharedGeneration(causal, causal.generate, forward, report)
+            with replaced(causal, "generate", wrap_generate(generate)):
+                yield report
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of a module or object for the duration; an object that had none of its own has none after."""
+    missing = object()
+    before = vars(owner).get(name, missing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)

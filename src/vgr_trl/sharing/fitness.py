@@ -1,0 +1,60 @@
+"""Which models can share prompts, and why the others cannot."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from vgr_trl.sharing.backbone import causal_model, flattens_layers, is_compiled, recomputes_without_graph
+from vgr_trl.sharing.prefix_cache import refuse_unknown_layers
+from vgr_trl.sharing.report import CannotShare
+
+# Families in which these ids only mark image tokens; elsewhere they may open a whole prompt to itself (PaliGemma).
+_TOKEN_TYPES_MARK_IMAGES = ("gemma3",)
+# Rotary embeddings whose angles depend on the longest position of a pass.
+_ROPE_BY_LENGTH = {"dynamic", "longrope"}
+
+
+def why_not_share(model: Any, *, gradients: bool) -> str | None:
+    """Why prompts cannot be shared by a model in its present state; None if they can.
+
+    Args:
+        model: as `share_prompts` takes it.
+        gradients: whether for passes with gradients.
+    """
+    if is_compiled(model):
+        return "torch.compile"
+    causal = causal_model(model)
+    try:
+        refuse_unfit_model(causal.base_model, gradients)
+    except CannotShare as error:
+        return str(error)
+    return None
+
+
+def refuse_unfit_model(base: Any, gradients: bool) -> None:
+    """Raise `CannotShare` if a base model, in its present state, cannot go on from a prompt computed before."""
+    if gradients and recomputes_without_graph(base):
+        raise CannotShare("gradient checkpointing with use_reentrant=True")
+    if gradients and flattens_layers(base):
+        raise CannotShare("the first version of FSDP")
+    if getattr(base.config, "is_encoder_decoder", False):
+        raise CannotShare("a model without a cache of keys and values")
+    refuse_unknown_layers(base.config)
+    refuse_rope_by_length(base.config)
+
+
+def refuse_rope_by_length(config: Any) -> None:
+    """Raise `CannotShare` if the rotary embedding of a prompt depends on what comes after it."""
+    text_config = config.get_text_config(decoder=True)
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    for options in [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]:
+        if options.get("rope_type") in _ROPE_BY_LENGTH:
+            raise CannotShare(f"rotary embeddings of type {options['rope_type']}")
+
+
+def refuse_token_types(inputs: Mapping[str, Any], config: Any) -> None:
+    """Raise `CannotShare` if token types are given to a family in which they may do more than mark images."""
+    types = inputs.get("token_type_ids")
+    if isinstance(types, torch.Tensor) and config.model_type not in _TOKEN_TYPES_MARK_IMAGES:
+        raise CannotShare("token_type_ids")

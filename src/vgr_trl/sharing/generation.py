@@ -1,0 +1,153 @@
+"""Prompts computed once, then every completion sampled behind its prompt."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMode
+
+from vgr_trl.sharing.cut import refuse_uneven_prompts
+from vgr_trl.sharing.fitness import refuse_token_types, refuse_unfit_model
+from vgr_trl.sharing.forward import SharedForward
+from vgr_trl.sharing.grouping import find_groups, first_rows, inputs_of_rows
+from vgr_trl.sharing.images import IMAGE_INPUTS, is_image_token, rows_of_images
+from vgr_trl.sharing.report import CannotShare, SharingReport
+
+_PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+
+
+class SharedGeneration:
+    """A model's `generate` that computes equal prompts once, and runs plainly where that is not exact.
+
+    Args:
+        model: transformers model with a head.
+        plain: its `generate`.
+        forward: the shared forward pass of its base model, which rests meanwhile.
+        report: where calls are counted.
+    """
+
+    def __init__(self, model: Any, plain: Callable[..., Any], forward: SharedForward, report: SharingReport) -> None:
+        self.model, self.plain, self.forward, self.report = model, plain, forward, report
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.forward.pause():
+            groups: list[int] | None = None
+            reason = ""
+            try:
+                inputs, groups, copies = self._groups(args, kwargs)
+            except CannotShare as error:
+                reason = str(error)
+            if not self.forward.all_agree(groups is not None) and groups is not None:
+                groups, reason = None, "another process cannot share this batch"
+            if groups is not None:
+                try:
+                    cache = self._prefill(inputs, groups)
+                except CannotShare as error:
+                    reason = str(error)
+                else:
+                    self.report.add_shared(len(groups), max(groups) + 1)
+                    return self._continue(inputs, copies, cache)
+            ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
+            self.report.add_plain(len(ids) if isinstance(ids, torch.Tensor) else 0, reason)
+            return self.plain(*args, **kwargs)
+
+    def _continue(self, inputs: dict[str, Any], copies: int, cache: Cache) -> Any:
+        """Generate from the prompts in the cache: the images are in it, and must not be given again."""
+        inputs = {name: value for name, value in inputs.items() if name not in IMAGE_INPUTS}
+        if copies > 1:
+            for name in _PER_TOKEN:
+                if inputs.get(name) is not None:
+                    inputs[name] = inputs[name].repeat_interleave(copies, dim=0)
+            inputs["num_return_sequences"] = 1
+        return self.plain(**inputs, past_key_values=cache)
+
+    def _groups(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[int], int]:
+        """The inputs by name, the prompt of every row to be generated, and the rows to be generated per input row."""
+        inputs = dict(kwargs)
+        if len(args) > 1 or (args and ("input_ids" in inputs or "inputs" in inputs)):
+            raise CannotShare("positional arguments of generate")
+        if args or "inputs" in inputs:
+            inputs["input_ids"] = args[0] if args else inputs.pop("inputs")
+        ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+        if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.size(1) < 2:
+            raise CannotShare("no prompt before the completions")
+        if mask is None or mask.shape != ids.shape:
+            raise CannotShare("generate without an attention mask")
+        if inputs.get("past_key_values") is not None or inputs.get("inputs_embeds") is not None:
+            raise CannotShare("generate from a cache or from embeddings")
+        if inputs.get("position_ids") is not None:
+            raise CannotShare("position_ids")
+        for name in ("assistant_model", "custom_generate", "negative_prompt_ids", "pixel_values_videos"):
+            if inputs.get(name) is not None:
+                raise CannotShare(name)
+        copies = self._refuse_unfit_config(inputs)
+        self._refuse_unfit_model()
+        refuse_token_types(inputs, self.model.config)
+        is_image = is_image_token(ids, self.model.config)
+        pixels = rows_of_images(inputs, is_image)
+        per_row = [inputs_of_rows(inputs, pixels, row) for row in range(len(ids))] if pixels else None
+        groups = [group for group in find_groups(ids, mask, per_row) for _ in range(copies)]
+        if max(groups) + 1 == len(groups):
+            raise CannotShare("no prompt occurs twice")
+        refuse_uneven_prompts(inputs, groups[::copies], ids.size(1))
+        types = inputs.get("mm_token_type_ids")
+        if bool(is_image[:, -1].any()) or (types is not None and bool(types[:, -1].any())):
+            raise CannotShare("a prompt that ends with an image")
+        if not bool(mask[:, -2:].all()):
+            raise CannotShare("prompts that are not padded on the left")
+        return inputs, groups, copies
+
+    def _refuse_unfit_model(self) -> None:
+        refuse_unfit_model(self.forward.base, gradients=False)
+        if any(module.training and getattr(module, "gradient_checkpointing", False) for module in self.model.modules()):
+            raise CannotShare("generate with gradient checkpointing on")
+
+    def _refuse_unfit_config(self, inputs: dict[str, Any]) -> int:
+        """Raise `CannotShare` unless tokens are chosen one by one from a growing cache; completions per input row."""
+        names = set(GenerationConfig().to_dict()) | {"generation_config"}
+        given = {name: value for name, value in inputs.items() if name in names}
+        config, _ = self.model._prepare_generation_config(given.pop("generation_config", None), **given)
+        if config.get_generation_mode(None) not in _MODES:
+            raise CannotShare("generate with beams or an assistant")
+        if not config.use_cache or config.cache_implementation not in (None, "dynamic"):
+            raise CannotShare("generate without a growing cache")
+        if config.prefill_chunk_size is not None:
+            raise CannotShare("prefill_chunk_size")
+        return config.num_return_sequences or 1
+
+    def _prefill(self, inputs: dict[str, Any], groups: list[int]) -> Cache:
+        """The cache of all rows to be generated, after all tokens of their prompts but the last."""
+        ids = inputs["input_ids"]
+        copies = len(groups) // len(ids)
+        rows = [row // copies for row in first_rows(groups)]
+        prompts = {name: inputs[name][rows, :-1] for name in _PER_TOKEN if inputs.get(name) is not None}
+        parts = rows_of_images(inputs, is_image_token(ids, self.model.config))
+        prompts |= {name: torch.cat([inputs[name][slices[row]] for row in rows]) for name, slices in parts.items()}
+        others = {"synced_gpus": inputs["synced_gpus"]} if "synced_gpus" in inputs else {}
+        cache = DynamicCache(config=self.model.config)
+        # One greedy step draws no random numbers, and prepares positions and masks as the family's own generate does.
+        step = GenerationConfig(max_new_tokens=1, do_sample=False, num_beams=1, return_dict_in_generate=True)
+        with torch.no_grad():
+            self.plain(**prompts, **others, past_key_values=cache, generation_config=step)
+        if cache.get_seq_length() != ids.size(1) - 1:
+            raise CannotShare("the model did not keep the whole prompt in its cache")
+        index: Any = torch.tensor(groups, device=ids.device)
+        cache.reorder_cache(index)
+        base = self.forward.base
+        if getattr(base, "rope_deltas", None) is not None:
+            base.rope_deltas = base.rope_deltas.index_select(0, index.to(base.rope_deltas.device))  # (N, 1)
+        return cache
+
+
+def wrap_generate(shared: SharedGeneration) -> Callable[..., Any]:
+    """The function to be set as the model's `generate`: looks like the plain one."""
+
+    @wraps(shared.plain)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        return shared(*args, **kwargs)
+
+    return generate

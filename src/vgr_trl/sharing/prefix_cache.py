@@ -1,0 +1,246 @@
+"""The keys, values and states of prompts: written once by the prompts, read by every completion, with gradients."""
+
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+from vgr_trl.sharing.report import CannotShare
+
+_SHAREABLE = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
+_LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention"}
+
+
+class Prefix(Cache):
+    """The layers below, one per layer of the model: all written or all read."""
+
+    layers: list[Any]
+
+
+class StoredKeys(CacheLayerMixin):
+    """Keys and values of the unique prompts, kept at the first update; a later one, of a recomputation, is ignored."""
+
+    keys: Any
+    values: Any
+
+    def __init__(self, is_sliding: bool) -> None:
+        super().__init__()
+        self.is_sliding = is_sliding
+        self.written_with_grad = False
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.keys, self.values = key_states, value_states  # (U, H, P - 1, D)
+        self.written_with_grad = torch.is_grad_enabled()
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        return key_states, value_states
+
+    def length(self) -> int:
+        return 0 if self.keys is None else self.keys.shape[-2]
+
+    def in_graph(self) -> bool:
+        return self.keys.requires_grad or self.values.requires_grad
+
+    def get_seq_length(self) -> int:
+        return 0  # nothing comes before a prompt, in its recomputation neither
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class ExpandedKeys(CacheLayerMixin):
+    """Stored keys and values, given to every row of a batch in front of its own; never written."""
+
+    def __init__(self, stored: StoredKeys, index: torch.Tensor) -> None:
+        super().__init__()
+        self.is_sliding = stored.is_sliding
+        self.stored, self.index = stored, index  # index (N,): row -> unique prompt
+        self.is_initialized = True
+        self.was_read = False
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the prompts have been stored."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.was_read = True
+        keys = torch.cat([self.stored.keys.index_select(0, self.index), key_states], dim=-2)
+        values = torch.cat([self.stored.values.index_select(0, self.index), value_states], dim=-2)
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        return self.stored.length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.stored.length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class StoredState(LinearAttentionCacheLayerMixin):
+    """Convolution and recurrent state after the unique prompts, kept at the first update."""
+
+    is_compileable = False
+
+    def __init__(self, number_of_states: int = 1) -> None:
+        super().__init__(number_of_states)
+        self.written_with_grad = True
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: states are kept as they come."""
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        kernel = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
+        full = torch.nn.functional.pad(conv_states, (max(kernel - conv_states.shape[-1], 0), 0))
+        if self.conv_states[state_idx] is None:
+            self.conv_states[state_idx] = full[..., -kernel:]  # (U, D, kernel)
+            self.written_with_grad &= torch.is_grad_enabled()
+        return full
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+        if self.recurrent_states[state_idx] is None:
+            self.recurrent_states[state_idx] = recurrent_states  # (U, H, D, D)
+            self.written_with_grad &= torch.is_grad_enabled()
+        return recurrent_states
+
+    def _states(self) -> list[Any]:
+        states: list[Any] = []
+        states.extend(self.conv_states.values())
+        states.extend(self.recurrent_states.values())
+        return states
+
+    def is_complete(self) -> bool:
+        return all(state is not None for state in self._states())
+
+    def in_graph(self) -> bool:
+        return any(state.requires_grad for state in self._states())
+
+
+class _Expanded(dict[int, Any]):
+    """States by number, each expanded to the rows of the batch when it is asked for."""
+
+    def __init__(self, states: dict[int, Any], index: torch.Tensor) -> None:
+        super().__init__(states)
+        self.index = index
+
+    def __getitem__(self, state_idx: int) -> torch.Tensor:
+        return super().__getitem__(state_idx).index_select(0, self.index)
+
+
+class ExpandedState(LinearAttentionCacheLayerMixin):
+    """Stored states, given to every row of a batch; never written."""
+
+    is_compileable = False
+
+    def __init__(self, stored: StoredState, index: torch.Tensor) -> None:
+        super().__init__(stored.number_of_states)
+        self.expanded = _Expanded(stored.conv_states, index)
+        self.conv_states = self.expanded
+        self.recurrent_states = _Expanded(stored.recurrent_states, index)
+        self.has_previous_state = dict.fromkeys(range(stored.number_of_states), True)
+        self.record_past = True  # a completion of one token must not take the path that writes states in place
+        self.was_read = False
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: the states have been stored."""
+
+    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+        self.was_read = True
+        return torch.cat([self.expanded[state_idx], conv_states], dim=-1)
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+        return recurrent_states
+
+
+def refuse_unknown_layers(config: PretrainedConfig) -> None:
+    """Raise `CannotShare` if a layer of the language model keeps something else than keys and values or states."""
+    text_config = config.get_text_config(decoder=True)
+    types = set(getattr(text_config, "layer_types", None) or ())
+    if getattr(text_config, "attention_chunk_size", None) is not None:
+        types.add("chunked_attention")
+    names = sorted(types - _LAYER_TYPES) or sorted(
+        type(layer).__name__ for layer in DynamicCache(config=config).layers if not _is_shareable(layer)
+    )
+    if names:
+        raise CannotShare(f"layers of type {names[0]}")
+    if getattr(text_config, "use_bidirectional_attention", None):
+        raise CannotShare("bidirectional attention over text")
+
+
+def _is_shareable(layer: Any) -> bool:
+    # Linear attention goes on from a state with several tokens only in releases whose layers have these attributes.
+    if isinstance(layer, LinearAttentionLayer) and not (
+        hasattr(layer, "number_of_states") and hasattr(layer, "record_past")
+    ):
+        return False
+    return type(layer) in _SHAREABLE
+
+
+def prefix_to_write(config: PretrainedConfig) -> Prefix:
+    """An empty prefix for a model with `config`, to be given to one forward pass over the unique prompts."""
+    return Prefix(layers=[_stored(layer) for layer in DynamicCache(config=config).layers])
+
+
+def _stored(layer: Any) -> StoredState | StoredKeys:
+    if isinstance(layer, LinearAttentionLayer):
+        return StoredState(layer.number_of_states)
+    return StoredKeys(layer.is_sliding)
+
+
+def prefix_to_read(written: Prefix, index: torch.Tensor) -> Prefix:
+    """The written prefix for a batch whose row i continues prompt `index[i]`; index (N,), int64."""
+    return Prefix(
+        layers=[
+            ExpandedState(layer, index) if isinstance(layer, StoredState) else ExpandedKeys(layer, index)
+            for layer in written.layers
+        ]
+    )
+
+
+def check_written(written: Prefix, length: int, hidden: torch.Tensor) -> None:
+    """Raise `CannotShare` unless every layer holds the whole prompt, and in the graph if gradients are wanted.
+
+    Args:
+        written: the prefix after its pass.
+        length: positions it has to hold.
+        hidden: (U, P - 1, D) last hidden states of that pass.
+    """
+    for layer in written.layers:
+        complete = layer.is_complete() if isinstance(layer, StoredState) else layer.length() == length
+        if not complete:
+            raise CannotShare("the model did not keep the whole prompt in its cache")
+    if not torch.is_grad_enabled():
+        return
+    # From the first trained weight on, everything is in the graph: a later layer that is not has been cut off from it.
+    in_graph = [layer.in_graph() for layer in written.layers] + [hidden.requires_grad]
+    if not all(layer.written_with_grad for layer in written.layers) or in_graph != sorted(in_graph):
+        raise CannotShare("the model kept the prompt without its gradients")
+    if hidden.requires_grad and not any(in_graph[:-1]):
+        raise CannotShare("only weights behind the last cache are trained")
+
+
+def check_read(read: Prefix) -> None:
+    """Raise `CannotShare` unless every layer has read its prefix."""
+    if not all(layer.was_read for layer in read.layers):
+        raise CannotShare("the model did not read the prompt from its cache")

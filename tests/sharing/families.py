@@ -1,0 +1,370 @@
+"""One tiny random model per family, and batches of G completions per prompt as TRL hands them to it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers as hf
+
+PAD, EOS, IMAGE, OPEN, CLOSE, VIDEO, TEXT = 0, 1, 2, 3, 4, 5, 8  # TEXT: the first of the ordinary tokens
+VOCABULARY = 96
+PIXEL_INPUTS = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask")
+
+BODY = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": PAD,
+    "eos_token_id": EOS,
+    "bos_token_id": None,
+    "tie_word_embeddings": False,
+}
+MARKS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": OPEN,
+    "vision_end_token_id": CLOSE,
+}
+CLIP = {
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "image_size": 16,
+    "patch_size": 4,
+    "projection_dim": 24,
+}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """The tokens that stand for one image, and its pixel inputs."""
+
+    tokens: list[int]
+    inputs: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Family:
+    """How to build a tiny model, and how one of its images looks."""
+
+    name: str
+    build: Callable[[], Any]
+    picture: Callable[[int], Picture] | None = None  # seed -> image
+    per_token: tuple[str, ...] = ()  # token type inputs
+    per_row: bool = False  # pixel inputs are padded to one entry per row
+    lora: tuple[str, ...] = ("q_proj", "v_proj")
+
+
+@dataclass
+class Batch:
+    """N rows of P + T tokens: the completions of each prompt stand together."""
+
+    inputs: dict[str, Any]
+    completion_length: int
+    prompts: int
+    groups: list[int] = field(default_factory=list)
+
+    def prompt_inputs(self) -> dict[str, Any]:
+        """What `generate` gets for these rows."""
+        end = -self.completion_length
+        cut = {name: value if name in PIXEL_INPUTS else value[:, :end] for name, value in self.inputs.items()}
+        return cut
+
+
+def randomise(model: Any, seed: int = 0) -> Any:
+    """Weights of a sensible size in every parameter; some start at zero, which hides the image."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2:
+            scale = 1.0 if "embed_tokens" in name else parameter[0].numel() ** -0.5
+            parameter.data = torch.randn(parameter.shape, generator=generator) * scale
+        elif name.endswith("bias"):
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.02
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = EOS, PAD
+    return model.eval()
+
+
+def _noise(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _rope(**more: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 10000.0, **more}
+
+
+def _qwen2_vl() -> Any:
+    vision = {"depth": 2, "embed_dim": 24, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
+    text = {**BODY, "rope_parameters": _rope(mrope_section=[2, 3, 3])}
+    return hf.Qwen2VLForConditionalGeneration(hf.Qwen2VLConfig(text_config=text, vision_config=vision, **MARKS))
+
+
+def _qwen2_5_vl(**text_options: Any) -> Any:
+    vision = {
+        "depth": 2,
+        "hidden_size": 24,
+        "out_hidden_size": 32,
+        "num_heads": 2,
+        "intermediate_size": 32,
+        "patch_size": 4,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+    }
+    text = {**BODY, "rope_parameters": _rope(mrope_section=[2, 3, 3]), **text_options}
+    return hf.Qwen2_5_VLForConditionalGeneration(hf.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **MARKS))
+
+
+QWEN3_VISION = {
+    "depth": 2,
+    "hidden_size": 24,
+    "out_hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 32,
+    "patch_size": 4,
+    "num_position_embeddings": 16,
+}
+
+
+def _qwen3_vl() -> Any:
+    text = {**BODY, "rope_parameters": _rope(mrope_section=[2, 3, 3])}
+    vision = {**QWEN3_VISION, "deepstack_visual_indexes": [0]}
+    return hf.Qwen3VLForConditionalGeneration(hf.Qwen3VLConfig(text_config=text, vision_config=vision, **MARKS))
+
+
+def _qwen3_vl_moe() -> Any:
+    text = {
+        **BODY,
+        "rope_parameters": _rope(mrope_section=[2, 3, 3]),
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    }
+    vision = {**QWEN3_VISION, "deepstack_visual_indexes": [0]}
+    return hf.Qwen3VLMoeForConditionalGeneration(hf.Qwen3VLMoeConfig(text_config=text, vision_config=vision, **MARKS))
+
+
+def _qwen3_5() -> Any:
+    text = {
+        **BODY,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "rope_parameters": _rope(mrope_section=[2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.5),
+    }
+    vision = {**QWEN3_VISION, "deepstack_visual_indexes": []}
+    return hf.Qwen3_5ForConditionalGeneration(hf.Qwen3_5Config(text_config=text, vision_config=vision, **MARKS))
+
+
+def _gemma3() -> Any:
+    text = {**BODY, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}
+    vision = {key: value for key, value in CLIP.items() if key != "projection_dim"}
+    config = hf.Gemma3Config(
+        text_config=text,
+        vision_config=vision,
+        image_token_index=IMAGE,
+        boi_token_index=OPEN,
+        eoi_token_index=CLOSE,
+        mm_tokens_per_image=4,
+        tie_word_embeddings=False,
+    )
+    return hf.Gemma3ForConditionalGeneration(config)
+
+
+def _llava() -> Any:
+    text = {**BODY, "model_type": "llama"}
+    config = hf.LlavaConfig(
+        text_config=text, vision_config={**CLIP, "model_type": "clip_vision_model"}, image_token_index=IMAGE
+    )
+    return hf.LlavaForConditionalGeneration(config)
+
+
+def _llava_next() -> Any:
+    text = {**BODY, "model_type": "llama"}
+    config = hf.LlavaNextConfig(
+        text_config=text,
+        vision_config={**CLIP, "model_type": "clip_vision_model"},
+        image_token_index=IMAGE,
+        image_grid_pinpoints=[[16, 32], [32, 16], [32, 32]],
+    )
+    return hf.LlavaNextForConditionalGeneration(config)
+
+
+def _internvl() -> Any:
+    vision = {
+        "hidden_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "image_size": [16, 16],
+        "patch_size": [4, 4],
+    }
+    text = {**BODY, "model_type": "qwen2"}
+    config = hf.InternVLConfig(text_config=text, vision_config=vision, image_token_id=IMAGE, downsample_ratio=0.5)
+    return hf.InternVLForConditionalGeneration(config)
+
+
+def _idefics3(kind: str) -> Callable[[], Any]:
+    def build() -> Any:
+        vision = {
+            "hidden_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+            "image_size": 16,
+            "patch_size": 4,
+        }
+        text = {**BODY, "model_type": "llama"}
+        config = getattr(hf, f"{kind}Config")(
+            text_config=text, vision_config=vision, image_token_id=IMAGE, scale_factor=2, pad_token_id=PAD
+        )
+        return getattr(hf, f"{kind}ForConditionalGeneration")(config)
+
+    return build
+
+
+def _text(kind: str, **options: Any) -> Callable[[], Any]:
+    return lambda: getattr(hf, f"{kind}ForCausalLM")(getattr(hf, f"{kind}Config")(**{**BODY, **options}))
+
+
+def _gemma3_text() -> Any:
+    layers = ["sliding_attention", "full_attention"]
+    return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**BODY, layer_types=layers, sliding_window=24))
+
+
+def _qwen_picture(temporal: int = 2, patch: int = 4) -> Callable[[int], Picture]:
+    def picture(seed: int) -> Picture:
+        grid = [1, 4, 4 + 2 * (seed % 2)]
+        patches = grid[1] * grid[2]
+        inputs = {
+            "pixel_values": _noise(seed, patches, 3 * temporal * patch * patch),
+            "image_grid_thw": torch.tensor([grid]),
+        }
+        return Picture([OPEN, *[IMAGE] * (patches // 4), CLOSE], inputs)
+
+    return picture
+
+
+def _square_picture(tokens: int) -> Callable[[int], Picture]:
+    def picture(seed: int) -> Picture:
+        return Picture([OPEN, *[IMAGE] * tokens, CLOSE], {"pixel_values": _noise(seed, 1, 3, 16, 16)})
+
+    return picture
+
+
+def _tiled_picture(seed: int) -> Picture:
+    tiles = 1 + 2 * (seed % 2)  # InternVL: one tile, or two and a thumbnail
+    return Picture([OPEN, *[IMAGE] * (4 * tiles), CLOSE], {"pixel_values": _noise(seed, tiles, 3, 16, 16)})
+
+
+def _pinpoint_picture(seed: int) -> Picture:
+    """LLaVA-Next: base image, then the tiles without padding, each row of patches ended by a newline token."""
+    height, width = [(16, 32), (32, 32)][seed % 2]
+    tiles = 1 + height * width // 256
+    pixels = torch.zeros(1, 5, 3, 16, 16)
+    pixels[0, :tiles] = _noise(seed, tiles, 3, 16, 16)
+    tokens = 16 + (height // 4) * (width // 4 + 1)
+    inputs = {"pixel_values": pixels, "image_sizes": torch.tensor([[height, width]])}
+    return Picture([OPEN, *[IMAGE] * tokens, CLOSE], inputs)
+
+
+def _row_picture(seed: int) -> Picture:
+    inputs = {"pixel_values": _noise(seed, 1, 1, 3, 16, 16), "pixel_attention_mask": torch.ones(1, 1, 16, 16).long()}
+    return Picture([OPEN, *[IMAGE] * 4, CLOSE], inputs)
+
+
+FAMILIES = {
+    family.name: family
+    for family in [
+        Family("qwen2_vl", _qwen2_vl, _qwen_picture(), ("mm_token_type_ids",)),
+        Family("qwen2_5_vl", _qwen2_5_vl, _qwen_picture(), ("mm_token_type_ids",)),
+        Family("qwen3_vl", _qwen3_vl, _qwen_picture(), ("mm_token_type_ids",)),
+        Family("qwen3_vl_moe", _qwen3_vl_moe, _qwen_picture(), ("mm_token_type_ids",)),
+        Family("qwen3_5", _qwen3_5, _qwen_picture(), ("mm_token_type_ids",), lora=("q_proj", "in_proj_qkv")),
+        Family("gemma3", _gemma3, _square_picture(4), ("token_type_ids",)),
+        Family("llava", _llava, _square_picture(16)),
+        Family("llava_next", _llava_next, _pinpoint_picture),
+        Family("internvl", _internvl, _tiled_picture),
+        Family("idefics3", _idefics3("Idefics3"), _row_picture, per_row=True),
+        Family("smolvlm", _idefics3("SmolVLM"), _row_picture, per_row=True),
+        Family("qwen3", _text("Qwen3")),
+        Family("llama", _text("Llama")),
+        Family("gemma3_text", _gemma3_text),
+        Family("mistral", _text("Mistral", sliding_window=24)),
+    ]
+}
+
+
+def build(name: str, seed: int = 0) -> Any:
+    """The tiny model of a family, with random weights."""
+    torch.manual_seed(seed)
+    return randomise(FAMILIES[name].build(), seed)
+
+
+def make_batch(
+    name: str,
+    *,
+    images: Sequence[int] = (1, 1),
+    generations: int = 3,
+    text: Sequence[int] = (21, 33),
+    completion_length: int = 12,
+    seed: int = 0,
+    order: Sequence[int] | None = None,
+) -> Batch:
+    """Left-padded prompts of `text[i]` words with `images[i]` images, each with completions of unequal length.
+
+    `order` rearranges the rows, which stand prompt by prompt otherwise.
+    """
+    family = FAMILIES[name]
+    generator = torch.Generator().manual_seed(seed)
+
+    def words(count: int) -> list[int]:
+        return torch.randint(TEXT, VOCABULARY, (count,), generator=generator).tolist()
+
+    prompts, pictures = [], []
+    for number, (count, length) in enumerate(zip(images, text, strict=True)):
+        shown = [family.picture(seed + 10 * number + one) for one in range(count)] if family.picture else []
+        tokens = words(length // 2)
+        for picture in shown:
+            tokens += picture.tokens
+        prompts.append(tokens + words(length - length // 2))
+        pictures.append(shown)
+    longest = max(len(prompt) for prompt in prompts)
+    rows, masks, row_pictures, groups = [], [], [], []
+    for number, prompt in enumerate(prompts):
+        for one in range(generations):
+            missing, valid = longest - len(prompt), completion_length - (2 * one + number) % (completion_length - 2)
+            rows.append([PAD] * missing + prompt + words(valid) + [PAD] * (completion_length - valid))
+            masks.append([0] * missing + [1] * (len(prompt) + valid) + [0] * (completion_length - valid))
+            row_pictures.append(pictures[number])
+            groups.append(number)
+    order = range(len(rows)) if order is None else order
+    rows, masks, row_pictures, groups = ([part[i] for i in order] for part in (rows, masks, row_pictures, groups))
+    ids, mask = torch.tensor(rows), torch.tensor(masks)
+    inputs = {"input_ids": ids, "attention_mask": mask, **_pixels(family, row_pictures)}
+    for kind in family.per_token:
+        inputs[kind] = (ids == IMAGE).long()
+    return Batch(inputs, completion_length, len(set(groups)), groups)
+
+
+def _pixels(family: Family, row_pictures: list[list[Picture]]) -> dict[str, torch.Tensor]:
+    flat = [picture for row in row_pictures for picture in row]
+    if not flat:
+        return {}
+    if not family.per_row:
+        return {key: torch.cat([picture.inputs[key] for picture in flat]) for key in flat[0].inputs}
+    most = max(len(row) for row in row_pictures)
+    padded = {}
+    for key, example in flat[0].inputs.items():
+        empty = torch.zeros_like(example)
+        padded[key] = torch.cat(
+            [torch.cat([p.inputs[key] for p in row] + [empty] * (most - len(row)), dim=1) for row in row_pictures]
+        )
+    return padded

@@ -1,0 +1,67 @@
+"""One of two processes over gloo: gradients of DDP and FSDP2 with shared prompts against those without."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from compare import gradients, largest_relative, with_head
+from families import build, make_batch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from vgr_trl.sharing import share_prompts
+
+
+def all_agree(mine: bool) -> bool:
+    votes = torch.tensor(int(mine))
+    dist.all_reduce(votes, dist.ReduceOp.MIN)
+    return bool(votes)
+
+
+def whole(values):
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in values.items()}
+
+
+def compare(model, batch, **options):
+    plain = whole(gradients(model, batch))
+    with share_prompts(model, batch.completion_length, **options) as report:
+        shared = whole(gradients(model, batch))
+    return largest_relative(plain, shared), report
+
+
+def run(rank: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mine = make_batch("qwen2_5_vl", seed=rank, images=(1, 2 - rank))
+    alone = make_batch("qwen2_5_vl", seed=9, generations=1)
+
+    model = torch.nn.parallel.DistributedDataParallel(with_head(build("qwen2_5_vl")).train())
+    difference, report = compare(model, mine)
+    assert difference < 1e-5, difference
+    assert report.prompts_per_row == 1 / 3, report
+    difference, report = compare(model, alone if rank else mine)  # the processes make different passes, DDP allows it
+    assert difference < 1e-5, difference
+    assert bool(report.plain) == bool(rank), report
+
+    for checkpointing in (False, True):
+        model = with_head(build("qwen2_5_vl")).train()
+        if checkpointing:
+            model.activation_checkpointing_enable()
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in [*model.model.language_model.layers, *model.model.visual.blocks]:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        assert isinstance(model, FSDPModule)
+        difference, report = compare(model, mine, agree=all_agree)
+        assert difference < 1e-5, difference
+        assert report.prompts_per_row == 1 / 3, report
+        difference, report = compare(model, alone if rank else mine, agree=all_agree)
+        assert difference == 0, difference
+        assert report.prompts_per_row == 1, report
+    print(f"rank {rank} passed")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run(int(sys.argv[1]))

@@ -1,0 +1,117 @@
+"""Which rows share a prompt, where a batch is cut, which rows are trained together: pure functions."""
+
+import random
+
+import pytest
+import torch
+from trl.trainer.utils import shuffle_sequence_dict, split_pixel_values_by_grid
+
+from vgr_trl.sharing.grouping import (
+    best_split,
+    find_groups,
+    first_rows,
+    shuffle_by_group,
+    sort_by_group,
+    whole_groups,
+    why_not_regroup,
+)
+
+
+def test_groups_are_numbered_as_they_appear():
+    ids = torch.tensor([[7, 8], [1, 2], [7, 8], [1, 3], [1, 2]])
+    assert find_groups(ids) == [0, 1, 0, 2, 1]
+    assert first_rows([0, 1, 0, 2, 1]) == [0, 1, 3]
+
+
+def test_mask_and_pixels_tell_prompts_apart():
+    ids, mask = torch.zeros(3, 2, dtype=torch.long), torch.tensor([[0, 1], [1, 1], [0, 1]])
+    assert find_groups(ids, mask) == [0, 1, 0]
+    pixels = [[torch.zeros(4, 2)], [torch.zeros(4, 2)], [torch.zeros(2, 2)]]
+    assert find_groups(ids, None, pixels) == [0, 0, 1]
+    assert find_groups(ids, mask, pixels) == [0, 1, 2]
+
+
+def test_the_best_cut_leaves_the_fewest_tokens():
+    """Rows 0 and 1 agree on 3 columns, rows 2 and 3 on 5, all on 1: cuts 1, 3, 5 save 1 * 3, 3 * 2 and 5 * 1."""
+    ids = torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 3, 9, 5, 6], [1, 7, 7, 7, 7, 1], [1, 7, 7, 7, 7, 2]])
+    ones = torch.ones_like(ids)
+    assert best_split(ids, ones, None, 1) == 3
+    assert best_split(ids, ones, None, 4) == 5
+    assert best_split(ids, ones, None, 6) is None
+    assert best_split(ids[:2], ones[:2], [[torch.zeros(1)], [torch.ones(1)]], 1) is None
+
+
+def test_equal_rows_keep_a_column_of_their_own():
+    ids = torch.ones(3, 4, dtype=torch.long)
+    assert best_split(ids, ids, None, 1) == 3
+
+
+@pytest.mark.parametrize(("batch_size", "rows"), [(1, 4), (4, 4), (5, 8), (8, 8)])
+def test_chunks_are_enlarged_to_whole_groups(batch_size, rows):
+    assert whole_groups(batch_size, 4) == rows
+
+
+def test_sorting_brings_groups_together_and_keeps_the_order_otherwise():
+    groups = [0, 0, 0, 1, 1, 1]
+    assert sort_by_group([4, 1, 3, 0, 5, 2], groups) == [4, 3, 5, 1, 0, 2]
+    for _ in range(20):
+        permutation = random.sample(range(6), 6)
+        assert sorted(sort_by_group(permutation, groups)) == list(range(6))
+
+
+def generation_batch():
+    """Two prompts of two and one image, three completions each, with the pixels of a Qwen model."""
+    grids = [[1, 2, 2], [1, 2, 4], [1, 2, 2]]
+    images = [torch.full((grid[1] * grid[2], 3), float(number)) for number, grid in enumerate(grids)]
+    shown = [[0, 1]] * 3 + [[2]] * 3
+    return {
+        "prompt_ids": torch.tensor([[5, 6]] * 6),
+        "prompt_mask": torch.ones(6, 2, dtype=torch.long),
+        "advantages": torch.arange(6.0),
+        "num_items_in_batch": torch.tensor(17),
+        "num_images": [2, 2, 2, 1, 1, 1],
+        "pixel_values": torch.cat([images[number] for row in shown for number in row]),
+        "image_grid_thw": torch.tensor([grids[number] for row in shown for number in row]),
+        "old_per_token_logps": None,
+    }
+
+
+def test_the_shuffle_is_that_of_trl_with_groups_together():
+    batch = split_pixel_values_by_grid(generation_batch())
+    torch.manual_seed(3)
+    theirs = shuffle_sequence_dict(batch)
+    after = torch.rand(1)
+    torch.manual_seed(3)
+    ours = shuffle_by_group(batch)
+    assert torch.equal(torch.rand(1), after)
+    rows = ours["advantages"].tolist()
+    assert [row < 3 for row in rows] in ([True] * 3 + [False] * 3, [False] * 3 + [True] * 3)
+    assert rows[0] == theirs["advantages"][0]
+    for group in ([0.0, 1.0, 2.0], [3.0, 4.0, 5.0]):
+        assert [r for r in rows if r in group] == [r for r in theirs["advantages"].tolist() if r in group]
+    assert ours["num_images"] == [2 if row < 3 else 1 for row in rows]
+    for row, pixels, grid in zip(rows, ours["pixel_values"], ours["image_grid_thw"], strict=True):
+        assert torch.equal(pixels, batch["pixel_values"][int(row)])
+        assert torch.equal(grid, batch["image_grid_thw"][int(row)])
+    assert ours["num_items_in_batch"] == 17
+    assert ours["old_per_token_logps"] is None
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "vespo", "grpo", "sapo", "dr_grpo", "luspo"])
+def test_losses_that_do_not_depend_on_the_micro_batch(loss_type):
+    assert why_not_regroup(loss_type=loss_type, steps_per_generation=2, gradient_accumulation_steps=4) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"loss_type": "bnpo"}, "bnpo"),
+        ({"entropy_bonus": True}, "entropy term"),
+        ({"top_entropy_quantile": 0.8}, "top_entropy_quantile"),
+        ({"router_loss": True}, "load-balancing"),
+        ({"steps_per_generation": 4, "gradient_accumulation_steps": 2}, "several optimizer steps"),
+        ({"loss_type": "not known yet"}, "not known yet"),
+    ],
+)
+def test_what_depends_on_the_micro_batch(options, reason):
+    assert reason in why_not_regroup(**{"loss_type": "dapo", **options})

@@ -1,0 +1,350 @@
+"""What would be silently wrong runs plainly; without its guard it is wrong, which shows that the guard is needed."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import transformers as hf
+from compare import generated, gradients, largest_relative, scored, with_head
+from families import BODY, CLIP, IMAGE, PAD, build, make_batch, randomise
+
+from vgr_trl.sharing import cut, fitness, forward, generation, prefix_cache, share_prompts, why_not_share
+
+WRONG = 1e-2
+
+
+def nothing(*args, **kwargs):
+    """In place of a guard."""
+
+
+@pytest.fixture
+def case():
+    return with_head(build("qwen2_5_vl")).train(), make_batch("qwen2_5_vl")
+
+
+def shared_gradients(model, batch, completion_length=12):
+    with share_prompts(model, completion_length) as report:
+        return gradients(model, batch), report
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+def test_reentrant_checkpointing(case, monkeypatch):
+    model, batch = case
+    model.activation_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    plain = gradients(model, batch)
+    shared, report = shared_gradients(model, batch)
+    assert report.plain == {"gradient checkpointing with use_reentrant=True": 1}
+    assert largest_relative(plain, shared) == 0
+
+    monkeypatch.setattr(fitness, "recomputes_without_graph", lambda base: False)
+    shared, report = shared_gradients(model, batch)
+    assert report.plain == {"the model kept the prompt without its gradients": 1}
+    assert largest_relative(plain, shared) == 0
+
+    monkeypatch.setattr(forward, "check_written", nothing)
+    shared, report = shared_gradients(model, batch)
+    assert not report.plain
+    assert largest_relative(plain, shared) > WRONG
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_cache_cut_off_from_the_graph(layer, case, monkeypatch):
+    model, batch = case
+    attention = model.model.language_model.layers[layer].self_attn
+    update = prefix_cache.StoredKeys.lazy_initialization
+
+    def detached(self, keys, values):
+        cut = self is caches[0].layers[attention.layer_idx]
+        update(self, keys.detach() if cut else keys, values.detach() if cut else values)
+
+    caches, make = [], forward.prefix_to_write
+    monkeypatch.setattr(forward, "prefix_to_write", lambda config: caches.insert(0, make(config)) or caches[0])
+    monkeypatch.setattr(prefix_cache.StoredKeys, "lazy_initialization", detached)
+    plain = gradients(model, batch)
+    shared, report = shared_gradients(model, batch)
+    if layer == 1:
+        assert report.plain == {"the model kept the prompt without its gradients": 1}
+        assert largest_relative(plain, shared) == 0
+    monkeypatch.setattr(forward, "check_written", nothing)
+    shared, _ = shared_gradients(model, batch)
+    assert largest_relative(plain, shared) > WRONG
+
+
+def test_checkpoints_that_drop_the_cache(case, monkeypatch):
+    model, batch = case
+    model.activation_checkpointing_enable()
+    plain = gradients(model, batch)
+    monkeypatch.setattr(forward, "_cache_through_checkpoints", lambda base: nullcontext())
+    shared, report = shared_gradients(model, batch)
+    assert report.plain == {"the model did not keep the whole prompt in its cache": 1}
+    assert largest_relative(plain, shared) == 0
+
+    monkeypatch.setattr(forward, "check_written", nothing)
+    _, report = shared_gradients(model, batch)
+    assert report.plain == {"the model did not read the prompt from its cache": 1}
+
+    monkeypatch.setattr(forward, "check_read", nothing)
+    monkeypatch.setattr(prefix_cache.StoredKeys, "length", lambda self: 0)
+    shared, report = shared_gradients(model, batch)
+    assert not report.plain
+    assert largest_relative(plain, shared) > WRONG
+
+
+def test_a_model_found_unfit_is_not_tried_again(case, monkeypatch):
+    model, batch = case
+    model.activation_checkpointing_enable()
+    monkeypatch.setattr(forward, "_cache_through_checkpoints", lambda base: nullcontext())
+    tries = []
+    make = forward.prefix_to_write
+    monkeypatch.setattr(forward, "prefix_to_write", lambda config: tries.append(1) or make(config))
+    with share_prompts(model, 12) as report:
+        gradients(model, batch)
+        gradients(model, batch)
+        with torch.no_grad():
+            scored(model.eval(), batch)
+    assert len(tries) == 2  # once with gradients, once without
+    assert report.plain == {"the model did not keep the whole prompt in its cache": 2}
+
+
+def test_checkpointing_is_left_as_it_was(case):
+    model, batch = case
+    model.activation_checkpointing_enable()
+    shared_gradients(model, batch)
+    assert not any("_can_checkpoint_with_cache" in vars(module) for module in model.modules())
+    assert "forward" not in vars(model.model)
+    assert "generate" not in vars(model)
+
+
+def test_image_tokens_in_a_completion(monkeypatch):
+    """LLaVA would put the wrong image features there, or fail; both are left to it."""
+    model, batch = with_head(build("qwen2_vl")), make_batch("qwen2_vl")
+    ids = batch.inputs["input_ids"]
+    ids[0, -5] = IMAGE
+    with share_prompts(model, 12) as report, pytest.raises(ValueError, match="do not match"):
+        scored(model, batch)
+    assert sum(report.plain.values()) == 1
+
+
+def test_prompts_padded_on_the_right(case, monkeypatch):
+    model, batch = case
+    model.eval()
+    width = batch.inputs["input_ids"].size(1) - 12
+    for name, value in batch.inputs.items():
+        if value.ndim == 2 and value.size(1) == width + 12:
+            rows = []
+            for row, mask in zip(value, batch.inputs["attention_mask"].clone(), strict=True):
+                missing = int((mask[:width] == 0).sum())
+                rows.append(torch.cat([row[missing:width], row[:missing], row[width:]]))
+            batch.inputs[name] = torch.stack(rows) if name != "attention_mask" else value
+    mask = batch.inputs["attention_mask"]
+    batch.inputs["attention_mask"] = torch.stack([torch.cat([row[:width].flip(0), row[width:]]) for row in mask])
+    with torch.no_grad():
+        plain, _ = scored(model, batch)
+        with share_prompts(model, 12) as report:
+            shared, _ = scored(model, batch)
+    assert report.plain == {"prompts that are not padded on the left": 1}
+    assert torch.equal(plain, shared)
+
+
+def paligemma():
+    config = hf.PaliGemmaConfig(
+        text_config={**BODY, "model_type": "gemma"},
+        vision_config={**CLIP, "model_type": "siglip_vision_model"},
+        image_token_index=IMAGE,
+        projection_dim=32,
+        pad_token_id=PAD,
+    )
+    return hf.PaliGemmaForConditionalGeneration(config)
+
+
+def test_token_types_that_open_a_prompt_to_itself(monkeypatch):
+    """In PaliGemma all tokens of type 0 see each other, so the last token of a prompt changes the others."""
+    model = with_head(randomise(paligemma()))
+    batch = make_batch("llava")
+    types = torch.zeros_like(batch.inputs["input_ids"])
+    types[:, -12:] = 1
+    batch.inputs["token_type_ids"] = types
+    with torch.no_grad():
+        plain, _ = scored(model, batch)
+        with share_prompts(model, 12) as report:
+            shared, _ = scored(model, batch)
+        assert report.plain == {"bidirectional attention over text": 1}
+        assert torch.equal(plain, shared)
+        monkeypatch.setattr(fitness, "refuse_unknown_layers", nothing)
+        with share_prompts(model, 12) as report:
+            shared, _ = scored(model, batch)
+        assert report.plain == {"token_type_ids": 1}
+        assert torch.equal(plain, shared)
+        monkeypatch.setattr(fitness, "_TOKEN_TYPES_MARK_IMAGES", ("paligemma",))
+        with share_prompts(model, 12) as report:
+            shared, _ = scored(model, batch)
+    assert not report.plain
+    assert (plain - shared).abs().max() > WRONG
+
+
+@pytest.mark.parametrize("wanted", ["output_hidden_states", "output_attentions"])
+def test_outputs_that_only_a_whole_pass_has(wanted, case):
+    model, batch = case
+    with torch.no_grad(), share_prompts(model) as report:
+        outputs = model(**batch.inputs, **{wanted: True})
+    assert report.plain == {f"{wanted}=True": 1}
+    assert getattr(outputs, wanted.removeprefix("output_")) is not None
+
+
+def test_the_load_balancing_loss_of_experts():
+    model, batch = build("qwen3_vl_moe"), make_batch("qwen3_vl_moe")
+    with torch.no_grad(), share_prompts(model) as report:
+        outputs = model(**batch.inputs, output_router_logits=True)
+    assert report.plain == {"output_router_logits=True": 1}
+    assert outputs.aux_loss is not None or outputs.router_logits is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"attention_mask": lambda ids: torch.zeros(6, 1, ids.size(1), ids.size(1))}, "an attention mask"),
+        ({"surprise": lambda ids: ids}, "the input surprise"),
+        ({"token_type_ids": torch.zeros_like}, "token_type_ids"),
+    ],
+    ids=["4D mask", "unknown tensor", "token types"],
+)
+def test_unknown_inputs(change, reason, case):
+    model, batch = case
+    inputs = {**batch.inputs, **{name: make(batch.inputs["input_ids"]) for name, make in change.items()}}
+    shared = forward.SharedForward(model.model, lambda **given: given, forward.SharingReport(), 12, None)
+    shared.names = ["past_key_values"]
+    assert set(shared(**inputs)) == set(inputs)
+    assert reason in next(iter(shared.report.plain))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"num_beams": 2, "do_sample": False}, "beams"),
+        ({"use_cache": False}, "growing cache"),
+        ({"cache_implementation": "static"}, "growing cache"),
+    ],
+)
+def test_generation_that_cannot_start_from_a_cache(options, reason):
+    model, batch = build("qwen3"), make_batch("qwen3")
+    sample = options.pop("do_sample", True)
+    plain = generated(model, batch, sample=sample, **options)
+    with share_prompts(model) as report:
+        shared = generated(model, batch, sample=sample, **options)
+    assert [reason in text for text in report.plain] == [True]
+    assert torch.equal(plain, shared)
+
+
+def test_generation_with_checkpointing_on():
+    """Checkpointed layers drop the cache; a model left so generates without it."""
+    model, batch = build("qwen3").train(), make_batch("qwen3")
+    model.activation_checkpointing_enable()
+    with share_prompts(model) as report:
+        generated(model, batch, sample=False)
+    assert report.plain == {"generate with gradient checkpointing on": 1}
+
+
+def test_positions_of_images_while_generating(monkeypatch):
+    """Without the rows' own offsets, tokens would be chosen at positions of the wrong prompt."""
+    model, batch = build("qwen2_vl"), make_batch("qwen2_vl", images=(1, 3))
+    plain = generated(model, batch, sample=True)
+    prefill = generation.SharedGeneration._prefill
+
+    def without_offsets(self, *args):
+        cache = prefill(self, *args)
+        self.forward.base.rope_deltas = torch.zeros_like(self.forward.base.rope_deltas)
+        return cache
+
+    monkeypatch.setattr(generation.SharedGeneration, "_prefill", without_offsets)
+    with share_prompts(model):
+        assert not torch.equal(generated(model, batch, sample=True), plain)
+
+
+def test_compiled_models_run_plainly(case):
+    model, batch = case
+    model.model.language_model.norm.compile(backend="eager")
+    with torch.no_grad(), share_prompts(model, 12) as report:
+        scored(model, batch)
+    assert report.plain == {"torch.compile": 1}
+
+
+def test_an_unknown_kind_of_layer_is_refused():
+    config = hf.LlamaConfig(**BODY)
+    config.layer_types = ["full_attention", "chunked_attention"]
+    with pytest.raises(prefix_cache.CannotShare, match="chunked_attention"):
+        prefix_cache.refuse_unknown_layers(config)
+
+
+def test_rotary_embeddings_that_depend_on_the_length_of_the_pass(monkeypatch):
+    """The prompt alone is within the length that the model was trained with, prompt and completion are not."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(**{**BODY, "max_position_embeddings": 36, "rope_parameters": rope})
+    model, batch = with_head(randomise(hf.LlamaForCausalLM(config))), make_batch("llama")
+    with torch.no_grad():
+        plain, _ = scored(model, batch)
+        with share_prompts(model, 12) as report:
+            shared, _ = scored(model, batch)
+            generated(model, batch, sample=False)
+        assert report.plain == {"rotary embeddings of type dynamic": 2}
+        assert torch.equal(plain, shared)
+        monkeypatch.setattr(fitness, "refuse_rope_by_length", nothing)
+        with share_prompts(model, 12) as report:
+            shared, _ = scored(model, batch)
+    assert not report.plain
+    assert (plain - shared).abs().max() > WRONG
+
+
+def test_reasons_can_be_asked_for_beforehand(case):
+    model, _ = case
+    assert why_not_share(model, gradients=True) is None
+    model.activation_checkpointing_enable({"use_reentrant": True})
+    assert "use_reentrant" in why_not_share(model, gradients=True)
+    assert why_not_share(model, gradients=False) is None
+    assert why_not_share(torch.compile(model, backend="eager"), gradients=False) == "torch.compile"
+    assert why_not_share(paligemma(), gradients=False) == "bidirectional attention over text"
+
+
+def test_equal_prompts_at_other_positions(monkeypatch):
+    """Rotary embeddings are relative, so one row's positions are stretched, not just moved."""
+    model, batch = with_head(build("llama")), make_batch("llama")
+    positions = torch.arange(batch.inputs["input_ids"].size(1)).repeat(6, 1)
+    positions[1] *= 2
+    batch.inputs["position_ids"] = positions
+    with torch.no_grad():
+        plain, _ = scored(model, batch)
+        with share_prompts(model, 12) as report:
+            shared, _ = scored(model, batch)
+        assert report.plain == {"equal prompts with different position_ids": 1}
+        assert torch.equal(plain, shared)
+        monkeypatch.setattr(cut, "refuse_uneven_prompts", nothing)
+        with share_prompts(model, 12):
+            shared, _ = scored(model, batch)
+    assert (plain - shared).abs().max() > WRONG
+
+
+def test_the_whole_mask_is_needed_behind_a_prompt(monkeypatch):
+    """Cropped to the new tokens it would hide the wrong keys; this is why the second stage gets all columns."""
+    model, batch = with_head(build("llama")), make_batch("llama")
+    with torch.no_grad():
+        plain, _ = scored(model, batch)
+        two_stages = forward.SharedForward._two_stages
+
+        def cropped(self, inputs, found):
+            base_pass = self.plain
+
+            def crop(**given):
+                if given["past_key_values"].get_seq_length():
+                    visible = given["attention_mask"].clone()
+                    visible[:, : found.split] = 1
+                    given["attention_mask"] = visible
+                return base_pass(**given)
+
+            self.plain = crop
+            return two_stages(self, inputs, found)
+
+        monkeypatch.setattr(forward.SharedForward, "_two_stages", cropped)
+        with share_prompts(model, 12):
+            shared, _ = scored(model, batch)
+    assert (plain - shared).abs().max() > WRONG

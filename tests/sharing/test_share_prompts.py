@@ -1,0 +1,280 @@
+"""The public context manager in loops of one's own."""
+
+import copy
+
+import pytest
+import torch
+from compare import generated, gradients, largest_relative, scored, with_head
+from families import FAMILIES, IMAGE, PAD, build, make_batch
+from peft import LoraConfig, get_peft_model
+from torch.nn.parallel import DataParallel
+
+from vgr_trl.errors import ConfigError
+from vgr_trl.sharing import share_prompts
+from vgr_trl.sharing.backbone import causal_model, has_active_dropout
+
+LORA = {"r": 4, "lora_alpha": 8, "init_lora_weights": False}
+
+
+def with_adapter(name, **options):
+    torch.manual_seed(2)
+    model = get_peft_model(build(name), LoraConfig(**LORA, target_modules=list(FAMILIES[name].lora), **options))
+    for parameter, value in model.named_parameters():
+        if "magnitude" in parameter:  # DoRA starts where LoRA does
+            value.data = value.data * (1 + torch.rand_like(value))
+    return model.eval()
+
+
+def adapter_gradients(model, batch):
+    with_head_once(model)
+    return gradients(model, batch)
+
+
+def with_head_once(model):
+    inner = causal_model(model)
+    if "forward" not in vars(inner):
+        with_head(inner)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "llama"])
+def test_a_training_loop_with_a_loss_on_every_token(name):
+    """Prompts whose length is not given keep all their outputs, and gradients through them."""
+    model, batch = build(name).train(), make_batch(name)
+    labels = batch.inputs["input_ids"].masked_fill(batch.inputs["input_ids"] == IMAGE, PAD)
+
+    labels = labels.masked_fill(batch.inputs["attention_mask"] == 0, -100)
+
+    def step(model):
+        loss = model(**batch.inputs, labels=labels, num_items_in_batch=torch.tensor(200)).loss
+        loss.backward()
+        return loss.item()
+
+    plain, ours = copy.deepcopy(model), copy.deepcopy(model)
+    expected = step(plain)
+    with share_prompts(ours) as report:
+        assert step(ours) == pytest.approx(expected, rel=1e-6)
+    assert report.prompts_per_row == 1 / 3
+    theirs, mine = ({n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (plain, ours))
+    assert largest_relative(theirs, mine) < 2e-5
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"use_dora": True}, {"lora_dropout": 0.5}], ids=["lora", "dora", "dropout off"]
+)
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5", "llava"])
+def test_adapters(name, options):
+    model, batch = with_adapter(name, **options), make_batch(name)
+    plain = adapter_gradients(model, batch)
+    with share_prompts(model, batch.completion_length) as report:
+        shared = adapter_gradients(model, batch)
+    assert not report.plain
+    assert set(plain) == {parameter for parameter in plain if "lora_" in parameter}
+    assert largest_relative(plain, shared) < (2e-4 if name == "qwen3_5" else 1e-5)
+
+
+def test_adapters_with_checkpointing():
+    model, batch = with_adapter("qwen2_5_vl").train(), make_batch("qwen2_5_vl")
+    plain = adapter_gradients(model, batch)
+    causal_model(model).activation_checkpointing_enable()
+    causal_model(model).enable_input_require_grads()
+    with share_prompts(model, batch.completion_length) as report:
+        shared = adapter_gradients(model, batch)
+    assert not report.plain
+    assert largest_relative(plain, shared) < 1e-5
+
+
+def test_policy_and_reference_do_not_share_a_prefix():
+    """The reference is the same model with its adapter off, or another adapter: prompts are computed anew for it."""
+    model, batch = with_adapter("qwen2_vl"), make_batch("qwen2_vl")
+    model.add_adapter("other", LoraConfig(**LORA, target_modules=["k_proj", "up_proj"]))
+    with_head_once(model)
+
+    def three_policies():
+        policy, _ = scored(model, batch)
+        with model.disable_adapter():
+            reference, _ = scored(model, batch)
+        model.set_adapter("other")
+        other, _ = scored(model, batch)
+        model.set_adapter("default")
+        return torch.stack([policy, reference, other])
+
+    with torch.no_grad():
+        plain = three_policies()
+        with share_prompts(model, batch.completion_length) as report:
+            shared = three_policies()
+        assert torch.equal(generated(model, batch, sample=True), shared_tokens(model, batch))
+    assert report.prompts_per_row == 1 / 3
+    assert (plain - shared).abs().max() < 4e-6
+    assert (plain[0] - plain[1]).abs().max() > 0.1
+    assert (plain[1] - plain[2]).abs().max() > 0.1
+
+
+def shared_tokens(model, batch):
+    with share_prompts(model) as report:
+        tokens = generated(model, batch, sample=True)
+    assert report.prompts_per_row == 1 / 3
+    return tokens
+
+
+def test_dropout_at_work_is_noticed():
+    model = with_adapter("llama", lora_dropout=0.5)
+    assert has_active_dropout(model.train())
+    assert not has_active_dropout(model.eval())
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bfloat16_is_as_far_from_float32_as_the_plain_pass(autocast):
+    model, batch = with_head(build("qwen2_5_vl")), make_batch("qwen2_5_vl", generations=6)
+    with torch.no_grad():
+        exact, _ = scored(model, batch)
+        if not autocast:
+            model.to(torch.bfloat16)
+            batch.inputs["pixel_values"] = batch.inputs["pixel_values"].to(torch.bfloat16)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            plain, _ = scored(model, batch)
+            with share_prompts(model, batch.completion_length) as report:
+                shared, _ = scored(model, batch)
+    assert not report.plain
+    far = (plain.float() - exact).abs().mean()
+    assert 1e-4 < (shared.float() - exact).abs().mean() < 1.5 * far
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "smolvlm"])
+def test_attention_implementations(name, implementation):
+    model, batch = with_head(build(name)), make_batch(name)
+    model.set_attn_implementation(implementation)
+    with torch.no_grad():
+        plain, _ = scored(model, batch)
+        with share_prompts(model, batch.completion_length) as report:
+            shared, _ = scored(model, batch)
+    assert not report.plain
+    assert (plain - shared).abs().max() < 4e-6
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "llama"])
+def test_without_an_attention_mask(name):
+    model, batch = with_head(build(name)), make_batch(name, images=(1,), text=(33,))
+    ones = {**batch.inputs, "attention_mask": torch.ones_like(batch.inputs["attention_mask"])}
+    inputs = {key: value for key, value in batch.inputs.items() if key != "attention_mask"}
+    with torch.no_grad():
+        plain = model(**inputs).logits[:, -13:]
+        with share_prompts(model) as report:
+            shared = model(**inputs).logits[:, -13:]
+            masked = model(**ones).logits[:, -13:]
+    assert report.prompts_per_row == 1 / 3
+    assert (plain - shared).abs().max() < 1e-5
+    assert (plain - masked).abs().max() < 1e-5
+
+
+def test_positions_of_ones_own():
+    model, batch = with_head(build("llama")), make_batch("llama")
+    mask = batch.inputs["attention_mask"]
+    batch.inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        plain, _ = scored(model, batch)
+        with share_prompts(model, batch.completion_length) as report:
+            shared, _ = scored(model, batch)
+    assert not report.plain
+    assert (plain - shared).abs().max() < 4e-6
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "idefics3", "qwen3"])
+def test_several_completions_per_row_of_generate(name):
+    model, batch = build(name), make_batch(name, generations=1)
+    plain = generated(model, batch, sample=True, num_return_sequences=4)
+    with share_prompts(model) as report:
+        shared = generated(model, batch, sample=True, num_return_sequences=4)
+    assert (report.prompts, report.rows, dict(report.plain)) == (2, 8, {})
+    assert torch.equal(plain, shared)
+
+
+def test_generate_with_positional_input():
+    model, batch = build("qwen3"), make_batch("qwen3", images=(0,), text=(30,))
+    inputs = batch.prompt_inputs()
+    options = {"attention_mask": inputs["attention_mask"], "max_new_tokens": 4, "do_sample": False}
+    with share_prompts(model) as report:
+        shared = model.generate(inputs["input_ids"], **options)
+    assert report.prompts_per_row == 1 / 3
+    assert torch.equal(shared, model.generate(inputs["input_ids"], **options))
+
+
+def test_batches_without_equal_prompts_run_as_they_are():
+    model, batch = with_head(build("qwen2_vl")), make_batch("qwen2_vl", generations=1)
+    with torch.no_grad():
+        plain, _ = scored(model, batch)
+        with share_prompts(model, batch.completion_length) as report:
+            shared, _ = scored(model, batch)
+            generated(model, batch, sample=False)
+    assert torch.equal(plain, shared)
+    assert report.plain == {"no prompt occurs twice": 2}
+    assert report.prompts_per_row == 1
+
+
+def test_blocks_can_be_nested_and_end_with_errors():
+    model, batch = with_head(build("qwen2_vl")), make_batch("qwen2_vl")
+    patched = model.forward
+    with torch.no_grad():
+        plain, _ = scored(model, batch)
+        with share_prompts(model) as outer:
+            with pytest.raises(ZeroDivisionError), share_prompts(model, 12):
+                1 / 0  # noqa: B018
+            with share_prompts(model, batch.completion_length) as inner:
+                shared, _ = scored(model, batch)
+    assert (plain - shared).abs().max() < 4e-6
+    assert (inner.prompts, outer.prompts) == (2, 0)
+    assert model.forward == patched
+    assert "forward" not in vars(model.model)
+
+
+def test_processes_decide_together():
+    model, batch = with_head(build("qwen3")), make_batch("qwen3")
+    alone = make_batch("qwen3", generations=1)
+    asked = []
+    with torch.no_grad(), share_prompts(model, 12, agree=lambda mine: asked.append(mine) or False) as report:
+        scored(model, batch)
+        scored(model, alone)
+    assert asked == [True, False]
+    assert report.plain == {"another process cannot share this batch": 1, "no prompt occurs twice": 1}
+
+
+def test_wrappers_are_seen_through():
+    model = build("qwen3")
+    assert causal_model(DataParallel(model)) is model
+    assert causal_model(with_adapter("qwen3")).__class__ is model.__class__
+    assert causal_model(torch.compile(model, backend="eager")) is model
+
+
+def test_positions_are_left_for_whoever_continues():
+    """After a shared pass a Qwen model knows the offset of every row, as after a plain one."""
+    model, batch = with_head(build("qwen2_vl")), make_batch("qwen2_vl")
+    with torch.no_grad():
+        scored(model, batch)
+        expected = model.model.rope_deltas
+        with share_prompts(model, batch.completion_length):
+            scored(model, batch)
+    assert torch.equal(model.model.rope_deltas, expected)
+
+
+class Engine(torch.nn.Module):
+    """Forwards what it does not know to the model inside, as DeepSpeed's does."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.module = model
+
+    def __getattr__(self, name):
+        return super().__getattr__(name) if name == "module" else getattr(self.module, name)
+
+
+def test_an_engine_that_looks_like_its_model():
+    model = build("qwen3")
+    assert causal_model(Engine(model)) is model
+    assert causal_model(Engine(with_adapter("qwen3"))).__class__ is model.__class__
+
+
+def test_wrong_arguments():
+    with pytest.raises(ConfigError, match="Linear"), share_prompts(torch.nn.Linear(2, 2)):
+        pass
+    with pytest.raises(ConfigError, match="completion_length is 0"), share_prompts(build("qwen3"), 0):
+        pass
