@@ -1,7 +1,7 @@
 """Drawn questions: what colour, which shape, which corner?
 
-An image shows one shape in one of four 28-pixel cells. Three words describe it, and all three have to be read off the
-image; the question asks for one of them, with the four words of its family as options.
+An image shows one shape in one of four 28-pixel cells of different paper. Three words describe it, and all three have
+to be read off the image; the question asks for one of them, with or without the four words of its family as options.
 """
 
 import math
@@ -20,17 +20,23 @@ Split = Literal["train", "validation", "test"]
 CELL = 28  # pixels: one token of a vision tower with patches of 14 pixels merged 2 x 2
 COLOURS = {"red": (214, 40, 40), "green": (40, 160, 60), "blue": (40, 80, 214), "yellow": (236, 200, 40)}
 SHAPES = ("circle", "square", "triangle", "cross")
-CORNERS = ("northwest", "northeast", "southwest", "southeast")
+# Each corner has a paper of its own: a place that shows only as a position takes a tiny model thousands of steps.
+PAPERS = {
+    "northwest": (255, 255, 255),
+    "northeast": (200, 200, 210),
+    "southwest": (250, 215, 180),
+    "southeast": (190, 235, 200),
+}
 FAMILIES = {
     "colour": ("which colour is it?", tuple(COLOURS)),
     "shape": ("which shape is it?", SHAPES),
-    "corner": ("which corner is it in?", CORNERS),
+    "corner": ("which corner is it in?", tuple(PAPERS)),
 }
 
 
 @dataclass(frozen=True)
 class Scene:
-    """One shape; `size`, `x` and `y` (of its top left pixel, within its cell) in pixels, `shade` and `paper` 0 to 255."""
+    """One shape; `size`, `x` and `y` (of its top left pixel, in its cell) in pixels; `shade` and `paper` 0 to 255."""
 
     colour: str
     shape: str
@@ -79,11 +85,13 @@ def split_of(scene: Scene) -> Split:
 
 def draw_scene(scene: Scene) -> Image.Image:
     """Return the scene as an RGB image of 56 x 56 pixels."""
-    image = Image.new("RGB", (2 * CELL, 2 * CELL), (scene.paper,) * 3)
-    left = scene.x + (CELL if scene.corner.endswith("east") else 0)
-    top = scene.y + (CELL if scene.corner.startswith("south") else 0)
+    image = Image.new("RGB", (2 * CELL, 2 * CELL))
+    for corner, paper in PAPERS.items():
+        x, y = _origin(corner)
+        image.paste(_shaded(paper, scene.paper - 255), (x, y, x + CELL, y + CELL))
+    left, top = (start + shift for start, shift in zip(_origin(scene.corner), (scene.x, scene.y), strict=True))
     right, bottom = left + scene.size - 1, top + scene.size - 1
-    fill = tuple(min(255, max(0, channel + scene.shade - 128)) for channel in COLOURS[scene.colour])
+    fill = _shaded(COLOURS[scene.colour], scene.shade - 128)
     pen = ImageDraw.Draw(image)
     if scene.shape == "circle":
         pen.ellipse((left, top, right, bottom), fill=fill)
@@ -98,13 +106,21 @@ def draw_scene(scene: Scene) -> Image.Image:
     return image
 
 
+def _origin(corner: str) -> tuple[int, int]:
+    return (CELL if corner.endswith("east") else 0, CELL if corner.startswith("south") else 0)
+
+
+def _shaded(colour: tuple[int, int, int], change: int) -> tuple[int, ...]:
+    return tuple(min(255, max(0, channel + change)) for channel in colour)
+
+
 def _scenes(rng: random.Random, split: Split) -> Iterator[Scene]:
     while True:
         size = rng.randint(17, 25)
         scene = Scene(
             colour=rng.choice(tuple(COLOURS)),
             shape=rng.choice(SHAPES),
-            corner=rng.choice(CORNERS),
+            corner=rng.choice(tuple(PAPERS)),
             size=size,
             x=rng.randint(1, CELL - 1 - size),
             y=rng.randint(1, CELL - 1 - size),

@@ -141,15 +141,16 @@ def learn_captions(
 
 
 def _until(target_loss: float, losses: Callable[[Any], tuple[torch.Tensor, float]], steps: Any) -> int:
-    average, step = 3.0, 0
-    for step, (batch, update, bar) in enumerate(steps, 1):
+    average, taken = 3.0, 0
+    for batch, update, bar in steps:
         loss, watched = losses(batch)
         update(loss)
         average = 0.95 * average + 0.05 * watched
         bar.set_postfix(loss=f"{average:.3f}", refresh=False)
+        taken += 1
         if average < target_loss:
             break
-    return step
+    return taken
 
 
 def warm_start(
@@ -200,8 +201,8 @@ def _is_answer(processor: Any, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _steps(
-    model: Any, rows: Sequence[Row], max_steps: int, batch_size: int, learning_rate: float, seed: int, name: str
-) -> Iterator[tuple[list[Row], Callable[[torch.Tensor], None], Any]]:
+    model: Any, rows: Sequence[Any], max_steps: int, batch_size: int, learning_rate: float, seed: int, name: str
+) -> Iterator[tuple[list[Any], Callable[[torch.Tensor], None], Any]]:
     """Yield up to `max_steps` times a batch, a function that steps down its loss, and the progress bar."""
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)

@@ -1,0 +1,96 @@
+"""The tiny model reads images, its processor survives a round trip, and warm-start steps lower the loss."""
+
+import pytest
+import torch
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from vgr_trl.data.prompts import format_question
+from vgr_trl.demo.lookup import LookupDrill
+from vgr_trl.demo.shapes import draw_questions
+from vgr_trl.demo.tiny_vlm import build_tiny_vlm, load_processor
+from vgr_trl.demo.warm_start import encode, learn_answers, learn_captions, supervised_loss, target_text, warm_start
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return draw_questions(64, seed=0, split="train")
+
+
+@pytest.fixture
+def tiny(rows):
+    texts = [format_question(row["problem"], row["choices"]) for row in rows] + [target_text(row) for row in rows]
+    return build_tiny_vlm(texts, seed=0)
+
+
+def test_model_has_three_thirds_of_layers_and_sees_the_image(tiny, rows):
+    model, processor = tiny
+    assert isinstance(model, Qwen2_5_VLForConditionalGeneration)
+    assert model.config.text_config.num_hidden_layers >= 3
+    inputs, lengths = encode(processor, rows[:2], images=True)
+    assert (inputs["input_ids"] == model.config.image_token_id).sum(1).tolist() == [4, 4]
+    model.eval()
+    with torch.no_grad():
+        logits = model(**inputs).logits
+        inputs["pixel_values"] = torch.zeros_like(inputs["pixel_values"])
+        blind = model(**inputs).logits
+    assert logits.shape == (*inputs["input_ids"].shape, len(processor.tokenizer))
+    assert not torch.allclose(logits, blind)
+    assert lengths.tolist() == [len(processor.tokenizer(target_text(row))["input_ids"]) for row in rows[:2]]
+
+
+def test_every_word_is_one_token_and_tags_are_ordinary(tiny):
+    tokenizer = tiny[1].tokenizer
+    text = "<think>a blue circle northwest</think><answer>B</answer><|im_end|>"
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == 10
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text.removesuffix("<|im_end|>")
+    assert tokenizer.decode(tokenizer("naïve ☂")["input_ids"]) == "naïve ☂"
+
+
+def test_processor_is_saved_and_loaded(tiny, rows, tmp_path):
+    model, processor = tiny
+    processor.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
+    loaded = load_processor(tmp_path)
+    assert loaded is not None
+    before, after = (encode(each, rows[:3], images=True)[0] for each in (processor, loaded))
+    assert before.keys() == after.keys()
+    for name in before:
+        torch.testing.assert_close(before[name], after[name])
+    assert loaded.tokenizer.eos_token_id == model.generation_config.eos_token_id
+
+
+@pytest.mark.parametrize("name", ["", "somebody/something"])
+def test_no_demo_processor_is_found_elsewhere(tmp_path, name):
+    assert load_processor(tmp_path / name) is None
+    assert load_processor(name or str(tmp_path)) is None
+
+
+def test_warm_start_lowers_the_loss(tiny, rows):
+    model, processor = tiny
+    before = supervised_loss(model, processor, rows[:16], images=True)[0].item()
+    assert learn_answers(model, processor, rows, max_steps=2, batch_size=8) == 2
+    assert learn_captions(model, processor, rows, max_steps=2, batch_size=8) == 2
+    history = warm_start(model, processor, rows, accuracy=lambda: 0.0, max_steps=8, measure_every=4, batch_size=8)
+    assert [step for step, _ in history] == [4, 8]
+    assert supervised_loss(model, processor, rows[:16], images=True)[0].item() < 0.8 * before
+
+
+def test_warm_start_stops_at_the_target(tiny, rows):
+    model, processor = tiny
+    history = warm_start(
+        model, processor, rows, accuracy=lambda: 0.9, target_accuracy=0.5, measure_every=2, batch_size=4
+    )
+    assert history == [(2, 0.9)]
+
+
+def test_lookup_drill_asks_for_the_letter_in_front_of_the_word(tiny):
+    drill = LookupDrill(tiny[1], options=3, queries=5, seed=0)
+    ids, labels = drill.batch(2)
+    assert ids.shape == labels.shape == (2, 3 * 4 + 5 * 2)
+    for row, wanted in zip(ids.tolist(), labels.tolist(), strict=True):
+        letter_of = {row[start + 3]: row[start + 1] for start in range(0, 12, 4)}
+        asked = row[12::2]
+        assert wanted[13::2] == [letter_of[word] for word in asked]
+        assert set(wanted[:13]) == {-100}
+    assert drill.loss(tiny[0], 2).item() > 0
