@@ -49,6 +49,7 @@ def test_aliases_set_the_fields_they_stand_for(tmp_path):
         ({"max_prompt_length": "50"}, "max_prompt_length is '50': give an integer of at least 1."),
         ({"max_prompt_length": 99.5}, "max_prompt_length is 99.5: give an integer of at least 1."),
         ({"warmup_ratio": "0.1"}, "warmup_ratio is 0.1: give a share of all steps in [0, 1)."),
+        ({"share_prompts": "yes"}, "share_prompts is 'yes': give auto, on or off."),
         ({"max_steps": 0}, "so nothing would be trained: give max_steps of at least 1, or more epochs."),
         (
             {"soft_punish_cache": 600, "max_completion_length": 512},

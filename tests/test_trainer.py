@@ -66,13 +66,28 @@ def build(tmp_path, text_model, text_tokenizer, text_rows):
     return make
 
 
+@pytest.fixture
+def vision(model_folder, question_files, tmp_path):
+    processor = load_processor(model_folder)
+    file = question_files.split(",")[0].removeprefix("train=")
+    rows, _ = prepare_rows(load_dataset("parquet", data_files=file, split="train"), system_prompt=None)
+
+    def make(rows=rows, model=None, **changed):
+        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder) if model is None else model
+        return DAPOTrainer(
+            model, letters_reward, DAPOConfig(**options(tmp_path, **changed)), rows, processing_class=processor
+        )
+
+    return make, rows
+
+
 def logged(trainer, name):
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
 @pytest.mark.parametrize("changed", [{}, {"num_iterations": 2}, {"gradient_accumulation_steps": 2, "max_steps": 1}])
 def test_with_its_options_off_it_trains_exactly_as_trl(build, text_model, changed):
-    ours = build(model=copy.deepcopy(text_model), optim="sgd", **changed)
+    ours = build(model=copy.deepcopy(text_model), optim="sgd", share_prompts="off", **changed)
     ours.train()
     stock = {"trainer": GRPOTrainer, "config": GRPOConfig, "epsilon_high": 0.28}
     theirs = build(model=copy.deepcopy(text_model), optim="sgd", **stock, **changed)
@@ -83,6 +98,54 @@ def test_with_its_options_off_it_trains_exactly_as_trl(build, text_model, change
         assert torch.equal(mine, other), name
         moved += (mine - before[name]).abs().sum().item()
     assert moved > 0
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"num_iterations": 2},
+        {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2},
+        {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "loss_type": "bnpo"},
+        {"gradient_checkpointing": True, "beta": 0.1},
+    ],
+    ids=["plain", "two iterations", "regrouped", "not regrouped", "checkpointing and beta"],
+)
+def test_prompts_computed_once_train_the_same(vision, changed):
+    """Three SGD steps in float32 against TRL's own computation; completions sampled with one seed are identical."""
+    make, _ = vision
+    outcomes = []
+    for mode in ("off", "auto"):
+        trainer = make(share_prompts=mode, optim="sgd", max_steps=3, **changed)
+        trainer.train()
+        texts = [completion[0]["content"] for completion in trainer._logs["completion"]]
+        outcomes.append((texts, trainer.model.state_dict(), trainer))
+    (plain_texts, plain, _), (shared_texts, shared, trainer) = outcomes
+    assert shared_texts == plain_texts
+    start = make().model.state_dict()
+    largest = max((plain[name] - start[name]).abs().max() for name in start)
+    assert largest > 1e-4
+    assert max((plain[name] - shared[name]).abs().max() for name in start) < 1e-5 * largest
+    per_row = logged(trainer, "sharing/prompts_per_row")
+    regroups = changed.get("loss_type") != "bnpo"
+    assert trainer.sharing.regroups == regroups
+    if "gradient_accumulation_steps" not in changed:
+        assert min(per_row) == 0.25, "two prompts for eight rows, in generation and in training"
+    elif regroups:
+        assert min(per_row) == 0.375, "two prompts for eight rows in generation, one for two rows in each micro-batch"
+    else:
+        assert 0.375 < min(per_row) < 1
+
+
+def test_sharing_says_where_it_is_off(vision):
+    make, _ = vision
+    assert str(make(share_prompts="off").sharing) == "share_prompts=off"
+    assert str(make().sharing) == (
+        "share_prompts=auto: generation on, scoring on, training on; completions of a prompt kept together"
+    )
+    assert "shuffled (the loss bnpo divides by the tokens of a micro-batch)" in str(make(loss_type="bnpo").sharing)
+    forced = str(make(loss_type="bnpo", share_prompts="on").sharing)
+    assert "kept together, although the loss bnpo divides by the tokens of a micro-batch" in forced
 
 
 def test_a_single_reward_and_no_config_are_accepted(text_model, text_tokenizer, text_rows, tmp_path, monkeypatch):
@@ -212,21 +275,6 @@ def test_a_run_continues_from_a_checkpoint(build, text_model, tmp_path):
 def test_a_config_of_trl_is_refused(build):
     with pytest.raises(ConfigError, match="args is a GRPOConfig: give a DAPOConfig"):
         build(config=GRPOConfig)
-
-
-@pytest.fixture
-def vision(model_folder, question_files, tmp_path):
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder)
-    processor = load_processor(model_folder)
-    file = question_files.split(",")[0].removeprefix("train=")
-    rows, _ = prepare_rows(load_dataset("parquet", data_files=file, split="train"), system_prompt=None)
-
-    def make(rows=rows, model=model, **changed):
-        return DAPOTrainer(
-            model, letters_reward, DAPOConfig(**options(tmp_path, **changed)), rows, processing_class=processor
-        )
-
-    return make, rows
 
 
 @pytest.mark.parametrize("missing", [range(0, 16, 2), range(16)], ids=["some", "all"])

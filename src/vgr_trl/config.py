@@ -40,6 +40,9 @@ class DAPOConfig(GRPOConfig):
     Args:
         max_prompt_length: rows whose prompt, image tokens included, is longer are left out and counted, never
             truncated; at least 1 token. `None`: no limit.
+        share_prompts: compute each prompt once for its G completions. `auto`: wherever that changes nothing; `on`: also
+            where keeping the completions of a prompt in one micro-batch changes a normaliser of the loss, and where
+            parameters are sharded (ZeRO-3, FSDP); `off`.
         eval_num_generations: alias of TRL's `num_generations_eval`, at least 1.
         warmup_ratio: share of all steps that warm the learning rate up, in [0, 1). `TrainingArguments` expresses it
             as `warmup_steps` below 1, which this option sets.
@@ -85,6 +88,15 @@ class DAPOConfig(GRPOConfig):
         },
     )
     eval_num_generations: int | None = field(default=None, metadata={"help": "Alias of num_generations_eval."})
+
+    share_prompts: str = field(
+        default="auto",
+        metadata={
+            "help": "Compute each prompt once for its completions, in generation, scoring and training. auto: wherever "
+            "that changes nothing; on: also where bringing the completions of a prompt into one micro-batch changes a "
+            "normaliser of the loss, and under sharded parameters; off."
+        },
+    )
 
     # Judge
     warmup_ratio: float | None = field(
@@ -141,6 +153,8 @@ class DAPOConfig(GRPOConfig):
             value = getattr(self, name)
             if value is not None and not (_is_number(value) and low <= value <= high):
                 raise ConfigError(f"{name} is {value!r}: give a number {meaning}.")
+        if self.share_prompts not in ("auto", "on", "off"):
+            raise ConfigError(f"share_prompts is {self.share_prompts!r}: give auto, on or off.")
         if self.temperature == 0:
             raise ConfigError(f"temperature is {self.temperature}: give a number above 0.")
         if self.loss_type not in _LOSS_TYPES:

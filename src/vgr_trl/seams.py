@@ -4,6 +4,7 @@ import inspect
 from importlib.metadata import version
 
 from packaging.version import Version
+from trl.trainer import grpo_trainer
 
 from vgr_trl.errors import UnsupportedTRLError
 
@@ -13,6 +14,7 @@ SEAMS = {
     "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
     "_compute_loss": ("model", "inputs"),
     "_generate_and_score_completions": ("inputs",),
+    "_generate_single_turn": (),
     "_get_per_token_logps_and_entropies": (
         "model",
         "input_ids",
@@ -22,11 +24,15 @@ SEAMS = {
         "compute_entropy",
     ),
     "_load_best_model": (),
+    "_prepare_inputs": ("generation_batch",),
     "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
     "_tokenize_prompts": ("prompts",),
     "log": ("logs", "start_time"),
 }
 
+
+# What ours replaces in the module of TRL's trainer while a batch is dealt to micro-batches.
+MODULE_SEAMS = ("shuffle_sequence_dict",)
 
 # What ours reads of a constructed trainer.
 ATTRIBUTES = ("_is_vlm", "_metrics", "num_generations", "num_generations_eval", "reward_func_names", "reward_weights")
@@ -55,6 +61,9 @@ def check_seams(trainer_class: type, installed: str | None = None) -> None:
     cure = f'install one of those: pip install "trl>={first},<{end}".'
     if not Version(first) <= Version(Version(installed).base_version) < Version(end):
         raise UnsupportedTRLError(f"{supported}; {cure}")
+    for name in MODULE_SEAMS:
+        if not hasattr(grpo_trainer, name):
+            raise UnsupportedTRLError(f"{supported}, and its module grpo_trainer has no {name}; {cure}")
     for name, expected in SEAMS.items():
         method = getattr(trainer_class, name, None)
         if method is None:

@@ -1,14 +1,17 @@
 """`DAPOTrainer`: TRL's `GRPOTrainer` with the stages of this library between its generation and its loss."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel
+from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.data_utils import prepare_multimodal_messages
+from trl.trainer import grpo_trainer
 
 from vgr_trl.checkpoints import load_weights
 from vgr_trl.config import DAPOConfig
@@ -20,6 +23,17 @@ from vgr_trl.rewards.groups import gather_groups, needed_columns
 from vgr_trl.rewards.schedule import RewardSchedule
 from vgr_trl.rewards.signatures import check_callable
 from vgr_trl.seams import check_attributes, check_seams
+from vgr_trl.sharing import (
+    Place,
+    SharingReport,
+    plan_sharing,
+    replaced,
+    share_prompts,
+    shuffle_by_group,
+    whole_groups,
+)
+
+logger = logging.get_logger(__name__)
 
 
 class DAPOTrainer(GRPOTrainer):
@@ -75,6 +89,10 @@ class DAPOTrainer(GRPOTrainer):
             self.train_dataset = self._without_long_prompts(self.train_dataset, limit, "train")
             self.eval_dataset = self._without_long_prompts(self.eval_dataset, limit, "eval")
         self._refuse_too_few_prompts()
+        self.sharing = plan_sharing(self)
+        self._sharing_report = SharingReport()
+        if self.accelerator.is_main_process:
+            logger.info(str(self.sharing))
 
     # Before the first generation
 
@@ -148,6 +166,32 @@ class DAPOTrainer(GRPOTrainer):
 
     # While training
 
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        """Add to TRL's: keep the completions of a prompt in one micro-batch where that changes nothing."""
+        if not self.sharing.regroups:
+            return super()._prepare_inputs(generation_batch)
+        with replaced(grpo_trainer, "shuffle_sequence_dict", shuffle_by_group):
+            return super()._prepare_inputs(generation_batch)
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        """Add to TRL's: compute each prompt once while generating."""
+        with self._shared(self.sharing.generation, self.model):
+            return super()._generate_single_turn(*args, **kwargs)
+
+    @contextmanager
+    def _shared(self, place: Place, model: Any, completion_length: int | None = None) -> Iterator[None]:
+        if place.reason_off is not None:
+            yield
+            return
+        agree = self._all_agree if self.sharing.sharded else None
+        with share_prompts(model, completion_length, agree=agree) as report:
+            yield
+        self._sharing_report.add(report)
+
+    def _all_agree(self, shares: bool) -> bool:
+        agreed = self.accelerator.gather(torch.tensor([shares], device=self.accelerator.device))
+        return bool(agreed.all())
+
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Add to TRL's: an empty list of images, which it knows, for rows with a null image, on which it fails."""
         if any(name in inputs[0] for name in IMAGE_COLUMNS) and not all(map(images_of, inputs)):
@@ -170,10 +214,28 @@ class DAPOTrainer(GRPOTrainer):
         total = self.state.max_steps
         return self._reward_schedule.early_steps(self.args.get_warmup_steps(total), total)
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        """Add to TRL's: keep the log-probabilities of a training pass for `_compute_loss`."""
-        logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        if torch.is_grad_enabled():
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Add to TRL's: compute each prompt once; keep the log-probabilities of a training pass for `_compute_loss`.
+
+        A pass without gradients runs in chunks of whole groups, so that there is something to share.
+        """
+        trains = torch.is_grad_enabled()
+        place = self.sharing.training if trains else self.sharing.scoring
+        if batch_size is not None and not trains and place.reason_off is None:
+            batch_size = whole_groups(batch_size, self._completions_per_prompt())
+        with self._shared(place, model, logits_to_keep):
+            logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
+            )
+        if trains:
             self._training_logps = logps.detach()
         return logps, entropies, aux_loss
 
@@ -204,6 +266,9 @@ class DAPOTrainer(GRPOTrainer):
                 f"reward_weights/{name}": weight
                 for name, weight in zip(self.reward_func_names, self.reward_weights.tolist(), strict=True)
             }
+            if self._sharing_report.rows:
+                logs["sharing/prompts_per_row"] = self._sharing_report.prompts_per_row
+                self._sharing_report = SharingReport()
             if self._streamed_prompts_too_long:
                 logs["data/prompts_too_long"] = self._streamed_prompts_too_long
         super().log(logs, start_time)

@@ -43,6 +43,7 @@ def describe_run(trainer: Any, source: str, checkpoint: str | None) -> list[tupl
         ("step", f"{args.per_device_train_batch_size} per device x {args.world_size} processes x "
                  f"{args.gradient_accumulation_steps} accumulated = {per_step} completions; a rollout serves "
                  f"{steps_per_rollout:g} steps"),
+        ("prompts", str(trainer.sharing)),
         ("steps", str(total_steps(trainer))),
         ("output", f"{args.output_dir}" + (f", continued from {checkpoint}" if checkpoint else "")),
     ]  # fmt: skip

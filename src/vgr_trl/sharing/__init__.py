@@ -4,11 +4,15 @@ from vgr_trl.sharing.backbone import has_active_dropout
 from vgr_trl.sharing.context import replaced, share_prompts
 from vgr_trl.sharing.fitness import why_not_share
 from vgr_trl.sharing.grouping import shuffle_by_group, whole_groups, why_not_regroup
+from vgr_trl.sharing.plan import Place, SharingPlan, plan_sharing
 from vgr_trl.sharing.report import SharingReport
 
 __all__ = [
+    "Place",
+    "SharingPlan",
     "SharingReport",
     "has_active_dropout",
+    "plan_sharing",
     "replaced",
     "share_prompts",
     "shuffle_by_group",

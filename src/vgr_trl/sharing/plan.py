@@ -1,0 +1,85 @@
+"""Where a trainer computes each prompt once for its completions, where it does not, and why."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from vgr_trl.sharing.backbone import has_active_dropout
+from vgr_trl.sharing.fitness import why_not_share
+from vgr_trl.sharing.grouping import why_not_regroup
+
+
+@dataclass(frozen=True)
+class Place:
+    """Generation, scoring or training; `reason_off` is None where prompts are shared."""
+
+    reason_off: str | None
+
+    def __str__(self) -> str:
+        return "on" if self.reason_off is None else f"off ({self.reason_off})"
+
+
+@dataclass(frozen=True)
+class SharingPlan:
+    """What `share_prompts` comes to in a run; printed as the one line that says so."""
+
+    mode: str
+    generation: Place
+    scoring: Place
+    training: Place
+    regroup_reason: str | None
+    regroups: bool
+    sharded: bool
+    dropout: bool
+
+    def __str__(self) -> str:
+        if self.mode == "off":
+            return "share_prompts=off"
+        together = "kept together" if self.regroups else f"shuffled ({self.regroup_reason})"
+        changed = f", although {self.regroup_reason}" if self.regroups and self.regroup_reason else ""
+        return (
+            f"share_prompts={self.mode}: generation {self.generation}, scoring {self.scoring}, training "
+            f"{self.training}; completions of a prompt {together}{changed}"
+            + ("; with dropout, the completions of a prompt share one mask over it" if self.dropout else "")
+        )
+
+
+def plan_sharing(trainer: Any) -> SharingPlan:
+    """Return where the constructed `trainer` shares prompts, by its option `share_prompts` and its model."""
+    mode = trainer.args.share_prompts
+    sharded = _is_sharded(trainer)
+    regroup_reason = why_not_regroup(
+        loss_type=trainer.loss_type,
+        entropy_bonus=trainer._entropy_bonus_enabled,
+        top_entropy_quantile=trainer.top_entropy_quantile,
+        router_loss=trainer.aux_loss_enabled,
+        steps_per_generation=trainer.args.steps_per_generation,
+        gradient_accumulation_steps=trainer.args.gradient_accumulation_steps,
+    )
+    everywhere = "share_prompts=off" if mode == "off" else None
+    if everywhere is None and sharded and mode == "auto":
+        everywhere = "sharded parameters, not tested on a GPU: share_prompts=on shares there too"
+    generation = everywhere
+    if generation is None and trainer.use_vllm:
+        generation = "vLLM shares prompts itself"
+    elif generation is None and trainer.use_transformers_continuous_batching:
+        generation = "continuous batching"
+    elif generation is None and sharded:
+        generation = "sharded parameters"
+    model = trainer.model
+    scoring = everywhere or why_not_share(model, gradients=False)
+    training = everywhere or why_not_share(model, gradients=True)
+    return SharingPlan(
+        mode=mode,
+        generation=Place(generation or why_not_share(model, gradients=False)),
+        scoring=Place(scoring),
+        training=Place(training),
+        regroup_reason=regroup_reason,
+        regroups=training is None and (regroup_reason is None or mode == "on"),
+        sharded=sharded,
+        dropout=mode != "off" and has_active_dropout(model),
+    )
+
+
+def _is_sharded(trainer: Any) -> bool:
+    plugin = trainer.args.deepspeed_plugin if trainer.is_deepspeed_enabled else None
+    return trainer.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3)
