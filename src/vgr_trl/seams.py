@@ -35,7 +35,16 @@ SEAMS = {
 MODULE_SEAMS = ("shuffle_sequence_dict",)
 
 # What ours reads of a constructed trainer.
-ATTRIBUTES = ("_is_vlm", "_metrics", "num_generations", "num_generations_eval", "reward_func_names", "reward_weights")
+ATTRIBUTES = (
+    "_is_vlm",
+    "_metrics",
+    "environment_factories",
+    "num_generations",
+    "num_generations_eval",
+    "reward_func_names",
+    "reward_weights",
+    "rollout_func",
+)
 
 
 def check_attributes(trainer: object) -> None:

@@ -80,11 +80,7 @@ class DAPOTrainer(GRPOTrainer):
         check_attributes(self)
 
         self._refuse_images_without_vision()
-        for dataset in (self.train_dataset, self.eval_dataset):
-            for part in dataset.values() if isinstance(dataset, dict) else [dataset]:
-                if (columns := getattr(part, "column_names", None)) is not None:
-                    for reward in self.reward_funcs:
-                        check_callable(reward, columns)
+        self._check_rewards()
         if (limit := args.max_prompt_length) is not None:
             self.train_dataset = self._without_long_prompts(self.train_dataset, limit, "train")
             self.eval_dataset = self._without_long_prompts(self.eval_dataset, limit, "eval")
@@ -116,6 +112,16 @@ class DAPOTrainer(GRPOTrainer):
                         f"{type(self.processing_class).__name__} reads text only: use a vision-language model with its "
                         "processor, or remove the column."
                     )
+
+    def _check_rewards(self) -> None:
+        """Refuse rewards that cannot be called with the columns; environments add columns of their own later."""
+        if self.environment_factories is not None or self.rollout_func is not None:
+            return
+        for dataset in (self.train_dataset, self.eval_dataset):
+            for part in dataset.values() if isinstance(dataset, dict) else [dataset]:
+                if (columns := getattr(part, "column_names", None)) is not None:
+                    for reward in self.reward_funcs:
+                        check_callable(reward, columns)
 
     def _without_long_prompts(self, dataset: Any, limit: int, name: str) -> Any:
         if isinstance(dataset, dict):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerationMode
+from transformers.generation import GenerationMixin, GenerationMode
 
 from vgr_trl.sharing.cut import refuse_uneven_prompts
 from vgr_trl.sharing.fitness import refuse_token_types, refuse_unfit_model
@@ -17,6 +17,7 @@ from vgr_trl.sharing.images import IMAGE_INPUTS, is_image_token, rows_of_images
 from vgr_trl.sharing.report import CannotShare, SharingReport
 
 _PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+_GENERATE = GenerationMixin.generate
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
@@ -67,6 +68,7 @@ class SharedGeneration:
 
     def _groups(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[int], int]:
         """The inputs by name, the prompt of every row to be generated, and the rows to be generated per input row."""
+        self._refuse_unfit_model()
         inputs = dict(kwargs)
         if len(args) > 1 or (args and ("input_ids" in inputs or "inputs" in inputs)):
             raise CannotShare("positional arguments of generate")
@@ -85,7 +87,6 @@ class SharedGeneration:
             if inputs.get(name) is not None:
                 raise CannotShare(name)
         copies = self._refuse_unfit_config(inputs)
-        self._refuse_unfit_model()
         refuse_token_types(inputs, self.model.config)
         is_image = is_image_token(ids, self.model.config)
         pixels = rows_of_images(inputs, is_image)
@@ -102,6 +103,8 @@ class SharedGeneration:
         return inputs, groups, copies
 
     def _refuse_unfit_model(self) -> None:
+        if getattr(self.plain, "__func__", None) is not _GENERATE:
+            raise CannotShare("a generate that is not that of transformers")
         refuse_unfit_model(self.forward.base, gradients=False)
         if any(module.training and getattr(module, "gradient_checkpointing", False) for module in self.model.modules()):
             raise CannotShare("generate with gradient checkpointing on")
