@@ -2,7 +2,7 @@
 
 python benchmarks/easy_vqa.py --data ../shared/data/easy_vqa --seeds 0 1 2 --threads 1
 
-Writes `results/easy_vqa.md` and `results/easy_vqa.json` after each seed.
+Writes `results/easy_vqa.md` and `results/easy_vqa.json`.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,24 +40,34 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("../shared/data/easy_vqa"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=140)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--jobs", type=int, default=1, help="seeds at a time")
     parser.add_argument("--run", type=Path, help="run one seed here and leave everything in this folder")
     flags = parser.parse_args()
     if flags.run:
         run_seed(flags.seeds[0], flags.threads, flags.steps, flags.data, flags.run)
         return
-    runs: list[dict[str, Any]] = []
-    for seed in flags.seeds:
-        with tempfile.TemporaryDirectory() as folder:
-            arguments = {"--data": flags.data, "--seeds": seed, "--threads": flags.threads, "--steps": flags.steps}
-            command = [sys.executable, __file__, *(str(part) for pair in arguments.items() for part in pair)]
-            environment = {**os.environ, "OMP_NUM_THREADS": str(flags.threads)}
-            subprocess.run([*command, "--run", folder], env=environment, check=True)
-            runs.append(json.loads((Path(folder) / "easy_vqa.json").read_text()))
-        RESULTS.mkdir(exist_ok=True)
-        machine = describe_machine(flags.threads)
-        (RESULTS / "easy_vqa.json").write_text(json.dumps({"machine": machine, "runs": runs}, indent=2) + "\n")
-        (RESULTS / "easy_vqa.md").write_text(report(runs, machine, flags.steps))
+    with ThreadPoolExecutor(flags.jobs) as pool:
+        runs = list(pool.map(lambda seed: run_in_process(seed, flags), flags.seeds))
+    write_results(runs, flags.threads, flags.steps)
+
+
+def run_in_process(seed: int, flags: argparse.Namespace) -> dict[str, Any]:
+    """Run one seed in a process of its own and return its numbers."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = {"--data": flags.data, "--seeds": seed, "--threads": flags.threads, "--steps": flags.steps}
+        command = [sys.executable, __file__, *(str(part) for pair in arguments.items() for part in pair)]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(flags.threads)}
+        subprocess.run([*command, "--run", folder], env=environment, check=True)
+        return json.loads((Path(folder) / "easy_vqa.json").read_text())
+
+
+def write_results(runs: list[dict[str, Any]], threads: int, steps: int) -> None:
+    """Write the numbers of all runs and their tables."""
+    RESULTS.mkdir(exist_ok=True)
+    machine = describe_machine(threads)
+    (RESULTS / "easy_vqa.json").write_text(json.dumps({"machine": machine, "runs": runs}, indent=2) + "\n")
+    (RESULTS / "easy_vqa.md").write_text(report(runs, machine, steps))
 
 
 def run_seed(seed: int, threads: int, steps: int, data: Path, folder: Path) -> None:
@@ -114,7 +125,9 @@ def report(runs: list[dict[str, Any]], machine: dict[str, Any], steps: int) -> s
         f"start (seeds {names}). {first['questions']} questions about test images, as many of each answer family (in "
         f"the data, six in seven are yes or no), {first['k']} samples each at temperature 1. Commonest: the share that "
         "the family's commonest train answer gets right; to the question: the commonest to that very question, the "
-        "most that can be had without looking (most colours that are asked for are absent).",
+        "most that can be had without looking (most colours that are asked for are absent). Half of the warm start's "
+        "rows show the image of another row, so that what the model samples stays diverse enough to reinforce; it "
+        "stops at 0.49 on validation questions about other train images.",
         "",
         "Data: easy-VQA, MIT, © 2019 Victor Zhou (vzhou842/easy-VQA).",
         "",

@@ -7,6 +7,7 @@ from safetensors.torch import save_file
 
 from vgr_trl.cli.run_folder import (
     claim,
+    claim_again,
     complete_checkpoints,
     refuse_finished,
     resolve_checkpoint,
@@ -135,3 +136,14 @@ def test_a_finished_run_is_not_trained_one_step_too_far(tmp_path):
     refuse_finished(None, 4)
     with pytest.raises(ConfigError, match="was saved at step 4 of 4; raise max_steps"):
         refuse_finished(str(path), 4)
+
+
+def test_a_demo_may_be_repeated_in_its_own_folder_only(tmp_path):
+    claim_again(tmp_path, {"command": "demo"})
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match="holds another run \\(model.safetensors\\): choose another output_dir"):
+        claim_again(tmp_path, {"command": "demo"})
+    write_identity(tmp_path, {"command": "demo"})
+    claim_again(tmp_path, {"command": "demo"})
+    with pytest.raises(ConfigError, match="cannot be written to"):
+        claim_again(tmp_path / "model.safetensors", {"command": "demo"})

@@ -16,6 +16,7 @@ from rich.table import Table
 from transformers import ProgressCallback
 from transformers.utils import logging
 
+from vgr_trl.cli.run_folder import claim_again, write_identity
 from vgr_trl.config import DAPOConfig
 from vgr_trl.data.prompts import build_prompt
 from vgr_trl.demo.shapes import draw_questions
@@ -26,6 +27,7 @@ from vgr_trl.rewards import accuracy_reward, think_format_reward
 from vgr_trl.trainer import DAPOTrainer
 
 Rows = list[dict[str, Any]]
+IDENTITY = {"command": "demo"}  # a demo may be run again in its own folder, not in another run's
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=Options.steps, help=f"of reinforcement (default {Options.steps})")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1; see set_up_process)")
     flags = parser.parse_args(argv)
+    claim_again(flags.output_dir, IDENTITY)
+    write_identity(flags.output_dir, IDENTITY)
     comparison = run_demo(Options(seed=flags.seed, steps=flags.steps, threads=flags.threads), flags.output_dir)
     return 0 if comparison.rose else 1
 

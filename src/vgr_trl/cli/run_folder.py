@@ -130,11 +130,7 @@ def claim(output_dir: Path, identity: dict[str, Any], resume: str | None) -> Non
     Raises:
         ConfigError: naming what is there, or what differs.
     """
-    for folder in (output_dir, *output_dir.parents):
-        if folder.exists():
-            if not folder.is_dir() or not os.access(folder, os.W_OK):
-                raise ConfigError(f"output_dir {output_dir} cannot be written to: choose a folder.")
-            break
+    _refuse_unwritable(output_dir)
     previous = output_dir / RUN_FILE
     if resume is None:
         if traces := _traces(output_dir):
@@ -149,6 +145,28 @@ def claim(output_dir: Path, identity: dict[str, Any], resume: str | None) -> Non
                     f"output_dir {output_dir} holds a run with {name} {before!r}, but {identity[name]!r} was given: "
                     "continue it with the same, or choose another output_dir."
                 )
+
+
+def claim_again(output_dir: Path, identity: dict[str, Any]) -> None:
+    """Refuse a folder that cannot be written to or holds another run than one of `identity`, which may be repeated.
+
+    Raises:
+        ConfigError: naming what is there.
+    """
+    _refuse_unwritable(output_dir)
+    run_file = output_dir / RUN_FILE
+    if (traces := _traces(output_dir)) and not (run_file.exists() and _read(run_file) == identity):
+        raise ConfigError(
+            f"output_dir {output_dir} holds another run ({traces[0].name}): choose another output_dir, or empty it."
+        )
+
+
+def _refuse_unwritable(output_dir: Path) -> None:
+    for folder in (output_dir, *output_dir.parents):
+        if folder.exists():
+            if not folder.is_dir() or not os.access(folder, os.W_OK):
+                raise ConfigError(f"output_dir {output_dir} cannot be written to: choose a folder.")
+            return
 
 
 def _traces(output_dir: Path) -> list[Path]:
