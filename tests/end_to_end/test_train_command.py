@@ -122,6 +122,9 @@ def test_another_run_in_the_folder_is_refused_and_resume_continues_it(model_fold
         (["--config", "/nowhere.yaml"], "No such file or directory: '/nowhere.yaml'"),
         (["--dataset_streaming", "--max_steps", "-1"], "so the number of steps is not known: give max_steps"),
         (["--model_name_or_path", "/nowhere/model"], "/nowhere/model cannot be loaded"),
+        (["--use_peft", "--lora_target_modules", "nonsense"], "nonsense"),
+        (["--attn_implementation", "bogus"], "bogus"),
+        (["--config"], "--config is given without a file"),
         (["--max_train_rows", "0"], "max_train_rows is 0: give an integer of at least 1"),
         (["--warmup_ratio", "2"], "warmup_ratio is 2.0: give a share of all steps in [0, 1)"),
     ],
@@ -133,6 +136,23 @@ def test_bad_input_is_one_sentence_and_trains_nothing(model_folder, question_fil
     assert message in error
     assert "Traceback" not in error
     assert not (output / "trainer_state.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--output_file", "/proc/numbers.json"], "output_file is /proc/numbers.json, which cannot be written"),
+        (["--group_by", "famly"], "group_by is 'famly': give one of the columns"),
+        (["--temperature", "0"], "temperature is 0.0: give a number above 0"),
+        (["--dtype", "float8"], "dtype is 'float8': give one of auto, bfloat16, float16, float32"),
+        (["--model_name_or_path", "/nowhere/model"], "/nowhere/model cannot be loaded"),
+        (["--dataset_test_split", "validation"], "but the split 'validation' is asked for"),
+    ],
+)
+def test_bad_input_to_evaluate_is_one_sentence(model_folder, question_files, capsys, more, message):
+    fixed = ["--model_name_or_path", str(model_folder), "--data_files", question_files]
+    assert main(["evaluate", *fixed, *more]) == 1
+    assert message in capsys.readouterr().err
 
 
 def test_the_help_lists_commands_and_an_unknown_one_is_named(capsys):

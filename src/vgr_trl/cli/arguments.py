@@ -1,10 +1,12 @@
 """Flags that are not options of the trainer: which data, which rewards."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
+from pyarrow.lib import ArrowException
 from trl import TrlParser
 
 from vgr_trl.errors import ConfigError, VGRError
@@ -25,6 +27,26 @@ def parse(groups: Sequence[Any], command: str, argv: Sequence[str] | None) -> tu
         raise
     except (ValueError, TypeError, OSError, yaml.YAMLError) as error:
         raise ConfigError(str(error)) from error
+
+
+@contextmanager
+def one_sentence() -> Iterator[None]:
+    """Turn what the libraries below refuse before any work is done into a `ConfigError` of their words."""
+    try:
+        yield
+    except VGRError:
+        raise
+    except (
+        ArrowException,
+        AttributeError,
+        ImportError,
+        KeyError,
+        OSError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise ConfigError(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}") from error
 
 
 @dataclass

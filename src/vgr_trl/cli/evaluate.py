@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from vgr_trl.cli.arguments import DataArguments, parse
+from vgr_trl.cli.arguments import DataArguments, one_sentence, parse
 from vgr_trl.cli.loading import load_for_inference, load_rows
 from vgr_trl.data.schema import report_skipped
 from vgr_trl.errors import ConfigError
@@ -66,15 +66,17 @@ def run(data: DataArguments, options: EvaluationArguments) -> Evaluation:
         raise ConfigError("model_name_or_path is missing: give a checkpoint folder, an adapter folder or a hub name.")
     if data.dataset_streaming:
         raise ConfigError("dataset_streaming is on, but evaluate reads a whole split: remove the flag.")
-    rows, left_out = load_rows(data, data.dataset_test_split, needs_solution=True, limit=data.max_test_rows)
+    with one_sentence():
+        rows, left_out = load_rows(data, data.dataset_test_split, needs_solution=True, limit=data.max_test_rows)
     if left_out:
         report_skipped(left_out, Path(options.output_file or "evaluate.json").with_suffix(".skipped.jsonl"))
-    model, processor = load_for_inference(
-        options.model_name_or_path,
-        dtype=options.dtype,
-        revision=options.model_revision,
-        trust_remote_code=options.trust_remote_code,
-    )
+    with one_sentence():
+        model, processor = load_for_inference(
+            options.model_name_or_path,
+            dtype=options.dtype,
+            revision=options.model_revision,
+            trust_remote_code=options.trust_remote_code,
+        )
     return evaluate(
         model,
         processor,

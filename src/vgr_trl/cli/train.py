@@ -3,22 +3,21 @@
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
-from vgr_trl.cli.arguments import DataArguments, RewardArguments, parse
+from vgr_trl.cli.arguments import DataArguments, RewardArguments, one_sentence, parse
 from vgr_trl.cli.loading import load_processor, load_rows
 from vgr_trl.cli.plan import describe_run, print_plan, total_steps
 from vgr_trl.cli.run_folder import claim, refuse_finished, resolve_checkpoint, resume_mode, write_identity
 from vgr_trl.config import DAPOConfig
 from vgr_trl.data.load import parse_data_files
 from vgr_trl.data.schema import append_skipped, report_skipped
-from vgr_trl.errors import ConfigError, DataError, VGRError
+from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.rewards import accuracy_reward, load_rewards
 from vgr_trl.trainer import DAPOTrainer
 
@@ -45,7 +44,7 @@ def train(data: DataArguments, rewards: RewardArguments, config: DAPOConfig, mod
     claim(output_dir, identity, resume)
     checkpoint = resolve_checkpoint(resume, output_dir)
 
-    with _one_sentence():
+    with one_sentence():
         trainer = _build_trainer(data, rewards, config, model)
     refuse_finished(checkpoint, total_steps(trainer))
     if trainer.accelerator.is_main_process:
@@ -124,17 +123,6 @@ def _build_trainer(
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(_lora_modules(model)),
     )
-
-
-@contextmanager
-def _one_sentence() -> Iterator[None]:
-    """Turn what TRL, transformers and PEFT refuse while the trainer is built into a `ConfigError` of their words."""
-    try:
-        yield
-    except VGRError:
-        raise
-    except (ValueError, TypeError, OSError, ImportError, KeyError, AttributeError, RuntimeError) as error:
-        raise ConfigError(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}") from error
 
 
 def _source(data: DataArguments) -> str:
