@@ -101,27 +101,29 @@ class DAPOTrainer(GRPOTrainer):
     def _completions_per_prompt(self) -> int:
         return self.num_generations if self.model.training else self.num_generations_eval
 
-    def _refuse_images_without_vision(self) -> None:
-        if self._is_vlm:
-            return
+    def _named_datasets(self) -> Iterator[tuple[str, Any]]:
+        """The train data and every part of the eval data, with a name for messages."""
         for name, dataset in (("train", self.train_dataset), ("eval", self.eval_dataset)):
-            for part in dataset.values() if isinstance(dataset, dict) else [dataset]:
-                if part is not None and (columns := image_columns(part)):
-                    raise ConfigError(
-                        f"The {name} data has a column `{columns[0]}`, but {type(self.model).__name__} with "
-                        f"{type(self.processing_class).__name__} reads text only: use a vision-language model with its "
-                        "processor, or remove the column."
-                    )
+            parts = dataset.values() if isinstance(dataset, dict) else [dataset]
+            yield from ((name, part) for part in parts if part is not None)
+
+    def _refuse_images_without_vision(self) -> None:
+        for name, dataset in self._named_datasets():
+            if not self._is_vlm and (columns := image_columns(dataset)):
+                raise ConfigError(
+                    f"The {name} data has a column `{columns[0]}`, but {type(self.model).__name__} with "
+                    f"{type(self.processing_class).__name__} reads text only: use a vision-language model with its "
+                    "processor, or remove the column."
+                )
 
     def _check_rewards(self) -> None:
         """Refuse rewards that cannot be called with the columns; environments add columns of their own later."""
         if self.environment_factories is not None or self.rollout_func is not None:
             return
-        for dataset in (self.train_dataset, self.eval_dataset):
-            for part in dataset.values() if isinstance(dataset, dict) else [dataset]:
-                if (columns := getattr(part, "column_names", None)) is not None:
-                    for reward in self.reward_funcs:
-                        check_callable(reward, columns)
+        for _, dataset in self._named_datasets():
+            if (columns := getattr(dataset, "column_names", None)) is not None:
+                for reward in self.reward_funcs:
+                    check_callable(reward, columns)
 
     def _without_long_prompts(self, dataset: Any, limit: int, name: str) -> Any:
         if isinstance(dataset, dict):
