@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 .PHONY: help demo test lint types tests clean FORCE
 
 help:
-	@echo "make demo   train the embedded vision-language model and show accuracy before and after (about 5 minutes)"
+	@echo "make demo   train the embedded vision-language model and show accuracy before and after (one to five minutes)"
 	@echo "make test   lint, types, tests"
 	@echo "Another torch: make demo TORCH=torch    Another interpreter: make demo PYTHON=python3.12"
 

@@ -1,7 +1,6 @@
 """`vgr-trl demo`: warm-start a tiny vision-language model, train it with `DAPOTrainer`, compare before and after."""
 
 import argparse
-import json
 import time
 import warnings
 from collections.abc import Sequence
@@ -12,10 +11,10 @@ from typing import Any
 import torch
 from datasets import Dataset, disable_progress_bars
 from rich.console import Console
-from rich.table import Table
 from transformers import ProgressCallback
 from transformers.utils import logging
 
+from vgr_trl.cli.demo_report import Comparison, comparison_table, write_metrics
 from vgr_trl.cli.run_folder import claim_again, write_identity
 from vgr_trl.config import DAPOConfig
 from vgr_trl.data.prompts import build_prompt
@@ -64,21 +63,6 @@ class Options:
     threads: int = 1
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """What was measured before and after reinforcement, with the images and with blank ones."""
-
-    before: Evaluation
-    after: Evaluation
-    blank_before: Evaluation
-    blank_after: Evaluation
-
-    @property
-    def rose(self) -> bool:
-        """Whether sampled accuracy on held-out questions rose."""
-        return (self.after.mean_at_k or 0.0) > (self.before.mean_at_k or 0.0)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; return 0 if held-out accuracy rose, else 1."""
     parser = argparse.ArgumentParser(prog="vgr-trl demo", description=__doc__)
@@ -114,7 +98,7 @@ def run(questions: Questions, options: Options, output_dir: Path) -> Comparison:
     after, blank_after = measure(model, processor, questions.test, options)
     comparison = Comparison(before, after, blank_before, blank_after)
     seconds["total"] = time.monotonic() - started
-    write_metrics(comparison, options, seconds, output_dir)
+    write_metrics(comparison, asdict(options), seconds, output_dir)
     console = Console()
     console.print(comparison_table(comparison))
     console.print(f"{seconds['total']:.0f} s. Model, metrics and rollouts are in {output_dir}.")
@@ -269,35 +253,3 @@ class ReinforceBar(ProgressCallback):
         """Show the reward."""
         if self.training_bar is not None and logs and "reward" in logs:
             self.training_bar.set_postfix(reward=f"{logs['reward']:.2f}", refresh=False)
-
-
-def write_metrics(comparison: Comparison, options: Options, seconds: dict[str, float], output_dir: Path) -> None:
-    """Write `metrics.json`: options, seconds and every number of the comparison."""
-    metrics = {
-        "options": asdict(options),
-        "seconds": {name: round(value, 1) for name, value in seconds.items()},
-        "rose": comparison.rose,
-        **{name: getattr(comparison, name).to_dict() for name in ("before", "after", "blank_before", "blank_after")},
-    }
-    (output_dir / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
-
-
-def comparison_table(comparison: Comparison) -> Table:
-    """Return accuracy, accuracy with blank images and format, before and after."""
-    before, after = comparison.before, comparison.after
-    blank_before, blank_after = comparison.blank_before, comparison.blank_after
-    table = Table(title=f"{before.questions} held-out questions, {before.k} samples each")
-    for column in ("", "before", "after"):
-        table.add_column(column, justify="right" if column else "left")
-    for name, old, new in (
-        ("accuracy, greedy", before.accuracy, after.accuracy),
-        ("accuracy, sampled", before.mean_at_k, after.mean_at_k),
-        ("accuracy, image blanked, sampled", blank_before.mean_at_k, blank_after.mean_at_k),
-        ("format, sampled", before.format_sampled, after.format_sampled),
-        *(
-            (f"  {family}, sampled", scores.mean_at_k, after.groups[family].mean_at_k)
-            for family, scores in before.groups.items()
-        ),
-    ):
-        table.add_row(name, f"{old:.3f}", f"{new:.3f}")
-    return table
