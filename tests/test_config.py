@@ -43,7 +43,7 @@ def test_aliases_set_the_fields_they_stand_for(tmp_path):
         ({"temperature": None, "top_p": 2.0}, "top_p is 2.0: give a number in (0, 1]."),
         ({"top_k": -1}, "top_k is -1: give a number of at least 0, where 0 keeps all tokens."),
         ({"learning_rate": float("nan")}, "learning_rate is nan: give a number of at least 0."),
-        ({"loss_type": "bogus"}, "loss_type is 'bogus': give one of dapo, grpo, dr_grpo"),
+        ({"loss_type": "bogus"}, "loss_type is 'bogus': give dapo, grpo, dr_grpo"),
         ({"num_iterations": 0}, "num_iterations is 0: give an integer of at least 1."),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0: give an integer of at least 1."),
         ({"max_prompt_length": "50"}, "max_prompt_length is '50': give an integer of at least 1."),

@@ -1,13 +1,13 @@
 """Every option of the trainer, grouped by the stage that it steers."""
 
-import math
 from dataclasses import dataclass, field
-from numbers import Integral, Real
-from typing import Any
+from numbers import Integral
 
 from trl import GRPOConfig
 
 from vgr_trl.errors import ConfigError
+from vgr_trl.options import ChooseOptions, CreditOptions, MeasureOptions, PerceiveOptions
+from vgr_trl.options.ranges import check_choice, check_integer, check_number, is_number
 
 _WHOLE_NUMBERS = (
     "max_prompt_length", "max_completion_length", "num_generations_eval", "num_iterations", "steps_per_generation",
@@ -23,16 +23,14 @@ _RANGES = {
     "top_p": (1e-9, 1, "in (0, 1]"),
     "top_k": (0, _LARGEST, "of at least 0, where 0 keeps all tokens"),
 }
+_RATIO_LOSSES = ("dapo", "grpo", "dr_grpo", "bnpo", "sapo", "luspo")
 _LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-
-
 @dataclass
-class DAPOConfig(GRPOConfig):
-    """Options of `DAPOTrainer`: those of TRL's `GRPOConfig`, with the defaults of DAPO, and the ones below.
+class DAPOConfig(ChooseOptions, CreditOptions, PerceiveOptions, MeasureOptions, GRPOConfig):
+    """Options of `DAPOTrainer`: those of TRL's `GRPOConfig`, with the defaults of DAPO, those of the stages
+    (`MeasureOptions`, `PerceiveOptions`, `CreditOptions`, `ChooseOptions`), and the ones below.
 
     Changed defaults: `epsilon_high=0.28` (DAPO's clip-higher; https://huggingface.co/papers/2503.14476). TRL's own
     defaults already are `loss_type="dapo"` and `beta=0.0`.
@@ -120,6 +118,11 @@ class DAPOConfig(GRPOConfig):
     def __post_init__(self) -> None:
         self._resolve_aliases()
         self._check_ranges()
+        self.check_measure()
+        self.check_perceive()
+        self.check_credit()
+        self.check_choose()
+        self._refuse_ignored_credit()
         super().__post_init__()
 
     @property
@@ -136,7 +139,7 @@ class DAPOConfig(GRPOConfig):
                 )
             self.num_generations_eval = self.eval_num_generations
         if self.warmup_ratio is not None:
-            if not _is_number(self.warmup_ratio) or not 0 <= self.warmup_ratio < 1:
+            if not is_number(self.warmup_ratio) or not 0 <= self.warmup_ratio < 1:
                 raise ConfigError(f"warmup_ratio is {self.warmup_ratio}: give a share of all steps in [0, 1).")
             if self.warmup_steps not in (0, self.warmup_ratio):
                 raise ConfigError(
@@ -144,21 +147,26 @@ class DAPOConfig(GRPOConfig):
                 )
             self.warmup_steps = self.warmup_ratio
 
+    def _refuse_ignored_credit(self) -> None:
+        if self.importance_sampling_level == "sequence" and self.shapes_tokens and self.loss_type in _RATIO_LOSSES:
+            raise ConfigError(
+                f"importance_sampling_level is sequence with loss_type {self.loss_type}: the gradient would ignore "
+                "token weights and filters, so use importance_sampling_level token, or loss_type cispo or vespo."
+            )
+
     def _check_ranges(self) -> None:
         for name in _WHOLE_NUMBERS:
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
-                raise ConfigError(f"{name} is {value!r}: give an integer of at least 1.")
+            if value is not None:
+                check_integer(name, value, 1)
         for name, (low, high, meaning) in _RANGES.items():
             value = getattr(self, name)
-            if value is not None and not (_is_number(value) and low <= value <= high):
-                raise ConfigError(f"{name} is {value!r}: give a number {meaning}.")
-        if self.share_prompts not in ("auto", "on", "off"):
-            raise ConfigError(f"share_prompts is {self.share_prompts!r}: give auto, on or off.")
+            if value is not None:
+                check_number(name, value, low, high, meaning)
+        check_choice("share_prompts", self.share_prompts, ("auto", "on", "off"))
         if self.temperature == 0:
             raise ConfigError(f"temperature is {self.temperature}: give a number above 0.")
-        if self.loss_type not in _LOSS_TYPES:
-            raise ConfigError(f"loss_type is {self.loss_type!r}: give one of {', '.join(_LOSS_TYPES)}.")
+        check_choice("loss_type", self.loss_type, _LOSS_TYPES)
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
             raise ConfigError(
                 f"max_steps is {self.max_steps} and num_train_epochs {self.num_train_epochs}, so nothing would be "
