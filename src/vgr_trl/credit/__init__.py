@@ -1,0 +1,24 @@
+"""Which tokens get the credit: from one advantage per completion to one per token, and the loss terms beside them."""
+
+from vgr_trl.credit.collapse import coefficient_warning, collapse_warning
+from vgr_trl.credit.filters import top_fraction_mask
+from vgr_trl.credit.perception_loss import entropy_penalty, perception_divergence, perception_loss, surprisal
+from vgr_trl.credit.shaping import shape_advantages
+from vgr_trl.credit.token_weights import dependency_weights, token_weights
+from vgr_trl.credit.trajectory import trajectory_scale
+from vgr_trl.options.credit import CreditOptions
+
+__all__ = [
+    "CreditOptions",
+    "coefficient_warning",
+    "collapse_warning",
+    "dependency_weights",
+    "entropy_penalty",
+    "perception_divergence",
+    "perception_loss",
+    "shape_advantages",
+    "surprisal",
+    "token_weights",
+    "top_fraction_mask",
+    "trajectory_scale",
+]

@@ -1,0 +1,42 @@
+"""What each token saw: attention to the image and to the instruction, and dependence on the image."""
+
+from vgr_trl.signals.attention import AttentionProbe
+from vgr_trl.signals.measured import AttentionMass, RolloutSignals
+from vgr_trl.signals.metrics import (
+    attention_efficiency_index,
+    mdi_balance,
+    split_layers,
+    token_vision_gain_ratio,
+    vision_gain_ratio,
+)
+from vgr_trl.signals.modality import ModalityMasks, build_modality_masks
+from vgr_trl.signals.perception import visual_dependency
+from vgr_trl.signals.perturbation import (
+    add_gaussian_noise,
+    blacken_patches,
+    gaussian_blur,
+    mask_image,
+    perturb_images,
+)
+from vgr_trl.signals.rollout import RolloutMeasurement, Wanted
+
+__all__ = [
+    "AttentionMass",
+    "AttentionProbe",
+    "ModalityMasks",
+    "RolloutMeasurement",
+    "RolloutSignals",
+    "Wanted",
+    "add_gaussian_noise",
+    "attention_efficiency_index",
+    "blacken_patches",
+    "build_modality_masks",
+    "gaussian_blur",
+    "mask_image",
+    "mdi_balance",
+    "perturb_images",
+    "split_layers",
+    "token_vision_gain_ratio",
+    "vision_gain_ratio",
+    "visual_dependency",
+]

@@ -1,0 +1,40 @@
+"""The language model inside a model, and whether its attention can be measured."""
+
+from typing import Any
+
+from torch import nn
+
+from vgr_trl.errors import ConfigError
+from vgr_trl.sharing.backbone import causal_model
+
+SUPPORTED = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
+
+
+def find_decoder(model: Any) -> nn.Module:
+    """Return the language model of a transformers model, also a wrapped one (DDP, DeepSpeed, PEFT)."""
+    inside: Any = causal_model(model)
+    decoder = inside.get_decoder() if hasattr(inside, "get_decoder") else None
+    return inside if decoder is None else decoder
+
+
+def layer_index(module: Any) -> int | None:
+    """Return the number of the decoder layer that an attention module belongs to; None for vision towers."""
+    index = getattr(module, "layer_idx", None)
+    return index if isinstance(index, int) else None
+
+
+def why_not_measurable(model: Any) -> str | None:
+    """Return why the attention of `model` cannot be measured, None if it can."""
+    decoder = find_decoder(model)
+    used = getattr(getattr(decoder, "config", None), "_attn_implementation", None)
+    if used not in SUPPORTED:
+        return f"the attention implementation is {used!r}; load the model with one of {', '.join(SUPPORTED)}."
+    if all(layer_index(module) is None for module in decoder.modules()):
+        return f"{type(decoder).__name__} has no layers with a layer_idx."
+    return None
+
+
+def refuse_unmeasurable(model: Any) -> None:
+    """Raise `ConfigError` unless the attention of `model` can be measured."""
+    if (why := why_not_measurable(model)) is not None:
+        raise ConfigError(f"Attention cannot be measured: {why}")

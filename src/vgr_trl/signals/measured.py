@@ -1,0 +1,43 @@
+"""What a scoring pass has measured for the completions of a rollout batch."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class AttentionMass:
+    """Attention of the emitting queries on the prompt's vision and instruction tokens, summed over keys.
+
+    Attributes:
+        vision: (L, N, T) float32 in [0, 1], mean over heads of the attention on all vision tokens together.
+        instruction: (L, N, T) float32 in [0, 1], likewise on all instruction tokens.
+        num_vision: (N,) int, vision tokens of each row's prompt.
+        num_instruction: (N,) int, instruction tokens of each row's prompt.
+        mask: (N, T) bool, completion tokens that count in the loss.
+    """
+
+    vision: torch.Tensor
+    instruction: torch.Tensor
+    num_vision: torch.Tensor
+    num_instruction: torch.Tensor
+    mask: torch.Tensor
+
+
+@dataclass
+class RolloutSignals:
+    """Signals of N completions of T tokens, under the policy that generated them.
+
+    Attributes:
+        logps: (N, T) float32, log-probabilities of the completion tokens.
+        entropies: (N, T) float32, in nats.
+        mask: (N, T) bool, completion tokens that count in the loss.
+        attention: attention mass; None if it was not measured.
+        dependency: (N, T) float32 in [0, 10], `visual_dependency` of the tokens; None if it was not measured.
+    """
+
+    logps: torch.Tensor
+    entropies: torch.Tensor
+    mask: torch.Tensor
+    attention: AttentionMass | None = None
+    dependency: torch.Tensor | None = None

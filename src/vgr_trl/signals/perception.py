@@ -1,0 +1,31 @@
+"""How much each generated token depends on what the image shows."""
+
+import torch
+
+from vgr_trl.errors import DataError
+
+
+def visual_dependency(logps: torch.Tensor, perturbed_logps: torch.Tensor) -> torch.Tensor:
+    """Return the visual dependency of each token, in [0, 10]: 0 where the image made no difference.
+
+    With d = clamp(perturbed log-probability - original log-probability, -20, 20), it is clamp(e^d - d - 1, 0, 10), an
+    estimate of the KL divergence between the two distributions (VPPO, https://huggingface.co/papers/2510.09285).
+
+    Args:
+        logps: (N, T), log-probabilities of the tokens given the image.
+        perturbed_logps: (N, T), of the same tokens given the perturbed image, under the same policy.
+
+    Returns:
+        (N, T) float32. NaN (undefined) where one of the two is NaN, or both are the same infinity. Gradients flow into
+        both arguments, except where the value is clamped.
+
+    Raises:
+        DataError: the shapes differ.
+    """
+    if logps.shape != perturbed_logps.shape:
+        raise DataError(
+            f"visual_dependency got log-probabilities of shape {tuple(logps.shape)} and perturbed ones of shape "
+            f"{tuple(perturbed_logps.shape)}: give both for the same N completions of T tokens."
+        )
+    difference = (perturbed_logps.float() - logps.float()).clamp(-20, 20)  # (N, T)
+    return (torch.expm1(difference) - difference).clamp(0, 10)

@@ -1,0 +1,132 @@
+"""What is measured of the rollout batch at hand, from its prompts to its signals."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+
+from vgr_trl.signals.attention import AttentionProbe
+from vgr_trl.signals.columns import SIGNAL_COLUMNS
+from vgr_trl.signals.measured import AttentionMass, RolloutSignals
+from vgr_trl.signals.modality import build_modality_masks
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a rollout batch is measured for; empty tuples: nothing.
+
+    Attributes:
+        attention: names of the options and rewards that need attention mass.
+        entropies: names of those that need entropies.
+        dependency: names of those that need the dependency on the image.
+        logps: names of those that need the log-probabilities of the policy that generated.
+    """
+
+    attention: tuple[str, ...] = ()
+    entropies: tuple[str, ...] = ()
+    dependency: tuple[str, ...] = ()
+    logps: tuple[str, ...] = ()
+
+    @property
+    def scoring(self) -> bool:
+        """Whether a pass over the rollout batch is needed."""
+        return bool(self.attention or self.entropies or self.dependency or self.logps)
+
+
+class RolloutMeasurement:
+    """Keeps, while a rollout batch is made, its prompts and the signals of its completions.
+
+    Args:
+        wanted: what to measure.
+        vision_token_ids: placeholder tokens of images and videos.
+        special_token_ids: tokens that belong to no modality.
+    """
+
+    def __init__(self, wanted: Wanted, vision_token_ids: Sequence[int], special_token_ids: Sequence[int]) -> None:
+        self.wanted = wanted
+        self.vision_token_ids, self.special_token_ids = tuple(vision_token_ids), tuple(special_token_ids)
+        self.active = False
+        self.messages: Any = None
+        self.prompts: Any = None
+        self.signals: Any = None
+        self.generated_mass: AttentionMass | None = None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that rewards get beside those of the data."""
+        return (*SIGNAL_COLUMNS, "mdi_balance_ratio") if self.wanted.attention else ()
+
+    @contextmanager
+    def rollout(self) -> Iterator[None]:
+        """A rollout batch is made in this block; what was kept is dropped at its end, for what was kept before it."""
+        before = (self.active, self.messages, self.prompts, self.signals, self.generated_mass)
+        self.active, self.messages, self.prompts, self.signals, self.generated_mass = True, None, None, None, None
+        try:
+            yield
+        finally:
+            self.active, self.messages, self.prompts, self.signals, self.generated_mass = before
+
+    def keep_messages(self, messages: list[Any]) -> None:
+        """Keep the prompts of the batch as conversations with their images."""
+        if self.active and self.messages is None:
+            self.messages = messages
+
+    def keep_prompts(self, prompts: Any) -> None:
+        """Keep the prompts of the first generation of the batch; later turns are longer ones of the same rows."""
+        if self.active and self.prompts is None:
+            self.prompts = prompts
+
+    def is_due(self, model: torch.nn.Module) -> bool:
+        """Whether a pass of the policy `model` without gradients is the one to measure."""
+        return self.active and self.wanted.scoring and self.signals is None and policy_is_active(model)
+
+    def measure(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        completion_length: int,
+        score: Callable[[], tuple[torch.Tensor, torch.Tensor | None, Any]],
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
+        """Run `score`, which passes the batch through `model`, return what it returns, and keep the signals.
+
+        Args:
+            model: the policy.
+            input_ids, attention_mask: (N, P + T).
+            completion_length: T.
+            score: returns log-probabilities (N, T), entropies (N, T) and anything.
+        """
+        mask = attention_mask[:, -completion_length:].bool()  # (N, T)
+        mass = self.generated_mass
+        if self.wanted.attention and mass is None:
+            length = input_ids.size(1)
+            prompts = slice(0, length - completion_length)
+            masks = build_modality_masks(
+                input_ids[:, prompts],
+                attention_mask[:, prompts],
+                vision_token_ids=self.vision_token_ids,
+                special_token_ids=self.special_token_ids,
+            )
+            with AttentionProbe(model, masks, rows=slice(prompts.stop - 1, length - 1)) as probe:
+                scored = score()
+            mass = probe.mass
+        else:
+            scored = score()
+        if mass is not None:
+            mass.mask = mask
+        logps, entropies, _ = scored
+        if entropies is None:
+            entropies = torch.full_like(logps, torch.nan)
+        self.signals = RolloutSignals(logps.detach().float(), entropies.detach().float(), mask, mass)
+        return scored
+
+
+def policy_is_active(model: torch.nn.Module) -> bool:
+    """Whether the adapters of `model`, if it has any, are those being trained: not switched off, not a reference."""
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            return not module.disable_adapters and "ref" not in module.active_adapters
+    return True

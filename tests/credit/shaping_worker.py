@@ -1,0 +1,52 @@
+"""Run by test_two_processes.py: shape the local half of a batch, or all of it, with a real process group."""
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from vgr_trl.credit import CreditOptions, shape_advantages
+from vgr_trl.signals.measured import AttentionMass, RolloutSignals
+
+rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+os.environ["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+dist.init_process_group("gloo", init_method=f"file://{folder}/store-{world}", rank=rank, world_size=world)
+
+generator = torch.Generator().manual_seed(7)
+rows, tokens = 8, 12
+lengths = torch.tensor([12, 1, 0, 7, 3, 12, 5, 9]).unsqueeze(1)
+draws = [torch.rand(rows, tokens, generator=generator) for _ in range(4)]
+advantages = torch.randn(rows, generator=generator)
+live = torch.tensor([True, True, True, True, False, True, True, False])
+vision = torch.full((3, rows, tokens), 0.2)
+ones = torch.ones(rows, dtype=torch.long)
+mask = torch.arange(tokens) < lengths
+
+here = slice(rank * rows // world, (rank + 1) * rows // world)
+attention = AttentionMass(vision[:, here], (vision * (0.3 + draws[0]))[:, here], ones[here], ones[here], mask[here])
+signals = RolloutSignals(-draws[1][here], draws[2][here], mask[here], attention, 5 * draws[3][here] ** 4)
+
+
+def gather(tensor: torch.Tensor) -> torch.Tensor:
+    parts = [torch.empty_like(tensor) for _ in range(world)]
+    dist.all_gather(parts, tensor)
+    return torch.cat(parts)
+
+
+options = CreditOptions(
+    token_weights=True,
+    enable_perception_filtering=True,
+    enable_entropy_filtering=True,
+    enable_trajectory_reweighting=True,
+)
+results = {}
+for weighting in ("filter", "soft"):
+    chosen = dataclasses.replace(options, perception_weighting=weighting)
+    shaped, metrics = shape_advantages(advantages[here], signals, chosen, shaped=live[here], gather=gather)
+    results[weighting] = {"advantages": shaped.tolist(), "metrics": metrics}
+Path(folder, f"{world}-{rank}.json").write_text(json.dumps(results))
+dist.destroy_process_group()

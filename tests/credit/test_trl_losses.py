@@ -1,0 +1,104 @@
+"""Advantages (N, T) in TRL's own loss: numbers recorded from the published code, and every loss type at token level."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from trl_loss import loss_of, make_trainer
+
+from vgr_trl.credit import CreditOptions, entropy_penalty, shape_advantages
+from vgr_trl.signals.measured import RolloutSignals
+from vgr_trl.signals.perception import visual_dependency
+
+GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "vppo.json"
+DEFAULTS = {"top_p_perception_tokens": 0.2, "top_p_entropy_tokens": 0.2, "trajectory_scaling_min": 0.8}
+METRICS = (
+    "perception_token_fraction", "entropy_token_fraction", "combined_token_fraction", "low_var_kl_mean_selected",
+    "low_var_kl_mean_rejected", "low_var_kl_threshold", "entropy_mean_selected", "entropy_mean_rejected",
+    "entropy_threshold", "sensitivity_score_mean", "scaling_factor_mean", "dynamic_scaling_max",
+)  # fmt: skip
+
+needs_golden = pytest.mark.skipif(not GOLDEN.exists(), reason="needs ../shared/golden/vppo.json")
+cases = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else []
+
+
+@pytest.fixture
+def trainer(text_model, text_tokenizer, text_rows, tmp_path):
+    def make(**options):
+        return make_trainer(text_model, text_tokenizer, text_rows, tmp_path, **options)
+
+    return make
+
+
+def shape(case):
+    names = ("old_logps", "perturbed_logps", "entropies", "logps", "advantages")
+    old, perturbed, entropies, logps, advantages = (torch.tensor(case[name]) for name in names)
+    mask = torch.arange(old.size(1)) < torch.tensor(case["lengths"]).unsqueeze(1)
+    options = CreditOptions(**{**DEFAULTS, **case["options"]})
+    signals = RolloutSignals(old, entropies, mask, dependency=visual_dependency(old, perturbed))
+    return shape_advantages(advantages, signals, options), options, logps.requires_grad_(), mask, old
+
+
+@needs_golden
+def test_all_recorded_cases_are_there():
+    assert len(cases) == 8
+    assert any(case["options"].get("use_entropy_penalty") for case in cases)
+
+
+@needs_golden
+@pytest.mark.parametrize("index", range(8))
+@pytest.mark.parametrize("loss_type", ["dapo", "bnpo"])
+def test_gradients_of_the_published_code(trainer, index, loss_type):
+    case = cases[index]
+    (advantages, _), options, logps, mask, old = shape(case)
+    stock = trainer(loss_type=loss_type, epsilon=0.2, epsilon_high=0.3, delta=3.0)
+    loss = loss_of(stock, advantages, logps, mask, old)
+    if options.use_entropy_penalty:
+        loss = loss + entropy_penalty(logps, mask, options.entropy_penalty_coef).sum() / mask.sum()
+    loss.backward()
+    assert (logps.grad - torch.tensor(case["grad"])).abs().max() <= 1e-6
+    assert logps.grad.abs().max() > 1e-3
+
+
+@needs_golden
+@pytest.mark.parametrize("index", range(8))
+def test_metrics_of_the_published_code(index):
+    case = cases[index]
+    (_, metrics), *_ = shape(case)
+    recorded = {name: case["metrics"][name] for name in METRICS if name in case["metrics"]}
+    assert {name: metrics[name] for name in recorded} == pytest.approx(recorded, abs=1e-6)
+    assert len(recorded) >= 4
+
+
+LENGTHS = (5, 2, 1)
+# What one token of completion i is divided by; 8 valid tokens in 3 completions, max_completion_length 16.
+NORMALISERS = {
+    "dapo": (8, 8, 8),
+    "bnpo": (8, 8, 8),
+    "cispo": (8, 8, 8),
+    "vespo": (8, 8, 8),
+    "grpo": (15, 6, 3),
+    "sapo": (15, 6, 3),
+    "dr_grpo": (48, 48, 48),
+    "luspo": (3, 3, 3),
+}
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "level"),
+    [*((loss_type, "token") for loss_type in NORMALISERS), ("cispo", "sequence"), ("vespo", "sequence")],
+)
+def test_every_loss_type_takes_the_advantage_of_each_token(trainer, loss_type, level):
+    """At ratio 1 every token's gradient is its advantage over the loss type's normaliser.
+
+    At sequence level that holds for cispo and vespo, whose gradient goes through the log-probability of the token; the
+    ratio losses give all tokens of a completion the same there, and are refused.
+    """
+    advantages = torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
+    mask = torch.arange(5) < torch.tensor(LENGTHS).unsqueeze(1)
+    logps = torch.full((3, 5), -1.0, requires_grad=True)
+    stock = trainer(loss_type=loss_type, epsilon_high=5.0, max_completion_length=16, importance_sampling_level=level)
+    loss_of(stock, advantages, logps, mask).backward()
+    expected = -advantages * mask / torch.tensor(NORMALISERS[loss_type]).unsqueeze(1)
+    assert torch.allclose(logps.grad, expected, atol=1e-7)
