@@ -1,6 +1,7 @@
 """What a completion earned: rewards for TRL's `reward_funcs`, by name or path, weighted by step."""
 
 from vgr_trl.rewards.accuracy import accuracy_reward
+from vgr_trl.rewards.attention import mdi_reward, vgr_hard_negative_reward, vgr_reward
 from vgr_trl.rewards.format import think_format_reward
 from vgr_trl.rewards.groups import gather_groups, needs_whole_groups
 from vgr_trl.rewards.length import get_soft_overlong_punishment
@@ -16,7 +17,10 @@ __all__ = [
     "get_soft_overlong_punishment",
     "load_reward",
     "load_rewards",
+    "mdi_reward",
     "needs_whole_groups",
     "resolve_solution",
     "think_format_reward",
+    "vgr_hard_negative_reward",
+    "vgr_reward",
 ]

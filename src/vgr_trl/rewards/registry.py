@@ -7,6 +7,7 @@ from typing import Any
 
 from vgr_trl.errors import RewardError
 from vgr_trl.rewards.accuracy import accuracy_reward
+from vgr_trl.rewards.attention import mdi_reward, vgr_hard_negative_reward, vgr_reward
 from vgr_trl.rewards.format import think_format_reward
 from vgr_trl.rewards.imports import import_file, import_module
 from vgr_trl.rewards.length import get_soft_overlong_punishment
@@ -17,6 +18,12 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "accuracy_reward": accuracy_reward,
     "format": think_format_reward,
     "think_format_reward": think_format_reward,
+    "vgr": vgr_reward,
+    "vgr_reward": vgr_reward,
+    "vgr_hard_negative": vgr_hard_negative_reward,
+    "vgr_hard_negative_reward": vgr_hard_negative_reward,
+    "mdi": mdi_reward,
+    "mdi_reward": mdi_reward,
 }
 FACTORIES: dict[str, Callable[..., Any]] = {
     "length": get_soft_overlong_punishment,

@@ -1,0 +1,151 @@
+"""Rewards made of where a completion looked: VGR within its group, VGR of right answers only, MDI balance."""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vgr_trl.errors import RewardError
+from vgr_trl.rewards.accuracy import accuracy_reward
+from vgr_trl.rewards.groups import needs_whole_groups, read_num_generations
+
+_SMALLEST_SPREAD = 1e-8
+
+
+@needs_whole_groups("vgr")
+def vgr_reward(
+    completions: Sequence[Any], vgr: Sequence[float | None], num_generations: int | Sequence[int], **kwargs: Any
+) -> list[float | None]:
+    """Return clip((Q3 - v) / (Q3 - Q1), 0, 1) of each completion: 1 for those of its group that look at the image most.
+
+    Q1 and Q3 are the quartiles (linear interpolation) of the finite VGR v of the group (`Rewards` in definitions.md).
+
+    Args:
+        completions: N completions, the G of a prompt one after another.
+        vgr: VGR of each, of the late segment of layers; None or NaN where undefined, inf where it never looked.
+        num_generations: G.
+        kwargs: what else TRL passes.
+
+    Returns:
+        N rewards in [0, 1]: 0.5 where the group's values do not differ (Q3 - Q1 < 1e-8) or fewer than 2 are finite, 0
+        for inf, None where VGR is undefined.
+
+    Raises:
+        RewardError: the values are not those of whole groups.
+    """
+    return _by_group(completions, vgr, num_generations, lambda group, rows: _rank(group))
+
+
+@needs_whole_groups("vgr", optional=("solution", "choices", "label_idx"))
+def vgr_hard_negative_reward(
+    completions: Sequence[Any],
+    vgr: Sequence[float | None],
+    solution: Sequence[Any] | None = None,
+    num_generations: int | Sequence[int] = 1,
+    **kwargs: Any,
+) -> list[float | None]:
+    """Return the VGR reward among the right completions of a group, minus 0.5; 0 for wrong ones.
+
+    Args:
+        completions: N completions, the G of a prompt one after another.
+        vgr: VGR of each; None or NaN where undefined.
+        solution: as `accuracy_reward` takes it, as well as the columns `choices` and `label_idx`.
+        num_generations: G.
+        kwargs: what else TRL passes.
+
+    Returns:
+        N rewards in [-0.5, 0.5]: 0 in a group with fewer than 2 right completions; None where a right completion has no
+        VGR, or where accuracy is None.
+
+    Raises:
+        RewardError: the values are not those of whole groups.
+    """
+    accuracy = accuracy_reward(completions, solution, **kwargs)
+
+    def reward(group: list[float | None], rows: range) -> list[float | None]:
+        right = [i for i, row in enumerate(rows) if accuracy[row] == 1]
+        rewards = [None if accuracy[row] is None else 0.0 for row in rows]
+        for i, rank in zip(right, _rank([group[i] for i in right]), strict=True):
+            rewards[i] = None if rank is None else (rank - 0.5) * (len(right) > 1)
+        return rewards
+
+    return _by_group(completions, vgr, num_generations, reward)
+
+
+def mdi_reward(
+    completions: Sequence[Any],
+    vgr: Sequence[float | None],
+    mdi_balance_ratio: float | Sequence[float] = 2.0,
+    **kwargs: Any,
+) -> list[float | None]:
+    """Return 2 · balance - 1 with balance = clip(1 - |ln VGR| / ln R, 0, 1): 1 where attention is in proportion.
+
+    Args:
+        completions: N completions.
+        vgr: VGR of each; None or NaN where undefined.
+        mdi_balance_ratio: R, above 1; one for all, or one per completion.
+        kwargs: what else TRL passes.
+
+    Returns:
+        N rewards in [-1, 1]; None where VGR is undefined.
+
+    Raises:
+        RewardError: there is not one VGR per completion, or R is not above 1.
+    """
+    _check_length(completions, vgr)
+    ratios = [mdi_balance_ratio] * len(vgr) if isinstance(mdi_balance_ratio, int | float) else mdi_balance_ratio
+    if not all(math.isfinite(ratio) and ratio > 1 for ratio in ratios):
+        raise RewardError(f"mdi_balance_ratio is {mdi_balance_ratio}: give a number above 1.")
+    return [None if _undefined(v) else _balance(v, ratio) for v, ratio in zip(vgr, ratios, strict=True)]
+
+
+def _balance(vgr: Any, ratio: float) -> float:
+    distance = abs(math.log(vgr)) if vgr > 0 else math.inf
+    return 2 * min(max(1 - distance / math.log(ratio), 0.0), 1.0) - 1
+
+
+def _by_group(
+    completions: Sequence[Any],
+    vgr: Sequence[float | None],
+    num_generations: int | Sequence[int],
+    reward: Callable[[list[float | None], range], list[float | None]],
+) -> list[float | None]:
+    _check_length(completions, vgr)
+    size = read_num_generations(num_generations) or 1
+    if size < 1 or len(vgr) % size:
+        raise RewardError(
+            f"There are {len(vgr)} completions with num_generations {size}: give those of whole groups, the "
+            "completions of a prompt one after another."
+        )
+    rewards: list[float | None] = []
+    for start in range(0, len(vgr), size):
+        rows = range(start, start + size)
+        rewards += reward([vgr[row] for row in rows], rows)
+    return rewards
+
+
+def _check_length(completions: Sequence[Any], vgr: Sequence[float | None]) -> None:
+    if len(vgr) != len(completions):
+        raise RewardError(f"vgr has {len(vgr)} values for {len(completions)} completions: give one for each.")
+
+
+def _undefined(value: float | None) -> bool:
+    return value is None or math.isnan(value)
+
+
+def _rank(group: Sequence[float | None]) -> list[float | None]:
+    finite = [value for value in group if value is not None and math.isfinite(value)]
+    first, third = 0.0, 0.0
+    if len(finite) > 1:
+        first, _, third = statistics.quantiles(finite, n=4, method="inclusive")
+
+    def rank(value: float | None) -> float | None:
+        if value is None or math.isnan(value):
+            return None
+        if math.isinf(value):
+            return 0.0
+        if third - first < _SMALLEST_SPREAD:
+            return 0.5
+        return min(max((third - value) / (third - first), 0.0), 1.0)
+
+    return [rank(value) for value in group]
