@@ -1,0 +1,30 @@
+"""Which groups of completions are trained on: replay buffer, dynamic sampling, online filtering."""
+
+from vgr_trl.sampling.buffer_states import merge_states, split_state
+from vgr_trl.sampling.dead_groups import dead_groups, filter_index, filter_rewards, filtered_groups
+from vgr_trl.sampling.groups import Group, groups_from_batch, with_old_logps
+from vgr_trl.sampling.placement import Placement
+from vgr_trl.sampling.prompts import PromptStream
+from vgr_trl.sampling.replay_buffer import ReplayBuffer
+from vgr_trl.sampling.resampling import Resampling, prompts_of_round, rows_of_process
+from vgr_trl.sampling.writing import correct_num_items, write_groups_into_batch
+
+__all__ = [
+    "Group",
+    "Placement",
+    "PromptStream",
+    "ReplayBuffer",
+    "Resampling",
+    "correct_num_items",
+    "dead_groups",
+    "filter_index",
+    "filter_rewards",
+    "filtered_groups",
+    "groups_from_batch",
+    "merge_states",
+    "prompts_of_round",
+    "rows_of_process",
+    "split_state",
+    "with_old_logps",
+    "write_groups_into_batch",
+]

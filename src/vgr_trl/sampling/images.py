@@ -1,0 +1,143 @@
+"""The image inputs of a rollout batch: which part belongs to which row, and how parts become a batch again."""
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+
+from vgr_trl.errors import DataError
+
+IMAGE_INPUTS = (
+    "pixel_values",
+    "image_grid_thw",
+    "pixel_attention_mask",
+    "image_sizes",
+    "image_position_ids",
+    "spatial_shapes",
+)
+_PADDING = {"image_position_ids": -1}  # Gemma 4's mark of a patch that is none; everything else is padded with zeros
+
+Images = dict[str, torch.Tensor]  # the image inputs of one row; empty for a row without images
+
+
+def split_images(batch: Mapping[str, Any], count: int) -> tuple[list[Images], bool]:
+    """Return the image inputs of each row, and whether every row has an entry of its own even without an image.
+
+    The first dimension of the inputs counts patches (`image_grid_thw`), tiles (`num_tiles`), images, or, where the
+    processor pads to one entry per row (Idefics, SmolVLM), rows.
+
+    Args:
+        batch: as TRL trains on it; `num_images` and `num_tiles` are lists with one number per row.
+        count: rows, N.
+
+    Raises:
+        DataError: an input cannot be assigned to rows.
+    """
+    given = {name: batch[name] for name in IMAGE_INPUTS if batch.get(name) is not None}
+    if not given:
+        return [{} for _ in range(count)], False
+    num_images = batch.get("num_images")
+    if num_images is None or len(num_images) != count or "pixel_values" not in given:
+        raise DataError(
+            f"The batch has {', '.join(given)} for {count} rows and num_images {num_images}: give pixel_values, and as "
+            "num_images one number per row."
+        )
+    parts, one_per_row = _parts_per_row(given, list(num_images), batch.get("num_tiles"), count)
+    for name, value in given.items():
+        if sum(parts[name]) != value.size(0):
+            raise DataError(
+                f"The batch has {name} of shape {tuple(value.shape)}, which cannot be assigned to {count} rows with "
+                f"num_images {list(num_images)} and num_tiles {batch.get('num_tiles')}."
+            )
+    bounds = {name: list(pairwise([0, *accumulate(parts[name])])) for name in given}
+    rows = [
+        {name: value[slice(*bounds[name][row])] for name, value in given.items() if parts[name][row]}
+        for row in range(count)
+    ]
+    return rows, one_per_row
+
+
+def _parts_per_row(
+    given: Images, num_images: list[int], num_tiles: list[int] | None, count: int
+) -> tuple[dict[str, list[int]], bool]:
+    by_image = dict.fromkeys(IMAGE_INPUTS, num_images)
+    if "image_grid_thw" in given:
+        patches = given["image_grid_thw"].prod(-1).tolist()
+        bounds = pairwise([0, *accumulate(num_images)])
+        return {**by_image, "pixel_values": [sum(patches[start:end]) for start, end in bounds]}, False
+    if num_tiles is not None:
+        tiles = list(num_tiles)
+        return {**by_image, "pixel_values": tiles, "pixel_attention_mask": tiles, "spatial_shapes": tiles}, False
+    rows = given["pixel_values"].size(0) == count
+    if rows and ("pixel_attention_mask" in given or count != sum(num_images)):
+        single = [1] * count
+        return {**by_image, "pixel_values": single, "pixel_attention_mask": single}, True
+    return by_image, False
+
+
+def stack_images(rows: Sequence[Images], one_per_row: bool) -> Images:
+    """Return the image inputs of a batch of these rows; the inverse of `split_images`.
+
+    Sizes that differ between rows (padding to the largest image, the most patches or the most images) are padded.
+
+    Args:
+        rows: image inputs of each row.
+        one_per_row: rows without images get an entry of zeros.
+    """
+    names = [name for name in IMAGE_INPUTS if any(name in row for row in rows)]
+    return {name: _stack([row.get(name) for row in rows], _PADDING.get(name, 0), one_per_row) for name in names}
+
+
+def _stack(parts: Sequence[torch.Tensor | None], padding: int, one_per_row: bool) -> torch.Tensor:
+    present = [part for part in parts if part is not None]
+    shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in present), strict=True)]
+    if one_per_row:
+        parts = [present[0].new_zeros((1, *shape)) if part is None else part for part in parts]
+    return torch.cat([_grown(part, shape, padding).to(present[0]) for part in parts if part is not None])
+
+
+def _grown(part: torch.Tensor, shape: Sequence[int], padding: int) -> torch.Tensor:
+    if list(part.shape[1:]) == list(shape):
+        return part
+    grown = part.new_full((part.size(0), *shape), padding)
+    grown[tuple(slice(size) for size in part.shape)] = part
+    return grown
+
+
+def share_equal(rows: Sequence[Images]) -> list[Images]:
+    """Return the rows such that equal image inputs are one object, which then is stored, saved and sent once."""
+    distinct: list[Images] = []
+    shared = []
+    for row in rows:
+        same = next((other for other in distinct if _equal(row, other)), None)
+        if same is None:
+            distinct.append(row)
+        shared.append(row if same is None else same)
+    return shared
+
+
+def _equal(some: Images, other: Images) -> bool:
+    return some.keys() == other.keys() and all(
+        value.shape == other[name].shape and torch.equal(value, other[name]) for name, value in some.items()
+    )
+
+
+def move_images(rows: Sequence[Images], device: torch.device | str, copy: bool = False) -> list[Images]:
+    """Return the rows on `device`, with one object for image inputs that were one object.
+
+    Args:
+        rows: image inputs of each row.
+        device: where to.
+        copy: copy even what is there already, so that nothing keeps a whole batch in memory.
+    """
+    moved: dict[int, Images] = {}
+    for row in rows:
+        if id(row) not in moved:
+            moved[id(row)] = {name: owned(value, device) if copy else value.to(device) for name, value in row.items()}
+    return [moved[id(row)] for row in rows]
+
+
+def owned(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Return a copy of `value` on `device` that shares no memory with it and keeps nothing but its elements."""
+    return torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value.detach())

@@ -1,0 +1,131 @@
+"""Rollout batches as TRL 1.16 makes them, with drawn numbers in place of a model's."""
+
+from typing import Any
+
+import torch
+
+from vgr_trl.signals.measured import AttentionMass, RolloutSignals
+
+PAD = 9
+FAMILIES = ("qwen", "gemma4", "lfm2", "internvl", "llava_next", "llava", "idefics")
+
+
+def draw_batch(
+    seed: int,
+    images: list[int | None],
+    *,
+    group: int = 2,
+    prompts: int = 5,
+    completions: int = 4,
+    family: str | None = None,
+    old_logps: bool = True,
+) -> dict[str, Any]:
+    """Return a batch of one prompt per entry of `images` (how many it has) and `group` completions each.
+
+    The longest prompt has `prompts` tokens, the longest completion `completions`; without a family all is text.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    rows = len(images) * group
+
+    def number(shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randn(shape, generator=draw)
+
+    lengths = torch.randint(1, completions + 1, (rows,), generator=draw)
+    lengths[rows // 2] = completions
+    widths = torch.randint(2, prompts + 1, (len(images),), generator=draw)
+    widths[-1] = prompts
+    prompt_mask = (torch.arange(prompts) >= prompts - widths[:, None]).long().repeat_interleave(group, 0)  # (N, P)
+    completion_mask = (torch.arange(completions) < lengths[:, None]).long()  # (N, T)
+    ids = torch.randint(10, 99, (len(images), prompts), generator=draw).repeat_interleave(group, 0)
+    batch: dict[str, Any] = {
+        "prompt_ids": ids.where(prompt_mask == 1, PAD),
+        "prompt_mask": prompt_mask,
+        "completion_ids": torch.randint(10, 99, (rows, completions), generator=draw).where(completion_mask == 1, PAD),
+        "completion_mask": completion_mask,
+        "advantages": number((rows,)),
+        "num_items_in_batch": completion_mask.sum(),
+    }
+    if old_logps:
+        batch["old_per_token_logps"] = number((rows, completions)) * completion_mask
+    if family is not None:
+        counts = [count or 0 for count in images for _ in range(group)]
+        drawn = [one_image(family, seed * 100 + prompt, count or 0) for prompt, count in enumerate(images)]
+        parts = [part for part in drawn for _ in range(group)]
+        batch |= collate(family, parts)
+        batch["num_images"] = counts
+        if family in ("lfm2", "internvl"):
+            batch["num_tiles"] = [len(part["pixel_values"]) for part in parts]
+        if family == "qwen":
+            types = (
+                torch.randint(0, 2, (len(images), prompts), generator=draw).repeat_interleave(group, 0) * prompt_mask
+            )
+            batch["mm_token_type_ids"] = torch.cat([types, torch.zeros_like(completion_mask)], dim=1)
+    return batch
+
+
+def one_image(family: str, seed: int, count: int) -> dict[str, torch.Tensor]:
+    """Return the image inputs of a row with `count` images of drawn sizes."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def size(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=draw))
+
+    def number(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=draw, dtype=torch.float32).to(torch.bfloat16)
+
+    if family == "qwen":
+        grid = torch.tensor([[1, 2 * size(1, 2), 2 * size(1, 3)] for _ in range(count)]).view(count, 3)
+        return {"pixel_values": number(int(grid.prod(-1).sum()), 6), "image_grid_thw": grid}
+    if family == "gemma4":
+        patches = size(2, 5)
+        return {"pixel_values": number(count, patches, 6), "image_position_ids": torch.ones(count, patches, 2).long()}
+    if family == "lfm2":
+        tiles, patches = count * size(1, 2), size(2, 5)
+        shapes = torch.full((tiles, 2), patches)
+        mask = torch.ones(tiles, patches, dtype=torch.int32)
+        return {"pixel_values": number(tiles, patches, 6), "pixel_attention_mask": mask, "spatial_shapes": shapes}
+    if family == "internvl":
+        return {"pixel_values": number(count * size(1, 3), 3, 4, 4)}
+    if family == "llava_next":
+        sizes = torch.tensor([[size(4, 9), size(4, 9)] for _ in range(count)]).view(count, 2)
+        return {"pixel_values": number(count, size(2, 4), 3, 4, 4), "image_sizes": sizes}
+    if family == "llava":
+        return {"pixel_values": number(count, 3, 4, 4)}
+    height = size(3, 5)  # Idefics: one entry per row, padded to the most images and the largest
+    mask = torch.ones(1, max(count, 1), height, 4, dtype=torch.bool)
+    pixels = number(1, max(count, 1), 3, height, 4)
+    return {"pixel_values": pixels * bool(count), "pixel_attention_mask": mask & bool(count)}
+
+
+def collate(family: str, parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Pad and concatenate, as the processors do."""
+    return {name: _padded([part[name] for part in parts], -1 if "position" in name else 0) for name in parts[0]}
+
+
+def _padded(parts: list[torch.Tensor], value: int) -> torch.Tensor:
+    filled = [part for part in parts if len(part)] or parts
+    shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in filled), strict=True)]
+    grown = []
+    for part in filled:
+        grown.append(part.new_full((len(part), *shape), value))
+        grown[-1][tuple(slice(size) for size in part.shape)] = part
+    return torch.cat(grown)
+
+
+def draw_signals(seed: int, batch: dict[str, Any], layers: int = 3) -> RolloutSignals:
+    """Return signals of the batch's rows."""
+    draw = torch.Generator().manual_seed(seed)
+    mask = batch["completion_mask"].bool()
+    rows, length = mask.shape
+
+    def number(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=draw)
+
+    mass = AttentionMass(
+        vision=number(layers, rows, length),
+        instruction=number(layers, rows, length),
+        num_vision=torch.randint(0, 9, (rows,), generator=draw),
+        num_instruction=torch.randint(1, 9, (rows,), generator=draw),
+        mask=mask,
+    )
+    return RolloutSignals(-number(rows, length), number(rows, length), mask, mass, number(rows, length))

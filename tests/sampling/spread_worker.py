@@ -1,0 +1,167 @@
+"""One of the three processes of `test_spread.py`: python spread_worker.py RANK FOLDER, results with torch.save.
+
+All three work together, the first two do, and the first does alone.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from batches import PAD, draw_batch, draw_signals
+
+from vgr_trl.sampling import (
+    Placement,
+    ReplayBuffer,
+    correct_num_items,
+    dead_groups,
+    groups_from_batch,
+    merge_states,
+    split_state,
+    with_old_logps,
+    write_groups_into_batch,
+)
+from vgr_trl.sampling.columns import columns_signals, signal_columns
+
+GROUP, GROUPS, STEPS = 4, 3, 5
+
+
+class Team:
+    """The processes that work together, and how often they have gathered objects."""
+
+    def __init__(self, world):
+        self.group, self.world, self.calls = dist.new_group(list(range(world))), world, 0
+
+    def gather_object(self, objects):
+        """Concatenate a list of each process, as accelerate's function of this name does."""
+        self.calls += 1
+        parts = [None] * self.world
+        dist.all_gather_object(parts, objects, group=self.group)
+        return [item for part in parts for item in part]
+
+    def gather(self, count):
+        """Return the counts of all processes."""
+        counts = [torch.zeros_like(count) for _ in range(self.world)]
+        dist.all_gather(counts, count, group=self.group)
+        return torch.stack(counts)
+
+
+def whole_batch(step):
+    """Twelve rows of three prompts, with signals and rewards; group 1 of odd steps and 2 of step 4 are dead."""
+    batch = draw_batch(step, [1, 2, 0], group=GROUP, family="qwen", prompts=4 + step, completions=9 - step)
+    rewards = torch.randint(0, 4, (GROUP * GROUPS,), generator=torch.Generator().manual_seed(step)).float()
+    for group in ([1] if step % 2 else []) + ([2] if step == 4 else []):
+        rewards[GROUP * group : GROUP * (group + 1)] = 1
+    advantages = (rewards.view(-1, GROUP) - rewards.view(-1, GROUP).mean(1, keepdim=True)).flatten()
+    batch["advantages"] = advantages
+    batch["signals"] = draw_signals(step, batch)
+    return batch, advantages, rewards
+
+
+def local_part(batch, rank, world):
+    """The rows of one process, cut with TRL's functions; its padding is what its own rows need."""
+    rows = GROUP * GROUPS // world
+    here = slice(rank * rows, (rank + 1) * rows)
+    images = {"pixel_values", "image_grid_thw", "signals", "num_items_in_batch"}
+    columns = {name: value for name, value in batch.items() if name not in images} | signal_columns(batch["signals"])
+    part = {name: value[here] for name, value in columns.items()}
+    taken = columns_signals(part)
+    part["pixel_values"] = torch.cat(pixels_of_rows(batch)[here])
+    first = sum(batch["num_images"][: here.start])
+    part["image_grid_thw"] = batch["image_grid_thw"][first : first + sum(part["num_images"])]
+    prompt, completion = (int(part[f"{name}_mask"].sum(1).max()) for name in ("prompt", "completion"))
+    start = part["prompt_ids"].size(1) - prompt
+    for name in ("prompt_ids", "prompt_mask"):
+        part[name] = part[name][:, start:]
+    for name in ("completion_ids", "completion_mask", "old_per_token_logps"):
+        part[name] = part[name][:, :completion]
+    part["mm_token_type_ids"] = part["mm_token_type_ids"][:, start:][:, : prompt + completion]
+    for name in ("logps", "entropies", "mask", "dependency"):
+        setattr(taken, name, getattr(taken, name)[:, :completion])
+    for name in ("vision", "instruction", "mask"):
+        setattr(taken.attention, name, getattr(taken.attention, name)[..., :completion])
+    return {name: value for name, value in part.items() if not name.startswith("signals.")}, taken
+
+
+def pixels_of_rows(batch):
+    """The patches of each row."""
+    patches = iter(batch["image_grid_thw"].prod(-1).tolist())
+    counts = [sum(next(patches) for _ in range(images)) for images in batch["num_images"]]
+    return list(batch["pixel_values"].split(counts))
+
+
+def rows_of(batch, signals):
+    """What each row has, without padding, as lists."""
+    pixels = pixels_of_rows(batch)
+    rows = []
+    for row, (prompt, completion) in enumerate(zip(batch["prompt_mask"], batch["completion_mask"], strict=True)):
+        valid = completion == 1
+        rows.append(
+            {
+                "prompt": batch["prompt_ids"][row][prompt == 1].tolist(),
+                "completion": batch["completion_ids"][row][valid].tolist(),
+                "old": batch["old_per_token_logps"][row][valid].tolist(),
+                "advantage": batch["advantages"][row].item(),
+                "pixels": pixels[row].tolist(),
+                "logps": signals.logps[row, : len(valid)][valid].tolist(),
+                "attention": signals.attention.vision[:, row, : len(valid)][:, valid].tolist(),
+            }
+        )
+    return rows
+
+
+def run(rank, world, team, resume_at):
+    """Train on nothing for a few steps: replace dead groups, then store the live ones. Return what each step had."""
+    before = team.calls
+    buffer = ReplayBuffer(4, seed=1, max_age=3)
+    history = []
+    for step in range(STEPS):
+        whole, advantages, rewards = whole_batch(step)
+        batch, signals = local_part(whole, rank, world)
+        placement = Placement(GROUP * GROUPS // world, GROUP, rank, world)
+        buffer.advance(step)
+        dead = dead_groups(advantages, rewards, GROUP)
+        chosen = dict(zip(dead, buffer.sample(len(dead)), strict=False))
+        live = [group for group in range(GROUPS) if group not in dead]
+        stored = groups_from_batch(
+            {name: value for name, value in batch.items() if name != "old_per_token_logps"}, live, placement,
+            advantages=advantages, rewards=rewards, pad_token_id=PAD, step=step, signals=signals,
+            gather=team.gather_object,
+        )  # fmt: skip
+        old = batch["old_per_token_logps"]
+        completed = with_old_logps(dict(zip(live, stored, strict=True)), old, placement, team.gather_object)
+        batch, signals = write_groups_into_batch(
+            batch, chosen, placement, pad_token_id=PAD, signals=signals, gather=team.gather_object
+        )
+        batch = correct_num_items(batch, team.gather)
+        entered = [buffer.add(group) for group in completed.values()]
+        if step == resume_at:
+            states = team.gather_object([buffer.state_dict()])
+            buffer = ReplayBuffer(4, seed=9, max_age=3)
+            buffer.load_state_dict(split_state(merge_states(states), rank, world))
+        history.append(
+            {
+                "rows": rows_of(batch, signals),
+                "tokens": int(batch["num_items_in_batch"]),
+                "replaced": list(chosen),
+                "entered": entered,
+                "size": len(buffer),
+                "megabytes": buffer.megabytes,
+                "age": buffer.mean_age,
+                "calls": team.calls - before,
+            }
+        )
+    return history
+
+
+if __name__ == "__main__":
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=3)
+    for world in (1, 2, 3):
+        team = Team(world)
+        if rank < world:
+            results = [run(rank, world, team, resume_at) for resume_at in (None, 2)]
+            torch.save(results, folder / f"{world}-{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()

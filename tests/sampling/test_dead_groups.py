@@ -1,0 +1,86 @@
+import pytest
+import torch
+
+from vgr_trl.credit.advantages import ESTIMATORS, estimate_advantages
+from vgr_trl.errors import ConfigError
+from vgr_trl.sampling import dead_groups, filter_index, filter_rewards, filtered_groups
+
+NAN = float("nan")
+NAMES = ["accuracy_reward", "think_format_reward", "soft_overlong_punishment_reward"]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        ("grpo", [1, 3]),
+        ("rloo", [1, 3]),
+        ("remax", []),  # equal rewards below the greedy completion's still say something
+        ("reinforce_plus_plus", [1, 3]),
+        ("grpo_passk", [1, 2, 3]),  # two that are equally best say nothing
+    ],
+)
+def test_which_groups_are_dead_depends_on_the_estimator(estimator, expected):
+    rewards = torch.tensor([0.0, 1, 0, 2, 2, 2, 3, 0, 3, 0, 0, 0, 0.0, 0, 1])
+    baseline = torch.tensor([0.5, 1.0, 0.5, 1.0, 0.0]) if estimator == "remax" else None
+    advantages = estimate_advantages(rewards, 3, estimator, baseline)
+    assert dead_groups(advantages, rewards, 3, estimator=estimator) == expected
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_group_of_completions_without_rewards_is_dead(estimator):
+    rewards = torch.tensor([NAN, NAN, 0.0, 1.0])
+    baseline = torch.tensor([0.5, 0.5]) if estimator == "remax" else None
+    advantages = estimate_advantages(rewards, 2, estimator, baseline)
+    assert dead_groups(advantages, rewards, 2, estimator=estimator) == [0]
+
+
+def test_a_single_reward_has_no_deviation():
+    rewards = torch.tensor([NAN, 1.0, 0.0, 1.0])
+    assert dead_groups(torch.zeros(4), rewards, 2) == [0]
+
+
+def test_epsilon_is_compared_with_the_deviation_for_grpo_and_else_with_the_largest_advantage():
+    """0 and 1 have the deviation 0.7071; the advantages are 0.3 and -0.3."""
+    rewards, advantages = torch.tensor([0.0, 1.0]), torch.tensor([0.3, -0.3])
+    assert dead_groups(advantages, rewards, 2, epsilon=0.5) == []
+    assert dead_groups(advantages, rewards, 2, epsilon=0.71) == [0]
+    assert dead_groups(advantages, rewards, 2, estimator="rloo", epsilon=0.5) == [0]
+    assert dead_groups(advantages, rewards, 2, estimator="rloo", epsilon=0.29) == []
+
+
+def test_a_deviation_of_rounding_errors_is_no_gradient():
+    """0.1 + 0.2 and 0.3 differ in the last bit of a float32."""
+    rewards = torch.tensor([0.1, 0.3]) + torch.tensor([0.2, 0.0])
+    assert dead_groups(torch.zeros(2), rewards, 2) == [0]
+
+
+def test_groups_whose_mean_lies_outside_or_on_a_bound_are_filtered():
+    """Means 0, 0.25, 0.5, 1 and none."""
+    rewards = torch.tensor([0.0, 0.0, 0.0, 0.5, 0.0, 1.0, 1.0, 1.0, NAN, NAN])
+    assert filtered_groups(rewards, 2, low=0.25, high=1.0) == [0, 1, 3, 4]
+    assert filtered_groups(rewards, 2, low=-1, high=2) == [4]
+
+
+def test_a_completion_without_a_reward_does_not_count_in_the_mean():
+    assert filtered_groups(torch.tensor([NAN, 0.5, 0.9]), 3, low=0.4, high=0.6) == [0]
+    assert filtered_groups(torch.tensor([NAN, 0.5, 0.6]), 3, low=0.4, high=0.6) == []
+
+
+def test_what_is_filtered_by():
+    per_func, overall = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), torch.tensor([7.0, 8.0])
+    for key, expected in (
+        ("overall", [7, 8]),
+        ("accuracy_reward", [1, 4]),
+        ("accuracy", [1, 4]),
+        ("format", [2, 5]),
+        ("overlong", [3, 6]),
+    ):
+        assert filter_rewards(key, NAMES, per_func, overall).tolist() == expected
+
+
+@pytest.mark.parametrize(("key", "count"), [("reward", 3), ("beauty", 0)])
+def test_a_key_that_names_none_or_several(key, count):
+    with pytest.raises(
+        ConfigError, match=f"filter_key is '{key}', which names {count} reward functions: give overall or one of accur"
+    ):
+        filter_index(key, NAMES)

@@ -1,0 +1,254 @@
+"""What enters, leaves and is drawn; what a checkpoint brings back."""
+
+from collections import Counter
+
+import pytest
+import torch
+from batches import PAD, draw_batch
+from hypothesis import given
+from hypothesis import strategies as st
+from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
+
+from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.sampling import Group, Placement, ReplayBuffer, groups_from_batch, merge_states, split_state
+from vgr_trl.sampling.replay_buffer import priority
+
+
+def group(*rewards: float, step: int = 0, scale: float = 1.0) -> Group:
+    """A group whose advantages are its centred rewards times `scale`."""
+    values = torch.tensor(rewards, dtype=torch.float32)
+    return Group(advantages=(values - values.mean()) * scale, rewards=values, step=step)
+
+
+def drawn(buffer: ReplayBuffer, count: int) -> list[list[float]]:
+    return [found.rewards.tolist() for found in buffer.sample(count)]
+
+
+def test_priority_is_the_sum_of_advantages_times_the_deviation_of_rewards():
+    """Rewards 0 1 2: deviation 1; advantages -1.5 0 1.5 sum to 3. Without the NaN: 0 and 2, deviation sqrt(2)."""
+    assert priority(torch.tensor([-1.5, 0, 1.5]), torch.tensor([0.0, 1, 2])) == pytest.approx(3)
+    advantages, rewards = torch.tensor([-1.0, 0, 1]), torch.tensor([0.0, float("nan"), 2])
+    assert priority(advantages, rewards) == pytest.approx(2 * 2**0.5)
+
+
+def test_the_lowest_priority_leaves_first():
+    """Two completions d apart, advantages +-d/2: priority d * d / sqrt(2)."""
+    buffer = ReplayBuffer(2)
+    assert [buffer.add(group(0, d)) for d in (3, 1, 2, 0.5)] == [True, True, True, False]
+    assert sorted(drawn(buffer, 9)) == [[0, 2], [0, 3]]
+
+
+def test_of_equal_priorities_the_oldest_leaves():
+    """Ties are decided by age; dictionaries and tensors of groups are never compared."""
+    buffer = ReplayBuffer(2)
+    assert all(buffer.add(group(0, 1, step=step)) for step in range(4))
+    assert sorted(found.step for found in buffer.sample(2)) == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "admitted"),
+    [((1, 2), True), ((1, 1.9), False), ((1.5, 1.5), False), ((float("nan"), 3), False), ((-9, 12), True)],
+)
+def test_minimum_mean_reward_and_dead_groups(rewards, admitted):
+    buffer = ReplayBuffer(2, min_reward=1.5)
+    assert buffer.add(group(*rewards)) is admitted
+    assert len(buffer) == admitted
+
+
+def test_a_deviation_of_epsilon_is_dead():
+    """0 and d have the deviation d / sqrt(2)."""
+    assert not ReplayBuffer(1, variance_epsilon=1.0).add(group(0, 1.4142))
+    assert ReplayBuffer(1, variance_epsilon=1.0).add(group(0, 1.4143))
+
+
+def test_for_other_estimators_the_advantages_decide():
+    """ReMax: equal rewards above the greedy completion's are alive; their priority is 0."""
+    equal = Group(advantages=torch.tensor([2.0, 2.0]), rewards=torch.tensor([3.0, 3.0]))
+    assert not ReplayBuffer(2).add(equal)
+    buffer = ReplayBuffer(2, estimator="remax")
+    assert buffer.add(equal)
+    assert not buffer.add(Group(advantages=torch.tensor([0.0, 0.0]), rewards=torch.tensor([0.0, 3.0])))
+    assert not buffer.add(Group(advantages=torch.tensor([9.0, 9.0]), rewards=torch.tensor([float("inf"), 3.0])))
+
+
+def test_frequencies_are_proportional_to_priorities():
+    """Priorities 1 : 4 : 9 of 14; the second draw, without replacement, is proportional among the two others.
+
+    P(first drawn of two is 9 and second 4) = 9/14 * 4/5; 4000 draws leave a standard deviation of at most 0.8 %.
+    """
+    buffer = ReplayBuffer(3, seed=5)
+    for d in (1, 2, 3):
+        buffer.add(group(0, d))
+    counts = Counter(tuple(pair[1] for pair in drawn(buffer, 2)) for _ in range(4000))
+    weights = {1: 1, 2: 4, 3: 9}
+    for (one, two), count in counts.items():
+        assert one != two
+        expected = weights[one] / 14 * weights[two] / (14 - weights[one])
+        assert count / 4000 == pytest.approx(expected, abs=0.03)
+    assert len(counts) == 6
+
+
+def test_without_priorities_all_are_equally_likely():
+    buffer = ReplayBuffer(4, estimator="remax", seed=1)
+    for value in range(4):
+        buffer.add(Group(advantages=torch.ones(2), rewards=torch.full((2,), float(value))))
+    counts = Counter(buffer.sample(1)[0].rewards[0].item() for _ in range(2000))
+    assert all(count == pytest.approx(500, abs=80) for count in counts.values())
+    assert len(counts) == 4
+    assert len({tuple(pair) for pair in drawn(buffer, 4)}) == 4
+
+
+def test_groups_of_priority_zero_come_last():
+    buffer = ReplayBuffer(3, estimator="remax")
+    for rewards in ((1.0, 1.0), (0.0, 2.0), (3.0, 3.0)):
+        buffer.add(Group(advantages=torch.ones(2), rewards=torch.tensor(rewards)))
+    for _ in range(20):
+        assert drawn(buffer, 2)[0] == [0, 2]
+        assert len(drawn(buffer, 3)) == 3
+
+
+def test_an_empty_buffer_and_more_than_there_is():
+    buffer = ReplayBuffer(4)
+    assert buffer.sample(3) == []
+    assert (len(buffer), buffer.megabytes, buffer.mean_age) == (0, 0, 0)
+    buffer.add(group(0, 1))
+    assert drawn(buffer, 3) == [[0, 1]]
+    assert buffer.sample(0) == []
+    assert len(buffer) == 1, "what is drawn stays"
+
+
+def test_age():
+    buffer = ReplayBuffer(4, max_age=2)
+    buffer.add(group(0, 1, step=1))
+    buffer.add(group(0, 2, step=3))
+    assert buffer.step == 3
+    assert buffer.mean_age == 1
+    buffer.advance(4)
+    assert drawn(buffer, 4) == [[0, 2]]
+    assert buffer.mean_age == 1
+    buffer.advance(6)
+    assert len(buffer) == 0
+
+
+def test_the_same_seed_draws_the_same():
+    buffers = [ReplayBuffer(8, seed=seed) for seed in (1, 1, 2)]
+    for buffer in buffers:
+        for d in range(1, 9):
+            buffer.add(group(0, d))
+    draws = [[drawn(buffer, 3) for _ in range(4)] for buffer in buffers]
+    assert draws[0] == draws[1] != draws[2]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=40), st.integers(1, 6))
+def test_the_best_are_kept_and_never_more_than_the_size(pairs, size):
+    buffer = ReplayBuffer(size)
+    for pair in pairs:
+        buffer.add(group(*map(float, pair)))
+    distances = sorted((abs(a - b) for a, b in pairs if a != b), reverse=True)[:size]
+    assert sorted((abs(a - b) for a, b in drawn(buffer, size)), reverse=True) == distances
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"size": 0}, "size of the replay buffer is 0: give an integer of at least 1"),
+        ({"size": 1.5}, "size of the replay buffer is 1.5: give an integer"),
+        ({"size": 1, "max_age": 0}, "max_age of the replay buffer is 0: give an integer of at least 1"),
+        ({"size": 1, "variance_epsilon": -1}, "variance_epsilon is -1: give a number of at least 0"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ConfigError, match=message):
+        ReplayBuffer(**options)
+
+
+def test_a_negative_number_to_draw():
+    with pytest.raises(ConfigError, match="-1 groups are to be drawn from the replay buffer: give a number of at"):
+        ReplayBuffer(1).sample(-1)
+
+
+def filled(size: int = 4, processes: int = 1) -> list[ReplayBuffer]:
+    """The buffers of each process after the same batches; a batch of 4 groups, then another, both of images."""
+    buffers = [ReplayBuffer(size, seed=3) for _ in range(processes)]
+    for step in range(2):
+        batch = draw_batch(step, [1, 2, 1, 1], family="qwen")
+        rewards = torch.tensor([0.0, 1, 0, 2, 0, 3, 0, 4]) + step
+        per_process = 8 // processes
+        for process, buffer in enumerate(buffers):
+            parts = split_tensor_dict(split_pixel_values_by_grid(batch), processes)
+            local = unsplit_pixel_values_by_grid(parts[process])
+            groups = groups_from_batch(
+                local, range(4), Placement(per_process, 2, process, processes),
+                advantages=rewards - 1, rewards=rewards, pad_token_id=PAD, step=step,
+            )  # fmt: skip
+            for found in groups:
+                buffer.add(found)
+    return buffers
+
+
+def content(found: Group) -> dict:
+    rows = found.rows
+    return {
+        "rewards": found.rewards.tolist(),
+        "step": found.step,
+        "ids": rows.columns["completion_ids"].tolist(),
+        "pixels": [images["pixel_values"].tolist() for images in rows.images],
+        "num_images": rows.columns["num_images"],
+    }
+
+
+def test_a_state_survives_a_file_that_holds_only_weights(tmp_path):
+    (buffer,) = filled()
+    buffer.advance(5)
+    buffer.sample(2)
+    torch.save(buffer.state_dict(), tmp_path / "buffer.pt")
+    state = torch.load(tmp_path / "buffer.pt", weights_only=True)
+    again = ReplayBuffer(4, seed=99)
+    again.load_state_dict(state)
+    assert (len(again), again.megabytes, again.mean_age) == (4, buffer.megabytes, buffer.mean_age)
+    for _ in range(3):
+        assert list(map(content, again.sample(3))) == list(map(content, buffer.sample(3)))
+    for each in (buffer, again):
+        each.add(group(0, 100, step=5))
+    assert drawn(again, 4) == drawn(buffer, 4)
+    images = again.sample(4)[-1].rows.images
+    assert len({id(of_row) for of_row in images}) == 1, "images are still there once"
+    assert (tmp_path / "buffer.pt").stat().st_size < 2e6 * buffer.megabytes + 40_000
+
+
+def test_a_smaller_buffer_and_a_higher_minimum_hold_for_a_loaded_state():
+    (buffer,) = filled()
+    smaller = ReplayBuffer(2, min_reward=2.4)
+    smaller.load_state_dict(buffer.state_dict())
+    assert sorted(found.rewards.tolist() for found in smaller.sample(9)) == [[1, 4], [1, 5]]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4), (4, 2), (2, 2)])
+def test_another_number_of_processes_continues(before, after):
+    """Drawn groups, their order and their rows are those of one process that went on alone."""
+    (alone,) = filled()
+    merged = merge_states([buffer.state_dict() for buffer in filled(processes=before)])
+    shares = [split_state(merged, process, after) for process in range(after)]
+    buffers = []
+    for share in shares:
+        buffers.append(ReplayBuffer(4, seed=77))
+        buffers[-1].load_state_dict(share)
+    assert sum(buffer.megabytes for buffer in buffers) == pytest.approx(alone.megabytes)
+    for _ in range(3):
+        expected = alone.sample(3)
+        found = [buffer.sample(3) for buffer in buffers]
+        for index, of_alone in enumerate(expected):
+            holders = {same[index].holder for same in found}
+            assert len(holders) == 1
+            with_rows = [process for process in range(after) if found[process][index].rows is not None]
+            assert with_rows == [*holders]
+            assert content(found[with_rows[0]][index]) == content(of_alone)
+
+
+def test_states_that_do_not_belong_together():
+    states = [buffer.state_dict() for buffer in filled(processes=2)]
+    with pytest.raises(DataError, match="Group 2 of the replay buffer is in none of its 1 states: give those of all"):
+        merge_states(states[:1])
+    (other,) = filled(size=2)
+    with pytest.raises(DataError, match="The states of the replay buffer are not of the same step: give those that"):
+        merge_states([states[0], other.state_dict()])

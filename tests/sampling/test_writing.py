@@ -1,0 +1,367 @@
+"""Groups cut out of one batch and written into another: every row keeps what TRL reads for it.
+
+What a row has is read with TRL's own functions, from the whole batch.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from batches import FAMILIES, PAD, draw_batch, draw_signals
+from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
+
+from vgr_trl.errors import DataError
+from vgr_trl.sampling import Placement, correct_num_items, groups_from_batch, with_old_logps, write_groups_into_batch
+
+TOKENS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio")
+IMAGES = (
+    "pixel_values",
+    "image_grid_thw",
+    "pixel_attention_mask",
+    "image_sizes",
+    "image_position_ids",
+    "spatial_shapes",
+)
+
+
+def cut(batch, wanted, advantages=None, rewards=None, group=2, **options):
+    rows = len(batch["prompt_ids"])
+    advantages = batch["advantages"] if advantages is None else advantages
+    rewards = torch.zeros(rows) if rewards is None else rewards
+    placement = Placement(rows, group)
+    return groups_from_batch(
+        batch, wanted, placement, advantages=advantages, rewards=rewards, pad_token_id=PAD, **options
+    )
+
+
+def write(batch, replacements, group=2, **options):
+    placement = Placement(len(batch["prompt_ids"]), group)
+    return write_groups_into_batch(batch, replacements, placement, pad_token_id=PAD, **options)
+
+
+def rows_as_read(batch: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each row has, without the padding of its batch; the padding has to be what TRL pads with."""
+    one_per_row = "pixel_attention_mask" in batch and "spatial_shapes" not in batch  # Idefics: TRL leaves it as it is,
+    split = batch if one_per_row else split_pixel_values_by_grid(batch)  # unless there are as many images as rows
+    found = []
+    for row in range(len(batch["prompt_ids"])):
+        prompt, completion = batch["prompt_mask"][row] == 1, batch["completion_mask"][row] == 1
+        assert (batch["prompt_ids"][row][~prompt] == PAD).all()
+        assert (batch["completion_ids"][row][~completion] == PAD).all()
+        assert prompt.tolist() == sorted(prompt.tolist()), "prompts are padded on the left"
+        assert completion.tolist() == sorted(completion.tolist(), reverse=True), "completions on the right"
+        values = {
+            "prompt": batch["prompt_ids"][row][prompt],
+            "completion": batch["completion_ids"][row][completion],
+            "advantage": batch["advantages"][row],
+            "num_images": batch["num_images"][row] if "num_images" in batch else 0,
+        }
+        for name in TOKENS:
+            if name in batch:
+                whole = batch[name][row]
+                values[name] = whole[completion] if len(whole) == len(completion) else whole
+        if "tool_mask" in batch:
+            values["tool_mask"] = batch["tool_mask"][row][completion]
+            assert (batch["tool_mask"][row][~completion] == 1).all()
+        for name in ("token_type_ids", "mm_token_type_ids"):
+            if name in batch:
+                types = batch[name][row]
+                assert len(types) == len(prompt) + len(completion)
+                assert (types[: len(prompt)][~prompt] == 0).all()
+                assert (types[len(prompt) :] == 0).all()
+                values[name] = types[: len(prompt)][prompt]
+        for name in IMAGES:
+            if split.get(name) is not None:
+                values[name] = without_padding(split[name][row], -1 if name == "image_position_ids" else 0)
+        found.append(values)
+    return found
+
+
+def without_padding(part: torch.Tensor, padding: int) -> torch.Tensor:
+    """The smallest block at the origin that has all values other than the padding."""
+    positions = (part != padding).nonzero()
+    return part[tuple(slice(int(last) + 1) for last in positions.amax(0))] if len(positions) else part[:0].flatten()
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=name)
+        else:
+            assert found[name] == value, name
+
+
+@pytest.mark.parametrize("lengths", [(5, 4), (9, 7), (3, 2)], ids=["equal", "longer", "shorter"])
+@pytest.mark.parametrize("images", [[1, 1, 1], [2, 1, 2], [1, 0, 2], [0, 2, 0]], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_row_keeps_what_it_has(family, images, lengths):
+    batch = draw_batch(1, [1, 2, 0, 1], family=family)
+    other = draw_batch(2, images, family=family, prompts=lengths[0], completions=lengths[1])
+    stored = cut(other, [0, 1, 2])
+    written, _ = write(batch, {3: stored[1], 0: stored[2]})
+    before, there, after = rows_as_read(batch), rows_as_read(other), rows_as_read(written)
+    for row, expected in enumerate([*there[4:6], *before[2:6], *there[2:4]]):
+        assert_same(after[row], expected)
+    assert written["pixel_values"].dtype == torch.bfloat16
+    assert list(written) == list(batch)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_micro_batches_of_trl_can_be_cut_from_the_written_batch(family):
+    batch = draw_batch(1, [1, 2, 0, 2], family=family)
+    stored = cut(draw_batch(2, [2, 1], family=family, prompts=8, completions=6), [0])
+    written, _ = write(batch, {1: stored[0]})
+    micro = [unsplit_pixel_values_by_grid(part) for part in split_tensor_dict(split_pixel_values_by_grid(written), 4)]
+    found = [row for part in micro for row in rows_as_read(part)]
+    for row, expected in enumerate(rows_as_read(written)):
+        assert_same(found[row], expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_images_of_a_prompt_are_stored_once_on_the_cpu_and_hold_no_batch(family):
+    batch = draw_batch(1, [1, 2, 0, 2], family=family, group=4)
+    (stored,) = cut(batch, [3], group=4)
+    assert len({id(images) for images in stored.rows.images}) == 1
+    one_row = split_pixel_values_by_grid(batch)["pixel_values"][12]
+    assert stored.rows.images[0]["pixel_values"].numel() == one_row.numel()
+    assert stored.rows.images[0]["pixel_values"].dtype == torch.bfloat16
+    tensors = [value for value in stored.rows.columns.values() if isinstance(value, torch.Tensor)]
+    tensors += stored.rows.images[0].values()
+    for tensor in [*tensors, stored.advantages, stored.rewards]:
+        assert tensor.device.type == "cpu"
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    assert stored.nbytes == sum(tensor.nbytes for tensor in tensors)
+
+
+def test_completions_with_images_of_their_own_keep_them():
+    batch = draw_batch(1, [1, 1], family="llava")
+    batch["pixel_values"][1] += 1
+    (stored,) = cut(batch, [0])
+    assert len({id(images) for images in stored.rows.images}) == 2
+    written, _ = write(draw_batch(2, [1, 1], family="llava"), {1: stored})
+    torch.testing.assert_close(written["pixel_values"][2:], batch["pixel_values"][:2])
+
+
+def test_a_group_is_stored_no_longer_than_it_is():
+    """The last prompt is the longest; a row of the second has the longest completion."""
+    batch = draw_batch(3, [1, 1, 1, 1], family="qwen", prompts=40, completions=30)
+    (stored,) = cut(batch, [0])
+    assert stored.rows.prompt_length == batch["prompt_mask"][0].sum() < 40
+    assert stored.rows.completion_length == batch["completion_mask"][:2].sum(1).max() < 30
+
+
+def test_text_group_into_a_batch_of_images_and_the_other_way_round():
+    text = draw_batch(1, [None, None], prompts=7, completions=3)
+    images = draw_batch(2, [1, 2], family="qwen")
+    assert "num_images" not in text
+    written, _ = write(images, {0: cut(text, [1])[0]})
+    assert written["num_images"] == [0, 0, 2, 2]
+    after, expected = rows_as_read(written), rows_as_read(text)
+    torch.testing.assert_close(after[0]["prompt"], expected[2]["prompt"])
+    assert after[0]["mm_token_type_ids"].tolist() == [0] * 7
+    assert_same(after[2], rows_as_read(images)[2])
+
+    written, _ = write(text, {0: cut(images, [1])[0]})
+    assert written["num_images"] == [2, 2, 0, 0]
+    assert_same(rows_as_read(written)[1], rows_as_read(images)[3])
+    assert rows_as_read(written)[3]["mm_token_type_ids"].tolist() == [0] * 7
+
+
+def test_text_group_among_rows_with_an_entry_each():
+    """Idefics: a row without an image has an entry of zeros, which its mask hides."""
+    images = draw_batch(2, [1, 2], family="idefics")
+    written, _ = write(images, {0: cut(draw_batch(1, [None, None]), [1])[0]})
+    assert len(written["pixel_values"]) == len(written["pixel_attention_mask"]) == 4
+    assert not written["pixel_values"][:2].any()
+    assert not written["pixel_attention_mask"][:2].any()
+    assert_same(rows_as_read(written)[3], rows_as_read(images)[3])
+
+
+def test_a_batch_may_lose_its_last_image():
+    written, _ = write(draw_batch(1, [1, 1], family="qwen"), dict(enumerate(cut(draw_batch(2, [None, None]), [0, 1]))))
+    assert "pixel_values" not in written
+    assert "image_grid_thw" not in written
+    assert written["num_images"] == [0, 0, 0, 0]
+
+
+def test_tiles_that_trl_has_left_out_are_one_per_image():
+    """TRL gives num_tiles only where some image has more than one."""
+    single = draw_batch(1, [1, 1], family="llava")
+    tiled = draw_batch(2, [1, 2], family="internvl")
+    written, _ = write(single, {0: cut(tiled, [1])[0]})
+    assert written["num_tiles"] == [*tiled["num_tiles"][2:], 1, 1]
+    assert_same(rows_as_read(written)[2], rows_as_read(single)[2])
+    written, _ = write(tiled, {1: cut(single, [0])[0]})
+    assert written["num_tiles"] == [*tiled["num_tiles"][:2], 1, 1]
+
+
+def test_vllm_reference_and_tools_travel_too():
+    batches = []
+    for seed, size in ((1, 4), (2, 7)):
+        batch = draw_batch(seed, [1, 1], family="llava", completions=size)
+        mask = batch["completion_mask"]
+        batch |= {name: torch.rand(mask.shape) * mask for name in TOKENS[1:3]}
+        batch["importance_sampling_ratio"] = torch.rand(mask.shape).where(mask == 1, 1.0)
+        batch["tool_mask"] = torch.randint(0, 2, mask.shape).where(mask == 1, 1)
+        batches.append(batch)
+    written, _ = write(batches[0], {1: cut(batches[1], [1])[0]})
+    assert_same(rows_as_read(written)[2], rows_as_read(batches[1])[2])
+    assert_same(rows_as_read(written)[0], rows_as_read(batches[0])[0])
+    outside = written["importance_sampling_ratio"][written["completion_mask"] == 0]
+    assert (outside == 1).all()
+
+
+@pytest.mark.parametrize(("here", "there"), [(4, 7), (7, 4), (1, 4), (4, 1), (1, 1)])
+def test_one_importance_ratio_per_sequence_stays_one(here, there):
+    batches = [draw_batch(1, [None, None], completions=here), draw_batch(2, [None, None], completions=there)]
+    for batch in batches:
+        batch["importance_sampling_ratio"] = torch.rand(4, 1)
+    written, _ = write(batches[0], {0: cut(batches[1], [1])[0]})
+    ratios = [batches[1]["importance_sampling_ratio"][2:], batches[0]["importance_sampling_ratio"][2:]]
+    assert torch.equal(written["importance_sampling_ratio"], torch.cat(ratios))
+
+
+def test_ratios_per_token_are_padded_where_completions_of_one_token_look_like_sequences():
+    batches = [draw_batch(1, [None, None], completions=1), draw_batch(2, [None, None], completions=4)]
+    batches[0]["importance_sampling_ratio"] = torch.tensor([[2.0], [3.0], [4.0], [5.0]])
+    batches[1]["importance_sampling_ratio"] = torch.full((4, 4), 0.5)
+    written, _ = write(batches[0], {0: cut(batches[1], [1])[0]})
+    assert written["importance_sampling_ratio"][2:].tolist() == [[4, 1, 1, 1], [5, 1, 1, 1]]
+
+
+def test_signals_travel_with_their_rows():
+    batch, other = draw_batch(1, [1, 1], family="llava"), draw_batch(2, [1, 1], family="llava", completions=7)
+    signals, others = draw_signals(3, batch), draw_signals(4, other)
+    (stored,) = cut(other, [1], signals=others)
+    _, written = write(batch, {0: stored}, signals=signals)
+    for row, (source, of) in enumerate([(2, others), (3, others), (2, signals), (3, signals)]):
+        length = int(of.mask[source].sum())
+        for name in ("logps", "entropies", "dependency"):
+            assert torch.equal(getattr(written, name)[row, :length], getattr(of, name)[source, :length])
+        for side in ("vision", "instruction"):
+            found, expected = getattr(written.attention, side), getattr(of.attention, side)
+            assert torch.equal(found[:, row, :length], expected[:, source, :length])
+            count = f"num_{side}"
+            assert getattr(written.attention, count)[row] == getattr(of.attention, count)[source]
+        assert written.mask[row].sum() == written.attention.mask[row].sum() == length
+    assert written.mask.dtype == torch.bool
+    assert written.attention.vision.shape[:2] == (3, 4)
+    _, none = write(batch, {0: stored})
+    assert none is None
+
+
+def test_log_probabilities_that_come_later():
+    """A batch without them takes those of the first training pass; rows without any say so by NaN."""
+    first, second = (draw_batch(seed, [None, None, None], old_logps=False, completions=6) for seed in (1, 2))
+    stored = dict(zip([0, 2], cut(first, [0, 2]), strict=True))
+    seen = torch.randn(6, 6) * first["completion_mask"]
+    completed = with_old_logps(stored, seen, Placement(6, 2))
+    written, _ = write(second, {1: completed[2]})
+    expected = rows_as_read(first)[4]
+    assert_same(rows_as_read(written)[2], expected | {"old_per_token_logps": seen[4][: len(expected["completion"])]})
+    assert written["old_per_token_logps"][[0, 1, 4, 5]].isnan().all()
+    assert not written["old_per_token_logps"][2:4].isnan().any()
+    assert "old_per_token_logps" not in stored[0].rows.columns, "the given groups are left alone"
+
+
+def test_groups_of_another_round_without_old_log_probabilities():
+    batch, more = (draw_batch(seed, [None, None], old_logps=False) for seed in (1, 2))
+    written, _ = write(batch, {0: cut(more, [0])[0]})
+    assert "old_per_token_logps" not in written
+
+
+def test_padding_to_a_multiple():
+    batch = draw_batch(1, [1, 1], family="qwen", prompts=8, completions=8)
+    (stored,) = cut(draw_batch(2, [1, 1], family="qwen", prompts=9, completions=10), [1])
+    written, _ = write(batch, {0: stored}, pad_to_multiple_of=8)
+    assert written["prompt_ids"].shape == (4, 16)
+    assert written["completion_ids"].shape == (4, 16)
+    assert written["mm_token_type_ids"].shape == (4, 32)
+    assert_same(rows_as_read(written)[2], rows_as_read(batch)[2])
+
+
+def test_truncated_completions_stay_masked():
+    """With mask_truncated_completions a row has tokens and no mask."""
+    batch = draw_batch(1, [None, None], completions=4)
+    batch["completion_mask"][:2] = 0
+    (stored,) = cut(batch, [0])
+    written, _ = write(draw_batch(2, [None, None]), {1: stored})
+    assert not written["completion_mask"][2:].any()
+
+
+def test_advantages_are_those_given_and_nothing_given_is_changed():
+    batch, other = draw_batch(1, [1, 1], family="qwen"), draw_batch(2, [1, 1], family="qwen")
+    copy = {name: value.clone() if isinstance(value, torch.Tensor) else list(value) for name, value in batch.items()}
+    estimated = torch.tensor([1.0, -1.0, 2.0, -2.0])
+    (stored,) = cut(other, [1], advantages=estimated, rewards=torch.tensor([0.0, 0.0, 3.0, 1.0]), step=7)
+    written, _ = write(batch, {0: stored})
+    assert written["advantages"].tolist()[:2] == [2, -2]
+    assert stored.rewards.tolist() == [3, 1]
+    assert stored.step == 7
+    assert all(
+        torch.equal(value, copy[name]) if isinstance(value, torch.Tensor) else value == copy[name]
+        for name, value in batch.items()
+    )
+
+
+def test_columns_of_unknown_names_are_kept_with_their_rows():
+    batch, other = (
+        draw_batch(seed, [None, None]) | {"source": list("abcd"), "place": torch.rand(4, 2)} for seed in (1, 2)
+    )
+    other |= {"source": list("wxyz"), "note": "of the batch", "scale": torch.tensor(2.0)}
+    written, _ = write(batch | {"scale": torch.tensor(1.0)}, {1: cut(other, [0])[0]})
+    assert written["source"] == list("abwx")
+    assert torch.equal(written["place"], torch.cat([batch["place"][:2], other["place"][:2]]))
+    assert written["scale"] == 1
+    assert "note" not in written
+
+
+def test_the_number_of_tokens_is_counted_as_trl_counts():
+    batch = draw_batch(1, [None, None])
+    batch["tool_mask"] = torch.ones(4, 4).long()
+    batch["tool_mask"][:, 0] = 0
+    own = int(batch["completion_mask"][:, 1:].sum())
+    corrected = correct_num_items(batch, lambda count: torch.stack([count, count + 100]))
+    assert corrected["num_items_in_batch"] == 2 * own + 100
+    assert corrected["num_items_in_batch"].ndim == 0
+    assert corrected["prompt_ids"] is batch["prompt_ids"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"strange": torch.rand(3, 2)}, r"The batch has strange, a tensor of shape \(3, 2\), which cannot be"),
+        ({"strange": {"a": 1}}, "The batch has strange, a dict, which cannot be assigned to its 4 rows: give"),
+        ({"strange": [[1]] * 4}, "The batch has strange, a list of other things than numbers and texts: give those"),
+        ({"tool_mask": torch.ones(4, 9)}, r"The batch has tool_mask, a tensor of shape \(4, 9\), but its prompts"),
+        ({"num_images": None}, "The batch has pixel_values for 4 rows and num_images None: give pixel_values, and as"),
+        ({"num_images": [1, 1]}, r"The batch has pixel_values for 4 rows and num_images \[1, 1\]: give pixel_values"),
+        ({"num_images": [1, 1, 2, 2]}, r"The batch has pixel_values of shape \(4, 3, 4, 4\), which cannot be"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_cut_into_rows(change, message):
+    batch = draw_batch(1, [1, 1], family="llava") | change
+    if change.get("num_images") == [1, 1, 2, 2]:
+        batch["num_tiles"] = [1, 1, 2, 2]
+    with pytest.raises(DataError, match=message):
+        cut(batch, [0])
+
+
+def test_what_does_not_fit_the_batch():
+    batch, other = (draw_batch(seed, [None, None]) for seed in (1, 2))
+    (stored,) = cut(other, [0])
+    reference = batch | {"ref_per_token_logps": torch.rand(4, 4)}
+    with pytest.raises(DataError, match="has no ref_per_token_logps, which the batch has: it was stored under other"):
+        write(reference, {0: stored})
+    with pytest.raises(DataError, match="A group has 2 completions, but num_generations is 4: continue with the same"):
+        write(batch, {0: stored}, group=4)
+    with pytest.raises(DataError, match="There is no group 2: the batch has the groups 0 to 1"):
+        write(batch, {2: stored})
+    with pytest.raises(DataError, match=r"has advantages of shape \(4, 4\): replace groups while there is one"):
+        write(batch | {"advantages": torch.rand(4, 4)}, {0: stored})
+    with pytest.raises(DataError, match=r"have place of the shapes \(4, 2\) and \(2, 3\): only its first dimension"):
+        write(batch | {"place": torch.rand(4, 2)}, {0: cut(other | {"place": torch.rand(4, 3)}, [0])[0]})
+    stored.rows.columns.pop("completion_mask")
+    with pytest.raises(DataError, match="has no completion_mask"):
+        write(batch, {0: stored})
