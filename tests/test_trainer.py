@@ -13,6 +13,7 @@ from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.data.schema import prepare_rows
 from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.errors import ConfigError, DataError, RewardError
+from vgr_trl.preparation import prompt_length
 
 
 def letters_reward(completions, **kwargs):
@@ -132,9 +133,9 @@ def test_prompts_computed_once_train_the_same(vision, changed):
     if "gradient_accumulation_steps" not in changed:
         assert min(per_row) == 0.25, "two prompts for eight rows, in generation and in training"
     elif regroups:
-        assert min(per_row) == 0.375, "two prompts for eight rows in generation, one for two rows in each micro-batch"
+        assert min(per_row) == pytest.approx(1 / 3), "one prompt for four rows without gradients, for two with"
     else:
-        assert 0.375 < min(per_row) < 1
+        assert 1 / 3 < min(per_row) < 1
 
 
 def test_sharing_says_where_it_is_off(vision):
@@ -208,7 +209,7 @@ def test_long_prompts_are_left_out_and_counted(build, text_rows, monkeypatch):
     trainer = build(rows=rows, max_prompt_length=15, eval_dataset=rows)
     assert len(trainer.train_dataset) == len(text_rows)
     assert len(trainer.eval_dataset) == len(text_rows)
-    lengths = [trainer._prompt_length(row) for row in rows]
+    lengths = [prompt_length(trainer, row) for row in rows]
     assert max(lengths[:-1]) <= 15 < lengths[-1]
     assert warnings == [
         f"max_prompt_length=15: left out 1 of 13 rows of the {name} data (the longest prompt has {lengths[-1]} tokens)."

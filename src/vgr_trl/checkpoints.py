@@ -1,10 +1,15 @@
-"""Loading the weights of a checkpoint, all of them or none."""
+"""Checkpoints: weights loaded all or none, and what each process keeps of its own."""
 
+from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from vgr_trl.errors import ConfigError
+
+SHARE = "choice_{}_of_{}.pt"  # what a process keeps beside weights and optimizer: its part of the replay buffer
 
 
 def load_weights(model: PreTrainedModel, checkpoint: str) -> None:
@@ -40,3 +45,42 @@ def _refuse_incomplete(report: dict[str, Any], checkpoint: str) -> None:
                 f"The checkpoint {checkpoint} has {len(names)} {kind.replace('_', ' ')} ({some}, …): give one that was "
                 "written to the end, of the same model."
             )
+
+
+def save_share(state: dict[str, Any], folder: Path, process_index: int, num_processes: int) -> None:
+    """Write a process's share of a run's state into a checkpoint folder, whole or not at all.
+
+    Args:
+        state: tensors, numbers, texts, lists and dictionaries.
+        folder: the checkpoint.
+        process_index: in [0, num_processes).
+        num_processes: how many write a share.
+    """
+    path = folder / SHARE.format(process_index, num_processes)
+    unfinished = path.with_suffix(".unfinished")
+    torch.save(state, unfinished)
+    unfinished.replace(path)
+
+
+def load_shares(folder: Path) -> list[dict[str, Any]]:
+    """Return the shares in a checkpoint folder, in the order of their processes; none if none was written.
+
+    Raises:
+        ConfigError: some are missing or unreadable.
+    """
+    paths = sorted(folder.glob(SHARE.format("*", "*")), key=lambda path: int(path.stem.split("_")[1]))
+    if not paths:
+        return []
+    count = int(paths[0].stem.split("_")[-1])
+    if len(paths) != count:
+        raise ConfigError(
+            f"The checkpoint {folder} has {len(paths)} of {count} shares of the replay buffer: bring those of all "
+            "processes there, or give an earlier checkpoint."
+        )
+    try:
+        return [torch.load(path, map_location="cpu", weights_only=True) for path in paths]
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+        raise ConfigError(
+            f"A share of the replay buffer in {folder} cannot be read ({type(error).__name__}): give an earlier "
+            "checkpoint."
+        ) from error

@@ -1,27 +1,39 @@
 """`DAPOTrainer`: TRL's `GRPOTrainer` with the stages of this library between its generation and its loss."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer
 from transformers.utils import logging
 from trl import GRPOTrainer
-from trl.data_utils import prepare_multimodal_messages
+from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer import grpo_trainer
 
 from vgr_trl.checkpoints import load_weights
+from vgr_trl.choosing import GroupChoice
 from vgr_trl.config import DAPOConfig
-from vgr_trl.data.columns import IMAGE_COLUMNS, image_columns, images_of
-from vgr_trl.data.lengths import drop_long_prompts
-from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.credit import entropy_penalty, perception_divergence, perception_loss, shape_advantages
+from vgr_trl.data.columns import IMAGE_COLUMNS, images_of
+from vgr_trl.errors import ConfigError
+from vgr_trl.loss_terms import average_as_loss, valid_tokens
+from vgr_trl.measuring import plan_measurement
 from vgr_trl.metrics import Throughput, approximate_kl
+from vgr_trl.preparation import (
+    as_list,
+    check_rewards,
+    drop_prompts_over_limit,
+    refuse_images_without_vision,
+    refuse_too_few_prompts,
+)
 from vgr_trl.rewards.groups import gather_groups, needed_columns
 from vgr_trl.rewards.schedule import RewardSchedule
-from vgr_trl.rewards.signatures import check_callable
+from vgr_trl.rollout_inputs import Prompts, build_scoring_batch, has_images, joined, pixels_of_rows, scoring_inputs
 from vgr_trl.seams import check_attributes, check_seams
 from vgr_trl.sharing import (
     Place,
@@ -32,6 +44,9 @@ from vgr_trl.sharing import (
     shuffle_by_group,
     whole_groups,
 )
+from vgr_trl.signals import perturb_images, visual_dependency
+from vgr_trl.signals.columns import attention_metrics, measure_segments, reward_columns
+from vgr_trl.signals.perturbed_prompts import perturbed_prompts
 
 logger = logging.get_logger(__name__)
 
@@ -67,26 +82,28 @@ class DAPOTrainer(GRPOTrainer):
             raise ConfigError(
                 "max_prompt_length needs prompts from the data, but environment_factory makes them: drop one."
             )
-        rewards = _as_list(reward_funcs)
+        rewards = as_list(reward_funcs)
         self._reward_schedule = RewardSchedule.for_rewards(rewards, args.reward_weights, args.early_reward_weights)
         rewards = [
             self._over_whole_groups(reward) if needed_columns(reward) is not None else reward for reward in rewards
         ]
         self._throughput = Throughput()
         self._training_logps: torch.Tensor | None = None
+        self._loss_inputs: dict[str, Any] | None = None
         self._streamed_prompts_too_long = 0
 
         super().__init__(model, rewards, args, *rest, **options)
         check_attributes(self)
 
-        self._refuse_images_without_vision()
-        self._check_rewards()
+        refuse_images_without_vision(self)
+        self._measurement = plan_measurement(self)
+        check_rewards(self, self._measurement.columns)
         if (limit := args.max_prompt_length) is not None:
-            self.train_dataset = self._without_long_prompts(self.train_dataset, limit, "train")
-            self.eval_dataset = self._without_long_prompts(self.eval_dataset, limit, "eval")
-        self._refuse_too_few_prompts()
+            drop_prompts_over_limit(self, limit, self._count_streamed_prompt)
+        refuse_too_few_prompts(self)
         self.sharing = plan_sharing(self)
         self._sharing_report = SharingReport()
+        self._choice = GroupChoice(self)
         if self.accelerator.is_main_process:
             logger.info(str(self.sharing))
 
@@ -100,58 +117,6 @@ class DAPOTrainer(GRPOTrainer):
 
     def _completions_per_prompt(self) -> int:
         return self.num_generations if self.model.training else self.num_generations_eval
-
-    def _named_datasets(self) -> Iterator[tuple[str, Any]]:
-        """The train data and every part of the eval data, with a name for messages."""
-        for name, dataset in (("train", self.train_dataset), ("eval", self.eval_dataset)):
-            parts = dataset.values() if isinstance(dataset, dict) else [dataset]
-            yield from ((name, part) for part in parts if part is not None)
-
-    def _refuse_images_without_vision(self) -> None:
-        for name, dataset in self._named_datasets():
-            if not self._is_vlm and (columns := image_columns(dataset)):
-                raise ConfigError(
-                    f"The {name} data has a column `{columns[0]}`, but {type(self.model).__name__} with "
-                    f"{type(self.processing_class).__name__} reads text only: use a vision-language model with its "
-                    "processor, or remove the column."
-                )
-
-    def _check_rewards(self) -> None:
-        """Refuse rewards that cannot be called with the columns; environments add columns of their own later."""
-        if self.environment_factories is not None or self.rollout_func is not None:
-            return
-        for _, dataset in self._named_datasets():
-            if (columns := getattr(dataset, "column_names", None)) is not None:
-                for reward in self.reward_funcs:
-                    check_callable(reward, columns)
-
-    def _without_long_prompts(self, dataset: Any, limit: int, name: str) -> Any:
-        if isinstance(dataset, dict):
-            return type(dataset)({key: self._without_long_prompts(part, limit, key) for key, part in dataset.items()})
-        if dataset is None:
-            return None
-        on_dropped = self._count_streamed_prompt if dataset is self.train_dataset else lambda: None
-        return drop_long_prompts(dataset, self._prompt_length, limit, name, on_dropped)
-
-    def _refuse_too_few_prompts(self) -> None:
-        """A rollout takes distinct prompts; TRL drops a smaller rest, which here would be everything."""
-        prompts = self.args.prompts_per_rollout
-        rows = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else prompts
-        if rows < prompts:
-            raise DataError(
-                f"The train data has {rows} rows, but a rollout takes {prompts} prompts (generation_batch_size "
-                f"{self.args.generation_batch_size} / num_generations {self.args.num_generations}): add rows, or lower "
-                "per_device_train_batch_size or gradient_accumulation_steps."
-            )
-
-    def _prompt_length(self, row: Mapping[str, Any]) -> int:
-        """Tokens of the row's prompt as the policy will read it, image tokens included."""
-        prompt, images = row["prompt"], images_of(row)
-        if images:
-            if isinstance(prompt, str):
-                raise DataError("A row with images has a text as its prompt: give a conversation (a list of messages).")
-            prompt = prepare_multimodal_messages(prompt, images=images)
-        return len(self._tokenize_prompts([prompt])[0][0])
 
     def _count_streamed_prompt(self) -> None:
         self._streamed_prompts_too_long += 1
@@ -172,6 +137,17 @@ class DAPOTrainer(GRPOTrainer):
         else:
             load_weights(target, str(self.state.best_model_checkpoint))
 
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Add to the parent's: the replay buffer, before the checkpoint is marked complete by its state file."""
+        super()._save_rng_state(output_dir)
+        self._choice.save(Path(output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Add to TRL's: the replay buffer and the position among further prompts."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self._choice.load(Path(checkpoint))
+
     # While training
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -181,10 +157,13 @@ class DAPOTrainer(GRPOTrainer):
         with replaced(grpo_trainer, "shuffle_sequence_dict", shuffle_by_group):
             return super()._prepare_inputs(generation_batch)
 
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """Add to TRL's: compute each prompt once while generating."""
+    def _generate_single_turn(
+        self, prompt_ids: Any, images: Any, multimodal_fields: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Add to TRL's: keep the prompts, compute each once, and measure attention if `attention_source` says so."""
+        self._measurement.keep_prompts(Prompts(prompt_ids, images, multimodal_fields))
         with self._shared(self.sharing.generation, self.model):
-            return super()._generate_single_turn(*args, **kwargs)
+            return super()._generate_single_turn(prompt_ids, images, multimodal_fields, *args, **kwargs)
 
     @contextmanager
     def _shared(self, place: Place, model: Any, completion_length: int | None = None) -> Iterator[None]:
@@ -201,22 +180,129 @@ class DAPOTrainer(GRPOTrainer):
         return bool(agreed.all())
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Add to TRL's: an empty list of images, which it knows, for rows with a null image, on which it fails."""
+        """Add to TRL's: when training, measure what depends on the image, and spread the advantages over the tokens.
+
+        Rows with a null image get an empty list of images, which TRL knows; on the null it fails.
+        """
+        with self._measurement.rollout():
+            batch = self._generate_judge_and_perceive(inputs)
+            if self.model.training:
+                batch = self._spread(*self._choice.choose(batch, self._measurement.signals))
+            return batch
+
+    def _generate_judge_and_perceive(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """TRL's generation and judgement of these rows, and when training the pass over perturbed images."""
         if any(name in inputs[0] for name in IMAGE_COLUMNS) and not all(map(images_of, inputs)):
             inputs = [{**row, "images": images_of(row)} for row in inputs]
-        return super()._generate_and_score_completions(inputs)
+        self._rollout_rows = inputs
+        batch = super()._generate_and_score_completions(inputs)
+        if self.model.training:
+            self._perceive(batch)
+        return batch
+
+    def _perceive(self, batch: dict[str, Any]) -> None:
+        """Score the completions given perturbed images; leave what depends on the image in the signals."""
+        if not (self._measurement.wanted.dependency or self.args.uses_perception_loss):
+            return
+        pixels = self._perturbed_pixels(batch)
+        if self.args.uses_perception_loss and pixels is not None:
+            batch["perturbed_pixel_values"] = pixels
+        if self._measurement.wanted.dependency:
+            perturbed = scoring_inputs(batch | {"pixel_values": joined(pixels)} if pixels is not None else batch)
+            logps, _, _ = self._score(perturbed)
+            signals = self._measurement.signals
+            blind = ~has_images(batch).to(logps.device).unsqueeze(1)  # (N, 1)
+            signals.dependency = visual_dependency(signals.logps, logps).masked_fill(blind, torch.nan)
+
+    def _perturbed_pixels(self, batch: dict[str, Any]) -> Any:
+        """The rows' `pixel_values` with perturbed images: per row in a list, or (N, ...); None without images."""
+        args, rows = self.args, len(batch["prompt_ids"])
+        first = self.accelerator.process_index * rows
+        shared_by = self.num_generations if args.perturb_per == "prompt" else 1
+        perturb = partial(
+            perturb_images,
+            name=args.perturbation,
+            parameters=args.perturbation_parameters,
+            seed=args.seed,
+            step=self.state.global_step,
+        )
+        prompts, own = perturbed_prompts(
+            self._measurement.messages,
+            [(first + row) // shared_by for row in range(rows)],
+            perturb,
+        )
+        _, images, fields = super()._tokenize_prompts(prompts)
+        if images is None:
+            return None
+        return pixels_of_rows(fields, images, own, batch)
+
+    def _spread(self, batch: dict[str, Any], signals: Any, live: torch.Tensor) -> dict[str, Any]:
+        """The batch with advantages (N, T) instead of (N,), if a rule of credit is on."""
+        if not self.args.shapes_advantages:
+            return batch
+        advantages, metrics = shape_advantages(
+            batch["advantages"], signals, self.args, shaped=live.to(signals.mask.device), gather=self.accelerator.gather
+        )
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
+        return {**batch, "advantages": advantages}
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
         """Add to TRL's: an empty list instead of None for a row without images among rows with some."""
+        self._measurement.keep_messages(prompts)
         prompt_ids, images, fields = super()._tokenize_prompts(prompts)
         return prompt_ids, None if images is None else [row_images or [] for row_images in images], fields
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
-        """Add to TRL's: set the reward weights that hold at this step."""
+        """Add to TRL's: measure the completions, give rewards the signals, set the weights that hold at this step."""
+        if self._measurement.active and self._measurement.wanted.scoring:
+            if self._measurement.signals is None:
+                self._score_rollout(completion_ids_list)
+            inputs = self._with_signal_columns(inputs)
         if self._reward_schedule.changes:
             weights = self._reward_schedule.weights_at(self.state.global_step, self._early_steps())
             self.reward_weights[: len(weights)] = torch.tensor(weights)
-        return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        return self._rewards_per_func
+
+    def _score_rollout(self, completion_ids: list[list[int]]) -> None:
+        """Make the measured pass, as TRL makes its own for old log-probabilities."""
+        batch = build_scoring_batch(
+            self._measurement.prompts,
+            completion_ids,
+            pad_token_id=self._tokenizer.pad_token_id,
+            vision_token_ids=self._measurement.vision_token_ids,
+            valid=None if not self.mask_truncated_completions else self._not_truncated(completion_ids),
+            pad_to_multiple_of=self.pad_to_multiple_of,
+        )
+        self._score(Trainer._prepare_inputs(self, batch.inputs()))
+
+    def _score(self, inputs: dict[str, Any]) -> Any:
+        """Log-probabilities, entropies if measured, and router loss of the policy, as TRL scores a rollout batch."""
+        args = self.args
+        kwargs: Any = args.gradient_checkpointing_kwargs
+        chunk = args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, kwargs):
+            return self._get_per_token_logps_and_entropies(self.model, batch_size=chunk, **inputs)
+
+    def _with_signal_columns(self, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Copies of the rows with the columns of `SIGNAL_COLUMNS`, which the tables and metrics get too."""
+        mass = self._measurement.signals.attention
+        if mass is None:
+            return inputs
+        segments = measure_segments(mass, self.args.attention_segments, self.args.mdi_balance_ratio)
+        mode = "train" if self.model.training else "eval"
+        for name, value in attention_metrics(segments, self.accelerator.gather).items():
+            self._metrics[mode][name].append(value)
+        columns = reward_columns(segments)
+        for name in ("vgr", "aei_vision", "aei_instruction"):
+            self._log_completion_extra(name, columns[name])
+        columns["mdi_balance_ratio"] = [self.args.mdi_balance_ratio] * len(inputs)
+        return [row | {name: values[i] for name, values in columns.items()} for i, row in enumerate(inputs)]
+
+    def _not_truncated(self, completion_ids: list[list[int]]) -> list[bool]:
+        ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
+        return [ids[-1] in ends for ids in completion_ids]
 
     def _early_steps(self) -> int:
         total = self.state.max_steps
@@ -239,24 +325,77 @@ class DAPOTrainer(GRPOTrainer):
         place = self.sharing.training if trains else self.sharing.scoring
         if batch_size is not None and not trains and place.reason_off is None:
             batch_size = whole_groups(batch_size, self._completions_per_prompt())
+        score = partial(
+            super()._get_per_token_logps_and_entropies,
+            model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs,
+        )  # fmt: skip
         with self._shared(place, model, logits_to_keep):
-            logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(
-                model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
-            )
+            if not trains and model is self.model and self._measurement.is_due(model):
+                scored = self._measurement.measure(
+                    model, input_ids, attention_mask, logits_to_keep, partial(score, compute_entropy=True)
+                )
+            else:
+                scored = score()
         if trains:
-            self._training_logps = logps.detach()
-        return logps, entropies, aux_loss
+            self._training_logps = scored[0]
+            if self._loss_inputs is not None:
+                self._choice.first_pass(self._loss_inputs, scored[0])
+                self._loss_inputs = None
+        return scored
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """Add to TRL's: the metric `approx_kl`, and the counts that the throughput is made of."""
+        """Add to TRL's: the terms that are no advantages; the metric `approx_kl`, the counts of the throughput."""
+        self._loss_inputs = inputs if self.model.training else None
         loss = super()._compute_loss(model, inputs)
-        if self.model.training and self._training_logps is not None:
-            self._measure_step(self._training_logps, inputs)
-            self._training_logps = None
+        logps, self._training_logps = self._training_logps, None
+        if self.model.training and logps is not None:
+            self._measure_step(logps.detach(), inputs)
+            loss = loss + self._entropy_penalty(logps, inputs) + self._perception_loss(model, logps, inputs)
         return loss
 
+    def _entropy_penalty(self, logps: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor | float:
+        if not self.args.use_entropy_penalty:
+            return 0.0
+        mask = valid_tokens(inputs)
+        penalty = entropy_penalty(logps, mask, self.args.entropy_penalty_coef)  # (N, T)
+        self._log_token_mean("entropy_penalty", penalty, mask)
+        return average_as_loss(penalty, mask, inputs, self)
+
+    def _perception_loss(self, model: Any, logps: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor | float:
+        """The term of PAPO; the one that takes another pass with gradients, through the perturbed images."""
+        args = self.args
+        if not (args.uses_perception_loss or args.der_loss_weight1 > 0):
+            return 0.0
+        mask = valid_tokens(inputs)
+        perturbed_logps = logps
+        if args.uses_perception_loss:
+            pixels = inputs.get("perturbed_pixel_values")
+            perturbed = scoring_inputs(inputs if pixels is None else inputs | {"pixel_values": joined(pixels)})
+            perturbed_logps, entropies, _ = self._get_per_token_logps_and_entropies(
+                model, compute_entropy=True, **perturbed
+            )
+            self._training_logps = None
+            self._log_token_mean("perturbed_entropy", entropies.detach(), mask)
+            divergence = perception_divergence(logps.detach(), perturbed_logps.detach(), mask)
+            self._log_token_mean("perception_loss", -divergence, mask)
+        loss = perception_loss(
+            logps,
+            perturbed_logps,
+            mask,
+            coefficient=args.perception_loss_weight,
+            entropy_coefficient=args.der_loss_weight1,
+            perturbed_entropy_coefficient=args.der_loss_weight2,
+        )  # (N, T)
+        return average_as_loss(loss, mask, inputs, self)
+
+    def _log_token_mean(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
+        """Log the mean of `values` (N, T) over the valid tokens of all processes."""
+        local = torch.stack([(values.detach() * mask).sum(), mask.sum().float()])
+        total, count = self.accelerator.reduce(local, reduction="sum").tolist()
+        self._metrics["train"][name].append(total / max(count, 1.0))
+
     def _measure_step(self, logps: torch.Tensor, inputs: dict[str, Any]) -> None:
-        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)  # (N, T)
+        mask = valid_tokens(inputs)  # (N, T)
         old_logps = inputs.get("old_per_token_logps", logps)  # TRL leaves them out while they equal the new ones
         kl = approximate_kl(logps, old_logps, mask)  # (N,)
         tokens = inputs["prompt_mask"].sum() + inputs["completion_mask"].sum()
@@ -280,12 +419,6 @@ class DAPOTrainer(GRPOTrainer):
             if self._streamed_prompts_too_long:
                 logs["data/prompts_too_long"] = self._streamed_prompts_too_long
         super().log(logs, start_time)
-
-
-def _as_list(reward_funcs: Any) -> list[Any]:
-    if reward_funcs is None:
-        return []
-    return list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
 
 
 def _default_config(model: Any) -> DAPOConfig:

@@ -1,0 +1,202 @@
+"""The rollout batch as inputs of TRL's scoring pass, and pixels of perturbed images dealt to its rows."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from trl.trainer.utils import split_pixel_values_by_grid
+
+from vgr_trl.errors import DataError
+
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+IMAGE_FIELDS = (
+    "pixel_values",
+    "image_grid_thw",
+    "image_sizes",
+    "pixel_attention_mask",
+    "image_position_ids",
+    "spatial_shapes",
+)
+
+
+@dataclass
+class Prompts:
+    """Prompts of N completions as they are given to generation.
+
+    Attributes:
+        ids: per row, the tokens of its prompt, image tokens included.
+        images: per row, its images; None if no row has any.
+        fields: what the processor made of text and images beside the tokens.
+    """
+
+    ids: Sequence[Sequence[int]]
+    images: Sequence[Sequence[Any]] | None
+    fields: Mapping[str, Any]
+
+
+@dataclass
+class ScoringBatch:
+    """Inputs of a scoring pass over N completions of T tokens behind prompts of P tokens.
+
+    Attributes:
+        prompt_ids, prompt_mask: (N, P) int64, padded on the left.
+        completion_ids, completion_mask: (N, T) int64, padded on the right.
+        fields: pixel inputs and token types (N, P + T).
+        num_images: images per row; None without images.
+        num_tiles: rows of `pixel_values` per row where images are cut into tiles, else None.
+    """
+
+    prompt_ids: torch.Tensor
+    prompt_mask: torch.Tensor
+    completion_ids: torch.Tensor
+    completion_mask: torch.Tensor
+    fields: dict[str, torch.Tensor] = field(default_factory=dict)
+    num_images: list[int] | None = None
+    num_tiles: list[int] | None = None
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """(N, P + T)."""
+        return torch.cat([self.prompt_ids, self.completion_ids], dim=1)
+
+    @property
+    def attention_mask(self) -> torch.Tensor:
+        """(N, P + T)."""
+        return torch.cat([self.prompt_mask, self.completion_mask], dim=1)
+
+    def inputs(self) -> dict[str, Any]:
+        """Keyword arguments of TRL's scoring, but for the model and the size of its chunks."""
+        return {
+            "input_ids": self.input_ids,
+            "attention_mask": self.attention_mask,
+            "logits_to_keep": self.completion_ids.size(1),
+            "num_images": self.num_images,
+            "num_tiles": self.num_tiles,
+            **self.fields,
+        }
+
+
+def build_scoring_batch(
+    prompts: Prompts,
+    completion_ids: Sequence[Sequence[int]],
+    *,
+    pad_token_id: int,
+    vision_token_ids: Sequence[int] = (),
+    valid: Sequence[bool] | None = None,
+    pad_to_multiple_of: Any = None,
+) -> ScoringBatch:
+    """Return the padded tensors of a rollout batch, on the CPU.
+
+    Args:
+        prompts: N prompts.
+        completion_ids: N lists of tokens.
+        pad_token_id: token that padding is made of.
+        vision_token_ids: placeholder tokens of images, from which the tiles of a row are counted.
+        valid: per row, whether its tokens count; None: all do.
+        pad_to_multiple_of: P and T are made multiples of it.
+    """
+    prompt_ids, prompt_mask = _padded(prompts.ids, pad_token_id, True, pad_to_multiple_of)
+    completions, completion_mask = _padded(completion_ids, pad_token_id, False, pad_to_multiple_of)
+    if valid is not None:
+        completion_mask = completion_mask * torch.tensor(valid).unsqueeze(1)
+    batch = ScoringBatch(prompt_ids, prompt_mask, completions, completion_mask)
+    if prompts.images is None:
+        return batch
+    batch.num_images = [len(images or ()) for images in prompts.images]
+    for name, value in prompts.fields.items():
+        if name in TOKEN_TYPES:
+            types, _ = _padded(value, 0, True, pad_to_multiple_of)
+            missing = prompt_ids.size(1) - types.size(1)
+            batch.fields[name] = torch.nn.functional.pad(types, (missing, completions.size(1)))
+        elif name in IMAGE_FIELDS:
+            batch.fields[name] = value if isinstance(value, torch.Tensor) else torch.tensor(np.array(value))
+    batch.num_tiles = _tiles_per_row(batch, vision_token_ids)
+    return batch
+
+
+def scoring_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments of TRL's scoring for its batch, but for the model and the size of chunks."""
+    names = ("num_images", "num_tiles", *TOKEN_TYPES, *IMAGE_FIELDS)
+    return {
+        "input_ids": torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+        "attention_mask": torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+        "logits_to_keep": batch["completion_ids"].size(1),
+        **{name: batch[name] for name in names if batch.get(name) is not None},
+    }
+
+
+def pixels_of_rows(
+    fields: Mapping[str, Any], images: Sequence[Sequence[Any]], own: Sequence[int], batch: Mapping[str, Any]
+) -> list[torch.Tensor] | torch.Tensor:
+    """Return the `pixel_values` of the N rows of a batch, from those of its different prompts.
+
+    Args:
+        fields: what the processor made of the different prompts, in order.
+        images: per different prompt, its images.
+        own: per row, the index of its prompt.
+        batch: a batch of TRL's with the same images, unperturbed.
+
+    Returns:
+        Per row a tensor, or (N, ...) where the processor pads to one entry per row.
+
+    Raises:
+        DataError: the processor has cut the perturbed images otherwise than the images themselves.
+    """
+    like = batch["pixel_values"]
+    tensors: dict[str, Any] = {
+        name: value if isinstance(value, torch.Tensor) else torch.tensor(np.array(value))
+        for name, value in fields.items()
+        if name in IMAGE_FIELDS
+    }
+    tensors["pixel_values"] = tensors["pixel_values"].to(like.device, like.dtype)
+    tensors["num_images"] = [len(of_prompt or ()) for of_prompt in images]
+    if batch.get("num_tiles") is not None:
+        tensors["num_tiles"] = [batch["num_tiles"][own.index(index)] for index in range(len(images))]
+    pixels = split_pixel_values_by_grid(tensors)["pixel_values"]
+    rows = [pixels[index] for index in own] if isinstance(pixels, list) else pixels[list(own)]
+    if joined(rows).shape != like.shape:
+        raise DataError(
+            f"The perturbed images give pixel_values of shape {tuple(joined(rows).shape)}, the images themselves "
+            f"{tuple(like.shape)}: switch off what depends on perturbed images for this processor."
+        )
+    return rows
+
+
+def has_images(batch: Mapping[str, Any]) -> torch.Tensor:
+    """Return which rows of a batch of TRL have an image, (N,) bool."""
+    counts = batch.get("num_images") or [0] * len(batch["prompt_ids"])
+    return torch.tensor(counts) > 0
+
+
+def joined(pixels: Any) -> torch.Tensor:
+    """Return pixels of rows as the one tensor that a model takes."""
+    return torch.cat(pixels) if isinstance(pixels, list) else pixels
+
+
+def _padded(
+    rows: Sequence[Sequence[int]], value: int, left: bool, multiple: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    length = max(map(len, rows))
+    length += -length % (multiple or 1)
+    ids = torch.full((len(rows), length), value)
+    mask = torch.zeros(len(rows), length, dtype=torch.long)
+    for index, row in enumerate(rows):
+        columns = slice(length - len(row), length) if left else slice(0, len(row))
+        ids[index, columns] = torch.as_tensor(row)
+        mask[index, columns] = 1
+    return ids, mask
+
+
+def _tiles_per_row(batch: ScoringBatch, vision_token_ids: Sequence[int]) -> list[int] | None:
+    """Rows of `pixel_values` per row of the batch, where there are more of them than images; tiles are equally long."""
+    pixels = batch.fields.get("pixel_values")
+    if pixels is None or batch.num_images is None or "image_grid_thw" in batch.fields:
+        return None
+    if not ("spatial_shapes" in batch.fields or (pixels.ndim == 4 and len(pixels) != sum(batch.num_images))):
+        return None
+    if "spatial_shapes" in batch.fields and sum(batch.num_images) == len(pixels):
+        return list(batch.num_images)
+    tokens = torch.isin(batch.prompt_ids, torch.tensor(vision_token_ids)).sum(1)  # (N,)
+    return (tokens * len(pixels) // tokens.sum()).tolist()
