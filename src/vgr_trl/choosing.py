@@ -147,6 +147,8 @@ class GroupChoice:
         live = torch.ones(len(chosen["prompt_ids"]), dtype=torch.bool)
         for group in still_dead:
             live[[row for row, _ in judged.placement.here(group)]] = False
+        # A filtered group that nothing replaces has rewards that differ; without this it would be trained on.
+        chosen = {**chosen, "advantages": chosen["advantages"] * live.to(chosen["advantages"].device)}
         return chosen, signals, live
 
     def _judge(self, batch: dict[str, Any], signals: RolloutSignals | None) -> Judged:
@@ -188,18 +190,22 @@ class GroupChoice:
         plan = Resampling(list(judged.dead), self.args.dynamic_sampling_max_rounds)
         placement = judged.placement
         replacements: dict[int, Group] = {}
+        metrics = trainer._metrics["train"]
+        logged = {name: len(values) for name, values in metrics.items()}
+        completions = [placement.rows]
         while plan.wants_more:
             count = prompts_of_round(len(plan.missing), placement.num_generations, placement.num_processes)
             rows = rows_of_process(
                 self.prompts.draw(count), placement.num_generations, placement.process_index, placement.num_processes
             )
+            completions.append(len(rows))
             with trainer._measurement.rollout():
                 further = trainer._generate_judge_and_perceive(rows)
                 found = self._judge(further, trainer._measurement.signals)
             places = plan.take(found.live, count)
             groups = self._groups(found, list(places.values()))
             replacements |= dict(zip(places, groups, strict=True))
-        metrics = trainer._metrics["train"]
+        _average_rounds(metrics, logged, completions)
         metrics["dynamic_sampling/rounds"].append(plan.rounds)
         metrics["dynamic_sampling/generated_groups"].append(plan.generated)
         metrics["dynamic_sampling/discarded_groups"].append(plan.discarded)
@@ -312,6 +318,17 @@ def _weighted(per_function: torch.Tensor, weights: torch.Tensor) -> torch.Tensor
     """(N of all,), NaN where no function applied."""
     rewards = (per_function * weights.to(per_function.device).unsqueeze(0)).nansum(dim=1)
     return rewards.masked_fill(per_function.isnan().all(dim=1), torch.nan)
+
+
+def _average_rounds(metrics: dict[str, list[float]], before: dict[str, int], completions: list[int]) -> None:
+    """Make one entry of what was logged for the batch and for each further round, weighted by their completions."""
+    for name, values in metrics.items():
+        rounds = len(values) - before.get(name, 0)
+        if rounds == len(completions) - 1 > 0 and before.get(name):
+            newest = [values.pop() for _ in completions][::-1]
+            weighted = [(value, count) for value, count in zip(newest, completions, strict=True) if value == value]
+            total = sum(count for _, count in weighted)
+            values.append(sum(value * count for value, count in weighted) / total if total else float("nan"))
 
 
 def _replace_newest(values: deque[Any], newest: list[Any]) -> None:

@@ -170,6 +170,15 @@ def has_images(batch: Mapping[str, Any]) -> torch.Tensor:
     return torch.tensor(counts) > 0
 
 
+def with_perturbed_rows(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return a batch of TRL with `perturbed_pixel_values` dealt to its rows, so that TRL shuffles and splits them."""
+    perturbed = batch.get("perturbed_pixel_values")
+    if perturbed is None:
+        return batch
+    rows = split_pixel_values_by_grid({**batch, "pixel_values": perturbed})["pixel_values"]
+    return {**batch, "perturbed_pixel_values": rows}
+
+
 def joined(pixels: Any) -> torch.Tensor:
     """Return pixels of rows as the one tensor that a model takes."""
     return torch.cat(pixels) if isinstance(pixels, list) else pixels

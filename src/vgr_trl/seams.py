@@ -24,7 +24,9 @@ SEAMS = {
         "compute_entropy",
     ),
     "_load_best_model": (),
+    "_load_optimizer_and_scheduler": ("checkpoint",),
     "_prepare_inputs": ("generation_batch",),
+    "_save_rng_state": ("output_dir",),
     "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
     "_tokenize_prompts": ("prompts",),
     "log": ("logs", "start_time"),
@@ -37,7 +39,10 @@ MODULE_SEAMS = ("shuffle_sequence_dict",)
 # What ours reads of a constructed trainer.
 ATTRIBUTES = (
     "_is_vlm",
+    "_logs",
     "_metrics",
+    "_pending_extra_logs",
+    "_pending_metrics",
     "environment_factories",
     "num_generations",
     "num_generations_eval",

@@ -1,8 +1,10 @@
 """`DAPOTrainer`: TRL's `GRPOTrainer` with the stages of this library between its generation and its loss."""
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,14 @@ from trl.trainer import grpo_trainer
 from vgr_trl.checkpoints import load_weights
 from vgr_trl.choosing import GroupChoice
 from vgr_trl.config import DAPOConfig
-from vgr_trl.credit import entropy_penalty, perception_divergence, perception_loss, shape_advantages
+from vgr_trl.credit import (
+    coefficient_warning,
+    collapse_warning,
+    entropy_penalty,
+    perception_divergence,
+    perception_loss,
+    shape_advantages,
+)
 from vgr_trl.data.columns import IMAGE_COLUMNS, images_of
 from vgr_trl.errors import ConfigError
 from vgr_trl.loss_terms import average_as_loss, valid_tokens
@@ -33,7 +42,15 @@ from vgr_trl.preparation import (
 )
 from vgr_trl.rewards.groups import gather_groups, needed_columns
 from vgr_trl.rewards.schedule import RewardSchedule
-from vgr_trl.rollout_inputs import Prompts, build_scoring_batch, has_images, joined, pixels_of_rows, scoring_inputs
+from vgr_trl.rollout_inputs import (
+    Prompts,
+    build_scoring_batch,
+    has_images,
+    joined,
+    pixels_of_rows,
+    scoring_inputs,
+    with_perturbed_rows,
+)
 from vgr_trl.seams import check_attributes, check_seams
 from vgr_trl.sharing import (
     Place,
@@ -49,6 +66,8 @@ from vgr_trl.signals.columns import attention_metrics, measure_segments, reward_
 from vgr_trl.signals.perturbed_prompts import perturbed_prompts
 
 logger = logging.get_logger(__name__)
+
+COLLAPSE_HISTORY = 40  # log entries in which signs of collapse are looked for
 
 
 class DAPOTrainer(GRPOTrainer):
@@ -91,6 +110,7 @@ class DAPOTrainer(GRPOTrainer):
         self._training_logps: torch.Tensor | None = None
         self._loss_inputs: dict[str, Any] | None = None
         self._streamed_prompts_too_long = 0
+        self._collapse_seen = False
 
         super().__init__(model, rewards, args, *rest, **options)
         check_attributes(self)
@@ -104,10 +124,20 @@ class DAPOTrainer(GRPOTrainer):
         self.sharing = plan_sharing(self)
         self._sharing_report = SharingReport()
         self._choice = GroupChoice(self)
+        self._history: deque[dict[str, float]] = deque(maxlen=COLLAPSE_HISTORY)
         if self.accelerator.is_main_process:
-            logger.info(str(self.sharing))
+            self._say_at_start()
 
     # Before the first generation
+
+    def _say_at_start(self) -> None:
+        """One line on where prompts are shared, which is shown by default if they are not everywhere."""
+        plan, args = self.sharing, self.args
+        off = [place for place in (plan.generation, plan.scoring, plan.training) if place.reason_off is not None]
+        logger.log(WARNING if off and plan.mode != "off" else INFO, str(plan))
+        risk = coefficient_warning(args.perception_loss_weight, args.der_loss_weight1, args.der_loss_weight2)
+        if risk is not None:
+            logger.warning(risk)
 
     def _over_whole_groups(self, reward: Any) -> Any:
         state = PartialState()
@@ -188,7 +218,7 @@ class DAPOTrainer(GRPOTrainer):
             batch = self._generate_judge_and_perceive(inputs)
             if self.model.training:
                 batch = self._spread(*self._choice.choose(batch, self._measurement.signals))
-            return batch
+            return with_perturbed_rows(batch)
 
     def _generate_judge_and_perceive(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's generation and judgement of these rows, and when training the pass over perturbed images."""
@@ -206,7 +236,7 @@ class DAPOTrainer(GRPOTrainer):
             return
         pixels = self._perturbed_pixels(batch)
         if self.args.uses_perception_loss and pixels is not None:
-            batch["perturbed_pixel_values"] = pixels
+            batch["perturbed_pixel_values"] = joined(pixels)
         if self._measurement.wanted.dependency:
             perturbed = scoring_inputs(batch | {"pixel_values": joined(pixels)} if pixels is not None else batch)
             logps, _, _ = self._score(perturbed)
@@ -418,7 +448,14 @@ class DAPOTrainer(GRPOTrainer):
                 self._sharing_report = SharingReport()
             if self._streamed_prompts_too_long:
                 logs["data/prompts_too_long"] = self._streamed_prompts_too_long
+        training = self.model.training
         super().log(logs, start_time)
+        if training and self.args.perception_loss_weight > 0:
+            self._history.append({name: value for name, value in logs.items() if isinstance(value, float)})
+            signs = None if self._collapse_seen else collapse_warning(self._history)
+            if signs is not None and self.accelerator.is_main_process:
+                logger.warning(signs)
+            self._collapse_seen |= signs is not None
 
 
 def _default_config(model: Any) -> DAPOConfig:

@@ -15,6 +15,7 @@ IMAGE_INPUTS = (
     "image_sizes",
     "image_position_ids",
     "spatial_shapes",
+    "perturbed_pixel_values",
 )
 _PADDING = {"image_position_ids": -1}  # Gemma 4's mark of a patch that is none; everything else is padded with zeros
 
@@ -44,6 +45,7 @@ def split_images(batch: Mapping[str, Any], count: int) -> tuple[list[Images], bo
             "num_images one number per row."
         )
     parts, one_per_row = _parts_per_row(given, list(num_images), batch.get("num_tiles"), count)
+    parts["perturbed_pixel_values"] = parts["pixel_values"]
     for name, value in given.items():
         if sum(parts[name]) != value.size(0):
             raise DataError(
@@ -106,36 +108,32 @@ def _grown(part: torch.Tensor, shape: Sequence[int], padding: int) -> torch.Tens
 
 
 def share_equal(rows: Sequence[Images]) -> list[Images]:
-    """Return the rows such that equal image inputs are one object, which then is stored, saved and sent once."""
-    distinct: list[Images] = []
-    shared = []
-    for row in rows:
-        same = next((other for other in distinct if _equal(row, other)), None)
-        if same is None:
-            distinct.append(row)
-        shared.append(row if same is None else same)
-    return shared
+    """Return the rows such that equal tensors are one object, which then is stored, saved and sent once."""
+    distinct: dict[str, list[torch.Tensor]] = {}
+    return [{name: _known(value, distinct.setdefault(name, [])) for name, value in row.items()} for row in rows]
 
 
-def _equal(some: Images, other: Images) -> bool:
-    return some.keys() == other.keys() and all(
-        value.shape == other[name].shape and torch.equal(value, other[name]) for name, value in some.items()
-    )
+def _known(value: torch.Tensor, distinct: list[torch.Tensor]) -> torch.Tensor:
+    for other in distinct:
+        if value.shape == other.shape and torch.equal(value, other):
+            return other
+    distinct.append(value)
+    return value
 
 
 def move_images(rows: Sequence[Images], device: torch.device | str, copy: bool = False) -> list[Images]:
-    """Return the rows on `device`, with one object for image inputs that were one object.
+    """Return the rows on `device`; tensors that were one object are one again.
 
     Args:
         rows: image inputs of each row.
         device: where to.
         copy: copy even what is there already, so that nothing keeps a whole batch in memory.
     """
-    moved: dict[int, Images] = {}
-    for row in rows:
-        if id(row) not in moved:
-            moved[id(row)] = {name: owned(value, device) if copy else value.to(device) for name, value in row.items()}
-    return [moved[id(row)] for row in rows]
+    moved: dict[int, torch.Tensor] = {}
+    for value in (value for row in rows for value in row.values()):
+        if id(value) not in moved:
+            moved[id(value)] = owned(value, device) if copy else value.to(device)
+    return [{name: moved[id(value)] for name, value in row.items()} for row in rows]
 
 
 def owned(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:

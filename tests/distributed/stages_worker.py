@@ -1,0 +1,123 @@
+"""Run by test_stages.py in one or two processes: three SGD steps of every stage, with completions that do not depend on
+how they are dealt to processes."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from datasets import Dataset, load_dataset
+from transformers import GenerationConfig, Qwen2_5_VLForConditionalGeneration
+
+from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.data.schema import prepare_rows
+from vgr_trl.demo.tiny_vlm import load_processor
+from vgr_trl.rewards import accuracy_reward, mdi_reward, vgr_hard_negative_reward, vgr_reward
+
+model_folder, question_file, output, rows_per_process = sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
+GENERATIONS = 4
+
+
+def coarse_reward(completions, **kwargs):
+    """Equal within many groups."""
+    return [float(len(completion[0]["content"]) % 2) for completion in completions]
+
+
+def sparse_reward(completions, **kwargs):
+    """Equal within most groups."""
+    return [float(len(completion[0]["content"]) % 5 == 0) for completion in completions]
+
+
+CASES = {
+    "signals": {
+        "reward_funcs": [accuracy_reward, vgr_reward, vgr_hard_negative_reward, mdi_reward],
+        "token_weights": True,
+        "token_weights_smooth_sigma": 1.0,
+        "enable_perception_filtering": True,
+        "enable_entropy_filtering": True,
+        "enable_trajectory_reweighting": True,
+        "use_entropy_penalty": True,
+    },
+    "replay": {"reward_funcs": [coarse_reward], "replay_buffer_size": 4, "max_steps": 5},
+    "replay without measuring": {
+        "reward_funcs": [coarse_reward],
+        "replay_buffer_size": 4,
+        "max_steps": 5,
+        "compute_attention_metrics": False,
+    },
+    "resample": {"reward_funcs": [sparse_reward], "dynamic_sampling": "resample", "token_weights": True},
+    "remax": {"reward_funcs": [accuracy_reward, vgr_reward], "advantage_estimator": "remax"},
+    "perception loss": {"reward_funcs": [accuracy_reward], "perception_loss_weight": 0.01, "der_loss_weight2": 0.03},
+}
+
+
+def generate_by_prompt(trainer, processor):
+    """Stands for the model's `generate`: completions depend on the prompt, the step and the place in the group."""
+
+    def generate(input_ids, generation_config: GenerationConfig, **kwargs):
+        first = trainer.accelerator.process_index * len(input_ids)
+        texts = []
+        for row, ids in enumerate(input_ids):
+            place = (first + row) % GENERATIONS if generation_config.do_sample else 0
+            seed = int(ids.sum()) * 31 + trainer.state.global_step * 977 + place
+            random = torch.Generator().manual_seed(seed)
+            letter = "ABCD"[int(torch.randint(4, (), generator=random))]
+            words = "the circle is blue red teal".split()[: 2 + int(torch.randint(4, (), generator=random))]
+            texts.append(f"<think>{' '.join(words)}</think><answer>{letter}</answer>")
+        tokenizer = processor.tokenizer
+        completions = [tokenizer(text).input_ids + [tokenizer.eos_token_id] for text in texts]
+        length = max(map(len, completions))
+        padded = [ids + [tokenizer.pad_token_id] * (length - len(ids)) for ids in completions]
+        return torch.cat([input_ids, torch.tensor(padded)], dim=1)
+
+    return generate
+
+
+def run(name, options, rows):
+    options = dict(options)
+    processor = load_processor(model_folder)
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder)
+    defaults = {
+        "output_dir": str(output / name.replace(" ", "_")),
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "per_device_train_batch_size": rows_per_process,
+        "num_generations": GENERATIONS,
+        "gradient_accumulation_steps": 2,
+        "max_completion_length": 64,
+        "max_steps": 3,
+        "learning_rate": 0.05,
+        "optim": "sgd",
+        "max_grad_norm": 1e9,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    rewards = options.pop("reward_funcs")
+    trainer = DAPOTrainer(model, rewards, DAPOConfig(**defaults | options), rows, processing_class=processor)
+    trainer.model.generate = generate_by_prompt(trainer, processor)
+    trainer.train()
+    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    start = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder)
+    before = torch.cat([parameter.detach().flatten() for parameter in start.parameters()])
+    table = {key: list(values) for key, values in trainer._logs["rewards"].items()}
+    return weights - before, {
+        "history": [entry for entry in trainer.state.log_history if "reward" in entry],
+        "rewards": table,
+        "advantages": list(trainer._logs["advantages"]),
+        "extra": {key: list(values) for key, values in trainer._logs["extra"].items()},
+        "rows": len(trainer._logs["completion"]),
+    }, trainer.accelerator.is_main_process
+
+
+rows, _ = prepare_rows(load_dataset("parquet", data_files=question_file, split="train"), system_prompt=None)
+assert isinstance(rows, Dataset)
+results, moves = {}, {}
+for name, options in CASES.items():
+    moves[name], results[name], is_main = run(name, options, rows)
+if is_main:
+    torch.save(moves, output / "moves.pt")
+    (output / "results.json").write_text(json.dumps(results))

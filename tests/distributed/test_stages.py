@@ -1,0 +1,78 @@
+"""Every stage gives the same training for one process as for two that hold half of each group."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).with_name("stages_worker.py")
+NAMES = ("signals", "replay", "replay without measuring", "resample", "remax", "perception loss")
+DIFFERENT = ("perf/", "step_time", "sharing/", "replay/megabytes", "grad_norm", "loss", "epoch", "clip_ratio")
+
+
+def launch(processes: int, model_folder: Path, question_file: str, output: Path) -> tuple[dict, dict]:
+    output.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(
+        [*command, str(SCRIPT), str(model_folder), question_file, str(output), str(4 // processes)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((output / "results.json").read_text()), torch.load(output / "moves.pt")
+
+
+@pytest.fixture(scope="module")
+def outcomes(model_folder, question_files, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stages")
+    question_file = question_files.split(",")[0].removeprefix("train=")
+    return [launch(processes, model_folder, question_file, folder / str(processes)) for processes in (1, 2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_one_process_and_two_train_the_same(name, outcomes):
+    (one, moves), (two, other_moves) = outcomes
+    assert moves[name].abs().max() > 1e-4
+    assert (moves[name] - other_moves[name]).abs().max() < 2e-4 * moves[name].abs().max()
+    assert one[name]["rewards"].keys() == two[name]["rewards"].keys()
+    for reward, values in one[name]["rewards"].items():
+        assert values == pytest.approx(two[name]["rewards"][reward], abs=1e-4), reward
+    assert one[name]["advantages"] == pytest.approx(two[name]["advantages"], abs=1e-3)
+    for first, second in zip(one[name]["history"], two[name]["history"], strict=True):
+        assert first.keys() == second.keys()
+        for metric, value in first.items():
+            if not metric.startswith(DIFFERENT) and isinstance(value, float) and not math.isnan(value):
+                assert second[metric] == pytest.approx(value, rel=2e-3, abs=2e-4), metric
+
+
+@pytest.mark.slow
+def test_old_logps_of_replayed_groups_are_the_same_from_a_scoring_pass_and_from_the_first_training_pass(outcomes):
+    (_, moves), _ = outcomes
+    difference = (moves["replay"] - moves["replay without measuring"]).abs().max()
+    assert difference < 2e-4 * moves["replay"].abs().max()
+
+
+@pytest.mark.slow
+def test_the_stages_did_something(outcomes):
+    (one, _), _ = outcomes
+    signals = one["signals"]
+    assert len(set(signals["rewards"]["vgr_reward"])) > 2
+    assert set(signals["rewards"]["vgr_hard_negative_reward"]) - {0.0}
+    assert {"vgr", "aei_vision", "aei_instruction"} <= set(signals["extra"])
+    last = signals["history"][-1]
+    assert last["token_weight_mean"] == pytest.approx(1, abs=1e-4)
+    assert last["scaling_factor_mean"] == pytest.approx(1, abs=1e-4)
+    assert 0.3 < last["combined_token_fraction"] < 1
+    for name in ("replay", "replay without measuring"):
+        assert max(entry["replay/replaced_fraction"] for entry in one[name]["history"]) > 0
+    assert max(entry["dynamic_sampling/generated_groups"] for entry in one["resample"]["history"]) > 0
+    assert one["perception loss"]["history"][-1]["perception_loss"] < 0
