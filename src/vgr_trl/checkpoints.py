@@ -68,19 +68,27 @@ def load_shares(folder: Path) -> list[dict[str, Any]]:
     Raises:
         ConfigError: some are missing or unreadable.
     """
-    paths = sorted(folder.glob(SHARE.format("*", "*")), key=lambda path: int(path.stem.split("_")[1]))
-    if not paths:
-        return []
-    count = int(paths[0].stem.split("_")[-1])
-    if len(paths) != count:
+    if (missing := missing_shares(folder)) is not None:
         raise ConfigError(
-            f"The checkpoint {folder} has {len(paths)} of {count} shares of the replay buffer: bring those of all "
-            "processes there, or give an earlier checkpoint."
+            f"The checkpoint {folder} has {missing}: bring those of all processes there, or give an earlier checkpoint."
         )
     try:
-        return [torch.load(path, map_location="cpu", weights_only=True) for path in paths]
+        return [torch.load(path, map_location="cpu", weights_only=True) for path in _shares(folder)]
     except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
         raise ConfigError(
             f"A share of the replay buffer in {folder} cannot be read ({type(error).__name__}): give an earlier "
             "checkpoint."
         ) from error
+
+
+def missing_shares(folder: Path) -> str | None:
+    """Return what is missing of the shares in a checkpoint folder, None if they are whole or none was written."""
+    paths = _shares(folder)
+    counts = {int(path.stem.split("_")[-1]) for path in paths}
+    if not paths or counts == {len(paths)}:
+        return None
+    return f"{len(paths)} of {max(counts)} shares of the replay buffer"
+
+
+def _shares(folder: Path) -> list[Path]:
+    return sorted(folder.glob(SHARE.format("*", "*")), key=lambda path: int(path.stem.split("_")[1]))

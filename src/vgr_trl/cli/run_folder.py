@@ -8,6 +8,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from vgr_trl.checkpoints import missing_shares
 from vgr_trl.errors import ConfigError
 
 RUN_FILE = "run.json"
@@ -27,6 +28,8 @@ def what_is_wrong(checkpoint: Path) -> str | None:
     """
     if global_step(checkpoint) is None:
         return "no readable trainer_state.json"
+    if (missing := missing_shares(checkpoint)) is not None:
+        return f"only {missing}"
     sharded = any((checkpoint / name).exists() for name in ("latest", "pytorch_model_fsdp_0", "optimizer_0"))
     if sharded:  # DeepSpeed and FSDP keep weights and optimizer in folders of their own
         return None

@@ -1,0 +1,260 @@
+"""Groups chosen by the trainer: replay, resampling, filtering, estimators, and what a checkpoint keeps of them."""
+
+import math
+import shutil
+
+import pytest
+import torch
+from datasets import load_dataset
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.cli.run_folder import what_is_wrong
+from vgr_trl.data.schema import prepare_rows
+from vgr_trl.demo.tiny_vlm import load_processor
+from vgr_trl.errors import ConfigError
+from vgr_trl.rewards import accuracy_reward, vgr_reward
+
+
+def coarse_reward(completions, **kwargs):
+    """1 for about every tenth completion, so that many groups are dead."""
+    return [float(sum(map(ord, completion[0]["content"])) % 11 == 0) for completion in completions]
+
+
+def constant_reward(completions, **kwargs):
+    return [1.0 for _ in completions]
+
+
+@pytest.fixture
+def make(model_folder, question_files, tmp_path):
+    processor = load_processor(model_folder)
+    file = question_files.split(",")[0].removeprefix("train=")
+    questions, _ = prepare_rows(load_dataset("parquet", data_files=file, split="train"), system_prompt=None)
+
+    def build(rewards=coarse_reward, rows=questions, **changed):
+        options = {
+            "output_dir": str(tmp_path / "run"),
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "per_device_train_batch_size": 8,
+            "num_generations": 4,
+            "max_completion_length": 6,
+            "max_steps": 4,
+            "learning_rate": 1e-3,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+        }
+        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder)
+        return DAPOTrainer(model, rewards, DAPOConfig(**options | changed), rows, processing_class=processor)
+
+    build.rows = questions
+    return build
+
+
+def logged(trainer, name):
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def weights(trainer):
+    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
+
+
+def trained_batches(trainer):
+    """Keep every micro-batch that reaches the loss."""
+    kept = []
+    original = trainer._compute_loss
+
+    def compute_loss(model, inputs):
+        loss = original(model, inputs)
+        kept.append(dict(inputs))
+        return loss
+
+    trainer._compute_loss = compute_loss
+    return kept
+
+
+class TestReplay:
+    def test_dead_groups_are_replaced_by_stored_ones_with_the_ratio_of_their_own_policy(self, make):
+        trainer = make(replay_buffer_size=8, max_steps=6, learning_rate=5e-3)
+        batches = trained_batches(trainer)
+        trainer.train()
+        replaced = logged(trainer, "replay/replaced_fraction")
+        dead = logged(trainer, "frac_reward_zero_std")
+        assert sum(replaced) > 0
+        assert all(now <= fraction for now, fraction in zip(replaced, dead, strict=True))
+        for batch, fraction in zip(batches, replaced, strict=True):
+            if fraction:
+                old = batch["old_per_token_logps"]
+                assert not old.isnan().any(), "fresh rows have got theirs from the training pass"
+                assert batch["advantages"].abs().amax() > 0
+        assert batches[0].get("old_per_token_logps") is None, "nothing was replayed in the first step"
+        ratios = logged(trainer, "approx_kl")
+        assert max(ratio for ratio, fraction in zip(ratios, replaced, strict=True) if fraction) > 1e-7
+        assert all(ratio < 1e-9 for ratio, fraction in zip(ratios, replaced, strict=True) if not fraction)
+
+    def test_the_number_of_valid_tokens_is_that_of_the_batch_trained_on(self, make):
+        trainer = make(replay_buffer_size=8, max_steps=6)
+        batches = trained_batches(trainer)
+        trainer.train()
+        for batch in batches:
+            assert batch["num_items_in_batch"] == batch["completion_mask"].sum()
+
+    def test_an_empty_buffer_leaves_dead_groups_where_they_are(self, make):
+        trainer = make(rewards=constant_reward, replay_buffer_size=2, max_steps=2)
+        before = weights(trainer)
+        trainer.train()
+        assert logged(trainer, "sampling/live_fraction") == [0.0, 0.0]
+        assert logged(trainer, "replay/size") == [0.0, 0.0]
+        assert torch.equal(weights(trainer), before), "AdamW has no weight decay here, and no group a gradient"
+
+    def test_min_reward_and_age(self, make):
+        trainer = make(replay_buffer_size=8, filter_min_reward=0.9, max_steps=4)
+        trainer.train()
+        assert max(logged(trainer, "replay/size")) == 0
+        trainer = make(replay_buffer_size=8, replay_max_age=1, max_steps=6)
+        trainer.train()
+        assert max(logged(trainer, "replay/mean_age")) <= 1
+
+    def test_a_buffer_that_is_never_needed_changes_nothing(self, make):
+        def lively(completions, **kwargs):
+            return [sum(map(ord, completion[0]["content"])) % 97 / 97 for completion in completions]
+
+        moved = []
+        for size in (0, 8):
+            trainer = make(rewards=lively, replay_buffer_size=size, compute_attention_metrics=False)
+            trainer.train()
+            moved.append(weights(trainer))
+        assert torch.equal(*moved)
+
+    @pytest.mark.parametrize(
+        "changed",
+        [
+            {"beta": 0.1},
+            {"num_iterations": 2},
+            {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 4},
+            {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "compute_attention_metrics": False},
+            {"token_weights": True, "enable_perception_filtering": True, "enable_trajectory_reweighting": True},
+            {"perception_loss_weight": 0.01, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
+            {"loss_type": "vespo"},
+        ],
+        ids=str,
+    )
+    def test_goes_together_with(self, make, changed):
+        trainer = make(replay_buffer_size=8, max_steps=12, **changed)
+        trainer.train()
+        assert sum(logged(trainer, "replay/replaced_fraction")) > 0
+        assert all(math.isfinite(loss) for loss in logged(trainer, "loss"))
+
+    def test_rows_without_images(self, make):
+        rows = make.rows.map(lambda row, index: {"image": None if index % 2 else row["image"]}, with_indices=True)
+        trainer = make(rows=rows, replay_buffer_size=8, max_steps=8)
+        trainer.train()
+        assert sum(logged(trainer, "replay/replaced_fraction")) > 0
+
+
+class TestResampling:
+    def test_further_prompts_replace_dead_groups(self, make):
+        trainer = make(dynamic_sampling="resample", dynamic_sampling_max_rounds=4, log_completions=True,
+                       num_completions_to_print=0)  # fmt: skip
+        trainer.train()
+        live = logged(trainer, "sampling/live_fraction")
+        dead = logged(trainer, "frac_reward_zero_std")
+        generated = logged(trainer, "dynamic_sampling/generated_groups")
+        discarded = logged(trainer, "dynamic_sampling/discarded_groups")
+        assert sum(generated) > 0
+        assert all(1 - fraction <= now for fraction, now in zip(dead, live, strict=True))
+        assert all(0 <= lost <= made for lost, made in zip(discarded, generated, strict=True))
+        rows = 8 + 4 * generated[-1]
+        assert len(trainer._logs["completion"]) >= rows, "each generated completion is in the table once"
+
+    def test_tokens_of_further_prompts_are_counted(self, make):
+        trainer = make(rewards=constant_reward, dynamic_sampling="resample", dynamic_sampling_max_rounds=2, max_steps=1)
+        trainer.train()
+        plain = make(rewards=constant_reward, max_steps=1)
+        plain.train()
+        assert logged(trainer, "dynamic_sampling/generated_groups") == [4.0]
+        assert logged(trainer, "num_tokens")[0] > 2.5 * logged(plain, "num_tokens")[0]
+
+
+class TestFiltering:
+    def test_a_group_outside_the_bounds_is_not_trained_on(self, make):
+        def lively(completions, **kwargs):
+            return [sum(map(ord, completion[0]["content"])) % 97 / 97 for completion in completions]
+
+        trainer = make(rewards=lively, online_filtering=True, filter_low=2.0, filter_high=3.0, max_steps=1)
+        before = weights(trainer)
+        trainer.train()
+        assert logged(trainer, "sampling/live_fraction") == [0.0]
+        assert torch.equal(weights(trainer), before)
+
+    def test_a_name_that_no_reward_has(self, make):
+        with pytest.raises(ConfigError, match="filter_key is 'beauty', which names 0 reward functions"):
+            make(online_filtering=True, filter_key="beauty")
+
+
+class TestEstimators:
+    @pytest.mark.parametrize("estimator", ["rloo", "remax", "reinforce_plus_plus", "grpo_passk"])
+    def test_the_advantages_in_the_table_are_those_of_the_rewards_in_it(self, make, estimator):
+        trainer = make(advantage_estimator=estimator, max_steps=3)
+        batches = trained_batches(trainer)
+        trainer.train()
+        rewards = torch.tensor(list(trainer._logs["rewards"]["coarse_reward"])).view(2, 4)
+        advantages = torch.tensor(list(trainer._logs["advantages"])).view(2, 4)
+        if estimator == "rloo":
+            expected = rewards - (rewards.sum(1, keepdim=True) - rewards) / 3
+        elif estimator == "reinforce_plus_plus":
+            centred = rewards - rewards.mean(1, keepdim=True)
+            expected = centred / (centred.std() + 1e-8)
+        elif estimator == "remax":
+            baseline = (rewards - advantages)[:, :1]
+            assert set(baseline.flatten().tolist()) <= {0.0, 1.0}, "the reward of one completion"
+            expected = rewards - baseline
+        else:
+            expected = torch.zeros(2, 4)
+            for group, values in enumerate(rewards):
+                best, second = values.topk(2).values
+                expected[group, values.argmax()] = (best - second) / (values.std() + 1e-6)
+        assert torch.allclose(advantages, expected, atol=1e-5)
+        assert torch.allclose(batches[-1]["advantages"].sort().values, advantages.flatten().sort().values, atol=1e-5)
+
+    def test_greedy_completions_leave_no_trace(self, make):
+        trainers = []
+        for name in ("grpo", "remax"):
+            trainers.append(make(rewards=[accuracy_reward, vgr_reward], advantage_estimator=name, max_steps=1))
+            trainers[-1].train()
+        plain, remax = trainers
+        for name in ("completions/mean_length", "num_tokens", "attention/late/vgr", "rewards/vgr_reward/mean"):
+            assert logged(plain, name) == logged(remax, name), name
+        assert len(remax._logs["completion"]) == 8
+
+
+class TestCheckpoints:
+    def test_an_interrupted_run_goes_on_as_if_it_had_not_been(self, make, tmp_path):
+        options = {"replay_buffer_size": 8, "dynamic_sampling": "resample", "dynamic_sampling_max_rounds": 1,
+                   "save_strategy": "steps", "save_steps": 3, "max_steps": 6}  # fmt: skip
+        whole = make(**options)
+        whole.train()
+        resumed = make(**options)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+        for name in ("replay/size", "replay/mean_age", "sampling/live_fraction", "loss"):
+            assert logged(resumed, name)[-3:] == pytest.approx(logged(whole, name)[-3:], abs=1e-6), name
+        assert torch.allclose(weights(whole), weights(resumed), atol=1e-6)
+
+    def test_a_share_that_is_missing(self, make, tmp_path):
+        make(replay_buffer_size=8, save_strategy="steps", save_steps=2, max_steps=2).train()
+        checkpoint = tmp_path / "run" / "checkpoint-2"
+        assert what_is_wrong(checkpoint) is None
+        (checkpoint / "choice_0_of_1.pt").rename(checkpoint / "choice_0_of_2.pt")
+        assert "shares of the replay buffer" in what_is_wrong(checkpoint)
+        with pytest.raises(ConfigError, match="has 1 of 2 shares of the replay buffer"):
+            make(replay_buffer_size=8).train(resume_from_checkpoint=str(checkpoint))
+
+    def test_a_checkpoint_of_a_run_without_a_buffer(self, make, tmp_path, caplog):
+        make(save_strategy="steps", save_steps=2, max_steps=2).train()
+        trainer = make(replay_buffer_size=8, max_steps=4)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+        assert trainer.state.global_step == 4
+        shutil.rmtree(tmp_path / "run")
