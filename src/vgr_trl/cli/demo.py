@@ -79,12 +79,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_demo(options: Options, output_dir: Path) -> Comparison:
     """Draw questions, then warm-start, evaluate, reinforce, evaluate; leave the run in `output_dir`, print a table."""
-    questions = Questions(
-        train=draw_questions(3000, seed=options.seed, split="train", multiple_choice=False),
-        validation=draw_questions(128, seed=options.seed, split="validation", multiple_choice=False),
-        test=draw_questions(320, seed=options.seed, split="test", multiple_choice=False),
+    return run(draw(options.seed), options, output_dir)
+
+
+def draw(seed: int) -> Questions:
+    """Return the open questions of the demo."""
+    return Questions(
+        train=draw_questions(3000, seed=seed, split="train", multiple_choice=False),
+        validation=draw_questions(128, seed=seed, split="validation", multiple_choice=False),
+        test=draw_questions(320, seed=seed, split="test", multiple_choice=False),
     )
-    return run(questions, options, output_dir)
 
 
 def run(questions: Questions, options: Options, output_dir: Path) -> Comparison:
@@ -205,31 +209,32 @@ def reinforce(model: Any, processor: Any, rows: Rows, options: Options, output_d
     trainer.save_state()
 
 
-def trainer_options(options: Options, output_dir: Path) -> DAPOConfig:
-    """Return the options of `DAPOTrainer` for a model of a million parameters on a CPU."""
-    return DAPOConfig(
-        output_dir=str(output_dir),
-        seed=options.seed,
-        max_steps=options.steps,
-        per_device_train_batch_size=options.prompts_per_step * options.num_generations,
-        num_generations=options.num_generations,
-        max_completion_length=16,
-        temperature=options.temperature,
-        learning_rate=options.learning_rate,
-        lr_scheduler_type=options.lr_scheduler_type,
-        warmup_steps=3,
-        reward_weights=[1.0, 0.2],
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        logging_steps=1,
-        log_completions=True,
-        num_completions_to_print=0,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=False,  # logging errors only, as here, would turn the bar off and a printer on
-        dataloader_pin_memory=False,
-    )
+def trainer_options(options: Options, output_dir: Path, **changed: Any) -> DAPOConfig:
+    """Return the options of `DAPOTrainer` for a model of a million parameters on a CPU, some of them changed."""
+    chosen: dict[str, Any] = {
+        "output_dir": str(output_dir),
+        "seed": options.seed,
+        "max_steps": options.steps,
+        "per_device_train_batch_size": options.prompts_per_step * options.num_generations,
+        "num_generations": options.num_generations,
+        "max_completion_length": 16,
+        "temperature": options.temperature,
+        "learning_rate": options.learning_rate,
+        "lr_scheduler_type": options.lr_scheduler_type,
+        "warmup_steps": 3,
+        "reward_weights": [1.0, 0.2],
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+        "log_completions": True,
+        "num_completions_to_print": 0,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": False,  # logging errors only, as here, would turn the bar off and a printer on
+        "dataloader_pin_memory": False,
+    }
+    return DAPOConfig(**chosen | changed)
 
 
 def as_dataset(rows: Rows) -> Dataset:
