@@ -19,12 +19,14 @@ from vgr_trl.signals.perturbation import (
     perturb_images,
 )
 from vgr_trl.signals.rollout import RolloutMeasurement, Wanted
+from vgr_trl.signals.scoring import RolloutScorer
 
 __all__ = [
     "AttentionMass",
     "AttentionProbe",
     "ModalityMasks",
     "RolloutMeasurement",
+    "RolloutScorer",
     "RolloutSignals",
     "Wanted",
     "add_gaussian_noise",

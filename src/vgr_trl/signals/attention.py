@@ -7,7 +7,6 @@ with two indicator columns as values. No (H, T, S) matrix is made, unless the mo
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,20 +17,8 @@ from vgr_trl.sharing.backbone import causal_model
 from vgr_trl.signals.decoder import find_decoder, layer_index, refuse_unmeasurable
 from vgr_trl.signals.measured import AttentionMass
 from vgr_trl.signals.modality import ModalityMasks
-from vgr_trl.signals.second_call import attend_again
-
-SIDES = 2  # vision, instruction
-
-
-@dataclass
-class _Pass:
-    """A pass through the decoder: rows of the batch from `start`, behind `seen` positions in the cache."""
-
-    start: int
-    seen: int
-    queries: slice  # of the pass
-    columns: slice  # of what is measured
-    done: set[int] = field(default_factory=set)
+from vgr_trl.signals.passes import Pass, PassPlan
+from vgr_trl.signals.second_call import AttentionCall
 
 
 class AttentionProbe:
@@ -47,13 +34,15 @@ class AttentionProbe:
     Args:
         model: transformers model, also wrapped, with sdpa, flash or eager attention.
         masks: of the prompts (N, P), or of whole sequences (N, S).
-        rows: query positions to measure: a slice, or increasing integers without gaps. None: with masks (N, P) the
-            emitting rows of the completion, P - 1 to S - 2; with masks of whole sequences all S.
+        rows: query positions to measure: a slice, or a sequence of integers. None: with masks (N, P) the emitting rows
+            of the completion, P - 1 to S - 2; with masks of whole sequences all S.
         keep_rows: rows of the batch whose attention over the vision tokens is kept: `kept[row]` is (L, T, V) float32,
             the mean over heads, with V the vision tokens of that row in order.
+        measure_prompt: measure the queries of the instruction tokens too, for `prompt_mass`.
 
     Raises:
-        ConfigError: the attention of the model cannot be measured, or other rows pass through it than `masks` has.
+        ConfigError: the attention of the model cannot be measured, or other rows or positions pass through it than
+            were announced.
     """
 
     def __init__(
@@ -62,28 +51,31 @@ class AttentionProbe:
         masks: ModalityMasks,
         rows: slice | Sequence[int] | None = None,
         keep_rows: Sequence[int] = (),
+        measure_prompt: bool = False,
     ) -> None:
         refuse_unmeasurable(model)
-        self.base: Any = causal_model(model).base_model
-        self.decoder: Any = find_decoder(model)
-        self.modules = {id(module) for module in self.decoder.modules() if layer_index(module) is not None}
-        self.rows, self.keep_rows = rows, tuple(keep_rows)
         self.sets = torch.stack([masks.vision, masks.instruction], dim=-1)  # (N, P or S, 2)
-        self.measured = slice(0, 0)  # positions
-        self.layers: dict[int, torch.Tensor] = {}  # layer -> (N, T, 2)
-        self.maps: dict[tuple[int, int], torch.Tensor] = {}  # (row, layer) -> (T, V)
-        self.current: _Pass | None = None
-        self.next_row = 0
-        self.stack = ExitStack()
+        count = len(self.sets)
+        if any(not 0 <= row < count for row in keep_rows):
+            raise ConfigError(f"keep_rows of the probe is {list(keep_rows)}: give rows in [0, {count}).")
+        self.plan = PassPlan(self.sets, rows, measure_prompt)
+        self.keep_rows = tuple(keep_rows)
+        self._base: Any = causal_model(model).base_model
+        self._decoder: Any = find_decoder(model)
+        self._modules = {id(module) for module in self._decoder.modules() if layer_index(module) is not None}
+        self._masses: dict[int, torch.Tensor] = {}  # layer -> (N, T, 2)
+        self._prompts: dict[int, torch.Tensor] = {}  # layer -> (N, 2), sums over instruction queries
+        self._maps: dict[tuple[int, int], torch.Tensor] = {}  # (row, layer) -> (T, V)
+        self._stack = ExitStack()
 
     def __enter__(self) -> "AttentionProbe":
-        for module, hook in ((self.base, self._begin_batch), (self.decoder.layers[0], self._begin_pass)):
-            self.stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        self.stack.enter_context(_attention_wrapped(self._wrap))
+        for module, hook in ((self._base, self.plan.begin_batch), (self._decoder.layers[0], self.plan.begin_pass)):
+            self._stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        self._stack.enter_context(_attention_wrapped(self._wrap))
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.stack.close()
+        self._stack.close()
 
     @property
     def mass(self) -> AttentionMass:
@@ -92,138 +84,100 @@ class AttentionProbe:
         Raises:
             ConfigError: fewer rows have passed through the model than `masks` has.
         """
-        if self.next_row != len(self.sets) or not self.layers:
-            raise ConfigError(
-                f"The probe has masks for {len(self.sets)} rows, but {self.next_row} have passed through the model: "
-                "pass the whole batch while it is active."
-            )
-        sides = torch.stack([self.layers[layer] for layer in sorted(self.layers)])  # (L, N, T, 2)
-        counts = self.sets.sum(1)  # (N, 2)
-        return AttentionMass(
-            vision=sides[..., 0],
-            instruction=sides[..., 1],
-            num_vision=counts[:, 0],
-            num_instruction=counts[:, 1],
-            mask=torch.ones(sides.shape[1:3], dtype=torch.bool, device=sides.device),
-        )
+        self._refuse_unfinished()
+        sides = self._by_layer(self._masses)[:, :, self.plan.picks]  # (L, N, T, 2)
+        return self._as_mass(sides, torch.ones(sides.shape[1:3], dtype=torch.bool, device=sides.device))
+
+    @property
+    def prompt_mass(self) -> AttentionMass:
+        """The mean over the queries of a row's instruction tokens, (L, N, 1); of no use for rows without any.
+
+        Each query sees what comes before it: one in front of the image pays it no attention.
+
+        Raises:
+            ConfigError: as `mass`, or `measure_prompt` is off.
+        """
+        self._refuse_unfinished()
+        if not self.plan.measure_prompt:
+            raise ConfigError("measure_prompt of the probe is off: switch it on for prompt_mass.")
+        queries = self.sets[..., 1].sum(1)  # (N,)
+        sums = self._by_layer(self._prompts).unsqueeze(2)  # (L, N, 1, 2)
+        return self._as_mass(sums / queries.clamp(min=1)[:, None, None], (queries > 0).unsqueeze(1))
 
     @property
     def kept(self) -> dict[int, torch.Tensor]:
         """Row -> (L, T, V) float32, attention over its vision tokens, for the rows of `keep_rows`."""
-        return {row: torch.stack([self.maps[row, layer] for layer in sorted(self.layers)]) for row in self.keep_rows}
+        self._refuse_unfinished()
+        return {
+            row: torch.stack([self._maps[row, layer] for layer in sorted(self._masses)])[:, self.plan.picks]
+            for row in self.keep_rows
+        }
 
-    # The passes of the batch
-
-    def _begin_batch(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before rows pass through the whole model: find out which positions are to be measured."""
-        given: Any = kwargs.get("input_ids", args[0] if args else None)
-        given = kwargs["inputs_embeds"] if given is None else given
-        columns, length = self.sets.size(1), given.size(1)
-        rows = self.rows
-        if rows is None:
-            rows = slice(columns - 1, length - 1) if columns < length else slice(0, length)
-        positions = range(length)[rows] if isinstance(rows, slice) else rows
-        start, stop = positions[0], positions[-1] + 1
-        if stop - start != len(positions) or stop > length:
-            raise ConfigError(f"rows of the probe is {self.rows}: give positions without gaps in [0, {length}).")
-        self.measured = slice(start, stop)
-        self.sets = self.sets.to(given.device)
-
-    def _begin_pass(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before rows pass through the decoder: once for a plain batch, twice where prompts are shared."""
-        if _in_backward():
-            return
-        hidden = args[0] if args else kwargs["hidden_states"]
-        count, length = hidden.shape[:2]
-        seen = _positions_seen(kwargs.get("past_key_values"))
-        start, stop = max(self.measured.start, seen), min(self.measured.stop, seen + length)
-        self.current = None
-        if start >= stop:  # prompts, behind which completions are computed later
-            return
-        if self.next_row + count > len(self.sets):
+    def _refuse_unfinished(self) -> None:
+        if self.plan.next_row != len(self.sets):
             raise ConfigError(
-                f"The probe has masks for {len(self.sets)} rows, but {self.next_row + count} pass through the model: "
-                "give masks of the whole batch."
+                f"The probe has masks for {len(self.sets)} rows, but {self.plan.next_row} have passed through the "
+                "model: pass the whole batch while it is active."
             )
-        columns = slice(start - self.measured.start, stop - self.measured.start)
-        self.current = _Pass(self.next_row, seen, slice(start - seen, stop - seen), columns)
-        self.next_row += count
+        if not self._masses:
+            raise ConfigError(
+                f"{type(self._decoder).__name__} has not looked up its attention in the registry of transformers: it "
+                "cannot be measured."
+            )
+
+    def _by_layer(self, values: dict[int, torch.Tensor]) -> torch.Tensor:
+        return torch.stack([values[layer].to(self.sets.device) for layer in sorted(values)])
+
+    def _as_mass(self, sides: torch.Tensor, mask: torch.Tensor) -> AttentionMass:
+        counts = self.sets.sum(1)  # (N, 2)
+        return AttentionMass(sides[..., 0], sides[..., 1], counts[:, 0], counts[:, 1], mask.to(sides.device))
 
     # The attention calls of a pass
 
     def _wrap(self, attention: Callable[..., Any]) -> Callable[..., Any]:
         def measured(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
             outputs = attention(module, query, key, value, *args, **kwargs)
-            layer, at_hand = layer_index(module), self.current
-            if at_hand is not None and layer is not None and id(module) in self.modules and layer not in at_hand.done:
+            layer, at_hand = layer_index(module), self.plan.current
+            if at_hand is not None and layer is not None and id(module) in self._modules and layer not in at_hand.done:
                 at_hand.done.add(layer)
                 options = dict(zip(("attention_mask",), args, strict=False)) | kwargs
                 with torch.no_grad():
-                    self._measure(layer, at_hand, attention, module, query, key, outputs[1], options)
+                    call = AttentionCall(attention, module, query, key, outputs[1], options)
+                    self._measure(layer, at_hand, call)
             return outputs
 
         return measured
 
-    def _measure(
-        self,
-        layer: int,
-        at_hand: _Pass,
-        attention: Callable[..., Any],
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        weights: torch.Tensor | None,
-        options: dict[str, Any],
-    ) -> None:
-        batch = slice(at_hand.start, at_hand.start + len(query))
-        first_key = at_hand.seen + query.size(2) - key.size(2)
-        sets = _columns(self.sets[batch], first_key, key.size(2)).to(query.dtype)  # (B, K, 2)
-        attend = _by_weights(weights, at_hand.queries) if weights is not None else None
-        if attend is None:
-            attend = attend_again(attention, module, query, key, at_hand.queries, options)
-        mass = attend(sets)  # (B, T', 2)
-        if layer not in self.layers:
-            shape = (len(self.sets), self.measured.stop - self.measured.start, SIDES)
-            self.layers[layer] = torch.zeros(shape, device=query.device)
-        self.layers[layer][batch, at_hand.columns] = mass
-        for row in self.keep_rows:
-            if batch.start <= row < batch.stop:
-                self._keep_map(row, layer, at_hand, row - batch.start, sets, attend)
+    def _measure(self, layer: int, at_hand: Pass, call: AttentionCall) -> None:
+        device = call.key.device
+        sets = at_hand.sets_of_keys(self.sets, call.query.size(2), call.key.size(2)).to(device)  # (B, K, 2)
+        if layer not in self._masses:
+            self._masses[layer] = torch.zeros(len(self.sets), len(self.plan.positions), 2, device=device)
+            self._prompts[layer] = torch.zeros(len(self.sets), 2, device=device)
+        if at_hand.emitting is not None:
+            self._masses[layer][at_hand.rows, at_hand.columns] = at_hand.deal(call.on(sets, at_hand.emitting))
+            for row in self.keep_rows:
+                if (index := at_hand.index_of(row)) is not None:
+                    self._keep_map(row, layer, at_hand, sets[index : index + 1], call, index)
+        if at_hand.instruction is not None:
+            mass = call.on(sets, at_hand.instruction)  # (B, P', 2)
+            own = at_hand.instruction_rows(self.sets).to(device)  # (B, P')
+            sums = at_hand.deal((mass * own.unsqueeze(-1)).sum(1))
+            before = self._prompts[layer][at_hand.rows] if at_hand.seen else 0
+            self._prompts[layer][at_hand.rows] = before + sums
 
     def _keep_map(
-        self, row: int, layer: int, at_hand: _Pass, index: int, sets: torch.Tensor, attend: Callable[..., torch.Tensor]
+        self, row: int, layer: int, at_hand: Pass, sets: torch.Tensor, call: AttentionCall, index: int
     ) -> None:
-        keys = sets[index, :, 0].nonzero().flatten()  # (V',)
-        each = torch.zeros(*sets.shape[:2], len(keys), dtype=sets.dtype, device=sets.device)
-        each[index, keys, torch.arange(len(keys), device=keys.device)] = 1
+        assert at_hand.emitting is not None
+        keys = sets[0, :, 0].nonzero().flatten()  # (V',)
+        each = torch.nn.functional.one_hot(keys, sets.size(1)).T.unsqueeze(0)  # (1, K, V')
+        attention = call.on(each, at_hand.emitting, slice(index, index + 1))[0]  # (T', V')
         vision = int(self.sets[row, :, 0].sum())
-        if (row, layer) not in self.maps:
-            length = self.measured.stop - self.measured.start
-            self.maps[row, layer] = torch.zeros(length, vision, device=sets.device)
+        if (row, layer) not in self._maps:
+            self._maps[row, layer] = torch.zeros(len(self.plan.positions), vision, device=sets.device)
         # Keys that a cache with a window has dropped are the first ones, and get no attention.
-        self.maps[row, layer][at_hand.columns, vision - len(keys) :] = attend(each)[index]
-
-
-def _by_weights(weights: torch.Tensor, queries: slice) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Attention on sets of keys where the model has made the matrix itself."""
-    mean = weights[:, :, queries].float().mean(1)  # (B, T', K)
-    return lambda sets: mean @ sets.float()
-
-
-def _columns(sets: torch.Tensor, first: int, count: int) -> torch.Tensor:
-    """Columns `first` to `first + count` of (B, S, 2), with nothing behind its end."""
-    found = sets[:, first : first + count]
-    return torch.nn.functional.pad(found, (0, 0, 0, count - found.size(1)))
-
-
-def _positions_seen(cache: Any) -> int:
-    layers = [] if cache is None else cache.layers
-    return max((int(layer.get_seq_length()) for layer in layers if hasattr(layer, "get_seq_length")), default=0)
-
-
-def _in_backward() -> bool:
-    """Whether a backward pass is running, which recomputes checkpointed layers."""
-    return torch._C._current_graph_task_id() != -1
+        self._maps[row, layer][at_hand.columns, vision - len(keys) :] = attention
 
 
 @contextmanager

@@ -31,6 +31,8 @@ def why_not_measurable(model: Any) -> str | None:
         return f"the attention implementation is {used!r}; load the model with one of {', '.join(SUPPORTED)}."
     if all(layer_index(module) is None for module in decoder.modules()):
         return f"{type(decoder).__name__} has no layers with a layer_idx."
+    if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
+        return f"{type(decoder).__name__} has no list of layers."
     return None
 
 

@@ -1,64 +1,101 @@
-"""An attention function run once more, for some queries, with sets of keys as values."""
+"""An attention call of a model, asked again for some of its queries, with sets of keys as values."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from vgr_trl.errors import ConfigError
+
 _OF_WHOLE_CALLS = ("position_ids", "output_attentions")
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k")
 
 
-def attend_again(
-    attention: Callable[..., Any],
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    queries: slice,
-    options: dict[str, Any],
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function from sets of keys, (B, K, C) of ones and zeros, to the attention on them, (B, T', C) float32.
+@dataclass(frozen=True)
+class Queries:
+    """Some queries of a pass: `index` (T',) int64, increasing, from `first` up to but without `stop`."""
 
-    Keys behind the last query of interest are left out, so that causal kernels, which align the last query with the
-    last key, mean the same queries.
+    index: torch.Tensor
+    first: int
+    stop: int
 
-    Args:
-        attention: as transformers registers it.
-        module: attention module that it is called for.
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of a registered attention function, and how much of its attention goes to sets of keys.
+
+    Attributes:
+        function: as transformers registers it.
+        module: attention module that it was called for.
         query: (B, H, Q, D).
         key: (B, H of keys, K, D).
-        queries: the queries of interest, T' of Q.
+        weights: (B, H, Q, K) if the function returned them, else None.
         options: the other arguments of the call; `attention_mask` among them is (B or 1, 1 or H, Q, K), for flash
             attention (B, K), or None.
     """
-    stop = key.size(2) - query.size(2) + queries.stop  # keys that the last query of interest may see
-    chosen = {"query": query[:, :, queries], "key": key[:, :, :stop]}
-    kept = {name: value for name, value in options.items() if name not in _OF_WHOLE_CALLS}
-    kept |= {"dropout": 0.0, "attention_mask": _mask(module, query, key, queries, stop, options)}
-    width = key.size(-1)
 
-    def attend(sets: torch.Tensor) -> torch.Tensor:
-        parts = []
-        for part in sets[:, :stop].split(width, dim=-1):
-            values = torch.nn.functional.pad(part, (0, width - part.size(-1)))  # (B, K', D)
-            values = values.unsqueeze(1).expand(-1, key.size(1), -1, -1)
-            outputs, _ = attention(module, **chosen, value=values, **kept)  # (B, T', H, D)
-            parts.append(outputs[..., : part.size(-1)].float().mean(2))
+    function: Callable[..., Any]
+    module: Any
+    query: torch.Tensor
+    key: torch.Tensor
+    weights: torch.Tensor | None
+    options: dict[str, Any]
+
+    def on(self, sets: torch.Tensor, queries: Queries, rows: slice = slice(None)) -> torch.Tensor:
+        """Return the attention on sets of keys, the mean over heads, (B', T', C) float32.
+
+        Args:
+            sets: (B', K, C) of ones and zeros, for B' of the B rows.
+            queries: the queries of interest, T' of Q.
+            rows: which of the B rows.
+        """
+        if self.weights is not None and not self.options.get("dropout"):
+            return self.weights[rows][:, :, queries.index].mean(1, dtype=torch.float32) @ sets.float()
+        width = self.key.size(-1)  # fused kernels want values as wide as keys
+        parts = [self._outputs(part, queries, rows) for part in sets.split(width, dim=-1)]
         return torch.cat(parts, dim=-1)
 
-    return attend
+    def _outputs(self, sets: torch.Tensor, queries: Queries, rows: slice) -> torch.Tensor:
+        """The function run on at most D sets: (B', T', C)."""
+        # Causal kernels align the last query with the last key, so the keys end with those of the last query.
+        stop = self.key.size(2) - self.query.size(2) + queries.stop
+        flash = "flash" in (getattr(self.module.config, "_attn_implementation", None) or "")
+        chosen = slice(queries.first, queries.stop) if flash else queries.index  # flash needs them without gaps
+        key = self.key[rows, :, :stop]
+        values = torch.nn.functional.pad(sets[:, :stop].to(key.dtype), (0, key.size(-1) - sets.size(-1)))  # (B', K', D)
+        outputs, _ = self.function(
+            self.module,
+            self.query[rows, :, chosen],
+            key,
+            values.unsqueeze(1).expand(-1, key.size(1), -1, -1),
+            **self._options(chosen, stop, rows, flash),
+        )  # (B', T' or more, H, D)
+        mass = outputs[..., : sets.size(-1)].mean(2, dtype=torch.float32)
+        return mass[:, queries.index - queries.first] if flash else mass
 
+    def _options(self, chosen: slice | torch.Tensor, stop: int, rows: slice, flash: bool) -> dict[str, Any]:
+        if any(self.options.get(name) is not None for name in _PACKED):
+            raise ConfigError("Attention cannot be measured in packed sequences: pass one sequence per row, padded.")
+        kept = {name: value for name, value in self.options.items() if name not in _OF_WHOLE_CALLS}
+        for name in ("attention_mask", "position_bias"):
+            if (per_query := kept.get(name)) is not None and per_query.ndim == 4:
+                of_rows = per_query[rows] if per_query.size(0) > 1 else per_query
+                kept[name] = of_rows[:, :, chosen, :stop]
+        mask = kept.get("attention_mask")
+        if mask is None and not flash and self._is_causal():
+            kept["attention_mask"] = self._causal_mask(chosen, stop)
+        elif mask is not None and mask.ndim == 2:
+            kept["attention_mask"] = mask[rows, :stop]
+        return {"attention_mask": None, **kept, "dropout": 0.0}
 
-def _mask(
-    module: Any, query: torch.Tensor, key: torch.Tensor, queries: slice, stop: int, options: dict[str, Any]
-) -> torch.Tensor | None:
-    mask = options.get("attention_mask")
-    if mask is not None:
-        return mask[:, :stop] if mask.ndim == 2 else mask[:, :, queries, :stop]
-    causal = options.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    aligned_to_the_end = "flash" in (getattr(module.config, "_attn_implementation", None) or "")
-    if not causal or query.size(2) == 1 or aligned_to_the_end:
-        return None
-    position = torch.arange(key.size(2) - query.size(2), key.size(2), device=key.device)[queries]  # (T',)
-    allowed = position.unsqueeze(1) >= torch.arange(stop, device=key.device)  # (T', K')
-    return allowed[None, None]
+    def _is_causal(self) -> bool:
+        causal = self.options.get("is_causal")
+        causal = getattr(self.module, "is_causal", True) if causal is None else causal
+        return bool(causal) and self.query.size(2) > 1
+
+    def _causal_mask(self, chosen: slice | torch.Tensor, stop: int) -> torch.Tensor:
+        """What the function does by itself if all queries are given, (1, 1, T', K')."""
+        before = self.key.size(2) - self.query.size(2)
+        position = torch.arange(before, self.key.size(2), device=self.key.device)[chosen]  # (T',)
+        return (position.unsqueeze(1) >= torch.arange(stop, device=self.key.device))[None, None]

@@ -1,0 +1,249 @@
+"""What the benchmarks of scoring and perception compare: passes over one batch, and optimizer steps of one rollout."""
+
+import copy
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from datasets import Dataset, Features, List, Value
+from datasets import Image as ImageFeature
+from sharing_measure import MEMORY_ENVIRONMENT, resident_peak
+from sharing_models import MODEL_SHAPES, ModelShape, Size, build_model, make_batch, make_processor, make_question
+from sharing_passes import now
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import add_fused_lm_head
+
+from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.rewards import vgr_reward
+from vgr_trl.sharing import share_prompts
+from vgr_trl.signals import AttentionProbe, build_modality_masks
+
+Run = Callable[[], float]  # -> seconds
+SCORING = ("trl", "shared", "shared + probe", "plain + probe", "eager")
+STEPS: dict[str, dict[str, Any]] = {
+    "trl": {},
+    "ours": {"compute_attention_metrics": False},
+    "metrics": {"compute_attention_metrics": True},
+    "vgr": {"token_weights": True},
+    "perception": {
+        "compute_attention_metrics": True,
+        "enable_perception_filtering": True,
+        "enable_trajectory_reweighting": True,
+        "use_entropy_penalty": True,
+    },
+    "perception loss": {"compute_attention_metrics": False, "perception_loss_weight": 0.01},
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What stays the same over sizes."""
+
+    shape: str = "square"
+    hidden: int = 512
+    layers: int = 8
+    vocabulary: int = 32768
+    device: str = "cpu"
+    dtype: str = "float32"
+    attention: str = "sdpa"
+    checkpointing: bool = False
+    threads: int = 1
+
+    @property
+    def model_shape(self) -> ModelShape:
+        """Widths and depths of the model."""
+        if self.shape != "square":
+            return MODEL_SHAPES[self.shape]
+        return replace(ModelShape.square(self.hidden, self.layers), vocabulary=self.vocabulary)
+
+
+def make_runs(setting: Setting, size: Size, names: Sequence[str], kind: str) -> dict[str, Run]:
+    """One function per name, all on the same random weights; kind is `scoring` or `step`."""
+    torch.set_num_threads(setting.threads)
+    processor = make_processor()
+    model = build_model(
+        setting.model_shape,
+        processor.tokenizer,
+        device=setting.device,
+        dtype=setting.dtype,
+        attention=setting.attention,
+    )
+    if kind == "step":
+        return {name: _step(setting, size, model, processor, name) for name in names}
+    return {name: _scoring(setting, size, model, processor, name) for name in names}
+
+
+def _scoring(setting: Setting, size: Size, model: Any, processor: Any, name: str) -> Run:
+    """A scoring pass as TRL makes it, with log-probabilities and entropies of G completions."""
+    batch = make_batch(size, processor.tokenizer, prompts=1, device=setting.device, dtype=setting.dtype)
+    ids = batch["input_ids"]
+    masks = build_modality_masks(
+        ids[:, : size.prompt],
+        batch["attention_mask"][:, : size.prompt],
+        vision_token_ids=[model.config.image_token_id],
+        special_token_ids=[],
+    )
+    if name == "eager":
+        return _eager(setting, size, copy.deepcopy(model), batch, masks.vision)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    labels = ids.clone()
+    labels[:, : -size.completion] = -100
+    rows = slice(size.prompt - 1, ids.size(1) - 1)
+
+    def run() -> float:
+        started = now(setting.device)
+        with torch.no_grad(), ExitStack() as stack:
+            if name.startswith("shared"):
+                stack.enter_context(share_prompts(model, size.completion))
+            probe = stack.enter_context(AttentionProbe(model, masks, rows=rows)) if "probe" in name else None
+            model(**batch, labels=labels, fused_lm_head=True)
+            if probe is not None:
+                _ = probe.mass
+        return now(setting.device) - started
+
+    return run
+
+
+def _eager(setting: Setting, size: Size, model: Any, batch: dict[str, torch.Tensor], vision: torch.Tensor) -> Run:
+    """A pass that returns every attention matrix, and the mass on vision tokens summed from them."""
+    model.set_attn_implementation({"text_config": "eager"})
+    rows = slice(size.prompt - 1, batch["input_ids"].size(1) - 1)
+
+    def run() -> float:
+        started = now(setting.device)
+        with torch.no_grad():
+            outputs = model(**batch, output_attentions=True, logits_to_keep=size.completion + 1)
+            for attention in outputs.attentions:
+                attention[:, :, rows, : size.prompt].mean(1) @ vision[0].to(attention.dtype)
+        return now(setting.device) - started
+
+    return run
+
+
+class _Timer(TrainerCallback):
+    """Seconds of the latest optimizer step."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.started = self.seconds = 0.0
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.started = now(self.device)
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.seconds = now(self.device) - self.started
+
+
+def uneven_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    """Another value for nearly every completion, so that there is something to learn."""
+    return [sum(ids) % 17 / 17 for ids in completion_ids]
+
+
+def _step(setting: Setting, size: Size, model: Any, processor: Any, name: str) -> Run:
+    """One optimizer step: generation, scoring, training."""
+    timer = _Timer(setting.device)
+    kind: tuple[Any, Any] = (GRPOTrainer, GRPOConfig) if name == "trl" else (DAPOTrainer, DAPOConfig)
+    trainer_class, config = kind
+    trainers: list[Any] = []
+
+    def run() -> float:
+        if not trainers:
+            features = Features({"prompt": List({"role": Value("string"), "content": Value("string")})})
+            features["image"] = ImageFeature()
+            trainers.append(
+                trainer_class(
+                    model=copy.deepcopy(model),
+                    reward_funcs=[uneven_reward, vgr_reward] if name == "vgr" else uneven_reward,
+                    args=config(**_options(setting, size), **STEPS[name]),
+                    train_dataset=Dataset.from_list([make_question(size, processor)], features=features),
+                    processing_class=processor,
+                    callbacks=[timer],
+                )
+            )
+        trainers[0].train()
+        return timer.seconds
+
+    return run
+
+
+def _options(setting: Setting, size: Size) -> dict[str, Any]:
+    return {
+        "output_dir": tempfile.mkdtemp(),
+        "use_cpu": setting.device == "cpu",
+        "bf16": setting.dtype == "bfloat16",
+        "gradient_checkpointing": setting.checkpointing,
+        "per_device_train_batch_size": size.generations,
+        "gradient_accumulation_steps": 1,
+        "num_generations": size.generations,
+        "max_completion_length": size.completion,
+        "generation_kwargs": {"min_new_tokens": size.completion},
+        "epsilon_high": 0.28,
+        "max_steps": 1,
+        "learning_rate": 1e-6,
+        "optim": "sgd",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "log_level": "error",
+        "logging_strategy": "no",
+    }
+
+
+def measure_seconds(
+    setting: Setting, size: Size, names: Sequence[str], kind: str, repeats: int
+) -> dict[str, list[float]]:
+    """Timed runs of all names in turns, after one of each that warms up; the order changes from turn to turn."""
+    runs = make_runs(setting, size, names, kind)
+    for run in runs.values():
+        run()
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(repeats):
+        for name in [*names[turn % len(names) :], *names[: turn % len(names)]]:
+            seconds[name].append(round(runs[name](), 4))
+    return seconds
+
+
+def measure_bytes(setting: Setting, size: Size, names: Sequence[str], kind: str) -> dict[str, int]:
+    """Peak memory of one run above that of libraries, model and batch, each in a process of its own."""
+    idle = _peak_elsewhere(setting, size, None, kind)
+    return {name: _peak_elsewhere(setting, size, name, kind) - idle for name in names}
+
+
+def _peak_elsewhere(setting: Setting, size: Size, name: str | None, kind: str) -> int:
+    task = {"setting": asdict(setting), "size": str(size), "name": name, "kind": kind}
+    output = subprocess.run(
+        [sys.executable, "-W", "ignore", __file__, json.dumps(task)],
+        env={**os.environ, **MEMORY_ENVIRONMENT},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return int(output.stdout.split()[-1])
+
+
+def _report_peak(task: dict[str, Any]) -> None:
+    """In the process of its own: print the peak after one run, or after none."""
+    setting = Setting(**task["setting"])
+    name = task["name"]
+    runs = make_runs(setting, Size.parse(task["size"]), [name or "trl"], task["kind"])
+    if name is not None:
+        runs[name]()
+    print(torch.cuda.max_memory_allocated() if setting.device.startswith("cuda") else resident_peak())
+
+
+def medians(seconds: dict[str, list[float]]) -> dict[str, float]:
+    """Median of the runs of each name."""
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+if __name__ == "__main__":
+    _report_peak(json.loads(sys.argv[1]))
