@@ -9,6 +9,7 @@ then answered by sampling: accuracy, late VGR, and the mean visual dependency of
 import argparse
 import copy
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -26,9 +27,10 @@ from vgr_trl.demo.tiny_vlm import build_tiny_vlm
 from vgr_trl.evaluation.generation import Writer
 from vgr_trl.rewards import accuracy_reward, think_format_reward, vgr_reward
 from vgr_trl.signals import RolloutScorer, blacken_patches, split_layers, vision_gain_ratio, visual_dependency
+from vgr_trl.signals.modality import special_token_ids
 from vgr_trl.trainer import DAPOTrainer
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("RESULTS", Path(__file__).parent / "results"))
 TOKEN_CREDIT: dict[str, dict[str, Any]] = {
     "plain": {},
     "vgr": {"reward_weights": [1.0, 0.2, 0.5]},
@@ -50,8 +52,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
     parser.add_argument("--variants", nargs="+", default=list(TOKEN_CREDIT), choices=TOKEN_CREDIT)
     parser.add_argument("--steps", type=int, default=Options.steps)
+    parser.add_argument("--add_to", action="store_true", help="keep the seeds that the results hold already")
     flags = parser.parse_args()
-    runs: list[dict[str, Any]] = []
+    found = RESULTS / "demo_signals.json"
+    runs: list[dict[str, Any]] = json.loads(found.read_text())["runs"] if flags.add_to and found.exists() else []
     for seed in flags.seeds:
         options = Options(seed=seed, steps=flags.steps)
         set_up_process(options)
@@ -93,7 +97,7 @@ def look(model: Any, processor: Any, questions: Questions, options: Options, bat
     model.eval()
     torch.manual_seed(1)
     writer = Writer(model, processor, max_completion_length=16)
-    scorer = RolloutScorer(model)
+    scorer = RolloutScorer(model, special_token_ids=special_token_ids(processor))
     right: list[float] = []
     vgr: list[float] = []
     words: dict[str, list[float]] = defaultdict(list)

@@ -1,9 +1,11 @@
-"""One of the three processes of `test_spread.py`: python spread_worker.py RANK FOLDER, results with torch.save.
+"""The four processes of `test_spread.py`: python spread_worker.py FOLDER, results with torch.save.
 
-All three work together, the first two do, and the first does alone.
+The first works alone, then the first two together, the first three, and all four.
 """
 
+import multiprocessing
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -23,7 +25,8 @@ from vgr_trl.sampling import (
 )
 from vgr_trl.sampling.columns import columns_signals, signal_columns
 
-GROUP, GROUPS, STEPS = 4, 3, 5
+GROUP, GROUPS, STEPS = 4, 3, 8
+DEAD = {1: [1], 3: [1], 4: [2], 5: [0, 1], 6: [0, 2], 7: [0, 1, 2]}  # by step
 
 
 class Team:
@@ -47,10 +50,10 @@ class Team:
 
 
 def whole_batch(step):
-    """Twelve rows of three prompts, with signals and rewards; group 1 of odd steps and 2 of step 4 are dead."""
+    """Twelve rows of three prompts, with signals and rewards; the groups in DEAD are."""
     batch = draw_batch(step, [1, 2, 0], group=GROUP, family="qwen", prompts=4 + step, completions=9 - step)
     rewards = torch.randint(0, 4, (GROUP * GROUPS,), generator=torch.Generator().manual_seed(step)).float()
-    for group in ([1] if step % 2 else []) + ([2] if step == 4 else []):
+    for group in DEAD.get(step, []):
         rewards[GROUP * group : GROUP * (group + 1)] = 1
     advantages = (rewards.view(-1, GROUP) - rewards.view(-1, GROUP).mean(1, keepdim=True)).flatten()
     batch["advantages"] = advantages
@@ -80,11 +83,16 @@ def local_part(batch, rank, world):
         setattr(taken, name, getattr(taken, name)[:, :completion])
     for name in ("vision", "instruction", "mask"):
         setattr(taken.attention, name, getattr(taken.attention, name)[..., :completion])
+    if not sum(part["num_images"]):  # TRL makes a batch of text where no local row has an image
+        for name in ("pixel_values", "image_grid_thw", "num_images", "mm_token_type_ids"):
+            del part[name]
     return {name: value for name, value in part.items() if not name.startswith("signals.")}, taken
 
 
 def pixels_of_rows(batch):
-    """The patches of each row."""
+    """The patches of each row; none where all are text."""
+    if "pixel_values" not in batch:
+        return [torch.empty(0, 6)] * len(batch["prompt_ids"])
     patches = iter(batch["image_grid_thw"].prod(-1).tolist())
     counts = [sum(next(patches) for _ in range(images)) for images in batch["num_images"]]
     return list(batch["pixel_values"].split(counts))
@@ -102,7 +110,7 @@ def rows_of(batch, signals):
                 "completion": batch["completion_ids"][row][valid].tolist(),
                 "old": batch["old_per_token_logps"][row][valid].tolist(),
                 "advantage": batch["advantages"][row].item(),
-                "pixels": pixels[row].tolist(),
+                "pixels": pixels[row].flatten().tolist(),
                 "logps": signals.logps[row, : len(valid)][valid].tolist(),
                 "attention": signals.attention.vision[:, row, : len(valid)][:, valid].tolist(),
             }
@@ -113,7 +121,7 @@ def rows_of(batch, signals):
 def run(rank, world, team, resume_at):
     """Train on nothing for a few steps: replace dead groups, then store the live ones. Return what each step had."""
     before = team.calls
-    buffer = ReplayBuffer(4, seed=1, max_age=3)
+    buffer = ReplayBuffer(6, seed=1, max_age=4)
     history = []
     for step in range(STEPS):
         whole, advantages, rewards = whole_batch(step)
@@ -137,7 +145,7 @@ def run(rank, world, team, resume_at):
         entered = [buffer.add(group) for group in completed.values()]
         if step == resume_at:
             states = team.gather_object([buffer.state_dict()])
-            buffer = ReplayBuffer(4, seed=9, max_age=3)
+            buffer = ReplayBuffer(6, seed=9, max_age=4)
             buffer.load_state_dict(split_state(merge_states(states), rank, world))
         history.append(
             {
@@ -154,14 +162,27 @@ def run(rank, world, team, resume_at):
     return history
 
 
-if __name__ == "__main__":
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+def work(rank, folder):
+    """What one process does."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=3)
-    for world in (1, 2, 3):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=4)
+    for world in (1, 2, 3, 4):
         team = Team(world)
         if rank < world:
             results = [run(rank, world, team, resume_at) for resume_at in (None, 2)]
             torch.save(results, folder / f"{world}-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    forked = multiprocessing.get_context("fork")  # imports once for all four
+    processes = [forked.Process(target=work, args=(rank, Path(sys.argv[1]))) for rank in range(4)]
+    for process in processes:
+        process.start()
+    while any(process.is_alive() for process in processes):
+        if any(process.exitcode for process in processes):
+            for process in processes:
+                process.kill()
+        time.sleep(0.05)
+    sys.exit(max(abs(process.exitcode) for process in processes))

@@ -122,7 +122,7 @@ def test_micro_batches_of_trl_can_be_cut_from_the_written_batch(family):
 def test_images_of_a_prompt_are_stored_once_on_the_cpu_and_hold_no_batch(family):
     batch = draw_batch(1, [1, 2, 0, 2], family=family, group=4)
     (stored,) = cut(batch, [3], group=4)
-    assert len({id(images) for images in stored.rows.images}) == 1
+    assert len({id(images["pixel_values"]) for images in stored.rows.images}) == 1
     one_row = split_pixel_values_by_grid(batch)["pixel_values"][12]
     assert stored.rows.images[0]["pixel_values"].numel() == one_row.numel()
     assert stored.rows.images[0]["pixel_values"].dtype == torch.bfloat16
@@ -138,9 +138,26 @@ def test_completions_with_images_of_their_own_keep_them():
     batch = draw_batch(1, [1, 1], family="llava")
     batch["pixel_values"][1] += 1
     (stored,) = cut(batch, [0])
-    assert len({id(images) for images in stored.rows.images}) == 2
+    assert len({id(images["pixel_values"]) for images in stored.rows.images}) == 2
     written, _ = write(draw_batch(2, [1, 1], family="llava"), {1: stored})
     torch.testing.assert_close(written["pixel_values"][2:], batch["pixel_values"][:2])
+
+
+def test_only_what_differs_between_completions_is_stored_for_each():
+    """A perturbed image per completion beside the prompt's own."""
+    batch = draw_batch(1, [1, 2], family="qwen")
+    batch["perturbed_pixel_values"] = torch.rand_like(batch["pixel_values"])
+    (stored,) = cut(batch, [1])
+    assert len({id(images["pixel_values"]) for images in stored.rows.images}) == 1
+    assert len({id(images["perturbed_pixel_values"]) for images in stored.rows.images}) == 2
+    pixels = [images["perturbed_pixel_values"] for images in stored.rows.images]
+    assert torch.equal(torch.cat(pixels), batch["perturbed_pixel_values"][-2 * len(pixels[0]) :])
+    other = draw_batch(2, [1, 1], family="qwen")
+    with pytest.raises(DataError, match="has no perturbed_pixel_values, which the batch has: it was stored under"):
+        write(batch, {0: cut(other, [0])[0]})
+    written, _ = write(other, {0: stored})
+    assert "perturbed_pixel_values" not in written
+    assert_same(rows_as_read(written)[1], rows_as_read(batch)[3])
 
 
 def test_a_group_is_stored_no_longer_than_it_is():

@@ -30,11 +30,19 @@ def dead_groups(
         estimator: of the advantages.
         epsilon: at least 0.
     """
+    return _numbers(~(signal(advantages, rewards, num_generations, estimator=estimator) > epsilon))
+
+
+def signal(
+    advantages: torch.Tensor, rewards: torch.Tensor, num_generations: int, *, estimator: str = "grpo"
+) -> torch.Tensor:
+    """Return what a dead group has none of, (num_groups,): the deviation of its rewards, or its largest |advantage|.
+
+    Args: as for `dead_groups`.
+    """
     if estimator == "grpo":
-        spread = group_std(rewards, num_generations)
-    else:
-        spread = advantages.detach().double().view(-1, num_generations).abs().amax(dim=1)
-    return _numbers(~(spread > epsilon))
+        return group_std(rewards, num_generations)
+    return advantages.detach().double().view(-1, num_generations).abs().amax(dim=1)
 
 
 def group_std(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from vgr_trl.sampling.rows import Rows
 from vgr_trl.signals.measured import RolloutSignals
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # tensors do not compare to a bool
 class Group:
     """The G completions of one prompt, with all that training on them again takes.
 

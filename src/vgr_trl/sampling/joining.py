@@ -7,7 +7,7 @@ import torch
 
 from vgr_trl.errors import DataError
 from vgr_trl.sampling.columns import TOKEN_COLUMNS
-from vgr_trl.sampling.images import move_images
+from vgr_trl.sampling.images import Images, move_images
 from vgr_trl.sampling.rows import Rows
 
 
@@ -32,7 +32,7 @@ def join_rows(parts: Sequence[Rows], *, pad_token_id: int, pad_to_multiple_of: i
         prompt_length + -prompt_length % multiple,
         completion_length + -completion_length % multiple,
         {},
-        [images for part in parts for images in part.images],
+        [],
         any(part.one_per_row for part in parts),
     )
     device = parts[0].columns["prompt_ids"].device
@@ -50,8 +50,21 @@ def join_rows(parts: Sequence[Rows], *, pad_token_id: int, pad_to_multiple_of: i
             joined.columns[name] = _concatenated(name, [value.to(device, first.dtype) for value in values])
         else:
             joined.columns[name] = [entry for value in values for entry in value]
-    joined.images = move_images(joined.images, device)
+    joined.images = move_images(_images(parts), device)
     return joined
+
+
+def _images(parts: Sequence[Rows]) -> list[Images]:
+    """Image inputs of all rows, those that the first part has if it has any."""
+    wanted = {name: None for row in parts[0].images for name in row}
+    rows = [row for part in parts for row in part.images]
+    if not wanted:
+        return rows
+    for row in rows:
+        for name in wanted:
+            if row and name not in row:
+                raise _lacking(name)
+    return [{name: row[name] for name in row if name in wanted} for row in rows]
 
 
 def _token_column(name: str, parts: Sequence[Rows], joined: Rows, pad_token_id: int) -> list[torch.Tensor] | None:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from vgr_trl.errors import ConfigError
-from vgr_trl.sampling.dead_groups import dead_groups, group_std
+from vgr_trl.sampling.dead_groups import group_std, signal
 from vgr_trl.sampling.groups import Group
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Entry:
     number: int  # in the order of being added
     priority: float
@@ -85,28 +85,34 @@ class ReplayBuffer:
 
     def admits(self, advantages: torch.Tensor, rewards: torch.Tensor) -> bool:
         """Whether a group with these advantages and rewards, (G,) each, would enter; cheaper than making the group."""
-        if dead_groups(advantages, rewards, len(rewards), estimator=self.estimator, epsilon=self.variance_epsilon):
-            return False
+        return self._admitted(advantages, rewards) is not None
+
+    def _admitted(self, advantages: torch.Tensor, rewards: torch.Tensor) -> float | None:
+        """The priority of a group that would enter, else None."""
+        if not float(signal(advantages, rewards, len(rewards), estimator=self.estimator)) > self.variance_epsilon:
+            return None
         if self.min_reward is not None and not float(rewards.double().nanmean()) >= self.min_reward:
-            return False
+            return None
         value = priority(advantages, rewards)
-        return math.isfinite(value) and (
-            len(self) < self.size or value >= min(entry.priority for entry in self._entries)
-        )
+        full = len(self) >= self.size
+        if not math.isfinite(value) or (full and value < min(entry.priority for entry in self._entries)):
+            return None
+        return value
 
     def add(self, group: Group) -> bool:
         """Add a group, unless it is not admitted; return whether it was."""
-        if not self.admits(group.advantages, group.rewards):
+        value = self._admitted(group.advantages, group.rewards)
+        if value is None:
             return False
-        self._entries.append(_Entry(self._added, priority(group.advantages, group.rewards), group))
+        self._entries.append(_Entry(self._added, value, group))
         self._added += 1
         self.step = max(self.step, group.step)
         self._keep_best()
         return True
 
     def _keep_best(self) -> None:
-        best = sorted(self._entries, key=lambda entry: (entry.priority, entry.number), reverse=True)[: self.size]
-        self._entries = sorted(best, key=lambda entry: entry.number)
+        while len(self) > self.size:
+            self._entries.remove(min(self._entries, key=lambda entry: (entry.priority, entry.number)))
 
     def sample(self, count: int) -> list[Group]:
         """Draw `count` different groups, each with probability proportional to its priority among those left.
@@ -147,8 +153,9 @@ class ReplayBuffer:
         self._entries = []
         for number, saved in zip(state["numbers"], state["groups"], strict=True):
             group = Group.from_state(saved)
-            if self.admits(group.advantages, group.rewards):
-                self._entries.append(_Entry(number, priority(group.advantages, group.rewards), group))
+            value = self._admitted(group.advantages, group.rewards)
+            if value is not None:
+                self._entries.append(_Entry(number, value, group))
                 self._keep_best()
         self.advance(self.step)
 

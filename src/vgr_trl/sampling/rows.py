@@ -12,7 +12,7 @@ from vgr_trl.sampling.images import IMAGE_INPUTS, Images, move_images, owned, sh
 from vgr_trl.signals.measured import RolloutSignals
 
 
-@dataclass
+@dataclass(eq=False)  # tensors do not compare to a bool
 class Rows:
     """n completions with everything that TRL's loss reads for each of them, and their signals.
 
@@ -20,7 +20,7 @@ class Rows:
         prompt_length: P.
         completion_length: T.
         columns: tensors and lists with one entry per row.
-        images: image inputs of each row; one object where they are known to be equal.
+        images: image inputs of each row; tensors are one object where they are known to be equal.
         one_per_row: whether a row without images has an entry among the image inputs too.
     """
 
@@ -36,8 +36,8 @@ class Rows:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors, image inputs that rows share counted once."""
-        distinct = {id(images): images for images in self.images}.values()
-        values = [*self.columns.values(), *(value for images in distinct for value in images.values())]
+        pixels = {id(value): value for images in self.images for value in images.values()}
+        values = [*self.columns.values(), *pixels.values()]
         return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
 
     @classmethod
@@ -94,9 +94,12 @@ class Rows:
         return widths.get(column.along, self.prompt_length + self.completion_length)
 
     def take(self, indices: Sequence[int]) -> "Rows":
-        """Return the rows with these numbers, in this order."""
+        """Return the rows with these numbers, in this order; rows that follow each other are not copied."""
+        rows: Any = list(indices)
+        if rows == list(range(rows[0], rows[0] + len(rows))):
+            rows = slice(rows[0], rows[0] + len(rows))
         columns = {
-            name: value[list(indices)] if isinstance(value, torch.Tensor) else [value[index] for index in indices]
+            name: value[rows] if isinstance(value, torch.Tensor) else [value[index] for index in indices]
             for name, value in self.columns.items()
         }
         images = [self.images[index] for index in indices]

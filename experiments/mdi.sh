@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Balance between image and instruction as a reward: accuracy, form and MDI weigh 4 : 1 : 1. The 3B model under ZeRO-3.
+set -euo pipefail
+ACCELERATE_CONFIG="${ACCELERATE_CONFIG:-zero3}"
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+accelerate launch "${LAUNCH[@]}" "$TRAIN" "${COMMON[@]}" \
+    --model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct \
+    --reward_funcs accuracy format mdi \
+    --reward_weights 4 1 1 \
+    --mdi_balance_ratio 2.0 \
+    "${OVERRIDES[@]}"

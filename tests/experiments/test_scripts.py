@@ -1,0 +1,149 @@
+"""The users' scripts: the settings that they give to training, and that each trains the embedded model."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from trl import ModelConfig
+
+from vgr_trl import DAPOConfig
+from vgr_trl.cli.arguments import DataArguments, RewardArguments, parse
+from vgr_trl.demo.write_folder import write_folder
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+SCRIPTS = sorted(path.name for path in EXPERIMENTS.glob("*.sh") if path.name != "common.sh")
+VGR = ["accuracy", "vgr", "format", "length"]
+HARD = ["accuracy", "vgr_hard_negative", "format", "length"]
+
+
+def test_these_are_all():
+    numbered = [f"experiment{number}.sh" for number in range(1, 6)]
+    assert sorted([*numbered, "dapo_train.sh", "mdi.sh", "tprl.sh"]) == SCRIPTS
+
+
+def run(script: str, folder: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess:
+    """Run a script in `folder`, with the commands of this interpreter's environment first on the path."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("TINY", "DATA", "ACCELERATE_CONFIG")}
+    path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**clean, "PATH": path, "OMP_NUM_THREADS": "1", **variables}
+    command = ["bash", str(EXPERIMENTS / script), *flags]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def launched(script: str, folder: Path, *flags: str, **variables: str) -> list[str]:
+    """What a script gives to `accelerate`, which only writes it down."""
+    (folder / "bin").mkdir(exist_ok=True)
+    stub = folder / "bin" / "accelerate"
+    stub.write_text(f'#!/usr/bin/env bash\nprintf "%s\\n" "$@" > {folder}/given\n')
+    stub.chmod(0o755)
+    done = run(script, folder, *flags, **variables)
+    assert done.returncode == 0, done.stderr
+    return (folder / "given").read_text().splitlines()
+
+
+def options(arguments: list[str]):
+    """The flags behind the training script, read as `vgr-trl train` reads them, on a machine without a GPU."""
+    script = next(index for index, argument in enumerate(arguments) if argument.endswith("train_grpo_vlm.py"))
+    assert Path(arguments[script]).is_file()
+    assert arguments[:2] == ["launch", "--config_file"]
+    assert Path(arguments[2]).is_file()
+    groups = (DataArguments, RewardArguments, DAPOConfig, ModelConfig)
+    return parse(groups, "train", [*arguments[script + 1 :], "--use_cpu", "true", "--bf16", "false"])
+
+
+@pytest.mark.parametrize(
+    ("script", "functions", "weights", "early", "minimum"),
+    [
+        ("experiment1.sh", VGR, [2.5, 0, 0.5, 1], [1, 0, 2, 1], 1.5),
+        ("experiment2.sh", VGR, [0, 2.5, 0.5, 1], [0, 1, 2, 1], 1.5),
+        ("experiment3.sh", VGR, [2.5, 1, 0.5, 1], [1, 1, 2, 1], 2.0),
+        ("experiment4.sh", HARD, [2.5, 1, 0.5, 1], [1, 1, 2, 1], 1.0),
+        ("experiment5.sh", VGR, [2.5, 0, 0.5, 1], [1, 0, 2, 1], 1.5),
+        ("dapo_train.sh", HARD, [2.5, 1, 0.5, 1], [1, 1, 2, 1], 1.0),
+        ("mdi.sh", ["accuracy", "format", "mdi"], [4, 1, 1], None, None),
+        ("tprl.sh", ["accuracy", "format", "length"], [2.5, 0.5, 1], [1, 2, 1], None),
+    ],
+)
+def test_settings(script, functions, weights, early, minimum, tmp_path):
+    arguments = launched(script, tmp_path)
+    data, rewards, config, model = options(arguments)
+    assert rewards.reward_funcs == functions
+    assert config.reward_weights == weights
+    assert config.early_reward_weights == early
+    assert config.filter_min_reward == minimum
+    assert config.token_weights is (script == "experiment5.sh")
+    assert (config.num_train_epochs == 1) is (script in ("experiment4.sh", "dapo_train.sh"))
+    size, stage = ("3B", "zero3") if script == "mdi.sh" else ("7B", "zero2")
+    assert model.model_name_or_path == f"Qwen/Qwen2.5-VL-{size}-Instruct"
+    assert Path(arguments[2]).stem == stage
+    assert model.use_peft is (script == "dapo_train.sh")
+    if model.use_peft:
+        assert model.lora_target_modules == ["q_proj", "v_proj"]
+    assert (config.enable_perception_filtering, config.enable_trajectory_reweighting, config.use_entropy_penalty) == (
+        (True,) * 3 if script == "tprl.sh" else (False,) * 3
+    )
+    if script == "tprl.sh":
+        assert config.top_p_perception_tokens == 0.4
+        assert config.trajectory_scaling_min == 0.9
+        assert config.entropy_penalty_coef == 0.06
+    common = {
+        "max_prompt_length": 1024, "max_completion_length": 512, "num_generations": 8, "logging_steps": 1,
+        "eval_steps": 10, "num_generations_eval": 4, "learning_rate": 1e-5, "lr_scheduler_type": "cosine",
+        "warmup_ratio": 0.05, "max_grad_norm": 1.0, "replay_buffer_size": 64, "replay_var_epsilon": 1e-6,
+        "soft_punish_cache": 50, "output_dir": f"runs/{script.removesuffix('.sh')}",
+    }  # fmt: skip
+    assert {name: getattr(config, name) for name in common} == common
+    assert model.dtype == "bfloat16"
+    assert data.data_files == "train=data/train.parquet,test=data/test.parquet"
+
+
+def test_flags_and_variables_override(tmp_path):
+    flags = "--learning_rate 3e-6 --reward_weights 1 1 1 1 --model_name_or_path other --replay_buffer_size 8".split()
+    variables = {"DATA": "train=a.parquet", "ACCELERATE_CONFIG": "fsdp2", "NUM_PROCESSES": "3"}
+    arguments = launched("experiment3.sh", tmp_path, *flags, **variables)
+    data, _, config, model = options(arguments)
+    assert (config.learning_rate, config.reward_weights, config.replay_buffer_size) == (3e-6, [1, 1, 1, 1], 8)
+    assert model.model_name_or_path == "other"
+    assert data.data_files == "train=a.parquet"
+    assert Path(arguments[2]).stem == "fsdp2"
+    assert arguments[3:5] == ["--num_processes", "3"]
+
+
+def test_another_kind_of_data_takes_the_place_of_files(tmp_path):
+    data, *_ = options(launched("experiment1.sh", tmp_path, "--dataset_name", "some/questions"))
+    assert (data.dataset_name, data.data_files) == ("some/questions", None)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    write_folder(folder / "embedded")
+    return folder
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_each_trains_the_embedded_model(script, tiny_folder, tmp_path):
+    """From another working directory, with an override; the model that comes out is not the one that went in."""
+    done = run(script, tmp_path, *"--max_steps 2 --output_dir out".split(), TINY="1", TINY_FOLDER=str(tiny_folder))
+    assert done.returncode == 0, done.stderr[-3000:]
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    assert state["global_step"] == 2
+    steps = [entry for entry in state["log_history"] if "loss" in entry]
+    assert max(entry["grad_norm"] for entry in steps) > 0
+    assert all("replay/size" in entry for entry in steps)
+    assert "eval_reward" in json.loads((tmp_path / "out" / "metrics.json").read_text())
+    seen = {name for entry in steps for name in entry}
+    assert TRACES.get(script, {"rewards/vgr_reward/mean"}) <= seen
+
+
+# What each experiment leaves in the log, if not the reward vgr.
+TRACES = {
+    "experiment4.sh": {"rewards/vgr_hard_negative_reward/mean"},
+    "experiment5.sh": {"rewards/vgr_reward/mean", "token_weight_max"},
+    "dapo_train.sh": {"rewards/vgr_hard_negative_reward/mean"},
+    "mdi.sh": {"rewards/mdi_reward/mean"},
+    "tprl.sh": {"perception_token_fraction", "scaling_factor_mean", "entropy_penalty"},
+}
