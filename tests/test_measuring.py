@@ -137,6 +137,8 @@ def test_rows_without_an_image_have_no_vgr(make):
         {"gradient_checkpointing": True},
         {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
         {"attn_implementation": "eager"},
+        {"attention_source": "generate"},
+        {"attention_source": "generate", "share_prompts": "off"},
         {"bf16": True},
     ],
     ids=str,

@@ -34,7 +34,8 @@ def plan_measurement(trainer: Any) -> RolloutMeasurement:
         _refuse(attention, _why_no_attention(trainer, ids))
     elif not demanded and args.compute_attention_metrics is None and _measurable(trainer, ids):
         features["attention"] = ("compute_attention_metrics",)
-    return RolloutMeasurement(Wanted(**features), ids, special_token_ids(trainer.processing_class))
+    special = special_token_ids(trainer.processing_class)
+    return RolloutMeasurement(Wanted(**features), ids, special, args.attention_source)
 
 
 def _attention_features(trainer: Any) -> tuple[str, ...]:

@@ -192,7 +192,7 @@ class DAPOTrainer(GRPOTrainer):
     ) -> Any:
         """Add to TRL's: keep the prompts, compute each once, and measure attention if `attention_source` says so."""
         self._measurement.keep_prompts(Prompts(prompt_ids, images, multimodal_fields))
-        with self._shared(self.sharing.generation, self.model):
+        with self._shared(self.sharing.generation, self.model), self._measurement.generation(self.model):
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields, *args, **kwargs)
 
     @contextmanager
@@ -322,7 +322,10 @@ class DAPOTrainer(GRPOTrainer):
             return inputs
         segments = measure_segments(mass, self.args.attention_segments, self.args.mdi_balance_ratio)
         mode = "train" if self.model.training else "eval"
-        for name, value in attention_metrics(segments, self.accelerator.gather).items():
+        prompt = self._measurement.prompt_mass
+        if prompt is not None:
+            prompt = measure_segments(prompt, self.args.attention_segments, self.args.mdi_balance_ratio)
+        for name, value in attention_metrics(segments, self.accelerator.gather, prompt).items():
             self._metrics[mode][name].append(value)
         columns = reward_columns(segments)
         for name in ("vgr", "aei_vision", "aei_instruction"):

@@ -1,6 +1,7 @@
 """What each token saw: attention to the image and to the instruction, and dependence on the image."""
 
 from vgr_trl.signals.attention import AttentionProbe
+from vgr_trl.signals.generated import GenerationProbe
 from vgr_trl.signals.measured import AttentionMass, RolloutSignals
 from vgr_trl.signals.metrics import (
     attention_efficiency_index,
@@ -24,6 +25,7 @@ from vgr_trl.signals.scoring import RolloutScorer
 __all__ = [
     "AttentionMass",
     "AttentionProbe",
+    "GenerationProbe",
     "ModalityMasks",
     "RolloutMeasurement",
     "RolloutScorer",

@@ -9,7 +9,13 @@ from typing import Any
 import torch
 
 from vgr_trl.signals.measured import AttentionMass
-from vgr_trl.signals.metrics import attention_efficiency_index, mdi_balance, split_layers, vision_gain_ratio
+from vgr_trl.signals.metrics import (
+    attention_efficiency_index,
+    mdi_balance,
+    mean_attention,
+    split_layers,
+    vision_gain_ratio,
+)
 
 SIGNAL_COLUMNS = ("vgr", "aei_vision", "aei_instruction", "attention_metrics")
 QUANTITIES = ("vgr", "aei_vision", "aei_instruction", "mdi_balance", "attention_vision", "attention_instruction")
@@ -30,14 +36,8 @@ def measure_segments(mass: AttentionMass, scheme: str, mdi_balance_ratio: float)
         vgr = vision_gain_ratio(mass, layers)  # (N,)
         vision, instruction = attention_efficiency_index(mass, layers)  # (N,), (N,)
         balance = mdi_balance(vgr, mdi_balance_ratio)
-        means = [_mean(side, mass.mask, layers) for side in (mass.vision, mass.instruction)]  # (N,), (N,)
-        segments[name] = torch.stack([vgr, vision, instruction, balance, *means], dim=1)
+        segments[name] = torch.stack([vgr, vision, instruction, balance, *mean_attention(mass, layers)], dim=1)
     return segments
-
-
-def _mean(attention: torch.Tensor, mask: torch.Tensor, layers: list[int]) -> torch.Tensor:
-    valid = mask.to(attention.dtype)  # (N, T)
-    return (attention[layers].mean(0) * valid).sum(1) / valid.sum(1)  # (N,)
 
 
 def reward_columns(segments: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
@@ -58,7 +58,9 @@ def _defined(value: float) -> float | None:
 
 
 def attention_metrics(
-    segments: dict[str, torch.Tensor], gather: Callable[[torch.Tensor], torch.Tensor]
+    segments: dict[str, torch.Tensor],
+    gather: Callable[[torch.Tensor], torch.Tensor],
+    prompt: dict[str, torch.Tensor] | None = None,
 ) -> dict[str, float]:
     """Return the means over the completions of all processes, `attention/late/vgr` and so on.
 
@@ -68,9 +70,12 @@ def attention_metrics(
     Args:
         segments: as `measure_segments` returns them.
         gather: concatenates a tensor over processes along its first dimension.
+        prompt: likewise for the queries of the prompt's instruction tokens, for `attention/prompt/late/vgr` and so on;
+            None: not measured, on no process.
     """
-    names = list(segments)
-    values = gather(torch.stack([segments[name] for name in names], dim=1))  # (N of all, segments, 6)
+    every = segments | {f"prompt/{name}": values for name, values in (prompt or {}).items()}
+    names = list(every)
+    values = gather(torch.stack([every[name] for name in names], dim=1))  # (N of all, segments, 6)
     finite = values.isfinite()
     means = torch.where(finite, values, 0.0).sum(0) / finite.sum(0)  # (segments, 6), NaN where nothing is finite
     metrics = {

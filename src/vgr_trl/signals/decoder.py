@@ -29,8 +29,8 @@ def why_not_measurable(model: Any) -> str | None:
     used = getattr(getattr(decoder, "config", None), "_attn_implementation", None)
     if used not in SUPPORTED:
         return f"the attention implementation is {used!r}; load the model with one of {', '.join(SUPPORTED)}."
-    if all(layer_index(module) is None for module in decoder.modules()):
-        return f"{type(decoder).__name__} has no layers with a layer_idx."
+    if not any(layer_index(module) is not None and hasattr(module, "is_causal") for module in decoder.modules()):
+        return f"{type(decoder).__name__} has no attention layers with a layer_idx."
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
         return f"{type(decoder).__name__} has no list of layers."
     return None

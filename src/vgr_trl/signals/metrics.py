@@ -43,6 +43,18 @@ def split_layers(num_layers: int, scheme: str = "thirds") -> dict[str, list[int]
     }
 
 
+def mean_attention(mass: AttentionMass, layers: Sequence[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return A_V and A_I of each completion, (N,) each in [0, 1]: means over the layers and over the tokens that count.
+
+    NaN for a completion without tokens that count.
+    """
+    mask = mass.mask.bool()
+    vision, instruction = (
+        _layer_mean(side, layers).masked_fill(~mask, 0).sum(1) / mask.sum(1) for side in (mass.vision, mass.instruction)
+    )
+    return vision, instruction
+
+
 def vision_gain_ratio(mass: AttentionMass, layers: Sequence[int] | None = None) -> torch.Tensor:
     """Return VGR = (A_I / |I|) / (A_V / |V|) of each completion; smaller: it looks at the image more.
 
@@ -54,7 +66,7 @@ def vision_gain_ratio(mass: AttentionMass, layers: Sequence[int] | None = None) 
         (N,) float32 in [0, inf]; inf where there is attention on the instruction and none on the image, NaN where
         undefined.
     """
-    vision, instruction = _completion_means(mass, layers)
+    vision, instruction = mean_attention(mass, layers)
     return _ratio(vision, instruction, mass.num_vision, mass.num_instruction)
 
 
@@ -72,7 +84,7 @@ def attention_efficiency_index(
 
     AEI_x = (A_x / (A_V + A_I)) / (|x| / (|V| + |I|)); 1 is attention in proportion to the number of tokens.
     """
-    vision, instruction = _completion_means(mass, layers)
+    vision, instruction = mean_attention(mass, layers)
     attention, tokens = vision + instruction, mass.num_vision + mass.num_instruction
     defined = _both(mass.num_vision, mass.num_instruction)
     return (
@@ -98,15 +110,6 @@ def mdi_balance(vgr: torch.Tensor, ratio: float = 2.0) -> torch.Tensor:
 
 def _layer_mean(side: torch.Tensor, layers: Sequence[int] | None) -> torch.Tensor:
     return (side if layers is None else side[list(layers)]).mean(0)  # (N, T)
-
-
-def _completion_means(mass: AttentionMass, layers: Sequence[int] | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """A_V and A_I, (N,) each; NaN for a completion without valid tokens."""
-    mask = mass.mask.bool()
-    vision, instruction = (
-        _layer_mean(side, layers).masked_fill(~mask, 0).sum(1) / mask.sum(1) for side in (mass.vision, mass.instruction)
-    )
-    return vision, instruction
 
 
 def _ratio(

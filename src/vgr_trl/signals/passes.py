@@ -131,9 +131,6 @@ class PassPlan:
         cache = kwargs.get("past_key_values")
         seen = _positions_seen(cache)
         groups: list[int] | None = getattr(cache, "groups", None)
-        if groups is None and not seen and length < (self._length or 0):  # prompts, nobody knows whose
-            self.current = None
-            return
         stop = self.next_row + (count if groups is None else len(groups))
         if stop > len(self.sets):
             raise ConfigError(

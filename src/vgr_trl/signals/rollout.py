@@ -10,8 +10,11 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 from vgr_trl.signals.attention import AttentionProbe
 from vgr_trl.signals.columns import SIGNAL_COLUMNS
+from vgr_trl.signals.generated import GenerationProbe
 from vgr_trl.signals.measured import AttentionMass, RolloutSignals
 from vgr_trl.signals.modality import build_modality_masks
+
+_OF_A_BATCH = ("active", "messages", "prompts", "signals", "prompt_mass", "generated_mass")
 
 
 @dataclass(frozen=True)
@@ -43,15 +46,23 @@ class RolloutMeasurement:
         wanted: what to measure.
         vision_token_ids: placeholder tokens of images and videos.
         special_token_ids: tokens that belong to no modality.
+        attention_source: `scoring` or `generate`, where attention is measured.
     """
 
-    def __init__(self, wanted: Wanted, vision_token_ids: Sequence[int], special_token_ids: Sequence[int]) -> None:
-        self.wanted = wanted
+    def __init__(
+        self,
+        wanted: Wanted,
+        vision_token_ids: Sequence[int],
+        special_token_ids: Sequence[int],
+        attention_source: str = "scoring",
+    ) -> None:
+        self.wanted, self.attention_source = wanted, attention_source
         self.vision_token_ids, self.special_token_ids = tuple(vision_token_ids), tuple(special_token_ids)
         self.active = False
         self.messages: Any = None
         self.prompts: Any = None
         self.signals: Any = None
+        self.prompt_mass: AttentionMass | None = None  # (L, N, 1), not there if attention is measured in generation
         self.generated_mass: AttentionMass | None = None
 
     @property
@@ -62,12 +73,28 @@ class RolloutMeasurement:
     @contextmanager
     def rollout(self) -> Iterator[None]:
         """A rollout batch is made in this block; what was kept is dropped at its end, for what was kept before it."""
-        before = (self.active, self.messages, self.prompts, self.signals, self.generated_mass)
-        self.active, self.messages, self.prompts, self.signals, self.generated_mass = True, None, None, None, None
+        before = {name: getattr(self, name) for name in _OF_A_BATCH}
+        vars(self).update(dict.fromkeys(_OF_A_BATCH), active=True)
         try:
             yield
         finally:
-            self.active, self.messages, self.prompts, self.signals, self.generated_mass = before
+            vars(self).update(before)
+
+    @contextmanager
+    def generation(self, model: Any) -> Iterator[None]:
+        """`model` generates the batch in this block; its attention is measured if that is where it is to be.
+
+        Raises:
+            ConfigError: as `GenerationProbe`.
+        """
+        wanted = self.active and self.wanted.attention and self.attention_source == "generate"
+        if not wanted or self.generated_mass is not None:
+            yield
+            return
+        ids = {"vision_token_ids": self.vision_token_ids, "special_token_ids": self.special_token_ids}
+        with GenerationProbe(model, **ids) as probe:
+            yield
+        self.generated_mass = probe.mass
 
     def keep_messages(self, messages: list[Any]) -> None:
         """Keep the prompts of the batch as conversations with their images."""
@@ -100,7 +127,7 @@ class RolloutMeasurement:
             score: returns log-probabilities (N, T), entropies (N, T) and anything.
         """
         mask = attention_mask[:, -completion_length:].bool()  # (N, T)
-        mass = self.generated_mass
+        mass = None if self.generated_mass is None else fitted(self.generated_mass, completion_length)
         if self.wanted.attention and mass is None:
             length = input_ids.size(1)
             prompts = slice(0, length - completion_length)
@@ -110,9 +137,10 @@ class RolloutMeasurement:
                 vision_token_ids=self.vision_token_ids,
                 special_token_ids=self.special_token_ids,
             )
-            with AttentionProbe(model, masks, rows=slice(prompts.stop - 1, length - 1)) as probe:
+            rows = slice(prompts.stop - 1, length - 1)
+            with AttentionProbe(model, masks, rows=rows, measure_prompt=True) as probe:
                 scored = score()
-            mass = probe.mass
+            mass, self.prompt_mass = probe.mass, probe.prompt_mass
         else:
             scored = score()
         if mass is not None:
@@ -122,6 +150,19 @@ class RolloutMeasurement:
             entropies = torch.full_like(logps, torch.nan)
         self.signals = RolloutSignals(logps.detach().float(), entropies.detach().float(), mask, mass)
         return scored
+
+
+def fitted(mass: AttentionMass, length: int) -> AttentionMass:
+    """Return a mass of T' tokens as one of `length` tokens: those behind do not count, or are not there."""
+    missing = length - mass.mask.size(1)  # the longest completion may have been cut or padded
+    pad = torch.nn.functional.pad
+    return AttentionMass(
+        pad(mass.vision, (0, missing)),
+        pad(mass.instruction, (0, missing)),
+        mass.num_vision,
+        mass.num_instruction,
+        pad(mass.mask, (0, missing), value=False),
+    )
 
 
 def policy_is_active(model: torch.nn.Module) -> bool:

@@ -1,44 +1,50 @@
-"""One pass without gradients over completions: log-probabilities, entropies and attention mass."""
+"""Log-probabilities, entropies and attention of completions, in one pass without gradients per chunk of rows."""
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.sampling.images import split_images, stack_images
 from vgr_trl.sharing import share_prompts, whole_groups
-from vgr_trl.sharing.backbone import causal_model
+from vgr_trl.sharing.backbone import causal_model, flattens_layers, shards_layers
 from vgr_trl.signals.attention import AttentionProbe
+from vgr_trl.signals.head import Head
+from vgr_trl.signals.image_rows import image_inputs_of_rows
 from vgr_trl.signals.measured import AttentionMass, RolloutSignals
 from vgr_trl.signals.modality import build_modality_masks, vision_token_ids
 
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+_NOTHING_TO_SHARE = "no prompt occurs twice"
 
 
 class RolloutScorer:
-    """Scores completions with a transformers model, patched by TRL or not.
+    """Scores completions with a transformers model, and measures on the way what their tokens looked at.
+
+        scorer = RolloutScorer(model, special_token_ids=special_token_ids(processor))
+        signals = scorer.score(prompt_ids, prompt_mask, completion_ids, completion_mask, num_generations=8, **images)
+        vision_gain_ratio(signals.attention)
 
     Args:
-        model: transformers model, also wrapped by DDP or PEFT.
-        vision_token_ids: placeholder tokens of images and videos; None: those in the model's configuration.
-        special_token_ids: tokens of the prompt that belong to neither modality (chat-template markers, vision start and
-            end, bos, eos); padding never does.
-        share_prompts: compute equal prompts of a batch once: `auto` and `on` do, `off` does not.
-        batch_size: rows per forward pass, at least 1, made whole groups where prompts are shared; None: all. A pass
-            holds the logits of its rows' completions.
-        temperature: that logits are divided by, above 0.
+        model: any transformers model with a head, also wrapped by DDP or PEFT, or patched by TRL; whole parameters.
+        vision_token_ids: placeholder tokens of images and videos. None: those of the model's configuration.
+        special_token_ids: tokens that belong to no modality, needed for attention; those of a processor are found by
+            `vgr_trl.signals.modality.special_token_ids`.
+        share_prompts: `auto` computes each prompt once where that is exact, `on` raises where it is not, `off` never.
+        batch_size: rows that pass at a time, made whole groups where prompts are shared. None: all.
+        temperature: logits are divided by it; above 0.
 
     Raises:
-        ConfigError: an argument is out of range.
+        ConfigError: an argument is not accepted.
     """
 
     def __init__(
         self,
         model: Any,
+        *,
         vision_token_ids: Sequence[int] | None = None,
-        special_token_ids: Sequence[int] = (),
+        special_token_ids: Sequence[int] | None = None,
         share_prompts: str = "auto",
         batch_size: int | None = None,
         temperature: float = 1.0,
@@ -49,10 +55,13 @@ class RolloutScorer:
             raise ConfigError(f"batch_size is {batch_size}: give an integer of at least 1, or None.")
         if not temperature > 0:
             raise ConfigError(f"temperature is {temperature}: give a number above 0.")
-        self.model, self.shares, self.batch_size = model, share_prompts != "off", batch_size
-        self.temperature = temperature
-        self.vision_token_ids = _found(model) if vision_token_ids is None else tuple(vision_token_ids)
-        self.special_token_ids = tuple(special_token_ids)
+        self.model, self.causal = model, causal_model(model)
+        if _is_sharded(model):
+            raise ConfigError("The parameters of the model are sharded: score in DAPOTrainer, or gather them before.")
+        if self.causal.base_model is self.causal:
+            raise ConfigError(f"{type(self.causal).__name__} has no head: give a model that returns logits.")
+        self.vision_token_ids, self.special_token_ids = vision_token_ids, special_token_ids
+        self.share_prompts, self.batch_size, self.temperature = share_prompts, batch_size, temperature
 
     def score(
         self,
@@ -67,109 +76,145 @@ class RolloutScorer:
         num_tiles: Sequence[int] | None = None,
         **image_inputs: torch.Tensor,
     ) -> RolloutSignals:
-        """Return the signals of N completions.
+        """Return the signals of N completions of T tokens.
 
         Args:
-            prompt_ids, prompt_mask: (N, P), padded on the left.
-            completion_ids, completion_mask: (N, T), padded on the right.
-            num_generations: G, completions of a prompt that stand next to each other, at least 1.
-            attention: whether attention mass is measured.
-            num_images: images of each row; needed where the batch takes several passes and rows have not one each.
-            num_tiles: rows of `pixel_values` of each row, where images are cut into tiles.
-            image_inputs: pixel inputs and token types, (N, P) or (N, P + T), as the processor returns them.
+            prompt_ids: (N, P), padded on the left; the G completions of a prompt stand together.
+            prompt_mask: (N, P), 0 for padding.
+            completion_ids: (N, T), padded on the right.
+            completion_mask: (N, T), 0 for tokens that do not count.
+            num_generations: G.
+            attention: measure attention mass.
+            num_images: images per row, where rows pass in chunks.
+            num_tiles: entries of `pixel_values` per row, where rows pass in chunks and images are cut into tiles.
+            image_inputs: what the processor returns beside the tokens for the N rows; token types are (N, P) or
+                (N, P + T).
+
+        Returns:
+            Log-probabilities and entropies (0 where the mask is), and the attention mass.
 
         Raises:
-            DataError: shapes differ, or image inputs cannot be assigned to rows.
-            ConfigError: the attention of the model cannot be measured.
+            DataError: the shapes do not fit together.
+            ConfigError: attention is wanted and cannot be measured, or `share_prompts` is `on` and prompts cannot be
+                shared.
         """
-        _check_shapes(prompt_ids, prompt_mask, completion_ids, completion_mask)
+        count, length = self._check(prompt_ids, prompt_mask, completion_ids, completion_mask, num_generations)
+        device = self.causal.get_input_embeddings().weight.device
         batch = {
-            "input_ids": torch.cat([prompt_ids, completion_ids], dim=1),
-            "attention_mask": torch.cat([prompt_mask, completion_mask], dim=1),
+            "input_ids": torch.cat([prompt_ids, completion_ids], dim=1).to(device),  # (N, P + T)
+            "attention_mask": torch.cat([prompt_mask, completion_mask], dim=1).to(device),
         }
-        length = batch["input_ids"].size(1)
-        for name in _TOKEN_TYPES:
-            if (types := image_inputs.pop(name, None)) is not None:
-                batch[name] = torch.nn.functional.pad(types, (0, length - types.size(1)))
-        chunks = self._chunks(len(prompt_ids), num_generations)
-        images = _images_of_chunks(image_inputs, chunks, len(prompt_ids), num_images, num_tiles)
-        completion_length = completion_ids.size(1)
-        logps, entropies = [], []
-        with torch.no_grad(), ExitStack() as stack:
-            probe = None
-            if attention:
-                masks = build_modality_masks(
-                    prompt_ids,
-                    prompt_mask,
-                    vision_token_ids=self.vision_token_ids,
-                    special_token_ids=self.special_token_ids,
-                )
-                rows = slice(prompt_ids.size(1) - 1, length - 1)
-                probe = stack.enter_context(AttentionProbe(self.model, masks, rows=rows))
-            if self.shares:
-                stack.enter_context(share_prompts(self.model, completion_length))
-            for chunk, pixels in zip(chunks, images, strict=True):
-                inputs = {name: value[chunk] for name, value in batch.items()} | pixels
-                scored = self._score_chunk(inputs, completion_length)
-                logps.append(scored[0])
-                entropies.append(scored[1])
-        mask = completion_mask.bool()
-        mass = None if probe is None else _with_mask(probe.mass, mask)
-        return RolloutSignals(torch.cat(logps), torch.cat(entropies), mask, mass)
+        images = {}
+        for name, value in image_inputs.items():
+            if name in _TOKEN_TYPES:
+                missing = batch["input_ids"].size(1) - value.size(1)
+                batch[name] = torch.nn.functional.pad(value, (0, missing)).to(device)
+            elif value is not None:
+                images[name] = value.to(device)
+        step = self._rows_at_a_time(count, num_generations)
+        parts = []
+        with torch.no_grad(), _evaluating(self.model):
+            for start in range(0, count, step):
+                stop = min(start + step, count)
+                inputs = {name: value[start:stop] for name, value in batch.items()}
+                inputs |= image_inputs_of_rows(images, start, stop, count, num_images, num_tiles)
+                parts.append(self._score_rows(inputs, length, attention))
+        return _joined(parts)
 
-    def _chunks(self, rows: int, num_generations: int) -> list[slice]:
-        size = rows if self.batch_size is None else self.batch_size
-        size = whole_groups(size, num_generations) if self.shares else size
-        return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+    def _rows_at_a_time(self, count: int, num_generations: int) -> int:
+        if self.batch_size is None:
+            return count
+        return self.batch_size if self.share_prompts == "off" else whole_groups(self.batch_size, num_generations)
 
-    def _score_chunk(self, inputs: dict[str, Any], completion_length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies, (rows, T) float32; one row's distribution in float32 at a time."""
-        outputs = self.model(**inputs, logits_to_keep=completion_length + 1, use_cache=False)
-        logits = outputs.logits[:, -completion_length - 1 : -1]  # (rows, T, vocabulary)
-        targets = inputs["input_ids"][:, -completion_length:]
-        logps, entropies = [], []
-        for row, row_targets in zip(logits, targets, strict=True):
-            distribution = torch.log_softmax(row.float() / self.temperature, dim=-1)
-            logps.append(distribution.gather(-1, row_targets.unsqueeze(-1)).squeeze(-1))
-            entropies.append(-(distribution.exp() * distribution).sum(-1))
-        return torch.stack(logps), torch.stack(entropies)
+    def _score_rows(self, inputs: dict[str, torch.Tensor], length: int, attention: bool) -> RolloutSignals:
+        mask = inputs["attention_mask"][:, -length:].bool()  # (B, T)
+        probe = self._probe(inputs, length) if attention else None
+        with self._shared(length), probe if probe is not None else nullcontext():
+            outputs = self.causal.base_model(**inputs, use_cache=False, return_dict=True)
+        hidden = outputs.last_hidden_state[:, -length - 1 : -1]  # (B, T, D)
+        tokens = inputs["input_ids"][:, -length:]
+        logps, entropies = Head(self.causal, type(outputs)).score(hidden, tokens, mask, self.temperature)
+        mass = None
+        if probe is not None:
+            mass = probe.mass
+            mass.mask = mask
+        return RolloutSignals(logps, entropies, mask, mass)
 
-
-def _found(model: Any) -> tuple[int, ...]:
-    return vision_token_ids(causal_model(model))
-
-
-def _with_mask(mass: AttentionMass, mask: torch.Tensor) -> AttentionMass:
-    mass.mask = mask
-    return mass
-
-
-def _check_shapes(*tensors: torch.Tensor) -> None:
-    prompt_ids, prompt_mask, completion_ids, completion_mask = tensors
-    if (
-        prompt_ids.ndim != 2
-        or completion_ids.ndim != 2
-        or prompt_ids.shape != prompt_mask.shape
-        or completion_ids.shape != completion_mask.shape
-        or len(prompt_ids) != len(completion_ids)
-    ):
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-        raise DataError(
-            f"prompt_ids, prompt_mask, completion_ids and completion_mask have the shapes {shapes}: give (N, P) twice "
-            "and (N, T) twice."
+    def _probe(self, inputs: dict[str, torch.Tensor], length: int) -> AttentionProbe:
+        vision = self.vision_token_ids if self.vision_token_ids is not None else vision_token_ids(self.causal)
+        if not vision or self.special_token_ids is None:
+            name = "special_token_ids" if vision else "vision_token_ids"
+            raise ConfigError(f"Attention cannot be measured without {name}: give a list of ids, or attention=False.")
+        masks = build_modality_masks(
+            inputs["input_ids"][:, :-length],
+            inputs["attention_mask"][:, :-length],
+            vision_token_ids=vision,
+            special_token_ids=self.special_token_ids,
         )
+        return AttentionProbe(self.causal, masks)
+
+    @contextmanager
+    def _shared(self, length: int) -> Iterator[None]:
+        if self.share_prompts == "off":
+            yield
+            return
+        with share_prompts(self.model, length) as report:
+            yield
+        reasons = report.plain.keys() - {_NOTHING_TO_SHARE}
+        if self.share_prompts == "on" and reasons:
+            raise ConfigError(f"share_prompts is on, but prompts could not be shared: {min(reasons)}; use auto or off.")
+
+    def _check(
+        self,
+        prompt_ids: torch.Tensor,
+        prompt_mask: torch.Tensor,
+        completion_ids: torch.Tensor,
+        completion_mask: torch.Tensor,
+        num_generations: int,
+    ) -> tuple[int, int]:
+        count, length = completion_ids.shape
+        shapes = [tuple(value.shape) for value in (prompt_ids, prompt_mask, completion_ids, completion_mask)]
+        if shapes[0] != shapes[1] or shapes[2] != shapes[3] or shapes[0][0] != count or 0 in (*shapes[0], *shapes[2]):
+            raise DataError(
+                f"prompt_ids, prompt_mask, completion_ids and completion_mask have the shapes {shapes}: give (N, P) "
+                "twice and (N, T) twice, with at least one row and token."
+            )
+        if num_generations < 1 or count % num_generations:
+            raise DataError(f"There are {count} completions with num_generations {num_generations}: give whole groups.")
+        if not bool(prompt_mask[:, -1].all()):
+            raise DataError("A prompt ends with padding: pad prompts on the left, so that completions follow them.")
+        return count, length
 
 
-def _images_of_chunks(
-    inputs: dict[str, torch.Tensor],
-    chunks: list[slice],
-    rows: int,
-    num_images: Sequence[int] | None,
-    num_tiles: Sequence[int] | None,
-) -> list[dict[str, torch.Tensor]]:
-    if len(chunks) == 1 or not inputs:
-        return [dict(inputs) for _ in chunks]
-    counts = [1] * rows if num_images is None else list(num_images)
-    given = {**inputs, "num_images": counts, "num_tiles": None if num_tiles is None else list(num_tiles)}
-    parts, one_per_row = split_images(given, rows)
-    return [stack_images(parts[chunk], one_per_row) for chunk in chunks]
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """Dropout and gradient checkpointing off for the duration."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _joined(parts: list[RolloutSignals]) -> RolloutSignals:
+    masses = [part.attention for part in parts if part.attention is not None]
+    mass = None
+    if masses:
+        mass = AttentionMass(
+            vision=torch.cat([one.vision for one in masses], dim=1),
+            instruction=torch.cat([one.instruction for one in masses], dim=1),
+            num_vision=torch.cat([one.num_vision for one in masses]),
+            num_instruction=torch.cat([one.num_instruction for one in masses]),
+            mask=torch.cat([one.mask for one in masses]),
+        )
+    logps, entropies, mask = (
+        torch.cat([getattr(part, name) for part in parts]) for name in ("logps", "entropies", "mask")
+    )
+    return RolloutSignals(logps, entropies, mask, mass)
+
+
+def _is_sharded(model: Any) -> bool:
+    partitioned = (hasattr(value, "ds_numel") and value.numel() != value.ds_numel for value in model.parameters())
+    return shards_layers(model) or flattens_layers(model) or any(partitioned)

@@ -64,12 +64,14 @@ class AttentionCall:
         chosen = slice(queries.first, queries.stop) if flash else queries.index  # flash needs them without gaps
         key = self.key[rows, :, :stop]
         values = torch.nn.functional.pad(sets[:, :stop].to(key.dtype), (0, key.size(-1) - sets.size(-1)))  # (B', K', D)
+        options = self._options(chosen, stop, rows, flash)
         outputs, _ = self.function(
             self.module,
             self.query[rows, :, chosen],
             key,
             values.unsqueeze(1).expand(-1, key.size(1), -1, -1),
-            **self._options(chosen, stop, rows, flash),
+            options.pop("attention_mask", None),
+            **options,
         )  # (B', T' or more, H, D)
         mass = outputs[..., : sets.size(-1)].mean(2, dtype=torch.float32)
         return mass[:, queries.index - queries.first] if flash else mass
@@ -87,7 +89,7 @@ class AttentionCall:
             kept["attention_mask"] = self._causal_mask(chosen, stop)
         elif mask is not None and mask.ndim == 2:
             kept["attention_mask"] = mask[rows, :stop]
-        return {"attention_mask": None, **kept, "dropout": 0.0}
+        return {**kept, "dropout": 0.0}
 
     def _is_causal(self) -> bool:
         causal = self.options.get("is_causal")

@@ -1,0 +1,63 @@
+"""Log-probabilities and entropies from hidden states, by the model's own head, a few positions at a time."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vgr_trl.sharing import replaced
+
+_LOGITS_AT_A_TIME = {"cpu": 2**23, "cuda": 2**26}  # 32 MB and 256 MB in float32; a GPU wants larger products
+
+
+class Head:
+    """What a model makes of last hidden states, with whatever it scales, caps or casts on the way.
+
+    The model's own forward pass runs, with a base model that hands it the hidden states.
+
+    Args:
+        causal: transformers model with a head.
+        output_type: class of what its base model returns.
+    """
+
+    def __init__(self, causal: Any, output_type: Callable[..., Any]) -> None:
+        self.causal, self.output_type = causal, output_type
+        self.vocabulary = causal.config.get_text_config(decoder=True).vocab_size
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(C, vocabulary), for hidden states (C, D)."""
+        outputs = self.output_type(last_hidden_state=hidden.unsqueeze(0))
+        ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
+        with replaced(self.causal.base_model, "forward", lambda *args, **kwargs: outputs):
+            return self.causal(input_ids=ids, use_cache=False, return_dict=True).logits[0]
+
+    def score(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log-probabilities of `tokens` and entropies of what they are drawn from, 0 where `mask` is False.
+
+        Args:
+            hidden: (N, T, D), of the queries that emit the tokens.
+            tokens: (N, T) int64.
+            mask: (N, T) bool.
+            temperature: logits are divided by it.
+
+        Returns:
+            (N, T) float32 each, entropies in nats.
+        """
+        count = max(_LOGITS_AT_A_TIME.get(hidden.device.type, 2**23) // self.vocabulary, 1)
+        scores = torch.zeros(2, *mask.shape, device=hidden.device)
+        if mask.any():
+            parts = zip(hidden[mask].split(count), tokens[mask].split(count), strict=True)
+            scores[:, mask] = torch.cat([self._score(*part, temperature) for part in parts], dim=1)
+        return scores[0], scores[1]
+
+    def _score(self, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+        logits = self.logits(hidden).float()  # (C, vocabulary)
+        logps = torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
+        del logits
+        chosen = logps.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        probabilities = logps.exp()
+        # A forbidden token has the logit -inf and adds nothing.
+        entropies = -torch.linalg.vecdot(probabilities, logps.clamp_(min=torch.finfo(logps.dtype).min))
+        return torch.stack([chosen, entropies])

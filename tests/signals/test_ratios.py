@@ -1,0 +1,162 @@
+"""Ratios of attention: the worked case, segments of layers, undefined values, the identity of AEI."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vgr_trl.errors import ConfigError
+from vgr_trl.signals import (
+    AttentionMass,
+    attention_efficiency_index,
+    mdi_balance,
+    split_layers,
+    token_vision_gain_ratio,
+    vision_gain_ratio,
+)
+
+NAN, INF = math.nan, math.inf
+
+
+def mass(vision, instruction, num_vision=16, num_instruction=4, mask=None):
+    """From lists (L, T) for one completion."""
+    vision, instruction = (torch.tensor(side, dtype=torch.float32).unsqueeze(1) for side in (vision, instruction))
+    mask = torch.ones(1, vision.size(2), dtype=torch.bool) if mask is None else torch.tensor([mask], dtype=torch.bool)
+    return AttentionMass(vision, instruction, torch.tensor([num_vision]), torch.tensor([num_instruction]), mask)
+
+
+class TestSplitLayers:
+    @pytest.mark.parametrize(
+        ("count", "sizes"), [(3, (1, 1, 1)), (4, (2, 1, 1)), (5, (2, 2, 1)), (28, (10, 9, 9)), (36, (12, 12, 12))]
+    )
+    def test_thirds(self, count, sizes):
+        segments = split_layers(count)
+        assert tuple(len(segments[name]) for name in ("early", "middle", "late")) == sizes
+        assert segments["early"] + segments["middle"] + segments["late"] == segments["all"] == list(range(count))
+
+    @pytest.mark.parametrize(("count", "middle"), [(4, [1, 2]), (6, [2, 3]), (28, [13, 14]), (36, [17, 18])])
+    def test_ends(self, count, middle):
+        assert split_layers(count, "ends") == {
+            "early": [0, 1],
+            "middle": middle,
+            "late": [count - 2, count - 1],
+            "all": list(range(count)),
+        }
+
+    @pytest.mark.parametrize("scheme", ["thirds", "ends"])
+    @pytest.mark.parametrize("count", [1, 2])
+    def test_few_layers_have_no_segments(self, count, scheme):
+        assert split_layers(count, scheme) == {"all": list(range(count))}
+
+    def test_bad_arguments(self):
+        with pytest.raises(ConfigError, match="num_layers is 0: give an integer of at least 1"):
+            split_layers(0)
+        with pytest.raises(ConfigError, match="scheme is 'halves': give thirds or ends"):
+            split_layers(6, "halves")
+
+
+class TestWorkedCase:
+    """|I| = 4, |V| = 16, A_I = 0.2, A_V = 0.4."""
+
+    def test_of_a_completion(self):
+        one = mass([[0.4]], [[0.2]])
+        assert vision_gain_ratio(one).tolist() == pytest.approx([2])
+        vision, instruction = attention_efficiency_index(one)
+        assert vision.tolist() == pytest.approx([5 / 6])
+        assert instruction.tolist() == pytest.approx([5 / 3])
+        assert mdi_balance(vision_gain_ratio(one)).tolist() == [0]
+
+    def test_half_of_the_balance(self):
+        ratio = vision_gain_ratio(mass([[0.4]], [[0.1414213562]]))
+        assert ratio.tolist() == pytest.approx([math.sqrt(2)])
+        assert mdi_balance(ratio).tolist() == pytest.approx([0.5], abs=1e-6)
+
+    def test_of_tokens(self):
+        """0.05 / 0.025 and, with A_I = 0.1 and A_V = 0.8, 0.025 / 0.05."""
+        assert token_vision_gain_ratio(mass([[0.4, 0.8]], [[0.2, 0.1]])).tolist() == [pytest.approx([2, 0.5])]
+
+
+class TestAveraging:
+    def test_average_first_then_take_the_ratio(self):
+        """A_I = 0.3, A_V = (0.1 + 0.7) / 2 = 0.4: 0.075 / 0.025 = 3; the ratios of the two tokens are 12 and 12 / 7."""
+        one = mass([[0.1, 0.7]], [[0.3, 0.3]])
+        assert vision_gain_ratio(one).tolist() == pytest.approx([3])
+        assert token_vision_gain_ratio(one).tolist() == [pytest.approx([12, 12 / 7])]
+
+    def test_only_layers_of_the_segment(self):
+        """Layer 0: 0.1 / 4 against 0.4 / 16; layers 1 and 2 together: 0.2 / 4 against 0.2 / 16."""
+        one = mass([[0.4], [0.3], [0.1]], [[0.1], [0.2], [0.2]])
+        assert vision_gain_ratio(one, [0]).tolist() == pytest.approx([1])
+        assert vision_gain_ratio(one, [1, 2]).tolist() == pytest.approx([4])
+        assert token_vision_gain_ratio(one, [1, 2]).tolist() == [pytest.approx([4])]
+        assert attention_efficiency_index(one, [0])[0].tolist() == pytest.approx([1])
+
+    def test_only_tokens_that_count(self):
+        one = mass([[0.4, NAN, 0.4]], [[0.2, NAN, 0.2]], mask=[True, False, True])
+        assert vision_gain_ratio(one).tolist() == pytest.approx([2])
+        assert token_vision_gain_ratio(one)[0].isnan().tolist() == [False, True, False]
+
+
+class TestUndefined:
+    @pytest.mark.parametrize(
+        ("one", "expected"),
+        [
+            (mass([[0.0]], [[0.9]], num_vision=0), NAN),
+            (mass([[0.9]], [[0.0]], num_instruction=0), NAN),
+            (mass([[0.4]], [[0.2]], mask=[False]), NAN),
+            (mass([[0.0]], [[0.0]]), NAN),
+            (mass([[0.0]], [[0.2]]), INF),
+            (mass([[0.4]], [[0.0]]), 0.0),
+        ],
+        ids=["no vision", "no instruction", "no tokens", "no attention", "none to vision", "none to instruction"],
+    )
+    def test_of_a_completion(self, one, expected):
+        ratio = vision_gain_ratio(one)
+        assert ratio.tolist() == pytest.approx([expected], nan_ok=True)
+        assert token_vision_gain_ratio(one).flatten().tolist() == pytest.approx([expected], nan_ok=True)
+        indices = torch.cat(attention_efficiency_index(one))
+        assert bool(indices.isnan().all()) == math.isnan(expected)
+        assert mdi_balance(ratio).tolist() == pytest.approx([NAN if math.isnan(expected) else 0], nan_ok=True)
+
+    def test_rows_do_not_touch_each_other(self):
+        """A row without an image beside one with 0.05 / 0.025."""
+        both = AttentionMass(
+            vision=torch.tensor([[[0.0], [0.4]]]),
+            instruction=torch.tensor([[[0.9], [0.2]]]),
+            num_vision=torch.tensor([0, 16]),
+            num_instruction=torch.tensor([4, 4]),
+            mask=torch.ones(2, 1, dtype=torch.bool),
+        )
+        assert vision_gain_ratio(both).tolist() == pytest.approx([NAN, 2], nan_ok=True)
+
+
+@given(
+    vision=st.floats(1e-4, 1),
+    instruction=st.floats(1e-4, 1),
+    num_vision=st.integers(1, 4096),
+    num_instruction=st.integers(1, 4096),
+)
+def test_identity(vision, instruction, num_vision, num_instruction):
+    """With r = VGR and q = |I| / (|I| + |V|), AEI_I = r / (r q + 1 - q), which lies between 1 and r."""
+    one = mass([[vision]], [[instruction]], num_vision, num_instruction)
+    r, q = vision_gain_ratio(one).item(), num_instruction / (num_instruction + num_vision)
+    of_vision, of_instruction = (index.item() for index in attention_efficiency_index(one))
+    assert of_instruction == pytest.approx(r / (r * q + 1 - q), rel=1e-4)
+    assert of_vision == pytest.approx(1 / (r * q + 1 - q), rel=1e-4)
+    assert min(1, r) * (1 - 1e-4) <= of_instruction <= max(1, r) * (1 + 1e-4)
+
+
+@given(st.floats(1e-3, 1e3), st.floats(1.1, 10))
+def test_balance_is_the_same_for_a_ratio_and_its_inverse(value, ratio):
+    one, other = mdi_balance(torch.tensor([value, 1 / value]), ratio).tolist()
+    assert one == pytest.approx(other, abs=1e-5)
+    assert 0 <= one <= 1
+
+
+def test_balance_at_its_ends():
+    assert mdi_balance(torch.tensor([1.0, 2.0, 0.5, 3.0, 0.1, 0.0, INF])).tolist() == [1, 0, 0, 0, 0, 0, 0]
+    assert mdi_balance(torch.tensor([[2.0]]), 4.0).tolist() == [[pytest.approx(0.5)]]
+    with pytest.raises(ConfigError, match="mdi_balance_ratio is 1: give a number above 1"):
+        mdi_balance(torch.tensor([1.0]), 1)

@@ -1,0 +1,302 @@
+"""`RolloutScorer` against the logits of a whole pass, in every way it can score."""
+
+import inspect
+
+import pytest
+import torch
+from compare import checkpointed, with_head
+from eager_reference import SPECIAL_IDS, VISION, VISION_IDS, difference, reference
+from families import FAMILIES, IMAGE, build, make_batch
+from other_families import OTHERS
+from peft import LoraConfig, get_peft_model
+
+from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.sharing import share_prompts
+from vgr_trl.signals import RolloutScorer
+
+# InternVL's random model is very sure of itself; the linear attention of Qwen3.5 computes in blocks.
+LOGPS = {"internvl": 2e-5, "qwen3_5": 2e-5}
+
+
+def scorer_of(model, **options):
+    return RolloutScorer(model, vision_token_ids=VISION_IDS, special_token_ids=SPECIAL_IDS, **options)
+
+
+def arguments(batch, **more):
+    """Of `score`: the four tensors, and the image inputs as the processor returns them for prompts."""
+    length = batch.completion_length
+    inputs = dict(batch.inputs)
+    ids, mask = inputs.pop("input_ids"), inputs.pop("attention_mask")
+    for name in ("token_type_ids", "mm_token_type_ids"):
+        if name in inputs:
+            inputs[name] = inputs[name][:, :-length]
+    tensors = (ids[:, :-length], mask[:, :-length], ids[:, -length:], mask[:, -length:])
+    return tensors, {"num_generations": 3, **inputs, **more}
+
+
+def from_logits(model, batch, temperature=1.0):
+    """Log-probabilities and entropies by definition, 0 in the padding."""
+    length = batch.completion_length
+    with torch.no_grad():
+        logits = model(**batch.inputs).logits[:, -length - 1 : -1].double() / temperature
+    logps = logits.log_softmax(-1)
+    tokens, mask = (batch.inputs[name][:, -length:] for name in ("input_ids", "attention_mask"))
+    entropies = torch.distributions.Categorical(logits=logits).entropy()
+    return (logps.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) * mask).float(), (entropies * mask).float()
+
+
+COUNTS = {"images": (2, 0), "num_images": [2, 2, 2, 0, 0, 0]}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family(name):
+    """Two images in some rows, none in others; at once and in chunks; shared and not."""
+    model, batch = build(name), make_batch(name, images=COUNTS["images"])
+    logps, entropies = from_logits(model, batch, temperature=0.7)
+    expected = reference(model, batch)
+    counts = {"num_images": COUNTS["num_images"]} if FAMILIES[name].picture else {}
+    if name == "internvl":
+        counts["num_tiles"] = [4, 4, 4, 0, 0, 0]  # one tile of the first image, three of the second
+    for shares in ("on", "off"):
+        for size in (None, 2):
+            scorer = scorer_of(model, share_prompts=shares, batch_size=size, temperature=0.7)
+            tensors, options = arguments(batch, **counts)
+            with_attention = scorer.score(*tensors, **options)
+            without = scorer.score(*tensors, **options, attention=False)
+            assert without.attention is None
+            assert torch.equal(with_attention.logps, without.logps), "to the last bit"
+            assert torch.equal(with_attention.entropies, without.entropies)
+            assert (with_attention.logps - logps).abs().max() < LOGPS.get(name, 4e-6)
+            assert (with_attention.entropies - entropies).abs().max() < LOGPS.get(name, 4e-6)
+            mass = with_attention.attention
+            assert difference(mass.vision, expected.vision, expected.valid) < 1e-5
+            assert difference(mass.instruction, expected.instruction, expected.valid) < 1e-5
+            assert torch.equal(mass.mask, expected.valid)
+            assert torch.equal(with_attention.mask, expected.valid)
+            assert mass.num_vision.tolist() == expected.masks.vision.sum(1).tolist()
+
+
+@pytest.mark.parametrize("shares", ["auto", "off"])
+@pytest.mark.parametrize("name", ["gemma2", "falcon_h1", "gemma4", "phi3"])
+def test_heads_that_scale_and_cap(name, shares):
+    """Gemma caps logits, Falcon-H1 multiplies them: whatever the model's own forward does."""
+    family = OTHERS[name]
+    model, batch = build(family), make_batch(family)
+    logps, entropies = from_logits(model, batch)
+    tensors, options = arguments(batch)
+    signals = RolloutScorer(model, share_prompts=shares).score(*tensors, **options, attention=False)
+    assert (signals.logps - logps).abs().max() < 1e-5
+    assert (signals.entropies - entropies).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava"])
+def test_patched_by_trl(name):
+    model, batch = build(name), make_batch(name)
+    logps, entropies = from_logits(model, batch)
+    tensors, options = arguments(batch)
+    signals = scorer_of(with_head(model)).score(*tensors, **options)
+    assert (signals.logps - logps).abs().max() < 4e-6
+    assert (signals.entropies - entropies).abs().max() < 6e-6
+
+
+def test_inside_of_share_prompts():
+    """The head's passes are none of those that are shared."""
+    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
+    logps, _ = from_logits(model, batch)
+    tensors, options = arguments(batch)
+    with share_prompts(model, 12) as report:
+        signals = scorer_of(model, share_prompts="off").score(*tensors, **options)
+    assert (report.prompts, report.rows, dict(report.plain)) == (2, 6, {})
+    assert (signals.logps - logps).abs().max() < 4e-6
+
+
+@pytest.mark.parametrize("trained", [["q_proj", "v_proj"], ["q_proj", "lm_head"]])
+def test_adapters(trained):
+    """Also in the head."""
+    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
+    torch.manual_seed(0)
+    wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=trained, init_lora_weights=False))
+    logps, _ = from_logits(wrapped, batch)
+    tensors, options = arguments(batch)
+    signals = scorer_of(wrapped).score(*tensors, **options)
+    assert (signals.logps - logps).abs().max() < 6e-6
+    with wrapped.disable_adapter():
+        without = scorer_of(wrapped).score(*tensors, **options)
+    assert (without.logps - logps).abs().max() > 1e-2
+
+
+def test_mode_of_every_module_is_restored():
+    """A frozen part that rests in evaluation mode stays there; dropout and checkpointing are off while scoring."""
+    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
+    logps, _ = from_logits(model, batch)
+    checkpointed(model).train()
+    model.model.visual.eval()
+    model.get_decoder().layers[0].self_attn.attention_dropout = 0.5
+    modes = [module.training for module in model.modules()]
+    tensors, options = arguments(batch)
+    signals = scorer_of(model).score(*tensors, **options)
+    assert (signals.logps - logps).abs().max() < 4e-6
+    assert [module.training for module in model.modules()] == modes
+    assert not signals.logps.requires_grad
+    with pytest.raises(DataError):
+        scorer_of(model, batch_size=3).score(*tensors, **options)
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_bf16():
+    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
+    expected = scorer_of(model).score(*arguments(batch)[0], **arguments(batch)[1])
+    batch.inputs["pixel_values"] = batch.inputs["pixel_values"].bfloat16()
+    tensors, options = arguments(batch)
+    signals = scorer_of(model.bfloat16()).score(*tensors, **options)
+    for one in (signals.logps, signals.entropies, signals.attention.vision):
+        assert one.dtype == torch.float32
+    # Log-probabilities of a random model differ by up to 4 from each other.
+    assert (signals.logps - expected.logps).abs().max() < 0.15
+    mask = expected.mask
+    assert difference(signals.attention.vision, expected.attention.vision, mask) < 0.03
+
+
+def test_completions_without_tokens_that_count():
+    """As where TRL masks truncated completions."""
+    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
+    tensors, options = arguments(batch)
+    tensors[3][1] = 0
+    signals = scorer_of(model).score(*tensors, **options)
+    assert not signals.logps[1].any()
+    assert not signals.attention.mask[1].any()
+    tensors[3][:] = 0
+    signals = scorer_of(model).score(*tensors, **options)
+    assert not signals.logps.any()
+
+
+def test_forbidden_tokens_add_nothing_to_the_entropy():
+    """A head that gives them -inf, with all others alike: the entropy is the logarithm of their number."""
+    model, batch = build("llama"), make_batch("llama")
+    torch.nn.init.zeros_(model.lm_head.weight)
+    original = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: original(hidden).index_fill(-1, torch.arange(90, 96), -torch.inf)
+    tensors, options = arguments(batch)
+    tensors[2].clamp_(max=80)
+    signals = RolloutScorer(model).score(*tensors, **options, attention=False)
+    expected = tensors[3] * torch.tensor(90.0).log()
+    assert torch.allclose(signals.entropies, expected, atol=1e-5)
+    assert torch.allclose(signals.logps, -expected, atol=1e-5)
+
+
+def test_ids_of_vision_tokens_from_the_configuration():
+    model, batch = build("llava"), make_batch("llava")
+    tensors, options = arguments(batch)
+    found = RolloutScorer(model, special_token_ids=SPECIAL_IDS).score(*tensors, **options)
+    assert torch.equal(found.attention.vision, scorer_of(model).score(*tensors, **options).attention.vision)
+    assert found.attention.num_vision.tolist() == [16] * 6
+
+
+def test_number_of_passes(monkeypatch):
+    """One per chunk, for two prompts with three completions each; the vision tower sees each image once."""
+    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
+    rows, images = [], []
+    model.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(len(kwargs["inputs_embeds"])), with_kwargs=True
+    )
+    model.model.visual.register_forward_pre_hook(
+        lambda module, args, kwargs: images.append(len(kwargs["grid_thw"])), with_kwargs=True
+    )
+    tensors, options = arguments(batch, num_images=[1] * 6)
+    scorer_of(model, batch_size=1).score(*tensors, **options)
+    assert (rows, images) == ([1, 3, 1, 3], [1, 1])
+    rows.clear()
+    images.clear()
+    scorer_of(model, share_prompts="off", batch_size=1).score(*tensors, **options)
+    assert (rows, images) == ([1] * 6, [1] * 6)
+
+
+def test_signature():
+    """The one that is documented."""
+    assert list(inspect.signature(RolloutScorer.score).parameters)[1:] == [
+        "prompt_ids",
+        "prompt_mask",
+        "completion_ids",
+        "completion_mask",
+        "num_generations",
+        "attention",
+        "num_images",
+        "num_tiles",
+        "image_inputs",
+    ]
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"share_prompts": "yes"}, "share_prompts is 'yes': give auto, on or off"),
+            ({"batch_size": 0}, "batch_size is 0: give an integer of at least 1, or None"),
+            ({"temperature": 0.0}, "temperature is 0.0: give a number above 0"),
+        ],
+    )
+    def test_options(self, options, message):
+        with pytest.raises(ConfigError, match=message):
+            RolloutScorer(build("llama"), **options)
+
+    def test_models(self):
+        with pytest.raises(ConfigError, match="LlamaModel has no head: give a model that returns logits"):
+            RolloutScorer(build("llama").model)
+        model = build("llama")
+        model.lm_head.weight.ds_numel, model.lm_head.weight.data = 96 * 32, torch.empty(0)
+        with pytest.raises(ConfigError, match="parameters of the model are sharded: score in DAPOTrainer"):
+            RolloutScorer(model)
+
+    def test_attention_without_ids(self):
+        model, batch = build("llava"), make_batch("llava")
+        tensors, options = arguments(batch)
+        with pytest.raises(ConfigError, match="cannot be measured without special_token_ids"):
+            RolloutScorer(model).score(*tensors, **options)
+        with pytest.raises(ConfigError, match="cannot be measured without vision_token_ids"):
+            RolloutScorer(build("llama"), special_token_ids=()).score(*arguments(make_batch("llama"))[0])
+
+    def test_prompts_that_cannot_be_shared(self):
+        model, batch = build(OTHERS["jamba"]), make_batch("llama")
+        tensors, options = arguments(batch)
+        RolloutScorer(model).score(*tensors, **options, attention=False)
+        with pytest.raises(ConfigError, match="share_prompts is on, but prompts could not be shared: layers of type"):
+            RolloutScorer(model, share_prompts="on").score(*tensors, **options, attention=False)
+
+    def test_nothing_to_share_is_no_error(self):
+        model, batch = build("llama"), make_batch("llama", generations=1)
+        tensors, _ = arguments(batch)
+        RolloutScorer(model, share_prompts="on").score(*tensors, attention=False)
+
+    def test_shapes(self):
+        model, batch = build("llama"), make_batch("llama")
+        (ids, mask, new_ids, new_mask), _ = arguments(batch)
+        scorer = RolloutScorer(model)
+        for tensors in (
+            (ids, mask[:, 1:], new_ids, new_mask),
+            (ids, mask, new_ids, new_mask[:, 1:]),
+            (ids[1:], mask[1:], new_ids, new_mask),
+            (ids, mask, new_ids[:, :0], new_mask[:, :0]),
+        ):
+            with pytest.raises(DataError, match=r"give \(N, P\) twice and \(N, T\) twice, with at least one row"):
+                scorer.score(*tensors, attention=False)
+        with pytest.raises(DataError, match="6 completions with num_generations 4: give whole groups"):
+            scorer.score(ids, mask, new_ids, new_mask, num_generations=4)
+        with pytest.raises(DataError, match="pad prompts on the left"):
+            scorer.score(ids.flip(1), mask.flip(1), new_ids, new_mask)
+
+    def test_images_of_chunks(self):
+        model, batch = build("llava"), make_batch("llava")
+        tensors, options = arguments(batch)
+        scorer = scorer_of(model, batch_size=3)
+        for counts in ({}, {"num_images": [1] * 5}, {"num_images": [1] * 6, "num_tiles": [1]}):
+            with pytest.raises(DataError, match="for 6 rows that pass in chunks: give one number for each row"):
+                scorer.score(*tensors, **options, **counts)
+        with pytest.raises(DataError, match="The input other cannot be cut into chunks: score all rows at once"):
+            scorer.score(*tensors, **options, num_images=[1] * 6, other=torch.ones(6))
+        scorer_of(model).score(*tensors, **options)  # at once nobody needs to know
+
+
+def test_vision_ids_are_those_of_the_batches():
+    """What the comparisons above rest on."""
+    assert IMAGE in VISION_IDS
+    assert set(VISION) < set(FAMILIES)
