@@ -15,6 +15,13 @@ def with_head(model: Any) -> Any:
     return model
 
 
+def checkpointed(model: Any, *options: dict[str, Any]) -> Any:
+    """The model with gradient checkpointing on; transformers 5.20 has renamed the method."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(*options)
+    return model
+
+
 def scored(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and entropies of the completions, 0 where they are padding; (N, T) each."""
     ids, mask, length = batch.inputs["input_ids"], batch.inputs["attention_mask"], batch.completion_length

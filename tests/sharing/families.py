@@ -9,7 +9,7 @@ import transformers as hf
 
 PAD, EOS, IMAGE, OPEN, CLOSE, VIDEO, TEXT = 0, 1, 2, 3, 4, 5, 8  # TEXT: the first of the ordinary tokens
 VOCABULARY = 96
-PIXEL_INPUTS = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask")
+PIXEL_INPUTS = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "image_position_ids")
 
 BODY = {
     "vocab_size": VOCABULARY,
@@ -91,17 +91,17 @@ def randomise(model: Any, seed: int = 0) -> Any:
     return model.eval()
 
 
-def _noise(seed: int, *shape: int) -> torch.Tensor:
+def noise(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _rope(**more: Any) -> dict[str, Any]:
+def rope(**more: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10000.0, **more}
 
 
 def _qwen2_vl() -> Any:
     vision = {"depth": 2, "embed_dim": 24, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
-    text = {**BODY, "rope_parameters": _rope(mrope_section=[2, 3, 3])}
+    text = {**BODY, "rope_parameters": rope(mrope_section=[2, 3, 3])}
     return hf.Qwen2VLForConditionalGeneration(hf.Qwen2VLConfig(text_config=text, vision_config=vision, **MARKS))
 
 
@@ -116,7 +116,7 @@ def _qwen2_5_vl(**text_options: Any) -> Any:
         "window_size": 16,
         "fullatt_block_indexes": [1],
     }
-    text = {**BODY, "rope_parameters": _rope(mrope_section=[2, 3, 3]), **text_options}
+    text = {**BODY, "rope_parameters": rope(mrope_section=[2, 3, 3]), **text_options}
     return hf.Qwen2_5_VLForConditionalGeneration(hf.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **MARKS))
 
 
@@ -132,7 +132,7 @@ QWEN3_VISION = {
 
 
 def _qwen3_vl() -> Any:
-    text = {**BODY, "rope_parameters": _rope(mrope_section=[2, 3, 3])}
+    text = {**BODY, "rope_parameters": rope(mrope_section=[2, 3, 3])}
     vision = {**QWEN3_VISION, "deepstack_visual_indexes": [0]}
     return hf.Qwen3VLForConditionalGeneration(hf.Qwen3VLConfig(text_config=text, vision_config=vision, **MARKS))
 
@@ -140,7 +140,7 @@ def _qwen3_vl() -> Any:
 def _qwen3_vl_moe() -> Any:
     text = {
         **BODY,
-        "rope_parameters": _rope(mrope_section=[2, 3, 3]),
+        "rope_parameters": rope(mrope_section=[2, 3, 3]),
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
@@ -157,7 +157,7 @@ def _qwen3_5() -> Any:
         "linear_value_head_dim": 8,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 2,
-        "rope_parameters": _rope(mrope_section=[2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.5),
+        "rope_parameters": rope(mrope_section=[2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.5),
     }
     vision = {**QWEN3_VISION, "deepstack_visual_indexes": []}
     return hf.Qwen3_5ForConditionalGeneration(hf.Qwen3_5Config(text_config=text, vision_config=vision, **MARKS))
@@ -230,7 +230,7 @@ def _idefics3(kind: str) -> Callable[[], Any]:
     return build
 
 
-def _text(kind: str, **options: Any) -> Callable[[], Any]:
+def text_model(kind: str, **options: Any) -> Callable[[], Any]:
     return lambda: getattr(hf, f"{kind}ForCausalLM")(getattr(hf, f"{kind}Config")(**{**BODY, **options}))
 
 
@@ -239,12 +239,12 @@ def _gemma3_text() -> Any:
     return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**BODY, layer_types=layers, sliding_window=24))
 
 
-def _qwen_picture(temporal: int = 2, patch: int = 4) -> Callable[[int], Picture]:
+def qwen_picture(temporal: int = 2, patch: int = 4) -> Callable[[int], Picture]:
     def picture(seed: int) -> Picture:
         grid = [1, 4, 4 + 2 * (seed % 2)]
         patches = grid[1] * grid[2]
         inputs = {
-            "pixel_values": _noise(seed, patches, 3 * temporal * patch * patch),
+            "pixel_values": noise(seed, patches, 3 * temporal * patch * patch),
             "image_grid_thw": torch.tensor([grid]),
         }
         return Picture([OPEN, *[IMAGE] * (patches // 4), CLOSE], inputs)
@@ -252,16 +252,16 @@ def _qwen_picture(temporal: int = 2, patch: int = 4) -> Callable[[int], Picture]
     return picture
 
 
-def _square_picture(tokens: int) -> Callable[[int], Picture]:
+def square_picture(tokens: int) -> Callable[[int], Picture]:
     def picture(seed: int) -> Picture:
-        return Picture([OPEN, *[IMAGE] * tokens, CLOSE], {"pixel_values": _noise(seed, 1, 3, 16, 16)})
+        return Picture([OPEN, *[IMAGE] * tokens, CLOSE], {"pixel_values": noise(seed, 1, 3, 16, 16)})
 
     return picture
 
 
 def _tiled_picture(seed: int) -> Picture:
     tiles = 1 + 2 * (seed % 2)  # InternVL: one tile, or two and a thumbnail
-    return Picture([OPEN, *[IMAGE] * (4 * tiles), CLOSE], {"pixel_values": _noise(seed, tiles, 3, 16, 16)})
+    return Picture([OPEN, *[IMAGE] * (4 * tiles), CLOSE], {"pixel_values": noise(seed, tiles, 3, 16, 16)})
 
 
 def _pinpoint_picture(seed: int) -> Picture:
@@ -269,47 +269,48 @@ def _pinpoint_picture(seed: int) -> Picture:
     height, width = [(16, 32), (32, 32)][seed % 2]
     tiles = 1 + height * width // 256
     pixels = torch.zeros(1, 5, 3, 16, 16)
-    pixels[0, :tiles] = _noise(seed, tiles, 3, 16, 16)
+    pixels[0, :tiles] = noise(seed, tiles, 3, 16, 16)
     tokens = 16 + (height // 4) * (width // 4 + 1)
     inputs = {"pixel_values": pixels, "image_sizes": torch.tensor([[height, width]])}
     return Picture([OPEN, *[IMAGE] * tokens, CLOSE], inputs)
 
 
-def _row_picture(seed: int) -> Picture:
-    inputs = {"pixel_values": _noise(seed, 1, 1, 3, 16, 16), "pixel_attention_mask": torch.ones(1, 1, 16, 16).long()}
+def row_picture(seed: int) -> Picture:
+    inputs = {"pixel_values": noise(seed, 1, 1, 3, 16, 16), "pixel_attention_mask": torch.ones(1, 1, 16, 16).long()}
     return Picture([OPEN, *[IMAGE] * 4, CLOSE], inputs)
 
 
 FAMILIES = {
     family.name: family
     for family in [
-        Family("qwen2_vl", _qwen2_vl, _qwen_picture(), ("mm_token_type_ids",)),
-        Family("qwen2_5_vl", _qwen2_5_vl, _qwen_picture(), ("mm_token_type_ids",)),
-        Family("qwen3_vl", _qwen3_vl, _qwen_picture(), ("mm_token_type_ids",)),
-        Family("qwen3_vl_moe", _qwen3_vl_moe, _qwen_picture(), ("mm_token_type_ids",)),
-        Family("qwen3_5", _qwen3_5, _qwen_picture(), ("mm_token_type_ids",), lora=("q_proj", "in_proj_qkv")),
-        Family("gemma3", _gemma3, _square_picture(4), ("token_type_ids",)),
-        Family("llava", _llava, _square_picture(16)),
+        Family("qwen2_vl", _qwen2_vl, qwen_picture(), ("mm_token_type_ids",)),
+        Family("qwen2_5_vl", _qwen2_5_vl, qwen_picture(), ("mm_token_type_ids",)),
+        Family("qwen3_vl", _qwen3_vl, qwen_picture(), ("mm_token_type_ids",)),
+        Family("qwen3_vl_moe", _qwen3_vl_moe, qwen_picture(), ("mm_token_type_ids",)),
+        Family("qwen3_5", _qwen3_5, qwen_picture(), ("mm_token_type_ids",), lora=("q_proj", "in_proj_qkv")),
+        Family("gemma3", _gemma3, square_picture(4), ("token_type_ids",)),
+        Family("llava", _llava, square_picture(16)),
         Family("llava_next", _llava_next, _pinpoint_picture),
         Family("internvl", _internvl, _tiled_picture),
-        Family("idefics3", _idefics3("Idefics3"), _row_picture, per_row=True),
-        Family("smolvlm", _idefics3("SmolVLM"), _row_picture, per_row=True),
-        Family("qwen3", _text("Qwen3")),
-        Family("llama", _text("Llama")),
+        Family("idefics3", _idefics3("Idefics3"), row_picture, per_row=True),
+        Family("smolvlm", _idefics3("SmolVLM"), row_picture, per_row=True),
+        Family("qwen3", text_model("Qwen3")),
+        Family("llama", text_model("Llama")),
         Family("gemma3_text", _gemma3_text),
-        Family("mistral", _text("Mistral", sliding_window=24)),
+        Family("mistral", text_model("Mistral", sliding_window=24)),
     ]
 }
 
 
-def build(name: str, seed: int = 0) -> Any:
+def build(name: "str | Family", seed: int = 0) -> Any:
     """The tiny model of a family, with random weights."""
     torch.manual_seed(seed)
-    return randomise(FAMILIES[name].build(), seed)
+    family = FAMILIES[name] if isinstance(name, str) else name
+    return randomise(family.build(), seed)
 
 
 def make_batch(
-    name: str,
+    name: "str | Family",
     *,
     images: Sequence[int] = (1, 1),
     generations: int = 3,
@@ -322,7 +323,7 @@ def make_batch(
 
     `order` rearranges the rows, which stand prompt by prompt otherwise.
     """
-    family = FAMILIES[name]
+    family = FAMILIES[name] if isinstance(name, str) else name
     generator = torch.Generator().manual_seed(seed)
 
     def words(count: int) -> list[int]:

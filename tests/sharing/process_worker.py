@@ -1,13 +1,15 @@
-"""One of two processes over gloo: gradients of DDP and FSDP2 with shared prompts against those without."""
+"""One of two processes over gloo: gradients of DDP, FSDP2 and FSDP with shared prompts against those without."""
 
 import sys
+import warnings
 
 import torch
 import torch.distributed as dist
-from compare import gradients, largest_relative, with_head
+from compare import checkpointed, gradients, largest_relative, scored, with_head
 from families import build, make_batch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from vgr_trl.sharing import share_prompts
@@ -47,7 +49,7 @@ def run(rank: int) -> None:
     for checkpointing in (False, True):
         model = with_head(build("qwen2_5_vl")).train()
         if checkpointing:
-            model.activation_checkpointing_enable()
+            checkpointed(model)
         mesh = init_device_mesh("cpu", (2,))
         for layer in [*model.model.language_model.layers, *model.model.visual.blocks]:
             fully_shard(layer, mesh=mesh)
@@ -59,6 +61,25 @@ def run(rank: int) -> None:
         difference, report = compare(model, alone if rank else mine, agree=all_agree)
         assert difference == 0, difference
         assert report.prompts_per_row == 1, report
+
+    model = with_head(build("qwen3")).train()
+    policy = ModuleWrapPolicy({type(model.model.layers[0])})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is the first version
+        model = FullyShardedDataParallel(
+            model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True
+        )
+    text = make_batch("qwen3", seed=rank)
+    with share_prompts(model, text.completion_length, agree=all_agree) as report:
+        with torch.no_grad():
+            shared, _ = scored(model, text)
+        assert report.prompts_per_row == 1 / 3, report
+        plain_gradients = gradients(model, text)
+        assert report.plain == {"the first version of FSDP": 1}, report
+    with torch.no_grad():
+        plain, _ = scored(model, text)
+    assert (plain - shared).abs().max() < 4e-6
+    assert max(float(gradient.abs().max()) for gradient in plain_gradients.values() if gradient.numel()) > 0
     print(f"rank {rank} passed")
     dist.destroy_process_group()
 

@@ -5,10 +5,20 @@ from contextlib import nullcontext
 import pytest
 import torch
 import transformers as hf
-from compare import generated, gradients, largest_relative, scored, with_head
-from families import BODY, CLIP, IMAGE, PAD, build, make_batch, randomise
+from compare import checkpointed, generated, gradients, largest_relative, scored, with_head
+from families import BODY, IMAGE, PIXEL_INPUTS, VIDEO, build, make_batch, randomise
+from other_families import OTHERS
 
-from vgr_trl.sharing import cut, fitness, forward, generation, prefix_cache, share_prompts, why_not_share
+from vgr_trl.sharing import (
+    cut,
+    fitness,
+    forward,
+    generation,
+    leave_out_empty_images,
+    prefix_cache,
+    share_prompts,
+    why_not_share,
+)
 
 WRONG = 1e-2
 
@@ -30,7 +40,7 @@ def shared_gradients(model, batch, completion_length=12):
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 def test_reentrant_checkpointing(case, monkeypatch):
     model, batch = case
-    model.activation_checkpointing_enable({"use_reentrant": True})
+    checkpointed(model, {"use_reentrant": True})
     model.enable_input_require_grads()
     plain = gradients(model, batch)
     shared, report = shared_gradients(model, batch)
@@ -73,7 +83,7 @@ def test_a_cache_cut_off_from_the_graph(layer, case, monkeypatch):
 
 def test_checkpoints_that_drop_the_cache(case, monkeypatch):
     model, batch = case
-    model.activation_checkpointing_enable()
+    checkpointed(model)
     plain = gradients(model, batch)
     monkeypatch.setattr(forward, "_cache_through_checkpoints", lambda base: nullcontext())
     shared, report = shared_gradients(model, batch)
@@ -93,7 +103,7 @@ def test_checkpoints_that_drop_the_cache(case, monkeypatch):
 
 def test_a_model_found_unfit_is_not_tried_again(case, monkeypatch):
     model, batch = case
-    model.activation_checkpointing_enable()
+    checkpointed(model)
     monkeypatch.setattr(forward, "_cache_through_checkpoints", lambda base: nullcontext())
     tries = []
     make = forward.prefix_to_write
@@ -109,7 +119,7 @@ def test_a_model_found_unfit_is_not_tried_again(case, monkeypatch):
 
 def test_checkpointing_is_left_as_it_was(case):
     model, batch = case
-    model.activation_checkpointing_enable()
+    checkpointed(model)
     shared_gradients(model, batch)
     assert not any("_can_checkpoint_with_cache" in vars(module) for module in model.modules())
     assert "forward" not in vars(model.model)
@@ -147,21 +157,9 @@ def test_prompts_padded_on_the_right(case, monkeypatch):
     assert torch.equal(plain, shared)
 
 
-def paligemma():
-    config = hf.PaliGemmaConfig(
-        text_config={**BODY, "model_type": "gemma"},
-        vision_config={**CLIP, "model_type": "siglip_vision_model"},
-        image_token_index=IMAGE,
-        projection_dim=32,
-        pad_token_id=PAD,
-    )
-    return hf.PaliGemmaForConditionalGeneration(config)
-
-
 def test_token_types_that_open_a_prompt_to_itself(monkeypatch):
     """In PaliGemma all tokens of type 0 see each other, so the last token of a prompt changes the others."""
-    model = with_head(randomise(paligemma()))
-    batch = make_batch("llava")
+    model, batch = with_head(build(OTHERS["paligemma"])), make_batch(OTHERS["paligemma"])
     types = torch.zeros_like(batch.inputs["input_ids"])
     types[:, -12:] = 1
     batch.inputs["token_type_ids"] = types
@@ -172,6 +170,7 @@ def test_token_types_that_open_a_prompt_to_itself(monkeypatch):
         assert report.plain == {"bidirectional attention over text": 1}
         assert torch.equal(plain, shared)
         monkeypatch.setattr(fitness, "refuse_unknown_layers", nothing)
+        monkeypatch.setattr(fitness, "refuse_bidirectional_attention", nothing)
         with share_prompts(model, 12) as report:
             shared, _ = scored(model, batch)
         assert report.plain == {"token_type_ids": 1}
@@ -239,7 +238,7 @@ def test_generation_that_cannot_start_from_a_cache(options, reason):
 def test_generation_with_checkpointing_on():
     """Checkpointed layers drop the cache; a model left so generates without it."""
     model, batch = build("qwen3").train(), make_batch("qwen3")
-    model.activation_checkpointing_enable()
+    checkpointed(model)
     with share_prompts(model) as report:
         generated(model, batch, sample=False)
     assert report.plain == {"generate with gradient checkpointing on": 1}
@@ -299,11 +298,11 @@ def test_rotary_embeddings_that_depend_on_the_length_of_the_pass(monkeypatch):
 def test_reasons_can_be_asked_for_beforehand(case):
     model, _ = case
     assert why_not_share(model, gradients=True) is None
-    model.activation_checkpointing_enable({"use_reentrant": True})
+    checkpointed(model, {"use_reentrant": True})
     assert "use_reentrant" in why_not_share(model, gradients=True)
     assert why_not_share(model, gradients=False) is None
     assert why_not_share(torch.compile(model, backend="eager"), gradients=False) == "torch.compile"
-    assert why_not_share(paligemma(), gradients=False) == "bidirectional attention over text"
+    assert why_not_share(build(OTHERS["paligemma"]), gradients=False) == "bidirectional attention over text"
 
 
 def test_equal_prompts_at_other_positions(monkeypatch):
@@ -348,3 +347,116 @@ def test_the_whole_mask_is_needed_behind_a_prompt(monkeypatch):
         with share_prompts(model, 12):
             shared, _ = scored(model, batch)
     assert (plain - shared).abs().max() > WRONG
+
+
+def test_linear_attention_that_starts_anew(monkeypatch):
+    """Jamba's state-space layers go on from a state with one token only; with several they forget the prompt."""
+    model, batch = with_head(build(OTHERS["jamba"])), make_batch(OTHERS["jamba"])
+    with torch.no_grad():
+        plain, _ = scored(model, batch)
+        with share_prompts(model, 12) as report:
+            shared, _ = scored(model, batch)
+            generated(model, batch, sample=False)
+        assert report.plain == {"layers of type linear_attention": 2}
+        assert torch.equal(plain, shared)
+        monkeypatch.setattr(prefix_cache, "_LINEAR_FAMILIES", {"jamba"})
+        with share_prompts(model, 12) as report:
+            shared, _ = scored(model, batch)
+    assert not report.plain
+    assert (plain - shared).abs().max() > WRONG
+
+
+@pytest.mark.parametrize("kind", ["Roberta", "BigBird"])
+def test_attention_that_sees_what_comes_later(kind, monkeypatch):
+    """An encoder with a head for the next token: its prompt depends on the completion."""
+    sizes = {"num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    options = {**sizes, "vocab_size": 96, "max_position_embeddings": 512, "attention_type": "original_full"}
+    model = randomise(getattr(hf, f"{kind}ForCausalLM")(getattr(hf, f"{kind}Config")(**options)))
+    batch = make_batch("llama")
+    with torch.no_grad():
+        plain = model(**batch.inputs).logits[:, -13:]
+        with share_prompts(model) as report:
+            shared = model(**batch.inputs).logits[:, -13:]
+        assert report.plain == {"attention that is not causal": 1}
+        assert torch.equal(plain, shared)
+        monkeypatch.setattr(fitness, "refuse_bidirectional_attention", nothing)
+        with share_prompts(model) as report:
+            shared = model(**batch.inputs).logits[:, -13:]
+    assert not report.plain
+    assert (plain - shared).abs().max() > WRONG
+
+
+def test_positions_that_skip_the_padding_of_a_model_that_does_not(monkeypatch):
+    """Models other than Qwen-VL count padding in their plain pass; keys of the prompt carry these positions."""
+    model, batch = with_head(build("llava")), make_batch("llava")
+    with torch.no_grad():
+        plain, _ = scored(model, batch)
+
+        def skipping(inputs, cut, offsets):
+            return (inputs["attention_mask"].cumsum(-1) - 1)[:, cut.split : cut.stop]
+
+        monkeypatch.setattr(forward, "_positions", skipping)
+        with share_prompts(model, 12) as report:
+            shared, _ = scored(model, batch)
+    assert not report.plain
+    assert (plain - shared).abs().max() > WRONG
+
+
+def test_a_model_without_hidden_states():
+    """Its base model is the model with the head itself: what comes back are logits."""
+    model, batch = build("llama"), make_batch("llama")
+    model.base_model_prefix = ""
+    with torch.no_grad():
+        plain = model(**batch.inputs).logits
+        with share_prompts(model, 12) as report:
+            shared = model(**batch.inputs).logits
+    assert report.plain == {"a model that does not return its last hidden states": 1}
+    assert torch.equal(plain, shared)
+
+
+@pytest.mark.parametrize("name", ["aspect_ratio_ids", "position_ids"])
+def test_generate_with_an_input_that_nobody_knows(name):
+    """It could not be given to the prompts alone; here it is left to the model, which does not know it either."""
+    model, batch = build("qwen3"), make_batch("qwen3")
+    inputs = {**batch.prompt_inputs(), name: torch.arange(33).expand(6, -1)}
+    outcomes = []
+    for around in (nullcontext, share_prompts):
+        with around(model) if around is share_prompts else around() as report:
+            try:
+                outcomes.append(model.generate(**inputs, do_sample=False, max_new_tokens=3).tolist())
+            except ValueError as error:
+                outcomes.append(str(error))
+    assert outcomes[0] == outcomes[1]
+    assert report.plain == {f"the input {name}": 1}
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "internvl", "idefics3"])
+def test_pixel_inputs_without_an_image(name):
+    """TRL hands them to a micro-batch whose rows have no image, if others of the batch have one."""
+    model, batch = with_head(build(name)), make_batch(name, images=(0, 0))
+    pixels = make_batch(name).inputs
+    empty = {key: value[:0] for key, value in pixels.items() if key in PIXEL_INPUTS}
+    assert len(empty) == len(pixels.keys() & set(PIXEL_INPUTS)) > 0
+    with torch.no_grad():
+        plain, _ = scored(model, batch)
+        batch.inputs |= empty
+        with leave_out_empty_images(model):
+            tolerated, _ = scored(model, batch)
+        with share_prompts(model, 12) as report:
+            shared, _ = scored(model, batch)
+    assert report.prompts_per_row == 1 / 3
+    assert torch.equal(plain, tolerated)
+    assert (plain - shared).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def test_a_sampled_video_token_is_a_token_like_any(name):
+    """Without a video nothing stands for it; a model that has not learned yet writes such tokens."""
+    model, batch = with_head(build(name)), make_batch(name)
+    batch.inputs["input_ids"][1, -7] = VIDEO
+    with torch.no_grad():
+        plain, _ = scored(model, batch)
+        with share_prompts(model, 12) as report:
+            shared, _ = scored(model, batch)
+    assert report.prompts_per_row == 1 / 3
+    assert (plain - shared).abs().max() < 2e-5

@@ -36,6 +36,14 @@ def test_images_of_unequal_size_by_their_runs():
     assert bounds(found["pixel_values"]) == bounds(found["image_sizes"]) == [(0, 2), (2, 3)]
 
 
+def test_images_with_a_token_after_each_of_their_rows():
+    """Mistral 3: 16 x 16 pixels are two runs of two tokens, 8 x 16 one of two; 64 pixels per token."""
+    sizes = torch.tensor([[16, 16], [8, 16], [16, 16]])
+    inputs = {"pixel_values": torch.zeros(3, 3, 16, 16), "image_sizes": sizes}
+    found = rows_of_images(inputs, placeholders("xx xx xx", "xx xx"))
+    assert bounds(found["pixel_values"]) == bounds(found["image_sizes"]) == [(0, 2), (2, 3)]
+
+
 def test_pixels_padded_per_row():
     inputs = {"pixel_values": torch.zeros(2, 3, 3, 2, 2), "pixel_attention_mask": torch.zeros(2, 3, 2, 2)}
     found = rows_of_images(inputs, placeholders("x", ""))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compare import delta_rule_in_double, generated, gradients, largest_relative, scored, with_head
+from compare import checkpointed, delta_rule_in_double, generated, gradients, largest_relative, scored, with_head
 from families import FAMILIES, build, make_batch
 
 from vgr_trl.sharing import share_prompts
@@ -49,7 +49,7 @@ def test_gradients(name, checkpointing, precise):
         model, batch = precise(model, batch)
     plain = gradients(model, batch)
     if checkpointing:
-        model.activation_checkpointing_enable()
+        checkpointed(model)
     with share_prompts(model, batch.completion_length) as report:
         shared = gradients(model, batch)
     assert (report.prompts, report.rows, dict(report.plain)) == (2, 6, {})

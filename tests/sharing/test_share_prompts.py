@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from compare import generated, gradients, largest_relative, scored, with_head
+from compare import checkpointed, generated, gradients, largest_relative, scored, with_head
 from families import FAMILIES, IMAGE, PAD, build, make_batch
 from peft import LoraConfig, get_peft_model
 from torch.nn.parallel import DataParallel
@@ -75,7 +75,7 @@ def test_adapters(name, options):
 def test_adapters_with_checkpointing():
     model, batch = with_adapter("qwen2_5_vl").train(), make_batch("qwen2_5_vl")
     plain = adapter_gradients(model, batch)
-    causal_model(model).activation_checkpointing_enable()
+    checkpointed(causal_model(model))
     causal_model(model).enable_input_require_grads()
     with share_prompts(model, batch.completion_length) as report:
         shared = adapter_gradients(model, batch)

@@ -8,7 +8,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 import deepspeed
 import torch
 import torch.distributed as dist
-from compare import largest_relative, loss_of, with_head
+from compare import checkpointed, largest_relative, loss_of, with_head
 from deepspeed.utils import safe_get_full_grad
 from families import build, make_batch
 from process_worker import all_agree
@@ -19,7 +19,7 @@ from vgr_trl.sharing import share_prompts
 def engine_for(stage: int, checkpointing: bool):
     model = with_head(build("qwen2_5_vl")).train()
     if checkpointing:
-        model.activation_checkpointing_enable()
+        checkpointed(model)
     config = {
         "train_micro_batch_size_per_gpu": 6,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "overlap_comm": False},

@@ -36,19 +36,30 @@ def is_compiled(model: Any) -> bool:
     )
 
 
-def recomputes_without_graph(model: nn.Module) -> bool:
-    """Whether an active gradient checkpoint of the model runs its layers without gradients first (`use_reentrant`)."""
+def recomputes_without_graph(model: nn.Module, *, when_training: bool = False) -> bool:
+    """Whether a gradient checkpoint of the model runs its layers without gradients first (`use_reentrant`).
+
+    `when_training` asks for the model in training mode, whatever its mode is now.
+    """
     for module in model.modules():
-        if module.training and getattr(module, "gradient_checkpointing", False):
+        if (when_training or module.training) and getattr(module, "gradient_checkpointing", False):
             function = getattr(module, "_gradient_checkpointing_func", None)
             if function is not None and getattr(function, "keywords", {}).get("use_reentrant", True):
                 return True
     return False
 
 
-def has_active_dropout(model: nn.Module) -> bool:
-    """Whether a dropout layer is at work: the completions of a prompt then share one mask over their prompt."""
-    return any(isinstance(module, nn.Dropout) and module.training and module.p > 0 for module in model.modules())
+def has_active_dropout(model: nn.Module, *, when_training: bool = False) -> bool:
+    """Whether dropout is at work, of layers or of attention weights: completions then share a mask over their prompt.
+
+    `when_training` asks for the model in training mode, whatever its mode is now.
+    """
+    return any((when_training or module.training) and _dropout_of(module) > 0 for module in model.modules())
+
+
+def _dropout_of(module: nn.Module) -> float:
+    rate = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
+    return float(rate) if isinstance(rate, int | float) else 0.0
 
 
 def shards_layers(model: nn.Module) -> bool:

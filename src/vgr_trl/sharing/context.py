@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from inspect import signature
 from typing import Any
 
 from vgr_trl.errors import ConfigError
 from vgr_trl.sharing.backbone import causal_model, is_compiled
 from vgr_trl.sharing.forward import SharedForward, wrap_forward
 from vgr_trl.sharing.generation import SharedGeneration, wrap_generate
+from vgr_trl.sharing.images import without_empty_images
 from vgr_trl.sharing.report import SharingReport
 
 
@@ -57,6 +60,31 @@ def share_prompts(
             generate = SharedGeneration(causal, causal.generate, forward, report)
             with replaced(causal, "generate", wrap_generate(generate)):
                 yield report
+
+
+@contextmanager
+def leave_out_empty_images(model: Any) -> Iterator[None]:
+    """Let a model run on rows without images although it is given pixel inputs; `share_prompts` does so by itself.
+
+    Args:
+        model: as `share_prompts` takes it; a compiled one is left alone.
+
+    Raises:
+        ConfigError: `model` is no transformers model.
+    """
+    base = causal_model(model).base_model
+    if is_compiled(model):
+        yield
+        return
+    plain = base.forward
+    names = list(signature(plain).parameters)
+
+    @wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return plain(**without_empty_images(dict(zip(names, args, strict=False)) | kwargs))
+
+    with replaced(base, "forward", forward):
+        yield
 
 
 @contextmanager

@@ -42,6 +42,20 @@ def refuse_unfit_model(base: Any, gradients: bool) -> None:
         raise CannotShare("a model without a cache of keys and values")
     refuse_unknown_layers(base.config)
     refuse_rope_by_length(base.config)
+    refuse_bidirectional_attention(base)
+
+
+def refuse_bidirectional_attention(base: Any) -> None:
+    """Raise `CannotShare` if a token sees what comes after it, as in encoders that have a head for the next token."""
+    decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
+    causal = {module.is_causal for module in decoder.modules() if _is_attention(module)}
+    is_decoder = getattr(base.config.get_text_config(decoder=True), "is_decoder", True)
+    if False in causal or (not is_decoder and True not in causal):
+        raise CannotShare("attention that is not causal")
+
+
+def _is_attention(module: Any) -> bool:
+    return isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "is_causal")
 
 
 def refuse_rope_by_length(config: Any) -> None:

@@ -12,6 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from vgr_trl.sharing.backbone import is_tracing, shards_layers
 from vgr_trl.sharing.cut import Cut, constants, find_cut
 from vgr_trl.sharing.fitness import refuse_unfit_model
+from vgr_trl.sharing.images import without_empty_images
 from vgr_trl.sharing.prefix_cache import check_read, check_written, prefix_to_read, prefix_to_write
 from vgr_trl.sharing.report import CannotShare, SharingReport
 
@@ -44,12 +45,15 @@ class SharedForward:
         self.refused: dict[bool, str] = {}  # with gradients -> why the model has been found unfit
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        inputs = dict(zip(self.names, args, strict=False)) | kwargs
-        if self.paused or is_tracing() or inputs.get("use_cache") or inputs.get("past_key_values") is not None:
+        if self.paused or is_tracing():
             return self.plain(*args, **kwargs)
+        inputs = without_empty_images(dict(zip(self.names, args, strict=False)) | kwargs)
+        if inputs.get("use_cache") or inputs.get("past_key_values") is not None:
+            return self.plain(**inputs)
         cut, reason = None, ""
         try:
-            self._refuse_unfit_model()
+            self._refuse_what_was_found_unfit()
+            self.refuse_unfit_model(torch.is_grad_enabled())
             cut = find_cut(inputs, self.base.config, self.completion_length)
         except CannotShare as error:
             reason = str(error)
@@ -65,7 +69,7 @@ class SharedForward:
                 return outputs
         rows = inputs.get("input_ids", inputs.get("inputs_embeds"))
         self.report.add_plain(len(rows) if isinstance(rows, torch.Tensor) else 0, reason)
-        return self.plain(*args, **kwargs)
+        return self.plain(**inputs)
 
     def all_agree(self, mine: bool) -> bool:
         """Whether this process, or where that matters every process, would share the batch at hand."""
@@ -80,13 +84,15 @@ class SharedForward:
         finally:
             self.paused = before
 
-    def _refuse_unfit_model(self) -> None:
-        gradients = torch.is_grad_enabled()
-        if gradients in self.refused:
-            raise CannotShare(self.refused[gradients])
+    def refuse_unfit_model(self, gradients: bool) -> None:
+        """Raise `CannotShare` if the model, in its present state, cannot go on from a prompt computed before."""
         if "past_key_values" not in self.names:
             raise CannotShare("a model without a cache of keys and values")
         refuse_unfit_model(self.base, gradients)
+
+    def _refuse_what_was_found_unfit(self) -> None:
+        if (gradients := torch.is_grad_enabled()) in self.refused:
+            raise CannotShare(self.refused[gradients])
 
     def _two_stages(self, inputs: dict[str, Any], cut: Cut) -> Any:
         """Prompts, then the rest of every row behind its prompt; the outputs for all rows and columns."""
@@ -94,8 +100,11 @@ class SharedForward:
         index = torch.tensor(cut.groups, device=ids.device)  # (N,)
         common = {**constants(inputs), "use_cache": False, "return_dict": True}
         prefix = prefix_to_write(self.base.config)
+        prefix.groups = cut.groups
         with _cache_through_checkpoints(self.base), _own_offsets(self.base) as offsets:
             prompts = self.plain(**common, **cut.prompt_inputs(inputs), past_key_values=prefix)
+            if not hasattr(prompts, "last_hidden_state"):
+                raise CannotShare("a model that does not return its last hidden states")
             check_written(prefix, cut.split, prompts.last_hidden_state)
             offsets.expand(index)
             behind = prefix_to_read(prefix, index)

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin, GenerationMode
 
 from vgr_trl.sharing.cut import refuse_uneven_prompts
-from vgr_trl.sharing.fitness import refuse_token_types, refuse_unfit_model
+from vgr_trl.sharing.fitness import refuse_token_types
 from vgr_trl.sharing.forward import SharedForward
 from vgr_trl.sharing.grouping import find_groups, first_rows, inputs_of_rows
 from vgr_trl.sharing.images import IMAGE_INPUTS, is_image_token, rows_of_images
@@ -81,11 +81,12 @@ class SharedGeneration:
             raise CannotShare("generate without an attention mask")
         if inputs.get("past_key_values") is not None or inputs.get("inputs_embeds") is not None:
             raise CannotShare("generate from a cache or from embeddings")
-        if inputs.get("position_ids") is not None:
-            raise CannotShare("position_ids")
-        for name in ("assistant_model", "custom_generate", "negative_prompt_ids", "pixel_values_videos"):
+        for name in ("assistant_model", "custom_generate"):
             if inputs.get(name) is not None:
                 raise CannotShare(name)
+        for name, value in inputs.items():
+            if isinstance(value, torch.Tensor) and value.ndim and name not in (*_PER_TOKEN, *IMAGE_INPUTS):
+                raise CannotShare(f"the input {name}")
         copies = self._refuse_unfit_config(inputs)
         refuse_token_types(inputs, self.model.config)
         is_image = is_image_token(ids, self.model.config)
@@ -105,7 +106,7 @@ class SharedGeneration:
     def _refuse_unfit_model(self) -> None:
         if getattr(self.plain, "__func__", None) is not _GENERATE:
             raise CannotShare("a generate that is not that of transformers")
-        refuse_unfit_model(self.forward.base, gradients=False)
+        self.forward.refuse_unfit_model(gradients=False)
         if any(module.training and getattr(module, "gradient_checkpointing", False) for module in self.model.modules()):
             raise CannotShare("generate with gradient checkpointing on")
 

@@ -19,14 +19,28 @@ IMAGE_INPUTS = (
 
 
 def image_token_ids(config: Any) -> tuple[int, ...]:
-    """Ids of the placeholder tokens of images and videos in a model's config; empty for a text model."""
-    names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+    """Ids of the placeholder tokens of images in a model's config; empty for a text model.
+
+    Batches with videos are not shared, and without a video its placeholder, which can be sampled, is a token like any.
+    """
+    names = ("image_token_id", "image_token_index")
     return tuple({getattr(config, name) for name in names if isinstance(getattr(config, name, None), int)})
 
 
 def is_image_token(input_ids: torch.Tensor, config: Any) -> torch.Tensor:
-    """Bool, shape of `input_ids` (N, S): placeholder of an image or a video."""
+    """Bool, shape of `input_ids` (N, S): placeholder of an image."""
     return torch.isin(input_ids, torch.tensor(image_token_ids(config), device=input_ids.device, dtype=input_ids.dtype))
+
+
+def without_empty_images(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs, without the pixel inputs if they hold no image.
+
+    TRL cuts the pixels of a batch into chunks; for a chunk whose rows have no image nothing is left, on which models
+    fail.
+    """
+    pixels = inputs.get("pixel_values")
+    empty = isinstance(pixels, torch.Tensor) and pixels.size(0) == 0
+    return {name: value for name, value in inputs.items() if not (empty and name in IMAGE_INPUTS)}
 
 
 def rows_of_images(inputs: Mapping[str, Any], is_image: torch.Tensor) -> dict[str, list[slice]]:
@@ -61,7 +75,7 @@ def rows_of_images(inputs: Mapping[str, Any], is_image: torch.Tensor) -> dict[st
         rows = [slice(row, row + 1) for row in range(len(tokens))]  # padded to one entry per row, as Idefics has them
         return _all_known(given, {"pixel_values": rows, "pixel_attention_mask": rows})
     if "image_sizes" in given or "image_position_ids" in given:
-        images = _images_by_runs(is_image, pixels.size(0))
+        images = _images_by_runs(is_image, pixels.size(0)) or _images_by_area(tokens, given.get("image_sizes"))
         return _all_known(given, dict.fromkeys(("pixel_values", "image_sizes", "image_position_ids"), images))
     return _all_known(given, {"pixel_values": _images_of_equal_size(tokens, pixels.size(0))})
 
@@ -80,7 +94,7 @@ def _slices(counts: list[int]) -> list[slice]:
 def _images_by_tokens(tokens: list[int], patches: list[int]) -> list[slice]:
     """Images in order, each worth patches / merge tokens, dealt to rows until their tokens are used up."""
     if not sum(tokens) or sum(patches) % sum(tokens):
-        raise CannotShare("image tokens and image grids that do not match")
+        raise CannotShare("image tokens and image sizes that do not match")
     merge = sum(patches) // sum(tokens)
     counts, image = [], 0
     for wanted in tokens:
@@ -89,20 +103,25 @@ def _images_by_tokens(tokens: list[int], patches: list[int]) -> list[slice]:
             left -= patches[image]
             image += 1
         if left != 0:
-            raise CannotShare("image tokens and image grids that do not match")
+            raise CannotShare("image tokens and image sizes that do not match")
         counts.append(image - first)
     if image != len(patches):
-        raise CannotShare("image tokens and image grids that do not match")
+        raise CannotShare("image tokens and image sizes that do not match")
     return _slices(counts)
 
 
-def _images_by_runs(is_image: torch.Tensor, images: int) -> list[slice]:
-    """One image per uninterrupted run of placeholder tokens; only if there are as many runs as images."""
+def _images_by_runs(is_image: torch.Tensor, images: int) -> list[slice] | None:
+    """One image per uninterrupted run of placeholder tokens; None unless there are as many runs as images."""
     starts = is_image & ~torch.nn.functional.pad(is_image, (1, 0))[:, :-1]  # (N, S)
     counts = starts.sum(1).tolist()
-    if sum(counts) != images:
-        raise CannotShare("images that follow each other without a token between them")
-    return _slices(counts)
+    return _slices(counts) if sum(counts) == images else None
+
+
+def _images_by_area(tokens: list[int], sizes: torch.Tensor | None) -> list[slice]:
+    """Images that are worth as many tokens as they have squares of some size, as where rows of patches are marked."""
+    if sizes is None:
+        raise CannotShare("image tokens and images that do not match")
+    return _images_by_tokens(tokens, sizes.prod(-1).tolist())
 
 
 def _images_of_equal_size(tokens: list[int], images: int) -> list[slice]:

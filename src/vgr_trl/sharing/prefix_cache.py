@@ -18,12 +18,15 @@ from vgr_trl.sharing.report import CannotShare
 
 _SHAREABLE = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
 _LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention"}
+# Linear attention that goes on from a state with several tokens; elsewhere it starts anew, in silence (Jamba).
+_LINEAR_FAMILIES = {"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}
 
 
 class Prefix(Cache):
     """The layers below, one per layer of the model: all written or all read."""
 
     layers: list[Any]
+    groups: list[int] | None = None  # of a written one: row of the batch -> number of its prompt
 
 
 class StoredKeys(CacheLayerMixin):
@@ -179,11 +182,14 @@ def refuse_unknown_layers(config: PretrainedConfig) -> None:
     types = set(getattr(text_config, "layer_types", None) or ())
     if getattr(text_config, "attention_chunk_size", None) is not None:
         types.add("chunked_attention")
-    names = sorted(types - _LAYER_TYPES) or sorted(
-        type(layer).__name__ for layer in DynamicCache(config=config).layers if not _is_shareable(layer)
-    )
-    if names:
-        raise CannotShare(f"layers of type {names[0]}")
+    if unknown := types - _LAYER_TYPES:
+        raise CannotShare(f"layers of type {min(unknown)}")
+    layers = DynamicCache(config=config).layers
+    if unknown := {type(layer).__name__ for layer in layers if not _is_shareable(layer)}:
+        raise CannotShare(f"layers of type {min(unknown)}")
+    linear = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
+    if linear and (text_config.model_type not in _LINEAR_FAMILIES or len(linear) == len(layers)):
+        raise CannotShare("layers of type linear_attention")
     if getattr(text_config, "use_bidirectional_attention", None):
         raise CannotShare("bidirectional attention over text")
 
