@@ -3,8 +3,9 @@
 python benchmarks/scoring.py --size 768,512,128,8 --repeats 7
 
 A size is P,V,T,G: prompt tokens, vision tokens among them, completion tokens, completions per prompt. Compared, in
-turns and in one process: scoring as TRL makes it, with shared prompts, with shared prompts and the attention probe, and
-with eager attention that returns its matrices; and whole optimizer steps. Peak memory is read in a process of its own.
+turns and in one process: scoring as TRL makes it, with shared prompts, with shared prompts and the attention probe, by
+`RolloutScorer`, and with eager attention that returns its matrices; and whole optimizer steps. Peak memory is read in a
+process of its own. Times need the machine for themselves; memory does not (`--only`).
 
 On a GPU: python benchmarks/scoring.py --device cuda --shape qwen2.5-vl-3b --dtype bfloat16 --size 1536,1280,384,8
     --checkpointing --growth 1536,1280,512,8 3072,2560,1024,8 6144,5120,2048,8 12288,10240,4096,8
@@ -26,6 +27,8 @@ GOALS = {
     "shared + probe / shared, bytes": 1.02,
     "shared + probe / trl, seconds": 0.22,
     "shared + probe / trl, bytes": 0.5,
+    "scorer / trl, seconds": 0.22,
+    "scorer / trl, bytes": 0.5,
     "shared + probe / eager, seconds": 0.15,
     "shared + probe / eager, bytes": 0.1,
     "vgr / ours, seconds": 1.10,
@@ -41,6 +44,7 @@ def main() -> None:
     parser.add_argument("--growth", nargs="*", default=["768,512,64,8", "768,512,256,8", "768,512,512,8"])
     parser.add_argument("--parts", nargs="+", default=["a", "b", "c", "d", "growth"])
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--only", choices=["seconds", "bytes"], help="the others are kept as they were")
     parser.add_argument("--output", default="scoring")
     for option in fields(Setting):
         if option.type is bool:
@@ -53,13 +57,17 @@ def main() -> None:
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     found |= {"machine": describe_machine(setting.threads), "setting": asdict(setting)}
     for part, (size, names, kind) in parts(flags).items():
-        if not {part, part.split()[0]} & set(flags.parts):
+        if part not in flags.parts and part.split()[0] not in flags.parts:
             continue
         shown = Size.parse(size)
         repeats = max(3, flags.repeats // 2) if kind == "step" or part == "c" else flags.repeats
-        seconds = measure_seconds(setting, shown, names, kind, repeats)
-        peaks = measure_bytes(setting, shown, names, kind)
-        found[part] = {"size": size, "seconds": medians(seconds), "bytes": peaks, "runs": seconds}
+        if found.get(part, {}).get("size") != size:
+            found[part] = {"size": size}
+        if flags.only != "bytes":
+            seconds = measure_seconds(setting, shown, names, kind, repeats)
+            found[part] |= {"seconds": medians(seconds), "runs": seconds}
+        if flags.only != "seconds":
+            found[part]["bytes"] = measure_bytes(setting, shown, names, kind)
         print(part, json.dumps(found[part]), flush=True)
         write(path, found)
 
@@ -69,8 +77,10 @@ def parts(flags: Any) -> dict[str, tuple[str, tuple[str, ...], str]]:
     compared: dict[str, tuple[str, tuple[str, ...], str]] = {
         "a": (flags.size, ("shared", "shared + probe"), "scoring"),
         "b": (flags.size, ("trl", "shared + probe"), "scoring"),
+        "b scorer": (flags.size, ("trl", "scorer"), "scoring"),
         "c": (flags.long, ("eager", "shared + probe", "plain + probe"), "scoring"),
-        "d": (flags.size, ("trl", "ours", "vgr"), "step"),
+        "d": (flags.size, ("ours", "vgr"), "step"),
+        "d trl": (flags.size, ("trl", "vgr"), "step"),
     }
     return compared | {f"growth {size}": (size, ("shared", "shared + probe"), "scoring") for size in flags.growth}
 
@@ -100,15 +110,17 @@ def write(path: Path, found: dict[str, Any]) -> None:
 
 def rows(part: str, results: dict[str, Any]) -> list[str]:
     """Rows of the table: what is measured against each of the others."""
-    seconds, peaks = results["seconds"], results["bytes"]
-    *others, newest = [name for name in seconds if name != "plain + probe"]
-    if "eager" in seconds:
+    *others, newest = [name for name in results.get("seconds", results.get("bytes")) if name != "plain + probe"]
+    if "eager" in others:
         others, newest = ["eager"], "shared + probe"
     lines = []
     for other in others:
         pair = f"{newest} / {other}"
         cells = [part.split()[0], results["size"], pair]
-        for values, name, unit in ((seconds, "seconds", 1), (peaks, "bytes", 1e6)):
+        for name, unit in (("seconds", 1), ("bytes", 1e6)):
+            if (values := results.get(name)) is None:
+                cells += ["", "", ""]
+                continue
             goal = GOALS.get(f"{pair}, {name}") if not part.startswith("growth") else None
             shown = f"{values[newest] / unit:.3g} / {values[other] / unit:.3g}"
             cells += [shown, f"{values[newest] / values[other]:.3f}", "" if goal is None else f"≤ {goal}"]

@@ -25,10 +25,10 @@ from trl.trainer.utils import add_fused_lm_head
 from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.rewards import vgr_reward
 from vgr_trl.sharing import share_prompts
-from vgr_trl.signals import AttentionProbe, build_modality_masks
+from vgr_trl.signals import AttentionProbe, RolloutScorer, build_modality_masks
 
 Run = Callable[[], float]  # -> seconds
-SCORING = ("trl", "shared", "shared + probe", "plain + probe", "eager")
+SCORING = ("trl", "shared", "shared + probe", "plain + probe", "scorer", "eager")
 STEPS: dict[str, dict[str, Any]] = {
     "trl": {},
     "ours": {"compute_attention_metrics": False},
@@ -94,6 +94,8 @@ def _scoring(setting: Setting, size: Size, model: Any, processor: Any, name: str
     )
     if name == "eager":
         return _eager(setting, size, copy.deepcopy(model), batch, masks.vision)
+    if name == "scorer":
+        return _scorer(setting, size, model, batch)
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     labels = ids.clone()
     labels[:, : -size.completion] = -100
@@ -108,6 +110,22 @@ def _scoring(setting: Setting, size: Size, model: Any, processor: Any, name: str
             model(**batch, labels=labels, fused_lm_head=True)
             if probe is not None:
                 _ = probe.mass
+        return now(setting.device) - started
+
+    return run
+
+
+def _scorer(setting: Setting, size: Size, model: Any, batch: dict[str, torch.Tensor]) -> Run:
+    """The same by `RolloutScorer`, which needs no head of TRL's."""
+    inputs = dict(batch)
+    ids, mask = inputs.pop("input_ids"), inputs.pop("attention_mask")
+    prompt, completion = slice(0, size.prompt), slice(size.prompt, None)
+    tensors = (ids[:, prompt], mask[:, prompt], ids[:, completion], mask[:, completion])
+    scorer = RolloutScorer(model, special_token_ids=())
+
+    def run() -> float:
+        started = now(setting.device)
+        scorer.score(*tensors, num_generations=size.generations, **inputs)
         return now(setting.device) - started
 
     return run

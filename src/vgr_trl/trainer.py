@@ -64,6 +64,7 @@ from vgr_trl.sharing import (
 from vgr_trl.signals import perturb_images, visual_dependency
 from vgr_trl.signals.columns import attention_metrics, measure_segments, reward_columns
 from vgr_trl.signals.perturbed_prompts import perturbed_prompts
+from vgr_trl.vllm_images import plan_vllm_images
 
 logger = logging.get_logger(__name__)
 
@@ -124,6 +125,7 @@ class DAPOTrainer(GRPOTrainer):
         self.sharing = plan_sharing(self)
         self._sharing_report = SharingReport()
         self._choice = GroupChoice(self)
+        self._vllm_images = plan_vllm_images(self)
         self._history: deque[dict[str, float]] = deque(maxlen=COLLAPSE_HISTORY)
         if self.accelerator.is_main_process:
             self._say_at_start()
@@ -190,8 +192,13 @@ class DAPOTrainer(GRPOTrainer):
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Add to TRL's: keep the prompts, compute each once, and measure attention if `attention_source` says so."""
+        """Add to TRL's: keep the prompts, compute each once, measure attention if `attention_source` says so.
+
+        A colocated vLLM gets one placeholder token per image, which is what it expects.
+        """
         self._measurement.keep_prompts(Prompts(prompt_ids, images, multimodal_fields))
+        if self._vllm_images is not None:
+            prompt_ids, images = self._vllm_images.prepared(prompt_ids, images, multimodal_fields)
         with self._shared(self.sharing.generation, self.model), self._measurement.generation(self.model):
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields, *args, **kwargs)
 

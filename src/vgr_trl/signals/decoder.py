@@ -2,10 +2,11 @@
 
 from typing import Any
 
+from peft import PeftModel
 from torch import nn
 
 from vgr_trl.errors import ConfigError
-from vgr_trl.sharing.backbone import causal_model
+from vgr_trl.sharing.backbone import causal_model, is_compiled
 
 SUPPORTED = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
 
@@ -23,8 +24,18 @@ def layer_index(module: Any) -> int | None:
     return index if isinstance(index, int) else None
 
 
+def adds_virtual_tokens(model: Any) -> bool:
+    """Whether the active adapter of PEFT puts learned tokens in front of every prompt, so that positions are others."""
+    wrapped = (module for module in model.modules() if isinstance(module, PeftModel))
+    return any(module.active_peft_config.is_prompt_learning for module in wrapped)
+
+
 def why_not_measurable(model: Any) -> str | None:
     """Return why the attention of `model` cannot be measured, None if it can."""
+    if is_compiled(model):
+        return "the model is compiled, and a compiled pass calls no other attention; switch torch.compile off."
+    if adds_virtual_tokens(model):
+        return "an adapter of the model adds virtual tokens to prompts; use one that changes weights."
     decoder = find_decoder(model)
     used = getattr(getattr(decoder, "config", None), "_attn_implementation", None)
     if used not in SUPPORTED:

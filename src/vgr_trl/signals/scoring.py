@@ -1,6 +1,6 @@
 """Log-probabilities, entropies and attention of completions, in one pass without gradients per chunk of rows."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -9,9 +9,11 @@ import torch
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.sharing import share_prompts, whole_groups
 from vgr_trl.sharing.backbone import causal_model, flattens_layers, shards_layers
+from vgr_trl.sharing.images import is_image_token
 from vgr_trl.signals.attention import AttentionProbe
+from vgr_trl.signals.decoder import adds_virtual_tokens
 from vgr_trl.signals.head import Head
-from vgr_trl.signals.image_rows import image_inputs_of_rows
+from vgr_trl.signals.image_rows import ImageRows
 from vgr_trl.signals.measured import AttentionMass, RolloutSignals
 from vgr_trl.signals.modality import build_modality_masks, vision_token_ids
 
@@ -58,6 +60,8 @@ class RolloutScorer:
         self.model, self.causal = model, causal_model(model)
         if _is_sharded(model):
             raise ConfigError("The parameters of the model are sharded: score in DAPOTrainer, or gather them before.")
+        if adds_virtual_tokens(model):
+            raise ConfigError("An adapter of the model adds virtual tokens to prompts: use one that changes weights.")
         if self.causal.base_model is self.causal:
             raise ConfigError(f"{type(self.causal).__name__} has no head: give a model that returns logits.")
         self.vision_token_ids, self.special_token_ids = vision_token_ids, special_token_ids
@@ -85,8 +89,9 @@ class RolloutScorer:
             completion_mask: (N, T), 0 for tokens that do not count.
             num_generations: G.
             attention: measure attention mass.
-            num_images: images per row, where rows pass in chunks.
-            num_tiles: entries of `pixel_values` per row, where rows pass in chunks and images are cut into tiles.
+            num_images: (N,) images of each row, where rows pass in chunks. None: as many as its tokens are worth.
+            num_tiles: (N,) entries of `pixel_values` of each row, where images are cut into tiles and `num_images` is
+                given.
             image_inputs: what the processor returns beside the tokens for the N rows; token types are (N, P) or
                 (N, P + T).
 
@@ -94,7 +99,7 @@ class RolloutScorer:
             Log-probabilities and entropies (0 where the mask is), and the attention mass.
 
         Raises:
-            DataError: the shapes do not fit together.
+            DataError: the shapes do not fit together, or images cannot be assigned to the rows of a chunk.
             ConfigError: attention is wanted and cannot be measured, or `share_prompts` is `on` and prompts cannot be
                 shared.
         """
@@ -104,20 +109,20 @@ class RolloutScorer:
             "input_ids": torch.cat([prompt_ids, completion_ids], dim=1).to(device),  # (N, P + T)
             "attention_mask": torch.cat([prompt_mask, completion_mask], dim=1).to(device),
         }
-        images = {}
-        for name, value in image_inputs.items():
-            if name in _TOKEN_TYPES:
-                missing = batch["input_ids"].size(1) - value.size(1)
-                batch[name] = torch.nn.functional.pad(value, (0, missing)).to(device)
-            elif value is not None:
-                images[name] = value.to(device)
+        given = {name: value.to(device) for name, value in image_inputs.items() if value is not None}
+        images = {name: value for name, value in given.items() if name not in _TOKEN_TYPES}
+        batch |= _token_types(given, *batch["input_ids"].shape, length)
         step = self._rows_at_a_time(count, num_generations)
+        rows = None
+        if images and (step < count or num_images is not None):
+            is_image = is_image_token(prompt_ids, self.causal.config) & prompt_mask.bool()  # (N, P)
+            rows = ImageRows(images, is_image, num_images, num_tiles)
         parts = []
         with torch.no_grad(), _evaluating(self.model):
             for start in range(0, count, step):
                 stop = min(start + step, count)
                 inputs = {name: value[start:stop] for name, value in batch.items()}
-                inputs |= image_inputs_of_rows(images, start, stop, count, num_images, num_tiles)
+                inputs |= images if rows is None else rows.of(start, stop)
                 parts.append(self._score_rows(inputs, length, attention))
         return _joined(parts)
 
@@ -172,18 +177,34 @@ class RolloutScorer:
         completion_mask: torch.Tensor,
         num_generations: int,
     ) -> tuple[int, int]:
-        count, length = completion_ids.shape
         shapes = [tuple(value.shape) for value in (prompt_ids, prompt_mask, completion_ids, completion_mask)]
-        if shapes[0] != shapes[1] or shapes[2] != shapes[3] or shapes[0][0] != count or 0 in (*shapes[0], *shapes[2]):
+        prompt, completion = shapes[0], shapes[2]
+        fit = len(prompt) == len(completion) == 2 and prompt[0] == completion[0] and 0 not in prompt + completion
+        if not fit or shapes != [prompt, prompt, completion, completion]:
             raise DataError(
                 f"prompt_ids, prompt_mask, completion_ids and completion_mask have the shapes {shapes}: give (N, P) "
                 "twice and (N, T) twice, with at least one row and token."
             )
+        count, length = completion
         if num_generations < 1 or count % num_generations:
             raise DataError(f"There are {count} completions with num_generations {num_generations}: give whole groups.")
         if not bool(prompt_mask[:, -1].all()):
             raise DataError("A prompt ends with padding: pad prompts on the left, so that completions follow them.")
         return count, length
+
+
+def _token_types(
+    inputs: Mapping[str, torch.Tensor], count: int, columns: int, completion_length: int
+) -> dict[str, torch.Tensor]:
+    """Token types (N, P + T), those of completions 0 where only prompts have some."""
+    types = {name: inputs[name] for name in _TOKEN_TYPES if name in inputs}
+    for name, value in types.items():
+        if value.ndim != 2 or len(value) != count or value.size(1) not in (columns - completion_length, columns):
+            raise DataError(
+                f"{name} has the shape {tuple(value.shape)}: give {(count, columns - completion_length)}, for the "
+                f"prompts, or {(count, columns)}."
+            )
+    return {name: torch.nn.functional.pad(value, (0, columns - value.size(1))) for name, value in types.items()}
 
 
 @contextmanager

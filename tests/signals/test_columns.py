@@ -1,0 +1,177 @@
+"""Signals as reward columns and as metrics: values by hand, undefined and infinite ones, two processes."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from vgr_trl.rewards import accuracy_reward, gather_groups, mdi_reward, vgr_hard_negative_reward, vgr_reward
+from vgr_trl.signals import AttentionMass
+from vgr_trl.signals.columns import QUANTITIES, attention_metrics, measure_segments, reward_columns, signal_columns
+
+NAN, INF = math.nan, math.inf
+
+# Of 16 vision and 4 instruction tokens: VGR, both indices and the balance for R = 2, from A_V and A_I by hand.
+TWICE = [2, 5 / 6, 5 / 3, 0, 0.4, 0.2]  # definitions.md
+EVEN = [1, 1, 1, 1, 0.4, 0.1]  # 0.1 / 4 against 0.4 / 16
+HALF = [0.5, 10 / 9, 5 / 9, 0, 0.8, 0.1]  # 8/9 of the attention over 4/5 of the tokens, 1/9 over 1/5
+ALL = [1, 1, 1, 1, 1.6 / 3, 0.4 / 3]  # of the three together: 0.4 / 4 against 1.6 / 16
+NO_IMAGE = [NAN, NAN, NAN, NAN, 0.0, 0.6]
+
+
+def mass(num_layers=3):
+    """A completion of two tokens about an image, and one of a single token about none, in the layers above."""
+    per_token = torch.tensor([-0.05, 0.05])  # its mean is 0
+    vision = torch.tensor([0.4, 0.4, 0.8])[:num_layers, None] + per_token  # (L, T)
+    instruction = torch.tensor([0.2, 0.1, 0.1])[:num_layers, None] - per_token
+    return AttentionMass(
+        vision=torch.stack([vision, torch.zeros_like(vision)], dim=1),
+        instruction=torch.stack([instruction, torch.tensor([0.6, 0.9]).expand_as(instruction)], dim=1),
+        num_vision=torch.tensor([16, 0]),
+        num_instruction=torch.tensor([4, 4]),
+        mask=torch.tensor([[True, True], [True, False]]),
+    )
+
+
+def table(**segments):
+    """Segments from the rows of their (N, 6)."""
+    return {name: torch.tensor(rows, dtype=torch.float32) for name, rows in segments.items()}
+
+
+def one_value(*vgr):
+    """Rows with these VGR, and 1 for the rest."""
+    return [[value, 1, 1, 1, 1, 1] for value in vgr]
+
+
+class TestSegments:
+    def test_three_layers(self):
+        found = measure_segments(mass(), "thirds", 2.0)
+        assert list(found) == ["early", "middle", "late", "all"]
+        for name, expected in {"early": TWICE, "middle": EVEN, "late": HALF, "all": ALL}.items():
+            assert found[name].shape == (2, 6)
+            assert found[name][0].tolist() == pytest.approx(expected, abs=1e-6)
+            assert found[name][1].tolist() == pytest.approx(NO_IMAGE, nan_ok=True)
+
+    def test_scheme_reaches_the_layers(self):
+        """Of 3 layers the last two: A_V = 0.6, A_I = 0.1, so 0.025 / 0.0375."""
+        assert measure_segments(mass(), "ends", 2.0)["late"][0, 0].item() == pytest.approx(2 / 3)
+
+    def test_ratio_reaches_the_balance(self):
+        """1 - ln 2 / ln 4."""
+        assert measure_segments(mass(), "thirds", 4.0)["early"][0, 3].item() == pytest.approx(0.5)
+
+    def test_few_layers(self):
+        """A_V = 0.4 and A_I = 0.15 in both: 0.0375 / 0.025."""
+        found = measure_segments(mass(num_layers=2), "thirds", 2.0)
+        assert list(found) == ["all"]
+        assert found["all"][0, 0].item() == pytest.approx(1.5)
+
+    def test_no_token_that_counts(self):
+        one = mass()
+        one.mask = torch.zeros_like(one.mask)
+        assert measure_segments(one, "thirds", 2.0)["late"].isnan().all()
+
+
+class TestColumns:
+    def test_late_segment_for_rewards_and_every_one_in_the_table(self):
+        columns = reward_columns(table(late=[HALF, NO_IMAGE], all=[TWICE, NO_IMAGE]))
+        assert columns["vgr"] == [0.5, None]
+        assert columns["aei_vision"] == [pytest.approx(10 / 9), None]
+        assert columns["aei_instruction"] == [pytest.approx(5 / 9), None]
+        first, second = columns["attention_metrics"]
+        assert list(first) == ["late", "all"]
+        assert first["all"] == pytest.approx(dict(zip(QUANTITIES, TWICE, strict=True)))
+        assert second["late"] == {
+            "vgr": None,
+            "aei_vision": None,
+            "aei_instruction": None,
+            "mdi_balance": None,
+            "attention_vision": 0.0,
+            "attention_instruction": pytest.approx(0.6),
+        }
+
+    def test_models_without_a_late_segment(self):
+        assert reward_columns(table(all=[TWICE]))["vgr"] == [2.0]
+
+    def test_infinite_is_a_value(self):
+        """Attention on the instruction and none on the image is the worst VGR, not an undefined one."""
+        columns = reward_columns(table(all=[[INF, 0, 5, 0, 0, 0.2]]))
+        assert columns["vgr"] == [INF]
+        assert columns["attention_metrics"][0]["all"]["vgr"] == INF
+
+
+class TestMetrics:
+    @pytest.mark.parametrize("here", [1, 2, 3])
+    def test_two_processes(self, here):
+        """Four completions, `here` of them on this process: means of the finite ones, shares of the others."""
+        rows = one_value(1.0, NAN, 3.0, INF)
+
+        def segments(part):
+            return table(late=rows[part], all=[TWICE] * len(rows[part]))
+
+        sent = []
+        attention_metrics(segments(slice(here, 4)), lambda values: sent.append(values) or values)
+        found = attention_metrics(segments(slice(0, here)), lambda values: torch.cat([values, *sent]))
+        assert found["attention/late/vgr"] == 2.0
+        assert found["attention/late/aei_vision"] == 1.0
+        assert found["attention/all/vgr"] == 2.0
+        assert found["attention/all/attention_vision"] == pytest.approx(0.4)
+        assert (found["vgr/undefined_fraction"], found["vgr/infinite_fraction"]) == (0.25, 0.25)
+        assert set(found) == {
+            "vgr/undefined_fraction",
+            "vgr/infinite_fraction",
+            *(f"attention/{segment}/{quantity}" for segment in ("late", "all") for quantity in QUANTITIES),
+        }
+
+    def test_one_exchange_between_processes(self):
+        calls = []
+        attention_metrics(table(early=[TWICE], late=[HALF], all=[ALL]), lambda values: calls.append(1) or values)
+        assert len(calls) == 1
+
+    def test_shares_are_those_of_the_late_segment(self):
+        """Else of all layers."""
+        values = {"early": one_value(NAN, NAN), "all": one_value(NAN, INF)}
+        found = attention_metrics(table(**values, late=one_value(NAN, 1.0)), partial(torch.clone))
+        assert (found["vgr/undefined_fraction"], found["vgr/infinite_fraction"]) == (0.5, 0)
+        found = attention_metrics(table(**values), partial(torch.clone))
+        assert (found["vgr/undefined_fraction"], found["vgr/infinite_fraction"]) == (0.5, 0.5)
+
+    def test_nothing_finite(self):
+        found = attention_metrics(table(all=one_value(NAN, INF)), partial(torch.clone))
+        assert math.isnan(found["attention/all/vgr"])
+        assert found["attention/all/aei_vision"] == 1.0
+
+    def test_queries_of_the_prompt(self):
+        """Beside those of the completions, whose shares of undefined values they leave alone."""
+        found = attention_metrics(
+            table(late=[HALF], all=[ALL]), partial(torch.clone), table(late=one_value(NAN), all=[TWICE])
+        )
+        assert found["attention/late/vgr"] == 0.5
+        assert found["attention/prompt/all/vgr"] == 2.0
+        assert math.isnan(found["attention/prompt/late/vgr"])
+        assert found["vgr/undefined_fraction"] == 0
+
+
+class TestWhatRewardsAskFor:
+    @pytest.mark.parametrize(
+        ("reward", "expected"),
+        [
+            (vgr_reward, {"vgr"}),
+            (vgr_hard_negative_reward, {"vgr"}),
+            (mdi_reward, {"vgr"}),
+            (accuracy_reward, set()),
+            (lambda completions, attention_metrics, aei_vision, **kwargs: [], {"attention_metrics", "aei_vision"}),
+            (lambda completions, **kwargs: [], set()),
+            (partial(lambda completions, aei_instruction: [], []), {"aei_instruction"}),
+            (torch.nn.Linear(1, 1), set()),
+            ("a model's name", set()),
+        ],
+    )
+    def test_columns(self, reward, expected):
+        assert signal_columns(reward) == expected
+
+    @pytest.mark.parametrize("reward", [vgr_reward, vgr_hard_negative_reward])
+    def test_rewards_that_are_wrapped_to_see_whole_groups(self, reward):
+        wrapped = gather_groups(reward, lambda mine: mine, 0, 1, num_generations=2)
+        assert signal_columns(wrapped) == {"vgr"}
