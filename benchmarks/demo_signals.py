@@ -71,8 +71,8 @@ def main() -> None:
             began = time.monotonic()
             reinforce(model, processor, questions, options, variant)
             seconds = round(time.monotonic() - began, 1)
-            found = look(model, processor, questions, options)
-            runs.append({"seed": seed, "variant": variant, "seconds": seconds, **found})
+            seen = look(model, processor, questions, options)
+            runs.append({"seed": seed, "variant": variant, "seconds": seconds, **seen})
             print(json.dumps({name: runs[-1][name] for name in ("seed", "variant", "accuracy", "late_vgr", "seconds")}))
             write(runs, flags)
 
@@ -107,18 +107,19 @@ def look(model: Any, processor: Any, questions: Questions, options: Options, bat
     words: dict[str, list[float]] = defaultdict(list)
     for first in range(0, len(questions.test), batch_size):
         rows = [row for row in questions.test[first : first + batch_size] for _ in range(options.num_samples)]
+        inputs: dict[str, Any]
         inputs, perturbed = (writer.prompt(conversations(rows, perturbed)) for perturbed in (False, True))
         texts = [text for (text,) in writer.sample(inputs, 1, options.temperature)]
         right += [value or 0.0 for value in accuracy_reward(texts, [row["solution"] for row in rows])]
         ids, mask = tokenised(texts, processor)
         prompt_ids, prompt_mask = inputs.pop("input_ids"), inputs.pop("attention_mask")
         types = torch.nn.functional.pad(inputs.pop("mm_token_type_ids"), (0, ids.size(1)))
-        pixels = {"pixel_values": perturbed["pixel_values"], "image_grid_thw": inputs["image_grid_thw"]}
-        common = {"num_generations": options.num_samples, "mm_token_type_ids": types}
+        pixels: dict[str, Any] = {"pixel_values": perturbed["pixel_values"], "image_grid_thw": inputs["image_grid_thw"]}
+        common: dict[str, Any] = {"num_generations": options.num_samples, "mm_token_type_ids": types}
         signals = scorer.score(prompt_ids, prompt_mask, ids, mask, **common, **inputs)
         blackened = scorer.score(prompt_ids, prompt_mask, ids, mask, attention=False, **common, **pixels)
-        late = split_layers(len(signals.attention.vision))["late"]
-        vgr += vision_gain_ratio(signals.attention, late).tolist()
+        mass: Any = signals.attention
+        vgr += vision_gain_ratio(mass, split_layers(len(mass.vision))["late"]).tolist()
         dependency = visual_dependency(signals.logps, blackened.logps)
         for row, row_ids in enumerate(ids):
             for token, value, valid in zip(row_ids.tolist(), dependency[row].tolist(), mask[row].tolist(), strict=True):
@@ -201,9 +202,9 @@ def words_table(runs: list[dict[str, Any]]) -> list[str]:
     sums: dict[str, dict[str, list[float]]] = {"start": {}, "plain": {}}
     for run in runs:
         for word, (count, value) in run["words"].items() if run["variant"] in sums else ():
-            total = sums[run["variant"]].setdefault(word, [0.0, 0.0])
-            total[0] += count
-            total[1] += count * value
+            so_far = sums[run["variant"]].setdefault(word, [0.0, 0.0])
+            so_far[0] += count
+            so_far[1] += count * value
     lines = [
         "## Which words the image matters for",
         "",

@@ -110,7 +110,7 @@ def write(path: Path, found: dict[str, Any]) -> None:
 
 def rows(part: str, results: dict[str, Any]) -> list[str]:
     """Rows of the table: what is measured against each of the others."""
-    *others, newest = [name for name in results.get("seconds", results.get("bytes")) if name != "plain + probe"]
+    *others, newest = [name for name in results.get("seconds") or results["bytes"] if name != "plain + probe"]
     if "eager" in others:
         others, newest = ["eager"], "shared + probe"
     lines = []

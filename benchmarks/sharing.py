@@ -27,7 +27,14 @@ from statistics import median
 from typing import Any
 
 import torch
-from sharing_measure import count_operations, largest_fitting, measure_bytes, measure_seconds, name_of
+from sharing_measure import (
+    count_operations,
+    largest_fitting,
+    measure_bytes,
+    measure_seconds,
+    name_of,
+    release_memory,
+)
 from sharing_models import MODEL_SHAPES, Size
 from sharing_operations import operations_of
 from sharing_passes import PLACES, Setting, make_run
@@ -66,13 +73,13 @@ def main() -> None:
                 if found is not None:
                     results.add(key, **{name: found})
                     print(text, place, attention, name, found, flush=True)
-                    if name == "seconds" and flags.device != "cpu":
-                        results.add(key, speed=speeds(flags, setting, size, place, found))
+                    if name == "seconds" and flags.peak:
+                        results.add(key, speed=speeds(flags.peak, setting, size, place, found))
 
 
 def measurements(flags: Any, setting: Setting, size: Size, place: str) -> dict[str, Callable[[], dict[str, Any]]]:
     """What is to be measured, by the name in the results."""
-    everything = {
+    everything: dict[str, Callable[[], dict[str, Any]]] = {
         "operations": partial(count_operations, setting, size, place),
         "seconds": partial(measure_seconds, setting, size, place, flags.repeats),
         "bytes": partial(measure_bytes, setting, size, place, flags.threads),
@@ -83,7 +90,9 @@ def measurements(flags: Any, setting: Setting, size: Size, place: str) -> dict[s
     return wanted
 
 
-def speeds(flags: Any, setting: Setting, size: Size, place: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
+def speeds(
+    peak: float, setting: Setting, size: Size, place: str, seconds: dict[str, list[float]]
+) -> dict[str, dict[str, float]]:
     """Images and tokens that were dealt with per second, and the share of the peak that the needed operations are."""
     found = {}
     rows = setting.prompts * size.generations
@@ -93,7 +102,7 @@ def speeds(flags: Any, setting: Setting, size: Size, place: str, seconds: dict[s
         found[name_of(shared)] = {
             "images per second": rows / time if size.vision else 0.0,
             "tokens per second": rows * (size.prompt + size.completion) / time,
-            "fraction of peak": needed / time / flags.peak,
+            "fraction of peak": needed / time / peak,
         }
     return found
 
@@ -107,7 +116,7 @@ def largest(setting: Setting, size: Size, place: str, limit: int) -> dict[str, i
         except torch.OutOfMemoryError:
             return False
         finally:
-            torch.cuda.empty_cache()
+            release_memory()
         return True
 
     return {name_of(shared): largest_fitting(partial(fits, shared), limit) for shared in (False, True)}
@@ -130,7 +139,7 @@ def parse_flags() -> Any:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", nargs="*", choices=["operations", "seconds", "bytes"])
     parser.add_argument("--largest", type=int, default=0, metavar="G", help="look for the largest G up to this one")
-    parser.add_argument("--peak", type=float, default=H200, help="operations per second of the device")
+    parser.add_argument("--peak", type=float, help="operations per second of the device; on a GPU those of an H200")
     parser.add_argument("--output", type=Path, default=RESULTS)
     flags = parser.parse_args()
     on_gpu = flags.device != "cpu"
@@ -138,6 +147,7 @@ def parse_flags() -> Any:
     flags.sizes = flags.sizes or (GRID if flags.grid else defaults["sizes"])
     flags.places = flags.places or defaults["places"]
     flags.dtype = flags.dtype or defaults["dtype"]
+    flags.peak = flags.peak or (H200 if on_gpu else None)
     if flags.only is None:
         flags.only = ["seconds", "bytes"] if on_gpu else ["operations", "seconds", "bytes"]
     return flags

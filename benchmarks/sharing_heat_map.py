@@ -58,7 +58,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     figure, axes = pyplot.subplots(
         len(PANELS), len(generations), figsize=(3.2 * len(generations), 3 * len(PANELS)), layout="constrained"
     )
-    picture = None
+    picture: Any = None
     for line, (title, value) in zip(axes, PANELS.items(), strict=True):
         for axis, count in zip(line, generations, strict=True):
             values = {(size.prompt, size.completion): value(cells[size]) for size in cells if size.generations == count}

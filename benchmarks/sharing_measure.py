@@ -1,5 +1,6 @@
 """Seconds, operations and bytes of passes with and without shared prompts."""
 
+import gc
 import json
 import os
 import statistics
@@ -7,12 +8,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from sharing_models import Size
-from sharing_passes import Setting, make_run
+from sharing_passes import Run, Setting, make_run
 from torch.utils.flop_counter import FlopCounterMode
 
 # Without these the C library keeps freed memory, and the peak says nothing.
@@ -20,33 +22,59 @@ MEMORY_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_
 
 
 def measure_seconds(setting: Setting, size: Size, place: str, repeats: int) -> dict[str, list[float]]:
-    """All timed passes, plain and shared in turns after one small pass of each that warms up.
+    """All timed passes, plain and shared in turns after one of each that warms up.
 
-    The order within a turn alternates, so that a machine that slows down does not favour one of them.
+    The order within a turn alternates, so that a machine that slows down does not favour one of them. On a CPU a small
+    pass warms up; on a GPU kernels are chosen by size.
     """
-    warm_up = make_run(setting, Size(max(size.prompt // 8, 24), 4 if size.vision else 0, 4, 2), place)
-    for shared in (False, True):
-        warm_up(shared)
+    if setting.device == "cpu":
+        _both(make_run(setting, Size(max(size.prompt // 8, 24), 4 if size.vision else 0, 4, 2), place))
     run = make_run(setting, size, place)
-    if setting.device != "cpu":  # kernels are chosen by size there
-        for shared in (False, True):
-            run(shared)
-    seconds: dict[bool, list[float]] = {False: [], True: []}
-    for turn in range(repeats):
-        for shared in (False, True) if turn % 2 == 0 else (True, False):
-            seconds[shared].append(round(run(shared), 4))
-    return {"plain": seconds[False], "shared": seconds[True]}
+    if setting.device != "cpu":
+        _both(run)
+    turns = [_both(run, first=bool(turn % 2)) for turn in range(repeats)]
+    release_memory()
+    return {name_of(shared): [round(turn[shared], 4) for turn in turns] for shared in (False, True)}
+
+
+def _both(run: Run, *, first: bool = False) -> dict[bool, float]:
+    """Seconds of a shared and a plain pass; `first` is whether the shared one comes first."""
+    return {shared: run(shared) for shared in (first, not first)}
+
+
+def release_memory() -> None:
+    """Give back what is not in use any more, for whatever is measured next."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def count_operations(setting: Setting, size: Size, place: str) -> dict[str, int]:
-    """Floating-point operations of matrix products and attention, as PyTorch counts them."""
+    """Operations of matrix products and attention, as PyTorch counts them: over all keys, seen or not."""
     run = make_run(setting, size, place)
     counts = {}
     for shared in (False, True):
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False, custom_mapping=ATTENTION_ON_CPU) as counter:
             run(shared)
         counts[name_of(shared)] = counter.get_total_flops()
     return counts
+
+
+def _attention(query: Any, key: Any, *rest: Any, **options: Any) -> int:
+    """Scores and sums of values; shapes (N, H, queries or keys, D)."""
+    return 4 * prod(query) * key[-2]
+
+
+def _attention_backward(gradient: Any, query: Any, key: Any, *rest: Any, **options: Any) -> int:
+    """Scores again, and the gradients of scores, values, queries and keys."""
+    return 10 * prod(query) * key[-2]
+
+
+# PyTorch counts those of its other kernels.
+ATTENTION_ON_CPU = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
 
 
 def measure_bytes(setting: Setting, size: Size, place: str, threads: int) -> dict[str, int]:

@@ -15,6 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.demo.tiny_processor import SPECIAL_TOKENS
 from vgr_trl.sharing import share_prompts
 
 PLACES = (
@@ -74,8 +75,7 @@ class PassRun:
         self.setting, self.size, self.place = setting, size, place
         self.model = make_model(setting, tokenizer)
         add_fused_lm_head(self.model, outputs=("log_probs", "entropy"))
-        options = {"prompts": setting.prompts, "device": setting.device, "dtype": setting.dtype}
-        self.batch = make_batch(size, tokenizer, **options)
+        self.batch = make_batch(size, tokenizer, prompts=setting.prompts, device=setting.device, dtype=setting.dtype)
         if "checkpointing" in place:
             switch_checkpointing_on(self.model)
         self.model.train(place.startswith("training"))
@@ -160,40 +160,42 @@ class StepRun:
         self.trainers[shared] = trainer(
             model=make_model(self.setting, self.processor.tokenizer),
             reward_funcs=_uneven_reward,
-            args=config(**_options(self.setting, self.size, self.checkpointing)),
+            args=config(**self._options()),
             train_dataset=self.rows,
             processing_class=self.processor,
             callbacks=[self.timers[shared]],
         )
         self.trainers[shared].remove_callback(PrinterCallback)
 
+    def _options(self) -> dict[str, Any]:
+        """Completions of T tokens, without those that stand for images and videos: random weights would write some."""
+        tokenizer, length = self.processor.tokenizer, self.size.completion
+        special = tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS))
+        return {
+            "output_dir": tempfile.mkdtemp(),
+            "use_cpu": self.setting.device == "cpu",
+            "bf16": self.setting.dtype == "bfloat16",
+            "gradient_checkpointing": self.checkpointing,
+            "per_device_train_batch_size": self.setting.prompts * self.size.generations,
+            "gradient_accumulation_steps": 1,
+            "num_generations": self.size.generations,
+            "max_completion_length": length,
+            "generation_kwargs": {"min_new_tokens": length, "suppress_tokens": special},
+            "epsilon_high": 0.28,
+            "max_steps": 1,
+            "learning_rate": 1e-6,
+            "optim": "sgd",
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "log_level": "error",
+            "logging_strategy": "no",
+        }
+
     def __call__(self, shared: bool) -> float:
         self.prepare(shared)
         self.trainers[shared].train()
         return self.timers[shared].seconds
-
-
-def _options(setting: Setting, size: Size, checkpointing: bool) -> dict[str, Any]:
-    return {
-        "output_dir": tempfile.mkdtemp(),
-        "use_cpu": setting.device == "cpu",
-        "bf16": setting.dtype == "bfloat16",
-        "gradient_checkpointing": checkpointing,
-        "per_device_train_batch_size": setting.prompts * size.generations,
-        "gradient_accumulation_steps": 1,
-        "num_generations": size.generations,
-        "max_completion_length": size.completion,
-        "generation_kwargs": {"min_new_tokens": size.completion},
-        "epsilon_high": 0.28,
-        "max_steps": 1,
-        "learning_rate": 1e-6,
-        "optim": "sgd",
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "log_level": "error",
-        "logging_strategy": "no",
-    }
 
 
 def _uneven_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:

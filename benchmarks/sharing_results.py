@@ -14,22 +14,22 @@ KEY = ("shape", "hidden", "layers", "device", "dtype", "attention", "prompts", "
 
 
 class Results:
-    """Rows of a benchmark, found by what was measured; a row that is measured again is replaced."""
+    """Rows of a benchmark, found by what was measured; what is measured again is replaced, the rest stays."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.exists() else []
 
     def add(self, key: dict[str, Any], **found: Any) -> None:
-        """Add to the row `key` what was found, and write the file."""
-        row = next((row for row in self.rows if all(row[name] == key[name] for name in KEY)), None)
+        """Add to the row `key` what was found, and write the file and its page."""
+        rows = json.loads(self.path.read_text())["rows"] if self.path.exists() else []
+        row = next((row for row in rows if all(row[name] == key[name] for name in KEY)), None)
         if row is None:
             row = {name: key[name] for name in KEY}
-            self.rows.append(row)
+            rows.append(row)
         row.update(found)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps({"machine": machine(), "rows": self.rows}, indent=1) + "\n")
-        self.path.with_suffix(".md").write_text(page(self.rows))
+        self.path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+        self.path.with_suffix(".md").write_text(page(rows))
 
 
 def machine() -> dict[str, str]:
@@ -56,10 +56,10 @@ def page(rows: list[dict[str, Any]]) -> str:
 
 
 INTRODUCTION = """\
-P prompt tokens, V vision tokens among them (from a real tower), T completion tokens, G completions of each prompt. Shared
-divided by plain: smaller is better; in brackets plain → shared. Times are medians; plain and shared passes alternate in
-one process. Memory is that above libraries, model and batch, each pass in a process of its own. A step is one optimizer
-step of `DAPOTrainer` against TRL's `GRPOTrainer`: image processing, generation, training."""
+P prompt tokens, V vision tokens among them (from a real tower), T completion tokens, G completions of each prompt.
+Shared divided by plain: smaller is better; in brackets plain → shared. Times are medians; plain and shared passes
+alternate in one process. Memory is that above libraries, model and batch, each pass in a process of its own. A step is
+one optimizer step of `DAPOTrainer` against TRL's `GRPOTrainer`: image processing, generation, training."""
 
 
 def _machine_line() -> str:

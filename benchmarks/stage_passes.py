@@ -117,7 +117,7 @@ def _scoring(setting: Setting, size: Size, model: Any, processor: Any, name: str
 
 def _scorer(setting: Setting, size: Size, model: Any, batch: dict[str, torch.Tensor]) -> Run:
     """The same by `RolloutScorer`, which needs no head of TRL's."""
-    inputs = dict(batch)
+    inputs: dict[str, Any] = dict(batch)
     ids, mask = inputs.pop("input_ids"), inputs.pop("attention_mask")
     prompt, completion = slice(0, size.prompt), slice(size.prompt, None)
     tensors = (ids[:, prompt], mask[:, prompt], ids[:, completion], mask[:, completion])

@@ -327,12 +327,12 @@ class DAPOTrainer(GRPOTrainer):
         mass = self._measurement.signals.attention
         if mass is None:
             return inputs
-        segments = measure_segments(mass, self.args.attention_segments, self.args.mdi_balance_ratio)
+        segmentation = self.args.attention_segments, self.args.mdi_balance_ratio
+        segments = measure_segments(mass, *segmentation)
         mode = "train" if self.model.training else "eval"
         prompt = self._measurement.prompt_mass
-        if prompt is not None:
-            prompt = measure_segments(prompt, self.args.attention_segments, self.args.mdi_balance_ratio)
-        for name, value in attention_metrics(segments, self.accelerator.gather, prompt).items():
+        of_prompt = None if prompt is None else measure_segments(prompt, *segmentation)
+        for name, value in attention_metrics(segments, self.accelerator.gather, of_prompt).items():
             self._metrics[mode][name].append(value)
         columns = reward_columns(segments)
         for name in ("vgr", "aei_vision", "aei_instruction"):

@@ -36,8 +36,8 @@ def test_a_multimodal_run_from_flags(model_folder, question_files, tmp_path, cap
     no_system_prompt.touch()
     more = (
         f"--system_prompt_file {no_system_prompt} "
-        "--reward_weights 2.5 1.0 0.5 1.0 --early_reward_weights 1.0 0.0 2.0 1.0 --warmup_ratio 0.5 --soft_punish_cache 2 "
-        "--max_prompt_length 90 --eval_strategy steps --eval_steps 1 --eval_num_generations 2 "
+        "--reward_weights 2.5 1.0 0.5 1.0 --early_reward_weights 1.0 0.0 2.0 1.0 --warmup_ratio 0.5 "
+        "--soft_punish_cache 2 --max_prompt_length 90 --eval_strategy steps --eval_steps 1 --eval_num_generations 2 "
         "--per_device_eval_batch_size 6 --log_completions --num_completions_to_print 0"
     )
     assert main(["train", *flags(model_folder, question_files, output, *more.split())]) == 0
@@ -112,7 +112,7 @@ def test_another_run_in_the_folder_is_refused_and_resume_continues_it(model_fold
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--reward_weights", "1.0"], "accuracy_reward, vgr_reward, think_format_reward, soft_overlong_punishment_reward"),
+        (["--reward_weights", "1.0"], "accuracy_reward, vgr_reward, think_format_reward, soft_overlong_punishment"),
         (["--reward_funcs", "nonsense"], "nonsense"),
         (["--max_prompt_length", "5"], "has more than max_prompt_length=5 tokens"),
         (["--dataset_path", "/nowhere"], "but dataset_path and data_files was given"),

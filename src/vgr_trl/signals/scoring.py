@@ -111,7 +111,7 @@ class RolloutScorer:
         }
         given = {name: value.to(device) for name, value in image_inputs.items() if value is not None}
         images = {name: value for name, value in given.items() if name not in _TOKEN_TYPES}
-        batch |= _token_types(given, *batch["input_ids"].shape, length)
+        batch |= _token_types(given, count, prompt_ids.size(1), length)
         step = self._rows_at_a_time(count, num_generations)
         rows = None
         if images and (step < count or num_images is not None):
@@ -194,14 +194,15 @@ class RolloutScorer:
 
 
 def _token_types(
-    inputs: Mapping[str, torch.Tensor], count: int, columns: int, completion_length: int
+    inputs: Mapping[str, torch.Tensor], count: int, prompt_length: int, completion_length: int
 ) -> dict[str, torch.Tensor]:
     """Token types (N, P + T), those of completions 0 where only prompts have some."""
     types = {name: inputs[name] for name in _TOKEN_TYPES if name in inputs}
+    columns = prompt_length + completion_length
     for name, value in types.items():
-        if value.ndim != 2 or len(value) != count or value.size(1) not in (columns - completion_length, columns):
+        if value.ndim != 2 or len(value) != count or value.size(1) not in (prompt_length, columns):
             raise DataError(
-                f"{name} has the shape {tuple(value.shape)}: give {(count, columns - completion_length)}, for the "
+                f"{name} has the shape {tuple(value.shape)}: give {(count, prompt_length)}, for the "
                 f"prompts, or {(count, columns)}."
             )
     return {name: torch.nn.functional.pad(value, (0, columns - value.size(1))) for name, value in types.items()}
