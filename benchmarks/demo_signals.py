@@ -107,17 +107,15 @@ def look(model: Any, processor: Any, questions: Questions, options: Options, bat
     words: dict[str, list[float]] = defaultdict(list)
     for first in range(0, len(questions.test), batch_size):
         rows = [row for row in questions.test[first : first + batch_size] for _ in range(options.num_samples)]
-        inputs: dict[str, Any]
         inputs, perturbed = (writer.prompt(conversations(rows, perturbed)) for perturbed in (False, True))
         texts = [text for (text,) in writer.sample(inputs, 1, options.temperature)]
         right += [value or 0.0 for value in accuracy_reward(texts, [row["solution"] for row in rows])]
         ids, mask = tokenised(texts, processor)
         prompt_ids, prompt_mask = inputs.pop("input_ids"), inputs.pop("attention_mask")
-        types = torch.nn.functional.pad(inputs.pop("mm_token_type_ids"), (0, ids.size(1)))
-        pixels: dict[str, Any] = {"pixel_values": perturbed["pixel_values"], "image_grid_thw": inputs["image_grid_thw"]}
-        common: dict[str, Any] = {"num_generations": options.num_samples, "mm_token_type_ids": types}
-        signals = scorer.score(prompt_ids, prompt_mask, ids, mask, **common, **inputs)
-        blackened = scorer.score(prompt_ids, prompt_mask, ids, mask, attention=False, **common, **pixels)
+        common: dict[str, Any] = {"num_generations": options.num_samples, **inputs}
+        signals = scorer.score(prompt_ids, prompt_mask, ids, mask, **common)
+        common |= {"attention": False, "pixel_values": perturbed["pixel_values"]}
+        blackened = scorer.score(prompt_ids, prompt_mask, ids, mask, **common)
         mass: Any = signals.attention
         vgr += vision_gain_ratio(mass, split_layers(len(mass.vision))["late"]).tolist()
         dependency = visual_dependency(signals.logps, blackened.logps)
