@@ -76,6 +76,16 @@ def test_every_family(name):
             assert mass.num_vision.tolist() == expected.masks.vision.sum(1).tolist()
 
 
+@pytest.mark.parametrize("name", VISION)
+def test_chunks_whose_images_are_told_by_the_tokens(name):
+    """The second prompt's chunk has no image; the first prompt's has two, of different sizes where a family allows."""
+    model, batch = build(name), make_batch(name, images=COUNTS["images"])
+    logps, _ = from_logits(model, batch)
+    tensors, options = arguments(batch)
+    signals = scorer_of(model, batch_size=3).score(*tensors, **options, attention=False)
+    assert (signals.logps - logps).abs().max() < LOGPS.get(name, 4e-6)
+
+
 @pytest.mark.parametrize("shares", ["auto", "off"])
 @pytest.mark.parametrize("name", ["gemma2", "falcon_h1", "gemma4", "phi3"])
 def test_heads_that_scale_and_cap(name, shares):
@@ -139,7 +149,7 @@ def test_mode_of_every_module_is_restored():
     assert [module.training for module in model.modules()] == modes
     assert not signals.logps.requires_grad
     with pytest.raises(DataError):
-        scorer_of(model, batch_size=3).score(*tensors, **options)
+        scorer_of(model, batch_size=3).score(*tensors, **options, num_images=[1] * 5)
     assert [module.training for module in model.modules()] == modes
 
 
@@ -288,9 +298,11 @@ class TestRefusals:
         model, batch = build("llava"), make_batch("llava")
         tensors, options = arguments(batch)
         scorer = scorer_of(model, batch_size=3)
-        for counts in ({}, {"num_images": [1] * 5}, {"num_images": [1] * 6, "num_tiles": [1]}):
+        for counts in ({"num_images": [1] * 5}, {"num_images": [1] * 6, "num_tiles": [1]}):
             with pytest.raises(DataError, match="for 6 rows that pass in chunks: give one number for each row"):
                 scorer.score(*tensors, **options, **counts)
+        with pytest.raises(DataError, match="more than 0 where the prompt has placeholder tokens of images, else 0"):
+            scorer.score(*tensors, **options, num_images=[2, 2, 2, 0, 0, 0])
         with pytest.raises(DataError, match="The input other cannot be cut into chunks: score all rows at once"):
             scorer.score(*tensors, **options, num_images=[1] * 6, other=torch.ones(6))
         scorer_of(model).score(*tensors, **options)  # at once nobody needs to know
