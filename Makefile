@@ -57,3 +57,17 @@ HARNESS ?= ../shared/trlcompat
 trl-tests: $(DEV)
 	PYTHON=$(abspath $(BIN))/python TRAINER_UNDER_TEST=vgr_trl:DAPOTrainer CONFIG_UNDER_TEST=vgr_trl:DAPOConfig \
 	  $(HARNESS)/run.sh --all
+
+# Training steps with a real vLLM on a CPU, in an environment of its own; by hand.
+VLLM := .venv-vllm
+.PHONY: vllm-tests
+vllm-tests: $(VLLM)/.installed
+	PYTHONPATH=tests/with_vllm/site $(VLLM)/bin/python -m pytest tests/with_vllm
+
+$(VLLM)/.installed: pyproject.toml tests/with_vllm/requirements.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet "$(TORCH)"
+	$(VLLM)/bin/python -m pip install --quiet -r tests/with_vllm/requirements.txt
+	$(VLLM)/bin/python -m pip uninstall --quiet -y torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --editable .
+	@touch $@
