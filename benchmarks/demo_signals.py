@@ -35,6 +35,8 @@ WEIGHTS = [2.5, 0.5, 1.0]  # accuracy, format, length, as in the experiments
 TOKEN_CREDIT: dict[str, dict[str, Any]] = {
     "plain": {},
     "vgr": {"reward_weights": [2.5, 0.2, 0.5, 1.0]},
+    "unscaled": {"scale_rewards": "none"},
+    "unscaled vgr": {"scale_rewards": "none", "reward_weights": [2.5, 1.0, 0.5, 1.0]},
     "token_weights": {"token_weights": True},
     "filter": {"enable_perception_filtering": True, "top_p_perception_tokens": 0.4},
     "shaping": {"enable_trajectory_reweighting": True, "trajectory_scaling_min": 0.9},
@@ -63,7 +65,7 @@ def main() -> None:
         questions = draw(seed)
         model, processor = build_tiny_vlm(words_of(questions.train), seed=seed)
         warm_up(model, processor, questions, options)
-        runs.append({"seed": seed, "variant": "start", **look(model, processor, questions, options)})
+        add(runs, {"seed": seed, "variant": "start", **look(model, processor, questions, options)})
         start = copy.deepcopy(model.state_dict())
         for variant in flags.variants:
             model.load_state_dict(start)
@@ -72,9 +74,15 @@ def main() -> None:
             reinforce(model, processor, questions, options, variant)
             seconds = round(time.monotonic() - began, 1)
             seen = look(model, processor, questions, options)
-            runs.append({"seed": seed, "variant": variant, "seconds": seconds, **seen})
+            add(runs, {"seed": seed, "variant": variant, "seconds": seconds, **seen})
             print(json.dumps({name: runs[-1][name] for name in ("seed", "variant", "accuracy", "late_vgr", "seconds")}))
             write(runs, flags)
+
+
+def add(runs: list[dict[str, Any]], run: dict[str, Any]) -> None:
+    """Append `run`, in the place of an earlier one of the same seed and variant."""
+    runs[:] = [other for other in runs if (other["seed"], other["variant"]) != (run["seed"], run["variant"])]
+    runs.append(run)
 
 
 def reinforce(model: Any, processor: Any, questions: Questions, options: Options, variant: str) -> None:
@@ -82,7 +90,7 @@ def reinforce(model: Any, processor: Any, questions: Questions, options: Options
     changed = TOKEN_CREDIT[variant]
     length = get_soft_overlong_punishment(16, 5)
     rewards: list[Any] = [accuracy_reward, think_format_reward, length]
-    if variant == "vgr":
+    if len(changed.get("reward_weights", WEIGHTS)) > len(WEIGHTS):
         rewards.insert(1, vgr_reward)
     with tempfile.TemporaryDirectory() as folder:
         quiet = {"log_completions": False, "disable_tqdm": True, "logging_steps": 50, "reward_weights": WEIGHTS}
@@ -167,8 +175,8 @@ def write(runs: list[dict[str, Any]], flags: Any) -> None:
 
 def report(runs: list[dict[str, Any]], machine: dict[str, Any], flags: Any) -> str:
     """Tables of accuracy, VGR and dependency by word."""
-    variants = list(dict.fromkeys(run["variant"] for run in runs))
-    seeds = list(dict.fromkeys(run["seed"] for run in runs))
+    variants = [name for name in ("start", *TOKEN_CREDIT) if any(run["variant"] == name for run in runs)]
+    seeds = sorted({run["seed"] for run in runs})
     lines = [
         "# Attention and dependency on the demo",
         "",
@@ -179,7 +187,10 @@ def report(runs: list[dict[str, Any]], machine: dict[str, Any], flags: Any) -> s
         "320 held-out questions, 8 sampled answers each. `start` is the warm-started model, from which every variant "
         f"of a seed trains for {flags.steps} steps with the rewards accuracy 2.5, format 0.5, length 1. `vgr` adds the "
         "VGR reward with weight 0.2; with 1.0, and with 0.5 beside accuracy 1.0 and no length reward, seed 3 collapsed "
-        "to repeated tokens. Late VGR: smaller is more attention to the image.",
+        "to repeated tokens: where all completions of a prompt are right, advantages divided by the group's deviation "
+        "follow the VGR reward alone, however small its weight. `unscaled` does not divide (`scale_rewards` none); "
+        "`unscaled vgr` adds the VGR reward with the experiments' weight, 1.0, to that. Late VGR: smaller is more "
+        "attention to the image.",
         "",
     ]
     for name, title in (("accuracy", "Accuracy"), ("late_vgr", "Late VGR")):

@@ -85,6 +85,7 @@ class GroupChoice:
         self._waiting_placement: Placement | None = None
         self._first_logps: torch.Tensor | None = None
         self._rows_seen = 0
+        self.replaced: list[int] = []  # numbers of the groups of the last batch that others took the place of
 
     @property
     def is_on(self) -> bool:
@@ -119,6 +120,7 @@ class GroupChoice:
     def choose(self, batch: dict[str, Any], signals: RolloutSignals | None) -> tuple[Any, Any, torch.Tensor]:
         """Return the batch to train on, its signals, and which of its rows have a gradient, (N,) bool."""
         judged = self._judge(batch, signals)
+        self.replaced = []
         if not self.args.chooses_groups:
             return judged.batch, signals, torch.ones(len(batch["prompt_ids"]), dtype=torch.bool)
         fresh = self._resample(judged)
@@ -128,6 +130,7 @@ class GroupChoice:
             self.buffer.advance(self.trainer.state.global_step)
             replacements |= dict(zip(missing, self.buffer.sample(len(missing)), strict=False))
             self._keep(judged, fresh)
+        self.replaced = sorted(replacements)
         chosen, signals = judged.batch, judged.signals
         if replacements:
             chosen, signals = write_groups_into_batch(
@@ -231,7 +234,8 @@ class GroupChoice:
         assert self.buffer is not None
         size = judged.placement.num_generations
         rewards, advantages = (value.cpu().view(-1, size) for value in (judged.rewards, judged.advantages))
-        wanted = [group for group in judged.live if self.buffer.admits(advantages[group], rewards[group])]
+        admitted = self.buffer.admits(advantages, rewards)
+        wanted = [group for group in judged.live if admitted[group]]
         groups = dict(zip(wanted, self._groups(judged, wanted), strict=True)) | fresh
         if OLD_LOGPS in judged.batch or judged.signals is not None:
             for group in groups.values():

@@ -26,9 +26,9 @@ def drawn(buffer: ReplayBuffer, count: int) -> list[list[float]]:
 
 def test_priority_is_the_sum_of_advantages_times_the_deviation_of_rewards():
     """Rewards 0 1 2: deviation 1; advantages -1.5 0 1.5 sum to 3. Without the NaN: 0 and 2, deviation sqrt(2)."""
-    assert priority(torch.tensor([-1.5, 0, 1.5]), torch.tensor([0.0, 1, 2])) == pytest.approx(3)
-    advantages, rewards = torch.tensor([-1.0, 0, 1]), torch.tensor([0.0, float("nan"), 2])
-    assert priority(advantages, rewards) == pytest.approx(2 * 2**0.5)
+    advantages = torch.tensor([[-1.5, 0, 1.5], [-1.0, 0, 1]])
+    rewards = torch.tensor([[0.0, 1, 2], [0.0, float("nan"), 2]])
+    assert priority(advantages, rewards).tolist() == pytest.approx([3, 2 * 2**0.5])
 
 
 def test_the_lowest_priority_leaves_first():

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class Group:
     holder: int = 0
     rows: Rows | None = None
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of its rows on this process, image inputs that they share counted once."""
         return 0 if self.rows is None else self.rows.nbytes

@@ -83,25 +83,29 @@ class ReplayBuffer:
         if self.max_age is not None:
             self._entries = [entry for entry in self._entries if step - entry.group.step <= self.max_age]
 
-    def admits(self, advantages: torch.Tensor, rewards: torch.Tensor) -> bool:
-        """Whether a group with these advantages and rewards, (G,) each, would enter; cheaper than making the group."""
-        return self._admitted(advantages, rewards) is not None
+    def admits(self, advantages: torch.Tensor, rewards: torch.Tensor) -> list[bool]:
+        """Whether each of the groups would enter by itself; cheaper than making them.
 
-    def _admitted(self, advantages: torch.Tensor, rewards: torch.Tensor) -> float | None:
-        """The priority of a group that would enter, else None."""
-        if not float(signal(advantages, rewards, len(rewards), estimator=self.estimator)) > self.variance_epsilon:
-            return None
-        if self.min_reward is not None and not float(rewards.double().nanmean()) >= self.min_reward:
-            return None
-        value = priority(advantages, rewards)
-        full = len(self) >= self.size
-        if not math.isfinite(value) or (full and value < min(entry.priority for entry in self._entries)):
-            return None
-        return value
+        Args:
+            advantages: (num_groups, G).
+            rewards: weighted sums, (num_groups, G).
+        """
+        return [value is not None for value in self._admitted(advantages, rewards)]
+
+    def _admitted(self, advantages: torch.Tensor, rewards: torch.Tensor) -> list[float | None]:
+        """The priorities of the groups that would enter, None for the others; (num_groups, G) each."""
+        values = priority(advantages, rewards)
+        found = signal(advantages.flatten(), rewards.flatten(), rewards.size(-1), estimator=self.estimator)
+        enters = (found > self.variance_epsilon) & values.isfinite()
+        if self.min_reward is not None:
+            enters &= rewards.double().nanmean(dim=-1) >= self.min_reward
+        if len(self) >= self.size:
+            enters &= values >= min(entry.priority for entry in self._entries)
+        return [value if one else None for value, one in zip(values.tolist(), enters.tolist(), strict=True)]
 
     def add(self, group: Group) -> bool:
         """Add a group, unless it is not admitted; return whether it was."""
-        value = self._admitted(group.advantages, group.rewards)
+        (value,) = self._admitted(group.advantages.unsqueeze(0), group.rewards.unsqueeze(0))
         if value is None:
             return False
         self._entries.append(_Entry(self._added, value, group))
@@ -153,13 +157,21 @@ class ReplayBuffer:
         self._entries = []
         for number, saved in zip(state["numbers"], state["groups"], strict=True):
             group = Group.from_state(saved)
-            value = self._admitted(group.advantages, group.rewards)
+            (value,) = self._admitted(group.advantages.unsqueeze(0), group.rewards.unsqueeze(0))
             if value is not None:
                 self._entries.append(_Entry(number, value, group))
                 self._keep_best()
         self.advance(self.step)
 
 
-def priority(advantages: torch.Tensor, rewards: torch.Tensor) -> float:
-    """Return the sum of |advantages| times the standard deviation of the rewards of one group, (G,) each."""
-    return float(advantages.double().abs().sum() * group_std(rewards, len(rewards)))
+def priority(advantages: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
+    """Return the sum of |advantages| times the standard deviation of the rewards of each group.
+
+    Args:
+        advantages: (num_groups, G).
+        rewards: (num_groups, G).
+
+    Returns:
+        (num_groups,) float64.
+    """
+    return advantages.double().abs().sum(dim=-1) * group_std(rewards.flatten(), rewards.size(-1))
