@@ -1,6 +1,7 @@
 import io
 import json
 import re
+from pathlib import Path
 
 import pytest
 from datasets import Dataset, Features, Image, IterableDataset, List, Value, load_dataset
@@ -92,6 +93,17 @@ def test_image_paths_as_jsonl_has_them(tmp_path):
     lists = Dataset.from_dict({"problem": ["q"], "solution": ["x"], "images": [["a.png", "a.png"]]})
     rows, _ = prepare_rows(lists, root=tmp_path)
     assert [image.size for image in rows[0]["images"]] == [(8, 9), (8, 9)]
+
+
+def test_image_paths_from_a_relative_folder(tmp_path, monkeypatch):
+    (tmp_path / "set").mkdir()
+    PILImage.new("RGB", (8, 9)).save(tmp_path / "set" / "a.png")
+    monkeypatch.chdir(tmp_path)
+    made = Dataset.from_dict({"problem": ["q"], "solution": ["x"], "image": ["a.png"]})
+    rows, skipped = prepare_rows(made, root=Path("set"))
+    assert (rows[0]["image"].size, skipped) == ((8, 9), [])
+    (row,) = prepare_rows(made.to_iterable_dataset(), root=Path("set"))[0]
+    assert row["image"].size == (8, 9)
 
 
 def test_rows_without_image_among_rows_with_one_are_kept():

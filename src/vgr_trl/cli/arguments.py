@@ -9,6 +9,8 @@ import yaml
 from pyarrow.lib import ArrowException
 from trl import TrlParser
 
+from vgr_trl.data.prompts import SYSTEM_PROMPTS
+from vgr_trl.data.video import VideoOptions
 from vgr_trl.errors import ConfigError, VGRError
 
 
@@ -69,10 +71,28 @@ class DataArguments:
     max_train_rows: int | None = field(default=None, metadata={"help": "Train on the first so many rows only."})
     max_test_rows: int | None = field(default=None, metadata={"help": "Evaluate on the first so many rows only."})
     system_prompt_file: str | None = field(
-        default=None, metadata={"help": "Text file whose content replaces the system prompt; an empty file: none."}
+        default=None,
+        metadata={
+            "help": "File whose content replaces the system prompt: a text or a Jinja2 template with problem, choices, "
+            "letters and source; an empty file: none."
+        },
+    )
+    prompt_language: str | None = field(
+        default=None, metadata={"help": "Language of the standard system prompt: en (default) or zh."}
+    )
+    video_fps: float = field(default=1.0, metadata={"help": "Frames taken of each second of a video."})
+    max_video_frames: int = field(
+        default=16, metadata={"help": "Most frames of one row; rows with more are left out and listed."}
     )
 
     def __post_init__(self) -> None:
+        if self.prompt_language not in (None, *SYSTEM_PROMPTS):
+            raise ConfigError(f"prompt_language is {self.prompt_language!r}: give one of {', '.join(SYSTEM_PROMPTS)}.")
+        if self.prompt_language is not None and self.system_prompt_file is not None:
+            raise ConfigError(
+                "prompt_language and system_prompt_file are both given, but a file has its own language: drop one."
+            )
+        VideoOptions(self.video_fps, self.max_video_frames)
         for name in ("max_train_rows", "max_test_rows"):
             value = getattr(self, name)
             if value is not None and value < 1:

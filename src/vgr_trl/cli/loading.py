@@ -13,9 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor
 from transformers.utils import find_adapter_config_file
 
 from vgr_trl.cli.arguments import DataArguments
-from vgr_trl.data.load import load_split, parse_data_files
-from vgr_trl.data.prompts import SYSTEM_PROMPT
+from vgr_trl.data.columns import video_columns
+from vgr_trl.data.load import load_split, parse_data_files, readable
+from vgr_trl.data.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, SystemTemplate
 from vgr_trl.data.schema import SkippedRow, prepare_rows
+from vgr_trl.data.video import VideoOptions, refuse_single_image_models
 from vgr_trl.demo.tiny_processor import load_processor as load_demo_processor
 from vgr_trl.errors import ConfigError
 
@@ -88,13 +90,32 @@ def _refusing(name: str) -> Iterator[None]:
         raise ConfigError(f"{name} cannot be loaded ({cause}): give a model folder or a hub name.") from error
 
 
-def read_system_prompt(path: str | None) -> str | None:
-    """Return the system prompt of the file, None for an empty one, the standard one without a file."""
+def system_prompt_of(arguments: DataArguments) -> str | SystemTemplate | None:
+    """Return the system prompt that the flags name: a file's, or the standard one in their language."""
+    if arguments.system_prompt_file is not None:
+        return read_system_prompt(arguments.system_prompt_file)
+    return SYSTEM_PROMPTS[arguments.prompt_language or "en"]
+
+
+def read_system_prompt(path: str | None) -> str | SystemTemplate | None:
+    """Return the system prompt of the file, None for an empty one, the standard one without a file.
+
+    Raises:
+        ConfigError: there is no such file, or it holds neither a text nor a template.
+    """
     if path is None:
         return SYSTEM_PROMPT
-    if not Path(path).is_file():
+    if not Path(path).exists():
         raise ConfigError(f"system_prompt_file is {path}, which does not exist.")
-    return Path(path).read_text(encoding="utf-8").strip() or None
+    if not Path(path).is_file():
+        raise ConfigError(f"system_prompt_file is {path}, which is not a file.")
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"system_prompt_file is {path}, which is not a UTF-8 text ({error}): save it as one."
+        ) from error
+    return SystemTemplate(text, f"system_prompt_file {path}") if text else None
 
 
 def load_rows(
@@ -104,8 +125,24 @@ def load_rows(
     needs_solution: bool,
     limit: int | None,
     on_skipped: Callable[[SkippedRow], None] | None = None,
+    processor: Callable[[], Any] | None = None,
+    shuffle_seed: int | None = None,
 ) -> tuple[Any, list[SkippedRow]]:
-    """Return the usable rows of a split, with prompts, and the rows left out."""
+    """Return the usable rows of a split, with prompts, and the rows left out.
+
+    Args:
+        arguments: which data, and how.
+        split: its name.
+        needs_solution: whether a row must say what is right.
+        limit: the first so many rows only.
+        on_skipped: called for each row that a stream leaves out.
+        processor: gives the model's processor, which must take several images if the data have videos.
+        shuffle_seed: of the order of a stream; None: as it is. A data set keeps its order.
+
+    Raises:
+        ConfigError, DataError: an option or the data cannot be used.
+    """
+    system_prompt = system_prompt_of(arguments)
     dataset = load_split(
         split,
         dataset_name=arguments.dataset_name,
@@ -118,17 +155,28 @@ def load_rows(
         dataset = (
             dataset.take(limit) if arguments.dataset_streaming else dataset.select(range(min(limit, len(dataset))))
         )
-    return prepare_rows(
-        dataset,
-        split=split,
-        root=_image_root(arguments, split),
-        needs_solution=needs_solution,
-        system_prompt=read_system_prompt(arguments.system_prompt_file),
-        on_skipped=on_skipped,
-    )
+    source = arguments.dataset_name or arguments.dataset_path or arguments.data_files
+    with readable(source, "the data"):  # of a stream, what is damaged is found only now
+        if processor is not None and video_columns(_column_names(dataset)):
+            refuse_single_image_models(processor())
+        return prepare_rows(
+            dataset,
+            split=split,
+            root=image_root(arguments, split),
+            needs_solution=needs_solution,
+            system_prompt=system_prompt,
+            videos=VideoOptions(arguments.video_fps, arguments.max_video_frames),
+            on_skipped=on_skipped,
+            shuffle_seed=shuffle_seed,
+        )
 
 
-def _image_root(arguments: DataArguments, split: str) -> Path:
+def image_root(arguments: DataArguments, split: str) -> Path:
+    """Return the folder that relative paths of images and videos start from."""
     if arguments.data_files:
         return parse_data_files(arguments.data_files)[split].parent
     return Path(arguments.dataset_path) if arguments.dataset_path else Path()
+
+
+def _column_names(dataset: Any) -> list[str]:
+    return list(dataset.column_names if dataset.column_names is not None else next(iter(dataset), {}))

@@ -4,7 +4,8 @@ import json
 import re
 import time
 from collections.abc import Sequence
-from functools import partial
+from contextlib import nullcontext
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from vgr_trl.cli.loading import load_processor, load_rows
 from vgr_trl.cli.plan import describe_run, print_plan, total_steps
 from vgr_trl.cli.run_folder import claim, refuse_finished, resolve_checkpoint, resume_mode, write_identity
 from vgr_trl.config import DAPOConfig
-from vgr_trl.data.load import parse_data_files
+from vgr_trl.data.load import parse_data_files, readable
 from vgr_trl.data.schema import append_skipped, report_skipped
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.rewards import accuracy_reward, load_rewards
@@ -50,7 +51,8 @@ def train(data: DataArguments, rewards: RewardArguments, config: DAPOConfig, mod
     if trainer.accelerator.is_main_process:
         write_identity(output_dir, identity)
         print_plan(describe_run(trainer, _source(data), checkpoint))
-    trainer.train(resume_from_checkpoint=checkpoint)
+    with readable(_source(data), "the data") if data.dataset_streaming else nullcontext():
+        trainer.train(resume_from_checkpoint=checkpoint)
     if trainer.state.global_step == 0:
         raise DataError("Nothing was trained: the data gave no whole rollout; see the rows left out above.")
     trainer.save_model(str(output_dir))
@@ -90,13 +92,20 @@ def _build_trainer(
     needs_solution = any(_unwrapped(reward) is accuracy_reward for reward in reward_funcs)
     skipped_file = Path(config.output_dir or "trainer_output") / "skipped.jsonl"
     on_skipped = partial(append_skipped, path=skipped_file) if config.process_index == 0 else lambda row: None
+    processor = cache(
+        partial(load_processor, str(model.model_name_or_path), model.model_revision, config.trust_remote_code)
+    )
     train_rows, skipped = load_rows(
         data,
         data.dataset_train_split,
         needs_solution=needs_solution,
         limit=data.max_train_rows,
         on_skipped=on_skipped,
+        processor=processor,
+        shuffle_seed=config.seed if config.shuffle_dataset else None,
     )
+    if data.dataset_streaming:
+        config.shuffle_dataset = False  # TRL's buffer would hold a thousand rows with decoded images
     test_rows = None
     if config.eval_strategy != "no":
         test_rows, skipped_test = load_rows(
@@ -105,6 +114,7 @@ def _build_trainer(
             needs_solution=needs_solution,
             limit=data.max_test_rows,
             on_skipped=on_skipped,
+            processor=processor,
         )
         skipped += skipped_test
     if config.process_index == 0:
@@ -119,7 +129,7 @@ def _build_trainer(
         args=config,
         train_dataset=train_rows,
         eval_dataset=test_rows,
-        processing_class=load_processor(str(model.model_name_or_path), model.model_revision, config.trust_remote_code),
+        processing_class=processor(),
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(_lora_modules(model)),
     )

@@ -1,9 +1,10 @@
-"""Which columns and values of a row are images."""
+"""Which columns and values of a row are images or videos."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 IMAGE_COLUMNS = ("image", "images")
+VIDEO_COLUMNS = ("video", "videos")
 
 
 def image_columns(dataset: Any) -> list[str]:
@@ -19,3 +20,15 @@ def images_of(row: Mapping[str, Any]) -> list[Any]:
     if row.get("images") is not None:
         return list(row["images"])
     return [row["image"]] if row.get("image") is not None else []
+
+
+def video_columns(names: Iterable[str]) -> list[str]:
+    """Return which of the columns `names` hold videos."""
+    return [name for name in VIDEO_COLUMNS if name in set(names)]
+
+
+def videos_of(row: Mapping[str, Any]) -> list[Any]:
+    """Return the videos of `row`, undecoded, in order; `videos` counts before `video`."""
+    if row.get("videos") is not None:
+        return list(row["videos"]) if isinstance(row["videos"], list | tuple) else [row["videos"]]
+    return [row["video"]] if row.get("video") is not None else []

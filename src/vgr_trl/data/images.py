@@ -2,60 +2,157 @@
 
 import io
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from vgr_trl.errors import DataError
 
 MOST_ELONGATED = 200  # the ratio of sides from which on Qwen's image processors refuse an image
 DEEP_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
+# Formats that are recognised by their first bytes; of the others, some take any bytes for an image (TGA), some run a
+# program (EPS).
+FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+ORIENTATION = 0x0112  # the EXIF tag
 
 
 def open_image(value: Any, root: Path = Path()) -> Image.Image:
-    """Return `value` as a fully decoded image.
+    """Return `value` as a fully decoded, upright image of at most 8 bits per channel.
 
     Args:
         value: an image, a path, or a dict with `bytes` or `path` as `datasets` stores undecoded images.
         root: folder that relative paths start from.
 
     Raises:
-        DataError: the image is missing, unreadable, truncated, empty or too large; the message is the reason.
+        DataError: the image is missing, unreadable, truncated, empty, too large or too deep; the message is the reason.
+    """
+    image = read_image(value, root)
+    if image.mode in DEEP_MODES:
+        raise DataError(f"image has mode {image.mode}, which models read as black or white: convert it to 8 bits")
+    return image
+
+
+def read_image(value: Any, root: Path = Path(), max_image_pixels: int | None = None) -> Image.Image:
+    """Return `value` as a fully decoded image of any mode, turned as its EXIF data say.
+
+    Args:
+        value: as in `open_image`.
+        root: folder that relative paths start from.
+        max_image_pixels: larger images are refused before they are decoded; None: Pillow's limit.
+
+    Raises:
+        DataError: as in `open_image`, deep modes apart.
     """
     if isinstance(value, Image.Image):
-        return _decode(value)
-    if isinstance(value, Mapping):
-        value = io.BytesIO(value["bytes"]) if value.get("bytes") is not None else value.get("path")
-    if isinstance(value, str | Path):
-        value = root / value
-        if not value.is_file():
-            raise DataError(f"image file {value} does not exist")
-        value = io.BytesIO(value.read_bytes())
-    elif not isinstance(value, io.BytesIO):
-        raise DataError(f"image is of type {type(value).__name__}, not an image, a path or bytes")
+        return _decoded(value, max_image_pixels)
+    data = image_bytes(value, root)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            image = Image.open(value)
+        with _quietly():
+            image = Image.open(io.BytesIO(data), formats=_formats())
     except UnidentifiedImageError as error:
         raise DataError("image is unreadable: not in a known image format") from error
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
         raise DataError(f"image has too many pixels (more than {Image.MAX_IMAGE_PIXELS}): scale it down") from error
-    except (OSError, SyntaxError, ValueError) as error:
-        raise DataError(f"image is unreadable: {error}") from error
-    return _decode(image)
+    except Exception as error:  # Pillow's decoders raise whatever damaged bytes lead them to
+        raise DataError(f"image is unreadable: {_words(error)}") from error
+    return _decoded(image, max_image_pixels)
 
 
-def _decode(image: Image.Image) -> Image.Image:
+def image_bytes(value: Any, root: Path = Path()) -> bytes:
+    """Return the encoded bytes of an undecoded image: bytes, a path, or a dict with `bytes` or `path`.
+
+    Raises:
+        DataError: it is none of these, or the file does not exist or cannot be read.
+    """
+    if isinstance(value, Mapping):
+        value = value["bytes"] if value.get("bytes") is not None else value.get("path")
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str | Path):
+        raise DataError(f"image is of type {type(value).__name__}, not an image, a path or bytes")
+    path = root / value
+    try:
+        if path.is_file():
+            return path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise DataError(f"image file {str(path)[:200]!r} cannot be read ({_words(error)})") from error
+    raise DataError(f"image file {str(path)[:200]} does not exist")
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Return `image`, of any mode of Pillow's, as RGB; what is transparent shows white.
+
+    Images of more than 8 bits per channel are scaled from their whole range: 16 bits from 0 to 65535, whole numbers
+    likewise unless all are below 256, floating point from 0 to 1, or else to 255.
+
+    Raises:
+        DataError: a pixel is outside these ranges, or not a number.
+    """
+    if image.mode in DEEP_MODES:
+        image = _eight_bits(image)
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    if image.mode == "La":
+        image = image.convert("LA")  # Pillow has no shorter way
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    shown = Image.new("RGBA", image.size, "white")
+    shown.alpha_composite(image.convert("RGBA"))
+    return shown.convert("RGB")
+
+
+def _decoded(image: Image.Image, max_image_pixels: int | None) -> Image.Image:
     width, height = image.size
     if 0 in image.size or max(image.size) >= MOST_ELONGATED * min(image.size):
         raise DataError(f"image has size {width}x{height}: both sides need pixels, at most {MOST_ELONGATED} to 1")
-    if image.mode in DEEP_MODES:
-        raise DataError(f"image has mode {image.mode}, which models read as black or white: convert it to 8 bits")
+    if max_image_pixels is not None and width * height > max_image_pixels:
+        raise DataError(f"image has {width}x{height} pixels, more than max_image_pixels={max_image_pixels}")
     try:
-        image.load()
-    except (OSError, SyntaxError, ValueError) as error:
-        raise DataError(f"image is truncated or damaged: {error}") from error
-    return image
+        with _quietly():
+            image.load()
+    except Exception as error:  # as above
+        raise DataError(f"image is truncated or damaged: {_words(error)}") from error
+    try:
+        with _quietly():
+            turned = image.getexif().get(ORIENTATION, 1) in range(2, 9)
+            return ImageOps.exif_transpose(image) if turned else image
+    except Exception as error:  # as above
+        raise DataError(f"image has damaged EXIF data: {_words(error)}") from error
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    import numpy  # here, so that a decoding process starts without it
+
+    values = numpy.asarray(image, dtype=numpy.float32)
+    low, high = float(values.min()), float(values.max())
+    largest = 255 if image.mode == "F" else 65535
+    if not (low >= 0 and high <= largest):
+        raise DataError(f"image has mode {image.mode} and values from {low:g} to {high:g}: they must be 0 to {largest}")
+    if image.mode == "F":
+        full = 1.0 if high <= 1 else 255.0
+    else:
+        full = 255.0 if image.mode == "I" and high < 256 else 65535.0
+    return Image.fromarray((values * (255 / full) + 0.5).astype(numpy.uint8))
+
+
+@cache
+def _formats() -> tuple[str, ...]:
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Make Pillow's warning of a decompression bomb an error, and say nothing of doubtful metadata."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        yield
+
+
+def _words(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

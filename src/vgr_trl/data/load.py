@@ -1,5 +1,8 @@
 """Loading a data set from the hub, a folder or files."""
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,8 @@ from pyarrow.lib import ArrowException
 from vgr_trl.errors import ConfigError, DataError
 
 BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".arrow": "arrow"}
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+CONVERTED = re.compile(r"(.+)-\d{5}\.(parquet|jsonl)")  # the files that `vgr-trl data convert` writes
 
 
 def load_split(
@@ -41,17 +46,70 @@ def load_split(
     if len(named) != 1:
         got = " and ".join(named) if named else "none"
         raise ConfigError(f"Data come from one of dataset_name, dataset_path and data_files, but {got} was given.")
-    try:
+    with readable(given[named[0]], named[0]):
         if data_files:
-            return _from_files(split, parse_data_files(data_files), streaming)
+            files = parse_data_files(data_files)
+            if split not in files:
+                raise DataError(f"data_files names the splits {sorted(files)}, but the split {split!r} is asked for.")
+            return _from_file(split, files[split], streaming)
         if dataset_path:
             return _pick(split, _from_folder(Path(dataset_path), streaming), dataset_path)
         return _pick(split, load_dataset(dataset_name, name=dataset_config, streaming=streaming), str(dataset_name))
+
+
+def load_path(
+    path: str, split: str | None = None, *, config: str | None = None, streaming: bool = False
+) -> tuple[str, Dataset | IterableDataset]:
+    """Return a split of the file, the folder or the hub data set that `path` is, with its name.
+
+    Args:
+        path: a file as in `load_split`, a folder as there, or a name on the hub where there is neither.
+        split: its name; None: `train`, or the only one. A file has one, of any name.
+        config: configuration of a hub data set.
+        streaming: read rows as they are needed.
+
+    Raises:
+        DataError: there is nothing at `path`, it cannot be read, or the split is not known.
+    """
+    with readable(path, "the path"):
+        if Path(path).is_file():
+            return split or "train", _from_file(split or "train", Path(path), streaming)
+        if Path(path).is_dir():
+            loaded = _from_folder(Path(path), streaming)
+        elif HUB_NAME.fullmatch(path):
+            loaded = load_dataset(path, name=config, streaming=streaming)
+        else:
+            raise DataError(f"There is no file and no folder {path}: give one, or a name on the hub.")
+        splits = ["train"] if isinstance(loaded, Dataset | IterableDataset) else list(loaded)
+        chosen = split or ("train" if "train" in splits else splits[0])
+        if split is None and chosen != "train" and len(splits) > 1:
+            raise DataError(f"{path} has the splits {sorted(splits)}: name one of them.")
+        return chosen, _pick(chosen, loaded, path)
+
+
+@contextmanager
+def readable(source: str | None, name: str) -> Iterator[None]:
+    """Turn what reading `source` raises, at the start or in the midst of a stream, into a `DataError`.
+
+    Args:
+        source: where the data come from.
+        name: of the option that says so.
+    """
+    try:
+        yield
     except (DatasetNotFoundError, ConnectionError) as error:
-        raise DataError(f"No data set is found at {given[named[0]]} ({error}): check {named[0]}.") from error
+        raise DataError(f"No data set is found at {source} ({_words(error)}): check {name}.") from error
     except (DatasetGenerationError, ArrowException, UnicodeError, DataFilesNotFoundError) as error:
         cause = error.__cause__ or error
-        raise DataError(f"{given[named[0]]} cannot be read ({cause}): check that the file is whole.") from error
+        raise DataError(f"{source} cannot be read ({_words(cause)}): check that the file is whole.") from error
+    except OSError as error:
+        if error.errno is not None:  # of the system, a full disk for example; pyarrow's of damaged files have none
+            raise
+        raise DataError(f"{source} cannot be read ({_words(error)}): check that the file is whole.") from error
+
+
+def _words(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def parse_data_files(text: str) -> dict[str, Path]:
@@ -64,10 +122,7 @@ def parse_data_files(text: str) -> dict[str, Path]:
     return files
 
 
-def _from_files(split: str, files: dict[str, Path], streaming: bool) -> Any:
-    if split not in files:
-        raise DataError(f"data_files names the splits {sorted(files)}, but the split {split!r} is asked for.")
-    path = files[split]
+def _from_file(split: str, path: Path, streaming: bool) -> Any:
     if not path.is_file():
         raise DataError(f"The file {path} of data_files does not exist.")
     builder = BUILDERS.get(path.suffix.lower())
@@ -85,7 +140,28 @@ def _from_folder(path: Path, streaming: bool) -> Any:
         return load_from_disk(str(path))
     if not any(path.iterdir()):
         raise DataError(f"dataset_path is {path}, which is empty.")
+    if converted := _converted(path):
+        builder, files = converted
+        return load_dataset(builder, data_files=files, streaming=streaming)
     return load_dataset(str(path), streaming=streaming)
+
+
+def _converted(path: Path) -> tuple[str, dict[str, list[str]]] | None:
+    """The builder and the files by split of a folder that `convert` or `merge` wrote, else None.
+
+    `datasets` would take a folder with more image files than JSONL files for a set of images.
+    """
+    names = [
+        file for file in sorted(path.iterdir()) if file.suffix.lower() in BUILDERS and file.name != "skipped.jsonl"
+    ]
+    found = [(CONVERTED.fullmatch(file.name), file) for file in names if not file.name.startswith(".")]
+    builders = {BUILDERS[file.suffix.lower()] for _, file in found}
+    if len(builders) != 1 or not all(match for match, _ in found):
+        return None
+    files: dict[str, list[str]] = {}
+    for match, file in found:
+        files.setdefault(match[1] if match else "", []).append(str(file))
+    return builders.pop(), files
 
 
 def _pick(split: str, loaded: Any, source: str) -> Any:

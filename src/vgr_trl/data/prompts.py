@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from vgr_trl.errors import DataError
+from jinja2 import StrictUndefined, TemplateError, meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from vgr_trl.errors import ConfigError, DataError
 
 LETTERS = "ABCDEFGHIJ"
 
@@ -12,6 +15,59 @@ SYSTEM_PROMPT = (
     "</think>, then only the final answer between <answer> and </answer>. For a multiple-choice question the final "
     "answer is the letter of the right option."
 )
+SYSTEM_PROMPTS = {
+    "en": SYSTEM_PROMPT,
+    "zh": (
+        "请先观察图片并针对问题进行推理，再作答。把推理过程写在 <think> 和 </think> 之间，"
+        "然后只把最终答案写在 <answer> 和 </answer> 之间。对于选择题，最终答案是正确选项的字母。"
+    ),
+}
+TEMPLATE_VARIABLES = ("problem", "choices", "letters", "source")
+
+
+class SystemTemplate:
+    """A system prompt of the user's, written as a Jinja2 template and filled in for each question.
+
+    It knows `problem` (a text), `choices` (a list, empty for an open question), `letters` (those of the choices) and
+    `source` (of the row, or an empty text). It runs in Jinja2's sandbox. A text without `{{`, `{%` and `{#` stays as
+    it is.
+
+    Args:
+        text: the template.
+        name: what messages call it, the path of its file for example.
+
+    Raises:
+        ConfigError: it is no template, or names a variable that there is not.
+    """
+
+    def __init__(self, text: str, name: str = "the system prompt") -> None:
+        self.name = name
+        environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, autoescape=False)
+        try:
+            unknown = meta.find_undeclared_variables(environment.parse(text)) - set(TEMPLATE_VARIABLES)
+            self._template = environment.from_string(text)
+        except (TemplateError, RecursionError, MemoryError) as error:
+            raise ConfigError(f"{name} is not a Jinja2 template ({_words(error)}): correct it there.") from error
+        unknown -= set(environment.globals)
+        if unknown:
+            raise ConfigError(
+                f"{name} names {', '.join(sorted(unknown))}, but a template knows {', '.join(TEMPLATE_VARIABLES)} only."
+            )
+
+    def render(self, problem: str, choices: Sequence[str] | None = None, source: str | None = None) -> str | None:
+        """Return the system prompt of a question, None where it comes out empty.
+
+        Raises:
+            DataError: the template fails on this question.
+        """
+        options = list(choices or ())
+        try:
+            text = self._template.render(
+                problem=problem, choices=options, letters=list(LETTERS[: len(options)]), source=source or ""
+            )
+        except Exception as error:  # expressions of a template raise whatever Python's do
+            raise DataError(f"{self.name} cannot be filled in for it ({_words(error)})") from error
+        return text.strip() or None
 
 
 def format_question(problem: str, choices: Sequence[str] | None = None) -> str:
@@ -28,8 +84,28 @@ def format_question(problem: str, choices: Sequence[str] | None = None) -> str:
 
 
 def build_prompt(
-    problem: str, choices: Sequence[str] | None = None, *, system_prompt: str | None = SYSTEM_PROMPT
+    problem: str,
+    choices: Sequence[str] | None = None,
+    *,
+    system_prompt: str | SystemTemplate | None = SYSTEM_PROMPT,
+    source: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the conversation that asks `problem`; images travel beside it in the column `image` or `images`."""
+    """Return the conversation that asks `problem`; images travel beside it in the column `image` or `images`.
+
+    Args:
+        problem: the question.
+        choices: its options, at most ten.
+        system_prompt: the message put first, a text or a template that is filled in; None: none.
+        source: where the question comes from, for templates.
+
+    Raises:
+        DataError: there are more options than letters, or the template fails.
+    """
     question = [{"role": "user", "content": format_question(problem, choices)}]
+    if isinstance(system_prompt, SystemTemplate):
+        system_prompt = system_prompt.render(problem, choices, source)
     return [{"role": "system", "content": system_prompt}, *question] if system_prompt else question
+
+
+def _words(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,7 +1,7 @@
 """What a row needs before it can be trained on, and why a row is left out.
 
 A row has a `prompt` (a conversation or a text) or a `problem` (the question's text, with `choices` for multiple
-choice), a `solution`, and `image` or `images` unless it is about text alone.
+choice), a `solution`, and `image`, `images`, `video` or `videos` unless it is about text alone.
 """
 
 import json
@@ -11,18 +11,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, Image, IterableDataset, List
+from datasets import Dataset, Image, IterableDataset, List, Video
 from pyarrow.lib import ArrowException
 from transformers.utils import logging
 
-from vgr_trl.data.columns import image_columns, images_of
+from vgr_trl.data.columns import IMAGE_COLUMNS, VIDEO_COLUMNS, image_columns, images_of, video_columns, videos_of
 from vgr_trl.data.images import open_image
-from vgr_trl.data.prompts import SYSTEM_PROMPT, build_prompt
+from vgr_trl.data.prompts import SYSTEM_PROMPT, SystemTemplate, build_prompt
 from vgr_trl.data.scan import scan
+from vgr_trl.data.video import DEFAULT_VIDEO_OPTIONS, VideoOptions, frames_of, without_video_marks
+from vgr_trl.data.video_rows import with_frames
 from vgr_trl.errors import DataError, RewardError
 from vgr_trl.rewards import resolve_solution
 
 logger = logging.get_logger(__name__)
+
+PLACE = "__place__"  # the column in which the rows of a stream carry their number on the way
+SHUFFLE_BUFFER = 1000  # rows of a stream that wait, their images undecoded
 
 
 @dataclass(frozen=True)
@@ -35,27 +40,65 @@ class SkippedRow:
     reason: str
 
 
-def row_problem(row: Mapping[str, Any], *, root: Path = Path(), needs_solution: bool = True) -> str | None:
+def row_problem(
+    row: Mapping[str, Any],
+    *,
+    root: Path = Path(),
+    needs_solution: bool = True,
+    system_prompt: str | SystemTemplate | None = None,
+    videos: VideoOptions = DEFAULT_VIDEO_OPTIONS,
+) -> str | None:
     """Return why `row` cannot be used, in one sentence, or None if it can.
 
     Args:
         row: with undecoded or decoded images.
         root: folder that relative image paths start from.
         needs_solution: whether a row must say what is right (an accuracy reward is on).
+        system_prompt: put before a `problem`; a template may fail on the row.
+        videos: rate and limit of the frames of videos.
+
+    Raises:
+        ConfigError: the row has a video, and PyAV is not installed.
     """
     try:
-        prompt = _prompt_of(row, None)
+        prompt = _prompt_of(row, system_prompt)
         if needs_solution:
             stated = row.get("solution") if row.get("solution") is not None else row.get("label_idx")
             resolve_solution(stated, row.get("choices"))
         images = images_of(row)
-        if images and isinstance(prompt, str):
+        if (images or videos_of(row)) and isinstance(prompt, str):
             return "its prompt is a text, but a row with images needs a conversation (a list of messages)"
         for value in images:
             open_image(value, root)
+        frames_of(row, videos, root)
     except (DataError, RewardError) as error:
         return str(error).rstrip(".")
     return None
+
+
+def ready_row(
+    row: Mapping[str, Any],
+    *,
+    root: Path = Path(),
+    system_prompt: str | SystemTemplate | None = SYSTEM_PROMPT,
+    videos: VideoOptions = DEFAULT_VIDEO_OPTIONS,
+) -> dict[str, Any]:
+    """Return a row in which `row_problem` finds nothing with its prompt and its images, those of videos included.
+
+    Args:
+        row: with undecoded or decoded images.
+        root, system_prompt, videos: as in `row_problem`.
+    """
+    ready = {name: value for name, value in row.items() if name not in (*VIDEO_COLUMNS, PLACE)}
+    ready["prompt"] = _prompt_of(row, system_prompt)
+    if any(name in row for name in VIDEO_COLUMNS):
+        ready.pop("image", None)
+        ready["images"] = [open_image(value, root) for value in images_of(row)] + frames_of(row, videos, root)
+    elif row.get("images") is not None:
+        ready["images"] = [open_image(value, root) for value in row["images"]]
+    elif row.get("image") is not None:
+        ready["image"] = open_image(row["image"], root)
+    return ready
 
 
 def prepare_rows(
@@ -64,13 +107,16 @@ def prepare_rows(
     split: str = "train",
     root: Path = Path(),
     needs_solution: bool = True,
-    system_prompt: str | None = SYSTEM_PROMPT,
+    system_prompt: str | SystemTemplate | None = SYSTEM_PROMPT,
+    videos: VideoOptions = DEFAULT_VIDEO_OPTIONS,
     on_skipped: Callable[[SkippedRow], None] | None = None,
+    shuffle_seed: int | None = None,
 ) -> tuple[Dataset | IterableDataset, list[SkippedRow]]:
     """Return `dataset` with a column `prompt` and without the rows that cannot be used, and the list of those.
 
     Every image is decoded once to see whether it can be, each process looking at its share. Of a stream the rows are
-    checked as they are read: the list is empty, and `on_skipped` hears of each row once.
+    checked as they are read: the list is empty, and `on_skipped` hears of each row once. Videos become images: of a
+    data set with a column `video` or `videos`, each row has its images and then its frames in `images`.
 
     Args:
         dataset: rows as described at the top of this file.
@@ -78,19 +124,27 @@ def prepare_rows(
         root: folder that relative image paths start from.
         needs_solution: whether a row must have a usable `solution` or `label_idx`.
         system_prompt: put before each `problem`; rows with a `prompt` of their own keep it.
+        videos: rate and limit of the frames of videos.
         on_skipped: called for each row of a stream that is left out; None: a warning.
+        shuffle_seed: of a stream: draw each row from the next 1000, which wait with their images undecoded: a small part
+            of the memory that shuffling the result takes. None: keep the order.
 
     Raises:
+        ConfigError: there are videos, and PyAV is not installed.
         DataError: the data set is empty, lacks the needed columns, or no row is left.
     """
     if isinstance(dataset, IterableDataset):
-        return _prepare_stream(dataset, split, root, needs_solution, system_prompt, on_skipped), []
+        examine = partial(
+            row_problem, root=root, needs_solution=needs_solution, system_prompt=system_prompt, videos=videos
+        )
+        ready = partial(ready_row, root=root, system_prompt=system_prompt, videos=videos)
+        return _prepare_stream(dataset, split, needs_solution, examine, ready, on_skipped, shuffle_seed), []
     if len(dataset) == 0:
         raise DataError(f"The {split} data set has no rows: give a data set with at least one.")
-    _require_columns(dataset.column_names, split, needs_solution)
+    require_columns(dataset.column_names, split, needs_solution)
     dataset = _with_image_features(dataset, root)
-    examine = partial(row_problem, root=root, needs_solution=needs_solution)
-    reasons = scan(_undecoded(dataset), examine, f"check rows ({split})")
+    examine = partial(row_problem, root=root, needs_solution=needs_solution, system_prompt=system_prompt, videos=videos)
+    reasons = scan(undecoded(dataset), examine, f"check rows ({split})")
     ids = dataset["id"] if "id" in dataset.column_names else range(len(dataset))
     skipped = [SkippedRow(split, row, ids[row], reason) for row, reason in enumerate(reasons) if reason is not None]
     if len(skipped) == len(dataset):
@@ -99,7 +153,8 @@ def prepare_rows(
         )
     if skipped:
         dataset = dataset.select([row for row, reason in enumerate(reasons) if reason is None])
-    return _with_prompts(dataset, system_prompt), skipped
+    dataset = _with_prompts(dataset, system_prompt)
+    return (with_frames(undecoded(dataset), videos, root) if video_columns(dataset.column_names) else dataset), skipped
 
 
 def report_skipped(skipped: Sequence[SkippedRow], path: Path) -> None:
@@ -126,13 +181,16 @@ def _json_line(row: SkippedRow) -> str:
     return json.dumps(asdict(row), default=str) + "\n"
 
 
-def _prompt_of(row: Mapping[str, Any], system_prompt: str | None) -> Any:
+def _prompt_of(row: Mapping[str, Any], system_prompt: str | SystemTemplate | None) -> Any:
     if row.get("prompt") is not None and row["prompt"] != []:
-        return _checked_prompt(row["prompt"])
-    problem = row.get("problem")
-    if not isinstance(problem, str) or not problem.strip():
-        raise DataError("it has neither a prompt nor a problem")
-    return build_prompt(problem, row.get("choices"), system_prompt=system_prompt)
+        prompt = _checked_prompt(row["prompt"])
+    else:
+        problem = row.get("problem")
+        if not isinstance(problem, str) or not problem.strip():
+            raise DataError("it has neither a prompt nor a problem")
+        source = row.get("source") if isinstance(row.get("source"), str) else None
+        prompt = build_prompt(problem, row.get("choices"), system_prompt=system_prompt, source=source)
+    return without_video_marks(prompt) if videos_of(row) else prompt
 
 
 def _checked_prompt(prompt: Any) -> Any:
@@ -148,7 +206,8 @@ def _checked_prompt(prompt: Any) -> Any:
     return prompt
 
 
-def _require_columns(names: Iterable[str], split: str, needs_solution: bool) -> None:
+def require_columns(names: Iterable[str], split: str, needs_solution: bool) -> None:
+    """Raise `DataError` if no row of a data set with the columns `names` could be used."""
     names = list(names)
     if not {"prompt", "problem"} & set(names):
         raise DataError(f"The {split} data has the columns {names}: it needs `prompt`, or `problem` with `solution`.")
@@ -158,15 +217,16 @@ def _require_columns(names: Iterable[str], split: str, needs_solution: bool) -> 
         )
 
 
-def _with_prompts(dataset: Dataset, system_prompt: str | None) -> Dataset:
-    if "prompt" in dataset.column_names and all(dataset["prompt"]):
+def _with_prompts(dataset: Dataset, system_prompt: str | SystemTemplate | None) -> Dataset:
+    videos = video_columns(dataset.column_names)
+    if "prompt" in dataset.column_names and all(dataset["prompt"]) and not videos:
         return dataset
     if "prompt" in dataset.column_names and not isinstance(dataset.features["prompt"], List):
         raise DataError(
             "Some rows have a text as `prompt` and others only a `problem`: give all of them one or the other."
         )
-    columns = [name for name in ("prompt", "problem", "choices") if name in dataset.column_names]
-    prompts = [_prompt_of(row, system_prompt) for row in dataset.select_columns(columns)]
+    columns = [name for name in ("prompt", "problem", "choices", "source", *videos) if name in dataset.column_names]
+    prompts = [_prompt_of(row, system_prompt) for row in undecoded(dataset.select_columns(columns))]
     if "prompt" in dataset.column_names:
         dataset = dataset.remove_columns("prompt")
     return dataset.add_column("prompt", prompts)
@@ -193,53 +253,60 @@ def _with_image_features(dataset: Dataset, root: Path) -> Dataset:
 def _under(root: Path, value: Any) -> Any:
     if isinstance(value, list):
         return [_under(root, path) for path in value]
-    return None if value is None else str(root / value)
+    return None if value is None else str((root / value).absolute())  # what follows may start from `root` again
 
 
-def _undecoded(dataset: Any) -> Any:
-    for name in image_columns(dataset):
-        feature = (dataset.features or {}).get(name)
-        if isinstance(feature, Image):
-            dataset = dataset.cast_column(name, Image(decode=False))
-        elif isinstance(feature, List) and isinstance(feature.feature, Image):
-            dataset = dataset.cast_column(name, List(Image(decode=False)))
+def undecoded(dataset: Any) -> Any:
+    """Return a data set or stream whose images and videos come as bytes or paths."""
+    for name, feature in (dataset.features or {}).items():
+        if name not in (*IMAGE_COLUMNS, *VIDEO_COLUMNS):
+            continue
+        for kind in (Image, Video):
+            if isinstance(feature, kind):
+                dataset = dataset.cast_column(name, kind(decode=False))
+            elif isinstance(feature, List) and isinstance(feature.feature, kind):
+                dataset = dataset.cast_column(name, List(kind(decode=False)))
     return dataset
 
 
 def _prepare_stream(
     dataset: IterableDataset,
     split: str,
-    root: Path,
     needs_solution: bool,
-    system_prompt: str | None,
+    examine: Callable[[Mapping[str, Any]], str | None],
+    ready: Callable[[Mapping[str, Any]], dict[str, Any]],
     on_skipped: Callable[[SkippedRow], None] | None,
+    shuffle_seed: int | None,
 ) -> IterableDataset:
-    first = next(iter(_undecoded(dataset)), None)
+    first = next(iter(undecoded(dataset)), None)
     if first is None:
         raise DataError(f"The {split} stream has no rows: give a data set with at least one.")
-    _require_columns(first, split, needs_solution)
-    heard: set[int] = set()
+    require_columns(first, split, needs_solution)
+    heard: set[Any] = set()
 
-    def usable(row: Mapping[str, Any], index: int) -> bool:
-        reason = row_problem(row, root=root, needs_solution=needs_solution)
-        if reason is not None and index not in heard:
-            heard.add(index)
+    def usable(row: Mapping[str, Any]) -> bool:
+        index = row[PLACE]
+        reason = examine(row)
+        if reason is None:
+            return True
+        name = index if row.get("id") is None else (str(row["id"]), reason)  # the place changes with the files' order
+        if name not in heard:
+            heard.add(name)
             skipped = SkippedRow(split, index, row.get("id"), reason)
             if on_skipped is not None:
                 on_skipped(skipped)
             else:
                 logger.warning(f"Left out {split} row {index} of the stream: {reason}.")
-        return reason is None
+        return False
 
-    def ready(row: Mapping[str, Any]) -> dict[str, Any]:
-        loaded: dict[str, Any] = {"prompt": _prompt_of(row, system_prompt)}
-        if row.get("images") is not None:
-            loaded["images"] = [open_image(value, root) for value in row["images"]]
-        elif row.get("image") is not None:
-            loaded["image"] = open_image(row["image"], root)
-        return {**row, **loaded}
-
-    stream = _undecoded(dataset).filter(usable, with_indices=True).map(ready)
-    if next(iter(stream), None) is None:
+    gone = [name for name in ("image", *VIDEO_COLUMNS) if name in first] if video_columns(first) else []
+    numbered = undecoded(dataset).map(_numbered, with_indices=True)
+    if next(iter(numbered.filter(usable)), None) is None:
         raise DataError(f"None of the {len(heard)} rows of the {split} stream can be used: see the reasons above.")
-    return stream
+    if shuffle_seed is not None:
+        numbered = numbered.shuffle(seed=shuffle_seed, buffer_size=SHUFFLE_BUFFER)
+    return numbered.filter(usable).map(ready, remove_columns=[*gone, PLACE])
+
+
+def _numbered(row: Mapping[str, Any], index: int) -> dict[str, Any]:
+    return {**row, PLACE: index}

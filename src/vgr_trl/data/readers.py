@@ -1,0 +1,148 @@
+"""Rows of files, one after the other, in memory that does not grow with the file."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import pyarrow.parquet
+from pyarrow.lib import ArrowException
+
+from vgr_trl.data.questions import Origin, Record
+from vgr_trl.errors import DataError
+
+BATCH_ROWS = 16
+LONGEST_LINE = 64 * 2**20  # bytes of one JSONL row; without a limit a file without line ends would fill the memory
+WHITE_SPACE = b"\xef\xbb\xbf \t\r\n"  # with the mark that some editors put at the start of UTF-8
+
+
+def read_files(paths: Sequence[Path]) -> Iterator[Record]:
+    """Yield the rows of Parquet, JSONL and JSON files in order; of a broken line of JSONL, why it is none.
+
+    Raises:
+        DataError: a file does not exist, is empty, of another kind, or cannot be read.
+    """
+    for path in paths:
+        yield from reader_of(path)(path)
+
+
+def reader_of(path: Path) -> Callable[[Path], Iterator[Record]]:
+    """Return the reader of the file, by its suffix.
+
+    Raises:
+        DataError: it does not exist, is empty or of another kind.
+    """
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        raise DataError(f"The file {path} is none of {', '.join(READERS)}.")
+    if not path.is_file():
+        raise DataError(f"The file {path} does not exist.")
+    if path.stat().st_size == 0:
+        raise DataError(f"The file {path} is empty.")
+    return reader
+
+
+def count_rows(paths: Sequence[Path]) -> int | None:
+    """Return how many rows the files have, None where that is not known without reading them."""
+    if any(path.suffix.lower() != ".parquet" for path in paths):
+        return None
+    try:
+        return sum(pyarrow.parquet.read_metadata(path).num_rows for path in paths)
+    except (ArrowException, OSError, ValueError):
+        return None  # the reader says why
+
+
+def read_parquet(path: Path) -> Iterator[Record]:
+    """Yield the rows of a Parquet file; see `read_files`."""
+    row = 0
+    try:
+        # Buffered, a column is read page by page: a file of one huge row group does not fill the memory.
+        with pyarrow.parquet.ParquetFile(
+            path, buffer_size=2**20, pre_buffer=False, page_checksum_verification=True
+        ) as file:
+            for batch in file.iter_batches(BATCH_ROWS, use_threads=False):
+                for record in batch.to_pylist():
+                    yield Origin(str(path), row), record
+                    row += 1
+    except (ArrowException, OSError, ValueError, OverflowError) as error:
+        raise _unreadable(path, row, error) from error
+
+
+def read_jsonl(path: Path) -> Iterator[Record]:
+    """Yield the rows of a file with one JSON object per line; empty lines are passed over."""
+    row = 0
+    try:
+        with path.open("rb") as file:
+            for row, line in enumerate(_lines(file)):
+                if line is None:
+                    yield Origin(str(path), row), f"the line has more than {LONGEST_LINE} bytes"
+                elif line.strip(WHITE_SPACE):
+                    yield Origin(str(path), row), parse_object(line)
+    except OSError as error:
+        raise _unreadable(path, row, error) from error
+
+
+def _lines(file: IO[bytes]) -> Iterator[bytes | None]:
+    """Yield the lines of `file`, None for one that is too long to be kept."""
+    while line := file.readline(LONGEST_LINE):
+        if len(line) < LONGEST_LINE or line.endswith(b"\n"):
+            yield line
+            continue
+        while (rest := file.readline(LONGEST_LINE)) and not rest.endswith(b"\n"):
+            pass
+        yield None
+
+
+def read_json(path: Path) -> Iterator[Record]:
+    """Yield the rows of a JSON file: a list of objects, or one object per line."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(1024).lstrip(WHITE_SPACE)[:1]
+        if start != b"[":
+            yield from read_jsonl(path)
+            return
+        rows = _loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise _unreadable(path, 0, error) from error
+    for row, value in enumerate(rows):
+        yield Origin(str(path), row), value if isinstance(value, dict) else _no_object(value)
+
+
+def parse_object(line: bytes) -> dict[str, Any] | str:
+    """Return the JSON object that `line` holds, or in one sentence why it holds none."""
+    try:
+        value = _loads(line)
+    except UnicodeDecodeError:
+        return "the line is not UTF-8"
+    except (ValueError, RecursionError) as error:
+        return f"the line is not JSON ({error})"
+    return value if isinstance(value, dict) else _no_object(value)
+
+
+def _loads(data: bytes) -> Any:
+    return json.loads(data.decode("utf-8-sig"), object_pairs_hook=_without_repetition)
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON lets the last of two equal names win, which would be a guess at what was meant."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        repeated = next(name for name, _ in pairs if [other for other, _ in pairs].count(name) > 1)
+        raise ValueError(f"the name {repeated[:40]!a} occurs twice")
+    return found
+
+
+def _no_object(value: Any) -> str:
+    return f"the row is a {type(value).__name__}, not an object with columns"
+
+
+def _unreadable(path: Path, row: int, error: Exception) -> DataError:
+    words = " ".join(str(error).split())[:200]
+    return DataError(f"The file {path} cannot be read beyond row {row} ({words}): check that it is whole.")
+
+
+READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
+    ".parquet": read_parquet,
+    ".jsonl": read_jsonl,
+    ".json": read_json,
+}

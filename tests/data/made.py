@@ -1,0 +1,70 @@
+"""Images and files of rows, as the published sets have them."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+from PIL import Image
+
+from vgr_trl.data.convert import Output, convert
+from vgr_trl.data.progress import SKIPPED, Progress
+
+IMAGE = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+
+
+def picture(colour: Any = (200, 30, 40), size: tuple[int, int] = (12, 8)) -> dict[str, Any]:
+    """An undecoded image of one colour, as `datasets` stores it."""
+    return {"bytes": encoded(Image.new("RGB", size, colour)), "path": None}
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def parquet(path: Path, rows: list[dict[str, Any]], types: dict[str, Any] | None = None) -> Path:
+    """Write rows whose columns have the given Arrow types, images and texts being known."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    known = {name: IMAGE for name in names if name.startswith("image") and name not in ("image_id", "images")}
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    arrays = {
+        name: pyarrow.array(values, type=(types or {}).get(name, known.get(name))) for name, values in columns.items()
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.table(arrays), path)
+    return path
+
+
+def jsonl(path: Path, rows: list[Any]) -> Path:
+    """Write rows as JSON, and texts as they are."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def questions(candidates: Any) -> list[Any]:
+    return [found for _, found in candidates if not isinstance(found, str)]
+
+
+def reasons(candidates: Any) -> list[tuple[int, str]]:
+    return [(origin.row, found) for origin, found in candidates if isinstance(found, str)]
+
+
+def written(candidates: Any, folder: Path, **options: Any) -> Progress:
+    """Convert in this process."""
+    return convert(candidates, Output(folder, **{"workers": 0, **options}), "the same")
+
+
+def rows_in(folder: Path, split: str = "train") -> list[dict[str, Any]]:
+    """The rows of the Parquet files of a split."""
+    files = sorted(folder.glob(f"{split}-*.parquet"))
+    return [row for file in files for row in pyarrow.parquet.read_table(file).to_pylist()]
+
+
+def skipped_in(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / SKIPPED).read_text(encoding="utf-8").splitlines()]

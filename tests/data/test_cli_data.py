@@ -1,0 +1,205 @@
+import json
+import re
+from pathlib import Path
+
+import pytest
+from datasets import load_dataset
+from made import jsonl, parquet, picture, rows_in, skipped_in
+
+from vgr_trl.cli.__main__ import main
+from vgr_trl.data.load import load_split
+from vgr_trl.data.schema import prepare_rows
+
+CHOICES = ["red", "blue", "green", "teal"]
+
+
+def aokvqa(path: Path, rows: int = 12, **changed) -> Path:
+    made = [
+        {
+            "image": picture((number, 0, 0)),
+            "question_id": f"q{number}",
+            "question": f"What is it {number}?",
+            "choices": CHOICES,
+            "correct_choice_idx": number % 4,
+        }
+        | changed
+        for number in range(rows)
+    ]
+    return parquet(path, made)
+
+
+def run(*arguments) -> int:
+    return main(["data", *map(str, arguments)])
+
+
+def convert(tmp_path, *flags, source="aokvqa", out="out") -> int:
+    return run("convert", source, "--output_dir", tmp_path / out, "--workers", 0, *flags)
+
+
+def ids(folder, split="train"):
+    return [row["id"] for row in rows_in(folder, split)]
+
+
+def test_a_set_is_converted_and_reported(tmp_path, capsys):
+    file = aokvqa(tmp_path / "a.parquet", correct_choice_idx=1)
+    aokvqa(tmp_path / "b.parquet", 1, correct_choice_idx=9)
+    assert convert(tmp_path, "--data_files", file, tmp_path / "b.parquet") == 0
+    printed = capsys.readouterr().out
+    assert "train: 12 rows" in printed
+    assert "12  100.0%  B" in printed
+    assert f"1 left out are listed in {tmp_path / 'out' / 'skipped.jsonl'}" in printed
+    assert (tmp_path / "out" / "report.txt").read_text(encoding="utf-8") in printed
+    assert [(row["file"], row["row"]) for row in skipped_in(tmp_path / "out")] == [(str(tmp_path / "b.parquet"), 0)]
+    rows, skipped = prepare_rows(load_split("train", dataset_path=str(tmp_path / "out")))
+    assert (len(rows), skipped) == (12, [])
+    assert convert(tmp_path, "--data_files", file, tmp_path / "b.parquet") == 0  # there is nothing left to do
+    assert ids(tmp_path / "out") == [f"q{number}" for number in range(12)]
+
+
+def test_ids_and_size_of_a_subset(tmp_path, capsys):
+    file = aokvqa(tmp_path / "a.parquet")
+    (tmp_path / "ids.txt").write_text("q7\nq1\nq9\nq99\n")
+    assert convert(tmp_path, "--data_files", file, "--question_id_file", tmp_path / "ids.txt") == 0
+    assert ids(tmp_path / "out") == ["q1", "q7", "q9"]
+    assert "No question has 1 ids of" in capsys.readouterr().err
+    (tmp_path / "ids.txt").write_text('["q2"]')
+    assert convert(tmp_path, "--data_files", file, "--question_id_file", tmp_path / "ids.txt") == 1
+    assert "holds a conversion with other question_ids" in capsys.readouterr().err
+    assert convert(tmp_path, "--data_files", file, "--subset_size", 5, out="few") == 0
+    assert ids(tmp_path / "few") == [f"q{number}" for number in range(5)]
+
+
+def test_a_split_gets_a_name_that_is_found_again(tmp_path, capsys):
+    aokvqa(tmp_path / "in" / "dev.parquet", 3)
+    assert convert(tmp_path, "--dataset_path", tmp_path / "in", "--split", "dev") == 0
+    assert len(load_dataset(str(tmp_path / "out"), split="validation", cache_dir=str(tmp_path / "cache"))) == 3
+    other = ("--data_files", tmp_path / "in" / "dev.parquet", "--split", "mine")
+    assert convert(tmp_path, *other, out="mine") == 1
+    assert "The split is 'mine': say what it becomes by --output_split train | validation | test." in (
+        capsys.readouterr().err
+    )
+    assert convert(tmp_path, *other, "--output_split", "test", out="mine") == 0
+    assert ids(tmp_path / "mine", "test") == ["q0", "q1", "q2"]
+
+
+def test_own_files_with_own_columns(tmp_path):
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "a.png").write_bytes(picture()["bytes"])
+    (tmp_path / "film.mp4").write_bytes(b"film")
+    rows = [
+        {"frage": "Which?", "antwort": "blue", "bild": "a.png", "film": None},
+        {"frage": "And then?", "antwort": "red", "bild": None, "film": str(tmp_path / "film.mp4")},
+        {"frage": "And here?", "antwort": "red", "bild": "b.png", "film": None},
+    ]
+    flags = ["--prompt_key", "frage", "--answer_key", "antwort", "--image_key", "bild", "--video_key", "film"]
+    flags += ["--image_dir", tmp_path / "pictures", "--data_files", jsonl(tmp_path / "mine.jsonl", rows)]
+    assert convert(tmp_path, *flags, source="jsonl") == 0
+    found = rows_in(tmp_path / "out")
+    assert [(row["problem"], row["solution"], len(row["images"]), row["videos"]) for row in found] == [
+        ("Which?", "blue", 1, []),
+        ("And then?", "red", 0, [str(tmp_path / "film.mp4")]),
+    ]
+    assert "b.png does not exist" in skipped_in(tmp_path / "out")[0]["reason"]
+
+
+def test_a_video_that_no_column_announces_is_left_out(tmp_path):
+    (tmp_path / "film.mp4").write_bytes(b"film")
+    (tmp_path / "a.png").write_bytes(picture()["bytes"])
+    rows = [{"prompt": "q", "answer": "a", "image": "a.png"}, {"prompt": "q", "answer": "a", "video": "film.mp4"}]
+    assert convert(tmp_path, "--data_files", jsonl(tmp_path / "mine.jsonl", rows), source="jsonl") == 0
+    assert len(rows_in(tmp_path / "out")) == 1
+    assert (
+        skipped_in(tmp_path / "out")[0]["reason"] == "it has a video, but the set's first row has no column of videos"
+    )
+
+
+def test_a_copy_of_a_hub_set_is_read_in_its_usual_configuration(tmp_path):
+    """MMMU-Pro asks the same questions in three configurations, which are not to be mixed."""
+    for config, count in (("standard (4 options)", 4), ("standard (10 options)", 10)):
+        row = {"id": config, "question": "Which?", "options": str([f"o{n}" for n in range(count)]), "answer": "A"}
+        parquet(tmp_path / "in" / config / "test-00000-of-00001.parquet", [row | {"image_1": picture()}])
+    assert convert(tmp_path, "--dataset_path", tmp_path / "in", source="mmmu_pro") == 0
+    assert ids(tmp_path / "out", "test") == ["standard (10 options)"]
+    four = ("--dataset_config", "standard (4 options)")
+    assert convert(tmp_path, "--dataset_path", tmp_path / "in", *four, source="mmmu_pro", out="four") == 0
+    assert ids(tmp_path / "four", "test") == ["standard (4 options)"]
+
+
+def test_limits_reach_the_images(tmp_path, capsys):
+    file = aokvqa(tmp_path / "a.parquet", 2)  # of 12x8 pixels
+    assert convert(tmp_path, "--data_files", file, "--max_short_side", 4, "--output_format", "jsonl") == 0
+    (line, _) = (tmp_path / "out" / "train-00000.jsonl").read_text().splitlines()
+    assert (tmp_path / "out" / json.loads(line)["image"]).is_file()
+    assert "below 32" in capsys.readouterr().out
+    assert convert(tmp_path, "--data_files", file, "--max_image_pixels", 95, out="none") == 1
+    assert "None of the 2 rows can be used; 2 because: image has … pixels" in capsys.readouterr().err
+
+
+def test_merge_splits_and_draws(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    for name in "ab":
+        assert convert(tmp_path, "--data_files", aokvqa(tmp_path / f"{name}.parquet", 20), out=name) == 0
+    flags = ["--output_dir", tmp_path / "out", "--workers", 0, "--shuffle_choices", "--plot", tmp_path / "set.png"]
+    assert run("merge", tmp_path / "a", tmp_path / "b", *flags) == 0
+    assert (len(ids(tmp_path / "out")), len(ids(tmp_path / "out", "test"))) == (18, 2)
+    printed = capsys.readouterr().out
+    assert printed.index("train: 18 rows") < printed.index("test: 2 rows")
+    assert "20  100.0%  it has the same image and question as an earlier row" in printed
+    assert (tmp_path / "set.png").stat().st_size > 10_000
+    assert run("merge", f"{tmp_path / 'out'}:test", "--output_dir", tmp_path / "again", "--test_share", 0) == 0
+    assert sorted(ids(tmp_path / "again")) == sorted(ids(tmp_path / "out", "test"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["convert", "jsonl"], "jsonl needs one of dataset_path, data_files and dataset_name"),
+        (["convert", "aokvqa", "--data_files", "no.parquet"], "The file no.parquet does not exist"),
+        (["convert", "aokvqa", "--dataset_path", "no"], "dataset_path is no, which is not a folder"),
+        (["convert", "aokvqa", "--data_files", "a.parquet", "--image_dir", "x"], "image_dir is given, but only jsonl"),
+        (
+            ["convert", "jsonl", "--data_files", "a.parquet", "--image_dir", "x"],
+            "image_dir is x, which is not a folder",
+        ),
+        (["convert", "aokvqa", "--data_files", "a.parquet", "--subset_size", "0"], "limit is 0"),
+        (["convert", "aokvqa", "--data_files", "a.parquet", "--min_pixels", "0"], "min_pixels is 0"),
+        (
+            ["convert", "aokvqa", "--data_files", "a.parquet", "--question_id_file", "no"],
+            "question_id_file is no, which",
+        ),
+        (["convert", "aokvqa", "--dataset_path", "."], "output_dir is out, within ., which is read"),
+        (["convert", "aokvqa", "--data_files", "a.parquet", "--plot", "x.doc"], "The plot is x.doc: give a file that"),
+        (
+            ["convert", "jsonl", "--data_files", "a.parquet", "--prompt_key", ""],
+            "prompt_key is empty: give the name of",
+        ),
+        (["convert", "aokvqa", "--data_files", "a.parquet", "--output_dir", "a.parquet"], "a.parquet is no folder to"),
+        (["merge", "nowhere"], "There is no set at nowhere"),
+        (["merge", "empty"], "empty has no .parquet or .jsonl or .json file"),
+        (["merge", "a.parquet", "--weights", "1", "2"], "weights has 2 numbers for 1 sets"),
+        (["nothing"], "There is no data command 'nothing'"),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence(tmp_path, monkeypatch, capsys, flags, words):
+    monkeypatch.chdir(tmp_path)
+    aokvqa(tmp_path / "a.parquet", 2)
+    (tmp_path / "empty").mkdir()
+    output = ["--output_dir", "out", "--workers", "0"] if flags[0] != "nothing" else []
+    assert run(flags[0], *output, *flags[1:]) == 1
+    printed = capsys.readouterr().err
+    assert re.search(re.escape(words), printed)
+    assert "Traceback" not in printed
+    assert printed.count("\n") == 1
+
+
+def test_a_folder_of_several_splits_has_to_be_named(tmp_path, capsys):
+    for split in ("train", "test"):
+        aokvqa(tmp_path / "in" / f"{split}.parquet", 4)
+    assert run("merge", tmp_path / "in", "--output_dir", tmp_path / "out") == 1
+    assert f"has the splits test, train: name one, as {tmp_path / 'in'}:test." in capsys.readouterr().err
+
+
+def test_usage(capsys):
+    assert run("--help") == 0
+    assert "convert" in capsys.readouterr().out
+    assert run() == 2

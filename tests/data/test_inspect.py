@@ -1,0 +1,254 @@
+import json
+import re
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from PIL import Image
+
+from vgr_trl.cli.__main__ import main as command_line
+from vgr_trl.cli.data_inspect import main
+from vgr_trl.data.inspect_lengths import Budget, cost, histogram, prompt_tokens
+from vgr_trl.data.inspect_page import without_options
+from vgr_trl.data.inspect_rows import Checks, inspect_rows
+from vgr_trl.data.inspect_sample import sampled
+from vgr_trl.data.load import load_path
+from vgr_trl.demo.tiny_processor import build_processor
+from vgr_trl.errors import ConfigError, DataError
+
+HOSTILE = "</p><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }} \u2028"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """Eight rows: the images of 2 and 6 are missing or damaged, the solution of 3 and 4 is none."""
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGBA", (40, 30), (255, 0, 0, 0)).save(tmp_path / "a.png")
+    (tmp_path / "half.png").write_bytes((tmp_path / "a.png").read_bytes()[:60])
+    rows = [
+        {"id": f"q{number}", "source": "made", "problem": f"which {number}?", "choices": ["x", "y"], "solution": "B"}
+        | {"image": "a.png"}
+        for number in range(8)
+    ]
+    rows[0]["problem"] = HOSTILE
+    rows[2]["image"] = "missing.png"
+    rows[3]["solution"] = "zebra"
+    rows[4]["solution"] = "giraffe"
+    rows[5] |= {"choices": None, "solution": "forty-two"}
+    rows[6]["image"] = "half.png"
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return tmp_path
+
+
+def checks(folder: Path, **options) -> Checks:
+    return Checks(root=folder, **{"system_prompt": None, **options})
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_bad_rows_are_counted_by_reason_and_the_others_by_what_they_are(folder, streaming):
+    split, rows = load_path("rows.jsonl", streaming=streaming)
+    heard = []
+    found = inspect_rows(rows, checks(folder), split=split, on_skipped=heard.append)
+    assert (split, found.rows, found.usable, found.bad) == ("train", 8, 4, 4)
+    assert [(row.row, row.id) for row in heard] == [(2, "q2"), (3, "q3"), (4, "q4"), (6, "q6")]
+    by_rows = {tuple(row.row for row in reason.examples): reason.count for reason in found.reasons.values()}
+    assert by_rows == {(2,): 1, (3, 4): 2, (6,): 1}  # zebra and giraffe are one kind of mistake
+    assert (found.choices, found.letters) == (Counter({"2": 3, "open": 1}), Counter({"B": 3}))
+    assert (found.images, found.sources) == (Counter({1: 4}), Counter({"made": 4}))
+    assert [one.row for one in found.sample] == [0, 1, 5, 7]
+    assert found.sample[1].choices == [("A", "x", False), ("B", "y", True)]
+    assert found.sample[2].solution == "forty-two"
+
+
+def test_only_the_first_bad_rows_of_a_reason_are_kept():
+    rows = Dataset.from_dict({"problem": ["q"] * 9, "solution": ["x"] + [None] * 8})
+    (reason,) = inspect_rows(rows, Checks()).reasons.values()
+    assert (reason.count, [row.row for row in reason.examples]) == (8, [1, 2, 3])
+
+
+def test_every_row_is_drawn_with_the_same_chance():
+    rows = Dataset.from_dict({"problem": [str(number) for number in range(8)], "solution": ["x"] * 8})
+    drawn = Counter()
+    for seed in range(200):
+        sample = inspect_rows(rows, Checks(), samples=2, seed=seed).sample
+        assert len(sample) == 2
+        drawn.update(one.row for one in sample)
+    # 200 draws of 2 of 8: 50 of each, with a standard deviation of sqrt(200 * 1/4 * 3/4) = 6.1
+    assert all(25 < drawn[row] < 75 for row in range(8))
+    assert (
+        inspect_rows(rows, Checks(), samples=2, seed=3).sample == inspect_rows(rows, Checks(), samples=2, seed=3).sample
+    )
+
+
+def test_lengths_count_the_tokens_of_images():
+    processor = build_processor([])
+    messages = [{"role": "user", "content": "ab"}]
+    text = prompt_tokens(processor, {"prompt": messages})
+    seen = prompt_tokens(processor, {"prompt": messages, "image": Image.new("RGB", (112, 56))})
+    # 112 x 56 pixels are 8 x 4 patches of 14, merged 2 x 2 to 8 tokens, between a start and an end mark
+    assert seen - text == 8 + 2
+    tokenizer = processor.tokenizer
+    assert prompt_tokens(tokenizer, {"prompt": messages}) == text
+    assert prompt_tokens(tokenizer, {"prompt": "abc"}) == prompt_tokens(processor, {"prompt": "abc"}) == 3
+    with pytest.raises(ConfigError, match="The data have images, but .* reads text only"):
+        prompt_tokens(tokenizer, {"prompt": messages, "image": Image.new("RGB", (112, 56))})
+
+
+def test_costs_by_hand():
+    lengths = {100: 2, 200: 1, 400: 1}
+    found = cost(lengths, Budget(250, max_completion_length=50, num_generations=4, prompts_per_step=2))
+    assert (found.shortest, found.median, found.percentile_95, found.longest) == (100, 100, 400, 400)
+    assert found.too_long == 1
+    assert found.mean == pytest.approx(400 / 3)  # of 100, 100 and 200
+    assert found.shared == round(2 * (400 / 3 + 4 * 50))
+    assert found.repeated == round(2 * (4 * 400 / 3 + 4 * 50))
+    assert cost(lengths, Budget(50)).too_long == 4
+    assert cost(lengths, Budget()).too_long == 0
+
+
+@pytest.mark.parametrize(
+    ("lengths", "bins"),
+    [
+        ({7: 3}, [(7, 7, 3)]),
+        ({1: 1, 12: 2}, [(number, number, {1: 1, 12: 2}.get(number, 0)) for number in range(1, 13)]),
+        ({1: 1, 13: 2}, [(0, 1, 1), (2, 3, 0), (4, 5, 0), (6, 7, 0), (8, 9, 0), (10, 11, 0), (12, 13, 2)]),
+        (
+            {480: 1, 520: 1, 1020: 1},
+            [(low, low + 49, {450: 1, 500: 1, 1000: 1}.get(low, 0)) for low in range(450, 1001, 50)],
+        ),
+    ],
+)
+def test_histograms_have_round_bins(lengths, bins):
+    assert histogram(lengths) == bins
+
+
+def test_numbers_out_of_range():
+    for name in ("max_prompt_length", "max_completion_length", "num_generations", "prompts_per_step"):
+        with pytest.raises(ConfigError, match=f"{name} is 0: give an integer of at least 1"):
+            Budget(**{name: 0})
+
+
+class Tags(HTMLParser):
+    """The tags of a page, their attributes, and its text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: Counter[str] = Counter()
+        self.sources: list[str] = []
+        self.handlers: list[str] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs) -> None:
+        self.tags[tag] += 1
+        self.sources += [value for name, value in attrs if name in ("src", "href")]
+        self.handlers += [name for name, _ in attrs if name.startswith("on")]
+
+    def handle_data(self, data) -> None:
+        self.text += data
+
+
+def test_the_page_shows_text_as_text_and_holds_its_images(folder, capsys):
+    assert main(["rows.jsonl", "--tiny", "--max_prompt_length", "700", "--skipped", "bad.jsonl"]) == 0
+    page = Tags((folder / "inspect.html").read_text(encoding="utf-8"))
+    assert not page.tags["script"]
+    assert not page.handlers
+    assert page.tags["img"] == 4
+    assert all(source.startswith("data:image/jpeg;base64,") for source in page.sources)
+    assert HOSTILE in page.text
+    for shown in ("which 1?", "forty-two", "zebra", "q6", "40 × 30", "max_prompt_length=700 leaves no row out"):
+        assert shown in page.text
+    listed = [json.loads(line) for line in (folder / "bad.jsonl").read_text().splitlines()]
+    assert [row["row"] for row in listed] == [2, 3, 4, 6]
+    printed = capsys.readouterr().out
+    assert "train: 8 rows, of which 4 cannot be used." in printed
+    assert "2 left out: " in printed
+    assert "row 3 (id 'q3'): " in printed
+    assert "prompt length in tokens, images included" in printed
+
+
+def test_without_a_model_and_without_a_page(folder, capsys):
+    assert main(["rows.jsonl", "--samples", "0"]) == 0
+    assert "Prompts are not measured: name the model with --model." in capsys.readouterr().out
+    assert not (folder / "inspect.html").exists()
+
+
+def test_strict_says_so_by_its_exit_status(folder):
+    assert main(["rows.jsonl", "--samples", "0", "--strict"]) == 1
+    assert main(["rows.jsonl", "--samples", "0", "--strict", "--max_rows", "2"]) == 0
+
+
+def test_nothing_left_is_an_error_after_the_report(folder, capsys):
+    (folder / "bad.jsonl").write_text('{"problem": "q", "solution": null}\n' * 3)
+    with pytest.raises(DataError, match="None of the 3 rows of bad.jsonl can be used; see the reasons above"):
+        main(["bad.jsonl"])
+    assert "3 left out: " in capsys.readouterr().out
+
+
+def test_text_that_is_no_unicode_does_not_stop_the_page():
+    row = {"prompt": [{"role": "user", "content": "q \ud800 r"}], "solution": "x"}
+    one = sampled(row, 0, None, None)
+    assert one.messages == [("user", "q ? r")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere/at/all.jsonl"], "There is no file and no folder nowhere/at/all.jsonl"),
+        (["empty"], "empty, which is empty"),
+        (["rows.jsonl", "--max_rows", "0"], "max_rows is 0: give an integer of at least 1"),
+        (["rows.jsonl", "--samples", "-1"], "samples is -1: give an integer of at least 0"),
+        (["rows.jsonl", "--tiny", "--model", "x"], "model and tiny are both given: drop one"),
+        (["rows.jsonl", "--max_prompt_length", "9"], "no model to count tokens with: add --model"),
+        (["rows.jsonl", "--model", "nowhere"], "nowhere cannot be loaded"),
+        (["rows.jsonl", "--image_dir", "nowhere"], "image_dir is nowhere, which is not a folder"),
+        (["rows.jsonl", "--page", "nowhere/a.html"], "nowhere/a.html cannot be written"),
+        (["rows.jsonl", "--prompt_language", "fr"], "prompt_language is 'fr': give one of en, zh"),
+        (["rows.jsonl", "--video_fps", "0"], "video_fps is 0.0: give a number above 0"),
+        (["torn.jsonl"], "torn.jsonl cannot be read"),
+        (["torn.jsonl", "--dataset_streaming"], "torn.jsonl cannot be read"),
+        (["torn.parquet"], "torn.parquet cannot be read"),
+        (["torn.parquet", "--dataset_streaming"], "torn.parquet cannot be read"),
+        (["columns.jsonl"], "it needs `prompt`, or `problem` with `solution`"),
+        (["two"], "has the splits ['test', 'validation']: name one of them"),
+        (["two", "--split", "train"], "but not 'train': name one of them"),
+    ],
+)
+def test_what_cannot_be_inspected_is_a_sentence(folder, capsys, arguments, message):
+    (folder / "empty").mkdir()
+    (folder / "two").mkdir()
+    for name in ("test", "validation"):
+        (folder / "two" / f"{name}-00000.jsonl").write_text('{"problem": "q", "solution": "x"}\n')
+    (folder / "torn.jsonl").write_text('{"problem": "q", "solution": "x"}\n{"problem": "q", "solu')
+    (folder / "torn.parquet").write_bytes(b"PAR1 and no more")
+    (folder / "columns.jsonl").write_text('{"text": "q"}\n')
+    assert command_line(["data", "inspect", *arguments]) == 1
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith("vgr-trl data: ")
+    assert message in said
+
+
+def test_what_convert_writes_is_found_by_split_also_beside_many_images(folder):
+    converted = folder / "converted"
+    (converted / "images").mkdir(parents=True)
+    for number in range(20):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(converted / "images" / f"{number}.png")
+    row = {"problem": "q", "solution": "x", "image": "images/3.png"}
+    for name in ("dev-00000", "dev-00001", "extra-00000"):
+        (converted / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    (converted / "skipped.jsonl").write_text("")
+    (converted / "report.txt").write_text("2 rows")
+    split, rows = load_path(str(converted), "dev")
+    found = inspect_rows(rows, checks(converted), split=split)
+    assert (found.split, found.usable, found.images) == ("dev", 2, Counter({1: 2}))
+    with pytest.raises(DataError, match=re.escape("has the splits ['dev', 'extra']: name one of them")):
+        load_path(str(converted))
+
+
+def test_options_are_shown_once():
+    choices = [("A", "red", True), ("B", "blue", False)]
+    assert without_options("which?\nA. red\nB. blue", choices) == "which?"
+    assert without_options("which?\nA. other", choices) == "which?\nA. other"
+    assert without_options("which?", []) == "which?"

@@ -1,0 +1,105 @@
+import re
+
+import pytest
+
+from vgr_trl.cli.arguments import DataArguments
+from vgr_trl.cli.loading import read_system_prompt, system_prompt_of
+from vgr_trl.data.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, SystemTemplate, build_prompt
+from vgr_trl.data.schema import row_problem
+from vgr_trl.errors import ConfigError, DataError
+
+
+def test_a_question_is_a_conversation_with_its_options_behind_letters():
+    assert build_prompt("哪种颜色？", ["红", "蓝"], system_prompt=SYSTEM_PROMPTS["zh"]) == [
+        {"role": "system", "content": SYSTEM_PROMPTS["zh"]},
+        {"role": "user", "content": "哪种颜色？\nA. 红\nB. 蓝"},
+    ]
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_every_language_asks_for_the_tags_in_their_order(language):
+    text = SYSTEM_PROMPTS[language]
+    places = [text.index(tag) for tag in ("<think>", "</think>", "<answer>", "</answer>")]
+    assert places == sorted(places)
+
+
+def test_a_template_is_filled_in_for_each_question():
+    template = SystemTemplate(
+        "{% if choices %}Answer with one of {{ letters | join(', ') }}.{% else %}Answer in words.{% endif %}\n"
+    )
+    assert build_prompt("q", ["x", "y", "z"], system_prompt=template)[0]["content"] == "Answer with one of A, B, C."
+    assert build_prompt("q", system_prompt=template)[0]["content"] == "Answer in words."
+    about = SystemTemplate("{{ source }}: {{ problem }}")
+    assert build_prompt("how many?", system_prompt=about, source="nlvr")[0]["content"] == "nlvr: how many?"
+
+
+def test_a_template_that_comes_out_empty_gives_no_system_message():
+    prompt = build_prompt("q", system_prompt=SystemTemplate("{% if choices %}one letter{% endif %}"))
+    assert prompt == [{"role": "user", "content": "q"}]
+
+
+def test_a_text_without_marks_stays_as_it_is():
+    text = "Think in <think></think>; 100 % & {braces} stay.\nTwo lines."
+    assert SystemTemplate(text).render("q") == text
+
+
+def test_what_a_question_holds_is_never_run():
+    assert SystemTemplate("{{ problem }}").render("{{ 7 * 7 }} <b>") == "{{ 7 * 7 }} <b>"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{% if choices %}", "is not a Jinja2 template"),
+        ("{{ question }}", "names question, but a template knows problem, choices, letters, source only"),
+        ("{% include 'other' %}{{ nothing }}", "names nothing"),
+        ("{{ problem | nosuchfilter }}", "is not a Jinja2 template (No filter named 'nosuchfilter'"),
+    ],
+)
+def test_a_wrong_template_is_a_sentence(text, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        SystemTemplate(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ problem.__class__.__mro__ }}",
+        "{{ choices.append('x') }}",
+        "{{ 1 / choices | length }}",
+        "{{ range(999999999) | list }}",
+        "{% include 'other' %}",
+    ],
+)
+def test_a_template_that_fails_or_reaches_out_of_the_sandbox_is_a_reason(text):
+    template = SystemTemplate(text, "mine.txt")
+    with pytest.raises(DataError, match=r"^mine.txt cannot be filled in for it \(.+\)$"):
+        template.render("q")
+    reason = row_problem({"problem": "q", "solution": "x"}, system_prompt=template)
+    assert reason is not None
+    assert reason.startswith("mine.txt cannot be filled in")
+
+
+def test_the_system_prompt_that_flags_name(tmp_path):
+    assert system_prompt_of(DataArguments()) == SYSTEM_PROMPT
+    assert system_prompt_of(DataArguments(prompt_language="zh")) == SYSTEM_PROMPTS["zh"]
+    (tmp_path / "mine.txt").write_text("{{ letters | length }} options\n", encoding="utf-8")
+    mine = system_prompt_of(DataArguments(system_prompt_file=str(tmp_path / "mine.txt")))
+    assert isinstance(mine, SystemTemplate)
+    assert mine.render("q", ["a", "b"]) == "2 options"
+    (tmp_path / "empty.txt").write_text(" \n", encoding="utf-8")
+    assert read_system_prompt(str(tmp_path / "empty.txt")) is None
+
+
+def test_flags_that_cannot_be_followed(tmp_path):
+    with pytest.raises(ConfigError, match="prompt_language is 'fr': give one of en, zh"):
+        DataArguments(prompt_language="fr")
+    with pytest.raises(ConfigError, match="prompt_language and system_prompt_file are both given"):
+        DataArguments(prompt_language="zh", system_prompt_file="mine.txt")
+    with pytest.raises(ConfigError, match="which does not exist"):
+        read_system_prompt(str(tmp_path / "no.txt"))
+    (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
+    with pytest.raises(ConfigError, match="is not a UTF-8 text"):
+        read_system_prompt(str(tmp_path / "latin.txt"))
+    with pytest.raises(ConfigError, match="which is not a file"):
+        read_system_prompt(str(tmp_path))

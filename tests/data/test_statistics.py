@@ -1,0 +1,131 @@
+import re
+import sys
+
+import pytest
+
+from vgr_trl.data.encode import Encoded
+from vgr_trl.data.plot import figures_for, plot
+from vgr_trl.data.questions import Question
+from vgr_trl.data.statistics import Statistics, kind_of, report, size_class, tables, together
+from vgr_trl.errors import ConfigError
+
+
+def counted() -> Statistics:
+    found = Statistics()
+    for number in range(3):
+        asked = Question(str(number), "$5 set", "Which?", "AB"[number % 2], ["image"], ["x", "y"])
+        found.add(asked, [Encoded(b"", ".png", 640, 480)])
+    found.add(Question("3", "other", "Which?", "B", ["image"] * 2), [Encoded(b"", ".png", 8, 2000)] * 2)
+    found.skip("image file /a/b.png does not exist")
+    found.skip("image file /c/d.png does not exist")
+    found.skip("it has no image")
+    return found
+
+
+REPORT = """4 rows
+
+rows by source
+          3   75.0%  $5 set
+          1   25.0%  other
+
+rows by number of choices
+          3   75.0%  2
+          1   25.0%  open
+
+multiple-choice rows by right letter
+          2   66.7%  A
+          1   33.3%  B
+
+rows by number of images
+          3   75.0%  1
+          1   25.0%  2
+
+images by pixels of the shorter side
+          2   40.0%  below 32
+          3   60.0%  256 to 511
+
+left out
+          2   66.7%  image file … does not exist
+          1   33.3%  it has no image
+"""
+
+
+def test_the_report_by_hand():
+    assert report(counted()) == REPORT
+    assert report(Statistics()) == "0 rows\n"
+
+
+def test_names_are_in_order_also_where_a_split_lacks_some():
+    train, test = Statistics(), counted()
+    train.letters.update("CA")
+    assert list(tables(together([train, test]))["multiple-choice rows by right letter"].items()) == [
+        ("A", 3),
+        ("B", 1),
+        ("C", 1),
+    ]
+    assert together([]) == Statistics()
+    assert test == counted()  # the parts stay as they are
+
+
+def test_counts_survive_being_written_down():
+    assert Statistics.of(counted().as_dict()) == counted()
+
+
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [
+        ((31, 900), "below 32"),
+        ((32, 32), "32 to 63"),
+        ((900, 63), "32 to 63"),
+        ((512, 512), "512 to 1023"),
+        ((1024, 1024), "1024 and more"),
+    ],
+)
+def test_classes_of_sizes(size, name):
+    assert size_class(*size) == name
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "kind"),
+    [
+        (
+            "image has 5000x900 pixels, more than max_image_pixels=10",
+            "image has 1x2 pixels, more than max_image_pixels=3",
+            "image has … pixels, more than max_image_pixels=…",
+        ),
+        (
+            "solution is 'red', which is none of the choices",
+            "solution is 'a, b', which is none of the choices",
+            "solution is …, which is none of the choices",
+        ),
+        ("the line is not JSON (line 1)", "the line is not JSON (Expecting value)", "the line is not JSON …"),
+    ],
+)
+def test_reasons_of_a_kind_are_counted_together(one, other, kind):
+    assert kind_of(one) == kind_of(other) == kind
+
+
+def test_the_plot_shows_every_table(tmp_path):
+    pytest.importorskip("matplotlib")
+    plot({"train": counted(), "test": counted()}, tmp_path / "new" / "set.svg")
+    picture = (tmp_path / "new" / "set.svg").read_text(encoding="utf-8")
+    for title in re.findall(r"\n\n(.+)", REPORT):
+        assert f"<!-- {title} -->" in picture
+    assert "<!-- train -->" in picture
+    assert "<!-- test -->" in picture
+    plot({"train": counted()}, tmp_path / "set.png")
+    assert (tmp_path / "set.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.iterdir() if "unfinished" in path.name] == []
+
+
+@pytest.mark.parametrize("name", ["set.doc", "set"])
+def test_a_plot_of_an_unknown_format(tmp_path, name):
+    with pytest.raises(ConfigError, match=f"{name}: give a file that ends in .png, .svg, .pdf"):
+        plot({"train": counted()}, tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plot_without_matplotlib_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=re.escape("pip install vgr_trl[plots]")):
+        figures_for(tmp_path / "set.png")

@@ -1,0 +1,226 @@
+import builtins
+import io
+import re
+from pathlib import Path
+
+import pytest
+from datasets import Dataset, Features, List, Value, load_dataset
+from PIL import Image
+
+from vgr_trl.data.schema import prepare_rows, row_problem
+from vgr_trl.data.video import (
+    VideoOptions,
+    frames_of,
+    refuse_single_image_models,
+    sample_frames,
+    without_video_marks,
+)
+from vgr_trl.demo.tiny_processor import build_processor
+from vgr_trl.errors import ConfigError, DataError
+
+av = pytest.importorskip("av")
+LEVELS = range(0, 240, 12)  # grey of frame 0, 1, …: 20 frames
+
+
+def write_video(path: Path, *, rate: int = 10, levels=LEVELS, size=(64, 48), rotation: int = 0) -> Path:
+    """A video whose frame k is of the grey `levels[k]`."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=rate)
+        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
+        stream.bit_rate = 4_000_000
+        for level in levels:
+            container.mux(stream.encode(av.VideoFrame.from_image(Image.new("RGB", size, (level,) * 3))))
+        container.mux(stream.encode())
+    return path
+
+
+def write_sound(path: Path) -> Path:
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("pcm_s16le", rate=8000, layout="mono")
+        frame = av.AudioFrame(format="s16", layout="mono", samples=800)
+        frame.planes[0].update(bytes(1600))
+        frame.sample_rate = 8000
+        container.mux(stream.encode(frame))
+    return path
+
+
+def greys(frames) -> list[int]:
+    """The frame numbers that pictures are of, by their grey."""
+    return [round(frame.convert("L").getpixel((5, 5)) / 12) for frame in frames]
+
+
+@pytest.fixture(scope="module")
+def video(tmp_path_factory) -> Path:
+    return write_video(tmp_path_factory.mktemp("video") / "grey.mp4")
+
+
+@pytest.mark.parametrize(
+    ("fps", "numbers"),
+    [
+        (1, [0, 10]),  # of 20 frames at 10 a second
+        (2, [0, 5, 10, 15]),
+        (3, [0, 4, 7, 10, 14, 17]),  # due at 0, 3.33, 6.67, 10, … frames: the next frame that is shown
+        (0.1, [0]),
+        (10, list(range(20))),
+        (25, list(range(20))),  # each once, though more are asked for
+    ],
+)
+def test_frames_are_taken_at_a_steady_rate(video, fps, numbers):
+    frames = sample_frames(str(video), VideoOptions(fps, 20))
+    assert greys(frames) == numbers
+    assert {(frame.size, frame.mode) for frame in frames} == {((64, 48), "RGB")}
+
+
+def test_other_containers_bytes_and_relative_paths(video, tmp_path):
+    for name in ("a.avi", "a.mkv", "a.mov"):
+        assert greys(sample_frames(str(write_video(tmp_path / name)), VideoOptions(2, 20))) == [0, 5, 10, 15]
+    for value in (video.read_bytes(), {"bytes": video.read_bytes(), "path": None}, {"path": "grey.mp4"}, "grey.mp4"):
+        assert greys(sample_frames(value, VideoOptions(1, 2), video.parent)) == [0, 10]
+
+
+def test_a_row_with_more_frames_than_allowed_is_refused_and_one_with_as_many_is_not(video):
+    assert len(sample_frames(str(video), VideoOptions(2, 4))) == 4
+    with pytest.raises(
+        DataError, match="more than max_video_frames=3 frames at video_fps=2: lower video_fps, or raise"
+    ):
+        sample_frames(str(video), VideoOptions(2, 3))
+    two = {"videos": [str(video)] * 2}
+    assert greys(frames_of(two, VideoOptions(1, 4))) == [0, 10, 0, 10]
+    with pytest.raises(DataError, match="its videos have more than max_video_frames=3 frames"):
+        frames_of(two, VideoOptions(1, 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder, video: folder / "no.mp4", "no.mp4 does not exist"),
+        (lambda folder, video: folder, "does not exist"),
+        (lambda folder, video: "x" * 5000, "video file"),
+        (lambda folder, video: "a\0b", "video file"),
+        (lambda folder, video: b"", "video cannot be decoded"),
+        (lambda folder, video: b"no video at all" * 100, "video cannot be decoded"),
+        (lambda folder, video: video.read_bytes()[:300], "video cannot be decoded"),
+        (lambda folder, video: write_sound(folder / "sound.avi"), "video has no pictures"),
+        (lambda folder, video: 7, "video is of type int, not a path or bytes"),
+        (lambda folder, video: {"bytes": None, "path": None}, "video is of type NoneType"),
+    ],
+)
+def test_a_video_that_cannot_be_read_is_a_reason(tmp_path, video, make, message):
+    value = make(tmp_path, video)
+    with pytest.raises(DataError, match=re.escape(message)):
+        sample_frames(value, VideoOptions())
+    reason = row_problem({"problem": "q", "solution": "x", "videos": [value]})
+    assert message in (reason or "")
+
+
+def test_a_list_of_other_files_is_not_followed(tmp_path, video):
+    lines = ["#EXTM3U", "#EXT-X-TARGETDURATION:2", "#EXTINF:2,", str(video), "#EXT-X-ENDLIST"]
+    (tmp_path / "list.mp4").write_text("\n".join(lines))
+    (tmp_path / "concat.mp4").write_text(f"ffconcat version 1.0\nfile '{video}'\n")
+    for name in ("list.mp4", "concat.mp4"):
+        with pytest.raises(DataError, match="video cannot be decoded"):
+            sample_frames(str(tmp_path / name), VideoOptions())
+
+
+def test_options_out_of_range():
+    for fps in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="video_fps is .*: give a number above 0"):
+            VideoOptions(fps)
+    with pytest.raises(ConfigError, match="max_video_frames is 0: give an integer of at least 1"):
+        VideoOptions(1, 0)
+
+
+def test_without_the_library_a_sentence_says_what_to_install(monkeypatch, video):
+    original = builtins.__import__
+
+    def without_av(name, *rest, **options):
+        if name == "av":
+            raise ImportError("No module named 'av'")
+        return original(name, *rest, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without_av)
+    rows = Dataset.from_dict({"problem": ["q"], "solution": ["x"], "video": [str(video)]})
+    with pytest.raises(ConfigError, match=re.escape("pip install 'vgr_trl[video]'")):
+        prepare_rows(rows)
+
+
+def test_marks_of_videos_are_taken_off():
+    assert without_video_marks("<video>\nWhat happens?") == "What happens?"
+    talk = [{"role": "user", "content": "<video> What happens?"}]
+    assert without_video_marks(talk) == [{"role": "user", "content": "What happens?"}]
+    with pytest.raises(DataError, match="part of type video"):
+        without_video_marks([{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What?"}]}])
+
+
+def rows_with_videos(video: Path) -> list[dict]:
+    return [
+        {"problem": "one", "solution": "x", "images": [str(video.parent / "a.png")], "videos": ["grey.mp4"]},
+        {"problem": "none", "solution": "x", "images": [], "videos": []},
+        {"problem": "bad", "solution": "x", "images": [], "videos": ["missing.mp4"]},
+        {"problem": "<video>two", "solution": "x", "images": [], "videos": ["grey.mp4", "grey.mp4"]},
+    ]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_frames_come_behind_the_images_of_a_row(video, streaming):
+    Image.new("RGB", (8, 9), "red").save(video.parent / "a.png")
+    features = Features(
+        problem=Value("string"), solution=Value("string"), images=List(Value("string")), videos=List(Value("string"))
+    )
+    made = Dataset.from_list(rows_with_videos(video), features=features)
+    heard = []
+    rows, skipped = prepare_rows(
+        made.to_iterable_dataset() if streaming else made,
+        root=video.parent,
+        system_prompt=None,
+        videos=VideoOptions(1, 4),
+        on_skipped=heard.append,
+    )
+    found = list(rows)
+    assert [row["prompt"][0]["content"] for row in found] == ["one", "none", "two"]
+    assert [len(row["images"]) for row in found] == [3, 0, 4]
+    assert found[0]["images"][0].size == (8, 9)
+    assert greys(found[0]["images"][1:]) == [0, 10]
+    assert not {"video", "videos", "image"} & set(found[0])
+    assert [(row.row, "missing.mp4" in row.reason) for row in skipped or heard] == [(2, True)]
+
+
+def test_frames_of_files_that_have_changed_are_read_anew(tmp_path):
+    write_video(tmp_path / "v.avi")
+    (tmp_path / "rows.jsonl").write_text('{"problem": "q", "solution": "x", "video": "v.avi"}\n')
+
+    def frames() -> list[int]:
+        made = load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), split="train", cache_dir=str(tmp_path))
+        return greys(prepare_rows(made, root=tmp_path)[0][0]["images"])
+
+    assert frames() == [0, 10]
+    write_video(tmp_path / "v.avi", levels=[120] * 5)
+    assert frames() == [10]
+
+
+class OneImage:
+    """A processor that reads the first image of a prompt only, as some do."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+
+    def apply_chat_template(self, messages, **options) -> str:
+        return "a question"
+
+    def __call__(self, text, images):
+        if self.fails and len(images[0]) > 1:
+            raise ValueError("one image per text, please")
+        return {"input_ids": [[1, 2, 3]]}
+
+
+def test_only_models_for_several_images_take_videos():
+    refuse_single_image_models(build_processor(["?"]))
+    with pytest.raises(ConfigError, match="but OneImage reads one image per prompt: use a model for several images"):
+        refuse_single_image_models(OneImage())
+    with pytest.raises(ConfigError, match=r"OneImage does not take several \(one image per text, please\)"):
+        refuse_single_image_models(OneImage(fails=True))
+
+
+def test_a_video_beside_a_text_prompt_is_a_reason():
+    row = {"prompt": "look", "solution": "x", "video": io.BytesIO().getvalue()}
+    assert "needs a conversation" in (row_problem(row) or "")
