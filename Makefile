@@ -44,12 +44,18 @@ types: $(DEV)
 	$(BIN)/mypy
 
 tests: $(DEV)
+	@scripts/install_chromium.sh
 	$(BIN)/python -m pytest -n 2
 
 test: lint types tests
 
 clean:
 	rm -rf $(VENV)
+
+# The page of `vgr-trl report` from its sources; needs Node.js 20 and npm, which neither users nor tests need.
+.PHONY: report-page
+report-page:
+	cd report_page && npm ci --no-fund --no-audit && npm run build
 
 # TRL's own tests of GRPOTrainer against DAPOTrainer; by hand, with a git copy of TRL.
 HARNESS ?= ../shared/trlcompat

@@ -6,7 +6,7 @@ from numbers import Integral
 from trl import GRPOConfig
 
 from vgr_trl.errors import ConfigError
-from vgr_trl.options import ChooseOptions, CreditOptions, MeasureOptions, PerceiveOptions
+from vgr_trl.options import ChooseOptions, CreditOptions, MeasureOptions, PerceiveOptions, ReportOptions
 from vgr_trl.options.ranges import check_choice, check_integer, check_number, is_number
 
 _WHOLE_NUMBERS = (
@@ -28,9 +28,9 @@ _LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "ves
 
 
 @dataclass
-class DAPOConfig(ChooseOptions, CreditOptions, PerceiveOptions, MeasureOptions, GRPOConfig):
+class DAPOConfig(ReportOptions, ChooseOptions, CreditOptions, PerceiveOptions, MeasureOptions, GRPOConfig):
     """Options of `DAPOTrainer`: those of TRL's `GRPOConfig`, with the defaults of DAPO, those of the stages
-    (`MeasureOptions`, `PerceiveOptions`, `CreditOptions`, `ChooseOptions`), and the ones below.
+    (`MeasureOptions`, `PerceiveOptions`, `CreditOptions`, `ChooseOptions`, `ReportOptions`), and the ones below.
 
     Changed defaults: `epsilon_high=0.28` (DAPO's clip-higher; https://huggingface.co/papers/2503.14476). TRL's own
     defaults already are `loss_type="dapo"` and `beta=0.0`.
@@ -122,6 +122,7 @@ class DAPOConfig(ChooseOptions, CreditOptions, PerceiveOptions, MeasureOptions, 
         self.check_perceive()
         self.check_credit()
         self.check_choose()
+        self.check_report()
         self._refuse_ignored_credit()
         super().__post_init__()
 

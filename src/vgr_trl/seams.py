@@ -29,6 +29,7 @@ SEAMS = {
     "_save_rng_state": ("output_dir",),
     "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
     "_tokenize_prompts": ("prompts",),
+    "create_model_card": ("model_name", "dataset_name", "tags"),
     "log": ("logs", "start_time"),
 }
 

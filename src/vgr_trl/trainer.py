@@ -40,6 +40,9 @@ from vgr_trl.preparation import (
     refuse_images_without_vision,
     refuse_too_few_prompts,
 )
+from vgr_trl.recording import RolloutRecorder
+from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extended_card, method_tags
+from vgr_trl.reporting.tables import in_texts
 from vgr_trl.rewards.groups import gather_groups, needed_columns
 from vgr_trl.rewards.schedule import RewardSchedule
 from vgr_trl.rollout_inputs import (
@@ -83,8 +86,13 @@ class DAPOTrainer(GRPOTrainer):
         DataError: no row is within `max_prompt_length`, or fewer than a rollout takes.
     """
 
+    _tag_names = GRPOTrainer._tag_names + list(TAGS)
+    _name = "DAPO"
+    _paper = TRL_PAPER
+
     args: DAPOConfig
     model: Any
+    _logs: Any
     train_dataset: Any
     eval_dataset: Any
     num_generations: int
@@ -126,6 +134,7 @@ class DAPOTrainer(GRPOTrainer):
         self._sharing_report = SharingReport()
         self._choice = GroupChoice(self)
         self._vllm_images = plan_vllm_images(self)
+        self._recorder = RolloutRecorder(self)
         self._history: deque[dict[str, float]] = deque(maxlen=COLLAPSE_HISTORY)
         if self.accelerator.is_main_process:
             self._say_at_start()
@@ -219,12 +228,15 @@ class DAPOTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Add to TRL's: when training, measure what depends on the image, and spread the advantages over the tokens.
 
-        Rows with a null image get an empty list of images, which TRL knows; on the null it fails.
+        Rows with a null image get an empty list of images, which TRL knows; on the null it fails. Some are recorded.
         """
-        with self._measurement.rollout():
+        with self._measurement.rollout(), self._recorder.rollout(len(inputs)):
             batch = self._generate_judge_and_perceive(inputs)
+            self._recorder.keep(batch)
             if self.model.training:
-                batch = self._spread(*self._choice.choose(batch, self._measurement.signals))
+                chosen, signals, live = self._choice.choose(batch, self._measurement.signals)
+                batch = self._spread(chosen, signals, live)
+                self._recorder.trained_on(chosen["advantages"], batch["advantages"], self._choice.replaced)
             return with_perturbed_rows(batch)
 
     def _generate_judge_and_perceive(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -446,7 +458,7 @@ class DAPOTrainer(GRPOTrainer):
         self._throughput.add(tokens=all_tokens, samples=all_rows)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add to TRL's: throughput and reward weights, once per log of training steps."""
+        """Add to TRL's: throughput and reward weights, once per log of training steps; texts that tables can hold."""
         if self.model.training and (seconds := sum(self._metrics["train"].get("step_time", []))):
             logs |= self._throughput.rates(seconds)
             logs |= {
@@ -459,13 +471,25 @@ class DAPOTrainer(GRPOTrainer):
             if self._streamed_prompts_too_long:
                 logs["data/prompts_too_long"] = self._streamed_prompts_too_long
         training = self.model.training
-        super().log(logs, start_time)
+        with in_texts(self._logs):
+            super().log(logs, start_time)
+        self._recorder.log(logs, "train" if training else "eval")
         if training and self.args.perception_loss_weight > 0:
             self._history.append({name: value for name, value in logs.items() if isinstance(value, float)})
             signs = None if self._collapse_seen else collapse_warning(self._history)
             if signs is not None and self.accelerator.is_main_process:
                 logger.warning(signs)
             self._collapse_seen |= signs is not None
+
+    def create_model_card(  # type: ignore[override]  # TRL's differs from its parent's
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """Add to TRL's: tags, rewards, the options that were on, and the papers to cite."""
+        rewards = self.reward_func_names
+        super().create_model_card(model_name, dataset_name, [*as_list(tags), *method_tags(self.args, rewards)])
+        if self.is_world_process_zero():
+            file = Path(str(self.args.output_dir), "README.md")
+            file.write_text(extended_card(file.read_text(encoding="utf-8"), self.args, rewards), encoding="utf-8")
 
 
 def _default_config(model: Any) -> DAPOConfig:

@@ -1,12 +1,15 @@
 import json
 import re
 from collections import Counter
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
 from PIL import Image
+from trl import GRPOTrainer
 
 from vgr_trl.cli.__main__ import main as command_line
 from vgr_trl.cli.data_inspect import main
@@ -15,8 +18,10 @@ from vgr_trl.data.inspect_page import without_options
 from vgr_trl.data.inspect_rows import Checks, inspect_rows
 from vgr_trl.data.inspect_sample import sampled
 from vgr_trl.data.load import load_path
+from vgr_trl.data.prompts import SYSTEM_PROMPTS, build_prompt
 from vgr_trl.demo.tiny_processor import build_processor
 from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.preparation import prompt_length
 
 HOSTILE = "</p><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }} \u2028"
 
@@ -94,6 +99,24 @@ def test_lengths_count_the_tokens_of_images():
     assert prompt_tokens(tokenizer, {"prompt": "abc"}) == prompt_tokens(processor, {"prompt": "abc"}) == 3
     with pytest.raises(ConfigError, match="The data have images, but .* reads text only"):
         prompt_tokens(tokenizer, {"prompt": messages, "image": Image.new("RGB", (112, 56))})
+
+
+@pytest.mark.parametrize("images", [0, 1, 3])
+@pytest.mark.parametrize("system_prompt", [None, SYSTEM_PROMPTS["zh"]])
+def test_lengths_are_those_of_the_trainer(images, system_prompt):
+    processor = build_processor(["what"])
+    row = {"prompt": build_prompt("what is it?", ["x", "y"], system_prompt=system_prompt)}
+    row["images"] = [Image.new("RGB", (112 + 28 * number, 84)) for number in range(images)]
+    trainer = SimpleNamespace(
+        processing_class=processor,
+        _is_vlm=True,
+        environment_factories=None,
+        tools=None,
+        chat_template=None,
+        chat_template_kwargs={},
+    )
+    trainer._tokenize_prompts = partial(GRPOTrainer._tokenize_prompts, trainer)
+    assert prompt_tokens(processor, row) == prompt_length(trainer, row)
 
 
 def test_costs_by_hand():

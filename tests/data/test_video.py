@@ -22,7 +22,7 @@ av = pytest.importorskip("av")
 LEVELS = range(0, 240, 12)  # grey of frame 0, 1, …: 20 frames
 
 
-def write_video(path: Path, *, rate: int = 10, levels=LEVELS, size=(64, 48), rotation: int = 0) -> Path:
+def write_video(path: Path, *, rate: int = 10, levels=LEVELS, size=(64, 48)) -> Path:
     """A video whose frame k is of the grey `levels[k]`."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=rate)
@@ -76,6 +76,22 @@ def test_other_containers_bytes_and_relative_paths(video, tmp_path):
         assert greys(sample_frames(str(write_video(tmp_path / name)), VideoOptions(2, 20))) == [0, 5, 10, 15]
     for value in (video.read_bytes(), {"bytes": video.read_bytes(), "path": None}, {"path": "grey.mp4"}, "grey.mp4"):
         assert greys(sample_frames(value, VideoOptions(1, 2), video.parent)) == [0, 10]
+
+
+def test_frames_are_turned_as_the_video_says(tmp_path):
+    stored = Image.new("L", (64, 48))  # the upper half is black, the lower half white
+    stored.paste(255, (0, 24, 64, 48))
+    with av.open(str(tmp_path / "turned.mp4"), "w") as container:
+        stream = container.add_stream("mpeg4", rate=5)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        stream.set_display_rotation(90)
+        container.mux(stream.encode(av.VideoFrame.from_image(stored.convert("RGB"))))
+        container.mux(stream.encode())
+    (frame,) = sample_frames(str(tmp_path / "turned.mp4"), VideoOptions())
+    assert frame.size == (48, 64)
+    left, right = (frame.convert("L").getpixel((x, 32)) for x in (6, 42))
+    assert left < 40  # counterclockwise by 90 degrees, what was above is left
+    assert right > 215
 
 
 def test_a_row_with_more_frames_than_allowed_is_refused_and_one_with_as_many_is_not(video):

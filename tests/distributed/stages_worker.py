@@ -104,13 +104,17 @@ def run(name, options, rows):
     start = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder)
     before = torch.cat([parameter.detach().flatten() for parameter in start.parameters()])
     table = {key: list(values) for key, values in trainer._logs["rewards"].items()}
-    return weights - before, {
-        "history": [entry for entry in trainer.state.log_history if "reward" in entry],
-        "rewards": table,
-        "advantages": list(trainer._logs["advantages"]),
-        "extra": {key: list(values) for key, values in trainer._logs["extra"].items()},
-        "rows": len(trainer._logs["completion"]),
-    }, trainer.accelerator.is_main_process
+    return (
+        weights - before,
+        {
+            "history": [entry for entry in trainer.state.log_history if "reward" in entry],
+            "rewards": table,
+            "advantages": list(trainer._logs["advantages"]),
+            "extra": {key: list(values) for key, values in trainer._logs["extra"].items()},
+            "rows": len(trainer._logs["completion"]),
+        },
+        trainer.accelerator.is_main_process,
+    )
 
 
 rows, _ = prepare_rows(load_dataset("parquet", data_files=question_file, split="train"), system_prompt=None)

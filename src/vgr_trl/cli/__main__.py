@@ -1,4 +1,4 @@
-"""`vgr-trl train | evaluate | demo`."""
+"""`vgr-trl train | evaluate | report | data | demo`."""
 
 import importlib
 import sys
@@ -9,6 +9,8 @@ from vgr_trl.errors import VGRError
 COMMANDS = {
     "train": "train a vision-language model with DAPO (the script of `accelerate launch`)",
     "evaluate": "measure accuracy, mean@k, pass@k and format of a model, without training",
+    "report": "make one page of HTML of a run, or of several: curves, completions, what they looked at",
+    "data": "convert public question sets to one schema, merge and inspect them",
     "demo": "train the embedded vision-language model and show accuracy before and after",
 }
 

@@ -126,8 +126,8 @@ def prepare_rows(
         system_prompt: put before each `problem`; rows with a `prompt` of their own keep it.
         videos: rate and limit of the frames of videos.
         on_skipped: called for each row of a stream that is left out; None: a warning.
-        shuffle_seed: of a stream: draw each row from the next 1000, which wait with their images undecoded: a small part
-            of the memory that shuffling the result takes. None: keep the order.
+        shuffle_seed: of a stream: draw each row from the next 1000, which wait with their images undecoded, in a
+            small part of the memory that shuffling the result takes. None: keep the order.
 
     Raises:
         ConfigError: there are videos, and PyAV is not installed.

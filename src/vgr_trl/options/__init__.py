@@ -4,5 +4,6 @@ from vgr_trl.options.choose import ChooseOptions
 from vgr_trl.options.credit import CreditOptions
 from vgr_trl.options.measure import MeasureOptions
 from vgr_trl.options.perceive import PerceiveOptions
+from vgr_trl.options.report import ReportOptions
 
-__all__ = ["ChooseOptions", "CreditOptions", "MeasureOptions", "PerceiveOptions"]
+__all__ = ["ChooseOptions", "CreditOptions", "MeasureOptions", "PerceiveOptions", "ReportOptions"]

@@ -10,11 +10,13 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 from vgr_trl.signals.attention import AttentionProbe
 from vgr_trl.signals.columns import SIGNAL_COLUMNS
+from vgr_trl.signals.decoder import find_decoder
 from vgr_trl.signals.generated import GenerationProbe
 from vgr_trl.signals.measured import AttentionMass, RolloutSignals
 from vgr_trl.signals.modality import build_modality_masks
 
-_OF_A_BATCH = ("active", "messages", "prompts", "signals", "prompt_mass", "generated_mass")
+MOST_KEPT = 2**29  # bytes of device memory for attention kept token by token; 3 rows of 1,024 tokens of a 7 B model
+_OF_A_BATCH = ("active", "messages", "prompts", "signals", "prompt_mass", "generated_mass", "keep_rows", "maps")
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class RolloutMeasurement:
         self.signals: Any = None
         self.prompt_mass: AttentionMass | None = None  # (L, N, 1), not there if attention is measured in generation
         self.generated_mass: AttentionMass | None = None
+        self.keep_rows: tuple[int, ...] | None = None  # rows whose attention over the image is wanted token by token
+        self.maps: dict[int, torch.Tensor] | None = None  # row -> (L, T, V), as `AttentionProbe.kept`
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -128,7 +132,7 @@ class RolloutMeasurement:
         """
         mask = attention_mask[:, -completion_length:].bool()  # (N, T)
         mass = None if self.generated_mass is None else fitted(self.generated_mass, completion_length)
-        if self.wanted.attention and mass is None:
+        if self.wanted.attention and (mass is None or self.keep_rows):
             length = input_ids.size(1)
             prompts = slice(0, length - completion_length)
             masks = build_modality_masks(
@@ -138,9 +142,12 @@ class RolloutMeasurement:
                 special_token_ids=self.special_token_ids,
             )
             rows = slice(prompts.stop - 1, length - 1)
-            with AttentionProbe(model, masks, rows=rows, measure_prompt=True) as probe:
+            kept = self._rows_that_fit(model, masks.vision, completion_length)
+            with AttentionProbe(model, masks, rows, kept, measure_prompt=mass is None) as probe:
                 scored = score()
-            mass, self.prompt_mass = probe.mass, probe.prompt_mass
+            if mass is None:
+                mass, self.prompt_mass = probe.mass, probe.prompt_mass
+            self.maps = probe.kept
         else:
             scored = score()
         if mass is not None:
@@ -150,6 +157,17 @@ class RolloutMeasurement:
             entropies = torch.full_like(logps, torch.nan)
         self.signals = RolloutSignals(logps.detach().float(), entropies.detach().float(), mask, mass)
         return scored
+
+    def _rows_that_fit(self, model: Any, vision: torch.Tensor, completion_length: int) -> list[int]:
+        """Those of `keep_rows` whose attention, token by token, takes no more than `MOST_KEPT` bytes together."""
+        fitting, used = [], 0
+        decoder: Any = find_decoder(model)
+        for row in self.keep_rows or ():
+            size = 4 * len(decoder.layers) * completion_length * int(vision[row].sum())
+            if used + size <= MOST_KEPT:
+                fitting.append(row)
+                used += size
+        return fitting
 
 
 def fitted(mass: AttentionMass, length: int) -> AttentionMass:

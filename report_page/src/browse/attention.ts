@@ -1,0 +1,37 @@
+// Attention of tokens over the vision tokens of all images of a prompt.
+import { type Completion, bytes } from "../data";
+
+export interface Look {
+  /** Per image, in order: attention on each cell, row by row; null where its grid is not known. */
+  images: (number[] | null)[];
+  /** On all images together: the vision mass. */
+  mass: number;
+  /** Of the cell that gets most. */
+  most: number;
+}
+
+const decoded = new WeakMap<Completion, Uint8Array>();
+
+/** Attention of one token, or the mean over all tokens; null if it was not measured or does not fit the grids. */
+export function look(completion: Completion, token: number | null): Look | null {
+  const { attention, images, tokens } = completion;
+  if (!attention || !tokens.length) return null;
+  let values = decoded.get(completion);
+  if (!values) decoded.set(completion, (values = bytes(attention.values)));
+  const cells = values.length / tokens.length;
+  const counts = images.map(({ grid }) => (grid ? grid[0] * grid[1] : 0));
+  if (counts.some((count) => !count) || counts.reduce((sum, count) => sum + count, 0) !== cells) return null;
+  const mean = new Array<number>(cells).fill(0);
+  const rows = token === null ? tokens.map((_, row) => row) : [token];
+  for (const row of rows) {
+    const scale = (attention.scale[row] ?? 0) / 255 / rows.length;
+    for (let cell = 0; cell < cells; cell++) mean[cell]! += scale * values[row * cells + cell]!;
+  }
+  let first = 0;
+  const parts = counts.map((count) => mean.slice(first, (first += count)));
+  return {
+    images: parts,
+    mass: mean.reduce((sum, value) => sum + value, 0),
+    most: mean.reduce((most, value) => Math.max(most, value), 0),
+  };
+}

@@ -1,0 +1,84 @@
+// Colours for numbers per token that colour-blind readers can tell apart: blue below the middle, orange above.
+// The same scale as src/vgr_trl/reporting/colours.py, with a dark middle in dark mode.
+import type { Numbers } from "./data";
+
+type Colour = [number, number, number];
+
+export type QuantityName = "vgr" | "weights" | "dependency" | "advantages" | "entropies" | "logps";
+
+export interface Quantity {
+  name: QuantityName;
+  title: string;
+  below: string;
+  above: string;
+  /** The middle is 1 and twice as far as half; otherwise it is 0. */
+  ratio: boolean;
+}
+
+export const QUANTITIES: Quantity[] = [
+  { name: "vgr", title: "Vision gain ratio", below: "looks at the image more", above: "looks at the image less", ratio: true },
+  { name: "weights", title: "Token weight", below: "less of the credit", above: "more of the credit", ratio: true },
+  { name: "dependency", title: "Dependency on the image", below: "", above: "depends on the image", ratio: false },
+  { name: "advantages", title: "Advantage", below: "made less likely", above: "made more likely", ratio: false },
+  { name: "entropies", title: "Entropy", below: "", above: "uncertain", ratio: false },
+  { name: "logps", title: "Log-probability", below: "unlikely", above: "", ratio: false },
+];
+
+const SCALES: Record<"light" | "dark", { low: Colour; middle: Colour; high: Colour }> = {
+  light: { low: [67, 147, 195], middle: [250, 250, 250], high: [230, 135, 45] },
+  dark: { low: [60, 130, 190], middle: [32, 36, 42], high: [205, 105, 20] },
+};
+
+/** Where each value lies between the farthest one below the middle, -1, and above it, 1; the middle is 0. */
+export function positions(values: Numbers, ratio: boolean): Numbers {
+  const distances = values.map((value) => {
+    if (value === null) return null;
+    if (!ratio) return value;
+    return value > 0 ? Math.log(value) : -Infinity;
+  });
+  let farthest = 0;
+  for (const distance of distances) {
+    if (distance !== null && Number.isFinite(distance)) farthest = Math.max(farthest, Math.abs(distance));
+  }
+  return distances.map((distance) =>
+    distance === null ? null : Math.max(-1, Math.min(1, distance / (farthest || 1))),
+  );
+}
+
+export function tokenStyle(position: number | null, dark: boolean): { background: string; color: string } | undefined {
+  if (position === null) return undefined;
+  const { low, middle, high } = SCALES[dark ? "dark" : "light"];
+  const end = position < 0 ? low : high;
+  const mixed = middle.map((from, i) => Math.round(from + Math.abs(position) * (end[i]! - from))) as Colour;
+  return { background: `rgb(${mixed.join(" ")})`, color: readable(mixed) };
+}
+
+/** Black or white, whichever is easier to read, by the contrast that WCAG 2 defines. */
+function readable(background: Colour): string {
+  const [red, green, blue] = background.map((channel) => {
+    const part = channel / 255;
+    return part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+  }) as Colour;
+  const luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+  return (luminance + 0.05) / 0.05 >= 1.05 / (luminance + 0.05) ? "#000" : "#fff";
+}
+
+/** Of runs: Okabe and Ito's palette, which colour-blind readers can tell apart, and a dash of its own for each. */
+const RUNS: { light: string; dark: string; dash: number[] }[] = [
+  { light: "#0072b2", dark: "#56b4e9", dash: [] },
+  { light: "#d55e00", dark: "#e69f00", dash: [8, 4] },
+  { light: "#007d5c", dark: "#2bc79d", dash: [2, 3] },
+  { light: "#a8477f", dark: "#e08fbf", dash: [10, 3, 2, 3] },
+  { light: "#5c5c5c", dark: "#c8c8c8", dash: [4, 2] },
+  { light: "#8a6d00", dark: "#f0e442", dash: [12, 6] },
+];
+
+export function runColour(index: number, dark: boolean): string {
+  return RUNS[index % RUNS.length]![dark ? "dark" : "light"];
+}
+
+export function runDash(index: number): number[] {
+  const { dash } = RUNS[index % RUNS.length]!;
+  const round = Math.floor(index / RUNS.length); // beyond the palette the dashes are longer
+  return round && dash.length === 0 ? [14 * round, 3] : dash.map((part) => part * (1 + round));
+}

@@ -1,0 +1,146 @@
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import uPlot from "uplot";
+import { runColour, runDash } from "../colours";
+import type { Numbers, Run } from "../data";
+import { number } from "../format";
+import { useDark } from "../hooks";
+import type { Line, Panel } from "./panels";
+
+const HEIGHT = 170;
+const SHARED = uPlot.sync("step");
+
+/** Exponential moving average over the steps that have a value; `amount` in [0, 1), 0 leaves the values alone. */
+function smoothed(values: Numbers, amount: number): Numbers {
+  let mean: number | null = null;
+  return values.map((value) => {
+    if (value === null) return null;
+    mean = mean === null ? value : amount * mean + (1 - amount) * value;
+    return mean;
+  });
+}
+
+function label({ run, mode }: Line, runs: Run[]): string {
+  return runs.length > 1 || mode === "eval" ? `${runs[run]!.name}${mode === "eval" ? " (evaluation)" : ""}` : "";
+}
+
+function summary(panel: Panel, runs: Run[]): string {
+  const parts = panel.lines.map((line) => {
+    const { steps, values } = line.curve;
+    const known = values.map((value, i) => [steps[i]!, value] as const).filter(([, value]) => value !== null);
+    const [first, last] = [known[0], known.at(-1)];
+    if (!first || !last) return "";
+    return `${label(line, runs) || "the run"}: ${number(first[1])} at step ${first[0]}, ${number(last[1])} at step ${last[0]}`;
+  });
+  return `${panel.title}. ${parts.filter(Boolean).join("; ")}. Arrow keys move along the steps.`;
+}
+
+export function Chart({ panel, runs, smoothing }: { panel: Panel; runs: Run[]; smoothing: number }) {
+  const box = useRef<HTMLDivElement>(null);
+  const plot = useRef<uPlot | null>(null);
+  const [index, setIndex] = useState<number | null>(null);
+  const [focused, setFocused] = useState(false); // the cursor moves in all charts, one of them speaks
+  const dark = useDark();
+  const data = useMemo(() => {
+    const tables = panel.lines.map(({ curve, mode }) => [
+      curve.steps,
+      mode === "eval" ? curve.values : smoothed(curve.values, smoothing),
+    ] as uPlot.AlignedData);
+    return uPlot.join(tables);
+  }, [panel, smoothing]);
+
+  useEffect(() => {
+    const element = box.current!;
+    const style = getComputedStyle(element);
+    const ink = style.getPropertyValue("--muted");
+    const rule = style.getPropertyValue("--rule");
+    const axis = { stroke: ink, grid: { stroke: rule, width: 1 }, ticks: { show: false }, font: "11px system-ui" };
+    const made = new uPlot(
+      {
+        width: element.clientWidth,
+        height: HEIGHT,
+        padding: [8, 10, 0, 0],
+        legend: { show: false },
+        cursor: { sync: { key: SHARED.key }, y: false, drag: { x: true, y: false } },
+        scales: { x: { time: false } },
+        axes: [
+          { ...axis, size: 24, space: 60, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? String(tick) : "")) },
+          { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => number(tick, 3)) },
+        ],
+        series: [
+          {},
+          ...panel.lines.map(({ run, mode }) => {
+            const stroke = runColour(run, dark);
+            return {
+              stroke,
+              width: mode === "eval" ? 1 : 1.75,
+              dash: mode === "eval" ? [2, 4] : runDash(run),
+              spanGaps: true,
+              points: { show: mode === "eval" || undefined, size: 7, fill: stroke, stroke },
+            };
+          }),
+        ],
+        hooks: { setCursor: [(self) => setIndex(self.cursor.idx ?? null)] },
+      },
+      data,
+      element,
+    );
+    plot.current = made;
+    const watcher = new ResizeObserver(() => made.setSize({ width: element.clientWidth, height: HEIGHT }));
+    watcher.observe(element);
+    return () => {
+      watcher.disconnect();
+      made.destroy();
+    };
+  }, [panel, data, dark]);
+
+  const steps = data[0] as number[];
+  function move(event: KeyboardEvent) {
+    const last = steps.length - 1;
+    const now = index ?? -1;
+    const next = { ArrowRight: Math.min(last, now + 1), ArrowLeft: Math.max(0, now - 1), Home: 0, End: last }[event.key];
+    if (next === undefined) return;
+    event.preventDefault();
+    plot.current!.setCursor({ left: plot.current!.valToPos(steps[next]!, "x"), top: 0 });
+  }
+
+  return (
+    <figure class="chart">
+      <figcaption>
+        <strong>{panel.title}</strong>
+        <code>{panel.name}</code>
+      </figcaption>
+      <div ref={box} class="plot" tabIndex={0} role="img" aria-label={summary(panel, runs)} onKeyDown={move} onFocus={() => setFocused(true)} onBlur={() => setFocused(false)} />
+      <p class="readout" aria-live={focused ? "polite" : "off"}>
+        {index === null
+          ? panel.lines.map((line, i) => <Reading key={i} line={line} runs={runs} dark={dark} value={lastOf(data[i + 1] as Numbers)} />)
+          : panel.lines.map((line, i) => <Reading key={i} line={line} runs={runs} dark={dark} value={(data[i + 1] as Numbers)[index] ?? null} />)}
+        <span class="muted">{index === null ? "last" : `step ${steps[index]}`}</span>
+      </p>
+    </figure>
+  );
+}
+
+function lastOf(values: Numbers): number | null {
+  return values.findLast((value) => value !== null && value !== undefined) ?? null;
+}
+
+function Reading({ line, runs, dark, value }: { line: Line; runs: Run[]; dark: boolean; value: number | null }) {
+  const name = label(line, runs);
+  return (
+    <span class="reading" title={name}>
+      <Swatch run={line.run} dark={dark} evaluation={line.mode === "eval"} />
+      <span class="sr">{name} </span>
+      {number(value)}
+    </span>
+  );
+}
+
+export function Swatch({ run, dark, evaluation }: { run: number; dark: boolean; evaluation?: boolean }) {
+  const colour = runColour(run, dark);
+  return (
+    <svg class="swatch" width="26" height="10" aria-hidden="true">
+      <line x1="0" y1="5" x2="26" y2="5" stroke={colour} stroke-width={evaluation ? 1 : 2.5} stroke-dasharray={(evaluation ? [2, 4] : runDash(run)).join(" ")} />
+      {evaluation && <circle cx="13" cy="5" r="3.5" fill={colour} />}
+    </svg>
+  );
+}

@@ -1,0 +1,96 @@
+// What the page shows, as src/vgr_trl/reporting/page_data.py puts it in.
+
+import { visible } from "./format";
+
+export type Numbers = (number | null)[];
+export type Mode = "train" | "eval";
+
+export interface Picture {
+  file: string | null;
+  width: number;
+  height: number;
+  grid: [number, number] | null;
+}
+
+export interface Completion {
+  question: string;
+  group: number;
+  prompt: string;
+  solution: string | null;
+  text: string;
+  tokens: string[];
+  weights: Numbers | null;
+  dependency: Numbers | null;
+  vgr: Numbers | null;
+  advantages: Numbers | null;
+  entropies: Numbers | null;
+  logps: Numbers | null;
+  rewards: Record<string, number | null>;
+  reward: number | null;
+  advantage: number | null;
+  correct: boolean | null;
+  metrics: Record<string, Record<string, number | null>> | null;
+  images: Picture[];
+  attention: { scale: number[]; values: string } | null;
+  replayed: boolean;
+  replaced: boolean;
+}
+
+export interface Rollouts {
+  step: number;
+  mode: Mode;
+  time: number;
+  completions: Completion[];
+}
+
+export interface Curve {
+  name: string;
+  mode: Mode;
+  steps: number[];
+  values: Numbers;
+}
+
+export interface Run {
+  name: string;
+  model: string;
+  created: string;
+  rewards: string[];
+  notes: string[];
+  curves: Curve[];
+  records: Rollouts[];
+}
+
+export interface Data {
+  version: number;
+  runs: Run[];
+  images: Record<string, string>;
+}
+
+export function bytes(base64: string): Uint8Array<ArrayBuffer> {
+  const text = atob(base64);
+  const found = new Uint8Array(text.length);
+  for (let i = 0; i < text.length; i++) found[i] = text.charCodeAt(i);
+  return found;
+}
+
+export async function readData(): Promise<Data> {
+  const packed = document.getElementById("data")?.textContent?.trim() ?? "";
+  const stream = new Blob([bytes(packed)]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const data = JSON.parse(await new Response(stream).text()) as Data;
+  for (const run of data.runs) Object.assign(run, { name: visible(run.name), model: visible(run.model) });
+  return data;
+}
+
+/** A completion with where it comes from. */
+export interface Entry {
+  key: string;
+  step: number;
+  mode: Mode;
+  completion: Completion;
+}
+
+export function entries(run: Run): Entry[] {
+  return run.records.flatMap(({ step, mode, completions }) =>
+    completions.map((completion, index) => ({ key: `${mode}-${step}-${index}`, step, mode, completion })),
+  );
+}

@@ -1,0 +1,50 @@
+"""The Markdown files of a run."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vgr_trl.reporting.markdown import Lengths, Summary, attention_section, rollout_section, token_weights_section
+from vgr_trl.reporting.record_format import Record
+
+
+@dataclass(frozen=True)
+class MarkdownLogs:
+    """Appends a section per recorded rollout batch to each file; None: no such file.
+
+    Attributes:
+        rollouts, evaluations: completions of training, and of evaluations.
+        attention: attention by segment of layers, of both.
+        token_weights: of training.
+        lengths: of what is shown.
+    """
+
+    rollouts: str | None = None
+    evaluations: str | None = None
+    attention: str | None = None
+    token_weights: str | None = None
+    lengths: Lengths = field(default_factory=Lengths)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is any file."""
+        return any((self.rollouts, self.evaluations, self.attention, self.token_weights))
+
+    def add(self, record: Record, summary: Summary) -> None:
+        """Append what the files say of a record."""
+        in_training = record.mode == "train"
+        path = self.rollouts if in_training else self.evaluations
+        if path is not None:
+            _append(path, "Rollouts" if in_training else "Evaluations", rollout_section(record, summary, self.lengths))
+        if self.attention is not None:
+            _append(self.attention, "Attention", attention_section(record, summary))
+        if self.token_weights is not None and in_training:
+            _append(self.token_weights, "Token weights", token_weights_section(record, summary))
+
+
+def _append(path: str, title: str, section: str) -> None:
+    """One call writes all, so that a kill does not leave a fence open."""
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("ab") as stream:
+        start = f"# {title}\n\n" if stream.tell() == 0 else ""
+        stream.write((start + section).encode("utf-8"))

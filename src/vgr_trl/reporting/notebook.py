@@ -1,0 +1,204 @@
+"""A logged completion in a notebook: its tokens in colour, and its images beside what the model looked at."""
+
+import base64
+import unicodedata
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment
+
+from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.reporting.colours import QUANTITIES, colour_at, css, positions, text_colour
+from vgr_trl.reporting.record_format import Completion, Numbers
+from vgr_trl.reporting.records import FOLDER
+
+SHOWN = 224  # pixels of the longer side of an image
+DARKEST = 0.8  # opacity over a cell without attention
+_TEMPLATE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
+    """\
+<div style="background:#fff;color:#111;padding:8px;max-width:60em;overflow-wrap:anywhere">
+<p style="white-space:pre-wrap;margin:0 0 6px">{{ prompt }}</p>
+<p style="margin:0 0 6px"><b>Reward</b> {{ reward }} ({{ rewards }}){% if solution is not none %} · \
+<b>solution</b> {{ solution }}{% endif %}{% if right is not none %} · {{ right }}{% endif %}</p>
+<div role="group" aria-label="{{ title }} of each token" style="white-space:pre-wrap;font-family:monospace;\
+line-height:1.9">{% for token in tokens %}<span title="{{ token.title }}" style="{{ token.style }}">\
+{{ token.text }}</span>{% endfor %}</div>
+<p style="font-size:smaller;margin:6px 0">{{ legend }}</p>
+{% for image in images %}
+<figure style="margin:0 0 6px;display:inline-block">
+<svg role="img" aria-label="{{ image.label }}" width="{{ image.shown[0] * 2 + 8 }}" height="{{ image.shown[1] }}" \
+viewBox="0 0 {{ image.shown[0] * 2 + 8 }} {{ image.shown[1] }}" style="max-width:100%;height:auto">
+{% for left in (0, image.shown[0] + 8) %}
+{% if image.data %}<image href="{{ image.data }}" x="{{ left }}" width="{{ image.shown[0] }}" \
+height="{{ image.shown[1] }}" preserveAspectRatio="none"/>
+{% else %}<rect x="{{ left }}" width="{{ image.shown[0] }}" height="{{ image.shown[1] }}" fill="#999"/>
+{% endif %}
+{% endfor %}
+{% for cell in image.cells %}<rect x="{{ cell.x }}" y="{{ cell.y }}" width="{{ cell.width }}" \
+height="{{ cell.height }}" fill="#000" fill-opacity="{{ cell.opacity }}"><title>{{ cell.title }}</title></rect>
+{% endfor %}
+</svg>
+<figcaption style="font-size:smaller">{{ image.label }}</figcaption>
+</figure>
+{% endfor %}
+</div>
+"""
+)
+
+
+@dataclass(frozen=True)
+class CompletionView:
+    """HTML that a notebook shows in the place of the object; self-contained, without scripts."""
+
+    html: str
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+
+def show_completion(
+    completion: Completion, run_folder: str | Path, color_by: str = "vgr", token: int | None = None
+) -> CompletionView:
+    """Return a view of a logged completion: coloured tokens, and each image beside the attention over it.
+
+    Every token and every cell of an image says its value when pointed at. Cells are the darker the less attention they
+    get, relative to the cell that gets most.
+
+    Args:
+        completion: of a record that `vgr_trl.reporting.records.read_run` gives.
+        run_folder: the run's `output_dir`, for the thumbnails.
+        color_by: `vgr`, `weights`, `dependency`, `advantages`, `entropies` or `logps`.
+        token: whose attention to show, counted from 0, or from the end if negative; None: the mean over all tokens.
+
+    Raises:
+        ConfigError: `color_by` or `token` is none of these.
+        DataError: the completion's numbers do not fit its tokens or its images.
+    """
+    if color_by not in QUANTITIES:
+        raise ConfigError(f"color_by is {color_by!r}: give {', '.join(QUANTITIES)}.")
+    count = len(completion.tokens)
+    if token is not None and not -count <= token < count:
+        raise ConfigError(f"token is {token}, and the completion has {count} tokens: give one in [{-count}, {count}).")
+    values = getattr(completion, color_by)
+    if values is not None and len(values) != count:
+        raise DataError(f"The completion has {count} tokens and {len(values)} values of {color_by}: log it again.")
+    rewards = ", ".join(f"{name} {_number(value)}" for name, value in completion.rewards.items())
+    return CompletionView(
+        _TEMPLATE.render(
+            prompt=_visible(completion.prompt),
+            solution=None if completion.solution is None else _visible(completion.solution),
+            reward=_number(completion.reward),
+            rewards=rewards,
+            right=None if completion.correct is None else ("right" if completion.correct else "wrong"),
+            title=QUANTITIES[color_by].title,
+            tokens=_tokens(completion.tokens, values, color_by),
+            legend=_legend(values, color_by),
+            images=_images(completion, Path(run_folder) / FOLDER, token),
+        )
+    )
+
+
+def _tokens(tokens: list[str], values: Numbers | None, color_by: str) -> list[dict[str, str]]:
+    quantity = QUANTITIES[color_by]
+    values = [None] * len(tokens) if values is None else values
+    shown = []
+    for text, value, position in zip(tokens, values, positions(values, quantity.ratio), strict=True):
+        style = "border-radius:3px;padding:2px 0;border:1px solid #ddd;"
+        if position is not None:
+            background = colour_at(position)
+            style += f"background:{css(background)};color:{css(text_colour(background))}"
+        shown.append({"text": _visible(text), "title": f"{quantity.title} {_number(value)}", "style": style})
+    return shown
+
+
+def _legend(values: Numbers | None, color_by: str) -> str:
+    quantity = QUANTITIES[color_by]
+    found = [value for value in values or [] if value is not None]
+    if not found:
+        return f"The {quantity.title} was not measured."
+    sides = [("blue", quantity.below), ("orange", quantity.above)]
+    meaning = ", ".join(f"{colour}: {side}" for colour, side in sides if side)
+    middle = "1" if quantity.ratio else "0"
+    return (
+        f"Coloured by {quantity.title}, {_number(min(found))} to {_number(max(found))}; {meaning}; white: {middle}. "
+        "Point at a token for its value."
+    )
+
+
+def _images(completion: Completion, folder: Path, token: int | None) -> list[dict[str, Any]]:
+    cells = [image.grid[0] * image.grid[1] if image.grid is not None else 0 for image in completion.images]
+    attention = _attention(completion, sum(cells), token) if all(cells) else None
+    whose = "all tokens" if token is None else f"token {token % len(completion.tokens)}"
+    shown, first = [], 0
+    for number, (image, count) in enumerate(zip(completion.images, cells, strict=True), 1):
+        longer = max(image.width, image.height, 1)
+        size = max(1, round(image.width * SHOWN / longer)), max(1, round(image.height * SHOWN / longer))
+        data = _data_uri(folder, image.file)
+        label = f"Image {number}" + ("" if data else " (its thumbnail is missing)")
+        own = attention[first : first + count] if attention else None
+        if own is not None and attention is not None:
+            label += f": as it is, and lit where {whose} looked"
+        shown.append({"data": data, "shown": size, "label": label, "cells": _cells(own, image.grid, size, attention)})
+        first += count
+    return shown
+
+
+def _attention(completion: Completion, cells: int, token: int | None) -> list[float] | None:
+    """Attention on each cell of all images: of one token, or the mean over the tokens."""
+    attention = completion.attention
+    if attention is None or not completion.tokens:
+        return None
+    count = len(completion.tokens)
+    if len(attention.scale) != count or len(attention.values) != count * cells:
+        raise DataError(
+            f"The completion has {count} tokens and {cells} cells of images, but {len(attention.values)} values of "
+            "attention: log it again."
+        )
+    rows = [attention.row(index) for index in (range(count) if token is None else [token % count])]
+    return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+
+
+def _cells(
+    own: list[float] | None, grid: tuple[int, int] | None, size: tuple[int, int], attention: list[float] | None
+) -> list[dict[str, Any]]:
+    if own is None or grid is None or attention is None or not (most := max(attention)):
+        return []
+    (rows, columns), (width, height), total = grid, size, sum(attention)
+    return [
+        {
+            "x": round(width + 8 + column * width / columns, 2),
+            "y": round(row * height / rows, 2),
+            "width": round(width / columns, 2),
+            "height": round(height / rows, 2),
+            "opacity": round(DARKEST * (1 - own[row * columns + column] / most), 3),
+            "title": f"row {row + 1}, column {column + 1}: {own[row * columns + column] / total:.1%} of the attention "
+            "on the images",
+        }
+        for row in range(rows)
+        for column in range(columns)
+    ]
+
+
+def _data_uri(folder: Path, file: str | None) -> str | None:
+    """The thumbnail as a data URI; None if it is missing or lies elsewhere than the run's thumbnails."""
+    path = (folder / (file or "")).resolve()
+    if path.parent != (folder / "images").resolve() or not path.is_file():
+        return None
+    return "data:image/webp;base64," + base64.b64encode(path.read_bytes()).decode()
+
+
+def _visible(text: str) -> str:
+    """Return `text` with line ends marked, and characters that do not show or that reorder text as their numbers."""
+    return "".join(
+        f"↵{char}"
+        if char == "\n"
+        else f"⟨U+{ord(char):04X}⟩"
+        if unicodedata.category(char) in ("Cc", "Cf", "Cs") and char != "\t"
+        else char
+        for char in text
+    )
+
+
+def _number(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.4g}"

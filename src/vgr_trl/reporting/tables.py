@@ -1,0 +1,49 @@
+"""Prompts and completions in the form that tables of completions can hold and show."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+def as_text(messages: Any) -> Any:
+    """Return a conversation as one text, with `<image>` for an image.
+
+    A column of a table has one type, and trackers show texts. The messages of a prompt with images are lists of parts,
+    one of which has no text: wandb 0.31 refuses them, trackio 0.43 shows `[object Object]`, and Parquet cannot hold
+    them beside prompts without images, whose content is a text (seen with TRL 1.16).
+
+    Args:
+        messages: with a `role` and a `content` that is a text or a list of parts; anything but a list is returned as
+            it is.
+
+    Returns:
+        The content of a single message; of several, each behind its role.
+    """
+    if not isinstance(messages, list):
+        return messages
+    if len(messages) == 1:
+        return _content(messages[0])
+    return "\n\n".join(f"{message['role']}: {_content(message)}" for message in messages)
+
+
+@contextmanager
+def in_texts(columns: dict[str, Any], names: Iterable[str] = ("prompt", "completion")) -> Iterator[None]:
+    """In this block, the columns of these names hold the texts of their conversations; afterwards what they held."""
+    kept = {name: columns[name] for name in names}
+    columns.update({name: [as_text(messages) for messages in column] for name, column in kept.items()})
+    try:
+        yield
+    finally:
+        columns.update(kept)
+
+
+def _content(message: dict[str, Any]) -> str:
+    content = message.get("content")
+    text = "".join(map(_part, content)) if isinstance(content, list) else str(content or "")
+    return text + (f" {message['tool_calls']}" if message.get("tool_calls") else "")
+
+
+def _part(part: Any) -> str:
+    if not isinstance(part, dict):
+        return str(part)
+    return str(part["text"]) if part.get("type") == "text" else f"<{part.get('type')}>"

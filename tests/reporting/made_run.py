@@ -1,0 +1,120 @@
+"""A run folder as training leaves it, made of numbers chosen here, for the tests of the page."""
+
+import io
+import json
+import math
+import random
+from collections.abc import Sequence
+from hashlib import sha1
+from pathlib import Path
+
+from PIL import Image, ImageDraw
+
+from vgr_trl.reporting.records import (
+    AttentionMap,
+    Completion,
+    LogEntry,
+    Record,
+    RecordedImage,
+    encode_log,
+    encode_record,
+)
+
+GRID = (3, 4)
+SIZE = (400, 300)
+COLOURS = ("red", "blue", "green", "orange")
+SEGMENTS = ("all", "early", "middle", "late")
+
+
+def thumbnail(folder: Path, colour: str, cell: int) -> str:
+    """Draw a disc of a colour in one cell of the grid and return the name of its file."""
+    picture = Image.new("RGB", (256, 192), "white")
+    row, column = divmod(cell, GRID[1])
+    ImageDraw.Draw(picture).ellipse((column * 64 + 6, row * 64 + 6, column * 64 + 58, row * 64 + 58), fill=colour)
+    data = io.BytesIO()
+    picture.save(data, "WEBP", lossless=True)
+    name = f"images/{sha1(data.getvalue(), usedforsecurity=False).hexdigest()}.webp"
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(data.getvalue())
+    return name
+
+
+def completion(
+    folder: Path, question: int, right: bool, *, tokens: Sequence[str] | None = None, prompt: str | None = None
+) -> Completion:
+    """Return a completion that answers question number `question`; token number t looks at cell t mod 12 alone."""
+    colour = COLOURS[question % 4]
+    said = colour if right else COLOURS[(question + 1) % 4]
+    pieces = list(
+        tokens
+        or ["<think>", "The", " disc", " is", f" {said}", ".", "</think>", "<answer>", said, "</answer>", "<end>"]
+    )
+    count, cells = len(pieces), GRID[0] * GRID[1]
+    dice = random.Random(f"{question} {right}")
+    rows = [bytes(255 if cell == token % cells else 0 for cell in range(cells)) for token in range(count)]
+    vgr = [round(math.exp(dice.gauss(0, 0.6)), 4) for _ in pieces]
+    return Completion(
+        question=f"question-{question}",
+        group=question,
+        prompt=prompt if prompt is not None else f"<image> What colour is disc number {question}?",
+        text="".join(pieces[:-1]),
+        tokens=pieces,
+        solution=colour,
+        weights=[round(1 / value, 4) for value in vgr],
+        dependency=[round(dice.random(), 4) for _ in pieces],
+        vgr=vgr,
+        advantages=[(0.5 if right else -0.5) / value for value in vgr],
+        entropies=[round(dice.random(), 4) for _ in pieces],
+        logps=[-round(dice.random(), 4) for _ in pieces],
+        rewards={"accuracy_reward": float(right), "vgr_reward": 0.25, "format": 1.0 if tokens is None else None},
+        reward=1.25 if right else 0.25,
+        advantage=0.5 if right else -0.5,
+        correct=right,
+        metrics={
+            name: {"vgr": 1.5, "aei_vision": 0.8, "aei_instruction": 1.2, "mdi_balance": 0.4} for name in SEGMENTS
+        },
+        images=[RecordedImage(thumbnail(folder, colour, question % cells), *SIZE, GRID)],
+        attention=AttentionMap([0.02 * (token + 1) for token in range(count)], b"".join(rows)),
+    )
+
+
+def make_run(
+    output_dir: Path, *, steps: int = 6, name: str | None = None, offset: float = 0.0, extra: Sequence[Completion] = ()
+) -> Path:
+    """Write a run: questions 0 and 1 are evaluated first and last, wrong and then right; return its folder."""
+    folder = output_dir / "rollouts"
+    folder.mkdir(parents=True)
+    description = {"version": 1, "name": name or output_dir.name, "created": "2026-01-02T03:04:05Z", "model": "tiny"}
+    description["rewards"] = ["accuracy_reward", "vgr_reward", "format"]
+    (folder / "run.json").write_text(json.dumps(description), encoding="utf-8")
+    records, logs = [], []
+    for step in range(1, steps + 1):
+        if step in (1, steps):
+            answered = [completion(folder, question, step == steps) for question in (0, 1)]
+            records.append(Record(step, "eval", 0.0, answered))
+            logs.append(LogEntry(step, "eval", 0.0, {"eval_reward": 0.3 + offset + step / 50}))
+        sampled = [completion(folder, 2 * step + index, (step + index) % 2 == 0) for index in range(2)]
+        records.append(Record(step, "train", 0.0, [*sampled, *extra]))
+        logs.append(LogEntry(step, "train", 0.0, logged(step, steps, offset)))
+    (folder / "records-000001.jsonl").write_text("".join(encode_record(record) + "\n" for record in records), "utf-8")
+    (folder / "logs.jsonl").write_text("".join(encode_log(entry) + "\n" for entry in logs), "utf-8")
+    return output_dir
+
+
+def logged(step: int, steps: int, offset: float) -> dict[str, float | None]:
+    """Return what a trainer logs at a step, under the names that it uses."""
+    done = step / steps
+    values: dict[str, float | None] = {
+        "reward": 0.3 + 0.5 * done + offset,
+        "rewards/accuracy_reward/mean": 0.2 + 0.6 * done + offset,
+        "rewards/vgr_reward/mean": 0.5,
+        "sensitivity_score_mean": 0.1 * done,
+        "replay/replaced_fraction": 0.25,
+        "clip_ratio/high_mean": 0.01 * done,
+        "entropy": None if step == 2 else 1.5 - done,
+        "loss": 0.01 * step,
+    }
+    for segment in SEGMENTS:
+        values[f"attention/{segment}/vgr"] = 1.5 - 0.4 * done + offset
+        values[f"attention/{segment}/aei_vision"] = 0.8 + 0.1 * done
+    return values

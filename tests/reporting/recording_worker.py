@@ -1,0 +1,66 @@
+"""What test_recording_processes.py runs in one process and in two: two steps that are recorded, and an evaluation."""
+
+import sys
+from pathlib import Path
+
+import torch
+from datasets import load_dataset
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.data.schema import prepare_rows
+from vgr_trl.demo.tiny_vlm import load_processor
+from vgr_trl.rewards import accuracy_reward, vgr_reward
+
+GENERATIONS = 4
+
+
+def length_reward(completions, **kwargs):
+    """Different within a group."""
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+
+def generate_by_prompt(trainer, processor):
+    """Stands for the model's `generate`: completions depend on the prompt and on the place in the group only."""
+
+    def generate(input_ids, **kwargs):
+        first = trainer.accelerator.process_index * len(input_ids)
+        words = ["the circle is blue", "is", "red", "teal circle"]
+        tokenizer = processor.tokenizer
+        texts = [f"<think>{words[(first + row) % GENERATIONS]}</think><answer>A</answer>"
+                 for row in range(len(input_ids))]  # fmt: skip
+        completions = [tokenizer(text).input_ids + [tokenizer.eos_token_id] for text in texts]
+        length = max(map(len, completions))
+        padded = [ids + [tokenizer.pad_token_id] * (length - len(ids)) for ids in completions]
+        return torch.cat([input_ids, torch.tensor(padded)], dim=1)
+
+    return generate
+
+
+def run(model_folder, question_file, output, rows_per_process):
+    """Train, evaluate, and leave the records in `output`."""
+    rows, _ = prepare_rows(load_dataset("parquet", data_files=question_file, split="train"), system_prompt=None)
+    processor = load_processor(model_folder)
+    config = DAPOConfig(
+        output_dir=str(output), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
+        per_device_train_batch_size=rows_per_process, per_device_eval_batch_size=rows_per_process,
+        num_generations=GENERATIONS, max_completion_length=64, max_steps=2, learning_rate=0.0, save_strategy="no",
+        logging_steps=1, disable_tqdm=True, token_weights=True, rollout_log_steps=1, rollout_log_samples=6,
+        rollout_log_path=str(output / "rollouts.md"), enable_perception_filtering=True,
+    )  # fmt: skip
+    trainer = DAPOTrainer(
+        Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder),
+        [accuracy_reward, vgr_reward, length_reward],
+        config,
+        rows,
+        rows.select(range(4)),
+        processing_class=processor,
+    )
+    trainer.model.generate = generate_by_prompt(trainer, processor)
+    trainer.train()
+    trainer.evaluate()
+    trainer._recorder.sink.close()
+
+
+if __name__ == "__main__":
+    run(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))

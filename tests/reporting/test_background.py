@@ -1,0 +1,83 @@
+"""Jobs in a thread: their order, their failures, and that none is lost at the end."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+from transformers.utils import logging
+
+from vgr_trl.reporting.background import Background
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    seen = []
+    monkeypatch.setattr(logging.get_logger("vgr_trl.reporting.background"), "warning", seen.append)
+    return seen
+
+
+def test_jobs_run_in_order_and_none_is_lost_at_close():
+    done = []
+    background = Background("Records")
+    for number in range(50):
+        background.put(lambda number=number: done.append(number))
+    background.close()
+    assert done == list(range(50))
+    background.put(lambda: done.append("after"))
+    background.flush()
+    assert done[-1] == "after"
+    background.close()
+    background.close()
+
+
+def test_a_failing_job_is_warned_of_once_and_the_others_run(warnings):
+    done = []
+
+    def fail():
+        raise OSError(28, "No space left on device")
+
+    background = Background("Records")
+    for job in (fail, lambda: done.append(1), fail, lambda: done.append(2)):
+        background.put(job)
+    background.close()
+    assert done == [1, 2]
+    assert len(warnings) == 1
+    assert "Records cannot be written (OSError: [Errno 28] No space left on device); training goes on" in warnings[0]
+
+
+def test_jobs_that_come_too_fast_are_left_out_and_training_never_waits(warnings):
+    started, go_on, done = threading.Event(), threading.Event(), []
+
+    def slow():
+        started.set()
+        go_on.wait(10)
+
+    background = Background("Records", most_waiting=2, patience=0.05)
+    background.put(slow)
+    assert started.wait(10)
+    for number in range(5):
+        background.put(lambda number=number: done.append(number))
+    background.flush()  # a disk that does not answer: gives up after its patience
+    assert (background.dropped, len(warnings), done) == (3, 1, [])
+    assert "faster than they can be written" in warnings[0]
+    go_on.set()
+    background.patience = 10
+    background.close()
+    assert done == [0, 1]
+
+
+def test_what_waits_is_written_after_an_exception_of_the_program(tmp_path):
+    file = tmp_path / "written"
+    program = (
+        "import time\n"
+        "from pathlib import Path\n"
+        "from vgr_trl.reporting.background import Background\n"
+        "background = Background('Records')\n"
+        f"background.put(lambda: (time.sleep(0.3), Path({str(file)!r}).write_text('whole')))\n"
+        "raise RuntimeError('training has failed')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert "training has failed" in ended.stderr
+    assert file.read_text() == "whole"

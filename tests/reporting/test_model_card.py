@@ -1,0 +1,147 @@
+"""What the model card says of a run: in front of what TRL says of frameworks, and in a form that Markdown keeps."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.reporting.model_card import citations, extended_card, method_section, method_tags
+from vgr_trl.reporting.papers import DAPO, VPPO
+
+CARD = (
+    "---\ntags: []\n---\n\n# Model\n\nTrained.\n\n### Framework versions\n\n- TRL: 1.16\n\n## Citations\n\nCite TRL.\n"
+)
+
+
+def options(**changed: Any) -> DAPOConfig:
+    return DAPOConfig("out", use_cpu=True, bf16=False, **changed)
+
+
+def test_without_options_it_says_so_and_cites_nothing_more() -> None:
+    section = method_section(options(), ["accuracy_reward"])
+    assert "None of the options" in section
+    assert "| `accuracy_reward` | 1 |" in section
+    assert "`epsilon_high=0.28`" in section
+    assert citations(options(), ["accuracy_reward"]) == ""
+    assert method_tags(options(), ["accuracy_reward"]) == ["dapo", "vgr_trl"]
+
+
+def test_what_is_on_is_named_with_its_options_and_paper() -> None:
+    on = options(enable_perception_filtering=True, top_p_perception_tokens=0.3, reward_weights=[2.5, 0.5])
+    section = method_section(on, ["accuracy_reward", "think_format_reward"])
+    (row,) = [line for line in section.splitlines() if "`top_p_perception_tokens=0.3`" in line]
+    assert VPPO.link in row
+    assert "| `accuracy_reward` | 2.5 |" in section
+    assert "| `think_format_reward` | 0.5 |" in section
+    assert "token_weights" not in section
+    assert method_tags(on, []) == ["dapo", "vgr_trl", "vppo"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "rewards", "arxiv", "tag"),
+    [
+        ({"token_weights": True}, [], "2508.10552", "vision-gain-ratio"),
+        ({}, ["vgr_reward"], "2508.10552", "vision-gain-ratio"),
+        ({}, ["mdi_reward"], "2508.10552", "vision-gain-ratio"),
+        ({"enable_trajectory_reweighting": True}, [], "2510.09285", "vppo"),
+        ({"use_entropy_penalty": True}, [], "2510.09285", "vppo"),
+        ({"perception_loss_weight": 0.01}, [], "2507.06448", "papo"),
+        ({"der_loss_weight1": 0.03}, [], "2507.06448", "papo"),
+        ({"enable_entropy_filtering": True}, [], "2506.01939", None),
+        ({"online_filtering": True}, [], "2502.01456", None),
+        ({"advantage_estimator": "rloo"}, [], "2402.14740", None),
+        ({"advantage_estimator": "remax"}, [], "2310.10505", None),
+        ({"advantage_estimator": "reinforce_plus_plus"}, [], "2501.03262", None),
+        ({"advantage_estimator": "grpo_passk"}, [], "2503.19595", None),
+    ],
+)
+def test_each_method_is_cited_once_and_tagged(
+    changed: dict[str, Any], rewards: list[str], arxiv: str, tag: str | None
+) -> None:
+    cited = citations(options(**changed), rewards)
+    assert cited.count("@misc{") == 1
+    assert re.findall(r"eprint *= \{(.*)\}", cited) == [arxiv]
+    assert method_tags(options(**changed), rewards) == ["dapo", "vgr_trl", *([tag] if tag else [])]
+
+
+def test_methods_of_one_paper_cite_it_once_and_dapo_is_left_to_trl() -> None:
+    on = options(
+        use_entropy_penalty=True,
+        enable_perception_filtering=True,
+        token_weights=True,
+        dynamic_sampling="resample",
+        replay_buffer_size=8,
+    )
+    cited = citations(on, ["vgr_reward"])
+    assert re.findall(r"@misc\{(\w+),", cited) == ["wu2025language", "huang2025spotlight"]
+    section = method_section(on, ["vgr_reward"])
+    assert DAPO.link in section
+    assert "`replay_buffer_size=8`, `filter_min_reward=None`, `replay_max_age=None` |  |" in section
+
+
+def test_bibtex_has_balanced_braces_and_one_field_per_line() -> None:
+    lines = VPPO.bibtex.splitlines()
+    assert lines[0] == "@misc{huang2025spotlight,"
+    assert lines[1] == "    title         = {{Spotlight on Token Perception for Multimodal Reinforcement Learning}},"
+    assert lines[-1] == "}"
+    for line in lines[1:-1]:
+        assert line.count("{") == line.count("}")
+
+
+def test_the_section_stands_before_the_versions_and_the_citations_at_the_end() -> None:
+    card = extended_card(CARD, options(token_weights=True), ["accuracy_reward"])
+    assert re.findall(r"^#+ .*", card, re.MULTILINE) == [
+        "# Model",
+        "### Training signal",
+        "### Framework versions",
+        "## Citations",
+    ]
+    assert card.index("Cite TRL.") < card.index("@misc{wu2025language")
+    assert card.startswith("---\ntags: []\n---\n")
+
+
+def test_a_card_without_the_expected_heading_gets_the_section_at_its_end() -> None:
+    card = extended_card("# Model\n", options(), ["accuracy_reward"])
+    assert card.startswith("# Model\n\n### Training signal\n")
+
+
+def test_a_name_cannot_end_its_table_cell() -> None:
+    section = method_section(SimpleNamespace(**vars(options())), ["org/a|b`c\n| x"])
+    (row,) = [line for line in section.splitlines() if "org/" in line]
+    assert row == r"| `org/a\|b'c \| x` | 1 |"
+
+
+def test_the_trainer_writes_the_card(tmp_path: Path, text_model: Any, text_tokenizer: Any, text_rows: Any) -> None:
+    def length_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        return [float(len(ids)) for ids in completion_ids]
+
+    trainer = DAPOTrainer(
+        text_model,
+        length_reward,
+        DAPOConfig(
+            str(tmp_path),
+            use_cpu=True,
+            bf16=False,
+            per_device_train_batch_size=4,
+            num_generations=4,
+            max_completion_length=4,
+            enable_entropy_filtering=True,
+        ),
+        text_rows,
+        processing_class=text_tokenizer,
+    )
+    trainer.create_model_card("tiny", tags="mine")
+    trainer.create_model_card("tiny", tags="mine")  # at every checkpoint again: what ours adds stands there once
+    card = (tmp_path / "README.md").read_text()
+    _, head, body = card.split("---\n", 2)
+    assert {"mine", "trl", "grpo", "dapo", "vgr_trl"} <= set(yaml.safe_load(head)["tags"])
+    assert body.count("### Training signal") == 1
+    assert "| `length_reward` | 1 |" in body
+    assert "`top_p_entropy_tokens=0.2`" in body
+    assert DAPO.link in body  # TRL's sentence on the method
+    assert body.count("@misc{") == 2
+    assert {"trl", "grpo", "dapo", "vgr_trl"} <= set(trainer.model.model_tags)

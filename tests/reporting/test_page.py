@@ -1,0 +1,354 @@
+"""The page of a report in headless Chromium: it shows what the data hold; clicks and keys change what they should."""
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from made_run import completion, make_run
+
+from vgr_trl.reporting.html import PLACE, page_template, write_report
+
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+if CHROMIUM is None:
+    pytest.skip("chromium is missing: scripts/install_chromium.sh installs it", allow_module_level=True)
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is missing: pip install playwright")
+from playwright.sync_api import Browser, Locator, Page, expect  # noqa: E402
+
+Open = Callable[..., Page]
+TABS = ("Curves", "Completions", "Before and after")
+HOSTILE = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 1'>\u202eabc\x1b[31m"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    # Closed with this module: while it runs, no other test could start an event loop.
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=CHROMIUM, chromium_sandbox=False)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Pages of one run, of two, of one with hostile text, and of one with damages."""
+    root = tmp_path_factory.mktemp("pages")
+    one, two = make_run(root / "one", steps=6), make_run(root / "two", steps=4, offset=0.1)
+    odd = [completion(root, 0, True, tokens=[HOSTILE, "&lt;b&gt;"], prompt=HOSTILE)]
+    hostile = make_run(root / "hostile", steps=1, name=HOSTILE, extra=odd)
+    damaged = make_run(root / "damaged", steps=2)
+    shutil.rmtree(damaged / "rollouts/images")
+    (damaged / "rollouts/logs.jsonl").write_text("")
+    found = {"one": [one], "two": [one, two], "hostile": [hostile], "damaged": [damaged]}
+    for name, runs in found.items():
+        write_report(runs, root / f"{name}.html")
+    return {name: root / f"{name}.html" for name in found}
+
+
+@pytest.fixture
+def opened(browser: Browser, pages: dict[str, Path]) -> Iterator[Open]:
+    """Open a page by its name; at the end nothing may have gone wrong in it, and nothing have been loaded."""
+    wrong: list[str] = []
+    contexts = []
+
+    def show(name: str, tab: str = "Curves", width: int = 1280, scheme: str = "light") -> Page:
+        contexts.append(browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme))
+        page = contexts[-1].new_page()
+        page.set_default_timeout(5000)
+        page.on("console", lambda message: wrong.append(message.text))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("request", lambda request: wrong.extend([request.url] if request.url.startswith("http") else []))
+        page.goto(pages[name].as_uri())
+        page.get_by_role("tab", name=tab).click()
+        return page
+
+    yield show
+    for context in contexts:
+        context.close()
+    assert wrong == []
+
+
+def control(page: Page, name: str) -> Locator:
+    """The input or the choice with this label in front."""
+    return page.locator("label", has_text=re.compile(f"^ *{name}\\b")).locator("select, input")
+
+
+def tokens(page: Page) -> Locator:
+    return page.locator(".token")
+
+
+def colour(locator: Locator, name: str = "backgroundColor") -> tuple[float, ...]:
+    found = locator.evaluate(f"element => getComputedStyle(element).{name}")
+    return tuple(float(part) for part in re.findall(r"[\d.]+", found)[:3])
+
+
+def contrast(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+    """Contrast ratio of WCAG 2."""
+
+    def luminance(channels: tuple[float, ...]) -> float:
+        parts = [part / 255 for part in channels]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    darker, lighter = sorted((luminance(one), luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 360])
+def test_fits_the_screen_and_can_be_read(opened: Open, width: int, scheme: str) -> None:
+    page = opened("two", width=width, scheme=scheme)
+    back = colour(page.locator("html"))
+    assert (max(back) < 60) if scheme == "dark" else (min(back) > 240)
+    for tab in TABS:
+        page.get_by_role("tab", name=tab).click()
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        for text in page.locator("p:visible, label:visible, h2:visible, .verdict:visible").all()[:12]:
+            assert contrast(colour(text, "color"), back) >= 4.5, text.inner_text()
+        for token in tokens(page).all():
+            assert contrast(colour(token, "color"), colour(token)) >= 4.5, token.inner_text()
+
+
+def test_curves_of_two_runs_share_a_chart(opened: Open) -> None:
+    page = opened("two")
+    assert page.locator(".curves h2").all_inner_texts() == [
+        "Rewards", "Accuracy", "Vision gain ratio by segment of layers", "Attention efficiency by segment of layers",
+        "Dependency on the image", "Replay and resampling", "Clipping and divergence", "Entropy", "Optimisation",
+    ]  # fmt: skip
+    expect(page.locator(".legend li")).to_have_text(["one", "two", "with dots: evaluation"])
+    reward = page.locator("figure", has=page.locator("code", has_text=re.compile("^reward$")))
+    # 0.3 + 0.5 + offset at the last step; evaluation 0.3 + offset + steps / 50.
+    expect(reward.locator(".reading")).to_have_text(
+        ["one (evaluation) 0.42", "one 0.8", "two (evaluation) 0.48", "two 0.9"]
+    )
+    dashes = [line.get_attribute("stroke-dasharray") for line in page.locator(".legend line").all()]
+    assert len(set(dashes)) == 3  # told apart without colour
+    drawn = reward.locator("canvas").evaluate(
+        "canvas => new Set(new Uint32Array(canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height)"
+        ".data.buffer)).size"
+    )
+    assert drawn > 4
+
+
+def test_a_chart_is_read_with_the_keyboard_and_the_cursor(opened: Open) -> None:
+    page = opened("one")
+    chart = page.locator("figure", has_text="Entropy").last
+    plot, readout = chart.locator(".plot"), chart.locator(".readout")
+    assert (plot.get_attribute("aria-label") or "").startswith(
+        "Entropy. the run: 1.333 at step 1, 0.5 at step 6."
+    )  # 1.5 − 1/6
+    plot.focus()
+    page.keyboard.press("ArrowRight")
+    expect(readout).to_have_text(re.compile("1.333.*step 1$"))
+    page.keyboard.press("ArrowRight")
+    expect(readout).to_have_text(re.compile("–.*step 2$"))  # it was not finite there
+    page.keyboard.press("End")
+    expect(readout).to_have_text(re.compile("0.5.*step 6$"))
+    plot.locator(".u-over").hover(position={"x": 1, "y": 50})
+    expect(readout).to_have_text(re.compile("step 1$"))
+
+
+def test_curves_are_found_by_name_and_smoothed(opened: Open) -> None:
+    page = opened("one")
+    control(page, "Find").fill("late layers")
+    assert page.locator(".chart strong").all_inner_texts() == ["VGR, late layers", "AEI vision, late layers"]
+    readings = page.locator(".reading").first
+    expect(readings).to_have_text(re.compile("1.1$"))  # 1.5 − 0.4
+    control(page, "Smoothing").select_option(label="strong")
+    # The mean moves by a tenth of the way at each of five further steps, in units of 0.4 / 6 from 1.4333 on.
+    mean = 1.5 - 0.4 / 6
+    for step in range(2, 7):
+        mean = 0.9 * mean + 0.1 * (1.5 - 0.4 * step / 6)
+    expect(readings).to_have_text(re.compile(f"{mean:.4g}$"))
+    control(page, "Find").fill("nothing like it")
+    expect(page.get_by_text("No value has “nothing like it” in its name.")).to_be_visible()
+
+
+def test_completions_are_filtered(opened: Open) -> None:
+    page = opened("one", "Completions")
+    status, listed = page.get_by_role("status"), page.locator(".list button")
+    expect(status).to_have_text("16 of 16 completions")  # 6 steps of 2, two evaluations of 2
+    control(page, "Answer").select_option("right")
+    expect(status).to_have_text("8 of 16 completions")
+    assert listed.locator(".verdict").all_inner_texts() == ["✓ right"] * 8
+    control(page, "Step").select_option(label="3 (2)")
+    expect(status).to_have_text("1 of 16 completions")
+    control(page, "Answer").select_option("any")
+    page.get_by_role("button", name="Next step").click()
+    expect(control(page, "Step").locator("option:checked")).to_have_text("4 (2)")
+    page.get_by_role("button", name="Show all").click()
+    control(page, "Reward").select_option(label="weighted sum")
+    control(page, "from").fill("1")
+    expect(status).to_have_text("8 of 16 completions")
+    control(page, "to").fill("1.2")  # right ones have 1.25
+    expect(page.get_by_text("No completion passes these filters.")).to_be_visible()
+    page.get_by_role("button", name="Show all").click()
+    control(page, "Reward").select_option("accuracy_reward")
+    control(page, "to").fill("0")
+    assert set(listed.locator(".verdict").all_inner_texts()) == {"✗ wrong"}
+
+
+def test_the_list_is_walked_with_the_keyboard(opened: Open) -> None:
+    page = opened("one", "Completions")
+    page.locator(".list button").first.focus()
+    page.keyboard.press("ArrowDown")
+    current = page.locator(".list [aria-current]")
+    expect(current).to_be_focused()
+    assert current.evaluate("element => getComputedStyle(element).outlineStyle") == "solid"
+    expect(page.locator(".prompt")).to_have_text("<image> What colour is disc number 1?")
+
+
+def test_tokens_are_coloured_by_the_chosen_number(opened: Open) -> None:
+    page = opened("one", "Completions")
+    label = tokens(page).nth(4).get_attribute("aria-label") or ""
+    vgr = float(label.rpartition(" ")[2])
+    assert label.startswith(" blue, Vision gain ratio ")
+    before = colour(tokens(page).nth(4))
+    for name, title in (
+        ("weights", "Token weight"),
+        ("dependency", "Dependency on the image"),
+        ("advantages", "Advantage"),
+    ):
+        control(page, "Colour tokens by").select_option(name)
+        expect(tokens(page).nth(4)).to_have_attribute("aria-label", re.compile(f"^ blue, {title} "))
+    advantage = tokens(page).nth(4).get_attribute("aria-label") or ""
+    # Wrong: −0.5 / VGR in each token, so blue, while a VGR is blue below 1 and orange above.
+    assert float(advantage.rpartition(" ")[2].replace("−", "-")) == pytest.approx(-0.5 / vgr, rel=1e-3)
+    now = colour(tokens(page).nth(4))
+    assert now[2] > now[0]
+    assert now != before
+    expect(page.locator(".scale")).to_contain_text("− made less likely")
+
+
+def test_value_shows_under_the_cursor_and_on_focus(opened: Open) -> None:
+    page = opened("one", "Completions")
+    tip = page.get_by_role("tooltip")
+    expect(tip).to_be_hidden()
+    tokens(page).nth(2).hover()
+    expect(tip).to_have_text(re.compile(r"^Vision gain ratio [\d.]+token 3 of 11$"))
+    page.mouse.move(0, 0)
+    expect(tip).to_be_hidden()
+    tokens(page).first.focus()
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    expect(tokens(page).nth(3)).to_be_focused()
+    expect(tip).to_have_text(re.compile("token 4 of 11$"))
+    assert tokens(page).nth(3).evaluate("element => getComputedStyle(element).outlineStyle") == "solid"
+
+
+def lit(page: Page) -> list[float]:
+    """How dark each cell of the image is."""
+    return [float(cell.get_attribute("fill-opacity") or "nan") for cell in page.locator(".cell").all()]
+
+
+def test_attention_of_the_chosen_token_is_drawn_on_its_cell(opened: Open) -> None:
+    page = opened("one", "Completions")
+    # Token t looks at cell t alone, with a mass of 0.02 · (t + 1); there are 11 tokens and 12 cells of 3 x 4.
+    whole = lit(page)
+    assert len(whole) == 12
+    assert whole == sorted(whole[:11], reverse=True) + [0.8]
+    assert whole[0] == pytest.approx(0.8 * (1 - 1 / 11), abs=1e-3)
+    whose = page.locator(".whose")
+    expect(whose).to_contain_text("the whole completion looked: 12 %")  # 0.02 · 6, the mean
+    tokens(page).nth(6).click()
+    expect(whose).to_contain_text("“</think>” (token 7) looked: 14 %")
+    assert lit(page) == [0.8] * 6 + [0.0] + [0.8] * 5
+    cell = page.locator(".cell").nth(6)  # row 2, column 3 of a picture of 400 x 300
+    sizes = [float(cell.get_attribute(name) or "nan") for name in ("x", "y", "width", "height")]
+    assert sizes == pytest.approx([160, 80, 80, 80])
+    page.keyboard.press("Escape")
+    expect(whose).to_contain_text("the whole completion")
+    tokens(page).nth(2).focus()
+    page.keyboard.press("Enter")
+    expect(whose).to_contain_text("“disc” (token 3)")
+    page.get_by_role("button", name="Whole completion").click()
+    assert lit(page) == whole
+    control(page, "Draw attention").uncheck()
+    assert lit(page) == []
+
+
+def test_cells_are_read_with_the_keyboard_and_the_cursor(opened: Open) -> None:
+    page = opened("one", "Completions")
+    tokens(page).nth(5).click()
+    said = page.locator(".picture figcaption")
+    expect(said).to_have_text("400 × 300 px, 3 × 4 vision tokens")
+    page.locator(".cell").nth(5).hover()
+    expect(said).to_have_text("row 2, column 2: 100 % of the attention on the image")
+    page.mouse.move(0, 0)
+    page.locator(".picture svg").focus()
+    for key in ("ArrowRight", "ArrowRight", "ArrowRight"):
+        page.keyboard.press(key)
+    expect(said).to_have_text("row 1, column 3: 0.0 % of the attention on the image")
+
+
+def test_before_and_after_stand_side_by_side(opened: Open) -> None:
+    page = opened("one", "Before and after")
+    before, after = page.get_by_role("region", name="Before"), page.get_by_role("region", name="After")
+    expect(before.locator("header")).to_contain_text("evaluation, step 1")
+    expect(before.locator("header")).to_contain_text("✗ wrong")
+    expect(after.locator("header")).to_contain_text("evaluation, step 6")
+    expect(after.locator("header")).to_contain_text("✓ right")
+    question = control(page, "Question")
+    assert question.locator("option").all_inner_texts() == [
+        f"0 → 100 % right: What colour is disc number {number}?" for number in (0, 1)
+    ]
+    page.get_by_role("button", name="Next question").click()
+    for side in (before, after):
+        expect(side.locator(".prompt")).to_have_text("<image> What colour is disc number 1?")
+    box, other = before.bounding_box(), after.bounding_box()
+    assert box is not None
+    assert other is not None
+    assert box["y"] == other["y"]
+    assert box["x"] < other["x"]
+
+
+def test_tabs_are_walked_with_the_keyboard(opened: Open) -> None:
+    page = opened("one")
+    page.get_by_role("tab", name="Curves").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.get_by_role("tab", name="Completions")).to_be_focused()
+    expect(page.get_by_role("tabpanel", name="Completions")).to_be_visible()
+    page.keyboard.press("End")
+    expect(page.get_by_role("tabpanel", name="Before and after")).to_be_visible()
+
+
+def test_the_run_is_chosen(opened: Open) -> None:
+    page = opened("two", "Completions")
+    control(page, "Run").select_option(label="two")
+    expect(page.get_by_role("status")).to_have_text("12 of 12 completions")
+
+
+def test_hostile_text_is_shown_as_text(opened: Open) -> None:
+    page = opened("hostile", "Completions")
+    shown = HOSTILE.replace("\u202e", "⟨U+202E⟩").replace("\x1b", "⟨U+001B⟩")
+    page.locator(".list button").last.click()
+    expect(page.locator(".prompt")).to_have_text(shown)
+    assert tokens(page).all_inner_texts() == [shown, "&lt;b&gt;"]
+    assert page.evaluate("window.broken") is None
+    assert page.locator("img").count() == 0
+
+
+def test_what_is_missing_is_said(opened: Open) -> None:
+    page = opened("damaged")
+    expect(page.get_by_text("Nothing was logged: there are no curves.")).to_be_visible()
+    expect(page.locator(".note").last).to_have_text(re.compile(r"^\d thumbnails are missing: grey is shown instead"))
+    page.get_by_role("tab", name="Completions").click()
+    expect(page.locator(".picture .missing")).to_be_visible()
+    expect(page.locator(".picture figcaption")).to_contain_text("its thumbnail is missing")
+    assert len(lit(page)) == 12
+
+
+def test_licences_are_shown(opened: Open) -> None:
+    page = opened("one")
+    page.get_by_text("Licences of the libraries in this page").click()
+    expect(page.locator("footer pre")).to_contain_text("uplot - ")
+
+
+def test_damaged_page_says_so(browser: Browser, tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(page_template().replace(PLACE, "AAAA"), encoding="utf-8")
+    page = browser.new_page()
+    page.goto((tmp_path / "page.html").as_uri())
+    expect(page.get_by_text("This page cannot show its data")).to_be_visible()
+    page.close()

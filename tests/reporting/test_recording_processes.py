@@ -1,0 +1,69 @@
+"""Two processes that hold half of each group record what one process records."""
+
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import recording_worker
+
+from vgr_trl.reporting.records import read_run
+
+SCRIPT = Path(recording_worker.__file__)
+NUMBERS = ("weights", "dependency", "vgr", "advantages", "entropies", "logps", "metrics", "rewards", "reward",
+           "advantage")  # fmt: skip
+
+
+def launch(model_folder, question_file, output):
+    """Run the worker in two processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*command, str(SCRIPT), str(model_folder), question_file, str(output), "4"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def close(found, expected):
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for name in expected:
+            close(found[name], expected[name])
+    elif expected is None:
+        assert found is None
+    else:
+        assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_one_process_and_two_record_the_same(model_folder, question_files, tmp_path):
+    question_file = question_files.split(",")[0].removeprefix("train=")
+    launch(model_folder, question_file, tmp_path / "two")
+    recording_worker.run(str(model_folder), question_file, tmp_path / "one", rows_per_process=8)
+    one, two = read_run(tmp_path / "one"), read_run(tmp_path / "two")
+    text, other = ((tmp_path / name / "rollouts.md").read_text(encoding="utf-8") for name in ("one", "two"))
+    assert one.steps() == two.steps() == [(0, "train"), (1, "train"), (2, "eval")]
+    for first, second in zip(one.records(), two.records(), strict=True):
+        # Of two prompts with four completions each: the first two of each, then the third and fourth of the first.
+        assert [completion.group for completion in first.completions] == [0, 0, 0, 0, 1, 1]
+        assert len({completion.question for completion in first.completions}) == 2
+        for mine, theirs in zip(first.completions, second.completions, strict=True):
+            mine_as_dict, theirs_as_dict = asdict(mine), asdict(theirs)
+            for name in NUMBERS:
+                close(theirs_as_dict.pop(name), mine_as_dict.pop(name))
+            attention, other_attention = mine_as_dict.pop("attention"), theirs_as_dict.pop("attention")
+            close(other_attention["scale"], attention["scale"])
+            differences = [abs(a - b) for a, b in zip(attention["values"], other_attention["values"], strict=True)]
+            assert max(differences) <= 1
+            assert theirs_as_dict == mine_as_dict
+            assert len(mine.images) == 1
+            assert (two.folder / str(mine.images[0].file)).is_file()
+    assert [line for line in text.splitlines() if line.startswith("#")] == [
+        line for line in other.splitlines() if line.startswith("#")
+    ]
+    assert "8 completions" in other
