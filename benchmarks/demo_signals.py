@@ -93,8 +93,8 @@ def reinforce(model: Any, processor: Any, questions: Questions, options: Options
     if len(changed.get("reward_weights", WEIGHTS)) > len(WEIGHTS):
         rewards.insert(1, vgr_reward)
     with tempfile.TemporaryDirectory() as folder:
-        quiet = {"log_completions": False, "disable_tqdm": True, "logging_steps": 50, "reward_weights": WEIGHTS}
-        config = trainer_options(options, Path(folder), **quiet | changed)
+        quiet = {"log_completions": False, "disable_tqdm": True, "logging_steps": 50, "rollout_log_steps": 0}
+        config = trainer_options(options, Path(folder), **quiet | {"reward_weights": WEIGHTS} | changed)
         DAPOTrainer(
             model=model,
             processing_class=processor,

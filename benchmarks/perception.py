@@ -100,7 +100,8 @@ def demo(steps: int) -> dict[str, Any]:
                 model, processor = build_tiny_vlm(words_of(questions.train), seed=0)
                 torch.manual_seed(0)
                 with tempfile.TemporaryDirectory() as folder:
-                    quiet = {"log_completions": False, "disable_tqdm": True, "reward_weights": [1.0]}
+                    quiet: dict[str, Any] = {"log_completions": False, "disable_tqdm": True, "reward_weights": [1.0]}
+                    quiet["rollout_log_steps"] = 0
                     trainer = trainer_module.DAPOTrainer(
                         model=model,
                         processing_class=processor,

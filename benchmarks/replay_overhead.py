@@ -46,7 +46,7 @@ def main() -> None:
             torch.manual_seed(turn)
             clock = Clock()
             with tempfile.TemporaryDirectory() as folder:
-                quiet = {"log_completions": False, "disable_tqdm": True, "reward_weights": [1.0], "logging_steps": 1}
+                quiet = {"log_completions": False, "disable_tqdm": True, "rollout_log_steps": 0, "logging_steps": 1}
                 trainer = DAPOTrainer(
                     model=model,
                     processing_class=processor,

@@ -4,6 +4,7 @@ import tempfile
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -156,7 +157,7 @@ class StepRun:
         if shared in self.trainers:
             return
         trainer: Any = DAPOTrainer if shared else GRPOTrainer
-        config: Any = DAPOConfig if shared else GRPOConfig
+        config: Any = partial(DAPOConfig, rollout_log_steps=0) if shared else GRPOConfig
         self.trainers[shared] = trainer(
             model=make_model(self.setting, self.processor.tokenizer),
             reward_funcs=_uneven_reward,

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -169,8 +170,8 @@ def uneven_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]
 def _step(setting: Setting, size: Size, model: Any, processor: Any, name: str) -> Run:
     """One optimizer step: generation, scoring, training."""
     timer = _Timer(setting.device)
-    kind: tuple[Any, Any] = (GRPOTrainer, GRPOConfig) if name == "trl" else (DAPOTrainer, DAPOConfig)
-    trainer_class, config = kind
+    ours: tuple[Any, Any] = (DAPOTrainer, partial(DAPOConfig, rollout_log_steps=0))
+    trainer_class, config = (GRPOTrainer, GRPOConfig) if name == "trl" else ours
     trainers: list[Any] = []
 
     def run() -> float:
