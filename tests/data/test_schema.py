@@ -8,7 +8,8 @@ from datasets import Dataset, Features, Image, IterableDataset, List, Value, loa
 from PIL import Image as PILImage
 
 from vgr_trl.data.prompts import SYSTEM_PROMPT, build_prompt
-from vgr_trl.data.schema import prepare_rows, report_skipped, row_problem
+from vgr_trl.data.schema import prepare_rows, row_problem
+from vgr_trl.data.skipped import report_skipped
 from vgr_trl.errors import DataError
 
 

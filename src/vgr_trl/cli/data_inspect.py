@@ -17,7 +17,7 @@ from vgr_trl.data.inspect_page import page
 from vgr_trl.data.inspect_report import report
 from vgr_trl.data.inspect_rows import Checks, Findings, inspect_rows
 from vgr_trl.data.load import load_path, readable
-from vgr_trl.data.schema import SkippedRow
+from vgr_trl.data.skipped import SkippedRow
 from vgr_trl.data.video import VideoOptions
 from vgr_trl.demo.tiny_processor import build_processor
 from vgr_trl.errors import ConfigError, DataError

@@ -16,7 +16,8 @@ from vgr_trl.cli.arguments import DataArguments
 from vgr_trl.data.columns import video_columns
 from vgr_trl.data.load import load_split, parse_data_files, readable
 from vgr_trl.data.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, SystemTemplate
-from vgr_trl.data.schema import SkippedRow, prepare_rows
+from vgr_trl.data.schema import prepare_rows
+from vgr_trl.data.skipped import SkippedRow
 from vgr_trl.data.video import VideoOptions, refuse_single_image_models
 from vgr_trl.demo.tiny_processor import load_processor as load_demo_processor
 from vgr_trl.errors import ConfigError

@@ -1,7 +1,11 @@
-"""Which columns and values of a row are images or videos."""
+"""Columns of a data set: which ones are needed, and which are images or videos."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from datasets import Image, List, Video
+
+from vgr_trl.errors import DataError
 
 IMAGE_COLUMNS = ("image", "images")
 VIDEO_COLUMNS = ("video", "videos")
@@ -32,3 +36,27 @@ def videos_of(row: Mapping[str, Any]) -> list[Any]:
     if row.get("videos") is not None:
         return list(row["videos"]) if isinstance(row["videos"], list | tuple) else [row["videos"]]
     return [row["video"]] if row.get("video") is not None else []
+
+
+def require_columns(names: Iterable[str], split: str, needs_solution: bool) -> None:
+    """Raise `DataError` if no row of a data set with the columns `names` could be used."""
+    names = list(names)
+    if not {"prompt", "problem"} & set(names):
+        raise DataError(f"The {split} data has the columns {names}: it needs `prompt`, or `problem` with `solution`.")
+    if needs_solution and not {"solution", "label_idx"} & set(names):
+        raise DataError(
+            f"The {split} data has the columns {names}: the accuracy reward needs `solution` (letter, index or text)."
+        )
+
+
+def undecoded(dataset: Any) -> Any:
+    """Return a data set or stream whose images and videos come as bytes or paths."""
+    for name, feature in (dataset.features or {}).items():
+        if name not in (*IMAGE_COLUMNS, *VIDEO_COLUMNS):
+            continue
+        for kind in (Image, Video):
+            if isinstance(feature, kind):
+                dataset = dataset.cast_column(name, kind(decode=False))
+            elif isinstance(feature, List) and isinstance(feature.feature, kind):
+                dataset = dataset.cast_column(name, List(kind(decode=False)))
+    return dataset

@@ -10,10 +10,11 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 from tqdm.auto import tqdm
 
-from vgr_trl.data.columns import images_of
+from vgr_trl.data.columns import images_of, require_columns, undecoded
 from vgr_trl.data.inspect_sample import Sampled, sampled
 from vgr_trl.data.prompts import LETTERS, SYSTEM_PROMPT, SystemTemplate
-from vgr_trl.data.schema import SkippedRow, ready_row, require_columns, row_problem, undecoded
+from vgr_trl.data.schema import ready_row, row_problem
+from vgr_trl.data.skipped import SkippedRow
 from vgr_trl.data.statistics import OPEN, kind_of
 from vgr_trl.data.video import DEFAULT_VIDEO_OPTIONS, VideoOptions
 from vgr_trl.errors import DataError

@@ -4,40 +4,32 @@ A row has a `prompt` (a conversation or a text) or a `problem` (the question's t
 choice), a `solution`, and `image`, `images`, `video` or `videos` unless it is about text alone.
 """
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, Image, IterableDataset, List, Video
+from datasets import Dataset, Image, IterableDataset, List
 from pyarrow.lib import ArrowException
-from transformers.utils import logging
 
-from vgr_trl.data.columns import IMAGE_COLUMNS, VIDEO_COLUMNS, image_columns, images_of, video_columns, videos_of
+from vgr_trl.data.columns import (
+    VIDEO_COLUMNS,
+    image_columns,
+    images_of,
+    require_columns,
+    undecoded,
+    video_columns,
+    videos_of,
+)
 from vgr_trl.data.images import open_image
 from vgr_trl.data.prompts import SYSTEM_PROMPT, SystemTemplate, build_prompt
 from vgr_trl.data.scan import scan
+from vgr_trl.data.skipped import SkippedRow
+from vgr_trl.data.streams import PLACE, prepare_stream
 from vgr_trl.data.video import DEFAULT_VIDEO_OPTIONS, VideoOptions, frames_of, without_video_marks
 from vgr_trl.data.video_rows import with_frames
 from vgr_trl.errors import DataError, RewardError
 from vgr_trl.rewards import resolve_solution
-
-logger = logging.get_logger(__name__)
-
-PLACE = "__place__"  # the column in which the rows of a stream carry their number on the way
-SHUFFLE_BUFFER = 1000  # rows of a stream that wait, their images undecoded
-
-
-@dataclass(frozen=True)
-class SkippedRow:
-    """A row that was left out."""
-
-    split: str
-    row: int
-    id: Any
-    reason: str
 
 
 def row_problem(
@@ -138,7 +130,7 @@ def prepare_rows(
             row_problem, root=root, needs_solution=needs_solution, system_prompt=system_prompt, videos=videos
         )
         ready = partial(ready_row, root=root, system_prompt=system_prompt, videos=videos)
-        return _prepare_stream(dataset, split, needs_solution, examine, ready, on_skipped, shuffle_seed), []
+        return prepare_stream(dataset, split, needs_solution, examine, ready, on_skipped, shuffle_seed), []
     if len(dataset) == 0:
         raise DataError(f"The {split} data set has no rows: give a data set with at least one.")
     require_columns(dataset.column_names, split, needs_solution)
@@ -155,30 +147,6 @@ def prepare_rows(
         dataset = dataset.select([row for row, reason in enumerate(reasons) if reason is None])
     dataset = _with_prompts(dataset, system_prompt)
     return (with_frames(undecoded(dataset), videos, root) if video_columns(dataset.column_names) else dataset), skipped
-
-
-def report_skipped(skipped: Sequence[SkippedRow], path: Path) -> None:
-    """Write the rows left out to `path`, one JSON object per line, and warn with the count and the first reason."""
-    if not skipped:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(_json_line(row) for row in skipped), encoding="utf-8")
-    logger.warning(
-        f"Left out {len(skipped)} rows that cannot be used, listed with their reasons in {path}; the first: "
-        f"{skipped[0].split} row {skipped[0].row}: {skipped[0].reason}."
-    )
-
-
-def append_skipped(row: SkippedRow, path: Path) -> None:
-    """Add a row that a stream left out to `path`, and warn."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(_json_line(row))
-    logger.warning(f"Left out {row.split} row {row.row}, listed in {path}: {row.reason}.")
-
-
-def _json_line(row: SkippedRow) -> str:
-    return json.dumps(asdict(row), default=str) + "\n"
 
 
 def _prompt_of(row: Mapping[str, Any], system_prompt: str | SystemTemplate | None) -> Any:
@@ -204,17 +172,6 @@ def _checked_prompt(prompt: Any) -> Any:
     if prompt[-1]["role"] == "assistant":
         raise DataError("its prompt ends with a message of the assistant, so there is nothing to answer")
     return prompt
-
-
-def require_columns(names: Iterable[str], split: str, needs_solution: bool) -> None:
-    """Raise `DataError` if no row of a data set with the columns `names` could be used."""
-    names = list(names)
-    if not {"prompt", "problem"} & set(names):
-        raise DataError(f"The {split} data has the columns {names}: it needs `prompt`, or `problem` with `solution`.")
-    if needs_solution and not {"solution", "label_idx"} & set(names):
-        raise DataError(
-            f"The {split} data has the columns {names}: the accuracy reward needs `solution` (letter, index or text)."
-        )
 
 
 def _with_prompts(dataset: Dataset, system_prompt: str | SystemTemplate | None) -> Dataset:
@@ -254,59 +211,3 @@ def _under(root: Path, value: Any) -> Any:
     if isinstance(value, list):
         return [_under(root, path) for path in value]
     return None if value is None else str((root / value).absolute())  # what follows may start from `root` again
-
-
-def undecoded(dataset: Any) -> Any:
-    """Return a data set or stream whose images and videos come as bytes or paths."""
-    for name, feature in (dataset.features or {}).items():
-        if name not in (*IMAGE_COLUMNS, *VIDEO_COLUMNS):
-            continue
-        for kind in (Image, Video):
-            if isinstance(feature, kind):
-                dataset = dataset.cast_column(name, kind(decode=False))
-            elif isinstance(feature, List) and isinstance(feature.feature, kind):
-                dataset = dataset.cast_column(name, List(kind(decode=False)))
-    return dataset
-
-
-def _prepare_stream(
-    dataset: IterableDataset,
-    split: str,
-    needs_solution: bool,
-    examine: Callable[[Mapping[str, Any]], str | None],
-    ready: Callable[[Mapping[str, Any]], dict[str, Any]],
-    on_skipped: Callable[[SkippedRow], None] | None,
-    shuffle_seed: int | None,
-) -> IterableDataset:
-    first = next(iter(undecoded(dataset)), None)
-    if first is None:
-        raise DataError(f"The {split} stream has no rows: give a data set with at least one.")
-    require_columns(first, split, needs_solution)
-    heard: set[Any] = set()
-
-    def usable(row: Mapping[str, Any]) -> bool:
-        index = row[PLACE]
-        reason = examine(row)
-        if reason is None:
-            return True
-        name = index if row.get("id") is None else (str(row["id"]), reason)  # the place changes with the files' order
-        if name not in heard:
-            heard.add(name)
-            skipped = SkippedRow(split, index, row.get("id"), reason)
-            if on_skipped is not None:
-                on_skipped(skipped)
-            else:
-                logger.warning(f"Left out {split} row {index} of the stream: {reason}.")
-        return False
-
-    gone = [name for name in ("image", *VIDEO_COLUMNS) if name in first] if video_columns(first) else []
-    numbered = undecoded(dataset).map(_numbered, with_indices=True)
-    if next(iter(numbered.filter(usable)), None) is None:
-        raise DataError(f"None of the {len(heard)} rows of the {split} stream can be used: see the reasons above.")
-    if shuffle_seed is not None:
-        numbered = numbered.shuffle(seed=shuffle_seed, buffer_size=SHUFFLE_BUFFER)
-    return numbered.filter(usable).map(ready, remove_columns=[*gone, PLACE])
-
-
-def _numbered(row: Mapping[str, Any], index: int) -> dict[str, Any]:
-    return {**row, PLACE: index}
