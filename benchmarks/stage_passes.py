@@ -170,6 +170,7 @@ def uneven_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]
 def _step(setting: Setting, size: Size, model: Any, processor: Any, name: str) -> Run:
     """One optimizer step: generation, scoring, training."""
     timer = _Timer(setting.device)
+    trainer_class: Any
     ours: tuple[Any, Any] = (DAPOTrainer, partial(DAPOConfig, rollout_log_steps=0))
     trainer_class, config = (GRPOTrainer, GRPOConfig) if name == "trl" else ours
     trainers: list[Any] = []

@@ -59,7 +59,7 @@ def run(rank: int) -> None:
         assert difference < 1e-5, difference
         assert report.prompts_per_row == 1 / 3, report
         difference, report = compare(model, alone if rank else mine, agree=all_agree)
-        assert difference == 0, difference
+        assert difference < 1e-6, difference
         assert report.prompts_per_row == 1, report
 
     model = with_head(build("qwen3")).train()

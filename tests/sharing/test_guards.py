@@ -21,6 +21,7 @@ from vgr_trl.sharing import (
 )
 
 WRONG = 1e-2
+SAME = 1e-6  # a plain pass, whose head scores fewer columns
 
 
 def nothing(*args, **kwargs):
@@ -45,12 +46,12 @@ def test_reentrant_checkpointing(case, monkeypatch):
     plain = gradients(model, batch)
     shared, report = shared_gradients(model, batch)
     assert report.plain == {"gradient checkpointing with use_reentrant=True": 1}
-    assert largest_relative(plain, shared) == 0
+    assert largest_relative(plain, shared) < SAME
 
     monkeypatch.setattr(fitness, "recomputes_without_graph", lambda base: False)
     shared, report = shared_gradients(model, batch)
     assert report.plain == {"the model kept the prompt without its gradients": 1}
-    assert largest_relative(plain, shared) == 0
+    assert largest_relative(plain, shared) < SAME
 
     monkeypatch.setattr(forward, "check_written", nothing)
     shared, report = shared_gradients(model, batch)
@@ -75,7 +76,7 @@ def test_a_cache_cut_off_from_the_graph(layer, case, monkeypatch):
     shared, report = shared_gradients(model, batch)
     if layer == 1:
         assert report.plain == {"the model kept the prompt without its gradients": 1}
-        assert largest_relative(plain, shared) == 0
+        assert largest_relative(plain, shared) < SAME
     monkeypatch.setattr(forward, "check_written", nothing)
     shared, _ = shared_gradients(model, batch)
     assert largest_relative(plain, shared) > WRONG
@@ -88,7 +89,7 @@ def test_checkpoints_that_drop_the_cache(case, monkeypatch):
     monkeypatch.setattr(forward, "_cache_through_checkpoints", lambda base: nullcontext())
     shared, report = shared_gradients(model, batch)
     assert report.plain == {"the model did not keep the whole prompt in its cache": 1}
-    assert largest_relative(plain, shared) == 0
+    assert largest_relative(plain, shared) < SAME
 
     monkeypatch.setattr(forward, "check_written", nothing)
     _, report = shared_gradients(model, batch)

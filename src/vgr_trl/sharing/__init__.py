@@ -1,10 +1,11 @@
 """How a prompt is computed once for its G completions: in scoring, in training and in generation, exactly."""
 
 from vgr_trl.sharing.backbone import has_active_dropout
-from vgr_trl.sharing.context import leave_out_empty_images, replaced, share_prompts
+from vgr_trl.sharing.context import leave_out_empty_images, share_prompts
 from vgr_trl.sharing.fitness import why_not_share
 from vgr_trl.sharing.grouping import shuffle_by_group, whole_groups, why_not_regroup
 from vgr_trl.sharing.plan import Place, SharingPlan, plan_sharing
+from vgr_trl.sharing.replacing import replaced
 from vgr_trl.sharing.report import SharingReport
 
 __all__ = [

@@ -1,7 +1,7 @@
 """`share_prompts`: prompt sharing around forward, backward and `generate` of one model."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from inspect import signature
 from typing import Any
@@ -11,7 +11,9 @@ from vgr_trl.sharing.backbone import causal_model, is_compiled
 from vgr_trl.sharing.forward import SharedForward, wrap_forward
 from vgr_trl.sharing.generation import SharedGeneration, wrap_generate
 from vgr_trl.sharing.images import without_empty_images
+from vgr_trl.sharing.replacing import replaced
 from vgr_trl.sharing.report import SharingReport
+from vgr_trl.sharing.scored_columns import with_scored_columns
 
 
 @contextmanager
@@ -32,7 +34,8 @@ def share_prompts(
     Args:
         model: transformers model, also wrapped by DDP, DeepSpeed or PEFT, or patched by TRL.
         completion_length: T, the number of columns behind the prompts in every batch of the block, at least 1. Of
-            the outputs only those that score completions can be used then: hidden states of the other columns are 0.
+            the outputs only those that score completions can be used then: hidden states of the other columns are 0,
+            and TRL's fused head returns T columns.
             None: rows may be anything; their longest common beginnings are shared, and all outputs are there.
         agree: given whether this process would share a batch, returns whether all processes do; needed where
             parameters are sharded, so that every process makes the same number of forward passes.
@@ -53,13 +56,15 @@ def share_prompts(
         return
     base = causal.base_model
     forward = SharedForward(base, base.forward, report, completion_length, agree)
-    with replaced(base, "forward", wrap_forward(forward)):
-        if base is causal or not hasattr(causal, "generate"):
-            yield report
-        else:
+    with ExitStack() as stack:
+        stack.enter_context(replaced(base, "forward", wrap_forward(forward)))
+        if base is not causal and completion_length is not None:
+            narrow = with_scored_columns(causal.forward, base, completion_length)
+            stack.enter_context(replaced(causal, "forward", narrow))
+        if base is not causal and hasattr(causal, "generate"):
             generate = SharedGeneration(causal, causal.generate, forward, report)
-            with replaced(causal, "generate", wrap_generate(generate)):
-                yield report
+            stack.enter_context(replaced(causal, "generate", wrap_generate(generate)))
+        yield report
 
 
 @contextmanager
@@ -85,18 +90,3 @@ def leave_out_empty_images(model: Any) -> Iterator[None]:
 
     with replaced(base, "forward", forward):
         yield
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of a module or object for the duration; an object that had none of its own has none after."""
-    missing = object()
-    before = vars(owner).get(name, missing)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
