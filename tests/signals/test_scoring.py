@@ -275,7 +275,9 @@ class TestRefusals:
     def test_nothing_to_share_is_no_error(self):
         model, batch = build("llama"), make_batch("llama", generations=1)
         tensors, _ = arguments(batch)
-        RolloutScorer(model, share_prompts="on").score(*tensors, attention=False)
+        scored = RolloutScorer(model, share_prompts="on").score(*tensors, attention=False)
+        plain = RolloutScorer(model, share_prompts="off").score(*tensors, attention=False)
+        assert scored.logps.equal(plain.logps)
 
     def test_shapes(self):
         model, batch = build("llama"), make_batch("llama")
