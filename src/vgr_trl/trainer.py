@@ -23,14 +23,11 @@ from vgr_trl.config import DAPOConfig
 from vgr_trl.credit import (
     coefficient_warning,
     collapse_warning,
-    entropy_penalty,
-    perception_divergence,
-    perception_loss,
     shape_advantages,
 )
 from vgr_trl.data.columns import IMAGE_COLUMNS, images_of
 from vgr_trl.errors import ConfigError
-from vgr_trl.loss_terms import average_as_loss, valid_tokens
+from vgr_trl.loss_terms import entropy_term, perception_term, valid_tokens
 from vgr_trl.measuring import plan_measurement
 from vgr_trl.metrics import Throughput, approximate_kl
 from vgr_trl.preparation import (
@@ -402,49 +399,9 @@ class DAPOTrainer(GRPOTrainer):
         logps, self._training_logps = self._training_logps, None
         if self.model.training and logps is not None:
             self._measure_step(logps.detach(), inputs)
-            loss = loss + self._entropy_penalty(logps, inputs) + self._perception_loss(model, logps, inputs)
+            loss = loss + entropy_term(self, logps, inputs) + perception_term(self, model, logps, inputs)
+            self._training_logps = None  # those of the pass over perturbed images
         return loss
-
-    def _entropy_penalty(self, logps: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor | float:
-        if not self.args.use_entropy_penalty:
-            return 0.0
-        mask = valid_tokens(inputs)
-        penalty = entropy_penalty(logps, mask, self.args.entropy_penalty_coef)  # (N, T)
-        self._log_token_mean("entropy_penalty", penalty, mask)
-        return average_as_loss(penalty, mask, inputs, self)
-
-    def _perception_loss(self, model: Any, logps: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor | float:
-        """The term of PAPO; the one that takes another pass with gradients, through the perturbed images."""
-        args = self.args
-        if not (args.uses_perception_loss or args.der_loss_weight1 > 0):
-            return 0.0
-        mask = valid_tokens(inputs)
-        perturbed_logps = logps
-        if args.uses_perception_loss:
-            pixels = inputs.get("perturbed_pixel_values")
-            perturbed = scoring_inputs(inputs if pixels is None else inputs | {"pixel_values": joined(pixels)})
-            perturbed_logps, entropies, _ = self._get_per_token_logps_and_entropies(
-                model, compute_entropy=True, **perturbed
-            )
-            self._training_logps = None
-            self._log_token_mean("perturbed_entropy", entropies.detach(), mask)
-            divergence = perception_divergence(logps.detach(), perturbed_logps.detach(), mask)
-            self._log_token_mean("perception_loss", -divergence, mask)
-        loss = perception_loss(
-            logps,
-            perturbed_logps,
-            mask,
-            coefficient=args.perception_loss_weight,
-            entropy_coefficient=args.der_loss_weight1,
-            perturbed_entropy_coefficient=args.der_loss_weight2,
-        )  # (N, T)
-        return average_as_loss(loss, mask, inputs, self)
-
-    def _log_token_mean(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
-        """Log the mean of `values` (N, T) over the valid tokens of all processes."""
-        local = torch.stack([(values.detach() * mask).sum(), mask.sum().float()])
-        total, count = self.accelerator.reduce(local, reduction="sum").tolist()
-        self._metrics["train"][name].append(total / max(count, 1.0))
 
     def _measure_step(self, logps: torch.Tensor, inputs: dict[str, Any]) -> None:
         mask = valid_tokens(inputs)  # (N, T)
