@@ -11,6 +11,7 @@ from datasets import load_dataset
 from peft import LoraConfig
 from transformers import Qwen2_5_VLForConditionalGeneration
 from trl import GRPOTrainer
+from trl.trainer import utils as trl_utils
 
 from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.data.schema import prepare_rows
@@ -103,6 +104,45 @@ def test_no_pass_is_made_twice(make, passes, changed, expected):
     """TRL's own pass for old log-probabilities is the measured one; a reference pass and perturbed images cost one."""
     make(max_steps=1, **changed).train()
     assert passes == expected
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected", "heads"),
+    [
+        ({"token_weights": True}, [SCORING, TRAINING], 1),
+        ({"token_weights": True, "attention_source": "generate"}, [TRAINING], 1),
+        ({"token_weights": True, "rollout_log_steps": 1}, [SCORING, TRAINING], 2),
+        ({"token_weights": True, "replay_buffer_size": 4}, [SCORING, TRAINING], 2),
+        ({"token_weights": True, "enable_entropy_filtering": True}, [SCORING, TRAINING], 2),
+        ({"attention_source": "generate", "enable_entropy_filtering": True}, [SCORING, TRAINING], 2),
+        ({"enable_perception_filtering": True}, [SCORING, SCORING, TRAINING], 3),
+    ],
+)
+def test_the_head_is_left_out_where_only_attention_is_wanted(
+    make, passes, monkeypatch, changed, expected, heads
+):  # fmt: skip
+    projected = []
+    original = trl_utils._ChunkedLogProbFunction.forward
+
+    @functools.wraps(original)
+    def counted(*args):
+        projected.append(1)
+        return original(*args)
+
+    monkeypatch.setattr(trl_utils._ChunkedLogProbFunction, "forward", staticmethod(counted))
+    make(**{"rollout_log_steps": 0, "max_steps": 1} | changed).train()
+    assert (passes, len(projected)) == (expected, heads)
+
+
+@pytest.mark.parametrize("source", ["scoring", "generate"])
+def test_attention_is_the_same_with_and_without_the_head(make, source):
+    found = []
+    for every in (0, 1):
+        trainer = make(rewards=[letters_reward, vgr_reward], max_steps=1, rollout_log_steps=every,
+                       attention_source=source, token_weights=True)  # fmt: skip
+        trainer.train()
+        found.append([list(trainer._logs["extra"]["vgr"]), *logged(trainer, "grad_norm"), *logged(trainer, "loss")])
+    assert found[0] == found[1]
 
 
 def test_metrics_and_columns_are_logged_for_training_and_evaluation(make):
@@ -224,7 +264,10 @@ class TestRefusals:
 
     def test_a_reward_that_needs_vgr_gets_it_from_the_data_if_it_is_there(self, make):
         rows = make.rows.remove_columns("image").map(lambda row: {"vgr": 1.0})
-        make(rewards=[vgr_reward, letters_reward], rows=rows, max_steps=1).train()
+        trainer = make(rewards=[vgr_reward, letters_reward], rows=rows, max_steps=1)
+        trainer.train()
+        [found] = [log["rewards/vgr_reward/mean"] for log in trainer.state.log_history if "reward" in log]
+        assert found == 0.5  # what a group of equal values earns
 
     def test_generation_that_keeps_no_attention(self, make):
         with pytest.raises(ConfigError, match='attention_source is "generate" with beam search'):

@@ -24,6 +24,7 @@ def plan_measurement(trainer: Any) -> RolloutMeasurement:
         "entropies": _on(args.enable_entropy_filtering, "enable_entropy_filtering"),
         "dependency": _on(args.enable_perception_filtering, "enable_perception_filtering")
         + _on(args.enable_trajectory_reweighting, "enable_trajectory_reweighting"),
+        "logps": _on(args.replay_buffer_size > 0, "replay_buffer_size"),
     }
     perceiving = features["dependency"] + _on(args.perception_loss_weight > 0, "perception_loss_weight")
     perceiving += _on(args.der_loss_weight2 > 0, "der_loss_weight2")

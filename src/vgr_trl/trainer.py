@@ -63,6 +63,7 @@ from vgr_trl.sharing import (
 )
 from vgr_trl.signals import perturb_images, visual_dependency
 from vgr_trl.signals.columns import attention_metrics, measure_segments, reward_columns
+from vgr_trl.signals.head import without_head
 from vgr_trl.signals.perturbed_prompts import perturbed_prompts
 from vgr_trl.vllm_images import plan_vllm_images
 
@@ -312,7 +313,7 @@ class DAPOTrainer(GRPOTrainer):
         return self._rewards_per_func
 
     def _score_rollout(self, completion_ids: list[list[int]]) -> None:
-        """Make the measured pass, as TRL makes its own for old log-probabilities."""
+        """Make the measured pass, as TRL makes its own for old log-probabilities, as far as it is needed."""
         batch = build_scoring_batch(
             self._measurement.prompts,
             completion_ids,
@@ -321,7 +322,14 @@ class DAPOTrainer(GRPOTrainer):
             valid=None if not self.mask_truncated_completions else self._not_truncated(completion_ids),
             pad_to_multiple_of=self.pad_to_multiple_of,
         )
-        self._score(Trainer._prepare_inputs(self, batch.inputs()))
+        inputs: Any = Trainer._prepare_inputs(self, batch.inputs())
+        if self._measurement.needs_head:
+            self._score(inputs)
+        elif self._measurement.generated_mass is not None:
+            self._measurement.take_generated(inputs["attention_mask"][:, -inputs["logits_to_keep"] :])
+        else:
+            with without_head(self.model):
+                self._score(inputs)
 
     def _score(self, inputs: dict[str, Any]) -> Any:
         """Log-probabilities, entropies if measured, and router loss of the policy, as TRL scores a rollout batch."""

@@ -1,11 +1,14 @@
-"""Log-probabilities and entropies from hidden states, by the model's own head, a few positions at a time."""
+"""Log-probabilities and entropies from hidden states, by the model's own head, a few positions at a time; or none."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from trl.trainer.utils import FusedCausalLMOutput
 
 from vgr_trl.sharing import replaced
+from vgr_trl.sharing.backbone import causal_model
 
 _LOGITS_AT_A_TIME = {"cpu": 2**23, "cuda": 2**26}  # 32 MB and 256 MB in float32; a GPU wants larger products
 
@@ -61,3 +64,22 @@ class Head:
         # A forbidden token has the logit -inf and adds nothing.
         entropies = -torch.linalg.vecdot(probabilities, logps.clamp_(min=torch.finfo(logps.dtype).min))
         return torch.stack([chosen, entropies])
+
+
+@contextmanager
+def without_head(model: Any) -> Iterator[None]:
+    """Let passes that ask for TRL's fused head end before it, where attention alone is wanted: all they return is NaN.
+
+    Args:
+        model: transformers model, also wrapped, or patched by TRL.
+    """
+    causal = causal_model(model)
+
+    def forward(*args: Any, fused_lm_head: bool, **kwargs: Any) -> FusedCausalLMOutput:
+        labels = [kwargs.pop(name) for name in ("labels", "shift_labels") if name in kwargs]
+        hidden = causal.base_model(*args, **kwargs, use_cache=False).last_hidden_state
+        nothing = hidden.new_full(labels[0].shape, torch.nan, dtype=torch.float32)
+        return FusedCausalLMOutput(log_probs=nothing, entropy=nothing)
+
+    with replaced(causal, "forward", forward):
+        yield

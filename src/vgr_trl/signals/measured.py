@@ -29,8 +29,8 @@ class RolloutSignals:
     """Signals of N completions of T tokens, under the policy that generated them.
 
     Attributes:
-        logps: (N, T) float32, log-probabilities of the completion tokens.
-        entropies: (N, T) float32, in nats.
+        logps: (N, T) float32, log-probabilities of the completion tokens; NaN if they were not measured.
+        entropies: (N, T) float32, in nats; NaN if they were not measured.
         mask: (N, T) bool, completion tokens that count in the loss.
         attention: attention mass; None if it was not measured.
         dependency: (N, T) float32 in [0, 10], `visual_dependency` of the tokens; None if it was not measured.

@@ -27,7 +27,7 @@ class Wanted:
         attention: names of the options and rewards that need attention mass.
         entropies: names of those that need entropies.
         dependency: names of those that need the dependency on the image.
-        logps: names of those that need the log-probabilities of the policy that generated.
+        logps: names of those that use log-probabilities if a pass is made for another reason.
     """
 
     attention: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class Wanted:
     @property
     def scoring(self) -> bool:
         """Whether a pass over the rollout batch is needed."""
-        return bool(self.attention or self.entropies or self.dependency or self.logps)
+        return bool(self.attention or self.entropies or self.dependency)
 
 
 class RolloutMeasurement:
@@ -73,6 +73,12 @@ class RolloutMeasurement:
     def columns(self) -> tuple[str, ...]:
         """Columns that rewards get beside those of the data."""
         return (*SIGNAL_COLUMNS, "mdi_balance_ratio") if self.wanted.attention else ()
+
+    @property
+    def needs_head(self) -> bool:
+        """Whether log-probabilities or entropies of the batch at hand are used; the same in all processes."""
+        wanted = self.wanted
+        return bool(wanted.entropies or wanted.dependency or wanted.logps) or self.keep_rows is not None
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
@@ -157,6 +163,19 @@ class RolloutMeasurement:
             entropies = torch.full_like(logps, torch.nan)
         self.signals = RolloutSignals(logps.detach().float(), entropies.detach().float(), mask, mass)
         return scored
+
+    def take_generated(self, completion_mask: torch.Tensor) -> None:
+        """Keep the attention measured in generation as the signals of the batch, where no others are needed.
+
+        Args:
+            completion_mask: (N, T), 0 for tokens that do not count.
+        """
+        assert self.generated_mass is not None
+        mask = completion_mask.bool()
+        mass = fitted(self.generated_mass, mask.size(1))
+        mass.mask = mask
+        nothing = torch.full(mask.shape, torch.nan, device=mask.device)
+        self.signals = RolloutSignals(nothing, nothing, mask, mass)
 
     def _rows_that_fit(self, model: Any, vision: torch.Tensor, completion_length: int) -> list[int]:
         """Those of `keep_rows` whose attention, token by token, takes no more than `MOST_KEPT` bytes together."""
