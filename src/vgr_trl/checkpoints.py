@@ -1,5 +1,6 @@
 """Checkpoints: weights loaded all or none, and what each process keeps of its own."""
 
+import copy
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -24,7 +25,13 @@ def load_weights(model: PreTrainedModel, checkpoint: str) -> None:
     """
     loading: Any = type(model)
     try:
-        saved, report = loading.from_pretrained(checkpoint, dtype=model.dtype, output_loading_info=True)
+        saved, report = loading.from_pretrained(
+            checkpoint,
+            config=copy.deepcopy(model.config),
+            dtype=model.dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
         _refuse_incomplete(report, checkpoint)
         model.load_state_dict(saved.state_dict(), strict=True)
     except (OSError, ValueError, RuntimeError) as error:
@@ -40,7 +47,7 @@ def load_weights(model: PreTrainedModel, checkpoint: str) -> None:
 def _refuse_incomplete(report: dict[str, Any], checkpoint: str) -> None:
     for kind, names in report.items():
         if names and kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            some = ", ".join(sorted(str(name) for name in names)[:3])
+            some = ", ".join(sorted(map(str, names))[:3])
             raise ConfigError(
                 f"The checkpoint {checkpoint} has {len(names)} {kind.replace('_', ' ')} ({some}, …): give one that was "
                 "written to the end, of the same model."
