@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--demo_steps", type=int, default=30)
     parser.add_argument("--skip_demo", action="store_true")
     parser.add_argument("--only_demo", action="store_true")
+    parser.add_argument("--only", choices=["seconds", "bytes"], help="the others are kept as they were")
     parser.add_argument("--output", default="perception")
     for option in fields(Setting):
         if option.type is bool:
@@ -55,14 +56,15 @@ def main() -> None:
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     found |= {"machine": describe_machine(setting.threads), "setting": asdict(setting), "size": flags.size}
     if not flags.only_demo:
-        size = Size.parse(flags.size)
-        with Perturbing() as perturbing:
-            seconds = measure_seconds(setting, size, COMPARED, "step", flags.repeats)
-        found["step"] = {"seconds": medians(seconds), "runs": seconds}
-        found["step"]["perturbing"] = statistics.median(perturbing.calls)
-        write(path, found)
-        found["step"]["bytes"] = measure_bytes(setting, size, COMPARED, "step")
-        write(path, found)
+        size, step = Size.parse(flags.size), found.setdefault("step", {})
+        if flags.only != "bytes":
+            with Perturbing() as perturbing:
+                seconds = measure_seconds(setting, size, COMPARED, "step", flags.repeats)
+            step |= {"seconds": medians(seconds), "runs": seconds, "perturbing": statistics.median(perturbing.calls)}
+            write(path, found)
+        if flags.only != "seconds":
+            step["bytes"] = measure_bytes(setting, size, COMPARED, "step")
+            write(path, found)
     if not flags.skip_demo:
         found["demo"] = demo(flags.demo_steps)
         write(path, found)
@@ -133,7 +135,7 @@ def write(path: Path, found: dict[str, Any]) -> None:
         "|---|---|---:|---:|---:|",
     ]
     step, size = found.get("step"), found["size"]
-    if step is not None:
+    if step and "seconds" in step:
         seconds = step["seconds"]
         pairs = [("perception", "metrics", "≤ 1.15"), ("perception", "trl", "≤ 0.4"), ("perception", "ours", "")]
         pairs += [("ours", "trl", ""), ("metrics", "trl", ""), ("perception loss", "ours", "")]
@@ -143,7 +145,7 @@ def write(path: Path, found: dict[str, Any]) -> None:
         lines.append(compared("demo", found["demo"]["seconds"], "perception", "metrics", "≤ 1.20"))
         lines.append(compared("demo", found["demo"]["seconds"], "perception", "ours", ""))
         lines.append(share("demo", found["demo"], found["demo"]["seconds"]["perception"]))
-    if step is not None and "bytes" in step:
+    if step and "bytes" in step:
         peaks = ", ".join(f"{name} {value / 1e6:.0f} MB" for name, value in step["bytes"].items())
         lines += ["", f"Peak memory of the step above libraries and model, each in a process of its own: {peaks}."]
     path.with_suffix(".md").write_text("\n".join(lines) + "\n")
