@@ -308,7 +308,7 @@ def test_a_checkpoint_of_another_model_is_refused(vision, tmp_path, text_model):
     make, _ = vision
     trainer = make()
     text_model.save_pretrained(tmp_path / "other")
-    with pytest.raises(ConfigError, match=r"has \d+ \w+ keys \(.*\): give one .* of the same model"):
+    with pytest.raises(ConfigError, match=r"does not fit the model \w+ \(it is a qwen2, not a qwen2_5_vl\): continue"):
         trainer._load_from_checkpoint(str(tmp_path / "other"))
     wider = copy.deepcopy(trainer.model)
     wider.model.language_model.layers[0].mlp.up_proj = torch.nn.Linear(3, 5, bias=False)

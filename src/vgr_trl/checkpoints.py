@@ -6,7 +6,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from vgr_trl.errors import ConfigError
 
@@ -25,6 +25,8 @@ def load_weights(model: PreTrainedModel, checkpoint: str) -> None:
     """
     loading: Any = type(model)
     try:
+        if (kind := AutoConfig.from_pretrained(checkpoint).model_type) != model.config.model_type:
+            raise ValueError(f"it is a {kind}, not a {model.config.model_type}")
         saved, report = loading.from_pretrained(
             checkpoint,
             config=copy.deepcopy(model.config),
