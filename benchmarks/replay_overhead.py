@@ -46,7 +46,8 @@ def main() -> None:
             torch.manual_seed(turn)
             clock = Clock()
             with tempfile.TemporaryDirectory() as folder:
-                quiet = {"log_completions": False, "disable_tqdm": True, "rollout_log_steps": 0, "logging_steps": 1}
+                quiet: dict[str, Any] = {"log_completions": False, "disable_tqdm": True, "rollout_log_steps": 0}
+                quiet |= {"logging_steps": 1, "reward_weights": [1.0]}
                 trainer = DAPOTrainer(
                     model=model,
                     processing_class=processor,
