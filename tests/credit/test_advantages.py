@@ -80,6 +80,14 @@ def test_a_completion_without_a_reward_is_left_out(estimator, expected):
     assert estimate([0, NAN, 1], 3, estimator, baseline) == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus", "grpo_passk"])
+@pytest.mark.parametrize("generations", [3, 6, 7, 8, 12])
+def test_equal_rewards_are_no_advantage_to_the_last_bit(estimator, generations):
+    """In single precision the mean of eight times 0.7 is not 0.7, and that rounding is all there is to divide by."""
+    rewards = torch.tensor([0.1, 0.7, 2.6, 3.9]).repeat_interleave(generations)
+    assert estimate_advantages(rewards, generations, estimator).tolist() == [0.0] * (4 * generations)
+
+
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("rewards", [[NAN, NAN, NAN], [0.0, 0.0, 0.0], [NAN, 5.0, NAN]])
 def test_nothing_to_compare_is_no_advantage(estimator, rewards):

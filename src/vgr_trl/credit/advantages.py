@@ -53,13 +53,14 @@ def estimate_advantages(
             f"The rewards have the shape {tuple(rewards.shape)} with num_generations {num_generations}: give those of "
             "whole groups, one number per completion."
         )
-    groups = rewards.view(-1, num_generations)  # (num_groups, G)
+    # In double precision the mean of equal rewards is that reward; rounding, divided by a tiny deviation, would count.
+    groups = rewards.double().view(-1, num_generations)  # (num_groups, G)
     if baseline is not None and baseline.shape != (len(groups),):
         raise DataError(
             f"The baseline has the shape {tuple(baseline.shape)} for {len(groups)} groups: give one reward per prompt."
         )
     advantages = _remax(groups, baseline) if baseline is not None else _ESTIMATORS[estimator](groups)
-    return torch.nan_to_num(advantages, nan=0.0).view(-1)
+    return torch.nan_to_num(advantages, nan=0.0).view(-1).to(rewards.dtype)
 
 
 def _grpo(rewards: torch.Tensor) -> torch.Tensor:
