@@ -59,6 +59,8 @@ def _refuse_incomplete(report: dict[str, Any], checkpoint: str) -> None:
 def save_share(state: dict[str, Any], folder: Path, process_index: int, num_processes: int) -> None:
     """Write a process's share of a run's state into a checkpoint folder, whole or not at all.
 
+    Shares of another number of processes, left there by a run that was killed while saving, are removed.
+
     Args:
         state: tensors, numbers, texts, lists and dictionaries.
         folder: the checkpoint.
@@ -66,6 +68,9 @@ def save_share(state: dict[str, Any], folder: Path, process_index: int, num_proc
         num_processes: how many write a share.
     """
     path = folder / SHARE.format(process_index, num_processes)
+    for other in _shares(folder):
+        if _written_by(other) != num_processes:
+            other.unlink(missing_ok=True)
     unfinished = path.with_suffix(".unfinished")
     torch.save(state, unfinished)
     unfinished.replace(path)
@@ -93,10 +98,15 @@ def load_shares(folder: Path) -> list[dict[str, Any]]:
 def missing_shares(folder: Path) -> str | None:
     """Return what is missing of the shares in a checkpoint folder, None if they are whole or none was written."""
     paths = _shares(folder)
-    counts = {int(path.stem.split("_")[-1]) for path in paths}
+    counts = set(map(_written_by, paths))
     if not paths or counts == {len(paths)}:
         return None
     return f"{len(paths)} of {max(counts)} shares of the replay buffer"
+
+
+def _written_by(share: Path) -> int:
+    """How many processes wrote the checkpoint that `share` is of."""
+    return int(share.stem.split("_")[-1])
 
 
 def _shares(folder: Path) -> list[Path]:
