@@ -49,6 +49,12 @@ def test_aliases_set_the_fields_they_stand_for(tmp_path):
         ({"max_prompt_length": "50"}, "max_prompt_length is '50': give an integer of at least 1."),
         ({"max_prompt_length": 99.5}, "max_prompt_length is 99.5: give an integer of at least 1."),
         ({"warmup_ratio": "0.1"}, "warmup_ratio is 0.1: give a share of all steps in [0, 1)."),
+        ({"online_filtering": "no"}, "online_filtering is 'no': give True or False."),
+        ({"enable_perception_filtering": "false"}, "enable_perception_filtering is 'false': give True or False."),
+        ({"use_entropy_penalty": None}, "use_entropy_penalty is None: give True or False."),
+        ({"noise_std": 1e7}, "noise_std is 10000000.0: give a number in [0, 1e6]."),
+        ({"blur_radius": 1e29}, "blur_radius is 1e+29: give a number in [0, 1e6]."),
+        ({"token_weights_clip": [2, 3]}, "token_weights_clip is [2, 3]: give two numbers low <= 1 <= high"),
         ({"share_prompts": "yes"}, "share_prompts is 'yes': give auto, on or off."),
         ({"max_steps": 0}, "so nothing would be trained: give max_steps of at least 1, or more epochs."),
         (
@@ -62,6 +68,10 @@ def test_refuses_values_out_of_range(tmp_path, options, message):
         config(tmp_path, **options)
     assert isinstance(caught.value, VGRError)
     assert isinstance(caught.value, ValueError)
+
+
+def test_weights_that_are_clipped_to_1_are_within_the_range(tmp_path):
+    assert config(tmp_path, token_weights_clip=[1, 1]).token_weights_clip == [1, 1]
 
 
 def test_flags_as_users_write_them(tmp_path):

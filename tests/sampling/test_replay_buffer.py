@@ -157,6 +157,11 @@ def test_the_best_are_kept_and_never_more_than_the_size(pairs, size):
         ({"size": 0}, "size of the replay buffer is 0: give an integer of at least 1"),
         ({"size": 1.5}, "size of the replay buffer is 1.5: give an integer"),
         ({"size": 1, "max_age": 0}, "max_age of the replay buffer is 0: give an integer of at least 1"),
+        (
+            {"size": 1, "min_reward": float("nan")},
+            "min_reward of the replay buffer is nan: give a finite number",
+        ),
+        ({"size": 1, "variance_epsilon": "0"}, "variance_epsilon is '0': give a number of at least 0"),
         ({"size": 1, "variance_epsilon": -1}, "variance_epsilon is -1: give a number of at least 0"),
     ],
 )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from vgr_trl.errors import ConfigError
-from vgr_trl.options.ranges import check_choice, check_integer, check_number, is_number
+from vgr_trl.options.ranges import check_choice, check_integer, check_number, check_switch, is_number
 
 ESTIMATORS = ("grpo", "rloo", "remax", "reinforce_plus_plus", "grpo_passk")
 
@@ -66,6 +66,7 @@ class ChooseOptions:
         """Raise `ConfigError` for values out of range."""
         check_choice("advantage_estimator", self.advantage_estimator, ESTIMATORS)
         check_choice("dynamic_sampling", self.dynamic_sampling, (None, "resample"))
+        check_switch("online_filtering", self.online_filtering)
         check_integer("replay_buffer_size", self.replay_buffer_size, 0)
         check_number("replay_var_epsilon", self.replay_var_epsilon, 0, 1e30, "of at least 0")
         check_integer("dynamic_sampling_max_rounds", self.dynamic_sampling_max_rounds, 1)

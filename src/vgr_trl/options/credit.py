@@ -2,7 +2,19 @@
 
 from dataclasses import dataclass, field
 
-from vgr_trl.options.ranges import check_choice, check_fraction, check_integer, check_interval, check_number
+from vgr_trl.options.ranges import (
+    check_choice,
+    check_fraction,
+    check_integer,
+    check_interval,
+    check_number,
+    check_switch,
+)
+
+_SWITCHES = (
+    "token_weights", "token_weights_positive_only", "enable_perception_filtering", "enable_entropy_filtering",
+    "enable_trajectory_reweighting", "use_entropy_penalty",
+)  # fmt: skip
 
 
 @dataclass
@@ -92,6 +104,8 @@ class CreditOptions:
 
     def check_credit(self) -> None:
         """Raise `ConfigError` for values out of range."""
+        for name in _SWITCHES:
+            check_switch(name, getattr(self, name))
         if self.token_weights_topk_ratio is not None:
             check_fraction("token_weights_topk_ratio", self.token_weights_topk_ratio)
         check_interval("token_weights_clip", self.token_weights_clip, 0, 1, "low <= 1 <= high, with low at least 0")

@@ -16,8 +16,8 @@ class PerceiveOptions:
         perturbation: `blacken_patches`, `add_gaussian_noise`, `gaussian_blur` or `mask_image`.
         patch_size: side of the squares that `blacken_patches` cuts the image into, in pixels, at least 1.
         black_prob: probability that a square is blackened, in [0, 1].
-        noise_std: standard deviation of `add_gaussian_noise` on the scale 0 to 255, at least 0.
-        blur_radius: radius of `gaussian_blur` in pixels, at least 0.
+        noise_std: standard deviation of `add_gaussian_noise` on the scale 0 to 255, in [0, 1e6].
+        blur_radius: radius of `gaussian_blur` in pixels, in [0, 1e6].
         mask_value: grey value of `mask_image`, in [0, 255].
         perturb_per: one perturbed image per `prompt`, which its completions share, or one per `completion`.
         perception_loss_weight: weight of the KL divergence from the perturbed to the original image that the loss
@@ -76,5 +76,7 @@ class PerceiveOptions:
         check_number("black_prob", self.black_prob, 0, 1, "in [0, 1]")
         check_integer("mask_value", self.mask_value, 0)
         check_number("mask_value", self.mask_value, 0, 255, "in [0, 255]")
-        for name in ("noise_std", "blur_radius", "perception_loss_weight", "der_loss_weight1", "der_loss_weight2"):
+        for name in ("noise_std", "blur_radius"):
+            check_number(name, getattr(self, name), 0, 1e6, "in [0, 1e6]")
+        for name in ("perception_loss_weight", "der_loss_weight1", "der_loss_weight2"):
             check_number(name, getattr(self, name), 0, 1e30, "of at least 0")

@@ -37,11 +37,17 @@ def check_choice(name: str, value: Any, choices: Sequence[str | None]) -> None:
         raise ConfigError(f"{name} is {value!r}: give {_listed(choices)}.")
 
 
+def check_switch(name: str, value: Any) -> None:
+    """Raise `ConfigError` unless `value` is True or False: a text such as "no" would switch the option on."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}: give True or False.")
+
+
 def check_interval(name: str, value: Any, low: float, within: float | None, meaning: str) -> None:
     """Raise `ConfigError` unless `value` is a pair low <= a <= within <= b; `within` None: a < b."""
     pair = isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2 and all(map(is_number, value))
-    inside = pair and low <= value[0] < value[1] and (within is None or value[0] <= within <= value[1])
-    if not inside:
+    inside = pair and low <= value[0]
+    if not (inside and (value[0] < value[1] if within is None else value[0] <= within <= value[1])):
         raise ConfigError(f"{name} is {value!r}: give two numbers {meaning}.")
 
 

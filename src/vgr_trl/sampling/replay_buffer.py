@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from vgr_trl.errors import ConfigError
+from vgr_trl.options.ranges import is_number
 from vgr_trl.sampling.dead_groups import group_std, signal
 from vgr_trl.sampling.groups import Group
 
@@ -54,7 +55,9 @@ class ReplayBuffer:
         for name, value in (("size", size), ("max_age", max_age)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} of the replay buffer is {value!r}: give an integer of at least 1.")
-        if not (math.isfinite(variance_epsilon) and variance_epsilon >= 0):
+        if min_reward is not None and not is_number(min_reward):
+            raise ConfigError(f"min_reward of the replay buffer is {min_reward!r}: give a finite number, or None.")
+        if not (is_number(variance_epsilon) and variance_epsilon >= 0):
             raise ConfigError(f"variance_epsilon is {variance_epsilon!r}: give a number of at least 0.")
         self.size, self.min_reward, self.variance_epsilon = size, min_reward, variance_epsilon
         self.max_age, self.estimator = max_age, estimator
