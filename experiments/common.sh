@@ -33,7 +33,8 @@ COMMON=(
     --replay_buffer_size 64
     --replay_var_epsilon 1e-6
 )
-if [[ " $* " != *" --dataset_name "* && " $* " != *" --dataset_path "* ]]; then
+other_data=" --dataset_(name|path)[= ]"
+if [[ ! " $* " =~ $other_data ]]; then
     COMMON+=(--data_files "${DATA:-train=data/train.parquet,test=data/test.parquet}")
 fi
 
@@ -47,7 +48,6 @@ if [[ -n "${TINY:-}" ]]; then
     LAUNCH=(--cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no)
     OVERRIDES=(
         --model_name_or_path "$tiny/embedded/model"
-        --data_files "train=$tiny/embedded/train.parquet,test=$tiny/embedded/test.parquet"
         --system_prompt_file "$tiny/embedded/no_system_prompt.txt"
         --output_dir "$tiny/$experiment-$(date +%Y%m%d-%H%M%S)-$$"
         --use_cpu true
@@ -64,5 +64,8 @@ if [[ -n "${TINY:-}" ]]; then
         --save_strategy no
         --report_to none
     )
+    if [[ ! " $* " =~ $other_data ]]; then
+        OVERRIDES+=(--data_files "train=$tiny/embedded/train.parquet,test=$tiny/embedded/test.parquet")
+    fi
 fi
 OVERRIDES+=("$@")

@@ -112,9 +112,13 @@ def test_flags_and_variables_override(tmp_path):
     assert arguments[3:5] == ["--num_processes", "3"]
 
 
-def test_another_kind_of_data_takes_the_place_of_files(tmp_path):
-    data, *_ = options(launched("experiment1.sh", tmp_path, "--dataset_name", "some/questions"))
+@pytest.mark.parametrize("flags", [("--dataset_name", "some/questions"), ("--dataset_name=some/questions",)], ids=str)
+def test_another_kind_of_data_takes_the_place_of_files(tmp_path, flags):
+    data, *_ = options(launched("experiment1.sh", tmp_path, *flags))
     assert (data.dataset_name, data.data_files) == ("some/questions", None)
+    (tmp_path / "tiny" / "embedded").mkdir(parents=True)  # so that the script need not make the embedded model
+    given = launched("experiment1.sh", tmp_path, *flags, TINY="1", TINY_FOLDER="tiny")
+    assert "--data_files" not in given
 
 
 @pytest.fixture(scope="session")
