@@ -30,6 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "replay": {"replay_buffer_size": 64},
     "resample": {"dynamic_sampling": "resample", "dynamic_sampling_max_rounds": 3},
 }
+PROMPTS = Options.prompts_per_step
 COLUMNS = ("accuracy before", "accuracy after", "dead as generated", "live in the batch", "million tokens", "seconds")
 
 
@@ -114,26 +115,27 @@ def write(runs: list[dict[str, Any]], flags: Any) -> None:
         "",
         ", ".join(f"{name} {value}" for name, value in machine.items()) + ". Other work shared the cores.",
         "",
-        "320 held-out questions, 8 sampled answers each; 24 prompts of 4 completions per step. Tokens count prompts "
-        "and completions of everything generated. `gain per million tokens` is accuracy gained over tokens.",
+        f"320 held-out questions, 8 sampled answers each; {PROMPTS} prompts of 4 completions per step. Tokens count "
+        "prompts and completions of everything generated. `gain` is accuracy gained, per step and per million tokens.",
         "",
-        "| variant | seed | " + " | ".join(COLUMNS) + " | gain per million tokens |",
-        "|---|---:|" + "---:|" * (len(COLUMNS) + 1),
+        "| variant | seed | " + " | ".join(COLUMNS) + " | live groups per step | gain per step | per million tokens |",
+        "|---|---:|" + "---:|" * (len(COLUMNS) + 3),
     ]
     for variant in VARIANTS:
         chosen = [run for run in runs if run["variant"] == variant]
         for run in chosen:
-            lines.append(f"| {variant} | {run['seed']} | {cells(run)} |")
+            lines.append(f"| {variant} | {run['seed']} | {cells(run, flags.steps)} |")
         if len(chosen) > 1:
             mean = {name: statistics.mean(run[name] for run in chosen) for name in COLUMNS}
-            lines.append(f"| **{variant}** | mean | {cells(mean)} |")
+            lines.append(f"| **{variant}** | mean | {cells(mean, flags.steps)} |")
     (RESULTS / "demo_replay.md").write_text("\n".join(lines) + "\n")
 
 
-def cells(run: dict[str, Any]) -> str:
+def cells(run: dict[str, Any], steps: int) -> str:
     """The numbers of a row of the table."""
-    gain = (run["accuracy after"] - run["accuracy before"]) / run["million tokens"]
-    return " | ".join([*(f"{run[name]:.3f}" for name in COLUMNS), f"{gain:.3f}"])
+    gain = run["accuracy after"] - run["accuracy before"]
+    derived = f"{PROMPTS * run['live in the batch']:.1f}", f"{gain / steps:.5f}", f"{gain / run['million tokens']:.3f}"
+    return " | ".join([*(f"{run[name]:.3f}" for name in COLUMNS), *derived])
 
 
 if __name__ == "__main__":
