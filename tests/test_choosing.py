@@ -1,8 +1,8 @@
 """Groups chosen by the trainer: replay, resampling, filtering, estimators, and what a checkpoint keeps of them."""
 
 import math
-import shutil
 
+import pandas
 import pytest
 import torch
 from datasets import load_dataset
@@ -31,7 +31,7 @@ def make(model_folder, question_files, tmp_path):
     file = question_files.split(",")[0].removeprefix("train=")
     questions, _ = prepare_rows(load_dataset("parquet", data_files=file, split="train"), system_prompt=None)
 
-    def build(rewards=coarse_reward, rows=questions, **changed):
+    def build(rewards=coarse_reward, rows=questions, rollout_func=None, **changed):
         options = {
             "output_dir": str(tmp_path / "run"),
             "use_cpu": True,
@@ -48,7 +48,8 @@ def make(model_folder, question_files, tmp_path):
             "disable_tqdm": True,
         }
         model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder)
-        return DAPOTrainer(model, rewards, DAPOConfig(**options | changed), rows, processing_class=processor)
+        config = DAPOConfig(**options | changed)
+        return DAPOTrainer(model, rewards, config, rows, processing_class=processor, rollout_func=rollout_func)
 
     build.rows = questions
     return build
@@ -148,6 +149,22 @@ class TestReplay:
         assert sum(logged(trainer, "replay/replaced_fraction")) > 0
         assert all(math.isfinite(loss) for loss in logged(trainer, "loss"))
 
+    def test_several_rollouts_in_a_step_are_counted_like_others(self, make):
+        """Groups of an earlier rollout of the same step are replayed too."""
+        trainer = make(replay_buffer_size=8, gradient_accumulation_steps=4, steps_per_generation=1, max_steps=3)
+        choose, replaced = trainer._choice.choose, []
+
+        def choosing(batch, signals):
+            chosen = choose(batch, signals)
+            replaced.append(len(trainer._choice.replaced) / 2)
+            return chosen
+
+        trainer._choice.choose = choosing
+        trainer.train()
+        expected = [sum(replaced[first : first + 4]) / 4 for first in (0, 4, 8)]
+        assert logged(trainer, "replay/replaced_fraction") == expected
+        assert max(expected) > 0
+
     def test_rows_without_images(self, make):
         rows = make.rows.map(lambda row, index: {"image": None if index % 2 else row["image"]}, with_indices=True)
         trainer = make(rows=rows, replay_buffer_size=8, max_steps=8)
@@ -169,6 +186,15 @@ class TestResampling:
         assert all(0 <= lost <= made for lost, made in zip(discarded, generated, strict=True))
         rows = 8 + 4 * generated[-1]
         assert len(trainer._logs["completion"]) >= rows, "each generated completion is in the table once"
+
+    def test_the_table_of_a_step_has_the_completions_of_that_step(self, make, tmp_path):
+        trainer = make(dynamic_sampling="resample", dynamic_sampling_max_rounds=4, log_completions=True,
+                       num_completions_to_print=0)  # fmt: skip
+        trainer.train()
+        tables = sorted((tmp_path / "run" / "completions").glob("*.parquet"))
+        generated = logged(trainer, "dynamic_sampling/generated_groups")
+        assert len(set(generated)) > 1
+        assert [len(pandas.read_parquet(table)) for table in tables] == [8 + 4 * groups for groups in generated]
 
     def test_tokens_of_further_prompts_are_counted(self, make):
         trainer = make(rewards=constant_reward, dynamic_sampling="resample", dynamic_sampling_max_rounds=2, max_steps=1)
@@ -195,6 +221,22 @@ class TestFiltering:
             make(online_filtering=True, filter_key="beauty")
 
 
+def test_dead_groups_take_no_part_in_the_trajectory_scale_without_a_buffer_either(make):
+    trainer = make(enable_trajectory_reweighting=True, max_steps=4)
+    choose, found = trainer._choice.choose, []
+
+    def choosing(batch, signals):
+        chosen = choose(batch, signals)
+        found.append((batch["advantages"].view(2, 4).abs().amax(1) > 0, chosen[2].view(2, 4)))
+        return chosen
+
+    trainer._choice.choose = choosing
+    trainer.train()
+    assert all(torch.equal(live, alive.unsqueeze(1).expand(2, 4)) for alive, live in found)
+    assert len({tuple(alive.tolist()) for alive, _ in found}) > 1
+    assert all(mean is None or mean == pytest.approx(1) for mean in logged(trainer, "scaling_factor_mean"))
+
+
 class TestEstimators:
     @pytest.mark.parametrize("estimator", ["rloo", "remax", "reinforce_plus_plus", "grpo_passk"])
     def test_the_advantages_in_the_table_are_those_of_the_rewards_in_it(self, make, estimator):
@@ -219,6 +261,18 @@ class TestEstimators:
                 expected[group, values.argmax()] = (best - second) / (values.std() + 1e-6)
         assert torch.allclose(advantages, expected, atol=1e-5)
         assert torch.allclose(batches[-1]["advantages"].sort().values, advantages.flatten().sort().values, atol=1e-5)
+
+    @pytest.mark.parametrize(
+        "on", [{"replay_buffer_size": 4}, {"dynamic_sampling": "resample"}, {"online_filtering": True}]
+    )
+    def test_weighted_sums_do_not_show_who_is_dead_where_rewards_are_normalised_one_by_one(self, make, on):
+        with pytest.raises(ConfigError, match="multi_objective_aggregation is normalize_then_sum with replay_buffer_s"):
+            make(multi_objective_aggregation="normalize_then_sum", **on)
+
+    def test_greedy_completions_of_a_rollout_function_are_refused(self, make, monkeypatch):
+        monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+        with pytest.raises(ConfigError, match="advantage_estimator is remax with rollout_func, which would not gen"):
+            make(advantage_estimator="remax", rollout_func=lambda prompts, trainer: {})
 
     def test_greedy_completions_leave_no_trace(self, make):
         trainers = []
@@ -252,9 +306,35 @@ class TestCheckpoints:
         with pytest.raises(ConfigError, match="has 1 of 2 shares of the replay buffer"):
             make(replay_buffer_size=8).train(resume_from_checkpoint=str(checkpoint))
 
-    def test_a_checkpoint_of_a_run_without_a_buffer(self, make, tmp_path, caplog):
-        make(save_strategy="steps", save_steps=2, max_steps=2).train()
-        trainer = make(replay_buffer_size=8, max_steps=4)
+    def test_another_number_of_completions_per_prompt(self, make, tmp_path):
+        make(replay_buffer_size=8, save_strategy="steps", save_steps=4, max_steps=4).train()
+        checkpoint = tmp_path / "run" / "checkpoint-4"
+        resumed = make(replay_buffer_size=8, num_generations=2, max_steps=6)
+        with pytest.raises(ConfigError, match="num_generations is 2, but the replay buffer in .* of 4 completions"):
+            resumed.train(resume_from_checkpoint=str(checkpoint))
+        (checkpoint / "choice_0_of_1.pt").unlink()
+        resumed = make(replay_buffer_size=8, num_generations=2, max_steps=6)
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+        assert resumed.state.global_step == 6
+
+    @pytest.mark.parametrize(
+        ("before", "message"),
+        [
+            ({}, "has no replay buffer, which starts anew: the checkpoint was written without replay_buffer_size"),
+            ({"dynamic_sampling": "resample"}, "has no replay buffer, which starts anew"),
+            (
+                {"replay_buffer_size": 8},
+                "has no position in the prompts, which starts anew: the checkpoint was",
+            ),
+        ],
+        ids=str,
+    )
+    def test_a_checkpoint_of_a_run_without_them(self, make, tmp_path, monkeypatch, before, message):
+        make(save_strategy="steps", save_steps=2, max_steps=2, **before).train()
+        warnings = []
+        monkeypatch.setattr("vgr_trl.choosing.logger.warning", warnings.append)
+        trainer = make(replay_buffer_size=8, dynamic_sampling="resample", max_steps=4)
         trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
         assert trainer.state.global_step == 4
-        shutil.rmtree(tmp_path / "run")
+        assert any(message in warning for warning in warnings)
+        assert len(warnings) == 2 - len(before)

@@ -27,18 +27,21 @@ class Wanted:
         attention: names of the options and rewards that need attention mass.
         entropies: names of those that need entropies.
         dependency: names of those that need the dependency on the image.
-        logps: names of those that use log-probabilities if a pass is made for another reason.
     """
 
     attention: tuple[str, ...] = ()
     entropies: tuple[str, ...] = ()
     dependency: tuple[str, ...] = ()
-    logps: tuple[str, ...] = ()
 
     @property
     def scoring(self) -> bool:
         """Whether a pass over the rollout batch is needed."""
-        return bool(self.attention or self.entropies or self.dependency)
+        return bool(self.attention or self.head)
+
+    @property
+    def head(self) -> bool:
+        """Whether that pass has to go through the model's head, for log-probabilities or entropies."""
+        return bool(self.entropies or self.dependency)
 
 
 class RolloutMeasurement:
@@ -76,9 +79,8 @@ class RolloutMeasurement:
 
     @property
     def needs_head(self) -> bool:
-        """Whether log-probabilities or entropies of the batch at hand are used; the same in all processes."""
-        wanted = self.wanted
-        return bool(wanted.entropies or wanted.dependency or wanted.logps) or self.keep_rows is not None
+        """Whether log-probabilities or entropies of the batch at hand are used or recorded, in any process."""
+        return self.wanted.head or self.keep_rows is not None
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
