@@ -106,13 +106,31 @@ def test_no_pass_is_made_twice(make, passes, changed, expected):
     assert passes == expected
 
 
+@pytest.mark.parametrize(("source", "scoring"), [("scoring", [2, 8]), ("generate", [])])
+def test_forward_calls_of_a_rollout_batch(make, source, scoring):
+    """Rows per pass of the language model, two prompts with four completions each; the tower sees each image once."""
+    trainer = make(rewards=[letters_reward, vgr_reward], token_weights=True, attention_source=source, max_steps=1,
+                   rollout_log_steps=0)  # fmt: skip
+    rows, images = [], []
+    trainer.model.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(kwargs["inputs_embeds"].shape[:2]), with_kwargs=True
+    )
+    trainer.model.model.visual.register_forward_pre_hook(
+        lambda module, args, kwargs: images.append(len(kwargs["grid_thw"])), with_kwargs=True
+    )
+    trainer.train()
+    passes = [count for count, tokens in rows if tokens > 1]  # without the steps of generation
+    assert passes == [2, *scoring, 2, 8]
+    assert images == [2] * (3 if scoring else 2)
+
+
 @pytest.mark.parametrize(
     ("changed", "expected", "heads"),
     [
         ({"token_weights": True}, [SCORING, TRAINING], 1),
         ({"token_weights": True, "attention_source": "generate"}, [TRAINING], 1),
         ({"token_weights": True, "rollout_log_steps": 1}, [SCORING, TRAINING], 2),
-        ({"token_weights": True, "replay_buffer_size": 4}, [SCORING, TRAINING], 2),
+        ({"token_weights": True, "replay_buffer_size": 4}, [SCORING, TRAINING], 1),
         ({"token_weights": True, "enable_entropy_filtering": True}, [SCORING, TRAINING], 2),
         ({"attention_source": "generate", "enable_entropy_filtering": True}, [SCORING, TRAINING], 2),
         ({"enable_perception_filtering": True}, [SCORING, SCORING, TRAINING], 3),
@@ -268,6 +286,12 @@ class TestRefusals:
         trainer.train()
         [found] = [log["rewards/vgr_reward/mean"] for log in trainer.state.log_history if "reward" in log]
         assert found == 0.5  # what a group of equal values earns
+
+    def test_more_layers_than_there_are(self, make):
+        make(token_weights=True, token_weights_last_k_layers=3)
+        make(token_weights_last_k_layers=4)  # not used without token_weights
+        with pytest.raises(ConfigError, match="last_k_layers is 4, but 3 layers of the model have attention: give a n"):
+            make(token_weights=True, token_weights_last_k_layers=4)
 
     def test_generation_that_keeps_no_attention(self, make):
         with pytest.raises(ConfigError, match='attention_source is "generate" with beam search'):

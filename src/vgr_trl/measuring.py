@@ -6,7 +6,7 @@ from vgr_trl.errors import ConfigError
 from vgr_trl.preparation import has_images
 from vgr_trl.signals import RolloutMeasurement, Wanted
 from vgr_trl.signals.columns import signal_columns
-from vgr_trl.signals.decoder import why_not_measurable
+from vgr_trl.signals.decoder import count_attention_layers, why_not_measurable
 from vgr_trl.signals.modality import special_token_ids, vision_token_ids
 
 
@@ -24,7 +24,6 @@ def plan_measurement(trainer: Any) -> RolloutMeasurement:
         "entropies": _on(args.enable_entropy_filtering, "enable_entropy_filtering"),
         "dependency": _on(args.enable_perception_filtering, "enable_perception_filtering")
         + _on(args.enable_trajectory_reweighting, "enable_trajectory_reweighting"),
-        "logps": _on(args.replay_buffer_size > 0, "replay_buffer_size"),
     }
     perceiving = features["dependency"] + _on(args.perception_loss_weight > 0, "perception_loss_weight")
     perceiving += _on(args.der_loss_weight2 > 0, "der_loss_weight2")
@@ -33,6 +32,7 @@ def plan_measurement(trainer: Any) -> RolloutMeasurement:
     ids = tuple(args.vision_token_ids or ()) or _found_vision_tokens(trainer)
     if attention:
         _refuse(attention, _why_no_attention(trainer, ids))
+        _refuse_missing_layers(trainer)
     elif not demanded and args.compute_attention_metrics is None and _measurable(trainer, ids):
         features["attention"] = ("compute_attention_metrics",)
     special = special_token_ids(trainer.processing_class)
@@ -79,6 +79,16 @@ def _why_no_images(trainer: Any) -> str | None:
     if not has_images(trainer):
         return "the data have no column `image` or `images`; add one, or switch it off."
     return None
+
+
+def _refuse_missing_layers(trainer: Any) -> None:
+    last = trainer.args.token_weights_last_k_layers
+    layers = count_attention_layers(trainer.accelerator.unwrap_model(trainer.model))
+    if trainer.args.token_weights and last is not None and last > layers:
+        raise ConfigError(
+            f"token_weights_last_k_layers is {last}, but {layers} layers of the model have attention: give a number in "
+            f"[1, {layers}], or None for the late segment."
+        )
 
 
 def _found_vision_tokens(trainer: Any) -> tuple[int, ...]:

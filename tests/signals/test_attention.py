@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vgr_trl.sharing import share_prompts
 from vgr_trl.signals import AttentionProbe, build_modality_masks
+from vgr_trl.signals.decoder import count_attention_layers
 
 IMAGES = {"one each": (1, 1), "several": (2, 1), "none in some rows": (0, 2)}
 
@@ -48,6 +49,7 @@ def test_every_family(name, images):
             shared_only = model(**batch.inputs).logits
     assert report.prompts_per_row == 1 / 3
     assert_agrees(probe, expected)
+    assert count_attention_layers(model) == len(probe.mass.vision)
     assert torch.equal(probed, plain), "to the last bit"
     assert torch.equal(shared, shared_only)
 

@@ -24,6 +24,16 @@ def layer_index(module: Any) -> int | None:
     return index if isinstance(index, int) else None
 
 
+def count_attention_layers(model: Any) -> int:
+    """Return L, the layers of the language model that have attention; layers of another kind are not measured."""
+    modules = find_decoder(model).modules()
+    return len({layer_index(module) for module in modules if _is_attention(module)})
+
+
+def _is_attention(module: Any) -> bool:
+    return layer_index(module) is not None and hasattr(module, "is_causal")
+
+
 def adds_virtual_tokens(model: Any) -> bool:
     """Whether the active adapter of PEFT puts learned tokens in front of every prompt, so that positions are others."""
     wrapped = (module for module in model.modules() if isinstance(module, PeftModel))
@@ -40,7 +50,7 @@ def why_not_measurable(model: Any) -> str | None:
     used = getattr(getattr(decoder, "config", None), "_attn_implementation", None)
     if used not in SUPPORTED:
         return f"the attention implementation is {used!r}; load the model with one of {', '.join(SUPPORTED)}."
-    if not any(layer_index(module) is not None and hasattr(module, "is_causal") for module in decoder.modules()):
+    if not count_attention_layers(model):
         return f"{type(decoder).__name__} has no attention layers with a layer_idx."
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
         return f"{type(decoder).__name__} has no list of layers."
