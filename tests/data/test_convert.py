@@ -19,6 +19,7 @@ from PIL import Image
 from vgr_trl.data import convert as convert_module
 from vgr_trl.data import files, progress, write
 from vgr_trl.data.convert import Output, convert
+from vgr_trl.data.progress import SkippedLog, statistics_in
 from vgr_trl.data.questions import Origin, Question
 from vgr_trl.data.schema import prepare_rows
 from vgr_trl.errors import ConfigError, DataError
@@ -240,6 +241,60 @@ def test_another_conversion_is_refused(tmp_path):
     (tmp_path / "a" / ".train.progress.json").write_text("{")
     with pytest.raises(ConfigError, match="progress.json cannot be read"):
         written(given(question(1)), tmp_path / "a")
+
+
+def test_what_has_failed_is_begun_anew_in_the_same_folder(tmp_path):
+    output = Output(tmp_path, workers=0)
+    with pytest.raises(DataError, match="None of the 1 rows can be used"):
+        convert(given("it has no image"), output, {"answer_key": "label"})
+    convert(given("its answer is 3", question(1)), output, {"answer_key": "answer"})
+    assert [row["id"] for row in rows_in(tmp_path)] == ["q1"]
+    assert [row["reason"] for row in skipped_in(tmp_path)] == ["its answer is 3"]
+
+
+def test_a_file_that_a_kill_left_is_not_mixed_with_another_conversion(tmp_path, monkeypatch):
+    monkeypatch.setattr(SkippedLog, "end", lambda self: pytest.fail("killed"))
+    with pytest.raises(pytest.fail.Exception):
+        convert(given(question(1)), Output(tmp_path, workers=0), {"seed": 0})
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match=re.escape("has train-00000.parquet, which no conversion here made")):
+        convert(given(question(1)), Output(tmp_path, workers=0, kind="jsonl"), {"seed": 1})
+    assert convert(given(question(1)), Output(tmp_path, workers=0), {"seed": 0}).rows == 1
+
+
+@pytest.mark.parametrize("name", ["train.parquet", "mine.jsonl", "ids.json", "test-00000.parquet", "train-00000.csv"])
+def test_a_folder_with_other_rows_is_refused(tmp_path, name):
+    (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=re.escape(f"has {name}, which no conversion here made, and which would be")):
+        written(given(question(1)), tmp_path)
+
+
+def test_splits_share_a_folder_one_after_the_other(tmp_path, monkeypatch):
+    written(given("bad", question(1)), tmp_path, split="train")
+    monkeypatch.setattr(SkippedLog, "end", lambda self: pytest.fail("killed"))
+    with pytest.raises(pytest.fail.Exception):
+        written(given("worse", question(2)), tmp_path, split="validation")
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="a conversion of validation that is not finished: finish it first"):
+        written(given(question(3)), tmp_path, split="test")
+    written(given("worse", question(2)), tmp_path, split="validation")
+    written(given(question(3)), tmp_path, split="test")
+    assert [row["reason"] for row in skipped_in(tmp_path)] == ["bad", "worse"]
+
+
+def test_a_finished_file_that_is_gone_is_missed(tmp_path):
+    written(given(question(1)), tmp_path)
+    (tmp_path / "train-00000.parquet").unlink()
+    with pytest.raises(ConfigError, match=r"train-00000.parquet was finished and is missing: put it back, or delete"):
+        written(given(question(1)), tmp_path)
+
+
+def test_damaged_progress_of_another_split_is_named(tmp_path):
+    (tmp_path / ".test.progress.json").write_text("{")
+    with pytest.raises(ConfigError, match=r".test.progress.json cannot be read"):
+        written(given(question(1)), tmp_path)
+    with pytest.raises(ConfigError, match=r".test.progress.json cannot be read"):
+        statistics_in(tmp_path)
 
 
 def test_two_at_once_are_refused(tmp_path):

@@ -228,6 +228,12 @@ def test_text_that_is_no_unicode_does_not_stop_the_page():
         (["rows.jsonl", "--model", "nowhere"], "nowhere cannot be loaded"),
         (["rows.jsonl", "--image_dir", "nowhere"], "image_dir is nowhere, which is not a folder"),
         (["rows.jsonl", "--page", "nowhere/a.html"], "nowhere/a.html cannot be written"),
+        (["rows.jsonl", "--page", "empty"], "empty cannot be written"),
+        (["rows.jsonl", "--page", "rows.jsonl"], "rows.jsonl is named twice, and would be overwritten"),
+        (["rows.jsonl", "--page", "a.html", "--skipped", "a.html"], "a.html is named twice"),
+        (["", "--samples", "0"], "There is no file and no folder"),
+        (["zeros.jsonl"], "zeros.jsonl cannot be read"),
+        (["deep.jsonl", "--dataset_streaming"], "deep.jsonl cannot be read"),
         (["rows.jsonl", "--prompt_language", "fr"], "prompt_language is 'fr': give one of en, zh"),
         (["rows.jsonl", "--video_fps", "0"], "video_fps is 0.0: give a number above 0"),
         (["torn.jsonl"], "torn.jsonl cannot be read"),
@@ -246,6 +252,8 @@ def test_what_cannot_be_inspected_is_a_sentence(folder, capsys, arguments, messa
         (folder / "two" / f"{name}-00000.jsonl").write_text('{"problem": "q", "solution": "x"}\n')
     (folder / "torn.jsonl").write_text('{"problem": "q", "solution": "x"}\n{"problem": "q", "solu')
     (folder / "torn.parquet").write_bytes(b"PAR1 and no more")
+    (folder / "zeros.jsonl").write_bytes(bytes(1000))
+    (folder / "deep.jsonl").write_text("[" * 100_000)
     (folder / "columns.jsonl").write_text('{"text": "q"}\n')
     assert command_line(["data", "inspect", *arguments]) == 1
     said = capsys.readouterr().err.strip().splitlines()[-1]

@@ -50,6 +50,7 @@ def test_a_conversation_of_one_message(tmp_path):
         ({"answer": True}, "solution is True (bool)"),
         ({"answer": ["a"]}, "solution is ['a'] (list)"),
         ({"answer": float("nan")}, "solution is nan"),
+        ({"answer": float("inf")}, "solution is inf: give a finite number"),
         ({"images": []}, "it has no image"),
         ({"images": None}, "it has no image"),
         ({"images": ["a.png", None]}, "its image 2 is None: it must be a path"),

@@ -3,7 +3,7 @@ import re
 import pytest
 from datasets import Dataset, DatasetDict
 
-from vgr_trl.data.load import load_split, parse_data_files
+from vgr_trl.data.load import load_split, parse_data_files, readable
 from vgr_trl.errors import ConfigError, DataError
 
 ROWS = Dataset.from_dict({"problem": ["1 + 1?", "1 + 2?"], "solution": ["2", "3"]})
@@ -60,6 +60,9 @@ def test_exactly_one_source_is_needed(tmp_path):
         (lambda folder: {"data_files": f"{folder}/text.txt"}, "text.txt is none of .parquet, .jsonl"),
         (lambda folder: {"data_files": f"{folder}/broken.parquet"}, "broken.parquet cannot be read"),
         (lambda folder: {"data_files": f"{folder}/broken.jsonl"}, "broken.jsonl cannot be read"),
+        (lambda folder: {"data_files": f"{folder}/blank.jsonl"}, "blank.jsonl cannot be read"),
+        (lambda folder: {"data_files": f"{folder}/zeros.jsonl"}, "zeros.jsonl cannot be read"),
+        (lambda folder: {"data_files": f"{folder}/mixed.jsonl"}, "mixed.jsonl cannot be read"),
     ],
 )
 def test_missing_and_unreadable_sources_are_named(tmp_path, make, message):
@@ -67,9 +70,26 @@ def test_missing_and_unreadable_sources_are_named(tmp_path, make, message):
     (tmp_path / "zero.parquet").touch()
     (tmp_path / "text.txt").write_text("hello")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 this is no parquet file PAR1")
+    (tmp_path / "blank.jsonl").write_text("\n\n")
+    (tmp_path / "zeros.jsonl").write_bytes(bytes(1000))
+    (tmp_path / "mixed.jsonl").write_text('{"problem": "q"}\nnot json\n[1]\nnull\n')
     (tmp_path / "broken.jsonl").write_text('{"problem": "1 + 1?"\n{"problem"')
     with pytest.raises(DataError, match=re.escape(message)):
         load_split("train", **make(tmp_path))
+
+
+def test_errors_of_values_are_the_datas_only_where_nothing_but_reading_happens():
+    with pytest.raises(DataError, match=r"a.jsonl cannot be read \(odd\): check data_files, and that it is whole"):
+        raise_in(readable("a.jsonl", "data_files", only_reads=True), ValueError("odd"))
+    with pytest.raises(ValueError, match="^odd$"):
+        raise_in(readable("a.jsonl", "data_files"), ValueError("odd"))
+    with pytest.raises(ConfigError, match="^mine$"):
+        raise_in(readable("a.jsonl", "data_files", only_reads=True), ConfigError("mine"))
+
+
+def raise_in(block, error) -> None:
+    with block:
+        raise error
 
 
 def test_a_missing_split_names_the_others(tmp_path):

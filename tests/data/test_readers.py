@@ -61,6 +61,13 @@ def test_files_that_cannot_be_read_are_named(tmp_path, name, data, words):
         list(read_files([tmp_path / name]))
 
 
+def test_a_folder_in_the_place_of_a_file_is_named(tmp_path):
+    for name in ("folder", "folder.parquet"):
+        (tmp_path / name).mkdir()
+        with pytest.raises(DataError, match=f"{name} is a folder: give its files, or the folder as dataset_path"):
+            list(read_files([tmp_path / name]))
+
+
 def test_a_missing_file_is_named_before_the_first_row(tmp_path):
     source = Source(data_files=[str(parquet(tmp_path / "a.parquet", ROWS)), str(tmp_path / "b.parquet")])
     with pytest.raises(DataError, match="b.parquet does not exist"):

@@ -23,6 +23,7 @@ def test_ids_per_line_or_as_json(tmp_path, text, ids):
         (b'["a"', "cannot be read"),
         (b"\xff\xfe", "cannot be read"),
         (b'[{"a": 1}]', "holds more than texts and whole numbers"),
+        (b"[" * 100_000, "cannot be read"),
         (b"[true]", "holds more than texts and whole numbers"),
     ],
 )

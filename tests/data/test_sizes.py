@@ -65,6 +65,7 @@ def test_no_limit_is_exceeded_and_the_ratio_is_kept(width, height, most, short, 
         ({"min_pixels": 101, "max_pixels": 100}, "min_pixels is 101, but max_pixels and max_short_side allow 100"),
         ({"min_pixels": 101, "max_short_side": 10}, "min_pixels is 101, but max_pixels and max_short_side allow 100"),
         ({"max_image_pixels": 10**9}, "max_image_pixels is 1000000000, but Pillow refuses images of more than"),
+        ({"min_pixels": 10**9, "max_short_side": None}, "min_pixels is 1000000000, but Pillow refuses images of more"),
     ],
 )
 def test_limits_that_contradict_are_refused(limits, words):

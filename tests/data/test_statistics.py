@@ -1,12 +1,13 @@
 import re
 import sys
+from collections import Counter
 
 import pytest
 
 from vgr_trl.data.encode import Encoded
 from vgr_trl.data.plot import figures_for, plot
 from vgr_trl.data.questions import Question
-from vgr_trl.data.statistics import Statistics, kind_of, report, size_class, tables, together
+from vgr_trl.data.statistics import Statistics, kind_of, on_one_line, report, size_class, tables, together
 from vgr_trl.errors import ConfigError
 
 
@@ -99,10 +100,32 @@ def test_classes_of_sizes(size, name):
             "solution is …, which is none of the choices",
         ),
         ("the line is not JSON (line 1)", "the line is not JSON (Expecting value)", "the line is not JSON …"),
+        (
+            "image file /a/my images/x y.png does not exist",
+            "image file b.png does not exist",
+            "image file … does not exist",
+        ),
+        ("video file /a/1.mp4 does not exist", "video file c/d.avi does not exist", "video file … does not exist"),
+        (
+            "is the number 3, which is one option's text and could be another's index",
+            "is the number 10, which is one option's text and could be another's index",
+            "is the number …, which is one option's text and could be another's index",
+        ),
+        ("the line is not UTF-8", "the line is not UTF-8", "the line is not UTF-8"),
     ],
 )
 def test_reasons_of_a_kind_are_counted_together(one, other, kind):
     assert kind_of(one) == kind_of(other) == kind
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [("a\n b", "a b"), ("\x1b[31mred\x07", r"\x1b[31mred\x07"), ("x\u202ey", r"x\u202ey"), ("汉字 é 🎉", "汉字 é 🎉")],
+)
+def test_names_of_the_data_neither_break_lines_nor_steer_a_terminal(text, shown):
+    assert on_one_line(text) == shown
+    statistics = Statistics(sources=Counter({text: 1}))
+    assert report(statistics).splitlines()[-1] == f"          1  100.0%  {shown}"
 
 
 def test_the_plot_shows_every_table(tmp_path):
@@ -123,6 +146,16 @@ def test_a_plot_of_an_unknown_format(tmp_path, name):
     with pytest.raises(ConfigError, match=f"{name}: give a file that ends in .png, .svg, .pdf"):
         plot({"train": counted()}, tmp_path / name)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["folder.png", "file/set.png"])
+def test_a_plot_that_cannot_be_written_is_refused_before_any_work(tmp_path, name):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=f"{name}, which cannot be written: give a file in a folder that can"):
+        figures_for(tmp_path / name)
+    assert list((tmp_path / "folder.png").iterdir()) == []
 
 
 def test_a_plot_without_matplotlib_is_one_sentence(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from typing import Any
 
 from vgr_trl.cli.arguments import DataArguments, one_sentence
 from vgr_trl.cli.loading import load_processor, system_prompt_of
-from vgr_trl.data.files import publish, unfinished, write_whole
+from vgr_trl.data.files import is_writable, publish, unfinished, write_whole
 from vgr_trl.data.inspect_lengths import Budget, prompt_tokens
 from vgr_trl.data.inspect_page import page
 from vgr_trl.data.inspect_report import report
@@ -70,13 +70,17 @@ def parser() -> argparse.ArgumentParser:
 def run(flags: argparse.Namespace) -> Findings:
     """Inspect as the flags say, print the report, write page and list, and return what was found."""
     checks, budget = checks_of(flags), budget_of(flags)
+    taken = [Path(flags.path).resolve()]
     for path in filter(None, (flags.page if flags.samples else None, flags.skipped)):
-        if path.is_dir() or not path.parent.is_dir():
+        if not path.parent.is_dir() or not is_writable(path):
             raise ConfigError(f"{path} cannot be written: give a file in a folder that exists.")
+        if path.resolve() in taken:
+            raise ConfigError(f"{path} is named twice, and would be overwritten: give another --page or --skipped.")
+        taken.append(path.resolve())
     split, dataset = load_path(flags.path, flags.split, config=flags.dataset_config, streaming=flags.dataset_streaming)
     if flags.max_rows is not None:
         dataset = dataset.take(flags.max_rows)
-    with _listing(flags.skipped) as on_skipped, readable(flags.path, "the path"):
+    with _listing(flags.skipped) as on_skipped, readable(flags.path, "the path", only_reads=True):
         findings = inspect_rows(
             dataset, checks, split=split, samples=flags.samples, seed=flags.seed, on_skipped=on_skipped
         )

@@ -67,17 +67,28 @@ def convert(candidates: Iterable[Candidate], output: Output, identity: Any, tota
         total: source rows, for the progress bar; None: not known.
 
     Raises:
-        ConfigError: the folder holds something else, or another process is writing to it.
+        ConfigError: the folder holds something else, lacks what was finished, or another process is writing to it.
         DataError: the source cannot be read, or no row is left.
     """
     with alone_in(output.folder):
         progress = Progress.begin(output.folder, output.split, identity)
+        _require_parts(output, progress)
         if not progress.done:
             progress.save(output.folder, output.split)
             progress = _write(candidates, output, progress, total)
     if progress.rows == 0:
         raise DataError(_nothing_left(progress, output.folder / SKIPPED))
     return progress
+
+
+def _part_path(output: Output, number: int) -> Path:
+    return output.folder / f"{output.split}-{number:05d}.{output.kind}"
+
+
+def _require_parts(output: Output, progress: Progress) -> None:
+    for path in (_part_path(output, number) for number in range(progress.parts)):
+        if not path.is_file():
+            raise ConfigError(f"{path} was finished and is missing: put it back, or delete {output.folder}.")
 
 
 def _nothing_left(progress: Progress, log: Path) -> str:
@@ -124,7 +135,7 @@ class _Run:
             self._skip(origin, "it has a video, but the set's first row has no column of videos")
         else:
             if self.part is None:
-                path = self.output.folder / f"{self.output.split}-{self.progress.parts:05d}.{self.output.kind}"
+                path = _part_path(self.output, self.progress.parts)
                 self.part = PARTS[self.output.kind](path, self.output.several_images, self.output.videos)
             self.part.add(candidate, images)
             self.statistics.add(candidate, images)

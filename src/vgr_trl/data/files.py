@@ -20,8 +20,19 @@ def publish(path: Path) -> None:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write `data` to `path`, which is replaced at once or not at all."""
-    unfinished(path).write_bytes(data)
-    publish(path)
+    try:
+        unfinished(path).write_bytes(data)
+        publish(path)
+    finally:
+        unfinished(path).unlink(missing_ok=True)
+
+
+def is_writable(path: Path) -> bool:
+    """Return whether a file could be written to `path`, whose folder may be missing yet."""
+    if path.is_dir():
+        return False
+    folder = next(folder for folder in path.absolute().parents if folder.exists())
+    return folder.is_dir() and os.access(folder, os.W_OK)
 
 
 def sync_files(paths: Sequence[Path]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from vgr_trl.data.inspect_lengths import Budget, Cost, cost, histogram
 from vgr_trl.data.inspect_rows import Findings
 from vgr_trl.data.prompts import LETTERS
-from vgr_trl.data.statistics import OPEN
+from vgr_trl.data.statistics import OPEN, on_one_line
 
 BAR = 40  # characters of the longest bar
 LONGEST_REASON = 200
@@ -77,10 +77,10 @@ def sentences(found: Cost, budget: Budget) -> list[str]:
 def _reasons(findings: Findings) -> list[str]:
     lines = []
     for kind, reason in sorted(findings.reasons.items(), key=lambda pair: -pair[1].count)[:MOST_LINES]:
-        lines += ["", f"{reason.count:,} left out: {kind}"]
+        lines += ["", f"{reason.count:,} left out: {on_one_line(kind)}"]
         for row in reason.examples:
             named = "" if row.id is None else f" (id {str(row.id)[:60]!a})"
-            lines.append(f"  row {row.row}{named}: {' '.join(row.reason.split())[:LONGEST_REASON]}")
+            lines.append(f"  row {row.row}{named}: {on_one_line(row.reason)[:LONGEST_REASON]}")
     if (more := len(findings.reasons) - MOST_LINES) > 0:
         lines += ["", f"and rows left out for {more} other reasons."]
     return lines
@@ -89,5 +89,5 @@ def _reasons(findings: Findings) -> list[str]:
 def _shortened(counts: Mapping[str, int]) -> list[tuple[str, int]]:
     pairs = sorted(counts.items(), key=lambda pair: -pair[1])
     rest = sum(count for _, count in pairs[MOST_LINES:])
-    lines = [(" ".join(name.split())[:80], count) for name, count in pairs[:MOST_LINES]]
+    lines = [(on_one_line(name)[:80], count) for name, count in pairs[:MOST_LINES]]
     return [*lines, ("others", rest)] if rest else lines

@@ -10,7 +10,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_f
 from datasets.exceptions import DataFilesNotFoundError, DatasetGenerationError, DatasetNotFoundError
 from pyarrow.lib import ArrowException
 
-from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.errors import ConfigError, DataError, VGRError
 
 BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".arrow": "arrow"}
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -46,7 +46,7 @@ def load_split(
     if len(named) != 1:
         got = " and ".join(named) if named else "none"
         raise ConfigError(f"Data come from one of dataset_name, dataset_path and data_files, but {got} was given.")
-    with readable(given[named[0]], named[0]):
+    with readable(given[named[0]], named[0], only_reads=True):
         if data_files:
             files = parse_data_files(data_files)
             if split not in files:
@@ -71,10 +71,10 @@ def load_path(
     Raises:
         DataError: there is nothing at `path`, it cannot be read, or the split is not known.
     """
-    with readable(path, "the path"):
+    with readable(path, "the path", only_reads=True):
         if Path(path).is_file():
             return split or "train", _from_file(split or "train", Path(path), streaming)
-        if Path(path).is_dir():
+        if path and Path(path).is_dir():
             loaded = _from_folder(Path(path), streaming)
         elif HUB_NAME.fullmatch(path):
             loaded = load_dataset(path, name=config, streaming=streaming)
@@ -88,15 +88,18 @@ def load_path(
 
 
 @contextmanager
-def readable(source: str | None, name: str) -> Iterator[None]:
+def readable(source: str | None, name: str, only_reads: bool = False) -> Iterator[None]:
     """Turn what reading `source` raises, at the start or in the midst of a stream, into a `DataError`.
 
     Args:
         source: where the data come from.
         name: of the option that says so.
+        only_reads: whether nothing else happens in the block, so that errors of values are the data's too.
     """
     try:
         yield
+    except VGRError:
+        raise
     except (DatasetNotFoundError, ConnectionError) as error:
         raise DataError(f"No data set is found at {source} ({_words(error)}): check {name}.") from error
     except (DatasetGenerationError, ArrowException, UnicodeError, DataFilesNotFoundError) as error:
@@ -106,6 +109,10 @@ def readable(source: str | None, name: str) -> Iterator[None]:
         if error.errno is not None:  # of the system, a full disk for example; pyarrow's of damaged files have none
             raise
         raise DataError(f"{source} cannot be read ({_words(error)}): check that the file is whole.") from error
+    except (ValueError, RecursionError, StopIteration) as error:  # of damaged JSON, by its reader in `datasets`
+        if not only_reads:
+            raise
+        raise DataError(f"{source} cannot be read ({_words(error)}): check {name}, and that it is whole.") from error
 
 
 def _words(error: BaseException) -> str:

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
-from vgr_trl.data.files import publish, unfinished
-from vgr_trl.data.statistics import Statistics, tables, together
+from vgr_trl.data.files import is_writable, publish, unfinished
+from vgr_trl.data.statistics import Statistics, on_one_line, tables, together
 from vgr_trl.errors import ConfigError
 
 FORMATS = (".png", ".svg", ".pdf")
@@ -16,10 +16,12 @@ def figures_for(path: Path) -> ModuleType:
     """Return matplotlib's figures, which can be written to `path`: to be called before any work is done, too.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the suffix of `path` is none of `FORMATS`.
+        ConfigError: matplotlib is not installed, the suffix of `path` is none of `FORMATS`, or it cannot be written.
     """
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"The plot is {path}: give a file that ends in {', '.join(FORMATS)}.")
+    if not is_writable(path):
+        raise ConfigError(f"The plot is {path}, which cannot be written: give a file in a folder that can.")
     try:
         import matplotlib.figure
     except ImportError as error:
@@ -48,12 +50,15 @@ def plot(statistics: Mapping[str, Statistics], path: Path) -> None:
         for number, (split, found) in enumerate(shown.items()):
             places = [index + (number - (len(shown) - 1) / 2) * height for index in range(len(names))]
             panel.barh(places, [found[title].get(name, 0) for name in names], height, label=split)
-        panel.set_yticks(range(len(names)), [name[:LONGEST_NAME].replace("$", r"\$") for name in names])
+        panel.set_yticks(range(len(names)), [on_one_line(name)[:LONGEST_NAME].replace("$", r"\$") for name in names])
         panel.invert_yaxis()
         panel.set_title(title)
     for panel in panels[len(whole) :]:
         panel.set_axis_off()
     panels[0].legend()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(unfinished(path), format=path.suffix[1:].lower())
-    publish(path)
+    try:
+        figure.savefig(unfinished(path), format=path.suffix[1:].lower())
+        publish(path)
+    finally:
+        unfinished(path).unlink(missing_ok=True)

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 from vgr_trl.data.files import write_whole
 from vgr_trl.data.questions import Origin
+from vgr_trl.data.readers import READERS
 from vgr_trl.data.statistics import Statistics
 from vgr_trl.errors import ConfigError
 
@@ -20,6 +21,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 SKIPPED = "skipped.jsonl"
+ROWS = (*READERS, ".csv", ".arrow")  # files that `datasets` would read beside those written here
 
 
 @dataclass(frozen=True)
@@ -48,23 +50,30 @@ class Progress:
     def begin(cls, folder: Path, split: str, identity: Any) -> "Progress":
         """Return where the conversion in `folder` stands; make the folder if there is none.
 
+        One of which nothing was written, because it failed, is begun anew, or another in its place.
+
         Raises:
-            ConfigError: the folder holds another conversion, or files of the split of other origin.
+            ConfigError: the folder holds another conversion, one of another split that is not finished, or files with
+                rows of other origin.
         """
         identity = json.loads(json.dumps(identity, default=str))
         folder.mkdir(parents=True, exist_ok=True)
         path = _path(folder, split)
+        others = [name for name in _splits_in(folder) if name != split]
         if not path.exists():
-            if found := sorted(
-                file.name for file in folder.iterdir() if re.match(rf"{re.escape(split)}-\d", file.name)
-            ):
-                raise ConfigError(f"{folder} has {found[0]}, which no conversion here made: choose another folder.")
+            _refuse_foreign(folder, others)
+            if begun := [name for name in others if not _read(folder, name).done]:
+                raise ConfigError(
+                    f"{folder} holds a conversion of {begun[0]} that is not finished: finish it first, or choose "
+                    "another folder."
+                )
             log = folder / SKIPPED
             return cls(identity, log_end=log.stat().st_size if log.exists() else 0)
-        try:
-            progress = cls(**json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError, OSError) as error:
-            raise ConfigError(f"{path} cannot be read ({error}): delete {folder} or choose another folder.") from error
+        progress = _read(folder, split)
+        if not progress.parts and not others:
+            if progress.identity != identity:  # a kill may have left a file that this one would not replace
+                _refuse_foreign(folder, others)
+            return cls(identity)
         if progress.identity != identity:
             before = progress.identity if isinstance(progress.identity, dict) else {}
             differing = [name for name, value in identity.items() if before.get(name) != value]
@@ -132,12 +141,32 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 def statistics_in(folder: Path) -> dict[str, Statistics]:
     """Return what each split in `folder` consists of, as far as it is written; `train` first."""
-    splits = [path.name.split(".")[1] for path in folder.glob(".*.progress.json")]
-    found = {}
-    for split in sorted(splits, key=lambda name: (name != "train", name)):
-        counts = json.loads(_path(folder, split).read_text(encoding="utf-8"))["counts"]
-        found[split] = Statistics.of(counts)
-    return found
+    splits = sorted(_splits_in(folder), key=lambda name: (name != "train", name))
+    return {split: Statistics.of(_read(folder, split).counts) for split in splits}
+
+
+def _splits_in(folder: Path) -> list[str]:
+    return sorted(path.name.split(".")[1] for path in folder.glob(".*.progress.json"))
+
+
+def _refuse_foreign(folder: Path, splits: Sequence[str]) -> None:
+    """Refuse files that readers of the folder would take for rows of it, those of converted splits apart."""
+    for file in sorted(folder.iterdir()):
+        if file.suffix.lower() not in ROWS or file.name.startswith(".") or file.name == SKIPPED:
+            continue
+        if not any(re.fullmatch(rf"{re.escape(split)}-\d+\.\w+", file.name) for split in splits):
+            raise ConfigError(
+                f"{folder} has {file.name}, which no conversion here made, and which would be read as rows of the "
+                "set: choose another folder."
+            )
+
+
+def _read(folder: Path, split: str) -> Progress:
+    path = _path(folder, split)
+    try:
+        return Progress(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, OSError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}): delete {folder} or choose another folder.") from error
 
 
 def _path(folder: Path, split: str) -> Path:

@@ -30,9 +30,11 @@ def reader_of(path: Path) -> Callable[[Path], Iterator[Record]]:
     """Return the reader of the file, by its suffix.
 
     Raises:
-        DataError: it does not exist, is empty or of another kind.
+        DataError: it does not exist, is empty, a folder or of another kind.
     """
     reader = READERS.get(path.suffix.lower())
+    if path.is_dir():
+        raise DataError(f"The file {path} is a folder: give its files, or the folder as dataset_path.")
     if reader is None:
         raise DataError(f"The file {path} is none of {', '.join(READERS)}.")
     if not path.is_file():

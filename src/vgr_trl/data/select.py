@@ -17,7 +17,7 @@ def read_ids(path: Path) -> set[str]:
     try:
         text = path.read_text(encoding="utf-8-sig").strip()
         found = json.loads(text) if text.startswith("[") else text.splitlines()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"question_id_file is {path}, which cannot be read ({error}).") from error
     if any(isinstance(value, bool) or not isinstance(value, str | int) for value in found):
         raise ConfigError(f"question_id_file is {path}, whose list holds more than texts and whole numbers.")

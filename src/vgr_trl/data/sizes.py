@@ -42,11 +42,12 @@ class ImageLimits:
                     "min_pixels or raise the others."
                 )
         pillow = Image.MAX_IMAGE_PIXELS
-        if self.max_image_pixels is not None and pillow is not None and self.max_image_pixels > pillow:
-            raise ConfigError(
-                f"max_image_pixels is {self.max_image_pixels}, but Pillow refuses images of more than {pillow} pixels: "
-                f"give at most {pillow}."
-            )
+        for name in ("min_pixels", "max_image_pixels"):
+            value = getattr(self, name)
+            if value is not None and pillow is not None and value > pillow:
+                raise ConfigError(
+                    f"{name} is {value}, but Pillow refuses images of more than {pillow} pixels: give at most {pillow}."
+                )
 
     def size_of(self, width: int, height: int) -> tuple[int, int]:
         """Return the size that an image of `width` x `height` pixels is brought to."""

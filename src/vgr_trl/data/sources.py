@@ -99,7 +99,8 @@ class Source:
             return [Path(_path_of(file)) for file in self.data_files]
         paths = [Path(path) for name, path in named if name == config]
         if not paths:
-            raise DataError(f"data_files names {sorted({name for name, _ in named})}, but {config!r} is needed too.")
+            names = ", ".join(sorted({name for name, _ in named})) or "no configuration"
+            raise DataError(f"data_files names {names}, but {config} is needed too: give it as {config}=FILE.")
         return paths
 
 

@@ -84,9 +84,17 @@ def size_class(width: int, height: int) -> str:
 
 def kind_of(reason: str) -> str:
     """Return `reason` with an ellipsis for what differs from row to row: quotations, names of files, numbers."""
-    reason = re.sub(r"'[^']*'|\"[^\"]*\"|\([^()]*\)", "…", reason)
-    reason = re.sub(r"(image file) \S+", r"\1 …", reason)
-    return re.sub(r"\d[\d,.x]*(?<![,.])", "…", reason)[:160]
+    reason = re.sub(r"(?<!\w)'[^']*'|\"[^\"]*\"|\([^()]*\)", "…", reason)
+    reason = re.sub(r"((?:image|video) file) .+ (does not exist)", r"\1 … \2", reason)
+    return re.sub(r"(?<!UTF-)\d[\d,.x]*(?<![,.])", "…", reason)[:160]
+
+
+def on_one_line(text: str) -> str:
+    """Return `text` of the data for a terminal: on one line, characters that do not show as their numbers."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+        for character in " ".join(text.split())
+    )
 
 
 def report(statistics: Statistics) -> str:
@@ -97,7 +105,7 @@ def report(statistics: Statistics) -> str:
         if counts:
             whole = sum(counts.values())
             lines += ["", title]
-            lines += [f"  {count:>9,}  {count / whole:>6.1%}  {name}" for name, count in counts.items()]
+            lines += [f"  {count:>9,}  {count / whole:>6.1%}  {on_one_line(name)}" for name, count in counts.items()]
     return "\n".join(lines) + "\n"
 
 
