@@ -25,6 +25,18 @@ export function preview(text: string, length: number): string {
   return visible(line.length > length ? `${line.slice(0, length)}…` : line);
 }
 
+/** The texts without the lines that all of them begin and end with; a text of which nothing is left stays whole. */
+export function distinct(texts: string[]): string[] {
+  const lines = texts.map((text) => text.split("\n"));
+  const shortest = Math.min(...lines.map(({ length }) => length));
+  const alike = (at: number) => lines.every((found) => found.at(at) === lines[0]!.at(at));
+  let first = 0;
+  while (first < shortest && alike(first)) first++;
+  let last = 0;
+  while (last < shortest - first && alike(-1 - last)) last++;
+  return lines.map((found, index) => found.slice(first, found.length - last).join(" ").trim() || texts[index]!);
+}
+
 export function plural(count: number, one: string): string {
   return `${count} ${one}${count === 1 ? "" : "s"}`;
 }

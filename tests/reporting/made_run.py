@@ -79,9 +79,18 @@ def completion(
 
 
 def make_run(
-    output_dir: Path, *, steps: int = 6, name: str | None = None, offset: float = 0.0, extra: Sequence[Completion] = ()
+    output_dir: Path,
+    *,
+    steps: int = 6,
+    name: str | None = None,
+    offset: float = 0.0,
+    extra: Sequence[Completion] = (),
+    prompt: str | None = None,
 ) -> Path:
-    """Write a run: questions 0 and 1 are evaluated first and last, wrong and then right; return its folder."""
+    """Write a run: questions 0 and 1 are evaluated first and last, wrong and then right; return its folder.
+
+    `prompt` has a `{}` in the place of the question.
+    """
     folder = output_dir / "rollouts"
     folder.mkdir(parents=True)
     description = {"version": 1, "name": name or output_dir.name, "created": "2026-01-02T03:04:05Z", "model": "tiny"}
@@ -96,6 +105,8 @@ def make_run(
         sampled = [completion(folder, 2 * step + index, (step + index) % 2 == 0) for index in range(2)]
         records.append(Record(step, "train", 0.0, [*sampled, *extra]))
         logs.append(LogEntry(step, "train", 0.0, logged(step, steps, offset)))
+    for item in (item for record in records for item in record.completions if prompt is not None):
+        item.prompt = str(prompt).format(item.prompt)
     (folder / "records-000001.jsonl").write_text("".join(encode_record(record) + "\n" for record in records), "utf-8")
     (folder / "logs.jsonl").write_text("".join(encode_log(entry) + "\n" for entry in logs), "utf-8")
     return output_dir

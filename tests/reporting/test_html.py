@@ -311,12 +311,70 @@ def test_trainer_state_of_a_gigabyte_is_not_read(tmp_path: Path) -> None:
 
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=1)
-    with pytest.raises(ConfigError, match="cannot be written to .*give another --output"):
+    with pytest.raises(ConfigError, match="cannot be written to .*, which is a folder: give another --output"):
         write_report([run], tmp_path)
+    with pytest.raises(ConfigError, match="cannot be written to .*give another --output"):
+        write_report([run], "a\0b")
     with pytest.raises(ConfigError, match=r"max_megabytes is 0.5: give a number in \[1, 100\]"):
         write_report([run], tmp_path / "page.html", max_megabytes=0.5)
     with pytest.raises(ConfigError, match="No run is given"):
         write_report([], tmp_path / "page.html")
+
+
+def test_a_page_that_cannot_be_finished_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, page = make_run(tmp_path / "run", steps=1), tmp_path / "page.html"
+    page.write_text("before")
+
+    def fill_disk(path: Path, content: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(content[:100])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fill_disk)
+    with pytest.raises(ConfigError, match="No space left on device.*give another --output"):
+        write_report([run], page)
+    assert page.read_text() == "before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]
+
+
+@pytest.mark.parametrize("name", ["records-000001.jsonl", "logs.jsonl"])
+def test_files_that_are_gone_or_not_allowed_are_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    run, opened = make_run(tmp_path / "run", steps=1), Path.open
+
+    def refuse(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path.name == name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(DataError, match=f"cannot be read .*{name}.*: check"):
+        write_report([run], tmp_path / "page.html")
+
+
+@pytest.mark.parametrize("step", ["1e999", "9" * 5000], ids=["infinite", "of 5000 digits"])
+def test_a_step_that_is_none_costs_that_record_only(tmp_path: Path, step: str) -> None:
+    make_run(tmp_path, steps=3)
+    rewrite(tmp_path, "records-000001.jsonl", lambda text: text.replace('"step":2', f'"step":{step}', 1))
+    assert len(report_of(tmp_path)["records"]) == 4
+
+
+def test_damages_of_the_log_are_told_where_the_curves_are_the_trainers(tmp_path: Path) -> None:
+    make_run(tmp_path, steps=1)
+    (tmp_path / "rollouts/logs.jsonl").write_text("damaged\n")
+    write_state(tmp_path)
+    notes = report_of(tmp_path)["notes"]
+    assert notes == ["1 damaged log entry is left out.", "Curves are those of trainer_state.json."]
+
+
+def test_names_do_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", steps=1, name="\x1b[31mred")
+    (run / "rollouts/logs.jsonl").write_text("")
+    assert main(["report", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
+    assert r"\x1b[31mred: " in said
 
 
 def test_command_writes_the_page_into_the_first_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

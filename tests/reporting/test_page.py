@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from made_run import completion, make_run
 
+from vgr_trl.data.prompts import SYSTEM_PROMPT
 from vgr_trl.reporting.html import PLACE, page_template, write_report
+from vgr_trl.reporting.records import LogEntry, encode_log
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 if CHROMIUM is None:
@@ -20,6 +22,9 @@ from playwright.sync_api import Browser, Locator, Page, expect  # noqa: E402
 Open = Callable[..., Page]
 TABS = ("Curves", "Completions", "Before and after")
 HOSTILE = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 1'>\u202eabc\x1b[31m"
+
+CHAT = f"<|im_start|>system\n{SYSTEM_PROMPT}<|im_end|>\n<|im_start|>user\n{{}}<|im_end|>\n<|im_start|>assistant\n"
+LONG_NAME = "soft_overlong_punishment_reward_of_another_package"
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +38,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Pages of one run, of two, of one with hostile text, and of one with damages."""
+    """Pages of one run, of two, of one with hostile text, of one with damages, and of one with long names."""
     root = tmp_path_factory.mktemp("pages")
     one, two = make_run(root / "one", steps=6), make_run(root / "two", steps=4, offset=0.1)
     odd = [completion(root, 0, True, tokens=[HOSTILE, "&lt;b&gt;"], prompt=HOSTILE)]
@@ -41,10 +46,17 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     damaged = make_run(root / "damaged", steps=2)
     shutil.rmtree(damaged / "rollouts/images")
     (damaged / "rollouts/logs.jsonl").write_text("")
-    found = {"one": [one], "two": [one, two], "hostile": [hostile], "damaged": [damaged]}
+    long = make_run(root / "long", steps=4, prompt=CHAT)
+    rewrite(long, lambda text: text.replace('"vgr_reward":', f'"{LONG_NAME}":'))
+    found = {"one": [one], "two": [one, two], "hostile": [hostile], "damaged": [damaged], "long": [long]}
     for name, runs in found.items():
         write_report(runs, root / f"{name}.html")
     return {name: root / f"{name}.html" for name in found}
+
+
+def rewrite(run: Path, change: Callable[[str], str]) -> None:
+    file = run / "rollouts/records-000001.jsonl"
+    file.write_text(change(file.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 @pytest.fixture
@@ -98,8 +110,9 @@ def contrast(one: tuple[float, ...], other: tuple[float, ...]) -> float:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 360])
-def test_fits_the_screen_and_can_be_read(opened: Open, width: int, scheme: str) -> None:
-    page = opened("two", width=width, scheme=scheme)
+@pytest.mark.parametrize("name", ["two", "long"])
+def test_fits_the_screen_and_can_be_read(opened: Open, name: str, width: int, scheme: str) -> None:
+    page = opened(name, width=width, scheme=scheme)
     back = colour(page.locator("html"))
     assert (max(back) < 60) if scheme == "dark" else (min(back) > 240)
     for tab in TABS:
@@ -302,6 +315,47 @@ def test_before_and_after_stand_side_by_side(opened: Open) -> None:
     assert other is not None
     assert box["y"] == other["y"]
     assert box["x"] < other["x"]
+
+
+@pytest.mark.parametrize("tab", ["Completions", "Before and after"])
+@pytest.mark.parametrize("width", [1280, 700, 360])
+def test_rewards_with_long_names_can_be_read_without_scrolling(opened: Open, tab: str, width: int) -> None:
+    page = opened("long", tab, width=width)
+    tables = page.locator(".scroll", has_text="Rewards")
+    assert tables.count() == (1 if tab == "Completions" else 2)
+    for table in tables.all():
+        expect(table.get_by_text(LONG_NAME)).to_be_visible()
+        assert table.evaluate("element => element.scrollWidth <= element.clientWidth")
+
+
+def test_questions_are_named_by_what_differs_between_them(opened: Open) -> None:
+    page = opened("long", "Before and after")
+    assert control(page, "Question").locator("option").all_inner_texts() == [
+        "0 → 100 % right: What colour is disc number 0?",
+        "0 → 100 % right: What colour is disc number 1?",
+    ]
+    expect(page.get_by_text("Look at the image and reason").first).to_be_visible()
+
+
+def test_the_axis_of_a_curve_of_noughts_ends_at_one(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=2)
+    (run / "rollouts/logs.jsonl").write_text(
+        "".join(encode_log(LogEntry(step, "train", 0.0, {"loss": 0.0})) + "\n" for step in (1, 2)), "utf-8"
+    )
+    write_report([run], tmp_path / "page.html")
+    page = browser.new_page()
+    page.add_init_script(
+        "window.drawn = []; const fill = CanvasRenderingContext2D.prototype.fillText;"
+        "CanvasRenderingContext2D.prototype.fillText = function (text, ...rest)"
+        "{ window.drawn.push(text); fill.call(this, text, ...rest); }"
+    )
+    page.goto((tmp_path / "page.html").as_uri())
+    expect(page.locator(".chart")).to_have_count(1)
+    page.wait_for_function("() => window.drawn.length")
+    drawn = page.evaluate("() => window.drawn")
+    page.close()
+    assert {"0", "0.5", "1"} <= set(drawn)
+    assert "100" not in drawn
 
 
 def test_tabs_are_walked_with_the_keyboard(opened: Open) -> None:

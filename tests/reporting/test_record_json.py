@@ -4,6 +4,7 @@ import base64
 import json
 import math
 import re
+from dataclasses import fields
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from made_records import completion, record
 from vgr_trl.errors import DataError
 from vgr_trl.reporting.records import (
     AttentionMap,
+    Completion,
     LogEntry,
     Record,
     RecordedImage,
@@ -111,11 +113,40 @@ def line_with(**changed):
         (line_with(images=[{"file": "/etc/passwd", "width": 1, "height": 1}]), "outside of the folder images"),
         (line_with(metrics={"late": 1}), "is damaged"),
         (line_with(group="x"), "is damaged"),
+        (line_with(group=float("inf")), "is damaged (OverflowError"),
+        (line_with(reward=10**400), "is damaged (OverflowError"),
+        (line_with(images=[{"width": 1, "height": 1, "grid": [1]}]), "is damaged (IndexError"),
+        (line_with(images=[{"width": 1, "height": 1, "grid": [0, 4]}]), "an image of 1x1 pixels and (0, 4) vision"),
+        (line_with(images=[{"width": -1, "height": 1}]), "an image of -1x1 pixels"),
+        (line_with(correct="yes"), "'yes' in the place of true or false"),
+        (line_with(replayed={}), "{} in the place of true or false"),
     ],
 )
 def test_what_is_no_record_is_refused_with_a_reason(line, message):
     with pytest.raises(DataError, match=re.escape(message)):
         decode_record(line)
+
+
+ANY_NUMBER = st.integers() | st.sampled_from([10**400, 1e300]) | st.floats()
+JSON = st.recursive(
+    st.none() | st.booleans() | ANY_NUMBER | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=4,
+)
+FIELDS = [*(field.name for field in fields(Completion)), "step", "time", "completions"]
+
+
+@given(st.sampled_from(FIELDS), JSON)
+def test_values_of_any_type_give_a_reason_or_a_record_that_can_be_shown(name, value):
+    line = line_with(**{name: value}) if name in FIELDS[:-3] else json.dumps({**json.loads(line_with()), name: value})
+    try:
+        record = decode_record(line)
+    except DataError:
+        return
+    encode_record(record)
+    for shown in record.completions:
+        assert shown.solution is None or isinstance(shown.solution, str)
+        assert shown.correct in (None, True, False)
 
 
 @pytest.mark.parametrize(
@@ -137,5 +168,6 @@ def test_a_log_entry_comes_back_as_it_was(values):
 
 
 def test_a_damaged_log_entry_is_refused():
-    with pytest.raises(DataError, match="log entry is damaged"):
-        decode_log('{"version":1,"step":0,"mode":"train","values":[1]}')
+    for damaged in ('0,"values":[1]', '1e999,"values":{}', '0,"values":{"loss":1' + "0" * 400 + "}"):
+        with pytest.raises(DataError, match="log entry is damaged"):
+            decode_log(f'{{"version":1,"mode":"train","step":{damaged}}}')

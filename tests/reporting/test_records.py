@@ -88,7 +88,7 @@ def test_logs_of_a_step_are_one_entry_with_the_last_values(folder):
     assert list(run.records()) == []
 
 
-@pytest.mark.parametrize("content", ["", '{"version":', "[]", "\ud800".encode("utf-8", "surrogatepass")])
+@pytest.mark.parametrize("content", ["", '{"version":', "[]", "[" * 100_000, "\ud800".encode("utf-8", "surrogatepass")])
 def test_a_half_written_description_is_as_none(folder, content):
     (folder / "run.json").write_bytes(content if isinstance(content, bytes) else content.encode())
     write(folder, "records-000001.jsonl", encode_record(record(0)))

@@ -1,7 +1,7 @@
 import { useMemo, useState } from "preact/hooks";
 import type { Data, Entry, Run } from "../data";
 import { entries } from "../data";
-import { preview } from "../format";
+import { distinct, preview } from "../format";
 import { CompletionView, useColouring } from "./CompletionView";
 
 interface Question {
@@ -38,6 +38,7 @@ function turn({ before, after }: Question): string {
 
 export function Compare({ data, run }: { data: Data; run: Run }) {
   const all = useMemo(() => questions(run), [run]);
+  const asked = useMemo(() => distinct(all.map(({ before }) => before[0]!.completion.prompt)), [all]);
   const [at, setAt] = useState(0);
   const { quantity, lit, controls } = useColouring();
   const question = all[Math.min(at, all.length - 1)];
@@ -49,7 +50,7 @@ export function Compare({ data, run }: { data: Data; run: Run }) {
           Question{" "}
           <select value={all.indexOf(question)} onChange={(event) => setAt(Number(event.currentTarget.value))}>
             {all.map((item, index) => (
-              <option key={item.id} value={index}>{turn(item)}{preview(item.before[0]!.completion.prompt.replace(/<image>|<\|[^|<>]*\|>/g, ""), 70)}</option>
+              <option key={item.id} value={index}>{turn(item)}{preview(asked[index]!.replace(/<image>|<\|[^|<>]*\|>/g, ""), 70)}</option>
             ))}
           </select>
         </label>

@@ -33,7 +33,7 @@ export function CompletionView({ data, entry, quantity, lit }: Props) {
       </header>
       <div class="sides">
         <div class="text">
-          <details open={completion.prompt.length < 400}>
+          <details open={completion.prompt.length < 1200}>
             <summary>Prompt</summary>
             <p class="prompt">{visible(completion.prompt)}</p>
           </details>

@@ -19,6 +19,12 @@ function smoothed(values: Numbers, amount: number): Numbers {
   });
 }
 
+/** uPlot's own, but of nothing but noughts up to 1: it would take 100. */
+function range(_: uPlot, low: number | null, high: number | null): uPlot.Range.MinMax {
+  if (low === null || high === null) return [null, null];
+  return low === 0 && high === 0 ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true);
+}
+
 function label({ run, mode }: Line, runs: Run[]): string {
   return runs.length > 1 || mode === "eval" ? `${runs[run]!.name}${mode === "eval" ? " (evaluation)" : ""}` : "";
 }
@@ -61,7 +67,7 @@ export function Chart({ panel, runs, smoothing }: { panel: Panel; runs: Run[]; s
         padding: [8, 10, 0, 0],
         legend: { show: false },
         cursor: { sync: { key: SHARED.key }, y: false, drag: { x: true, y: false } },
-        scales: { x: { time: false } },
+        scales: { x: { time: false }, y: { range } },
         axes: [
           { ...axis, size: 24, space: 60, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? String(tick) : "")) },
           { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => number(tick, 3)) },

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from vgr_trl.reporting.html import MEGABYTE, write_report
+from vgr_trl.reporting.markdown_text import printable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,5 +28,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(f"{escape(str(report.path))}: {size}, {report.records} recorded steps.", highlight=False)
     for name, notes in report.notes.items():
         for note in notes:
-            console.print(f"  {escape(name)}: {escape(note)}", highlight=False)
+            console.print(f"  {escape(printable(name))}: {escape(note)}", highlight=False)
     return 0

@@ -66,15 +66,16 @@ def read_curves(output_dir: Path, records: Path) -> Curves:
     Raises:
         DataError: the log was written by a later release.
     """
-    log = records / LOGS_FILE
+    log, notes = records / LOGS_FILE, list[str]()
     if log.is_file():
         entries, notes = _read_log(log)
         if curves := _curves(entries):
             return Curves(curves, notes)
     state = find_state(output_dir)
     if state is None:
-        return Curves([], ["Nothing was logged yet: there are no curves."])
-    return read_state(state)
+        return Curves([], [*notes, "Nothing was logged yet: there are no curves."])
+    found = read_state(state)
+    return Curves(found.curves, [*notes, *found.notes])
 
 
 def find_state(output_dir: Path) -> Path | None:

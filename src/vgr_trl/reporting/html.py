@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from vgr_trl.errors import ConfigError
+from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.reporting.page_data import PageData
+from vgr_trl.reporting.writing import write_whole
 
 PAGE = "page.html"  # built from report_page/ by `make report-page`
 PLACE = "VGR_TRL_DATA_GOES_HERE"
@@ -35,7 +36,7 @@ def write_report(
 
     Args:
         runs: their `output_dir`.
-        path: of the page; replaced if it exists.
+        path: of the page; replaced, at once or not at all, if it exists.
         max_megabytes: bound of its size, 10⁶ bytes each, in [1, 100].
         names: of the runs, in order; by default as they call themselves.
 
@@ -47,16 +48,21 @@ def write_report(
         raise ConfigError("No run is given: give the output_dir of at least one.")
     if not SMALLEST <= max_megabytes <= LARGEST:
         raise ConfigError(f"max_megabytes is {max_megabytes}: give a number in [{SMALLEST:g}, {LARGEST:g}].")
+    output = Path(path)
+    if output.is_dir():
+        raise ConfigError(f"The page cannot be written to {output}, which is a folder: give another --output.")
     page = page_template()
     room = int((max_megabytes * MEGABYTE - len(page.encode())) * 3 / 4) - 1024  # base64: 4 letters for 3 bytes
-    data = PageData([Path(run) for run in runs], room, names)
+    try:
+        data = PageData([Path(run) for run in runs], room, names)
+    except OSError as error:  # rights, or a run that goes on and has just removed its oldest records
+        raise DataError(f"A run cannot be read ({error}): check its folder and its rights, and try again.") from error
     packed = data.packed()
     html = page.replace(PLACE, base64.b64encode(packed).decode("ascii"))
-    output = Path(path)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(html, encoding="utf-8")
-    except OSError as error:
+        write_whole(output, html.encode())
+    except (OSError, ValueError) as error:
         raise ConfigError(f"The page cannot be written to {output} ({error}): give another --output.") from error
     notes = {run.name: run.as_json()["notes"] for run in data.runs}
     return Report(output, len(html.encode()), sum(len(run.records) for run in data.runs), notes)

@@ -1,7 +1,6 @@
 """Rollout records as lines of JSON, which has no NaN and no infinity: both are null."""
 
 import base64
-import binascii
 import json
 import math
 import re
@@ -12,6 +11,7 @@ from vgr_trl.errors import DataError
 from vgr_trl.reporting.record_format import MODES, AttentionMap, Completion, LogEntry, Record, RecordedImage
 
 VERSION = 1
+_DAMAGED = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
 _IMAGE_FILE = re.compile(r"images/\w[\w.-]*")  # a record must not make readers open other files
 
 
@@ -31,7 +31,7 @@ def decode_record(line: str) -> Record:
     try:
         completions = [_completion(item) for item in loaded["completions"]]
         return Record(int(loaded["step"]), str(loaded["mode"]), float(loaded.get("time") or 0), completions)
-    except (KeyError, TypeError, ValueError, AttributeError, binascii.Error) as error:
+    except _DAMAGED as error:
         raise DataError(f"A record is damaged ({type(error).__name__}: {error}): it is left out.") from error
 
 
@@ -51,7 +51,7 @@ def decode_log(line: str) -> LogEntry:
     try:
         values = {str(name): _number(value) for name, value in loaded["values"].items()}
         return LogEntry(int(loaded["step"]), str(loaded["mode"]), float(loaded.get("time") or 0), values)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except _DAMAGED as error:
         raise DataError(f"A log entry is damaged ({type(error).__name__}: {error}): it is left out.") from error
 
 
@@ -93,6 +93,9 @@ def _completion(item: dict[str, Any]) -> Completion:
     values = {name: value for name, value in item.items() if name in known}
     values |= {name: str(item[name]) for name in ("question", "prompt", "text")}
     values |= {name: _number(item.get(name)) for name in ("reward", "advantage")}
+    values |= {name: _truth(item.get(name, False)) for name in ("replayed", "replaced")}
+    values["correct"] = None if item.get("correct") is None else _truth(item["correct"])
+    values["solution"] = None if item.get("solution") is None else str(item["solution"])
     values["group"] = int(item["group"])
     values["tokens"] = [str(piece) for piece in item["tokens"]]
     count = len(values["tokens"])
@@ -116,10 +119,13 @@ def _completion(item: dict[str, Any]) -> Completion:
 def _image(item: dict[str, Any]) -> RecordedImage:
     grid = item.get("grid")
     size = None if grid is None else (int(grid[0]), int(grid[1]))
+    width, height = int(item["width"]), int(item["height"])
+    if min(width, height, *(side - 1 for side in size or ())) < 0:
+        raise ValueError(f"an image of {width}x{height} pixels and {size} vision tokens")
     file = item.get("file")
     if file is not None and not _IMAGE_FILE.fullmatch(file):
         raise ValueError(f"an image in {file!r}, outside of the folder images")
-    return RecordedImage(file, int(item["width"]), int(item["height"]), size)
+    return RecordedImage(file, width, height, size)
 
 
 def _attention(item: dict[str, Any], count: int) -> AttentionMap | None:
@@ -127,6 +133,12 @@ def _attention(item: dict[str, Any], count: int) -> AttentionMap | None:
     if len(scale) != count or (count and len(values) % count):
         raise ValueError(f"attention of {len(scale)} tokens in {len(values)} bytes for {count} tokens")
     return AttentionMap(scale, values) if count else None
+
+
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{value!r} in the place of true or false")
+    return value
 
 
 def _number(value: Any) -> float | None:

@@ -20,7 +20,7 @@ FOLDER, RUN_FILE, LOGS_FILE = "rollouts", "run.json", "logs.jsonl"
 RECORDS = "records-{:06d}.jsonl"
 LONGEST_LINE = 256 * 2**20  # of a record that is read, in bytes; a damaged file may be one line of many gigabytes
 
-_HEAD = re.compile(rb'\{"version":(\d+),"step":(\d+),"mode":"(train|eval)"')
+_HEAD = re.compile(rb'\{"version":(\d{1,9}),"step":(\d{1,18}),"mode":"(train|eval)"')
 
 
 @dataclass
@@ -155,7 +155,7 @@ def _description(path: Path) -> dict[str, Any]:
     """A run killed at its very start has none, or half of one; its records say the rest."""
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(loaded, dict):
         return {}

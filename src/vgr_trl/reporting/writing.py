@@ -47,7 +47,7 @@ class RecordFiles:
         """Append a record, with the files `images/….webp` that it names and that are not there yet."""
         for name, content in thumbnails.items():
             if not (self.folder / name).exists():
-                _write_whole(self.folder / name, content)
+                write_whole(self.folder / name, content)
         line = encode_record(record).encode("utf-8") + b"\n"
         path = self._file_for(len(line))
         self._current = None  # a line that is only half written is the last of its file
@@ -88,10 +88,10 @@ class RecordFiles:
         path = self.folder / RUN_FILE
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         if path.is_file():
-            with suppress(ValueError, KeyError, TypeError):
+            with suppress(ValueError, KeyError, TypeError, RecursionError):
                 created = json.loads(path.read_text(encoding="utf-8"))["created"]
         content = {"version": VERSION, "created": created, **description}
-        _write_whole(path, json.dumps(content, indent=2, default=str).encode("utf-8"))
+        write_whole(path, json.dumps(content, indent=2, default=str).encode("utf-8"))
 
 
 def refuse_unwritable(path: Path, option: str, is_folder: bool = False) -> None:
@@ -104,7 +104,7 @@ def refuse_unwritable(path: Path, option: str, is_folder: bool = False) -> None:
             return
 
 
-def _write_whole(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes) -> None:
     """Write a file that is there whole or not at all."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
