@@ -60,6 +60,7 @@ ACCEPTED = "a letter A to C, an integer index 0 to 2, or the text of one option"
             "solution is '<answer> </answer>': give the right answer as a text or a number, or add",
         ),
         (float("nan"), FRUIT, f"solution is nan: give the right answer as {ACCEPTED}"),
+        (float("-inf"), None, "solution is -inf: give a finite number, or a text"),
         (float("inf"), FRUIT, f"solution is 'inf', which is none of the choices: give {ACCEPTED}"),
         ("kiwi", FRUIT, f"solution is 'kiwi', which is none of the choices: give {ACCEPTED}"),
         ("1", FRUIT, f"solution is '1', which is none of the choices: give {ACCEPTED}"),

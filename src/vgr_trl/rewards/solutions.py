@@ -1,5 +1,6 @@
 """What the right answer of a row is: a letter, an index, the text of an option, or an open answer."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -46,6 +47,8 @@ def resolve_solution(solution: Any, choices: Any = None) -> Solution:
         raise RewardError("solution is an integer of more than 18 digits: give it as a text")
     if not isinstance(solution, str | Real) or _is_bool(solution):
         raise RewardError(f"solution is {_shown(solution)} ({type(solution).__name__}): give {_accepted(options)}")
+    if not options and isinstance(solution, float) and math.isinf(solution):
+        raise RewardError(f"solution is {solution}: give a finite number, or a text")
     if not options:
         return Solution(_without_tag(solution) if isinstance(solution, str) else _number_text(solution))
     if isinstance(solution, str):
