@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +54,7 @@ from vgr_trl.seams import check_attributes, check_seams
 from vgr_trl.sharing import (
     Place,
     SharingReport,
+    leave_out_empty_images,
     plan_sharing,
     replaced,
     share_prompts,
@@ -62,7 +62,7 @@ from vgr_trl.sharing import (
     whole_groups,
 )
 from vgr_trl.signals import perturb_images, visual_dependency
-from vgr_trl.signals.columns import attention_metrics, measure_segments, reward_columns
+from vgr_trl.signals.columns import SINGLE_COLUMNS, attention_metrics, measure_segments, reward_columns
 from vgr_trl.signals.head import without_head
 from vgr_trl.signals.perturbed_prompts import perturbed_prompts
 from vgr_trl.vllm_images import plan_vllm_images
@@ -140,10 +140,9 @@ class DAPOTrainer(GRPOTrainer):
     # Before the first generation
 
     def _say_at_start(self) -> None:
-        """One line on where prompts are shared, which is shown by default if they are not everywhere."""
-        plan, args = self.sharing, self.args
-        off = [place for place in (plan.generation, plan.scoring, plan.training) if place.reason_off is not None]
-        logger.log(WARNING if off and plan.mode != "off" else INFO, str(plan))
+        """One line on where prompts are shared, at the level that is shown by default; one on risky coefficients."""
+        args = self.args
+        logger.warning(str(self.sharing))
         risk = coefficient_warning(args.perception_loss_weight, args.der_loss_weight1, args.der_loss_weight2)
         if risk is not None:
             logger.warning(risk)
@@ -211,10 +210,12 @@ class DAPOTrainer(GRPOTrainer):
 
     @contextmanager
     def _shared(self, place: Place, model: Any, completion_length: int | None = None) -> Iterator[None]:
-        if place.reason_off is not None:
-            yield
-            return
         agree = self._all_agree if self.sharing.sharded else None
+        if place.reason_off is not None:
+            generates = completion_length is None
+            with leave_out_empty_images(model, agree=None if generates else agree):
+                yield
+            return
         with share_prompts(model, completion_length, agree=agree) as report:
             yield
         self._sharing_report.add(report)
@@ -352,7 +353,7 @@ class DAPOTrainer(GRPOTrainer):
         for name, value in attention_metrics(segments, self.accelerator.gather, of_prompt).items():
             self._metrics[mode][name].append(value)
         columns = reward_columns(segments)
-        for name in ("vgr", "aei_vision", "aei_instruction"):
+        for name in SINGLE_COLUMNS:
             self._log_completion_extra(name, columns[name])
         columns["mdi_balance_ratio"] = [self.args.mdi_balance_ratio] * len(inputs)
         return [row | {name: values[i] for name, values in columns.items()} for i, row in enumerate(inputs)]

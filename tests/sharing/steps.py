@@ -1,7 +1,7 @@
 """Training for a few optimizer steps, and what two trainings have in common."""
 
 import copy
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from trl import GRPOConfig, GRPOTrainer
@@ -62,10 +62,10 @@ def build_trainer(classes, model, processor, rows, settings, **more):
     )
 
 
-def trained(classes, model, processor, rows, settings, around=nullcontext, **more):
-    """The trainer after its steps, inside `around(its model)`; `trainer.places` has the reports of `DAPOTrainer`."""
+def trained(classes, model, processor, rows, settings, **more):
+    """The trainer after its steps; `trainer.places` has the reports of `DAPOTrainer`."""
     trainer = build_trainer(classes, model, processor, rows, settings, **more)
-    with reports_by_place() as trainer.places, around(trainer.model):
+    with reports_by_place() as trainer.places:
         trainer.train()
     return trainer
 

@@ -8,8 +8,6 @@ from peft import LoraConfig
 from steps import DAPO, STOCK, largest_relative_update, options, texts_of, trained
 from trl.trainer import grpo_trainer
 
-from vgr_trl.sharing import leave_out_empty_images
-
 # TRL 1.16 switches checkpointing off around a rollout by the old name of the method.
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_(en|dis)able` is deprecated:FutureWarning")
 
@@ -99,7 +97,7 @@ def test_rows_with_and_without_an_image(vision, mixed_rows, tmp_path):
     """Stock TRL fails on these; the plain passes to compare with are those of this library's trainer."""
     model, processor = vision
     settings = options(tmp_path, **TWICE)
-    plain = trained(DAPO, model, processor, mixed_rows, {**settings, "share_prompts": "off"}, leave_out_empty_images)
+    plain = trained(DAPO, model, processor, mixed_rows, {**settings, "share_prompts": "off"})
     shared = trained(DAPO, model, processor, mixed_rows, settings)
     assert plain.places["training"].rows == 0
     assert_equal_steps(vision, plain, shared)

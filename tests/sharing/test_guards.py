@@ -9,6 +9,7 @@ from compare import checkpointed, generated, gradients, largest_relative, scored
 from families import BODY, IMAGE, PIXEL_INPUTS, VIDEO, build, make_batch, randomise
 from other_families import OTHERS
 
+from vgr_trl.errors import DataError
 from vgr_trl.sharing import (
     cut,
     fitness,
@@ -224,6 +225,7 @@ def test_unknown_inputs(change, reason, case):
         ({"num_beams": 2, "do_sample": False}, "beams"),
         ({"use_cache": False}, "growing cache"),
         ({"cache_implementation": "static"}, "growing cache"),
+        ({"prefill_chunk_size": 8}, "prefill_chunk_size"),
     ],
 )
 def test_generation_that_cannot_start_from_a_cache(options, reason):
@@ -234,6 +236,18 @@ def test_generation_that_cannot_start_from_a_cache(options, reason):
         shared = generated(model, batch, sample=sample, **options)
     assert [reason in text for text in report.plain] == [True]
     assert torch.equal(plain, shared)
+
+
+def test_hidden_states_of_whole_prompts_while_generating(case):
+    """Behind a cache the first step has those of the last prompt token only."""
+    model, batch = case[0].eval(), case[1]
+    prompts, wanted = batch.prompt_inputs(), {"return_dict_in_generate": True, "output_hidden_states": True}
+    plain = model.generate(**prompts, **wanted, max_new_tokens=2)
+    with share_prompts(model) as report:
+        shared = model.generate(**prompts, **wanted, max_new_tokens=2)
+    assert report.plain == {"output_hidden_states=True": 1}
+    assert plain.hidden_states[0][-1].size(1) == prompts["input_ids"].size(1)
+    assert torch.equal(plain.hidden_states[0][-1], shared.hidden_states[0][-1])
 
 
 def test_generation_with_checkpointing_on():
@@ -448,6 +462,32 @@ def test_pixel_inputs_without_an_image(name):
     assert report.prompts_per_row == 1 / 3
     assert torch.equal(plain, tolerated)
     assert (plain - shared).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("images", [0, 1])
+@pytest.mark.parametrize("around", [share_prompts, leave_out_empty_images])
+def test_images_in_some_processes_only(images, around):
+    """With sharded parameters a vision tower that runs in one process waits for weights from the others for ever."""
+    model, batch = with_head(build("qwen2_5_vl")), make_batch("qwen2_5_vl", images=(images, images))
+
+    def run(theirs):
+        votes = [theirs, not theirs]  # of the other process: whether it has images, whether it has none
+
+        def all_agree(mine):
+            other = votes.pop(0) if votes else True
+            return mine and other
+
+        with torch.no_grad(), around(model, agree=all_agree):
+            return scored(model, batch)[0]
+
+    with torch.no_grad():
+        assert torch.allclose(run(bool(images)), scored(model, batch)[0], atol=1e-5)
+    refused = pytest.raises(DataError, match="unlike that of another process, and the parameters are sharded: give ev")
+    with refused:
+        run(not images)
+    if around is share_prompts:
+        with refused, share_prompts(model, agree=lambda mine: False):
+            generated(model, batch, sample=False)
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])

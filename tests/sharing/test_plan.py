@@ -68,8 +68,9 @@ def test_what_a_trainer_is_launched_with(mode, changed, places, make, monkeypatc
 
 def test_a_compiled_run_says_so(make):
     trainer = make(torch_compile=True, torch_compile_backend="eager")
-    assert str(trainer.sharing).startswith(
-        "share_prompts=auto: generation on, scoring off (torch.compile), training off (torch.compile)"
+    assert str(trainer.sharing) == (
+        "share_prompts=auto: generation on, scoring off (torch.compile), training off (torch.compile); completions of "
+        "a prompt shuffled (training is off)"
     )
 
 

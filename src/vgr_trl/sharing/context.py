@@ -38,7 +38,8 @@ def share_prompts(
             and TRL's fused head returns T columns.
             None: rows may be anything; their longest common beginnings are shared, and all outputs are there.
         agree: given whether this process would share a batch, returns whether all processes do; needed where
-            parameters are sharded, so that every process makes the same number of forward passes.
+            parameters are sharded, so that every process makes the same number of forward passes. A pass in which some
+            processes have images and others none is refused there.
 
     Yields:
         Counts of rows and prompts, and the reasons of the calls that ran plainly, until the end of the block.
@@ -68,11 +69,12 @@ def share_prompts(
 
 
 @contextmanager
-def leave_out_empty_images(model: Any) -> Iterator[None]:
+def leave_out_empty_images(model: Any, *, agree: Callable[[bool], bool] | None = None) -> Iterator[None]:
     """Let a model run on rows without images although it is given pixel inputs; `share_prompts` does so by itself.
 
     Args:
         model: as `share_prompts` takes it; a compiled one is left alone.
+        agree: likewise.
 
     Raises:
         ConfigError: `model` is no transformers model.
@@ -83,10 +85,11 @@ def leave_out_empty_images(model: Any) -> Iterator[None]:
         return
     plain = base.forward
     names = list(signature(plain).parameters)
+    agree = agree if "pixel_values" in names else None
 
     @wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return plain(**without_empty_images(dict(zip(names, args, strict=False)) | kwargs))
+        return plain(**without_empty_images(dict(zip(names, args, strict=False)) | kwargs, agree))
 
     with replaced(base, "forward", forward):
         yield

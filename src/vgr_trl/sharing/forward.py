@@ -41,13 +41,14 @@ class SharedForward:
         self.base, self.plain, self.report = base, plain, report
         self.completion_length, self.agree = completion_length, agree
         self.names = list(signature(plain).parameters)
+        self.agree_on_images = agree if "pixel_values" in self.names else None
         self.paused = False
         self.refused: dict[bool, str] = {}  # with gradients -> why the model has been found unfit
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.paused or is_tracing():
             return self.plain(*args, **kwargs)
-        inputs = without_empty_images(dict(zip(self.names, args, strict=False)) | kwargs)
+        inputs = without_empty_images(dict(zip(self.names, args, strict=False)) | kwargs, self.agree_on_images)
         if inputs.get("use_cache") or inputs.get("past_key_values") is not None:
             return self.plain(**inputs)
         cut, reason = None, ""

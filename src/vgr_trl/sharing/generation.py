@@ -13,7 +13,7 @@ from vgr_trl.sharing.cut import refuse_uneven_prompts
 from vgr_trl.sharing.fitness import refuse_token_types
 from vgr_trl.sharing.forward import SharedForward
 from vgr_trl.sharing.grouping import find_groups, first_rows, inputs_of_rows
-from vgr_trl.sharing.images import IMAGE_INPUTS, is_image_token, rows_of_images
+from vgr_trl.sharing.images import IMAGE_INPUTS, is_image_token, rows_of_images, without_empty_images
 from vgr_trl.sharing.report import CannotShare, SharingReport
 
 _PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
@@ -35,6 +35,7 @@ class SharedGeneration:
         self.model, self.plain, self.forward, self.report = model, plain, forward, report
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs = without_empty_images(kwargs, self.forward.agree_on_images)
         with self.forward.pause():
             groups: list[int] | None = None
             reason = ""
@@ -121,6 +122,8 @@ class SharedGeneration:
             raise CannotShare("generate without a growing cache")
         if config.prefill_chunk_size is not None:
             raise CannotShare("prefill_chunk_size")
+        if config.output_hidden_states:
+            raise CannotShare("output_hidden_states=True")
         return config.num_return_sequences or 1
 
     def _prefill(self, inputs: dict[str, Any], groups: list[int]) -> Cache:

@@ -1,11 +1,12 @@
 """Which part of the pixel inputs belongs to which row of a batch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
+from vgr_trl.errors import DataError
 from vgr_trl.sharing.report import CannotShare
 
 IMAGE_INPUTS = (
@@ -32,14 +33,28 @@ def is_image_token(input_ids: torch.Tensor, config: Any) -> torch.Tensor:
     return torch.isin(input_ids, torch.tensor(image_token_ids(config), device=input_ids.device, dtype=input_ids.dtype))
 
 
-def without_empty_images(inputs: Mapping[str, Any]) -> dict[str, Any]:
+def without_empty_images(inputs: Mapping[str, Any], agree: Callable[[bool], bool] | None = None) -> dict[str, Any]:
     """The inputs, without the pixel inputs if they hold no image.
 
     TRL cuts the pixels of a batch into chunks; for a chunk whose rows have no image nothing is left, on which models
     fail.
+
+    Args:
+        inputs: of a forward pass, by name.
+        agree: as `share_prompts` takes it, where parameters are sharded: the vision tower then runs in every process
+            or in none.
+
+    Raises:
+        DataError: some processes have images and others none, which `agree` tells all of them.
     """
     pixels = inputs.get("pixel_values")
     empty = isinstance(pixels, torch.Tensor) and pixels.size(0) == 0
+    has_images = pixels is not None and not empty
+    if agree is not None and not agree(has_images) and not agree(not has_images):
+        raise DataError(
+            f"A batch of this process has {'images' if has_images else 'no images'}, unlike that of another process, "
+            "and the parameters are sharded: give every row an image, or none, or use ZeRO-2 or DDP."
+        )
     return {name: value for name, value in inputs.items() if not (empty and name in IMAGE_INPUTS)}
 
 

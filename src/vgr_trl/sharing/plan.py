@@ -34,7 +34,7 @@ class SharingPlan:
     def __str__(self) -> str:
         if self.mode == "off":
             return "share_prompts=off"
-        together = "kept together" if self.regroups else f"shuffled ({self.regroup_reason})"
+        together = "kept together" if self.regroups else f"shuffled ({self.regroup_reason or 'training is off'})"
         changed = f", although {self.regroup_reason}" if self.regroups and self.regroup_reason else ""
         return (
             f"share_prompts={self.mode}: generation {self.generation}, scoring {self.scoring}, training "

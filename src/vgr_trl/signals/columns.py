@@ -17,8 +17,9 @@ from vgr_trl.signals.metrics import (
     vision_gain_ratio,
 )
 
-SIGNAL_COLUMNS = ("vgr", "aei_vision", "aei_instruction", "attention_metrics")
-QUANTITIES = ("vgr", "aei_vision", "aei_instruction", "mdi_balance", "attention_vision", "attention_instruction")
+SINGLE_COLUMNS = ("vgr", "aei_vision", "aei_instruction", "mdi_balance")
+SIGNAL_COLUMNS = (*SINGLE_COLUMNS, "attention_metrics")
+QUANTITIES = (*SINGLE_COLUMNS, "attention_vision", "attention_instruction")
 
 
 def signal_columns(reward: Any) -> set[str]:
@@ -49,7 +50,7 @@ def reward_columns(segments: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
         for row in range(count)
     ]
     of_reward = [found.get("late", found["all"]) for found in dicts]
-    single = {name: [found[name] for found in of_reward] for name in ("vgr", "aei_vision", "aei_instruction")}
+    single = {name: [found[name] for found in of_reward] for name in SINGLE_COLUMNS}
     return {**single, "attention_metrics": dicts}
 
 
