@@ -18,7 +18,7 @@ import json
 import statistics
 import tempfile
 import time
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 from demo_seeds import describe_machine
 from PIL import Image
 from sharing_models import Size
-from stage_passes import STEPS, Setting, measure_bytes, measure_seconds, medians, run_again_for_timing
+from stage_passes import STEPS, measure_bytes, measure_seconds, medians, read_flags
 
 import vgr_trl.trainer as trainer_module
 from vgr_trl.cli.demo import Options, as_dataset, draw, set_up_process, trainer_options, words_of
@@ -46,18 +46,8 @@ def main() -> None:
     parser.add_argument("--demo_steps", type=int, default=30)
     parser.add_argument("--skip_demo", action="store_true")
     parser.add_argument("--only_demo", action="store_true")
-    parser.add_argument("--only", choices=["seconds", "bytes"], help="the others are kept as they were")
-    parser.add_argument("--page_faults", action="store_true", help="let freed memory go back to the system, as usual")
     parser.add_argument("--output", default="perception")
-    for option in fields(Setting):
-        if option.type is bool:
-            parser.add_argument(f"--{option.name}", action="store_true")
-        else:
-            parser.add_argument(f"--{option.name}", type=type(option.default), default=option.default)
-    flags = parser.parse_args()
-    if flags.only != "bytes" and not flags.page_faults:
-        run_again_for_timing()
-    setting = Setting(**{option.name: getattr(flags, option.name) for option in fields(Setting)})
+    flags, setting = read_flags(parser)
     path = RESULTS / f"{flags.output}.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     found |= {"machine": describe_machine(setting.threads), "setting": asdict(setting), "size": flags.size}

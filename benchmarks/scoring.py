@@ -13,13 +13,13 @@ On a GPU: python benchmarks/scoring.py --device cuda --shape qwen2.5-vl-3b --dty
 
 import argparse
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from demo_seeds import describe_machine
 from sharing_models import Size
-from stage_passes import Setting, measure_bytes, measure_seconds, medians, run_again_for_timing
+from stage_passes import measure_bytes, measure_seconds, medians, read_flags
 
 RESULTS = Path(__file__).parent / "results"
 GOALS = {
@@ -44,18 +44,8 @@ def main() -> None:
     parser.add_argument("--growth", nargs="*", default=["768,512,64,8", "768,512,256,8", "768,512,512,8"])
     parser.add_argument("--parts", nargs="+", default=["a", "b", "c", "d", "growth"])
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--only", choices=["seconds", "bytes"], help="the others are kept as they were")
-    parser.add_argument("--page_faults", action="store_true", help="let freed memory go back to the system, as usual")
     parser.add_argument("--output", default="scoring")
-    for option in fields(Setting):
-        if option.type is bool:
-            parser.add_argument(f"--{option.name}", action="store_true")
-        else:
-            parser.add_argument(f"--{option.name}", type=type(option.default), default=option.default)
-    flags = parser.parse_args()
-    if flags.only != "bytes" and not flags.page_faults:
-        run_again_for_timing()
-    setting = Setting(**{option.name: getattr(flags, option.name) for option in fields(Setting)})
+    flags, setting = read_flags(parser)
     path = RESULTS / f"{flags.output}.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     found |= {"machine": describe_machine(setting.threads), "setting": asdict(setting)}

@@ -1,5 +1,6 @@
 """What the benchmarks of scoring and perception compare: passes over one batch, and optimizer steps of one rollout."""
 
+import argparse
 import copy
 import json
 import os
@@ -9,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -72,6 +73,21 @@ class Setting:
         if self.shape != "square":
             return MODEL_SHAPES[self.shape]
         return replace(ModelShape.square(self.hidden, self.layers), vocabulary=self.vocabulary)
+
+
+def read_flags(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Setting]:
+    """Return the flags of a command, those of `Setting` added, and the setting; the command may start anew for it."""
+    parser.add_argument("--only", choices=["seconds", "bytes"], help="the others are kept as they were")
+    parser.add_argument("--page_faults", action="store_true", help="let freed memory go back to the system, as usual")
+    for option in fields(Setting):
+        if option.type is bool:
+            parser.add_argument(f"--{option.name}", action="store_true")
+        else:
+            parser.add_argument(f"--{option.name}", type=type(option.default), default=option.default)
+    flags = parser.parse_args()
+    if flags.only != "bytes" and not flags.page_faults:
+        _run_again_for_timing()
+    return flags, Setting(**{option.name: getattr(flags, option.name) for option in fields(Setting)})
 
 
 def make_runs(setting: Setting, size: Size, names: Sequence[str], kind: str) -> dict[str, Run]:
@@ -225,7 +241,7 @@ def _options(setting: Setting, size: Size) -> dict[str, Any]:
     }
 
 
-def run_again_for_timing() -> None:
+def _run_again_for_timing() -> None:
     """Start this command anew with `TIMING_ENVIRONMENT`, unless it has it; for all that is compared alike."""
     if not os.environ.keys() >= TIMING_ENVIRONMENT.keys():
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **TIMING_ENVIRONMENT})
