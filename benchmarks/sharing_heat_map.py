@@ -24,6 +24,11 @@ def operations(rows: dict[str, Any]) -> float:
     return counts["shared"] / counts["plain"]
 
 
+def scoring_time(rows: dict[str, Any]) -> float:
+    """Of a pass without gradients, shared over plain."""
+    return _seconds(rows, "scoring", "shared") / _seconds(rows, "scoring", "plain")
+
+
 def training_time(rows: dict[str, Any]) -> float:
     """Of forward and backward pass, shared over plain."""
     return _seconds(rows, "training", "shared") / _seconds(rows, "training", "plain")
@@ -42,6 +47,7 @@ def _seconds(rows: dict[str, Any], place: str, kind: str) -> float:
 KINDS = ("shared", "plain")
 PANELS: dict[str, Callable[[dict[str, Any]], float]] = {
     "operations, forward + backward": operations,
+    "time, scoring": scoring_time,
     "time, forward + backward": training_time,
     "time, generation and training": whole_time,
 }
