@@ -26,9 +26,9 @@ import torch
 from demo_seeds import describe_machine
 from PIL import Image
 from sharing_models import Size
-from stage_passes import STEPS, measure_bytes, measure_seconds, medians, read_flags
+from stage_passes import STEPS, command, measure_bytes, measure_seconds, medians, read_flags
 
-import vgr_trl.trainer as trainer_module
+from vgr_trl import DAPOTrainer, perceiving
 from vgr_trl.cli.demo import Options, as_dataset, draw, set_up_process, trainer_options, words_of
 from vgr_trl.demo.tiny_vlm import build_tiny_vlm
 from vgr_trl.rewards import accuracy_reward
@@ -74,7 +74,7 @@ class Perturbing:
 
     def __enter__(self) -> "Perturbing":
         self.calls: list[float] = []
-        self.original = trainer_module.perturbed_prompts
+        self.original = perceiving.perturbed_prompts
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()
@@ -82,11 +82,11 @@ class Perturbing:
             self.calls.append(time.perf_counter() - started)
             return made
 
-        trainer_module.perturbed_prompts = timed
+        perceiving.perturbed_prompts = timed
         return self
 
     def __exit__(self, *error: Any) -> None:
-        trainer_module.perturbed_prompts = self.original
+        perceiving.perturbed_prompts = self.original
 
 
 def blackening() -> float:
@@ -114,7 +114,7 @@ def demo(steps: int) -> dict[str, Any]:
                 with tempfile.TemporaryDirectory() as folder:
                     quiet: dict[str, Any] = {"log_completions": False, "disable_tqdm": True, "reward_weights": [1.0]}
                     quiet["rollout_log_steps"] = 0
-                    trainer = trainer_module.DAPOTrainer(
+                    trainer = DAPOTrainer(
                         model=model,
                         processing_class=processor,
                         reward_funcs=[accuracy_reward],
@@ -137,8 +137,8 @@ def write(path: Path, found: dict[str, Any]) -> None:
     lines = [
         "# What perception costs",
         "",
-        "Command: `python benchmarks/perception.py`. Medians of interleaved optimizer steps (generation, scoring, "
-        "training of one rollout).",
+        f"Command: `{command('perception', path, found)}`. Medians of interleaved optimizer steps "
+        "(generation, scoring, training of one rollout).",
         "",
         f"{machine}. {setting}. Freed memory {memory}.",
         "",

@@ -19,7 +19,7 @@ from typing import Any
 
 from demo_seeds import describe_machine
 from sharing_models import Size
-from stage_passes import measure_bytes, measure_seconds, medians, read_flags
+from stage_passes import command, measure_bytes, measure_seconds, medians, read_flags
 
 RESULTS = Path(__file__).parent / "results"
 GOALS = {
@@ -89,8 +89,8 @@ def write(path: Path, found: dict[str, Any]) -> None:
     lines = [
         "# What measuring attention costs",
         "",
-        "Command: `python benchmarks/scoring.py`; sizes are P,V,T,G. Medians of interleaved runs; peak memory above "
-        "that of libraries, model and batch, each in a process of its own.",
+        f"Command: `{command('scoring', path, found)}`; sizes are P,V,T,G. Medians of interleaved runs; peak memory "
+        "above that of libraries, model and batch, each in a process of its own.",
         "",
         f"{machine}. {setting}. Freed memory {memory}.",
         "",

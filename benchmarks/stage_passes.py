@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,6 +89,16 @@ def read_flags(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Set
     if flags.only != "bytes" and not flags.page_faults:
         _run_again_for_timing()
     return flags, Setting(**{option.name: getattr(flags, option.name) for option in fields(Setting)})
+
+
+def command(script: str, path: Path, found: dict[str, Any]) -> str:
+    """The command whose results are in `path`: flags of `Setting` that are not at their defaults, and where they go."""
+    usual = asdict(Setting())
+    given = {name: value for name, value in found["setting"].items() if value != usual[name]}
+    given |= {"page_faults": True} if found["page_faults"] else {}
+    given |= {"output": path.stem} if path.stem != script else {}
+    flags = [f" --{name}" if value is True else f" --{name} {value}" for name, value in given.items()]
+    return f"python benchmarks/{script}.py" + "".join(flags)
 
 
 def make_runs(setting: Setting, size: Size, names: Sequence[str], kind: str) -> dict[str, Run]:

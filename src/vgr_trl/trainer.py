@@ -29,6 +29,7 @@ from vgr_trl.errors import ConfigError
 from vgr_trl.loss_terms import entropy_term, perception_term, valid_tokens
 from vgr_trl.measuring import plan_measurement
 from vgr_trl.metrics import Throughput, approximate_kl
+from vgr_trl.perceiving import perceive
 from vgr_trl.preparation import (
     as_list,
     check_rewards,
@@ -44,10 +45,6 @@ from vgr_trl.rewards.schedule import RewardSchedule
 from vgr_trl.rollout_inputs import (
     Prompts,
     build_scoring_batch,
-    has_images,
-    joined,
-    pixels_of_rows,
-    scoring_inputs,
     with_perturbed_rows,
 )
 from vgr_trl.seams import check_attributes, check_seams
@@ -61,10 +58,8 @@ from vgr_trl.sharing import (
     shuffle_by_group,
     whole_groups,
 )
-from vgr_trl.signals import perturb_images, visual_dependency
 from vgr_trl.signals.columns import SINGLE_COLUMNS, attention_metrics, measure_segments, reward_columns
 from vgr_trl.signals.head import without_head
-from vgr_trl.signals.perturbed_prompts import perturbed_prompts
 from vgr_trl.vllm_images import plan_vllm_images
 
 logger = logging.get_logger(__name__)
@@ -245,44 +240,8 @@ class DAPOTrainer(GRPOTrainer):
         self._rollout_rows = inputs
         batch = super()._generate_and_score_completions(inputs)
         if self.model.training:
-            self._perceive(batch)
+            perceive(self, batch)
         return batch
-
-    def _perceive(self, batch: dict[str, Any]) -> None:
-        """Score the completions given perturbed images; leave what depends on the image in the signals."""
-        if not (self._measurement.wanted.dependency or self.args.uses_perception_loss):
-            return
-        pixels = self._perturbed_pixels(batch)
-        if self.args.uses_perception_loss and pixels is not None:
-            batch["perturbed_pixel_values"] = joined(pixels)
-        if self._measurement.wanted.dependency:
-            perturbed = scoring_inputs(batch | {"pixel_values": joined(pixels)} if pixels is not None else batch)
-            logps, _, _ = self._score(perturbed)
-            signals = self._measurement.signals
-            blind = ~has_images(batch).to(logps.device).unsqueeze(1)  # (N, 1)
-            signals.dependency = visual_dependency(signals.logps, logps).masked_fill(blind, torch.nan)
-
-    def _perturbed_pixels(self, batch: dict[str, Any]) -> Any:
-        """The rows' `pixel_values` with perturbed images: per row in a list, or (N, ...); None without images."""
-        args, rows = self.args, len(batch["prompt_ids"])
-        first = self.accelerator.process_index * rows
-        shared_by = self.num_generations if args.perturb_per == "prompt" else 1
-        perturb = partial(
-            perturb_images,
-            name=args.perturbation,
-            parameters=args.perturbation_parameters,
-            seed=args.seed,
-            step=self.state.global_step,
-        )
-        prompts, own = perturbed_prompts(
-            self._measurement.messages,
-            [(first + row) // shared_by for row in range(rows)],
-            perturb,
-        )
-        _, images, fields = super()._tokenize_prompts(prompts)
-        if images is None:
-            return None
-        return pixels_of_rows(fields, images, own, batch)
 
     def _spread(self, batch: dict[str, Any], signals: Any, live: torch.Tensor) -> dict[str, Any]:
         """The batch with advantages (N, T) instead of (N,), if a rule of credit is on."""
