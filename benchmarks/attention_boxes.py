@@ -22,7 +22,7 @@ from demo_seeds import describe_machine
 
 from vgr_trl.demo.tiny_vlm import build_tiny_vlm
 from vgr_trl.demo.warm_start import encode, learn_captions, target_text
-from vgr_trl.reporting.boxes import area_share, attention_share, covered_shares
+from vgr_trl.reporting.views.boxes import area_share, attention_share, covered_shares
 from vgr_trl.signals import AttentionProbe, build_modality_masks, split_layers
 from vgr_trl.signals.modality import special_token_ids
 

@@ -19,7 +19,7 @@ from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.data.schema import prepare_rows
 from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.errors import ConfigError
-from vgr_trl.reporting.records import read_run
+from vgr_trl.reporting.records.reading import read_run
 from vgr_trl.rewards import accuracy_reward, vgr_reward
 
 
@@ -314,10 +314,10 @@ def test_logs_that_cannot_be_written_are_refused_at_construction(make, changed, 
 def test_training_goes_on_where_records_cannot_be_written(make, tmp_path, monkeypatch):
     warnings = []
     trainer = make(max_steps=2)
-    monkeypatch.setattr("vgr_trl.reporting.background.logger.warning", warnings.append)
+    monkeypatch.setattr("vgr_trl.reporting.records.background.logger.warning", warnings.append)
     (tmp_path / "run").mkdir(exist_ok=True)
     (tmp_path / "run" / "rollouts").write_text("a file in the way of the folder")
-    monkeypatch.setattr("vgr_trl.reporting.writing._free_name", lambda folder: folder / "nowhere")
+    monkeypatch.setattr("vgr_trl.reporting.records.writing._free_name", lambda folder: folder / "nowhere")
     trainer.train()
     assert trainer.state.global_step == 2
     assert len(warnings) == 1

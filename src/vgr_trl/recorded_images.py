@@ -11,8 +11,8 @@ from PIL import Image
 from vgr_trl.data.columns import images_of
 from vgr_trl.data.images import open_image
 from vgr_trl.errors import DataError
-from vgr_trl.reporting.record_format import AttentionMap, RecordedImage
-from vgr_trl.reporting.thumbnails import shrunk
+from vgr_trl.reporting.records.format import AttentionMap, RecordedImage
+from vgr_trl.reporting.records.thumbnails import shrunk
 
 Grid = tuple[int, int]
 

@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 
 from vgr_trl.credit import token_weights
-from vgr_trl.reporting.markdown import Segments, Summary
-from vgr_trl.reporting.pieces import prompt_text, token_pieces
-from vgr_trl.reporting.record_format import Completion
+from vgr_trl.reporting.records.format import Completion
+from vgr_trl.reporting.records.pieces import prompt_text, token_pieces
+from vgr_trl.reporting.views.markdown import Segments, Summary
 from vgr_trl.signals import AttentionMass, RolloutSignals, split_layers, token_vision_gain_ratio
 from vgr_trl.signals.columns import QUANTITIES, measure_segments, reward_columns
 

@@ -26,12 +26,12 @@ from vgr_trl.recorded_rows import (
     summary_of,
     texts_of_row,
 )
-from vgr_trl.reporting.markdown import Lengths
-from vgr_trl.reporting.markdown_logs import MarkdownLogs
-from vgr_trl.reporting.record_format import Completion, LogEntry, Record
-from vgr_trl.reporting.records import FOLDER
+from vgr_trl.reporting.records.format import Completion, LogEntry, Record
+from vgr_trl.reporting.records.reading import FOLDER
+from vgr_trl.reporting.records.writing import refuse_unwritable
 from vgr_trl.reporting.sink import RecordSink
-from vgr_trl.reporting.writing import refuse_unwritable
+from vgr_trl.reporting.views.markdown import Lengths
+from vgr_trl.reporting.views.markdown_logs import MarkdownLogs
 
 
 @dataclass

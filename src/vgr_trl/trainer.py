@@ -38,8 +38,8 @@ from vgr_trl.preparation import (
     refuse_too_few_prompts,
 )
 from vgr_trl.recording import RolloutRecorder
-from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extended_card, method_tags
 from vgr_trl.reporting.tables import in_texts
+from vgr_trl.reporting.views.model_card import TAGS, TRL_PAPER, extended_card, method_tags
 from vgr_trl.rewards.groups import gather_groups, needed_columns
 from vgr_trl.rewards.schedule import RewardSchedule
 from vgr_trl.rollout_inputs import (

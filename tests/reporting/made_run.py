@@ -10,7 +10,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw
 
-from vgr_trl.reporting.records import (
+from vgr_trl.reporting.records.reading import (
     AttentionMap,
     Completion,
     LogEntry,

@@ -10,7 +10,7 @@ from PIL import Image
 
 from vgr_trl.demo.tiny_vlm import build_tiny_vlm
 from vgr_trl.errors import DataError
-from vgr_trl.reporting.boxes import area_share, attention_share, covered_shares
+from vgr_trl.reporting.views.boxes import area_share, attention_share, covered_shares
 from vgr_trl.signals import AttentionProbe, build_modality_masks
 from vgr_trl.signals.modality import special_token_ids
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vgr_trl.reporting.colours import HIGH, LOW, MIDDLE, colour_at, contrast, css, positions, text_colour
+from vgr_trl.reporting.views.colours import HIGH, LOW, MIDDLE, colour_at, contrast, css, positions, text_colour
 
 
 def test_positions_of_ratios_are_those_of_their_logarithms() -> None:

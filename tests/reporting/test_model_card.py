@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.reporting.model_card import citations, extended_card, method_section, method_tags
-from vgr_trl.reporting.papers import DAPO, VPPO
+from vgr_trl.reporting.views.model_card import citations, extended_card, method_section, method_tags
+from vgr_trl.reporting.views.papers import DAPO, VPPO
 
 CARD = (
     "---\ntags: []\n---\n\n# Model\n\nTrained.\n\n### Framework versions\n\n- TRL: 1.16\n\n## Citations\n\nCite TRL.\n"

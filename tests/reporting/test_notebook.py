@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.reporting.colours import HIGH, LOW, css
-from vgr_trl.reporting.notebook import show_completion
-from vgr_trl.reporting.record_format import AttentionMap, Completion, RecordedImage
+from vgr_trl.reporting.records.format import AttentionMap, Completion, RecordedImage
+from vgr_trl.reporting.views.colours import HIGH, LOW, css
+from vgr_trl.reporting.views.notebook import show_completion
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebooks" / "look_at_a_rollout.ipynb"
 

@@ -10,8 +10,8 @@ import pytest
 from made_run import completion, make_run
 
 from vgr_trl.data.prompts import SYSTEM_PROMPT
-from vgr_trl.reporting.html import PLACE, page_template, write_report
-from vgr_trl.reporting.records import LogEntry, encode_log
+from vgr_trl.reporting.records.reading import LogEntry, encode_log
+from vgr_trl.reporting.views.html import PLACE, page_template, write_report
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 if CHROMIUM is None:

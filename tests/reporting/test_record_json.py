@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from made_records import completion, record
 
 from vgr_trl.errors import DataError
-from vgr_trl.reporting.records import (
+from vgr_trl.reporting.records.reading import (
     AttentionMap,
     Completion,
     LogEntry,

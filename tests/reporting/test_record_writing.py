@@ -7,8 +7,8 @@ import pytest
 from made_records import completion, record
 
 from vgr_trl.errors import ConfigError
-from vgr_trl.reporting.records import LogEntry, RecordedImage, read_run
-from vgr_trl.reporting.writing import RecordFiles, refuse_unwritable
+from vgr_trl.reporting.records.reading import LogEntry, RecordedImage, read_run
+from vgr_trl.reporting.records.writing import RecordFiles, refuse_unwritable
 
 BOUND = 10**7
 

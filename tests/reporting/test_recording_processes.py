@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import recording_worker
 
-from vgr_trl.reporting.records import read_run
+from vgr_trl.reporting.records.reading import read_run
 
 SCRIPT = Path(recording_worker.__file__)
 NUMBERS = ("weights", "dependency", "vgr", "advantages", "entropies", "logps", "metrics", "rewards", "reward",

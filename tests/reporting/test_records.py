@@ -8,8 +8,8 @@ import pytest
 from made_records import completion, record
 
 from vgr_trl.errors import DataError
-from vgr_trl.reporting import records
-from vgr_trl.reporting.records import LogEntry, encode_log, encode_record, read_run
+from vgr_trl.reporting.records import reading as records
+from vgr_trl.reporting.records.reading import LogEntry, encode_log, encode_record, read_run
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ from weakref import WeakMethod
 
 from PIL import Image
 
-from vgr_trl.reporting.background import Background
-from vgr_trl.reporting.console import print_record
-from vgr_trl.reporting.markdown import Summary
-from vgr_trl.reporting.markdown_logs import MarkdownLogs
-from vgr_trl.reporting.record_format import LogEntry, Record
-from vgr_trl.reporting.thumbnails import thumbnail_file
-from vgr_trl.reporting.writing import RecordFiles
+from vgr_trl.reporting.records.background import Background
+from vgr_trl.reporting.records.format import LogEntry, Record
+from vgr_trl.reporting.records.thumbnails import thumbnail_file
+from vgr_trl.reporting.records.writing import RecordFiles
+from vgr_trl.reporting.views.console import print_record
+from vgr_trl.reporting.views.markdown import Summary
+from vgr_trl.reporting.views.markdown_logs import MarkdownLogs
 
 Thumbnails = Sequence[Sequence[Image.Image | None]]  # per completion, per image
 

@@ -9,7 +9,7 @@ from sys import intern
 from typing import Any, BinaryIO
 
 from vgr_trl.errors import DataError
-from vgr_trl.reporting.records import LOGS_FILE, LogEntry, decode_log
+from vgr_trl.reporting.records.reading import LOGS_FILE, LogEntry, decode_log
 
 STATE_FILE = "trainer_state.json"
 LARGEST_STATE = 64 * 2**20  # bytes; a JSON document has to be read whole

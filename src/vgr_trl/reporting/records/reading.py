@@ -8,8 +8,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from vgr_trl.errors import DataError
-from vgr_trl.reporting.record_format import MODES, AttentionMap, Completion, LogEntry, Record, RecordedImage
-from vgr_trl.reporting.record_json import VERSION, check_version, decode_log, decode_record, encode_log, encode_record
+from vgr_trl.reporting.records.format import MODES, AttentionMap, Completion, LogEntry, Record, RecordedImage
+from vgr_trl.reporting.records.json_lines import (
+    VERSION,
+    check_version,
+    decode_log,
+    decode_record,
+    encode_log,
+    encode_record,
+)
 
 __all__ = [
     "FOLDER", "LOGS_FILE", "MODES", "RECORDS", "RUN_FILE", "VERSION", "AttentionMap", "Completion", "LogEntry",

@@ -5,7 +5,7 @@ import re
 import unicodedata
 from typing import Any
 
-from vgr_trl.reporting.record_json import writable
+from vgr_trl.reporting.records.json_lines import writable
 
 _FENCE = re.compile(r"`{3,}")
 _PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")  # what CommonMark lets a backslash precede

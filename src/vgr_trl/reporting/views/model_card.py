@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vgr_trl.reporting.papers import DAPO, ESTIMATORS, HIGH_ENTROPY, MDI, PAPO, PRIME, VPPO, Paper
+from vgr_trl.reporting.views.papers import DAPO, ESTIMATORS, HIGH_ENTROPY, MDI, PAPO, PRIME, VPPO, Paper
 
 TAGS = ("dapo", "vgr_trl")
 TRL_PAPER = {"title": DAPO.title, "id": DAPO.arxiv, "citation": DAPO.bibtex}  # the form in which TRL wants the paper

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from vgr_trl.reporting.choosing_records import ends_first, interleaved
-from vgr_trl.reporting.curves import Curves, read_curves
-from vgr_trl.reporting.records import Record, Run, encode_record
-from vgr_trl.reporting.run_sources import (
+from vgr_trl.reporting.records.reading import Record, Run, encode_record
+from vgr_trl.reporting.views.choosing_records import ends_first, interleaved
+from vgr_trl.reporting.views.curves import Curves, read_curves
+from vgr_trl.reporting.views.run_sources import (
     open_run,
     output_dir_of,
     read_thumbnail,

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vgr_trl.reporting.markdown import Lengths, Summary, attention_section, rollout_section, token_weights_section
-from vgr_trl.reporting.record_format import Record
+from vgr_trl.reporting.records.format import Record
+from vgr_trl.reporting.views.markdown import Lengths, Summary, attention_section, rollout_section, token_weights_section
 
 
 @dataclass(frozen=True)
