@@ -21,8 +21,11 @@ from typing import Any
 import torch
 from demo_seeds import describe_machine
 
-from vgr_trl.cli.demo import Options, Questions, as_dataset, draw, set_up_process, trainer_options, warm_up, words_of
 from vgr_trl.data.prompts import build_prompt
+from vgr_trl.demo.options import Options
+from vgr_trl.demo.reinforce import trainer_options
+from vgr_trl.demo.rows import as_dataset, words_of
+from vgr_trl.demo.run import Questions, draw, set_up_process, warm_up
 from vgr_trl.demo.tiny_vlm import build_tiny_vlm
 from vgr_trl.evaluation.generation import Writer
 from vgr_trl.rewards import accuracy_reward, get_soft_overlong_punishment, think_format_reward, vgr_reward

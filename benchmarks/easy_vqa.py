@@ -19,8 +19,6 @@ from typing import Any
 from datasets import load_dataset
 from demo_seeds import RESULTS, describe_machine
 
-from vgr_trl.cli import demo
-from vgr_trl.cli.demo import Options, Questions
 from vgr_trl.demo.easy_vqa import (
     FAMILIES,
     balanced_rows,
@@ -29,6 +27,9 @@ from vgr_trl.demo.easy_vqa import (
     text_rows,
     vocabulary,
 )
+from vgr_trl.demo.options import Options
+from vgr_trl.demo.run import Questions
+from vgr_trl.demo.run import run as run_questions
 
 MISMATCHED = 0.5  # share of the warm start's rows that show the image of another row
 VALIDATION_IMAGES = 500  # the last of the train images: they stop the warm start and do nothing else
@@ -87,7 +88,7 @@ def run_seed(seed: int, threads: int, steps: int, data: Path, folder: Path) -> N
         lr_scheduler_type="linear",
         num_samples=4,
     )
-    demo.run(questions, options, folder)
+    run_questions(questions, options, folder)
     numbers = {
         **json.loads((folder / "metrics.json").read_text()),
         "seed": seed,

@@ -5,7 +5,10 @@ import json
 import pytest
 from rich.console import Console
 
-from vgr_trl.cli import demo
+from vgr_trl.cli import demo as command
+from vgr_trl.demo import run as demo
+from vgr_trl.demo.options import Options
+from vgr_trl.demo.report import Comparison, comparison_table
 from vgr_trl.demo.shapes import draw_questions
 from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.evaluation import Evaluation
@@ -15,19 +18,19 @@ def evaluation(sampled: float) -> Evaluation:
     return Evaluation(questions=4, k=2, accuracy=0.5, mean_at_k=sampled, pass_at_k=1.0, format=1.0, format_sampled=0.75)
 
 
-def comparison(before: float, after: float) -> demo.Comparison:
-    return demo.Comparison(evaluation(before), evaluation(after), evaluation(0.25), evaluation(0.25))
+def comparison(before: float, after: float) -> Comparison:
+    return Comparison(evaluation(before), evaluation(after), evaluation(0.25), evaluation(0.25))
 
 
 @pytest.mark.parametrize(("after", "status"), [(0.6, 0), (0.5, 1), (0.4, 1)])
 def test_exit_status_says_whether_accuracy_rose(monkeypatch, tmp_path, after, status):
-    monkeypatch.setattr(demo, "run_demo", lambda options, output_dir: comparison(0.5, after))
-    assert demo.main(["--seed", "3", "--output_dir", str(tmp_path)]) == status
+    monkeypatch.setattr(command, "run_demo", lambda options, output_dir: comparison(0.5, after))
+    assert command.main(["--seed", "3", "--output_dir", str(tmp_path)]) == status
 
 
 def test_table_shows_before_and_after():
     console = Console(record=True, width=100)
-    console.print(demo.comparison_table(comparison(0.5, 0.6)))
+    console.print(comparison_table(comparison(0.5, 0.6)))
     text = console.export_text()
     assert "accuracy, sampled" in text
     assert "0.500" in text
@@ -44,7 +47,7 @@ def test_a_short_run_leaves_model_metrics_and_rollouts(tmp_path, monkeypatch):
             for split in ("train", "validation", "test")
         }
     )
-    options = demo.Options(steps=2, prompts_per_step=2, num_generations=2, num_samples=2, threads=1)
+    options = Options(steps=2, prompts_per_step=2, num_generations=2, num_samples=2, threads=1)
     demo.run(questions, options, tmp_path)
     assert load_processor(tmp_path) is not None
     assert (tmp_path / "model.safetensors").is_file()

@@ -5,7 +5,6 @@ import torch
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from vgr_trl.data.prompts import format_question
-from vgr_trl.demo.lookup import LookupDrill
 from vgr_trl.demo.shapes import draw_questions
 from vgr_trl.demo.tiny_vlm import build_tiny_vlm, load_processor
 from vgr_trl.demo.warm_start import encode, learn_answers, learn_captions, supervised_loss, target_text, warm_start
@@ -82,15 +81,3 @@ def test_warm_start_stops_at_the_target(tiny, rows):
         model, processor, rows, accuracy=lambda: 0.9, target_accuracy=0.5, measure_every=2, batch_size=4
     )
     assert history == [(2, 0.9)]
-
-
-def test_lookup_drill_asks_for_the_letter_in_front_of_the_word(tiny):
-    drill = LookupDrill(tiny[1], options=3, queries=5, seed=0)
-    ids, labels = drill.batch(2)
-    assert ids.shape == labels.shape == (2, 3 * 4 + 5 * 2)
-    for row, wanted in zip(ids.tolist(), labels.tolist(), strict=True):
-        letter_of = {row[start + 3]: row[start + 1] for start in range(0, 12, 4)}
-        asked = row[12::2]
-        assert wanted[13::2] == [letter_of[word] for word in asked]
-        assert set(wanted[:13]) == {-100}
-    assert drill.loss(tiny[0], 2).item() > 0

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.cli.demo import as_dataset, words_of
+from vgr_trl.demo.rows import as_dataset, words_of
 from vgr_trl.demo.shapes import draw_questions
 from vgr_trl.demo.tiny_vlm import build_tiny_vlm
 from vgr_trl.rewards import accuracy_reward, vgr_reward

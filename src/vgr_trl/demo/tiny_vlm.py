@@ -17,7 +17,6 @@ def build_tiny_vlm(
     num_layers: int = 3,
     num_heads: int = 4,
     vision_depth: int = 2,
-    query_std: float = 0.0,
     seed: int = 0,
 ) -> tuple[Qwen2_5_VLForConditionalGeneration, TinyProcessor]:
     """Return an untrained Qwen2.5-VL model and its processor.
@@ -28,7 +27,6 @@ def build_tiny_vlm(
         num_layers: of the language model; below 3 there is no late third of the layers.
         num_heads: of language model and vision tower.
         vision_depth: layers of the vision tower.
-        query_std: if not 0, half of the query weights start as the key weights do, with this standard deviation.
         seed: of the weights.
     """
     processor = build_processor(texts)
@@ -36,25 +34,10 @@ def build_tiny_vlm(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen2_5_VLForConditionalGeneration(model_config)
-        if query_std:
-            _attend_to_the_same(model, query_std)
     generation = model.generation_config
     generation.eos_token_id = processor.tokenizer.convert_tokens_to_ids(EOS)
     generation.pad_token_id = processor.tokenizer.convert_tokens_to_ids(PAD)
     return model, processor
-
-
-def _attend_to_the_same(model: Qwen2_5_VLForConditionalGeneration, std: float) -> None:
-    """Start half of the heads with each token attending most to tokens like itself.
-
-    Looking up a word in a list needs this, and random weights take long to find it: with them, four shuffled options
-    were not learned in 1,200 steps. A part of mimetic initialisation (https://arxiv.org/abs/2305.09828).
-    """
-    for layer in model.model.language_model.layers:
-        query, key = layer.self_attn.q_proj.weight.data, layer.self_attn.k_proj.weight.data
-        half = query.shape[0] // 2
-        query[:half].normal_(std=std)
-        key[:half] = query[:half]
 
 
 def _config(

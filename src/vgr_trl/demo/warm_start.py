@@ -14,7 +14,6 @@ from tqdm.auto import tqdm
 from trl.data_utils import prepare_multimodal_messages
 
 from vgr_trl.data.prompts import build_prompt
-from vgr_trl.demo.lookup import LookupDrill
 from vgr_trl.demo.tiny_processor import EOS
 
 Row = Mapping[str, Any]
@@ -71,28 +70,6 @@ def supervised_loss(
         return rest, rest.item()
     answer = losses[is_answer].mean()
     return answer + thought_weight * rest, answer.item()
-
-
-def learn_lookup(
-    model: Any,
-    processor: Any,
-    *,
-    max_steps: int = 2500,
-    batch_size: int = 32,
-    learning_rate: float = 1e-3,
-    target_loss: float = 0.1,
-    seed: int = 0,
-) -> int:
-    """Teach, with drills, to find a word among freely shuffled options; return the number of steps.
-
-    Stops when a moving average of the loss is below `target_loss`, in nats.
-    """
-    drill = LookupDrill(processor, seed=seed)
-    return _until(
-        target_loss,
-        lambda _: (loss := drill.loss(model, batch_size), loss.item()),
-        _steps(model, range(batch_size), max_steps, batch_size, learning_rate, seed, "warm start (lookup)"),
-    )
 
 
 def learn_answers(
@@ -169,7 +146,7 @@ def warm_start(
     """Teach to read the words of the thought off the image; return the measured (step, accuracy) pairs.
 
     Args:
-        model: a Qwen2.5-VL model, best after `learn_lookup`.
+        model: a Qwen2.5-VL model, best after `learn_answers` and `learn_captions`.
         processor: its processor.
         rows: with image, problem, choices (or None), thought and solution.
         accuracy: measures the model on questions that are not used for anything else.

@@ -1,0 +1,24 @@
+"""What a run of the demo can be told."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of one run; the seed drives questions, weights, order and sampling."""
+
+    seed: int = 0
+    steps: int = 100
+    learning_rate: float = 3e-4
+    lr_scheduler_type: str = "constant_with_warmup"
+    temperature: float = 1.0
+    prompts_per_step: int = 24
+    num_generations: int = 8
+    text_learning_rate: float = 1e-3
+    text_batch_size: int = 32
+    text_steps: int = 1500
+    text_loss: float = 0.08
+    caption_loss: float = 0.52
+    warm_start_accuracy: float = 0.55
+    num_samples: int = 8
+    threads: int = 1
