@@ -69,6 +69,16 @@ def test_extreme_ratios_stay_finite():
     assert weigh([1e-38, 1e38], clip=None)[0] == pytest.approx([2.0, 0.0], abs=1e-6)
 
 
+def test_one_extreme_ratio_among_many_stays_finite():
+    """The mean score lies near that of the many, so the one is 140 above it, and e^140 is no float32."""
+    assert weigh([1e-38, 1e38, 1e38, 1e38, 1e38], clip=None)[0] == pytest.approx([5.0, 0, 0, 0, 0], abs=1e-6)
+
+
+def test_undefined_tokens_are_not_among_the_largest_weights():
+    """VGR 4 and 1 have raw 1/2 and 2; one token of three keeps its weight, the other 1; over their mean 3/2."""
+    assert weigh([NAN, 4.0, 1.0], topk_ratio=1 / 3)[0] == pytest.approx([1, 2 / 3, 4 / 3])
+
+
 def test_smoothing_by_hand():
     """sigma 1/3 reaches ⌈3 · 1/3⌉ = 1 token with weight k = e^(-9/2); raw of VGR 1, 2, 4 is 2, 1, 1/2."""
     k = math.exp(-4.5)
