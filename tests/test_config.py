@@ -20,6 +20,11 @@ def test_defaults_are_those_of_dapo(tmp_path):
     assert made.warmup_steps == 0
 
 
+def test_defaults_of_the_users_notes(tmp_path):
+    made = config(tmp_path)
+    assert (made.top_p_perception_tokens, made.trajectory_scaling_min) == (0.2, 0.8)
+
+
 def test_aliases_set_the_fields_they_stand_for(tmp_path):
     made = config(tmp_path, eval_num_generations=4, warmup_ratio=0.05)
     assert made.num_generations_eval == 4

@@ -133,6 +133,16 @@ def test_soft_perception_weights_instead_of_a_filter():
     assert shaped[0].tolist() == pytest.approx([0.4, 1, 0, 0])
 
 
+def test_soft_perception_weights_are_clipped_to_the_limits_of_token_weights():
+    """s = 0, 1, 1, 6 over their mean 2 is 0, 1/2, 1/2, 3; clipped to [0.5, 1.5] and over the mean 3/4: 2/3, …, 2."""
+    measured = signals([[1, 1, 1, 1]], dependency=[[0.0, 1.0, 1.0, 6.0]])
+    options = CreditOptions(
+        enable_perception_filtering=True, perception_weighting="soft", token_weights_clip=[0.5, 1.5]
+    )
+    shaped, _ = shape_advantages(torch.tensor([3.0]), measured, options)
+    assert shaped[0].tolist() == pytest.approx([2, 2, 2, 6])
+
+
 def test_positive_only_leaves_completions_with_negative_advantage_alone():
     measured = signals([[1, 1, 1]] * 3, vgr=[[1.0, 2.0, 4.0]] * 3)
     options = CreditOptions(token_weights=True, token_weights_positive_only=True)
@@ -159,6 +169,20 @@ def test_layers_of_the_token_weights():
         )
 
 
+def test_token_weights_read_the_late_segment_of_the_chosen_segments():
+    """VGR is 1, 2, 4 in the last two of nine layers and uniform before: all of `ends`, two thirds of `thirds`."""
+    measured = signals([[1, 1, 1]])
+    measured.attention = attention([[1.0, 1.0, 1.0]], layers=9)
+    measured.attention.instruction[7:] = 0.1 * torch.tensor([[1.0, 2.0, 4.0]])
+    options = CreditOptions(token_weights=True, token_weights_clip=[0, 10])
+    options.attention_segments = "ends"
+    shaped, _ = shape_advantages(torch.tensor([7.0]), measured, options)
+    assert shaped[0].tolist() == pytest.approx([12, 6, 3])
+    options.attention_segments = "thirds"  # VGR 1, 5/3, 3
+    shaped, _ = shape_advantages(torch.tensor([7.0]), measured, options)
+    assert shaped[0].tolist() == pytest.approx([21 * weight / (1 + 3 / 5 + 1 / 3) for weight in (1, 3 / 5, 1 / 3)])
+
+
 def test_a_model_of_two_layers_is_weighed_by_both():
     measured = signals([[1, 1, 1]])
     measured.attention = attention([[1.0, 2.0, 4.0]], layers=2)
@@ -170,7 +194,10 @@ def test_a_completion_without_dependency_is_neither_filtered_nor_scaled():
     """Its row has no image; the others have z = 0 and 2."""
     measured = signals([[1, 1]] * 3, dependency=[[NAN, NAN], [0.0, 0.0], [4.0, 0.0]])
     options = CreditOptions(
-        enable_perception_filtering=True, top_p_perception_tokens=0.5, enable_trajectory_reweighting=True
+        enable_perception_filtering=True,
+        top_p_perception_tokens=0.5,
+        enable_trajectory_reweighting=True,
+        trajectory_scaling_min=0.9,
     )
     shaped, metrics = shape_advantages(torch.tensor([1.0, 1.0, 1.0]), measured, options)
     assert shaped.flatten().tolist() == pytest.approx([1, 1, 0.9, 0, 1.1, 0])
@@ -188,6 +215,15 @@ def test_dead_rows_take_no_part_in_the_trajectory_scale():
     assert shaped.flatten().tolist() == pytest.approx([0.8, 0, 0.92, 0, 1.28])
     assert metrics["scaling_factor_mean"] == pytest.approx(1)
     assert metrics["sensitivity_score_mean"] == pytest.approx(8 / 3)
+
+
+def test_rows_that_take_no_part_in_the_trajectory_scale_are_scaled_within_it():
+    """z = 1, 2, 5 have scales 0.8, 0.92, 1.28; the others, with z = 0, 3 and 9, get those of 1, 3 and 5."""
+    measured = signals([[1]] * 6, dependency=[[1.0], [0.0], [2.0], [9.0], [5.0], [3.0]])
+    options = CreditOptions(enable_trajectory_reweighting=True, trajectory_scaling_min=0.8)
+    live = torch.tensor([True, False, True, False, True, False])
+    shaped, _ = shape_advantages(torch.ones(6), measured, options, shaped=live)
+    assert shaped.flatten().tolist() == pytest.approx([0.8, 0.8, 0.92, 1.28, 1.28, 1.04])
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
@@ -210,7 +246,9 @@ def test_no_token_at_all(tokens):
 
 def test_equal_dependencies_filter_by_position_and_scale_nothing():
     measured = signals([[1, 1, 1], [1, 0, 0]], dependency=[[2.0, 2.0, 2.0], [2.0, 0.0, 0.0]])
-    options = CreditOptions(enable_perception_filtering=True, enable_trajectory_reweighting=True)
+    options = CreditOptions(
+        enable_perception_filtering=True, top_p_perception_tokens=0.4, enable_trajectory_reweighting=True
+    )
     shaped, metrics = shape_advantages(torch.tensor([1.0, 1.0]), measured, options)
     assert shaped.tolist() == [[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
     assert metrics["dynamic_scaling_max"] == metrics["scaling_factor_mean"] == 1
@@ -283,7 +321,8 @@ def test_the_number_of_gathers_depends_on_the_options_alone(options):
 def test_invariants(seed, rows, tokens):
     """The filter keeps ⌈p · length⌉ tokens and no padding; scales and weights have mean 1, so sums stay."""
     measured, advantages = random_signals(rows, tokens, seed), torch.ones(rows)
-    kept, _ = shape_advantages(advantages, measured, CreditOptions(enable_perception_filtering=True))
+    options = CreditOptions(enable_perception_filtering=True, top_p_perception_tokens=0.4)
+    kept, _ = shape_advantages(advantages, measured, options)
     assert (kept.sum(1) == torch.tensor([math.ceil(2 * int(length) / 5) for length in measured.mask.sum(1)])).all()
     assert not kept[~measured.mask].any()
     weighted, _ = shape_advantages(advantages, measured, CreditOptions(token_weights=True))

@@ -86,8 +86,8 @@ def test_settings(script, functions, weights, early, minimum, tmp_path):
         (True,) * 3 if script == "tprl.sh" else (False,) * 3
     )
     if script == "tprl.sh":
-        assert config.top_p_perception_tokens == 0.4
-        assert config.trajectory_scaling_min == 0.9
+        assert config.top_p_perception_tokens == 0.2
+        assert config.trajectory_scaling_min == 0.8
         assert config.entropy_penalty_coef == 0.06
     common = {
         "max_prompt_length": 1024, "max_completion_length": 512, "num_generations": 8, "logging_steps": 1,

@@ -61,7 +61,7 @@ class CreditOptions:
         default=False, metadata={"help": "Give credit only to the tokens that depend most on the image."}
     )
     top_p_perception_tokens: float = field(
-        default=0.4, metadata={"help": "Share of a completion's tokens that the perception filter keeps, in (0, 1]."}
+        default=0.2, metadata={"help": "Share of a completion's tokens that the perception filter keeps, in (0, 1]."}
     )
     perception_weighting: str = field(
         default="filter",
@@ -76,7 +76,7 @@ class CreditOptions:
     enable_trajectory_reweighting: bool = field(
         default=False, metadata={"help": "Scale completions by their mean dependency on the image."}
     )
-    trajectory_scaling_min: float = field(default=0.9, metadata={"help": "Smallest scale of a completion, in [0, 1]."})
+    trajectory_scaling_min: float = field(default=0.8, metadata={"help": "Smallest scale of a completion, in [0, 1]."})
     use_entropy_penalty: bool = field(
         default=False, metadata={"help": "Add entropy_penalty_coef times the mean of -log p to the loss."}
     )
