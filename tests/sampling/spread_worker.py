@@ -162,6 +162,26 @@ def run(rank, world, team, resume_at):
     return history
 
 
+def exchanged(rank, world, team):
+    """Groups that another round generated, which take other places than they had there: their log-probabilities."""
+    whole, advantages, rewards = whole_batch(0)
+    batch, signals = local_part(whole, rank, world)
+    placement = Placement(GROUP * GROUPS // world, GROUP, rank, world)
+    made = groups_from_batch(
+        {name: value for name, value in batch.items() if name != "old_per_token_logps"}, range(GROUPS), placement,
+        advantages=advantages, rewards=rewards, pad_token_id=PAD, signals=signals, gather=team.gather_object,
+    )  # fmt: skip
+    places = {(group + 1) % GROUPS: found for group, found in enumerate(made)}
+    rows = torch.arange(rank * placement.rows, (rank + 1) * placement.rows)
+    completed = with_old_logps(places, -rows.float().unsqueeze(1).expand(-1, 9), placement, team.gather_object)
+    columns = {place: found.rows.columns for place, found in completed.items() if found.rows is not None}
+    return {
+        place: of_rows["old_per_token_logps"][:, 0].tolist()
+        for place, of_rows in columns.items()
+        if "old_per_token_logps" in of_rows
+    }
+
+
 def work(rank, folder):
     """What one process does."""
     torch.set_num_threads(1)
@@ -169,7 +189,7 @@ def work(rank, folder):
     for world in (1, 2, 3, 4):
         team = Team(world)
         if rank < world:
-            results = [run(rank, world, team, resume_at) for resume_at in (None, 2)]
+            results = [*(run(rank, world, team, resume_at) for resume_at in (None, 2)), exchanged(rank, world, team)]
             torch.save(results, folder / f"{world}-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

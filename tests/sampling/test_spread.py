@@ -42,6 +42,16 @@ def test_several_processes_train_on_what_one_trains_on(runs, world, interrupted)
         assert len({part["calls"] for part in parts}) == 1, "every process communicates equally often"
 
 
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_log_probabilities_of_a_group_of_another_round_reach_the_process_that_holds_it(runs, world):
+    """Group 2 took place 0, group 0 place 1, group 1 place 2; row r of the batch has the log-probabilities -r."""
+    expected = {place: [-float(row) for row in range(4 * place, 4 * place + 4)] for place in range(3)}
+    for processes in (1, world):
+        found = [runs[processes, rank][2] for rank in range(processes)]
+        assert sum(map(len, found)) == 3, "each group is completed once"
+        assert {place: first for part in found for place, first in part.items()} == expected
+
+
 def test_one_process_never_communicates(runs):
     assert runs[1, 0][False][-1]["calls"] == 0
 
@@ -71,4 +81,4 @@ def test_rows_that_are_no_whole_groups():
 
 def test_a_spread_group_without_a_way_to_gather():
     with pytest.raises(DataError, match="A group has to go from one process to another: give a gather function"):
-        Placement(2, 4, 0, 2).bring_to_holders({0: "rows"}, [0], None)
+        Placement(2, 4, 0, 2).bring_to_holders({0: "rows"}, {0: 0}, None)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from vgr_trl.errors import DataError
 from vgr_trl.sampling.joining import join_rows
 from vgr_trl.sampling.placement import Gather, Placement
 from vgr_trl.sampling.rows import Rows
@@ -90,7 +91,8 @@ def groups_from_batch(
         if here := [row for row, _ in placement.here(group)]:
             widths = [max(1, *(lengths_of[row] for row in here)) for lengths_of in lengths]
             pieces[group] = rows.take(here).narrowed(*widths).stored()
-    whole = placement.bring_to_holders(pieces, wanted, gather)
+    holders = {group: placement.holder(group) for group in wanted}
+    whole = placement.bring_to_holders(pieces, holders, gather)
     kept = {group: _joined(parts, pad_token_id) for group, parts in whole.items()}
     compared = [
         value.detach().to("cpu", torch.float32).view(-1, placement.num_generations) for value in (advantages, rewards)
@@ -100,7 +102,7 @@ def groups_from_batch(
             advantages=compared[0][group].clone(),
             rewards=compared[1][group].clone(),
             step=step,
-            holder=placement.holder(group),
+            holder=holders[group],
             rows=kept.get(group),
         )
         for group in wanted
@@ -117,7 +119,8 @@ def with_old_logps(
     """Return the groups with the log-probabilities of the policy that generated them.
 
     For batches that come without: TRL leaves them out while they equal those of the first training pass, which is
-    where they are taken from. Calls `gather` as `groups_from_batch` does.
+    where they are taken from. They go to the process that holds the group, which for a group of another round of
+    generation need not be one of those that train on it; then, and if it is spread, all call `gather` once.
 
     Args:
         groups: number in the batch -> group; the same numbers on every process.
@@ -130,11 +133,13 @@ def with_old_logps(
         if here := [row for row, _ in placement.here(group)]:
             pieces[group] = old_per_token_logps[here].detach().cpu()  # (rows of the group here, T)
     completed = dict(groups)
-    for group, parts in placement.bring_to_holders(pieces, list(groups), gather).items():
+    holders = {number: group.holder for number, group in groups.items()}
+    for group, parts in placement.bring_to_holders(pieces, holders, gather).items():
         rows = groups[group].rows
-        if rows is not None:
-            length = rows.completion_length
-            logps = [torch.nn.functional.pad(part, (0, max(0, length - part.size(1))))[:, :length] for part in parts]
-            columns = {**rows.columns, "old_per_token_logps": torch.cat(logps)}
-            completed[group] = replace(groups[group], rows=replace(rows, columns=columns))
+        if rows is None:
+            raise DataError(f"Group {group} has no rows on process {holders[group]}, which is to hold it.")
+        length = rows.completion_length
+        logps = [torch.nn.functional.pad(part, (0, max(0, length - part.size(1))))[:, :length] for part in parts]
+        columns = {**rows.columns, "old_per_token_logps": torch.cat(logps)}
+        completed[group] = replace(groups[group], rows=replace(rows, columns=columns))
     return completed

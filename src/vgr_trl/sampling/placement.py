@@ -1,6 +1,6 @@
 """Which process holds which completions of which group."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -65,25 +65,26 @@ class Placement:
         return self.holders(group)[0]
 
     def bring_to_holders(
-        self, pieces: Mapping[int, Piece], groups: Sequence[int], gather: Gather | None
+        self, pieces: Mapping[int, Piece], holders: Mapping[int, int], gather: Gather | None
     ) -> dict[int, list[Piece]]:
         """Return the pieces of the groups that this process is the holder of, in the order of their completions.
 
-        If any of `groups` is spread over processes, all of them call `gather` once.
+        If any of the groups has completions on other processes than its holder, all of them call `gather` once.
 
         Args:
             pieces: of each group that has completions here, what to bring.
-            groups: the same on every process.
+            holders: group -> process that keeps it whole; the same on every process.
             gather: over the processes; None if there is one.
         """
-        found = {group: [piece] for group, piece in pieces.items() if self.holder(group) == self.process_index}
-        spread = [group for group in groups if len(self.holders(group)) > 1]
-        if spread:
-            sent = [(group, pieces[group]) for group in spread if group in pieces and group not in found]
-            for group, piece in checked(gather)(sent):
-                if group in found:
-                    found[group].append(piece)
-        return found
+        here = self.process_index
+        found = {group: {here: piece} for group, piece in pieces.items() if holders[group] == here}
+        travelling = [group for group, holder in holders.items() if list(self.holders(group)) != [holder]]
+        if travelling:
+            sent = [(group, here, pieces[group]) for group in travelling if group in pieces and group not in found]
+            for group, process, piece in checked(gather)(sent):
+                if holders[group] == here:
+                    found.setdefault(group, {})[process] = piece
+        return {group: [parts[process] for process in sorted(parts)] for group, parts in found.items()}
 
 
 def checked(gather: Gather | None) -> Gather:
