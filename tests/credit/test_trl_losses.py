@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from recorded import NUM_CASES, needs_recorded, tensors
+from recorded import cases as recorded_cases
 from trl_loss import loss_of, make_trainer
 
 from vgr_trl.credit import CreditOptions, entropy_penalty, shape_advantages
@@ -69,6 +71,22 @@ def test_metrics_of_the_published_code(index):
     recorded = {name: case["metrics"][name] for name in METRICS if name in case["metrics"]}
     assert {name: metrics[name] for name in recorded} == pytest.approx(recorded, abs=1e-6)
     assert len(recorded) >= 4
+
+
+@needs_recorded
+@pytest.mark.parametrize("index", range(NUM_CASES))
+@pytest.mark.parametrize("setting", range(3))
+def test_dual_clip_of_the_published_code_is_trls_delta(trainer, index, setting):
+    case = recorded_cases()[index]
+    policy = case["policy"][setting]
+    loss_type = {"token": "bnpo", "seq": "grpo"}[policy["mode"]]
+    clips = {"epsilon": policy["clip_ratio_low"], "epsilon_high": policy["clip_ratio_high"]}
+    stock = trainer(loss_type=loss_type, delta=policy["clip_ratio_dual"], **clips)
+    old, logps, advantages, mask = tensors(case, "old_logps", "logps", "advantages", "mask")
+    loss = loss_of(stock, advantages, logps.requires_grad_(), mask, old)
+    loss.backward()
+    assert loss.item() == pytest.approx(policy["loss"], abs=1e-5)
+    assert (logps.grad - torch.tensor(policy["gradient"])).abs().max() <= 1e-6
 
 
 LENGTHS = (5, 2, 1)

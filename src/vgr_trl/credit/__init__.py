@@ -2,6 +2,8 @@
 
 from vgr_trl.credit.collapse import coefficient_warning, collapse_warning
 from vgr_trl.credit.filters import top_fraction_mask
+from vgr_trl.credit.gae import gae, value_loss, whiten
+from vgr_trl.credit.kl import AdaptiveKLController, FixedKLController, kl_penalty
 from vgr_trl.credit.perception_loss import entropy_penalty, perception_divergence, perception_loss, surprisal
 from vgr_trl.credit.shaping import shape_advantages
 from vgr_trl.credit.token_weights import dependency_weights, token_weights
@@ -9,11 +11,15 @@ from vgr_trl.credit.trajectory import trajectory_scale
 from vgr_trl.options.credit import CreditOptions
 
 __all__ = [
+    "AdaptiveKLController",
     "CreditOptions",
+    "FixedKLController",
     "coefficient_warning",
     "collapse_warning",
     "dependency_weights",
     "entropy_penalty",
+    "gae",
+    "kl_penalty",
     "perception_divergence",
     "perception_loss",
     "shape_advantages",
@@ -21,4 +27,6 @@ __all__ = [
     "token_weights",
     "top_fraction_mask",
     "trajectory_scale",
+    "value_loss",
+    "whiten",
 ]
