@@ -112,5 +112,5 @@ def test_dropout_is_announced(lora, attention, make):
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = attention
     trainer = make(model, {"peft_config": LoraConfig(r=2, lora_dropout=lora, target_modules=["q_proj"])})
-    announced = "; with dropout, the completions of a prompt share one mask over it"
+    announced = "; with dropout or noise in routers, the completions of a prompt share what is drawn over it"
     assert str(trainer.sharing).endswith(announced) == bool(lora or attention)

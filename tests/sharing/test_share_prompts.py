@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from compare import checkpointed, generated, gradients, largest_relative, scored, with_head
-from families import FAMILIES, IMAGE, PAD, build, make_batch
+from families import FAMILIES, IMAGE, PAD, build, make_batch, randomise, text_model
 from peft import LoraConfig, get_peft_model
 from torch.nn.parallel import DataParallel
 
@@ -119,6 +119,35 @@ def shared_tokens(model, batch):
 def test_dropout_at_work_is_noticed():
     model = with_adapter("llama", lora_dropout=0.5)
     assert has_active_dropout(model.train())
+    assert not has_active_dropout(model.eval())
+
+
+FEW_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "expected"),
+    [
+        ("Mixtral", {**FEW_EXPERTS, "router_jitter_noise": 0.1}, True),
+        ("Mixtral", {**FEW_EXPERTS, "router_jitter_noise": 0.0}, False),
+        ("Phimoe", {**FEW_EXPERTS, "router_jitter_noise": 0.3}, True),
+        ("Phimoe", {**FEW_EXPERTS, "router_jitter_noise": 0.0, "input_jitter_noise": 0.1}, True),
+        ("Phimoe", {**FEW_EXPERTS, "router_jitter_noise": 0.0}, False),
+        ("OPT", {"dropout": 0.1, "ffn_dim": 48}, True),
+        ("OPT", {"dropout": 0.0, "layerdrop": 0.5, "ffn_dim": 48}, True),
+        ("OPT", {"dropout": 0.0, "ffn_dim": 48}, False),
+        ("Nemotron", {"attention_dropout": 0.1}, True),
+    ],
+)
+def test_what_draws_random_numbers_is_noticed(kind, options, expected):
+    """Two passes over the same tokens differ."""
+    model = randomise(text_model(kind, **options)()).train()
+    ids = make_batch("llama").inputs["input_ids"]
+    torch.manual_seed(0)
+    with torch.no_grad():
+        differ = any(not torch.equal(model(ids).logits, model(ids).logits) for _ in range(5))
+    assert differ == expected
+    assert has_active_dropout(model) == expected
     assert not has_active_dropout(model.eval())
 
 

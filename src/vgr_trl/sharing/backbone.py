@@ -4,9 +4,17 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
 from vgr_trl.errors import ConfigError
+
+# Attributes by which layers of transformers hold the rate of a dropout, or the width of the noise of a router.
+_RATES = (
+    *("attention_dropout", "dropout", "activation_dropout", "hidden_dropout", "residual_dropout", "resid_pdrop"),
+    *("attn_dropout", "drop_prob", "layerdrop"),
+    *("jitter_noise", "router_jitter_noise", "input_jitter_noise", "moe_jitter_eps"),
+)
 
 
 def causal_model(model: Any) -> Any:
@@ -50,16 +58,17 @@ def recomputes_without_graph(model: nn.Module, *, when_training: bool = False) -
 
 
 def has_active_dropout(model: nn.Module, *, when_training: bool = False) -> bool:
-    """Whether dropout is at work, of layers or of attention weights: completions then share a mask over their prompt.
+    """Whether dropout, or noise in the router of experts, is at work: completions then share it over their prompt.
 
     `when_training` asks for the model in training mode, whatever its mode is now.
     """
-    return any((when_training or module.training) and _dropout_of(module) > 0 for module in model.modules())
+    return any((when_training or module.training) and _draws(module) for module in model.modules())
 
 
-def _dropout_of(module: nn.Module) -> float:
-    rate = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
-    return float(rate) if isinstance(rate, int | float) else 0.0
+def _draws(module: nn.Module) -> bool:
+    rates = (getattr(module, name, None) for name in _RATES)
+    draws = any(isinstance(rate, int | float) and rate > 0 for rate in rates)
+    return draws or (isinstance(module, _DropoutNd) and module.p > 0)
 
 
 def shards_layers(model: nn.Module) -> bool:

@@ -39,7 +39,11 @@ class SharingPlan:
         return (
             f"share_prompts={self.mode}: generation {self.generation}, scoring {self.scoring}, training "
             f"{self.training}; completions of a prompt {together}{changed}"
-            + ("; with dropout, the completions of a prompt share one mask over it" if self.dropout else "")
+            + (
+                "; with dropout or noise in routers, the completions of a prompt share what is drawn over it"
+                if self.dropout
+                else ""
+            )
         )
 
 
