@@ -1,15 +1,23 @@
 """What would be silently wrong runs plainly; without its guard it is wrong, which shows that the guard is needed."""
 
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from threading import Event
 
 import pytest
 import torch
 import transformers as hf
 from compare import checkpointed, generated, gradients, largest_relative, scored, with_head
-from families import BODY, IMAGE, PIXEL_INPUTS, VIDEO, build, make_batch, randomise
+from families import BODY, IMAGE, PAD, PIXEL_INPUTS, VIDEO, build, make_batch, randomise
 from other_families import OTHERS
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
-from vgr_trl.errors import DataError
+from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.sharing import (
     cut,
     fitness,
@@ -225,6 +233,7 @@ def test_unknown_inputs(change, reason, case):
         ({"num_beams": 2, "do_sample": False}, "beams"),
         ({"use_cache": False}, "growing cache"),
         ({"cache_implementation": "static"}, "growing cache"),
+        ({"cache_implementation": "dynamic"}, "growing cache"),
         ({"prefill_chunk_size": 8}, "prefill_chunk_size"),
     ],
 )
@@ -501,3 +510,178 @@ def test_a_sampled_video_token_is_a_token_like_any(name):
             shared, _ = scored(model, batch)
     assert report.prompts_per_row == 1 / 3
     assert (plain - shared).abs().max() < 2e-5
+
+
+def test_packed_rows_without_a_mask(monkeypatch):
+    """Positions that start anew begin another sequence, which does not see the one before; behind a cache it does."""
+    model, batch = build("llama"), make_batch("llama", images=(1,), text=(33,))
+    ids = batch.inputs["input_ids"]
+    positions = torch.cat([torch.arange(20), torch.arange(ids.size(1) - 20)]).repeat(len(ids), 1)
+    with torch.no_grad():
+        plain = model(input_ids=ids, position_ids=positions).logits[:, -13:]
+        with share_prompts(model, 12) as report:
+            shared = model(input_ids=ids, position_ids=positions).logits[:, -13:]
+        assert report.plain == {"position_ids that start anew, without an attention mask": 1}
+        assert torch.equal(plain, shared)
+        alone = torch.arange(ids.size(1)).repeat(len(ids), 1)
+        with share_prompts(model, 12) as report:
+            counted = model(input_ids=ids, position_ids=alone).logits[:, -13:-1]
+        whole = model(input_ids=ids).logits[:, -13:-1]
+    assert not report.plain
+    assert (counted - whole).abs().max() < 1e-5
+    assert (plain[:, :-1] - whole).abs().max() > WRONG
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5", "llama"])
+@pytest.mark.parametrize("completion_length", [12, None])
+def test_holes_in_the_mask_of_a_completion(name, completion_length):
+    """Qwen-VL gives a hole position 0, linear attention leaves it out; behind a cache both would go on counting."""
+    model, batch = with_head(build(name)), make_batch(name)
+    batch.inputs["attention_mask"][2, -10:-8] = 0
+    with torch.no_grad():
+        plain, _ = scored(model, batch)
+        with share_prompts(model, completion_length) as report:
+            shared, _ = scored(model, batch)
+    assert report.plain == {"holes in the mask of a completion": 1}
+    assert (plain - shared).abs().max() < SAME
+
+
+def in_threads(*calls):
+    """Run calls in threads of their own, started one after the other; their results."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(timeout=60) for future in [pool.submit(call) for call in calls]]
+
+
+def test_two_threads_with_one_model(monkeypatch):
+    """The model keeps the offsets behind the images of the batch at hand; another batch would replace them."""
+    model = with_head(build("qwen2_vl"))
+    batches = make_batch("qwen2_vl", images=(1, 3)), make_batch("qwen2_vl", images=(4, 0))
+    first_is_inside, second_is_done = Event(), Event()
+    check = forward.check_written
+
+    def wait(*args):
+        if not first_is_inside.is_set():
+            first_is_inside.set()
+            second_is_done.wait(timeout=1)
+        check(*args)
+
+    def score(batch):
+        with torch.no_grad():
+            return scored(model, batch)[0]
+
+    def second():
+        first_is_inside.wait(timeout=60)
+        logps = score(batches[1])
+        second_is_done.set()
+        return logps
+
+    expected = [score(batch) for batch in batches]
+    monkeypatch.setattr(forward, "check_written", wait)
+    with share_prompts(model, 12) as report:
+        shared = in_threads(lambda: score(batches[0]), second)
+    assert not report.plain
+    assert all((one - other).abs().max() < 4e-6 for one, other in zip(expected, shared, strict=True))
+
+
+@pytest.mark.parametrize("around", [share_prompts, leave_out_empty_images])
+def test_blocks_of_two_threads(around):
+    """The one that ends first would undo the other's, and the last leave its own for ever."""
+    model = build("qwen3")
+
+    def enter():
+        with share_prompts(model):
+            pass
+
+    with around(model), pytest.raises(ConfigError, match="enter share_prompts once, around both threads"):
+        in_threads(enter)
+    in_threads(enter)
+    assert "forward" not in vars(model.model)
+
+
+def test_a_model_compiled_within_the_block():
+    model, batch = build("qwen3"), make_batch("qwen3")
+    with torch.no_grad():
+        plain = model(**batch.inputs).logits
+        with share_prompts(model, 12):
+            compiled = torch.compile(model, backend="eager")(**batch.inputs).logits
+    assert (plain - compiled).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("around", [share_prompts, leave_out_empty_images])
+def test_a_copy_made_within_the_block(around, duplicate):
+    """An average of the weights, say, runs its own weights, in the block and behind it."""
+    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
+    with around(model):
+        average = duplicate(model)
+        twice = duplicate(average)
+    for other in (average, twice):
+        torch.nn.init.zeros_(other.model.language_model.norm.weight)
+        torch.nn.init.zeros_(other.lm_head.weight)
+    with torch.no_grad():
+        for other in (average, twice):
+            hidden = other.model(**batch.inputs).last_hidden_state
+            assert hidden.abs().max() == 0
+            assert torch.equal(generated(other, batch, sample=False), torch.full((6, 12), PAD))
+        assert model.model(**batch.inputs).last_hidden_state.abs().max() > 0
+
+
+@pytest.mark.parametrize("completion_length", [12, None])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5", "llama"])
+def test_an_empty_and_a_masked_completion(name, completion_length):
+    """TRL masks the completions it has truncated; the others share nevertheless."""
+    model, batch = with_head(build(name)), make_batch(name)
+    batch.inputs["attention_mask"][[1, 4], -12:] = 0
+    batch.inputs["input_ids"][1, -12:] = PAD
+    with torch.no_grad():
+        plain, _ = scored(model, batch)
+        with share_prompts(model, completion_length) as report:
+            shared, _ = scored(model, batch)
+    assert (report.prompts, report.rows, dict(report.plain)) == (2, 6, {})
+    assert (plain - shared).abs().max() < (2e-5 if name == "qwen3_5" else 4e-6)
+
+
+def test_a_row_of_padding_alone():
+    model, batch = build("llama"), make_batch("llama")
+    batch.inputs["attention_mask"][5] = 0
+    with torch.no_grad(), share_prompts(model) as report:
+        model(**batch.inputs)
+    assert report.plain == {"a row without a token behind its padding and images": 1}
+
+
+@pytest.mark.parametrize(
+    "defaults",
+    [{"stop_strings": ["w"]}, {"min_new_tokens": 5}],
+    ids=lambda defaults: next(iter(defaults)),
+)
+def test_defaults_of_generate(defaults):
+    """Defaults of the model are for completions; the pass over the prompts does without them."""
+    model, batch = build("qwen3"), make_batch("qwen3")
+    letters = {chr(33 + number): number for number in range(96)}
+    words = Tokenizer(BPE(letters, merges=[]))
+    words.decoder = Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    options = {"tokenizer": tokenizer} if "stop_strings" in defaults else {}
+    model.generation_config.update(**defaults)
+    plain = generated(model, batch, sample=True, **options)
+    with share_prompts(model) as report:
+        shared = generated(model, batch, sample=True, **options)
+    assert (report.prompts, report.rows, dict(report.plain)) == (2, 6, {})
+    assert torch.equal(plain, shared)
+    assert model.generation_config.to_dict().items() >= defaults.items()
+
+
+@pytest.mark.parametrize("form", [torch.Tensor.tolist, torch.Tensor.numpy, list], ids=["list", "array", "tensors"])
+@pytest.mark.parametrize("completion_length", [12, None])
+def test_sizes_of_images_that_are_no_tensor(form, completion_length):
+    model, batch = with_head(build("llava_next")), make_batch("llava_next", images=(1, 2))
+    with torch.no_grad():
+        plain, _ = scored(model, batch)
+        tokens = generated(model, batch, sample=True)
+        batch.inputs["image_sizes"] = form(batch.inputs["image_sizes"])
+        with share_prompts(model, completion_length) as report:
+            shared, _ = scored(model, batch)
+            shared_tokens = generated(model, batch, sample=True)
+    assert (report.prompts, report.rows, dict(report.plain)) == (4, 12, {})
+    assert (plain - shared).abs().max() < 4e-6
+    assert torch.equal(tokens, shared_tokens)

@@ -2,16 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import wraps
 from inspect import signature
 from typing import Any
 
 from vgr_trl.errors import ConfigError
 from vgr_trl.sharing.backbone import causal_model, is_compiled
-from vgr_trl.sharing.forward import SharedForward, wrap_forward
-from vgr_trl.sharing.generation import SharedGeneration, wrap_generate
+from vgr_trl.sharing.forward import SharedForward
+from vgr_trl.sharing.generation import SharedGeneration
 from vgr_trl.sharing.images import without_empty_images
-from vgr_trl.sharing.replacing import replaced
+from vgr_trl.sharing.replacing import replaced_method
 from vgr_trl.sharing.report import SharingReport
 from vgr_trl.sharing.scored_columns import with_scored_columns
 
@@ -28,8 +27,9 @@ def share_prompts(
             trainer.train()
 
     Log-probabilities, gradients and tokens are those of the plain passes, up to the order of additions. A call for
-    which that cannot be had runs plainly, and the report says why. Dropout at work is the exception: the completions of
-    a prompt then share one random mask over their prompt, where plain passes draw one each.
+    which that cannot be had runs plainly, and the report says why. Dropout at work, or noise in routers, is the
+    exception: the completions of a prompt then share what is drawn over their prompt, where plain passes draw for each.
+    Calls from several threads take turns.
 
     Args:
         model: transformers model, also wrapped by DDP, DeepSpeed or PEFT, or patched by TRL.
@@ -45,7 +45,8 @@ def share_prompts(
         Counts of rows and prompts, and the reasons of the calls that ran plainly, until the end of the block.
 
     Raises:
-        ConfigError: `model` is no transformers model, or `completion_length` is below 1.
+        ConfigError: `model` is no transformers model, `completion_length` is below 1, or another thread is in such a
+            block with this model.
     """
     if completion_length is not None and completion_length < 1:
         raise ConfigError(f"completion_length is {completion_length}: give an integer of at least 1, or None.")
@@ -58,13 +59,13 @@ def share_prompts(
     base = causal.base_model
     forward = SharedForward(base, base.forward, report, completion_length, agree)
     with ExitStack() as stack:
-        stack.enter_context(replaced(base, "forward", wrap_forward(forward)))
+        stack.enter_context(replaced_method(base, "forward", forward))
         if base is not causal and completion_length is not None:
-            narrow = with_scored_columns(causal.forward, base, completion_length)
-            stack.enter_context(replaced(causal, "forward", narrow))
+            narrow = with_scored_columns(causal.forward, base, completion_length, forward.lock)
+            stack.enter_context(replaced_method(causal, "forward", narrow))
         if base is not causal and hasattr(causal, "generate"):
             generate = SharedGeneration(causal, causal.generate, forward, report)
-            stack.enter_context(replaced(causal, "generate", wrap_generate(generate)))
+            stack.enter_context(replaced_method(causal, "generate", generate))
         yield report
 
 
@@ -87,9 +88,8 @@ def leave_out_empty_images(model: Any, *, agree: Callable[[bool], bool] | None =
     names = list(signature(plain).parameters)
     agree = agree if "pixel_values" in names else None
 
-    @wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
         return plain(**without_empty_images(dict(zip(names, args, strict=False)) | kwargs, agree))
 
-    with replaced(base, "forward", forward):
+    with replaced_method(base, "forward", forward):
         yield

@@ -71,8 +71,12 @@ def find_cut(inputs: Mapping[str, Any], config: Any, completion_length: int | No
     stop = ids.size(1)
     if completion_length is None:
         columns = torch.arange(stop, device=ids.device)
-        earliest = torch.where(is_image | (mask == 0).cumprod(1).bool(), columns, -1).max() + 2
-        split = best_split(ids, mask, per_row, int(earliest))
+        earliest = int(torch.where(is_image | (mask == 0).cumprod(1).bool(), columns, -1).max()) + 2
+        if earliest > stop:
+            raise CannotShare("a row without a token behind its padding and images")
+        seen = mask.bool().all(0).long()  # (S,): columns that are padding in no row
+        latest = earliest - 2 + int(seen[earliest - 1 :].cumprod(0).sum())
+        split = best_split(ids, mask, per_row, earliest, latest)
     else:
         stop -= 1
         split = stop - completion_length
@@ -89,6 +93,8 @@ def find_cut(inputs: Mapping[str, Any], config: Any, completion_length: int | No
         raise CannotShare("images in completions")
     if not bool(mask[:, split - 1 : split + 1].all()):
         raise CannotShare("prompts that are not padded on the left")
+    if bool((mask[:, split:].bool().long().diff() > 0).any()):
+        raise CannotShare("holes in the mask of a completion")
     return Cut(split, stop, groups, pixels)
 
 
@@ -120,6 +126,9 @@ def _refuse_unfit_inputs(inputs: Mapping[str, Any], config: Any) -> None:
         raise CannotShare("inputs without input_ids")
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != ids.shape):
         raise CannotShare("an attention mask that is not one number per token")
+    positions = inputs.get("position_ids")
+    if mask is None and positions is not None and bool((positions.diff() != 1).any()):
+        raise CannotShare("position_ids that start anew, without an attention mask")
     for name in _EXTRA_OUTPUTS:
         wanted = inputs.get(name)
         if wanted is None:

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from inspect import signature
+from threading import RLock
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from vgr_trl.sharing.backbone import is_tracing, shards_layers
 from vgr_trl.sharing.cut import Cut, constants, find_cut
 from vgr_trl.sharing.fitness import refuse_unfit_model
-from vgr_trl.sharing.images import without_empty_images
+from vgr_trl.sharing.images import images_as_tensors, without_empty_images
 from vgr_trl.sharing.prefix_cache import check_read, check_written, prefix_to_read, prefix_to_write
 from vgr_trl.sharing.report import CannotShare, SharingReport
 
@@ -43,11 +43,16 @@ class SharedForward:
         self.names = list(signature(plain).parameters)
         self.agree_on_images = agree if "pixel_values" in self.names else None
         self.paused = False
+        self.lock = RLock()  # the model keeps the offsets of the batch at hand: one batch at a time
         self.refused: dict[bool, str] = {}  # with gradients -> why the model has been found unfit
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.paused or is_tracing():
+        if is_tracing():
             return self.plain(*args, **kwargs)
+        with self.lock:
+            return self.plain(*args, **kwargs) if self.paused else self._call(*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         inputs = without_empty_images(dict(zip(self.names, args, strict=False)) | kwargs, self.agree_on_images)
         if inputs.get("use_cache") or inputs.get("past_key_values") is not None:
             return self.plain(**inputs)
@@ -55,14 +60,15 @@ class SharedForward:
         try:
             self._refuse_what_was_found_unfit()
             self.refuse_unfit_model(torch.is_grad_enabled())
-            cut = find_cut(inputs, self.base.config, self.completion_length)
+            given = images_as_tensors(inputs)
+            cut = find_cut(given, self.base.config, self.completion_length)
         except CannotShare as error:
             reason = str(error)
         if not self.all_agree(cut is not None) and cut is not None:
             cut, reason = None, "another process cannot share this batch"
         if cut is not None:
             try:
-                outputs = self._two_stages(inputs, cut)
+                outputs = self._two_stages(given, cut)
             except CannotShare as error:
                 self.refused[torch.is_grad_enabled()] = reason = str(error)
             else:
@@ -186,13 +192,3 @@ def _cache_through_checkpoints(base: torch.nn.Module) -> Iterator[None]:
                 del layer._can_checkpoint_with_cache
             else:
                 layer._can_checkpoint_with_cache = value
-
-
-def wrap_forward(shared: SharedForward) -> Callable[..., Any]:
-    """The function to be set as the base model's forward: looks like the plain one."""
-
-    @wraps(shared.plain)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return shared(*args, **kwargs)
-
-    return forward

@@ -1,7 +1,6 @@
 """Prompts computed once, then every completion sampled behind its prompt."""
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
@@ -13,7 +12,8 @@ from vgr_trl.sharing.cut import refuse_uneven_prompts
 from vgr_trl.sharing.fitness import refuse_token_types
 from vgr_trl.sharing.forward import SharedForward
 from vgr_trl.sharing.grouping import find_groups, first_rows, inputs_of_rows
-from vgr_trl.sharing.images import IMAGE_INPUTS, is_image_token, rows_of_images, without_empty_images
+from vgr_trl.sharing.images import IMAGE_INPUTS, images_as_tensors, is_image_token, rows_of_images, without_empty_images
+from vgr_trl.sharing.replacing import replaced
 from vgr_trl.sharing.report import CannotShare, SharingReport
 
 _PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
@@ -36,7 +36,7 @@ class SharedGeneration:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kwargs = without_empty_images(kwargs, self.forward.agree_on_images)
-        with self.forward.pause():
+        with self.forward.lock, self.forward.pause():
             groups: list[int] | None = None
             reason = ""
             try:
@@ -70,7 +70,7 @@ class SharedGeneration:
     def _groups(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[int], int]:
         """The inputs by name, the prompt of every row to be generated, and the rows to be generated per input row."""
         self._refuse_unfit_model()
-        inputs = dict(kwargs)
+        inputs = images_as_tensors(kwargs)
         if len(args) > 1 or (args and ("input_ids" in inputs or "inputs" in inputs)):
             raise CannotShare("positional arguments of generate")
         if args or "inputs" in inputs:
@@ -118,8 +118,8 @@ class SharedGeneration:
         config, _ = self.model._prepare_generation_config(given.pop("generation_config", None), **given)
         if config.get_generation_mode(None) not in _MODES:
             raise CannotShare("generate with beams or an assistant")
-        if not config.use_cache or config.cache_implementation not in (None, "dynamic"):
-            raise CannotShare("generate without a growing cache")
+        if not config.use_cache or config.cache_implementation is not None:
+            raise CannotShare("generate without its default, growing cache")
         if config.prefill_chunk_size is not None:
             raise CannotShare("prefill_chunk_size")
         if config.output_hidden_states:
@@ -138,7 +138,10 @@ class SharedGeneration:
         cache = DynamicCache(config=self.model.config)
         # One greedy step draws no random numbers, and prepares positions and masks as the family's own generate does.
         step = GenerationConfig(max_new_tokens=1, do_sample=False, num_beams=1, return_dict_in_generate=True)
-        with torch.no_grad():
+        with (
+            torch.no_grad(),
+            replaced(self.model, "generation_config", step),
+        ):  # without defaults: they are for completions
             self.plain(**prompts, **others, past_key_values=cache, generation_config=step)
         if cache.get_seq_length() != ids.size(1) - 1:
             raise CannotShare("the model did not keep the whole prompt in its cache")
@@ -148,13 +151,3 @@ class SharedGeneration:
         if getattr(base, "rope_deltas", None) is not None:
             base.rope_deltas = base.rope_deltas.index_select(0, index.to(base.rope_deltas.device))  # (N, 1)
         return cache
-
-
-def wrap_generate(shared: SharedGeneration) -> Callable[..., Any]:
-    """The function to be set as the model's `generate`: looks like the plain one."""
-
-    @wraps(shared.plain)
-    def generate(*args: Any, **kwargs: Any) -> Any:
-        return shared(*args, **kwargs)
-
-    return generate

@@ -45,7 +45,11 @@ def _equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool
 
 
 def best_split(
-    ids: torch.Tensor, mask: torch.Tensor, pixels: Sequence[Sequence[torch.Tensor]] | None, earliest: int
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    pixels: Sequence[Sequence[torch.Tensor]] | None,
+    earliest: int,
+    latest: int | None = None,
 ) -> int | None:
     """Where to cut a batch whose prompt lengths are not known, so that the fewest tokens are computed.
 
@@ -54,12 +58,14 @@ def best_split(
         mask: (N, S) attention mask.
         pixels: per row, its pixel inputs; rows with different ones share nothing.
         earliest: first column at which the batch may be cut, at least 1.
+        latest: last such column, below S. None: S - 1.
 
     Returns:
-        The number of columns p in [earliest, S) with the largest p * (N - number of different rows in columns [0, p)),
-        or None if no two rows agree up to `earliest`.
+        The number of columns p in [earliest, latest] with the largest p * (N - number of different rows in columns
+        [0, p)), or None if no two rows agree up to `earliest`.
     """
     length = ids.size(1)
+    latest = length - 1 if latest is None else latest
     shared = []  # per row but the first: columns it has in common with some earlier row
     for row in range(1, len(ids)):
         differs = (ids[:row] != ids[row]) | (mask[:row] != mask[row])  # (row, S)
@@ -67,7 +73,7 @@ def best_split(
         agreeing = [
             columns for earlier, columns in enumerate(common) if pixels is None or _equal(pixels[earlier], pixels[row])
         ]
-        shared.append(min(max(agreeing, default=0), length - 1))
+        shared.append(min(max(agreeing, default=0), latest))
     cuts = {cut for cut in shared if cut >= earliest}
     return max(cuts, key=lambda cut: cut * sum(other >= cut for other in shared), default=None)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from vgr_trl.errors import DataError
@@ -58,6 +59,21 @@ def without_empty_images(inputs: Mapping[str, Any], agree: Callable[[bool], bool
     return {name: value for name, value in inputs.items() if not (empty and name in IMAGE_INPUTS)}
 
 
+def images_as_tensors(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs, with sizes and positions of images as tensors where they are lists or arrays of numbers."""
+    pixels = inputs.get("pixel_values")
+    given = {name: inputs[name] for name in IMAGE_INPUTS[1:] if isinstance(inputs.get(name), list | tuple | np.ndarray)}
+    if not isinstance(pixels, torch.Tensor) or not given:
+        return dict(inputs)
+    try:
+        return {
+            **inputs,
+            **{name: torch.tensor(np.array(value), device=pixels.device) for name, value in given.items()},
+        }
+    except (TypeError, ValueError):  # uneven, or of tensors on a GPU
+        return dict(inputs)
+
+
 def rows_of_images(inputs: Mapping[str, Any], is_image: torch.Tensor) -> dict[str, list[slice]]:
     """Per pixel input, the slice of its first dimension that belongs to each row.
 
@@ -72,7 +88,11 @@ def rows_of_images(inputs: Mapping[str, Any], is_image: torch.Tensor) -> dict[st
     pixels = given.get("pixel_values")
     if not given:
         return {}
-    if not isinstance(pixels, torch.Tensor) or "spatial_shapes" in given:
+    if (
+        any(not isinstance(value, torch.Tensor) for value in given.values())
+        or pixels is None
+        or "spatial_shapes" in given
+    ):
         raise CannotShare("pixel inputs of an unknown form")
     tokens = is_image.sum(1).tolist()  # (N,)
     if "image_grid_thw" in given:

@@ -86,7 +86,8 @@ class RolloutScorer:
             prompt_ids: (N, P), padded on the left; the G completions of a prompt stand together.
             prompt_mask: (N, P), 0 for padding.
             completion_ids: (N, T), padded on the right.
-            completion_mask: (N, T), 0 for tokens that do not count.
+            completion_mask: (N, T), 0 for the padding behind a completion. A hole is not seen by what follows it, and
+                its batch computes every prompt anew; choose among tokens in what is returned instead.
             num_generations: G.
             attention: measure attention mass.
             num_images: (N,) images of each row, where rows pass in chunks. None: as many as its tokens are worth.
