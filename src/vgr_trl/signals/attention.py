@@ -13,12 +13,12 @@ import torch
 from transformers.modeling_utils import AttentionInterface
 
 from vgr_trl.errors import ConfigError
-from vgr_trl.sharing.backbone import causal_model
-from vgr_trl.signals.decoder import find_decoder, layer_index, refuse_unmeasurable
+from vgr_trl.sharing.backbone import causal_model, has_active_dropout
+from vgr_trl.signals.decoder import find_decoder, is_attention, layer_index, refuse_unmeasurable
 from vgr_trl.signals.measured import AttentionMass
 from vgr_trl.signals.modality import ModalityMasks
 from vgr_trl.signals.passes import Pass, PassPlan
-from vgr_trl.signals.second_call import AttentionCall
+from vgr_trl.signals.second_call import AttentionCall, AttentionWeights
 
 
 class AttentionProbe:
@@ -62,15 +62,18 @@ class AttentionProbe:
         self.keep_rows = tuple(keep_rows)
         self._base: Any = causal_model(model).base_model
         self._decoder: Any = find_decoder(model)
-        self._modules = {id(module) for module in self._decoder.modules() if layer_index(module) is not None}
+        self._attention = [module for module in self._decoder.modules() if is_attention(module)]
+        self._modules = {module for module in self._decoder.modules() if layer_index(module) is not None}
         self._masses: dict[int, torch.Tensor] = {}  # layer -> (N, T, 2)
         self._prompts: dict[int, torch.Tensor] = {}  # layer -> (N, 2), sums over instruction queries
         self._maps: dict[tuple[int, int], torch.Tensor] = {}  # (row, layer) -> (T, V)
         self._stack = ExitStack()
 
     def __enter__(self) -> "AttentionProbe":
-        for module, hook in ((self._base, self.plan.begin_batch), (self._decoder.layers[0], self.plan.begin_pass)):
+        for module, hook in ((self._base, self.plan.begin_batch), (self._attention[0], self.plan.begin_pass)):
             self._stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        for module in self._attention:
+            self._stack.callback(module.register_forward_hook(self._take_weights).remove)
         self._stack.enter_context(_attention_wrapped(self._wrap))
         return self
 
@@ -121,8 +124,8 @@ class AttentionProbe:
             )
         if not self._masses:
             raise ConfigError(
-                f"{type(self._decoder).__name__} has not looked up its attention in the registry of transformers: it "
-                "cannot be measured."
+                f"{type(self._decoder).__name__} neither looks up its attention in the registry of transformers nor "
+                "returns its weights: load the model with attn_implementation='eager'."
             )
 
     def _by_layer(self, values: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -137,20 +140,41 @@ class AttentionProbe:
     def _wrap(self, attention: Callable[..., Any]) -> Callable[..., Any]:
         def measured(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
             outputs = attention(module, query, key, value, *args, **kwargs)
-            layer, at_hand = layer_index(module), self.plan.current
-            if at_hand is not None and layer is not None and id(module) in self._modules and layer not in at_hand.done:
-                at_hand.done.add(layer)
+            if (at_hand := self._due(module)) is not None:
                 options = dict(zip(("attention_mask",), args, strict=False)) | kwargs
-                with torch.no_grad():
-                    call = AttentionCall(attention, module, query, key, outputs[1], options)
-                    self._measure(layer, at_hand, call)
+                if outputs[1] is None or options.get("dropout"):
+                    self._measure(module, at_hand, AttentionCall(attention, module, query, key, options))
+                else:
+                    self._measure(module, at_hand, AttentionWeights(outputs[1]))
             return outputs
 
         return measured
 
-    def _measure(self, layer: int, at_hand: Pass, call: AttentionCall) -> None:
-        device = call.key.device
-        sets = at_hand.sets_of_keys(self.sets, call.query.size(2), call.key.size(2)).to(device)  # (B, K, 2)
+    def _take_weights(self, module: Any, args: Any, outputs: Any) -> None:
+        """Measure a layer that calls no function of the registry, by the matrix that it returns."""
+        weights = outputs[1] if isinstance(outputs, tuple) and len(outputs) > 1 else None
+        if isinstance(weights, torch.Tensor) and weights.ndim == 4 and (at_hand := self._due(module)) is not None:
+            if has_active_dropout(module):
+                raise ConfigError(
+                    f"{type(module).__name__} has dropout in the attention that it returns: switch it off to measure."
+                )
+            self._measure(module, at_hand, AttentionWeights(weights))
+
+    def _due(self, module: Any) -> Pass | None:
+        """The pass at hand, if the attention of `module` is still to be measured in it."""
+        at_hand = self.plan.current
+        if at_hand is None or module not in self._modules or layer_index(module) in at_hand.done:
+            return None
+        return at_hand
+
+    @torch.no_grad()
+    def _measure(self, module: Any, at_hand: Pass, call: AttentionCall | AttentionWeights) -> None:
+        layer = layer_index(module)
+        assert layer is not None
+        at_hand.done.add(layer)
+        rows, queries, num_keys = call.shape
+        device = call.device
+        sets = at_hand.sets_of_keys(self.sets, (rows, queries), num_keys).to(device)  # (B, K, 2)
         if layer not in self._masses:
             self._masses[layer] = torch.zeros(len(self.sets), len(self.plan.positions), 2, device=device)
             self._prompts[layer] = torch.zeros(len(self.sets), 2, device=device)
@@ -167,7 +191,13 @@ class AttentionProbe:
             self._prompts[layer][at_hand.rows] = before + sums
 
     def _keep_map(
-        self, row: int, layer: int, at_hand: Pass, sets: torch.Tensor, call: AttentionCall, index: int
+        self,
+        row: int,
+        layer: int,
+        at_hand: Pass,
+        sets: torch.Tensor,
+        call: AttentionCall | AttentionWeights,
+        index: int,
     ) -> None:
         assert at_hand.emitting is not None
         keys = sets[0, :, 0].nonzero().flatten()  # (V',)

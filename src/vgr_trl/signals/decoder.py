@@ -27,10 +27,11 @@ def layer_index(module: Any) -> int | None:
 def count_attention_layers(model: Any) -> int:
     """Return L, the layers of the language model that have attention; layers of another kind are not measured."""
     modules = find_decoder(model).modules()
-    return len({layer_index(module) for module in modules if _is_attention(module)})
+    return len({layer_index(module) for module in modules if is_attention(module)})
 
 
-def _is_attention(module: Any) -> bool:
+def is_attention(module: Any) -> bool:
+    """Whether a module is an attention layer of a language model."""
     return layer_index(module) is not None and hasattr(module, "is_causal")
 
 
@@ -46,14 +47,20 @@ def why_not_measurable(model: Any) -> str | None:
         return "the model is compiled, and a compiled pass calls no other attention; switch torch.compile off."
     if adds_virtual_tokens(model):
         return "an adapter of the model adds virtual tokens to prompts; use one that changes weights."
+    if getattr(causal_model(model).config, "is_encoder_decoder", False):
+        return f"{type(causal_model(model)).__name__} reads prompts in an encoder; use a model of a decoder alone."
     decoder = find_decoder(model)
     used = getattr(getattr(decoder, "config", None), "_attn_implementation", None)
     if used not in SUPPORTED:
         return f"the attention implementation is {used!r}; load the model with one of {', '.join(SUPPORTED)}."
+    can_look_up: Any = getattr(decoder, "_can_set_attn_implementation", None)
+    if used != "eager" and can_look_up is not None and not can_look_up():
+        return (
+            f"{type(decoder).__name__} looks its attention up nowhere; load it with attn_implementation='eager', "
+            "where it returns its weights."
+        )
     if not count_attention_layers(model):
         return f"{type(decoder).__name__} has no attention layers with a layer_idx."
-    if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
-        return f"{type(decoder).__name__} has no list of layers."
     return None
 
 

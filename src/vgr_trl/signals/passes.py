@@ -18,6 +18,7 @@ class Pass:
     Attributes:
         start, stop: rows of the batch that what is measured belongs to.
         groups: where prompts pass once for several rows, row - `start` -> its number among the B; else None.
+        shape: B, and the positions Q that pass.
         seen: positions of these rows that are in a cache, in front of those that pass.
         emitting: queries whose attention mass is wanted, None if there are none in this pass.
         columns: which of the wanted positions they are.
@@ -28,6 +29,7 @@ class Pass:
     start: int
     stop: int
     groups: list[int] | None
+    shape: tuple[int, int]
     seen: int
     emitting: Queries | None
     columns: slice
@@ -55,12 +57,24 @@ class Pass:
         """What has been measured of the B rows, for the rows of the batch."""
         return measured if self.groups is None else measured[self.groups]
 
-    def sets_of_keys(self, sets: torch.Tensor, num_queries: int, num_keys: int) -> torch.Tensor:
+    def sets_of_keys(self, sets: torch.Tensor, queries: tuple[int, int], num_keys: int) -> torch.Tensor:
         """The columns of `sets` (N, P or S, 2) that belong to the keys of an attention call, (B, K, 2).
 
+        Args:
+            sets: of the batch.
+            queries: rows and queries of the call.
+            num_keys: K.
+
         Raises:
-            ConfigError: there are more keys than positions, so that nobody knows what they are.
+            ConfigError: a layer was given other rows or queries than passed into the decoder, or there are more keys
+                than positions, so that nobody knows what they are.
         """
+        if queries != self.shape:
+            raise ConfigError(
+                f"A layer attends with {queries[1]} queries in {queries[0]} rows where {self.shape[1]} positions in "
+                f"{self.shape[0]} rows pass through the model: layers that regroup their input cannot be measured."
+            )
+        num_queries = self.shape[1]
         first = self.seen + num_queries - num_keys  # a cache with a window has dropped what comes before
         if first < 0:
             raise ConfigError(
@@ -77,7 +91,7 @@ class Pass:
 
 
 class PassPlan:
-    """Follows a batch through the decoder, from hooks in front of the base model and of the decoder's first layer.
+    """Follows a batch through the decoder, from hooks in front of the base model and of its first attention module.
 
     Args:
         sets: (N, P or S, 2) bool, vision and instruction tokens.
@@ -93,13 +107,19 @@ class PassPlan:
         self.current: Pass | None = None
         self.next_row = 0
         self._length: int | None = None
+        self._base_seen = False
 
     def begin_batch(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before rows pass through the whole model: find out which positions are wanted."""
+        self._base_seen = True
         given: Any = kwargs.get("input_ids", args[0] if args else None)
         given = kwargs["inputs_embeds"] if given is None else given
-        length, columns = given.size(1), self.sets.size(1)
-        if columns > length or _positions_seen(kwargs.get("past_key_values")):
+        if _positions_seen(kwargs.get("past_key_values")):
+            raise ConfigError("Attention is measured of whole sequences: pass them without a cache.")
+        self._plan_positions(given.size(1))
+
+    def _plan_positions(self, length: int) -> None:
+        if (columns := self.sets.size(1)) > length:
             raise ConfigError(
                 f"The probe has masks for {columns} positions, and {length} pass through the model at a time: pass "
                 "whole sequences, without a cache."
@@ -122,13 +142,20 @@ class PassPlan:
         if wanted != self.positions:
             self.picks = [bisect_left(self.positions, position) for position in wanted]
 
-    def begin_pass(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin_pass(self, attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before rows pass through the decoder: once for a plain batch, twice where prompts are shared."""
         if _in_backward():
             return
-        hidden = args[0] if args else kwargs["hidden_states"]  # (B, Q, D)
-        count, length = hidden.shape[:2]
-        cache = kwargs.get("past_key_values")
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if hidden.ndim != 3:
+            raise ConfigError(
+                f"{type(attention).__name__} takes {tuple(hidden.shape)}: only layers whose attention takes (rows, "
+                "positions, width) can be measured."
+            )
+        count, length, _ = hidden.shape
+        if not self._base_seen:  # a head that calls the decoder inside of its base model: the batch passes as it is
+            self._plan_positions(length)
+        cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
         seen = _positions_seen(cache)
         groups: list[int] | None = getattr(cache, "groups", None)
         stop = self.next_row + (count if groups is None else len(groups))
@@ -143,6 +170,7 @@ class PassPlan:
             start=self.next_row,
             stop=stop,
             groups=groups,
+            shape=(count, length),
             seen=seen,
             emitting=_queries(self.positions[columns], seen, hidden.device),
             columns=columns,

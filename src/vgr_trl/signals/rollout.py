@@ -10,7 +10,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 from vgr_trl.signals.attention import AttentionProbe
 from vgr_trl.signals.columns import SIGNAL_COLUMNS
-from vgr_trl.signals.decoder import find_decoder
+from vgr_trl.signals.decoder import count_attention_layers
 from vgr_trl.signals.generated import GenerationProbe
 from vgr_trl.signals.measured import AttentionMass, RolloutSignals
 from vgr_trl.signals.modality import build_modality_masks
@@ -182,9 +182,9 @@ class RolloutMeasurement:
     def _rows_that_fit(self, model: Any, vision: torch.Tensor, completion_length: int) -> list[int]:
         """Those of `keep_rows` whose attention, token by token, takes no more than `MOST_KEPT` bytes together."""
         fitting, used = [], 0
-        decoder: Any = find_decoder(model)
+        layers = count_attention_layers(model)
         for row in self.keep_rows or ():
-            size = 4 * len(decoder.layers) * completion_length * int(vision[row].sum())
+            size = 4 * layers * completion_length * int(vision[row].sum())
             if used + size <= MOST_KEPT:
                 fitting.append(row)
                 used += size

@@ -1,4 +1,4 @@
-"""An attention call of a model, asked again for some of its queries, with sets of keys as values."""
+"""An attention call of a model, asked again for some of its queries, with sets of keys as values; or its weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +22,28 @@ class Queries:
 
 
 @dataclass(frozen=True)
+class AttentionWeights:
+    """Attention that a model has made as a matrix: (B, H, Q, K)."""
+
+    weights: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """B, Q and K."""
+        rows, _, queries, keys = self.weights.shape
+        return rows, queries, keys
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.weights.device
+
+    def on(self, sets: torch.Tensor, queries: Queries, rows: slice = slice(None)) -> torch.Tensor:
+        """As `AttentionCall.on`."""
+        return self.weights[rows][:, :, queries.index].mean(1, dtype=torch.float32) @ sets.float()
+
+
+@dataclass(frozen=True)
 class AttentionCall:
     """One call of a registered attention function, and how much of its attention goes to sets of keys.
 
@@ -30,7 +52,6 @@ class AttentionCall:
         module: attention module that it was called for.
         query: (B, H, Q, D).
         key: (B, H of keys, K, D).
-        weights: (B, H, Q, K) if the function returned them, else None.
         options: the other arguments of the call; `attention_mask` among them is (B or 1, 1 or H, Q, K), for flash
             attention (B, K), or None.
     """
@@ -39,8 +60,17 @@ class AttentionCall:
     module: Any
     query: torch.Tensor
     key: torch.Tensor
-    weights: torch.Tensor | None
     options: dict[str, Any]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """B, Q and K."""
+        return self.query.size(0), self.query.size(2), self.key.size(2)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.key.device
 
     def on(self, sets: torch.Tensor, queries: Queries, rows: slice = slice(None)) -> torch.Tensor:
         """Return the attention on sets of keys, the mean over heads, (B', T', C) float32.
@@ -50,18 +80,17 @@ class AttentionCall:
             queries: the queries of interest, T' of Q.
             rows: which of the B rows.
         """
-        if self.weights is not None and not self.options.get("dropout"):
-            return self.weights[rows][:, :, queries.index].mean(1, dtype=torch.float32) @ sets.float()
         width = self.key.size(-1)  # fused kernels want values as wide as keys
         parts = [self._outputs(part, queries, rows) for part in sets.split(width, dim=-1)]
         return torch.cat(parts, dim=-1)
 
     def _outputs(self, sets: torch.Tensor, queries: Queries, rows: slice) -> torch.Tensor:
         """The function run on at most D sets: (B', T', C)."""
-        # Causal kernels align the last query with the last key, so the keys end with those of the last query.
-        stop = self.key.size(2) - self.query.size(2) + queries.stop
         flash = "flash" in (getattr(self.module.config, "_attn_implementation", None) or "")
-        chosen = slice(queries.first, queries.stop) if flash else queries.index  # flash needs them without gaps
+        # Causal kernels align the last query with the last key, so the keys end with those of the last query.
+        last = queries.stop if self._is_causal() else self.query.size(2)
+        stop = self.key.size(2) - self.query.size(2) + last
+        chosen = slice(queries.first, last) if flash else queries.index  # flash needs them without gaps
         key = self.key[rows, :, :stop]
         values = torch.nn.functional.pad(sets[:, :stop].to(key.dtype), (0, key.size(-1) - sets.size(-1)))  # (B', K', D)
         options = self._options(chosen, stop, rows, flash)
@@ -92,9 +121,11 @@ class AttentionCall:
         return {**kept, "dropout": 0.0}
 
     def _is_causal(self) -> bool:
+        """Whether no query sees what comes behind it, by the kernel's own rule; a mask may say otherwise."""
+        mask = self.options.get("attention_mask")
         causal = self.options.get("is_causal")
         causal = getattr(self.module, "is_causal", True) if causal is None else causal
-        return bool(causal) and self.query.size(2) > 1
+        return bool(causal) and self.query.size(2) > 1 and (mask is None or mask.ndim == 2)
 
     def _causal_mask(self, chosen: slice | torch.Tensor, stop: int) -> torch.Tensor:
         """What the function does by itself if all queries are given, (1, 1, T', K')."""
