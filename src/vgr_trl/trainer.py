@@ -58,8 +58,10 @@ from vgr_trl.sharing import (
     shuffle_by_group,
     whole_groups,
 )
+from vgr_trl.sharing.backbone import causal_model
 from vgr_trl.signals.columns import SINGLE_COLUMNS, attention_metrics, measure_segments, reward_columns
 from vgr_trl.signals.head import without_head
+from vgr_trl.signals.token_types import with_causal_completions
 from vgr_trl.vllm_images import plan_vllm_images
 
 logger = logging.get_logger(__name__)
@@ -336,12 +338,14 @@ class DAPOTrainer(GRPOTrainer):
     ) -> Any:
         """Add to TRL's: compute each prompt once; keep the log-probabilities of a training pass for `_compute_loss`.
 
-        A pass without gradients runs in chunks of whole groups, so that there is something to share.
+        A pass without gradients runs in chunks of whole groups, so that there is something to share. Token types of
+        completions that would let them see their future are corrected.
         """
         trains = torch.is_grad_enabled()
         place = self.sharing.training if trains else self.sharing.scoring
         if batch_size is not None and not trains and place.reason_off is None:
             batch_size = whole_groups(batch_size, self._completions_per_prompt())
+        kwargs = with_causal_completions(kwargs, causal_model(model).config, logits_to_keep)
         score = partial(
             super()._get_per_token_logps_and_entropies,
             model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs,

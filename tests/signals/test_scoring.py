@@ -296,6 +296,16 @@ class TestRefusals:
         with pytest.raises(DataError, match="pad prompts on the left"):
             scorer.score(ids.flip(1), mask.flip(1), new_ids, new_mask)
 
+    def test_holes_in_completions(self):
+        """The mask is that of the attention too: later tokens would not see the one that is left out."""
+        model, batch = build("llama"), make_batch("llama")
+        tensors, options = arguments(batch)
+        for column in (0, 3):
+            mask = tensors[3].clone()
+            mask[2, column] = 0
+            with pytest.raises(DataError, match="completion_mask has a 0 in front of a 1: .* give 1 for every token"):
+                RolloutScorer(model).score(*tensors[:3], mask, **options, attention=False)
+
     def test_images_of_chunks(self):
         model, batch = build("llava"), make_batch("llava")
         tensors, options = arguments(batch)

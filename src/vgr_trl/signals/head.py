@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from trl.trainer.utils import FusedCausalLMOutput
 
+from vgr_trl.errors import ConfigError
 from vgr_trl.sharing import replaced
 from vgr_trl.sharing.backbone import causal_model
+from vgr_trl.signals.decoder import find_decoder
 
 _LOGITS_AT_A_TIME = {"cpu": 2**23, "cuda": 2**26}  # 32 MB and 256 MB in float32; a GPU wants larger products
 
@@ -28,11 +30,29 @@ class Head:
         self.vocabulary = causal.config.get_text_config(decoder=True).vocab_size
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(C, vocabulary), for hidden states (C, D)."""
+        """(C, vocabulary), for hidden states (C, D).
+
+        Raises:
+            ConfigError: the model's forward pass calls neither its base model nor its decoder.
+        """
         outputs = self.output_type(last_hidden_state=hidden.unsqueeze(0))
         ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
-        with replaced(self.causal.base_model, "forward", lambda *args, **kwargs: outputs):
-            return self.causal(input_ids=ids, use_cache=False, return_dict=True).logits[0]
+        calls = 0
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return outputs
+
+        base, decoder = self.causal.base_model, find_decoder(self.causal)  # OPT's head calls the decoder of its base
+        with replaced(base, "forward", forward), replaced(decoder, "forward", forward):
+            logits = self.causal(input_ids=ids, use_cache=False, return_dict=True).logits[0]
+        if calls != 1:
+            raise ConfigError(
+                f"{type(self.causal).__name__} called its base model {calls} times where one call was expected: its "
+                "head cannot be used alone, score with its own forward pass."
+            )
+        return logits
 
     def score(
         self, hidden: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor, temperature: float

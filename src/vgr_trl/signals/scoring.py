@@ -16,8 +16,8 @@ from vgr_trl.signals.head import Head
 from vgr_trl.signals.image_rows import ImageRows
 from vgr_trl.signals.measured import AttentionMass, RolloutSignals
 from vgr_trl.signals.modality import build_modality_masks, vision_token_ids
+from vgr_trl.signals.token_types import TOKEN_TYPES, causal_type
 
-_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 _NOTHING_TO_SHARE = "no prompt occurs twice"
 
 
@@ -64,6 +64,8 @@ class RolloutScorer:
             raise ConfigError("An adapter of the model adds virtual tokens to prompts: use one that changes weights.")
         if self.causal.base_model is self.causal:
             raise ConfigError(f"{type(self.causal).__name__} has no head: give a model that returns logits.")
+        if getattr(self.causal.config, "is_encoder_decoder", False):
+            raise ConfigError(f"{type(self.causal).__name__} reads prompts in an encoder: give a decoder with a head.")
         self.vision_token_ids, self.special_token_ids = vision_token_ids, special_token_ids
         self.share_prompts, self.batch_size, self.temperature = share_prompts, batch_size, temperature
 
@@ -86,15 +88,16 @@ class RolloutScorer:
             prompt_ids: (N, P), padded on the left; the G completions of a prompt stand together.
             prompt_mask: (N, P), 0 for padding.
             completion_ids: (N, T), padded on the right.
-            completion_mask: (N, T), 0 for the padding behind a completion. A hole is not seen by what follows it, and
-                its batch computes every prompt anew; choose among tokens in what is returned instead.
+            completion_mask: (N, T), 1 for the tokens of a completion, 0 for the padding behind them, or for all tokens
+                of a completion that is left out.
             num_generations: G.
             attention: measure attention mass.
             num_images: (N,) images of each row, where rows pass in chunks. None: as many as its tokens are worth.
             num_tiles: (N,) entries of `pixel_values` of each row, where images are cut into tiles and `num_images` is
                 given.
-            image_inputs: what the processor returns beside the tokens for the N rows; token types are (N, P) or
-                (N, P + T).
+            image_inputs: what the processor returns beside the tokens for the N rows; token types are (N, P), or
+                (N, P + T), which are taken as they are: for PaliGemma they are 1 in completions (TRL pads with 0, under
+                which a completion sees its own future; `DAPOTrainer` corrects that).
 
         Returns:
             Log-probabilities and entropies (0 where the mask is), and the attention mass.
@@ -111,8 +114,8 @@ class RolloutScorer:
             "attention_mask": torch.cat([prompt_mask, completion_mask], dim=1).to(device),
         }
         given = {name: value.to(device) for name, value in image_inputs.items() if value is not None}
-        images = {name: value for name, value in given.items() if name not in _TOKEN_TYPES}
-        batch |= _token_types(given, count, prompt_ids.size(1), length)
+        images = {name: value for name, value in given.items() if name not in TOKEN_TYPES}
+        batch |= _token_types(given, self.causal.config, count, prompt_ids.size(1), length)
         step = self._rows_at_a_time(count, num_generations)
         rows = None
         if images and (step < count or num_images is not None):
@@ -191,14 +194,19 @@ class RolloutScorer:
             raise DataError(f"There are {count} completions with num_generations {num_generations}: give whole groups.")
         if not bool(prompt_mask[:, -1].all()):
             raise DataError("A prompt ends with padding: pad prompts on the left, so that completions follow them.")
+        if bool((completion_mask[:, 1:] > completion_mask[:, :-1]).any()):
+            raise DataError(
+                "completion_mask has a 0 in front of a 1: what it leaves out no other token sees, so give 1 for every "
+                "token of the completion, and leave tokens out of what is returned."
+            )
         return count, length
 
 
 def _token_types(
-    inputs: Mapping[str, torch.Tensor], count: int, prompt_length: int, completion_length: int
+    inputs: Mapping[str, torch.Tensor], config: Any, count: int, prompt_length: int, completion_length: int
 ) -> dict[str, torch.Tensor]:
-    """Token types (N, P + T), those of completions 0 where only prompts have some."""
-    types = {name: inputs[name] for name in _TOKEN_TYPES if name in inputs}
+    """Token types (N, P + T); where only prompts have some, completions get the one that keeps them causal."""
+    types = {name: inputs[name] for name in TOKEN_TYPES if name in inputs}
     columns = prompt_length + completion_length
     for name, value in types.items():
         if value.ndim != 2 or len(value) != count or value.size(1) not in (prompt_length, columns):
@@ -206,7 +214,10 @@ def _token_types(
                 f"{name} has the shape {tuple(value.shape)}: give {(count, prompt_length)}, for the "
                 f"prompts, or {(count, columns)}."
             )
-    return {name: torch.nn.functional.pad(value, (0, columns - value.size(1))) for name, value in types.items()}
+    return {
+        name: torch.nn.functional.pad(value, (0, columns - value.size(1)), value=causal_type(config, name))
+        for name, value in types.items()
+    }
 
 
 @contextmanager

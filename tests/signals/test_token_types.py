@@ -1,0 +1,77 @@
+"""Token types of completions: what is generated sees nothing of what comes after it."""
+
+import pytest
+import torch
+from compare import scored, with_head
+from eager_reference import SPECIAL_IDS
+from families import IMAGE, build, make_batch
+from other_families import OTHERS
+from test_scoring import arguments
+
+from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.signals import RolloutScorer
+from vgr_trl.signals.token_types import causal_type, with_causal_completions
+
+
+@pytest.fixture
+def case():
+    """Token types 0 in the prompts, which see themselves whole, and 1 in the completions."""
+    model, batch = build(OTHERS["paligemma"]), make_batch(OTHERS["paligemma"])
+    types = torch.zeros_like(batch.inputs["input_ids"])
+    types[:, -batch.completion_length :] = 1
+    batch.inputs["token_type_ids"] = types
+    return model, batch
+
+
+def later_logps(model, batch, column):
+    """Log-probabilities of the first `column` tokens of the completions, given those tokens alone."""
+    length = batch.completion_length
+    inputs = {
+        name: value if name == "pixel_values" else value[:, : value.size(1) - length + column]
+        for name, value in batch.inputs.items()
+    }
+    with torch.no_grad():
+        logps = model(**inputs).logits[:, -column - 1 : -1].log_softmax(-1)
+    return logps.gather(-1, inputs["input_ids"][:, -column:, None]).squeeze(-1)
+
+
+@pytest.mark.parametrize("given", ["prompt", "whole"])
+def test_completions_do_not_see_their_future(case, given):
+    """What a token is worth does not depend on those behind it."""
+    model, batch = case
+    tensors, options = arguments(batch)
+    options["token_type_ids"] = batch.inputs["token_type_ids"][:, : None if given == "whole" else -12]
+    scorer = RolloutScorer(model, vision_token_ids=[IMAGE], special_token_ids=SPECIAL_IDS)
+    found = scorer.score(*tensors, **options)
+    assert (found.logps[:, :3] - later_logps(model, batch, 3)).abs().max() < 1e-5
+    padded_as_trl_does = torch.zeros_like(batch.inputs["token_type_ids"])
+    wrong = scorer.score(*tensors, **options | {"token_type_ids": padded_as_trl_does})
+    assert (wrong.logps[:, :3] - found.logps[:, :3]).abs().max() > 1e-2, "the test sees the difference"
+
+
+def test_token_types_of_completions(case):
+    model, batch = case
+    inputs = {"token_type_ids": torch.zeros_like(batch.inputs["token_type_ids"]), "num_images": None}
+    corrected = with_causal_completions(inputs, model.config, 12)
+    assert torch.equal(corrected["token_type_ids"], batch.inputs["token_type_ids"])
+    assert corrected["num_images"] is None
+    assert not inputs["token_type_ids"].any(), "what was given is left as it was"
+    gemma = build("gemma3").config
+    assert torch.equal(with_causal_completions(inputs, gemma, 12)["token_type_ids"], inputs["token_type_ids"])
+    assert with_causal_completions({}, model.config, 12) == {}
+    assert causal_type(model.config, "mm_token_type_ids") == 0
+
+
+def test_the_trainer_corrects_what_trl_pads(case, text_model, text_tokenizer, text_rows, tmp_path):
+    """TRL gives completions the token type 0, under which they see their own future."""
+    args = DAPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", num_generations=4, max_steps=1)
+    trainer = DAPOTrainer(text_model, lambda **kwargs: [0.0], args, text_rows, processing_class=text_tokenizer)
+    model, batch = case
+    expected, _ = scored(with_head(model), batch)
+    inputs = {"pixel_values": batch.inputs["pixel_values"], "num_images": [1] * 6}
+    ids, mask = batch.inputs["input_ids"], batch.inputs["attention_mask"]
+    with torch.no_grad():
+        logps, _, _ = trainer._get_per_token_logps_and_entropies(
+            model, ids, mask, 12, batch_size=3, token_type_ids=torch.zeros_like(ids), **inputs
+        )
+    assert (logps - expected)[mask[:, -12:].bool()].abs().max() < 1e-5
