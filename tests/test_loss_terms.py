@@ -141,6 +141,60 @@ def test_perturbed_images_repeat_and_are_of_their_own_prompt(make):
         assert 0.2 < same < 0.8, "about half of the patches are black, the others are the prompt's own"
 
 
+def test_the_logged_perception_loss_is_minus_the_mean_divergence_of_all_tokens(make):
+    """By hand from the log-probabilities of both passes: -(e^d - d - 1) with d = perturbed - original."""
+    trainer = make(perception_loss_weight=0.5)
+    total = count = 0.0
+    for inputs in micro_batches(trainer):
+        inputs["completion_mask"][:, 1 + int(total < 0) :] = 0  # one token a completion, then two
+        scored, original = [], trainer._get_per_token_logps_and_entropies
+
+        def keep(*args, scored=scored, original=original, **kwargs):
+            scored.append(original(*args, **kwargs))
+            return scored[-1]
+
+        trainer._get_per_token_logps_and_entropies = keep
+        trainer._compute_loss(trainer.model, inputs)
+        trainer._get_per_token_logps_and_entropies = original
+        (logps, _, _), (perturbed, _, _) = scored
+        difference = (perturbed - logps).detach()[valid_tokens(inputs).bool()]
+        total -= (difference.exp() - difference - 1).sum().item()
+        count += len(difference)
+    logs = {}
+    trainer.log(logs)
+    assert total < 0
+    assert logs["perception_loss"] == pytest.approx(total / count, rel=1e-4)
+
+
+@pytest.mark.parametrize("changed", [{}, {"loss_type": "cispo", "epsilon_high": 1.0}], ids=str)
+def test_means_over_tokens_do_not_depend_on_the_number_of_micro_batches(make, changed):
+    """Two passes over one rollout, after the first of which the ratios are no longer 1."""
+    terms = {"beta": 0.1, "perception_loss_weight": 0.05, "use_entropy_penalty": True}
+    names = ["approx_kl", "kl", "entropy", "entropy_penalty", "perception_loss", "perturbed_entropy"]
+    names.append("cispo_clip_ratio" if changed else "clip_ratio/region_mean")
+    found = []
+    for rows, accumulated in ((8, 1), (2, 4)):
+        trainer = make(
+            per_device_train_batch_size=rows, gradient_accumulation_steps=accumulated, num_iterations=2, max_steps=2,
+            optim="sgd", learning_rate=0.3, max_grad_norm=1e9, logging_steps=2, epsilon=1e-4, **terms | changed,
+        )  # fmt: skip
+        judge = trainer._generate_and_score_completions
+
+        def uneven(rows, judge=judge):
+            batch = judge(rows)
+            lengths = 1 + torch.arange(8).unsqueeze(1) * 5 // 7  # 1 to 6 tokens
+            batch["completion_mask"] *= torch.arange(batch["completion_mask"].size(1)) < lengths
+            return batch
+
+        trainer._generate_and_score_completions = uneven
+        trainer.train()
+        found.append(next(entry for entry in trainer.state.log_history if "approx_kl" in entry))
+    one, several = found
+    for name in names:
+        assert abs(one[name]) > 1e-6, name
+        assert several[name] == pytest.approx(one[name], rel=1e-3), name
+
+
 def test_the_perception_loss_has_gradients_through_both_images(make):
     trainer = make(perception_loss_weight=0.5, der_loss_weight2=0.1)
     (inputs, _) = micro_batches(trainer)

@@ -7,7 +7,7 @@ from trl import GRPOConfig
 
 from vgr_trl.errors import ConfigError
 from vgr_trl.options import ChooseOptions, CreditOptions, MeasureOptions, PerceiveOptions, ReportOptions
-from vgr_trl.options.ranges import check_choice, check_integer, check_number, is_number
+from vgr_trl.options.ranges import check_choice, check_integer, check_number, check_switch, is_number
 
 _WHOLE_NUMBERS = (
     "max_prompt_length", "max_completion_length", "num_generations_eval", "num_iterations", "steps_per_generation",
@@ -48,6 +48,8 @@ class DAPOConfig(ReportOptions, ChooseOptions, CreditOptions, PerceiveOptions, M
             first 10 % of all steps if there is no warm-up; one per reward function. `None`: `reward_weights` always.
         soft_punish_cache: tokens before `max_completion_length` over which the length reward of the command line falls
             from 0 to -1, in [0, max_completion_length]; `None`: a fifth of it.
+
+        stop_on_collapse: end the training at the first sign of collapse, of which every run warns once.
 
     Raises:
         ConfigError: an option is out of range or contradicts its alias.
@@ -115,6 +117,14 @@ class DAPOConfig(ReportOptions, ChooseOptions, CreditOptions, PerceiveOptions, M
         },
     )
 
+    stop_on_collapse: bool = field(
+        default=False,
+        metadata={
+            "help": "End the training at the first sign of collapse (accuracy, format or length fallen, entropy at 0 "
+            "or soaring, groups with equal rewards); without it there is a warning."
+        },
+    )
+
     def __post_init__(self) -> None:
         self._resolve_aliases()
         self._check_ranges()
@@ -164,6 +174,7 @@ class DAPOConfig(ReportOptions, ChooseOptions, CreditOptions, PerceiveOptions, M
             value = getattr(self, name)
             if value is not None:
                 check_number(name, value, low, high, meaning)
+        check_switch("stop_on_collapse", self.stop_on_collapse)
         check_choice("share_prompts", self.share_prompts, ("auto", "on", "off"))
         if self.temperature == 0:
             raise ConfigError(f"temperature is {self.temperature}: give a number above 0.")

@@ -19,3 +19,7 @@ class RewardError(VGRError, ValueError):
 
 class UnsupportedTRLError(VGRError, RuntimeError):
     """The installed TRL does not have the methods that this library extends."""
+
+
+class CollapseError(VGRError, RuntimeError):
+    """Training was ended because the run showed signs of collapse."""

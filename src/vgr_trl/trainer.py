@@ -1,6 +1,5 @@
 """`DAPOTrainer`: TRL's `GRPOTrainer` with the stages of this library between its generation and its loss."""
 
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,17 +17,14 @@ from trl.trainer import grpo_trainer
 
 from vgr_trl.checkpoints import load_weights
 from vgr_trl.choosing import GroupChoice
+from vgr_trl.collapse_watch import CollapseWatch
 from vgr_trl.config import DAPOConfig
-from vgr_trl.credit import (
-    coefficient_warning,
-    collapse_warning,
-    shape_advantages,
-)
+from vgr_trl.credit import coefficient_warning, shape_advantages
 from vgr_trl.data.columns import IMAGE_COLUMNS, images_of
 from vgr_trl.errors import ConfigError
 from vgr_trl.loss_terms import entropy_term, perception_term, valid_tokens
 from vgr_trl.measuring import plan_measurement
-from vgr_trl.metrics import Throughput, approximate_kl
+from vgr_trl.metrics import Throughput, approximate_kl, token_means, weigh_by_tokens
 from vgr_trl.perceiving import perceive
 from vgr_trl.preparation import (
     as_list,
@@ -65,8 +61,6 @@ from vgr_trl.signals.token_types import with_causal_completions
 from vgr_trl.vllm_images import plan_vllm_images
 
 logger = logging.get_logger(__name__)
-
-COLLAPSE_HISTORY = 40  # log entries in which signs of collapse are looked for
 
 
 class DAPOTrainer(GRPOTrainer):
@@ -114,7 +108,7 @@ class DAPOTrainer(GRPOTrainer):
         self._training_logps: torch.Tensor | None = None
         self._loss_inputs: dict[str, Any] | None = None
         self._streamed_prompts_too_long = 0
-        self._collapse_seen = False
+        self._token_counts: list[float] = []  # valid tokens of the micro-batches since the last log
 
         super().__init__(model, rewards, args, *rest, **options)
         check_attributes(self)
@@ -130,7 +124,8 @@ class DAPOTrainer(GRPOTrainer):
         self._choice = GroupChoice(self)
         self._vllm_images = plan_vllm_images(self)
         self._recorder = RolloutRecorder(self)
-        self._history: deque[dict[str, float]] = deque(maxlen=COLLAPSE_HISTORY)
+        self.collapse_watch = CollapseWatch(self)
+        self.add_callback(self.collapse_watch)
         if self.accelerator.is_main_process:
             self._say_at_start()
 
@@ -384,6 +379,7 @@ class DAPOTrainer(GRPOTrainer):
         local = torch.stack([kl.sum(), mask.sum().float(), tokens.float(), rows.float()])
         kl_sum, valid, all_tokens, all_rows = self.accelerator.reduce(local, reduction="sum").tolist()
         self._metrics["train"]["approx_kl"].append(kl_sum / max(valid, 1.0))
+        self._token_counts.append(valid)
         self._throughput.add(tokens=all_tokens, samples=all_rows)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -400,15 +396,12 @@ class DAPOTrainer(GRPOTrainer):
             if self._streamed_prompts_too_long:
                 logs["data/prompts_too_long"] = self._streamed_prompts_too_long
         training = self.model.training
+        if training:
+            weigh_by_tokens(self._metrics["train"], token_means(self.args), self._token_counts)
+            self._token_counts.clear()
         with in_texts(self._logs):
             super().log(logs, start_time)
         self._recorder.log(logs, "train" if training else "eval")
-        if training and self.args.perception_loss_weight > 0:
-            self._history.append({name: value for name, value in logs.items() if isinstance(value, float)})
-            signs = None if self._collapse_seen else collapse_warning(self._history)
-            if signs is not None and self.accelerator.is_main_process:
-                logger.warning(signs)
-            self._collapse_seen |= signs is not None
 
     def create_model_card(  # type: ignore[override]  # TRL's differs from its parent's
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None

@@ -59,6 +59,22 @@ def test_a_multimodal_run_from_flags(model_folder, question_files, tmp_path, cap
     assert (output / "processor_config.json").exists()
 
 
+def test_a_run_that_collapses_ends_with_the_sign_if_it_shall(model_folder, question_files, tmp_path, capsys):
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(
+        "def format_reward(completions, trainer_state, **kwargs):\n"
+        "    return [float(trainer_state.global_step < 16) * (index % 2) for index in range(len(completions))]\n"
+    )
+    output = tmp_path / "run"
+    more = f"--reward_funcs {rewards}:format_reward --max_steps 30 --stop_on_collapse --compute_attention_metrics false"
+    assert main(["train", *flags(model_folder, question_files, output, *more.split())]) == 1
+    message = capsys.readouterr().err
+    assert "at step 21: format_reward fell from 0.5 to 0.188 (means of 8 steps)" in message
+    assert message.endswith("Training was stopped there, and no model was saved.\n")
+    assert len(losses(output)) == 21
+    assert not (output / "model.safetensors").exists()
+
+
 def test_lora_from_a_config_file_and_evaluation_of_the_adapter(model_folder, question_files, tmp_path, capsys):
     output = tmp_path / "run"
     settings = tmp_path / "lora.yaml"

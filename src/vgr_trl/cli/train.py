@@ -18,7 +18,7 @@ from vgr_trl.cli.run_folder import claim, refuse_finished, resolve_checkpoint, r
 from vgr_trl.config import DAPOConfig
 from vgr_trl.data.load import parse_data_files, readable
 from vgr_trl.data.skipped import append_skipped, report_skipped
-from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.errors import CollapseError, ConfigError, DataError
 from vgr_trl.rewards import accuracy_reward, load_rewards
 from vgr_trl.trainer import DAPOTrainer
 
@@ -36,6 +36,7 @@ def train(data: DataArguments, rewards: RewardArguments, config: DAPOConfig, mod
 
     Raises:
         ConfigError, DataError, RewardError: an option, the data or a reward cannot be used; nothing was trained.
+        CollapseError: `stop_on_collapse` ended the training.
     """
     if not model.model_name_or_path:
         raise ConfigError("model_name_or_path is missing: give a checkpoint folder or a hub name.")
@@ -55,6 +56,10 @@ def train(data: DataArguments, rewards: RewardArguments, config: DAPOConfig, mod
         trainer.train(resume_from_checkpoint=checkpoint)
     if trainer.state.global_step == 0:
         raise DataError("Nothing was trained: the data gave no whole rollout; see the rows left out above.")
+    if config.stop_on_collapse and trainer.collapse_watch.found is not None:
+        trainer.save_state()
+        _end(trainer)
+        raise CollapseError(f"{trainer.collapse_watch.found} Training was stopped there, and no model was saved.")
     trainer.save_model(str(output_dir))
     trainer.save_state()
     metrics = trainer.evaluate() if trainer.eval_dataset is not None else {}
