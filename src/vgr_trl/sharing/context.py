@@ -13,6 +13,7 @@ from vgr_trl.sharing.images import without_empty_images
 from vgr_trl.sharing.replacing import replaced_method
 from vgr_trl.sharing.report import SharingReport
 from vgr_trl.sharing.scored_columns import with_scored_columns
+from vgr_trl.sharing.unseen import with_unseen_counted
 
 
 @contextmanager
@@ -60,9 +61,11 @@ def share_prompts(
     forward = SharedForward(base, base.forward, report, completion_length, agree)
     with ExitStack() as stack:
         stack.enter_context(replaced_method(base, "forward", forward))
-        if base is not causal and completion_length is not None:
-            narrow = with_scored_columns(causal.forward, base, completion_length, forward.lock)
-            stack.enter_context(replaced_method(causal, "forward", narrow))
+        if base is not causal:
+            head = with_unseen_counted(causal.forward, forward)
+            if completion_length is not None:
+                head = with_scored_columns(head, base, completion_length, forward.lock)
+            stack.enter_context(replaced_method(causal, "forward", head))
         if base is not causal and hasattr(causal, "generate"):
             generate = SharedGeneration(causal, causal.generate, forward, report)
             stack.enter_context(replaced_method(causal, "generate", generate))

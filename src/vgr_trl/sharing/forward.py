@@ -42,6 +42,7 @@ class SharedForward:
         self.completion_length, self.agree = completion_length, agree
         self.names = list(signature(plain).parameters)
         self.agree_on_images = agree if "pixel_values" in self.names else None
+        self.calls = 0
         self.paused = False
         self.lock = RLock()  # the model keeps the offsets of the batch at hand: one batch at a time
         self.refused: dict[bool, str] = {}  # with gradients -> why the model has been found unfit
@@ -49,6 +50,7 @@ class SharedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_tracing():
             return self.plain(*args, **kwargs)
+        self.calls += 1
         with self.lock:
             return self.plain(*args, **kwargs) if self.paused else self._call(*args, **kwargs)
 
