@@ -210,11 +210,64 @@ class TestFiltering:
         def lively(completions, **kwargs):
             return [sum(map(ord, completion[0]["content"])) % 97 / 97 for completion in completions]
 
-        trainer = make(rewards=lively, online_filtering=True, filter_low=2.0, filter_high=3.0, max_steps=1)
+        trainer = make(rewards=lively, online_filtering=True, filter_key="overall", filter_low=2.0, filter_high=3.0,
+                       max_steps=1)  # fmt: skip
         before = weights(trainer)
         trainer.train()
         assert logged(trainer, "sampling/live_fraction") == [0.0]
         assert torch.equal(weights(trainer), before)
+
+    def test_the_default_looks_at_accuracy_whatever_the_weights_are(self, make):
+        """Weighted sums are 2.75 and 0.25; with bounds on them, 0.01 and 0.99, no group would be trained on."""
+
+        def accuracy_reward(completions, **kwargs):
+            return [float(index % 2) for index in range(len(completions))]
+
+        def format_reward(completions, **kwargs):
+            return [0.5] * len(completions)
+
+        rewards = [accuracy_reward, format_reward]
+        trainer = make(rewards, reward_weights=[2.5, 0.5], online_filtering=True, max_steps=1)
+        trainer.train()
+        assert logged(trainer, "sampling/live_fraction") == [1.0]
+
+    def test_the_key_is_only_looked_for_where_it_is_used(self, make):
+        assert make(online_filtering=False).args.filter_key == "accuracy"
+        with pytest.raises(ConfigError, match="filter_key is 'accuracy', which names 0 reward functions"):
+            make(online_filtering=True)
+
+    @pytest.mark.parametrize(
+        ("changed", "parts"),
+        [
+            (
+                {"online_filtering": True, "filter_key": "overall"},
+                [
+                    "No group has had a gradient for 5 steps, so nothing is trained: of 10 groups 10 are left out by",
+                    "online_filtering, because their means of filter_key overall (they are 2.",
+                    "are not between filter_low 0.01 and filter_high 0.99; give bounds that such means lie between.",
+                ],
+            ),
+            (
+                {"online_filtering": True, "filter_key": "overall", "num_iterations": 3, "replay_buffer_size": 2},
+                ["No group has had a gradient for 6 steps, so only replayed groups are trained on: of 4 groups 4 are"],
+            ),
+            (
+                {"rewards": constant_reward},
+                ["of 10 groups 10 have rewards that do not differ (replay_var_epsilon 1e-06)"],
+            ),
+        ],
+        ids=["filtered", "three steps per rollout", "equal"],
+    )
+    def test_five_steps_without_a_live_group_are_warned_of_once(self, make, monkeypatch, changed, parts):
+        def large(completions, **kwargs):
+            return [2 + sum(map(ord, completion[0]["content"])) % 97 / 97 for completion in completions]
+
+        warnings = []
+        monkeypatch.setattr("vgr_trl.choosing.logger.warning", warnings.append)
+        make(**{"rewards": large, "max_steps": 9, "compute_attention_metrics": False} | changed).train()
+        [warning] = warnings
+        for part in parts:
+            assert part in warning
 
     def test_a_name_that_no_reward_has(self, make):
         with pytest.raises(ConfigError, match="filter_key is 'beauty', which names 0 reward functions"):

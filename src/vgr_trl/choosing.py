@@ -15,6 +15,7 @@ from vgr_trl.greedy_baseline import greedy_baseline
 from vgr_trl.replaying import OLD_LOGPS, Replay
 from vgr_trl.round_logs import keep_newest, let_tables_hold, merge_rounds, replace_newest
 from vgr_trl.sampling import (
+    DeadStreak,
     Group,
     Placement,
     PromptStream,
@@ -75,6 +76,7 @@ class GroupChoice:
         if args.dynamic_sampling == "resample":
             self.prompts = PromptStream(trainer.train_dataset, seed=args.seed)
             let_tables_hold(trainer._logs, args.generation_batch_size * (1 + args.dynamic_sampling_max_rounds))
+        self.streak = DeadStreak(args)
         self.replaced: list[int] = []  # numbers of the groups of the last batch that others took the place of
 
     def _refuse(self) -> None:
@@ -109,7 +111,8 @@ class GroupChoice:
                     f"advantage_estimator is remax with {given}, which would not generate greedily: drop it, or use "
                     "rloo."
                 )
-        filter_index(args.filter_key, trainer.reward_func_names)
+        if args.online_filtering:
+            filter_index(args.filter_key, trainer.reward_func_names)
 
     # One rollout batch
 
@@ -118,8 +121,10 @@ class GroupChoice:
         judged = self._judge(batch, signals)
         self.replaced = []
         if not self.args.chooses_groups:
+            self._warn_of_dead_streak(len(judged.live))
             return judged.batch, signals, judged.live_rows()
         fresh = self._resample(judged)
+        self._warn_of_dead_streak(len(judged.live) + len(fresh))
         missing = [group for group in judged.dead if group not in fresh]
         replacements = dict(fresh)
         if self.replay is not None:
@@ -171,11 +176,20 @@ class GroupChoice:
             estimator=args.advantage_estimator,
             epsilon=args.replay_var_epsilon,
         )
+        filtered: list[int] = []
+        means = torch.empty(0)
         if args.online_filtering:
             compared = filter_rewards(args.filter_key, trainer.reward_func_names, per_function, judged.rewards)
-            dead += filtered_groups(compared, trainer.num_generations, low=args.filter_low, high=args.filter_high)
-        judged.dead = sorted(set(dead))
+            filtered = filtered_groups(compared, trainer.num_generations, low=args.filter_low, high=args.filter_high)
+            means = compared.view(-1, trainer.num_generations).nanmean(dim=1)
+        self.streak.add(placement.num_groups, dead, filtered, means.tolist())
+        judged.dead = sorted({*dead, *filtered})
         return judged
+
+    def _warn_of_dead_streak(self, live: int) -> None:
+        sentence = self.streak.end_rollout(self.trainer.state.global_step, live)
+        if sentence is not None and self.trainer.accelerator.is_main_process:
+            logger.warning(sentence)
 
     def _resample(self, judged: Judged) -> dict[int, Group]:
         """Groups of further prompts, by the number of the dead group whose place they take."""

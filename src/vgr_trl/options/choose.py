@@ -22,9 +22,11 @@ class ChooseOptions:
         dynamic_sampling: `resample` draws further prompts while there are dead groups. None: no.
         dynamic_sampling_max_rounds: how often further prompts are drawn for a batch, at least 1.
         online_filtering: groups whose mean of `filter_key` lies outside (filter_low, filter_high) are dead too.
-        filter_key: name of a reward function, or `overall`, the weighted sum.
-        filter_low: lower bound, exclusive.
-        filter_high: upper bound, exclusive.
+        filter_key: name of a reward function, or a part of it (`accuracy` for `accuracy_reward`), whose unweighted
+            values are looked at; or `overall`, the weighted sum of all.
+        filter_low: lower bound, exclusive, in the units of `filter_key`.
+        filter_high: upper bound, exclusive, likewise: the defaults fit rewards from 0 to 1, so `overall` takes bounds
+            of its own.
     """
 
     advantage_estimator: str = field(
@@ -52,10 +54,17 @@ class ChooseOptions:
         default=False, metadata={"help": "Drop groups whose mean reward lies outside (filter_low, filter_high)."}
     )
     filter_key: str = field(
-        default="overall", metadata={"help": "Reward function that online filtering looks at, or overall."}
+        default="accuracy",
+        metadata={
+            "help": "Reward function that online filtering looks at, unweighted; or overall, the weighted sum of all."
+        },
     )
-    filter_low: float = field(default=0.01, metadata={"help": "Lower bound of online filtering, exclusive."})
-    filter_high: float = field(default=0.99, metadata={"help": "Upper bound of online filtering, exclusive."})
+    filter_low: float = field(
+        default=0.01, metadata={"help": "Lower bound of online filtering, exclusive; in units of filter_key."}
+    )
+    filter_high: float = field(
+        default=0.99, metadata={"help": "Upper bound of online filtering, exclusive; in units of filter_key."}
+    )
 
     @property
     def chooses_groups(self) -> bool:

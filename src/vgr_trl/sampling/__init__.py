@@ -2,6 +2,7 @@
 
 from vgr_trl.sampling.buffer_states import merge_states, split_state
 from vgr_trl.sampling.dead_groups import dead_groups, filter_index, filter_rewards, filtered_groups
+from vgr_trl.sampling.dead_streak import DeadStreak
 from vgr_trl.sampling.groups import Group, groups_from_batch, with_old_logps
 from vgr_trl.sampling.placement import Placement
 from vgr_trl.sampling.prompts import PromptStream
@@ -10,6 +11,7 @@ from vgr_trl.sampling.resampling import Resampling, prompts_of_round, rows_of_pr
 from vgr_trl.sampling.writing import correct_num_items, write_groups_into_batch
 
 __all__ = [
+    "DeadStreak",
     "Group",
     "Placement",
     "PromptStream",
