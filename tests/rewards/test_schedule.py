@@ -1,9 +1,13 @@
 """Which reward weights hold at a step, by hand from `Reward weights` in definitions.md."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 
 from vgr_trl.errors import ConfigError
 from vgr_trl.rewards import RewardSchedule, accuracy_reward, get_soft_overlong_punishment, think_format_reward
+from vgr_trl.rewards.schedule import reward_name
 
 REWARDS = [accuracy_reward, "models/judge-7b/", think_format_reward, get_soft_overlong_punishment(10, 2)]
 NAMES = r"\(accuracy_reward, judge-7b, think_format_reward, soft_overlong_punishment_reward\)"
@@ -53,3 +57,29 @@ def test_weight_that_is_no_finite_number(weight):
         ConfigError, match=rf"^early_reward_weights is {weight!r} for judge-7b: give a finite number per"
     ):
         RewardSchedule.for_rewards(REWARDS, None, [1, weight, 1, 1])
+
+
+class Judge:
+    """A reward that is an instance: a model, or an object that can be called."""
+
+    def __init__(self, path=None):
+        self.config = SimpleNamespace(_name_or_path=path)
+
+    def __call__(self, completions, **kwargs):
+        return [0.0 for _ in completions]
+
+
+@pytest.mark.parametrize(
+    ("reward", "name"),
+    [
+        (accuracy_reward, "accuracy_reward"),
+        ("models/judge-7b/", "judge-7b"),
+        ("judge", "judge"),
+        (Judge("models/judge-7b"), "judge-7b"),
+        (Judge(""), "Judge"),
+        (Judge(), "Judge"),
+        (partial(accuracy_reward), "partial"),
+    ],
+)
+def test_names_of_functions_paths_models_and_instances(reward, name):
+    assert reward_name(reward) == name

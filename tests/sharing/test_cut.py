@@ -1,0 +1,46 @@
+"""Where a batch is cut: its last prompt token is computed with the completions, and must be an ordinary one."""
+
+import pytest
+import torch
+from families import IMAGE, build
+
+from vgr_trl.sharing.cut import find_cut
+from vgr_trl.sharing.report import CannotShare
+
+CONFIG = build("qwen2_5_vl").config
+
+
+def batch():
+    """Two completions of two tokens behind a prompt of four."""
+    ids = torch.tensor([[10, 11, 12, 13, 20, 21], [10, 11, 12, 13, 30, 31]])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": torch.zeros_like(ids)}
+
+
+def test_all_but_the_last_token_of_the_prompt_is_computed_once():
+    cut = find_cut(batch(), CONFIG, 2)
+    assert (cut.split, cut.stop, cut.groups, cut.prompts) == (3, 5, [0, 0], 1)
+    inputs = cut.prompt_inputs(batch())
+    assert inputs["input_ids"].tolist() == [[10, 11, 12]]
+
+
+@pytest.mark.parametrize("column", [3, 4, 5])
+@pytest.mark.parametrize(("name", "value"), [("input_ids", IMAGE), ("mm_token_type_ids", 1)])
+def test_images_at_the_end_of_the_prompt_and_behind(name, value, column):
+    inputs = batch()
+    inputs[name][:, column] = value
+    with pytest.raises(CannotShare, match="images in completions"):
+        find_cut(inputs, CONFIG, 2)
+
+
+@pytest.mark.parametrize("column", [2, 3])
+def test_padding_at_the_end_of_the_prompt(column):
+    inputs = batch()
+    inputs["attention_mask"][:, column] = 0
+    with pytest.raises(CannotShare, match="not padded on the left"):
+        find_cut(inputs, CONFIG, 2)
+
+
+def test_padding_of_a_whole_completion():
+    inputs = batch()
+    inputs["attention_mask"][1, 4:] = 0
+    assert find_cut(inputs, CONFIG, 2).groups == [0, 0]

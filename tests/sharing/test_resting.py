@@ -1,0 +1,51 @@
+"""When the shared forward pass rests: where a cache is wanted, and while `generate` runs."""
+
+import pytest
+import torch
+from families import build, make_batch
+
+from vgr_trl.sharing import SharingReport, share_prompts
+from vgr_trl.sharing.forward import SharedForward
+
+
+@pytest.fixture(scope="module")
+def case():
+    return build("llama"), make_batch("llama")
+
+
+def test_a_pass_that_wants_a_cache_gets_it(case):
+    model, batch = case
+    with torch.no_grad(), share_prompts(model) as report:
+        outputs = model(**batch.inputs, use_cache=True)
+    assert outputs.past_key_values.get_seq_length() == batch.inputs["input_ids"].size(1)
+    assert len(outputs.past_key_values.layers[0].keys) == 6
+    assert report.rows == 0
+
+
+def test_a_pass_that_wants_none_gets_none(case):
+    model, batch = case
+    with torch.no_grad(), share_prompts(model) as report:
+        outputs = model(**batch.inputs)
+    assert outputs.past_key_values is None
+    assert report.prompts == 2
+
+
+def test_passes_inside_of_generate_are_not_counted(case):
+    """Without a cache they look like any other pass."""
+    model, batch = case
+    with share_prompts(model) as report:
+        model.generate(**batch.prompt_inputs(), max_new_tokens=3, do_sample=False, use_cache=False)
+        assert (report.rows, dict(report.plain)) == (6, {"generate without its default, growing cache": 1})
+        with torch.no_grad():
+            model(**batch.inputs)
+    assert (report.rows, report.prompts) == (12, 8)
+
+
+def test_pauses_may_be_nested(case):
+    model, _ = case
+    shared = SharedForward(model.model, model.model.forward, SharingReport(), None, None)
+    with shared.pause():
+        with shared.pause():
+            pass
+        assert shared.paused
+    assert not shared.paused
