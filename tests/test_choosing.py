@@ -9,10 +9,10 @@ from datasets import load_dataset
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.cli.run_folder import what_is_wrong
 from vgr_trl.data.schema import prepare_rows
 from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.errors import ConfigError
+from vgr_trl.resuming import what_is_wrong
 from vgr_trl.rewards import accuracy_reward, vgr_reward
 
 
@@ -355,8 +355,8 @@ class TestCheckpoints:
         checkpoint = tmp_path / "run" / "checkpoint-2"
         assert what_is_wrong(checkpoint) is None
         (checkpoint / "choice_0_of_1.pt").rename(checkpoint / "choice_0_of_2.pt")
-        assert "shares of the replay buffer" in what_is_wrong(checkpoint)
-        with pytest.raises(ConfigError, match="has 1 of 2 shares of the replay buffer"):
+        assert what_is_wrong(checkpoint) == "choice_0_of_1.pt is missing"
+        with pytest.raises(ConfigError, match=r"is not complete \(choice_0_of_1.pt is missing\)"):
             make(replay_buffer_size=8).train(resume_from_checkpoint=str(checkpoint))
 
     def test_another_number_of_completions_per_prompt(self, make, tmp_path):
@@ -365,8 +365,7 @@ class TestCheckpoints:
         resumed = make(replay_buffer_size=8, num_generations=2, max_steps=6)
         with pytest.raises(ConfigError, match="num_generations is 2, but the replay buffer in .* of 4 completions"):
             resumed.train(resume_from_checkpoint=str(checkpoint))
-        (checkpoint / "choice_0_of_1.pt").unlink()
-        resumed = make(replay_buffer_size=8, num_generations=2, max_steps=6)
+        resumed = make(num_generations=2, max_steps=6)
         resumed.train(resume_from_checkpoint=str(checkpoint))
         assert resumed.state.global_step == 6
 

@@ -38,5 +38,5 @@ def test_a_changed_signature_is_named():
 
 
 def test_a_missing_attribute_of_the_constructed_trainer_is_named():
-    with pytest.raises(UnsupportedTRLError, match="its trainer has no attribute _is_vlm"):
+    with pytest.raises(UnsupportedTRLError, match="its trainer has no attribute _buffered_inputs"):
         check_attributes(object())

@@ -247,6 +247,11 @@ class GroupChoice:
         if self.replay is not None:
             self.replay.first_pass(inputs, logps)
 
+    @property
+    def waits(self) -> bool:
+        """Whether groups wait for the first training pass over all of their batch."""
+        return self.replay is not None and self.replay.waits
+
     # What is logged and saved
 
     def _log(self, judged: Judged, num_fresh: int) -> None:
@@ -265,14 +270,13 @@ class GroupChoice:
                 "buffer": None if self.replay is None else self.replay.buffer.state_dict(),
                 "prompts": None if self.prompts is None else self.prompts.state_dict(),
             }
-            save_share(state, folder, accelerator.process_index, accelerator.num_processes)
-            accelerator.wait_for_everyone()
+            save_share(state, folder, accelerator.process_index, accelerator.num_processes, "choice")
 
     def load(self, folder: Path) -> None:
         """Continue from a checkpoint, which another number of processes may have written."""
         if self.replay is None and self.prompts is None:
             return
-        shares = load_shares(folder)
+        shares = load_shares(folder, "choice")
         buffers = [share["buffer"] for share in shares if share["buffer"] is not None]
         positions = [share["prompts"] for share in shares if share["prompts"] is not None]
         if self.replay is not None:

@@ -23,3 +23,7 @@ class UnsupportedTRLError(VGRError, RuntimeError):
 
 class CollapseError(VGRError, RuntimeError):
     """Training was ended because the run showed signs of collapse."""
+
+
+class DiskFullError(VGRError, OSError):
+    """A disk or a quota is full; what was being written is not whole."""

@@ -69,6 +69,11 @@ class Replay:
             self._waiting, self._waiting_placement = dict(groups), placement
             self._first_logps, self._rows_seen = None, 0
 
+    @property
+    def waits(self) -> bool:
+        """Whether groups wait."""
+        return bool(self._waiting)
+
     def numbered(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the batch such that `first_pass` knows its rows again, if groups of it wait."""
         if not self._waiting:
@@ -126,8 +131,8 @@ class Replay:
             if (size := len(group["advantages"])) != wanted:
                 raise ConfigError(
                     f"num_generations is {wanted}, but the replay buffer in {folder} holds groups of {size} "
-                    f"completions: continue with num_generations {size}, or remove choice_*.pt there, which empties "
-                    "the buffer."
+                    f"completions: continue with num_generations {size}, or without replay_buffer_size until the next "
+                    "checkpoint, which leaves the buffer behind."
                 )
         self.buffer.load_state_dict(split_state(merged, accelerator.process_index, accelerator.num_processes))
 

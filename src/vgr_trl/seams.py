@@ -23,14 +23,17 @@ SEAMS = {
         "batch_size",
         "compute_entropy",
     ),
+    "_get_train_sampler": ("dataset",),
     "_load_best_model": (),
     "_load_optimizer_and_scheduler": ("checkpoint",),
     "_prepare_inputs": ("generation_batch",),
+    "_save_checkpoint": ("model", "trial"),
     "_save_rng_state": ("output_dir",),
     "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
     "_tokenize_prompts": ("prompts",),
     "create_model_card": ("model_name", "dataset_name", "tags"),
     "log": ("logs", "start_time"),
+    "train": ("resume_from_checkpoint",),
 }
 
 
@@ -39,17 +42,21 @@ MODULE_SEAMS = ("shuffle_sequence_dict",)
 
 # What ours reads of a constructed trainer.
 ATTRIBUTES = (
+    "_buffered_inputs",
     "_is_vlm",
     "_logs",
     "_metrics",
     "_pending_extra_logs",
     "_pending_metrics",
+    "_step",
     "environment_factories",
     "num_generations",
     "num_generations_eval",
+    "num_iterations",
     "reward_func_names",
     "reward_weights",
     "rollout_func",
+    "shuffle_dataset",
 )
 
 

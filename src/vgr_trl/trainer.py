@@ -10,15 +10,17 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel, Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer import grpo_trainer
 
-from vgr_trl.checkpoints import load_weights
+from vgr_trl.checkpoints import load_weights, whole_checkpoint
 from vgr_trl.choosing import GroupChoice
 from vgr_trl.collapse_watch import CollapseWatch
 from vgr_trl.config import DAPOConfig
+from vgr_trl.continuing import continue_order, save_generation
 from vgr_trl.credit import coefficient_warning, shape_advantages
 from vgr_trl.data.columns import IMAGE_COLUMNS, images_of
 from vgr_trl.errors import ConfigError
@@ -36,6 +38,7 @@ from vgr_trl.preparation import (
 from vgr_trl.recording import RolloutRecorder
 from vgr_trl.reporting.tables import in_texts
 from vgr_trl.reporting.views.model_card import TAGS, TRL_PAPER, extended_card, method_tags
+from vgr_trl.resuming import resolve_checkpoint, resume_mode
 from vgr_trl.rewards.groups import gather_groups, needed_columns
 from vgr_trl.rewards.schedule import RewardSchedule
 from vgr_trl.rollout_inputs import (
@@ -109,6 +112,7 @@ class DAPOTrainer(GRPOTrainer):
         self._loss_inputs: dict[str, Any] | None = None
         self._streamed_prompts_too_long = 0
         self._token_counts: list[float] = []  # valid tokens of the micro-batches since the last log
+        self.train_sampler: Any = None
 
         super().__init__(model, rewards, args, *rest, **options)
         check_attributes(self)
@@ -167,16 +171,34 @@ class DAPOTrainer(GRPOTrainer):
         else:
             load_weights(target, str(self.state.best_model_checkpoint))
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
+        """Add to TRL's: `True` and `latest` find the newest complete checkpoint; one that is not is refused."""
+        checkpoint = resolve_checkpoint(resume_mode(resume_from_checkpoint), Path(str(self.args.output_dir)))
+        return super().train(checkpoint, *args, **options)
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        """Keep TRL's sampler, whose order a continued run takes up."""
+        self.train_sampler = super()._get_train_sampler(dataset)
+        return self.train_sampler
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Add to TRL's: the checkpoint is complete once all is written, and not before; a full disk is named."""
+        folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        with whole_checkpoint(folder, self.accelerator, self.args.should_save):
+            super()._save_checkpoint(model, trial)
+
     def _save_rng_state(self, output_dir: str) -> None:
-        """Add to the parent's: the replay buffer, before the checkpoint is marked complete by its state file."""
+        """Add to the parent's: the replay buffer, and what is left of a generation batch."""
         super()._save_rng_state(output_dir)
         self._choice.save(Path(output_dir))
+        save_generation(self, Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Add to TRL's: the replay buffer and the position among further prompts."""
+        """Add to TRL's: the replay buffer, the order of the prompts, and what is left of a generation batch."""
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self._choice.load(Path(checkpoint))
+            continue_order(self, Path(checkpoint))
 
     # While training
 

@@ -14,11 +14,12 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 from vgr_trl.cli.arguments import DataArguments, RewardArguments, one_sentence, parse
 from vgr_trl.cli.loading import load_processor, load_rows
 from vgr_trl.cli.plan import describe_run, print_plan, total_steps
-from vgr_trl.cli.run_folder import claim, refuse_finished, resolve_checkpoint, resume_mode, write_identity
+from vgr_trl.cli.run_folder import claim, write_identity
 from vgr_trl.config import DAPOConfig
 from vgr_trl.data.load import parse_data_files, readable
 from vgr_trl.data.skipped import append_skipped, report_skipped
 from vgr_trl.errors import CollapseError, ConfigError, DataError
+from vgr_trl.resuming import refuse_finished, resolve_checkpoint, resume_mode
 from vgr_trl.rewards import accuracy_reward, load_rewards
 from vgr_trl.trainer import DAPOTrainer
 
