@@ -11,6 +11,30 @@ from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.rewards.signatures import check_callable
 
 
+def refuse_targets_without_module(model: Any) -> None:
+    """Raise `ConfigError` if an adapter names a target that is no module of the model, which PEFT passes over.
+
+    Args:
+        model: a `PeftModel` that was just made.
+    """
+    targets = next(iter(model.peft_config.values())).target_modules
+    if isinstance(targets, str) or not targets:
+        return
+    adapted = getattr(model.base_model, "targeted_module_names", [])
+    missing = sorted(target for target in targets if not any(_ends_with(name, target) for name in adapted))
+    if missing:
+        linear = {name.split(".")[-1] for name, module in model.named_modules() if hasattr(module, "in_features")}
+        names = ", ".join(sorted(linear - {"base_layer", "default"}))
+        raise ConfigError(
+            f"No module of {type(model.get_base_model()).__name__} is named {' or '.join(missing)}, which the adapter "
+            f"targets: give other names (linear modules are {names})."
+        )
+
+
+def _ends_with(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
 def as_list(reward_funcs: Any) -> list[Any]:
     """Return one or several reward functions as a list."""
     if reward_funcs is None:

@@ -27,12 +27,14 @@ from vgr_trl.errors import ConfigError
 from vgr_trl.loss_terms import entropy_term, perception_term, valid_tokens
 from vgr_trl.measuring import plan_measurement
 from vgr_trl.metrics import Throughput, approximate_kl, token_means, weigh_by_tokens
+from vgr_trl.options.effects import options_without_effect
 from vgr_trl.perceiving import perceive
 from vgr_trl.preparation import (
     as_list,
     check_rewards,
     drop_prompts_over_limit,
     refuse_images_without_vision,
+    refuse_targets_without_module,
     refuse_too_few_prompts,
 )
 from vgr_trl.recording import RolloutRecorder
@@ -116,6 +118,8 @@ class DAPOTrainer(GRPOTrainer):
 
         super().__init__(model, rewards, args, *rest, **options)
         check_attributes(self)
+        if options.get("peft_config") is not None:
+            refuse_targets_without_module(self.accelerator.unwrap_model(self.model))
 
         refuse_images_without_vision(self)
         self._measurement = plan_measurement(self)
@@ -142,6 +146,8 @@ class DAPOTrainer(GRPOTrainer):
         risk = coefficient_warning(args.perception_loss_weight, args.der_loss_weight1, args.der_loss_weight2)
         if risk is not None:
             logger.warning(risk)
+        for name, why in options_without_effect(self).items():
+            logger.warning(f"{name} is without effect because {why}.")
 
     def _over_whole_groups(self, reward: Any) -> Any:
         state = PartialState()

@@ -8,6 +8,7 @@ from rich.table import Table
 from trl import GRPOConfig
 
 from vgr_trl.config import DAPOConfig
+from vgr_trl.options.effects import changed_options, options_without_effect
 
 ALWAYS_SHOWN = (
     "loss_type", "epsilon", "epsilon_high", "beta", "learning_rate", "lr_scheduler_type", "warmup_steps",
@@ -26,6 +27,8 @@ def describe_run(trainer: Any, source: str, checkpoint: str | None) -> list[tupl
         checkpoint: where the run continues, or None.
     """
     args = trainer.args
+    idle = options_without_effect(trainer)
+    switched_on = [name for name in changed_options(args) if name in OWN_OPTIONS and name not in idle]
     model = trainer.accelerator.unwrap_model(trainer.model)
     trainable = sum(_size(parameter) for parameter in model.parameters() if parameter.requires_grad)
     total = sum(_size(parameter) for parameter in model.parameters())
@@ -37,7 +40,8 @@ def describe_run(trainer: Any, source: str, checkpoint: str | None) -> list[tupl
         ("data", f"{source}: {_rows(trainer.train_dataset)} to train on, {_rows(trainer.eval_dataset)} to evaluate on"),
         ("rewards", _rewards(trainer)),
         ("options", _values(args, ALWAYS_SHOWN)),
-        ("on", _values(args, _switched_on(args)) or "none of vgr_trl's own options"),
+        ("on", _values(args, switched_on) or "none of vgr_trl's own options"),
+        *[("without effect", f"{_values(args, [name])} because {why}") for name, why in idle.items()],
         ("rollout", f"{args.prompts_per_rollout} prompts x {args.num_generations} completions = "
                     f"{args.generation_batch_size}"),
         ("step", f"{args.per_device_train_batch_size} per device x {args.world_size} processes x "
@@ -81,11 +85,6 @@ def _rewards(trainer: Any) -> str:
         start = f" (early {early[index]:g})" if early and index < len(early) else ""
         lines.append(f"{name} x {weight:g}{start}")
     return ", ".join(lines)
-
-
-def _switched_on(args: DAPOConfig) -> list[str]:
-    defaults = {option.name: option.default for option in fields(DAPOConfig)}
-    return [name for name in OWN_OPTIONS if getattr(args, name) != defaults[name]]
 
 
 def _values(args: DAPOConfig, names: Any) -> str:

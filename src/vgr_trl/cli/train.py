@@ -41,6 +41,7 @@ def train(data: DataArguments, rewards: RewardArguments, config: DAPOConfig, mod
     """
     if not model.model_name_or_path:
         raise ConfigError("model_name_or_path is missing: give a checkpoint folder or a hub name.")
+    _separate_lora_modules(model)
     output_dir = Path(config.output_dir or "trainer_output")
     identity = _identity(data, rewards, model)
     resume = resume_mode(config.resume_from_checkpoint)
@@ -137,7 +138,7 @@ def _build_trainer(
         eval_dataset=test_rows,
         processing_class=processor(),
         quantization_config=get_quantization_config(model),
-        peft_config=get_peft_config(_lora_modules(model)),
+        peft_config=get_peft_config(model),
     )
 
 
@@ -153,12 +154,17 @@ def _resolved(data: DataArguments) -> str:
     return str(data.dataset_name or Path(str(data.dataset_path)).resolve())
 
 
-def _lora_modules(model: ModelConfig) -> ModelConfig:
-    """TRL turns a list of one module into a text, which PEFT reads as a pattern for the whole name."""
+def _separate_lora_modules(model: ModelConfig) -> None:
+    """Take commas between names, and spaces, as separators; a text with other signs is a pattern of PEFT's.
+
+    TRL turns a list of one module into a text, which PEFT reads as a pattern for the whole name.
+    """
     modules = model.lora_target_modules
-    if isinstance(modules, str) and re.fullmatch(r"\w+", modules):
-        model.lora_target_modules = [modules]
-    return model
+    if isinstance(modules, str) and re.fullmatch(r"[\w.]+", modules.replace(",", "").replace(" ", "")):
+        modules = [modules]
+    if isinstance(modules, list):
+        names = [name for text in modules for name in re.split(r"[,\s]+", text.strip()) if name]
+        model.lora_target_modules = names
 
 
 def _unwrapped(reward: Any) -> Any:

@@ -1,0 +1,114 @@
+"""Options that were given but steer nothing, because what they belong to is off."""
+
+from collections.abc import Callable
+from dataclasses import MISSING, Field, fields
+from typing import Any
+
+Reason = Callable[[Any], str | None]
+
+
+def changed_options(args: Any) -> dict[str, Any]:
+    """Return the options of a dataclass that differ from their defaults, by name."""
+    return {
+        option.name: getattr(args, option.name)
+        for option in fields(args)
+        if getattr(args, option.name) != _default(option)
+    }
+
+
+def options_without_effect(trainer: Any) -> dict[str, str]:
+    """Return why each option of a constructed `DAPOTrainer` that is not at its default has no effect, by name."""
+    args = trainer.args
+    reasons = {name: why for names, reason in _RULES.items() for name in names if (why := reason(args))}
+    reasons |= _circumstances(trainer)
+    return {name: reasons[name] for name in changed_options(args) if name in reasons}
+
+
+def _circumstances(trainer: Any) -> dict[str, str]:
+    """Reasons that lie in the rewards and the data."""
+    found = {}
+    if not trainer._measurement.wanted.attention:
+        names = ("attention_source", "attention_segments", "mdi_balance_ratio", "vision_token_ids")
+        found |= dict.fromkeys(names, "attention is not measured")
+    if not trainer._reward_schedule.changes:
+        found["early_reward_weights"] = "they equal reward_weights"
+    if trainer.eval_dataset is None:
+        found |= dict.fromkeys(("eval_log_path", "eval_num_generations"), "there are no data to evaluate on")
+    if not any("overlong" in name for name in trainer.reward_func_names):
+        found["soft_punish_cache"] = "there is no length reward"
+    return found
+
+
+def _default(option: Field[Any]) -> Any:
+    return option.default if option.default_factory is MISSING else option.default_factory()
+
+
+def _off(option: str) -> Reason:
+    return lambda args: None if getattr(args, option) else f"{option} is {getattr(args, option)!r}"
+
+
+def _no_soft_weights(args: Any) -> str | None:
+    soft = args.enable_perception_filtering and args.perception_weighting == "soft"
+    return None if args.token_weights or soft else "token_weights is False"
+
+
+def _no_filter_share(args: Any) -> str | None:
+    if args.enable_perception_filtering and args.perception_weighting == "soft":
+        return "perception_weighting is soft, which keeps all tokens"
+    return _off("enable_perception_filtering")(args)
+
+
+def _no_perturbation(args: Any) -> str | None:
+    return None if args.needs_dependency or args.uses_perception_loss else "nothing is measured on perturbed images"
+
+
+def _other_perturbation(name: str) -> Reason:
+    def reason(args: Any) -> str | None:
+        return _no_perturbation(args) or (None if args.perturbation == name else f"perturbation is {args.perturbation}")
+
+    return reason
+
+
+def _no_dead_groups(args: Any) -> str | None:
+    if args.chooses_groups or args.enable_trajectory_reweighting:
+        return None
+    return "replay_buffer_size, dynamic_sampling, online_filtering and enable_trajectory_reweighting are off"
+
+
+def _other_loss(*losses: str) -> Reason:
+    return lambda args: f"loss_type is {args.loss_type}" if args.loss_type in losses else None
+
+
+def _no_lower_clip(args: Any) -> str | None:
+    unused = ("sapo", "vespo") if args.epsilon_high is None else ("cispo", "sapo", "vespo")
+    return _other_loss(*unused)(args)
+
+
+def _no_markdown(args: Any) -> str | None:
+    paths = (args.rollout_log_path, args.eval_log_path, args.attention_diag_log_path, args.token_weights_log_path)
+    return None if any(paths) else "no Markdown log is given"
+
+
+_RULES: dict[tuple[str, ...], Reason] = {
+    ("filter_key", "filter_low", "filter_high"): _off("online_filtering"),
+    ("filter_min_reward", "replay_max_age"): _off("replay_buffer_size"),
+    ("replay_var_epsilon",): _no_dead_groups,
+    ("dynamic_sampling_max_rounds",): _off("dynamic_sampling"),
+    ("token_weights_topk_ratio", "token_weights_smooth_sigma", "token_weights_last_k_layers",
+     "token_weights_positive_only"): _off("token_weights"),
+    ("token_weights_clip",): _no_soft_weights,
+    ("perception_weighting",): _off("enable_perception_filtering"),
+    ("top_p_perception_tokens",): _no_filter_share,
+    ("top_p_entropy_tokens",): _off("enable_entropy_filtering"),
+    ("trajectory_scaling_min",): _off("enable_trajectory_reweighting"),
+    ("entropy_penalty_coef",): _off("use_entropy_penalty"),
+    ("perturbation", "perturb_per"): _no_perturbation,
+    ("patch_size", "black_prob"): _other_perturbation("blacken_patches"),
+    ("noise_std",): _other_perturbation("add_gaussian_noise"),
+    ("blur_radius",): _other_perturbation("gaussian_blur"),
+    ("mask_value",): _other_perturbation("mask_image"),
+    ("rollout_log_samples", "rollout_log_max_megabytes"): _off("rollout_log_steps"),
+    ("realtime_rollout_logging", "prompt_preview_length", "completion_preview_length"): _no_markdown,
+    ("epsilon",): _no_lower_clip,
+    ("epsilon_high",): _other_loss("sapo", "vespo"),
+}  # fmt: skip

@@ -1,0 +1,61 @@
+"""LoRA targets as users type them, and targets that no module has."""
+
+import pytest
+from peft import LoraConfig
+from trl import ModelConfig
+
+from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.cli.arguments import parse
+from vgr_trl.cli.train import _separate_lora_modules
+from vgr_trl.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("typed", "modules"),
+    [
+        (["q_proj", "v_proj"], ["q_proj", "v_proj"]),
+        (["q_proj,", "v_proj"], ["q_proj", "v_proj"]),
+        (["q_proj", ",", "v_proj"], ["q_proj", "v_proj"]),
+        (["q_proj,v_proj"], ["q_proj", "v_proj"]),
+        (["q_proj, v_proj"], ["q_proj", "v_proj"]),
+        (["q_proj,"], ["q_proj"]),
+        (["q_proj"], ["q_proj"]),
+        (["self_attn.q_proj"], ["self_attn.q_proj"]),
+        (["all-linear"], "all-linear"),
+        ([r".*layers\.\d{1,2}\.q_proj"], r".*layers\.\d{1,2}\.q_proj"),
+    ],
+    ids=str,
+)
+def test_commas_are_separators(typed, modules):
+    (model,) = parse((ModelConfig,), "train", ["--use_peft", "--lora_target_modules", *typed])
+    _separate_lora_modules(model)
+    assert model.lora_target_modules == modules
+
+
+@pytest.fixture
+def build(text_model, text_tokenizer, text_rows, tmp_path):
+    def make(targets):
+        config = DAPOConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=4, max_steps=1)
+        return DAPOTrainer(
+            text_model,
+            lambda completions, **kwargs: [0.0] * len(completions),
+            config,
+            text_rows,
+            processing_class=text_tokenizer,
+            peft_config=LoraConfig(r=2, target_modules=targets),
+        )
+
+    return make
+
+
+def test_a_target_without_a_module_is_refused(build):
+    names = r"down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"
+    with pytest.raises(
+        ConfigError, match=f"No module of Qwen2ForCausalLM is named q_porj, .*linear modules are {names}"
+    ):
+        build(["q_porj", "v_proj"])
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "self_attn.v_proj"], "all-linear", r".*q_proj"])
+def test_targets_that_are_there(build, targets):
+    assert any("lora_A" in name for name, _ in build(targets).model.named_parameters())
