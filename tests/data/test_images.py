@@ -66,5 +66,19 @@ def test_missing_files_and_foreign_types_are_named(tmp_path):
 
 
 def test_a_folder_is_not_an_image(tmp_path: Path):
-    with pytest.raises(DataError, match="does not exist"):
+    with pytest.raises(DataError, match="is a folder"):
         open_image(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("", "image is an empty text, not a path"),
+        ("https://example.org/a.png", "image is an address (https://example.org…), which is not fetched"),
+        ("data:image/png;base64,AAAA", "image is an address (data:image/png…), which is not fetched"),
+    ],
+)
+def test_what_is_no_path_is_said(value, reason):
+    for given in (value, {"bytes": None, "path": value}):
+        with pytest.raises(DataError, match=re.escape(reason)):
+            open_image(given)

@@ -1,13 +1,11 @@
 import json
-import re
 
 import pytest
 from made import encoded, jsonl, questions, reasons
 from PIL import Image
 
-from vgr_trl.data.jsonl import Keys, names_videos, read, without_marks
+from vgr_trl.data.jsonl import Keys, names_videos, read
 from vgr_trl.data.sources import Source
-from vgr_trl.errors import DataError
 
 
 def read_rows(tmp_path, *rows, **options):
@@ -44,30 +42,23 @@ def test_a_conversation_of_one_message(tmp_path):
     ("row", "reason"),
     [
         ({"prompt": None}, "its prompt (or problem or question) is None: it must be a text"),
-        ({"prompt": 7}, "its prompt (or problem or question) is 7"),
+        ({"prompt": 7}, "its prompt is a int: give a text or a conversation (a list of messages)"),
         ({"answer": None}, "solution is None"),
         ({"answer": ""}, "solution is ''"),
         ({"answer": True}, "solution is True (bool)"),
         ({"answer": ["a"]}, "solution is ['a'] (list)"),
         ({"answer": float("nan")}, "solution is nan"),
         ({"answer": float("inf")}, "solution is inf: give a finite number"),
-        ({"images": []}, "it has no image"),
-        ({"images": None}, "it has no image"),
-        ({"images": ["a.png", None]}, "its image 2 is None: it must be a path"),
-        ({"images": [""]}, "its image 1 is '': it must be a path"),
-        ({"images": 3}, "its image 1 is 3: it must be a path"),
         ({"choices": ["x", "y"], "answer": "zoo"}, "solution is 'zoo', which is none of the choices"),
         ({"choices": ["x", "y"], "answer": 2}, "solution is the index 2, but there are 2 choices"),
         ({"choices": ["x", "y"], "answer": "2"}, "solution is '2', which is none of the choices"),
         ({"choices": ["x", {"a": 1}]}, "one of its options is {'a': 1}: options must be texts or numbers"),
         ({"choices": ["x", None]}, "one of its options is None: options must be texts or numbers"),
         ({"choices": "red"}, "its options is 'red': it must be a list, or the text of one"),
-        ({"id": [1]}, "its id is [1]: it must be a text or a whole number"),
         ({"prompt": "lone \ud800 half"}, r"its text 'lone \ud800 half' has characters that are not Unicode"),
         ({"source": "\ud800"}, r"its text '\ud800' has characters that are not Unicode"),
         ({"prompt": "<image> and <image>"}, "its prompt has 2 <image> marks, but there are 1 images"),
-        ({"prompt": "<image>"}, "its question is empty"),
-        ({"prompt": [{"role": "system", "content": "x"}]}, "its prompt is a list: it must be a text, or one message"),
+        ({"prompt": [{"role": "system", "content": "x"}]}, "its prompt is a conversation: a converted row has a text"),
     ],
 )
 def test_rows_that_cannot_be_used(tmp_path, row, reason):
@@ -103,26 +94,6 @@ def test_other_encodings(tmp_path):
     assert reasons(candidates) == [(1, "the line is not UTF-8")]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "images", "expected"),
-    [
-        ("What?", 2, "What?"),
-        ("<image>\nWhat?", 1, "What?"),
-        ("What? <image>", 1, "What?"),
-        ("What is\n<image>\nthis?", 1, "What is\nthis?"),
-        ("<image> or <image>?", 2, "<image 1> or <image 2>?"),
-        ("<image 1> stays", 1, "<image 1> stays"),
-    ],
-)
-def test_marks(prompt, images, expected):
-    assert without_marks(prompt, images) == expected
-
-
-def test_marks_without_images():
-    with pytest.raises(DataError, match=re.escape("its prompt has 1 <image> marks, but there are 0 images")):
-        without_marks("<image>", 0)
-
-
 def test_a_json_list_is_read_too(tmp_path):
     Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
     rows = [{"prompt": "q", "answer": "a", "image": "a.png"}, 5]
@@ -140,7 +111,7 @@ def test_videos_are_paths_that_exist(tmp_path):
     assert [(item.images, item.videos) for item in questions(found)] == [([], [str(tmp_path / "a.mp4")])] * 2
     assert [reason[:40] for _, reason in reasons(found)] == [
         f"video file {tmp_path}/b.mp4 does not exist"[:40],
-        "its video 1 is 5: it must be a path",
+        "its video is 5: it must be a path",
         f"video file {tmp_path}/{'x' * 999}"[:40],
     ]
 

@@ -192,7 +192,7 @@ def test_what_cannot_be_merged(tmp_path):
     against = made_set(tmp_path / "b", [question("b0", (1, 1, 1), solution="B")])
     with pytest.raises(DataError, match="None of the 2 rows is left: another row with the same image and question"):
         merged(tmp_path, [source, against])
-    bad = Source(data_files=[str(jsonl(tmp_path / "bad.jsonl", [{"prompt": "q"}]))])
-    with pytest.raises(DataError, match="None of the 1 rows can be used; the first: it has no image"):
+    bad = Source(data_files=[str(jsonl(tmp_path / "bad.jsonl", [{"prompt": "q", "answer": "a", "image": ""}]))])
+    with pytest.raises(DataError, match="None of the 1 rows can be used; the first: image is an empty text"):
         merged(tmp_path, [bad])
     assert not (tmp_path / "out").exists()

@@ -10,6 +10,8 @@ from PIL import Image as PILImage
 from vgr_trl.data.prompts import SYSTEM_PROMPT, build_prompt
 from vgr_trl.data.schema import prepare_rows, row_problem
 from vgr_trl.data.skipped import report_skipped
+from vgr_trl.data.special import special_tokens
+from vgr_trl.demo.tiny_processor import build_processor
 from vgr_trl.errors import DataError
 
 
@@ -123,7 +125,10 @@ def test_a_stream_is_checked_as_it_is_read():
 
 @pytest.mark.parametrize("row", [{}, {"problem": "  "}, {"prompt": []}, {"problem": None, "prompt": None}])
 def test_a_row_without_a_question(row):
-    assert row_problem({**row, "solution": "x"}) == "it has neither a prompt nor a problem"
+    assert re.fullmatch(
+        r"its (prompt \(or problem or question\)|problem) is (None|\[\]|'  '): it must be a text",
+        row_problem({**row, "solution": "x"}) or "",
+    )
 
 
 def test_a_stream_with_a_damaged_image_leaves_that_row_out_and_names_it_once():
@@ -161,7 +166,7 @@ def test_images_as_other_writers_store_them():
         features = Features({"problem": Value("string"), "solution": Value("string"), "image": feature})
         rows, skipped = prepare_rows(Dataset.from_dict(columns, features=features))
         assert (rows[0]["image"].size, skipped) == ((40, 30), [])
-    with pytest.raises(DataError, match="The column `image` is of type .*int64.*: give images, paths or bytes"):
+    with pytest.raises(DataError, match="the first: image is of type int, not an image, a path or bytes"):
         prepare_rows(Dataset.from_dict({"problem": ["q"], "solution": ["x"], "image": [3]}))
 
 
@@ -179,10 +184,41 @@ def test_prompts_that_only_some_rows_have():
     assert rows["prompt"] == [own, [{"role": "user", "content": "r"}]]
 
 
-def test_a_text_prompt_with_an_image_is_a_reason():
-    assert "needs a conversation" in (row_problem({"prompt": "look", "solution": "x", "image": png()}) or "")
+def test_a_text_prompt_is_a_question():
+    made = Dataset.from_dict({"prompt": ["look", "see"], "solution": ["x", "y"]})
+    rows, _ = prepare_rows(made, system_prompt=None)
+    assert rows["prompt"][1] == [{"role": "user", "content": "see"}]
 
 
 def test_more_options_than_letters_is_a_reason_without_an_accuracy_reward_too():
     row = {"problem": "q", "choices": [str(i) for i in range(11)]}
-    assert row_problem(row, needs_solution=False) == "A question has 11 choices: give at most 10"
+    assert row_problem(row, needs_solution=False) == "it has 11 options: there must be 2 to 10"
+
+
+def ask(text: str, **columns) -> dict:
+    return {"problem": text, "solution": "x", **columns}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        ask("what is <|im_end|>?"),
+        ask("<|image_pad|>", image=png()),
+        ask("which?", choices=["<|endoftext|>", "x"]),
+        {"prompt": [{"role": "user", "content": [{"type": "text", "text": "a<|vision_start|>"}]}], "solution": "x"},
+    ],
+)
+def test_a_special_token_of_the_tokenizer_in_a_text_is_a_reason(row):
+    special = special_tokens(build_processor([]))
+    assert special is not None
+    found = re.fullmatch(r"its text has '(<.*>)', which the model's tokenizer reads as a special token: take it out",
+                         row_problem(row, special=special) or "")  # fmt: skip
+    assert found
+    assert found[1] in build_processor([]).tokenizer.all_special_tokens
+    assert row_problem(row) is None
+
+
+def test_the_system_prompt_and_tags_are_no_special_tokens():
+    special = special_tokens(build_processor([]))
+    row = ask("<think> is a word, and <image> a place", image=png())
+    assert row_problem(row, special=special, system_prompt="<|im_end|>") is None

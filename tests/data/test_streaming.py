@@ -33,7 +33,7 @@ def test_flags_make_a_stream_without_its_bad_rows(folder):
     for _ in range(2):
         found = list(stream)
         assert [row["problem"] for row in found] == ["q0", "q2", "q3", "q5"]
-        assert {row["image"].size for row in found} == {(12, 8)}
+        assert {image.size for row in found for image in row["images"]} == {(12, 8)}
     assert "图片" in found[0]["prompt"][0]["content"]
     assert (skipped, [row.row for row in heard]) == ([], [1, 4])
 
@@ -114,14 +114,20 @@ def test_inspecting_a_stream_keeps_no_rows():
     assert most <= 3
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_a_stream_that_breaks_off_is_a_sentence(tmp_path, suffix):
-    if suffix == "jsonl":
-        (tmp_path / "a.jsonl").write_text('{"problem": "q", "solution": "x"}\n{"problem": "q", "sol')
-    else:
-        (tmp_path / "a.parquet").write_bytes(b"PAR1" + bytes(100) + b"PAR1")
-    with pytest.raises(DataError, match=f"a.{suffix} cannot be read"), readable(f"a.{suffix}", "data_files"):
-        list(load_split("train", data_files=str(tmp_path / f"a.{suffix}"), streaming=True))
+def test_a_stream_that_breaks_off_is_a_sentence(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1" + bytes(100) + b"PAR1")
+    with pytest.raises(DataError, match=r"a.parquet cannot be read"), readable("a.parquet", "data_files"):
+        list(load_split("train", data_files=str(tmp_path / "a.parquet"), streaming=True))
+
+
+def test_a_broken_line_of_a_stream_is_left_out_and_listed(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"problem": "q", "solution": "x"}\n{"problem": "q", "sol')
+    heard = []
+    stream, _ = prepare_rows(
+        load_split("train", data_files=str(tmp_path / "a.jsonl"), streaming=True), on_skipped=heard.append
+    )
+    assert [row["solution"] for row in stream] == ["x"]
+    assert [(row.row, row.reason[:20]) for row in heard] == [(1, "the line is not JSON")]
 
 
 def test_videos_of_a_stream_need_a_model_for_several_images(tmp_path):

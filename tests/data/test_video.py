@@ -1,5 +1,4 @@
 import builtins
-import io
 import re
 from pathlib import Path
 
@@ -235,8 +234,3 @@ def test_only_models_for_several_images_take_videos():
         refuse_single_image_models(OneImage())
     with pytest.raises(ConfigError, match=r"OneImage does not take several \(one image per text, please\)"):
         refuse_single_image_models(OneImage(fails=True))
-
-
-def test_a_video_beside_a_text_prompt_is_a_reason():
-    row = {"prompt": "look", "solution": "x", "video": io.BytesIO().getvalue()}
-    assert "needs a conversation" in (row_problem(row) or "")

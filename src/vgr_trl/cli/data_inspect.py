@@ -18,6 +18,7 @@ from vgr_trl.data.inspect_report import report
 from vgr_trl.data.inspect_rows import Checks, Findings, inspect_rows
 from vgr_trl.data.load import load_path, readable
 from vgr_trl.data.skipped import SkippedRow
+from vgr_trl.data.special import special_tokens
 from vgr_trl.data.video import VideoOptions
 from vgr_trl.demo.tiny_processor import build_processor
 from vgr_trl.errors import ConfigError, DataError
@@ -116,6 +117,7 @@ def checks_of(flags: argparse.Namespace) -> Checks:
         system_prompt=system_prompt_of(data),
         videos=VideoOptions(data.video_fps, data.max_video_frames),
         length_of=None if processor is None else partial(prompt_tokens, processor),
+        special=None if processor is None else special_tokens(processor),
     )
 
 

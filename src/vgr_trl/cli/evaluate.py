@@ -3,13 +3,14 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from vgr_trl.cli.arguments import DataArguments, one_sentence, parse
-from vgr_trl.cli.loading import load_for_inference, load_rows
+from vgr_trl.cli.loading import load_for_inference, load_processor_for_inference, load_rows
 from vgr_trl.data.skipped import report_skipped
 from vgr_trl.errors import ConfigError
 from vgr_trl.evaluation import Evaluation, Scores, evaluate
@@ -66,8 +67,16 @@ def run(data: DataArguments, options: EvaluationArguments) -> Evaluation:
         raise ConfigError("model_name_or_path is missing: give a checkpoint folder, an adapter folder or a hub name.")
     if data.dataset_streaming:
         raise ConfigError("dataset_streaming is on, but evaluate reads a whole split: remove the flag.")
+    processor_only = partial(
+        load_processor_for_inference,
+        options.model_name_or_path,
+        revision=options.model_revision,
+        trust_remote_code=options.trust_remote_code,
+    )
     with one_sentence():
-        rows, left_out = load_rows(data, data.dataset_test_split, needs_solution=True, limit=data.max_test_rows)
+        rows, left_out = load_rows(
+            data, data.dataset_test_split, needs_solution=True, limit=data.max_test_rows, processor=processor_only
+        )
     if left_out:
         report_skipped(left_out, Path(options.output_file or "evaluate.json").with_suffix(".skipped.jsonl"))
     with one_sentence():

@@ -18,6 +18,7 @@ from vgr_trl.data.load import load_split, parse_data_files, readable
 from vgr_trl.data.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, SystemTemplate
 from vgr_trl.data.schema import prepare_rows
 from vgr_trl.data.skipped import SkippedRow
+from vgr_trl.data.special import special_tokens
 from vgr_trl.data.video import VideoOptions, refuse_single_image_models
 from vgr_trl.demo.tiny_processor import load_processor as load_demo_processor
 from vgr_trl.errors import ConfigError
@@ -39,6 +40,16 @@ def load_processor(model: str, revision: str | None = None, trust_remote_code: b
         )
 
 
+def load_processor_for_inference(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """Return the processor with which `load_for_inference` would load `name`, without its model."""
+    adapter = _adapter(name, revision)
+    if adapter is None or any(
+        (Path(name) / file).exists() for file in ("processor_config.json", "tokenizer_config.json")
+    ):
+        return load_processor(name, revision, trust_remote_code)
+    return load_processor(str(adapter.base_model_name_or_path), adapter.revision, trust_remote_code)
+
+
 def load_for_inference(
     name: str, *, dtype: str = "auto", revision: str | None = None, trust_remote_code: bool = False
 ) -> tuple[Any, Any]:
@@ -55,21 +66,24 @@ def load_for_inference(
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}: give one of {', '.join(DTYPES)}.")
-    with _refusing(name):
-        is_adapter = find_adapter_config_file(name, revision=revision) is not None
-    if not is_adapter:
+    adapter = _adapter(name, revision)
+    if adapter is None:
         model = _load_model(name, dtype, revision, trust_remote_code)
-        return model, load_processor(name, revision, trust_remote_code)
+    else:
+        base = _load_model(str(adapter.base_model_name_or_path), dtype, adapter.revision, trust_remote_code)
+        with _refusing(name):
+            model = PeftModel.from_pretrained(base, name, revision=revision)
+    return model, load_processor_for_inference(name, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def _adapter(name: str, revision: str | None) -> PeftConfig | None:
     with _refusing(name):
+        if find_adapter_config_file(name, revision=revision) is None:
+            return None
         adapter = PeftConfig.from_pretrained(name, revision=revision)
     if not adapter.base_model_name_or_path:
         raise ConfigError(f"The adapter in {name} does not say which base model it belongs to.")
-    base = _load_model(adapter.base_model_name_or_path, dtype, adapter.revision, trust_remote_code)
-    with _refusing(name):
-        model = PeftModel.from_pretrained(base, name, revision=revision)
-    if any((Path(name) / file).exists() for file in ("processor_config.json", "tokenizer_config.json")):
-        return model, load_processor(name, revision, trust_remote_code)
-    return model, load_processor(adapter.base_model_name_or_path, adapter.revision, trust_remote_code)
+    return adapter
 
 
 def _load_model(name: str, dtype: str, revision: str | None, trust_remote_code: bool) -> Any:
@@ -125,8 +139,8 @@ def load_rows(
     *,
     needs_solution: bool,
     limit: int | None,
-    on_skipped: Callable[[SkippedRow], None] | None = None,
     processor: Callable[[], Any] | None = None,
+    on_skipped: Callable[[SkippedRow], None] | None = None,
     shuffle_seed: int | None = None,
 ) -> tuple[Any, list[SkippedRow]]:
     """Return the usable rows of a split, with prompts, and the rows left out.
@@ -136,8 +150,9 @@ def load_rows(
         split: its name.
         needs_solution: whether a row must say what is right.
         limit: the first so many rows only.
+        processor: gives the model's processor, whose special tokens no text of a row may hold, and which must take
+            several images if the data have videos.
         on_skipped: called for each row that a stream leaves out.
-        processor: gives the model's processor, which must take several images if the data have videos.
         shuffle_seed: of the order of a stream; None: as it is. A data set keeps its order.
 
     Raises:
@@ -169,6 +184,7 @@ def load_rows(
             videos=VideoOptions(arguments.video_fps, arguments.max_video_frames),
             on_skipped=on_skipped,
             shuffle_seed=shuffle_seed,
+            special=None if processor is None else special_tokens(processor()),
         )
 
 

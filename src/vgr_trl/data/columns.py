@@ -19,11 +19,15 @@ def image_columns(dataset: Any) -> list[str]:
     return [name for name in IMAGE_COLUMNS if name in names]
 
 
+def files_of(row: Mapping[str, Any], *names: str) -> list[Any]:
+    """Return the files in the first of the columns `names` that the row has something in, be it one or a list."""
+    value = next((row[name] for name in names if row.get(name) is not None), None)
+    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
+
+
 def images_of(row: Mapping[str, Any]) -> list[Any]:
     """Return the images of `row`, decoded or not, in order; `images` counts before `image`, as in TRL."""
-    if row.get("images") is not None:
-        return list(row["images"])
-    return [row["image"]] if row.get("image") is not None else []
+    return files_of(row, "images", "image")
 
 
 def video_columns(names: Iterable[str]) -> list[str]:
@@ -33,17 +37,15 @@ def video_columns(names: Iterable[str]) -> list[str]:
 
 def videos_of(row: Mapping[str, Any]) -> list[Any]:
     """Return the videos of `row`, undecoded, in order; `videos` counts before `video`."""
-    if row.get("videos") is not None:
-        return list(row["videos"]) if isinstance(row["videos"], list | tuple) else [row["videos"]]
-    return [row["video"]] if row.get("video") is not None else []
+    return files_of(row, "videos", "video")
 
 
 def require_columns(names: Iterable[str], split: str, needs_solution: bool) -> None:
     """Raise `DataError` if no row of a data set with the columns `names` could be used."""
     names = list(names)
-    if not {"prompt", "problem"} & set(names):
+    if not {"prompt", "problem", "question"} & set(names):
         raise DataError(f"The {split} data has the columns {names}: it needs `prompt`, or `problem` with `solution`.")
-    if needs_solution and not {"solution", "label_idx"} & set(names):
+    if needs_solution and not {"solution", "answer", "label_idx"} & set(names):
         raise DataError(
             f"The {split} data has the columns {names}: the accuracy reward needs `solution` (letter, index or text)."
         )

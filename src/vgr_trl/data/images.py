@@ -1,6 +1,7 @@
 """Reading images from a data set, with a reason where one cannot be used."""
 
 import io
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,23 +18,22 @@ DEEP_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 # Formats that are recognised by their first bytes; of the others, some take any bytes for an image (TGA), some run a
 # program (EPS).
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+ADDRESS = re.compile(r"(?:https?|ftp|s3|gs|hf|file)://[^/]*|data:[\w/+.-]*(?=[;,])", re.IGNORECASE)
 ORIENTATION = 0x0112  # the EXIF tag
 
 
 def open_image(value: Any, root: Path = Path()) -> Image.Image:
-    """Return `value` as a fully decoded, upright image of at most 8 bits per channel.
+    """Return `value` as an upright RGB image, the same that `convert` stores.
 
     Args:
         value: an image, a path, or a dict with `bytes` or `path` as `datasets` stores undecoded images.
         root: folder that relative paths start from.
 
     Raises:
-        DataError: the image is missing, unreadable, truncated, empty, too large or too deep; the message is the reason.
+        DataError: the image is missing, unreadable, truncated, empty, too large, or of values that no mode has; the
+            message is the reason.
     """
-    image = read_image(value, root)
-    if image.mode in DEEP_MODES:
-        raise DataError(f"image has mode {image.mode}, which models read as black or white: convert it to 8 bits")
-    return image
+    return to_rgb(read_image(value, root))
 
 
 def read_image(value: Any, root: Path = Path(), max_image_pixels: int | None = None) -> Image.Image:
@@ -45,7 +45,7 @@ def read_image(value: Any, root: Path = Path(), max_image_pixels: int | None = N
         max_image_pixels: larger images are refused before they are decoded; None: Pillow's limit.
 
     Raises:
-        DataError: as in `open_image`, deep modes apart.
+        DataError: as in `open_image`, values apart.
     """
     if isinstance(value, Image.Image):
         return _decoded(value, max_image_pixels)
@@ -74,13 +74,18 @@ def image_bytes(value: Any, root: Path = Path()) -> bytes:
         return value
     if not isinstance(value, str | Path):
         raise DataError(f"image is of type {type(value).__name__}, not an image, a path or bytes")
+    if not str(value):
+        raise DataError("image is an empty text, not a path")
+    if address := ADDRESS.match(str(value)):
+        raise DataError(f"image is an address ({address[0]}…), which is not fetched: save it, and give its path")
     path = root / value
     try:
         if path.is_file():
             return path.read_bytes()
+        is_folder = path.is_dir()
     except (OSError, ValueError) as error:
         raise DataError(f"image file {str(path)[:200]!r} cannot be read ({_words(error)})") from error
-    raise DataError(f"image file {str(path)[:200]} does not exist")
+    raise DataError(f"image file {str(path)[:200]} {'is a folder' if is_folder else 'does not exist'}")
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

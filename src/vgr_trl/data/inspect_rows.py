@@ -1,5 +1,6 @@
 """One pass over a data set before training: which rows cannot be used and why, what the others consist of."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from tqdm.auto import tqdm
 from vgr_trl.data.columns import images_of, require_columns, undecoded
 from vgr_trl.data.inspect_sample import Sampled, sampled
 from vgr_trl.data.prompts import LETTERS, SYSTEM_PROMPT, SystemTemplate
+from vgr_trl.data.readers import UNREADABLE
 from vgr_trl.data.schema import ready_row, row_problem
 from vgr_trl.data.skipped import SkippedRow
 from vgr_trl.data.statistics import OPEN, kind_of
@@ -33,6 +35,7 @@ class Checks:
         system_prompt: put before each `problem`.
         videos: rate and limit of the frames of videos.
         length_of: tokens of the prompt of a ready row; None: lengths are not measured.
+        special: finds the special tokens of the model's tokenizer; None: they are not known.
     """
 
     root: Path = Path()
@@ -40,6 +43,7 @@ class Checks:
     system_prompt: str | SystemTemplate | None = SYSTEM_PROMPT
     videos: VideoOptions = DEFAULT_VIDEO_OPTIONS
     length_of: Callable[[Mapping[str, Any]], int] | None = None
+    special: re.Pattern[str] | None = None
 
 
 @dataclass
@@ -106,10 +110,12 @@ def inspect_rows(
     """
     rows = undecoded(dataset)
     findings, draw = Findings(split), _Draw(samples, Random(seed))
+    has_columns = False
     total = len(dataset) if isinstance(dataset, Dataset) else None
     for index, row in enumerate(tqdm(rows, desc=f"inspect ({split})", unit=" rows", total=total, delay=1)):
-        if index == 0:
-            require_columns(row, split, checks.needs_solution)
+        if not has_columns and row.get(UNREADABLE) is None:
+            require_columns([name for name in row if name != UNREADABLE], split, checks.needs_solution)
+            has_columns = True
         findings.rows += 1
         reason = _count(row, index, checks, findings, draw)
         if reason is not None:
@@ -128,7 +134,7 @@ def inspect_rows(
 def _count(row: Mapping[str, Any], index: int, checks: Checks, findings: Findings, draw: "_Draw") -> str | None:
     """Add a usable row to `findings`, or return why it is none."""
     options: dict[str, Any] = {"root": checks.root, "system_prompt": checks.system_prompt, "videos": checks.videos}
-    reason = row_problem(row, needs_solution=checks.needs_solution, **options)
+    reason = row_problem(row, needs_solution=checks.needs_solution, special=checks.special, **options)
     if reason is not None:
         return reason
     ready = ready_row(row, **options)
@@ -142,8 +148,8 @@ def _count(row: Mapping[str, Any], index: int, checks: Checks, findings: Finding
     findings.usable += 1
     findings.sources[str(row.get("source") or "not stated")] += 1
     findings.images[len(images_of(ready))] += 1
-    right = _right_letter(row) if checks.needs_solution else None
-    findings.choices[str(len(row["choices"])) if row.get("choices") else OPEN] += 1
+    right = _right_letter(ready) if checks.needs_solution else None
+    findings.choices[str(len(ready["choices"])) if ready.get("choices") else OPEN] += 1
     if right is not None:
         findings.letters[right] += 1
     if (place := draw.place()) is not None:

@@ -1,19 +1,33 @@
 """Loading a data set from the hub, a folder or files."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
+from datasets import (
+    Dataset,
+    DatasetDict,
+    IterableDataset,
+    IterableDatasetDict,
+    Json,
+    List,
+    load_dataset,
+    load_from_disk,
+)
 from datasets.exceptions import DataFilesNotFoundError, DatasetGenerationError, DatasetNotFoundError
 from pyarrow.lib import ArrowException
 
+from vgr_trl.data.readers import count_rows
+from vgr_trl.data.reading import KEYS
+from vgr_trl.data.sources import row_files, splits_of
+from vgr_trl.data.tables import stream_of, table_of
 from vgr_trl.errors import ConfigError, DataError, VGRError
 
 BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".arrow": "arrow"}
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+METADATA = "metadata.jsonl"  # what `datasets` knows of the images beside it
 CONVERTED = re.compile(r"(.+)-\d{5}\.(parquet|jsonl)")  # the files that `vgr-trl data convert` writes
 
 
@@ -54,7 +68,7 @@ def load_split(
             return _from_file(split, files[split], streaming)
         if dataset_path:
             return _pick(split, _from_folder(Path(dataset_path), streaming), dataset_path)
-        return _pick(split, load_dataset(dataset_name, name=dataset_config, streaming=streaming), str(dataset_name))
+        return _pick(split, _from_hub(str(dataset_name), dataset_config, streaming), str(dataset_name))
 
 
 def load_path(
@@ -77,7 +91,7 @@ def load_path(
         if path and Path(path).is_dir():
             loaded = _from_folder(Path(path), streaming)
         elif HUB_NAME.fullmatch(path):
-            loaded = load_dataset(path, name=config, streaming=streaming)
+            loaded = _from_hub(path, config, streaming)
         else:
             raise DataError(f"There is no file and no folder {path}: give one, or a name on the hub.")
         splits = ["train"] if isinstance(loaded, Dataset | IterableDataset) else list(loaded)
@@ -129,6 +143,10 @@ def parse_data_files(text: str) -> dict[str, Path]:
     return files
 
 
+def _from_hub(name: str, config: str | None, streaming: bool) -> Any:
+    return _keeping_types(load_dataset(name, name=config, streaming=streaming), name)
+
+
 def _from_file(split: str, path: Path, streaming: bool) -> Any:
     if not path.is_file():
         raise DataError(f"The file {path} of data_files does not exist.")
@@ -137,7 +155,10 @@ def _from_file(split: str, path: Path, streaming: bool) -> Any:
         raise DataError(f"The file {path} is none of {', '.join(BUILDERS)}.")
     if path.stat().st_size == 0:
         raise DataError(f"The file {path} is empty.")
-    return load_dataset(builder, data_files={split: str(path)}, split=split, streaming=streaming)
+    _require_rows([path])
+    if builder == "json":
+        return (stream_of if streaming else table_of)([path])
+    return _keeping_types(load_dataset(builder, data_files={split: str(path)}, split=split, streaming=streaming), path)
 
 
 def _from_folder(path: Path, streaming: bool) -> Any:
@@ -149,8 +170,40 @@ def _from_folder(path: Path, streaming: bool) -> Any:
         raise DataError(f"dataset_path is {path}, which is empty.")
     if converted := _converted(path):
         builder, files = converted
+        if builder == "json":
+            return _read_here(files, streaming)
         return load_dataset(builder, data_files=files, streaming=streaming)
-    return load_dataset(str(path), streaming=streaming)
+    rows = row_files(path)
+    _require_rows(rows)
+    if rows and all(BUILDERS[file.suffix.lower()] == "json" and file.name != METADATA for file in rows):
+        return _read_here({split: list(map(str, files)) for split, files in splits_of(rows, path).items()}, streaming)
+    return _keeping_types(load_dataset(str(path), streaming=streaming), path)
+
+
+def _read_here(files: dict[str, list[str]], streaming: bool) -> DatasetDict | IterableDatasetDict:
+    if streaming:
+        return IterableDatasetDict({split: stream_of(list(map(Path, names))) for split, names in files.items()})
+    return DatasetDict({split: table_of(list(map(Path, names))) for split, names in files.items()})
+
+
+def _require_rows(paths: Sequence[Path]) -> None:
+    """Refuse Parquet files without rows, at which `datasets` fails with words about batch sizes."""
+    for path in paths:
+        if path.suffix.lower() == ".parquet" and count_rows([path]) == 0:
+            raise DataError(f"The file {path} has no rows: give a file with at least one, or take it away.")
+
+
+def _keeping_types(loaded: Any, source: Any) -> Any:
+    """Refuse a column that `datasets` has read as JSON because its types are mixed: there "1" has become 1."""
+    for dataset in loaded.values() if isinstance(loaded, dict) else [loaded]:
+        for name, feature in (dataset.features or {}).items():
+            item = feature.feature if isinstance(feature, List) else feature
+            if name in (*KEYS.answer, *KEYS.choices) and isinstance(item, Json):
+                raise DataError(
+                    f"The column `{name}` of {source} mixes texts and numbers, and reading it so would make numbers of "
+                    "texts: give its JSONL files by data_files, or write the column as texts."
+                )
+    return loaded
 
 
 def _converted(path: Path) -> tuple[str, dict[str, list[str]]] | None:

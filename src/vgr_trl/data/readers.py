@@ -11,8 +11,10 @@ from pyarrow.lib import ArrowException
 from vgr_trl.data.questions import Origin, Record
 from vgr_trl.errors import DataError
 
+UNREADABLE = "__unreadable__"  # the column that says why there is no row at this place of a file
 BATCH_ROWS = 16
 LONGEST_LINE = 64 * 2**20  # bytes of one JSONL row; without a limit a file without line ends would fill the memory
+OTHER_ENCODINGS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}  # by the mark at the start of a file
 WHITE_SPACE = b"\xef\xbb\xbf \t\r\n"  # with the mark that some editors put at the start of UTF-8
 
 
@@ -73,6 +75,7 @@ def read_parquet(path: Path) -> Iterator[Record]:
 def read_jsonl(path: Path) -> Iterator[Record]:
     """Yield the rows of a file with one JSON object per line; empty lines are passed over."""
     row = 0
+    _require_utf8(path)
     try:
         with path.open("rb") as file:
             for row, line in enumerate(_lines(file)):
@@ -97,6 +100,7 @@ def _lines(file: IO[bytes]) -> Iterator[bytes | None]:
 
 def read_json(path: Path) -> Iterator[Record]:
     """Yield the rows of a JSON file: a list of objects, or one object per line."""
+    _require_utf8(path)
     try:
         with path.open("rb") as file:
             start = file.read(1024).lstrip(WHITE_SPACE)[:1]
@@ -107,7 +111,7 @@ def read_json(path: Path) -> Iterator[Record]:
     except (OSError, ValueError, RecursionError) as error:
         raise _unreadable(path, 0, error) from error
     for row, value in enumerate(rows):
-        yield Origin(str(path), row), value if isinstance(value, dict) else _no_object(value)
+        yield Origin(str(path), row), _object(value)
 
 
 def parse_object(line: bytes) -> dict[str, Any] | str:
@@ -118,11 +122,28 @@ def parse_object(line: bytes) -> dict[str, Any] | str:
         return "the line is not UTF-8"
     except (ValueError, RecursionError) as error:
         return f"the line is not JSON ({error})"
-    return value if isinstance(value, dict) else _no_object(value)
+    return _object(value)
+
+
+def _require_utf8(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            encoding = OTHER_ENCODINGS.get(file.read(2))
+    except OSError as error:
+        raise _unreadable(path, 0, error) from error
+    if encoding is not None:
+        raise DataError(f"The file {path} is written in {encoding}: save it as UTF-8.")
 
 
 def _loads(data: bytes) -> Any:
-    return json.loads(data.decode("utf-8-sig"), object_pairs_hook=_without_repetition)
+    return json.loads(data.decode("utf-8-sig"), object_pairs_hook=_without_repetition, parse_int=_whole_number)
+
+
+def _whole_number(digits: str) -> int:
+    """Numbers beyond 64 bits have no place in a table; a reader that kept them as floats would change them."""
+    if len(digits) > 20 or not -(2**63) <= int(digits) < 2**63:
+        raise ValueError(f"the whole number {digits[:20]}… has more than 64 bits: write it as a text")
+    return int(digits)
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -134,8 +155,23 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _no_object(value: Any) -> str:
-    return f"the row is a {type(value).__name__}, not an object with columns"
+def _object(value: Any) -> dict[str, Any] | str:
+    if not isinstance(value, dict):
+        return f"the row is a {type(value).__name__}, not an object with columns"
+    text = _not_unicode(value)
+    return value if text is None else f"its text {text[:40]!a} has characters that are not Unicode"
+
+
+def _not_unicode(value: Any) -> str | None:
+    """The first text in a value that no file could hold: JSON may name half of a pair, as \\ud800."""
+    if isinstance(value, str):
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            return value
+        return None
+    items = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next((found for item in items if (found := _not_unicode(item)) is not None), None)
 
 
 def _unreadable(path: Path, row: int, error: Exception) -> DataError:

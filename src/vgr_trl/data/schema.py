@@ -4,17 +4,17 @@ A row has a `prompt` (a conversation or a text) or a `problem` (the question's t
 choice), a `solution`, and `image`, `images`, `video` or `videos` unless it is about text alone.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, Image, IterableDataset, List
-from pyarrow.lib import ArrowException
+from datasets import Dataset, IterableDataset, Json, List
 
 from vgr_trl.data.columns import (
+    IMAGE_COLUMNS,
     VIDEO_COLUMNS,
-    image_columns,
     images_of,
     require_columns,
     undecoded,
@@ -22,14 +22,20 @@ from vgr_trl.data.columns import (
     videos_of,
 )
 from vgr_trl.data.images import open_image
+from vgr_trl.data.marks import as_parts, placed, texts_of
 from vgr_trl.data.prompts import SYSTEM_PROMPT, SystemTemplate, build_prompt
+from vgr_trl.data.questions import value_of
+from vgr_trl.data.readers import UNREADABLE
+from vgr_trl.data.reading import KEYS, LABEL, read_row, read_text
 from vgr_trl.data.scan import scan
 from vgr_trl.data.skipped import SkippedRow
 from vgr_trl.data.streams import PLACE, prepare_stream
+from vgr_trl.data.tables import with_column
 from vgr_trl.data.video import DEFAULT_VIDEO_OPTIONS, VideoOptions, frames_of, without_video_marks
 from vgr_trl.data.video_rows import with_frames
 from vgr_trl.errors import DataError, RewardError
-from vgr_trl.rewards import resolve_solution
+
+ANSWERS = tuple(name for name in KEYS.answer if name != LABEL)
 
 
 def row_problem(
@@ -39,6 +45,7 @@ def row_problem(
     needs_solution: bool = True,
     system_prompt: str | SystemTemplate | None = None,
     videos: VideoOptions = DEFAULT_VIDEO_OPTIONS,
+    special: re.Pattern[str] | None = None,
 ) -> str | None:
     """Return why `row` cannot be used, in one sentence, or None if it can.
 
@@ -48,19 +55,18 @@ def row_problem(
         needs_solution: whether a row must say what is right (an accuracy reward is on).
         system_prompt: put before a `problem`; a template may fail on the row.
         videos: rate and limit of the frames of videos.
+        special: finds the special tokens of the model's tokenizer, which no text of a row may hold.
 
     Raises:
         ConfigError: the row has a video, and PyAV is not installed.
     """
     try:
-        prompt = _prompt_of(row, system_prompt)
-        if needs_solution:
-            stated = row.get("solution") if row.get("solution") is not None else row.get("label_idx")
-            resolve_solution(stated, row.get("choices"))
-        images = images_of(row)
-        if (images or videos_of(row)) and isinstance(prompt, str):
-            return "its prompt is a text, but a row with images needs a conversation (a list of messages)"
-        for value in images:
+        reading = read_row(row, needs_answer=needs_solution)
+        _conversation(row, system_prompt)
+        for text in texts_of(placed(_conversation(row, None))):
+            if special is not None and (found := special.search(text)):
+                return f"its text has {found[0]!r}, which the model's tokenizer reads as a special token: take it out"
+        for value in reading.images:
             open_image(value, root)
         frames_of(row, videos, root)
     except (DataError, RewardError) as error:
@@ -74,23 +80,21 @@ def ready_row(
     root: Path = Path(),
     system_prompt: str | SystemTemplate | None = SYSTEM_PROMPT,
     videos: VideoOptions = DEFAULT_VIDEO_OPTIONS,
+    several: bool = True,
 ) -> dict[str, Any]:
     """Return a row in which `row_problem` finds nothing with its prompt and its images, those of videos included.
 
     Args:
         row: with undecoded or decoded images.
         root, system_prompt, videos: as in `row_problem`.
+        several: whether there may be several images, which are then in `images`, in every row alike.
     """
-    ready = {name: value for name, value in row.items() if name not in (*VIDEO_COLUMNS, PLACE)}
-    ready["prompt"] = _prompt_of(row, system_prompt)
-    if any(name in row for name in VIDEO_COLUMNS):
-        ready.pop("image", None)
-        ready["images"] = [open_image(value, root) for value in images_of(row)] + frames_of(row, videos, root)
-    elif row.get("images") is not None:
-        ready["images"] = [open_image(value, root) for value in row["images"]]
-    elif row.get("image") is not None:
-        ready["image"] = open_image(row["image"], root)
-    return ready
+    gone = (*IMAGE_COLUMNS, *VIDEO_COLUMNS, PLACE, UNREADABLE)
+    ready = {name: value for name, value in row.items() if name not in gone}
+    ready["prompt"] = placed(_conversation(row, system_prompt))
+    ready |= {name: value for name, value in _stated(row).items() if value is not None or name in row}
+    images = [open_image(value, root) for value in images_of(row)] + frames_of(row, videos, root)
+    return ready | ({"images": images} if several else {"image": images[0] if images else None})
 
 
 def prepare_rows(
@@ -103,6 +107,7 @@ def prepare_rows(
     videos: VideoOptions = DEFAULT_VIDEO_OPTIONS,
     on_skipped: Callable[[SkippedRow], None] | None = None,
     shuffle_seed: int | None = None,
+    special: re.Pattern[str] | None = None,
 ) -> tuple[Dataset | IterableDataset, list[SkippedRow]]:
     """Return `dataset` with a column `prompt` and without the rows that cannot be used, and the list of those.
 
@@ -120,23 +125,23 @@ def prepare_rows(
         on_skipped: called for each row of a stream that is left out; None: a warning.
         shuffle_seed: of a stream: draw each row from the next 1000, which wait with their images undecoded, in a
             small part of the memory that shuffling the result takes. None: keep the order.
+        special: as in `row_problem`.
 
     Raises:
         ConfigError: there are videos, and PyAV is not installed.
         DataError: the data set is empty, lacks the needed columns, or no row is left.
     """
+    options: dict[str, Any] = {"root": root, "system_prompt": system_prompt, "videos": videos}
+    examine = partial(row_problem, needs_solution=needs_solution, special=special, **options)
     if isinstance(dataset, IterableDataset):
-        examine = partial(
-            row_problem, root=root, needs_solution=needs_solution, system_prompt=system_prompt, videos=videos
-        )
-        ready = partial(ready_row, root=root, system_prompt=system_prompt, videos=videos)
+        ready = partial(ready_row, several=_are_several(dataset), **options)
         return prepare_stream(dataset, split, needs_solution, examine, ready, on_skipped, shuffle_seed), []
     if len(dataset) == 0:
         raise DataError(f"The {split} data set has no rows: give a data set with at least one.")
-    require_columns(dataset.column_names, split, needs_solution)
-    dataset = _with_image_features(dataset, root)
-    examine = partial(row_problem, root=root, needs_solution=needs_solution, system_prompt=system_prompt, videos=videos)
-    reasons = scan(undecoded(dataset), examine, f"check rows ({split})")
+    dataset = undecoded(dataset)
+    if dataset.column_names != [UNREADABLE]:
+        require_columns([name for name in dataset.column_names if name != UNREADABLE], split, needs_solution)
+    reasons = scan(dataset, examine, f"check rows ({split})")
     ids = dataset["id"] if "id" in dataset.column_names else range(len(dataset))
     skipped = [SkippedRow(split, row, ids[row], reason) for row, reason in enumerate(reasons) if reason is not None]
     if len(skipped) == len(dataset):
@@ -145,69 +150,59 @@ def prepare_rows(
         )
     if skipped:
         dataset = dataset.select([row for row, reason in enumerate(reasons) if reason is None])
-    dataset = _with_prompts(dataset, system_prompt)
-    return (with_frames(undecoded(dataset), videos, root) if video_columns(dataset.column_names) else dataset), skipped
+    if UNREADABLE in dataset.column_names:
+        dataset = dataset.remove_columns(UNREADABLE)
+    dataset = with_frames(_with_texts(dataset, system_prompt), videos, root)
+    column = "images" if _are_several(dataset) else "image"
+    return dataset.with_transform(partial(_shown, root=root, column=column)), skipped
 
 
-def _prompt_of(row: Mapping[str, Any], system_prompt: str | SystemTemplate | None) -> Any:
-    if row.get("prompt") is not None and row["prompt"] != []:
-        prompt = _checked_prompt(row["prompt"])
-    else:
-        problem = row.get("problem")
-        if not isinstance(problem, str) or not problem.strip():
-            raise DataError("it has neither a prompt nor a problem")
+def _conversation(row: Mapping[str, Any], system_prompt: str | SystemTemplate | None) -> list[dict[str, Any]]:
+    prompt, choices = read_text(row)
+    if isinstance(prompt, str):
         source = row.get("source") if isinstance(row.get("source"), str) else None
-        prompt = build_prompt(problem, row.get("choices"), system_prompt=system_prompt, source=source)
+        prompt = build_prompt(prompt, choices, system_prompt=system_prompt, source=source)
     return without_video_marks(prompt) if videos_of(row) else prompt
 
 
-def _checked_prompt(prompt: Any) -> Any:
-    if isinstance(prompt, str) and prompt.strip():
-        return prompt
-    if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
-        raise DataError(f"its prompt is a {type(prompt).__name__}: give a text or a conversation (a list of messages)")
-    for message in prompt:
-        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str | list):
-            raise DataError("a message of its prompt lacks a role or a content")
-    if prompt[-1]["role"] == "assistant":
-        raise DataError("its prompt ends with a message of the assistant, so there is nothing to answer")
-    return prompt
+def _stated(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Options and answer of a row under the names that rewards know them by."""
+    return {"choices": read_text(row)[1], "solution": value_of(row, *ANSWERS)}
 
 
-def _with_prompts(dataset: Dataset, system_prompt: str | SystemTemplate | None) -> Dataset:
-    videos = video_columns(dataset.column_names)
-    if "prompt" in dataset.column_names and all(dataset["prompt"]) and not videos:
-        return dataset
-    if "prompt" in dataset.column_names and not isinstance(dataset.features["prompt"], List):
-        raise DataError(
-            "Some rows have a text as `prompt` and others only a `problem`: give all of them one or the other."
-        )
-    columns = [name for name in ("prompt", "problem", "choices", "source", *videos) if name in dataset.column_names]
-    prompts = [_prompt_of(row, system_prompt) for row in undecoded(dataset.select_columns(columns))]
-    if "prompt" in dataset.column_names:
-        dataset = dataset.remove_columns("prompt")
-    return dataset.add_column("prompt", prompts)
+def _with_texts(dataset: Dataset, system_prompt: str | SystemTemplate | None) -> Dataset:
+    names = {*KEYS.prompt, *KEYS.choices, *ANSWERS, "source", *VIDEO_COLUMNS} & set(dataset.column_names)
+    rows = list(dataset.select_columns(sorted(names)))
+    conversations = [_conversation(row, system_prompt) for row in rows]
+    if not all(isinstance(message["content"], str) for messages in conversations for message in messages):
+        conversations = [
+            [{**message, "content": as_parts(message["content"])} for message in messages] for messages in conversations
+        ]
+    stated = [_stated(row) for row in rows]
+    for name in ("choices", "solution"):
+        values = [row[name] for row in stated]
+        is_there = name in dataset.column_names or any(value is not None for value in values)
+        if is_there and values != [row.get(name) for row in rows]:
+            dataset = with_column(dataset, name, values)
+    return with_column(dataset, "prompt", conversations)
 
 
-def _with_image_features(dataset: Dataset, root: Path) -> Dataset:
-    """Turn columns of paths or bytes, as JSONL and other writers have them, into columns that decode on access."""
-    for name in image_columns(dataset):
-        feature = dataset.features[name]
-        is_list = isinstance(feature, List)
-        item = feature.feature if is_list else feature
-        if isinstance(item, Image):
-            continue
-        if getattr(item, "dtype", None) == "string":
-            paths = [_under(root, value) for value in dataset[name]]
-            dataset = dataset.remove_columns(name).add_column(name, paths)
-        try:
-            dataset = dataset.cast_column(name, List(Image()) if is_list else Image())
-        except (TypeError, ValueError, ArrowException) as error:
-            raise DataError(f"The column `{name}` is of type {feature}: give images, paths or bytes.") from error
-    return dataset
+def _are_several(dataset: Dataset | IterableDataset) -> bool:
+    """Whether a row may have several images: they are in `images` then, which TRL looks for in a batch's first row."""
+    names = dataset.column_names
+    if names is None or "image" not in names or "images" in names or video_columns(names):
+        return True
+    return isinstance((dataset.features or {}).get("image"), List | Json)
 
 
-def _under(root: Path, value: Any) -> Any:
-    if isinstance(value, list):
-        return [_under(root, path) for path in value]
-    return None if value is None else str((root / value).absolute())  # what follows may start from `root` again
+def _shown(batch: dict[str, list[Any]], *, root: Path, column: str) -> dict[str, list[Any]]:
+    """Rows as TRL gets them: marks replaced by parts, images decoded."""
+    ready = {name: values for name, values in batch.items() if name not in IMAGE_COLUMNS}
+    if "prompt" in batch:
+        ready["prompt"] = [placed(prompt) for prompt in batch["prompt"]]
+    names = [name for name in IMAGE_COLUMNS if name in batch]
+    if names:
+        rows = [dict(zip(names, values, strict=True)) for values in zip(*(batch[name] for name in names), strict=True)]
+        images = [[open_image(value, root) for value in images_of(row)] for row in rows]
+        ready[column] = images if column == "images" else [found[0] if found else None for found in images]
+    return ready

@@ -13,7 +13,9 @@ from vgr_trl.data.readers import READERS, count_rows, read_files, reader_of
 from vgr_trl.errors import ConfigError, DataError
 
 SAVED = ("dataset_dict.json", "dataset_info.json")  # what `save_to_disk` leaves in a folder
-SPLITS = ("train", "training", "test", "testing", "validation", "valid", "val", "dev")
+MEANT = {"train": "train", "training": "train", "test": "test", "testing": "test"}
+MEANT |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
+SPLITS = tuple(MEANT)
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,15 @@ def files_in(folder: Path, config: str | None, split: str) -> list[Path]:
 def splits_in(folder: Path) -> list[str]:
     """Return the splits that the names of the files in `folder` say, none where they say nothing."""
     return sorted({word for file in row_files(folder) for word in _words_of(file.relative_to(folder)) & set(SPLITS)})
+
+
+def splits_of(files: Sequence[Path], folder: Path) -> dict[str, list[Path]]:
+    """Return split → files, as `datasets` names the splits; all are `train` where the names say nothing."""
+    found: dict[str, list[Path]] = {}
+    for file in files:
+        for split in sorted({MEANT[word] for word in _words_of(file.relative_to(folder)) & set(SPLITS)}):
+            found.setdefault(split, []).append(file)
+    return found or {"train": list(files)}
 
 
 def has_config(folder: Path, config: str) -> bool:

@@ -6,7 +6,8 @@ from typing import Any
 from datasets import IterableDataset
 from transformers.utils import logging
 
-from vgr_trl.data.columns import VIDEO_COLUMNS, require_columns, undecoded, video_columns
+from vgr_trl.data.columns import IMAGE_COLUMNS, VIDEO_COLUMNS, require_columns, undecoded
+from vgr_trl.data.readers import UNREADABLE
 from vgr_trl.data.skipped import SkippedRow
 from vgr_trl.errors import DataError
 
@@ -42,7 +43,9 @@ def prepare_stream(
     first = next(iter(undecoded(dataset)), None)
     if first is None:
         raise DataError(f"The {split} stream has no rows: give a data set with at least one.")
-    require_columns(first, split, needs_solution)
+    first = next((row for row in undecoded(dataset) if row.get(UNREADABLE) is None), first)
+    if first.get(UNREADABLE) is None:
+        require_columns(first, split, needs_solution)
     heard: set[Any] = set()
 
     def usable(row: Mapping[str, Any]) -> bool:
@@ -60,13 +63,12 @@ def prepare_stream(
                 logger.warning(f"Left out {split} row {index} of the stream: {reason}.")
         return False
 
-    gone = [name for name in ("image", *VIDEO_COLUMNS) if name in first] if video_columns(first) else []
     numbered = undecoded(dataset).map(_numbered, with_indices=True)
     if next(iter(numbered.filter(usable)), None) is None:
         raise DataError(f"None of the {len(heard)} rows of the {split} stream can be used: see the reasons above.")
     if shuffle_seed is not None:
         numbered = numbered.shuffle(seed=shuffle_seed, buffer_size=SHUFFLE_BUFFER)
-    return numbered.filter(usable).map(ready, remove_columns=[*gone, PLACE])
+    return numbered.filter(usable).map(ready, remove_columns=[*IMAGE_COLUMNS, *VIDEO_COLUMNS, PLACE])
 
 
 def _numbered(row: Mapping[str, Any], index: int) -> dict[str, Any]:

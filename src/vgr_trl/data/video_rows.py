@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from datasets import Dataset, Features, Image, List
+from datasets import Dataset, Features, Image, List, concatenate_datasets
 from datasets.fingerprint import Hasher
 
 from vgr_trl.data.columns import IMAGE_COLUMNS, VIDEO_COLUMNS, images_of, video_columns, videos_of
+from vgr_trl.data.images import image_bytes
 from vgr_trl.data.video import VideoOptions, frames_of
 
 ROWS_IN_MEMORY = 8  # frames are large; the rest waits in the cache file
@@ -29,23 +30,23 @@ def with_frames(dataset: Dataset, options: VideoOptions, root: Path = Path()) ->
     columns = video_columns(dataset.column_names)
     if not columns:
         return dataset
-    old = [name for name in (*IMAGE_COLUMNS, *VIDEO_COLUMNS) if name in dataset.column_names]
-    kept = {name: feature for name, feature in dataset.features.items() if name not in old}
+    shown = [name for name in (*IMAGE_COLUMNS, *VIDEO_COLUMNS) if name in dataset.column_names]
 
     def fill(row: Mapping[str, Any]) -> dict[str, Any]:
         frames = [{"bytes": _encoded(frame), "path": None} for frame in frames_of(row, options, root)]
-        return {"images": [*images_of(row), *frames]}
+        return {"images": [*({"bytes": image_bytes(value, root), "path": None} for value in images_of(row)), *frames]}
 
     state = PartialState()
     with state.local_main_process_first():
-        return dataset.map(
+        frames = dataset.select_columns(shown).map(
             fill,
-            remove_columns=old,
-            features=Features({**kept, "images": List(Image())}),
+            remove_columns=shown,
+            features=Features({"images": List(Image(decode=False))}),
             writer_batch_size=ROWS_IN_MEMORY,
             new_fingerprint=_fingerprint(dataset, options, root, columns),
             desc="frames of videos",
         )
+    return concatenate_datasets([dataset.remove_columns(shown), frames], axis=1)
 
 
 def _encoded(frame: Any) -> bytes:

@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from trl.data_utils import prepare_multimodal_messages
 
 from vgr_trl.data.columns import images_of
+from vgr_trl.data.marks import placed
 from vgr_trl.data.prompts import SYSTEM_PROMPT, build_prompt
 from vgr_trl.errors import ConfigError, DataError, RewardError
 from vgr_trl.evaluation.generation import Writer
@@ -139,7 +140,9 @@ def _conversation(row: Mapping[str, Any], blank_images: bool, system_prompt: str
         return prompt
     if isinstance(prompt, str):
         raise DataError("A row with images has a text as its prompt: give a conversation (a list of messages).")
-    return prepare_multimodal_messages(prompt, images=[blank_image(i) for i in images] if blank_images else images)
+    return prepare_multimodal_messages(
+        placed(prompt), images=[blank_image(i) for i in images] if blank_images else images
+    )
 
 
 def _judged(row: Mapping[str, Any], greedy: str, sampled: list[str]) -> dict[str, Any]:
