@@ -50,6 +50,7 @@ ATTRIBUTES = (
     "_pending_metrics",
     "_step",
     "environment_factories",
+    "log_multimodal",
     "num_generations",
     "num_generations_eval",
     "num_iterations",
@@ -57,6 +58,7 @@ ATTRIBUTES = (
     "reward_weights",
     "rollout_func",
     "shuffle_dataset",
+    "tools",
 )
 
 

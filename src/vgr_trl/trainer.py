@@ -24,6 +24,7 @@ from vgr_trl.continuing import continue_order, save_generation
 from vgr_trl.credit import coefficient_warning, shape_advantages
 from vgr_trl.data.columns import IMAGE_COLUMNS, images_of
 from vgr_trl.errors import ConfigError
+from vgr_trl.logged_images import images_logged_by_all
 from vgr_trl.loss_terms import entropy_term, perception_term, valid_tokens
 from vgr_trl.measuring import plan_measurement
 from vgr_trl.metrics import Throughput, approximate_kl, token_means, weigh_by_tokens
@@ -263,7 +264,8 @@ class DAPOTrainer(GRPOTrainer):
         if any(name in inputs[0] for name in IMAGE_COLUMNS) and not all(map(images_of, inputs)):
             inputs = [{**row, "images": images_of(row)} for row in inputs]
         self._rollout_rows = inputs
-        batch = super()._generate_and_score_completions(inputs)
+        with images_logged_by_all(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
         if self.model.training:
             perceive(self, batch)
         return batch
