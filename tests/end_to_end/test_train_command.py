@@ -135,7 +135,7 @@ def test_another_run_in_the_folder_is_refused_and_resume_continues_it(model_fold
         (["--per_device_train_batch_size", "128"], "The train data has 16 rows, but a rollout takes 32 prompts"),
         (["--system_prompt_file", "/nowhere.txt"], "system_prompt_file is /nowhere.txt, which does not exist"),
         (["--num_generations", "3"], "generation_batch_size (8) must be divisible by num_generations (3)"),
-        (["--config", "/nowhere.yaml"], "No such file or directory: '/nowhere.yaml'"),
+        (["--config", "/nowhere.yaml"], "--config is /nowhere.yaml, which is no file"),
         (["--dataset_streaming", "--max_steps", "-1"], "so the number of steps is not known: give max_steps"),
         (["--model_name_or_path", "/nowhere/model"], "/nowhere/model cannot be loaded"),
         (["--use_peft", "--lora_target_modules", "nonsense"], "nonsense"),

@@ -1,9 +1,13 @@
-"""`vgr-trl train | evaluate | report | data | demo`."""
+"""`vgr-trl train | evaluate | report | data | demo | init | env | completion`."""
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
+from vgr_trl import __version__
+from vgr_trl.cli.config_file import check_config_file, config_apart
+from vgr_trl.cli.flags import check_flags, flag_names
 from vgr_trl.errors import VGRError
 
 COMMANDS = {
@@ -12,12 +16,16 @@ COMMANDS = {
     "report": "make one page of HTML of a run, or of several: curves, completions, what they looked at",
     "data": "convert public question sets to one schema, merge and inspect them",
     "demo": "train the embedded vision-language model and show accuracy before and after",
+    "init": "write a commented YAML file for `vgr-trl train --config`",
+    "env": "print versions and devices, for reports of faults",
+    "completion": "print a script that completes commands and flags in bash or zsh",
 }
+LOADING = ("train", "evaluate")  # what takes seconds to import is announced
 
 
 def usage() -> str:
     """Return the help text."""
-    lines = [f"  {name:<10}{what}" for name, what in COMMANDS.items()]
+    lines = [f"  {name:<12}{what}" for name, what in COMMANDS.items()]
     return "\n".join(["usage: vgr-trl COMMAND [flags]", "", *lines, "", "vgr-trl COMMAND --help lists the flags."])
 
 
@@ -27,11 +35,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
         return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"vgr_trl {__version__}")
+        return 0
     name, *rest = arguments
     if name not in COMMANDS:
         print(f"vgr-trl: there is no command {name!r}; the commands are {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
     try:
+        check_flags(name, rest)
+        check_config_file(config_apart(rest), flag_names(name))
+        if name in LOADING and os.environ.get("RANK", "0") == "0" and not {"-h", "--help", "--help-all"} & set(rest):
+            print(f"vgr-trl {__version__}: {name}; loading torch, transformers and TRL", file=sys.stderr, flush=True)
         return importlib.import_module(f"vgr_trl.cli.{name}").main(rest)
     except VGRError as error:
         print(f"vgr-trl {name}: {error}", file=sys.stderr)

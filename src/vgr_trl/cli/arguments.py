@@ -1,5 +1,6 @@
 """Flags that are not options of the trainer: which data, which rewards."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,6 +10,8 @@ import yaml
 from pyarrow.lib import ArrowException
 from trl import TrlParser
 
+from vgr_trl.cli.advice import with_advice
+from vgr_trl.cli.config_file import config_apart
 from vgr_trl.data.prompts import SYSTEM_PROMPTS
 from vgr_trl.data.video import VideoOptions
 from vgr_trl.errors import ConfigError, VGRError
@@ -20,15 +23,18 @@ def parse(groups: Sequence[Any], command: str, argv: Sequence[str] | None) -> tu
     Raises:
         ConfigError: an option is refused, by this library or, in their own words, by TRL or transformers.
     """
-    parser = TrlParser(groups, prog=f"vgr-trl {command}", allow_abbrev=False)
-    if argv is not None and list(argv)[-1:] == ["--config"]:
-        raise ConfigError("--config is given without a file: give the path of a YAML file.")
+    from vgr_trl.cli.help import ShowHelp  # lists the groups of this file
+
+    parser = TrlParser(groups, prog=f"vgr-trl {command}", allow_abbrev=False, add_help=False)
+    for flags, everything in ((("-h", "--help"), False), (("--help-all",), True)):
+        parser.add_argument(*flags, action=ShowHelp, groups=groups, command=command, everything=everything)
+    arguments = config_apart(sys.argv[1:] if argv is None else argv)
     try:
-        return parser.parse_args_and_config(args=argv)
+        return parser.parse_args_and_config(args=arguments)
     except VGRError:
         raise
     except (ValueError, TypeError, OSError, yaml.YAMLError) as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(with_advice(str(error))) from error
 
 
 @contextmanager
@@ -48,7 +54,7 @@ def one_sentence() -> Iterator[None]:
         TypeError,
         ValueError,
     ) as error:
-        raise ConfigError(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}") from error
+        raise ConfigError(with_advice(f"{type(error).__name__}: {error}"[:500])) from error
 
 
 @dataclass

@@ -15,6 +15,7 @@ from vgr_trl.cli.arguments import DataArguments, RewardArguments, one_sentence, 
 from vgr_trl.cli.loading import load_processor, load_rows
 from vgr_trl.cli.plan import describe_run, print_plan, total_steps
 from vgr_trl.cli.run_folder import claim, write_identity
+from vgr_trl.cli.step_lines import print_steps_as_lines
 from vgr_trl.config import DAPOConfig
 from vgr_trl.data.load import parse_data_files, readable
 from vgr_trl.data.skipped import append_skipped, report_skipped
@@ -51,6 +52,7 @@ def train(data: DataArguments, rewards: RewardArguments, config: DAPOConfig, mod
     with one_sentence():
         trainer = _build_trainer(data, rewards, config, model)
     refuse_finished(checkpoint, total_steps(trainer))
+    print_steps_as_lines(trainer)
     if trainer.accelerator.is_main_process:
         write_identity(output_dir, identity)
         print_plan(describe_run(trainer, _source(data), checkpoint))

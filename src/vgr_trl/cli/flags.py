@@ -1,0 +1,61 @@
+"""Names of flags, read from sources without importing them: a misspelt flag is told at once, not after torch."""
+
+import ast
+from collections.abc import Collection, Iterable, Sequence
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+
+from vgr_trl.errors import ConfigError
+
+_OWN = {
+    "train": ("cli/arguments.py", "config.py", "options/*.py"),
+    "evaluate": ("cli/arguments.py", "cli/evaluate.py"),
+}
+_OTHERS = {
+    "train": {
+        "trl": ("trainer/base_config.py", "trainer/grpo_config.py", "trainer/model_config.py"),
+        "transformers": ("training_args.py",),
+    },
+}
+_OF_EVERY_COMMAND = ("config", "help", "help_all", "env")
+
+
+def flag_names(command: str) -> set[str]:
+    """Return the names of the flags of a command, without dashes; empty if they are not known beforehand."""
+    own = Path(__file__).parents[1]
+    files = [file for pattern in _OWN.get(command, ()) for file in own.glob(pattern)]
+    for package, paths in _OTHERS.get(command, {}).items():
+        spec = find_spec(package)
+        if spec is None or spec.origin is None:
+            return set()
+        files += [Path(spec.origin).parent / path for path in paths]
+    if not files or not all(file.is_file() for file in files):
+        return set()
+    return {*_OF_EVERY_COMMAND, *(name for file in files for name in _fields(file))}
+
+
+def _fields(file: Path) -> Iterable[str]:
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            for line in node.body:
+                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+                    yield line.target.id
+
+
+def check_flags(command: str, argv: Sequence[str]) -> None:
+    """Raise `ConfigError` for a flag that `command` does not have, with the nearest that it has."""
+    known = flag_names(command)
+    for argument in argv if known else ():
+        if not argument.startswith("--") or argument == "--":
+            continue
+        name = argument[2:].split("=")[0].replace("-", "_")
+        if name not in known and name.removeprefix("no_") not in known:
+            raise ConfigError(f"there is no flag --{name}.{did_you_mean(name, known, '--')}")
+
+
+def did_you_mean(name: str, known: Collection[str], prefix: str = "") -> str:
+    """Return a sentence with the nearest of the known names, or where to find them."""
+    candidates = [*known, *(f"no_{option}" for option in known)]
+    nearest = get_close_matches(name, candidates, n=1, cutoff=0.6)
+    return f" Did you mean {prefix}{nearest[0]}?" if nearest else " --help lists them, --help-all those of TRL too."

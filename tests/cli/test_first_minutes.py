@@ -1,0 +1,158 @@
+"""What a user meets before anything is trained: flags, help, configuration files, versions, lines of steps."""
+
+import subprocess
+import sys
+
+import pytest
+from trl import ModelConfig, TrlParser
+
+from vgr_trl import DAPOConfig
+from vgr_trl.cli.__main__ import COMMANDS, main
+from vgr_trl.cli.arguments import DataArguments, RewardArguments
+from vgr_trl.cli.completion import script
+from vgr_trl.cli.evaluate import EvaluationArguments
+from vgr_trl.cli.flags import check_flags, flag_names
+from vgr_trl.errors import ConfigError
+from vgr_trl.reporting.views.step_line import duration, step_line
+
+GROUPS = {
+    "train": (DataArguments, RewardArguments, DAPOConfig, ModelConfig),
+    "evaluate": (DataArguments, EvaluationArguments),
+}
+
+
+@pytest.mark.parametrize("command", GROUPS)
+def test_every_flag_of_the_parser_is_known_beforehand(command):
+    actions = TrlParser(GROUPS[command])._option_string_actions
+    check_flags(command, [flag for flag in actions if flag.startswith("--")])
+    assert len(flag_names(command)) > 20
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "meant"),
+    [
+        ("train", "--lerning_rate", "Did you mean --learning_rate?"),
+        ("train", "--token-wieghts=1", "Did you mean --token_weights?"),
+        ("train", "--no_bf61", "Did you mean --no_bf16?"),
+        ("train", "--qqqqqqqqqq", "--help lists them"),
+        ("evaluate", "--num_sample", "Did you mean --num_samples?"),
+    ],
+)
+def test_misspelt_flags_are_told_with_the_nearest(command, flag, meant):
+    with pytest.raises(ConfigError, match="there is no flag") as error:
+        check_flags(command, [flag])
+    assert meant in str(error.value)
+
+
+def test_a_misspelt_flag_is_told_before_torch_is_imported(tmp_path):
+    code = (
+        "import sys\nfrom vgr_trl.cli.__main__ import main\n"
+        "status = main(['train', '--lerning_rate', '1e-4'])\nassert status == 1\nassert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Did you mean --learning_rate?" in done.stderr
+
+
+def test_help_lists_every_flag_once_and_ours_first(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help-all"])
+    everything = capsys.readouterr().out.splitlines()
+    listed = [line.split()[0] for line in everything if line.startswith("  --")]
+    known = {f"--{name}" for name in flag_names("train")} - {"--config", "--help", "--help_all", "--env"}
+    parser = TrlParser(GROUPS["train"])
+    assert sorted(listed) == sorted(known & set(parser._option_string_actions))
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    short = capsys.readouterr().out
+    assert len(short.splitlines()) < 250
+    for part in ("Data:", "Credit per token:", "--token_weights", "--learning_rate", "--lora_target_modules"):
+        assert part in short
+    assert "--push_to_hub" not in short
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lerning_rate: 1\n", "has lerning_rate, which is no option. Did you mean learning_rate?"),
+        ("- a\n", "holds no options"),
+        ("a: [1\n", "is no YAML"),
+    ],
+)
+def test_a_configuration_file_is_checked_by_name_and_key(tmp_path, capsys, text, message):
+    file = tmp_path / "settings.yaml"
+    file.write_text(text)
+    for arguments in (["--config", str(file)], [f"--config={file}"]):
+        assert main(["train", *arguments]) == 1
+        error = capsys.readouterr().err
+        assert message in error
+        assert str(file) in error
+    assert main(["train", "--config", str(tmp_path / "none.yaml")]) == 1
+    assert "which is no file" in capsys.readouterr().err
+    assert main(["train", "--config"]) == 1
+    assert "without a file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["--laptop"]])
+def test_init_writes_options_that_exist_and_keeps_what_is_there(tmp_path, capsys, monkeypatch, more):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", *more]) == 0
+    text = (tmp_path / "train.yaml").read_text()
+    keys = [line.split(":")[0] for line in text.splitlines() if line and not line.startswith("#")]
+    assert set(keys) <= flag_names("train")
+    assert "learning_rate" in keys
+    assert len(text.splitlines()) < 45
+    assert main(["init", *more]) == 1
+    assert "is there already" in capsys.readouterr().err
+    assert (tmp_path / "train.yaml").read_text() == text
+
+
+def test_version_environment_and_completion(capsys):
+    assert main(["--version"]) == 0
+    assert main(["env"]) == 0
+    printed = capsys.readouterr().out
+    for name in ("vgr_trl", "torch", "trl", "transformers", "CUDA", "GPU"):
+        assert f"\n{name} " in f"\n{printed}"
+    assert main(["env", "more"]) == 1
+    for shell in ("bash", "zsh"):
+        written = script(shell)
+        assert "--learning_rate" in written
+        assert all(name in written for name in COMMANDS)
+    checked = subprocess.run(["bash", "-n"], input=script("bash"), text=True)
+    assert checked.returncode == 0
+
+
+def test_bash_completes_commands_and_flags():
+    asked = script("bash") + (
+        'COMP_WORDS=(vgr-trl train --learning_r); COMP_CWORD=2; _vgr_trl; echo "${COMPREPLY[@]}"\n'
+        'COMP_WORDS=(vgr-trl ev); COMP_CWORD=1; _vgr_trl; echo "${COMPREPLY[@]}"\n'
+    )
+    done = subprocess.run(["bash"], input=asked, capture_output=True, text=True)
+    assert done.stdout.split() == ["--learning_rate", "evaluate"]
+
+
+def test_a_step_is_one_line():
+    logs = {
+        "reward": 1.5, "rewards/accuracy_reward/mean": 0.625, "completions/mean_length": 118.4, "loss": 0.01234,
+        "attention/late/vgr": 0.71, "frac_reward_zero_std": 0.25,
+    }  # fmt: skip
+    line = step_line(7, 120, logs, 12.34)
+    assert line == (
+        "step   7/120  reward 1.500  accuracy 0.625  length 118  VGR 0.710  live 75%  loss 0.0123  12.3 s/step  "
+        "23 min left"
+    )
+    assert step_line(1, 2, {}, None) == "step 1/2"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(45, "45 s"), (90, "2 min"), (720, "12 min"), (11_100, "3 h 05")])
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_the_first_line_comes_before_the_libraries(tmp_path):
+    command = [sys.executable, "-m", "vgr_trl.cli", "train", "--output_dir", str(tmp_path / "run")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        first = process.stderr.readline()
+        assert "loading torch" in first
+        rest = process.stderr.read()
+    assert "give --bf16 false, and --use_cpu" in rest or "model_name_or_path is missing" in rest  # with a GPU
