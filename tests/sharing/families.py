@@ -9,7 +9,10 @@ import transformers as hf
 
 PAD, EOS, IMAGE, OPEN, CLOSE, VIDEO, TEXT = 0, 1, 2, 3, 4, 5, 8  # TEXT: the first of the ordinary tokens
 VOCABULARY = 96
-PIXEL_INPUTS = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "image_position_ids")
+PIXEL_INPUTS = (
+    *("pixel_values", "image_grid_thw", "image_sizes"),
+    *("pixel_attention_mask", "image_position_ids", "spatial_shapes"),
+)
 
 BODY = {
     "vocab_size": VOCABULARY,

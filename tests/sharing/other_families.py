@@ -82,10 +82,21 @@ def paligemma() -> Any:
 
 
 def lfm2_vl() -> Any:
-    body = {**BODY, "model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
+    body = {**BODY, "model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}
     vision = {**VISION, "model_type": "siglip2_vision_model", "num_patches": 16}
     config = hf.Lfm2VlConfig(text_config=body, vision_config=vision, image_token_id=IMAGE, downsample_factor=2)
     return hf.Lfm2VlForConditionalGeneration(config)
+
+
+def lfm2_picture(seed: int) -> Picture:
+    """16 patches of one image, 8 of another with padding behind them; a token for every 2 by 2."""
+    rows = 2 + 2 * (seed % 2)
+    inputs = {
+        "pixel_values": noise(seed, 1, 16, 3 * 4 * 4),
+        "spatial_shapes": torch.tensor([[rows, 4]]),
+        "pixel_attention_mask": (torch.arange(16) < 4 * rows).long()[None],
+    }
+    return Picture([OPEN, *[IMAGE] * rows, CLOSE], inputs)
 
 
 def qwen3_next() -> Any:
@@ -95,10 +106,20 @@ def qwen3_next() -> Any:
     return text_model("Qwen3Next", **EXPERTS, **linear, **layers, shared_expert_intermediate_size=16)()
 
 
-def gemma4() -> Any:
+SHARED_KEYS: dict[str, Any] = {
+    **WINDOWS,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": 96,
+    "hidden_size_per_layer_input": 8,
+}
+
+
+def gemma4(**text_options: Any) -> Any:
     config = hf.Gemma4Config(
         text_config={**BODY, **WINDOWS, "global_head_dim": 16, "num_global_key_value_heads": 1}
-        | {"vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 0},
+        | {"vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 0, **text_options},
         vision_config={**VISION, "num_key_value_heads": 2, "head_dim": 12, "pooling_kernel_size": 2},
         audio_config=None,
         image_token_id=IMAGE,
@@ -114,6 +135,39 @@ def gemma4_picture(seed: int) -> Picture:
     positions = torch.stack([columns.flatten(), rows.flatten()], dim=-1)[None]
     inputs = {"pixel_values": noise(seed, 1, 16, 3 * 4 * 4), "image_position_ids": positions}
     return Picture([OPEN, *[IMAGE] * 4, CLOSE], inputs)
+
+
+def gemma4_published() -> Any:
+    """Images that see themselves in windowed layers, and layers that take their keys from others."""
+    return gemma4(**SHARED_KEYS, use_bidirectional_attention="vision")
+
+
+def gemma3n() -> Any:
+    sparse = {"activation_sparsity_pattern": [0.5] * 6, "laurel_rank": 4}
+    return hf.Gemma3nForCausalLM(hf.Gemma3nTextConfig(**{**BODY, **SHARED_KEYS, **sparse}))
+
+
+def llama4_body() -> dict[str, Any]:
+    """A prompt fills more than one chunk, and a chunk ends within the completions."""
+    layers = {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "attention_chunk_size": 12, "floor_scale": 16}
+    experts = {"intermediate_size_mlp": 48, "num_local_experts": 2, "interleave_moe_layer_step": 2}
+    return {**BODY, **layers, **experts}
+
+
+def llama4_text() -> Any:
+    return hf.Llama4ForCausalLM(hf.Llama4TextConfig(**llama4_body()))
+
+
+def llama4() -> Any:
+    sides = {"projector_input_dim": 24, "projector_output_dim": 24, "vision_output_dim": 24, "intermediate_size": 96}
+    config = hf.Llama4Config(
+        vision_config={**VISION, **sides},
+        text_config=llama4_body(),
+        image_token_index=IMAGE,
+        boi_token_index=OPEN,
+        eoi_token_index=CLOSE,
+    )
+    return hf.Llama4ForConditionalGeneration(config)
 
 
 def qwen3_5_moe() -> Any:
@@ -140,7 +194,11 @@ OTHERS = {
         Family("idefics2", idefics2, row_picture, per_row=True),
         Family("mistral3", mistral3, mistral3_picture),
         Family("paligemma", paligemma, square_picture(16)),
-        Family("lfm2_vl", lfm2_vl),
+        Family("lfm2_vl", lfm2_vl, lfm2_picture),
+        Family("gemma4_published", gemma4_published, gemma4_picture, ("mm_token_type_ids",)),
+        Family("gemma3n", gemma3n),
+        Family("llama4_text", llama4_text),
+        Family("llama4", llama4, square_picture(4)),
         Family("qwen2", text_model("Qwen2")),
         Family("qwen3_moe", text_model("Qwen3Moe", **EXPERTS)),
         Family("qwen3_next", qwen3_next),

@@ -294,8 +294,8 @@ def test_compiled_models_run_plainly(case):
 
 def test_an_unknown_kind_of_layer_is_refused():
     config = hf.LlamaConfig(**BODY)
-    config.layer_types = ["full_attention", "chunked_attention"]
-    with pytest.raises(prefix_cache.CannotShare, match="chunked_attention"):
+    config.layer_types = ["full_attention", "indexed_attention"]
+    with pytest.raises(prefix_cache.CannotShare, match="indexed_attention"):
         prefix_cache.refuse_unknown_layers(config)
 
 
@@ -430,6 +430,7 @@ def test_a_model_without_hidden_states():
     """Its base model is the model with the head itself: what comes back are logits."""
     model, batch = build("llama"), make_batch("llama")
     model.base_model_prefix = ""
+    model.get_decoder = torch.nn.Identity
     with torch.no_grad():
         plain = model(**batch.inputs).logits
         with share_prompts(model, 12) as report:

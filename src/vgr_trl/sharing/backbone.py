@@ -36,6 +36,15 @@ def causal_model(model: Any) -> Any:
     return inside
 
 
+def base_of(causal: Any) -> Any:
+    """The model below the head of a transformers model: its base, or its decoder if it is its own base (Llama 4)."""
+    base = causal.base_model
+    if base is not causal:
+        return base
+    decoder = getattr(causal.get_decoder(), "model", None)
+    return decoder if isinstance(decoder, PreTrainedModel) else base
+
+
 def is_compiled(model: Any) -> bool:
     """Whether `torch.compile` has been applied to the model or to a module of it."""
     return any(

@@ -6,7 +6,7 @@ from inspect import signature
 from typing import Any
 
 from vgr_trl.errors import ConfigError
-from vgr_trl.sharing.backbone import causal_model, is_compiled
+from vgr_trl.sharing.backbone import base_of, causal_model, is_compiled
 from vgr_trl.sharing.forward import SharedForward
 from vgr_trl.sharing.generation import SharedGeneration
 from vgr_trl.sharing.images import without_empty_images
@@ -57,7 +57,7 @@ def share_prompts(
         report.plain["torch.compile"] += 1
         yield report
         return
-    base = causal.base_model
+    base = base_of(causal)
     forward = SharedForward(base, base.forward, report, completion_length, agree)
     with ExitStack() as stack:
         stack.enter_context(replaced_method(base, "forward", forward))
@@ -83,7 +83,7 @@ def leave_out_empty_images(model: Any, *, agree: Callable[[bool], bool] | None =
     Raises:
         ConfigError: `model` is no transformers model.
     """
-    base = causal_model(model).base_model
+    base = base_of(causal_model(model))
     if is_compiled(model):
         yield
         return

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from vgr_trl.sharing.backbone import causal_model, flattens_layers, is_compiled, recomputes_without_graph
+from vgr_trl.sharing.backbone import base_of, causal_model, flattens_layers, is_compiled, recomputes_without_graph
 from vgr_trl.sharing.prefix_cache import refuse_unknown_layers
 from vgr_trl.sharing.report import CannotShare
 
@@ -24,9 +24,8 @@ def why_not_share(model: Any, *, gradients: bool) -> str | None:
     """
     if is_compiled(model):
         return "torch.compile"
-    causal = causal_model(model)
     try:
-        refuse_unfit_model(causal.base_model, gradients)
+        refuse_unfit_model(base_of(causal_model(model)), gradients)
     except CannotShare as error:
         return str(error)
     return None

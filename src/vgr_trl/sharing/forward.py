@@ -76,7 +76,8 @@ class SharedForward:
             else:
                 self.report.add_shared(len(cut.groups), cut.prompts)
                 return outputs
-        rows = inputs.get("input_ids", inputs.get("inputs_embeds"))
+        ids = inputs.get("input_ids")
+        rows = inputs.get("inputs_embeds") if ids is None else ids
         self.report.add_plain(len(rows) if isinstance(rows, torch.Tensor) else 0, reason)
         return self.plain(**inputs)
 
@@ -108,6 +109,7 @@ class SharedForward:
         ids, mask = inputs["input_ids"], inputs.get("attention_mask")
         index = torch.tensor(cut.groups, device=ids.device)  # (N,)
         common = {**constants(inputs), "use_cache": False, "return_dict": True}
+        common.pop("logits_to_keep", None)  # Gemma 4 would keep that many of each stage
         prefix = prefix_to_write(self.base.config)
         prefix.groups = cut.groups
         with _cache_through_checkpoints(self.base), _own_offsets(self.base) as offsets:

@@ -88,11 +88,7 @@ def rows_of_images(inputs: Mapping[str, Any], is_image: torch.Tensor) -> dict[st
     pixels = given.get("pixel_values")
     if not given:
         return {}
-    if (
-        any(not isinstance(value, torch.Tensor) for value in given.values())
-        or pixels is None
-        or "spatial_shapes" in given
-    ):
+    if pixels is None or any(not isinstance(value, torch.Tensor) for value in given.values()):
         raise CannotShare("pixel inputs of an unknown form")
     tokens = is_image.sum(1).tolist()  # (N,)
     if "image_grid_thw" in given:
@@ -104,6 +100,9 @@ def rows_of_images(inputs: Mapping[str, Any], is_image: torch.Tensor) -> dict[st
             "image_grid_thw": images,
         }
         return _all_known(given, bounds)
+    if "spatial_shapes" in given:  # one entry per tile, each worth a token per square of patches
+        tiles = _images_by_tokens(tokens, given["spatial_shapes"].prod(-1).tolist())
+        return _all_known(given, dict.fromkeys(("pixel_values", "spatial_shapes", "pixel_attention_mask"), tiles))
     if pixels.ndim == 5 and "image_sizes" not in given:
         if pixels.size(0) != len(tokens):
             raise CannotShare("pixel inputs of an unknown form")

@@ -17,9 +17,13 @@ from transformers.cache_utils import (
 from vgr_trl.sharing.report import CannotShare
 
 _SHAREABLE = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
-_LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention"}
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv"}
 # Linear attention that goes on from a state with several tokens; elsewhere it starts anew, in silence (Jamba).
-_LINEAR_FAMILIES = {"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}
+_LINEAR_FAMILIES = {"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2"}
+# Layers that take their keys and values from another one, out of the pass and not out of its cache.
+_KEY_SHARING_FAMILIES = {"gemma3n_text", "gemma4_text"}
+# Two-way attention that the family keeps to the tokens of each image.
+_IMAGES_SEE_THEMSELVES = {("gemma4_text", "vision")}
 
 
 class Prefix(Cache):
@@ -104,8 +108,10 @@ class StoredState(LinearAttentionCacheLayerMixin):
 
     is_compileable = False
 
-    def __init__(self, number_of_states: int = 1) -> None:
+    def __init__(self, number_of_states: int, is_recurrent: bool) -> None:
         super().__init__(number_of_states)
+        self.is_recurrent = is_recurrent  # a convolution alone has no recurrent state
+        self.record_past = True  # a prompt of one token must not take the path that writes states in place
         self.written_with_grad = True
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
@@ -130,7 +136,8 @@ class StoredState(LinearAttentionCacheLayerMixin):
     def _states(self) -> list[Any]:
         states: list[Any] = []
         states.extend(self.conv_states.values())
-        states.extend(self.recurrent_states.values())
+        if self.is_recurrent:
+            states.extend(self.recurrent_states.values())
         return states
 
     def is_complete(self) -> bool:
@@ -180,8 +187,6 @@ def refuse_unknown_layers(config: PretrainedConfig) -> None:
     """Raise `CannotShare` if a layer of the language model keeps something else than keys and values or states."""
     text_config = config.get_text_config(decoder=True)
     types = set(getattr(text_config, "layer_types", None) or ())
-    if getattr(text_config, "attention_chunk_size", None) is not None:
-        types.add("chunked_attention")
     if unknown := types - _LAYER_TYPES:
         raise CannotShare(f"layers of type {min(unknown)}")
     layers = DynamicCache(config=config).layers
@@ -190,7 +195,10 @@ def refuse_unknown_layers(config: PretrainedConfig) -> None:
     linear = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
     if linear and (text_config.model_type not in _LINEAR_FAMILIES or len(linear) == len(layers)):
         raise CannotShare("layers of type linear_attention")
-    if getattr(text_config, "use_bidirectional_attention", None):
+    if any(_keeps_nothing(layer) for layer in layers) and text_config.model_type not in _KEY_SHARING_FAMILIES:
+        raise CannotShare("layers that take their keys and values from another")
+    sees_both_ways = getattr(text_config, "use_bidirectional_attention", None)
+    if sees_both_ways and (text_config.model_type, sees_both_ways) not in _IMAGES_SEE_THEMSELVES:
         raise CannotShare("bidirectional attention over text")
 
 
@@ -200,28 +208,42 @@ def _is_shareable(layer: Any) -> bool:
         hasattr(layer, "number_of_states") and hasattr(layer, "record_past")
     ):
         return False
-    return type(layer) in _SHAREABLE
+    return type(layer) in _SHAREABLE or _keeps_nothing(layer)
+
+
+def _keeps_nothing(layer: Any) -> bool:
+    """Whether the layer takes its keys and values from another layer of a pass; older releases have none such."""
+    return type(layer).__name__ == "DummyLayer"
 
 
 def prefix_to_write(config: PretrainedConfig) -> Prefix:
     """An empty prefix for a model with `config`, to be given to one forward pass over the unique prompts."""
-    return Prefix(layers=[_stored(layer) for layer in DynamicCache(config=config).layers])
+    layers = DynamicCache(config=config).layers
+    types = getattr(config.get_text_config(decoder=True), "layer_types", None) or [""] * len(layers)
+    return Prefix(layers=[_stored(layer, kind) for layer, kind in zip(layers, types, strict=True)])
 
 
-def _stored(layer: Any) -> StoredState | StoredKeys:
+def _stored(layer: Any, kind: str) -> Any:
+    if _keeps_nothing(layer):
+        return layer
     if isinstance(layer, LinearAttentionLayer):
-        return StoredState(layer.number_of_states)
+        return StoredState(layer.number_of_states, is_recurrent=kind != "conv")
     return StoredKeys(layer.is_sliding)
 
 
 def prefix_to_read(written: Prefix, index: torch.Tensor) -> Prefix:
     """The written prefix for a batch whose row i continues prompt `index[i]`; index (N,), int64."""
-    return Prefix(
-        layers=[
-            ExpandedState(layer, index) if isinstance(layer, StoredState) else ExpandedKeys(layer, index)
-            for layer in written.layers
-        ]
-    )
+    return Prefix(layers=[_expanded(layer, index) for layer in written.layers])
+
+
+def _expanded(layer: Any, index: torch.Tensor) -> Any:
+    if _keeps_nothing(layer):
+        return layer
+    return ExpandedState(layer, index) if isinstance(layer, StoredState) else ExpandedKeys(layer, index)
+
+
+def _keeping(cache: Prefix) -> list[Any]:
+    return [layer for layer in cache.layers if not _keeps_nothing(layer)]
 
 
 def check_written(written: Prefix, length: int, hidden: torch.Tensor) -> None:
@@ -232,15 +254,15 @@ def check_written(written: Prefix, length: int, hidden: torch.Tensor) -> None:
         length: positions it has to hold.
         hidden: (U, P - 1, D) last hidden states of that pass.
     """
-    for layer in written.layers:
+    for layer in _keeping(written):
         complete = layer.is_complete() if isinstance(layer, StoredState) else layer.length() == length
         if not complete:
             raise CannotShare("the model did not keep the whole prompt in its cache")
     if not torch.is_grad_enabled():
         return
     # From the first trained weight on, everything is in the graph: a later layer that is not has been cut off from it.
-    in_graph = [layer.in_graph() for layer in written.layers] + [hidden.requires_grad]
-    if not all(layer.written_with_grad for layer in written.layers) or in_graph != sorted(in_graph):
+    in_graph = [layer.in_graph() for layer in _keeping(written)] + [hidden.requires_grad]
+    if not all(layer.written_with_grad for layer in _keeping(written)) or in_graph != sorted(in_graph):
         raise CannotShare("the model kept the prompt without its gradients")
     if hidden.requires_grad and not any(in_graph[:-1]):
         raise CannotShare("only weights behind the last cache are trained")
@@ -248,5 +270,5 @@ def check_written(written: Prefix, length: int, hidden: torch.Tensor) -> None:
 
 def check_read(read: Prefix) -> None:
     """Raise `CannotShare` unless every layer has read its prefix."""
-    if not all(layer.was_read for layer in read.layers):
+    if not all(layer.was_read for layer in _keeping(read)):
         raise CannotShare("the model did not read the prompt from its cache")
