@@ -46,6 +46,12 @@ def test_usable_rows_get_a_prompt():
     assert rows[0]["image"].size == (40, 30)
 
 
+def test_prepared_rows_can_be_built_upon_with_their_features():
+    rows, _ = prepare_rows(dataset())
+    again = Dataset.from_dict({"image": list(rows["image"])}, features=Features({"image": rows.features["image"]}))
+    assert again[0]["image"].size == (40, 30)
+
+
 def test_a_prompt_of_the_rows_own_is_kept():
     rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": "hello"}]], "solution": ["hi"]})
     prepared, _ = prepare_rows(rows)

@@ -53,12 +53,21 @@ def require_columns(names: Iterable[str], split: str, needs_solution: bool) -> N
 
 def undecoded(dataset: Any) -> Any:
     """Return a data set or stream whose images and videos come as bytes or paths."""
+    return _with_decode(dataset, False, *IMAGE_COLUMNS, *VIDEO_COLUMNS)
+
+
+def decoded(dataset: Any) -> Any:
+    """Return a data set whose columns of images are known as such to whoever reads its features."""
+    return _with_decode(dataset, True, *IMAGE_COLUMNS)
+
+
+def _with_decode(dataset: Any, decode: bool, *columns: str) -> Any:
     for name, feature in (dataset.features or {}).items():
-        if name not in (*IMAGE_COLUMNS, *VIDEO_COLUMNS):
+        if name not in columns:
             continue
         for kind in (Image, Video):
             if isinstance(feature, kind):
-                dataset = dataset.cast_column(name, kind(decode=False))
+                dataset = dataset.cast_column(name, kind(decode=decode))
             elif isinstance(feature, List) and isinstance(feature.feature, kind):
-                dataset = dataset.cast_column(name, List(kind(decode=False)))
+                dataset = dataset.cast_column(name, List(kind(decode=decode)))
     return dataset

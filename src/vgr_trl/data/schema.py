@@ -15,6 +15,7 @@ from datasets import Dataset, IterableDataset, Json, List
 from vgr_trl.data.columns import (
     IMAGE_COLUMNS,
     VIDEO_COLUMNS,
+    decoded,
     images_of,
     require_columns,
     undecoded,
@@ -154,7 +155,7 @@ def prepare_rows(
         dataset = dataset.remove_columns(UNREADABLE)
     dataset = with_frames(_with_texts(dataset, system_prompt), videos, root)
     column = "images" if _are_several(dataset) else "image"
-    return dataset.with_transform(partial(_shown, root=root, column=column)), skipped
+    return decoded(dataset).with_transform(partial(_shown, root=root, column=column)), skipped
 
 
 def _conversation(row: Mapping[str, Any], system_prompt: str | SystemTemplate | None) -> list[dict[str, Any]]:
