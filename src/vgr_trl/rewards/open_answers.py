@@ -20,7 +20,7 @@ _MATHEMATICAL = re.compile(
     rf"(?:\\(?:{_COMMANDS})(?![A-Za-z])|\\[{{}}]|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])|[0-9.+\-*/^=<>(){{}}\[\],|_ ])+"
 )
 _SIGN_OF_MATHEMATICS = re.compile(r"[0-9\\+*^=<>]")
-_NOT_ONE_EXPRESSION = re.compile(r"\d\s+\d|\d\.\d*\.")
+_NOT_ONE_EXPRESSION = re.compile(r"\d\s+\d|\d\.\d*\.|\d\s*_|[*/+^_=-]\s*$")
 _DATE_OR_RANGE = re.compile(r"\s*\d+(?:\s*-\s*\d+|(?:\s*[-/]\s*\d+){2,})\s*")
 _INFINITE_BOUND = re.compile(r"(?:^|(?<=[(\[,<>]))\s*[+-]?\s*\\infty\s*(?=[,)\]<>]|$)")
 _VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
@@ -43,11 +43,11 @@ def same_open_answer(gold: str, answer: str) -> bool:
     gold, answer = unwrap_open(gold), unwrap_open(answer)
     if not normalise(answer):
         return False
-    if normalise(gold) == normalise(answer):
-        return True
-    first, second = read_quantity(_formula(gold)), read_quantity(_formula(answer))
+    first, second = read_quantity(gold), read_quantity(answer)
     if first is not None and second is not None:
         return first.equals(second)
+    if normalise(gold) == normalise(answer):
+        return True
     return _same_formula(_formula(gold), _formula(answer))
 
 
@@ -80,6 +80,8 @@ def _same_formula(gold: str, answer: str) -> bool:
         return same_open_answer(gold, assigned[1])
     if "=" not in answer and (assigned := _ASSIGNMENT.fullmatch(gold)):
         return same_open_answer(assigned[1], answer)
+    if set(_VARIABLE.findall(gold)) != set(_VARIABLE.findall(answer)):  # math-verify takes letters for units: 3m for 3
+        return False
     if gold.count("=") != answer.count("=") or not (_is_formula(gold) and _is_formula(answer)):
         return False
     return same_formula(gold, answer)

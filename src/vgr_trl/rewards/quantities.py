@@ -4,23 +4,20 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-_NUMBER = r"[+-]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d{1,2})?"
+from vgr_trl.rewards.units import plain_units, read_unit
+
+_NUMBER = r"(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
+_POWER_OF_TEN = r"[eE](?P<exponent>[+-]?\d{1,2})|\s?(?:×|\\times|\*)\s?10\s?\^\s?(?P<power>-?\d|\{\s?[+-]?\d{1,2}\s?\})"
 _QUANTITY = re.compile(
-    rf"(?P<currency>[€£¥₹]|\$|\\\$)?\s?(?P<number>{_NUMBER})(?P<gap>\s*)(?P<unit>\S.*)?", re.IGNORECASE | re.DOTALL
+    r"(?:(?P<before>[+-])?(?P<currency>[€£¥￥₹]|(?:US)?\\?\$)\s?)?"
+    rf"(?P<sign>[+-])?(?P<number>{_NUMBER})(?:{_POWER_OF_TEN})?(?P<gap>\s*)(?P<unit>\S.*)?",
+    re.DOTALL,
 )
 _FRACTION = re.compile(r"([+-]?)(?:(\d+)\s?/\s?(\d+)|\\[dt]?frac\s?\{(\d+)\}\s?\{(\d+)\})")
-_WORD_UNIT = re.compile(r"(?:(?:square|cubic|sq\.?)\s)?[^\W\d_]+(?:[/.·][^\W\d_]+)?(?:\^\{?[23]\}?)?\.?")
-_ATTACHED_UNITS = frozenset(
-    "mm cm dm km nm kg mg ml cl kl ms min hr hrs kj kw kwh hz khz mhz ghz pa kpa mpa kn mol kph mph ft lb lbs oz usd "
-    "eur ppm rpm db mb gb tb kb px pt am pm cm^2 cm^3 m^2 m^3 km^2 mm^2 km/h m/s cm/s g/ml kg/m "
-    "元 个 米 厘米 千米 公里 克 千克 度 岁 人 天 年 月 日 分 秒 小时 分钟 只 块".split()
-)
-_LETTER_UNITS = frozenset("mgslhvawnjkcf")
-_NOT_UNITS = frozenset(
-    "hundred thousand million billion trillion dozen half third quarter pi sqrt squared cubed and or not times "
-    "factorial over by plus minus to is are the of mod".split()
-)
+_PERCENT = frozenset(["%", r"\%", "percent", "per cent", "pct"])
+_MINUS = re.compile("[−–‐‑﹣]")
 _LONGEST = 100
+_FEWEST_DECIMALS, _FEWEST_DIGITS = 6, 5
 
 
 @dataclass(frozen=True)
@@ -34,17 +31,19 @@ class Quantity:
     def equals(self, other: "Quantity") -> bool:
         """Return whether both are the same number; a unit that only one of them has is ignored.
 
-        A fraction also equals its value rounded or cut to six or more decimals, as in math-verify.
+        A fraction also equals its value rounded or cut to six or more decimals.
         """
         if self.unit and other.unit and self.unit != other.unit:
             return False
         if self.value == other.value:
             return True
         written, exact = (self, other) if other.decimals is None else (other, self)
-        if exact.decimals is not None or written.decimals is None or written.decimals < 6:
+        if exact.decimals is not None or written.decimals is None or written.decimals < _FEWEST_DECIMALS:
             return False
-        difference = abs(self.value - other.value)
-        return difference < Fraction(1, 10**written.decimals) and difference <= abs(exact.value) / 10**5
+        last_place = Fraction(1, 10**written.decimals)
+        if (written.value < 0) != (exact.value < 0) or abs(written.value) < last_place * 10 ** (_FEWEST_DIGITS - 1):
+            return False
+        return -last_place / 2 <= abs(exact.value) - abs(written.value) < last_place
 
 
 def read_quantity(text: str) -> Quantity | None:
@@ -52,25 +51,29 @@ def read_quantity(text: str) -> Quantity | None:
 
     Args:
         text: decimal, number with thousands commas, scientific notation, fraction or percentage (5% is 0.05), with a
-            currency sign or one word of a unit.
+            currency sign or a unit of the list in `units.py`.
     """
-    text = text.strip()
+    text = _MINUS.sub("-", plain_units(text)).strip().rstrip(" .,;:。")
     if len(text) > _LONGEST or not text.isprintable():
         return None
     if match := _FRACTION.fullmatch(text):
         return _fraction(match)
     match = _QUANTITY.fullmatch(text)
-    if match is None:
+    if match is None or (match["before"] and match["sign"]):
         return None
-    number = match["number"].replace(",", "").lower()
-    mantissa, _, exponent = number.partition("e")
-    value, decimals = Fraction(number), len(mantissa.partition(".")[2]) - int(exponent or 0)
-    unit = (match["unit"] or "").casefold().rstrip(".")
-    if unit in ("%", r"\%", "percent", "per cent") and not match["currency"]:
-        return Quantity(value / 100, "", decimals + 2)
-    if unit and not (_is_unit(unit, attached=not match["gap"]) and not match["currency"]):
-        return None
-    return Quantity(value, match["currency"] or unit, decimals)
+    exponent = int((match["exponent"] or match["power"] or "0").strip("{} "))
+    number = match["number"].replace(",", "")
+    decimals = len(number.partition(".")[2]) - exponent
+    value = Fraction(number) * Fraction(10) ** exponent
+    if "-" in (match["before"], match["sign"]):
+        value = -value
+    unit, currency = match["unit"] or "", match["currency"]
+    if unit.casefold() in _PERCENT and not currency:
+        return Quantity(value / 100, "%", decimals + 2)
+    names = {read_unit(unit, attached=not match["gap"])} if unit else set()
+    if currency:
+        names.add(read_unit(currency.replace("\\", "")))
+    return None if None in names or len(names) > 1 else Quantity(value, "".join(map(str, names)), decimals)
 
 
 def _fraction(match: re.Match[str]) -> Quantity | None:
@@ -79,11 +82,3 @@ def _fraction(match: re.Match[str]) -> Quantity | None:
         return None
     value = Fraction(above, below)
     return Quantity(-value if match[1] == "-" else value, "", None)
-
-
-def _is_unit(unit: str, *, attached: bool) -> bool:
-    if unit in ("°", "°c", "°f", r"^\circ", r"^{\circ}"):
-        return True
-    if attached:
-        return unit in _ATTACHED_UNITS
-    return bool(_WORD_UNIT.fullmatch(unit)) and unit not in _NOT_UNITS and (len(unit) > 1 or unit in _LETTER_UNITS)
