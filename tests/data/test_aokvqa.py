@@ -56,7 +56,7 @@ def test_whole_numbers_as_choices_keep_the_index_an_index(tmp_path):
         ({"choices": None}, "its options is None: it must be a list"),
         ({"choices": "toothpick, food"}, "its options is 'toothpick, food': it must be a list, or the text of one"),
         ({"choices": ["a cat", "", "a dog"]}, "one of its options is empty"),
-        ({"choices": ["x", "y", "x "], "correct_choice_idx": 0}, "the right option 'x' occurs twice among its choices"),
+        ({"choices": ["x", "y", "x "], "correct_choice_idx": 0}, "options A and C of choices are both 'x'"),
         (
             {"choices": ["B", "A", "C"], "correct_choice_idx": 0},
             "solution is 'A', which could mean option A ('B') or B",
@@ -69,6 +69,6 @@ def test_rows_that_cannot_be_used(tmp_path, changed, reason):
     assert found.startswith(reason)
 
 
-def test_a_wrong_option_that_occurs_twice_harms_nothing(tmp_path):
-    (found,) = questions(read_rows(tmp_path, row(choices=["x", "x", "y"], correct_choice_idx=2)))
-    assert found.solution == "C"
+def test_options_that_are_alike_are_refused_even_if_both_are_wrong(tmp_path):
+    ((_, found),) = reasons(read_rows(tmp_path, row(choices=["Red", "red ", "y"], correct_choice_idx=2)))
+    assert found.startswith("options A and B of choices are both 'Red' (case and white space aside)")

@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,7 +29,8 @@ SAME = [
     ("café", "cafe\u0301"), ("K", "K"), ("(0,\\infty)", "(0, +\\infty)"), ("y=2x+1", "y-2x=1"),
 ]  # fmt: skip
 DIFFERENT = [
-    ("on", "no"), ("dog", "god"), ("ab", "ba"), ("blue", "b l u e"), ("5", "6 or 5"), ("5", "5, 6"),
+    ("on", "no"), ("dog", "god"), ("ab", "ba"), ("blue", "b l u e"), ("5", "6 or 5"), ("12", "12 apples"),
+    ("5", "5, 6"),
     ("5", "6, 5"), ("5", "5%"), ("50%", "50"), ("12 cm", "12 m"), ("3 dogs", "3 cats"), ("2", "2i"),
     ("2", "2x"), ("2", "2 x"), ("2", "2pi"), ("5", "5!"), ("5", "5 million"), ("5", "five"), ("5", "-5"),
     ("5", "6=5"), ("5", "x=6=5"), ("x=5", "y=5"), ("3:4", "3:5"), ("x", "|x|"), ("1998-05", "1999-06"),
@@ -78,9 +80,55 @@ def test_no_statement_of_an_open_answer(text):
     assert accuracy_reward([text], ["12"]) == [0.0]
 
 
-def test_letter_without_choices_is_read_as_a_letter():
-    texts = ["<answer>(B)</answer>", "Answer: B.", "It is (B)", "<answer>C</answer>", "(B) or (C)"]
-    assert accuracy_reward(texts, ["B"] * 5) == [1.0, 1.0, 1.0, 0.0, 0.0]
+LETTER_B = [
+    "B",
+    "b",
+    "Ｂ",
+    "(B)",
+    "（B）",
+    "B.",
+    "B)",
+    "B:",
+    "B) blue",
+    "b) blue",
+    "(B) blue dog",
+    "**B**",
+    "<answer>B</answer>",
+]
+STATES_B = [
+    "<answer>(B)</answer>", "Answer: B.", "It is (B)", "<answer>b</answer>", "<answer>B) blue</answer>", "选项 B",
+    "<answer>(B) blue</answer>", "Answer: B) blue", "Answer: B. blue", "the answer is B, blue", "\\boxed{B}",
+]  # fmt: skip
+NOT_B = [
+    "<answer>C</answer>", "(B) or (C)", "<answer>A) blue</answer>", "<answer>B) blue or C) red</answer>",
+    "Answer: B or C",
+    "<answer>B, C</answer>", "<answer>blue</answer>", "<answer>1</answer>", "<answer>B or C</answer>", "Answer: not B",
+    "<answer></answer>", "<answer>B blue</answer>", "<answer>B) blue\nC) red</answer>", "<answer>Bee</answer>", "B",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("solution", LETTER_B)
+def test_letter_without_choices_is_compared_with_the_stated_letter(solution):
+    assert accuracy_reward(STATES_B, [solution] * len(STATES_B)) == [1.0] * len(STATES_B)
+    assert accuracy_reward(NOT_B, [solution] * len(NOT_B)) == [0.0] * len(NOT_B)
+
+
+@pytest.mark.parametrize("label", [1, 1.0, np.int64(1), "B", "(B)"])
+def test_label_without_choices_is_compared_with_the_stated_letter(label):
+    rewards = accuracy_reward([*STATES_B, *NOT_B], label_idx=[label] * (len(STATES_B) + len(NOT_B)))
+    assert rewards == [1.0] * len(STATES_B) + [0.0] * len(NOT_B)
+
+
+def test_label_as_text_without_choices_stays_a_text():
+    assert accuracy_reward(["<answer>1</answer>", "<answer>B</answer>"], label_idx=["1", "1"]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "name", ["E. coli", "A. Lincoln", "B-52", "A+", "A-", "C#", "D minor", "I am", "a cat", "A) red B) blue"]
+)
+def test_open_answer_that_starts_with_a_letter_is_no_letter(name):
+    assert reward(name, name) == 1.0
+    assert reward(name[0], name) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -160,3 +208,18 @@ def test_equality_of_short_texts_is_symmetric(first, second):
 def test_two_different_words_are_never_both_right(first, second):
     assert reward(first, first) == 1.0
     assert reward(second, first) == float(first == second)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The answer is 12. Or 13.", "The answer is 12; 13.", "The answer is 12. 13 is possible.",
+        "The answer is 12 or 13",
+        "答案是12。或13。", "答案是12。也可能是13。", "\\boxed{12} or \\boxed{13}", "\\boxed{13}, \\boxed{12}",
+        "\\boxed{12, 13}",
+        "Answer: 12. Or 13.", "Answer: 12; 13", "答案：12、13", "Wrong answer: 12",
+        "<answer>12</answer><answer>13</answer>",
+    ],
+)  # fmt: skip
+def test_two_numbers_in_a_statement_are_not_the_first(text):
+    assert accuracy_reward([text], ["12"]) == [0.0]

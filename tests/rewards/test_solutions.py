@@ -46,6 +46,66 @@ def test_open_answer(solution, text):
     assert resolve_solution(solution) == Solution(text)
 
 
+@pytest.mark.parametrize(
+    ("solution", "letter", "index"),
+    [
+        ("B", "B", 1), ("b", "B", 1), ("Ｊ", "J", 9), ("(B)", "B", 1), ("B.", "B", 1), ("B)", "B", 1),
+        ("B) blue", "B", 1),
+        ("(b) blue", "B", 1), ("<answer>(C)</answer>", "C", 2), ("\\boxed{A}", "A", 0),
+    ],
+)  # fmt: skip
+def test_letter_without_choices(solution, letter, index):
+    assert resolve_solution(solution) == Solution(letter, (), index)
+
+
+@pytest.mark.parametrize(
+    "solution", ["K", "(K)", "K) blue", "B. blue", "B blue", "AB", "A or B", "A) red B) blue", "A-", "B) red\nC) blue"]
+)
+def test_open_answer_that_is_no_letter(solution):
+    assert resolve_solution(solution) == Solution(solution)
+
+
+@pytest.mark.parametrize(
+    ("solution", "choices", "label_idx", "expected"),
+    [
+        (None, None, 2, Solution("C", (), 2)), (None, None, 2.0, Solution("C", (), 2)),
+        (None, None, np.int64(0), Solution("A", (), 0)),
+        (None, None, "C", Solution("C", (), 2)), (None, None, "2", Solution("2")),
+        (None, FRUIT, 2, Solution("fig", tuple(FRUIT), 2)),
+        (None, ["2", "1", "0"], 2, Solution("0", ("2", "1", "0"), 2)), (2, None, 0, Solution("2")),
+        ("A", None, 1, Solution("A", (), 0)),
+        (0, FRUIT, 2, Solution("apple", tuple(FRUIT), 0)),
+    ],
+)  # fmt: skip
+def test_number_in_label_idx_is_always_an_index(solution, choices, label_idx, expected):
+    assert resolve_solution(solution, choices, label_idx) == expected
+
+
+@pytest.mark.parametrize("label_idx", [10, -1, 1.5, float("inf"), 10**400])
+def test_label_beyond_the_letters(label_idx):
+    with pytest.raises(RewardError, match=r"^label_idx is .*: without choices give an index 0 to 9$"):
+        resolve_solution(None, None, label_idx)
+
+
+@pytest.mark.parametrize("label_idx", [None, float("nan"), "", True, [1]])
+def test_label_that_is_none(label_idx):
+    with pytest.raises(RewardError, match="^solution is "):
+        resolve_solution(None, None, label_idx)
+
+
+@pytest.mark.parametrize("solution", [0, 2, "A", "B", "C", "red", "blue"])
+@pytest.mark.parametrize("other", ["red", "Red", "RED", " red", "red ", "\tred\n"])
+def test_options_that_are_alike_are_refused_whichever_is_right(solution, other):
+    for choices, letters in (["red", "blue", other], "A and C"), (["blue", other, "red"], "B and C"):
+        with pytest.raises(RewardError, match=f"^options {letters} of choices are both .*: give options that differ$"):
+            resolve_solution(solution, choices)
+
+
+def test_options_that_differ_in_more_than_case_and_space():
+    choices = ["light blue", "lightblue", "light  blue.", "ligth blue"]
+    assert [resolve_solution(letter, choices).index for letter in "ABCD"] == [0, 1, 2, 3]
+
+
 ACCEPTED = "a letter A to C, an integer index 0 to 2, or the text of one option"
 
 
@@ -82,8 +142,8 @@ ACCEPTED = "a letter A to C, an integer index 0 to 2, or the text of one option"
         ),
         (
             "fig",
-            ["fig", "Pear", "fig"],
-            "solution is 'fig', which could mean option A ('fig') or C ('fig'): give the index",
+            ["fig.", "Pear", "fig,"],
+            "solution is 'fig', which could mean option A ('fig.') or C ('fig,'): give the index",
         ),
         ("B", [], "choices has 0 options: give 2 to 10, or None for an open question"),
         ("B", ["x"], "choices has 1 options: give 2 to 10, or None for an open question"),

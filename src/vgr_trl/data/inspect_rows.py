@@ -158,8 +158,7 @@ def _count(row: Mapping[str, Any], index: int, checks: Checks, findings: Finding
 
 
 def _right_letter(row: Mapping[str, Any]) -> str | None:
-    stated = row.get("solution") if row.get("solution") is not None else row.get("label_idx")
-    index = resolve_solution(stated, row.get("choices")).index
+    index = resolve_solution(row.get("solution"), row.get("choices"), row.get("label_idx")).index
     return None if index is None else LETTERS[index]
 
 

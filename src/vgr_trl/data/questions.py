@@ -15,7 +15,7 @@ from typing import Any
 
 from vgr_trl.data.prompts import LETTERS
 from vgr_trl.errors import DataError, RewardError
-from vgr_trl.rewards.solutions import Solution, resolve_solution
+from vgr_trl.rewards.solutions import resolve_solution
 
 # What \alpha, \beta, \theta, \vec, \frac and \rho begin with where the text of a list was written without care.
 _MISREAD = re.compile(r"[\a\b\t\v\f\r]")
@@ -86,17 +86,15 @@ def make_question(
     """Return a checked question; `answer` is a letter, an index or an option's text with `choices`, else open.
 
     Raises:
-        DataError: a text is empty or is no Unicode, the right option occurs twice, or there is nothing to look at and
-            `needs_image`.
-        RewardError: the answer is missing, is none of the choices, or could mean two of them.
+        DataError: a text is empty or is no Unicode, or there is nothing to look at and `needs_image`.
+        RewardError: the answer is missing, is none of the choices, or could mean two of them; or two choices are alike.
     """
     if needs_image and not images and not videos:
         raise DataError("it has no image")
     resolved = resolve_solution(answer, choices)
     solution = resolved.text if resolved.index is None else LETTERS[resolved.index]
     if resolved.index is not None:
-        resolve_solution(solution, resolved.choices)  # in the form that training is going to read
-        require_distinct(resolved)
+        resolve_solution(solution, resolved.choices or None)  # in the form that training is going to read
     question = Question(
         id=str(id),
         source=source,
@@ -112,12 +110,6 @@ def make_question(
     for text in (*texts, *(question.choices or ()), *question.videos):
         _require_unicode(text)
     return question
-
-
-def require_distinct(solution: Solution) -> None:
-    """Raise `DataError` if the right option's text is that of another one too."""
-    if [choice.strip() for choice in solution.choices].count(solution.text.strip()) > 1:
-        raise DataError(f"the right option {solution.text[:80]!r} occurs twice among its choices")
 
 
 def text_of(row: Mapping[str, Any], *names: str) -> str:

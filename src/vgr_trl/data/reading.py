@@ -9,8 +9,8 @@ from typing import Any
 
 from vgr_trl.data.columns import files_of
 from vgr_trl.data.marks import require_marks
-from vgr_trl.data.prompts import LETTERS, format_question
-from vgr_trl.data.questions import answer_of, options_of, require_distinct, text_of, value_of
+from vgr_trl.data.prompts import format_question
+from vgr_trl.data.questions import answer_of, options_of, text_of, value_of
 from vgr_trl.data.readers import UNREADABLE
 from vgr_trl.errors import DataError
 from vgr_trl.rewards import resolve_solution
@@ -65,7 +65,7 @@ def read_row(row: Mapping[str, Any], keys: Keys = KEYS, *, needs_answer: bool = 
     answer = None
     if needs_answer:
         answer = _answer(row, choices, keys)
-        require_distinct(resolve_solution(answer, choices))
+        resolve_solution(answer, choices)
     images, videos = files_of(row, *keys.image), files_of(row, *keys.video)
     shown: Any = format_question(prompt, choices) if isinstance(prompt, str) else prompt
     require_marks(shown, len(images), bool(videos))
@@ -116,6 +116,4 @@ def _answer(row: Mapping[str, Any], choices: Sequence[str] | None, keys: Keys) -
     answer = answer_of(row, choices, *[name for name in keys.answer if name != LABEL])
     if answer is not None or LABEL not in keys.answer or row.get(LABEL) is None:
         return answer
-    label = row[LABEL]
-    is_index = isinstance(label, int) and not isinstance(label, bool)
-    return LETTERS[label] if choices is None and is_index and 0 <= label < len(LETTERS) else label
+    return row[LABEL] if choices is not None else resolve_solution(None, None, row[LABEL]).text

@@ -116,7 +116,7 @@ def _check_rows(rows: Sequence[Mapping[str, Any]], blank_images: bool, group_by:
 
 def _has_solution(row: Mapping[str, Any]) -> bool:
     try:
-        resolve_solution(row.get("label_idx") if row.get("solution") is None else row["solution"], row.get("choices"))
+        resolve_solution(row.get("solution"), row.get("choices"), row.get("label_idx"))
     except RewardError:
         return False
     return True

@@ -5,10 +5,10 @@ from typing import Any
 
 from vgr_trl.errors import RewardError
 from vgr_trl.rewards.answers import answer_tag, last_statement, letter_in_parentheses, strip_thought
-from vgr_trl.rewards.letters import LETTERS, read_letter
+from vgr_trl.rewards.letters import LETTERS, read_labelled, read_letter
 from vgr_trl.rewards.open_answers import same_open_answer
 from vgr_trl.rewards.solutions import Solution, resolve_solution
-from vgr_trl.rewards.text import completion_text, half_width, normalise
+from vgr_trl.rewards.text import completion_text, normalise
 
 
 def accuracy_reward(
@@ -22,7 +22,7 @@ def accuracy_reward(
     Args:
         completions: N completions as TRL passes them, lists of messages or strings.
         solution: per completion the letter, 0-based index or text of the right option, or the open answer; where it is
-            None the column `label_idx` is read instead.
+            None the column `label_idx` is read instead, in which a number is always an index.
         choices: per completion the texts of 2 to 10 options, or None for an open question.
         kwargs: the other columns, of which `label_idx` is used, and what else TRL passes.
 
@@ -39,7 +39,7 @@ def accuracy_reward(
     for completion, stated, label, row_choices in zip(completions, solutions, labels, options, strict=True):
         text = completion_text(completion)
         try:
-            right = resolve_solution(label if stated is None else stated, row_choices)
+            right = resolve_solution(stated, row_choices, label)
         except RewardError:
             rewards.append(None)
         else:
@@ -63,9 +63,8 @@ def is_right(text: str, solution: Solution) -> bool:
     visible = strip_thought(text)
     if solution.choices:
         return chosen_option(visible, solution.choices) == solution.index
-    gold = half_width(solution.text).strip().upper()
-    if len(gold) == 1 and gold in LETTERS and (letter := _stated_letter(visible, ())) is not None:
-        return letter == gold
+    if solution.index is not None:
+        return _stated_letter(visible, ()) == LETTERS[solution.index]
     stated = answer_tag(visible)
     if stated is None and (statement := last_statement(visible, options=False)):
         stated = statement.text
@@ -90,10 +89,9 @@ def chosen_option(visible: str, choices: Sequence[str]) -> int | None:
 
 
 def _stated_letter(visible: str, choices: Sequence[str]) -> str | None:
-    content = answer_tag(visible)
-    if content is not None:
-        return read_letter(content, choices)
-    statement = last_statement(visible, options=True)
-    if statement is not None:
-        return read_letter(statement.text, choices, in_sentence=statement.in_sentence)
-    return letter_in_parentheses(visible)
+    content, in_sentence = answer_tag(visible), False
+    if content is None and (statement := last_statement(visible, options=True)) is not None:
+        content, in_sentence = statement.text, statement.in_sentence
+    if content is None:
+        return letter_in_parentheses(visible)
+    return read_letter(content, choices, in_sentence=in_sentence) or (None if choices else read_labelled(content))

@@ -8,7 +8,7 @@ from typing import Any
 
 from vgr_trl.errors import RewardError
 from vgr_trl.rewards.answers import answer_tag
-from vgr_trl.rewards.letters import LETTERS, read_letter
+from vgr_trl.rewards.letters import LETTERS, read_labelled, read_letter
 from vgr_trl.rewards.text import half_width, normalise
 
 FEWEST_CHOICES, MOST_CHOICES = 2, len(LETTERS)
@@ -19,8 +19,8 @@ LARGEST_INTEGER = 10**18
 class Solution:
     """The right answer of a row.
 
-    `text` is the right option's text, or the open answer; `choices` are the options (empty for an open answer) and
-    `index` the 0-based position of the right one (None for an open answer).
+    `text` is the right option's text, or the open answer; `choices` are the options if they are known, and `index` is
+    the 0-based position of the right one, or of the letter that the answer is (None for any other open answer).
     """
 
     text: str
@@ -28,19 +28,29 @@ class Solution:
     index: int | None = None
 
 
-def resolve_solution(solution: Any, choices: Any = None) -> Solution:
+def resolve_solution(solution: Any, choices: Any = None, label_idx: Any = None) -> Solution:
     """Return which answer a row calls right (`Stated answer` in definitions.md).
 
     Args:
-        solution: letter A–J, option text or 0-based index; without `choices` the open answer, text or number. An
-            `<answer>` tag around it is taken off. A string of digits is never an index.
+        solution: letter A–J, option text or 0-based index; without `choices` a letter, also as `(B)` or `B) blue`, or
+            the open answer, text or number. An `<answer>` tag around it is taken off. A string of digits is never an
+            index.
         choices: texts of the 2 to 10 options in the order of their letters; None for an open question.
+        label_idx: read where `solution` is None: as it, but a number is always a 0-based index.
 
     Raises:
         RewardError: the solution is missing, is none of the choices, or could mean two of them; or the choices are not
-            2 to 10 texts.
+            2 to 10 texts that differ.
     """
     options = _options(choices)
+    if (
+        solution is None
+        and not options
+        and isinstance(label_idx, Real)
+        and not (_is_bool(label_idx) or _is_missing(label_idx))
+    ):
+        return _letter_at(label_idx)
+    solution = label_idx if solution is None else solution
     if _is_missing(solution):
         raise RewardError(f"solution is {solution!r}: give the right answer as {_accepted(options)}")
     if isinstance(solution, Integral) and abs(int(solution)) >= LARGEST_INTEGER:
@@ -49,13 +59,26 @@ def resolve_solution(solution: Any, choices: Any = None) -> Solution:
         raise RewardError(f"solution is {_shown(solution)} ({type(solution).__name__}): give {_accepted(options)}")
     if not options and isinstance(solution, float) and math.isinf(solution):
         raise RewardError(f"solution is {solution}: give a finite number, or a text")
+    if not options and isinstance(solution, str):
+        return _of_text(_without_tag(solution))
     if not options:
-        return Solution(_without_tag(solution) if isinstance(solution, str) else _number_text(solution))
+        return Solution(_number_text(solution))
     if isinstance(solution, str):
         index = _index_of_text(_without_tag(solution), options)
     else:
         index = _index_of_number(solution, options)
     return Solution(options[index], options, index)
+
+
+def _letter_at(label_idx: Any) -> Solution:
+    if label_idx not in range(MOST_CHOICES):
+        raise RewardError(f"label_idx is {_shown(label_idx)}: without choices give an index 0 to {MOST_CHOICES - 1}")
+    return Solution(LETTERS[int(label_idx)], index=int(label_idx))
+
+
+def _of_text(solution: str) -> Solution:
+    letter = read_letter(solution) or read_labelled(solution)
+    return Solution(solution) if letter is None or letter not in LETTERS else _letter_at(LETTERS.index(letter))
 
 
 def _options(choices: Any) -> tuple[str, ...]:
@@ -73,6 +96,13 @@ def _options(choices: Any) -> tuple[str, ...]:
     for position, text in enumerate(texts):
         if not isinstance(text, str) or not text.strip():
             raise RewardError(f"option {LETTERS[position]} of choices is {text!r}: give every option a text")
+    folded = [" ".join(text.casefold().split()) for text in texts]
+    for position, text in enumerate(folded):
+        if (first := folded.index(text)) != position:
+            raise RewardError(
+                f"options {LETTERS[first]} and {LETTERS[position]} of choices are both {_shown(texts[first])} "
+                "(case and white space aside): give options that differ"
+            )
     return tuple(texts)
 
 
