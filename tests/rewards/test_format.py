@@ -13,7 +13,10 @@ from vgr_trl.rewards import think_format_reward
     [
         "<think>a</think><answer>b</answer>",
         " \n<think>\na\n</think>\n\n<answer>\nb\n</answer>\n",
-        "<think>a < b and c > d</think> <answer></answer>",
+        "<think>a < b and c > d</think> <answer>-1</answer>",
+        "<think>看图</think><answer>五</answer>",
+        "<think>... 7 ...</think><answer>(B)</answer>",
+        "<think>\u200bо\u200b</think><answer>½</answer>",
     ],
 )
 def test_well_formed(text):
@@ -41,6 +44,16 @@ def test_well_formed(text):
         "<think>a</think><answer>b</answer></answer>",
         "<think>a<answer>b</answer>",
         "a</think><answer>b</answer>",
+        "<think>a</think><answer></answer>",
+        "<think>a</think><answer> \n </answer>",
+        "<think>a</think><answer>?</answer>",
+        "<think>a</think><answer>\u200b\ufeff</answer>",
+        "<think>...</think><answer>b</answer>",
+        "<think>—。！…</think><answer>b</answer>",
+        "<think>\u200b\u200c\u200d\u2060\ufeff\u00ad</think><answer>b</answer>",
+        "<think>\u3164\u115f\u1160\uffa0</think><answer>b</answer>",
+        "<think>\u2800\u0301\u034f\ue000</think><answer>b</answer>",
+        "<think>🤔</think><answer>b</answer>",
         "<THINK>a</THINK><ANSWER>b</ANSWER>",
     ],
 )
@@ -57,6 +70,14 @@ def test_called_as_trl_calls_it():
 def test_completion_that_is_no_text_is_an_error():
     with pytest.raises(RewardError, match=r"^A completion is a int: pass a string"):
         think_format_reward([1])
+
+
+@given(st.text(st.characters(categories=("P", "S", "Z", "C", "M"), exclude_characters="<>"), max_size=20))
+def test_thought_or_answer_without_letter_digit_or_ideograph_is_empty(text):
+    assert think_format_reward(
+        [f"<think>{text}</think><answer>b</answer>", f"<think>a</think><answer>{text}</answer>"]
+    ) == [0, 0]
+    assert think_format_reward([f"<think>{text}a</think><answer>{text}5</answer>"]) == [1]
 
 
 @given(st.text(max_size=50))

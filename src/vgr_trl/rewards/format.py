@@ -5,14 +5,15 @@ from typing import Any
 
 from vgr_trl.rewards.text import completion_text
 
+_HANGUL_FILLERS = "\u115f\u1160\u3164\uffa0"  # letters to Unicode, but nothing to see
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def think_format_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
     """Return 1 for each completion that is `<think>…</think>` followed by `<answer>…</answer>`, 0 for the others.
 
-    White space around the two parts is allowed; each tag must occur exactly once and the thought must not be empty
-    (`Rewards` in definitions.md).
+    White space around the two parts is allowed; each tag must occur exactly once, and thought and answer must have at
+    least one letter, digit or ideograph each (`Rewards` in definitions.md).
 
     Args:
         completions: N completions as TRL passes them, lists of messages or strings.
@@ -29,4 +30,9 @@ def _is_well_formed(text: str) -> bool:
     if any(text.count(tag) != 1 for tag in _TAGS) or not (text.startswith("<think>") and text.endswith("</answer>")):
         return False
     thought, _, rest = text.removeprefix("<think>").partition("</think>")
-    return bool(thought.strip()) and rest.lstrip().startswith("<answer>")
+    answer = rest.lstrip()
+    return answer.startswith("<answer>") and _says_something(thought) and _says_something(answer[8:-9])
+
+
+def _says_something(text: str) -> bool:
+    return any(character.isalnum() and character not in _HANGUL_FILLERS for character in text)
