@@ -77,3 +77,53 @@ $(VLLM)/.installed: pyproject.toml tests/with_vllm/requirements.txt
 	$(VLLM)/bin/python -m pip uninstall --quiet -y torchaudio torchcodec
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@
+
+# On a GPU: tests, benchmarks, and benchmarks/results/gpu.md of what came out. Each target below takes at most ten minutes
+# and continues where it ended. With the torch and transformers that the machine has; `make gpu-wheels` beforehand, where
+# there is a network, carries the other packages along.
+GPU_PYTHON ?= python3
+GPU_DEVICE ?= cuda
+GPU_FLAGS ?=
+GPU_WHEELS := .gpu/wheels
+GPU_SITE := .gpu/site
+GPU_RESULTS ?= benchmarks/results/gpu.jsonl
+GPU_RUN = PYTHONPATH=src:benchmarks:$(GPU_SITE) PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 $(GPU_PYTHON)
+GPU_BENCH = $(GPU_RUN) -W ignore -m gpu.bench --device $(GPU_DEVICE) --output $(GPU_RESULTS) $(GPU_FLAGS)
+GPU_3B := qwen2.5-vl-3b
+GPU_7B := qwen2.5-vl-7b
+GPU_4B := qwen3-vl-4b
+GPU_8B := qwen3-vl-8b
+
+.PHONY: gpu gpu-tests gpu-kernels gpu-report gpu-wheels
+gpu: gpu-tests gpu-bench-3b gpu-bench-7b gpu-kernels gpu-steps-3b gpu-steps-7b
+gpu: gpu-bench-4b gpu-bench-8b gpu-steps-4b gpu-steps-8b gpu-report
+
+gpu-tests: $(GPU_SITE)
+	-GPU_RESULTS=$(GPU_RESULTS) $(GPU_RUN) -m pytest -q -p no:cacheprovider -W default -m gpu tests/gpu
+	$(MAKE) gpu-report
+
+gpu-bench-%: $(GPU_SITE)
+	$(GPU_BENCH) --shape $(GPU_$(subst b,B,$*)) --parts passes
+	$(MAKE) gpu-report
+
+gpu-steps-%: $(GPU_SITE)
+	$(GPU_BENCH) --shape $(GPU_$(subst b,B,$*)) --parts steps
+	$(MAKE) gpu-report
+
+gpu-kernels: $(GPU_SITE)
+	$(GPU_RUN) -W ignore -m gpu.kernels --device $(GPU_DEVICE) --output $(GPU_RESULTS)
+	$(MAKE) gpu-report
+
+gpu-report: $(GPU_SITE)
+	$(GPU_RUN) -m gpu.report --lines $(GPU_RESULTS) --output $(GPU_RESULTS:.jsonl=.md)
+
+# Packages in pure Python (xxhash has a small compiled part) that a machine with torch and transformers may lack: 4 MB.
+gpu-wheels:
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+	  --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+	  --dest $(GPU_WHEELS) --requirement benchmarks/gpu/requirements.txt
+
+$(GPU_SITE): $(wildcard $(GPU_WHEELS)/*.whl)
+	mkdir -p $@
+	$(if $^,$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target $@ $^)
+	@touch $@

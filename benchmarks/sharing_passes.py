@@ -64,7 +64,7 @@ def make_run(setting: Setting, size: Size, place: str) -> Run:
 
 def make_model(setting: Setting, tokenizer: Any) -> Any:
     """Always the same weights."""
-    options = {"device": setting.device, "dtype": setting.dtype, "attention": setting.attention}
+    options: dict[str, Any] = {"device": setting.device, "dtype": setting.dtype, "attention": setting.attention}
     return build_model(setting.model_shape, tokenizer, **options)
 
 
@@ -72,11 +72,12 @@ class PassRun:
     """Scoring, training or generation on a batch."""
 
     def __init__(self, setting: Setting, size: Size, place: str) -> None:
-        tokenizer = make_processor().tokenizer
+        tokenizer, patch = make_processor().tokenizer, setting.model_shape.patch
         self.setting, self.size, self.place = setting, size, place
         self.model = make_model(setting, tokenizer)
         add_fused_lm_head(self.model, outputs=("log_probs", "entropy"))
-        self.batch = make_batch(size, tokenizer, prompts=setting.prompts, device=setting.device, dtype=setting.dtype)
+        options: dict[str, Any] = {"device": setting.device, "dtype": setting.dtype, "patch": patch}
+        self.batch = make_batch(size, tokenizer, prompts=setting.prompts, **options)
         if "checkpointing" in place:
             switch_checkpointing_on(self.model)
         self.model.train(place.startswith("training"))
@@ -145,7 +146,7 @@ class StepRun:
     def __init__(self, setting: Setting, size: Size, place: str) -> None:
         self.setting, self.size = setting, size
         self.checkpointing = "checkpointing" in place
-        self.processor = make_processor()
+        self.processor = make_processor(setting.model_shape.patch)
         features = Features({"prompt": List({"role": Value("string"), "content": Value("string")})})
         if size.vision:
             features["image"] = ImageFeature()

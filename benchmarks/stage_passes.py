@@ -18,14 +18,16 @@ from typing import Any
 import torch
 from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageFeature
+from peft import LoraConfig, get_peft_model
 from sharing_measure import MEMORY_ENVIRONMENT, resident_peak
 from sharing_models import MODEL_SHAPES, ModelShape, Size, build_model, make_batch, make_processor, make_question
 from sharing_passes import now
-from transformers import TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.demo.tiny_processor import SPECIAL_TOKENS
 from vgr_trl.rewards import vgr_reward
 from vgr_trl.sharing import share_prompts
 from vgr_trl.signals import AttentionProbe, RolloutScorer, build_modality_masks
@@ -37,6 +39,7 @@ TIMING_ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(2**34),
     "MALLOC_TOP_PAD_": str(2**26),
 }
+LORA = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
 SCORING = ("trl", "shared", "shared + probe", "plain + probe", "scorer", "eager")
 STEPS: dict[str, dict[str, Any]] = {
     "trl": {},
@@ -67,6 +70,9 @@ class Setting:
     attention: str = "sdpa"
     checkpointing: bool = False
     threads: int = 1
+    lora: bool = False
+    optim: str = "sgd"
+    one_model: bool = False  # all steps train the same weights, where copies would not fit
 
     @property
     def model_shape(self) -> ModelShape:
@@ -104,7 +110,7 @@ def command(script: str, path: Path, found: dict[str, Any]) -> str:
 def make_runs(setting: Setting, size: Size, names: Sequence[str], kind: str) -> dict[str, Run]:
     """One function per name, all on the same random weights; kind is `scoring` or `step`."""
     torch.set_num_threads(setting.threads)
-    processor = make_processor()
+    processor = make_processor(setting.model_shape.patch)
     model = build_model(
         setting.model_shape,
         processor.tokenizer,
@@ -112,6 +118,8 @@ def make_runs(setting: Setting, size: Size, names: Sequence[str], kind: str) -> 
         dtype=setting.dtype,
         attention=setting.attention,
     )
+    if setting.lora:
+        model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=LORA))
     if kind == "step":
         return {name: _step(setting, size, model, processor, name) for name in names}
     return {name: _scoring(setting, size, model, processor, name) for name in names}
@@ -119,7 +127,8 @@ def make_runs(setting: Setting, size: Size, names: Sequence[str], kind: str) -> 
 
 def _scoring(setting: Setting, size: Size, model: Any, processor: Any, name: str) -> Run:
     """A scoring pass as TRL makes it, with log-probabilities and entropies of G completions."""
-    batch = make_batch(size, processor.tokenizer, prompts=1, device=setting.device, dtype=setting.dtype)
+    options: dict[str, Any] = {"device": setting.device, "dtype": setting.dtype, "patch": setting.model_shape.patch}
+    batch = make_batch(size, processor.tokenizer, prompts=1, **options)
     ids = batch["input_ids"]
     masks = build_modality_masks(
         ids[:, : size.prompt],
@@ -215,21 +224,24 @@ def _step(setting: Setting, size: Size, model: Any, processor: Any, name: str) -
             features["image"] = ImageFeature()
             trainers.append(
                 trainer_class(
-                    model=copy.deepcopy(model),
+                    model=model if setting.one_model else copy.deepcopy(model),
                     reward_funcs=[uneven_reward, vgr_reward] if name == "vgr" else uneven_reward,
-                    args=config(**_options(setting, size), **STEPS[name]),
+                    args=config(**_options(setting, size, processor), **STEPS[name]),
                     train_dataset=Dataset.from_list([make_question(size, processor)], features=features),
                     processing_class=processor,
                     callbacks=[timer],
                 )
             )
+            trainers[0].remove_callback(PrinterCallback)
         trainers[0].train()
         return timer.seconds
 
     return run
 
 
-def _options(setting: Setting, size: Size) -> dict[str, Any]:
+def _options(setting: Setting, size: Size, processor: Any) -> dict[str, Any]:
+    """Without tokens that stand for images and videos: random weights would write some."""
+    special = processor.tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS))
     return {
         "output_dir": tempfile.mkdtemp(),
         "use_cpu": setting.device == "cpu",
@@ -239,11 +251,11 @@ def _options(setting: Setting, size: Size) -> dict[str, Any]:
         "gradient_accumulation_steps": 1,
         "num_generations": size.generations,
         "max_completion_length": size.completion,
-        "generation_kwargs": {"min_new_tokens": size.completion},
+        "generation_kwargs": {"min_new_tokens": size.completion, "suppress_tokens": special},
         "epsilon_high": 0.28,
         "max_steps": 1,
         "learning_rate": 1e-6,
-        "optim": "sgd",
+        "optim": setting.optim,
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,

@@ -39,7 +39,7 @@ def scored(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 def loss_of(model: Any, batch: Batch) -> torch.Tensor:
     """A sum with another weight for every token, so that no error cancels."""
     logps, _ = scored(model, batch)
-    weights = torch.randn(logps.shape, generator=torch.Generator().manual_seed(5))
+    weights = torch.randn(logps.shape, generator=torch.Generator().manual_seed(5)).to(logps.device)
     return (logps * weights).sum() / logps.size(0)
 
 

@@ -1,0 +1,53 @@
+"""Every test here runs on a GPU, and in a few of its cases on a CPU too: it cannot fail there for a silly reason."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path += [str(TESTS / "sharing"), str(TESTS / "signals"), str(TESTS.parent / "benchmarks")]
+
+
+def pytest_collection_modifyitems(items):
+    without = pytest.mark.skip(reason="needs a GPU: `make gpu-tests` on a machine that has one")
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(without)
+
+
+@pytest.fixture
+def measured(request):
+    """What a test writes into it stands beside its outcome in the results."""
+    request.node.measured = {}
+    return request.node.measured
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    path = os.environ.get("GPU_RESULTS")
+    if path and item.get_closest_marker("gpu") and (report.when == "call" or not report.passed):
+        write(Path(path), item, call, report)
+    return report
+
+
+def write(path, item, call, report):
+    """One line of results, as soon as the test is done."""
+    from gpu.results import Line, append, machine
+
+    found = {"outcome": report.outcome, **getattr(item, "measured", {})}
+    if not report.passed:
+        found["why"] = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(call.excinfo.value)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    append(path, Line(item.nodeid, machine(device), "make gpu-tests", found))
+
+
+@pytest.fixture(autouse=True)
+def exact_float32():
+    from places import tf32
+
+    with tf32(False):
+        yield

@@ -1,0 +1,146 @@
+"""Shared prompts against plain passes, in every family, number format and attention."""
+
+import copy
+
+import pytest
+import torch
+from compare import checkpointed, generated, gradients, with_head
+from families import build, make_batch
+from peft import LoraConfig, get_peft_model
+from places import DTYPES, attention, on_both, tf32, to
+
+from vgr_trl.sharing import share_prompts
+from vgr_trl.sharing.backbone import causal_model
+
+VISION = ["qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "llava_next"]
+ATTENTION = ["flash", "efficient", "math", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"]
+FACTOR = 1.5  # a shared pass in bfloat16 may be this much farther from float32 than the plain one
+LOGPS, GRADIENTS = 2e-5, 2e-4  # in float32, from additions in another order; InternVL's random model is very sure
+
+
+def scores(model, batch):
+    """Log-probabilities of the completions, (N, T) float64."""
+    ids, length = batch.inputs["input_ids"], batch.completion_length
+    labels = ids.masked_fill(batch.inputs["attention_mask"] == 0, -100)
+    labels[:, :-length] = -100
+    with torch.no_grad():
+        return model(**batch.inputs, labels=labels, fused_lm_head=True).log_probs[:, -length:].double().cpu()
+
+
+def all_gradients(model, batch):
+    """One vector of the gradients of all trained parameters, float64."""
+    return torch.cat([one.double().flatten().cpu() for one in gradients(model, batch).values()])
+
+
+def plain_and_shared(function, model, batch):
+    """What `function` gives without and with shared prompts; the report must say that they were."""
+    plain = function(model, batch)
+    with share_prompts(model, batch.completion_length) as report:
+        shared = function(model, batch)
+    assert (report.prompts, report.rows, dict(report.plain)) == (2, 6, {})
+    return plain, shared
+
+
+def distance(some, other):
+    return float((some - other).norm() / other.norm())
+
+
+def exact(function, family):
+    """In float32 on a CPU, plainly."""
+    return function(with_head(build(family)), make_batch(family))
+
+
+@pytest.mark.parametrize("function", [scores, all_gradients], ids=["logps", "gradients"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", VISION)
+@pytest.mark.parametrize("place", on_both(*ATTENTION, cpu=["math"]))
+def test_agrees(place, family, dtype, function, measured):
+    device, kind = place
+    if kind.startswith("flash_attention") and dtype == "float32":
+        pytest.skip("flash attention has no float32")
+    if kind == "flex_attention" and function is all_gradients and device == "cpu":
+        pytest.skip("FlexAttention has no backward pass on a CPU")
+    reference = exact(function, family)
+    model = with_head(build(family).to(device, DTYPES[dtype]))
+    with attention(model, kind):
+        plain, shared = plain_and_shared(function, model, to(make_batch(family), device, DTYPES[dtype]))
+    measured |= {"plain": distance(plain, reference), "shared": distance(shared, reference)}
+    measured["apart"] = float((plain - shared).abs().max())
+    assert reference.abs().sum() > 0
+    if dtype == "bfloat16":
+        assert measured["shared"] < FACTOR * measured["plain"] + 1e-4
+    elif function is scores:
+        assert measured["apart"] < LOGPS
+    else:
+        assert distance(shared, plain) < GRADIENTS
+
+
+@pytest.mark.parametrize("place", on_both("flash", cpu=["math"]))
+def test_tf32(place, measured):
+    """On, the shared pass is as far from float32 as the plain one; off, they agree as on a CPU."""
+    device, kind = place
+    reference = exact(scores, "qwen2_5_vl")
+    model, batch = with_head(build("qwen2_5_vl").to(device)), to(make_batch("qwen2_5_vl"), device, torch.float32)
+    for allowed in (False, True):
+        with tf32(allowed), attention(model, kind):
+            plain, shared = plain_and_shared(scores, model, batch)
+        measured[f"plain, tf32 {allowed}"] = distance(plain, reference)
+        measured[f"shared, tf32 {allowed}"] = distance(shared, reference)
+        assert distance(shared, reference) < FACTOR * distance(plain, reference) + 1e-6
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["all weights", "lora"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("place", on_both("flash", "flex_attention", cpu=["math"]))
+def test_checkpointing(place, family, adapters, measured):
+    """Gradients, with layers computed again in the backward pass."""
+    device, kind = place
+    torch.manual_seed(2)
+    model = with_head(build(family))
+    if adapters:
+        options = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        model = get_peft_model(model, options)
+    model, batch = model.to(device).train(), to(make_batch(family), device, torch.float32)
+    with attention(causal_model(model), kind):
+        plain = all_gradients(model, batch)
+        checkpointed(causal_model(model), {"use_reentrant": False})
+        with share_prompts(model, batch.completion_length) as report:
+            shared = all_gradients(model, batch)
+    measured["apart"] = distance(shared, plain)
+    assert not report.plain
+    assert measured["apart"] < GRADIENTS
+
+
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("family", VISION)
+@pytest.mark.parametrize("place", on_both("flash", "math", cpu=["math"]))
+def test_tokens(place, family, sample):
+    """The same tokens in float32."""
+    device, kind = place
+    model, batch = build(family).to(device), to(make_batch(family), device, torch.float32)
+    with attention(model, kind):
+        plain = generated(model, batch, sample=sample)
+        with share_prompts(model) as report:
+            shared = generated(model, batch, sample=sample)
+    assert (report.prompts, report.rows, dict(report.plain)) == (2, 6, {})
+    assert torch.equal(plain, shared)
+
+
+@pytest.mark.parametrize("place", on_both("layers", "model", cpu=["layers"]))
+def test_compiled(place, measured):
+    """A compiled model gives what it gives uncompiled, and says why its prompts are not shared."""
+    device, what = place
+    model, batch = with_head(build("qwen2_5_vl").to(device)), to(make_batch("qwen2_5_vl"), device, torch.float32)
+    expected = scores(model, batch)
+    backend = "inductor" if device == "cuda" else "eager"
+    if what == "layers":
+        compiled = copy.copy(model)
+        for layer in model.model.language_model.layers:
+            layer.compile(backend=backend, dynamic=True)
+    else:
+        compiled = torch.compile(model, backend=backend, dynamic=True)
+    with share_prompts(compiled, batch.completion_length) as report:
+        found = scores(compiled, batch)
+    measured["apart"] = float((found - expected).abs().max())
+    assert dict(report.plain) == {"torch.compile": 1}
+    assert measured["apart"] < 1e-3

@@ -1,0 +1,135 @@
+"""Attention against eager matrices, dependence on the image, and one step with everything switched on."""
+
+import copy
+
+import pytest
+import torch
+from datasets import Dataset, Features, List, Value
+from datasets import Image as ImageFeature
+from eager_reference import SPECIAL_IDS, VISION_IDS, difference, masks_of, reference
+from families import build, make_batch
+from peft import LoraConfig
+from places import DTYPES, attention, on_both, to
+from sharing_models import MODEL_SHAPES, Size, build_model, make_processor, make_question
+from stage_passes import LORA, uneven_reward
+
+from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.demo.tiny_processor import SPECIAL_TOKENS
+from vgr_trl.rewards import vgr_reward
+from vgr_trl.sharing import share_prompts
+from vgr_trl.signals import AttentionProbe, RolloutScorer, visual_dependency
+
+VISION = ["qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "llava_next"]
+ATTENTION = ["flash", "efficient", "math", "flash_attention_2", "flash_attention_3"]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["plain", "shared"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", VISION)
+@pytest.mark.parametrize("place", on_both(*ATTENTION, cpu=["math"]))
+def test_probe(place, family, dtype, shared, measured):
+    """Against the matrices of eager attention in float32 on a CPU; bfloat16 has 8 bits for a mass of at most 1."""
+    device, kind = place
+    if kind.startswith("flash_attention") and dtype == "float32":
+        pytest.skip("flash attention has no float32")
+    model, batch = build(family), make_batch(family)
+    expected = reference(model, batch)
+    model, masks = model.to(device, DTYPES[dtype]), masks_of(batch)
+    masks = type(masks)(masks.vision.to(device), masks.instruction.to(device))
+    prompt = masks.vision.size(1)
+    rows = slice(prompt - 1, prompt - 1 + batch.completion_length)
+    batch = to(batch, device, DTYPES[dtype])
+    with torch.no_grad(), attention(model, kind), AttentionProbe(model, masks, rows=rows) as probe:
+        if shared:
+            with share_prompts(model, batch.completion_length) as report:
+                model(**batch.inputs)
+            assert not report.plain
+        else:
+            model(**batch.inputs)
+    for name in ("vision", "instruction"):
+        found, exact = getattr(probe.mass, name).cpu(), getattr(expected, name)
+        measured[name] = difference(found, exact, expected.valid)
+        assert measured[name] < (0.1 if dtype == "bfloat16" else 2e-5)
+    assert float(expected.vision.max()) > 0.05
+
+
+@pytest.mark.parametrize("place", on_both("flash", cpu=["math"]))
+def test_perturbation(place, measured):
+    """Log-probabilities under an image and under a black one, and how far tokens depend on it, as on a CPU."""
+    device, kind = place
+    found = {}
+    for where in ("cpu", device):
+        model, batch = build("qwen2_5_vl").to(where), to(make_batch("qwen2_5_vl"), where, torch.float32)
+        inputs, length = dict(batch.inputs), batch.completion_length
+        ids, mask = inputs.pop("input_ids"), inputs.pop("attention_mask")
+        inputs["mm_token_type_ids"] = inputs["mm_token_type_ids"][:, :-length]
+        tensors = (ids[:, :-length], mask[:, :-length], ids[:, -length:], mask[:, -length:])
+        scorer = RolloutScorer(model, vision_token_ids=VISION_IDS, special_token_ids=SPECIAL_IDS)
+        with attention(model, kind):
+            seen = scorer.score(*tensors, num_generations=3, **inputs)
+            inputs["pixel_values"] = torch.zeros_like(inputs["pixel_values"])
+            black = scorer.score(*tensors, num_generations=3, **inputs)
+        found[where] = visual_dependency(seen.logps, black.logps).cpu()
+    measured["apart"] = float((found[device] - found["cpu"]).abs().max())
+    assert float(found["cpu"].max()) > 1e-3
+    assert measured["apart"] < 1e-4
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["all weights", "lora"])
+@pytest.mark.parametrize("place", on_both("flash", cpu=["math"]))
+def test_a_step_with_everything_on(place, adapters, tmp_path, measured):
+    """Signals, credit, perception, replay and checkpointing in one step of the trainer; bfloat16 on a GPU."""
+    device, kind = place
+    shape, processor = MODEL_SHAPES["tiny-qwen2.5-vl"], make_processor()
+    model = build_model(shape, processor.tokenizer, device=device, dtype="float32", attention="sdpa")
+    before = {name: one.detach().clone() for name, one in model.named_parameters()}
+    special = processor.tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS))
+    options = DAPOConfig(
+        output_dir=str(tmp_path),
+        use_cpu=device == "cpu",
+        bf16=device != "cpu",
+        gradient_checkpointing=True,
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=16,
+        generation_kwargs={"min_new_tokens": 8, "suppress_tokens": special},
+        max_steps=1,
+        learning_rate=0.1,
+        max_grad_norm=1e9,
+        optim="sgd",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        token_weights=True,
+        compute_attention_metrics=True,
+        enable_perception_filtering=True,
+        enable_trajectory_reweighting=True,
+        enable_entropy_filtering=True,
+        use_entropy_penalty=True,
+        perception_loss_weight=0.01,
+        replay_buffer_size=8,
+        dynamic_sampling="resample",
+        log_completions=False,
+        beta=0.01 if adapters else 0.0,  # a second model would be looked for on a disk
+    )
+    features = Features({"prompt": List({"role": Value("string"), "content": Value("string")})})
+    features["image"] = ImageFeature()
+    trainer = DAPOTrainer(
+        model=copy.deepcopy(model) if adapters else model,
+        reward_funcs=[uneven_reward, vgr_reward],
+        args=options,
+        train_dataset=Dataset.from_list([make_question(Size(48, 16, 16, 4), processor)] * 8, features=features),
+        processing_class=processor,
+        peft_config=LoraConfig(r=4, target_modules=LORA) if adapters else None,
+    )
+    with attention(model, kind):
+        trainer.train()
+    loss = trainer.state.log_history[-1]["train_loss"]
+    measured["loss"] = loss
+    assert torch.isfinite(torch.tensor(loss))
+    trained = {name: one for name, one in trainer.model.named_parameters() if one.requires_grad}
+    assert all(torch.isfinite(one).all() for one in trained.values())
+    if adapters:
+        assert any("lora_B" in name and bool(one.abs().sum() > 0) for name, one in trained.items())
+    else:
+        assert any(not torch.equal(one, before[name].to(one.device)) for name, one in trained.items())
