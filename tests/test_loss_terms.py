@@ -141,6 +141,44 @@ def test_perturbed_images_repeat_and_are_of_their_own_prompt(make):
         assert 0.2 < same < 0.8, "about half of the patches are black, the others are the prompt's own"
 
 
+@pytest.mark.parametrize("changed", [{"seed": 1}, {"step": 1}], ids=str)
+def test_another_seed_and_another_step_perturb_differently(make, changed):
+    perturbed = []
+    for settings in ({}, changed):
+        trainer = make(perception_loss_weight=0.01, seed=settings.get("seed", 0))
+        trainer.state.global_step = settings.get("step", 0)
+        batches = micro_batches(trainer)  # in an order that depends on the seed
+        perturbed.append(
+            {batch["pixel_values"].numpy().tobytes(): torch.cat(batch["perturbed_pixel_values"]) for batch in batches}
+        )
+    one, other = perturbed
+    assert len(one) == 2
+    assert one.keys() == other.keys()
+    assert not any(torch.equal(one[image], other[image]) for image in one)
+
+
+def test_a_row_without_an_image_has_no_dependency(make):
+    trainer = make(enable_trajectory_reweighting=True)
+    rows = [trainer.train_dataset[index // 4] for index in range(8)]
+    for row in rows[4:]:
+        row["image"] = None
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 2
+    found = []
+    choose = trainer._choice.choose
+
+    def look(batch, signals):
+        found.append(signals)
+        return choose(batch, signals)
+
+    trainer._choice.choose = look
+    trainer._prepare_inputs(rows)
+    [signals] = found
+    assert signals.dependency[4:].isnan().all()
+    assert (signals.dependency[:4][signals.mask[:4].bool()] >= 0).all()
+    assert signals.dependency[:4].max() > 0
+
+
 def test_the_logged_perception_loss_is_minus_the_mean_divergence_of_all_tokens(make):
     """By hand from the log-probabilities of both passes: -(e^d - d - 1) with d = perturbed - original."""
     trainer = make(perception_loss_weight=0.5)
