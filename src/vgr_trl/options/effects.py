@@ -26,7 +26,7 @@ def options_without_effect(trainer: Any) -> dict[str, str]:
 
 def _circumstances(trainer: Any) -> dict[str, str]:
     """Reasons that lie in the rewards and the data."""
-    found = {}
+    found: dict[str, str] = {}
     if not trainer._measurement.wanted.attention:
         names = ("attention_source", "attention_segments", "mdi_balance_ratio", "vision_token_ids")
         found |= dict.fromkeys(names, "attention is not measured")
