@@ -11,7 +11,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 def with_head(model: Any) -> Any:
     """The model with TRL's head, which scores tokens without logits and wants a base model below it."""
-    if model.base_model is model:
+    if getattr(model, "base_model", None) is model:
         return model
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     return model
@@ -27,7 +27,7 @@ def checkpointed(model: Any, *options: dict[str, Any]) -> Any:
 def scored(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and entropies of the completions, 0 where they are padding; (N, T) each."""
     ids, mask, length = batch.inputs["input_ids"], batch.inputs["attention_mask"], batch.completion_length
-    if model.base_model is model:
+    if getattr(model, "base_model", None) is model:
         logps = model(**batch.inputs).logits[:, -length - 1 : -1].log_softmax(-1) * mask[:, -length:, None]
         return logps.gather(-1, ids[:, -length:, None]).squeeze(-1), -(logps.exp() * logps).sum(-1)
     labels = ids.masked_fill(mask == 0, -100)
