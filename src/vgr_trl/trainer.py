@@ -23,6 +23,7 @@ from vgr_trl.config import DAPOConfig
 from vgr_trl.continuing import continue_order, save_generation
 from vgr_trl.credit import coefficient_warning, shape_advantages
 from vgr_trl.data.columns import IMAGE_COLUMNS, images_of
+from vgr_trl.ending import close_group_at_exit
 from vgr_trl.errors import ConfigError
 from vgr_trl.logged_images import images_logged_by_all
 from vgr_trl.loss_terms import entropy_term, perception_term, valid_tokens
@@ -118,6 +119,7 @@ class DAPOTrainer(GRPOTrainer):
         self.train_sampler: Any = None
 
         super().__init__(model, rewards, args, *rest, **options)
+        close_group_at_exit()
         check_attributes(self)
         if options.get("peft_config") is not None:
             refuse_targets_without_module(self.accelerator.unwrap_model(self.model))

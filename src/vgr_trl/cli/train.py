@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache, partial
@@ -19,6 +18,7 @@ from vgr_trl.cli.step_lines import print_steps_as_lines
 from vgr_trl.config import DAPOConfig
 from vgr_trl.data.load import parse_data_files, readable
 from vgr_trl.data.skipped import append_skipped, report_skipped
+from vgr_trl.ending import let_gloo_finish
 from vgr_trl.errors import CollapseError, ConfigError, DataError
 from vgr_trl.resuming import refuse_finished, resolve_checkpoint, resume_mode
 from vgr_trl.rewards import accuracy_reward, load_rewards
@@ -75,14 +75,9 @@ def train(data: DataArguments, rewards: RewardArguments, config: DAPOConfig, mod
 
 
 def _end(trainer: DAPOTrainer) -> None:
-    """Finish trackers and the process group.
-
-    Gloo frees a finished collective in a thread that needs the interpreter's lock. If the group is destroyed by a
-    thread that holds the lock, both wait forever (seen in about one of five runs of two processes); the pause lets go
-    of the lock until that thread is done.
-    """
+    """Finish trackers and the process group."""
     trainer.accelerator.wait_for_everyone()
-    time.sleep(0.2)
+    let_gloo_finish()
     trainer.end()
 
 
