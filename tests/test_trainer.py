@@ -1,5 +1,8 @@
 import copy
+import logging
+import math
 import re
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -315,3 +318,51 @@ def test_a_checkpoint_of_another_model_is_refused(vision, tmp_path, text_model):
     wider.save_pretrained(tmp_path / "wider")
     with pytest.raises(ConfigError, match=r"has 1 mismatched keys \(.*up_proj.*\): give one .* of the same model"):
         trainer._load_from_checkpoint(str(tmp_path / "wider"))
+
+
+def nan_now_and_then(completions, **kwargs):
+    return [math.nan, None, *(1.0 * (i % 3) for i in range(2, len(completions)))]
+
+
+@contextmanager
+def propagating(name):
+    """transformers' loggers do not reach pytest's handler by themselves."""
+    loggers = [logging.getLogger(part) for part in (name, "vgr_trl", "transformers")]
+    before = [logger.propagate for logger in loggers]
+    for logger in loggers:
+        logger.propagate = True
+    try:
+        yield
+    finally:
+        for logger, value in zip(loggers, before, strict=True):
+            logger.propagate = value
+
+
+def test_undefined_rewards_are_counted_and_nan_is_said_once_with_the_name(build, caplog):
+    trainer = build(rewards=[letters_reward, nan_now_and_then])
+    with propagating("vgr_trl.trainer"):
+        trainer.train()
+    said = [record.message for record in caplog.records if "NaN" in record.message]
+    assert len(said) == 1
+    assert said[0].startswith(
+        "The reward nan_now_and_then returned NaN for 1 completions: they count as not applicable"
+    )
+    steps = [entry for entry in trainer.state.log_history if "reward" in entry]
+    assert [entry["rewards/nan_now_and_then/not_applicable"] for entry in steps] == [0.25, 0.25]
+    assert [entry["rewards/letters_reward/not_applicable"] for entry in steps] == [0.0, 0.0]
+    assert trainer.reward_funcs == [letters_reward, nan_now_and_then]
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (["good"] * 8, r"^The reward broken_reward returned 'good' \(str\) for completion 0: give a number"),
+        ([1.0] * 7, r"^The reward broken_reward returned 7 rewards: return a list of one number per completion \(8\)"),
+    ],
+)
+def test_rewards_that_are_no_numbers_are_an_error_with_the_name(build, returned, message):
+    def broken_reward(completions, **kwargs):
+        return returned
+
+    with pytest.raises(RewardError, match=message):
+        build(rewards=broken_reward).train()

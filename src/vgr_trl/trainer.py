@@ -44,6 +44,7 @@ from vgr_trl.reporting.tables import in_texts
 from vgr_trl.reporting.views.model_card import TAGS, TRL_PAPER, extended_card, method_tags
 from vgr_trl.resuming import resolve_checkpoint, resume_mode
 from vgr_trl.rewards.groups import gather_groups, needed_columns
+from vgr_trl.rewards.outcome import checked
 from vgr_trl.rewards.schedule import RewardSchedule
 from vgr_trl.rollout_inputs import (
     Prompts,
@@ -112,6 +113,7 @@ class DAPOTrainer(GRPOTrainer):
             self._over_whole_groups(reward) if needed_columns(reward) is not None else reward for reward in rewards
         ]
         self._throughput = Throughput()
+        self._rewards_with_nan: set[str] = set()
         self._training_logps: torch.Tensor | None = None
         self._loss_inputs: dict[str, Any] | None = None
         self._streamed_prompts_too_long = 0
@@ -290,7 +292,7 @@ class DAPOTrainer(GRPOTrainer):
         return prompt_ids, None if images is None else [row_images or [] for row_images in images], fields
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
-        """Add to TRL's: measure the completions, give rewards the signals, set the weights that hold at this step."""
+        """Add to TRL's: measure completions, give rewards the signals, set this step's weights, check rewards."""
         if self._measurement.active and self._measurement.wanted.scoring:
             if self._measurement.signals is None:
                 self._score_rollout(completion_ids_list)
@@ -298,8 +300,29 @@ class DAPOTrainer(GRPOTrainer):
         if self._reward_schedule.changes:
             weights = self._reward_schedule.weights_at(self.state.global_step, self._early_steps())
             self.reward_weights[: len(weights)] = torch.tensor(weights)
-        self._rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        return self._rewards_per_func
+        with replaced(self, "reward_funcs", self._checked_rewards()):
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._rewards_per_func = rewards
+        for reward, name, undefined in zip(self.reward_funcs, self.reward_func_names, rewards.isnan().T, strict=True):
+            mode = "train" if self.model.training else "eval"
+            self._metrics[mode][f"rewards/{name}/not_applicable"].append(undefined.float().mean().item())
+            if isinstance(reward, torch.nn.Module) and undefined.any():
+                self._warn_of_nan(name, int(undefined.sum()))
+        return rewards
+
+    def _checked_rewards(self) -> list[Any]:
+        return [
+            reward if isinstance(reward, torch.nn.Module) else checked(reward, name, self._warn_of_nan)
+            for reward, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
+        ]
+
+    def _warn_of_nan(self, name: str, count: int) -> None:
+        if name not in self._rewards_with_nan:
+            self._rewards_with_nan.add(name)
+            logger.warning(
+                f"The reward {name} returned NaN for {count} completions: they count as not applicable, as None does "
+                f"(metric rewards/{name}/not_applicable; this is said once). Return None where that is meant."
+            )
 
     def _score_rollout(self, completion_ids: list[list[int]]) -> None:
         """Make the measured pass, as TRL makes its own for old log-probabilities, as far as it is needed."""

@@ -1,0 +1,68 @@
+"""What a reward function returned: a number or None for each completion, else an error that names the function."""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Set
+from numbers import Real
+from typing import Any
+
+from vgr_trl.errors import RewardError
+
+
+def checked(reward: Any, name: str, on_nan: Callable[[str, int], None]) -> Callable[..., Any]:
+    """Return `reward`, asynchronous if it is, such that it returns a list of floats and Nones or fails with its name.
+
+    Args:
+        reward: called with keywords only, `completions` among them.
+        name: of the reward, for messages.
+        on_nan: called with the name and the number of NaN that the reward returned, if there are any.
+    """
+    if inspect.iscoroutinefunction(_innermost(reward)) or inspect.iscoroutinefunction(
+        getattr(_innermost(reward), "__call__", None)  # noqa: B004
+    ):
+
+        async def call_async(**kwargs: Any) -> list[float | None]:
+            return _read(await reward(**kwargs), len(kwargs["completions"]), name, on_nan)
+
+        return call_async
+
+    def call(**kwargs: Any) -> list[float | None]:
+        return _read(reward(**kwargs), len(kwargs["completions"]), name, on_nan)
+
+    return call
+
+
+def _innermost(reward: Any) -> Any:
+    while hasattr(reward, "func"):
+        reward = reward.func
+    return reward
+
+
+def _read(returned: Any, count: int, name: str, on_nan: Callable[[str, int], None]) -> list[float | None]:
+    expected = f"return a list of one number per completion ({count}), None where it does not apply"
+    if isinstance(returned, str | bytes | Mapping | Set) or not hasattr(returned, "__iter__"):
+        raise RewardError(f"The reward {name} returned {_shown(returned)} ({type(returned).__name__}): {expected}.")
+    values = list(returned)
+    if len(values) != count:
+        raise RewardError(f"The reward {name} returned {len(values)} rewards: {expected}.")
+    rewards = [_number(value, row, name) for row, value in enumerate(values)]
+    if undefined := sum(reward is not None and math.isnan(reward) for reward in rewards):
+        on_nan(name, undefined)
+    return rewards
+
+
+def _number(value: Any, row: int, name: str) -> float | None:
+    if value is None:
+        return None
+    number = value.item() if getattr(value, "shape", None) == () else value
+    if not isinstance(number, Real):
+        raise RewardError(
+            f"The reward {name} returned {_shown(value)} ({type(value).__name__}) for completion {row}: give a number, "
+            "or None where it does not apply."
+        )
+    return float(number)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

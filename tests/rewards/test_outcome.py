@@ -1,0 +1,83 @@
+"""What rewards return: numbers and None pass, NaN is counted, everything else is an error with the function's name."""
+
+import asyncio
+import functools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from vgr_trl.errors import RewardError
+from vgr_trl.rewards.outcome import checked
+
+
+def call(returned, count=2):
+    heard = []
+    rewards = checked(lambda completions, **kwargs: returned, "mine", lambda *said: heard.append(said))(
+        completions=["x"] * count, prompts=[]
+    )
+    return rewards, heard
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        [1, 0.5], (1.0, 0.5), np.array([1.0, 0.5]), torch.tensor([1.0, 0.5]), [np.float32(1), Fraction(1, 2)],
+        [True, torch.tensor(0.5)], [np.int64(1), np.array(0.5)], iter([1, 0.5]),
+    ],
+)  # fmt: skip
+def test_numbers_of_any_kind(returned):
+    rewards, heard = call(returned)
+    assert rewards == [1.0, 0.5]
+    assert [type(reward) for reward in rewards] == [float, float]
+    assert not heard
+
+
+def test_nan_is_told_and_none_is_not():
+    rewards, heard = call([math.nan, None, np.float32("nan"), 1.0], 4)
+    assert [math.isnan(reward) for reward in rewards[::2]] == [True, True]
+    assert rewards[1::2] == [None, 1.0]
+    assert heard == [("mine", 2)]
+    assert call([None, None]) == ([None, None], [])
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (["1.0", 1.0], r"The reward mine returned '1.0' (str) for completion 0: give a number, or None where it does"),
+        ([1.0, [0.5]], "The reward mine returned [0.5] (list) for completion 1: give a number"),
+        ([1.0, torch.ones(1)], "The reward mine returned tensor([1.]) (Tensor) for completion 1: give a number"),
+        ([1.0, 1j], "The reward mine returned 1j (complex) for completion 1"),
+        ([1.0, "x" * 200], "The reward mine returned '" + "x" * 76 + "... (str) for completion 1"),
+        ([1.0], "The reward mine returned 1 rewards: return a list of one number per completion (2), None where"),
+        ([1.0, 1.0, 1.0], "The reward mine returned 3 rewards: return a list"),
+        ("ab", "The reward mine returned 'ab' (str): return a list of one number per completion (2)"),
+        ({0: 1.0, 1: 2.0}, "The reward mine returned {0: 1.0, 1: 2.0} (dict): return a list"),
+        ({1.0, 2.0}, "The reward mine returned {1.0, 2.0} (set): return a list"),
+        (1.0, "The reward mine returned 1.0 (float): return a list"),
+        (None, "The reward mine returned None (NoneType): return a list"),
+    ],
+)
+def test_everything_else_is_an_error_with_the_name(returned, message):
+    with pytest.raises(RewardError) as error:
+        call(returned)
+    assert str(error.value).startswith(message)
+
+
+async def later(completions, value, **kwargs):
+    return [value] * len(completions)
+
+
+class Later:
+    async def __call__(self, completions, **kwargs):
+        return await later(completions, "no")
+
+
+def test_asynchronous_rewards_stay_so():
+    right = checked(functools.partial(later, value=1), "mine", print)
+    assert asyncio.run(right(completions=["x"] * 2)) == [1.0, 1.0]
+    for wrong in (functools.partial(later, value="no"), Later()):
+        with pytest.raises(RewardError, match=r"^The reward mine returned 'no' \(str\) for completion 0"):
+            asyncio.run(checked(wrong, "mine", print)(completions=["x"]))
