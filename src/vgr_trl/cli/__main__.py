@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from vgr_trl import __version__
 from vgr_trl.cli.config_file import check_config_file, config_apart
 from vgr_trl.cli.flags import check_flags, flag_names
+from vgr_trl.disk_full import is_disk_full
 from vgr_trl.errors import VGRError
 
 COMMANDS = {
@@ -50,6 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return importlib.import_module(f"vgr_trl.cli.{name}").main(rest)
     except VGRError as error:
         print(f"vgr-trl {name}: {error}", file=sys.stderr)
+        return 1
+    except (OSError, RuntimeError) as error:
+        if not is_disk_full(error):
+            raise
+        what = getattr(error, "filename", None) or "files"
+        print(f"vgr-trl {name}: disk full while writing {what}: free space, then run it again.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(
