@@ -5,13 +5,14 @@ import math
 import pandas
 import pytest
 import torch
-from datasets import load_dataset
+from datasets import concatenate_datasets, load_dataset
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.data.schema import prepare_rows
 from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.errors import ConfigError
+from vgr_trl.further_prompts import prompt_key
 from vgr_trl.resuming import what_is_wrong
 from vgr_trl.rewards import accuracy_reward, vgr_reward
 
@@ -203,6 +204,88 @@ class TestResampling:
         plain.train()
         assert logged(trainer, "dynamic_sampling/generated_groups") == [4.0]
         assert logged(trainer, "num_tokens")[0] > 2.5 * logged(plain, "num_tokens")[0]
+
+
+ALL_DEAD = {"rewards": constant_reward, "dynamic_sampling": "resample", "dynamic_sampling_max_rounds": 1}
+
+
+class TestFurtherPrompts:
+    """16 rows, two prompts per rollout, all groups dead: one round of two further prompts per step."""
+
+    @staticmethod
+    def drawn_by(trainer):
+        """Per rollout, the prompts of the epoch and the further ones."""
+        rollouts = []
+        choose, generate = trainer._choice.choose, trainer._generate_judge_and_perceive
+
+        def choosing(batch, signals):
+            rollouts[-1] = rollouts[-1], []
+            return choose(batch, signals)
+
+        def generating(rows):
+            keys = [prompt_key(row) for row in rows[::4]]
+            if rollouts and isinstance(rollouts[-1], tuple) and len(rollouts) > len(done):
+                rollouts[-1][1].extend(keys)
+            else:
+                rollouts.append(keys)
+            return generate(rows)
+
+        done = []
+
+        def rolling(rows, whole=trainer._generate_and_score_completions):
+            batch = whole(rows)
+            done.append(None)
+            return batch
+
+        trainer._choice.choose, trainer._generate_judge_and_perceive = choosing, generating
+        trainer._generate_and_score_completions = rolling
+        return rollouts
+
+    @pytest.mark.parametrize("seed", [0, 1])
+    @pytest.mark.parametrize("gradient_accumulation_steps", [1, 3])
+    def test_they_are_far_from_those_of_the_epoch(self, make, seed, gradient_accumulation_steps):
+        accumulation = {"gradient_accumulation_steps": gradient_accumulation_steps, "steps_per_generation": 1}
+        trainer = make(seed=seed, max_steps=-1, num_train_epochs=2, **ALL_DEAD, **accumulation)
+        rollouts = self.drawn_by(trainer)
+        trainer.train()
+        assert len(rollouts) == 16
+        own = [set(epoch) for epoch, _ in rollouts]
+        assert set.union(*own[:8]) == set.union(*own[8:])
+        for number, (_, further) in enumerate(rollouts):
+            assert len(set(further)) == 2
+            near = set.union(*own[max(0, number - 2) : number + 3])
+            assert not near.intersection(further), number
+            if number < 5:
+                assert not set.union(*own[: number + 1]).intersection(further), "drawn in this epoch"
+        assert own[0] != own[8]
+
+    def test_no_prompt_is_twice_in_a_batch(self, make):
+        rows = concatenate_datasets([make.rows.select(range(5)), make.rows.select(range(5))])
+        trainer = make(rows=rows, max_steps=5, **ALL_DEAD | {"dynamic_sampling_max_rounds": 4})
+        rollouts = self.drawn_by(trainer)
+        trainer.train()
+        for epoch, further in rollouts:
+            assert len(further) == len(set(further)) == 5 - len(set(epoch)), "all that the data have, once"
+            assert not set(epoch).intersection(further)
+
+    def test_of_a_stream_they_are_not_those_that_the_epoch_reads(self, make):
+        trainer = make(rows=make.rows.to_iterable_dataset(), shuffle_dataset=False, max_steps=8, **ALL_DEAD)
+        rollouts = self.drawn_by(trainer)
+        trainer.train()
+        own = [set(epoch) for epoch, _ in rollouts]
+        for number, (_, further) in enumerate(rollouts):
+            assert len(set(further)) == 2
+            assert not set.union(*own[max(0, number - 1) : number + 3]).intersection(further), number
+
+    def test_a_resumed_run_draws_the_same(self, make, tmp_path):
+        options = {**ALL_DEAD, "save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+        whole = make(**options)
+        expected = self.drawn_by(whole)
+        whole.train()
+        resumed = make(**options)
+        found = self.drawn_by(resumed)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+        assert found == expected[3:]
 
 
 class TestFiltering:

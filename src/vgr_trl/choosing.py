@@ -11,6 +11,7 @@ from transformers.utils import logging
 from vgr_trl.checkpoints import load_shares, save_share
 from vgr_trl.credit.advantages import estimate_advantages
 from vgr_trl.errors import ConfigError
+from vgr_trl.further_prompts import FurtherPrompts
 from vgr_trl.greedy_baseline import greedy_baseline
 from vgr_trl.replaying import OLD_LOGPS, Replay
 from vgr_trl.round_logs import keep_newest, let_tables_hold, merge_rounds, replace_newest
@@ -18,7 +19,6 @@ from vgr_trl.sampling import (
     DeadStreak,
     Group,
     Placement,
-    PromptStream,
     Resampling,
     correct_num_items,
     dead_groups,
@@ -26,8 +26,6 @@ from vgr_trl.sampling import (
     filter_rewards,
     filtered_groups,
     groups_from_batch,
-    prompts_of_round,
-    rows_of_process,
     write_groups_into_batch,
 )
 from vgr_trl.signals import RolloutSignals
@@ -72,9 +70,9 @@ class GroupChoice:
         args = self.args
         self._refuse()
         self.replay = Replay(trainer) if args.replay_buffer_size > 0 else None
-        self.prompts: PromptStream | None = None
+        self.prompts: FurtherPrompts | None = None
         if args.dynamic_sampling == "resample":
-            self.prompts = PromptStream(trainer.train_dataset, seed=args.seed)
+            self.prompts = FurtherPrompts(trainer)
             let_tables_hold(trainer._logs, args.generation_batch_size * (1 + args.dynamic_sampling_max_rounds))
         self.streak = DeadStreak(args)
         self.replaced: list[int] = []  # numbers of the groups of the last batch that others took the place of
@@ -195,6 +193,7 @@ class GroupChoice:
         """Groups of further prompts, by the number of the dead group whose place they take."""
         if self.prompts is None:
             return {}
+        self.prompts.count_rollout()
         trainer = self.trainer
         plan = Resampling(list(judged.dead), self.args.dynamic_sampling_max_rounds)
         placement = judged.placement
@@ -203,11 +202,12 @@ class GroupChoice:
         logged = {name: len(values) for name, values in metrics.items()}
         keep_newest(trainer._logs, placement.rows * placement.num_processes)
         completions = [placement.rows]
+        if plan.wants_more:
+            self.prompts.begin(trainer._rollout_rows, placement)
         while plan.wants_more:
-            count = prompts_of_round(len(plan.missing), placement.num_generations, placement.num_processes)
-            rows = rows_of_process(
-                self.prompts.draw(count), placement.num_generations, placement.process_index, placement.num_processes
-            )
+            rows, count = self.prompts.draw(len(plan.missing), placement)
+            if not rows:
+                break
             completions.append(len(rows))
             with trainer._measurement.rollout():
                 further = trainer._generate_judge_and_perceive(rows)
@@ -268,7 +268,7 @@ class GroupChoice:
         if self.replay is not None or self.prompts is not None:
             state = {
                 "buffer": None if self.replay is None else self.replay.buffer.state_dict(),
-                "prompts": None if self.prompts is None else self.prompts.state_dict(),
+                "prompts": None if self.prompts is None else self.prompts.stream.state_dict(),
             }
             save_share(state, folder, accelerator.process_index, accelerator.num_processes, "choice")
 
@@ -286,7 +286,7 @@ class GroupChoice:
                 logger.warning(_starts_anew(folder, "replay buffer", "replay_buffer_size"))
         if self.prompts is not None:
             if positions:
-                self.prompts.load_state_dict(positions[0])
+                self.prompts.stream.load_state_dict(positions[0])
             else:
                 logger.warning(_starts_anew(folder, "position in the prompts", "dynamic_sampling"))
 

@@ -24,6 +24,11 @@ def coarse_reward(completions, **kwargs):
     return [float(len(completion[0]["content"]) % 2) for completion in completions]
 
 
+def uneven_reward(completions, **kwargs):
+    """Equal within about half of the groups."""
+    return [float(len(completion[0]["content"]) % 3 == 0) for completion in completions]
+
+
 def sparse_reward(completions, **kwargs):
     """Equal within most groups."""
     return [float(len(completion[0]["content"]) % 5 == 0) for completion in completions]
@@ -44,6 +49,14 @@ CASES = {
         "reward_funcs": [coarse_reward],
         "replay_buffer_size": 4,
         "max_steps": 5,
+        "compute_attention_metrics": False,
+    },
+    "replay and resample": {
+        "reward_funcs": [uneven_reward],
+        "replay_buffer_size": 16,
+        "dynamic_sampling": "resample",
+        "dynamic_sampling_max_rounds": 1,
+        "max_steps": 11,
         "compute_attention_metrics": False,
     },
     "resample": {"reward_funcs": [sparse_reward], "dynamic_sampling": "resample", "token_weights": True},

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 SCRIPT = Path(__file__).with_name("stages_worker.py")
-NAMES = ("signals", "replay", "replay without measuring", "resample", "remax", "perception loss")
+NAMES = ("signals", "replay", "replay without measuring", "replay and resample", "resample", "remax", "perception loss")
 DIFFERENT = ("perf/", "step_time", "sharing/", "replay/megabytes", "grad_norm", "loss", "epoch", "clip_ratio")
 
 

@@ -1,0 +1,104 @@
+"""Prompts beyond those of a trainer's rollout batch: which come next, and none that the batch has already."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from accelerate.utils import gather_object
+from datasets import IterableDataset
+from trl.trainer.utils import RepeatSampler
+
+from vgr_trl.data.columns import images_of
+from vgr_trl.sampling import Placement, PromptStream, prompts_of_round, rows_of_process
+
+
+class FurtherPrompts:
+    """Draws prompts for further rounds of a trainer's rollout batches, the same on every process.
+
+    Args:
+        trainer: a constructed `DAPOTrainer` with `dynamic_sampling`.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, args = trainer, trainer.args
+        self._streamed = isinstance(trainer.train_dataset, IterableDataset)
+        dataset = trainer.train_dataset
+        if self._streamed and trainer.shuffle_dataset:
+            dataset = dataset.shuffle(seed=args.seed)  # the order in which TRL reads it
+        self.stream = PromptStream(dataset, args.seed, batch=args.prompts_per_rollout, order=lru_cache(3)(self._order))
+        self._taken: set[str] = set()
+        self._of_step = (-1, 0)  # global step, rollouts in it so far
+
+    def _order(self, epoch: int) -> list[int]:
+        """Numbers of the rows that TRL draws in an epoch, which drops those that fill no batch."""
+        sampler = RepeatSampler(
+            self.trainer.train_dataset, 1, self.stream.batch, shuffle=self.trainer.shuffle_dataset,
+            seed=self.trainer.args.seed,
+        )  # fmt: skip
+        for _ in range(epoch):
+            next(iter(sampler), None)
+        return list(sampler)
+
+    def count_rollout(self) -> None:
+        """Say that a rollout batch has been generated; a step may take several."""
+        step = self.trainer.state.global_step
+        self._of_step = (step, self._of_step[1] + 1 if step == self._of_step[0] else 1)
+
+    def _rollout(self) -> int:
+        """Rollouts of the run before the one at hand."""
+        args, state = self.trainer.args, self.trainer.state
+        passes = args.steps_per_generation * args.num_iterations
+        if self._streamed:  # its epochs are of unknown length
+            before = state.global_step * args.gradient_accumulation_steps
+        else:
+            before = round((state.epoch or 0.0) * (len(self.trainer.train_dataset) // self.stream.batch) * passes)
+        return -(-before // passes) + self._of_step[1] - 1
+
+    def begin(self, rows: Sequence[Mapping[str, Any]], placement: Placement) -> None:
+        """Take in the prompts of a batch, which no further round draws again.
+
+        Args:
+            rows: of this process; every process calls.
+            placement: of the batch.
+        """
+        firsts = [row for group in range(placement.num_groups) for row, place in placement.here(group) if place == 0]
+        self._taken = set(gather_object([prompt_key(rows[row]) for row in firsts]))
+
+    def draw(self, missing: int, placement: Placement) -> tuple[list[dict[str, Any]], int]:
+        """Return this process's rows of a round, and how many prompts the round has; none where the data has no more.
+
+        Args:
+            missing: groups to replace, at least 1.
+            placement: of the batch.
+        """
+        size = placement.num_generations, placement.num_processes
+        prompts = self.stream.draw(prompts_of_round(missing, *size), self._rollout(), self._take)
+        count = len(prompts) // prompts_of_round(1, *size) * prompts_of_round(1, *size)
+        return rows_of_process(prompts[:count], size[0], placement.process_index, size[1]), count
+
+    def _take(self, row: Mapping[str, Any]) -> bool:
+        key = prompt_key(row)
+        new = key not in self._taken
+        self._taken.add(key)
+        return new
+
+
+def prompt_key(row: Mapping[str, Any]) -> str:
+    """Return what is equal for rows with the same prompt and the same images."""
+    digest = hashlib.sha256()
+
+    def feed(value: Any) -> None:
+        if isinstance(value, Mapping):
+            value = [part for item in sorted(value.items()) for part in item]
+        if isinstance(value, list | tuple):
+            digest.update(f"[{len(value)}]".encode())
+            for part in value:
+                feed(part)
+        else:
+            content = value.tobytes() if hasattr(value, "tobytes") else value
+            content = content if isinstance(content, bytes) else repr(content).encode()
+            digest.update(f"{len(content)}:".encode() + content)
+
+    feed([row["prompt"], images_of(row)])
+    return digest.hexdigest()
