@@ -1,12 +1,13 @@
 """The image inputs of a rollout batch: which part belongs to which row, and how parts become a batch again."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
 from vgr_trl.errors import DataError
+from vgr_trl.sampling.pixels import pack, unpack
 
 IMAGE_INPUTS = (
     "pixel_values",
@@ -19,7 +20,7 @@ IMAGE_INPUTS = (
 )
 _PADDING = {"image_position_ids": -1}  # Gemma 4's mark of a patch that is none; everything else is padded with zeros
 
-Images = dict[str, torch.Tensor]  # the image inputs of one row; empty for a row without images
+Images = dict[str, Any]  # the image inputs of one row, tensors or, where stored, `Packed`; empty for one without images
 
 
 def split_images(batch: Mapping[str, Any], count: int) -> tuple[list[Images], bool]:
@@ -121,19 +122,22 @@ def _known(value: torch.Tensor, distinct: list[torch.Tensor]) -> torch.Tensor:
     return value
 
 
-def move_images(rows: Sequence[Images], device: torch.device | str, copy: bool = False) -> list[Images]:
-    """Return the rows on `device`; tensors that were one object are one again.
+def move_images(rows: Sequence[Images], device: torch.device | str) -> list[Images]:
+    """Return the rows on `device`, as tensors; what was one object is one again."""
+    return _once_each(rows, lambda value: unpack(value, device))
 
-    Args:
-        rows: image inputs of each row.
-        device: where to.
-        copy: copy even what is there already, so that nothing keeps a whole batch in memory.
-    """
-    moved: dict[int, torch.Tensor] = {}
+
+def store_images(rows: Sequence[Images]) -> list[Images]:
+    """Return copies on the CPU that keep no batch in memory, equal ones once, pixels as bytes where they have been."""
+    return _once_each(share_equal(rows), lambda value: pack(owned(value, "cpu")))
+
+
+def _once_each(rows: Sequence[Images], change: Callable[[Any], Any]) -> list[Images]:
+    changed: dict[int, Any] = {}
     for value in (value for row in rows for value in row.values()):
-        if id(value) not in moved:
-            moved[id(value)] = owned(value, device) if copy else value.to(device)
-    return [{name: moved[id(value)] for name, value in row.items()} for row in rows]
+        if id(value) not in changed:
+            changed[id(value)] = change(value)
+    return [{name: changed[id(value)] for name, value in row.items()} for row in rows]
 
 
 def owned(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:

@@ -8,7 +8,8 @@ import torch
 
 from vgr_trl.errors import DataError
 from vgr_trl.sampling.columns import TOKEN_COLUMNS, Column, columns_signals, signal_columns
-from vgr_trl.sampling.images import IMAGE_INPUTS, Images, move_images, owned, share_equal, split_images, stack_images
+from vgr_trl.sampling.images import IMAGE_INPUTS, Images, owned, split_images, stack_images, store_images
+from vgr_trl.sampling.pixels import nbytes
 from vgr_trl.signals.measured import RolloutSignals
 
 
@@ -36,9 +37,9 @@ class Rows:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors, image inputs that rows share counted once."""
-        pixels = {id(value): value for images in self.images for value in images.values()}
-        values = [*self.columns.values(), *pixels.values()]
-        return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+        inputs = {id(value): value for images in self.images for value in images.values()}
+        columns = [value for value in self.columns.values() if isinstance(value, torch.Tensor)]
+        return sum(map(nbytes, [*columns, *inputs.values()]))
 
     @classmethod
     def of_batch(cls, batch: Mapping[str, Any], signals: RolloutSignals | None = None) -> "Rows":
@@ -123,8 +124,7 @@ class Rows:
             name: owned(value, "cpu") if isinstance(value, torch.Tensor) else list(value)
             for name, value in self.columns.items()
         }
-        images = move_images(share_equal(self.images), "cpu", copy=True)
-        return Rows(self.prompt_length, self.completion_length, columns, images, self.one_per_row)
+        return Rows(self.prompt_length, self.completion_length, columns, store_images(self.images), self.one_per_row)
 
     def signals(self) -> RolloutSignals | None:
         """Return the signals of the rows, None if there are none."""
