@@ -59,6 +59,16 @@ def micro_batches(trainer):
     return [first, trainer._prepare_inputs(rows)]
 
 
+def test_tokens_of_tools_do_not_count():
+    completion_mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+    assert torch.equal(valid_tokens({"completion_mask": completion_mask}), completion_mask)
+    tool_mask = torch.tensor([[1, 0, 1, 1], [0, 1, 1, 1]])
+    assert valid_tokens({"completion_mask": completion_mask, "tool_mask": tool_mask}).tolist() == [
+        [1, 0, 1, 0],
+        [0, 1, 0, 0],
+    ]
+
+
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_terms_are_averaged_as_trl_averages_its_loss(make, loss_type):
     """At ratio 1 TRL's loss is minus the average of the advantages; for cispo and vespo, of advantage times log p."""

@@ -55,6 +55,15 @@ def test_one_process_and_two_train_the_same(name, outcomes):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["replay", "replay without measuring", "replay and resample"])
+def test_megabytes_of_the_buffer_are_those_of_all_processes(name, outcomes):
+    """A group is as long as its own completions wherever it lies, so only token types of rows without images differ."""
+    one, two = ([entry["replay/megabytes"] for entry in found[name]["history"]] for found, _ in outcomes)
+    assert one[-1] > 0
+    assert two == pytest.approx(one, rel=0.05)
+
+
+@pytest.mark.slow
 def test_old_logps_of_replayed_groups_are_the_same_from_a_scoring_pass_and_from_the_first_training_pass(outcomes):
     (_, moves), _ = outcomes
     difference = (moves["replay"] - moves["replay without measuring"]).abs().max()

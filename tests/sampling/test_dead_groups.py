@@ -48,6 +48,21 @@ def test_epsilon_is_compared_with_the_deviation_for_grpo_and_else_with_the_large
     assert dead_groups(advantages, rewards, 2, estimator="rloo", epsilon=0.29) == []
 
 
+def test_with_epsilon_0_only_groups_without_any_gradient_are_dead():
+    """Rewards 1 and 1; 1 and the next float32 above it. Advantages 0 and 0; 0 and the smallest float32 there is."""
+    rewards = torch.tensor([1.0, 1.0, 1.0, 1.0 + 2.0**-23])
+    assert dead_groups(torch.zeros(4), rewards, 2, epsilon=0.0) == [0]
+    advantages = torch.tensor([0.0, 0.0, 0.0, -(2.0**-149)])
+    assert dead_groups(advantages, rewards, 2, estimator="rloo", epsilon=0.0) == [0]
+
+
+def test_the_largest_advantage_decides_and_not_the_others():
+    """|0.6|, 0, 0 and 0 have the mean 0.15; -0.3 and three times 0.1 are around 0.25 as well."""
+    advantages = torch.tensor([0.6, 0, 0, 0, 0.1, 0.1, 0.1, -0.3, 0.25, 0.25, -0.25, -0.25])
+    for epsilon, dead in ((0.2, []), (0.25, [2]), (0.29, [2]), (0.31, [1, 2]), (0.59, [1, 2]), (0.61, [0, 1, 2])):
+        assert dead_groups(advantages, torch.zeros(12), 4, estimator="rloo", epsilon=epsilon) == dead
+
+
 def test_a_deviation_of_rounding_errors_is_no_gradient():
     """0.1 + 0.2 and 0.3 differ in the last bit of a float32."""
     rewards = torch.tensor([0.1, 0.3]) + torch.tensor([0.2, 0.0])

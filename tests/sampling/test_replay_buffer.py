@@ -129,6 +129,9 @@ def test_age():
     buffer.advance(4)
     assert drawn(buffer, 4) == [[0, 2]]
     assert buffer.mean_age == 1
+    buffer.advance(5)
+    assert drawn(buffer, 4) == [[0, 2]], "two steps old, which is allowed"
+    assert buffer.mean_age == 2
     buffer.advance(6)
     assert len(buffer) == 0
 
