@@ -9,9 +9,10 @@ from datasets import concatenate_datasets, load_dataset
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.choosing import GroupChoice
 from vgr_trl.data.schema import prepare_rows
 from vgr_trl.demo.tiny_vlm import load_processor
-from vgr_trl.errors import ConfigError
+from vgr_trl.errors import ConfigError, RewardError
 from vgr_trl.further_prompts import prompt_key
 from vgr_trl.resuming import what_is_wrong
 from vgr_trl.rewards import accuracy_reward, vgr_reward
@@ -103,6 +104,45 @@ class TestReplay:
         trainer.train()
         for batch in batches:
             assert batch["num_items_in_batch"] == batch["completion_mask"].sum()
+
+    def test_replaced_groups_of_another_length_are_counted(self, make):
+        """Completions of 2 tokens in even steps and 6 in odd ones; the loss is divided by the tokens trained on."""
+        trainer = make(replay_buffer_size=8, max_steps=8)
+        generate, counts = trainer.model.generate, []
+
+        def generating(*args, **kwargs):
+            found = generate(*args, **kwargs)
+            return found[:, : found.size(1) - (4 if trainer.state.global_step % 2 else 0)]
+
+        trainer.model.generate = generating
+        choose = trainer._choice.choose
+
+        def choosing(batch, signals):
+            chosen = choose(batch, signals)
+            counts.append((int(batch["num_items_in_batch"]), int(chosen[0]["num_items_in_batch"]),
+                           int(chosen[0]["completion_mask"].sum())))  # fmt: skip
+            return chosen
+
+        trainer._choice.choose = choosing
+        trainer.train()
+        assert all(corrected == valid for _, corrected, valid in counts)
+        assert any(before != corrected for before, corrected, _ in counts), "a group of another length came in"
+
+    def test_estimator_and_seed_are_those_of_the_run(self, make):
+        buffer = make(replay_buffer_size=4, advantage_estimator="rloo", seed=7)._choice.replay.buffer
+        assert buffer.estimator == "rloo"
+        assert torch.equal(buffer.state_dict()["generator"], torch.Generator().manual_seed(7).get_state())
+
+    def test_groups_age_while_none_are_added(self, make):
+
+        def at_first_reward(completions, trainer_state, **kwargs):
+            return [0.0 if trainer_state.global_step == 0 and index % 2 else 1.0 for index in range(len(completions))]
+
+        trainer = make(rewards=at_first_reward, replay_buffer_size=8, replay_max_age=3, max_steps=8)
+        trainer.train()
+        assert logged(trainer, "replay/size") == [0, 2, 2, 2, 0, 0, 0, 0], "from the first training pass to an age of 3"
+        assert logged(trainer, "replay/mean_age")[1:4] == [1, 2, 3]
+        assert logged(trainer, "replay/replaced_fraction")[1:5] == [1, 1, 1, 0]
 
     def test_an_empty_buffer_leaves_dead_groups_where_they_are(self, make):
         trainer = make(rewards=constant_reward, replay_buffer_size=2, max_steps=2)
@@ -374,6 +414,71 @@ def test_dead_groups_take_no_part_in_the_trajectory_scale_without_a_buffer_eithe
 
 
 class TestEstimators:
+    def test_one_deviation_divides_what_is_trained_on_whichever_round_it_came_from(self, make):
+        """Rewards are 0 or 1, so in a live group the largest advantage is 1 / deviation above the smallest."""
+        trainer = make(
+            advantage_estimator="reinforce_plus_plus", dynamic_sampling="resample", dynamic_sampling_max_rounds=4,
+            replay_buffer_size=8, max_steps=6,
+        )  # fmt: skip
+        choose, seen = trainer._choice.choose, []
+
+        def choosing(batch, signals):
+            logs = trainer._logs
+            chosen = choose(batch, signals)
+            generated = len(logs["rewards"]["coarse_reward"])
+            table = torch.tensor(list(logs["advantages"])), torch.tensor(list(logs["rewards"]["coarse_reward"]))
+            assert len(table[0]) == generated
+            seen.append((chosen[0]["advantages"].view(2, 4), *table, list(trainer._choice.replaced)))
+            return chosen
+
+        trainer._choice.choose = choosing
+        trainer.train()
+        mixed = 0
+        for advantages, of_table, rewards, replaced in seen:
+            spread = advantages.amax(1) - advantages.amin(1)
+            if len(of_table) == 8 or (spread == 0).any():
+                continue
+            mixed += len(replaced) == 1
+            centred = advantages / spread.unsqueeze(1)
+            assert spread.tolist() == pytest.approx([1 / (centred.std().item() + 1e-8)] * 2, rel=1e-5)
+            rewards = rewards.view(-1, 4)
+            expected = (rewards - rewards.mean(1, keepdim=True)).flatten() / (centred.std() + 1e-8)
+            assert torch.allclose(of_table, expected, atol=1e-5), "the table has all that was generated"
+        assert mixed > 0
+
+    @pytest.mark.parametrize("estimator", ["grpo", "rloo", "remax", "reinforce_plus_plus", "grpo_passk"])
+    def test_an_infinite_reward_is_an_error_that_names_function_and_row(self, make, estimator):
+        def boundless_reward(completions, **kwargs):
+            return [0.0, None, 1.0, float("nan"), 0.0, -math.inf, 0.0, 1.0][: len(completions)]
+
+        trainer = make(rewards=[coarse_reward, boundless_reward], advantage_estimator=estimator, max_steps=1)
+        message = "The reward boundless_reward is -inf for row 5 of the 8 of the rollout batch, of the data's row with"
+        with pytest.raises(RewardError, match=message):
+            trainer.train()
+
+    def test_rewards_that_do_not_apply_are_no_error(self, make):
+        def seldom_reward(completions, **kwargs):
+            return [None, 1.0, float("nan"), 0.0] * (len(completions) // 4)
+
+        trainer = make(rewards=seldom_reward, max_steps=1)
+        trainer.train()
+        assert math.isfinite(logged(trainer, "loss")[0])
+
+    def test_each_estimator_that_trains_is_let_through_where_greedy_completions_would_not_be(self, make):
+        for estimator in ("rloo", "reinforce_plus_plus", "grpo_passk"):
+            trainer = make(advantage_estimator=estimator)
+            trainer.use_vllm = True
+            GroupChoice(trainer)
+        trainer.args.advantage_estimator = "remax"
+        with pytest.raises(ConfigError, match="advantage_estimator is remax, whose greedy completions are generated"):
+            GroupChoice(trainer)
+        trainer.use_vllm = False
+        trainer.rollout_func = print
+        with pytest.raises(ConfigError, match="advantage_estimator is remax with rollout_func"):
+            GroupChoice(trainer)
+        trainer.args.advantage_estimator = "rloo"
+        GroupChoice(trainer)
+
     @pytest.mark.parametrize("estimator", ["rloo", "remax", "reinforce_plus_plus", "grpo_passk"])
     def test_the_advantages_in_the_table_are_those_of_the_rewards_in_it(self, make, estimator):
         trainer = make(advantage_estimator=estimator, max_steps=3)
@@ -442,15 +547,46 @@ class TestCheckpoints:
         with pytest.raises(ConfigError, match=r"is not complete \(choice_0_of_1.pt is missing\)"):
             make(replay_buffer_size=8).train(resume_from_checkpoint=str(checkpoint))
 
-    def test_another_number_of_completions_per_prompt(self, make, tmp_path):
-        make(replay_buffer_size=8, save_strategy="steps", save_steps=4, max_steps=4).train()
-        checkpoint = tmp_path / "run" / "checkpoint-4"
-        resumed = make(replay_buffer_size=8, num_generations=2, max_steps=6)
-        with pytest.raises(ConfigError, match="num_generations is 2, but the replay buffer in .* of 4 completions"):
-            resumed.train(resume_from_checkpoint=str(checkpoint))
-        resumed = make(num_generations=2, max_steps=6)
-        resumed.train(resume_from_checkpoint=str(checkpoint))
-        assert resumed.state.global_step == 6
+    @pytest.mark.parametrize(
+        ("before", "after", "message"),
+        [
+            ({}, {"num_generations": 2}, "num_generations is 2, and its groups have 4 completions."),
+            ({}, {"beta": 0.1}, "its groups have no ref_per_token_logps, which beta needs."),
+            ({}, {"token_weights": True}, "no signals.attention.vision, which token_weights needs."),
+            (
+                {},
+                {"enable_trajectory_reweighting": True},
+                "no signals.dependency, which enable_trajectory_rew",
+            ),
+            ({}, {"perception_loss_weight": 0.01}, "no perturbed_pixel_values, which perception_loss_weight or der_lo"),
+            ({}, {"advantage_estimator": "rloo"}, "advantage_estimator is rloo, and was grpo."),
+            (
+                {"compute_attention_metrics": True},
+                {"enable_entropy_filtering": True},
+                "no signals.entropies, which enable_entropy_filtering needs.",
+            ),
+        ],
+        ids=str,
+    )
+    def test_a_buffer_that_new_options_cannot_use_starts_empty(
+        self, make, tmp_path, monkeypatch, before, after, message
+    ):
+        common = {"replay_buffer_size": 8, "compute_attention_metrics": False}
+        make(save_strategy="steps", save_steps=4, max_steps=4, **common | before).train()
+        checkpoint = str(tmp_path / "run" / "checkpoint-4")
+        warnings = []
+        monkeypatch.setattr("vgr_trl.replaying.logger.warning", warnings.append)
+        same = make(max_steps=5, **common | before)
+        same._choice.load(tmp_path / "run" / "checkpoint-4")
+        assert len(same._choice.replay.buffer) > 0
+        assert warnings == []
+        resumed = make(max_steps=12, **common | before | after)
+        resumed.train(resume_from_checkpoint=checkpoint)
+        assert resumed.state.global_step == 12
+        assert len(warnings) == 1
+        assert message in warnings[0]
+        assert logged(resumed, "replay/size")[0] <= 2, "what one batch brought"
+        assert sum(logged(resumed, "replay/replaced_fraction")) > 0
 
     @pytest.mark.parametrize(
         ("before", "message"),

@@ -1,6 +1,7 @@
 """Which groups a trainer trains on: advantages by estimator, then dead groups replaced by fresh or replayed ones."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ class Judged:
         self.rewards = torch.empty(0)  # (N of all,), weighted sums
         self.advantages = torch.empty(0)  # (N of all,)
         self.dead: list[int] = []
+        self.filtered: list[int] = []  # those of the dead whose rewards differ
 
     @property
     def live(self) -> list[int]:
@@ -121,12 +123,15 @@ class GroupChoice:
         if not self.args.chooses_groups:
             self._warn_of_dead_streak(len(judged.live))
             return judged.batch, signals, judged.live_rows()
-        fresh = self._resample(judged)
+        rounds = [judged]
+        fresh = self._resample(judged, rounds)
         self._warn_of_dead_streak(len(judged.live) + len(fresh))
         missing = [group for group in judged.dead if group not in fresh]
-        replacements = dict(fresh)
+        replayed = {} if self.replay is None else dict(zip(missing, self.replay.draw(len(missing)), strict=False))
+        if self.args.advantage_estimator == "reinforce_plus_plus":
+            fresh = self._with_one_deviation(rounds, fresh, replayed)
+        replacements = fresh | replayed
         if self.replay is not None:
-            replacements |= dict(zip(missing, self.replay.draw(len(missing)), strict=False))
             self._keep(judged, fresh, self.replay)
         self.replaced = sorted(replacements)
         chosen, signals = judged.batch, judged.signals
@@ -181,6 +186,7 @@ class GroupChoice:
             filtered = filtered_groups(compared, trainer.num_generations, low=args.filter_low, high=args.filter_high)
             means = compared.view(-1, trainer.num_generations).nanmean(dim=1)
         self.streak.add(placement.num_groups, dead, filtered, means.tolist())
+        judged.filtered = sorted(set(filtered).difference(dead))
         judged.dead = sorted({*dead, *filtered})
         return judged
 
@@ -189,8 +195,32 @@ class GroupChoice:
         if sentence is not None and self.trainer.accelerator.is_main_process:
             logger.warning(sentence)
 
-    def _resample(self, judged: Judged) -> dict[int, Group]:
-        """Groups of further prompts, by the number of the dead group whose place they take."""
+    def _with_one_deviation(
+        self, rounds: list[Judged], fresh: dict[int, Group], replayed: Iterable[int]
+    ) -> dict[int, Group]:
+        """Divide all advantages by the deviation over what is trained on; return the fresh groups with theirs.
+
+        Replayed groups keep theirs, and a filtered group that nothing replaces is not trained on.
+        """
+        judged, size = rounds[0], self.trainer.num_generations
+        own = torch.ones(judged.placement.num_groups, dtype=torch.bool, device=judged.rewards.device)
+        own[[*judged.filtered, *fresh, *replayed]] = False
+        of_fresh = [group.rewards.to(judged.rewards) for group in fresh.values()]
+        trained = torch.cat([judged.rewards.view(-1, size)[own].flatten(), *of_fresh])
+
+        def divided(rewards: torch.Tensor) -> torch.Tensor:
+            return estimate_advantages(rewards, size, "reinforce_plus_plus", trained=trained.to(rewards.device))
+
+        for found in rounds:
+            found.advantages = divided(found.rewards)
+        rows, first = judged.placement.rows, judged.placement.process_index * judged.placement.rows
+        judged.batch = {**judged.batch, "advantages": judged.advantages[first : first + rows]}
+        logged = [value for found in rounds for value in found.advantages.tolist()]
+        replace_newest(self.trainer._logs["advantages"], logged)
+        return {place: replace(group, advantages=divided(group.rewards)) for place, group in fresh.items()}
+
+    def _resample(self, judged: Judged, rounds: list[Judged]) -> dict[int, Group]:
+        """Groups of further prompts, by the number of the dead group whose place they take; add to the `rounds`."""
         if self.prompts is None:
             return {}
         self.prompts.count_rollout()
@@ -212,6 +242,7 @@ class GroupChoice:
             with trainer._measurement.rollout():
                 further = trainer._generate_judge_and_perceive(rows)
                 found = self._judge(further, trainer._measurement.signals)
+            rounds.append(found)
             places = plan.take(found.live, count)
             groups = self._groups(found, list(places.values()))
             replacements |= dict(zip(places, groups, strict=True))

@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from transformers.utils import logging
 
-from vgr_trl.errors import ConfigError
 from vgr_trl.sampling import Group, Placement, ReplayBuffer, merge_states, split_state, with_old_logps
 
+logger = logging.get_logger(__name__)
+
 OLD_LOGPS = "old_per_token_logps"
+_MEASURED = (OLD_LOGPS, "signals.entropies")  # NaN where no pass measured them
 
 
 class Replay:
@@ -118,23 +121,59 @@ class Replay:
     def load(self, states: Sequence[Mapping[str, Any]], folder: Path) -> None:
         """Continue with the buffer that the processes of a run have saved, as many as they were.
 
+        It starts empty, with a warning, if its groups cannot be trained on with the options of this run.
+
         Args:
             states: of their buffers.
-            folder: the checkpoint, for the error.
-
-        Raises:
-            ConfigError: its groups have another number of completions.
+            folder: the checkpoint, for the warning.
         """
-        accelerator, wanted = self.trainer.accelerator, self.trainer.num_generations
+        accelerator = self.trainer.accelerator
         merged = merge_states(states)
-        for group in merged["groups"]:
-            if (size := len(group["advantages"])) != wanted:
-                raise ConfigError(
-                    f"num_generations is {wanted}, but the replay buffer in {folder} holds groups of {size} "
-                    f"completions: continue with num_generations {size}, or without replay_buffer_size until the next "
-                    "checkpoint, which leaves the buffer behind."
-                )
-        self.buffer.load_state_dict(split_state(merged, accelerator.process_index, accelerator.num_processes))
+        reason = why_unusable(merged, self.trainer)
+        if reason is None:
+            self.buffer.load_state_dict(split_state(merged, accelerator.process_index, accelerator.num_processes))
+        elif accelerator.is_main_process:
+            logger.warning(f"The replay buffer of {folder} starts empty: {reason}.")
+
+
+def why_unusable(state: Mapping[str, Any], trainer: Any) -> str | None:
+    """Return why the groups of a saved buffer cannot be trained on with the options of a trainer, None if they can.
+
+    Args:
+        state: with the rows of all groups.
+        trainer: a constructed `DAPOTrainer`.
+    """
+    args, needed = trainer.args, _needed_columns(trainer)
+    if state.get("estimator", args.advantage_estimator) != args.advantage_estimator:
+        return f"advantage_estimator is {args.advantage_estimator}, and was {state['estimator']}"
+    for group in state["groups"]:
+        if (size := len(group["advantages"])) != trainer.num_generations:
+            return f"num_generations is {trainer.num_generations}, and its groups have {size} completions"
+        rows = group["rows"]
+        for name, option in needed.items():
+            if name not in rows["columns"] or (name in _MEASURED and bool(rows["columns"][name].isnan().all())):
+                return f"its groups have no {name}, which {option} needs"
+        if args.uses_perception_loss and any(row and "perturbed_pixel_values" not in row for row in rows["images"]):
+            return "its groups have no perturbed_pixel_values, which perception_loss_weight or der_loss_weight2 needs"
+    return None
+
+
+def _needed_columns(trainer: Any) -> dict[str, str]:
+    """What the batches of a run have and groups put into them cannot be without -> the option it is there for."""
+    wanted = trainer._measurement.wanted
+    needed = {OLD_LOGPS: "replay_buffer_size"}
+    if trainer.beta != 0:
+        needed["ref_per_token_logps"] = "beta"
+    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
+        needed |= dict.fromkeys(("importance_sampling_ratio", "sampling_per_token_logps"), "vLLM")
+    for name, options in (
+        ("signals.attention.vision", wanted.attention),
+        ("signals.entropies", wanted.entropies),
+        ("signals.dependency", wanted.dependency),
+    ):
+        if options:
+            needed[name] = options[0]
+    return needed
 
 
 def _with_measured_logps(group: Group) -> Group:

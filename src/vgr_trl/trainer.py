@@ -43,6 +43,7 @@ from vgr_trl.recording import RolloutRecorder
 from vgr_trl.reporting.tables import in_texts
 from vgr_trl.reporting.views.model_card import TAGS, TRL_PAPER, extended_card, method_tags
 from vgr_trl.resuming import resolve_checkpoint, resume_mode
+from vgr_trl.rewards.finite import refuse_infinite
 from vgr_trl.rewards.groups import gather_groups, needed_columns
 from vgr_trl.rewards.outcome import checked
 from vgr_trl.rewards.schedule import RewardSchedule
@@ -303,6 +304,7 @@ class DAPOTrainer(GRPOTrainer):
         with replaced(self, "reward_funcs", self._checked_rewards()):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._rewards_per_func = rewards
+        refuse_infinite(rewards, self.reward_func_names, inputs, len(inputs) * self.accelerator.process_index)
         for reward, name, undefined in zip(self.reward_funcs, self.reward_func_names, rewards.isnan().T, strict=True):
             mode = "train" if self.model.training else "eval"
             self._metrics[mode][f"rewards/{name}/not_applicable"].append(undefined.float().mean().item())

@@ -13,7 +13,11 @@ from vgr_trl.errors import ConfigError, DataError
 
 
 def estimate_advantages(
-    rewards: torch.Tensor, num_generations: int, estimator: str = "grpo", baseline: torch.Tensor | None = None
+    rewards: torch.Tensor,
+    num_generations: int,
+    estimator: str = "grpo",
+    baseline: torch.Tensor | None = None,
+    trained: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the advantage of each completion.
 
@@ -23,7 +27,7 @@ def estimate_advantages(
       (https://huggingface.co/papers/2402.03300);
     - `rloo`: r - mean of the others of the group (https://huggingface.co/papers/2402.14740);
     - `remax`: r - reward of the prompt's greedy completion (https://huggingface.co/papers/2310.10505);
-    - `reinforce_plus_plus`: c / (std of all c of the batch + 1e-8) with c = r - mean
+    - `reinforce_plus_plus`: c / (std of all c that are trained on + 1e-8) with c = r - mean
       (https://huggingface.co/papers/2501.03262, its variant with a baseline);
     - `grpo_passk`: for the best of the group (best - second best) / (std + 1e-6), for the others 0
       (https://huggingface.co/papers/2503.19595).
@@ -33,6 +37,8 @@ def estimate_advantages(
         num_generations: G, completions per prompt, at least 1.
         estimator: one of the names above.
         baseline: for `remax`, the reward of each prompt's greedy completion, (num_groups,); else None.
+        trained: for `reinforce_plus_plus`, the rewards of the groups that are trained on, where those are not the
+            groups at hand, (any number of groups * G,).
 
     Returns:
         (num_groups * G,), finite for finite or NaN rewards.
@@ -59,7 +65,12 @@ def estimate_advantages(
         raise DataError(
             f"The baseline has the shape {tuple(baseline.shape)} for {len(groups)} groups: give one reward per prompt."
         )
-    advantages = _remax(groups, baseline) if baseline is not None else _ESTIMATORS[estimator](groups)
+    if baseline is not None:
+        advantages = _remax(groups, baseline)
+    elif trained is not None and estimator == "reinforce_plus_plus":
+        advantages = _reinforce_plus_plus(groups, trained.double().view(-1, num_generations))
+    else:
+        advantages = _ESTIMATORS[estimator](groups)
     return torch.nan_to_num(advantages, nan=0.0).view(-1).to(rewards.dtype)
 
 
@@ -77,9 +88,9 @@ def _remax(rewards: torch.Tensor, baseline: torch.Tensor) -> torch.Tensor:
     return rewards - baseline.unsqueeze(1)
 
 
-def _reinforce_plus_plus(rewards: torch.Tensor) -> torch.Tensor:
-    centred = _centred(rewards)
-    return centred / (_std(centred.view(1, -1)) + 1e-8)
+def _reinforce_plus_plus(rewards: torch.Tensor, trained: torch.Tensor | None = None) -> torch.Tensor:
+    deviation = _std(_centred(rewards if trained is None else trained).view(1, -1))
+    return _centred(rewards) / (deviation + 1e-8)
 
 
 def _grpo_passk(rewards: torch.Tensor) -> torch.Tensor:

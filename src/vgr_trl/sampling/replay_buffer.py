@@ -144,6 +144,7 @@ class ReplayBuffer:
         """Return what this process has, as tensors, numbers, lists and dictionaries (for `torch.save`)."""
         return {
             "step": self.step,
+            "estimator": self.estimator,
             "added": self._added,
             "generator": self._generator.get_state(),
             "numbers": [entry.number for entry in self._entries],
