@@ -309,7 +309,9 @@ class TestFurtherPrompts:
             assert not set(epoch).intersection(further)
 
     def test_of_a_stream_they_are_not_those_that_the_epoch_reads(self, make):
-        trainer = make(rows=make.rows.to_iterable_dataset(), shuffle_dataset=False, max_steps=8, **ALL_DEAD)
+        trainer = make(
+            rows=make.rows.with_format(None).to_iterable_dataset(), shuffle_dataset=False, max_steps=8, **ALL_DEAD
+        )
         rollouts = self.drawn_by(trainer)
         trainer.train()
         own = [set(epoch) for epoch, _ in rollouts]
