@@ -10,7 +10,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.choosing import GroupChoice
-from vgr_trl.data.schema import prepare_rows
+from vgr_trl.data.rows.schema import prepare_rows
 from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.errors import ConfigError, RewardError
 from vgr_trl.further_prompts import prompt_key

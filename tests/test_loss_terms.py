@@ -6,7 +6,7 @@ from datasets import load_dataset
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.data.schema import prepare_rows
+from vgr_trl.data.rows.schema import prepare_rows
 from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.loss_terms import average_as_loss, valid_tokens
 

@@ -14,7 +14,7 @@ from trl import GRPOTrainer
 from trl.trainer import utils as trl_utils
 
 from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.data.schema import prepare_rows
+from vgr_trl.data.rows.schema import prepare_rows
 from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.errors import ConfigError
 from vgr_trl.measuring import plan_measurement

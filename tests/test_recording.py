@@ -16,7 +16,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from trl import GRPOTrainer
 
 from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.data.schema import prepare_rows
+from vgr_trl.data.rows.schema import prepare_rows
 from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.errors import ConfigError
 from vgr_trl.reporting.records.reading import read_run
@@ -329,7 +329,7 @@ import sys, torch
 from datasets import Dataset, load_dataset
 from transformers import Qwen2_5_VLForConditionalGeneration
 from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.data.schema import prepare_rows
+from vgr_trl.data.rows.schema import prepare_rows
 from vgr_trl.demo.tiny_vlm import load_processor
 
 model_folder, file, output = sys.argv[1:]

@@ -13,7 +13,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from trl import GRPOConfig, GRPOTrainer
 
 from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.data.schema import prepare_rows
+from vgr_trl.data.rows.schema import prepare_rows
 from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.errors import ConfigError, DataError, RewardError
 from vgr_trl.preparation import prompt_length
@@ -206,7 +206,7 @@ def test_metrics_that_users_read(build):
 
 def test_long_prompts_are_left_out_and_counted(build, text_rows, monkeypatch):
     warnings = []
-    monkeypatch.setattr("vgr_trl.data.lengths.logger.warning", warnings.append)
+    monkeypatch.setattr("vgr_trl.data.rows.lengths.logger.warning", warnings.append)
     long = [{"role": "user", "content": "what colour is the shape ? " * 3}]
     rows = Dataset.from_list([*text_rows, {"prompt": long, "solution": "red"}])
     trainer = build(rows=rows, max_prompt_length=15, eval_dataset=rows)

@@ -9,7 +9,7 @@ from accelerate.utils import gather_object
 from datasets import IterableDataset
 from trl.trainer.utils import RepeatSampler
 
-from vgr_trl.data.columns import images_of
+from vgr_trl.data.rows.columns import images_of
 from vgr_trl.sampling import Placement, PromptStream, prompts_of_round, rows_of_process
 
 

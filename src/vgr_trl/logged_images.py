@@ -11,7 +11,7 @@ from typing import Any
 
 from accelerate.utils import gather_object
 
-from vgr_trl.data.columns import images_of
+from vgr_trl.data.rows.columns import images_of
 from vgr_trl.sharing.replacing import replaced
 
 

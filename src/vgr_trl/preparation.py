@@ -5,8 +5,8 @@ from typing import Any
 
 from trl.data_utils import prepare_multimodal_messages
 
-from vgr_trl.data.columns import image_columns, images_of
-from vgr_trl.data.lengths import drop_long_prompts
+from vgr_trl.data.rows.columns import image_columns, images_of
+from vgr_trl.data.rows.lengths import drop_long_prompts
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.rewards.signatures import check_callable
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from PIL import Image
 
-from vgr_trl.data.columns import images_of
-from vgr_trl.data.images import open_image
+from vgr_trl.data.rows.columns import images_of
+from vgr_trl.data.rows.open_images import open_image
 from vgr_trl.errors import DataError
 from vgr_trl.reporting.records.format import AttentionMap, RecordedImage
 from vgr_trl.reporting.records.thumbnails import shrunk

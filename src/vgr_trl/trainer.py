@@ -22,7 +22,7 @@ from vgr_trl.collapse_watch import CollapseWatch
 from vgr_trl.config import DAPOConfig
 from vgr_trl.continuing import continue_order, save_generation
 from vgr_trl.credit import coefficient_warning, shape_advantages
-from vgr_trl.data.columns import IMAGE_COLUMNS, images_of
+from vgr_trl.data.rows.columns import IMAGE_COLUMNS, images_of
 from vgr_trl.ending import close_group_at_exit
 from vgr_trl.errors import ConfigError
 from vgr_trl.logged_images import images_logged_by_all

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from made import picture
 
-from vgr_trl.data.convert import Output, convert
-from vgr_trl.data.questions import Origin, Question
+from vgr_trl.data.build.convert import Output, convert
+from vgr_trl.data.rows.questions import Origin, Question
 
 
 def candidates(count: int, seconds: float = 0.0):

@@ -9,8 +9,8 @@ import pyarrow
 import pyarrow.parquet
 from PIL import Image
 
-from vgr_trl.data.convert import Output, convert
-from vgr_trl.data.progress import SKIPPED, Progress
+from vgr_trl.data.build.convert import Output, convert
+from vgr_trl.data.build.progress import SKIPPED, Progress
 
 IMAGE = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
 

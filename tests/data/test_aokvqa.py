@@ -1,8 +1,8 @@
 import pytest
 from made import parquet, picture, questions, reasons
 
-from vgr_trl.data.aokvqa import read
-from vgr_trl.data.sources import Source
+from vgr_trl.data.build.sets.aokvqa import read
+from vgr_trl.data.read.sources import Source
 
 
 def row(**changed):

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 from made import jsonl, parquet, picture, questions, reasons
 
-from vgr_trl.data.arxivqa import count, read
-from vgr_trl.data.sources import Source
+from vgr_trl.data.build.sets.arxivqa import count, read
+from vgr_trl.data.read.sources import Source
 
 FIGURES = {f"1501.0000{number}_1.jpg": picture((number, 0, 0)) for number in range(1, 5)}
 NAMES = list(FIGURES)

@@ -16,12 +16,13 @@ from datasets import load_dataset
 from made import encoded, picture, rows_in, skipped_in, written
 from PIL import Image
 
-from vgr_trl.data import convert as convert_module
-from vgr_trl.data import files, progress, write
-from vgr_trl.data.convert import Output, convert
-from vgr_trl.data.progress import SkippedLog, statistics_in
-from vgr_trl.data.questions import Origin, Question
-from vgr_trl.data.schema import prepare_rows
+from vgr_trl import files
+from vgr_trl.data.build import convert as convert_module
+from vgr_trl.data.build import progress, write
+from vgr_trl.data.build.convert import Output, convert
+from vgr_trl.data.build.progress import SkippedLog, statistics_in
+from vgr_trl.data.rows.questions import Origin, Question
+from vgr_trl.data.rows.schema import prepare_rows
 from vgr_trl.errors import ConfigError, DataError
 
 CHOICES = ["red", "blue"]

@@ -2,8 +2,8 @@
 
 from made import parquet, picture, questions, reasons
 
-from vgr_trl.data.registry import CONVERTERS
-from vgr_trl.data.sources import Source
+from vgr_trl.data.build.registry import CONVERTERS
+from vgr_trl.data.read.sources import Source
 
 EASY = {"image_id": 7, "image": picture(), "questions": ["what colour?", "is it red?"], "answers": ["red", "yes"]}
 NLVR = {"identifier": "1-0", "image": picture(), "sentence": " There is a box. ", "label": "true", "objects": None}

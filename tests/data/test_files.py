@@ -1,6 +1,6 @@
 import pytest
 
-from vgr_trl.data.files import is_writable, write_whole
+from vgr_trl.files import is_writable, write_whole
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path):

@@ -13,12 +13,12 @@ from trl import GRPOTrainer
 
 from vgr_trl.cli.__main__ import main as command_line
 from vgr_trl.cli.data_inspect import main
-from vgr_trl.data.inspect_lengths import Budget, cost, histogram, prompt_tokens
-from vgr_trl.data.inspect_page import without_options
-from vgr_trl.data.inspect_rows import Checks, inspect_rows
-from vgr_trl.data.inspect_sample import sampled
-from vgr_trl.data.load import load_path
-from vgr_trl.data.prompts import SYSTEM_PROMPTS, build_prompt
+from vgr_trl.data.inspect.lengths import Budget, cost, histogram, prompt_tokens
+from vgr_trl.data.inspect.page import without_options
+from vgr_trl.data.inspect.rows import Checks, inspect_rows
+from vgr_trl.data.inspect.sample import sampled
+from vgr_trl.data.read.load import load_path
+from vgr_trl.data.rows.prompts import SYSTEM_PROMPTS, build_prompt
 from vgr_trl.demo.tiny_processor import build_processor
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.preparation import prompt_length

@@ -4,8 +4,8 @@ import pytest
 from made import encoded, jsonl, questions, reasons
 from PIL import Image
 
-from vgr_trl.data.jsonl import Keys, names_videos, read
-from vgr_trl.data.sources import Source
+from vgr_trl.data.build.sets.jsonl import Keys, names_videos, read
+from vgr_trl.data.read.sources import Source
 
 
 def read_rows(tmp_path, *rows, **options):

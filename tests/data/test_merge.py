@@ -7,11 +7,11 @@ from datasets import load_dataset
 from made import encoded, jsonl, picture, rows_in, skipped_in, written
 from PIL import Image
 
-from vgr_trl.data import merge as merge_module
-from vgr_trl.data.convert import Output
-from vgr_trl.data.merge import MergeOptions, merge
-from vgr_trl.data.questions import Origin, Question
-from vgr_trl.data.sources import Source
+from vgr_trl.data.build import merge as merge_module
+from vgr_trl.data.build.convert import Output
+from vgr_trl.data.build.merge import MergeOptions, merge
+from vgr_trl.data.read.sources import Source
+from vgr_trl.data.rows.questions import Origin, Question
 from vgr_trl.errors import ConfigError, DataError
 
 CHOICES = ["red", "blue", "green"]

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vgr_trl.data.merge_plan import Row, interleaved, sharing_images, split, weighted, without_duplicates
+from vgr_trl.data.build.merge_plan import Row, interleaved, sharing_images, split, weighted, without_duplicates
 from vgr_trl.errors import DataError
 
 

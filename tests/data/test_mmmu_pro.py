@@ -4,8 +4,8 @@ import pytest
 from made import parquet, picture, questions, reasons
 from PIL import ImageColor
 
-from vgr_trl.data.mmmu_pro import read, renumber_marks
-from vgr_trl.data.sources import Source
+from vgr_trl.data.build.sets.mmmu_pro import read, renumber_marks
+from vgr_trl.data.read.sources import Source
 from vgr_trl.errors import DataError
 
 COLOURS = ["red", "green", "blue", "white", "black", "gray", "pink"]

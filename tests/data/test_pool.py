@@ -4,8 +4,8 @@ from collections import Counter
 import pytest
 from made import picture
 
-from vgr_trl.data import pool
-from vgr_trl.data.pool import Encoding, encoder
+from vgr_trl.data.build import pool
+from vgr_trl.data.build.pool import Encoding, encoder
 from vgr_trl.errors import DataError
 
 

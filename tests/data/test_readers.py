@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made import IMAGE, parquet, picture, questions, reasons, written
 
-from vgr_trl.data import readers
-from vgr_trl.data.questions import Origin, Question
-from vgr_trl.data.readers import count_rows, read_files
-from vgr_trl.data.registry import CONVERTERS
-from vgr_trl.data.sources import Source
+from vgr_trl.data.build.registry import CONVERTERS
+from vgr_trl.data.read import readers
+from vgr_trl.data.read.readers import count_rows, read_files
+from vgr_trl.data.read.sources import Source
+from vgr_trl.data.rows.questions import Origin, Question
 from vgr_trl.errors import DataError
 
 WHATEVER = settings(

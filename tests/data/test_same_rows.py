@@ -13,7 +13,7 @@ from PIL import Image
 from vgr_trl.cli import data_convert, data_inspect
 from vgr_trl.cli.arguments import DataArguments
 from vgr_trl.cli.loading import load_rows
-from vgr_trl.data.columns import images_of
+from vgr_trl.data.rows.columns import images_of
 from vgr_trl.demo.tiny_processor import build_processor
 from vgr_trl.errors import VGRError
 from vgr_trl.rewards import resolve_solution

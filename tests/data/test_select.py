@@ -1,7 +1,7 @@
 import pytest
 
-from vgr_trl.data.questions import Origin, Question
-from vgr_trl.data.select import IdFilter, read_ids
+from vgr_trl.data.build.select import IdFilter, read_ids
+from vgr_trl.data.rows.questions import Origin, Question
 from vgr_trl.errors import ConfigError
 
 

@@ -10,10 +10,10 @@ from made import rows_in, skipped_in
 from PIL import Image
 
 from vgr_trl.cli.__main__ import main
-from vgr_trl.data.load import load_split
-from vgr_trl.data.registry import CONVERTERS
-from vgr_trl.data.schema import prepare_rows
-from vgr_trl.data.sources import Source
+from vgr_trl.data.build.registry import CONVERTERS
+from vgr_trl.data.read.load import load_split
+from vgr_trl.data.read.sources import Source
+from vgr_trl.data.rows.schema import prepare_rows
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 pytestmark = pytest.mark.skipif(not DATA.exists(), reason="needs ../shared/data")

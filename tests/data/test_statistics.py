@@ -4,10 +4,10 @@ from collections import Counter
 
 import pytest
 
-from vgr_trl.data.encode import Encoded
-from vgr_trl.data.plot import figures_for, plot
-from vgr_trl.data.questions import Question
-from vgr_trl.data.statistics import Statistics, kind_of, on_one_line, report, size_class, tables, together
+from vgr_trl.data.build.encode import Encoded
+from vgr_trl.data.build.plot import figures_for, plot
+from vgr_trl.data.build.statistics import Statistics, kind_of, on_one_line, report, size_class, tables, together
+from vgr_trl.data.rows.questions import Question
 from vgr_trl.errors import ConfigError
 
 

@@ -6,9 +6,9 @@ from PIL import Image
 
 from vgr_trl.cli.arguments import DataArguments
 from vgr_trl.cli.loading import load_rows
-from vgr_trl.data.inspect_rows import Checks, inspect_rows
-from vgr_trl.data.load import load_split, readable
-from vgr_trl.data.schema import prepare_rows
+from vgr_trl.data.inspect.rows import Checks, inspect_rows
+from vgr_trl.data.read.load import load_split, readable
+from vgr_trl.data.rows.schema import prepare_rows
 from vgr_trl.errors import ConfigError, DataError
 
 
@@ -77,7 +77,7 @@ def test_a_shuffled_stream_waits_with_undecoded_images(tmp_path):
     heard = []
     shuffled = stream(0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vgr_trl.data.schema.open_image", counted)
+        patch.setattr("vgr_trl.data.rows.schema.open_image", counted)
         iterator = iter(shuffled)
         next(iterator)
     assert len(opened) == 2  # of one row, to check it and to use it; the others wait

@@ -6,8 +6,8 @@ import pytest
 from datasets import Dataset, Features, List, Value, load_dataset
 from PIL import Image
 
-from vgr_trl.data.schema import prepare_rows, row_problem
-from vgr_trl.data.video import (
+from vgr_trl.data.rows.schema import prepare_rows, row_problem
+from vgr_trl.data.rows.video import (
     VideoOptions,
     frames_of,
     refuse_single_image_models,

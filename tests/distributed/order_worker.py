@@ -10,7 +10,7 @@ from datasets import load_dataset
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.data.schema import prepare_rows
+from vgr_trl.data.rows.schema import prepare_rows
 from vgr_trl.demo.tiny_vlm import load_processor
 
 model_folder, question_file, output = sys.argv[1], sys.argv[2], Path(sys.argv[3])

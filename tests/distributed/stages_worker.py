@@ -11,7 +11,7 @@ from dealt_completions import generate_by_prompt
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.data.schema import prepare_rows
+from vgr_trl.data.rows.schema import prepare_rows
 from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.rewards import accuracy_reward, mdi_reward, vgr_hard_negative_reward, vgr_reward
 

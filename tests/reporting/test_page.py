@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from made_run import completion, make_run
 
-from vgr_trl.data.prompts import SYSTEM_PROMPT
+from vgr_trl.data.rows.prompts import SYSTEM_PROMPT
 from vgr_trl.reporting.records.reading import LogEntry, encode_log
 from vgr_trl.reporting.views.html import PLACE, page_template, write_report
 

@@ -12,8 +12,8 @@ from trl import TrlParser
 
 from vgr_trl.cli.advice import with_advice
 from vgr_trl.cli.config_file import config_apart
-from vgr_trl.data.prompts import SYSTEM_PROMPTS
-from vgr_trl.data.video import VideoOptions
+from vgr_trl.data.rows.prompts import SYSTEM_PROMPTS
+from vgr_trl.data.rows.video import VideoOptions
 from vgr_trl.errors import ConfigError, VGRError
 
 

@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from vgr_trl.cli.arguments import one_sentence
-from vgr_trl.data import jsonl
-from vgr_trl.data.convert import ROWS_PER_FILE, Output, convert
-from vgr_trl.data.files import write_whole
-from vgr_trl.data.jsonl import Keys
-from vgr_trl.data.plot import figures_for, plot
-from vgr_trl.data.pool import Encoding
-from vgr_trl.data.progress import SKIPPED, statistics_in
-from vgr_trl.data.registry import CONVERTERS, Converter
-from vgr_trl.data.select import IdFilter, read_ids
-from vgr_trl.data.shuffle import shuffle_choices
-from vgr_trl.data.sizes import MAX_SHORT_SIDE, ImageLimits
-from vgr_trl.data.sources import Source, has_config
-from vgr_trl.data.statistics import report
-from vgr_trl.data.write import PARTS
+from vgr_trl.data.build.convert import ROWS_PER_FILE, Output, convert
+from vgr_trl.data.build.plot import figures_for, plot
+from vgr_trl.data.build.pool import Encoding
+from vgr_trl.data.build.progress import SKIPPED, statistics_in
+from vgr_trl.data.build.registry import CONVERTERS, Converter
+from vgr_trl.data.build.select import IdFilter, read_ids
+from vgr_trl.data.build.sets import jsonl
+from vgr_trl.data.build.sets.jsonl import Keys
+from vgr_trl.data.build.shuffle import shuffle_choices
+from vgr_trl.data.build.sizes import MAX_SHORT_SIDE, ImageLimits
+from vgr_trl.data.build.statistics import report
+from vgr_trl.data.build.write import PARTS
+from vgr_trl.data.read.sources import Source, has_config
 from vgr_trl.errors import ConfigError
+from vgr_trl.files import write_whole
 
 REPORT = "report.txt"
 OUTPUT_SPLITS = {

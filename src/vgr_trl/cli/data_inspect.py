@@ -11,17 +11,17 @@ from typing import Any
 
 from vgr_trl.cli.arguments import DataArguments, one_sentence
 from vgr_trl.cli.loading import load_processor, system_prompt_of
-from vgr_trl.data.files import is_writable, publish, unfinished, write_whole
-from vgr_trl.data.inspect_lengths import Budget, prompt_tokens
-from vgr_trl.data.inspect_page import page
-from vgr_trl.data.inspect_report import report
-from vgr_trl.data.inspect_rows import Checks, Findings, inspect_rows
-from vgr_trl.data.load import load_path, readable
-from vgr_trl.data.skipped import SkippedRow
-from vgr_trl.data.special import special_tokens
-from vgr_trl.data.video import VideoOptions
+from vgr_trl.data.inspect.lengths import Budget, prompt_tokens
+from vgr_trl.data.inspect.page import page
+from vgr_trl.data.inspect.report import report
+from vgr_trl.data.inspect.rows import Checks, Findings, inspect_rows
+from vgr_trl.data.read.load import load_path, readable
+from vgr_trl.data.rows.skipped import SkippedRow
+from vgr_trl.data.rows.special import special_tokens
+from vgr_trl.data.rows.video import VideoOptions
 from vgr_trl.demo.tiny_processor import build_processor
 from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.files import is_writable, publish, unfinished, write_whole
 
 BUDGET = Budget()
 

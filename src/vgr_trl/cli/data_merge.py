@@ -7,11 +7,11 @@ from pathlib import Path
 
 from vgr_trl.cli.arguments import one_sentence
 from vgr_trl.cli.data_convert import add_output_flags, limits_of, refuse_within, show
-from vgr_trl.data.convert import Output
-from vgr_trl.data.merge import MergeOptions, merge
-from vgr_trl.data.plot import figures_for
-from vgr_trl.data.pool import Encoding
-from vgr_trl.data.sources import Source, splits_in
+from vgr_trl.data.build.convert import Output
+from vgr_trl.data.build.merge import MergeOptions, merge
+from vgr_trl.data.build.plot import figures_for
+from vgr_trl.data.build.pool import Encoding
+from vgr_trl.data.read.sources import Source, splits_in
 from vgr_trl.errors import ConfigError
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from vgr_trl.cli.arguments import DataArguments, one_sentence, parse
 from vgr_trl.cli.loading import load_for_inference, load_processor_for_inference, load_rows
-from vgr_trl.data.skipped import report_skipped
+from vgr_trl.data.rows.skipped import report_skipped
 from vgr_trl.errors import ConfigError
 from vgr_trl.evaluation import Evaluation, Scores, evaluate
 

@@ -13,13 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor
 from transformers.utils import find_adapter_config_file
 
 from vgr_trl.cli.arguments import DataArguments
-from vgr_trl.data.columns import video_columns
-from vgr_trl.data.load import load_split, parse_data_files, readable
-from vgr_trl.data.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, SystemTemplate
-from vgr_trl.data.schema import prepare_rows
-from vgr_trl.data.skipped import SkippedRow
-from vgr_trl.data.special import special_tokens
-from vgr_trl.data.video import VideoOptions, refuse_single_image_models
+from vgr_trl.data.read.load import load_split, parse_data_files, readable
+from vgr_trl.data.rows.columns import video_columns
+from vgr_trl.data.rows.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, SystemTemplate
+from vgr_trl.data.rows.schema import prepare_rows
+from vgr_trl.data.rows.skipped import SkippedRow
+from vgr_trl.data.rows.special import special_tokens
+from vgr_trl.data.rows.video import VideoOptions, refuse_single_image_models
 from vgr_trl.demo.tiny_processor import load_processor as load_demo_processor
 from vgr_trl.errors import ConfigError
 

@@ -16,8 +16,8 @@ from vgr_trl.cli.plan import describe_run, print_plan, total_steps
 from vgr_trl.cli.run_folder import claim, write_identity
 from vgr_trl.cli.step_lines import print_steps_as_lines
 from vgr_trl.config import DAPOConfig
-from vgr_trl.data.load import parse_data_files, readable
-from vgr_trl.data.skipped import append_skipped, report_skipped
+from vgr_trl.data.read.load import parse_data_files, readable
+from vgr_trl.data.rows.skipped import append_skipped, report_skipped
 from vgr_trl.ending import let_gloo_finish
 from vgr_trl.errors import CollapseError, ConfigError, DataError
 from vgr_trl.resuming import refuse_finished, resolve_checkpoint, resume_mode

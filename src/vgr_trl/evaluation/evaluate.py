@@ -11,9 +11,9 @@ from PIL import Image
 from tqdm.auto import tqdm
 from trl.data_utils import prepare_multimodal_messages
 
-from vgr_trl.data.columns import images_of
-from vgr_trl.data.marks import placed
-from vgr_trl.data.prompts import SYSTEM_PROMPT, build_prompt
+from vgr_trl.data.rows.columns import images_of
+from vgr_trl.data.rows.marks import placed
+from vgr_trl.data.rows.prompts import SYSTEM_PROMPT, build_prompt
 from vgr_trl.errors import ConfigError, DataError, RewardError
 from vgr_trl.evaluation.generation import Writer
 from vgr_trl.evaluation.scores import Evaluation, scores_of

@@ -1,0 +1,209 @@
+"""Several converted sets become one, without duplicates, with train and test that share no image.
+
+Two passes over the sets: the first looks at every row and makes a plan, the second writes the rows in the plan.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from vgr_trl.data.build.sets import jsonl
+from vgr_trl.data.build.convert import Output, convert
+from vgr_trl.data.build.encode import Encoded
+from vgr_trl.files import write_whole
+from vgr_trl.data.build.merge_plan import Row, interleaved, split, weighted, without_duplicates
+from vgr_trl.data.build.pool import encoder
+from vgr_trl.data.rows.prompts import LETTERS
+from vgr_trl.data.rows.questions import Candidate, Origin, Question
+from vgr_trl.data.build.shuffle import shuffle_choices
+from vgr_trl.data.read.sources import Source
+from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.rewards.text import normalise
+
+PLAN = ".merge.json"
+
+
+@dataclass(frozen=True)
+class MergeOptions:
+    """How sets are merged.
+
+    Attributes:
+        weights: one per set, in proportion to which they are represented; None: every row.
+        test_share: of the rows, in [0, 1).
+        seed: of what is left out by weight, of the split and of the order of options.
+        shuffle_choices: whether options are put in another order, right letters coming equally often.
+    """
+
+    weights: tuple[float, ...] | None = None
+    test_share: float = 0.1
+    seed: int = 0
+    shuffle_choices: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.test_share < 1:
+            raise ConfigError(f"test_share is {self.test_share}: give a number from 0 (no split) up to below 1.")
+        if any(not 0 < weight < float("inf") for weight in self.weights or ()):
+            raise ConfigError(f"weights is {list(self.weights or ())}: give a number above 0 for each set.")
+
+
+@dataclass(frozen=True)
+class MergePlan:
+    """What the first pass found.
+
+    Attributes:
+        rows: by split, (set, position in it) in the order in which they are written.
+        left_out: file, row and reason.
+        several_images: whether a row has another number of images than one.
+        videos: whether a row has a video.
+        surplus: rows left out for the weights alone.
+    """
+
+    rows: Mapping[str, Sequence[tuple[int, int]]]
+    left_out: Sequence[tuple[str, int, str]]
+    several_images: bool
+    videos: bool
+    surplus: int
+
+
+def merge(sources: Sequence[Source], output: Output, options: MergeOptions, identity: Any) -> MergePlan:
+    """Write the rows of `sources` as `train` and `test` to the folder of `output`, continuing what is unfinished.
+
+    Args:
+        sources: sets in the schema, as `convert` writes them; JSONL of the user's own too.
+        output: where and how; its split and number of images are not read.
+        options: how.
+        identity: what the result depends on, as JSON.
+
+    Raises:
+        ConfigError: an option is out of range, or the folder holds something else.
+        DataError: a set cannot be read, no row is left, or there is no way to split.
+    """
+    path = output.folder / PLAN
+    plan = _read_plan(path, identity)
+    if plan is None:
+        plan = make_plan(sources, output, options)
+        output.folder.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps({"identity": identity, **vars(plan)}, default=str).encode())
+    for name, rows in plan.rows.items():
+        if not rows:
+            continue
+        listed = [(Origin(file, row), reason) for file, row, reason in plan.left_out] if name == "train" else []
+        candidates: Iterable[Candidate] = chain(listed, _picked(sources, rows))
+        if options.shuffle_choices:
+            candidates = shuffle_choices(candidates, options.seed)
+        part = replace(output, split=name, several_images=plan.several_images, videos=plan.videos, limit=None)
+        convert(candidates, part, identity, len(listed) + len(rows))
+    return plan
+
+
+def make_plan(sources: Sequence[Source], output: Output, options: MergeOptions) -> MergePlan:
+    """Look at every row of `sources`, and return which are written, and where."""
+    if options.weights is not None and len(options.weights) != len(sources):
+        raise ConfigError(f"weights has {len(options.weights)} numbers for {len(sources)} sets: give one for each.")
+    found: list[Row] = []
+    places: dict[tuple[int, int], Origin] = {}
+    left_out: list[tuple[str, int, str]] = []
+    for origin, row in _seen(sources, output):
+        if isinstance(row, str):
+            left_out.append((origin.file, origin.row, row))
+        else:
+            found.append(row)
+            places[row.source, row.position] = origin
+    if not found:
+        first = f"; the first: {left_out[0][2]}" if left_out else ""
+        raise DataError(f"None of the {len(left_out)} rows can be used{first}.")
+    kept, reasons = without_duplicates(found)
+    for row, reason in reasons.items():
+        origin = places[row.source, row.position]
+        left_out.append((origin.file, origin.row, reason))
+    if not kept:
+        raise DataError(f"None of the {len(found)} rows is left: {left_out[-1][2]}.")
+    chosen = weighted(kept, options.weights, options.seed)
+    train, test = split(chosen, options.test_share, options.seed)
+    return MergePlan(
+        rows={
+            name: [(row.source, row.position) for row in interleaved(rows)]
+            for name, rows in (("train", train), ("test", test))
+        },
+        left_out=left_out,
+        several_images=any(row.image_count != 1 for row in chosen),
+        videos=any(row.video_count for row in chosen),
+        surplus=len(kept) - len(chosen),
+    )
+
+
+def _seen(sources: Sequence[Source], output: Output) -> Iterator[tuple[Origin, Row | str]]:
+    """Yield what is known of each row of `sources`, or why it cannot be used."""
+    with encoder(replace(output.encoding, with_digest=True), output.workers) as encode:
+        for number, source in enumerate(sources):
+            bar = tqdm(jsonl.read(source), desc=f"look at {source}", total=source.count(), unit=" rows", delay=1)
+            pairs = ((candidate, _images_of(candidate)) for candidate in bar)
+            for position, ((origin, candidate), images) in enumerate(encode(pairs)):
+                if isinstance(candidate, str):
+                    yield origin, candidate
+                elif isinstance(images, str):
+                    yield origin, images
+                else:
+                    try:
+                        yield origin, _row(number, position, candidate, images)
+                    except OSError as error:
+                        yield origin, f"a video of it cannot be read ({error.strerror})"
+
+
+def _row(source: int, position: int, question: Question, images: Sequence[Encoded]) -> Row:
+    choices = question.choices or []
+    answer = choices[LETTERS.index(question.solution)] if choices else question.solution
+    return Row(
+        source,
+        position,
+        (*(image.digest for image in images), *map(_file_digest, question.videos)),
+        normalise(question.problem),
+        normalise(answer),
+        frozenset(map(normalise, choices)),
+        image_count=len(images),
+        video_count=len(question.videos),
+    )
+
+
+def _file_digest(path: str) -> str:
+    digest = hashlib.sha256()
+    with Path(path).open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _images_of(candidate: Candidate) -> Sequence[Any]:
+    return [] if isinstance(candidate[1], str) else candidate[1].images
+
+
+def _picked(sources: Sequence[Source], rows: Sequence[tuple[int, int]]) -> Iterator[Candidate]:
+    """Yield the candidates of the plan; each set is read once, from start to end."""
+    readers = {number: enumerate(jsonl.read(sources[number])) for number in {number for number, _ in rows}}
+    for number, position in rows:
+        yield next(candidate for index, candidate in readers[number] if index == position)
+
+
+def _read_plan(path: Path, identity: Any) -> MergePlan | None:
+    """The plan that an earlier call has made, if there is one."""
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        before = found.pop("identity")
+        plan = MergePlan(**found)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error!r}): delete {path.parent} or choose another folder."
+        ) from error
+    if before != json.loads(json.dumps(identity, default=str)):
+        raise ConfigError(
+            f"{path.parent} holds a merge of other sets, or with other options: choose another folder, or delete it."
+        )
+    return plan

@@ -1,0 +1,46 @@
+"""The data sets that can be converted, by name. A new one is a file with a function `read`, and a line here."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from vgr_trl.data.build.sets import aokvqa
+from vgr_trl.data.build.sets import arxivqa
+from vgr_trl.data.build.sets import easy_vqa
+from vgr_trl.data.build.sets import jsonl
+from vgr_trl.data.build.sets import mmmu_pro
+from vgr_trl.data.build.sets import nlvr
+from vgr_trl.data.rows.questions import Candidate
+from vgr_trl.data.read.sources import Source
+
+
+@dataclass(frozen=True)
+class Converter:
+    """How a data set is converted.
+
+    Attributes:
+        read: yields its questions, or why a row is none.
+        several_images: whether a question may have more than one image, so that rows get `images` instead of `image`.
+        hub_name: read where no source is named; None: a source must be named.
+        config: configuration of the hub data set that is read where none is named.
+        split: read where none is named.
+        count: the number of rows where it is known; None: that of the source.
+    """
+
+    read: Callable[..., Iterator[Candidate]]
+    several_images: bool = False
+    hub_name: str | None = None
+    config: str | None = None
+    split: str = "train"
+    count: Callable[[Source], int | None] = Source.count
+
+
+CONVERTERS = {
+    "aokvqa": Converter(aokvqa.read, hub_name=aokvqa.HUB_NAME),
+    "arxivqa": Converter(arxivqa.read, hub_name=arxivqa.HUB_NAME, count=arxivqa.count),
+    "mmmu_pro": Converter(
+        mmmu_pro.read, several_images=True, hub_name=mmmu_pro.HUB_NAME, config=mmmu_pro.HUB_CONFIG, split="test"
+    ),
+    "jsonl": Converter(jsonl.read, several_images=True),
+    "easy_vqa": Converter(easy_vqa.read),
+    "nlvr": Converter(nlvr.read),
+}

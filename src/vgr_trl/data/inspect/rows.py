@@ -1,0 +1,184 @@
+"""One pass over a data set before training: which rows cannot be used and why, what the others consist of."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from tqdm.auto import tqdm
+
+from vgr_trl.data.build.statistics import OPEN, kind_of
+from vgr_trl.data.inspect.sample import Sampled, sampled
+from vgr_trl.data.read.readers import UNREADABLE
+from vgr_trl.data.rows.columns import images_of, require_columns, undecoded
+from vgr_trl.data.rows.prompts import LETTERS, SYSTEM_PROMPT, SystemTemplate
+from vgr_trl.data.rows.schema import ready_row, row_problem
+from vgr_trl.data.rows.skipped import SkippedRow
+from vgr_trl.data.rows.video import DEFAULT_VIDEO_OPTIONS, VideoOptions
+from vgr_trl.errors import DataError
+from vgr_trl.rewards import resolve_solution
+
+EXAMPLES = 3  # bad rows that are shown per reason
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What a row must satisfy, as in training.
+
+    Attributes:
+        root: folder that relative paths of images and videos start from.
+        needs_solution: whether a row must say what is right.
+        system_prompt: put before each `problem`.
+        videos: rate and limit of the frames of videos.
+        length_of: tokens of the prompt of a ready row; None: lengths are not measured.
+        special: finds the special tokens of the model's tokenizer; None: they are not known.
+    """
+
+    root: Path = Path()
+    needs_solution: bool = True
+    system_prompt: str | SystemTemplate | None = SYSTEM_PROMPT
+    videos: VideoOptions = DEFAULT_VIDEO_OPTIONS
+    length_of: Callable[[Mapping[str, Any]], int] | None = None
+    special: re.Pattern[str] | None = None
+
+
+@dataclass
+class Reason:
+    """Why rows are left out: how many, and the first of them."""
+
+    count: int = 0
+    examples: list[SkippedRow] = field(default_factory=list)
+
+
+@dataclass
+class Findings:
+    """What a pass over the rows of a split has found.
+
+    Attributes:
+        split: its name.
+        rows: how many rows were looked at.
+        usable: how many of them can be trained on.
+        reasons: kind of reason → the rows left out for it.
+        sources, choices, letters, images: usable rows by source, number of choices, right letter, number of images.
+        lengths: prompt length → usable rows that have it, in tokens; empty if it was not measured.
+        sample: usable rows drawn at random, in their order.
+    """
+
+    split: str
+    rows: int = 0
+    usable: int = 0
+    reasons: dict[str, Reason] = field(default_factory=dict)
+    sources: Counter[str] = field(default_factory=Counter)
+    choices: Counter[str] = field(default_factory=Counter)
+    letters: Counter[str] = field(default_factory=Counter)
+    images: Counter[int] = field(default_factory=Counter)
+    lengths: Counter[int] = field(default_factory=Counter)
+    sample: list[Sampled] = field(default_factory=list)
+
+    @property
+    def bad(self) -> int:
+        """The number of rows that are left out."""
+        return self.rows - self.usable
+
+
+def inspect_rows(
+    dataset: Dataset | IterableDataset,
+    checks: Checks,
+    *,
+    split: str = "train",
+    samples: int = 12,
+    seed: int = 0,
+    on_skipped: Callable[[SkippedRow], None] = lambda row: None,
+) -> Findings:
+    """Look at every row once, in memory that does not grow with their number.
+
+    Args:
+        dataset: as `vgr_trl.data.read.load` gives it.
+        checks: what a row must satisfy.
+        split: its name, for messages.
+        samples: usable rows to draw, each with the same chance.
+        seed: of the drawing.
+        on_skipped: called for each row that cannot be used.
+
+    Raises:
+        ConfigError: there are videos, and PyAV is not installed.
+        DataError: the data have no rows, or lack the needed columns.
+    """
+    rows = undecoded(dataset)
+    findings, draw = Findings(split), _Draw(samples, Random(seed))
+    has_columns = False
+    total = len(dataset) if isinstance(dataset, Dataset) else None
+    for index, row in enumerate(tqdm(rows, desc=f"inspect ({split})", unit=" rows", total=total, delay=1)):
+        if not has_columns and row.get(UNREADABLE) is None:
+            require_columns([name for name in row if name != UNREADABLE], split, checks.needs_solution)
+            has_columns = True
+        findings.rows += 1
+        reason = _count(row, index, checks, findings, draw)
+        if reason is not None:
+            skipped = SkippedRow(split, index, row.get("id"), reason)
+            found = findings.reasons.setdefault(kind_of(reason), Reason())
+            found.count += 1
+            if len(found.examples) < EXAMPLES:
+                found.examples.append(skipped)
+            on_skipped(skipped)
+    if findings.rows == 0:
+        raise DataError(f"The {split} data set has no rows: give a data set with at least one.")
+    findings.sample = sorted(draw.drawn, key=lambda one: one.row)
+    return findings
+
+
+def _count(row: Mapping[str, Any], index: int, checks: Checks, findings: Findings, draw: "_Draw") -> str | None:
+    """Add a usable row to `findings`, or return why it is none."""
+    options: dict[str, Any] = {"root": checks.root, "system_prompt": checks.system_prompt, "videos": checks.videos}
+    reason = row_problem(row, needs_solution=checks.needs_solution, special=checks.special, **options)
+    if reason is not None:
+        return reason
+    ready = ready_row(row, **options)
+    length = None
+    if checks.length_of is not None:
+        try:
+            length = checks.length_of(ready)
+        except Exception as error:  # processors raise whatever a prompt leads them to
+            return f"the model's processor refuses its prompt ({' '.join(str(error).split())[:200]})"
+        findings.lengths[length] += 1
+    findings.usable += 1
+    findings.sources[str(row.get("source") or "not stated")] += 1
+    findings.images[len(images_of(ready))] += 1
+    right = _right_letter(ready) if checks.needs_solution else None
+    findings.choices[str(len(ready["choices"])) if ready.get("choices") else OPEN] += 1
+    if right is not None:
+        findings.letters[right] += 1
+    if (place := draw.place()) is not None:
+        draw.put(place, sampled(ready, index, right, length))
+    return None
+
+
+def _right_letter(row: Mapping[str, Any]) -> str | None:
+    index = resolve_solution(row.get("solution"), row.get("choices"), row.get("label_idx")).index
+    return None if index is None else LETTERS[index]
+
+
+class _Draw:
+    """A sample of a stream in which every row has the same chance (reservoir sampling)."""
+
+    def __init__(self, size: int, random: Random) -> None:
+        self.size = size
+        self.random = random
+        self.seen = 0
+        self.drawn: list[Sampled] = []
+
+    def place(self) -> int | None:
+        """Return the place that the next row takes in the sample, None if it takes none."""
+        self.seen += 1
+        if len(self.drawn) < self.size:
+            return len(self.drawn)
+        place = self.random.randrange(self.seen)
+        return place if place < self.size else None
+
+    def put(self, place: int, row: Sampled) -> None:
+        """Put a row there, for the one that was there before if any."""
+        self.drawn[place : place + 1] = [row]

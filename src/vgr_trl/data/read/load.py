@@ -1,0 +1,232 @@
+"""Loading a data set from the hub, a folder or files."""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from datasets import (
+    Dataset,
+    DatasetDict,
+    IterableDataset,
+    IterableDatasetDict,
+    Json,
+    List,
+    load_dataset,
+    load_from_disk,
+)
+from datasets.exceptions import DataFilesNotFoundError, DatasetGenerationError, DatasetNotFoundError
+from pyarrow.lib import ArrowException
+
+from vgr_trl.data.read.readers import count_rows
+from vgr_trl.data.read.sources import row_files, splits_of
+from vgr_trl.data.read.tables import stream_of, table_of
+from vgr_trl.data.rows.reading import KEYS
+from vgr_trl.errors import ConfigError, DataError, VGRError
+
+BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".arrow": "arrow"}
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+METADATA = "metadata.jsonl"  # what `datasets` knows of the images beside it
+CONVERTED = re.compile(r"(.+)-\d{5}\.(parquet|jsonl)")  # the files that `vgr-trl data convert` writes
+
+
+def load_split(
+    split: str,
+    *,
+    dataset_name: str | None = None,
+    dataset_config: str | None = None,
+    dataset_path: str | None = None,
+    data_files: str | None = None,
+    streaming: bool = False,
+) -> Dataset | IterableDataset:
+    """Return one split of the data set that one of the three sources names.
+
+    Args:
+        split: its name, `train` for example.
+        dataset_name: name on the hub.
+        dataset_config: configuration of a hub data set.
+        dataset_path: folder with files of one kind, with images and metadata, or written by `save_to_disk`.
+        data_files: `train=a.parquet,test=b.parquet`, or one file, which is then the split `train`. Parquet, JSON,
+            JSONL, CSV or Arrow.
+        streaming: read rows as they are needed.
+
+    Raises:
+        ConfigError: not exactly one source is given, or `data_files` is malformed.
+        DataError: the source or the split does not exist, cannot be read, or is empty.
+    """
+    given = {"dataset_name": dataset_name, "dataset_path": dataset_path, "data_files": data_files}
+    named = [name for name, value in given.items() if value]
+    if len(named) != 1:
+        got = " and ".join(named) if named else "none"
+        raise ConfigError(f"Data come from one of dataset_name, dataset_path and data_files, but {got} was given.")
+    with readable(given[named[0]], named[0], only_reads=True):
+        if data_files:
+            files = parse_data_files(data_files)
+            if split not in files:
+                raise DataError(f"data_files names the splits {sorted(files)}, but the split {split!r} is asked for.")
+            return _from_file(split, files[split], streaming)
+        if dataset_path:
+            return _pick(split, _from_folder(Path(dataset_path), streaming), dataset_path)
+        return _pick(split, _from_hub(str(dataset_name), dataset_config, streaming), str(dataset_name))
+
+
+def load_path(
+    path: str, split: str | None = None, *, config: str | None = None, streaming: bool = False
+) -> tuple[str, Dataset | IterableDataset]:
+    """Return a split of the file, the folder or the hub data set that `path` is, with its name.
+
+    Args:
+        path: a file as in `load_split`, a folder as there, or a name on the hub where there is neither.
+        split: its name; None: `train`, or the only one. A file has one, of any name.
+        config: configuration of a hub data set.
+        streaming: read rows as they are needed.
+
+    Raises:
+        DataError: there is nothing at `path`, it cannot be read, or the split is not known.
+    """
+    with readable(path, "the path", only_reads=True):
+        if Path(path).is_file():
+            return split or "train", _from_file(split or "train", Path(path), streaming)
+        if path and Path(path).is_dir():
+            loaded = _from_folder(Path(path), streaming)
+        elif HUB_NAME.fullmatch(path):
+            loaded = _from_hub(path, config, streaming)
+        else:
+            raise DataError(f"There is no file and no folder {path}: give one, or a name on the hub.")
+        splits = ["train"] if isinstance(loaded, Dataset | IterableDataset) else list(loaded)
+        chosen = split or ("train" if "train" in splits else splits[0])
+        if split is None and chosen != "train" and len(splits) > 1:
+            raise DataError(f"{path} has the splits {sorted(splits)}: name one of them.")
+        return chosen, _pick(chosen, loaded, path)
+
+
+@contextmanager
+def readable(source: str | None, name: str, only_reads: bool = False) -> Iterator[None]:
+    """Turn what reading `source` raises, at the start or in the midst of a stream, into a `DataError`.
+
+    Args:
+        source: where the data come from.
+        name: of the option that says so.
+        only_reads: whether nothing else happens in the block, so that errors of values are the data's too.
+    """
+    try:
+        yield
+    except VGRError:
+        raise
+    except (DatasetNotFoundError, ConnectionError) as error:
+        raise DataError(f"No data set is found at {source} ({_words(error)}): check {name}.") from error
+    except (DatasetGenerationError, ArrowException, UnicodeError, DataFilesNotFoundError) as error:
+        cause = error.__cause__ or error
+        raise DataError(f"{source} cannot be read ({_words(cause)}): check that the file is whole.") from error
+    except OSError as error:
+        if error.errno is not None:  # of the system, a full disk for example; pyarrow's of damaged files have none
+            raise
+        raise DataError(f"{source} cannot be read ({_words(error)}): check that the file is whole.") from error
+    except (ValueError, RecursionError, StopIteration) as error:  # of damaged JSON, by its reader in `datasets`
+        if not only_reads:
+            raise
+        raise DataError(f"{source} cannot be read ({_words(error)}): check {name}, and that it is whole.") from error
+
+
+def _words(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def parse_data_files(text: str) -> dict[str, Path]:
+    """Return split → file of `train=a.parquet,test=b.parquet`; a single file is the split `train`."""
+    parts = [part.strip() for part in text.split(",")]
+    pairs = [part.split("=", 1) if "=" in part else ["train", part] for part in parts]
+    files = {name.strip(): Path(path.strip()) for name, path in pairs}
+    if len(files) != len(parts) or any(not name or path == Path() for name, path in files.items()):
+        raise ConfigError(f"data_files is {text!r}: give train=a.parquet,test=b.parquet with each split once.")
+    return files
+
+
+def _from_hub(name: str, config: str | None, streaming: bool) -> Any:
+    return _keeping_types(load_dataset(name, name=config, streaming=streaming), name)
+
+
+def _from_file(split: str, path: Path, streaming: bool) -> Any:
+    if not path.is_file():
+        raise DataError(f"The file {path} of data_files does not exist.")
+    builder = BUILDERS.get(path.suffix.lower())
+    if builder is None:
+        raise DataError(f"The file {path} is none of {', '.join(BUILDERS)}.")
+    if path.stat().st_size == 0:
+        raise DataError(f"The file {path} is empty.")
+    _require_rows([path])
+    if builder == "json":
+        return (stream_of if streaming else table_of)([path])
+    return _keeping_types(load_dataset(builder, data_files={split: str(path)}, split=split, streaming=streaming), path)
+
+
+def _from_folder(path: Path, streaming: bool) -> Any:
+    if not path.is_dir():
+        raise DataError(f"dataset_path is {path}, which is not a folder; for single files use data_files.")
+    if (path / "dataset_dict.json").exists() or (path / "dataset_info.json").exists():
+        return load_from_disk(str(path))
+    if not any(path.iterdir()):
+        raise DataError(f"dataset_path is {path}, which is empty.")
+    if converted := _converted(path):
+        builder, files = converted
+        if builder == "json":
+            return _read_here(files, streaming)
+        return load_dataset(builder, data_files=files, streaming=streaming)
+    rows = row_files(path)
+    _require_rows(rows)
+    if rows and all(BUILDERS[file.suffix.lower()] == "json" and file.name != METADATA for file in rows):
+        return _read_here({split: list(map(str, files)) for split, files in splits_of(rows, path).items()}, streaming)
+    return _keeping_types(load_dataset(str(path), streaming=streaming), path)
+
+
+def _read_here(files: dict[str, list[str]], streaming: bool) -> DatasetDict | IterableDatasetDict:
+    if streaming:
+        return IterableDatasetDict({split: stream_of(list(map(Path, names))) for split, names in files.items()})
+    return DatasetDict({split: table_of(list(map(Path, names))) for split, names in files.items()})
+
+
+def _require_rows(paths: Sequence[Path]) -> None:
+    """Refuse Parquet files without rows, at which `datasets` fails with words about batch sizes."""
+    for path in paths:
+        if path.suffix.lower() == ".parquet" and count_rows([path]) == 0:
+            raise DataError(f"The file {path} has no rows: give a file with at least one, or take it away.")
+
+
+def _keeping_types(loaded: Any, source: Any) -> Any:
+    """Refuse a column that `datasets` has read as JSON because its types are mixed: there "1" has become 1."""
+    for dataset in loaded.values() if isinstance(loaded, dict) else [loaded]:
+        for name, feature in (dataset.features or {}).items():
+            item = feature.feature if isinstance(feature, List) else feature
+            if name in (*KEYS.answer, *KEYS.choices) and isinstance(item, Json):
+                raise DataError(
+                    f"The column `{name}` of {source} mixes texts and numbers, and reading it so would make numbers of "
+                    "texts: give its JSONL files by data_files, or write the column as texts."
+                )
+    return loaded
+
+
+def _converted(path: Path) -> tuple[str, dict[str, list[str]]] | None:
+    """The builder and the files by split of a folder that `convert` or `merge` wrote, else None.
+
+    `datasets` would take a folder with more image files than JSONL files for a set of images.
+    """
+    names = [
+        file for file in sorted(path.iterdir()) if file.suffix.lower() in BUILDERS and file.name != "skipped.jsonl"
+    ]
+    found = [(CONVERTED.fullmatch(file.name), file) for file in names if not file.name.startswith(".")]
+    builders = {BUILDERS[file.suffix.lower()] for _, file in found}
+    if len(builders) != 1 or not all(match for match, _ in found):
+        return None
+    files: dict[str, list[str]] = {}
+    for match, file in found:
+        files.setdefault(match[1] if match else "", []).append(str(file))
+    return builders.pop(), files
+
+
+def _pick(split: str, loaded: Any, source: str) -> Any:
+    if isinstance(loaded, Dataset):
+        loaded = DatasetDict(train=loaded)
+    if split not in loaded:
+        raise DataError(f"{source} has the splits {sorted(loaded)}, but not {split!r}: name one of them.")
+    return loaded[split]

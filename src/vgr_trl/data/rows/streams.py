@@ -1,0 +1,75 @@
+"""A stream of rows, from which those that cannot be used are left out as it is read."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from datasets import IterableDataset
+from transformers.utils import logging
+
+from vgr_trl.data.read.readers import UNREADABLE
+from vgr_trl.data.rows.columns import IMAGE_COLUMNS, VIDEO_COLUMNS, require_columns, undecoded
+from vgr_trl.data.rows.skipped import SkippedRow
+from vgr_trl.errors import DataError
+
+logger = logging.get_logger(__name__)
+
+PLACE = "__place__"  # the column in which the rows of a stream carry their number on the way
+SHUFFLE_BUFFER = 1000  # rows of a stream that wait, their images undecoded
+
+
+def prepare_stream(
+    dataset: IterableDataset,
+    split: str,
+    needs_solution: bool,
+    examine: Callable[[Mapping[str, Any]], str | None],
+    ready: Callable[[Mapping[str, Any]], dict[str, Any]],
+    on_skipped: Callable[[SkippedRow], None] | None,
+    shuffle_seed: int | None,
+) -> IterableDataset:
+    """Return `dataset` with its rows made ready, and without those that cannot be used.
+
+    Args:
+        dataset: rows with or without known columns.
+        split: its name, for messages.
+        needs_solution: whether a row must say what is right.
+        examine: tells why an undecoded row cannot be used, None if it can.
+        ready: makes a usable undecoded row ready.
+        on_skipped: called once for each row that is left out; None: a warning.
+        shuffle_seed: draw each row from the next `SHUFFLE_BUFFER`, undecoded; None: keep the order.
+
+    Raises:
+        DataError: the stream has no rows, lacks the needed columns, or no row can be used.
+    """
+    first = next(iter(undecoded(dataset)), None)
+    if first is None:
+        raise DataError(f"The {split} stream has no rows: give a data set with at least one.")
+    first = next((row for row in undecoded(dataset) if row.get(UNREADABLE) is None), first)
+    if first.get(UNREADABLE) is None:
+        require_columns(first, split, needs_solution)
+    heard: set[Any] = set()
+
+    def usable(row: Mapping[str, Any]) -> bool:
+        index = row[PLACE]
+        reason = examine(row)
+        if reason is None:
+            return True
+        name = index if row.get("id") is None else (str(row["id"]), reason)  # the place changes with the files' order
+        if name not in heard:
+            heard.add(name)
+            skipped = SkippedRow(split, index, row.get("id"), reason)
+            if on_skipped is not None:
+                on_skipped(skipped)
+            else:
+                logger.warning(f"Left out {split} row {index} of the stream: {reason}.")
+        return False
+
+    numbered = undecoded(dataset).map(_numbered, with_indices=True)
+    if next(iter(numbered.filter(usable)), None) is None:
+        raise DataError(f"None of the {len(heard)} rows of the {split} stream can be used: see the reasons above.")
+    if shuffle_seed is not None:
+        numbered = numbered.shuffle(seed=shuffle_seed, buffer_size=SHUFFLE_BUFFER)
+    return numbered.filter(usable).map(ready, remove_columns=[*IMAGE_COLUMNS, *VIDEO_COLUMNS, PLACE])
+
+
+def _numbered(row: Mapping[str, Any], index: int) -> dict[str, Any]:
+    return {**row, PLACE: index}

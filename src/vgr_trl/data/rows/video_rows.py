@@ -1,0 +1,67 @@
+"""The frames of a data set's videos as its column `images`."""
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from datasets import Dataset, Features, Image, List, concatenate_datasets
+from datasets.fingerprint import Hasher
+
+from vgr_trl.data.rows.columns import IMAGE_COLUMNS, VIDEO_COLUMNS, images_of, video_columns, videos_of
+from vgr_trl.data.rows.open_images import image_bytes
+from vgr_trl.data.rows.video import VideoOptions, frames_of
+
+ROWS_IN_MEMORY = 8  # frames are large; the rest waits in the cache file
+JPEG_QUALITY = 95
+
+
+def with_frames(dataset: Dataset, options: VideoOptions, root: Path = Path()) -> Dataset:
+    """Return `dataset` with the frames of its videos, as JPEG, behind the images of each row in the column `images`.
+
+    They are written to the cache of `datasets`, where there is one, by one process of each machine.
+
+    Args:
+        dataset: with undecoded images and videos that can be read.
+        options: rate and limit of frames.
+        root: folder that relative paths of videos start from.
+    """
+    columns = video_columns(dataset.column_names)
+    if not columns:
+        return dataset
+    shown = [name for name in (*IMAGE_COLUMNS, *VIDEO_COLUMNS) if name in dataset.column_names]
+
+    def fill(row: Mapping[str, Any]) -> dict[str, Any]:
+        frames = [{"bytes": _encoded(frame), "path": None} for frame in frames_of(row, options, root)]
+        return {"images": [*({"bytes": image_bytes(value, root), "path": None} for value in images_of(row)), *frames]}
+
+    state = PartialState()
+    with state.local_main_process_first():
+        frames = dataset.select_columns(shown).map(
+            fill,
+            remove_columns=shown,
+            features=Features({"images": List(Image(decode=False))}),
+            writer_batch_size=ROWS_IN_MEMORY,
+            new_fingerprint=_fingerprint(dataset, options, root, columns),
+            desc="frames of videos",
+        )
+    return concatenate_datasets([dataset.remove_columns(shown), frames], axis=1)
+
+
+def _encoded(frame: Any) -> bytes:
+    buffer = io.BytesIO()
+    frame.save(buffer, "JPEG", quality=JPEG_QUALITY)
+    return buffer.getvalue()
+
+
+def _fingerprint(dataset: Dataset, options: VideoOptions, root: Path, columns: list[str]) -> str:
+    """A name for the result that changes with the files too, so that no frames of an older file are found."""
+    states = []
+    for row in dataset.select_columns(columns):
+        for value in videos_of(row):
+            path = value.get("path") if isinstance(value, Mapping) else value
+            if isinstance(path, str) and (root / path).is_file():
+                state = (root / path).stat()
+                states.append((path, state.st_size, state.st_mtime_ns))
+    return Hasher.hash([dataset._fingerprint, options.fps, options.max_frames, str(root), states])
