@@ -78,7 +78,7 @@ def _end(trainer: DAPOTrainer) -> None:
     """Finish trackers and the process group."""
     trainer.accelerator.wait_for_everyone()
     let_gloo_finish()
-    trainer.end()
+    trainer.accelerator.end_training()  # what `trainer.end` does, which transformers 5.17 has not
 
 
 def _build_trainer(

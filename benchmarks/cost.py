@@ -1,0 +1,263 @@
+"""What a step costs: operations, bytes and seconds of every stage, from a model's shape and P, V, T, G (docs/cost.md).
+
+python benchmarks/cost.py
+
+prints the tables of docs/cost.md. Pure arithmetic; what is assumed about a machine is in `Machine`.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from sharing_models import MERGE, MODEL_SHAPES, ModelShape, Size
+from sharing_operations import (
+    Update,
+    executed_update,
+    forward_of,
+    layer_weights,
+    merger_weights,
+    tower_layer_weights,
+)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One GPU and its connection; `efficiency`, `reach` and `launch` are assumptions until they are measured.
+
+    Attributes:
+        operations: dense bfloat16 operations per second.
+        bandwidth: bytes of its memory per second.
+        network: bytes per second to the other GPUs, in and out at once.
+        efficiency: share of `operations` that passes reach.
+        reach: share of `bandwidth` that reading weights reaches.
+        launch: seconds per layer and new token that no computation hides while generating with transformers.
+    """
+
+    operations: float = 989e12
+    bandwidth: float = 3.35e12
+    network: float = 450e9
+    efficiency: float = 0.40
+    reach: float = 0.7
+    launch: float = 1e-3
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one GPU does in a step.
+
+    Attributes:
+        shape, size: model, and P, V, T, G.
+        prompts: different prompts.
+        update: what is trained.
+        gpus: over which the optimizer's state is sharded.
+        shard: ZeRO's stage: 2 shards gradients and optimizer, 3 the weights too.
+        shared: whether prompts are computed once.
+        perception: whether a pass over perturbed images is made.
+        scored: whether a scoring pass is made.
+    """
+
+    shape: ModelShape
+    size: Size
+    prompts: int = 1
+    update: Update = field(default_factory=Update)
+    gpus: int = 1
+    shard: int = 2
+    shared: bool = True
+    perception: bool = False
+    scored: bool = True
+
+
+def language_parameters(shape: ModelShape) -> int:
+    """Matrices of layers, embedding and head."""
+    return shape.layers * layer_weights(shape) + (1 if shape.tied else 2) * shape.hidden * shape.vocabulary
+
+
+def tower_parameters(shape: ModelShape) -> int:
+    """Matrices of the vision tower."""
+    embedding = 3 * 2 * shape.patch**2 * shape.vision_hidden
+    return shape.vision_layers * tower_layer_weights(shape) + merger_weights(shape) + embedding
+
+
+def operations(load: Load) -> dict[str, float]:
+    """Of every stage of a step, on one GPU."""
+    shape, size = load.shape, load.size
+    forward = forward_of(shape, size, shared=load.shared)
+    probe = 2 * shape.layers * shape.heads * (shape.head_width + 2) * size.generations * size.completion * size.prompt
+    return {
+        "generation": load.prompts * (forward.total),
+        "scoring": load.prompts * (forward.total + probe) if load.scored else 0,
+        "perception": load.prompts * forward.total if load.perception else 0,
+        "update": load.prompts * executed_update(shape, size, load.update, shared=load.shared),
+    }
+
+
+def seconds(load: Load, machine: Machine) -> dict[str, float]:
+    """Of every stage of a step: operations at the assumed share of the peak, and what reads memory or the network."""
+    found = {stage: count / machine.operations / machine.efficiency for stage, count in operations(load).items()}
+    found["generation"] = _generation(load, machine)
+    found["optimizer"] = 2 * optimizer_bytes(load) / machine.bandwidth / machine.reach
+    found["communication"] = communicated(load) / machine.network
+    return found
+
+
+def _generation(load: Load, machine: Machine) -> float:
+    """The prompts at once; then every new token reads all weights and the keys and values of all rows."""
+    shape, size = load.shape, load.size
+    prompts = Size(size.prompt, size.vision, 1, size.generations)
+    first = load.prompts * forward_of(shape, prompts, shared=load.shared).total
+    rows = load.prompts * size.generations
+    read = 2 * language_parameters(shape) + rows * (size.prompt + size.completion / 2) * kept_bytes(shape)
+    later = size.completion * (read / machine.bandwidth / machine.reach + shape.layers * machine.launch)
+    return first / machine.operations / machine.efficiency + later
+
+
+def kept_bytes(shape: ModelShape, width: int = 2) -> int:
+    """Keys and values of one token in all layers."""
+    return 2 * width * shape.layers * shape.key_heads * shape.head_width
+
+
+def trained_parameters(load: Load, rank: int = 16) -> int:
+    """All, or those of adapters of rank 16 on every matrix of the language model's layers."""
+    shape = load.shape
+    if not load.update.adapters:
+        return language_parameters(shape) + tower_parameters(shape)
+    heads, keys = shape.heads * shape.head_width, shape.key_heads * shape.head_width
+    sides = 2 * (shape.hidden + heads) + 2 * (shape.hidden + keys) + 3 * (shape.hidden + shape.intermediate)
+    return shape.layers * rank * sides
+
+
+def optimizer_bytes(load: Load) -> float:
+    """Of AdamW, with weights in float32: 12 per trained parameter, sharded."""
+    return 12 * trained_parameters(load) / load.gpus
+
+
+def communicated(load: Load) -> float:
+    """Bytes that every GPU sends in a step: gradients in, updated weights out; under ZeRO-3 weights for every pass."""
+    share = (load.gpus - 1) / load.gpus
+    weights = 2 * (language_parameters(load.shape) + tower_parameters(load.shape))
+    trained = 2 * trained_parameters(load)
+    if load.shard < 3:
+        return share * 2 * trained
+    stages = 2 if load.shared else 1
+    passes = stages * (load.scored + load.perception + 1) + 1  # scoring, perturbed, forward; and backward
+    return share * ((passes + 1) * weights + trained)  # generation gathers them once
+
+
+def memory(load: Load, *, width: int = 2) -> dict[str, float]:
+    """Bytes on one GPU while the completions of all its prompts are trained in one micro-batch."""
+    shape, size = load.shape, load.size
+    parameters, trained = language_parameters(shape) + tower_parameters(shape), trained_parameters(load)
+    every = load.gpus if load.shard == 3 else 1
+    return {
+        "weights": width * parameters / every,
+        "gradients": width * trained / load.gpus,
+        "optimizer": optimizer_bytes(load),
+        "activations": load.prompts * activations(shape, size, load.update, shared=load.shared, width=width),
+        "head": 3 * 4 * min(load.prompts * size.generations * size.completion * shape.vocabulary, HEAD_ENTRIES),
+        "probe": 4 * 2 * shape.layers * load.prompts * size.generations * size.completion,
+    }
+
+
+HEAD_ENTRIES = 4096 * 32768  # logits of one tile of TRL's head: tokens and words
+# Numbers that a layer keeps of a token for its backward pass, per width: found by counting, good to 15 %.
+PER_HIDDEN, PER_INTERMEDIATE, PER_HEADS = 9, 4, 2
+
+
+def activations(shape: ModelShape, size: Size, update: Update, *, shared: bool, width: int = 2) -> float:
+    """Bytes kept for the backward pass of one prompt's completions.
+
+    With checkpointing the inputs of all layers and what one layer keeps; without, what all layers keep.
+    """
+    copies = 1 if shared else size.generations
+    tokens = copies * (size.prompt - 1) + size.generations * size.completion
+    patches = copies * MERGE**2 * size.vision
+    heads = (shape.heads + 2 * shape.key_heads) * shape.head_width
+    layer = PER_HIDDEN * shape.hidden + PER_INTERMEDIATE * shape.intermediate + PER_HEADS * heads
+    # Two stages also keep the prompt's keys and values behind every completion.
+    joined = shared * 2 * shape.key_heads * shape.head_width * size.generations * (size.prompt + size.completion)
+    tower = PER_HIDDEN * shape.vision_hidden + PER_INTERMEDIATE * shape.vision_intermediate
+    tower += PER_HEADS * 3 * shape.vision_hidden
+    if not update.checkpointing:
+        trained = not update.adapters
+        return width * (shape.layers * (tokens * layer + joined) + trained * shape.vision_layers * patches * tower)
+    inputs = shape.layers * tokens * shape.hidden + shape.vision_layers * patches * shape.vision_hidden
+    cached = shared * shape.layers * 2 * shape.key_heads * shape.head_width * (size.prompt - 1)
+    return width * (inputs + cached + max(tokens * layer + joined, patches * tower))
+
+
+def buffer_bytes(shape: ModelShape, size: Size, groups: int) -> int:
+    """Of a replay buffer in the memory of the host: images once per group in float32, 60 bytes per token of a row."""
+    pixels = 4 * MERGE**2 * size.vision * 3 * 2 * shape.patch**2
+    return groups * (pixels + 60 * size.generations * (size.prompt + size.completion))
+
+
+def gpu_hours(
+    load: Load, machine: Machine, *, questions: int, epochs: float, tested: int = 0, every: int = 10
+) -> float:
+    """Of a training; `tested` questions with 4 completions each are answered every `every` steps."""
+    steps = questions * epochs / (load.prompts * load.gpus)
+    step = sum(seconds(load, machine).values())
+    answered = Size(load.size.prompt, load.size.vision, load.size.completion, 4)
+    per_gpu = tested / load.gpus
+    rounds = per_gpu * 4 / 8  # at most 8 rows at a time
+    test = Load(load.shape, answered, prompts=2, shared=load.shared)
+    evaluation = rounds * (
+        _generation(test, machine) + operations(test)["scoring"] / machine.operations / machine.efficiency
+    )
+    return load.gpus * (steps * step + steps / every * evaluation) / 3600
+
+
+EXPERIMENTS = {  # script: shape, adapters, perception, ZeRO stage, epochs
+    "experiment1.sh": ("qwen2.5-vl-7b", False, False, 2, 3),
+    "experiment2.sh": ("qwen2.5-vl-7b", False, False, 2, 3),
+    "experiment3.sh": ("qwen2.5-vl-7b", False, False, 2, 3),
+    "experiment4.sh": ("qwen2.5-vl-7b", False, False, 2, 1),
+    "experiment5.sh": ("qwen2.5-vl-7b", False, False, 2, 3),
+    "dapo_train.sh": ("qwen2.5-vl-7b", True, False, 2, 1),
+    "mdi.sh": ("qwen2.5-vl-3b", False, False, 3, 3),
+    "tprl.sh": ("qwen2.5-vl-7b", False, True, 2, 3),
+}
+
+
+def experiment_load(name: str, *, shared: bool = True) -> Load:
+    """What one of 8 GPUs does in a step of a script of experiments/: one prompt with 8 completions of 512 tokens."""
+    shape, adapters, perception, shard, _ = EXPERIMENTS[name]
+    size = Size(1024, 768, 512, 8)
+    kept = shared and shard < 3
+    return Load(MODEL_SHAPES[shape], size, 1, Update(adapters), 8, shard, kept, perception)
+
+
+def main() -> None:
+    """Print the tables."""
+    machine = Machine()
+    size = Size(1536, 1280, 1024, 8)
+    cases = {
+        "7B on 8": Load(MODEL_SHAPES["qwen2.5-vl-7b"], size, 1, Update(), 8),
+        "7B on 8, TRL": Load(MODEL_SHAPES["qwen2.5-vl-7b"], size, 1, Update(), 8, shared=False, scored=False),
+        "32B on 64": Load(MODEL_SHAPES["qwen2.5-vl-32b"], size, 1, Update(), 64, shard=3),
+        "32B on 64, TRL": Load(MODEL_SHAPES["qwen2.5-vl-32b"], size, 1, Update(), 64, 3, shared=False, scored=False),
+    }
+    print(_table("seconds of a step", {name: seconds(load, machine) for name, load in cases.items()}, 1, "{:.2f}"))
+    print(_table("GB on one GPU", {name: memory(load) for name, load in cases.items()}, 1e9, "{:.1f}"))
+    columns = ("an engine", "TRL's passes", "transformers", "TRL's passes", "100 test questions")
+    print(f"| script | {' | '.join(columns)} |\n|---|{'---:|' * len(columns)}")
+    engine = replace(machine, launch=0.0)
+    for name, (*_, epochs) in EXPERIMENTS.items():
+        hours = [
+            gpu_hours(experiment_load(name, shared=shared), one, questions=1000, epochs=epochs, tested=tested)
+            for one, shared, tested in (
+                (engine, True, 0), (engine, False, 0), (machine, True, 0), (machine, False, 0), (engine, True, 100),
+            )
+        ]  # fmt: skip
+        hours[-1] -= hours[0]
+        print(f"| `{name}` | {' | '.join(f'{hour:.1f}' for hour in hours)} |")
+
+
+def _table(title: str, columns: dict[str, dict[str, float]], unit: float, form: str) -> str:
+    rows = [f"| {title} | " + " | ".join(columns) + " |", "|---|" + "---:|" * len(columns)]
+    for name in next(iter(columns.values())):
+        rows.append(f"| {name} | " + " | ".join(form.format(one[name] / unit) for one in columns.values()) + " |")
+    sums = " | ".join(f"**{form.format(sum(one.values()) / unit)}**" for one in columns.values())
+    return "\n".join([*rows, f"| together | {sums} |", ""])
+
+
+if __name__ == "__main__":
+    main()
