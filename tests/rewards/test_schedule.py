@@ -73,9 +73,9 @@ class Judge:
     ("reward", "name"),
     [
         (accuracy_reward, "accuracy_reward"),
-        ("models/judge-7b/", "judge-7b"),
+        ("folder/models/judge-7b/", "judge-7b"),
         ("judge", "judge"),
-        (Judge("models/judge-7b"), "judge-7b"),
+        (Judge("folder/models/judge-7b"), "judge-7b"),
         (Judge(""), "Judge"),
         (Judge(), "Judge"),
         (partial(accuracy_reward), "partial"),
