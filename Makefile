@@ -114,7 +114,7 @@ gpu-kernels: $(GPU_SITE)
 	$(GPU_RUN) -W ignore -m gpu.kernels --device $(GPU_DEVICE) --output $(GPU_RESULTS)
 	$(MAKE) gpu-report
 
-gpu-report: $(GPU_SITE)
+gpu-report:
 	$(GPU_RUN) -m gpu.report --lines $(GPU_RESULTS) --output $(GPU_RESULTS:.jsonl=.md)
 
 # Packages in pure Python (xxhash has a small compiled part) that a machine with torch and transformers may lack: 4 MB.

@@ -29,7 +29,12 @@ def measured(request):
 def pytest_runtest_makereport(item, call):
     report = yield
     path = os.environ.get("GPU_RESULTS")
-    if path and item.get_closest_marker("gpu") and (report.when == "call" or not report.passed):
+    if (
+        path
+        and torch.cuda.is_available()
+        and item.get_closest_marker("gpu")
+        and (report.when == "call" or not report.passed)
+    ):
         write(Path(path), item, call, report)
     return report
 
