@@ -6,7 +6,14 @@ from functools import partial
 import pytest
 import torch
 
-from vgr_trl.rewards import accuracy_reward, gather_groups, mdi_reward, vgr_hard_negative_reward, vgr_reward
+from vgr_trl.rewards import (
+    accuracy_reward,
+    gather_groups,
+    mdi_reward,
+    needs_whole_groups,
+    vgr_hard_negative_reward,
+    vgr_reward,
+)
 from vgr_trl.signals import AttentionMass
 from vgr_trl.signals.columns import QUANTITIES, attention_metrics, measure_segments, reward_columns, signal_columns
 
@@ -175,3 +182,11 @@ class TestWhatRewardsAskFor:
     def test_rewards_that_are_wrapped_to_see_whole_groups(self, reward):
         wrapped = gather_groups(reward, lambda mine: mine, 0, 1, num_generations=2)
         assert signal_columns(wrapped) == {"vgr"}
+
+    def test_optional_columns_of_whole_groups(self):
+        @needs_whole_groups("vgr", optional=("aei_vision", "solution"))
+        def rank(completions, vgr, aei_vision=None, **kwargs):
+            return vgr
+
+        wrapped = gather_groups(rank, lambda mine: mine, 0, 1, num_generations=2)
+        assert signal_columns(wrapped) == {"vgr", "aei_vision"}

@@ -1,12 +1,14 @@
 """The probe on decoders with other lists of layers, and layers with other inputs."""
 
 import pytest
+import torch
 import transformers as hf
 from decoders import DECODERS, FALCON_SDPA, LLAMA, SPEECH, case
 from eager_reference import assert_agrees, assert_prompt_agrees, masks_of, reference, run
 from families import build, make_batch
 
 from vgr_trl.errors import ConfigError
+from vgr_trl.sharing import share_prompts
 from vgr_trl.signals import AttentionProbe
 from vgr_trl.signals.decoder import count_attention_layers
 
@@ -18,6 +20,23 @@ def test_attention(family):
     assert expected.vision[:, :, 0].max() > 0.01
     probe = run(model, batch, measure_prompt=True)
     assert len(probe.mass.vision) == count_attention_layers(model)
+    assert_agrees(probe, expected)
+    assert_prompt_agrees(probe, expected)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_attention_with_prompts_shared(name):
+    """Caches reach the layers under other names in GPT-J and Falcon."""
+    model, batch = case(DECODERS[name])
+    expected = reference(model, batch)
+    base = model.base_model
+    with (
+        torch.no_grad(),
+        AttentionProbe(model, expected.masks, measure_prompt=True) as probe,
+        share_prompts(model, 12) as report,
+    ):
+        base(**batch.inputs)
+    assert name not in ("gpt2", "gptj", "falcon") or report.prompts == 2
     assert_agrees(probe, expected)
     assert_prompt_agrees(probe, expected)
 

@@ -66,6 +66,15 @@ def test_tokens_that_a_tokenizer_adds_as_special():
     assert processor.tokenizer.convert_tokens_to_ids("<|marker|>") in special_token_ids(processor)
 
 
+@pytest.mark.parametrize(("known", "expected"), [(True, (9,)), (False, ())])
+def test_a_processor_that_names_its_token_only(known, expected):
+    """A token that the tokenizer does not know becomes that of unknown words, which is no image."""
+    ids = {"<image>": 9} if known else {}
+    tokenizer = SimpleNamespace(unk_token_id=3, convert_tokens_to_ids=lambda token: ids.get(token, 3))
+    processor = SimpleNamespace(image_token="<image>", tokenizer=tokenizer)
+    assert vision_token_ids(SimpleNamespace(), processor) == expected
+
+
 def test_no_tokenizer():
     with pytest.raises(ConfigError, match="SimpleNamespace has no tokenizer: give a processor or a tokenizer"):
         special_token_ids(SimpleNamespace())

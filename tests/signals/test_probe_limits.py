@@ -110,6 +110,16 @@ class TestRefusals:
         ):
             model(**batch.inputs)
 
+    def test_sequences_behind_a_cache(self, case):
+        """As long as the masks, but some of it has passed before."""
+        model, batch, masks = case
+        ids, mask = batch.inputs["input_ids"], batch.inputs["attention_mask"]
+        with torch.no_grad():
+            cache = model(**batch.inputs, use_cache=True).past_key_values
+            longer = torch.cat([mask, torch.ones_like(mask)], dim=1)
+            with pytest.raises(ConfigError, match="without a cache"), AttentionProbe(model, masks):
+                model(input_ids=ids.clamp(min=8), attention_mask=longer, past_key_values=cache)
+
     def test_prompt_that_was_not_asked_for(self, case):
         model, batch, _ = case
         with pytest.raises(ConfigError, match="measure_prompt of the probe is off"):

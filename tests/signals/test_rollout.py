@@ -6,7 +6,7 @@ from eager_reference import SPECIAL_IDS, VISION_IDS, difference, reference
 from families import CLOSE, EOS, IMAGE, OPEN, VIDEO, build, make_batch
 
 from vgr_trl.sharing import share_prompts
-from vgr_trl.signals import AttentionMass, RolloutMeasurement, Wanted
+from vgr_trl.signals import AttentionMass, RolloutMeasurement, Wanted, rollout
 from vgr_trl.signals.rollout import fitted
 
 
@@ -40,6 +40,19 @@ def test_attention_measured_by_scoring():
         assert torch.equal(mass.mask, expected.valid)
         assert measurement.prompt_mass.vision.shape == (2, 6, 1)
     assert measurement.prompt_mass is measurement.signals is None
+
+
+def test_scores_are_kept_in_float32_and_without_a_graph():
+    """TRL's may be bfloat16 under autocast."""
+    measurement = measurement_of("scoring", entropies=("x",))
+    scores = torch.full((2, 3), 0.5, dtype=torch.bfloat16, requires_grad=True)
+    ids = torch.zeros(2, 5, dtype=torch.long)
+    with measurement.rollout():
+        measurement.measure(build("llava"), ids, torch.ones_like(ids), 3, lambda: (scores, scores * 2, None))
+        for found, value in ((measurement.signals.logps, 0.5), (measurement.signals.entropies, 1.0)):
+            assert (found.dtype, found.requires_grad) == (torch.float32, False)
+            assert found.eq(value).all()
+        assert measurement.signals.mask.shape == (2, 3)
 
 
 @pytest.mark.parametrize("longer", [0, 3, -2])
@@ -116,3 +129,19 @@ def test_fitting(length, kept):
     )
     assert fitted(mass, length).mask.tolist() == [kept]
     assert fitted(mass, length).vision.tolist() == [[[float(one) for one in kept]]]
+
+
+def test_maps_are_kept_of_as_many_rows_as_fit(monkeypatch):
+    """2 layers, 12 tokens, vision tokens as the rows have them, 4 bytes each; a smaller row behind a large one fits."""
+    model = build("llava")
+    vision = torch.zeros(4, 40, dtype=torch.bool)
+    for row, tokens in enumerate((16, 32, 16, 8)):
+        vision[row, :tokens] = True
+    measurement = measurement_of("scoring", attention=("x",))
+    measurement.keep_rows = (0, 1, 2, 3)
+    one = 4 * 2 * 12 * 16
+    for most, kept in ((one - 1, [3]), (one, [0]), (2 * one - 1, [0, 3]), (2 * one, [0, 2]), (3 * one, [0, 1])):
+        monkeypatch.setattr(rollout, "MOST_KEPT", most)
+        assert measurement._rows_that_fit(model, vision, 12) == kept
+    measurement.keep_rows = None
+    assert measurement._rows_that_fit(model, vision, 12) == []
