@@ -99,7 +99,7 @@ gpu: gpu-tests gpu-bench-3b gpu-bench-7b gpu-kernels gpu-steps-3b gpu-steps-7b
 gpu: gpu-bench-4b gpu-bench-8b gpu-steps-4b gpu-steps-8b gpu-report
 
 gpu-tests: $(GPU_SITE)
-	-GPU_RESULTS=$(GPU_RESULTS) $(GPU_RUN) -m pytest -q -p no:cacheprovider -W default -m gpu tests/gpu
+	-GPU_RESULTS=$(GPU_RESULTS) $(GPU_RUN) -m pytest -q -p no:cacheprovider -W default -n 4 -m gpu tests/gpu
 	$(MAKE) gpu-report
 
 gpu-bench-%: $(GPU_SITE)

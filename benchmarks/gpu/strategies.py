@@ -21,9 +21,7 @@ def make(name: str, prompt: int, completion: int, generations: int, device: str)
     """The strategy called `name`, with what it needs beside the tensors made beforehand, as a model does per batch."""
     if name == "reference":
         dense = dense_mask(prompt, completion, generations, device)
-        return lambda query, key, value: scaled_dot_product_attention(
-            query[None], key[None], value[None], attn_mask=dense, enable_gqa=True
-        )[0]
+        return lambda query, key, value: reference(query, key, value, dense)
     if name == "packed":
         mask = block_mask(prompt, completion, generations, device)
         return lambda query, key, value: packed(query, key, value, mask)
@@ -32,6 +30,12 @@ def make(name: str, prompt: int, completion: int, generations: int, device: str)
         return lambda query, key, value: paths(query, key, value, prompt, completion, lengths)
     mask = _mask(name, prompt, completion, device)
     return lambda query, key, value: two_stages(query, key, value, prompt, completion, mask)
+
+
+def reference(query: Any, key: Any, value: Any, mask: torch.Tensor) -> torch.Tensor:
+    """One row and a matrix of what it sees."""
+    key, value = repeated(query, key, value)
+    return scaled_dot_product_attention(query[None], key[None], value[None], attn_mask=mask)[0]
 
 
 def two_stages(query: Any, key: Any, value: Any, prompt: int, completion: int, mask: Any) -> torch.Tensor:
@@ -45,8 +49,15 @@ def two_stages(query: Any, key: Any, value: Any, prompt: int, completion: int, m
         torch.cat([one[None, :, :prompt].index_select(0, index), new], dim=2)
         for one, new in ((key, keys), (value, values))
     )
-    second = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)  # (G, H, T, D)
+    keys, values = repeated(query, keys, values, heads=1)  # as transformers does where there is a mask
+    second = scaled_dot_product_attention(queries, keys, values, attn_mask=mask)  # (G, H, T, D)
     return torch.cat([first[0], second.transpose(0, 1).flatten(1, 2)], dim=1)
+
+
+def repeated(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads: int = 0) -> tuple[Any, Any]:
+    """Keys and values once for each head of the query, (H, S, D), whose heads are dimension `heads` of the others."""
+    times = len(query) // key.size(heads)
+    return key.repeat_interleave(times, heads), value.repeat_interleave(times, heads)
 
 
 def _by_completion(rows: torch.Tensor, completion: int) -> torch.Tensor:
@@ -66,7 +77,7 @@ def packed(query: Any, key: Any, value: Any, mask: BlockMask) -> torch.Tensor:
     """One row; completions do not see each other."""
     run = _compiled_flex() if query.is_cuda else flex_attention
     if len(query) & (len(query) - 1):  # as transformers does where the heads are no power of two
-        key, value = (one.repeat_interleave(len(query) // len(one), 0) for one in (key, value))
+        key, value = repeated(query, key, value)
     return run(query[None], key[None], value[None], block_mask=mask, enable_gqa=True)[0]
 
 
@@ -124,11 +135,14 @@ def paths(
 def _variable_length(query: Any, key: Any, value: Any, ends: Any, prompt: int, completion: int) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    longest = max(prompt, completion), prompt + completion
-    groups = query.size(1) // key.size(1)
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     attend: Any = varlen_attn
-    return attend(query, key, value, *ends, *longest, **_causal(attend))
+    longest, options = (max(prompt, completion), prompt + completion), _causal(attend)
+    if "enable_gqa" in signature(attend).parameters:
+        options["enable_gqa"] = True
+    else:
+        groups = query.size(1) // key.size(1)
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    return attend(query, key, value, *ends, *longest, **options)
 
 
 def _causal(attend: Any) -> dict[str, Any]:
