@@ -160,3 +160,7 @@ def test_grpo_is_what_trl_computes(text_model, text_tokenizer, text_rows: Datase
     expected = torch.tensor(list(trainer._logs["advantages"]))
     assert expected.abs().max() > 0.5
     torch.testing.assert_close(estimate_advantages(summed, 4), expected, rtol=0, atol=1e-6)
+
+
+def test_a_group_of_one_has_no_second_best():
+    assert estimate([3.0, 5.0], 1, "grpo_passk") == [0, 0]

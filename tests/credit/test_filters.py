@@ -3,6 +3,7 @@
 import math
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -87,3 +88,10 @@ def test_shapes():
         DataError, match=r"^top_fraction_mask got a mask of shape \(4,\): give one of shape \(N, T\)\.$"
     ):
         top_fraction_mask(torch.zeros(4), torch.ones(4), 0.5)
+
+
+def test_fractions_of_numpy():
+    mask = torch.ones(1, 10, dtype=torch.bool)
+    assert top_fraction_mask(torch.arange(10.0).view(1, 10), mask, np.float64(0.3))[0].nonzero().flatten().tolist() == [
+        7, 8, 9,
+    ]  # fmt: skip

@@ -79,3 +79,19 @@ def test_ranges_and_shapes_are_checked():
         value_loss(zeros, zeros, zeros, zeros, 0)
     with pytest.raises(DataError, match="gae got values"):
         gae(zeros, torch.zeros(1, 3), zeros)
+
+
+def test_value_loss_by_hand():
+    """Clipped to 1 ± 0.5, V = 3 is 1.5: errors 3 - 0 and 1.5 - 0; V = 1.2 stays. What no token counts is 0, NaN too."""
+    nan = float("nan")
+    values, old, returns = ([[3.0, 1.2, nan]], [[1.0, 1.0, 2.0]], [[0.0, 2.0, 5.0]])
+    loss = value_loss(*map(torch.tensor, (values, old, returns)), torch.tensor([[1, 1, 0]]), 0.5)
+    assert loss[0].tolist() == pytest.approx([4.5, 0.32, 0])
+    loss = value_loss(*map(torch.tensor, ([[3.0, 7.0]], [[3.0, 4.0]], [[3.0, 1.0]])), torch.tensor([[1, 0]]), 0.5)
+    assert loss.tolist() == [[0.0, 0.0]]
+
+
+def test_whitening_of_one_token_and_of_none():
+    found = whiten(torch.tensor([[5.0, 7.0]]), torch.tensor([[1, 0]]))
+    assert (found.tolist(), found.dtype) == ([[0.0, 0.0]], torch.float32)
+    assert whiten(torch.tensor([[5.0]]), torch.tensor([[0]])).tolist() == [[0.0]]

@@ -90,3 +90,14 @@ def test_numbers_out_of_range_are_refused(make):
 def test_shapes_are_checked(shape, other, kind):
     with pytest.raises(DataError, match="give two of shape"):
         kl_penalty(torch.zeros(shape), torch.zeros(other), kind)
+
+
+def test_an_adaptive_coefficient_falls_below_its_target():
+    """KL 0 for target 6: error -1, held at -0.2; KL 5.4: error -0.1, within the limits; each for 500 of 10,000."""
+    controller = AdaptiveKLController(0.1)
+    controller.update(0, 500)
+    assert controller.coefficient == pytest.approx(0.099)
+    controller.update(5.4, 500)
+    assert controller.coefficient == pytest.approx(0.099 * 0.995)
+    controller.update(6.0, 500)
+    assert controller.coefficient == pytest.approx(0.099 * 0.995)

@@ -386,3 +386,35 @@ def test_shapes():
     measured = signals([[1, 1, 1]], dependency=[[1.0]])
     with pytest.raises(DataError, match=r"dependency of shape \(1, 1\) and a mask of shape \(1, 3\)"):
         shape_advantages(torch.zeros(1), measured, CreditOptions(enable_perception_filtering=True))
+
+
+@pytest.mark.parametrize(
+    ("changed", "weights"),
+    [
+        ({"token_weights_clip": (0.8, 1.25)}, [1.25, 1.0, 0.8]),
+        ({"token_weights_clip": (0.01, 100.0)}, [2.0, 1.0, 0.5]),
+        ({"token_weights_clip": (0.01, 100.0), "token_weights_topk_ratio": 0.3}, [2.0, 1.0, 1.0]),
+    ],
+)
+def test_limits_and_share_of_token_weights_are_the_options(changed, weights):
+    """VGR 1, 2, 4 has raw weights 2, 1, 1/2 before limits and mean."""
+    options = CreditOptions(token_weights=True, **changed)
+    shaped, _ = shape_advantages(torch.ones(1), signals([[1, 1, 1]], vgr=[[1.0, 2.0, 4.0]]), options)
+    mean = sum(weights) / 3
+    assert shaped[0].tolist() == pytest.approx([weight / mean for weight in weights])
+
+
+def test_limits_of_soft_perception_weights_are_the_option():
+    """Dependencies 1, 1, 4 over their mean: 1/2, 1/2, 2; held in [0.6, 1.5]: mean 0.9."""
+    options = CreditOptions(
+        enable_perception_filtering=True, perception_weighting="soft", token_weights_clip=(0.6, 1.5)
+    )
+    shaped, _ = shape_advantages(torch.ones(1), signals([[1, 1, 1]], dependency=[[1.0, 1.0, 4.0]]), options)
+    assert shaped[0].tolist() == pytest.approx([0.6 / 0.9, 0.6 / 0.9, 1.5 / 0.9])
+
+
+def test_a_token_without_dependency_is_not_kept_beside_others_that_have_one():
+    options = CreditOptions(enable_perception_filtering=True, top_p_perception_tokens=0.5)
+    measured = signals([[1, 1, 1, 1], [1, 1, 0, 0]], dependency=[[NAN, 1.0, 3.0, 2.0], [NAN] * 4])
+    shaped, _ = shape_advantages(torch.ones(2), measured, options)
+    assert shaped.tolist() == [[0, 0, 1, 1], [1, 1, 0, 0]]

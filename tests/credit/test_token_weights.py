@@ -183,3 +183,13 @@ def test_shapes():
         token_weights(torch.ones(1, 3), torch.ones(1, 4))
     with pytest.raises(DataError, match=r"^dependency_weights got dependency of shape \(1, 3\) and a mask of shape"):
         dependency_weights(torch.ones(1, 3), torch.ones(1, 4))
+
+
+def test_limits_if_none_are_given():
+    """VGR 1, 1, 1000: scores 0, 0, -6.9, so raw 10, 10, 0.01; held in [0.2, 3], mean 6.2 / 3."""
+    found = token_weights(torch.tensor([[1.0, 1.0, 1000.0]]), torch.ones(1, 3))[0].tolist()
+    assert found == pytest.approx([9 / 6.2, 9 / 6.2, 0.6 / 6.2])
+
+
+def test_no_dependency_at_all_leaves_all_weights_1_without_limits_too():
+    assert dependency_weights(torch.zeros(1, 3), torch.ones(1, 3), clip=None).tolist() == [[1.0, 1.0, 1.0]]
