@@ -28,7 +28,7 @@ from PIL import Image
 from sharing_models import Size
 from stage_passes import STEPS, command, measure_bytes, measure_seconds, medians, read_flags
 
-from vgr_trl import DAPOTrainer, perceiving
+from vgr_trl import DAPOTrainer
 from vgr_trl.demo.options import Options
 from vgr_trl.demo.reinforce import trainer_options
 from vgr_trl.demo.rows import as_dataset, words_of
@@ -36,6 +36,7 @@ from vgr_trl.demo.run import draw, set_up_process
 from vgr_trl.demo.tiny_vlm import build_tiny_vlm
 from vgr_trl.rewards import accuracy_reward
 from vgr_trl.signals import blacken_patches
+from vgr_trl.training import perceive as perceiving
 
 RESULTS = Path(__file__).parent / "results"
 COMPARED = ("trl", "ours", "metrics", "scored", "perception", "perception loss")

@@ -19,12 +19,12 @@ from typing import Any
 from transformers import TrainerCallback
 
 from vgr_trl import DAPOTrainer
+from vgr_trl.config.report import ReportOptions
 from vgr_trl.demo.options import Options
 from vgr_trl.demo.reinforce import trainer_options
 from vgr_trl.demo.rows import as_dataset, words_of
 from vgr_trl.demo.run import draw, set_up_process
 from vgr_trl.demo.tiny_vlm import build_tiny_vlm
-from vgr_trl.options.report import ReportOptions
 from vgr_trl.rewards import accuracy_reward, think_format_reward, vgr_reward
 
 

@@ -16,7 +16,7 @@ from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.data.rows.schema import prepare_rows
 from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.errors import ConfigError, DataError, RewardError
-from vgr_trl.preparation import prompt_length
+from vgr_trl.training.prepare import prompt_length
 
 
 def letters_reward(completions, **kwargs):

@@ -19,7 +19,7 @@ from running import Calls, load_packages, notice, record_calls
 TREE = Path(__file__).parents[2]
 ROOMS = {name: (f"src/vgr_trl/{name}/*.py", f"tests/{name}/test_*.py") for name in ("credit", "rewards", "sampling")}
 ROOMS |= {name: (f"src/vgr_trl/{name}/*.py", f"tests/{name}/test_*.py") for name in ("signals", "sharing")}
-ROOMS["trainer"] = ("src/vgr_trl/*.py", "tests/test_*.py")
+ROOMS["trainer"] = ("src/vgr_trl/training/*.py", "tests/training/test_*.py")
 
 
 def main() -> None:

@@ -16,43 +16,26 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer import grpo_trainer
 
-from vgr_trl.checkpoints import load_weights, whole_checkpoint
-from vgr_trl.choosing import GroupChoice
-from vgr_trl.collapse_watch import CollapseWatch
-from vgr_trl.config import DAPOConfig
-from vgr_trl.continuing import continue_order, save_generation
-from vgr_trl.credit import coefficient_warning, shape_advantages
-from vgr_trl.data.rows.columns import IMAGE_COLUMNS, images_of
-from vgr_trl.ending import close_group_at_exit
-from vgr_trl.errors import ConfigError
-from vgr_trl.logged_images import images_logged_by_all
-from vgr_trl.loss_terms import entropy_term, perception_term, valid_tokens
-from vgr_trl.measuring import plan_measurement
-from vgr_trl.metrics import Throughput, approximate_kl, token_means, weigh_by_tokens
-from vgr_trl.options.effects import options_without_effect
-from vgr_trl.perceiving import perceive
-from vgr_trl.preparation import (
-    as_list,
-    check_rewards,
-    drop_prompts_over_limit,
-    refuse_images_without_vision,
-    refuse_targets_without_module,
-    refuse_too_few_prompts,
-)
-from vgr_trl.recording import RolloutRecorder
-from vgr_trl.reporting.tables import in_texts
-from vgr_trl.reporting.views.model_card import TAGS, TRL_PAPER, extended_card, method_tags
-from vgr_trl.resuming import resolve_checkpoint, resume_mode
-from vgr_trl.rewards.finite import refuse_infinite
-from vgr_trl.rewards.groups import gather_groups, needed_columns
-from vgr_trl.rewards.outcome import checked
-from vgr_trl.rewards.schedule import RewardSchedule
-from vgr_trl.rollout_inputs import (
+from vgr_trl.batch.inputs import (
     Prompts,
     build_scoring_batch,
     with_perturbed_rows,
 )
-from vgr_trl.seams import check_attributes, check_seams
+from vgr_trl.compat.completion_tables import in_texts
+from vgr_trl.compat.gloo_exit import close_group_at_exit
+from vgr_trl.compat.logged_images import images_logged_by_all
+from vgr_trl.compat.token_types import with_causal_completions
+from vgr_trl.compat.vllm_images import plan_vllm_images
+from vgr_trl.config import DAPOConfig
+from vgr_trl.config.effects import options_without_effect
+from vgr_trl.credit import coefficient_warning, shape_advantages
+from vgr_trl.data.rows.columns import IMAGE_COLUMNS, images_of
+from vgr_trl.errors import ConfigError
+from vgr_trl.reporting.views.model_card import TAGS, TRL_PAPER, extended_card, method_tags
+from vgr_trl.rewards.finite import refuse_infinite
+from vgr_trl.rewards.groups import gather_groups, needed_columns
+from vgr_trl.rewards.outcome import checked
+from vgr_trl.rewards.schedule import RewardSchedule
 from vgr_trl.sharing import (
     Place,
     SharingReport,
@@ -64,10 +47,27 @@ from vgr_trl.sharing import (
     whole_groups,
 )
 from vgr_trl.sharing.backbone import causal_model
-from vgr_trl.signals.columns import SINGLE_COLUMNS, attention_metrics, measure_segments, reward_columns
 from vgr_trl.signals.head import without_head
-from vgr_trl.signals.token_types import with_causal_completions
-from vgr_trl.vllm_images import plan_vllm_images
+from vgr_trl.signals.reward_columns import SINGLE_COLUMNS, attention_metrics, measure_segments, reward_columns
+from vgr_trl.training.checkpoints.folders import resolve_checkpoint, resume_mode
+from vgr_trl.training.checkpoints.order import continue_order, save_generation
+from vgr_trl.training.checkpoints.shares import load_weights, whole_checkpoint
+from vgr_trl.training.choose import GroupChoice
+from vgr_trl.training.collapse_watch import CollapseWatch
+from vgr_trl.training.host import check_attributes, check_seams
+from vgr_trl.training.loss import entropy_term, perception_term, valid_tokens
+from vgr_trl.training.measure import plan_measurement
+from vgr_trl.training.perceive import perceive
+from vgr_trl.training.prepare import (
+    as_list,
+    check_rewards,
+    drop_prompts_over_limit,
+    refuse_images_without_vision,
+    refuse_targets_without_module,
+    refuse_too_few_prompts,
+)
+from vgr_trl.training.record import RolloutRecorder
+from vgr_trl.training.step_metrics import Throughput, approximate_kl, token_means, weigh_by_tokens
 
 logger = logging.get_logger(__name__)
 

@@ -5,7 +5,7 @@ import pytest
 
 from vgr_trl.cli.run_folder import claim, claim_again, write_identity
 from vgr_trl.errors import ConfigError
-from vgr_trl.resuming import resolve_checkpoint
+from vgr_trl.training.checkpoints.folders import resolve_checkpoint
 
 RUN = {"model": "m", "data": "d", "reward_funcs": ["accuracy"]}
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from vgr_trl.batch.signals import AttentionMass, RolloutSignals
 from vgr_trl.credit import CreditOptions, shape_advantages
-from vgr_trl.signals.measured import AttentionMass, RolloutSignals
 
 rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 os.environ["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")

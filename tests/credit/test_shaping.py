@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vgr_trl.batch.signals import AttentionMass, RolloutSignals
 from vgr_trl.credit import CreditOptions, shape_advantages
 from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.signals.measured import AttentionMass, RolloutSignals
 
 NAN = math.nan
 RULES = (

@@ -9,9 +9,9 @@ from recorded import NUM_CASES, needs_recorded, tensors
 from recorded import cases as recorded_cases
 from trl_loss import loss_of, make_trainer
 
+from vgr_trl.batch.signals import RolloutSignals
 from vgr_trl.credit import CreditOptions, entropy_penalty, shape_advantages
-from vgr_trl.signals.measured import RolloutSignals
-from vgr_trl.signals.perception import visual_dependency
+from vgr_trl.signals.dependency import visual_dependency
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "vppo.json"
 DEFAULTS = {"top_p_perception_tokens": 0.2, "top_p_entropy_tokens": 0.2, "trajectory_scaling_min": 0.8}

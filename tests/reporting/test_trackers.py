@@ -17,9 +17,9 @@ from PIL import Image
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.compat.completion_tables import as_text, in_texts
 from vgr_trl.demo.shapes import draw_questions
 from vgr_trl.demo.tiny_vlm import load_processor
-from vgr_trl.reporting.tables import as_text, in_texts
 
 TRACKERS = tuple(name for name in ("tensorboard", "trackio") if find_spec(name))
 OURS = {"vgr", "aei_vision", "aei_instruction"}

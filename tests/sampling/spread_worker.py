@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from batches import PAD, draw_batch, draw_signals
 
+from vgr_trl.batch.token_columns import columns_signals, signal_columns
 from vgr_trl.sampling import (
     Placement,
     ReplayBuffer,
@@ -23,7 +24,6 @@ from vgr_trl.sampling import (
     with_old_logps,
     write_groups_into_batch,
 )
-from vgr_trl.sampling.columns import columns_signals, signal_columns
 
 GROUP, GROUPS, STEPS = 4, 3, 8
 DEAD = {1: [1], 3: [1], 4: [2], 5: [0, 1], 6: [0, 2], 7: [0, 1, 2]}  # by step

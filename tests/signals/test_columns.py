@@ -15,7 +15,13 @@ from vgr_trl.rewards import (
     vgr_reward,
 )
 from vgr_trl.signals import AttentionMass
-from vgr_trl.signals.columns import QUANTITIES, attention_metrics, measure_segments, reward_columns, signal_columns
+from vgr_trl.signals.reward_columns import (
+    QUANTITIES,
+    attention_metrics,
+    measure_segments,
+    reward_columns,
+    signal_columns,
+)
 
 NAN, INF = math.nan, math.inf
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vgr_trl.errors import DataError
-from vgr_trl.signals.perception import visual_dependency
+from vgr_trl.signals.dependency import visual_dependency
 
 LN2 = math.log(2)
 

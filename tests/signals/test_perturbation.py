@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from vgr_trl.config.perceive import PERTURBATIONS as NAMES
+from vgr_trl.config.perceive import PerceiveOptions
 from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.options.perceive import PERTURBATIONS as NAMES
-from vgr_trl.options.perceive import PerceiveOptions
 from vgr_trl.signals.perturbation import (
     PERTURBATIONS,
     add_gaussian_noise,

@@ -25,7 +25,8 @@ from transformers import Qwen2_5_VLProcessor, Qwen2VLVideoProcessor
 from trl.generation import vllm_generation
 from vllm.model_executor.layers import utils as vllm_layers
 
-from vgr_trl import DAPOConfig, DAPOTrainer, vllm_images
+from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.compat import vllm_images
 from vgr_trl.demo.shapes import FAMILIES, draw_questions
 from vgr_trl.demo.tiny_vlm import build_tiny_vlm
 from vgr_trl.rewards import vgr_reward

@@ -9,7 +9,7 @@ from pathlib import Path
 from vgr_trl.errors import ConfigError
 
 _OWN = {
-    "train": ("cli/arguments.py", "config.py", "options/*.py"),
+    "train": ("cli/arguments.py", "config/*.py"),
     "evaluate": ("cli/arguments.py", "cli/evaluate.py"),
 }
 _OTHERS = {

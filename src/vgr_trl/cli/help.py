@@ -11,8 +11,7 @@ from typing import Any
 from trl import ModelConfig
 
 from vgr_trl.cli.arguments import DataArguments, RewardArguments
-from vgr_trl.config import DAPOConfig
-from vgr_trl.options import ChooseOptions, CreditOptions, MeasureOptions, PerceiveOptions, ReportOptions
+from vgr_trl.config import ChooseOptions, CreditOptions, DAPOConfig, MeasureOptions, PerceiveOptions, ReportOptions
 
 _TITLES: dict[type, str] = {
     DataArguments: "Data",

@@ -8,7 +8,7 @@ from rich.table import Table
 from trl import GRPOConfig
 
 from vgr_trl.config import DAPOConfig
-from vgr_trl.options.effects import changed_options, options_without_effect
+from vgr_trl.config.effects import changed_options, options_without_effect
 
 ALWAYS_SHOWN = (
     "loss_type", "epsilon", "epsilon_high", "beta", "learning_rate", "lr_scheduler_type", "warmup_steps",

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vgr_trl.errors import ConfigError
-from vgr_trl.resuming import TRACES
+from vgr_trl.training.checkpoints.folders import TRACES
 
 RUN_FILE = "run.json"
 

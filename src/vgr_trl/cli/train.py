@@ -15,14 +15,14 @@ from vgr_trl.cli.loading import load_processor, load_rows
 from vgr_trl.cli.plan import describe_run, print_plan, total_steps
 from vgr_trl.cli.run_folder import claim, write_identity
 from vgr_trl.cli.step_lines import print_steps_as_lines
+from vgr_trl.compat.gloo_exit import let_gloo_finish
 from vgr_trl.config import DAPOConfig
 from vgr_trl.data.read.load import parse_data_files, readable
 from vgr_trl.data.rows.skipped import append_skipped, report_skipped
-from vgr_trl.ending import let_gloo_finish
 from vgr_trl.errors import CollapseError, ConfigError, DataError
-from vgr_trl.resuming import refuse_finished, resolve_checkpoint, resume_mode
 from vgr_trl.rewards import accuracy_reward, load_rewards
 from vgr_trl.trainer import DAPOTrainer
+from vgr_trl.training.checkpoints.folders import refuse_finished, resolve_checkpoint, resume_mode
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,5 +1,6 @@
 """Which tokens get the credit: from one advantage per completion to one per token, and the loss terms beside them."""
 
+from vgr_trl.config.credit import CreditOptions
 from vgr_trl.credit.collapse import coefficient_warning, collapse_warning
 from vgr_trl.credit.filters import top_fraction_mask
 from vgr_trl.credit.gae import gae, value_loss, whiten
@@ -8,7 +9,6 @@ from vgr_trl.credit.perception_loss import entropy_penalty, perception_divergenc
 from vgr_trl.credit.shaping import shape_advantages
 from vgr_trl.credit.token_weights import dependency_weights, token_weights
 from vgr_trl.credit.trajectory import trajectory_scale
-from vgr_trl.options.credit import CreditOptions
 
 __all__ = [
     "AdaptiveKLController",

@@ -2,9 +2,9 @@
 
 import torch
 
+from vgr_trl.config.ranges import check_number
 from vgr_trl.credit.rows import check_shapes
 from vgr_trl.credit.trajectory import Gather
-from vgr_trl.options.ranges import check_number
 
 
 @torch.no_grad()

@@ -2,8 +2,8 @@
 
 import torch
 
+from vgr_trl.config.ranges import check_number
 from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.options.ranges import check_number
 
 KINDS = ("kl", "abs", "mse", "low_var_kl", "full")
 _LARGEST = 10.0  # of `low_var_kl`

@@ -5,21 +5,21 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from vgr_trl.batch.signals import AttentionMass, RolloutSignals
+from vgr_trl.config.ranges import check_choice
 from vgr_trl.credit.filters import top_fraction_mask
 from vgr_trl.credit.rows import check_shapes
 from vgr_trl.credit.token_weights import dependency_weights, token_weights
 from vgr_trl.credit.totals import Totals, add_filter, add_weights
 from vgr_trl.credit.trajectory import Gather, largest_scale, mean_dependency, scale_means, trajectory_statistics
 from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.options.ranges import check_choice
-from vgr_trl.signals.measured import AttentionMass, RolloutSignals
-from vgr_trl.signals.metrics import split_layers, token_vision_gain_ratio
+from vgr_trl.signals.ratios import split_layers, token_vision_gain_ratio
 
 Signal = TypeVar("Signal")
 
 
 class Options(Protocol):
-    """The options that `shape_advantages` reads, as `vgr_trl.options.CreditOptions` and `DAPOConfig` have them."""
+    """The options that `shape_advantages` reads, as `vgr_trl.config.CreditOptions` and `DAPOConfig` have them."""
 
     token_weights: bool
     token_weights_topk_ratio: float | None

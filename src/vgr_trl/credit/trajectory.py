@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import torch
 
+from vgr_trl.config.ranges import check_number
 from vgr_trl.credit.rows import check_shapes, masked_mean
 from vgr_trl.errors import DataError
-from vgr_trl.options.ranges import check_number
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
 Statistics = tuple[float, float, float]

@@ -1,10 +1,10 @@
 """Which groups of completions are trained on: replay buffer, dynamic sampling, online filtering."""
 
+from vgr_trl.batch.placement import Placement
 from vgr_trl.sampling.buffer_states import merge_states, split_state
 from vgr_trl.sampling.dead_groups import dead_groups, filter_index, filter_rewards, filtered_groups
 from vgr_trl.sampling.dead_streak import DeadStreak
 from vgr_trl.sampling.groups import Group, groups_from_batch, with_old_logps
-from vgr_trl.sampling.placement import Placement
 from vgr_trl.sampling.prompts import PromptStream
 from vgr_trl.sampling.replay_buffer import ReplayBuffer
 from vgr_trl.sampling.resampling import Resampling, prompts_of_round, rows_of_process

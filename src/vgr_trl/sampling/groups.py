@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from vgr_trl.batch.joining import join_rows
+from vgr_trl.batch.placement import Gather, Placement
+from vgr_trl.batch.rows import Rows
+from vgr_trl.batch.signals import RolloutSignals
 from vgr_trl.errors import DataError
-from vgr_trl.sampling.joining import join_rows
-from vgr_trl.sampling.placement import Gather, Placement
-from vgr_trl.sampling.rows import Rows
-from vgr_trl.signals.measured import RolloutSignals
 
 
 @dataclass(frozen=True, eq=False)  # tensors do not compare to a bool

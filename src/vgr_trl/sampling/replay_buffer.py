@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from vgr_trl.config.ranges import is_number
 from vgr_trl.errors import ConfigError
-from vgr_trl.options.ranges import is_number
 from vgr_trl.sampling.dead_groups import group_std, signal
 from vgr_trl.sampling.groups import Group
 

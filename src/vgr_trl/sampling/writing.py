@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
+from vgr_trl.batch.joining import join_rows
+from vgr_trl.batch.placement import Gather, Placement, checked
+from vgr_trl.batch.rows import Rows
+from vgr_trl.batch.signals import RolloutSignals
 from vgr_trl.errors import DataError
 from vgr_trl.sampling.groups import Group
-from vgr_trl.sampling.joining import join_rows
-from vgr_trl.sampling.placement import Gather, Placement, checked
-from vgr_trl.sampling.rows import Rows
-from vgr_trl.signals.measured import RolloutSignals
 
 
 def write_groups_into_batch(

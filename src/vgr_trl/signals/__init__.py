@@ -1,23 +1,23 @@
 """What each token saw: attention to the image and to the instruction, and dependence on the image."""
 
+from vgr_trl.batch.signals import AttentionMass, RolloutSignals
 from vgr_trl.signals.attention import AttentionProbe
+from vgr_trl.signals.dependency import visual_dependency
 from vgr_trl.signals.generated import GenerationProbe
-from vgr_trl.signals.measured import AttentionMass, RolloutSignals
-from vgr_trl.signals.metrics import (
-    attention_efficiency_index,
-    mdi_balance,
-    split_layers,
-    token_vision_gain_ratio,
-    vision_gain_ratio,
-)
 from vgr_trl.signals.modality import ModalityMasks, build_modality_masks
-from vgr_trl.signals.perception import visual_dependency
 from vgr_trl.signals.perturbation import (
     add_gaussian_noise,
     blacken_patches,
     gaussian_blur,
     mask_image,
     perturb_images,
+)
+from vgr_trl.signals.ratios import (
+    attention_efficiency_index,
+    mdi_balance,
+    split_layers,
+    token_vision_gain_ratio,
+    vision_gain_ratio,
 )
 from vgr_trl.signals.rollout import RolloutMeasurement, Wanted
 from vgr_trl.signals.scoring import RolloutScorer

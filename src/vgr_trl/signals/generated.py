@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from transformers.generation import GenerationMode
 
+from vgr_trl.batch.signals import AttentionMass
 from vgr_trl.errors import ConfigError
 from vgr_trl.sharing import replaced
 from vgr_trl.sharing.backbone import causal_model
 from vgr_trl.signals.decoder import find_decoder
-from vgr_trl.signals.measured import AttentionMass
 from vgr_trl.signals.modality import build_modality_masks
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)

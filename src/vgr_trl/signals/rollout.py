@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 
+from vgr_trl.batch.signals import AttentionMass, RolloutSignals
 from vgr_trl.signals.attention import AttentionProbe
-from vgr_trl.signals.columns import SIGNAL_COLUMNS
 from vgr_trl.signals.decoder import count_attention_layers
 from vgr_trl.signals.generated import GenerationProbe
-from vgr_trl.signals.measured import AttentionMass, RolloutSignals
 from vgr_trl.signals.modality import build_modality_masks
+from vgr_trl.signals.reward_columns import SIGNAL_COLUMNS
 
 MOST_KEPT = 2**29  # bytes of device memory for attention kept token by token; 3 rows of 1,024 tokens of a 7 B model
 _OF_A_BATCH = ("active", "messages", "prompts", "signals", "prompt_mass", "generated_mass", "keep_rows", "maps")

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from vgr_trl.batch.signals import AttentionMass, RolloutSignals
+from vgr_trl.compat.token_types import TOKEN_TYPES, causal_type
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.sharing import share_prompts, whole_groups
 from vgr_trl.sharing.backbone import causal_model, flattens_layers, shards_layers
@@ -14,9 +16,7 @@ from vgr_trl.signals.attention import AttentionProbe
 from vgr_trl.signals.decoder import adds_virtual_tokens
 from vgr_trl.signals.head import Head
 from vgr_trl.signals.image_rows import ImageRows
-from vgr_trl.signals.measured import AttentionMass, RolloutSignals
 from vgr_trl.signals.modality import build_modality_masks, vision_token_ids
-from vgr_trl.signals.token_types import TOKEN_TYPES, causal_type
 
 _NOTHING_TO_SHARE = "no prompt occurs twice"
 

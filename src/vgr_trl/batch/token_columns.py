@@ -1,0 +1,82 @@
+"""What TRL's loss reads per row of a rollout batch: along which tokens each tensor lies, and what pads it.
+
+The names are those of the batch that TRL 1.16 trains on. The signals of a rollout travel in the same form, under names
+that begin with `signals.`, so that one way of cutting and padding serves both.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+
+from vgr_trl.batch.signals import AttentionMass, RolloutSignals
+
+PAD_TOKEN = None  # padding of token ids: the tokenizer's pad token
+
+
+@dataclass(frozen=True)
+class Column:
+    """A tensor whose last dimension lies along the tokens of a row.
+
+    Attributes:
+        along: `prompt` (P, padded on the left), `completion` (T, padded on the right) or `sequence` (P + T, both).
+        padding: value in the padding.
+        missing: value for rows from a batch that did not have the column; None: those rows cannot be without it.
+        may_be_single: the tensor may be (N, 1) instead, one value per row.
+    """
+
+    along: Literal["prompt", "completion", "sequence"]
+    padding: float | None = 0
+    missing: float | None = None
+    may_be_single: bool = False
+
+
+TOKEN_COLUMNS = {
+    "prompt_ids": Column("prompt", padding=PAD_TOKEN),
+    "prompt_mask": Column("prompt"),
+    "completion_ids": Column("completion", padding=PAD_TOKEN),
+    "completion_mask": Column("completion"),
+    "tool_mask": Column("completion", padding=1, missing=1),
+    # TRL leaves them out while they equal those of the training pass; NaN says that they are to be taken from there.
+    "old_per_token_logps": Column("completion", missing=float("nan")),
+    "ref_per_token_logps": Column("completion"),
+    "sampling_per_token_logps": Column("completion"),
+    "importance_sampling_ratio": Column("completion", padding=1, may_be_single=True),
+    "token_type_ids": Column("sequence", missing=0),
+    "mm_token_type_ids": Column("sequence", missing=0),
+    "signals.logps": Column("completion"),
+    "signals.entropies": Column("completion"),
+    "signals.mask": Column("completion"),
+    "signals.dependency": Column("completion"),
+    "signals.attention.vision": Column("completion"),  # (N, L, T)
+    "signals.attention.instruction": Column("completion"),  # (N, L, T)
+    "signals.attention.mask": Column("completion"),
+}
+LAYERED = ("signals.attention.vision", "signals.attention.instruction")
+
+
+def signal_columns(signals: RolloutSignals | None) -> dict[str, torch.Tensor]:
+    """Return the tensors of `signals`, rows first: (N, T), (N, L, T) and (N,)."""
+    if signals is None:
+        return {}
+    parts = {f"signals.{name}": value for name, value in vars(signals).items() if name != "attention"}
+    if signals.attention is not None:
+        parts |= {f"signals.attention.{name}": value for name, value in vars(signals.attention).items()}
+    return {
+        name: value.transpose(0, 1) if name in LAYERED else value for name, value in parts.items() if value is not None
+    }
+
+
+def columns_signals(columns: dict[str, Any]) -> RolloutSignals | None:
+    """Return the signals that `signal_columns` made columns of; None if there are none among `columns`."""
+    given = {
+        name.removeprefix("signals."): value.transpose(0, 1) if name in LAYERED else value
+        for name, value in columns.items()
+        if name.startswith("signals.")
+    }
+    if not given:
+        return None
+    mass: Any = {part.name: given.get(f"attention.{part.name}") for part in fields(AttentionMass)}
+    rest: Any = {part.name: given.get(part.name) for part in fields(RolloutSignals)}
+    rest["attention"] = AttentionMass(**mass) if mass["mask"] is not None else None
+    return RolloutSignals(**rest)

@@ -1,0 +1,27 @@
+"""Every option, one file per stage; `help` is its description.
+
+Read `dapo.py`, which composes them, then the stages in the order of data: `measure.py`, `perceive.py`, `choose.py`,
+`credit.py`, `report.py`. `ranges.py` checks values, `effects.py` names options that steer nothing.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from vgr_trl.config.choose import ChooseOptions
+from vgr_trl.config.credit import CreditOptions
+from vgr_trl.config.measure import MeasureOptions
+from vgr_trl.config.perceive import PerceiveOptions
+from vgr_trl.config.report import ReportOptions
+
+if TYPE_CHECKING:
+    from vgr_trl.config.dapo import DAPOConfig
+
+__all__ = ["ChooseOptions", "CreditOptions", "DAPOConfig", "MeasureOptions", "PerceiveOptions", "ReportOptions"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `DAPOConfig` on first use: it needs TRL, the options of the stages do not."""
+    if name == "DAPOConfig":
+        from vgr_trl.config.dapo import DAPOConfig
+
+        return DAPOConfig
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,90 @@
+"""Options of the advantages, and of the groups that are trained on."""
+
+from dataclasses import dataclass, field
+
+from vgr_trl.config.ranges import check_choice, check_integer, check_number, check_switch, is_number
+from vgr_trl.errors import ConfigError
+
+ESTIMATORS = ("grpo", "rloo", "remax", "reinforce_plus_plus", "grpo_passk")
+
+
+@dataclass
+class ChooseOptions:
+    """How completions of a prompt are compared, and what happens to groups without a gradient (dead groups).
+
+    Args:
+        advantage_estimator: `grpo`, `rloo`, `remax`, `reinforce_plus_plus` or `grpo_passk`.
+        replay_buffer_size: groups kept to replace dead ones, at least 0; 0: no buffer.
+        replay_var_epsilon: a group whose largest |advantage| (for `grpo`: standard deviation of the rewards) is at most
+            this is dead; at least 0.
+        filter_min_reward: mean reward that a group needs to enter the buffer. None: any.
+        replay_max_age: steps after which a group in the buffer is dropped, at least 1. None: never.
+        dynamic_sampling: `resample` draws further prompts while there are dead groups. None: no.
+        dynamic_sampling_max_rounds: how often further prompts are drawn for a batch, at least 1.
+        online_filtering: groups whose mean of `filter_key` lies outside (filter_low, filter_high) are dead too.
+        filter_key: name of a reward function, or a part of it (`accuracy` for `accuracy_reward`), whose unweighted
+            values are looked at; or `overall`, the weighted sum of all.
+        filter_low: lower bound, exclusive, in the units of `filter_key`.
+        filter_high: upper bound, exclusive, likewise: the defaults fit rewards from 0 to 1, so `overall` takes bounds
+            of its own.
+    """
+
+    advantage_estimator: str = field(
+        default="grpo", metadata={"help": f"How completions of a prompt are compared: {', '.join(ESTIMATORS)}."}
+    )
+    replay_buffer_size: int = field(
+        default=0, metadata={"help": "Groups kept to replace groups without a gradient; 0: none."}
+    )
+    replay_var_epsilon: float = field(
+        default=1e-6, metadata={"help": "Standard deviation of rewards up to which a group has no gradient."}
+    )
+    filter_min_reward: float | None = field(
+        default=None, metadata={"help": "Mean reward that a group needs to enter the replay buffer. None: any."}
+    )
+    replay_max_age: int | None = field(
+        default=None, metadata={"help": "Steps after which a group leaves the replay buffer. None: never."}
+    )
+    dynamic_sampling: str | None = field(
+        default=None, metadata={"help": "resample: draw further prompts while groups have no gradient. None: do not."}
+    )
+    dynamic_sampling_max_rounds: int = field(
+        default=3, metadata={"help": "How often further prompts are drawn for a batch, at most."}
+    )
+    online_filtering: bool = field(
+        default=False, metadata={"help": "Drop groups whose mean reward lies outside (filter_low, filter_high)."}
+    )
+    filter_key: str = field(
+        default="accuracy",
+        metadata={
+            "help": "Reward function that online filtering looks at, unweighted; or overall, the weighted sum of all."
+        },
+    )
+    filter_low: float = field(
+        default=0.01, metadata={"help": "Lower bound of online filtering, exclusive; in units of filter_key."}
+    )
+    filter_high: float = field(
+        default=0.99, metadata={"help": "Upper bound of online filtering, exclusive; in units of filter_key."}
+    )
+
+    @property
+    def chooses_groups(self) -> bool:
+        """Whether groups can be replaced."""
+        return self.replay_buffer_size > 0 or self.dynamic_sampling is not None or self.online_filtering
+
+    def check_choose(self) -> None:
+        """Raise `ConfigError` for values out of range."""
+        check_choice("advantage_estimator", self.advantage_estimator, ESTIMATORS)
+        check_choice("dynamic_sampling", self.dynamic_sampling, (None, "resample"))
+        check_switch("online_filtering", self.online_filtering)
+        check_integer("replay_buffer_size", self.replay_buffer_size, 0)
+        check_number("replay_var_epsilon", self.replay_var_epsilon, 0, 1e30, "of at least 0")
+        check_integer("dynamic_sampling_max_rounds", self.dynamic_sampling_max_rounds, 1)
+        if self.replay_max_age is not None:
+            check_integer("replay_max_age", self.replay_max_age, 1)
+        if self.filter_min_reward is not None:
+            check_number("filter_min_reward", self.filter_min_reward, -1e30, 1e30, "that is finite")
+        if not (is_number(self.filter_low) and is_number(self.filter_high) and self.filter_low < self.filter_high):
+            raise ConfigError(
+                f"filter_low is {self.filter_low!r} and filter_high is {self.filter_high!r}: give two numbers with "
+                "filter_low < filter_high."
+            )

@@ -1,0 +1,119 @@
+"""Options of the credit that each token gets."""
+
+from dataclasses import dataclass, field
+
+from vgr_trl.config.ranges import (
+    check_choice,
+    check_fraction,
+    check_integer,
+    check_interval,
+    check_number,
+    check_switch,
+)
+
+_SWITCHES = (
+    "token_weights", "token_weights_positive_only", "enable_perception_filtering", "enable_entropy_filtering",
+    "enable_trajectory_reweighting", "use_entropy_penalty",
+)  # fmt: skip
+
+
+@dataclass
+class CreditOptions:
+    """Which tokens get the advantage of their completion, and how much of it.
+
+    Args:
+        token_weights: weigh tokens by how much they look at the image (VGR per token).
+        token_weights_topk_ratio: share of the tokens that keep a weight, in (0, 1]; the others get weight 1. None: all.
+        token_weights_clip: smallest and largest weight before normalisation, 0 <= low <= 1 <= high.
+        token_weights_smooth_sigma: standard deviation of the smoothing along the tokens, at least 0.
+        token_weights_last_k_layers: weigh by the last so many layers. None: the late segment.
+        token_weights_positive_only: only completions with a positive advantage are weighted.
+        enable_perception_filtering: only tokens that depend on the image get credit.
+        top_p_perception_tokens: share of each completion's tokens that are kept for it, in (0, 1].
+        perception_weighting: `filter` drops the other tokens, `soft` weighs tokens by their dependency.
+        enable_entropy_filtering: only tokens of high entropy get credit; with both filters, the union.
+        top_p_entropy_tokens: share of each completion's tokens that are kept for it, in (0, 1].
+        enable_trajectory_reweighting: scale completions by their mean dependency on the image.
+        trajectory_scaling_min: smallest scale, in [0, 1].
+        use_entropy_penalty: add `entropy_penalty_coef` times the mean of -log p of the valid tokens to the loss.
+        entropy_penalty_coef: its weight, at least 0.
+    """
+
+    token_weights: bool = field(
+        default=False, metadata={"help": "Weigh tokens by how much they look at the image (VGR per token)."}
+    )
+    token_weights_topk_ratio: float | None = field(
+        default=None, metadata={"help": "Share of tokens that keep a weight; the others get weight 1. None: all."}
+    )
+    token_weights_clip: list[float] = field(
+        default_factory=lambda: [0.2, 3.0], metadata={"help": "Smallest and largest weight, before normalisation."}
+    )
+    token_weights_smooth_sigma: float = field(
+        default=0.0, metadata={"help": "Standard deviation of the smoothing of weights along the tokens; 0: none."}
+    )
+    token_weights_last_k_layers: int | None = field(
+        default=None, metadata={"help": "Weigh by the attention of the last so many layers. None: the late segment."}
+    )
+    token_weights_positive_only: bool = field(
+        default=False, metadata={"help": "Weigh only completions with a positive advantage."}
+    )
+    enable_perception_filtering: bool = field(
+        default=False, metadata={"help": "Give credit only to the tokens that depend most on the image."}
+    )
+    top_p_perception_tokens: float = field(
+        default=0.2, metadata={"help": "Share of a completion's tokens that the perception filter keeps, in (0, 1]."}
+    )
+    perception_weighting: str = field(
+        default="filter",
+        metadata={"help": "filter: tokens outside the share get no credit; soft: weights from the dependency instead."},
+    )
+    enable_entropy_filtering: bool = field(
+        default=False, metadata={"help": "Give credit only to the tokens of highest entropy."}
+    )
+    top_p_entropy_tokens: float = field(
+        default=0.2, metadata={"help": "Share of a completion's tokens that the entropy filter keeps, in (0, 1]."}
+    )
+    enable_trajectory_reweighting: bool = field(
+        default=False, metadata={"help": "Scale completions by their mean dependency on the image."}
+    )
+    trajectory_scaling_min: float = field(default=0.8, metadata={"help": "Smallest scale of a completion, in [0, 1]."})
+    use_entropy_penalty: bool = field(
+        default=False, metadata={"help": "Add entropy_penalty_coef times the mean of -log p to the loss."}
+    )
+    entropy_penalty_coef: float = field(default=0.06, metadata={"help": "Weight of the entropy penalty."})
+
+    @property
+    def needs_dependency(self) -> bool:
+        """Whether tokens or completions get credit by their dependency on the image."""
+        return self.enable_perception_filtering or self.enable_trajectory_reweighting
+
+    @property
+    def needs_entropies(self) -> bool:
+        """Whether tokens get credit by the entropy of the policy that generated them."""
+        return self.enable_entropy_filtering
+
+    @property
+    def shapes_tokens(self) -> bool:
+        """Whether the tokens of a completion get different advantages."""
+        return self.token_weights or self.enable_perception_filtering or self.enable_entropy_filtering
+
+    @property
+    def shapes_advantages(self) -> bool:
+        """Whether any rule of credit is on."""
+        return self.shapes_tokens or self.enable_trajectory_reweighting
+
+    def check_credit(self) -> None:
+        """Raise `ConfigError` for values out of range."""
+        for name in _SWITCHES:
+            check_switch(name, getattr(self, name))
+        if self.token_weights_topk_ratio is not None:
+            check_fraction("token_weights_topk_ratio", self.token_weights_topk_ratio)
+        check_interval("token_weights_clip", self.token_weights_clip, 0, 1, "low <= 1 <= high, with low at least 0")
+        check_number("token_weights_smooth_sigma", self.token_weights_smooth_sigma, 0, 1e6, "of at least 0")
+        if self.token_weights_last_k_layers is not None:
+            check_integer("token_weights_last_k_layers", self.token_weights_last_k_layers, 1)
+        check_fraction("top_p_perception_tokens", self.top_p_perception_tokens)
+        check_fraction("top_p_entropy_tokens", self.top_p_entropy_tokens)
+        check_number("trajectory_scaling_min", self.trajectory_scaling_min, 0, 1, "in [0, 1]")
+        check_number("entropy_penalty_coef", self.entropy_penalty_coef, 0, 1e30, "of at least 0")
+        check_choice("perception_weighting", self.perception_weighting, ("filter", "soft"))

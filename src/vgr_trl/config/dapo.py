@@ -1,0 +1,197 @@
+"""Every option of the trainer, grouped by the stage that it steers."""
+
+from dataclasses import dataclass, field
+from numbers import Integral
+
+from trl import GRPOConfig
+
+from vgr_trl.config import ChooseOptions, CreditOptions, MeasureOptions, PerceiveOptions, ReportOptions
+from vgr_trl.config.ranges import check_choice, check_integer, check_number, check_switch, is_number
+from vgr_trl.errors import ConfigError
+
+_WHOLE_NUMBERS = (
+    "max_prompt_length", "max_completion_length", "num_generations_eval", "num_iterations", "steps_per_generation",
+    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
+)  # fmt: skip
+_LARGEST = 1e30
+_RANGES = {
+    "beta": (0, _LARGEST, "of at least 0"),
+    "epsilon": (0, _LARGEST, "of at least 0"),
+    "epsilon_high": (0, _LARGEST, "of at least 0"),
+    "learning_rate": (0, _LARGEST, "of at least 0"),
+    "temperature": (0, _LARGEST, "above 0"),
+    "top_p": (1e-9, 1, "in (0, 1]"),
+    "top_k": (0, _LARGEST, "of at least 0, where 0 keeps all tokens"),
+}
+_RATIO_LOSSES = ("dapo", "grpo", "dr_grpo", "bnpo", "sapo", "luspo")
+_LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+
+
+@dataclass
+class DAPOConfig(ReportOptions, ChooseOptions, CreditOptions, PerceiveOptions, MeasureOptions, GRPOConfig):
+    """Options of `DAPOTrainer`: those of TRL's `GRPOConfig`, with the defaults of DAPO, those of the stages
+    (`MeasureOptions`, `PerceiveOptions`, `CreditOptions`, `ChooseOptions`, `ReportOptions`), and the ones below.
+
+    Changed defaults: `epsilon_high=0.28` (DAPO's clip-higher; https://huggingface.co/papers/2503.14476). TRL's own
+    defaults already are `loss_type="dapo"` and `beta=0.0`.
+
+    Args:
+        max_prompt_length: rows whose prompt, image tokens included, is longer are left out and counted, never
+            truncated; at least 1 token. `None`: no limit.
+        share_prompts: compute each prompt once for its G completions. `auto`: wherever that changes nothing; `on`: also
+            where keeping the completions of a prompt in one micro-batch changes a normaliser of the loss, and where
+            parameters are sharded (ZeRO-3, FSDP); `off`.
+        eval_num_generations: alias of TRL's `num_generations_eval`, at least 1.
+        warmup_ratio: share of all steps that warm the learning rate up, in [0, 1). `TrainingArguments` expresses it
+            as `warmup_steps` below 1, which this option sets.
+        early_reward_weights: weights of the rewards while the global step is below the warm-up steps, or below the
+            first 10 % of all steps if there is no warm-up; one per reward function. `None`: `reward_weights` always.
+        soft_punish_cache: tokens before `max_completion_length` over which the length reward of the command line falls
+            from 0 to -1, in [0, max_completion_length]; `None`: a fifth of it.
+
+        stop_on_collapse: end the training at the first sign of collapse, of which every run warns once.
+
+    Raises:
+        ConfigError: an option is out of range or contradicts its alias.
+    """
+
+    # The parent's default, restated so that a change of TRL's cannot change what this class trains.
+    loss_type: str = field(
+        default="dapo",
+        metadata={
+            "help": "Loss of TRL's GRPOTrainer: dapo, grpo, dr_grpo, bnpo, cispo, sapo, luspo or vespo, as TRL defines "
+            "them."
+        },
+    )
+    beta: float = field(
+        default=0.0, metadata={"help": "Weight of the KL term to the reference model, at least 0; DAPO uses none."}
+    )
+    epsilon_high: float | None = field(
+        default=0.28, metadata={"help": "Upper clip range of the importance ratio; DAPO's clip-higher is 0.28."}
+    )
+
+    resume_from_checkpoint: str | None = field(
+        default=None,
+        metadata={
+            "nargs": "?",
+            "const": "latest",
+            "help": "Continue from this checkpoint; without a path, or with latest, from the newest complete one.",
+        },
+    )
+
+    # Generate
+    max_prompt_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "Leave out rows whose prompt has more tokens than this, image tokens included; nothing is "
+            "truncated. None: no limit."
+        },
+    )
+    eval_num_generations: int | None = field(default=None, metadata={"help": "Alias of num_generations_eval."})
+
+    share_prompts: str = field(
+        default="auto",
+        metadata={
+            "help": "Compute each prompt once for its completions, in generation, scoring and training. auto: wherever "
+            "that changes nothing; on: also where bringing the completions of a prompt into one micro-batch changes a "
+            "normaliser of the loss, and under sharded parameters; off."
+        },
+    )
+
+    # Judge
+    warmup_ratio: float | None = field(
+        default=None, metadata={"help": "Share of all steps that warm the learning rate up, in [0, 1)."}
+    )
+    early_reward_weights: list[float] | None = field(
+        default=None,
+        metadata={
+            "help": "Reward weights during the warm-up steps (without warm-up: the first tenth of all steps), in the "
+            "order of the reward functions; reward_weights hold afterwards."
+        },
+    )
+    soft_punish_cache: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens before max_completion_length over which the length reward falls from 0 to -1; None: a "
+            "fifth of it."
+        },
+    )
+
+    stop_on_collapse: bool = field(
+        default=False,
+        metadata={
+            "help": "End the training at the first sign of collapse (accuracy, format or length fallen, entropy at 0 "
+            "or soaring, groups with equal rewards); without it there is a warning."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        self._resolve_aliases()
+        self._check_ranges()
+        self.check_measure()
+        self.check_perceive()
+        self.check_credit()
+        self.check_choose()
+        self.check_report()
+        self._refuse_ignored_credit()
+        super().__post_init__()
+
+    @property
+    def prompts_per_rollout(self) -> int:
+        """Distinct prompts, over all processes, that one rollout generates completions for."""
+        return int(self.generation_batch_size or 0) // int(self.num_generations or 1)
+
+    def _resolve_aliases(self) -> None:
+        if self.eval_num_generations is not None:
+            if self.num_generations_eval not in (None, self.eval_num_generations):
+                raise ConfigError(
+                    f"eval_num_generations is {self.eval_num_generations} and its alias num_generations_eval is "
+                    f"{self.num_generations_eval}: give one of them, or the same value twice."
+                )
+            self.num_generations_eval = self.eval_num_generations
+        if self.warmup_ratio is not None:
+            if not is_number(self.warmup_ratio) or not 0 <= self.warmup_ratio < 1:
+                raise ConfigError(f"warmup_ratio is {self.warmup_ratio}: give a share of all steps in [0, 1).")
+            if self.warmup_steps not in (0, self.warmup_ratio):
+                raise ConfigError(
+                    f"warmup_ratio is {self.warmup_ratio} and warmup_steps is {self.warmup_steps}: give one of them."
+                )
+            self.warmup_steps = self.warmup_ratio
+
+    def _refuse_ignored_credit(self) -> None:
+        if self.importance_sampling_level == "sequence" and self.shapes_tokens and self.loss_type in _RATIO_LOSSES:
+            raise ConfigError(
+                f"importance_sampling_level is sequence with loss_type {self.loss_type}: the gradient would ignore "
+                "token weights and filters, so use importance_sampling_level token, or loss_type cispo or vespo."
+            )
+
+    def _check_ranges(self) -> None:
+        for name in _WHOLE_NUMBERS:
+            value = getattr(self, name)
+            if value is not None:
+                check_integer(name, value, 1)
+        for name, (low, high, meaning) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None:
+                check_number(name, value, low, high, meaning)
+        check_switch("stop_on_collapse", self.stop_on_collapse)
+        check_choice("share_prompts", self.share_prompts, ("auto", "on", "off"))
+        if self.temperature == 0:
+            raise ConfigError(f"temperature is {self.temperature}: give a number above 0.")
+        check_choice("loss_type", self.loss_type, _LOSS_TYPES)
+        if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
+            raise ConfigError(
+                f"max_steps is {self.max_steps} and num_train_epochs {self.num_train_epochs}, so nothing would be "
+                "trained: give max_steps of at least 1, or more epochs."
+            )
+        if self.soft_punish_cache is not None:
+            longest = self.max_completion_length
+            if (
+                not isinstance(self.soft_punish_cache, Integral)
+                or self.soft_punish_cache < 0
+                or (longest is not None and self.soft_punish_cache > longest)
+            ):
+                raise ConfigError(
+                    f"soft_punish_cache is {self.soft_punish_cache}: give a number of tokens in "
+                    f"[0, max_completion_length = {longest}]."
+                )

@@ -1,0 +1,56 @@
+"""Options of the measurement of attention, and of the rewards made of it."""
+
+from dataclasses import dataclass, field
+
+from vgr_trl.config.ranges import check_choice, check_integer, check_number
+
+
+@dataclass
+class MeasureOptions:
+    """How much attention the generated tokens pay to the image and to the instruction.
+
+    Args:
+        compute_attention_metrics: log VGR, AEI and MDI balance of every segment of layers. None: in multimodal runs
+            whose model can be measured. Rewards and token weights that need attention measure it in any case.
+        attention_source: `scoring` measures in one pass without gradients over the rollout batch, whatever kernel and
+            generation backend is used; `generate` measures while transformers generates, with eager attention.
+        attention_segments: `thirds` splits the decoder layers into early, middle and late thirds; `ends` takes the
+            first, the middle and the last two.
+        vision_token_ids: ids of the placeholder tokens of images and videos. None: found from the model's configuration
+            and its processor.
+        mdi_balance_ratio: R of the MDI balance, above 1: VGR at which the balance is 0.
+    """
+
+    compute_attention_metrics: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Log how attention is shared between image and instruction (VGR, AEI, MDI balance, by segment of "
+            "layers). None: in multimodal runs."
+        },
+    )
+    attention_source: str = field(
+        default="scoring",
+        metadata={
+            "help": "scoring: attention is measured in one pass without gradients per rollout batch, with any kernel "
+            "and any generation backend; generate: while transformers generates, with eager attention."
+        },
+    )
+    attention_segments: str = field(
+        default="thirds",
+        metadata={"help": "thirds: early, middle and late thirds of the layers; ends: first, middle and last two."},
+    )
+    vision_token_ids: list[int] | None = field(
+        default=None,
+        metadata={"help": "Ids of the image and video placeholder tokens. None: found from the model and processor."},
+    )
+    mdi_balance_ratio: float = field(
+        default=2.0, metadata={"help": "VGR (or its inverse) at which the MDI balance is 0; above 1."}
+    )
+
+    def check_measure(self) -> None:
+        """Raise `ConfigError` for values out of range."""
+        check_choice("attention_source", self.attention_source, ("scoring", "generate"))
+        check_choice("attention_segments", self.attention_segments, ("thirds", "ends"))
+        check_number("mdi_balance_ratio", self.mdi_balance_ratio, 1 + 1e-9, 1e30, "above 1")
+        for token in self.vision_token_ids or []:
+            check_integer("vision_token_ids", token, 0)

@@ -1,0 +1,82 @@
+"""Options of the perturbed image, and of the loss terms that use it."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vgr_trl.config.ranges import check_choice, check_integer, check_number
+
+PERTURBATIONS = ("blacken_patches", "add_gaussian_noise", "gaussian_blur", "mask_image")
+
+
+@dataclass
+class PerceiveOptions:
+    """How an image is perturbed to see which tokens depend on it.
+
+    Args:
+        perturbation: `blacken_patches`, `add_gaussian_noise`, `gaussian_blur` or `mask_image`.
+        patch_size: side of the squares that `blacken_patches` cuts the image into, in pixels, at least 1.
+        black_prob: probability that a square is blackened, in [0, 1].
+        noise_std: standard deviation of `add_gaussian_noise` on the scale 0 to 255, in [0, 1e6].
+        blur_radius: radius of `gaussian_blur` in pixels, in [0, 1e6].
+        mask_value: grey value of `mask_image`, in [0, 255].
+        perturb_per: one perturbed image per `prompt`, which its completions share, or one per `completion`.
+        perception_loss_weight: weight of the KL divergence from the perturbed to the original image that the loss
+            rewards (gamma of PAPO, https://huggingface.co/papers/2507.06448), at least 0; 0: no such term. It takes a
+            gradient pass of its own.
+        der_loss_weight1: weight of the entropy of the original tokens in the same loss (eta 1 of PAPO), at least 0.
+        der_loss_weight2: weight of the entropy of the tokens given the perturbed image (eta 2 of PAPO), at least 0.
+    """
+
+    perturbation: str = field(
+        default="blacken_patches", metadata={"help": f"How images are perturbed: {', '.join(PERTURBATIONS)}."}
+    )
+    patch_size: int = field(default=14, metadata={"help": "Side of the squares of blacken_patches, in pixels."})
+    black_prob: float = field(default=0.5, metadata={"help": "Probability that a square is blackened, in [0, 1]."})
+    noise_std: float = field(
+        default=189.0, metadata={"help": "Standard deviation of add_gaussian_noise, on the scale 0 to 255."}
+    )
+    blur_radius: float = field(default=6.0, metadata={"help": "Radius of gaussian_blur, in pixels."})
+    mask_value: int = field(default=128, metadata={"help": "Grey value of mask_image, 0 to 255."})
+    perturb_per: str = field(
+        default="prompt",
+        metadata={"help": "prompt: the completions of a prompt share one perturbed image; completion: one for each."},
+    )
+    perception_loss_weight: float = field(
+        default=0.0,
+        metadata={"help": "Weight of the implicit perception loss of PAPO (a gradient pass of its own); 0: none."},
+    )
+    der_loss_weight1: float = field(
+        default=0.0, metadata={"help": "Weight of the entropy term on the original image, for PAPO's double entropy."}
+    )
+    der_loss_weight2: float = field(
+        default=0.0, metadata={"help": "Weight of the entropy term on the perturbed image, for PAPO's double entropy."}
+    )
+
+    @property
+    def perturbation_parameters(self) -> dict[str, Any]:
+        """Keyword arguments of the chosen perturbation."""
+        parameters: dict[str, dict[str, Any]] = {
+            "blacken_patches": {"patch_size": self.patch_size, "black_prob": self.black_prob},
+            "add_gaussian_noise": {"std": self.noise_std},
+            "gaussian_blur": {"radius": self.blur_radius},
+            "mask_image": {"value": self.mask_value},
+        }
+        return parameters[self.perturbation]
+
+    @property
+    def uses_perception_loss(self) -> bool:
+        """Whether the loss has a term that needs gradients through the perturbed image."""
+        return self.perception_loss_weight > 0 or self.der_loss_weight2 > 0
+
+    def check_perceive(self) -> None:
+        """Raise `ConfigError` for values out of range."""
+        check_choice("perturbation", self.perturbation, PERTURBATIONS)
+        check_choice("perturb_per", self.perturb_per, ("prompt", "completion"))
+        check_integer("patch_size", self.patch_size, 1)
+        check_number("black_prob", self.black_prob, 0, 1, "in [0, 1]")
+        check_integer("mask_value", self.mask_value, 0)
+        check_number("mask_value", self.mask_value, 0, 255, "in [0, 255]")
+        for name in ("noise_std", "blur_radius"):
+            check_number(name, getattr(self, name), 0, 1e6, "in [0, 1e6]")
+        for name in ("perception_loss_weight", "der_loss_weight1", "der_loss_weight2"):
+            check_number(name, getattr(self, name), 0, 1e30, "of at least 0")

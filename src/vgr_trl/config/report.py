@@ -1,0 +1,86 @@
+"""Options of what is recorded of a run, and of the logs that people read."""
+
+from dataclasses import dataclass, field
+
+from vgr_trl.config.ranges import check_integer, check_number
+from vgr_trl.errors import ConfigError
+
+LOG_OPTIONS = ("rollout_log_path", "eval_log_path", "attention_diag_log_path", "token_weights_log_path")
+
+
+@dataclass
+class ReportOptions:
+    """What is recorded of the rollouts, for `vgr-trl report` and for the eye.
+
+    Args:
+        rollout_log_steps: completions are recorded in `output_dir/rollouts` at the first rollout of every so many
+            steps, and at every evaluation; 0: never.
+        rollout_log_samples: completions per record, at least 1: the first two of each prompt.
+        rollout_log_max_megabytes: bound of records and thumbnails, at least 1; beyond it the oldest records after the
+            first ones are removed.
+        rollout_log_path: Markdown file to which the recorded completions of training are appended; None: none.
+        eval_log_path: likewise for evaluations.
+        attention_diag_log_path: likewise for attention: all segments of layers, and the measures of each completion.
+        token_weights_log_path: likewise for token weights.
+        realtime_rollout_logging: append to the Markdown files as soon as a rollout is judged, not when the trainer
+            logs.
+        prompt_preview_length: characters of a prompt that the Markdown files show, at least 1; None: all.
+        completion_preview_length: likewise of a completion.
+        colorize_output: print the recorded completions on the terminal, the tokens coloured by their weight or VGR.
+    """
+
+    rollout_log_steps: int = field(
+        default=10, metadata={"help": "Record completions in output_dir/rollouts every so many steps; 0: never."}
+    )
+    rollout_log_samples: int = field(default=4, metadata={"help": "Completions per record, two of each prompt."})
+    rollout_log_max_megabytes: float = field(
+        default=512, metadata={"help": "Bound of the records; beyond it the oldest but the first ones are removed."}
+    )
+    rollout_log_path: str | None = field(
+        default=None, metadata={"help": "Markdown file for the recorded completions of training."}
+    )
+    eval_log_path: str | None = field(
+        default=None, metadata={"help": "Markdown file for the recorded completions of evaluations."}
+    )
+    attention_diag_log_path: str | None = field(
+        default=None, metadata={"help": "Markdown file for the attention of the recorded completions, by segment."}
+    )
+    token_weights_log_path: str | None = field(
+        default=None, metadata={"help": "Markdown file for token weights, for instance token_weights.md."}
+    )
+    realtime_rollout_logging: bool = field(
+        default=False,
+        metadata={"help": "Append to the Markdown files as soon as a rollout is judged, not when the trainer logs."},
+    )
+    prompt_preview_length: int | None = field(
+        default=600, metadata={"help": "Characters of a prompt in the Markdown files. None: all."}
+    )
+    completion_preview_length: int | None = field(
+        default=2000, metadata={"help": "Characters of a completion in the Markdown files. None: all."}
+    )
+    colorize_output: bool = field(
+        default=False, metadata={"help": "Print the recorded completions on the terminal, with coloured tokens."}
+    )
+
+    def check_report(self) -> None:
+        """Raise `ConfigError` for values out of range, and for logs that nothing would be written to."""
+        check_integer("rollout_log_steps", self.rollout_log_steps, 0)
+        check_integer("rollout_log_samples", self.rollout_log_samples, 1)
+        check_number("rollout_log_max_megabytes", self.rollout_log_max_megabytes, 1, 1e9, "of at least 1")
+        for name in ("prompt_preview_length", "completion_preview_length"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), 1)
+        given = {name: getattr(self, name) for name in LOG_OPTIONS if getattr(self, name) is not None}
+        for name, path in given.items():
+            if not isinstance(path, str) or not path.strip():
+                raise ConfigError(f"{name} is {path!r}: give the path of a Markdown file, or leave it out.")
+        wanting = [*given, *(["colorize_output"] if self.colorize_output else [])]
+        if wanting and self.rollout_log_steps == 0:
+            raise ConfigError(
+                f"{wanting[0]} is given, but rollout_log_steps is 0, so nothing is recorded: give rollout_log_steps of "
+                "at least 1."
+            )
+        if len(set(given.values())) < len(given):
+            raise ConfigError(
+                f"{' and '.join(given)} name the same file ({', '.join(given.values())}): give each a file of its own."
+            )

@@ -1,0 +1,123 @@
+"""Ratios of attention: VGR, AEI and MDI balance, for segments of layers.
+
+Averages come first, ratios after: a segment's attention is the mean over its layers and over the valid tokens.
+Undefined values (no vision tokens, no instruction tokens, no completion tokens, no attention on either) are NaN.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from vgr_trl.batch.signals import AttentionMass
+from vgr_trl.errors import ConfigError
+
+
+def split_layers(num_layers: int, scheme: str = "thirds") -> dict[str, list[int]]:
+    """Return the layers of the segments `early`, `middle`, `late` and `all`; only `all` for fewer than 3 layers.
+
+    Args:
+        num_layers: L, at least 1.
+        scheme: `thirds`, contiguous parts whose sizes differ by at most one, extra layers going to the earlier parts;
+            or `ends`, the first two, the middle two and the last two layers.
+
+    Raises:
+        ConfigError: `num_layers` is below 1, or there is no such scheme.
+    """
+    if num_layers < 1:
+        raise ConfigError(f"num_layers is {num_layers}: give an integer of at least 1.")
+    if scheme not in ("thirds", "ends"):
+        raise ConfigError(f"scheme is {scheme!r}: give thirds or ends.")
+    layers = list(range(num_layers))
+    if num_layers < 3:
+        return {"all": layers}
+    if scheme == "ends":
+        middle = (num_layers - 2) // 2
+        return {"early": layers[:2], "middle": layers[middle : middle + 2], "late": layers[-2:], "all": layers}
+    early, middle = -(-num_layers // 3), -(-(num_layers - 1) // 3)
+    return {
+        "early": layers[:early],
+        "middle": layers[early : early + middle],
+        "late": layers[early + middle :],
+        "all": layers,
+    }
+
+
+def mean_attention(mass: AttentionMass, layers: Sequence[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return A_V and A_I of each completion, (N,) each in [0, 1]: means over the layers and over the tokens that count.
+
+    NaN for a completion without tokens that count.
+    """
+    mask = mass.mask.bool()
+    vision, instruction = (
+        _layer_mean(side, layers).masked_fill(~mask, 0).sum(1) / mask.sum(1) for side in (mass.vision, mass.instruction)
+    )
+    return vision, instruction
+
+
+def vision_gain_ratio(mass: AttentionMass, layers: Sequence[int] | None = None) -> torch.Tensor:
+    """Return VGR = (A_I / |I|) / (A_V / |V|) of each completion; smaller: it looks at the image more.
+
+    Args:
+        mass: attention mass (L, N, T).
+        layers: the segment; None: all layers.
+
+    Returns:
+        (N,) float32 in [0, inf]; inf where there is attention on the instruction and none on the image, NaN where
+        undefined.
+    """
+    vision, instruction = mean_attention(mass, layers)
+    return _ratio(vision, instruction, mass.num_vision, mass.num_instruction)
+
+
+def token_vision_gain_ratio(mass: AttentionMass, layers: Sequence[int] | None = None) -> torch.Tensor:
+    """Return VGR of each token, (N, T) float32; NaN also for tokens that do not count. See `vision_gain_ratio`."""
+    vision, instruction = (_layer_mean(side, layers) for side in (mass.vision, mass.instruction))
+    ratio = _ratio(vision, instruction, mass.num_vision.unsqueeze(1), mass.num_instruction.unsqueeze(1))
+    return ratio.masked_fill(~mass.mask.bool(), math.nan)
+
+
+def attention_efficiency_index(
+    mass: AttentionMass, layers: Sequence[int] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return AEI of vision and of instruction, (N,) each: share of the attention over share of the tokens.
+
+    AEI_x = (A_x / (A_V + A_I)) / (|x| / (|V| + |I|)); 1 is attention in proportion to the number of tokens.
+    """
+    vision, instruction = mean_attention(mass, layers)
+    attention, tokens = vision + instruction, mass.num_vision + mass.num_instruction
+    defined = _both(mass.num_vision, mass.num_instruction)
+    return (
+        (vision / attention / (mass.num_vision / tokens)).masked_fill(~defined, math.nan),
+        (instruction / attention / (mass.num_instruction / tokens)).masked_fill(~defined, math.nan),
+    )
+
+
+def mdi_balance(vgr: torch.Tensor, ratio: float = 2.0) -> torch.Tensor:
+    """Return the MDI balance, clip(1 - |ln VGR| / ln R, 0, 1): 1 at VGR 1, 0 at VGR up to 1 / R or from R; NaN stays.
+
+    Args:
+        vgr: any shape.
+        ratio: R, above 1.
+
+    Raises:
+        ConfigError: `ratio` is not above 1.
+    """
+    if not (math.isfinite(ratio) and ratio > 1):
+        raise ConfigError(f"mdi_balance_ratio is {ratio}: give a number above 1.")
+    return (1 - vgr.log().abs() / math.log(ratio)).clamp(0, 1)
+
+
+def _layer_mean(side: torch.Tensor, layers: Sequence[int] | None) -> torch.Tensor:
+    return (side if layers is None else side[list(layers)]).mean(0)  # (N, T)
+
+
+def _ratio(
+    vision: torch.Tensor, instruction: torch.Tensor, num_vision: torch.Tensor, num_instruction: torch.Tensor
+) -> torch.Tensor:
+    ratio = (instruction / num_instruction) / (vision / num_vision)
+    return ratio.masked_fill(~_both(num_vision, num_instruction), math.nan)
+
+
+def _both(num_vision: torch.Tensor, num_instruction: torch.Tensor) -> torch.Tensor:
+    return (num_vision > 0) & (num_instruction > 0)

@@ -1,0 +1,124 @@
+"""Where a continued run stands: in the order of the prompts, and within a generation batch.
+
+TRL draws the order of each epoch from one generator, and begins a generation batch whenever a count of micro-batches
+says so. Neither is in its checkpoints, so a continued run would take the order of the first epoch again, and generate
+anew in the middle of a batch.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import IterableDataset
+from transformers.utils import logging
+
+from vgr_trl.errors import ConfigError
+from vgr_trl.training.checkpoints.manifest import read_manifest
+from vgr_trl.training.checkpoints.shares import load_shares, num_shares, remove_share, save_share
+
+logger = logging.get_logger(__name__)
+
+GENERATION = "generation"
+
+
+def save_generation(trainer: Any, folder: Path) -> None:
+    """Write the completions that this process has still to train on into a checkpoint, if it is within a batch."""
+    accelerator, every = trainer.accelerator, _generates_every(trainer)
+    place = accelerator.process_index, accelerator.num_processes
+    if trainer._step % every == 0:
+        remove_share(folder, *place, GENERATION)
+        return
+    state = {
+        "micro_batch": trainer._step % every,
+        "of": every,
+        "inputs": trainer._buffered_inputs,
+        "waiting": trainer._choice.waits,
+    }
+    save_share(state, folder, *place, GENERATION)
+
+
+def continue_order(trainer: Any, folder: Path) -> None:
+    """Take up the order of the prompts and the generation batch where the checkpoint was saved.
+
+    Raises:
+        ConfigError: the run is finished, or its order cannot be taken up.
+    """
+    state, args, processes = trainer.state, trainer.args, trainer.accelerator.num_processes
+    if state.global_step >= state.max_steps:
+        raise ConfigError(
+            f"The run is finished: {folder} was saved at step {state.global_step} of {state.max_steps}; raise "
+            "max_steps or num_train_epochs to train on."
+        )
+    saved_by = (read_manifest(folder) or {"num_processes": processes})["num_processes"]
+    if saved_by != processes:
+        logger.warning(
+            f"{folder} was saved by {saved_by} processes and is continued by {processes}: the order of the prompts "
+            "stays, random numbers start anew."
+        )
+    epochs, batches = _behind(trainer, folder)
+    if trainer.shuffle_dataset and trainer.train_sampler is not None:
+        for _ in range(epochs):
+            torch.randperm(len(trainer.train_dataset), generator=trainer.train_sampler.generator)
+    trainer._step = batches
+    if not args.ignore_data_skip:
+        _continue_generation(trainer, folder, batches % _generates_every(trainer))
+
+
+def _generates_every(trainer: Any) -> int:
+    """Micro-batches of a process from one generation to the next."""
+    return trainer.args.steps_per_generation * trainer.num_iterations
+
+
+def _behind(trainer: Any, folder: Path) -> tuple[int, int]:
+    """Whole epochs that are behind the run, and micro-batches since the last generation that began an epoch."""
+    args, step = trainer.args, trainer.state.global_step
+    window = args.gradient_accumulation_steps
+    if isinstance(trainer.train_dataset, IterableDataset):
+        if (trainer.state.epoch or 0) >= 1 and not args.ignore_data_skip:
+            raise ConfigError(
+                f"{folder} was saved after the stream had begun anew (epoch {trainer.state.epoch:.2f}), where its "
+                "order is not known: give ignore_data_skip to go on at the head of the stream, or an earlier "
+                "checkpoint."
+            )
+        return 0, 0 if args.ignore_data_skip else step * window
+    prompts = args.generation_batch_size // trainer.num_generations
+    batches = len(trainer.train_dataset) // prompts * _generates_every(trainer)  # of an epoch
+    epochs, steps = divmod(step, -(-batches // window))
+    return epochs, 0 if args.ignore_data_skip else steps * window
+
+
+def _continue_generation(trainer: Any, folder: Path, micro_batch: int) -> None:
+    processes, every = trainer.accelerator.num_processes, _generates_every(trainer)
+    cure = f"give a checkpoint whose step is a multiple of {every}"
+    if every % trainer.args.gradient_accumulation_steps == 0:
+        cure = f"give a checkpoint whose step is a multiple of {every // trainer.args.gradient_accumulation_steps}"
+    saved = num_shares(folder, GENERATION)
+    if saved == 0 and micro_batch == 0:
+        return
+    if saved == 0:
+        raise ConfigError(
+            f"{folder} was saved after {micro_batch} of the {every} micro-batches of a generation batch, but holds no "
+            f"completions: {cure}."
+        )
+    if saved != processes:
+        raise ConfigError(
+            f"{folder} holds a generation batch of {saved} processes, but {processes} would continue it: "
+            f"start {saved}, or {cure}."
+        )
+    (share,) = load_shares(folder, GENERATION, only=trainer.accelerator.process_index)
+    if (share["micro_batch"], share["of"]) != (micro_batch, every):
+        raise ConfigError(
+            f"{folder} was saved after {share['micro_batch']} of {share['of']} micro-batches of a generation batch, "
+            f"which are {micro_batch} of {every} with these options: continue with the steps_per_generation, "
+            "num_iterations, batch size and gradient_accumulation_steps that it was saved with."
+        )
+    if share["waiting"]:
+        raise ConfigError(
+            f"{folder} was saved in the middle of a generation batch whose groups waited for the replay buffer: {cure}."
+        )
+    device = trainer.accelerator.device
+    trainer._buffered_inputs = [_on(device, inputs) for inputs in share["inputs"]]
+
+
+def _on(device: torch.device, inputs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.to(device) if torch.is_tensor(value) else value for name, value in inputs.items()}

@@ -1,0 +1,167 @@
+"""Checkpoints: weights loaded all or none, and what each process keeps of its own."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedModel
+from transformers import trainer as trainer_module
+
+from vgr_trl.disk_full import disk_full_named
+from vgr_trl.errors import ConfigError
+from vgr_trl.sharing.replacing import replaced
+from vgr_trl.training.checkpoints.manifest import remove_manifest, write_manifest
+
+SHARE = "{}_{}_of_{}.pt"  # what a process keeps beside weights and optimizer, by kind, process and number of processes
+KINDS = {"choice": "the replay buffer", "generation": "the generation batch"}
+
+
+def load_weights(model: PreTrainedModel, checkpoint: str) -> None:
+    """Set the weights of `model`, in place, to those saved in the folder `checkpoint`.
+
+    transformers saves vision-language models under other names than their parameters have. `from_pretrained` renames
+    them back; the trainer's own loading does not, and then keeps the weights of the start with a warning (seen with
+    transformers 5.23 and Qwen2.5-VL).
+
+    Raises:
+        ConfigError: the checkpoint cannot be read, is of another architecture or size, or lacks weights.
+    """
+    loading: Any = type(model)
+    try:
+        if (kind := AutoConfig.from_pretrained(checkpoint).model_type) != model.config.model_type:
+            raise ValueError(f"it is a {kind}, not a {model.config.model_type}")
+        saved, report = loading.from_pretrained(
+            checkpoint,
+            config=copy.deepcopy(model.config),
+            dtype=model.dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+        _refuse_incomplete(report, checkpoint)
+        model.load_state_dict(saved.state_dict(), strict=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        cause = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"The checkpoint {checkpoint} does not fit the model {type(model).__name__} ({cause}): continue with the "
+            "model that it was saved from, or give an earlier checkpoint."
+        ) from error
+
+
+def _refuse_incomplete(report: dict[str, Any], checkpoint: str) -> None:
+    for kind, names in report.items():
+        if names and kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            some = ", ".join(sorted(map(str, names))[:3])
+            raise ConfigError(
+                f"The checkpoint {checkpoint} has {len(names)} {kind.replace('_', ' ')} ({some}, …): give one that was "
+                "written to the end, of the same model."
+            )
+
+
+@contextmanager
+def whole_checkpoint(folder: Path, accelerator: Any, writes: bool) -> Iterator[None]:
+    """Make a checkpoint folder that is written inside complete at the end, or leave it without a manifest.
+
+    Older checkpoints are deleted after that, so that a kill in between leaves one to continue from.
+
+    Args:
+        folder: the checkpoint.
+        accelerator: of the trainer; all processes call this.
+        writes: whether this process writes what processes share.
+
+    Raises:
+        DiskFullError: naming the folder.
+    """
+    rotate, held = trainer_module.rotate_checkpoints, []
+    with disk_full_named(folder, "free space there, then continue with resume_from_checkpoint latest"):
+        if writes:
+            remove_manifest(folder)
+        accelerator.wait_for_everyone()
+        with replaced(trainer_module, "rotate_checkpoints", lambda **options: held.append(options)):
+            yield
+        accelerator.wait_for_everyone()
+        if writes:
+            write_manifest(folder, accelerator.num_processes)
+    for options in held:
+        rotate(**options)
+
+
+def save_share(state: dict[str, Any], folder: Path, process_index: int, num_processes: int, kind: str) -> None:
+    """Write a process's share of a run's state into a checkpoint folder, whole or not at all.
+
+    Shares of another number of processes, left there by a run that was killed while saving, are removed.
+
+    Args:
+        state: tensors, numbers, texts, lists and dictionaries.
+        folder: the checkpoint.
+        process_index: in [0, num_processes).
+        num_processes: how many write a share.
+        kind: one of `KINDS`.
+    """
+    path = folder / SHARE.format(kind, process_index, num_processes)
+    for other in _shares(folder, kind):
+        if _written_by(other) != num_processes:
+            other.unlink(missing_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    torch.save(state, unfinished)
+    unfinished.replace(path)
+
+
+def remove_share(folder: Path, process_index: int, num_processes: int, kind: str) -> None:
+    """Remove what an earlier save left of this process in a checkpoint folder that is written anew."""
+    (folder / SHARE.format(kind, process_index, num_processes)).unlink(missing_ok=True)
+
+
+def load_shares(folder: Path, kind: str, only: int | None = None) -> list[dict[str, Any]]:
+    """Return the shares in a checkpoint folder, in the order of their processes; none if none was written.
+
+    Args:
+        folder: the checkpoint.
+        kind: one of `KINDS`.
+        only: the one process whose share is read.
+
+    Raises:
+        ConfigError: some are missing or unreadable.
+    """
+    if (missing := missing_shares(folder, kind)) is not None:
+        raise ConfigError(
+            f"The checkpoint {folder} has {missing}: bring those of all processes there, or give an earlier checkpoint."
+        )
+    paths = _shares(folder, kind)
+    try:
+        return [
+            torch.load(path, map_location="cpu", weights_only=True)
+            for path in (paths if only is None else paths[only : only + 1])
+        ]
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+        raise ConfigError(
+            f"A share of {KINDS[kind]} in {folder} cannot be read ({type(error).__name__}): give an earlier checkpoint."
+        ) from error
+
+
+def num_shares(folder: Path, kind: str) -> int:
+    """Return how many shares of a kind a checkpoint folder holds."""
+    return len(_shares(folder, kind))
+
+
+def missing_shares(folder: Path, kind: str) -> str | None:
+    """Return what is missing of the shares in a checkpoint folder, None if they are whole or none was written."""
+    paths = _shares(folder, kind)
+    counts = set(map(_written_by, paths))
+    if not paths or counts == {len(paths)}:
+        return None
+    return f"{len(paths)} of {max(counts)} shares of {KINDS[kind]}"
+
+
+def _written_by(share: Path) -> int:
+    """How many processes wrote the checkpoint that `share` is of."""
+    return int(share.stem.split("_")[-1])
+
+
+def _shares(folder: Path, kind: str) -> list[Path]:
+    return sorted(folder.glob(SHARE.format(kind, "*", "*")), key=lambda path: int(path.stem.split("_")[1]))

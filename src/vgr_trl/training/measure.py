@@ -1,0 +1,117 @@
+"""What a run has to measure, and whether it can."""
+
+from typing import Any
+
+from vgr_trl.errors import ConfigError
+from vgr_trl.signals import RolloutMeasurement, Wanted
+from vgr_trl.signals.decoder import count_attention_layers, why_not_measurable
+from vgr_trl.signals.modality import special_token_ids, vision_token_ids
+from vgr_trl.signals.reward_columns import signal_columns
+from vgr_trl.training.prepare import has_images
+
+
+def plan_measurement(trainer: Any) -> RolloutMeasurement:
+    """Return what the constructed `trainer` measures of every rollout batch.
+
+    Raises:
+        ConfigError: a feature needs a measurement that model, data or generation do not allow; it is named.
+    """
+    args = trainer.args
+    attention = _attention_features(trainer)
+    demanded = bool(attention)
+    features = {
+        "attention": attention,
+        "entropies": _on(args.enable_entropy_filtering, "enable_entropy_filtering"),
+        "dependency": _on(args.enable_perception_filtering, "enable_perception_filtering")
+        + _on(args.enable_trajectory_reweighting, "enable_trajectory_reweighting"),
+    }
+    perceiving = features["dependency"] + _on(args.perception_loss_weight > 0, "perception_loss_weight")
+    perceiving += _on(args.der_loss_weight2 > 0, "der_loss_weight2")
+    _refuse(features["attention"] + features["entropies"] + perceiving, _why_no_rollout(trainer))
+    _refuse(attention + perceiving, _why_no_images(trainer))
+    ids = tuple(args.vision_token_ids or ()) or _found_vision_tokens(trainer)
+    if attention:
+        _refuse(attention, _why_no_attention(trainer, ids))
+        _refuse_missing_layers(trainer)
+    elif not demanded and args.compute_attention_metrics is None and _measurable(trainer, ids):
+        features["attention"] = ("compute_attention_metrics",)
+    special = special_token_ids(trainer.processing_class)
+    return RolloutMeasurement(Wanted(**features), ids, special, args.attention_source)
+
+
+def _attention_features(trainer: Any) -> tuple[str, ...]:
+    data_columns = set(getattr(trainer.train_dataset, "column_names", None) or ())
+    rewards = tuple(
+        f"the reward {name}"
+        for name, reward in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True)
+        if signal_columns(reward) - data_columns
+    )
+    args = trainer.args
+    return (
+        rewards
+        + _on(args.token_weights, "token_weights")
+        + _on(args.compute_attention_metrics is True, "compute_attention_metrics")
+    )
+
+
+def _on(value: bool, name: str) -> tuple[str, ...]:
+    return (name,) if value else ()
+
+
+def _refuse(features: tuple[str, ...], why: str | None) -> None:
+    if features and why is not None:
+        raise ConfigError(f"{features[0]} cannot be used here: {why}")
+
+
+def _why_no_rollout(trainer: Any) -> str | None:
+    for name in ("rollout_func", "tools", "environment_factories"):
+        if getattr(trainer, name, None):
+            return (
+                f"with {name.removesuffix('_factories')} the tokens of a completion are not all the policy's answer to "
+                "its prompt; switch one of the two off."
+            )
+    return None
+
+
+def _why_no_images(trainer: Any) -> str | None:
+    if not trainer._is_vlm:
+        return f"{type(trainer.model).__name__} reads text only; use a vision-language model, or switch it off."
+    if not has_images(trainer):
+        return "the data have no column `image` or `images`; add one, or switch it off."
+    return None
+
+
+def _refuse_missing_layers(trainer: Any) -> None:
+    last = trainer.args.token_weights_last_k_layers
+    layers = count_attention_layers(trainer.accelerator.unwrap_model(trainer.model))
+    if trainer.args.token_weights and last is not None and last > layers:
+        raise ConfigError(
+            f"token_weights_last_k_layers is {last}, but {layers} layers of the model have attention: give a number in "
+            f"[1, {layers}], or None for the late segment."
+        )
+
+
+def _found_vision_tokens(trainer: Any) -> tuple[int, ...]:
+    return tuple(vision_token_ids(trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class))
+
+
+def _why_no_attention(trainer: Any, ids: tuple[int, ...]) -> str | None:
+    if not ids:
+        return (
+            "the placeholder token of images is not found in the model's configuration or its processor; give it as "
+            "vision_token_ids."
+        )
+    if trainer.args.attention_source == "generate":
+        for on, backend in (
+            (trainer.use_vllm, "vLLM"),
+            (trainer.use_transformers_continuous_batching, "continuous batching"),
+            ((trainer.generation_config.num_beams or 1) > 1, "beam search"),
+        ):
+            if on:
+                return f'attention_source is "generate" with {backend}, which keeps no attention; use "scoring".'
+    return why_not_measurable(trainer.accelerator.unwrap_model(trainer.model))
+
+
+def _measurable(trainer: Any, ids: tuple[int, ...]) -> bool:
+    reasons = (_why_no_rollout(trainer), _why_no_images(trainer), _why_no_attention(trainer, ids))
+    return all(reason is None for reason in reasons)

@@ -1,0 +1,170 @@
+"""Prompts with images, as vLLM has to get them; what vLLM does with them is tested in `with_vllm/`."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import Gemma3Processor, LlavaProcessor, PreTrainedTokenizerFast
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+from vgr_trl.compat.vllm_images import (
+    VLLMImages,
+    collapse_images,
+    needs_collapsing,
+    plan_vllm_images,
+    repeats_one_token,
+)
+from vgr_trl.demo.tiny_processor import build_processor
+from vgr_trl.errors import ConfigError
+
+PAD = 9  # the placeholder token of images
+
+
+@pytest.mark.parametrize(
+    ("trl", "mode", "needed"),
+    [
+        ("1.16.0", "colocate", True),
+        ("1.16.3", "colocate", True),
+        ("1.15.0", "colocate", False),
+        ("1.17.0", "colocate", False),
+        ("1.17.0.dev0", "colocate", False),
+        ("1.16.0", "server", False),
+    ],
+)
+def test_the_releases_and_modes_that_have_the_defect(trl, mode, needed):
+    assert needs_collapsing(trl, mode) is needed
+
+
+@pytest.mark.parametrize(
+    ("ids", "images", "sizes", "expected"),
+    [
+        ([1, 2], 0, None, [1, 2]),
+        ([1, PAD, PAD, PAD, 2], 1, None, [1, PAD, 2]),
+        ([1, PAD, 2], 1, None, [1, PAD, 2]),  # already one token
+        ([PAD, PAD, 2, PAD, PAD, PAD], 2, None, [PAD, 2, PAD]),
+        ([1, PAD, PAD, PAD, PAD, PAD, 2], 2, [2, 3], [1, PAD, PAD, 2]),  # two images that touch
+        ([PAD, PAD, PAD, 1, PAD, PAD, PAD], 3, [1, 2, 3], [PAD, PAD, 1, PAD]),
+        ([1, PAD, PAD, PAD, 2], 1, [4], [1, PAD, 2]),  # one run, one image: sizes are not needed
+    ],
+)
+def test_one_token_per_image(ids, images, sizes, expected):
+    assert collapse_images([ids], [images], PAD, sizes) == [expected]
+
+
+def test_sizes_are_those_of_all_images_prompt_after_prompt():
+    prompts = [[PAD] * 5 + [1], [2, 3], [PAD] * 4 + [4, PAD]]
+    assert collapse_images(prompts, [2, 0, 3], PAD, [2, 3, 1, 3, 1]) == [[PAD, PAD, 1], [2, 3], [PAD, PAD, 4, PAD]]
+
+
+def test_sizes_of_other_images_are_not_used():
+    """A turn after a tool call comes with the fields of the first turn."""
+    assert collapse_images([[PAD, PAD, 1, PAD]], [2], PAD, [2]) == [[PAD, 1, PAD]]
+    with pytest.raises(ConfigError, match="cannot be told apart"):
+        collapse_images([[PAD, PAD, PAD, 1]], [2], PAD, [3])
+
+
+@pytest.mark.parametrize(
+    ("ids", "images", "sizes"),
+    [
+        ([PAD, PAD, PAD, PAD], 2, None),  # (1, 3), (2, 2) or (3, 1)
+        ([PAD, PAD, PAD, PAD], 2, [2, 3]),
+        ([PAD, PAD, 1, PAD, PAD], 3, [3, 1, 1]),
+        ([PAD, PAD, PAD, PAD], 3, [2, 2, 1]),
+        ([PAD, 1, PAD], 1, [2]),
+        ([PAD, 1], 0, []),
+        ([1, 2], 1, [4]),
+    ],
+)
+def test_images_that_cannot_be_told_apart(ids, images, sizes):
+    with pytest.raises(ConfigError, match=r"^Prompt 1 has \d runs .* cannot be told apart: .* use_vllm=False\.$"):
+        collapse_images([[5], ids], [0, images], PAD, sizes)
+
+
+def test_the_prompts_of_the_processor_become_those_of_the_tokenizer():
+    """Two images of 4 and 6 tokens, apart and touching: what vLLM wants is the text before images are expanded."""
+    processor = build_processor(["what is it?"])
+    image = processor.image_token
+    texts = [f"what {image}{image} is", f"{image} it? {image}", "what"]
+    small, large = Image.new("RGB", (56, 56)), Image.new("RGB", (84, 56))
+    written = processor(text=texts, images=[[small, large], [large, small], []])
+    prompts, images = written["input_ids"], [[small, large], [large, small], []]
+    assert [ids.count(processor.image_token_id) for ids in prompts] == [10, 10, 0]
+    guard = VLLMImages(processor.image_token_id, processor.image_processor.merge_size)
+    collapsed, given = guard.prepared(prompts, images, written)
+    assert collapsed == processor.tokenizer(texts)["input_ids"]
+    assert given == [[small, large], [large, small], None]
+
+
+def test_without_images_nothing_changes():
+    assert VLLMImages(PAD, 2).prepared([[1, PAD]], None, {}) == ([[1, PAD]], None)
+
+
+def test_where_nothing_is_collapsed_a_prompt_without_images_still_has_none():
+    """TRL's colocated generation fails on the first image of an empty list."""
+    assert VLLMImages().prepared([[PAD, PAD], [1]], [["image"], []], {}) == ([[PAD, PAD], [1]], [["image"], None])
+
+
+def test_a_grid_without_merge_size_says_nothing():
+    with pytest.raises(ConfigError, match="cannot be told apart"):
+        VLLMImages(PAD).prepared([[PAD, PAD]], [["a", "b"]], {"image_grid_thw": torch.tensor([[1, 2, 2], [1, 2, 2]])})
+
+
+def word_tokenizer(**special: str) -> PreTrainedTokenizerFast:
+    words = ["<unk>", "\n\n", *special.values()]
+    backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("\n\n", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", extra_special_tokens=special)
+
+
+def llava() -> LlavaProcessor:
+    images = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    return LlavaProcessor(
+        images,
+        word_tokenizer(image_token="<image>"),
+        patch_size=14,
+        vision_feature_select_strategy="full",
+    )
+
+
+def gemma() -> Gemma3Processor:
+    tokenizer = word_tokenizer(image_token="<soft>", boi_token="<boi>", eoi_token="<eoi>")
+    return Gemma3Processor(Gemma3ImageProcessorPil(size={"height": 28, "width": 28}), tokenizer, image_seq_length=4)
+
+
+def test_families_that_write_an_image_as_one_repeated_token():
+    assert repeats_one_token(llava())
+    assert repeats_one_token(build_processor(["what"]))
+    assert not repeats_one_token(gemma())
+    assert not repeats_one_token(SimpleNamespace(tokenizer=None))
+
+
+def trainer_of(processor, **changes) -> SimpleNamespace:
+    data = Dataset.from_dict({"prompt": ["a"], changes.pop("column", "image"): ["b"]})
+    return SimpleNamespace(
+        use_vllm=changes.pop("use_vllm", True),
+        _is_vlm=True,
+        args=SimpleNamespace(vllm_mode=changes.pop("mode", "colocate")),
+        processing_class=processor,
+        train_dataset=data,
+        eval_dataset=None,
+    )
+
+
+def test_what_a_trainer_needs():
+    processor = build_processor(["what"])
+    assert plan_vllm_images(trainer_of(processor, use_vllm=False)) is None
+    assert plan_vllm_images(trainer_of(processor)) == VLLMImages(processor.image_token_id, merge_size=2)
+    assert plan_vllm_images(trainer_of(processor, mode="server")) == VLLMImages()
+
+
+def test_a_family_that_surrounds_images_is_refused_where_there_are_images():
+    with pytest.raises(ConfigError, match=r"colocate and Gemma3Processor, .* set use_vllm=False\.$"):
+        plan_vllm_images(trainer_of(gemma()))
+    later = plan_vllm_images(trainer_of(gemma(), column="text"))
+    assert later.prepared([[1]], None, {}) == ([[1]], None)
+    with pytest.raises(ConfigError, match="Gemma3Processor"):
+        later.prepared([[1]], [["image"]], {})

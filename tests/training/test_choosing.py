@@ -1,0 +1,613 @@
+"""Groups chosen by the trainer: replay, resampling, filtering, estimators, and what a checkpoint keeps of them."""
+
+import math
+
+import pandas
+import pytest
+import torch
+from datasets import concatenate_datasets, load_dataset
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.data.rows.schema import prepare_rows
+from vgr_trl.demo.tiny_vlm import load_processor
+from vgr_trl.errors import ConfigError, RewardError
+from vgr_trl.rewards import accuracy_reward, vgr_reward
+from vgr_trl.training.checkpoints.folders import what_is_wrong
+from vgr_trl.training.choose import GroupChoice
+from vgr_trl.training.further_prompts import prompt_key
+
+
+def coarse_reward(completions, **kwargs):
+    """1 for about every tenth completion, so that many groups are dead."""
+    return [float(sum(map(ord, completion[0]["content"])) % 11 == 0) for completion in completions]
+
+
+def constant_reward(completions, **kwargs):
+    return [1.0 for _ in completions]
+
+
+@pytest.fixture
+def make(model_folder, question_files, tmp_path):
+    processor = load_processor(model_folder)
+    file = question_files.split(",")[0].removeprefix("train=")
+    questions, _ = prepare_rows(load_dataset("parquet", data_files=file, split="train"), system_prompt=None)
+
+    def build(rewards=coarse_reward, rows=questions, rollout_func=None, **changed):
+        options = {
+            "output_dir": str(tmp_path / "run"),
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "per_device_train_batch_size": 8,
+            "num_generations": 4,
+            "max_completion_length": 6,
+            "max_steps": 4,
+            "learning_rate": 1e-3,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+        }
+        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder)
+        config = DAPOConfig(**options | changed)
+        return DAPOTrainer(model, rewards, config, rows, processing_class=processor, rollout_func=rollout_func)
+
+    build.rows = questions
+    return build
+
+
+def logged(trainer, name):
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def weights(trainer):
+    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
+
+
+def trained_batches(trainer):
+    """Keep every micro-batch that reaches the loss."""
+    kept = []
+    original = trainer._compute_loss
+
+    def compute_loss(model, inputs):
+        loss = original(model, inputs)
+        kept.append(dict(inputs))
+        return loss
+
+    trainer._compute_loss = compute_loss
+    return kept
+
+
+class TestReplay:
+    def test_dead_groups_are_replaced_by_stored_ones_with_the_ratio_of_their_own_policy(self, make):
+        trainer = make(replay_buffer_size=8, max_steps=6, learning_rate=5e-3)
+        batches = trained_batches(trainer)
+        trainer.train()
+        replaced = logged(trainer, "replay/replaced_fraction")
+        dead = logged(trainer, "frac_reward_zero_std")
+        assert sum(replaced) > 0
+        assert all(now <= fraction for now, fraction in zip(replaced, dead, strict=True))
+        for batch, fraction in zip(batches, replaced, strict=True):
+            if fraction:
+                old = batch["old_per_token_logps"]
+                assert not old.isnan().any(), "fresh rows have got theirs from the training pass"
+                assert batch["advantages"].abs().amax() > 0
+        assert batches[0].get("old_per_token_logps") is None, "nothing was replayed in the first step"
+        ratios = logged(trainer, "approx_kl")
+        assert max(ratio for ratio, fraction in zip(ratios, replaced, strict=True) if fraction) > 1e-7
+        assert all(ratio < 1e-9 for ratio, fraction in zip(ratios, replaced, strict=True) if not fraction)
+
+    def test_the_number_of_valid_tokens_is_that_of_the_batch_trained_on(self, make):
+        trainer = make(replay_buffer_size=8, max_steps=6)
+        batches = trained_batches(trainer)
+        trainer.train()
+        for batch in batches:
+            assert batch["num_items_in_batch"] == batch["completion_mask"].sum()
+
+    def test_replaced_groups_of_another_length_are_counted(self, make):
+        """Completions of 2 tokens in even steps and 6 in odd ones; the loss is divided by the tokens trained on."""
+        trainer = make(replay_buffer_size=8, max_steps=8)
+        generate, counts = trainer.model.generate, []
+
+        def generating(*args, **kwargs):
+            found = generate(*args, **kwargs)
+            return found[:, : found.size(1) - (4 if trainer.state.global_step % 2 else 0)]
+
+        trainer.model.generate = generating
+        choose = trainer._choice.choose
+
+        def choosing(batch, signals):
+            chosen = choose(batch, signals)
+            counts.append((int(batch["num_items_in_batch"]), int(chosen[0]["num_items_in_batch"]),
+                           int(chosen[0]["completion_mask"].sum())))  # fmt: skip
+            return chosen
+
+        trainer._choice.choose = choosing
+        trainer.train()
+        assert all(corrected == valid for _, corrected, valid in counts)
+        assert any(before != corrected for before, corrected, _ in counts), "a group of another length came in"
+
+    def test_estimator_and_seed_are_those_of_the_run(self, make):
+        buffer = make(replay_buffer_size=4, advantage_estimator="rloo", seed=7)._choice.replay.buffer
+        assert buffer.estimator == "rloo"
+        assert torch.equal(buffer.state_dict()["generator"], torch.Generator().manual_seed(7).get_state())
+
+    def test_groups_age_while_none_are_added(self, make):
+
+        def at_first_reward(completions, trainer_state, **kwargs):
+            return [0.0 if trainer_state.global_step == 0 and index % 2 else 1.0 for index in range(len(completions))]
+
+        trainer = make(rewards=at_first_reward, replay_buffer_size=8, replay_max_age=3, max_steps=8)
+        trainer.train()
+        assert logged(trainer, "replay/size") == [0, 2, 2, 2, 0, 0, 0, 0], "from the first training pass to an age of 3"
+        assert logged(trainer, "replay/mean_age")[1:4] == [1, 2, 3]
+        assert logged(trainer, "replay/replaced_fraction")[1:5] == [1, 1, 1, 0]
+
+    def test_an_empty_buffer_leaves_dead_groups_where_they_are(self, make):
+        trainer = make(rewards=constant_reward, replay_buffer_size=2, max_steps=2)
+        before = weights(trainer)
+        trainer.train()
+        assert logged(trainer, "sampling/live_fraction") == [0.0, 0.0]
+        assert logged(trainer, "replay/size") == [0.0, 0.0]
+        assert torch.equal(weights(trainer), before), "AdamW has no weight decay here, and no group a gradient"
+
+    def test_min_reward_and_age(self, make):
+        trainer = make(replay_buffer_size=8, filter_min_reward=0.9, max_steps=4)
+        trainer.train()
+        assert max(logged(trainer, "replay/size")) == 0
+        trainer = make(replay_buffer_size=8, replay_max_age=1, max_steps=6)
+        trainer.train()
+        assert max(logged(trainer, "replay/mean_age")) <= 1
+
+    def test_a_buffer_that_is_never_needed_changes_nothing(self, make):
+        def lively(completions, **kwargs):
+            return [sum(map(ord, completion[0]["content"])) % 97 / 97 for completion in completions]
+
+        moved = []
+        for size in (0, 8):
+            trainer = make(rewards=lively, replay_buffer_size=size, compute_attention_metrics=False)
+            trainer.train()
+            moved.append(weights(trainer))
+        assert torch.equal(*moved)
+
+    @pytest.mark.parametrize(
+        "changed",
+        [
+            {"beta": 0.1},
+            {"num_iterations": 2},
+            {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 4},
+            {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "compute_attention_metrics": False},
+            {"token_weights": True, "enable_perception_filtering": True, "enable_trajectory_reweighting": True},
+            {"perception_loss_weight": 0.01, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
+            {"loss_type": "vespo"},
+        ],
+        ids=str,
+    )
+    def test_goes_together_with(self, make, changed):
+        trainer = make(replay_buffer_size=8, max_steps=12, **changed)
+        trainer.train()
+        assert sum(logged(trainer, "replay/replaced_fraction")) > 0
+        assert all(math.isfinite(loss) for loss in logged(trainer, "loss"))
+
+    def test_several_rollouts_in_a_step_are_counted_like_others(self, make):
+        """Groups of an earlier rollout of the same step are replayed too."""
+        trainer = make(replay_buffer_size=8, gradient_accumulation_steps=4, steps_per_generation=1, max_steps=3)
+        choose, replaced = trainer._choice.choose, []
+
+        def choosing(batch, signals):
+            chosen = choose(batch, signals)
+            replaced.append(len(trainer._choice.replaced) / 2)
+            return chosen
+
+        trainer._choice.choose = choosing
+        trainer.train()
+        expected = [sum(replaced[first : first + 4]) / 4 for first in (0, 4, 8)]
+        assert logged(trainer, "replay/replaced_fraction") == expected
+        assert max(expected) > 0
+
+    def test_rows_without_images(self, make):
+        rows = make.rows.map(lambda row, index: {"image": None if index % 2 else row["image"]}, with_indices=True)
+        trainer = make(rows=rows, replay_buffer_size=8, max_steps=8)
+        trainer.train()
+        assert sum(logged(trainer, "replay/replaced_fraction")) > 0
+
+
+class TestResampling:
+    def test_further_prompts_replace_dead_groups(self, make):
+        trainer = make(dynamic_sampling="resample", dynamic_sampling_max_rounds=4, log_completions=True,
+                       num_completions_to_print=0)  # fmt: skip
+        trainer.train()
+        live = logged(trainer, "sampling/live_fraction")
+        dead = logged(trainer, "frac_reward_zero_std")
+        generated = logged(trainer, "dynamic_sampling/generated_groups")
+        discarded = logged(trainer, "dynamic_sampling/discarded_groups")
+        assert sum(generated) > 0
+        assert all(1 - fraction <= now for fraction, now in zip(dead, live, strict=True))
+        assert all(0 <= lost <= made for lost, made in zip(discarded, generated, strict=True))
+        rows = 8 + 4 * generated[-1]
+        assert len(trainer._logs["completion"]) >= rows, "each generated completion is in the table once"
+
+    def test_the_table_of_a_step_has_the_completions_of_that_step(self, make, tmp_path):
+        trainer = make(dynamic_sampling="resample", dynamic_sampling_max_rounds=4, log_completions=True,
+                       num_completions_to_print=0)  # fmt: skip
+        trainer.train()
+        tables = sorted((tmp_path / "run" / "completions").glob("*.parquet"))
+        generated = logged(trainer, "dynamic_sampling/generated_groups")
+        assert len(set(generated)) > 1
+        assert [len(pandas.read_parquet(table)) for table in tables] == [8 + 4 * groups for groups in generated]
+
+    def test_tokens_of_further_prompts_are_counted(self, make):
+        trainer = make(rewards=constant_reward, dynamic_sampling="resample", dynamic_sampling_max_rounds=2, max_steps=1)
+        trainer.train()
+        plain = make(rewards=constant_reward, max_steps=1)
+        plain.train()
+        assert logged(trainer, "dynamic_sampling/generated_groups") == [4.0]
+        assert logged(trainer, "num_tokens")[0] > 2.5 * logged(plain, "num_tokens")[0]
+
+
+ALL_DEAD = {"rewards": constant_reward, "dynamic_sampling": "resample", "dynamic_sampling_max_rounds": 1}
+
+
+class TestFurtherPrompts:
+    """16 rows, two prompts per rollout, all groups dead: one round of two further prompts per step."""
+
+    @staticmethod
+    def drawn_by(trainer):
+        """Per rollout, the prompts of the epoch and the further ones."""
+        rollouts = []
+        choose, generate = trainer._choice.choose, trainer._generate_judge_and_perceive
+
+        def choosing(batch, signals):
+            rollouts[-1] = rollouts[-1], []
+            return choose(batch, signals)
+
+        def generating(rows):
+            keys = [prompt_key(row) for row in rows[::4]]
+            if rollouts and isinstance(rollouts[-1], tuple) and len(rollouts) > len(done):
+                rollouts[-1][1].extend(keys)
+            else:
+                rollouts.append(keys)
+            return generate(rows)
+
+        done = []
+
+        def rolling(rows, whole=trainer._generate_and_score_completions):
+            batch = whole(rows)
+            done.append(None)
+            return batch
+
+        trainer._choice.choose, trainer._generate_judge_and_perceive = choosing, generating
+        trainer._generate_and_score_completions = rolling
+        return rollouts
+
+    @pytest.mark.parametrize("seed", [0, 1])
+    @pytest.mark.parametrize("gradient_accumulation_steps", [1, 3])
+    def test_they_are_far_from_those_of_the_epoch(self, make, seed, gradient_accumulation_steps):
+        accumulation = {"gradient_accumulation_steps": gradient_accumulation_steps, "steps_per_generation": 1}
+        trainer = make(seed=seed, max_steps=-1, num_train_epochs=2, **ALL_DEAD, **accumulation)
+        rollouts = self.drawn_by(trainer)
+        trainer.train()
+        assert len(rollouts) == 16
+        own = [set(epoch) for epoch, _ in rollouts]
+        assert set.union(*own[:8]) == set.union(*own[8:])
+        for number, (_, further) in enumerate(rollouts):
+            assert len(set(further)) == 2
+            near = set.union(*own[max(0, number - 2) : number + 3])
+            assert not near.intersection(further), number
+            if number < 5:
+                assert not set.union(*own[: number + 1]).intersection(further), "drawn in this epoch"
+        assert own[0] != own[8]
+
+    def test_no_prompt_is_twice_in_a_batch(self, make):
+        rows = concatenate_datasets([make.rows.select(range(5)), make.rows.select(range(5))])
+        trainer = make(rows=rows, max_steps=5, **ALL_DEAD | {"dynamic_sampling_max_rounds": 4})
+        rollouts = self.drawn_by(trainer)
+        trainer.train()
+        for epoch, further in rollouts:
+            assert len(further) == len(set(further)) == 5 - len(set(epoch)), "all that the data have, once"
+            assert not set(epoch).intersection(further)
+
+    def test_of_a_stream_they_are_not_those_that_the_epoch_reads(self, make):
+        trainer = make(
+            rows=make.rows.with_format(None).to_iterable_dataset(), shuffle_dataset=False, max_steps=8, **ALL_DEAD
+        )
+        rollouts = self.drawn_by(trainer)
+        trainer.train()
+        own = [set(epoch) for epoch, _ in rollouts]
+        for number, (_, further) in enumerate(rollouts):
+            assert len(set(further)) == 2
+            assert not set.union(*own[max(0, number - 1) : number + 3]).intersection(further), number
+
+    def test_a_resumed_run_draws_the_same(self, make, tmp_path):
+        options = {**ALL_DEAD, "save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+        whole = make(**options)
+        expected = self.drawn_by(whole)
+        whole.train()
+        resumed = make(**options)
+        found = self.drawn_by(resumed)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+        assert found == expected[3:]
+
+
+class TestFiltering:
+    def test_a_group_outside_the_bounds_is_not_trained_on(self, make):
+        def lively(completions, **kwargs):
+            return [sum(map(ord, completion[0]["content"])) % 97 / 97 for completion in completions]
+
+        trainer = make(rewards=lively, online_filtering=True, filter_key="overall", filter_low=2.0, filter_high=3.0,
+                       max_steps=1)  # fmt: skip
+        before = weights(trainer)
+        trainer.train()
+        assert logged(trainer, "sampling/live_fraction") == [0.0]
+        assert torch.equal(weights(trainer), before)
+
+    def test_the_default_looks_at_accuracy_whatever_the_weights_are(self, make):
+        """Weighted sums are 2.75 and 0.25; with bounds on them, 0.01 and 0.99, no group would be trained on."""
+
+        def accuracy_reward(completions, **kwargs):
+            return [float(index % 2) for index in range(len(completions))]
+
+        def format_reward(completions, **kwargs):
+            return [0.5] * len(completions)
+
+        rewards = [accuracy_reward, format_reward]
+        trainer = make(rewards, reward_weights=[2.5, 0.5], online_filtering=True, max_steps=1)
+        trainer.train()
+        assert logged(trainer, "sampling/live_fraction") == [1.0]
+
+    def test_the_key_is_only_looked_for_where_it_is_used(self, make):
+        assert make(online_filtering=False).args.filter_key == "accuracy"
+        with pytest.raises(ConfigError, match="filter_key is 'accuracy', which names 0 reward functions"):
+            make(online_filtering=True)
+
+    @pytest.mark.parametrize(
+        ("changed", "parts"),
+        [
+            (
+                {"online_filtering": True, "filter_key": "overall"},
+                [
+                    "No group has had a gradient for 5 steps, so nothing is trained: of 10 groups 10 are left out by",
+                    "online_filtering, because their means of filter_key overall (they are 2.",
+                    "are not between filter_low 0.01 and filter_high 0.99; give bounds that such means lie between.",
+                ],
+            ),
+            (
+                {"online_filtering": True, "filter_key": "overall", "num_iterations": 3, "replay_buffer_size": 2},
+                ["No group has had a gradient for 6 steps, so only replayed groups are trained on: of 4 groups 4 are"],
+            ),
+            (
+                {"rewards": constant_reward},
+                ["of 10 groups 10 have rewards that do not differ (replay_var_epsilon 1e-06)"],
+            ),
+        ],
+        ids=["filtered", "three steps per rollout", "equal"],
+    )
+    def test_five_steps_without_a_live_group_are_warned_of_once(self, make, monkeypatch, changed, parts):
+        def large(completions, **kwargs):
+            return [2 + sum(map(ord, completion[0]["content"])) % 97 / 97 for completion in completions]
+
+        warnings = []
+        monkeypatch.setattr("vgr_trl.training.choose.logger.warning", warnings.append)
+        make(**{"rewards": large, "max_steps": 9, "compute_attention_metrics": False} | changed).train()
+        [warning] = warnings
+        for part in parts:
+            assert part in warning
+
+    def test_a_name_that_no_reward_has(self, make):
+        with pytest.raises(ConfigError, match="filter_key is 'beauty', which names 0 reward functions"):
+            make(online_filtering=True, filter_key="beauty")
+
+
+def test_dead_groups_take_no_part_in_the_trajectory_scale_without_a_buffer_either(make):
+    trainer = make(enable_trajectory_reweighting=True, max_steps=4)
+    choose, found = trainer._choice.choose, []
+
+    def choosing(batch, signals):
+        chosen = choose(batch, signals)
+        found.append((batch["advantages"].view(2, 4).abs().amax(1) > 0, chosen[2].view(2, 4)))
+        return chosen
+
+    trainer._choice.choose = choosing
+    trainer.train()
+    assert all(torch.equal(live, alive.unsqueeze(1).expand(2, 4)) for alive, live in found)
+    assert len({tuple(alive.tolist()) for alive, _ in found}) > 1
+    assert all(mean is None or mean == pytest.approx(1) for mean in logged(trainer, "scaling_factor_mean"))
+
+
+class TestEstimators:
+    def test_one_deviation_divides_what_is_trained_on_whichever_round_it_came_from(self, make):
+        """Rewards are 0 or 1, so in a live group the largest advantage is 1 / deviation above the smallest."""
+        trainer = make(
+            advantage_estimator="reinforce_plus_plus", dynamic_sampling="resample", dynamic_sampling_max_rounds=4,
+            replay_buffer_size=8, max_steps=6,
+        )  # fmt: skip
+        choose, seen = trainer._choice.choose, []
+
+        def choosing(batch, signals):
+            logs = trainer._logs
+            chosen = choose(batch, signals)
+            generated = len(logs["rewards"]["coarse_reward"])
+            table = torch.tensor(list(logs["advantages"])), torch.tensor(list(logs["rewards"]["coarse_reward"]))
+            assert len(table[0]) == generated
+            seen.append((chosen[0]["advantages"].view(2, 4), *table, list(trainer._choice.replaced)))
+            return chosen
+
+        trainer._choice.choose = choosing
+        trainer.train()
+        mixed = 0
+        for advantages, of_table, rewards, replaced in seen:
+            spread = advantages.amax(1) - advantages.amin(1)
+            if len(of_table) == 8 or (spread == 0).any():
+                continue
+            mixed += len(replaced) == 1
+            centred = advantages / spread.unsqueeze(1)
+            assert spread.tolist() == pytest.approx([1 / (centred.std().item() + 1e-8)] * 2, rel=1e-5)
+            rewards = rewards.view(-1, 4)
+            expected = (rewards - rewards.mean(1, keepdim=True)).flatten() / (centred.std() + 1e-8)
+            assert torch.allclose(of_table, expected, atol=1e-5), "the table has all that was generated"
+        assert mixed > 0
+
+    @pytest.mark.parametrize("estimator", ["grpo", "rloo", "remax", "reinforce_plus_plus", "grpo_passk"])
+    def test_an_infinite_reward_is_an_error_that_names_function_and_row(self, make, estimator):
+        def boundless_reward(completions, **kwargs):
+            return [0.0, None, 1.0, float("nan"), 0.0, -math.inf, 0.0, 1.0][: len(completions)]
+
+        trainer = make(rewards=[coarse_reward, boundless_reward], advantage_estimator=estimator, max_steps=1)
+        message = "The reward boundless_reward is -inf for row 5 of the 8 of the rollout batch, of the data's row with"
+        with pytest.raises(RewardError, match=message):
+            trainer.train()
+
+    def test_rewards_that_do_not_apply_are_no_error(self, make):
+        def seldom_reward(completions, **kwargs):
+            return [None, 1.0, float("nan"), 0.0] * (len(completions) // 4)
+
+        trainer = make(rewards=seldom_reward, max_steps=1)
+        trainer.train()
+        assert math.isfinite(logged(trainer, "loss")[0])
+
+    def test_each_estimator_that_trains_is_let_through_where_greedy_completions_would_not_be(self, make):
+        for estimator in ("rloo", "reinforce_plus_plus", "grpo_passk"):
+            trainer = make(advantage_estimator=estimator)
+            trainer.use_vllm = True
+            GroupChoice(trainer)
+        trainer.args.advantage_estimator = "remax"
+        with pytest.raises(ConfigError, match="advantage_estimator is remax, whose greedy completions are generated"):
+            GroupChoice(trainer)
+        trainer.use_vllm = False
+        trainer.rollout_func = print
+        with pytest.raises(ConfigError, match="advantage_estimator is remax with rollout_func"):
+            GroupChoice(trainer)
+        trainer.args.advantage_estimator = "rloo"
+        GroupChoice(trainer)
+
+    @pytest.mark.parametrize("estimator", ["rloo", "remax", "reinforce_plus_plus", "grpo_passk"])
+    def test_the_advantages_in_the_table_are_those_of_the_rewards_in_it(self, make, estimator):
+        trainer = make(advantage_estimator=estimator, max_steps=3)
+        batches = trained_batches(trainer)
+        trainer.train()
+        rewards = torch.tensor(list(trainer._logs["rewards"]["coarse_reward"])).view(2, 4)
+        advantages = torch.tensor(list(trainer._logs["advantages"])).view(2, 4)
+        if estimator == "rloo":
+            expected = rewards - (rewards.sum(1, keepdim=True) - rewards) / 3
+        elif estimator == "reinforce_plus_plus":
+            centred = rewards - rewards.mean(1, keepdim=True)
+            expected = centred / (centred.std() + 1e-8)
+        elif estimator == "remax":
+            baseline = (rewards - advantages)[:, :1]
+            assert set(baseline.flatten().tolist()) <= {0.0, 1.0}, "the reward of one completion"
+            expected = rewards - baseline
+        else:
+            expected = torch.zeros(2, 4)
+            for group, values in enumerate(rewards):
+                best, second = values.topk(2).values
+                expected[group, values.argmax()] = (best - second) / (values.std() + 1e-6)
+        assert torch.allclose(advantages, expected, atol=1e-5)
+        assert torch.allclose(batches[-1]["advantages"].sort().values, advantages.flatten().sort().values, atol=1e-5)
+
+    @pytest.mark.parametrize(
+        "on", [{"replay_buffer_size": 4}, {"dynamic_sampling": "resample"}, {"online_filtering": True}]
+    )
+    def test_weighted_sums_do_not_show_who_is_dead_where_rewards_are_normalised_one_by_one(self, make, on):
+        with pytest.raises(ConfigError, match="multi_objective_aggregation is normalize_then_sum with replay_buffer_s"):
+            make(multi_objective_aggregation="normalize_then_sum", **on)
+
+    def test_greedy_completions_of_a_rollout_function_are_refused(self, make, monkeypatch):
+        monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+        with pytest.raises(ConfigError, match="advantage_estimator is remax with rollout_func, which would not gen"):
+            make(advantage_estimator="remax", rollout_func=lambda prompts, trainer: {})
+
+    def test_greedy_completions_leave_no_trace(self, make):
+        trainers = []
+        for name in ("grpo", "remax"):
+            trainers.append(make(rewards=[accuracy_reward, vgr_reward], advantage_estimator=name, max_steps=1))
+            trainers[-1].train()
+        plain, remax = trainers
+        for name in ("completions/mean_length", "num_tokens", "attention/late/vgr", "rewards/vgr_reward/mean"):
+            assert logged(plain, name) == logged(remax, name), name
+        assert len(remax._logs["completion"]) == 8
+
+
+class TestCheckpoints:
+    def test_an_interrupted_run_goes_on_as_if_it_had_not_been(self, make, tmp_path):
+        options = {"replay_buffer_size": 8, "dynamic_sampling": "resample", "dynamic_sampling_max_rounds": 1,
+                   "save_strategy": "steps", "save_steps": 3, "max_steps": 6}  # fmt: skip
+        whole = make(**options)
+        whole.train()
+        resumed = make(**options)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+        for name in ("replay/size", "replay/mean_age", "sampling/live_fraction", "loss"):
+            assert logged(resumed, name)[-3:] == pytest.approx(logged(whole, name)[-3:], abs=1e-6), name
+        assert torch.allclose(weights(whole), weights(resumed), atol=1e-6)
+
+    def test_a_share_that_is_missing(self, make, tmp_path):
+        make(replay_buffer_size=8, save_strategy="steps", save_steps=2, max_steps=2).train()
+        checkpoint = tmp_path / "run" / "checkpoint-2"
+        assert what_is_wrong(checkpoint) is None
+        (checkpoint / "choice_0_of_1.pt").rename(checkpoint / "choice_0_of_2.pt")
+        assert what_is_wrong(checkpoint) == "choice_0_of_1.pt is missing"
+        with pytest.raises(ConfigError, match=r"is not complete \(choice_0_of_1.pt is missing\)"):
+            make(replay_buffer_size=8).train(resume_from_checkpoint=str(checkpoint))
+
+    @pytest.mark.parametrize(
+        ("before", "after", "message"),
+        [
+            ({}, {"num_generations": 2}, "num_generations is 2, and its groups have 4 completions."),
+            ({}, {"beta": 0.1}, "its groups have no ref_per_token_logps, which beta needs."),
+            ({}, {"token_weights": True}, "no signals.attention.vision, which token_weights needs."),
+            (
+                {},
+                {"enable_trajectory_reweighting": True},
+                "no signals.dependency, which enable_trajectory_rew",
+            ),
+            ({}, {"perception_loss_weight": 0.01}, "no perturbed_pixel_values, which perception_loss_weight or der_lo"),
+            ({}, {"advantage_estimator": "rloo"}, "advantage_estimator is rloo, and was grpo."),
+            (
+                {"compute_attention_metrics": True},
+                {"enable_entropy_filtering": True},
+                "no signals.entropies, which enable_entropy_filtering needs.",
+            ),
+        ],
+        ids=str,
+    )
+    def test_a_buffer_that_new_options_cannot_use_starts_empty(
+        self, make, tmp_path, monkeypatch, before, after, message
+    ):
+        common = {"replay_buffer_size": 8, "compute_attention_metrics": False}
+        make(save_strategy="steps", save_steps=4, max_steps=4, **common | before).train()
+        checkpoint = str(tmp_path / "run" / "checkpoint-4")
+        warnings = []
+        monkeypatch.setattr("vgr_trl.training.replay.logger.warning", warnings.append)
+        same = make(max_steps=5, **common | before)
+        same._choice.load(tmp_path / "run" / "checkpoint-4")
+        assert len(same._choice.replay.buffer) > 0
+        assert warnings == []
+        resumed = make(max_steps=12, **common | before | after)
+        resumed.train(resume_from_checkpoint=checkpoint)
+        assert resumed.state.global_step == 12
+        assert len(warnings) == 1
+        assert message in warnings[0]
+        assert logged(resumed, "replay/size")[0] <= 2, "what one batch brought"
+        assert sum(logged(resumed, "replay/replaced_fraction")) > 0
+
+    @pytest.mark.parametrize(
+        ("before", "message"),
+        [
+            ({}, "has no replay buffer, which starts anew: the checkpoint was written without replay_buffer_size"),
+            ({"dynamic_sampling": "resample"}, "has no replay buffer, which starts anew"),
+            (
+                {"replay_buffer_size": 8},
+                "has no position in the prompts, which starts anew: the checkpoint was",
+            ),
+        ],
+        ids=str,
+    )
+    def test_a_checkpoint_of_a_run_without_them(self, make, tmp_path, monkeypatch, before, message):
+        make(save_strategy="steps", save_steps=2, max_steps=2, **before).train()
+        warnings = []
+        monkeypatch.setattr("vgr_trl.training.choose.logger.warning", warnings.append)
+        trainer = make(replay_buffer_size=8, dynamic_sampling="resample", max_steps=4)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+        assert trainer.state.global_step == 4
+        assert any(message in warning for warning in warnings)
+        assert len(warnings) == 2 - len(before)

@@ -1,0 +1,136 @@
+"""Signs of collapse: what counts as one, what does not, and what a trainer does about it."""
+
+import math
+from itertools import repeat
+
+import pytest
+
+from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.training.collapse_watch import Course, describe, find_signs
+
+WEIGHTS = {"accuracy_reward": 2.5, "vgr_reward": 1.0, "think_format_reward": 0.5}
+HEALTHY = {
+    "rewards/accuracy_reward/mean": 0.6,
+    "rewards/accuracy_reward/std": 0.4,
+    "rewards/vgr_reward/mean": 0.5,
+    "rewards/vgr_reward/std": 0.3,
+    "rewards/think_format_reward/mean": 0.9,
+    "rewards/think_format_reward/std": 0.2,
+    "completions/mean_length": 100.0,
+    "completions/clipped_ratio": 0.1,
+    "entropy": 0.3,
+    "frac_reward_zero_std": 0.4,
+}
+
+
+def signs(weights=WEIGHTS, steps=8, **changed):
+    """Signs after 16 healthy steps and `steps` changed ones; metrics are named by a part of their name."""
+    courses = {name: Course() for name in HEALTHY}
+    for name, course in courses.items():
+        [now] = [value for part, value in changed.items() if part in name.replace("/", "_")] or [HEALTHY[name]]
+        for value in [*repeat(HEALTHY[name], 16), *repeat(now, steps)]:
+            course.add(value)
+    return find_signs(courses, weights)
+
+
+def test_a_course_compares_the_newest_steps_with_all_before():
+    """Means of 8 steps of 1, 2, …, 24: the newest is 20.5; those before go from 4.5 to 12.5."""
+    course = Course()
+    for value in range(1, 16):
+        course.add(value)
+    assert course.first is None
+    for value in range(16, 25):
+        course.add(value)
+    assert (course.first, course.lowest, course.highest, course.now) == (4.5, 4.5, 12.5, 20.5)
+
+
+@pytest.mark.parametrize(
+    ("changed", "seen"),
+    [
+        ({"format_reward_mean": 0.3}, "think_format_reward fell from 0.9 to 0.3"),
+        ({"accuracy_reward_mean": 0.2}, "accuracy_reward fell from 0.6 to 0.2"),
+        ({"mean_length": 20.0}, "the length of completions fell from 100 to 20"),
+        ({"clipped_ratio": 0.95}, "95% of the completions never end (at least 10% before)"),
+        ({"entropy": 0.001}, "entropy fell from 0.3 to 0.001"),
+        ({"entropy": 1.5}, "entropy rose from 0.3 to 1.5"),
+        ({"zero_std": 0.97}, "97% of the groups have equal rewards (at least 40% before)"),
+        (
+            {"vgr_reward_mean": 0.1, "accuracy_reward_std": 0.04, "format_reward_std": 0.0},
+            "vgr_reward fell from 0.5 to 0.1 while it is 75% of the rewards' deviation",
+        ),
+    ],
+    ids=str,
+)
+def test_each_sign(changed, seen):
+    [sign] = signs(**changed)
+    assert sign.seen == seen
+    assert sign.remedies
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"format_reward_mean": 0.5},
+        {"accuracy_reward_mean": 0.35},
+        {"mean_length": 30.0},
+        {"entropy": 0.05},
+        {"entropy": 1.0},
+        {"zero_std": 0.9},
+        {"vgr_reward_mean": 0.1},  # the other rewards rule the advantages
+        {"format_reward_mean": 0.0, "steps": 3},  # a few bad steps
+        {"format_reward_mean": 0.0, "weights": WEIGHTS | {"think_format_reward": 0.0}},
+    ],
+    ids=str,
+)
+def test_what_is_no_sign(changed):
+    assert signs(**changed) == []
+
+
+def test_what_was_never_there_cannot_fall():
+    courses = {"rewards/accuracy_reward/mean": Course()}
+    for value in [*repeat(0.08, 16), *repeat(0.0, 8)]:
+        courses["rewards/accuracy_reward/mean"].add(value)
+    assert find_signs(courses, WEIGHTS) == []
+
+
+def test_the_warning_names_sign_step_and_remedy():
+    found = signs(format_reward_mean=0.3, mean_length=20.0)
+    assert describe(found, 40) == (
+        "The run shows signs of collapse at step 40: think_format_reward fell from 0.9 to 0.3, the length of "
+        "completions fell from 100 to 20 (means of 8 steps); go back to a checkpoint before step 24 and try a lower "
+        "learning_rate, or less weight on vgr_reward."
+    )
+
+
+def failing_format_reward(completions, trainer_state, **kwargs):
+    """1 for most completions, none from step 16 on; NaN once."""
+    if trainer_state.global_step == 3:
+        return [None] * len(completions)
+    return [float(trainer_state.global_step < 16 and index != 0) for index in range(len(completions))]
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_run_warns_once_and_ends_where_it_shall(stop, text_model, text_tokenizer, text_rows, tmp_path, monkeypatch):
+    warnings = []
+    monkeypatch.setattr("vgr_trl.training.collapse_watch.logger.warning", warnings.append)
+    options = {
+        "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "per_device_train_batch_size": 4,
+        "num_generations": 4, "max_completion_length": 3, "max_steps": 30, "logging_steps": 100, "report_to": "none",
+        "save_strategy": "no", "disable_tqdm": True, "rollout_log_steps": 0,
+    }  # fmt: skip
+    trainer = DAPOTrainer(
+        text_model,
+        failing_format_reward,
+        DAPOConfig(str(tmp_path), stop_on_collapse=stop, **options),
+        text_rows,
+        processing_class=text_tokenizer,
+    )
+    trainer.train()
+    # The mean of 8 steps is below half of the highest once 5 of them are 0: steps 17 to 21; without step 4, which has
+    # no value, the 16th value is that of step 17.
+    assert trainer.state.global_step == (21 if stop else 30)
+    [warning] = warnings
+    assert warning == trainer.collapse_watch.found
+    assert "at step 21: failing_format_reward fell from 0.75 to 0.281" in warning
+    assert math.isclose(0.281, 0.75 * 3 / 8, abs_tol=1e-3)

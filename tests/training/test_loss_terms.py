@@ -1,0 +1,268 @@
+"""Terms beside the policy loss, and the perturbed images they and the credit are made of, in the trainer."""
+
+import pytest
+import torch
+from datasets import load_dataset
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.data.rows.schema import prepare_rows
+from vgr_trl.demo.tiny_vlm import load_processor
+from vgr_trl.training.loss import average_as_loss, valid_tokens
+
+LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+
+
+def letters_reward(completions, **kwargs):
+    return [sum(map(ord, completion[0]["content"])) % 7 / 7 for completion in completions]
+
+
+@pytest.fixture
+def make(model_folder, question_files, tmp_path):
+    processor = load_processor(model_folder)
+    file = question_files.split(",")[0].removeprefix("train=")
+    questions, _ = prepare_rows(load_dataset("parquet", data_files=file, split="train"), system_prompt=None)
+
+    def build(**changed):
+        options = {
+            "output_dir": str(tmp_path / "run"),
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "num_generations": 4,
+            "max_completion_length": 6,
+            "max_steps": 1,
+            "learning_rate": 1e-3,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "compute_attention_metrics": False,
+        }
+        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder)
+        return DAPOTrainer(
+            model, letters_reward, DAPOConfig(**options | changed), questions, processing_class=processor
+        )
+
+    return build
+
+
+def micro_batches(trainer):
+    """The rollout batch of a trainer that has not trained, as micro-batches."""
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+    rows = [trainer.train_dataset[index // 4] for index in range(8)]
+    first = trainer._prepare_inputs(rows)
+    trainer._step += 1
+    return [first, trainer._prepare_inputs(rows)]
+
+
+def test_tokens_of_tools_do_not_count():
+    completion_mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+    assert torch.equal(valid_tokens({"completion_mask": completion_mask}), completion_mask)
+    tool_mask = torch.tensor([[1, 0, 1, 1], [0, 1, 1, 1]])
+    assert valid_tokens({"completion_mask": completion_mask, "tool_mask": tool_mask}).tolist() == [
+        [1, 0, 1, 0],
+        [0, 1, 0, 0],
+    ]
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_terms_are_averaged_as_trl_averages_its_loss(make, loss_type):
+    """At ratio 1 TRL's loss is minus the average of the advantages; for cispo and vespo, of advantage times log p."""
+    trainer = make(loss_type=loss_type)
+    for inputs in micro_batches(trainer):
+        inputs["completion_mask"][0, 3:] = 0  # completions of different lengths
+        mask = valid_tokens(inputs)
+        inputs["advantages"] = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))
+        kept = {}
+        original = trainer._get_per_token_logps_and_entropies
+
+        def keep(*args, kept=kept, original=original, **kwargs):
+            kept["scored"] = original(*args, **kwargs)
+            return kept["scored"]
+
+        trainer._get_per_token_logps_and_entropies = keep
+        loss = trainer._compute_loss(trainer.model, inputs)
+        trainer._get_per_token_logps_and_entropies = original
+        logps = kept["scored"][0].detach()
+        values = inputs["advantages"] * (logps if loss_type in ("cispo", "vespo") else 1)
+        if loss_type == "sapo":  # its smooth ratio is 2 / temperature at ratio 1
+            temperature = torch.where(
+                inputs["advantages"] > 0, trainer.args.sapo_temperature_pos, trainer.args.sapo_temperature_neg
+            )
+            values = values * 2 / temperature
+        if loss_type == "cispo":  # whose ratio is clipped from above at epsilon_high itself
+            values = values * trainer.epsilon_high
+        expected = -average_as_loss(values, mask, inputs, trainer)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo"])
+def test_the_entropy_penalty_pulls_every_valid_token_equally(make, loss_type):
+    gradients = []
+    for changed in ({}, {"use_entropy_penalty": True, "entropy_penalty_coef": 0.5}):
+        trainer = make(loss_type=loss_type, **changed)
+        (inputs, _) = micro_batches(trainer)
+        inputs["advantages"] = torch.zeros_like(inputs["advantages"])
+        logps = {}
+        original = trainer._get_per_token_logps_and_entropies
+
+        def keep(*args, logps=logps, original=original, **kwargs):
+            scored = original(*args, **kwargs)
+            scored[0].retain_grad()
+            logps["of"] = scored[0]
+            return scored
+
+        trainer._get_per_token_logps_and_entropies = keep
+        trainer._compute_loss(trainer.model, inputs).backward()
+        gradients.append(logps["of"].grad * valid_tokens(inputs))
+    without, with_penalty = gradients
+    assert without.abs().max() == 0
+    count = {"dapo": inputs["num_items_in_batch"].item(), "bnpo": 2 * valid_tokens(inputs).sum().item()}
+    if loss_type in count:
+        assert with_penalty[valid_tokens(inputs).bool()].tolist() == pytest.approx(
+            [-0.5 / count[loss_type]] * int(valid_tokens(inputs).sum()), rel=1e-4
+        )
+    else:
+        per_row = with_penalty.sum(1)  # each completion's mean, over 4 rows and 2 micro-batches
+        assert per_row.tolist() == pytest.approx([-0.5 / 8] * 4, rel=1e-4)
+
+
+def test_the_completions_of_a_prompt_share_a_perturbed_image_or_have_one_each(make):
+    for per, different in (("prompt", 2), ("completion", 8)):
+        trainer = make(perception_loss_weight=0.01, perturb_per=per)
+        pixels = [row for inputs in micro_batches(trainer) for row in inputs["perturbed_pixel_values"]]
+        assert len(pixels) == 8
+        assert len({row.numpy().tobytes() for row in pixels}) == different
+
+
+def test_perturbed_images_repeat_and_are_of_their_own_prompt(make):
+    found = []
+    for _ in range(2):
+        trainer = make(perception_loss_weight=0.01)
+        found.append([torch.cat(inputs["perturbed_pixel_values"]) for inputs in micro_batches(trainer)])
+        originals = [inputs["pixel_values"] for inputs in micro_batches(make(perception_loss_weight=0.01))]
+    for one, other, original in zip(*found, originals, strict=True):
+        assert torch.equal(one, other)
+        same = (one == original).float().mean()
+        assert 0.2 < same < 0.8, "about half of the patches are black, the others are the prompt's own"
+
+
+@pytest.mark.parametrize("changed", [{"seed": 1}, {"step": 1}], ids=str)
+def test_another_seed_and_another_step_perturb_differently(make, changed):
+    perturbed = []
+    for settings in ({}, changed):
+        trainer = make(perception_loss_weight=0.01, seed=settings.get("seed", 0))
+        trainer.state.global_step = settings.get("step", 0)
+        batches = micro_batches(trainer)  # in an order that depends on the seed
+        perturbed.append(
+            {batch["pixel_values"].numpy().tobytes(): torch.cat(batch["perturbed_pixel_values"]) for batch in batches}
+        )
+    one, other = perturbed
+    assert len(one) == 2
+    assert one.keys() == other.keys()
+    assert not any(torch.equal(one[image], other[image]) for image in one)
+
+
+def test_a_row_without_an_image_has_no_dependency(make):
+    trainer = make(enable_trajectory_reweighting=True)
+    rows = [trainer.train_dataset[index // 4] for index in range(8)]
+    for row in rows[4:]:
+        row["image"] = None
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 2
+    found = []
+    choose = trainer._choice.choose
+
+    def look(batch, signals):
+        found.append(signals)
+        return choose(batch, signals)
+
+    trainer._choice.choose = look
+    trainer._prepare_inputs(rows)
+    [signals] = found
+    assert signals.dependency[4:].isnan().all()
+    assert (signals.dependency[:4][signals.mask[:4].bool()] >= 0).all()
+    assert signals.dependency[:4].max() > 0
+
+
+def test_the_logged_perception_loss_is_minus_the_mean_divergence_of_all_tokens(make):
+    """By hand from the log-probabilities of both passes: -(e^d - d - 1) with d = perturbed - original."""
+    trainer = make(perception_loss_weight=0.5)
+    total = count = 0.0
+    for inputs in micro_batches(trainer):
+        inputs["completion_mask"][:, 1 + int(total < 0) :] = 0  # one token a completion, then two
+        scored, original = [], trainer._get_per_token_logps_and_entropies
+
+        def keep(*args, scored=scored, original=original, **kwargs):
+            scored.append(original(*args, **kwargs))
+            return scored[-1]
+
+        trainer._get_per_token_logps_and_entropies = keep
+        trainer._compute_loss(trainer.model, inputs)
+        trainer._get_per_token_logps_and_entropies = original
+        (logps, _, _), (perturbed, _, _) = scored
+        difference = (perturbed - logps).detach()[valid_tokens(inputs).bool()]
+        total -= (difference.exp() - difference - 1).sum().item()
+        count += len(difference)
+    logs = {}
+    trainer.log(logs)
+    assert total < 0
+    assert logs["perception_loss"] == pytest.approx(total / count, rel=1e-4)
+
+
+@pytest.mark.parametrize("changed", [{}, {"loss_type": "cispo", "epsilon_high": 1.0}], ids=str)
+def test_means_over_tokens_do_not_depend_on_the_number_of_micro_batches(make, changed):
+    """Two passes over one rollout, after the first of which the ratios are no longer 1."""
+    terms = {"beta": 0.1, "perception_loss_weight": 0.05, "use_entropy_penalty": True}
+    names = ["approx_kl", "kl", "entropy", "entropy_penalty", "perception_loss", "perturbed_entropy"]
+    names.append("cispo_clip_ratio" if changed else "clip_ratio/region_mean")
+    found = []
+    for rows, accumulated in ((8, 1), (2, 4)):
+        trainer = make(
+            per_device_train_batch_size=rows, gradient_accumulation_steps=accumulated, num_iterations=2, max_steps=2,
+            optim="sgd", learning_rate=0.3, max_grad_norm=1e9, logging_steps=2, epsilon=1e-4, **terms | changed,
+        )  # fmt: skip
+        judge = trainer._generate_and_score_completions
+
+        def uneven(rows, judge=judge):
+            batch = judge(rows)
+            lengths = 1 + torch.arange(8).unsqueeze(1) * 5 // 7  # 1 to 6 tokens
+            batch["completion_mask"] *= torch.arange(batch["completion_mask"].size(1)) < lengths
+            return batch
+
+        trainer._generate_and_score_completions = uneven
+        trainer.train()
+        found.append(next(entry for entry in trainer.state.log_history if "approx_kl" in entry))
+    one, several = found
+    for name in names:
+        assert abs(one[name]) > 1e-6, name
+        assert several[name] == pytest.approx(one[name], rel=1e-3), name
+
+
+def test_the_perception_loss_has_gradients_through_both_images(make):
+    trainer = make(perception_loss_weight=0.5, der_loss_weight2=0.1)
+    (inputs, _) = micro_batches(trainer)
+    inputs["advantages"] = torch.zeros_like(inputs["advantages"])
+    scored = []
+    original = trainer._get_per_token_logps_and_entropies
+
+    def keep(*args, **kwargs):
+        found = original(*args, **kwargs)
+        found[0].retain_grad()
+        scored.append(found[0])
+        return found
+
+    trainer._get_per_token_logps_and_entropies = keep
+    trainer._compute_loss(trainer.model, inputs).backward()
+    assert len(scored) == 2
+    mask = valid_tokens(inputs).bool()
+    (logps, perturbed), tokens = scored, inputs["num_items_in_batch"].item()
+    difference = (perturbed - logps).detach()
+    # d/dlogp of -(w (e^d - d - 1)) / M with d = perturbed - original, by hand
+    assert torch.allclose(logps.grad[mask], 0.5 * (difference.exp() - 1)[mask] / tokens, atol=1e-8)
+    expected = -(0.5 * (difference.exp() - 1) + 0.1)[mask] / tokens
+    assert torch.allclose(perturbed.grad[mask], expected, atol=1e-8)

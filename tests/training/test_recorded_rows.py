@@ -1,0 +1,119 @@
+"""Rows of a batch as completions of a record: which ones, their grids, their maps, and the batch in numbers."""
+
+import math
+
+import pytest
+import torch
+from PIL import Image
+
+from vgr_trl.training.recorded_images import grids_of_row, images_of_row, quantised
+from vgr_trl.training.recorded_rows import question_id, rows_to_record, summary_of, texts_of_row
+
+
+@pytest.mark.parametrize(
+    ("samples", "generations", "total", "expected"),
+    [
+        (4, 4, 12, [0, 1, 4, 5]),  # two of the first prompt, two of the second
+        (3, 4, 12, [0, 1, 4]),
+        (6, 4, 8, [0, 1, 2, 3, 4, 5]),  # two of both, then two more of the first
+        (4, 1, 6, [0, 1, 2, 3]),
+        (5, 3, 3, [0, 1, 2]),
+        (1, 8, 16, [0]),
+    ],
+)
+def test_two_completions_of_each_prompt_are_recorded_first(samples, generations, total, expected):
+    assert rows_to_record(samples, generations, total) == expected
+
+
+def test_grids_are_those_of_the_processor_merged():
+    # Row 0 has two images, row 1 one: 4 x 6 patches are 2 x 3 vision tokens where two by two are merged.
+    batch = {"num_images": [2, 1], "image_grid_thw": torch.tensor([[1, 4, 6], [1, 2, 2], [1, 8, 4]])}
+    assert grids_of_row(batch, 0, 2, 7) == [(2, 3), (1, 1)]
+    assert grids_of_row(batch, 1, 2, 8) == [(4, 2)]
+    assert grids_of_row(batch, 1, None, 8) == [None]
+
+
+def test_frames_of_a_video_have_no_grid_of_one_image():
+    assert grids_of_row({"num_images": [1], "image_grid_thw": torch.tensor([[2, 4, 4]])}, 0, 2, 8) == [None]
+
+
+@pytest.mark.parametrize(
+    ("num_vision", "extra", "expected"),
+    [
+        (512, {}, [(16, 16), (16, 16)]),  # two images of 256 tokens
+        (500, {}, [None, None]),  # 250 is no square
+        (511, {}, [None, None]),
+        (None, {}, [None, None]),
+        (512, {"num_tiles": [2]}, [None, None]),
+        (512, {"image_sizes": torch.tensor([[1, 1]])}, [None, None]),
+    ],
+)
+def test_square_grids_of_equal_images_are_known(num_vision, extra, expected):
+    assert grids_of_row({"num_images": [2], **extra}, 0, None, num_vision) == expected
+
+
+def test_rows_without_images_have_no_grids():
+    assert grids_of_row({}, 0, 2, 0) == []
+    assert grids_of_row({"num_images": [1, 0]}, 1, 2, 0) == []
+
+
+def test_attention_is_kept_to_a_510th_of_the_largest():
+    # 0.5 is the largest of the first token: 0.25 is 127.5 of 255, which rounds to the even 128.
+    found = quantised(torch.tensor([[0.5, 0.25, 0.0], [0.0, 0.0, 0.0]]), [(1, 3)])
+    assert found.scale == [0.5, 0.0]
+    assert list(found.values) == [255, 128, 0, 0, 0, 0]
+    attention = torch.rand(20, 12, generator=torch.Generator().manual_seed(0))
+    kept = quantised(attention, [(2, 3), (3, 2)])
+    for token, row in enumerate(attention.tolist()):
+        assert kept.row(token) == pytest.approx(row, abs=max(row) / 510 + 1e-6)
+
+
+@pytest.mark.parametrize("grids", [[None], [(2, 2)], [], [(1, 3), None]])
+def test_attention_without_a_grid_for_it_is_left_out(grids):
+    assert quantised(torch.rand(4, 3), grids) is None
+
+
+def test_images_have_sizes_and_thumbnails_and_what_is_none_has_not():
+    image = Image.new("RGB", (512, 128), "red")
+    recorded, thumbnails, digest = images_of_row({"images": [image, "no such file"]}, [(2, 8), None])
+    assert [(item.width, item.height, item.grid) for item in recorded] == [(512, 128, (2, 8)), (0, 0, None)]
+    assert thumbnails[0].size == (256, 64)
+    assert thumbnails[1] is None
+    same, other = (images_of_row({"image": picture}, [])[2] for picture in (image, Image.new("RGB", (512, 128))))
+    assert question_id("what?", digest) == question_id("what?", same)
+    assert question_id("what?", digest) != question_id("what?", other)
+    assert question_id("what?", digest) != question_id("who?", digest)
+    assert images_of_row({"prompt": "text"}, [])[:2] == ([], [])
+
+
+def test_a_truncated_completion_whose_mask_is_empty_ends_before_the_padding():
+    batch = {
+        "prompt_ids": torch.tensor([[9, 5, 6]]), "prompt_mask": torch.tensor([[0, 1, 1]]),
+        "completion_ids": torch.tensor([[1, 2, 9, 9]]), "completion_mask": torch.zeros(1, 4, dtype=torch.long),
+    }  # fmt: skip
+
+    def decode(tokens, skip_special_tokens, **kwargs):
+        return "".join("abcdefghij"[token] for token in tokens)
+
+    texts = texts_of_row(batch, 0, decode, 9, [6])
+    assert texts == {"prompt": "f<image>", "text": "bc", "tokens": ["b", "c"]}
+    counted = batch | {"completion_mask": torch.tensor([[1, 1, 1, 0]])}
+    assert texts_of_row(counted, 0, decode, 9, [])["tokens"] == ["b", "c", "j"]
+
+
+def test_a_batch_in_numbers():
+    # Accuracy 1, 0, 1 and one row that it does not apply to; totals 1·a + 2·b are 1, 1, 3 and 2.
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 0.5], [1.0, 1.0], [math.nan, 1.0]])
+    metrics = {"attention/late/vgr": 2.0, "attention/prompt/late/vgr": 9.0, "token_weight_mean": 1.0, "kl": 3.0,
+               "combined_token_fraction": 0.5}  # fmt: skip
+    summary = summary_of(rewards, ["accuracy_reward", "other"], torch.tensor([1.0, 2.0]), metrics)
+    assert summary.completions == 4
+    assert summary.success_rate == pytest.approx(2 / 3)
+    assert summary.rewards["accuracy_reward"] == pytest.approx((2 / 3, math.sqrt(1 / 3)))
+    assert summary.rewards["other"] == pytest.approx((0.625, math.sqrt((0.625**2 + 0.125**2 + 2 * 0.375**2) / 3)))
+    assert summary.rewards["total"] == pytest.approx((1.75, math.sqrt((2 * 0.75**2 + 1.25**2 + 0.25**2) / 3)))
+    assert summary.segments == {"late": {"vgr": 2.0}}
+    assert summary.credit == {"token_weight_mean": 1.0, "combined_token_fraction": 0.5}
+    nothing = summary_of(torch.full((1, 1), math.nan), ["accuracy_reward"], torch.tensor([1.0]), {})
+    assert (nothing.success_rate, nothing.rewards["accuracy_reward"]) == (None, (None, None))
+    assert summary_of(rewards[:, 1:], ["other"], torch.tensor([1.0]), {}).success_rate is None

@@ -1,0 +1,189 @@
+"""Which checkpoint a run is continued from."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.errors import ConfigError
+from vgr_trl.training.checkpoints.folders import (
+    complete_checkpoints,
+    refuse_finished,
+    resolve_checkpoint,
+    resume_mode,
+    what_is_wrong,
+)
+from vgr_trl.training.checkpoints.manifest import MANIFEST, remove_manifest, what_differs, write_manifest
+from vgr_trl.training.checkpoints.shares import save_share
+
+
+def checkpoint(folder: Path, step: int, processes: int = 1, shares: int = 0) -> Path:
+    path = folder / f"checkpoint-{step}"
+    path.mkdir()
+    states = [f"rng_state_{index}.pth" for index in range(processes)] if processes > 1 else ["rng_state.pth"]
+    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", *states):
+        (path / name).write_bytes(name.encode() * step)
+    for index in range(shares):
+        save_share({"process": index}, path, index, shares, "choice")
+    (path / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    write_manifest(path, processes)
+    return path
+
+
+def test_a_manifest_names_every_file_with_size_and_checksum(tmp_path):
+    (tmp_path / "global_step4").mkdir()
+    (tmp_path / "global_step4" / "shard.pt").write_bytes(b"abc")
+    (tmp_path / "trainer_state.json").write_text("{}")
+    write_manifest(tmp_path, 2)
+    manifest = json.loads((tmp_path / MANIFEST).read_text())
+    # SHA-256 of "abc": FIPS 180-4, appendix B.1 of its examples.
+    shard = {"bytes": 3, "sha256": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"}
+    assert manifest["num_processes"] == 2
+    assert set(manifest["files"]) == {"global_step4/shard.pt", "trainer_state.json"}
+    assert manifest["files"]["global_step4/shard.pt"] == shard
+    assert what_differs(tmp_path, manifest["files"]) is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step4", MANIFEST, "trainer_state.json"]
+
+
+def test_what_is_wrong_is_said_of_each_folder_that_latest_passes_over(tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr("vgr_trl.training.checkpoints.folders.logger.warning", said.append)
+    complete = [checkpoint(tmp_path, 5), checkpoint(tmp_path, 10)]
+    (checkpoint(tmp_path, 15) / "optimizer.pt").write_bytes(b"short")
+    remove_manifest(checkpoint(tmp_path, 20))
+    (tmp_path / "checkpoint-best").mkdir()
+    assert resolve_checkpoint("latest", tmp_path) == str(complete[-1])
+    assert len(said) == 2
+    assert re.search(r"passes over .*checkpoint-20, which is not complete: no readable manifest", said[0])
+    assert re.search(r"passes over .*checkpoint-15, which .*: optimizer.pt has 5 bytes instead of 180\.$", said[1])
+    assert complete_checkpoints(tmp_path) == complete
+    assert resolve_checkpoint(str(complete[0]), tmp_path) == str(complete[0])
+
+
+def test_latest_without_any_checkpoint_starts_at_the_beginning(tmp_path):
+    assert resolve_checkpoint("latest", tmp_path) is None
+    assert resolve_checkpoint(None, tmp_path) is None
+
+
+def test_a_named_checkpoint_must_exist_and_be_whole(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere, which is no folder: give a checkpoint, or latest"):
+        resolve_checkpoint("nowhere", tmp_path)
+    half = checkpoint(tmp_path, 3)
+    remove_manifest(half)
+    with pytest.raises(ConfigError, match=r"which is not complete \(no readable manifest.json, .*\): give an earlier"):
+        resolve_checkpoint(str(half), tmp_path)
+
+
+@pytest.mark.parametrize("value", [None, False, "false", "False", "none", ""])
+def test_values_that_mean_a_start_at_the_beginning(value):
+    assert resume_mode(value) is None
+
+
+@pytest.mark.parametrize("value", [True, "true", "latest", "Latest"])
+def test_values_that_mean_the_latest(value):
+    assert resume_mode(value) == "latest"
+
+
+@pytest.mark.parametrize(
+    ("break_it", "reason"),
+    [
+        (lambda path: (path / "model.safetensors").unlink(), "model.safetensors is missing"),
+        (lambda path: (path / "rng_state_1.pth").unlink(), "rng_state_1.pth is missing"),
+        (lambda path: (path / "choice_0_of_2.pt").unlink(), "choice_0_of_2.pt is missing"),
+        (lambda path: (path / "optimizer.pt").write_bytes(b"PK"), "optimizer.pt has 2 bytes instead of 24"),
+        (lambda path: (path / "optimizer.pt").write_bytes(b"x" * 24), "optimizer.pt differs from its checksum"),
+        (lambda path: (path / MANIFEST).write_text("{"), "no readable manifest.json"),
+        (lambda path: (path / MANIFEST).write_text("[]"), "no readable manifest.json"),
+    ],
+)
+def test_every_file_of_a_checkpoint_must_be_what_was_written(tmp_path, break_it, reason):
+    older, newer = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2, processes=2, shares=2)
+    assert what_is_wrong(newer) is None
+    break_it(newer)
+    assert complete_checkpoints(tmp_path) == [older]
+    with pytest.raises(ConfigError, match=f"is not complete \\({reason}"):
+        resolve_checkpoint(str(newer), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("leave_out", "reason"),
+    [
+        ("rng_state_1.pth", "no rng_state_1.pth was saved"),
+        ("optimizer.pt", "no optimizer.pt was saved"),
+        ("scheduler.pt", "no scheduler.pt was saved"),
+        ("trainer_state.json", "no trainer_state.json was saved"),
+        ("choice_0_of_2.pt", "only 1 of 2 shares of the replay buffer"),
+    ],
+)
+def test_what_was_never_saved_is_missed(tmp_path, leave_out, reason):
+    """As with save_only_model, or on disks that processes do not share."""
+    path = checkpoint(tmp_path, 2, processes=2, shares=2)
+    (path / leave_out).unlink()
+    write_manifest(path, 2)
+    assert what_is_wrong(path) == reason
+
+
+def test_deepspeed_keeps_the_optimizer_in_a_folder_of_its_own(tmp_path):
+    path = checkpoint(tmp_path, 2)
+    for name in ("optimizer.pt", "scheduler.pt"):
+        (path / name).unlink()
+    (path / "latest").write_text("global_step2")
+    write_manifest(path)
+    assert what_is_wrong(path) is None
+
+
+def test_a_checkpoint_that_was_examined_is_not_read_again(tmp_path):
+    checked = resolve_checkpoint(str(checkpoint(tmp_path, 1)), tmp_path)
+    torch.save({}, Path(checked) / "optimizer.pt")
+    assert resolve_checkpoint(resume_mode(checked), tmp_path) is checked
+    with pytest.raises(ConfigError):
+        resolve_checkpoint(str(Path(checked)), tmp_path)
+
+
+def test_a_finished_run_is_not_trained_one_step_too_far(tmp_path):
+    path = checkpoint(tmp_path, 4)
+    refuse_finished(str(path), 5)
+    refuse_finished(None, 4)
+    with pytest.raises(ConfigError, match="was saved at step 4 of 4; raise max_steps"):
+        refuse_finished(str(path), 4)
+
+
+def test_true_from_python_is_latest_of_the_command_line(text_model, text_tokenizer, text_rows, tmp_path, monkeypatch):
+    """The newest checkpoint was being written anew when the run ended, so it mixes two saves."""
+    said: list[str] = []
+    monkeypatch.setattr("vgr_trl.training.checkpoints.folders.logger.warning", said.append)
+    steps: list[int] = []
+
+    def reward(completions, trainer_state, **kwargs):
+        steps.append(trainer_state.global_step)
+        return [float(len(completion[0]["content"]) % 2) for completion in completions]
+
+    def build(max_steps):
+        config = DAPOConfig(
+            output_dir=str(tmp_path),
+            use_cpu=True,
+            bf16=False,
+            per_device_train_batch_size=4,
+            num_generations=4,
+            max_completion_length=4,
+            max_steps=max_steps,
+            save_steps=2,
+            report_to="none",
+            disable_tqdm=True,
+        )
+        return DAPOTrainer(text_model, reward, config, text_rows, processing_class=text_tokenizer)
+
+    build(4).train()
+    remove_manifest(tmp_path / "checkpoint-4")
+    steps.clear()
+    trainer = build(6)
+    trainer.train(resume_from_checkpoint=True)
+    assert steps == [2, 3, 4, 5]
+    assert len(said) == 1
+    assert re.search("passes over .*checkpoint-4, which is not complete", said[0])
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    with pytest.raises(ConfigError, match="The run is finished: .*checkpoint-6 was saved at step 6 of 6"):
+        build(6).train(resume_from_checkpoint="latest")
