@@ -17,9 +17,18 @@ from changes import Mutant, mutants_of
 from running import Calls, load_packages, notice, record_calls
 
 TREE = Path(__file__).parents[2]
-ROOMS = {name: (f"src/vgr_trl/{name}/*.py", f"tests/{name}/test_*.py") for name in ("credit", "rewards", "sampling")}
-ROOMS |= {name: (f"src/vgr_trl/{name}/*.py", f"tests/{name}/test_*.py") for name in ("signals", "sharing")}
-ROOMS["trainer"] = ("src/vgr_trl/training/*.py", "tests/training/test_*.py")
+ROOMS = {
+    room: (f"src/vgr_trl/{room}/**/*.py", (f"tests/{room}/test_*.py", *more))
+    for room, *more in (
+        ("credit",),
+        ("rewards",),
+        ("sampling",),
+        ("batch", "tests/sampling/test_*.py"),
+        ("signals",),
+        ("sharing",),
+        ("training", "tests/test_trainer.py"),
+    )
+}
 
 
 def main() -> None:
@@ -79,7 +88,7 @@ def run_room(
 ) -> tuple[int, list[str]]:
     """How many were tried, and lines on those that no test noticed."""
     started = time.monotonic()
-    files = sorted(root.glob(ROOMS[room][1]))
+    files = sorted(path for pattern in ROOMS[room][1] for path in root.glob(pattern))
     calls = record_calls(root, [str(path.relative_to(root)) for path in files if path.name not in args.skip])
     print(f"{room}: {len(calls.seconds)} tests in {time.monotonic() - started:.0f} s", flush=True)
     survivors, tried = [], 0
