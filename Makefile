@@ -128,7 +128,7 @@ $(GPU_SITE): $(wildcard $(GPU_WHEELS)/*.whl)
 	$(if $^,$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target $@ $^)
 	@touch $@
 
-# Small changes of the code that no test notices; by hand, takes long. MUTANTS="--rooms credit --per-room 50" for a part.
+# Small changes of the code that no test notices; by hand, about an hour. MUTANTS="--rooms credit --per-room 50" for a part.
 MUTANTS ?=
 .PHONY: mutants
 mutants: $(DEV)

@@ -5,7 +5,9 @@ import torch
 from families import IMAGE, build
 
 from vgr_trl.sharing.cut import find_cut
-from vgr_trl.sharing.report import CannotShare
+from vgr_trl.sharing.forward import SharedForward
+from vgr_trl.sharing.generation import SharedGeneration
+from vgr_trl.sharing.report import CannotShare, SharingReport
 
 CONFIG = build("qwen2_5_vl").config
 
@@ -44,3 +46,20 @@ def test_padding_of_a_whole_completion():
     inputs = batch()
     inputs["attention_mask"][1, 4:] = 0
     assert find_cut(inputs, CONFIG, 2).groups == [0, 0]
+
+
+@pytest.mark.parametrize(("name", "value"), [("input_ids", IMAGE), ("mm_token_type_ids", 1)])
+@pytest.mark.parametrize(("column", "refused"), [(3, True), (2, False)])
+def test_prompts_that_end_with_an_image_are_not_generated_from(name, value, column, refused):
+    """The last token is computed behind the others; an image that ends before it is among those."""
+    model = build("qwen2_5_vl")
+    report = SharingReport()
+    forward = SharedForward(model.model, model.model.forward, report, None, None)
+    generate = SharedGeneration(model, model.generate, forward, report)
+    inputs = {key: value[:, :4].clone() for key, value in batch().items()}
+    inputs[name][:, column] = value
+    if refused:
+        with pytest.raises(CannotShare, match="a prompt that ends with an image"):
+            generate._groups((), inputs)
+    else:
+        assert generate._groups((), inputs)[1:] == ([0, 0], 1)

@@ -71,3 +71,10 @@ def test_no_images():
 def test_what_cannot_be_assigned_with_certainty_is_refused(inputs, rows):
     with pytest.raises(CannotShare):
         rows_of_images(inputs, placeholders(*rows))
+
+
+def test_images_without_a_token():
+    """As where a row has been cut: nobody knows whose they are."""
+    inputs = {"pixel_values": torch.zeros(8, 3), "image_grid_thw": torch.tensor([[1, 2, 4]])}
+    with pytest.raises(CannotShare, match="image tokens and image sizes that do not match"):
+        rows_of_images(inputs, placeholders("  ", ""))

@@ -307,3 +307,10 @@ def test_wrong_arguments():
         pass
     with pytest.raises(ConfigError, match="completion_length is 0"), share_prompts(build("qwen3"), 0):
         pass
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(0.0, False), (0.1, True)])
+def test_dropout_of_nothing_is_none(rate, expected):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(rate))
+    assert has_active_dropout(model.train()) == has_active_dropout(model.eval(), when_training=True) == expected
+    assert not has_active_dropout(model.eval())
