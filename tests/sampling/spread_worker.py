@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from batches import PAD, draw_batch, draw_signals
 
-from vgr_trl.batch.token_columns import columns_signals, signal_columns
+from vgr_trl.batch.token_columns import columns_of_signals, signals_of_columns
 from vgr_trl.sampling import (
     Placement,
     ReplayBuffer,
@@ -66,9 +66,10 @@ def local_part(batch, rank, world):
     rows = GROUP * GROUPS // world
     here = slice(rank * rows, (rank + 1) * rows)
     images = {"pixel_values", "image_grid_thw", "signals", "num_items_in_batch"}
-    columns = {name: value for name, value in batch.items() if name not in images} | signal_columns(batch["signals"])
+    columns = {name: value for name, value in batch.items() if name not in images}
+    columns |= columns_of_signals(batch["signals"])
     part = {name: value[here] for name, value in columns.items()}
-    taken = columns_signals(part)
+    taken = signals_of_columns(part)
     part["pixel_values"] = torch.cat(pixels_of_rows(batch)[here])
     first = sum(batch["num_images"][: here.start])
     part["image_grid_thw"] = batch["image_grid_thw"][first : first + sum(part["num_images"])]

@@ -18,9 +18,9 @@ from vgr_trl.signals import AttentionMass
 from vgr_trl.signals.reward_columns import (
     QUANTITIES,
     attention_metrics,
+    columns_needed_by,
     measure_segments,
     reward_columns,
-    signal_columns,
 )
 
 NAN, INF = math.nan, math.inf
@@ -182,12 +182,12 @@ class TestWhatRewardsAskFor:
         ],
     )
     def test_columns(self, reward, expected):
-        assert signal_columns(reward) == expected
+        assert columns_needed_by(reward) == expected
 
     @pytest.mark.parametrize("reward", [vgr_reward, vgr_hard_negative_reward])
     def test_rewards_that_are_wrapped_to_see_whole_groups(self, reward):
         wrapped = gather_groups(reward, lambda mine: mine, 0, 1, num_generations=2)
-        assert signal_columns(wrapped) == {"vgr"}
+        assert columns_needed_by(wrapped) == {"vgr"}
 
     def test_optional_columns_of_whole_groups(self):
         @needs_whole_groups("vgr", optional=("aei_vision", "solution"))
@@ -195,4 +195,4 @@ class TestWhatRewardsAskFor:
             return vgr
 
         wrapped = gather_groups(rank, lambda mine: mine, 0, 1, num_generations=2)
-        assert signal_columns(wrapped) == {"vgr", "aei_vision"}
+        assert columns_needed_by(wrapped) == {"vgr", "aei_vision"}

@@ -7,7 +7,7 @@ from families import CLOSE, EOS, IMAGE, OPEN, VIDEO, build, make_batch
 
 from vgr_trl.sharing import share_prompts
 from vgr_trl.signals import AttentionMass, RolloutMeasurement, Wanted, rollout
-from vgr_trl.signals.rollout import fitted
+from vgr_trl.signals.rollout import pad_to_length
 
 
 def measurement_of(source, **wanted):
@@ -127,8 +127,8 @@ def test_fitting(length, kept):
     mass = AttentionMass(
         torch.ones(1, 1, 3), torch.ones(1, 1, 3), torch.tensor([1]), torch.tensor([1]), torch.ones(1, 3) > 0
     )
-    assert fitted(mass, length).mask.tolist() == [kept]
-    assert fitted(mass, length).vision.tolist() == [[[float(one) for one in kept]]]
+    assert pad_to_length(mass, length).mask.tolist() == [kept]
+    assert pad_to_length(mass, length).vision.tolist() == [[[float(one) for one in kept]]]
 
 
 def test_maps_are_kept_of_as_many_rows_as_fit(monkeypatch):

@@ -22,7 +22,7 @@ def masks_given(queries, keys, chosen, **options):
         return torch.zeros(1, query.size(2), 2, 4), None
 
     wanted = Queries(torch.tensor(chosen), chosen[0], chosen[-1] + 1)
-    call_of(function, queries, keys, **options).on(torch.ones(1, keys, 2), wanted)
+    call_of(function, queries, keys, **options).mass_on_keys(torch.ones(1, keys, 2), wanted)
     return seen[0]
 
 
@@ -57,6 +57,6 @@ def test_means_over_heads_are_float32():
     call = call_of(function, 1, 1, torch.bfloat16)
     weights = AttentionWeights(heads.view(1, 2, 1, 1))
     for measured in (call, weights):
-        mass = measured.on(torch.ones(1, 1, 1), wanted)
+        mass = measured.mass_on_keys(torch.ones(1, 1, 1), wanted)
         assert (mass.dtype, mass.item()) == (torch.float32, 1.00390625)
         assert measured.shape == (1, 1, 1)

@@ -164,7 +164,7 @@ def pixels_of_rows(
     return rows
 
 
-def has_images(batch: Mapping[str, Any]) -> torch.Tensor:
+def rows_with_images(batch: Mapping[str, Any]) -> torch.Tensor:
     """Return which rows of a batch of TRL have an image, (N,) bool."""
     counts = batch.get("num_images") or [0] * len(batch["prompt_ids"])
     return torch.tensor(counts) > 0

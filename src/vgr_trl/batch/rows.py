@@ -9,7 +9,7 @@ import torch
 from vgr_trl.batch.images import IMAGE_INPUTS, Images, owned, split_images, stack_images, store_images
 from vgr_trl.batch.pixels import nbytes
 from vgr_trl.batch.signals import RolloutSignals
-from vgr_trl.batch.token_columns import TOKEN_COLUMNS, Column, columns_signals, signal_columns
+from vgr_trl.batch.token_columns import TOKEN_COLUMNS, Column, columns_of_signals, signals_of_columns
 from vgr_trl.errors import DataError
 
 
@@ -58,9 +58,8 @@ class Rows:
         completion_length = batch["completion_ids"].size(1)
         images, one_per_row = split_images(batch, count)
         entries = {name: value for name, value in batch.items() if name not in IMAGE_INPUTS}
-        columns = {
-            name: value for name, value in {**entries, **signal_columns(signals)}.items() if not _of_whole_batch(value)
-        }
+        entries |= columns_of_signals(signals)
+        columns = {name: value for name, value in entries.items() if not _of_whole_batch(value)}
         rows = cls(prompt_length, completion_length, columns, images, one_per_row)
         for name, value in columns.items():
             rows._check(name, value)
@@ -128,7 +127,7 @@ class Rows:
 
     def signals(self) -> RolloutSignals | None:
         """Return the signals of the rows, None if there are none."""
-        return columns_signals(self.columns)
+        return signals_of_columns(self.columns)
 
     def into_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return these rows as a batch of TRL, with the entries of `batch` that belong to no row, in its order."""

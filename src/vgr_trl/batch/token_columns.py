@@ -55,7 +55,7 @@ TOKEN_COLUMNS = {
 LAYERED = ("signals.attention.vision", "signals.attention.instruction")
 
 
-def signal_columns(signals: RolloutSignals | None) -> dict[str, torch.Tensor]:
+def columns_of_signals(signals: RolloutSignals | None) -> dict[str, torch.Tensor]:
     """Return the tensors of `signals`, rows first: (N, T), (N, L, T) and (N,)."""
     if signals is None:
         return {}
@@ -67,8 +67,8 @@ def signal_columns(signals: RolloutSignals | None) -> dict[str, torch.Tensor]:
     }
 
 
-def columns_signals(columns: dict[str, Any]) -> RolloutSignals | None:
-    """Return the signals that `signal_columns` made columns of; None if there are none among `columns`."""
+def signals_of_columns(columns: dict[str, Any]) -> RolloutSignals | None:
+    """Return the signals that `columns_of_signals` made columns of; None if there are none among `columns`."""
     given = {
         name.removeprefix("signals."): value.transpose(0, 1) if name in LAYERED else value
         for name, value in columns.items()

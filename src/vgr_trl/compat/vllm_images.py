@@ -16,7 +16,7 @@ from packaging.version import Version
 from PIL import Image
 
 from vgr_trl.errors import ConfigError
-from vgr_trl.training.prepare import has_images
+from vgr_trl.training.prepare import data_has_images
 
 TRL_RELEASES = ("1.16", "1.17")  # from, up to but without
 PROBE_SIZE = (64, 64)
@@ -160,7 +160,7 @@ def plan_vllm_images(trainer: Any) -> VLLMImages | None:
         f"use_vllm is on with vllm_mode={mode} and {type(processor).__name__}, which writes more for an image than one "
         f"repeated token: TRL {version('trl')} would have vLLM write that a second time, so set use_vllm=False."
     )
-    if has_images(trainer):
+    if data_has_images(trainer):
         raise ConfigError(why_not)
     return VLLMImages(why_not=why_not)
 

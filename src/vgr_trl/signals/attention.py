@@ -179,14 +179,16 @@ class AttentionProbe:
             self._masses[layer] = torch.zeros(len(self.sets), len(self.plan.positions), 2, device=device)
             self._prompts[layer] = torch.zeros(len(self.sets), 2, device=device)
         if at_hand.emitting is not None:
-            self._masses[layer][at_hand.rows, at_hand.columns] = at_hand.deal(call.on(sets, at_hand.emitting))
+            self._masses[layer][at_hand.rows, at_hand.columns] = at_hand.expand_to_rows(
+                call.mass_on_keys(sets, at_hand.emitting)
+            )
             for row in self.keep_rows:
                 if (index := at_hand.index_of(row)) is not None:
                     self._keep_map(row, layer, at_hand, sets[index : index + 1], call, index)
         if at_hand.instruction is not None:
-            mass = call.on(sets, at_hand.instruction)  # (B, P', 2)
+            mass = call.mass_on_keys(sets, at_hand.instruction)  # (B, P', 2)
             own = at_hand.instruction_rows(self.sets).to(device)  # (B, P')
-            sums = at_hand.deal((mass * own.unsqueeze(-1)).sum(1))
+            sums = at_hand.expand_to_rows((mass * own.unsqueeze(-1)).sum(1))
             before = self._prompts[layer][at_hand.rows] if at_hand.seen else 0
             self._prompts[layer][at_hand.rows] = before + sums
 
@@ -202,7 +204,7 @@ class AttentionProbe:
         assert at_hand.emitting is not None
         keys = sets[0, :, 0].nonzero().flatten()  # (V',)
         each = torch.nn.functional.one_hot(keys, sets.size(1)).T.unsqueeze(0)  # (1, K, V')
-        attention = call.on(each, at_hand.emitting, slice(index, index + 1))[0]  # (T', V')
+        attention = call.mass_on_keys(each, at_hand.emitting, slice(index, index + 1))[0]  # (T', V')
         vision = int(self.sets[row, :, 0].sum())
         if (row, layer) not in self._maps:
             self._maps[row, layer] = torch.zeros(len(self.plan.positions), vision, device=sets.device)

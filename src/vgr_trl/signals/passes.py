@@ -53,7 +53,7 @@ class Pass:
             return sets[self.rows]
         return sets[[self.start + self.groups.index(group) for group in range(max(self.groups) + 1)]]
 
-    def deal(self, measured: torch.Tensor) -> torch.Tensor:
+    def expand_to_rows(self, measured: torch.Tensor) -> torch.Tensor:
         """What has been measured of the B rows, for the rows of the batch."""
         return measured if self.groups is None else measured[self.groups]
 

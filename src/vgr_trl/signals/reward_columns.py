@@ -22,7 +22,7 @@ SIGNAL_COLUMNS = (*SINGLE_COLUMNS, "attention_metrics")
 QUANTITIES = (*SINGLE_COLUMNS, "attention_vision", "attention_instruction")
 
 
-def signal_columns(reward: Any) -> set[str]:
+def columns_needed_by(reward: Any) -> set[str]:
     """Return the columns of `SIGNAL_COLUMNS` that a reward function takes by name."""
     named = set(getattr(reward, "required", ())) | set(getattr(reward, "optional", ()))
     with suppress(TypeError, ValueError):

@@ -139,7 +139,7 @@ class RolloutMeasurement:
             score: returns log-probabilities (N, T), entropies (N, T) and anything.
         """
         mask = attention_mask[:, -completion_length:].bool()  # (N, T)
-        mass = None if self.generated_mass is None else fitted(self.generated_mass, completion_length)
+        mass = None if self.generated_mass is None else pad_to_length(self.generated_mass, completion_length)
         if self.wanted.attention and (mass is None or self.keep_rows):
             length = input_ids.size(1)
             prompts = slice(0, length - completion_length)
@@ -174,7 +174,7 @@ class RolloutMeasurement:
         """
         assert self.generated_mass is not None
         mask = completion_mask.bool()
-        mass = fitted(self.generated_mass, mask.size(1))
+        mass = pad_to_length(self.generated_mass, mask.size(1))
         mass.mask = mask
         nothing = torch.full(mask.shape, torch.nan, device=mask.device)
         self.signals = RolloutSignals(nothing, nothing, mask, mass)
@@ -191,7 +191,7 @@ class RolloutMeasurement:
         return fitting
 
 
-def fitted(mass: AttentionMass, length: int) -> AttentionMass:
+def pad_to_length(mass: AttentionMass, length: int) -> AttentionMass:
     """Return a mass of T' tokens as one of `length` tokens: those behind do not count, or are not there."""
     missing = length - mass.mask.size(1)  # the longest completion may have been cut or padded
     pad = torch.nn.functional.pad

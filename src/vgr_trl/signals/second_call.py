@@ -38,8 +38,8 @@ class AttentionWeights:
         """Where it is."""
         return self.weights.device
 
-    def on(self, sets: torch.Tensor, queries: Queries, rows: slice = slice(None)) -> torch.Tensor:
-        """As `AttentionCall.on`."""
+    def mass_on_keys(self, sets: torch.Tensor, queries: Queries, rows: slice = slice(None)) -> torch.Tensor:
+        """As `AttentionCall.mass_on_keys`."""
         return self.weights[rows][:, :, queries.index].mean(1, dtype=torch.float32) @ sets.float()
 
 
@@ -72,7 +72,7 @@ class AttentionCall:
         """Where it is."""
         return self.key.device
 
-    def on(self, sets: torch.Tensor, queries: Queries, rows: slice = slice(None)) -> torch.Tensor:
+    def mass_on_keys(self, sets: torch.Tensor, queries: Queries, rows: slice = slice(None)) -> torch.Tensor:
         """Return the attention on sets of keys, the mean over heads, (B', T', C) float32.
 
         Args:

@@ -6,8 +6,8 @@ from vgr_trl.errors import ConfigError
 from vgr_trl.signals import RolloutMeasurement, Wanted
 from vgr_trl.signals.decoder import count_attention_layers, why_not_measurable
 from vgr_trl.signals.modality import special_token_ids, vision_token_ids
-from vgr_trl.signals.reward_columns import signal_columns
-from vgr_trl.training.prepare import has_images
+from vgr_trl.signals.reward_columns import columns_needed_by
+from vgr_trl.training.prepare import data_has_images
 
 
 def plan_measurement(trainer: Any) -> RolloutMeasurement:
@@ -44,7 +44,7 @@ def _attention_features(trainer: Any) -> tuple[str, ...]:
     rewards = tuple(
         f"the reward {name}"
         for name, reward in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True)
-        if signal_columns(reward) - data_columns
+        if columns_needed_by(reward) - data_columns
     )
     args = trainer.args
     return (
@@ -76,7 +76,7 @@ def _why_no_rollout(trainer: Any) -> str | None:
 def _why_no_images(trainer: Any) -> str | None:
     if not trainer._is_vlm:
         return f"{type(trainer.model).__name__} reads text only; use a vision-language model, or switch it off."
-    if not has_images(trainer):
+    if not data_has_images(trainer):
         return "the data have no column `image` or `images`; add one, or switch it off."
     return None
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from trl import GRPOTrainer
 
-from vgr_trl.batch.inputs import has_images, joined, pixels_of_rows, scoring_inputs
+from vgr_trl.batch.inputs import joined, pixels_of_rows, rows_with_images, scoring_inputs
 from vgr_trl.signals import perturb_images, visual_dependency
 from vgr_trl.signals.perturbed_prompts import perturbed_prompts
 
@@ -28,7 +28,7 @@ def perceive(trainer: Any, batch: dict[str, Any]) -> None:
         perturbed = scoring_inputs(batch | {"pixel_values": joined(pixels)} if pixels is not None else batch)
         logps, _, _ = trainer._score(perturbed)
         signals = measurement.signals
-        blind = ~has_images(batch).to(logps.device).unsqueeze(1)  # (N, 1)
+        blind = ~rows_with_images(batch).to(logps.device).unsqueeze(1)  # (N, 1)
         signals.dependency = visual_dependency(signals.logps, logps).masked_fill(blind, torch.nan)
 
 

@@ -49,7 +49,7 @@ def named_datasets(trainer: Any) -> Iterator[tuple[str, Any]]:
         yield from ((name, part) for part in parts if part is not None)
 
 
-def has_images(trainer: Any) -> bool:
+def data_has_images(trainer: Any) -> bool:
     """Whether the data have a column of images, or are a stream whose columns are not known."""
     return any(
         getattr(dataset, "column_names", None) is None or image_columns(dataset)
