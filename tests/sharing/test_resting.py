@@ -1,5 +1,7 @@
 """When the shared forward pass rests: where a cache is wanted, and while `generate` runs."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from families import build, make_batch
@@ -49,3 +51,30 @@ def test_pauses_may_be_nested(case):
             pass
         assert shared.paused
     assert not shared.paused
+
+
+def test_a_model_that_samples_by_itself_draws_the_same_numbers(case):
+    """The pass over the prompts draws none, whatever the model's own generation config says."""
+    model, batch = case
+    model.generation_config.do_sample = True
+    try:
+        tokens = []
+        for shares in (False, True):
+            torch.manual_seed(3)
+            with share_prompts(model) if shares else nullcontext() as report:
+                tokens.append(model.generate(**batch.prompt_inputs(), max_new_tokens=5))
+    finally:
+        model.generation_config.do_sample = False
+    assert report.prompts == 2
+    assert torch.equal(*tokens)
+
+
+def test_prompts_of_one_token_are_generated_from_plainly(case):
+    model, _ = case
+    ids = torch.full((3, 1), 20)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 3}
+    plain = model.generate(**inputs)
+    with share_prompts(model) as report:
+        shared = model.generate(**inputs)
+    assert torch.equal(plain, shared)
+    assert dict(report.plain) == {"no prompt before the completions": 1}
