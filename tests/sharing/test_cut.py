@@ -63,3 +63,15 @@ def test_prompts_that_end_with_an_image_are_not_generated_from(name, value, colu
             generate._groups((), inputs)
     else:
         assert generate._groups((), inputs)[1:] == ([0, 0], 1)
+
+
+@pytest.mark.parametrize("asked", [{"return_dict": False}, {"output_hidden_states": True}, {"output_attentions": True}])
+def test_outputs_that_are_not_made(asked):
+    with pytest.raises(CannotShare, match=next(iter(asked))):
+        find_cut({**batch(), **asked}, CONFIG, 2)
+    find_cut({**batch(), "return_dict": True}, CONFIG, 2)
+
+
+def test_a_report_of_nothing():
+    """As many prompts as rows: nothing was shared."""
+    assert SharingReport().prompts_per_row == 1.0
