@@ -1,11 +1,13 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Both create .venv and install what they need.
-PYTHON ?= python3
+CANDIDATES := $(or $(PYTHON),python3 python3.13 python3.12 python3.11)
+override PYTHON := $(or $(shell scripts/find_python.sh $(CANDIDATES) 2>/dev/null),python3)
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 DEMO_FLAGS ?=
 
 # The stamps hold what was installed with, so that another torch or interpreter installs again.
-KEY := $(PYTHON) $(TORCH)
+VERSION := $(shell $(PYTHON) -V 2>/dev/null)
+KEY := $(VERSION) $(TORCH)
 BASE := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 BIN := $(VENV)/bin
@@ -24,7 +26,9 @@ endif
 FORCE:
 
 $(BASE): pyproject.toml
-	$(PYTHON) -m venv $(VENV)
+	@scripts/find_python.sh $(CANDIDATES) >/dev/null
+	@echo "Needs Python 3.11 or newer ($(PYTHON): $(VERSION)) and a package index: installs $(TORCH) and the rest into $(VENV)."
+	[ "$$($(BIN)/python -V 2>/dev/null)" = "$(VERSION)" ] || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	@echo '$(KEY)' > $@
