@@ -111,8 +111,6 @@ def is_noticed(name: str, mutant: Mutant, calls: Calls, root: Path, seconds: flo
     """Whether a test notices the mutant that has been written into the copy."""
     file = str(Path(name).relative_to("src"))
     tests = calls.reaching(file, mutant.function)
-    if not tests:
-        return False
     quick: list[str] = []
     used = 0.0
     for test in tests:

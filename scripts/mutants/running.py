@@ -43,9 +43,9 @@ class Calls:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def reaching(self, file: str, function: int) -> list[str]:
-        """Tests that call the function, or for 0 any of the file; the quickest first."""
+        """Tests that call the function, else any of its file, else all (imports call too); the quickest first."""
         of_file = {key: tests for key, tests in self.tests.items() if key[0] == file}
-        found = of_file.get((file, function), set()) if function else set().union(*of_file.values())
+        found = of_file.get((file, function)) or set().union(*of_file.values()) or set(self.seconds)
         return sorted(found, key=lambda test: self.seconds.get(test, 0.0))
 
 

@@ -78,3 +78,15 @@ def test_prompts_of_one_token_are_generated_from_plainly(case):
         shared = model.generate(**inputs)
     assert torch.equal(plain, shared)
     assert dict(report.plain) == {"no prompt before the completions": 1}
+
+
+def test_what_layers_say_about_caches_is_left_as_it_was():
+    """Checkpointed layers may use our cache; one that had been told so by its user still may afterwards."""
+    model, batch = build("llama").train(), make_batch("llama")
+    first, second = model.model.layers
+    first._can_checkpoint_with_cache = False
+    with share_prompts(model, 12) as report:
+        model(**batch.inputs)
+    assert report.prompts == 2
+    assert vars(first)["_can_checkpoint_with_cache"] is False
+    assert "_can_checkpoint_with_cache" not in vars(second)
