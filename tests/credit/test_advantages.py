@@ -164,3 +164,11 @@ def test_grpo_is_what_trl_computes(text_model, text_tokenizer, text_rows: Datase
 
 def test_a_group_of_one_has_no_second_best():
     assert estimate([3.0, 5.0], 1, "grpo_passk") == [0, 0]
+
+
+def test_reinforce_plus_plus_over_what_is_trained_on():
+    """Centred 1/2 and -1/2 here; 1/2, -1/2, 3/2, -3/2 are trained on: variance 5 / 3."""
+    found = estimate_advantages(
+        torch.tensor([1.0, 0.0]), 2, "reinforce_plus_plus", trained=torch.tensor([1.0, 0.0, 3.0, 0.0])
+    )
+    assert found.tolist() == pytest.approx([0.5 / (5 / 3) ** 0.5, -0.5 / (5 / 3) ** 0.5])

@@ -418,3 +418,10 @@ def test_a_token_without_dependency_is_not_kept_beside_others_that_have_one():
     measured = signals([[1, 1, 1, 1], [1, 1, 0, 0]], dependency=[[NAN, 1.0, 3.0, 2.0], [NAN] * 4])
     shaped, _ = shape_advantages(torch.ones(2), measured, options)
     assert shaped.tolist() == [[0, 0, 1, 1], [1, 1, 0, 0]]
+
+
+def test_wide_smoothing_is_the_option():
+    """Every token gets the mean of all: weights 1."""
+    options = CreditOptions(token_weights=True, token_weights_smooth_sigma=1000.0)
+    shaped, _ = shape_advantages(torch.ones(1), signals([[1, 1, 1]], vgr=[[1.0, 2.0, 4.0]]), options)
+    assert shaped[0].tolist() == pytest.approx([1, 1, 1], abs=1e-4)
