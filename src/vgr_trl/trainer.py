@@ -35,6 +35,7 @@ from vgr_trl.reporting.views.model_card import TAGS, TRL_PAPER, extended_card, m
 from vgr_trl.rewards.finite import refuse_infinite
 from vgr_trl.rewards.groups import gather_groups, needed_columns
 from vgr_trl.rewards.outcome import checked
+from vgr_trl.rewards.registry import hardened
 from vgr_trl.rewards.schedule import RewardSchedule
 from vgr_trl.sharing import (
     Place,
@@ -108,7 +109,7 @@ class DAPOTrainer(GRPOTrainer):
             raise ConfigError(
                 "max_prompt_length needs prompts from the data, but environment_factory makes them: drop one."
             )
-        rewards = as_list(reward_funcs)
+        rewards = hardened(as_list(reward_funcs)) if args.vgr_hard_negative else as_list(reward_funcs)
         self._reward_schedule = RewardSchedule.for_rewards(rewards, args.reward_weights, args.early_reward_weights)
         rewards = [
             self._over_whole_groups(reward) if needed_columns(reward) is not None else reward for reward in rewards
@@ -314,7 +315,7 @@ class DAPOTrainer(GRPOTrainer):
 
     def _checked_rewards(self) -> list[Any]:
         return [
-            reward if isinstance(reward, torch.nn.Module) else checked(reward, name, self._warn_of_nan)
+            reward if isinstance(reward, torch.nn.Module) else checked(reward, name, self._warn_of_nan, trainer=self)
             for reward, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
         ]
 
@@ -366,6 +367,7 @@ class DAPOTrainer(GRPOTrainer):
         for name, value in attention_metrics(segments, self.accelerator.gather, of_prompt).items():
             self._metrics[mode][name].append(value)
         columns = reward_columns(segments)
+        self._mdi_balance_scores_current_batch = columns["mdi_balance"]  # what rewards of our users' scripts read
         for name in SINGLE_COLUMNS:
             self._log_completion_extra(name, columns[name])
         columns["mdi_balance_ratio"] = [self.args.mdi_balance_ratio] * len(inputs)

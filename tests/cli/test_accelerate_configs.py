@@ -11,6 +11,8 @@ EXPECTED = {
     "fsdp2": "FSDP",
     "zero2": "DEEPSPEED",
     "zero3": "DEEPSPEED",
+    "deepspeed_zero2": "DEEPSPEED",  # as our users' scripts name them
+    "deepspeed_zero3": "DEEPSPEED",
 }
 
 

@@ -5,6 +5,7 @@ import pytest
 from trl import TrlParser
 
 from vgr_trl import DAPOConfig
+from vgr_trl.config.aliases import ALIASES
 from vgr_trl.errors import ConfigError, VGRError
 
 
@@ -28,6 +29,10 @@ def test_defaults_of_the_users_notes(tmp_path):
 def test_aliases_set_the_fields_they_stand_for(tmp_path):
     made = config(tmp_path, eval_num_generations=4, warmup_ratio=0.05)
     assert made.num_generations_eval == 4
+    again = config(tmp_path, prompt_preview_chars=300, completion_preview_chars=50)
+    assert (again.prompt_preview_length, again.completion_preview_length) == (300, 50)
+    assert DAPOConfig(out_dir=str(tmp_path / "x"), use_cpu=True, bf16=False).output_dir == str(tmp_path / "x")
+    assert {*ALIASES, *ALIASES.values()} <= set(DAPOConfig.__dataclass_fields__)
     assert made.get_warmup_steps(1000) == 50
 
 
@@ -37,7 +42,15 @@ def test_aliases_set_the_fields_they_stand_for(tmp_path):
         ({"warmup_ratio": 1.0}, "warmup_ratio is 1.0: give a share of all steps in [0, 1)."),
         ({"warmup_ratio": -0.1}, "warmup_ratio is -0.1: give a share of all steps in [0, 1)."),
         ({"warmup_ratio": 0.1, "warmup_steps": 5}, "warmup_ratio is 0.1 and warmup_steps is 5: give one of them."),
-        ({"eval_num_generations": 4, "num_generations_eval": 2}, "its alias num_generations_eval is 2"),
+        (
+            {"eval_num_generations": 4, "num_generations_eval": 2},
+            "eval_num_generations is 4 and num_generations_eval, of which it is an alias, is 2: give one of them",
+        ),
+        (
+            {"prompt_preview_chars": 4, "prompt_preview_length": 5},
+            "prompt_preview_chars is 4 and prompt_preview_length",
+        ),
+        ({"vgr_hard_negative": "yes"}, "vgr_hard_negative is 'yes': give True or False."),
         ({"eval_num_generations": 0}, "num_generations_eval is 0: give an integer of at least 1."),
         ({"max_prompt_length": 0}, "max_prompt_length is 0: give an integer of at least 1."),
         ({"max_completion_length": -3}, "max_completion_length is -3: give an integer of at least 1."),

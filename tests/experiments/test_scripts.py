@@ -12,6 +12,7 @@ from trl import ModelConfig
 from vgr_trl import DAPOConfig
 from vgr_trl.cli.arguments import DataArguments, RewardArguments, parse
 from vgr_trl.demo.write_folder import write_folder
+from vgr_trl.rewards.registry import hardened
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 SCRIPTS = sorted(path.name for path in EXPERIMENTS.glob("*.sh") if path.name != "common.sh")
@@ -70,7 +71,7 @@ def options(arguments: list[str]):
 def test_settings(script, functions, weights, early, minimum, tmp_path):
     arguments = launched(script, tmp_path)
     data, rewards, config, model = options(arguments)
-    assert rewards.reward_funcs == functions
+    assert (hardened(rewards.reward_funcs) if config.vgr_hard_negative else rewards.reward_funcs) == functions
     assert config.reward_weights == weights
     assert config.early_reward_weights == early
     assert config.filter_min_reward == minimum

@@ -81,3 +81,24 @@ def test_asynchronous_rewards_stay_so():
     for wrong in (functools.partial(later, value="no"), Later()):
         with pytest.raises(RewardError, match=r"^The reward mine returned 'no' \(str\) for completion 0"):
             asyncio.run(checked(wrong, "mine", print)(completions=["x"]))
+
+
+def test_the_trainer_reaches_rewards_that_take_it():
+    """Those of our users' scripts read `kwargs["trainer"]`; others are called as before."""
+    trainer = object()
+
+    def by_name(completions, trainer, **kwargs):
+        return [1.0 if trainer is given else 0.0 for given in [kwargs["expected"]] for _ in completions]
+
+    def among_others(completions, **kwargs):
+        return [1.0 if kwargs["trainer"] is kwargs["expected"] else 0.0 for _ in completions]
+
+    def without(completions, expected):
+        return [1.0 for _ in completions]
+
+    bound = functools.partial(by_name, trainer="bound")
+    for reward, expected in ((by_name, trainer), (among_others, trainer), (without, None), (bound, "bound")):
+        call = checked(reward, "mine", lambda *said: None, trainer=trainer)
+        assert call(completions=["x", "y"], expected=expected) == [1.0, 1.0]
+    unused = checked(lambda completions, **kwargs: [float("trainer" in kwargs)], "mine", lambda *said: None)
+    assert unused(completions=["x"]) == [0.0]

@@ -117,18 +117,6 @@ class RewardArguments:
             "(my_rewards.py:my_reward)."
         },
     )
-    vgr_hard_negative: bool = field(
-        default=False, metadata={"help": "Give the reward vgr to right completions only (vgr_hard_negative)."}
-    )
     reward_model_name_or_path: str | None = field(
         default=None, metadata={"help": "A sequence-classification model whose score is one more, first reward."}
     )
-
-    def __post_init__(self) -> None:
-        if self.vgr_hard_negative:
-            if not {"vgr", "vgr_hard_negative"} & set(self.reward_funcs):
-                raise ConfigError(
-                    f"vgr_hard_negative is on, but reward_funcs is {' '.join(self.reward_funcs)}: name vgr there, or "
-                    "switch it off."
-                )
-            self.reward_funcs = ["vgr_hard_negative" if name == "vgr" else name for name in self.reward_funcs]

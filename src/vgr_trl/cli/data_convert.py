@@ -70,7 +70,9 @@ def parser() -> argparse.ArgumentParser:
 def add_output_flags(made: argparse.ArgumentParser) -> None:
     """Add the flags of what is written, which `convert` and `merge` share."""
     group = made.add_argument_group("output")
-    group.add_argument("--output_dir", type=Path, required=True, help="folder; the same command continues in it")
+    group.add_argument(
+        "--output_dir", "--out_dir", type=Path, required=True, help="folder; the same command continues in it"
+    )
     group.add_argument(
         "--output_format", choices=PARTS, default="parquet", help="Parquet with images, JSONL with paths"
     )

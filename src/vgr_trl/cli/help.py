@@ -11,7 +11,15 @@ from typing import Any
 from trl import ModelConfig
 
 from vgr_trl.cli.arguments import DataArguments, RewardArguments
-from vgr_trl.config import ChooseOptions, CreditOptions, DAPOConfig, MeasureOptions, PerceiveOptions, ReportOptions
+from vgr_trl.config import (
+    AliasOptions,
+    ChooseOptions,
+    CreditOptions,
+    DAPOConfig,
+    MeasureOptions,
+    PerceiveOptions,
+    ReportOptions,
+)
 
 _TITLES: dict[type, str] = {
     DataArguments: "Data",
@@ -22,6 +30,7 @@ _TITLES: dict[type, str] = {
     CreditOptions: "Credit per token",
     ChooseOptions: "Which groups are trained on",
     ReportOptions: "Records and logs",
+    AliasOptions: "Other names",
 }
 _OFTEN_USED = {
     ModelConfig: (
@@ -72,6 +81,8 @@ def _sections(groups: Sequence[type], everything: bool) -> Iterator[tuple[str, l
         else:
             yield _TITLES[group], [*shown, *(fields.pop(name) for name in own.pop(group) if name in fields)]
         for base, names in own.items():
+            if base is AliasOptions and not everything:
+                continue
             yield _TITLES[base], [fields.pop(name) for name in names if name in fields]
         if everything:
             yield (

@@ -21,6 +21,7 @@ from vgr_trl.data.read.load import parse_data_files, readable
 from vgr_trl.data.rows.skipped import append_skipped, report_skipped
 from vgr_trl.errors import CollapseError, ConfigError, DataError
 from vgr_trl.rewards import accuracy_reward, load_rewards
+from vgr_trl.rewards.registry import hardened
 from vgr_trl.trainer import DAPOTrainer
 from vgr_trl.training.checkpoints.folders import refuse_finished, resolve_checkpoint, resume_mode
 
@@ -44,7 +45,7 @@ def train(data: DataArguments, rewards: RewardArguments, config: DAPOConfig, mod
         raise ConfigError("model_name_or_path is missing: give a checkpoint folder or a hub name.")
     _separate_lora_modules(model)
     output_dir = Path(config.output_dir or "trainer_output")
-    identity = _identity(data, rewards, model)
+    identity = _identity(data, rewards, config, model)
     resume = resume_mode(config.resume_from_checkpoint)
     claim(output_dir, identity, resume)
     checkpoint = resolve_checkpoint(resume, output_dir)
@@ -170,14 +171,14 @@ def _unwrapped(reward: Any) -> Any:
     return reward
 
 
-def _identity(data: DataArguments, rewards: RewardArguments, model: ModelConfig) -> dict[str, Any]:
+def _identity(data: DataArguments, rewards: RewardArguments, config: DAPOConfig, model: ModelConfig) -> dict[str, Any]:
     """What must be the same for a run to be continued."""
     return {
         "model": model.model_name_or_path,
         "data": _resolved(data),
         "dataset_config": data.dataset_config,
         "dataset_train_split": data.dataset_train_split,
-        "reward_funcs": rewards.reward_funcs,
+        "reward_funcs": hardened(rewards.reward_funcs) if config.vgr_hard_negative else rewards.reward_funcs,
         "reward_model": rewards.reward_model_name_or_path,
         "lora": [model.lora_r, model.lora_target_modules, model.use_dora] if model.use_peft else None,
     }

@@ -1,11 +1,13 @@
 """Every option, one file per stage; `help` is its description.
 
 Read `dapo.py`, which composes them, then the stages in the order of data: `measure.py`, `perceive.py`, `choose.py`,
-`credit.py`, `report.py`. `ranges.py` checks values, `effects.py` names options that steer nothing.
+`credit.py`, `report.py`. `aliases.py` has other names of options, `ranges.py` checks values, `effects.py` names options
+that steer nothing.
 """
 
 from typing import TYPE_CHECKING, Any
 
+from vgr_trl.config.aliases import AliasOptions
 from vgr_trl.config.choose import ChooseOptions
 from vgr_trl.config.credit import CreditOptions
 from vgr_trl.config.measure import MeasureOptions
@@ -15,7 +17,15 @@ from vgr_trl.config.report import ReportOptions
 if TYPE_CHECKING:
     from vgr_trl.config.dapo import DAPOConfig
 
-__all__ = ["ChooseOptions", "CreditOptions", "DAPOConfig", "MeasureOptions", "PerceiveOptions", "ReportOptions"]
+__all__ = [
+    "AliasOptions",
+    "ChooseOptions",
+    "CreditOptions",
+    "DAPOConfig",
+    "MeasureOptions",
+    "PerceiveOptions",
+    "ReportOptions",
+]
 
 
 def __getattr__(name: str) -> Any:

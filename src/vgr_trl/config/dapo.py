@@ -5,7 +5,14 @@ from numbers import Integral
 
 from trl import GRPOConfig
 
-from vgr_trl.config import ChooseOptions, CreditOptions, MeasureOptions, PerceiveOptions, ReportOptions
+from vgr_trl.config import (
+    AliasOptions,
+    ChooseOptions,
+    CreditOptions,
+    MeasureOptions,
+    PerceiveOptions,
+    ReportOptions,
+)
 from vgr_trl.config.ranges import check_choice, check_integer, check_number, check_switch, is_number
 from vgr_trl.errors import ConfigError
 
@@ -28,9 +35,12 @@ _LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "ves
 
 
 @dataclass
-class DAPOConfig(ReportOptions, ChooseOptions, CreditOptions, PerceiveOptions, MeasureOptions, GRPOConfig):
+class DAPOConfig(
+    AliasOptions, ReportOptions, ChooseOptions, CreditOptions, PerceiveOptions, MeasureOptions, GRPOConfig
+):
     """Options of `DAPOTrainer`: those of TRL's `GRPOConfig`, with the defaults of DAPO, those of the stages
-    (`MeasureOptions`, `PerceiveOptions`, `CreditOptions`, `ChooseOptions`, `ReportOptions`), and the ones below.
+    (`MeasureOptions`, `PerceiveOptions`, `CreditOptions`, `ChooseOptions`, `ReportOptions`), other names of some
+    (`AliasOptions`), and the ones below.
 
     Changed defaults: `epsilon_high=0.28` (DAPO's clip-higher; https://huggingface.co/papers/2503.14476). TRL's own
     defaults already are `loss_type="dapo"` and `beta=0.0`.
@@ -41,11 +51,11 @@ class DAPOConfig(ReportOptions, ChooseOptions, CreditOptions, PerceiveOptions, M
         share_prompts: compute each prompt once for its G completions. `auto`: wherever that changes nothing; `on`: also
             where keeping the completions of a prompt in one micro-batch changes a normaliser of the loss, and where
             parameters are sharded (ZeRO-3, FSDP); `off`.
-        eval_num_generations: alias of TRL's `num_generations_eval`, at least 1.
         warmup_ratio: share of all steps that warm the learning rate up, in [0, 1). `TrainingArguments` expresses it
             as `warmup_steps` below 1, which this option sets.
         early_reward_weights: weights of the rewards while the global step is below the warm-up steps, or below the
             first 10 % of all steps if there is no warm-up; one per reward function. `None`: `reward_weights` always.
+        vgr_hard_negative: `vgr_hard_negative_reward` takes the place of `vgr_reward` among the reward functions.
         soft_punish_cache: tokens before `max_completion_length` over which the length reward of the command line falls
             from 0 to -1, in [0, max_completion_length]; `None`: a fifth of it.
 
@@ -87,7 +97,6 @@ class DAPOConfig(ReportOptions, ChooseOptions, CreditOptions, PerceiveOptions, M
             "truncated. None: no limit."
         },
     )
-    eval_num_generations: int | None = field(default=None, metadata={"help": "Alias of num_generations_eval."})
 
     share_prompts: str = field(
         default="auto",
@@ -109,6 +118,9 @@ class DAPOConfig(ReportOptions, ChooseOptions, CreditOptions, PerceiveOptions, M
             "order of the reward functions; reward_weights hold afterwards."
         },
     )
+    vgr_hard_negative: bool = field(
+        default=False, metadata={"help": "Give the reward vgr to right completions only (vgr_hard_negative)."}
+    )
     soft_punish_cache: int | None = field(
         default=None,
         metadata={
@@ -126,7 +138,8 @@ class DAPOConfig(ReportOptions, ChooseOptions, CreditOptions, PerceiveOptions, M
     )
 
     def __post_init__(self) -> None:
-        self._resolve_aliases()
+        self.resolve_aliases()
+        self._resolve_warmup()
         self._check_ranges()
         self.check_measure()
         self.check_perceive()
@@ -141,14 +154,7 @@ class DAPOConfig(ReportOptions, ChooseOptions, CreditOptions, PerceiveOptions, M
         """Distinct prompts, over all processes, that one rollout generates completions for."""
         return int(self.generation_batch_size or 0) // int(self.num_generations or 1)
 
-    def _resolve_aliases(self) -> None:
-        if self.eval_num_generations is not None:
-            if self.num_generations_eval not in (None, self.eval_num_generations):
-                raise ConfigError(
-                    f"eval_num_generations is {self.eval_num_generations} and its alias num_generations_eval is "
-                    f"{self.num_generations_eval}: give one of them, or the same value twice."
-                )
-            self.num_generations_eval = self.eval_num_generations
+    def _resolve_warmup(self) -> None:
         if self.warmup_ratio is not None:
             if not is_number(self.warmup_ratio) or not 0 <= self.warmup_ratio < 1:
                 raise ConfigError(f"warmup_ratio is {self.warmup_ratio}: give a share of all steps in [0, 1).")
@@ -175,6 +181,7 @@ class DAPOConfig(ReportOptions, ChooseOptions, CreditOptions, PerceiveOptions, M
             if value is not None:
                 check_number(name, value, low, high, meaning)
         check_switch("stop_on_collapse", self.stop_on_collapse)
+        check_switch("vgr_hard_negative", self.vgr_hard_negative)
         check_choice("share_prompts", self.share_prompts, ("auto", "on", "off"))
         if self.temperature == 0:
             raise ConfigError(f"temperature is {self.temperature}: give a number above 0.")

@@ -9,27 +9,40 @@ from typing import Any
 from vgr_trl.errors import RewardError
 
 
-def checked(reward: Any, name: str, on_nan: Callable[[str, int], None]) -> Callable[..., Any]:
+def checked(reward: Any, name: str, on_nan: Callable[[str, int], None], trainer: Any = None) -> Callable[..., Any]:
     """Return `reward`, asynchronous if it is, such that it returns a list of floats and Nones or fails with its name.
 
     Args:
         reward: called with keywords only, `completions` among them.
         name: of the reward, for messages.
         on_nan: called with the name and the number of NaN that the reward returned, if there are any.
+        trainer: passed as `trainer` to a reward that takes it, by name or among `**kwargs`; None: to none.
     """
+    given = {"trainer": trainer} if trainer is not None and _takes(reward, "trainer") else {}
     if inspect.iscoroutinefunction(_innermost(reward)) or inspect.iscoroutinefunction(
         getattr(_innermost(reward), "__call__", None)  # noqa: B004
     ):
 
         async def call_async(**kwargs: Any) -> list[float | None]:
-            return _read(await reward(**kwargs), len(kwargs["completions"]), name, on_nan)
+            return _read(await reward(**given | kwargs), len(kwargs["completions"]), name, on_nan)
 
         return call_async
 
     def call(**kwargs: Any) -> list[float | None]:
-        return _read(reward(**kwargs), len(kwargs["completions"]), name, on_nan)
+        return _read(reward(**given | kwargs), len(kwargs["completions"]), name, on_nan)
 
     return call
+
+
+def _takes(reward: Any, name: str) -> bool:
+    """Whether a reward can be called with a keyword that no `functools.partial` has bound."""
+    if name in getattr(reward, "keywords", {}):
+        return False
+    try:
+        parameters = inspect.signature(reward).parameters
+    except ValueError:  # a built-in function without a signature
+        return False
+    return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def _innermost(reward: Any) -> Any:

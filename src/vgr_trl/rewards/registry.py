@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable
 from importlib.metadata import EntryPoint, entry_points
+from types import FunctionType
 from typing import Any
 
 from vgr_trl.errors import RewardError
@@ -29,6 +30,11 @@ FACTORIES: dict[str, Callable[..., Any]] = {
     "length": get_soft_overlong_punishment,
     "soft_overlong": get_soft_overlong_punishment,
     "get_soft_overlong_punishment": get_soft_overlong_punishment,
+}
+_HARD: dict[Any, Any] = {
+    vgr_reward: vgr_hard_negative_reward,
+    "vgr": "vgr_hard_negative",
+    "vgr_reward": "vgr_hard_negative_reward",
 }
 _FORMS = "my_package.rewards.my_reward or my_rewards.py:my_reward"
 
@@ -73,6 +79,27 @@ def load_reward(
         module, _, attribute = name.rpartition(".")
         found = _attribute(import_module(module), attribute, module)
     return _checked(found, repr(name), max_completion_length, soft_punish_cache)
+
+
+def hardened(rewards: Iterable[Any]) -> list[Any]:
+    """Return reward functions, or names of them, with the hard negatives of `vgr` in the place of `vgr`.
+
+    Raises:
+        RewardError: there is neither among them.
+    """
+    rewards = list(rewards)
+    changed = [_HARD.get(reward, reward) if isinstance(reward, str | FunctionType) else reward for reward in rewards]
+    if not any(reward in _HARD.values() for reward in changed if isinstance(reward, str | FunctionType)):
+        shown = " ".join(reward if isinstance(reward, str) else _shown(reward) for reward in rewards)
+        raise RewardError(
+            f"vgr_hard_negative is on, but the reward functions are {shown or 'none'}: name vgr there, or switch it "
+            "off."
+        )
+    return changed
+
+
+def _shown(reward: Any) -> str:
+    return str(getattr(reward, "__name__", type(reward).__name__))
 
 
 def known_names() -> list[str]:

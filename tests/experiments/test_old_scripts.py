@@ -1,0 +1,187 @@
+"""Flag lines of our users' scripts, as they type them: only model, data and size are those of a test."""
+
+import json
+import os
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from PIL import Image
+from trl import ModelConfig
+
+from vgr_trl import DAPOConfig
+from vgr_trl.cli.__main__ import main
+from vgr_trl.cli.arguments import DataArguments, RewardArguments, parse
+from vgr_trl.cli.flags import check_flags
+from vgr_trl.data.read.load import load_split
+from vgr_trl.data.rows.schema import prepare_rows
+from vgr_trl.errors import RewardError
+from vgr_trl.rewards import accuracy_reward, vgr_hard_negative_reward, vgr_reward
+from vgr_trl.rewards.registry import hardened
+
+REPOSITORY = Path(__file__).parents[2]
+EXAMPLES = REPOSITORY / "examples"
+OF_ALL = """
+    --model_name_or_path Qwen/Qwen2.5-VL-7B-Instruct --output_dir training_logs/1/runs/dapo
+    --rollout_log_path training_logs/1/rollout_results.md --eval_log_path training_logs/1/eval_results.md
+    --dtype bfloat16 --gradient_checkpointing --max_prompt_length 1024 --max_completion_length 384
+    --per_device_train_batch_size 8 --gradient_accumulation_steps 4 --num_generations 8 --num_train_epochs 2
+    --report_to wandb --log_completions --logging_steps 1.0 --do_eval --eval_strategy steps --eval_steps 10
+    --eval_num_generations 4 --per_device_eval_batch_size 8 --save_strategy steps --save_steps 400
+    --learning_rate 1e-5 --lr_scheduler_type cosine --warmup_ratio 0.05 --max_grad_norm 1.0
+"""
+BUFFER = "--replay_buffer_size 64 --soft_punish_cache 50 --replay_var_epsilon 1e-6 --filter_min_reward"
+LINES = {
+    "experiment 1": f"train_grpo_vlm.py {OF_ALL} {BUFFER} 1.5 "
+    "--reward_weights 2.5 0.0 0.5 1.0 --early_reward_weights 1.0 0.0 2.0 1.0",
+    "experiment 2": f"train_grpo_vlm.py {OF_ALL} {BUFFER} 1.5 "
+    "--reward_weights 0.0 2.5 0.5 1.0 --early_reward_weights 0.0 1.0 2.0 1.0",
+    "experiment 3": f"train_grpo_vlm.py {OF_ALL} {BUFFER} 2.0 "
+    "--reward_weights 2.5 1.0 0.5 1.0 --early_reward_weights 1.0 1.0 2.0 1.0",
+    "experiment 4": f"train_grpo_vlm.py {OF_ALL} {BUFFER} 1.0 --vgr_hard_negative "
+    "--reward_weights 2.5 1.0 0.5 1.0 --early_reward_weights 1.0 1.0 2.0 1.0",
+    "experiment 5": f"train_grpo_vlm.py {OF_ALL} {BUFFER} 1.5 --token_weights --token_weights_smooth_sigma 1.0 "
+    "--reward_weights 2.5 0.0 0.5 1.0 --early_reward_weights 1.0 0.0 2.0 1.0",
+    "dapo_train": f"""dapo_train.py {OF_ALL} {BUFFER} 1.5 --vgr_hard_negative
+        --reward_weights 2.5 1.0 0.5 1.0 --early_reward_weights 1.0 1.0 2.0 1.0
+        --use_peft --lora_target_modules "q_proj", "v_proj" """,
+    "MDI": """grpo_vlm.py --model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct --output_dir grpo-Qwen2.5-VL-3B-Instruct
+        --learning_rate 1e-5 --gradient_checkpointing --dtype bfloat16 --max_prompt_length 2048
+        --max_completion_length 1024 --dataset_name HuggingFaceM4/A-OKVQA --log_completions""",
+    "MDI with adapters": """grpo_vlm.py --model_name_or_path HuggingFaceTB/SmolVLM2-2.2B-Instruct
+        --output_dir grpo-SmolVLM2-2.2B-Instruct --learning_rate 1e-5 --dtype bfloat16 --max_prompt_length 2048
+        --max_completion_length 1024 --use_peft --lora_target_modules "q_proj", "v_proj" --log_completions
+        --per_device_train_batch_size 1 --gradient_accumulation_steps 2 --num_generations 2""",
+}
+REWARDS = {"MDI": ["accuracy_reward", "think_format_reward", "mdi_reward"]}
+REWARDS["MDI with adapters"] = REWARDS["MDI"]
+HARD = ("experiment 4", "dapo_train")
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_every_flag_is_known_and_read(name):
+    script, *flags = shlex.split(LINES[name])
+    assert (EXAMPLES / script).is_file()
+    check_flags("train", flags)
+    groups = (DataArguments, RewardArguments, DAPOConfig, ModelConfig)
+    data, _, config, model = parse(groups, "train", [*flags, "--use_cpu", "true", "--bf16", "false"])
+    assert config.vgr_hard_negative is (name in HARD)
+    assert data.dataset_name == ("HuggingFaceM4/A-OKVQA" if name == "MDI" else None)
+    assert model.use_peft is ("lora" in LINES[name])
+    assert config.max_prompt_length == (2048 if name.startswith("MDI") else 1024)
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_every_line_trains_a_small_model(name, model_folder, question_files, tmp_path, monkeypatch):
+    script, *flags = shlex.split(LINES[name])
+    if "--dataset_name" in flags:
+        at = flags.index("--dataset_name")
+        flags[at : at + 2] = []
+    no_system_prompt = tmp_path / "none.txt"
+    no_system_prompt.touch()
+    smaller = f"""--model_name_or_path {model_folder} --data_files {question_files}
+        --system_prompt_file {no_system_prompt} --max_steps 1 --max_completion_length 52
+        --per_device_train_batch_size 4 --gradient_accumulation_steps 4
+        --num_generations 8 --use_cpu true --bf16 false --dtype float32 --report_to none --num_completions_to_print 0
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [script, *flags, *shlex.split(smaller)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    assert ended.value.code == 0
+    output = Path(flags[flags.index("--output_dir") + 1])
+    (logged,) = [entry for entry in _history(output) if "reward" in entry]
+    weights = {key.split("/")[1]: value for key, value in logged.items() if key.startswith("reward_weights/")}
+    if name in REWARDS:
+        assert weights == dict(zip(REWARDS[name], [4.0, 1.0, 1.0], strict=True))
+    else:
+        attention = "vgr_hard_negative_reward" if name in HARD else "vgr_reward"
+        names = ["accuracy_reward", attention, "think_format_reward", "soft_overlong_punishment_reward"]
+        at = flags.index("--early_reward_weights")
+        assert weights == dict(zip(names, map(float, flags[at + 1 : at + 5]), strict=True))
+        assert "## Training, step 0" in Path("training_logs/1/rollout_results.md").read_text(encoding="utf-8")
+        assert "## Evaluation, step 1" in Path("training_logs/1/eval_results.md").read_text(encoding="utf-8")
+    if "lora" in LINES[name]:
+        adapter = json.loads((output / "adapter_config.json").read_text(encoding="utf-8"))
+        assert sorted(adapter["target_modules"]) == ["q_proj", "v_proj"]
+
+
+def _history(output: Path) -> list[dict]:
+    return json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+
+
+def test_accelerate_launches_the_script(model_folder, question_files, tmp_path):
+    """The whole line, with the launcher; the accelerate configuration gives way to a CPU."""
+    script, *flags = shlex.split(LINES["MDI with adapters"])
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes", "1"]
+    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", str(EXAMPLES / script)]
+    smaller = f"""--model_name_or_path {model_folder} --data_files {question_files} --max_steps 1 --use_cpu true
+        --max_completion_length 4 --bf16 false --dtype float32 --report_to none"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *flags, *smaller.split()], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "grpo-SmolVLM2-2.2B-Instruct" / "adapter_config.json").is_file()
+
+
+def test_a_reward_of_theirs_reads_the_balance_from_the_trainer(model_folder, question_files, tmp_path, monkeypatch):
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(
+        "def balance_reward(completions, **kwargs):\n"
+        "    balances = kwargs['trainer']._mdi_balance_scores_current_batch\n"
+        "    assert balances == kwargs['mdi_balance'] and len(balances) == len(completions)\n"
+        "    return [2.0 * balance - 1.0 for balance in balances]\n",
+        encoding="utf-8",
+    )
+    flags = f"""train --model_name_or_path {model_folder} --data_files {question_files} --output_dir {tmp_path / "run"}
+        --reward_funcs mdi {rewards}:balance_reward --use_cpu true --bf16 false --max_steps 1 --num_generations 4
+        --max_completion_length 4 --per_device_train_batch_size 8 --report_to none"""
+    assert main(flags.split()) == 0
+    (logged,) = [entry for entry in _history(tmp_path / "run") if "reward" in entry]
+    assert logged["rewards/balance_reward/mean"] == pytest.approx(logged["rewards/mdi_reward/mean"], abs=1e-6)
+
+
+def test_the_set_is_prepared_by_their_script_and_read(tmp_path, monkeypatch):
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    for split, count in (("train", 5), ("validation", 3)):
+        rows = [
+            {
+                "image": Image.new("RGB", (32, 32), (40 * number, 0, 0)),
+                "question_id": f"{split}{number}",
+                "question": "What colour is it?",
+                "choices": ["red", "blue"],
+                "correct_choice_idx": number % 2,
+            }
+            for number in range(count)
+        ]
+        Dataset.from_list(rows).to_parquet(raw / f"{split}-00000-of-00001.parquet")
+    ids = tmp_path / "A-OKVQA_question_id.txt"
+    ids.write_text("train0\ntrain2\ntrain3\nvalidation1\n", encoding="utf-8")
+    script = "prepare_aokvqa_for_trl.py"
+    line = f"{script} --dataset_path {raw} --out_dir ./aokvqa_trl_data --question_id_file {ids} --subset_size 2"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [*line.split(), "--workers", "0"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    assert ended.value.code == 0
+    found = {split: load_split(split, dataset_path="aokvqa_trl_data") for split in ("train", "validation")}
+    assert {split: rows["id"][:] for split, rows in found.items()} == {
+        "train": ["train0", "train2"],
+        "validation": ["validation1"],
+    }
+    rows, skipped = prepare_rows(found["train"])
+    assert (len(rows), skipped) == (2, [])
+
+
+def test_hard_negatives_take_the_place_of_the_attention_reward():
+    assert hardened([accuracy_reward, vgr_reward]) == [accuracy_reward, vgr_hard_negative_reward]
+    assert hardened(["accuracy", "vgr", "format"]) == ["accuracy", "vgr_hard_negative", "format"]
+    assert hardened(["vgr_hard_negative"]) == ["vgr_hard_negative"]
+    with pytest.raises(RewardError, match="vgr_hard_negative is on, but the reward functions are accuracy_reward"):
+        hardened([accuracy_reward])
