@@ -193,3 +193,12 @@ def test_limits_if_none_are_given():
 
 def test_no_dependency_at_all_leaves_all_weights_1_without_limits_too():
     assert dependency_weights(torch.zeros(1, 3), torch.ones(1, 3), clip=None).tolist() == [[1.0, 1.0, 1.0]]
+
+
+def test_smoothing_ends_after_three_sigma():
+    """Sigma 1: the fifth token, 10,000 times the others, reaches the second at distance 3, and not the first."""
+    found = token_weights(torch.tensor([[1.0, 1.0, 1.0, 1.0, 1e-4]]), torch.ones(1, 5), clip=None, smooth_sigma=1.0)
+    near = [math.exp(-distance * distance / 2) for distance in range(4)]
+    others = near[1] + near[0] + near[1] + near[2]
+    second = (others + 1e4 * near[3]) / (others + near[3])
+    assert (found[0, 1] / found[0, 0]).item() == pytest.approx(second, rel=1e-4)
