@@ -1,4 +1,4 @@
-"""What recording costs: the time of a step of the demo with and without it, its thread's work included.
+"""What recording costs: the time of a step of the demo with and without it, thread and Markdown included.
 
     python benchmarks/recording.py [--steps 60] [--json results/recording.json]
 
@@ -74,7 +74,7 @@ def measure(pairs: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         config = trainer_options(
             options, Path(folder), reward_weights=[1.0, 0.2, 0.2], token_weights=True, log_completions=False,
-            rollout_log_steps=1, rollout_log_path=str(Path(folder) / "rollouts.md"), logging_steps=10_000,
+            rollout_log_steps=1, realtime_rollout_logging=True, logging_steps=10_000,
         )  # fmt: skip
         rewards: list[Any] = [accuracy_reward, vgr_reward, think_format_reward]
         trainer = DAPOTrainer(model, rewards, config, as_dataset(rows), processing_class=processor)

@@ -22,6 +22,7 @@ def config(**changed):
         ({"rollout_log_max_megabytes": float("nan")}, "rollout_log_max_megabytes is nan"),
         ({"prompt_preview_length": 0}, "prompt_preview_length is 0"),
         ({"completion_preview_length": -4}, "completion_preview_length is -4"),
+        ({"markdown_logs": "no"}, "markdown_logs is 'no': give True or False"),
         ({"rollout_log_path": " "}, "rollout_log_path is ' ': give the path of a Markdown file"),
         ({"eval_log_path": 3}, "eval_log_path is 3"),
         ({"rollout_log_steps": 0, "rollout_log_path": "a.md"},

@@ -275,6 +275,27 @@ def test_markdown_logs_are_written_at_the_log_or_at_once(make, tmp_path):
     assert "| token\\_weight\\_mean | 1 |" in texts["token_weights_log_path"]
 
 
+def test_markdown_logs_stand_below_the_run_by_default(make, tmp_path):
+    trainer = make([accuracy_reward, letters_reward], token_weights=True, max_steps=3, rollout_log_steps=2)
+    trainer.train()
+    trainer.evaluate()
+    trainer._recorder.sink.close()
+    written = {path.name.rsplit("_", 2)[0]: path for path in (tmp_path / "run" / "training_logs").iterdir()}
+    texts = {name: path.read_text(encoding="utf-8") for name, path in written.items()}
+    assert set(texts) == {"rollout_results", "eval_results", "attention_diagnostics"}
+    rollouts = texts["rollout_results"]
+    assert re.findall("^## (.*)", rollouts, re.M) == ["Training, step 0", "Training, step 2"]
+    assert len(re.findall("^### Token weights$", rollouts, re.M)) == 2
+    assert len(re.findall("^#### Sample", rollouts, re.M)) == 8
+    assert "### Token weights" not in texts["attention_diagnostics"]
+
+
+@pytest.mark.parametrize("off", [{"markdown_logs": False}, {"rollout_log_steps": 0}], ids=str)
+def test_no_markdown_logs_with_one_flag(make, tmp_path, off):
+    make(max_steps=1, **off).train()
+    assert not (tmp_path / "run" / "training_logs").exists()
+
+
 @pytest.mark.parametrize(("at_once", "expected"), [(True, 3), (False, 0)])
 def test_realtime_logging_does_not_wait_for_the_log(make, tmp_path, at_once, expected):
     path = tmp_path / "rollouts.md"

@@ -86,7 +86,7 @@ def _no_lower_clip(args: Any) -> str | None:
 
 def _no_markdown(args: Any) -> str | None:
     paths = (args.rollout_log_path, args.eval_log_path, args.attention_diag_log_path, args.token_weights_log_path)
-    return None if any(paths) else "no Markdown log is given"
+    return None if any(paths) or args.markdown_logs else "no Markdown log is written"
 
 
 _RULES: dict[tuple[str, ...], Reason] = {

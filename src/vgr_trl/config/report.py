@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from vgr_trl.config.ranges import check_integer, check_number
+from vgr_trl.config.ranges import check_integer, check_number, check_switch
 from vgr_trl.errors import ConfigError
 
 LOG_OPTIONS = ("rollout_log_path", "eval_log_path", "attention_diag_log_path", "token_weights_log_path")
@@ -18,10 +18,13 @@ class ReportOptions:
         rollout_log_samples: completions per record, at least 1: the first two of each prompt.
         rollout_log_max_megabytes: bound of records and thumbnails, at least 1; beyond it the oldest records after the
             first ones are removed.
-        rollout_log_path: Markdown file to which the recorded completions of training are appended; None: none.
+        markdown_logs: the recorded completions, with their token weights, also stand in Markdown, in
+            `output_dir/training_logs`: `rollout_results_*.md`, `eval_results_*.md` and `attention_diagnostics_*.md`,
+            with the time of the start in the names.
+        rollout_log_path: another Markdown file for the recorded completions of training, which are appended.
         eval_log_path: likewise for evaluations.
         attention_diag_log_path: likewise for attention: all segments of layers, and the measures of each completion.
-        token_weights_log_path: likewise for token weights.
+        token_weights_log_path: Markdown file for token weights alone; None: none.
         realtime_rollout_logging: append to the Markdown files as soon as a rollout is judged, not when the trainer
             logs.
         prompt_preview_length: characters of a prompt that the Markdown files show, at least 1; None: all.
@@ -36,14 +39,18 @@ class ReportOptions:
     rollout_log_max_megabytes: float = field(
         default=512, metadata={"help": "Bound of the records; beyond it the oldest but the first ones are removed."}
     )
+    markdown_logs: bool = field(
+        default=True, metadata={"help": "Write the recorded completions as Markdown to output_dir/training_logs too."}
+    )
     rollout_log_path: str | None = field(
-        default=None, metadata={"help": "Markdown file for the recorded completions of training."}
+        default=None, metadata={"help": "Another Markdown file for the recorded completions of training."}
     )
     eval_log_path: str | None = field(
-        default=None, metadata={"help": "Markdown file for the recorded completions of evaluations."}
+        default=None, metadata={"help": "Another Markdown file for the recorded completions of evaluations."}
     )
     attention_diag_log_path: str | None = field(
-        default=None, metadata={"help": "Markdown file for the attention of the recorded completions, by segment."}
+        default=None,
+        metadata={"help": "Another Markdown file for the attention of the recorded completions, by segment."},
     )
     token_weights_log_path: str | None = field(
         default=None, metadata={"help": "Markdown file for token weights, for instance token_weights.md."}
@@ -65,6 +72,7 @@ class ReportOptions:
     def check_report(self) -> None:
         """Raise `ConfigError` for values out of range, and for logs that nothing would be written to."""
         check_integer("rollout_log_steps", self.rollout_log_steps, 0)
+        check_switch("markdown_logs", self.markdown_logs)
         check_integer("rollout_log_samples", self.rollout_log_samples, 1)
         check_number("rollout_log_max_megabytes", self.rollout_log_max_megabytes, 1, 1e9, "of at least 1")
         for name in ("prompt_preview_length", "completion_preview_length"):

@@ -18,8 +18,7 @@ from vgr_trl.reporting.records.format import Completion, LogEntry, Record
 from vgr_trl.reporting.records.reading import FOLDER
 from vgr_trl.reporting.records.writing import refuse_unwritable
 from vgr_trl.reporting.sink import RecordSink
-from vgr_trl.reporting.views.markdown import Lengths
-from vgr_trl.reporting.views.markdown_logs import MarkdownLogs
+from vgr_trl.reporting.views.markdown_logs import markdown_logs
 from vgr_trl.training.recorded_images import grids_of_row, images_of_row, quantised
 from vgr_trl.training.recorded_rows import (
     RecordedRow,
@@ -71,12 +70,8 @@ class RolloutRecorder:
             Path(self.args.output_dir),
             self._description(),
             int(self.args.rollout_log_max_megabytes * 1e6),
-            logs=MarkdownLogs(
-                self.args.rollout_log_path,
-                self.args.eval_log_path,
-                self.args.attention_diag_log_path,
-                self.args.token_weights_log_path,
-                Lengths(self.args.prompt_preview_length, self.args.completion_preview_length),
+            logs=markdown_logs(
+                self.args, time.strftime("%Y%m%d_%H%M%S"), attention=bool(trainer._measurement.wanted.attention)
             ),
             at_once=self.args.realtime_rollout_logging,
             prints=self.args.colorize_output,

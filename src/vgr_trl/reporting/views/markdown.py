@@ -42,7 +42,7 @@ class Lengths:
 
 
 def rollout_section(record: Record, summary: Summary, lengths: Lengths) -> str:
-    """Return a section on a rollout batch: its numbers, then each recorded completion."""
+    """Return a section on a rollout batch: its numbers, each recorded completion, and token weights if any."""
     rewards = [[inline(name), number(mean), number(std)] for name, (mean, std) in summary.rewards.items()]
     parts = [
         f"## {_title(record)}\n",
@@ -53,6 +53,8 @@ def rollout_section(record: Record, summary: Summary, lengths: Lengths) -> str:
     if summary.segments:
         parts.append(segment_table(summary.segments, ("vgr", "aei_vision", "aei_instruction")))
     parts += [_sample(index, item, lengths) for index, item in enumerate(record.completions, 1)]
+    if any(item.weights is not None for item in record.completions):
+        parts += ["### Token weights\n", *_token_weights(record, summary, "####")]
     return _joined(parts)
 
 
@@ -70,16 +72,20 @@ def attention_section(record: Record, summary: Summary) -> str:
 
 def token_weights_section(record: Record, summary: Summary) -> str:
     """Return a section on token weights: statistics of the batch, then token–weight pairs of each completion."""
+    return _joined([f"## {_title(record)}\n", *_token_weights(record, summary, "###")])
+
+
+def _token_weights(record: Record, summary: Summary, heading: str) -> list[str]:
     weights = [weight for item in record.completions for weight in item.weights or [] if weight is not None]
     statistics = {**summary.credit, "shown tokens with weight above 1": _share(weights, lambda weight: weight > 1)}
     statistics["shown tokens with weight below 1"] = _share(weights, lambda weight: weight < 1)
     rows = [[inline(name), number(value)] for name, value in statistics.items()]
-    parts = [f"## {_title(record)}\n", table(["quantity", "value"], rows)]
+    parts = [table(["quantity", "value"], rows)]
     for index, completion in enumerate(record.completions, 1):
         if completion.weights is not None:
-            parts.append(f"### Sample {index}: prompt {completion.group}\n")
+            parts.append(f"{heading} Sample {index}: prompt {completion.group}\n")
             parts.append(fenced_json([list(pair) for pair in zip(completion.tokens, completion.weights, strict=True)]))
-    return _joined(parts)
+    return parts
 
 
 def segment_table(segments: Segments, quantities: Sequence[str]) -> str:

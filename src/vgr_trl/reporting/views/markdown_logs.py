@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from vgr_trl.reporting.records.format import Record
 from vgr_trl.reporting.views.markdown import Lengths, Summary, attention_section, rollout_section, token_weights_section
+
+FOLDER = "training_logs"
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,29 @@ class MarkdownLogs:
             _append(self.attention, "Attention", attention_section(record, summary))
         if self.token_weights is not None and in_training:
             _append(self.token_weights, "Token weights", token_weights_section(record, summary))
+
+
+def markdown_logs(options: Any, started: str, attention: bool) -> MarkdownLogs:
+    """Return the files that the options ask for.
+
+    Args:
+        options: `ReportOptions` with an `output_dir`.
+        started: when the run did, for the names of files that the options do not name.
+        attention: whether it is measured.
+    """
+
+    def path(given: str | None, name: str, wanted: bool = True) -> str | None:
+        if given is not None or not (wanted and options.markdown_logs):
+            return given
+        return str(Path(options.output_dir, FOLDER, f"{name}_{started}.md"))
+
+    return MarkdownLogs(
+        path(options.rollout_log_path, "rollout_results"),
+        path(options.eval_log_path, "eval_results"),
+        path(options.attention_diag_log_path, "attention_diagnostics", attention),
+        options.token_weights_log_path,
+        Lengths(options.prompt_preview_length, options.completion_preview_length),
+    )
 
 
 def _append(path: str, title: str, section: str) -> None:
