@@ -184,7 +184,7 @@ def test_merge_splits_and_draws(tmp_path, capsys):
         ),
         (["convert", "arxivqa", "--data_files", "a.parquet"], "give it as queries=FILE"),
         (["merge", "nowhere"], "There is no set at nowhere"),
-        (["merge", "empty"], "empty has no .parquet or .jsonl or .json file"),
+        (["merge", "empty"], "empty has no .parquet or .jsonl or .json or .csv file"),
         (["merge", "a.parquet", "--weights", "1", "2"], "weights has 2 numbers for 1 sets"),
         (["nothing"], "There is no data command 'nothing'"),
     ],

@@ -1,3 +1,4 @@
+import json
 import re
 
 import pytest
@@ -35,11 +36,44 @@ def test_folders_of_files_and_saved_data_sets(tmp_path):
 
 
 def test_malformed_data_files_are_refused():
-    for text in ("train=a.parquet,train=b.parquet", "a.parquet,b.parquet", "train=", "=a.parquet", ""):
+    for text in ("train=", "=a.parquet", "", "train=a.jsonl,", "train=a.jsonl+"):
         with pytest.raises(
-            ConfigError, match=re.escape(f"data_files is {text!r}: give train=a.parquet,test=b.parquet")
+            ConfigError, match=re.escape(f"data_files is {text!r}: give train=a.jsonl+b.jsonl,test=c.parquet")
         ):
             parse_data_files(text)
+    with pytest.raises(ConfigError, match="names a file of train twice"):
+        parse_data_files("a.jsonl+./a.jsonl")
+
+
+def test_several_files_of_a_split(tmp_path):
+    for number in range(3):
+        (tmp_path / f"part{number}.jsonl").write_text(json.dumps({"problem": f"q{number}", "solution": "x"}))
+    ROWS.to_parquet(tmp_path / "part3.parquet")
+    ROWS.to_parquet(tmp_path / "a+b.parquet")
+    a, b, c, d = (str(path) for path in sorted(tmp_path.glob("part*")))
+    q = ["q0", "q1", "q2"]
+    for text, problems in (
+        (f"train={a}+{b}+{c}", q),
+        (f"train={a},train={b},{c}", q),
+        (f"train={tmp_path}/*.jsonl,test={d}", q),
+        (f"{c}+{d}", ["q2", *ROWS["problem"]]),
+        (f"{tmp_path}/a+b.parquet", ROWS["problem"]),
+    ):
+        assert list(load_split("train", data_files=text)["problem"]) == problems
+        assert [row["problem"] for row in load_split("train", data_files=text, streaming=True)] == problems
+
+
+def test_csv_is_not_typed(tmp_path):
+    (tmp_path / "a.csv").write_text("\ufeffproblem,solution,choices\n\"1, 2?\",007,\nq,NA,\"['1', '2']\"\n\nq\n")
+    rows = load_split("train", data_files=str(tmp_path / "a.csv"))
+    assert list(rows["solution"]) == ["007", "NA", None]
+    assert list(rows["problem"]) == ["1, 2?", "q", None]
+    assert list(rows["choices"]) == [None, "['1', '2']", None]
+    assert rows[2]["__unreadable__"] == "the line has 1 values for 3 columns"
+    assert list(load_split("train", dataset_path=str(tmp_path))["solution"]) == ["007", "NA", None]
+    (tmp_path / "a.csv").write_text("problem,problem\nq,x\n")
+    with pytest.raises(DataError, match="give each a name of its own"):
+        load_split("train", data_files=str(tmp_path / "a.csv"))
 
 
 def test_exactly_one_source_is_needed(tmp_path):

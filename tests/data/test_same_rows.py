@@ -90,6 +90,50 @@ USABLE: dict[str, tuple[dict[str, Any], str, str, list[tuple[int, int, int]]]] =
     "CMYK": ({**OPEN, "image": "cmyk.jpg", "solution": "x"}, "How many?", "x", [(0, 255, 255)]),
     "transparent": ({**OPEN, "image": "clear.png", "solution": "x"}, "How many?", "x", [(255, 255, 255)]),
     "moving": ({**OPEN, "image": "moving.gif", "solution": "x"}, "How many?", "x", [RED]),
+    "A-OKVQA": (
+        {"question": "Which?", "choices": ["red", "blue"], "correct_choice_idx": 1, "image": "red.png"},
+        "Which?", "blue", [RED],
+    ),
+    "ArxivQA": (
+        {"question": "Which?", "options": ["A) red", "B) blue"], "label": "B", "image": "red.png"},
+        "Which?", "blue", [RED],
+    ),
+    "ArxivQA of VisRAG": (
+        {"query": "Which?", "options": ["A) red", "B) blue"], "answer": "B", "image": "red.png"}, "Which?", "blue",
+        [RED],
+    ),
+    "MMMU-Pro": (
+        {"question": "Which is <image 2>?", "options": "['red', '<image 3>']", "answer": "B", "image_1": None,
+         "image_2": "red.png", "image_3": "blue.png"},
+        "Which is <image 1>?", "<image 2>", [RED, BLUE],
+    ),
+    "MMMU-Pro vision": (
+        {"subject": "Art", "options": "['red', 'blue']", "answer": "B", "image": "blue.png"},
+        "Answer the multiple-choice question in the image with the letter of the right option.", "B", [BLUE],
+    ),
+    "LLaVA": (
+        {"conversations": [{"from": "human", "value": "<image>\nHow?"}, {"from": "gpt", "value": "3"}],
+         "image": "red.png"},
+        "<image>\nHow?", "3", [RED],
+    ),
+    "LLaVA with choices": (
+        {"conversations": [{"from": "human", "value": "Which?<image>"}, {"from": "gpt", "value": "B"}],
+         "choices": ["red", "blue"], "image": "red.png"},
+        "Which?<image>", "blue", [RED],
+    ),
+    "ms-swift": (
+        {"messages": [{"role": "user", "content": "<image>How?"}, {"role": "assistant", "content": "I see 3."}],
+         "images": ["red.png"], "solution": "3"},
+        "<image>How?", "3", [RED],
+    ),
+    "ms-swift without an answer": (
+        {"messages": [{"role": "user", "content": "How?"}], "images": ["red.png"], "solution": "3"}, "How?", "3", [RED],
+    ),
+    "an answer in tags": (
+        {"messages": [{"role": "user", "content": "How?"},
+                      {"role": "assistant", "content": "<think>hm</think><answer>3</answer>"}]},
+        "How?", "3", [],
+    ),
 }  # fmt: skip
 
 # Why another row is left out: how the reason begins, wherever it is given.
@@ -125,6 +169,28 @@ UNUSABLE: dict[str, tuple[Any, str]] = {
         {"problem": "Which?", "choices": ["<image>", "blue"], "solution": "A"},
         "its prompt has 1 <image> marks, but there are 0 images",
     ),
+    "index of A-OKVQA beyond": (
+        {"question": "Which?", "choices": ["red", "blue"], "correct_choice_idx": 2},
+        "solution is the index 2",
+    ),
+    "MMMU-Pro's mark without image": (
+        {"question": "Is <image 2>?", "answer": "x", "image_1": "red.png"},
+        "it refers to <image 2>, but there is no",
+    ),
+    "LLaVA without image": (
+        {"conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "3"}]},
+        "its prompt has 1 <image> marks, but there are 0",
+    ),
+    "messages of others": (
+        {"messages": [{"role": "tool", "content": "?"}, {"role": "assistant", "content": "3"}]},
+        "one of its messages is from 'tool'",
+    ),
+    "messages of the assistant alone": (
+        {"messages": [{"role": "assistant", "content": "3"}]},
+        "its messages do not end with a message of the user",
+    ),
+    "messages without content": ({"messages": [{"role": "user"}]}, "one of its messages has no content"),
+    "messages that are none": ({"messages": ["?"]}, "one of its messages is a str"),
     "empty path": ({**OPEN, "image": "", "solution": "x"}, "image is an empty text"),
     "address": ({**OPEN, "image": "https://example.org/a.png", "solution": "x"}, "image is an address (https"),
     "data address": ({**OPEN, "image": "data:image/png;base64,AAAA", "solution": "x"}, "image is an address (data"),

@@ -84,7 +84,7 @@ def test_an_empty_data_set_is_an_error():
 
 
 def test_missing_columns_are_named():
-    with pytest.raises(DataError, match=re.escape("has the columns ['text']: it needs `prompt`, or `problem`")):
+    with pytest.raises(DataError, match=re.escape("has the columns `text` ('a'): it needs `prompt`, or `problem`")):
         prepare_rows(Dataset.from_dict({"text": ["a"]}))
     with pytest.raises(DataError, match="the accuracy reward needs `solution`"):
         prepare_rows(Dataset.from_dict({"problem": ["a"]}))

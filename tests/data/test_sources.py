@@ -43,7 +43,7 @@ def test_a_configuration_is_a_folder_or_the_start_of_a_name(tmp_path):
     source = Source(dataset_path=path)
     assert [row["file"] for row in rows_of(source, "corpus")] == ["corpus/train.jsonl"]
     assert [row["file"] for row in rows_of(source, "queries")] == ["queries-train.jsonl"]
-    with pytest.raises(DataError, match="has no .parquet or .jsonl or .json file of 'qrels'"):
+    with pytest.raises(DataError, match="has no .parquet or .jsonl or .json or .csv file of 'qrels'"):
         source.records("qrels")
 
 

@@ -206,7 +206,7 @@ def test_frames_of_files_that_have_changed_are_read_anew(tmp_path):
 
     def frames() -> list[int]:
         made = load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), split="train", cache_dir=str(tmp_path))
-        return greys(prepare_rows(made, root=tmp_path)[0][0]["images"])
+        return greys(prepare_rows(made, root=tmp_path, videos=VideoOptions(1))[0][0]["images"])
 
     assert frames() == [0, 10]
     write_video(tmp_path / "v.avi", levels=[120] * 5)

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -12,7 +13,9 @@ from trl import TrlParser
 
 from vgr_trl.cli.advice import with_advice
 from vgr_trl.cli.config_file import config_apart
+from vgr_trl.data.rows.naming import keys_of
 from vgr_trl.data.rows.prompts import SYSTEM_PROMPTS
+from vgr_trl.data.rows.sizes import MAX_SHORT_SIDE, ImageLimits, ImageRule
 from vgr_trl.data.rows.video import VideoOptions
 from vgr_trl.errors import ConfigError, VGRError
 
@@ -28,13 +31,30 @@ def parse(groups: Sequence[Any], command: str, argv: Sequence[str] | None) -> tu
     parser = TrlParser(groups, prog=f"vgr-trl {command}", allow_abbrev=False, add_help=False)
     for flags, everything in ((("-h", "--help"), False), (("--help-all",), True)):
         parser.add_argument(*flags, action=ShowHelp, groups=groups, command=command, everything=everything)
-    arguments = config_apart(sys.argv[1:] if argv is None else argv)
+    arguments = joined(config_apart(sys.argv[1:] if argv is None else argv), "--data_files")
     try:
         return parser.parse_args_and_config(args=arguments)
     except VGRError:
         raise
     except (ValueError, TypeError, OSError, yaml.YAMLError) as error:
         raise ConfigError(with_advice(str(error))) from error
+
+
+def joined(argv: Sequence[str], flag: str) -> list[str]:
+    """Return the arguments with all values of a flag, which may be given again, as one with commas between."""
+    kept: list[str] = []
+    values: list[str] = []
+    takes = False
+    for argument in argv:
+        if argument == flag or argument.startswith(f"{flag}="):
+            takes = argument == flag
+            values += [] if takes else [argument.split("=", 1)[1]]
+        elif takes and not argument.startswith("--"):
+            values.append(argument)
+        else:
+            takes = False
+            kept.append(argument)
+    return [*kept, flag, ",".join(values)] if values else kept
 
 
 @contextmanager
@@ -67,7 +87,43 @@ class DataArguments:
         default=None, metadata={"help": "Folder with a data set: files of one kind, or written by save_to_disk."}
     )
     data_files: str | None = field(
-        default=None, metadata={"help": "train=a.parquet,test=b.parquet; Parquet, JSON, JSONL, CSV or Arrow."}
+        default=None,
+        metadata={
+            "help": "train=a.parquet,test=b.parquet; several files as train=a.jsonl+b.jsonl, train=*.jsonl, or "
+            "by the flag again; Parquet, JSON, JSONL, CSV or Arrow."
+        },
+    )
+    problem_key: str | None = field(
+        default=None,
+        metadata={
+            "help": "Column of the question, a text or messages (else prompt, problem, question, query, messages "
+            "or conversations)."
+        },
+    )
+    solution_key: str | None = field(
+        default=None,
+        metadata={"help": "Column of the right answer (else solution, answer, label_idx or correct_choice_idx)."},
+    )
+    choices_key: str | None = field(
+        default=None, metadata={"help": "Column of the options (else choices or options); none: there are none."}
+    )
+    image_key: str | None = field(
+        default=None, metadata={"help": "Column of the images (else images or image); none: train on the text alone."}
+    )
+    video_key: str | None = field(
+        default=None, metadata={"help": "Column of the videos (else videos or video); none: there are none."}
+    )
+    image_dir: str | None = field(
+        default=None, metadata={"help": "Folder that relative paths of images and videos start from (else the data's)."}
+    )
+    min_pixels: int | None = field(default=None, metadata={"help": "Enlarge smaller images to this area."})
+    max_pixels: int | None = field(default=None, metadata={"help": "Reduce larger images to this area."})
+    max_short_side: int | None = field(
+        default=None, metadata={"help": "Reduce images whose shorter side has more pixels; 0: none."}
+    )
+    filter_big_images: bool = field(
+        default=False,
+        metadata={"help": "Leave out rows with images above max_pixels or max_short_side (1024 if neither is given)."},
     )
     dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
     dataset_test_split: str = field(default="test", metadata={"help": "Split to evaluate on."})
@@ -86,12 +142,18 @@ class DataArguments:
     prompt_language: str | None = field(
         default=None, metadata={"help": "Language of the standard system prompt: en (default) or zh."}
     )
-    video_fps: float = field(default=1.0, metadata={"help": "Frames taken of each second of a video."})
+    video_fps: float = field(default=2.0, metadata={"help": "Frames taken of each second of a video."})
     max_video_frames: int = field(
         default=16, metadata={"help": "Most frames of one row; rows with more are left out and listed."}
     )
 
     def __post_init__(self) -> None:
+        if isinstance(self.data_files, list):  # of a YAML file
+            self.data_files = ",".join(map(str, self.data_files))
+        keys_of(**vars(self))
+        self.image_rule()
+        if self.image_dir is not None and not Path(self.image_dir).is_dir():
+            raise ConfigError(f"image_dir is {self.image_dir}, which is not a folder.")
         if self.prompt_language not in (None, *SYSTEM_PROMPTS):
             raise ConfigError(f"prompt_language is {self.prompt_language!r}: give one of {', '.join(SYSTEM_PROMPTS)}.")
         if self.prompt_language is not None and self.system_prompt_file is not None:
@@ -103,6 +165,13 @@ class DataArguments:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}: give an integer of at least 1.")
+
+    def image_rule(self) -> ImageRule:
+        """Return what becomes of images that are too large or too small."""
+        short = self.max_short_side
+        if self.filter_big_images and short is None and self.max_pixels is None:
+            short = MAX_SHORT_SIDE
+        return ImageRule(ImageLimits(self.min_pixels, self.max_pixels, short or None), self.filter_big_images)
 
 
 @dataclass

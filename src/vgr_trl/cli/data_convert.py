@@ -17,10 +17,11 @@ from vgr_trl.data.build.select import IdFilter, read_ids
 from vgr_trl.data.build.sets import jsonl
 from vgr_trl.data.build.sets.jsonl import Keys
 from vgr_trl.data.build.shuffle import shuffle_choices
-from vgr_trl.data.build.sizes import MAX_SHORT_SIDE, ImageLimits
 from vgr_trl.data.build.statistics import report
 from vgr_trl.data.build.write import PARTS
 from vgr_trl.data.read.sources import Source, has_config
+from vgr_trl.data.rows.naming import FLAGS
+from vgr_trl.data.rows.sizes import MAX_SHORT_SIDE, ImageLimits
 from vgr_trl.errors import ConfigError
 from vgr_trl.files import write_whole
 
@@ -63,7 +64,8 @@ def parser() -> argparse.ArgumentParser:
     own = made.add_argument_group("jsonl only")
     own.add_argument("--image_dir", type=Path, help="folder that relative paths start from (default: the files' own)")
     for option in fields(Keys):
-        own.add_argument(f"--{option.name}_key", help=f"its column (default: {' or '.join(option.default)})")  # type: ignore[arg-type]
+        names = dict.fromkeys((f"--{option.name}_key", f"--{FLAGS[option.name]}"))
+        own.add_argument(*names, dest=f"{option.name}_key", help=f"its column (default: {' or '.join(option.default)})")  # type: ignore[arg-type]
     return made
 
 

@@ -4,7 +4,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from vgr_trl.data.inspect.page import page
 from vgr_trl.data.inspect.report import report
 from vgr_trl.data.inspect.rows import Checks, Findings, inspect_rows
 from vgr_trl.data.read.load import load_path, readable
+from vgr_trl.data.rows.naming import FLAGS, keys_of
 from vgr_trl.data.rows.skipped import SkippedRow
 from vgr_trl.data.rows.special import special_tokens
 from vgr_trl.data.rows.video import VideoOptions
@@ -44,13 +45,20 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--dataset_config", help="configuration of a hub data set")
     made.add_argument("--dataset_streaming", action="store_true", help="read rows as they are needed, without a cache")
     made.add_argument("--max_rows", type=int, help="look at the first so many rows only")
-    made.add_argument("--image_dir", type=Path, help="folder that relative paths start from (default: the data's own)")
+    made.add_argument("--image_dir", help="folder that relative paths start from (default: the data's own)")
+    columns = made.add_argument_group("columns and images, as in training")
+    for option in fields(DataArguments):
+        if option.name in FLAGS.values():
+            columns.add_argument(f"--{option.name}", help=option.metadata["help"])
+    for name in ("min_pixels", "max_pixels", "max_short_side"):
+        columns.add_argument(f"--{name}", type=int, help="of images, as in training")
+    columns.add_argument("--filter_big_images", action="store_true", help="leave out rows with images above these")
     made.add_argument("--no_solution", action="store_true", help="rows need no solution: no accuracy reward is used")
     made.add_argument("--strict", action="store_true", help="exit with status 1 if a row cannot be used")
     prompts = made.add_argument_group("prompts, as in training")
     prompts.add_argument("--system_prompt_file", help="text or Jinja2 template; an empty file: no system prompt")
     prompts.add_argument("--prompt_language", help="en (default) or zh")
-    prompts.add_argument("--video_fps", type=float, default=1.0, help="frames of a second of video (default 1)")
+    prompts.add_argument("--video_fps", type=float, default=2.0, help="frames of a second of video (default 2)")
     prompts.add_argument("--max_video_frames", type=int, default=16, help="most frames of a row (default 16)")
     tokens = made.add_argument_group("tokens")
     tokens.add_argument("--model", help="folder or hub name whose processor counts the tokens of prompts")
@@ -102,9 +110,9 @@ def checks_of(flags: argparse.Namespace) -> Checks:
         value = getattr(flags, name)
         if value is not None and value < least:
             raise ConfigError(f"{name} is {value}: give an integer of at least {least}.")
-    if flags.image_dir is not None and not flags.image_dir.is_dir():
-        raise ConfigError(f"image_dir is {flags.image_dir}, which is not a folder.")
+    same = ("image_dir", "min_pixels", "max_pixels", "max_short_side", "filter_big_images", *FLAGS.values())
     data = DataArguments(
+        **{name: getattr(flags, name) for name in same},
         system_prompt_file=flags.system_prompt_file,
         prompt_language=flags.prompt_language,
         video_fps=flags.video_fps,
@@ -112,12 +120,14 @@ def checks_of(flags: argparse.Namespace) -> Checks:
     )
     processor = _processor(flags)
     return Checks(
-        root=flags.image_dir or _root(Path(flags.path)),
+        root=Path(flags.image_dir) if flags.image_dir else _root(Path(flags.path)),
         needs_solution=not flags.no_solution,
         system_prompt=system_prompt_of(data),
         videos=VideoOptions(data.video_fps, data.max_video_frames),
         length_of=None if processor is None else partial(prompt_tokens, processor),
         special=None if processor is None else special_tokens(processor),
+        keys=keys_of(**vars(data)),
+        images=data.image_rule(),
     )
 
 

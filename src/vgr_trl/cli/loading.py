@@ -14,7 +14,7 @@ from transformers.utils import find_adapter_config_file
 
 from vgr_trl.cli.arguments import DataArguments
 from vgr_trl.data.read.load import load_split, parse_data_files, readable
-from vgr_trl.data.rows.columns import video_columns
+from vgr_trl.data.rows.naming import keys_of
 from vgr_trl.data.rows.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, SystemTemplate
 from vgr_trl.data.rows.schema import prepare_rows
 from vgr_trl.data.rows.skipped import SkippedRow
@@ -166,14 +166,16 @@ def load_rows(
         dataset_path=arguments.dataset_path,
         data_files=arguments.data_files,
         streaming=arguments.dataset_streaming,
+        with_folders=arguments.image_dir is None,
     )
+    keys = keys_of(**vars(arguments))
     if limit is not None:
         dataset = (
             dataset.take(limit) if arguments.dataset_streaming else dataset.select(range(min(limit, len(dataset))))
         )
     source = arguments.dataset_name or arguments.dataset_path or arguments.data_files
     with readable(source, "the data"):  # of a stream, what is damaged is found only now
-        if processor is not None and video_columns(_column_names(dataset)):
+        if processor is not None and set(keys.video) & set(_column_names(dataset)):
             refuse_single_image_models(processor())
         return prepare_rows(
             dataset,
@@ -185,13 +187,17 @@ def load_rows(
             on_skipped=on_skipped,
             shuffle_seed=shuffle_seed,
             special=None if processor is None else special_tokens(processor()),
+            keys=keys,
+            images=arguments.image_rule(),
         )
 
 
 def image_root(arguments: DataArguments, split: str) -> Path:
     """Return the folder that relative paths of images and videos start from."""
+    if arguments.image_dir is not None:
+        return Path(arguments.image_dir)
     if arguments.data_files:
-        return parse_data_files(arguments.data_files)[split].parent
+        return parse_data_files(arguments.data_files)[split][0].parent
     return Path(arguments.dataset_path) if arguments.dataset_path else Path()
 
 

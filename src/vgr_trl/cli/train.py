@@ -18,6 +18,7 @@ from vgr_trl.cli.step_lines import print_steps_as_lines
 from vgr_trl.compat.gloo_exit import let_gloo_finish
 from vgr_trl.config import DAPOConfig
 from vgr_trl.data.read.load import parse_data_files, readable
+from vgr_trl.data.rows.naming import FLAGS
 from vgr_trl.data.rows.skipped import append_skipped, report_skipped
 from vgr_trl.errors import CollapseError, ConfigError, DataError
 from vgr_trl.rewards import accuracy_reward, load_rewards
@@ -145,11 +146,15 @@ def _source(data: DataArguments) -> str:
 
 
 def _resolved(data: DataArguments) -> str:
-    """The source of the data, however its path is spelled."""
+    """The source of the data, however its path is spelled, and which of its columns are read."""
+    named = "".join(f" {flag}={getattr(data, flag)}" for flag in FLAGS.values() if getattr(data, flag) is not None)
     if data.data_files:
         files = parse_data_files(data.data_files)
-        return ",".join(f"{split}={path.resolve()}" for split, path in sorted(files.items()))
-    return str(data.dataset_name or Path(str(data.dataset_path)).resolve())
+        return (
+            ",".join(f"{split}={'+'.join(str(path.resolve()) for path in files[split])}" for split in sorted(files))
+            + named
+        )
+    return str(data.dataset_name or Path(str(data.dataset_path)).resolve()) + named
 
 
 def _separate_lora_modules(model: ModelConfig) -> None:

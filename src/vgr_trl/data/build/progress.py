@@ -21,7 +21,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 SKIPPED = "skipped.jsonl"
-ROWS = (*READERS, ".csv", ".arrow")  # files that `datasets` would read beside those written here
+ROWS = (*READERS, ".arrow")  # files that `datasets` would read beside those written here
 
 
 @dataclass(frozen=True)

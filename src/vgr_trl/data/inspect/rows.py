@@ -14,9 +14,12 @@ from tqdm.auto import tqdm
 from vgr_trl.data.build.statistics import OPEN, kind_of
 from vgr_trl.data.inspect.sample import Sampled, sampled
 from vgr_trl.data.read.readers import UNREADABLE
-from vgr_trl.data.rows.columns import images_of, require_columns, undecoded
+from vgr_trl.data.rows.columns import images_of, undecoded
+from vgr_trl.data.rows.naming import renamed_row, require_columns
 from vgr_trl.data.rows.prompts import LETTERS, SYSTEM_PROMPT, SystemTemplate
+from vgr_trl.data.rows.reading import KEYS, Keys
 from vgr_trl.data.rows.schema import ready_row, row_problem
+from vgr_trl.data.rows.sizes import ANY_SIZE, ImageRule
 from vgr_trl.data.rows.skipped import SkippedRow
 from vgr_trl.data.rows.video import DEFAULT_VIDEO_OPTIONS, VideoOptions
 from vgr_trl.errors import DataError
@@ -36,6 +39,8 @@ class Checks:
         videos: rate and limit of the frames of videos.
         length_of: tokens of the prompt of a ready row; None: lengths are not measured.
         special: finds the special tokens of the model's tokenizer; None: they are not known.
+        keys: names of the columns.
+        images: the sizes that images may have, and are brought to.
     """
 
     root: Path = Path()
@@ -44,6 +49,8 @@ class Checks:
     videos: VideoOptions = DEFAULT_VIDEO_OPTIONS
     length_of: Callable[[Mapping[str, Any]], int] | None = None
     special: re.Pattern[str] | None = None
+    keys: Keys = KEYS
+    images: ImageRule = ANY_SIZE
 
 
 @dataclass
@@ -114,9 +121,11 @@ def inspect_rows(
     total = len(dataset) if isinstance(dataset, Dataset) else None
     for index, row in enumerate(tqdm(rows, desc=f"inspect ({split})", unit=" rows", total=total, delay=1)):
         if not has_columns and row.get(UNREADABLE) is None:
-            require_columns([name for name in row if name != UNREADABLE], split, checks.needs_solution)
+            features = getattr(rows, "features", None)
+            require_columns(row, split, checks.needs_solution, checks.keys, features)
             has_columns = True
         findings.rows += 1
+        row = renamed_row(row, checks.keys)
         reason = _count(row, index, checks, findings, draw)
         if reason is not None:
             skipped = SkippedRow(split, index, row.get("id"), reason)
@@ -133,7 +142,7 @@ def inspect_rows(
 
 def _count(row: Mapping[str, Any], index: int, checks: Checks, findings: Findings, draw: "_Draw") -> str | None:
     """Add a usable row to `findings`, or return why it is none."""
-    options: dict[str, Any] = {"root": checks.root, "system_prompt": checks.system_prompt, "videos": checks.videos}
+    options: dict[str, Any] = {name: getattr(checks, name) for name in ("root", "system_prompt", "videos", "images")}
     reason = row_problem(row, needs_solution=checks.needs_solution, special=checks.special, **options)
     if reason is not None:
         return reason

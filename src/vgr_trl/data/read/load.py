@@ -3,6 +3,8 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +15,23 @@ from datasets import (
     IterableDatasetDict,
     Json,
     List,
+    concatenate_datasets,
     load_dataset,
     load_from_disk,
 )
 from datasets.exceptions import DataFilesNotFoundError, DatasetGenerationError, DatasetNotFoundError
 from pyarrow.lib import ArrowException
 
-from vgr_trl.data.read.readers import count_rows
+from vgr_trl.data.read.readers import FOLDER, count_rows
 from vgr_trl.data.read.sources import row_files, splits_of
 from vgr_trl.data.read.tables import stream_of, table_of
 from vgr_trl.data.rows.reading import KEYS
 from vgr_trl.errors import ConfigError, DataError, VGRError
 
-BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".arrow": "arrow"}
+# `datasets` reads the columns of texts as if all were of one type (pandas makes numbers of digits and nothing of `NA`).
+BUILDERS = {".parquet": "parquet", ".jsonl": "text", ".json": "text", ".csv": "text", ".arrow": "arrow"}
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-METADATA = "metadata.jsonl"  # what `datasets` knows of the images beside it
+METADATA = ("metadata.jsonl", "metadata.csv")  # what `datasets` knows of the images beside it
 CONVERTED = re.compile(r"(.+)-\d{5}\.(parquet|jsonl)")  # the files that `vgr-trl data convert` writes
 
 
@@ -39,6 +43,7 @@ def load_split(
     dataset_path: str | None = None,
     data_files: str | None = None,
     streaming: bool = False,
+    with_folders: bool = True,
 ) -> Dataset | IterableDataset:
     """Return one split of the data set that one of the three sources names.
 
@@ -47,9 +52,10 @@ def load_split(
         dataset_name: name on the hub.
         dataset_config: configuration of a hub data set.
         dataset_path: folder with files of one kind, with images and metadata, or written by `save_to_disk`.
-        data_files: `train=a.parquet,test=b.parquet`, or one file, which is then the split `train`. Parquet, JSON,
-            JSONL, CSV or Arrow.
+        data_files: as `parse_data_files` takes it. Parquet, JSON, JSONL, CSV or Arrow.
         streaming: read rows as they are needed.
+        with_folders: whether rows name the folder of their file in the column `FOLDER` where files of a split lie in
+            several.
 
     Raises:
         ConfigError: not exactly one source is given, or `data_files` is malformed.
@@ -65,7 +71,7 @@ def load_split(
             files = parse_data_files(data_files)
             if split not in files:
                 raise DataError(f"data_files names the splits {sorted(files)}, but the split {split!r} is asked for.")
-            return _from_file(split, files[split], streaming)
+            return _from_files(files[split], streaming, with_folders)
         if dataset_path:
             return _pick(split, _from_folder(Path(dataset_path), streaming), dataset_path)
         return _pick(split, _from_hub(str(dataset_name), dataset_config, streaming), str(dataset_name))
@@ -87,7 +93,7 @@ def load_path(
     """
     with readable(path, "the path", only_reads=True):
         if Path(path).is_file():
-            return split or "train", _from_file(split or "train", Path(path), streaming)
+            return split or "train", _from_files([Path(path)], streaming)
         if path and Path(path).is_dir():
             loaded = _from_folder(Path(path), streaming)
         elif HUB_NAME.fullmatch(path):
@@ -133,32 +139,75 @@ def _words(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def parse_data_files(text: str) -> dict[str, Path]:
-    """Return split → file of `train=a.parquet,test=b.parquet`; a single file is the split `train`."""
-    parts = [part.strip() for part in text.split(",")]
-    pairs = [part.split("=", 1) if "=" in part else ["train", part] for part in parts]
-    files = {name.strip(): Path(path.strip()) for name, path in pairs}
-    if len(files) != len(parts) or any(not name or path == Path() for name, path in files.items()):
-        raise ConfigError(f"data_files is {text!r}: give train=a.parquet,test=b.parquet with each split once.")
+def parse_data_files(text: str) -> dict[str, list[Path]]:
+    """Return split → files of `train=a.jsonl+b.jsonl,test=c.parquet`; a split may be named again for another file.
+
+    A file without a split is of the split `train`. A name with `*` or `?` stands for the files that it fits.
+
+    Raises:
+        ConfigError: a split or a file has no name.
+    """
+    files: dict[str, list[Path]] = {}
+    for part in text.split(","):
+        name, path = part.split("=", 1) if "=" in part else ("train", part)
+        names = [path.strip()] if Path(path.strip()).exists() else [one.strip() for one in path.split("+")]
+        if not name.strip() or not path.strip() or not all(names):
+            raise ConfigError(f"data_files is {text!r}: give train=a.jsonl+b.jsonl,test=c.parquet.")
+        for one in names:
+            files.setdefault(name.strip(), []).extend(_matching(one))
+    for split, paths in files.items():
+        if len({path.resolve() for path in paths}) != len(paths):
+            raise ConfigError(f"data_files is {text!r}, which names a file of {split} twice: name each once.")
     return files
+
+
+def _matching(path: str) -> list[Path]:
+    found = sorted(glob(path)) if set(path) & set("*?") else []
+    return [Path(name) for name in found or [path]]
 
 
 def _from_hub(name: str, config: str | None, streaming: bool) -> Any:
     return _keeping_types(load_dataset(name, name=config, streaming=streaming), name)
 
 
-def _from_file(split: str, path: Path, streaming: bool) -> Any:
+def _from_files(paths: Sequence[Path], streaming: bool, with_folders: bool = True) -> Any:
+    for path in paths:
+        _require_file(path)
+    with_folders = with_folders and len({path.absolute().parent for path in paths}) > 1
+    if all(BUILDERS[path.suffix.lower()] == "text" for path in paths):
+        return (stream_of if streaming else table_of)(paths, with_folders)
+    tables = [_from_file(path, streaming, with_folders) for path in paths]
+    return concatenate_datasets(tables) if len(tables) > 1 else tables[0]
+
+
+def _require_file(path: Path) -> None:
     if not path.is_file():
         raise DataError(f"The file {path} of data_files does not exist.")
-    builder = BUILDERS.get(path.suffix.lower())
-    if builder is None:
+    if path.suffix.lower() not in BUILDERS:
         raise DataError(f"The file {path} is none of {', '.join(BUILDERS)}.")
     if path.stat().st_size == 0:
         raise DataError(f"The file {path} is empty.")
     _require_rows([path])
-    if builder == "json":
-        return (stream_of if streaming else table_of)([path])
-    return _keeping_types(load_dataset(builder, data_files={split: str(path)}, split=split, streaming=streaming), path)
+
+
+def _from_file(path: Path, streaming: bool, with_folders: bool) -> Any:
+    builder = BUILDERS[path.suffix.lower()]
+    if builder == "text":
+        return (stream_of if streaming else table_of)([path], with_folders)
+    rows = load_dataset(builder, data_files={"train": str(path)}, split="train", streaming=streaming)
+    rows = _keeping_types(rows, path)
+    if not with_folders:
+        return rows
+    folder = str(path.absolute().parent)
+    return (
+        rows.map(partial(_from_folder_of, folder=folder))
+        if streaming
+        else rows.add_column(FOLDER, [folder] * len(rows))
+    )
+
+
+def _from_folder_of(row: dict[str, Any], folder: str) -> dict[str, Any]:
+    return {FOLDER: folder}
 
 
 def _from_folder(path: Path, streaming: bool) -> Any:
@@ -170,12 +219,12 @@ def _from_folder(path: Path, streaming: bool) -> Any:
         raise DataError(f"dataset_path is {path}, which is empty.")
     if converted := _converted(path):
         builder, files = converted
-        if builder == "json":
+        if builder == "text":
             return _read_here(files, streaming)
         return load_dataset(builder, data_files=files, streaming=streaming)
     rows = row_files(path)
     _require_rows(rows)
-    if rows and all(BUILDERS[file.suffix.lower()] == "json" and file.name != METADATA for file in rows):
+    if rows and all(BUILDERS[file.suffix.lower()] == "text" and file.name not in METADATA for file in rows):
         return _read_here({split: list(map(str, files)) for split, files in splits_of(rows, path).items()}, streaming)
     return _keeping_types(load_dataset(str(path), streaming=streaming), path)
 

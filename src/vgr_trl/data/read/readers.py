@@ -1,5 +1,6 @@
 """Rows of files, one after the other, in memory that does not grow with the file."""
 
+import csv
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from vgr_trl.data.rows.questions import Origin, Record
 from vgr_trl.errors import DataError
 
 UNREADABLE = "__unreadable__"  # the column that says why there is no row at this place of a file
+FOLDER = "__folder__"  # the column that says where a row's relative paths start, where files lie in several folders
 BATCH_ROWS = 16
 LONGEST_LINE = 64 * 2**20  # bytes of one JSONL row; without a limit a file without line ends would fill the memory
 OTHER_ENCODINGS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}  # by the mark at the start of a file
@@ -19,7 +21,7 @@ WHITE_SPACE = b"\xef\xbb\xbf \t\r\n"  # with the mark that some editors put at t
 
 
 def read_files(paths: Sequence[Path]) -> Iterator[Record]:
-    """Yield the rows of Parquet, JSONL and JSON files in order; of a broken line of JSONL, why it is none.
+    """Yield the rows of Parquet, JSONL, JSON and CSV files in order; of a broken line, why it is none.
 
     Raises:
         DataError: a file does not exist, is empty, of another kind, or cannot be read.
@@ -114,6 +116,27 @@ def read_json(path: Path) -> Iterator[Record]:
         yield Origin(str(path), row), _object(value)
 
 
+def read_csv(path: Path) -> Iterator[Record]:
+    """Yield the rows of a CSV file under the names of its first line: every value a text, an empty one None."""
+    _require_utf8(path)
+    row, limit = 0, csv.field_size_limit(LONGEST_LINE)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            lines = csv.reader(file, strict=True)
+            names = next(lines, [])
+            if len(set(names)) != len(names) or "" in names:
+                raise DataError(f"The file {path} names its columns {names}: give each a name of its own.")
+            for row, values in enumerate(line for line in lines if line):
+                if len(values) == len(names):
+                    yield Origin(str(path), row), {name: text or None for name, text in zip(names, values, strict=True)}
+                else:
+                    yield Origin(str(path), row), f"the line has {len(values)} values for {len(names)} columns"
+    except (OSError, UnicodeError, csv.Error) as error:
+        raise _unreadable(path, row, error) from error
+    finally:
+        csv.field_size_limit(limit)
+
+
 def parse_object(line: bytes) -> dict[str, Any] | str:
     """Return the JSON object that `line` holds, or in one sentence why it holds none."""
     try:
@@ -183,4 +206,5 @@ READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
     ".parquet": read_parquet,
     ".jsonl": read_jsonl,
     ".json": read_json,
+    ".csv": read_csv,
 }

@@ -1,4 +1,4 @@
-"""Rows of JSON and JSONL files as a data set, every value of the type that it has in its file.
+"""Rows of JSON, JSONL and CSV files as a data set, every value of the type that it has in its file.
 
 Arrow gives a column one type, so a column that mixes texts and numbers is kept as JSON, value by value.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow
 from datasets import Dataset, DatasetInfo, Features, IterableDataset, Json, List, Value, concatenate_datasets
 
-from vgr_trl.data.read.readers import UNREADABLE, read_files
+from vgr_trl.data.read.readers import FOLDER, UNREADABLE, read_files
 from vgr_trl.errors import DataError
 
 TYPES = {str: "string", int: "int64", float: "float64", bool: "bool", type(None): "string"}
@@ -24,14 +24,18 @@ class Mixed:
     """The kind of values that have no one kind."""
 
 
-def table_of(paths: Sequence[Path]) -> Dataset:
-    """Return the rows of JSON and JSONL files; a broken one has its reason in the column `UNREADABLE`.
+def table_of(paths: Sequence[Path], with_folders: bool = False) -> Dataset:
+    """Return the rows of JSON, JSONL and CSV files; a broken one has its reason in the column `UNREADABLE`.
+
+    Args:
+        paths: the files.
+        with_folders: whether each row names the folder of its file in the column `FOLDER`.
 
     Raises:
         DataError: a file does not exist, is empty or cannot be read, or the files have no rows.
     """
     kinds: dict[str, Kind] = {}
-    for row in rows_of(paths):
+    for row in rows_of(paths, with_folders):
         for name, value in row.items():
             kinds[name] = merged(kinds.get(name, type(None)), kind_of(value))
     if not kinds:
@@ -40,14 +44,16 @@ def table_of(paths: Sequence[Path]) -> Dataset:
     files = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     mixed = tuple(name for name, feature in features.items() if isinstance(feature, Json))
     # Tuples: lists would be taken for shards, each to be read on its own.
-    made = Dataset.from_generator(_stored, features=features, gen_kwargs={"files": tuple(files), "mixed": mixed})
+    given = {"files": tuple(files), "mixed": mixed, "with_folders": with_folders}
+    made = Dataset.from_generator(_stored, features=features, gen_kwargs=given)
     assert isinstance(made, Dataset)
     return made
 
 
-def stream_of(paths: Sequence[Path]) -> IterableDataset:
-    """Return the rows of JSON and JSONL files as a stream; a broken one has its reason under `UNREADABLE` alone."""
-    return IterableDataset.from_generator(rows_of, gen_kwargs={"paths": tuple(paths)})
+def stream_of(paths: Sequence[Path], with_folders: bool = False) -> IterableDataset:
+    """Return the rows of such files as a stream; a broken one has its reason under `UNREADABLE` alone."""
+    given = {"paths": tuple(paths), "with_folders": with_folders}
+    return IterableDataset.from_generator(rows_of, gen_kwargs=given)
 
 
 def with_column(dataset: Dataset, name: str, values: Sequence[Any]) -> Dataset:
@@ -65,10 +71,13 @@ def with_column(dataset: Dataset, name: str, values: Sequence[Any]) -> Dataset:
     return concatenate_datasets([kept, made], axis=1)
 
 
-def rows_of(paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
+def rows_of(paths: Sequence[Path], with_folders: bool = False) -> Iterator[dict[str, Any]]:
     """Yield the rows of files, and under `UNREADABLE` the reason where there is none."""
-    for _, record in read_files(paths):
-        yield {UNREADABLE: record} if isinstance(record, str) else dict(record)
+    for origin, record in read_files(paths):
+        if isinstance(record, str):
+            yield {UNREADABLE: record}
+        else:
+            yield {**record, FOLDER: str(Path(origin.file).absolute().parent)} if with_folders else dict(record)
 
 
 def kind_of(value: Any) -> Kind:
@@ -107,12 +116,14 @@ def _feature(kind: Kind) -> Any:
     return Json() if kind is Mixed else Value(TYPES[kind])
 
 
-def _stored(files: Sequence[tuple[str, int, int]], mixed: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _stored(
+    files: Sequence[tuple[str, int, int]], mixed: Sequence[str], with_folders: bool
+) -> Iterator[dict[str, Any]]:
     """The rows as they are stored; size and time of the files are given so that those of an older file are not found.
 
     What `Json` is given as a text it takes for JSON, so the text "1" has to be written as JSON first.
     """
-    for row in rows_of([Path(name) for name, _, _ in files]):
+    for row in rows_of([Path(name) for name, _, _ in files], with_folders):
         yield {**row, **{name: _as_json(row[name]) for name in mixed if name in row}}
 
 

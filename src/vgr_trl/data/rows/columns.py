@@ -5,8 +5,6 @@ from typing import Any
 
 from datasets import Image, List, Video
 
-from vgr_trl.errors import DataError
-
 IMAGE_COLUMNS = ("image", "images")
 VIDEO_COLUMNS = ("video", "videos")
 
@@ -40,34 +38,27 @@ def videos_of(row: Mapping[str, Any]) -> list[Any]:
     return files_of(row, "videos", "video")
 
 
-def require_columns(names: Iterable[str], split: str, needs_solution: bool) -> None:
-    """Raise `DataError` if no row of a data set with the columns `names` could be used."""
-    names = list(names)
-    if not {"prompt", "problem", "question"} & set(names):
-        raise DataError(f"The {split} data has the columns {names}: it needs `prompt`, or `problem` with `solution`.")
-    if needs_solution and not {"solution", "answer", "label_idx"} & set(names):
-        raise DataError(
-            f"The {split} data has the columns {names}: the accuracy reward needs `solution` (letter, index or text)."
-        )
-
-
 def undecoded(dataset: Any) -> Any:
     """Return a data set or stream whose images and videos come as bytes or paths."""
-    return _with_decode(dataset, False, *IMAGE_COLUMNS, *VIDEO_COLUMNS)
+    return _with_decode(dataset, False)
 
 
 def decoded(dataset: Any) -> Any:
     """Return a data set whose columns of images are known as such to whoever reads its features."""
-    return _with_decode(dataset, True, *IMAGE_COLUMNS)
+    return _with_decode(dataset, True, IMAGE_COLUMNS)
 
 
-def _with_decode(dataset: Any, decode: bool, *columns: str) -> Any:
+def is_media(feature: Any) -> bool:
+    """Return whether a column holds images or videos, one or a list of them."""
+    return isinstance(feature.feature if isinstance(feature, List) else feature, Image | Video)
+
+
+def _with_decode(dataset: Any, decode: bool, columns: Iterable[str] | None = None) -> Any:
     for name, feature in (dataset.features or {}).items():
-        if name not in columns:
+        if not is_media(feature) or (columns is not None and name not in columns):
             continue
-        for kind in (Image, Video):
-            if isinstance(feature, kind):
-                dataset = dataset.cast_column(name, kind(decode=decode))
-            elif isinstance(feature, List) and isinstance(feature.feature, kind):
-                dataset = dataset.cast_column(name, List(kind(decode=decode)))
+        several = isinstance(feature, List)
+        kind = type(feature.feature if several else feature)(decode=decode)
+        if not (decode and isinstance(kind, Video)):
+            dataset = dataset.cast_column(name, List(kind) if several else kind)
     return dataset

@@ -101,10 +101,17 @@ def build_prompt(
     Raises:
         DataError: there are more options than letters, or the template fails.
     """
-    question = [{"role": "user", "content": format_question(problem, choices)}]
+    question = {"role": "user", "content": format_question(problem, choices)}
+    return [*system_message(system_prompt, problem, choices, source), question]
+
+
+def system_message(
+    system_prompt: str | SystemTemplate | None, problem: str, choices: Sequence[str] | None, source: str | None
+) -> list[dict[str, Any]]:
+    """Return the message that is put before a question, or no message; see `build_prompt`."""
     if isinstance(system_prompt, SystemTemplate):
         system_prompt = system_prompt.render(problem, choices, source)
-    return [{"role": "system", "content": system_prompt}, *question] if system_prompt else question
+    return [{"role": "system", "content": system_prompt}] if system_prompt else []
 
 
 def _words(error: BaseException) -> str:

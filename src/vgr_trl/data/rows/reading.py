@@ -1,95 +1,116 @@
 """What a row of the user's own data says: the one reading that `train`, `evaluate`, `inspect` and `convert` share.
 
-A layout of columns that is to be understood everywhere is added here: names in `Keys`, other shapes in `read_row`.
+Names of columns are in `Keys`; what other sets and trainers write is in `layouts.py`, and becomes understood everywhere
+by being added there.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vgr_trl.data.read.readers import UNREADABLE
 from vgr_trl.data.rows.columns import files_of
+from vgr_trl.data.rows.layouts import NUMBERED_IMAGES, dialogue_of, laid_out
 from vgr_trl.data.rows.marks import require_marks
-from vgr_trl.data.rows.prompts import format_question
+from vgr_trl.data.rows.prompts import LETTERS, format_question
 from vgr_trl.data.rows.questions import answer_of, options_of, text_of, value_of
 from vgr_trl.errors import DataError
 from vgr_trl.rewards import resolve_solution
 
-LABEL = "label_idx"  # always an index
+LABEL = "label_idx"
+INDICES = (LABEL, "correct_choice_idx")  # always an index
 
 
 @dataclass(frozen=True)
 class Keys:
     """Names of the columns; several: the first that a row has."""
 
-    prompt: tuple[str, ...] = ("prompt", "problem", "question")
-    answer: tuple[str, ...] = ("solution", "answer", LABEL)
+    prompt: tuple[str, ...] = ("prompt", "problem", "question", "query", "messages", "conversations")
+    answer: tuple[str, ...] = ("solution", "answer", *INDICES)
     image: tuple[str, ...] = ("images", "image")
     video: tuple[str, ...] = ("videos", "video")
     choices: tuple[str, ...] = ("choices", "options")
 
 
 KEYS = Keys()
+DIALOGUES = ("messages", "conversations")
 
 
 @dataclass(frozen=True)
-class Reading:
-    """A row as it is understood; images and videos are not opened yet.
+class Text:
+    """What a row says without its images.
 
     Attributes:
         prompt: the question, or a conversation; `<image>` in it marks the place of an image.
         choices: the options, None for an open question.
-        answer: letter, index or text as stated; None where none is needed.
-        images, videos: paths, bytes, or dicts with `bytes` or `path`.
+        answer: letter, index or text as stated; None where nothing is.
+        is_whole: whether the prompt is a conversation that has, or wants, no system prompt of ours.
     """
 
     prompt: str | list[dict[str, Any]]
     choices: list[str] | None
     answer: Any
-    images: list[Any]
-    videos: list[Any]
+    is_whole: bool = False
 
 
-def read_row(row: Mapping[str, Any], keys: Keys = KEYS, *, needs_answer: bool = True) -> Reading:
+@dataclass(frozen=True)
+class Reading(Text):
+    """A row as it is understood; `images` and `videos` (paths, bytes, or dicts with these) are not opened yet."""
+
+    images: list[Any] = field(default_factory=list)
+    videos: list[Any] = field(default_factory=list)
+
+
+def read_row(row: Mapping[str, Any], *, needs_answer: bool = True) -> Reading:
     """Return what `row` says.
 
     Args:
-        row: with undecoded or decoded images.
-        keys: names of its columns.
+        row: with undecoded or decoded images, its columns under names of `KEYS`, or as a known set lays them out.
         needs_answer: whether it must say what is right.
 
     Raises:
         DataError, RewardError: it cannot be understood; the message is the reason.
     """
-    prompt, choices = read_text(row, keys)
-    answer = None
+    text = read_text(row)
     if needs_answer:
-        answer = _answer(row, choices, keys)
-        resolve_solution(answer, choices)
-    images, videos = files_of(row, *keys.image), files_of(row, *keys.video)
-    shown: Any = format_question(prompt, choices) if isinstance(prompt, str) else prompt
+        text = replace(text, answer=_checked_answer(laid_out(row), text))
+        resolve_solution(text.answer, text.choices)
+    images, videos = images_in(row), files_of(row, *KEYS.video)
+    shown: Any = format_question(text.prompt, text.choices) if isinstance(text.prompt, str) else text.prompt
     require_marks(shown, len(images), bool(videos))
-    return Reading(prompt, choices, answer, images, videos)
+    return Reading(**vars(text), images=images, videos=videos)
 
 
-def read_text(row: Mapping[str, Any], keys: Keys = KEYS) -> tuple[str | list[dict[str, Any]], list[str] | None]:
-    """Return the question (or a conversation) and the options of a row.
+def read_text(row: Mapping[str, Any]) -> Text:
+    """Return what a row says without its images; the answer is not checked.
 
     Raises:
-        DataError: there are none, or they cannot be understood.
+        DataError: there is no question, or it cannot be understood.
     """
     if row.get(UNREADABLE) is not None:
         raise DataError(row[UNREADABLE])
-    prompt = _prompt(row, keys)
-    stated = value_of(row, *keys.choices)
-    return prompt, None if stated is None or stated == [] else options_of(stated)
+    row = laid_out(row)
+    name = next((name for name in KEYS.prompt if _is_given(row.get(name))), None)
+    prompt: Any = None if name is None else row[name]
+    said, is_whole = None, False
+    if name is None or isinstance(prompt, str):
+        prompt = text_of(row, *(KEYS.prompt[:3] if name is None else [name]))
+    elif name == "prompt" or not isinstance(prompt, list):
+        prompt, is_whole = checked_conversation(prompt), True
+    else:
+        dialogue = dialogue_of(prompt, name)
+        prompt, said = dialogue.prompt, dialogue.said
+        is_whole = not isinstance(prompt, str) and prompt[0]["role"] == "system"
+    stated = value_of(row, *KEYS.choices)
+    choices = None if stated is None or stated == [] else options_of(stated)
+    answer = _stated_answer(row, choices)
+    return Text(prompt, choices, said if answer is None else answer, is_whole)
 
 
-def _prompt(row: Mapping[str, Any], keys: Keys) -> str | list[dict[str, Any]]:
-    name = next((name for name in keys.prompt if _is_given(row.get(name))), None)
-    if name is None or isinstance(row[name], str):
-        return text_of(row, *(keys.prompt if name is None else [name]))
-    return checked_conversation(row[name])
+def images_in(row: Mapping[str, Any]) -> list[Any]:
+    """Return the images of a row, undecoded or decoded, in their order."""
+    numbered = [row[name] for name in NUMBERED_IMAGES if row.get(name) is not None]
+    return numbered or files_of(row, *KEYS.image)
 
 
 def _is_given(value: Any) -> bool:
@@ -112,8 +133,23 @@ def checked_conversation(prompt: Any) -> list[dict[str, Any]]:
     return prompt
 
 
-def _answer(row: Mapping[str, Any], choices: Sequence[str] | None, keys: Keys) -> Any:
-    answer = answer_of(row, choices, *[name for name in keys.answer if name != LABEL])
-    if answer is not None or LABEL not in keys.answer or row.get(LABEL) is None:
+def _stated_answer(row: Mapping[str, Any], choices: Sequence[str] | None) -> Any:
+    answer = value_of(row, *[name for name in KEYS.answer if name not in INDICES])
+    if answer is not None:
         return answer
-    return row[LABEL] if choices is not None else resolve_solution(None, None, row[LABEL]).text
+    index = _number(value_of(row, *INDICES))
+    return index if choices is not None or index not in range(len(LETTERS)) else LETTERS[int(index)]
+
+
+def _number(index: Any) -> Any:
+    """An index, also where it is a text, as CSV files and some copies of A-OKVQA have it."""
+    return int(index) if isinstance(index, str) and index.strip().isdecimal() else index
+
+
+def _checked_answer(row: Mapping[str, Any], text: Text) -> Any:
+    """The answer, unless it is a number that could be an index as well as an option's text."""
+    names = [name for name in KEYS.answer if name not in INDICES]
+    if value_of(row, *names) is not None:
+        return answer_of(row, text.choices, *names)
+    index = value_of(row, *INDICES)
+    return text.answer if text.choices or index is None else resolve_solution(None, None, _number(index)).text

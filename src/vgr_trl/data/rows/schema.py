@@ -1,7 +1,8 @@
 """What a row needs before it can be trained on, and why a row is left out.
 
 A row has a `prompt` (a conversation or a text) or a `problem` (the question's text, with `choices` for multiple
-choice), a `solution`, and `image`, `images`, `video` or `videos` unless it is about text alone.
+choice), a `solution`, and `image`, `images`, `video` or `videos` unless it is about text alone; or it is laid out as
+`layouts.py` knows, or has other names for these that flags give (`naming.py`).
 """
 
 import re
@@ -12,31 +13,25 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset, Json, List
 
-from vgr_trl.data.read.readers import UNREADABLE
+from vgr_trl.data.read.readers import FOLDER, UNREADABLE
 from vgr_trl.data.read.tables import with_column
-from vgr_trl.data.rows.columns import (
-    IMAGE_COLUMNS,
-    VIDEO_COLUMNS,
-    decoded,
-    images_of,
-    require_columns,
-    undecoded,
-    video_columns,
-    videos_of,
-)
+from vgr_trl.data.rows.columns import IMAGE_COLUMNS, VIDEO_COLUMNS, decoded, images_of, undecoded, video_columns
+from vgr_trl.data.rows.layouts import NUMBERED_IMAGES
 from vgr_trl.data.rows.marks import as_parts, placed, texts_of
+from vgr_trl.data.rows.naming import renamed, require_columns
 from vgr_trl.data.rows.open_images import open_image
-from vgr_trl.data.rows.prompts import SYSTEM_PROMPT, SystemTemplate, build_prompt
-from vgr_trl.data.rows.questions import value_of
-from vgr_trl.data.rows.reading import KEYS, LABEL, read_row, read_text
+from vgr_trl.data.rows.prompts import SYSTEM_PROMPT, SystemTemplate, build_prompt, system_message
+from vgr_trl.data.rows.reading import DIALOGUES, KEYS, Keys, Text, images_in, read_row, read_text
 from vgr_trl.data.rows.scan import scan
+from vgr_trl.data.rows.sizes import ANY_SIZE, ImageRule
 from vgr_trl.data.rows.skipped import SkippedRow
+from vgr_trl.data.rows.special import first_special
 from vgr_trl.data.rows.streams import PLACE, prepare_stream
 from vgr_trl.data.rows.video import DEFAULT_VIDEO_OPTIONS, VideoOptions, frames_of, without_video_marks
-from vgr_trl.data.rows.video_rows import with_frames
+from vgr_trl.data.rows.video_rows import with_joined_images
 from vgr_trl.errors import DataError, RewardError
 
-ANSWERS = tuple(name for name in KEYS.answer if name != LABEL)
+GONE = (*IMAGE_COLUMNS, *NUMBERED_IMAGES, *VIDEO_COLUMNS, *DIALOGUES, PLACE, FOLDER, UNREADABLE)
 
 
 def row_problem(
@@ -47,6 +42,7 @@ def row_problem(
     system_prompt: str | SystemTemplate | None = None,
     videos: VideoOptions = DEFAULT_VIDEO_OPTIONS,
     special: re.Pattern[str] | None = None,
+    images: ImageRule = ANY_SIZE,
 ) -> str | None:
     """Return why `row` cannot be used, in one sentence, or None if it can.
 
@@ -57,19 +53,19 @@ def row_problem(
         system_prompt: put before a `problem`; a template may fail on the row.
         videos: rate and limit of the frames of videos.
         special: finds the special tokens of the model's tokenizer, which no text of a row may hold.
+        images: whether large images are left out.
 
     Raises:
         ConfigError: the row has a video, and PyAV is not installed.
     """
     try:
         reading = read_row(row, needs_answer=needs_solution)
-        _conversation(row, system_prompt)
-        for text in texts_of(placed(_conversation(row, None))):
-            if special is not None and (found := special.search(text)):
-                return f"its text has {found[0]!r}, which the model's tokenizer reads as a special token: take it out"
+        _conversation(row, reading, system_prompt)
+        if (found := first_special(special, _conversation(row, reading, None))) is not None:
+            return f"its text has {found!r}, which the model's tokenizer reads as a special token: take it out"
         for value in reading.images:
-            open_image(value, root)
-        frames_of(row, videos, root)
+            images.check(open_image(value, _root(row, root)))
+        frames_of(row, videos, _root(row, root))
     except (DataError, RewardError) as error:
         return str(error).rstrip(".")
     return None
@@ -82,6 +78,7 @@ def ready_row(
     system_prompt: str | SystemTemplate | None = SYSTEM_PROMPT,
     videos: VideoOptions = DEFAULT_VIDEO_OPTIONS,
     several: bool = True,
+    images: ImageRule = ANY_SIZE,
 ) -> dict[str, Any]:
     """Return a row in which `row_problem` finds nothing with its prompt and its images, those of videos included.
 
@@ -89,13 +86,15 @@ def ready_row(
         row: with undecoded or decoded images.
         root, system_prompt, videos: as in `row_problem`.
         several: whether there may be several images, which are then in `images`, in every row alike.
+        images: the sizes that images are brought to.
     """
-    gone = (*IMAGE_COLUMNS, *VIDEO_COLUMNS, PLACE, UNREADABLE)
-    ready = {name: value for name, value in row.items() if name not in gone}
-    ready["prompt"] = placed(_conversation(row, system_prompt))
-    ready |= {name: value for name, value in _stated(row).items() if value is not None or name in row}
-    images = [open_image(value, root) for value in images_of(row)] + frames_of(row, videos, root)
-    return ready | ({"images": images} if several else {"image": images[0] if images else None})
+    text, root = read_text(row), _root(row, root)
+    ready = {name: value for name, value in row.items() if name not in GONE}
+    ready["prompt"] = placed(_conversation(row, text, system_prompt))
+    ready |= {name: value for name, value in _stated(text).items() if value is not None or name in row}
+    opened = [open_image(value, root) for value in images_in(row)] + frames_of(row, videos, root)
+    shown = [images.fitted(image) for image in opened]
+    return ready | ({"images": shown} if several else {"image": shown[0] if shown else None})
 
 
 def prepare_rows(
@@ -109,6 +108,8 @@ def prepare_rows(
     on_skipped: Callable[[SkippedRow], None] | None = None,
     shuffle_seed: int | None = None,
     special: re.Pattern[str] | None = None,
+    keys: Keys = KEYS,
+    images: ImageRule = ANY_SIZE,
 ) -> tuple[Dataset | IterableDataset, list[SkippedRow]]:
     """Return `dataset` with a column `prompt` and without the rows that cannot be used, and the list of those.
 
@@ -127,21 +128,25 @@ def prepare_rows(
         shuffle_seed: of a stream: draw each row from the next 1000, which wait with their images undecoded, in a
             small part of the memory that shuffling the result takes. None: keep the order.
         special: as in `row_problem`.
+        keys: names of the columns.
+        images: the sizes that images may have, and are brought to.
 
     Raises:
         ConfigError: there are videos, and PyAV is not installed.
         DataError: the data set is empty, lacks the needed columns, or no row is left.
     """
-    options: dict[str, Any] = {"root": root, "system_prompt": system_prompt, "videos": videos}
+    options: dict[str, Any] = {"root": root, "system_prompt": system_prompt, "videos": videos, "images": images}
     examine = partial(row_problem, needs_solution=needs_solution, special=special, **options)
     if isinstance(dataset, IterableDataset):
-        ready = partial(ready_row, several=_are_several(dataset), **options)
-        return prepare_stream(dataset, split, needs_solution, examine, ready, on_skipped, shuffle_seed), []
+        ready = partial(ready_row, several=_are_several(dataset, keys), **options)
+        stream = prepare_stream(dataset, split, needs_solution, keys, examine, ready, GONE, on_skipped, shuffle_seed)
+        return stream, []
     if len(dataset) == 0:
         raise DataError(f"The {split} data set has no rows: give a data set with at least one.")
     dataset = undecoded(dataset)
     if dataset.column_names != [UNREADABLE]:
-        require_columns([name for name in dataset.column_names if name != UNREADABLE], split, needs_solution)
+        require_columns(_first(dataset), split, needs_solution, keys, dataset.features)
+    dataset = renamed(dataset, keys)
     reasons = scan(dataset, examine, f"check rows ({split})")
     ids = dataset["id"] if "id" in dataset.column_names else range(len(dataset))
     skipped = [SkippedRow(split, row, ids[row], reason) for row, reason in enumerate(reasons) if reason is not None]
@@ -151,59 +156,84 @@ def prepare_rows(
         )
     if skipped:
         dataset = dataset.select([row for row, reason in enumerate(reasons) if reason is None])
-    if UNREADABLE in dataset.column_names:
-        dataset = dataset.remove_columns(UNREADABLE)
-    dataset = with_frames(_with_texts(dataset, system_prompt), videos, root)
+    dataset = with_joined_images(_with_texts(dataset, system_prompt), videos, root)
+    dataset = dataset.remove_columns([name for name in (UNREADABLE, *DIALOGUES) if name in dataset.column_names])
     column = "images" if _are_several(dataset) else "image"
-    return decoded(dataset).with_transform(partial(_shown, root=root, column=column)), skipped
+    return decoded(dataset).with_transform(partial(_shown, root=root, column=column, images=images)), skipped
 
 
-def _conversation(row: Mapping[str, Any], system_prompt: str | SystemTemplate | None) -> list[dict[str, Any]]:
-    prompt, choices = read_text(row)
-    if isinstance(prompt, str):
-        source = row.get("source") if isinstance(row.get("source"), str) else None
-        prompt = build_prompt(prompt, choices, system_prompt=system_prompt, source=source)
-    return without_video_marks(prompt) if videos_of(row) else prompt
+def _first(dataset: Dataset) -> dict[str, Any]:
+    """The first row that could be read, else the first."""
+    if UNREADABLE not in dataset.column_names:
+        return dict(dataset[0])
+    place = next((row for row, reason in enumerate(dataset[UNREADABLE]) if reason is None), 0)
+    return dict(dataset[place])
 
 
-def _stated(row: Mapping[str, Any]) -> dict[str, Any]:
+def _root(row: Mapping[str, Any], root: Path) -> Path:
+    return Path(row[FOLDER]) if row.get(FOLDER) else root
+
+
+def _conversation(
+    row: Mapping[str, Any], text: Text, system_prompt: str | SystemTemplate | None
+) -> list[dict[str, Any]]:
+    source = row.get("source") if isinstance(row.get("source"), str) else None
+    if isinstance(text.prompt, str):
+        prompt = build_prompt(text.prompt, text.choices, system_prompt=system_prompt, source=source)
+    elif text.is_whole:
+        prompt = text.prompt
+    else:
+        asked = " ".join(texts_of(text.prompt[-1:]))
+        prompt = [*system_message(system_prompt, asked, text.choices, source), *text.prompt]
+    return without_video_marks(prompt) if any(row.get(name) is not None for name in VIDEO_COLUMNS) else prompt
+
+
+def _stated(text: Text) -> dict[str, Any]:
     """Options and answer of a row under the names that rewards know them by."""
-    return {"choices": read_text(row)[1], "solution": value_of(row, *ANSWERS)}
+    return {"choices": text.choices, "solution": text.answer}
 
 
 def _with_texts(dataset: Dataset, system_prompt: str | SystemTemplate | None) -> Dataset:
-    names = {*KEYS.prompt, *KEYS.choices, *ANSWERS, "source", *VIDEO_COLUMNS} & set(dataset.column_names)
-    rows = list(dataset.select_columns(sorted(names)))
-    conversations = [_conversation(row, system_prompt) for row in rows]
+    names = {*KEYS.prompt, *KEYS.choices, *KEYS.answer, *NUMBERED_IMAGES, *VIDEO_COLUMNS, "label", "source"}
+    if "subject" in dataset.column_names:
+        names |= {"image", "subject"}  # which tell rows of MMMU-Pro
+    conversations, stated, before = [], [], []
+    for row in dataset.select_columns(sorted(names & set(dataset.column_names))):
+        text = read_text(row)
+        conversations.append(_conversation(row, text, system_prompt))
+        stated.append(_stated(text))
+        before.append({name: row.get(name) for name in ("choices", "solution")})
     if not all(isinstance(message["content"], str) for messages in conversations for message in messages):
         conversations = [
             [{**message, "content": as_parts(message["content"])} for message in messages] for messages in conversations
         ]
-    stated = [_stated(row) for row in rows]
     for name in ("choices", "solution"):
         values = [row[name] for row in stated]
         is_there = name in dataset.column_names or any(value is not None for value in values)
-        if is_there and values != [row.get(name) for row in rows]:
+        if is_there and values != [row[name] for row in before]:
             dataset = with_column(dataset, name, values)
     return with_column(dataset, "prompt", conversations)
 
 
-def _are_several(dataset: Dataset | IterableDataset) -> bool:
+def _are_several(dataset: Dataset | IterableDataset, keys: Keys = KEYS) -> bool:
     """Whether a row may have several images: they are in `images` then, which TRL looks for in a batch's first row."""
     names = dataset.column_names
-    if names is None or "image" not in names or "images" in names or video_columns(names):
+    name = keys.image[0] if keys != KEYS and len(keys.image) == 1 else "image"
+    if names is None or name not in names or name == "images" or ("images" in names and keys.image == KEYS.image):
         return True
-    return isinstance((dataset.features or {}).get("image"), List | Json)
+    if video_columns(names) or set(keys.video) & set(names):
+        return True
+    return isinstance((dataset.features or {}).get(name), List | Json)
 
 
-def _shown(batch: dict[str, list[Any]], *, root: Path, column: str) -> dict[str, list[Any]]:
+def _shown(batch: dict[str, list[Any]], *, root: Path, column: str, images: ImageRule) -> dict[str, list[Any]]:
     """Rows as TRL gets them: marks replaced by parts, images decoded."""
-    ready = {name: values for name, values in batch.items() if name not in IMAGE_COLUMNS}
+    ready = {name: values for name, values in batch.items() if name not in (*IMAGE_COLUMNS, FOLDER)}
     if "prompt" in batch:
         ready["prompt"] = [placed(prompt) for prompt in batch["prompt"]]
-    names = [name for name in IMAGE_COLUMNS if name in batch]
-    if names:
+    names = [name for name in (*IMAGE_COLUMNS, FOLDER) if name in batch]
+    if set(names) & set(IMAGE_COLUMNS):
         rows = [dict(zip(names, values, strict=True)) for values in zip(*(batch[name] for name in names), strict=True)]
-        images = [[open_image(value, root) for value in images_of(row)] for row in rows]
-        ready[column] = images if column == "images" else [found[0] if found else None for found in images]
+        opened = [[images.fitted(open_image(value, _root(row, root))) for value in images_of(row)] for row in rows]
+        ready[column] = opened if column == "images" else [found[0] if found else None for found in opened]
     return ready

@@ -1,7 +1,10 @@
 """Text of data that a model's tokenizer would read as one of its special tokens, as the end of a turn for example."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
+
+from vgr_trl.data.rows.marks import placed, texts_of
 
 
 def special_tokens(processor: Any) -> re.Pattern[str] | None:
@@ -18,3 +21,9 @@ def special_tokens(processor: Any) -> re.Pattern[str] | None:
             found.add(token)
     longest_first = sorted(found - {""}, key=lambda token: (-len(token), token))
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+
+def first_special(special: re.Pattern[str] | None, conversation: Sequence[dict[str, Any]]) -> str | None:
+    """Return the first special token in the texts of a conversation, None if there is none."""
+    found = None if special is None else next(filter(None, map(special.search, texts_of(placed(conversation)))), None)
+    return None if found is None else found[0]

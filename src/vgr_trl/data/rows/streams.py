@@ -1,13 +1,16 @@
 """A stream of rows, from which those that cannot be used are left out as it is read."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from datasets import IterableDataset
 from transformers.utils import logging
 
 from vgr_trl.data.read.readers import UNREADABLE
-from vgr_trl.data.rows.columns import IMAGE_COLUMNS, VIDEO_COLUMNS, require_columns, undecoded
+from vgr_trl.data.rows.columns import undecoded
+from vgr_trl.data.rows.naming import renamed_row, require_columns
+from vgr_trl.data.rows.reading import Keys
 from vgr_trl.data.rows.skipped import SkippedRow
 from vgr_trl.errors import DataError
 
@@ -21,8 +24,10 @@ def prepare_stream(
     dataset: IterableDataset,
     split: str,
     needs_solution: bool,
+    keys: Keys,
     examine: Callable[[Mapping[str, Any]], str | None],
     ready: Callable[[Mapping[str, Any]], dict[str, Any]],
+    gone: Sequence[str],
     on_skipped: Callable[[SkippedRow], None] | None,
     shuffle_seed: int | None,
 ) -> IterableDataset:
@@ -32,8 +37,10 @@ def prepare_stream(
         dataset: rows with or without known columns.
         split: its name, for messages.
         needs_solution: whether a row must say what is right.
+        keys: names of the columns.
         examine: tells why an undecoded row cannot be used, None if it can.
         ready: makes a usable undecoded row ready.
+        gone: columns that a ready row does not have, unless it has them anew.
         on_skipped: called once for each row that is left out; None: a warning.
         shuffle_seed: draw each row from the next `SHUFFLE_BUFFER`, undecoded; None: keep the order.
 
@@ -45,7 +52,7 @@ def prepare_stream(
         raise DataError(f"The {split} stream has no rows: give a data set with at least one.")
     first = next((row for row in undecoded(dataset) if row.get(UNREADABLE) is None), first)
     if first.get(UNREADABLE) is None:
-        require_columns(first, split, needs_solution)
+        require_columns(first, split, needs_solution, keys, dataset.features)
     heard: set[Any] = set()
 
     def usable(row: Mapping[str, Any]) -> bool:
@@ -63,13 +70,14 @@ def prepare_stream(
                 logger.warning(f"Left out {split} row {index} of the stream: {reason}.")
         return False
 
-    numbered = undecoded(dataset).map(_numbered, with_indices=True)
+    # Without the old columns, a map keeps those that have another name now.
+    numbered = undecoded(dataset).map(partial(_numbered, keys=keys), with_indices=True, remove_columns=list(first))
     if next(iter(numbered.filter(usable)), None) is None:
         raise DataError(f"None of the {len(heard)} rows of the {split} stream can be used: see the reasons above.")
     if shuffle_seed is not None:
         numbered = numbered.shuffle(seed=shuffle_seed, buffer_size=SHUFFLE_BUFFER)
-    return numbered.filter(usable).map(ready, remove_columns=[*IMAGE_COLUMNS, *VIDEO_COLUMNS, PLACE])
+    return numbered.filter(usable).map(ready, remove_columns=list(gone))
 
 
-def _numbered(row: Mapping[str, Any], index: int) -> dict[str, Any]:
-    return {**row, PLACE: index}
+def _numbered(row: Mapping[str, Any], index: int, keys: Keys) -> dict[str, Any]:
+    return {**renamed_row(row, keys), PLACE: index}

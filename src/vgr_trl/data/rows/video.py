@@ -31,7 +31,7 @@ class VideoOptions:
         ConfigError: a value is out of range.
     """
 
-    fps: float = 1.0
+    fps: float = 2.0
     max_frames: int = 16
 
     def __post_init__(self) -> None:

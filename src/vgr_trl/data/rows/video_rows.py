@@ -1,4 +1,4 @@
-"""The frames of a data set's videos as its column `images`."""
+"""The frames of a data set's videos, and images in numbered columns, as its column `images`."""
 
 import io
 from collections.abc import Mapping
@@ -9,16 +9,19 @@ from accelerate import PartialState
 from datasets import Dataset, Features, Image, List, concatenate_datasets
 from datasets.fingerprint import Hasher
 
-from vgr_trl.data.rows.columns import IMAGE_COLUMNS, VIDEO_COLUMNS, images_of, video_columns, videos_of
+from vgr_trl.data.read.readers import FOLDER
+from vgr_trl.data.rows.columns import IMAGE_COLUMNS, VIDEO_COLUMNS, video_columns, videos_of
+from vgr_trl.data.rows.layouts import NUMBERED_IMAGES
 from vgr_trl.data.rows.open_images import image_bytes
+from vgr_trl.data.rows.reading import images_in
 from vgr_trl.data.rows.video import VideoOptions, frames_of
 
 ROWS_IN_MEMORY = 8  # frames are large; the rest waits in the cache file
 JPEG_QUALITY = 95
 
 
-def with_frames(dataset: Dataset, options: VideoOptions, root: Path = Path()) -> Dataset:
-    """Return `dataset` with the frames of its videos, as JPEG, behind the images of each row in the column `images`.
+def with_joined_images(dataset: Dataset, options: VideoOptions, root: Path = Path()) -> Dataset:
+    """Return `dataset` with its numbered images, and the frames of its videos as JPEG, in order in the column `images`.
 
     They are written to the cache of `datasets`, where there is one, by one process of each machine.
 
@@ -28,23 +31,26 @@ def with_frames(dataset: Dataset, options: VideoOptions, root: Path = Path()) ->
         root: folder that relative paths of videos start from.
     """
     columns = video_columns(dataset.column_names)
-    if not columns:
+    if not columns and not set(NUMBERED_IMAGES) & set(dataset.column_names):
         return dataset
-    shown = [name for name in (*IMAGE_COLUMNS, *VIDEO_COLUMNS) if name in dataset.column_names]
+    known = (*IMAGE_COLUMNS, *NUMBERED_IMAGES, *VIDEO_COLUMNS)
+    shown = [name for name in known if name in dataset.column_names]
+    folder = [FOLDER] if FOLDER in dataset.column_names else []
 
     def fill(row: Mapping[str, Any]) -> dict[str, Any]:
-        frames = [{"bytes": _encoded(frame), "path": None} for frame in frames_of(row, options, root)]
-        return {"images": [*({"bytes": image_bytes(value, root), "path": None} for value in images_of(row)), *frames]}
+        start = Path(row[FOLDER]) if row.get(FOLDER) else root
+        frames = [{"bytes": _encoded(frame), "path": None} for frame in frames_of(row, options, start)]
+        return {"images": [*({"bytes": image_bytes(value, start), "path": None} for value in images_in(row)), *frames]}
 
     state = PartialState()
     with state.local_main_process_first():
-        frames = dataset.select_columns(shown).map(
+        frames = dataset.select_columns([*shown, *folder]).map(
             fill,
-            remove_columns=shown,
+            remove_columns=[*shown, *folder],
             features=Features({"images": List(Image(decode=False))}),
             writer_batch_size=ROWS_IN_MEMORY,
             new_fingerprint=_fingerprint(dataset, options, root, columns),
-            desc="frames of videos",
+            desc="images and frames of videos",
         )
     return concatenate_datasets([dataset.remove_columns(shown), frames], axis=1)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from vgr_trl.data.rows.open_images import ADDRESS
 from vgr_trl.data.rows.questions import Candidate, Origin, Question, id_of, make_question, text_of, to_candidates, value_of
+from vgr_trl.data.rows.naming import renamed_row
 from vgr_trl.data.rows.reading import KEYS, Keys, read_row
 from vgr_trl.data.read.sources import Source
 from vgr_trl.errors import DataError
@@ -35,7 +36,8 @@ def names_videos(source: Source, keys: Keys = KEYS) -> bool:
 
 
 def _questions(origin: Origin, row: Mapping[str, Any], *, keys: Keys, root: Path) -> list[Question]:
-    reading = read_row(row, keys)
+    row = renamed_row(row, keys)
+    reading = read_row(row)
     return [
         make_question(
             id=id_of(row if isinstance(row.get("id"), str | int) else {}, origin, "id"),  # no row is lost for its name

@@ -5,10 +5,10 @@ letter), `image_1` to `image_7` and `subject`; question and options refer to the
 configuration has `id`, `image`, `options` and `answer`: question and options are to be read from the image.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from vgr_trl.data.rows.layouts import MOST_IMAGES, VISION_ONLY_PROBLEM, renumber_marks
 from vgr_trl.data.rows.prompts import LETTERS
 from vgr_trl.data.rows.questions import (
     Candidate,
@@ -26,9 +26,6 @@ from vgr_trl.errors import DataError
 
 HUB_NAME = "MMMU/MMMU_Pro"
 HUB_CONFIG = "standard (10 options)"
-MOST_IMAGES = 7
-VISION_ONLY_PROBLEM = "Answer the multiple-choice question in the image with the letter of the right option."
-MARK = re.compile(r"<image\s*(\d+)>", re.IGNORECASE)
 
 
 def read(source: Source) -> Iterator[Candidate]:
@@ -75,21 +72,3 @@ def _vision_only(origin: Origin, row: Mapping[str, Any]) -> Question:
         answer=checked.solution,
         images=checked.images,
     )
-
-
-def renumber_marks(texts: list[str], numbers: list[int]) -> list[str]:
-    """Return the texts with `<image k>` standing for the k-th image that there is.
-
-    Args:
-        texts: question and options.
-        numbers: of the images that there are, ascending; these become 1, 2, …
-
-    Raises:
-        DataError: a mark refers to an image that is missing.
-    """
-    position = {number: index for index, number in enumerate(numbers, start=1)}
-    for text in texts:
-        for match in MARK.finditer(text):
-            if int(match[1][:4]) not in position:
-                raise DataError(f"it refers to {match[0][:40]}, but there is no image_{match[1][:4]}")
-    return [MARK.sub(lambda match: f"<image {position[int(match[1])]}>", text) for text in texts]

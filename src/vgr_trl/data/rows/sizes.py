@@ -1,11 +1,11 @@
-"""How large an image may be, and the size it is brought to."""
+"""How large an image may be, and the size it is brought to, in conversion and in training."""
 
 import math
 from dataclasses import dataclass
 
 from PIL import Image
 
-from vgr_trl.errors import ConfigError
+from vgr_trl.errors import ConfigError, DataError
 
 MAX_SHORT_SIDE = 1024
 
@@ -69,3 +69,33 @@ class ImageLimits:
 def _within(width: int, height: int, scale: float) -> tuple[int, int]:
     """Round down, so that no limit is exceeded; the tolerance undoes the rounding of the scale itself."""
     return max(1, math.floor(width * scale + 1e-9)), max(1, math.floor(height * scale + 1e-9))
+
+
+@dataclass(frozen=True)
+class ImageRule:
+    """What becomes of images that are too large or too small when rows are read for training.
+
+    Attributes:
+        limits: of the size; an image beyond them is brought within.
+        leaves_out_larger: whether a row with an image above them is left out instead.
+    """
+
+    limits: ImageLimits = ImageLimits(max_short_side=None)
+    leaves_out_larger: bool = False
+
+    def check(self, image: Image.Image) -> None:
+        """Raise `DataError` if the row of `image` is to be left out."""
+        size = self.limits.size_of(*image.size)
+        if self.leaves_out_larger and min(size) < min(image.size):
+            raise DataError(
+                f"image has size {image.width}x{image.height}, which filter_big_images leaves out: at most "
+                f"{size[0]}x{size[1]} of that shape"
+            )
+
+    def fitted(self, image: Image.Image) -> Image.Image:
+        """Return `image` within the limits."""
+        size = self.limits.size_of(*image.size)
+        return image if size == image.size else image.resize(size, Image.Resampling.LANCZOS)
+
+
+ANY_SIZE = ImageRule()
