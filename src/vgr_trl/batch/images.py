@@ -1,23 +1,16 @@
 """The image inputs of a rollout batch: which part belongs to which row, and how parts become a batch again."""
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
+from vgr_trl.batch.image_parts import IMAGE_INPUTS, UnknownParts, find_layout, image_inputs_of, parts_by_counts
 from vgr_trl.batch.pixels import pack, unpack
 from vgr_trl.errors import DataError
 
-IMAGE_INPUTS = (
-    "pixel_values",
-    "image_grid_thw",
-    "pixel_attention_mask",
-    "image_sizes",
-    "image_position_ids",
-    "spatial_shapes",
-    "perturbed_pixel_values",
-)
+PERTURBED = "perturbed_pixel_values"  # lie as `pixel_values` do
+ROW_INPUTS = (*IMAGE_INPUTS, PERTURBED)
 _PADDING = {"image_position_ids": -1}  # Gemma 4's mark of a patch that is none; everything else is padded with zeros
 
 Images = dict[str, Any]  # the image inputs of one row, tensors or, where stored, `Packed`; empty for one without images
@@ -26,9 +19,6 @@ Images = dict[str, Any]  # the image inputs of one row, tensors or, where stored
 def split_images(batch: Mapping[str, Any], count: int) -> tuple[list[Images], bool]:
     """Return the image inputs of each row, and whether every row has an entry of its own even without an image.
 
-    The first dimension of the inputs counts patches (`image_grid_thw`), tiles (`num_tiles`), images, or, where the
-    processor pads to one entry per row (Idefics, SmolVLM), rows.
-
     Args:
         batch: as TRL trains on it; `num_images` and `num_tiles` are lists with one number per row.
         count: rows, N.
@@ -36,47 +26,29 @@ def split_images(batch: Mapping[str, Any], count: int) -> tuple[list[Images], bo
     Raises:
         DataError: an input cannot be assigned to rows.
     """
-    given = {name: batch[name] for name in IMAGE_INPUTS if batch.get(name) is not None}
+    given = {name: batch[name] for name in ROW_INPUTS if batch.get(name) is not None}
     if not given:
         return [{} for _ in range(count)], False
-    num_images = batch.get("num_images")
+    num_images, num_tiles = batch.get("num_images"), batch.get("num_tiles")
     if num_images is None or len(num_images) != count or "pixel_values" not in given:
         raise DataError(
             f"The batch has {', '.join(given)} for {count} rows and num_images {num_images}: give pixel_values, and as "
             "num_images one number per row."
         )
-    parts, one_per_row = _parts_per_row(given, list(num_images), batch.get("num_tiles"), count)
-    parts["perturbed_pixel_values"] = parts["pixel_values"]
-    for name, value in given.items():
-        if sum(parts[name]) != value.size(0):
-            raise DataError(
-                f"The batch has {name} of shape {tuple(value.shape)}, which cannot be assigned to {count} rows with "
-                f"num_images {list(num_images)} and num_tiles {batch.get('num_tiles')}."
-            )
-    bounds = {name: list(pairwise([0, *accumulate(parts[name])])) for name in given}
-    rows = [
-        {name: value[slice(*bounds[name][row])] for name, value in given.items() if parts[name][row]}
-        for row in range(count)
-    ]
-    return rows, one_per_row
-
-
-def _parts_per_row(
-    given: Images, num_images: list[int], num_tiles: list[int] | None, count: int
-) -> tuple[dict[str, list[int]], bool]:
-    by_image = dict.fromkeys(IMAGE_INPUTS, num_images)
-    if "image_grid_thw" in given:
-        patches = given["image_grid_thw"].prod(-1).tolist()
-        bounds = pairwise([0, *accumulate(num_images)])
-        return {**by_image, "pixel_values": [sum(patches[start:end]) for start, end in bounds]}, False
-    if num_tiles is not None:
-        tiles = list(num_tiles)
-        return {**by_image, "pixel_values": tiles, "pixel_attention_mask": tiles, "spatial_shapes": tiles}, False
-    rows = given["pixel_values"].size(0) == count
-    if rows and ("pixel_attention_mask" in given or count != sum(num_images)):
-        single = [1] * count
-        return {**by_image, "pixel_values": single, "pixel_attention_mask": single}, True
-    return by_image, False
+    known, perturbed = image_inputs_of(batch), given.get(PERTURBED)
+    try:
+        parts = parts_by_counts(known, num_images, num_tiles)
+        if perturbed is not None and len(perturbed) != len(given["pixel_values"]):
+            raise UnknownParts(f"{PERTURBED} of shape {tuple(perturbed.shape)}")
+    except UnknownParts as error:
+        raise DataError(
+            f"The batch has {error.reason}, which cannot be assigned to {count} rows with num_images "
+            f"{list(num_images)} and num_tiles {num_tiles}."
+        ) from error
+    parts[PERTURBED] = parts["pixel_values"]
+    rows = [{name: value[parts[name][row]] for name, value in given.items()} for row in range(count)]
+    one_per_row = find_layout(known, sum(num_images)).units["pixel_values"] == "row"
+    return [{name: value for name, value in row.items() if len(value)} for row in rows], one_per_row
 
 
 def stack_images(rows: Sequence[Images], one_per_row: bool) -> Images:
@@ -88,7 +60,7 @@ def stack_images(rows: Sequence[Images], one_per_row: bool) -> Images:
         rows: image inputs of each row.
         one_per_row: rows without images get an entry of zeros.
     """
-    names = [name for name in IMAGE_INPUTS if any(name in row for row in rows)]
+    names = [name for name in ROW_INPUTS if any(name in row for row in rows)]
     return {name: _stack([row.get(name) for row in rows], _PADDING.get(name, 0), one_per_row) for name in names}
 
 

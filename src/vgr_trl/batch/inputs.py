@@ -6,19 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from trl.trainer.utils import split_pixel_values_by_grid
 
+from vgr_trl.batch.image_parts import IMAGE_INPUTS, image_inputs_of, parts_by_counts, tiles_by_tokens
 from vgr_trl.errors import DataError
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
-IMAGE_FIELDS = (
-    "pixel_values",
-    "image_grid_thw",
-    "image_sizes",
-    "pixel_attention_mask",
-    "image_position_ids",
-    "spatial_shapes",
-)
 
 
 @dataclass
@@ -110,15 +102,16 @@ def build_scoring_batch(
             types, _ = _padded(value, 0, True, pad_to_multiple_of)
             missing = prompt_ids.size(1) - types.size(1)
             batch.fields[name] = torch.nn.functional.pad(types, (missing, completions.size(1)))
-        elif name in IMAGE_FIELDS:
-            batch.fields[name] = value if isinstance(value, torch.Tensor) else torch.tensor(np.array(value))
-    batch.num_tiles = _tiles_per_row(batch, vision_token_ids)
+    batch.fields |= _image_tensors(prompts.fields)
+    if given := image_inputs_of(batch.fields):
+        is_image = torch.isin(prompt_ids, torch.tensor(vision_token_ids))  # (N, P)
+        batch.num_tiles = tiles_by_tokens(given, batch.num_images, is_image)
     return batch
 
 
 def scoring_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments of TRL's scoring for its batch, but for the model and the size of chunks."""
-    names = ("num_images", "num_tiles", *TOKEN_TYPES, *IMAGE_FIELDS)
+    names = ("num_images", "num_tiles", *TOKEN_TYPES, *IMAGE_INPUTS)
     return {
         "input_ids": torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
         "attention_mask": torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
@@ -129,8 +122,8 @@ def scoring_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 def pixels_of_rows(
     fields: Mapping[str, Any], images: Sequence[Sequence[Any]], own: Sequence[int], batch: Mapping[str, Any]
-) -> list[torch.Tensor] | torch.Tensor:
-    """Return the `pixel_values` of the N rows of a batch, from those of its different prompts.
+) -> list[torch.Tensor]:
+    """Return the `pixel_values` of each of the N rows of a batch, from those of its different prompts.
 
     Args:
         fields: what the processor made of the different prompts, in order.
@@ -138,24 +131,16 @@ def pixels_of_rows(
         own: per row, the index of its prompt.
         batch: a batch of TRL's with the same images, unperturbed.
 
-    Returns:
-        Per row a tensor, or (N, ...) where the processor pads to one entry per row.
-
     Raises:
         DataError: the processor has cut the perturbed images otherwise than the images themselves.
     """
     like = batch["pixel_values"]
-    tensors: dict[str, Any] = {
-        name: value if isinstance(value, torch.Tensor) else torch.tensor(np.array(value))
-        for name, value in fields.items()
-        if name in IMAGE_FIELDS
-    }
-    tensors["pixel_values"] = tensors["pixel_values"].to(like.device, like.dtype)
-    tensors["num_images"] = [len(of_prompt or ()) for of_prompt in images]
-    if batch.get("num_tiles") is not None:
-        tensors["num_tiles"] = [batch["num_tiles"][own.index(index)] for index in range(len(images))]
-    pixels = split_pixel_values_by_grid(tensors)["pixel_values"]
-    rows = [pixels[index] for index in own] if isinstance(pixels, list) else pixels[list(own)]
+    given = _image_tensors(fields)
+    pixels = given["pixel_values"].to(like.device, like.dtype)
+    tiles = batch.get("num_tiles")
+    tiles = None if tiles is None else [tiles[own.index(index)] for index in range(len(images))]
+    parts = parts_by_counts(given, [len(of_prompt or ()) for of_prompt in images], tiles)["pixel_values"]
+    rows = [pixels[parts[index]] for index in own]
     if joined(rows).shape != like.shape:
         raise DataError(
             f"The perturbed images give pixel_values of shape {tuple(joined(rows).shape)}, the images themselves "
@@ -175,8 +160,8 @@ def with_perturbed_rows(batch: dict[str, Any]) -> dict[str, Any]:
     perturbed = batch.get("perturbed_pixel_values")
     if perturbed is None:
         return batch
-    rows = split_pixel_values_by_grid({**batch, "pixel_values": perturbed})["pixel_values"]
-    return {**batch, "perturbed_pixel_values": rows}
+    parts = parts_by_counts(image_inputs_of(batch), batch["num_images"], batch.get("num_tiles"))["pixel_values"]
+    return {**batch, "perturbed_pixel_values": [perturbed[part] for part in parts]}
 
 
 def joined(pixels: Any) -> torch.Tensor:
@@ -198,14 +183,9 @@ def _padded(
     return ids, mask
 
 
-def _tiles_per_row(batch: ScoringBatch, vision_token_ids: Sequence[int]) -> list[int] | None:
-    """Rows of `pixel_values` per row of the batch, where there are more of them than images; tiles are equally long."""
-    pixels = batch.fields.get("pixel_values")
-    if pixels is None or batch.num_images is None or "image_grid_thw" in batch.fields:
-        return None
-    if not ("spatial_shapes" in batch.fields or (pixels.ndim == 4 and len(pixels) != sum(batch.num_images))):
-        return None
-    if "spatial_shapes" in batch.fields and sum(batch.num_images) == len(pixels):
-        return list(batch.num_images)
-    tokens = torch.isin(batch.prompt_ids, torch.tensor(vision_token_ids)).sum(1)  # (N,)
-    return (tokens * len(pixels) // tokens.sum()).tolist()
+def _image_tensors(fields: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The pixel inputs that a processor has made, which may be lists of arrays."""
+    return {
+        name: value if isinstance(value, torch.Tensor) else torch.tensor(np.array(value))
+        for name, value in image_inputs_of(fields).items()
+    }

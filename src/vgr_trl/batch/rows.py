@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from vgr_trl.batch.images import IMAGE_INPUTS, Images, owned, split_images, stack_images, store_images
+from vgr_trl.batch.images import ROW_INPUTS, Images, owned, split_images, stack_images, store_images
 from vgr_trl.batch.pixels import nbytes
 from vgr_trl.batch.signals import RolloutSignals
 from vgr_trl.batch.token_columns import TOKEN_COLUMNS, Column, columns_of_signals, signals_of_columns
@@ -57,7 +57,7 @@ class Rows:
         count, prompt_length = batch["prompt_ids"].shape
         completion_length = batch["completion_ids"].size(1)
         images, one_per_row = split_images(batch, count)
-        entries = {name: value for name, value in batch.items() if name not in IMAGE_INPUTS}
+        entries = {name: value for name, value in batch.items() if name not in ROW_INPUTS}
         entries |= columns_of_signals(signals)
         columns = {name: value for name, value in entries.items() if not _of_whole_batch(value)}
         rows = cls(prompt_length, completion_length, columns, images, one_per_row)
@@ -133,7 +133,7 @@ class Rows:
         """Return these rows as a batch of TRL, with the entries of `batch` that belong to no row, in its order."""
         images = stack_images(self.images, self.one_per_row)
         columns = {name: value for name, value in self.columns.items() if not name.startswith("signals.")}
-        kept = {name: value for name, value in batch.items() if _of_whole_batch(value) and name not in IMAGE_INPUTS}
+        kept = {name: value for name, value in batch.items() if _of_whole_batch(value) and name not in ROW_INPUTS}
         found = {**kept, **columns, **images}
         return {name: found[name] for name in [*batch, *found] if name in found}
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from vgr_trl.batch.image_parts import IMAGE_INPUTS
 from vgr_trl.sharing.fitness import refuse_token_types
 from vgr_trl.sharing.grouping import best_split, find_groups, first_rows, inputs_of_rows
-from vgr_trl.sharing.images import IMAGE_INPUTS, image_token_ids, is_image_token, rows_of_images
+from vgr_trl.sharing.images import image_token_ids, is_image_token, rows_of_images
 from vgr_trl.sharing.report import CannotShare
 
 _PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")

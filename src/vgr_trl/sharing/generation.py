@@ -8,11 +8,12 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin, GenerationMode
 
+from vgr_trl.batch.image_parts import IMAGE_INPUTS
 from vgr_trl.sharing.cut import refuse_uneven_prompts
 from vgr_trl.sharing.fitness import refuse_token_types
 from vgr_trl.sharing.forward import SharedForward
 from vgr_trl.sharing.grouping import find_groups, first_rows, inputs_of_rows
-from vgr_trl.sharing.images import IMAGE_INPUTS, images_as_tensors, is_image_token, rows_of_images, without_empty_images
+from vgr_trl.sharing.images import images_as_tensors, is_image_token, rows_of_images, without_empty_images
 from vgr_trl.sharing.replacing import replaced
 from vgr_trl.sharing.report import CannotShare, SharingReport
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from vgr_trl.sharing.images import IMAGE_INPUTS
+from vgr_trl.batch.image_parts import IMAGE_INPUTS
 
 # Losses that divide by something that does not depend on which rows share a micro-batch (read in TRL 1.16, and tested).
 REGROUPABLE_LOSSES = frozenset({"dapo", "cispo", "vespo", "grpo", "sapo", "dr_grpo", "luspo"})

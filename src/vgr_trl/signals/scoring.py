@@ -15,7 +15,7 @@ from vgr_trl.sharing.images import is_image_token
 from vgr_trl.signals.attention import AttentionProbe
 from vgr_trl.signals.decoder import adds_virtual_tokens
 from vgr_trl.signals.head import Head
-from vgr_trl.signals.image_rows import ImageRows
+from vgr_trl.signals.image_rows import cut_images
 from vgr_trl.signals.modality import build_modality_masks, vision_token_ids
 
 _NOTHING_TO_SHARE = "no prompt occurs twice"
@@ -117,16 +117,15 @@ class RolloutScorer:
         images = {name: value for name, value in given.items() if name not in TOKEN_TYPES}
         batch |= _token_types(given, self.causal.config, count, prompt_ids.size(1), length)
         step = self._rows_at_a_time(count, num_generations)
-        rows = None
+        chunks = [slice(start, min(start + step, count)) for start in range(0, count, step)]
+        images_of = [images] * len(chunks)
         if images and (step < count or num_images is not None):
             is_image = is_image_token(prompt_ids, self.causal.config) & prompt_mask.bool()  # (N, P)
-            rows = ImageRows(images, is_image, num_images, num_tiles)
+            images_of = cut_images(images, is_image, num_images, num_tiles, chunks)
         parts = []
         with torch.no_grad(), _evaluating(self.model):
-            for start in range(0, count, step):
-                stop = min(start + step, count)
-                inputs = {name: value[start:stop] for name, value in batch.items()}
-                inputs |= images if rows is None else rows.of(start, stop)
+            for rows, own in zip(chunks, images_of, strict=True):
+                inputs = {name: value[rows] for name, value in batch.items()} | own
                 parts.append(self._score_rows(inputs, length, attention))
         return _joined(parts)
 

@@ -1,0 +1,120 @@
+"""Which part of the pixel inputs belongs to which row: by counts and by placeholder tokens alike, for every layout."""
+
+import pytest
+import torch
+
+from vgr_trl.batch.image_parts import LAYOUTS, UnknownParts, find_layout, parts_by_counts, parts_by_tokens
+from vgr_trl.batch.inputs import Prompts, build_scoring_batch
+
+IMAGE, PAD = 7, 0
+GRIDS = torch.tensor([[1, 2, 4], [1, 4, 4], [1, 2, 2]])  # 8, 16 and 4 patches, four to a token
+TILES = torch.tensor([[4, 4], [4, 4], [2, 4], [2, 2]])  # the first image: two tiles and a thumbnail of 8 patches
+AREAS = torch.tensor([[16, 16], [8, 16], [16, 16]])  # 4, 2 and 4 tokens of 64 pixels
+
+# Name -> pixel inputs, tokens per row, num_images, num_tiles, and the entries of the inputs that each row has.
+# Rows have two images, none and one; tiles: three and one of one image each.
+CASES = {
+    "patches": (
+        {"pixel_values": torch.zeros(28, 3), "image_grid_thw": GRIDS},
+        ["xx xxxx", "", "x"], [2, 0, 1], None,
+        {"pixel_values": [24, 0, 4], "image_grid_thw": [2, 0, 1]},
+    ),
+    "tiles of unequal size": (
+        {
+            "pixel_values": torch.zeros(4, 16, 3),
+            "spatial_shapes": TILES,
+            "pixel_attention_mask": torch.zeros(4, 16),
+        },
+        ["xxxx xxxx xx", "", "x"], [1, 0, 1], [3, 0, 1], [3, 0, 1],
+    ),
+    "rows padded to the most images": (
+        {"pixel_values": torch.zeros(3, 2, 3, 4, 4), "pixel_attention_mask": torch.zeros(3, 2, 4, 4)},
+        ["x x", "", "x"], [2, 0, 1], None, [1, 1, 1],
+    ),
+    "images of unequal size by runs": (
+        {"pixel_values": torch.zeros(3, 5, 3, 4, 4), "image_sizes": AREAS},
+        ["xxx xx", "", "xxx"], [2, 0, 1], None, [2, 0, 1],
+    ),
+    "images of unequal size by area": (
+        {"pixel_values": torch.zeros(3, 3, 16, 16), "image_sizes": AREAS},
+        ["xx xx xx", "", "xx xx"], [2, 0, 1], None, [2, 0, 1],
+    ),
+    "images with positions": (
+        {"pixel_values": torch.zeros(3, 9, 6), "image_position_ids": torch.zeros(3, 9, 2)},
+        ["xxx xx", "", "xxx"], [2, 0, 1], None, [2, 0, 1],
+    ),
+    "images of one size": (
+        {"pixel_values": torch.zeros(3, 3, 4, 4)}, ["xxxx", "", "xx"], [2, 0, 1], None, [2, 0, 1],
+    ),
+    "tiles of one size": (
+        {"pixel_values": torch.zeros(4, 3, 4, 4)}, ["xxxxxx", "", "xx"], [1, 0, 1], [3, 0, 1], [3, 0, 1],
+    ),
+}  # fmt: skip
+
+
+def placeholders(rows):
+    """(N, S) bool from strings: x is an image token."""
+    length = max(map(len, rows))
+    return torch.tensor([[character == "x" for character in row.ljust(length)] for row in rows])
+
+
+def sizes(parts):
+    """Entries of each row, that lie one behind the other from the first on."""
+    for slices in parts.values():
+        assert [part.start for part in slices] == [0, *(part.stop for part in slices[:-1])]
+    return {name: [part.stop - part.start for part in slices] for name, slices in parts.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_counts_and_tokens_give_the_same_parts(case):
+    inputs, rows, num_images, num_tiles, entries = CASES[case]
+    expected = entries if isinstance(entries, dict) else dict.fromkeys(inputs, entries)
+    assert sizes(parts_by_counts(inputs, num_images, num_tiles)) == expected
+    assert sizes(parts_by_tokens(inputs, placeholders(rows))) == expected
+
+
+def test_every_layout_is_among_the_cases():
+    found = [find_layout(inputs, sum(num_images)) for inputs, _, num_images, _, _ in CASES.values()]
+    assert [layout for layout in LAYOUTS if layout not in found] == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_image_more_is_refused(case):
+    inputs, _, num_images, num_tiles, _ = CASES[case]
+    inputs = {name: torch.cat([value, value[:1]]) for name, value in inputs.items()}
+    with pytest.raises(UnknownParts, match="cannot be assigned to its rows, because of pixel_values of shape"):
+        parts_by_counts(inputs, num_images, num_tiles)
+
+
+def test_tiles_and_no_mask_of_a_row():
+    """PerceptionLM: images of as many tiles each, which nothing but their number tells from padded rows."""
+    tiles = {"pixel_values": torch.zeros(3, 5, 3, 4, 4)}
+    assert sizes(parts_by_counts(tiles, [2, 0, 1])) == {"pixel_values": [2, 0, 1]}
+    assert sizes(parts_by_counts(tiles, [2, 0, 2])) == {"pixel_values": [1, 1, 1]}
+
+
+def scoring_batch(fields, prompts, images):
+    return build_scoring_batch(
+        Prompts(prompts, [["image"] * count for count in images], fields),
+        [[5]] * len(prompts),
+        pad_token_id=PAD,
+        vision_token_ids=[IMAGE],
+    )
+
+
+def test_tiles_of_unequal_size_are_counted_by_their_tokens():
+    """8 patches to a token: 2 + 2 + 1 of an image with a thumbnail, and 8 tokens of an image that is one large tile."""
+    shapes = torch.tensor([[4, 4], [4, 4], [2, 4], [8, 8]])
+    fields = {
+        "pixel_values": torch.zeros(4, 64, 3),
+        "spatial_shapes": shapes,
+        "pixel_attention_mask": torch.zeros(4, 64),
+    }
+    batch = scoring_batch(fields, [[IMAGE] * 5, [IMAGE] * 8, [1]], [1, 1, 0])
+    assert batch.num_tiles == [3, 1, 0]
+
+
+@pytest.mark.parametrize(("count", "expected"), [(4, [3, 1, 0]), (2, None)])
+def test_tiles_of_one_size_are_counted_where_there_are_more_than_images(count, expected):
+    prompts = [[IMAGE] * 6, [IMAGE] * 2, [1]] if expected else [[IMAGE] * 2, [IMAGE] * 2, [1]]
+    assert scoring_batch({"pixel_values": torch.zeros(count, 3, 4, 4)}, prompts, [1, 1, 0]).num_tiles == expected
