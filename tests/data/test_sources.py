@@ -109,7 +109,7 @@ def test_one_source_is_named(given):
 
 def test_folders_without_rows(tmp_path):
     (tmp_path / "a.txt").touch()
-    with pytest.raises(DataError, match="has no .parquet or .jsonl or .json file"):
+    with pytest.raises(DataError, match="has no .parquet or .jsonl or .json or .csv file"):
         Source(dataset_path=str(tmp_path)).records()
     with pytest.raises(DataError, match="which is not a folder; for single files use data_files"):
         Source(dataset_path=str(tmp_path / "a.txt")).records()
