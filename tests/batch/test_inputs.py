@@ -34,7 +34,7 @@ TWO = [["one image"], ["another"]]
         ({"pixel_values": torch.zeros(4, 3, 2, 2)}, [1, 3]),
         ({"pixel_values": torch.zeros(2, 3, 2, 2)}, None),  # one entry per image
         ({"pixel_values": torch.zeros(4, 3)}, None),  # patches
-        ({"pixel_values": torch.zeros(4, 3), "spatial_shapes": torch.ones(4, 2)}, [1, 3]),
+        ({"pixel_values": torch.zeros(4, 3), "spatial_shapes": torch.full((4, 2), 4)}, [1, 3]),
         ({"pixel_values": torch.zeros(2, 3), "spatial_shapes": torch.ones(2, 2)}, [1, 1]),
         ({"pixel_values": torch.zeros(4, 3, 2, 2), "image_grid_thw": torch.ones(2, 3)}, None),
         ({}, None),

@@ -87,10 +87,10 @@ def tiles_by_tokens(given: ImageInputs, num_images: Sequence[int], is_image: tor
     Raises:
         UnknownParts: the tokens do not tell with certainty.
     """
-    layout = find_layout(given, sum(num_images))
-    if layout.units["pixel_values"] != "tile":
+    layout, pixels = find_layout(given, sum(num_images)), given["pixel_values"]
+    if layout.units["pixel_values"] != "tile" or not ("spatial_shapes" in given or pixels.ndim == 4):
         return None
-    if len(given["pixel_values"]) == sum(num_images):
+    if len(pixels) == sum(num_images):
         return list(num_images) if "spatial_shapes" in given else None  # as TRL has it
     return layout.count(given, is_image)
 
