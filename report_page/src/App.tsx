@@ -2,31 +2,36 @@ import { useRef, useState } from "preact/hooks";
 import { Browser } from "./browse/Browser";
 import { Compare } from "./browse/Compare";
 import { Curves } from "./curves/Curves";
-import type { Data, Run } from "./data";
+import type { Data } from "./data";
 import { plural } from "./format";
+import { Strips } from "./overview/Strip";
+import { go, usePlace } from "./place";
 
-const TABS = ["Curves", "Completions", "Before and after"] as const;
+const TABS = ["Curves", "Completions", "Same question"] as const;
 type Tab = (typeof TABS)[number];
 
 export function App({ data }: { data: Data }) {
-  const [tab, setTab] = useState<Tab>("Curves");
+  const place = usePlace();
+  const tab = TABS.find((name) => name === place.tab) ?? "Curves";
+  const setTab = (name: Tab) => go({ tab: name === "Curves" ? null : name }, "push");
   const recorded = data.runs.findIndex((run) => run.records.length);
-  const [at, setAt] = useState(Math.max(0, recorded));
+  const asked = place.run ? Number(place.run) - 1 : recorded;
+  const at = data.runs[asked] ? asked : 0;
   const run = data.runs[at]!;
   return (
     <>
       <header class="top">
         <h1>{data.runs.length === 1 ? data.runs[0]!.name : plural(data.runs.length, "run")}</h1>
-        <Runs runs={data.runs} />
       </header>
       <main>
         <Tabs tab={tab} setTab={setTab} />
         <div id="panel" role="tabpanel" aria-label={tab}>
-        {tab !== "Curves" && data.runs.length > 1 && (
+        {tab === "Curves" && <Strips runs={data.runs} />}
+        {tab === "Completions" && data.runs.length > 1 && (
           <div class="bar">
             <label class="wide">
               Run{" "}
-              <select value={at} onChange={(event) => setAt(Number(event.currentTarget.value))}>
+              <select value={at} onChange={(event) => go({ run: String(Number(event.currentTarget.value) + 1), at: null, token: null, when: null })}>
                 {data.runs.map((item, index) => <option key={index} value={index}>{item.name}</option>)}
               </select>
             </label>
@@ -34,7 +39,7 @@ export function App({ data }: { data: Data }) {
         )}
         {tab === "Curves" && <Curves runs={data.runs} />}
         {tab === "Completions" && <Browser key={at} data={data} run={run} />}
-        {tab === "Before and after" && <Compare key={at} data={data} run={run} />}
+        {tab === "Same question" && <Compare data={data} />}
         </div>
       </main>
       <Licences />
@@ -60,20 +65,6 @@ function Tabs({ tab, setTab }: { tab: Tab; setTab: (tab: Tab) => void }) {
         </button>
       ))}
     </div>
-  );
-}
-
-function Runs({ runs }: { runs: Run[] }) {
-  return (
-    <ul class="runs">
-      {runs.map((run, index) => (
-        <li key={index}>
-          {runs.length > 1 && <b>{run.name} </b>}
-          <span class="muted">{[run.model, run.created.replace("T", " ").replace("Z", " UTC"), plural(run.records.length, "recorded step")].filter(Boolean).join(" · ")}</span>
-          {run.notes.map((note) => <p key={note} class="note">{note}</p>)}
-        </li>
-      ))}
-    </ul>
   );
 }
 

@@ -4,7 +4,7 @@ import type { Numbers } from "./data";
 
 type Colour = [number, number, number];
 
-export type QuantityName = "vgr" | "weights" | "dependency" | "advantages" | "entropies" | "logps";
+export type QuantityName = "vgr" | "weights" | "dependency" | "advantages" | "entropies" | "logps" | "changes";
 
 export interface Quantity {
   name: QuantityName;
@@ -13,15 +13,18 @@ export interface Quantity {
   above: string;
   /** The middle is 1 and twice as far as half; otherwise it is 0. */
   ratio: boolean;
+  /** Values lie on both sides of the middle. */
+  twoSided: boolean;
 }
 
 export const QUANTITIES: Quantity[] = [
-  { name: "vgr", title: "Vision gain ratio", below: "looks at the image more", above: "looks at the image less", ratio: true },
-  { name: "weights", title: "Token weight", below: "less of the credit", above: "more of the credit", ratio: true },
-  { name: "dependency", title: "Dependency on the image", below: "", above: "depends on the image", ratio: false },
-  { name: "advantages", title: "Advantage", below: "made less likely", above: "made more likely", ratio: false },
-  { name: "entropies", title: "Entropy", below: "", above: "uncertain", ratio: false },
-  { name: "logps", title: "Log-probability", below: "unlikely", above: "", ratio: false },
+  { name: "vgr", title: "Vision gain ratio", below: "looks more", above: "looks less", ratio: true, twoSided: true },
+  { name: "weights", title: "Token weight", below: "less credit", above: "more credit", ratio: true, twoSided: true },
+  { name: "dependency", title: "Dependency on the image", below: "hardly needs the image", above: "needs the image", ratio: false, twoSided: false },
+  { name: "changes", title: "Change by the perturbation", below: "less likely", above: "more likely once the image is perturbed", ratio: false, twoSided: true },
+  { name: "advantages", title: "Advantage", below: "made less likely", above: "made more likely", ratio: false, twoSided: true },
+  { name: "entropies", title: "Entropy", below: "sure", above: "unsure", ratio: false, twoSided: false },
+  { name: "logps", title: "Log-probability", below: "unlikely", above: "likely", ratio: false, twoSided: false },
 ];
 
 const SCALES: Record<"light" | "dark", { low: Colour; middle: Colour; high: Colour }> = {

@@ -10,6 +10,10 @@ export interface Picture {
   width: number;
   height: number;
   grid: [number, number] | null;
+  /** Left, top, width and height in pixels of what the question is about, if the data say it. */
+  regions?: [number, number, number, number][] | null;
+  /** Thumbnail of the image as it was perturbed for the dependency. */
+  perturbed?: string | null;
 }
 
 export interface Completion {
@@ -25,6 +29,8 @@ export interface Completion {
   advantages: Numbers | null;
   entropies: Numbers | null;
   logps: Numbers | null;
+  /** Log-probability with the perturbed image less that with the image itself. */
+  changes?: Numbers | null;
   rewards: Record<string, number | null>;
   reward: number | null;
   advantage: number | null;
@@ -56,6 +62,8 @@ export interface Run {
   created: string;
   rewards: string[];
   notes: string[];
+  /** From the first log to the last; null where the times are not known. */
+  seconds: number | null;
   curves: Curve[];
   records: Rollouts[];
 }

@@ -27,6 +27,7 @@ export function preview(text: string, length: number): string {
 
 /** The texts without the lines that all of them begin and end with; a text of which nothing is left stays whole. */
 export function distinct(texts: string[]): string[] {
+  if (!texts.length) return [];
   const lines = texts.map((text) => text.split("\n"));
   const shortest = Math.min(...lines.map(({ length }) => length));
   const alike = (at: number) => lines.every((found) => found.at(at) === lines[0]!.at(at));

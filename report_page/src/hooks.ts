@@ -1,6 +1,6 @@
 import { useEffect, useState } from "preact/hooks";
 
-function useMedia(query: string): boolean {
+export function useMedia(query: string): boolean {
   const [matches, setMatches] = useState(() => matchMedia(query).matches);
   useEffect(() => {
     const media = matchMedia(query);

@@ -1,5 +1,6 @@
 """The page of a report in headless Chromium: it shows what the data hold; clicks and keys change what they should."""
 
+import io
 import os
 import re
 import shutil
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from made_run import completion, make_run
+from PIL import Image
 
 from vgr_trl.data.rows.prompts import SYSTEM_PROMPT
 from vgr_trl.reporting.records.reading import LogEntry, encode_log
@@ -19,8 +21,9 @@ if CHROMIUM is None:
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is missing: pip install playwright")
 from playwright.sync_api import Browser, Locator, Page, expect  # noqa: E402
 
+expect.set_options(timeout=20_000)
 Open = Callable[..., Page]
-TABS = ("Curves", "Completions", "Before and after")
+TABS = ("Curves", "Completions", "Same question")
 HOSTILE = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 1'>\u202eabc\x1b[31m"
 
 CHAT = f"<|im_start|>system\n{SYSTEM_PROMPT}<|im_end|>\n<|im_start|>user\n{{}}<|im_end|>\n<|im_start|>assistant\n"
@@ -68,7 +71,7 @@ def opened(browser: Browser, pages: dict[str, Path]) -> Iterator[Open]:
     def show(name: str, tab: str = "Curves", width: int = 1280, scheme: str = "light") -> Page:
         contexts.append(browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme))
         page = contexts[-1].new_page()
-        page.set_default_timeout(5000)
+        page.set_default_timeout(20_000)
         page.on("console", lambda message: wrong.append(message.text))
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("request", lambda request: wrong.extend([request.url] if request.url.startswith("http") else []))
@@ -124,17 +127,72 @@ def test_fits_the_screen_and_can_be_read(opened: Open, name: str, width: int, sc
             assert contrast(colour(token, "color"), colour(token)) >= 4.5, token.inner_text()
 
 
-def test_curves_of_two_runs_share_a_chart(opened: Open) -> None:
+def chart(page: Page, name: str) -> Locator:
+    """The first chart of the metric of this name."""
+    return page.locator("figure", has=page.locator("code", has_text=re.compile(f"^{re.escape(name)}$"))).first
+
+
+def test_the_first_screen_says_how_each_run_went(opened: Open) -> None:
+    page = opened("two")
+    strips = page.locator(".strip")
+    expect(strips).to_have_count(2)
+    # Accuracy 0.2 + 0.6 · step / steps + offset: of 6 steps from 0.3 on, of 4 with an offset of 0.1 from 0.45 on.
+    expect(strips.first).to_contain_text("30 % → 80 %")
+    expect(strips.last).to_contain_text("45 % → 90 %")
+    expect(strips.first).to_contain_text("1.43 → 1.1")  # VGR 1.5 - 0.4 · step / steps
+    expect(strips.first.locator(".spark polyline")).to_have_count(1)
+    expect(strips.first.get_by_text("No red flag.")).to_be_visible()
+    assert page.locator(".charts.first strong").all_inner_texts() == [
+        "Accuracy reward, mean", "Reward", "VGR – looks less ↑, more ↓", "Entropy",
+    ]  # fmt: skip
+    assert page.evaluate("document.documentElement.scrollHeight") <= 3 * 900
+
+
+def test_red_flags_name_their_step(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1)
+    # Right until step 20, then wrong: of the means of 8, that of 17 to 24 is the first below half, 4 of 8 are no less.
+    values = [(step, 1.0 if step <= 20 else 0.0) for step in range(1, 41)]
+    lines = [LogEntry(step, "train", 60.0 * step, {"rewards/accuracy_reward/mean": value}) for step, value in values]
+    lines[29].values["loss"] = float("nan")
+    lines[28].values["loss"] = lines[30].values["loss"] = 1.0
+    (run / "rollouts/logs.jsonl").write_text("".join(encode_log(finite(line)) + "\n" for line in lines), "utf-8")
+    write_report([run], tmp_path / "page.html")
+    page = browser.new_page()
+    page.goto((tmp_path / "page.html").as_uri())
+    expect(page.locator(".flags li")).to_have_text(
+        ["step 25 accuracy_reward fell from 1 to 0.375", "step 30 loss is not finite"]
+    )
+    expect(page.locator(".strip")).to_contain_text("39 min")  # 39 · 60 s from the first log to the last
+    page.close()
+
+
+def finite(entry: LogEntry) -> LogEntry:
+    entry.values = {name: value if value == value else None for name, value in entry.values.items()}
+    return entry
+
+
+def test_sections_are_folded_and_unfold(opened: Open) -> None:
     page = opened("two")
     assert page.locator(".curves h2").all_inner_texts() == [
-        "Rewards", "Accuracy", "Vision gain ratio by segment of layers", "Attention efficiency by segment of layers",
-        "Dependency on the image", "Replay and resampling", "Clipping and divergence", "Entropy", "Optimisation",
+        "Rewards", "Accuracy", "Vision gain ratio", "Attention efficiency", "Dependency on the image",
+        "Replay and resampling", "Clipping and divergence", "Entropy", "Optimisation",
     ]  # fmt: skip
+    expect(page.locator(".curves .chart")).to_have_count(0)
+    page.get_by_role("navigation", name="Sections").get_by_role("button", name="Rewards").click()
+    expect(page.locator(".curves .chart strong")).to_have_text(["Reward"])
+    page.get_by_role("button", name="With deviations and what never changes (1)").click()
+    expect(page.locator(".curves .chart strong")).to_have_text(["Reward", "VGR reward, mean"])
+    page.reload()
+    expect(page.locator(".curves .chart strong")).to_have_text(["Reward"])  # the place is in the address
+
+
+def test_curves_of_two_runs_share_a_chart(opened: Open) -> None:
+    page = opened("two")
     expect(page.locator(".legend li")).to_have_text(["one", "two", "with dots: evaluation"])
-    reward = page.locator("figure", has=page.locator("code", has_text=re.compile("^reward$")))
+    reward = chart(page, "reward")
     # 0.3 + 0.5 + offset at the last step; evaluation 0.3 + offset + steps / 50.
     expect(reward.locator(".reading")).to_have_text(
-        ["one (evaluation) 0.42", "one 0.8", "two (evaluation) 0.48", "two 0.9"]
+        ["one · evaluation 0.42", "one 0.8", "two · evaluation 0.48", "two 0.9"]
     )
     dashes = [line.get_attribute("stroke-dasharray") for line in page.locator(".legend line").all()]
     assert len(set(dashes)) == 3  # told apart without colour
@@ -145,10 +203,18 @@ def test_curves_of_two_runs_share_a_chart(opened: Open) -> None:
     assert drawn > 4
 
 
+def test_segments_of_layers_are_lines_of_one_chart(opened: Open) -> None:
+    page = opened("one")
+    readings = chart(page, "attention/*/vgr").locator(".reading")
+    expect(readings).to_have_text(["early 1.1", "middle 1.1", "late 1.1", "all 1.1"])  # 1.5 - 0.4
+    strokes = [line.get_attribute("stroke") for line in readings.locator("line").all()]
+    assert len(set(strokes)) == 4
+
+
 def test_a_chart_is_read_with_the_keyboard_and_the_cursor(opened: Open) -> None:
     page = opened("one")
-    chart = page.locator("figure", has_text="Entropy").last
-    plot, readout = chart.locator(".plot"), chart.locator(".readout")
+    entropy = chart(page, "entropy")
+    plot, readout = entropy.locator(".plot"), entropy.locator(".readout")
     assert (plot.get_attribute("aria-label") or "").startswith(
         "Entropy. the run: 1.333 at step 1, 0.5 at step 6."
     )  # 1.5 − 1/6
@@ -165,8 +231,8 @@ def test_a_chart_is_read_with_the_keyboard_and_the_cursor(opened: Open) -> None:
 
 def test_curves_are_found_by_name_and_smoothed(opened: Open) -> None:
     page = opened("one")
-    control(page, "Find").fill("late layers")
-    assert page.locator(".chart strong").all_inner_texts() == ["VGR, late layers", "AEI vision, late layers"]
+    control(page, "Find").fill("late/")
+    expect(page.locator(".chart strong")).to_have_text(["VGR – looks less ↑, more ↓", "AEI vision"])
     readings = page.locator(".reading").first
     expect(readings).to_have_text(re.compile("1.1$"))  # 1.5 − 0.4
     control(page, "Smoothing").select_option(label="strong")
@@ -177,6 +243,22 @@ def test_curves_are_found_by_name_and_smoothed(opened: Open) -> None:
     expect(readings).to_have_text(re.compile(f"{mean:.4g}$"))
     control(page, "Find").fill("nothing like it")
     expect(page.get_by_text("No value has “nothing like it” in its name.")).to_be_visible()
+
+
+def test_of_thousands_of_curves_those_are_drawn_that_are_seen(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1)
+    entries = [LogEntry(step, "train", 0.0, {f"many/{i}": float(step * i) for i in range(1, 3001)}) for step in (1, 2)]
+    (run / "rollouts/logs.jsonl").write_text("".join(encode_log(entry) + "\n" for entry in entries), "utf-8")
+    write_report([run], tmp_path / "page.html")
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(f"{(tmp_path / 'page.html').as_uri()}#open=Other")
+    expect(page.locator(".chart").first).to_be_visible()
+    expect(page.get_by_role("button", name="2940 more")).to_be_attached()  # 60 are laid out
+    assert page.locator("canvas").count() < 30
+    page.get_by_role("button", name="2940 more").scroll_into_view_if_needed()
+    expect(page.locator("canvas")).not_to_have_count(0)
+    assert page.locator("canvas").count() < 30
+    page.close()
 
 
 def test_completions_are_filtered(opened: Open) -> None:
@@ -232,7 +314,7 @@ def test_tokens_are_coloured_by_the_chosen_number(opened: Open) -> None:
     now = colour(tokens(page).nth(4))
     assert now[2] > now[0]
     assert now != before
-    expect(page.locator(".scale")).to_contain_text("− made less likely")
+    expect(page.locator(".scale")).to_contain_text(re.compile("^made less likely.*made more likely"))
 
 
 def test_value_shows_under_the_cursor_and_on_focus(opened: Open) -> None:
@@ -251,35 +333,81 @@ def test_value_shows_under_the_cursor_and_on_focus(opened: Open) -> None:
     assert tokens(page).nth(3).evaluate("element => getComputedStyle(element).outlineStyle") == "solid"
 
 
-def lit(page: Page) -> list[float]:
-    """How dark each cell of the image is."""
-    return [float(cell.get_attribute("fill-opacity") or "nan") for cell in page.locator(".cell").all()]
+def heat(page: Page) -> list[int]:
+    """How opaque the colour over each cell of the first image is, of 255, row by row."""
+    return page.locator(".heat").first.evaluate(
+        """async element => {
+            const image = new Image();
+            image.src = element.getAttribute("href");
+            await image.decode();
+            const canvas = document.createElement("canvas");
+            [canvas.width, canvas.height] = [image.width, image.height];
+            const context = canvas.getContext("2d");
+            context.drawImage(image, 0, 0);
+            return [...context.getImageData(0, 0, image.width, image.height).data].filter((_, i) => i % 4 === 3);
+        }"""
+    )
 
 
 def test_attention_of_the_chosen_token_is_drawn_on_its_cell(opened: Open) -> None:
     page = opened("one", "Completions")
     # Token t looks at cell t alone, with a mass of 0.02 · (t + 1); there are 11 tokens and 12 cells of 3 x 4.
-    whole = lit(page)
-    assert len(whole) == 12
-    assert whole == sorted(whole[:11], reverse=True) + [0.8]
-    assert whole[0] == pytest.approx(0.8 * (1 - 1 / 11), abs=1e-3)
+    whole = heat(page)
+    assert whole == [*(round(255 * token / 11) for token in range(1, 12)), 0]
     whose = page.locator(".whose")
     expect(whose).to_contain_text("the whole completion looked: 12 %")  # 0.02 · 6, the mean
+    # Cell 11 of 12 gets 0.02 · 11 / 11 of a mass of 0.12: 2 times an even share.
+    expect(page.locator(".heatbar")).to_contain_text("more: 2 × an even share")
     tokens(page).nth(6).click()
     expect(whose).to_contain_text("“</think>” (token 7) looked: 14 %")
-    assert lit(page) == [0.8] * 6 + [0.0] + [0.8] * 5
-    cell = page.locator(".cell").nth(6)  # row 2, column 3 of a picture of 400 x 300
-    sizes = [float(cell.get_attribute(name) or "nan") for name in ("x", "y", "width", "height")]
-    assert sizes == pytest.approx([160, 80, 80, 80])
+    assert heat(page) == [0] * 6 + [255] + [0] * 5
     page.keyboard.press("Escape")
     expect(whose).to_contain_text("the whole completion")
     tokens(page).nth(2).focus()
     page.keyboard.press("Enter")
     expect(whose).to_contain_text("“disc” (token 3)")
     page.get_by_role("button", name="Whole completion").click()
-    assert lit(page) == whole
+    assert heat(page) == whole
+    control(page, "Opacity").fill("30")
+    expect(page.locator(".heat")).to_have_attribute("opacity", "0.3")
+    expect(page.locator("path.grid")).to_have_count(0)
+    control(page, "Token grid").check()
+    assert (page.locator("path.grid").get_attribute("d") or "").count("M") == 3 + 1 + 4 + 1
     control(page, "Draw attention").uncheck()
-    assert lit(page) == []
+    expect(page.locator(".heat")).to_have_count(0)
+
+
+def test_two_tokens_are_compared(opened: Open) -> None:
+    page = opened("one", "Completions")
+    tokens(page).nth(3).click()
+    page.get_by_role("button", name="Compare with another token").click()
+    tokens(page).nth(8).click()
+    expect(page.locator(".whose")).to_have_text(
+        [re.compile(r"\(token 4\) looked: 8"), re.compile(r"\(token 9\) looked: 18")]
+    )
+    expect(page.locator(".heat")).to_have_count(2)
+    # One scale for both: 0.08 of token 4 against 0.18 of token 9.
+    assert heat(page) == [0, 0, 0, round(255 * 0.08 / 0.18)] + [0] * 8
+    tokens(page).nth(8).click(modifiers=["Shift"])
+    expect(page.locator(".heat")).to_have_count(1)
+
+
+@pytest.mark.parametrize("back", [(255, 255, 255), (211, 211, 211), (0, 0, 0), (230, 30, 30), (214, 0, 122)])
+def test_attention_is_seen_on_any_image(browser: Browser, tmp_path: Path, back: tuple[int, int, int]) -> None:
+    run = make_run(tmp_path / "run", steps=1)
+    for file in (run / "rollouts/images").iterdir():
+        Image.new("RGB", (256, 192), back).save(file, "WEBP", lossless=True)
+    write_report([run], tmp_path / "page.html")
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(f"{(tmp_path / 'page.html').as_uri()}#tab=Completions&token=6")  # looks at cell 5 alone
+    shown = page.locator(".picture svg")
+    expect(shown).to_be_visible()
+    drawn = Image.open(io.BytesIO(shown.screenshot())).convert("RGB")
+    page.close()
+    dark, lit = (drawn.getpixel((int((column + 0.5) * drawn.width / 4), drawn.height // 2)) for column in (3, 1))
+    assert isinstance(dark, tuple)
+    assert isinstance(lit, tuple)
+    assert max(abs(one - other) for one, other in zip(dark, lit, strict=True)) >= 60
 
 
 def test_cells_are_read_with_the_keyboard_and_the_cursor(opened: Open) -> None:
@@ -287,7 +415,9 @@ def test_cells_are_read_with_the_keyboard_and_the_cursor(opened: Open) -> None:
     tokens(page).nth(5).click()
     said = page.locator(".picture figcaption")
     expect(said).to_have_text("400 × 300 px, 3 × 4 vision tokens")
-    page.locator(".cell").nth(5).hover()
+    box = page.locator(".picture svg").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + box["height"] * 0.5)
     expect(said).to_have_text("row 2, column 2: 100 % of the attention on the image")
     page.mouse.move(0, 0)
     page.locator(".picture svg").focus()
@@ -296,16 +426,14 @@ def test_cells_are_read_with_the_keyboard_and_the_cursor(opened: Open) -> None:
     expect(said).to_have_text("row 1, column 3: 0.0 % of the attention on the image")
 
 
-def test_before_and_after_stand_side_by_side(opened: Open) -> None:
-    page = opened("one", "Before and after")
-    before, after = page.get_by_role("region", name="Before"), page.get_by_role("region", name="After")
-    expect(before.locator("header")).to_contain_text("evaluation, step 1")
+def test_steps_stand_side_by_side(opened: Open) -> None:
+    page = opened("one", "Same question")
+    before, after = (page.get_by_role("region", name=f"step {step}, evaluation") for step in (1, 6))
     expect(before.locator("header")).to_contain_text("✗ wrong")
-    expect(after.locator("header")).to_contain_text("evaluation, step 6")
     expect(after.locator("header")).to_contain_text("✓ right")
     question = control(page, "Question")
     assert question.locator("option").all_inner_texts() == [
-        f"0 → 100 % right: What colour is disc number {number}?" for number in (0, 1)
+        f"0 % → 100 % right: What colour is disc number {number}?" for number in (0, 1)
     ]
     page.get_by_role("button", name="Next question").click()
     for side in (before, after):
@@ -315,9 +443,63 @@ def test_before_and_after_stand_side_by_side(opened: Open) -> None:
     assert other is not None
     assert box["y"] == other["y"]
     assert box["x"] < other["x"]
+    page.go_back()
+    expect(before.locator(".prompt")).to_have_text("<image> What colour is disc number 0?")
 
 
-@pytest.mark.parametrize("tab", ["Completions", "Before and after"])
+def test_a_run_whose_questions_never_recur_says_so(browser: Browser, tmp_path: Path) -> None:
+    write_report([make_run(tmp_path / "run", steps=1)], tmp_path / "page.html")
+    page = browser.new_page()
+    page.set_default_timeout(20_000)
+    page.goto(f"{(tmp_path / 'page.html').as_uri()}#tab=Same+question")
+    expect(page.get_by_text("No question was recorded at two steps or in two runs")).to_be_visible()
+    page.close()
+
+
+def test_runs_stand_side_by_side(opened: Open) -> None:
+    page = opened("two", "Same question")
+    sides = page.locator(".compare > section")
+    names = ["one, step 1, evaluation", "one, step 6, evaluation", "two, step 4, evaluation"]
+    assert [side.get_attribute("aria-label") for side in sides.all()] == names
+    page.get_by_role("button", name="Add a step or run").click()
+    expect(sides).to_have_count(4)
+    page.get_by_role("button", name="Remove one, step 6, evaluation").click()
+    expect(sides).to_have_count(3)
+    sides.first.get_by_role("combobox", name="Run and step").select_option(
+        label="two, step 4, evaluation – 100 % right"
+    )
+    expect(page.get_by_role("region", name="two, step 4, evaluation")).not_to_have_count(0)
+
+
+def test_a_link_leads_to_the_same_place(opened: Open, pages: dict[str, Path]) -> None:
+    page = opened("one", "Completions")
+    control(page, "Answer").select_option("right")
+    page.locator(".list button").nth(2).click()
+    tokens(page).nth(4).click()
+    control(page, "Colour tokens by").select_option("entropies")
+    other = opened("one")
+    other.goto(page.url)
+    for shown in (page, other):
+        expect(shown.get_by_role("status")).to_have_text("8 of 16 completions")
+        expect(shown.locator(".list button").nth(2)).to_have_attribute("aria-current", "true")
+        expect(tokens(shown).nth(4)).to_have_attribute("aria-pressed", "true")
+        expect(control(shown, "Colour tokens by")).to_have_value("entropies")
+
+
+def test_on_a_phone_a_tap_leads_to_the_completion_and_filters_are_in_a_sheet(opened: Open) -> None:
+    page = opened("one", "Completions", width=390)
+    expect(control(page, "Answer")).to_be_hidden()
+    page.get_by_role("button", name="Filters").click()
+    control(page, "Answer").select_option("right")
+    page.get_by_role("button", name="Show completions").click()
+    expect(page.get_by_role("status")).to_have_text("8 of 16 completions")
+    expect(page.get_by_role("button", name="Filters (1)")).to_be_visible()
+    page.locator(".list button").nth(1).click()
+    expect(page.locator(".completion > header")).to_be_in_viewport()
+    assert page.evaluate("window.scrollY") > 0
+
+
+@pytest.mark.parametrize("tab", ["Completions", "Same question"])
 @pytest.mark.parametrize("width", [1280, 700, 360])
 def test_rewards_with_long_names_can_be_read_without_scrolling(opened: Open, tab: str, width: int) -> None:
     page = opened("long", tab, width=width)
@@ -329,10 +511,10 @@ def test_rewards_with_long_names_can_be_read_without_scrolling(opened: Open, tab
 
 
 def test_questions_are_named_by_what_differs_between_them(opened: Open) -> None:
-    page = opened("long", "Before and after")
+    page = opened("long", "Same question")
     assert control(page, "Question").locator("option").all_inner_texts() == [
-        "0 → 100 % right: What colour is disc number 0?",
-        "0 → 100 % right: What colour is disc number 1?",
+        "0 % → 100 % right: What colour is disc number 0?",
+        "0 % → 100 % right: What colour is disc number 1?",
     ]
     expect(page.get_by_text("Look at the image and reason").first).to_be_visible()
 
@@ -350,6 +532,8 @@ def test_the_axis_of_a_curve_of_noughts_ends_at_one(browser: Browser, tmp_path: 
         "{ window.drawn.push(text); fill.call(this, text, ...rest); }"
     )
     page.goto((tmp_path / "page.html").as_uri())
+    page.get_by_role("navigation", name="Sections").get_by_role("button", name="Optimisation").click()
+    page.get_by_role("button", name="With deviations").click()
     expect(page.locator(".chart")).to_have_count(1)
     page.wait_for_function("() => window.drawn.length")
     drawn = page.evaluate("() => window.drawn")
@@ -365,7 +549,7 @@ def test_tabs_are_walked_with_the_keyboard(opened: Open) -> None:
     expect(page.get_by_role("tab", name="Completions")).to_be_focused()
     expect(page.get_by_role("tabpanel", name="Completions")).to_be_visible()
     page.keyboard.press("End")
-    expect(page.get_by_role("tabpanel", name="Before and after")).to_be_visible()
+    expect(page.get_by_role("tabpanel", name="Same question")).to_be_visible()
 
 
 def test_the_run_is_chosen(opened: Open) -> None:
@@ -391,7 +575,7 @@ def test_what_is_missing_is_said(opened: Open) -> None:
     page.get_by_role("tab", name="Completions").click()
     expect(page.locator(".picture .missing")).to_be_visible()
     expect(page.locator(".picture figcaption")).to_contain_text("its thumbnail is missing")
-    assert len(lit(page)) == 12
+    assert len(heat(page)) == 12
 
 
 def test_licences_are_shown(opened: Open) -> None:

@@ -1,38 +1,69 @@
+import type { ComponentChildren } from "preact";
 import { useMemo, useRef, useState } from "preact/hooks";
 import type { Data, Entry, Run } from "../data";
 import { entries } from "../data";
 import { number, plural, preview } from "../format";
+import { useMedia } from "../hooks";
+import { go, usePlace } from "../place";
 import { CompletionView, useColouring } from "./CompletionView";
-import { EVERYTHING, type Filters, passes, rewardOf } from "./filters";
+import { EVERYTHING, type Filters, fromPlace, passes, rewardOf } from "./filters";
 import { Verdict } from "./Verdict";
 
 const MOST = 200; // in the list at once
 
 export function Browser({ data, run }: { data: Data; run: Run }) {
   const all = useMemo(() => entries(run), [run]);
-  const [filters, setFilters] = useState<Filters>(EVERYTHING);
-  const [key, setKey] = useState("");
+  const place = usePlace();
+  const filters = useMemo(() => fromPlace(place), [place.when, place.answer, place.reward, place.least, place.most]);
   const { quantity, lit, controls } = useColouring();
+  const small = useMedia("(max-width: 820px)");
+  const shown = useRef<HTMLDivElement>(null);
   const found = useMemo(() => all.filter((entry) => passes(entry, filters)), [all, filters]);
   if (!all.length) return <p class="empty">This run has no records of completions.</p>;
-  const entry = found.find((item) => item.key === key) ?? found[0];
-  const set = (change: Partial<Filters>) => setFilters({ ...filters, ...change });
+  const entry = found.find((item) => item.key === place.at) ?? found[0];
+  const set = (change: Partial<Filters>) => go(change.answer === "any" ? { ...change, answer: null } : change);
+  const count = Object.entries(filters).filter(([name, value]) => value !== EVERYTHING[name as keyof Filters]).length;
+  const everything = () => go({ when: null, answer: null, reward: null, least: null, most: null });
+  const choose = (key: string) => {
+    go({ at: key, token: null });
+    if (small) requestAnimationFrame(() => shown.current?.scrollIntoView({ block: "start" }));
+  };
+  const bar = <FilterBar run={run} filters={filters} set={set} />;
   return (
     <>
-      <FilterBar run={run} filters={filters} set={set} />
+      {!small && bar}
       <div class="bar">
-        {controls}
+        {small && <Sheet title={count ? `Filters (${count})` : "Filters"}>{bar}<div class="bar">{controls}</div></Sheet>}
+        {!small && controls}
         <span class="muted" role="status">{found.length} of {plural(all.length, "completion")}</span>
-        {filters !== EVERYTHING && <button type="button" onClick={() => setFilters(EVERYTHING)}>Show all</button>}
+        {count > 0 && <button type="button" onClick={everything}>Show all</button>}
       </div>
       {entry ? (
         <div class="browser">
-          <List found={found} entry={entry} reward={filters.reward} choose={setKey} />
-          <CompletionView key={entry.key} data={data} entry={entry} quantity={quantity} lit={lit} />
+          <List found={found} entry={entry} reward={filters.reward} choose={choose} />
+          <div ref={shown} class="shown">
+            <CompletionView key={entry.key} images={data.images} entry={entry} quantity={quantity} lit={lit} placed />
+          </div>
         </div>
       ) : (
         <p class="empty">No completion passes these filters.</p>
       )}
+    </>
+  );
+}
+
+/** On small screens: what would push the completions off the screen. */
+function Sheet({ title, children }: { title: string; children: ComponentChildren }) {
+  const dialog = useRef<HTMLDialogElement>(null);
+  return (
+    <>
+      <button type="button" onClick={() => dialog.current?.showModal()}>{title}</button>
+      <dialog ref={dialog} class="sheet" aria-label="Filters" onClick={(event) => { if (event.target === event.currentTarget) event.currentTarget.close(); }}>
+        <div>
+          {children}
+          <button type="button" onClick={() => dialog.current?.close()}>Show completions</button>
+        </div>
+      </dialog>
     </>
   );
 }

@@ -2,89 +2,140 @@ import { useMemo, useState } from "preact/hooks";
 import type { Data, Entry, Run } from "../data";
 import { entries } from "../data";
 import { distinct, preview } from "../format";
+import { go, usePlace } from "../place";
 import { CompletionView, useColouring } from "./CompletionView";
+
+/** Completions of one question by one run at one step. */
+interface Answers {
+  key: string;
+  run: number;
+  step: number;
+  mode: Entry["mode"];
+  found: Entry[];
+}
 
 interface Question {
   id: string;
-  before: Entry[];
-  after: Entry[];
+  answers: Answers[];
 }
 
-const share = (found: Entry[]) => found.filter(({ completion }) => completion.correct).length / found.length;
+const MOST = 300; // questions in the list at once
+const MOST_COLUMNS = 4;
 
-/** Questions that were recorded at two steps at least, with their completions at the first and at the last. */
-function questions(run: Run): Question[] {
-  const byQuestion = new Map<string, Entry[]>();
-  for (const entry of entries(run)) {
-    const known = byQuestion.get(entry.completion.question);
-    if (known) known.push(entry);
-    else byQuestion.set(entry.completion.question, [entry]);
-  }
+const share = ({ found }: Answers) => found.filter(({ completion }) => completion.correct).length / found.length;
+const judged = ({ found }: Answers) => found.every(({ completion }) => completion.correct !== null);
+const asPercent = (answers: Answers) => `${Math.round(100 * share(answers))} %`;
+
+/** Questions with an answer at two steps or in two runs at least; those that have improved most are the first. */
+function questions(runs: Run[]): Question[] {
+  const all = new Map<string, Map<string, Answers>>();
+  runs.forEach((run, index) => {
+    for (const entry of entries(run)) {
+      const key = `${index + 1}-${entry.mode}-${entry.step}`;
+      let answers = all.get(entry.completion.question);
+      if (!answers) all.set(entry.completion.question, (answers = new Map()));
+      let here = answers.get(key);
+      if (!here) answers.set(key, (here = { key, run: index, step: entry.step, mode: entry.mode, found: [] }));
+      here.found.push(entry);
+    }
+  });
   const found: Question[] = [];
-  for (const [id, all] of byQuestion) {
-    const first = Math.min(...all.map(({ step }) => step));
-    const last = Math.max(...all.map(({ step }) => step));
-    if (first === last) continue;
-    const at = (step: number) => all.filter((entry) => entry.step === step);
-    found.push({ id, before: at(first), after: at(last) });
+  for (const [id, answers] of all) {
+    if (answers.size < 2) continue;
+    found.push({ id, answers: [...answers.values()].sort((a, b) => a.run - b.run || a.step - b.step) });
   }
-  return found.sort((a, b) => share(b.after) - share(b.before) - (share(a.after) - share(a.before)));
+  const gain = ({ answers }: Question) => share(answers.at(-1)!) - share(answers[0]!);
+  return found.sort((a, b) => gain(b) - gain(a));
 }
 
-function turn({ before, after }: Question): string {
-  if ([...before, ...after].some(({ completion }) => completion.correct === null)) return "";
-  return `${Math.round(100 * share(before))} → ${Math.round(100 * share(after))} % right: `;
+/** Each run at its last step, and the first of all before them. */
+function ends({ answers }: Question): Answers[] {
+  const lasts = answers.filter((item, index) => answers[index + 1]?.run !== item.run);
+  const first = answers.reduce((best, item) => (item.step < best.step ? item : best));
+  return [...new Set([first, ...lasts])].slice(0, MOST_COLUMNS);
 }
 
-export function Compare({ data, run }: { data: Data; run: Run }) {
-  const all = useMemo(() => questions(run), [run]);
-  const asked = useMemo(() => distinct(all.map(({ before }) => before[0]!.completion.prompt)), [all]);
-  const [at, setAt] = useState(0);
+function turn(question: Question): string {
+  const [before, after] = [ends(question)[0]!, question.answers.at(-1)!];
+  return judged(before) && judged(after) ? `${asPercent(before)} → ${asPercent(after)} right: ` : "";
+}
+
+export function Compare({ data: { runs, images } }: { data: Data }) {
+  const all = useMemo(() => questions(runs), [runs]);
+  const asked = useMemo(() => distinct(all.map(({ answers }) => answers[0]!.found[0]!.completion.prompt)), [all]);
+  const place = usePlace();
   const { quantity, lit, controls } = useColouring();
-  const question = all[Math.min(at, all.length - 1)];
-  if (!question) return <p class="empty">No question of this run was recorded at two steps: there is no before and after to show.</p>;
+  const at = Math.max(0, all.findIndex(({ id }) => id === place.question));
+  const question = all[at];
+  if (!question) return <p class="empty">No question was recorded at two steps or in two runs: there is nothing to compare. Evaluation asks the same questions each time.</p>;
+  const wanted = (place.columns ?? "").split("|").flatMap((key) => question.answers.find((item) => item.key === key) ?? []);
+  const columns = wanted.length ? wanted : ends(question);
+  const ask = (index: number) => go({ question: all[index]!.id, token: null }, "push");
+  const show = (keys: string[]) => go({ columns: keys.join("|") });
+  const keys = columns.map(({ key }) => key);
+  const free = question.answers.find(({ key }) => !keys.includes(key));
+  const first = Math.max(0, Math.min(at - MOST / 2, all.length - MOST));
   return (
     <>
       <div class="bar">
         <label class="wide">
           Question{" "}
-          <select value={all.indexOf(question)} onChange={(event) => setAt(Number(event.currentTarget.value))}>
-            {all.map((item, index) => (
-              <option key={item.id} value={index}>{turn(item)}{preview(asked[index]!.replace(/<image>|<\|[^|<>]*\|>/g, ""), 70)}</option>
+          <select value={at} onChange={(event) => ask(Number(event.currentTarget.value))}>
+            {all.slice(first, first + MOST).map((item, index) => (
+              <option key={item.id} value={first + index}>{turn(item)}{preview(asked[first + index]!.replace(/<image>|<\|[^|<>]*\|>/g, ""), 70)}</option>
             ))}
           </select>
         </label>
-        <button type="button" aria-label="Previous question" disabled={at === 0} onClick={() => setAt(at - 1)}>◀</button>
-        <button type="button" aria-label="Next question" disabled={at >= all.length - 1} onClick={() => setAt(at + 1)}>▶</button>
+        <button type="button" aria-label="Previous question" disabled={at === 0} onClick={() => ask(at - 1)}>◀</button>
+        <button type="button" aria-label="Next question" disabled={at >= all.length - 1} onClick={() => ask(at + 1)}>▶</button>
+        <span class="muted">{at + 1} of {all.length}</span>
         {controls}
+        {free && columns.length < MOST_COLUMNS && <button type="button" onClick={() => show([...keys, free.key])}>Add a step or run</button>}
       </div>
-      <div class="compare">
-        {(["before", "after"] as const).map((side) => (
-          <Side key={`${question.id}-${side}`} title={side === "before" ? "Before" : "After"} found={question[side]} data={data} quantity={quantity} lit={lit} />
+      <div class={`compare of${columns.length}`}>
+        {columns.map((answers, index) => (
+          <Side key={`${question.id}-${answers.key}`} runs={runs} question={question} answers={answers} images={images} quantity={quantity} lit={lit}
+            choose={(key) => show(keys.map((item, i) => (i === index ? key : item)))}
+            remove={columns.length > 1 ? () => show(keys.filter((_, i) => i !== index)) : null} />
         ))}
       </div>
     </>
   );
 }
 
-type SideProps = { title: string; found: Entry[]; data: Data } & Pick<ReturnType<typeof useColouring>, "quantity" | "lit">;
+interface SideProps extends Pick<ReturnType<typeof useColouring>, "quantity" | "lit"> {
+  runs: Run[];
+  question: Question;
+  answers: Answers;
+  images: Data["images"];
+  choose: (key: string) => void;
+  remove: (() => void) | null;
+}
 
-function Side({ title, found, data, quantity, lit }: SideProps) {
+function nameOf({ run, step, mode }: Answers, runs: Run[]): string {
+  return [runs.length > 1 && runs[run]!.name, `step ${step}`, step === 0 ? "before training" : mode === "eval" && "evaluation"].filter(Boolean).join(", ");
+}
+
+function Side({ runs, question, answers, images, quantity, lit, choose, remove }: SideProps) {
   const [at, setAt] = useState(0);
-  const entry = found[at]!;
+  const { found } = answers;
+  const title = nameOf(answers, runs);
   return (
     <section aria-label={title}>
-      <h2>
-        {title}
+      <div class="bar side">
+        <select aria-label="Run and step" value={answers.key} onChange={(event) => choose(event.currentTarget.value)}>
+          {question.answers.map((item) => <option key={item.key} value={item.key}>{nameOf(item, runs)}{judged(item) && ` – ${asPercent(item)} right`}</option>)}
+        </select>
         {found.length > 1 && (
           <span class="stepper">
-            <button type="button" aria-label={`Previous completion, ${title.toLowerCase()}`} disabled={at === 0} onClick={() => setAt(at - 1)}>◀</button>
+            <button type="button" aria-label={`Previous completion, ${title}`} disabled={at === 0} onClick={() => setAt(at - 1)}>◀</button>
             <span>{at + 1} of {found.length}</span>
-            <button type="button" aria-label={`Next completion, ${title.toLowerCase()}`} disabled={at === found.length - 1} onClick={() => setAt(at + 1)}>▶</button>
+            <button type="button" aria-label={`Next completion, ${title}`} disabled={at === found.length - 1} onClick={() => setAt(at + 1)}>▶</button>
           </span>
         )}
-      </h2>
-      <CompletionView data={data} entry={entry} quantity={quantity} lit={lit} />
+        {remove && <button type="button" aria-label={`Remove ${title}`} onClick={remove}>✕</button>}
+      </div>
+      <CompletionView images={images} entry={found[at]!} quantity={quantity} lit={lit} />
     </section>
   );
 }

@@ -1,27 +1,44 @@
-import { useEffect, useMemo, useState } from "preact/hooks";
+import { useMemo, useState } from "preact/hooks";
 import { QUANTITIES, type Quantity } from "../colours";
 import type { Data, Entry } from "../data";
-import { number, percent, visible } from "../format";
-import { look } from "./attention";
+import { number, visible } from "../format";
+import { go, usePlace } from "../place";
 import { Metrics, Rewards } from "./Facts";
-import { Overlay } from "./Overlay";
+import { Looking } from "./Looking";
 import { Scale, Tokens } from "./Tokens";
 import { Verdict } from "./Verdict";
 
 interface Props {
-  data: Data;
+  images: Data["images"];
   entry: Entry;
   quantity: Quantity;
   lit: boolean;
+  /** The tokens chosen are those in the address. */
+  placed?: boolean;
 }
 
-export function CompletionView({ data, entry, quantity, lit }: Props) {
+export function CompletionView({ images, entry, quantity, lit, placed }: Props) {
   const { completion } = entry;
-  const [chosen, setChosen] = useState<number | null>(null);
-  useEffect(() => setChosen(null), [completion]);
-  const token = chosen !== null && chosen < completion.tokens.length ? chosen : null;
-  const seen = useMemo(() => look(completion, token), [completion, token]);
-  const whose = token === null ? "the whole completion" : `token ${token + 1}`;
+  const place = usePlace();
+  const [own, setOwn] = useState("");
+  const [comparing, setComparing] = useState(false);
+  const text = placed ? (place.token ?? "") : own;
+  const chosen = useMemo(
+    () => text.split(",").filter(Boolean).map((part) => Number(part) - 1).filter((token) => completion.tokens[token] !== undefined).slice(0, 2),
+    [text, completion],
+  );
+  const set = (tokens: number[]) => {
+    const found = tokens.map((token) => token + 1).join();
+    if (placed) go({ token: found });
+    else setOwn(found);
+  };
+  const choose = (token: number | null, beside: boolean) => {
+    setComparing(false);
+    if (token === null) set([]);
+    else if (chosen.includes(token)) set(chosen.filter((item) => item !== token));
+    else if (chosen.length && (beside || comparing)) set([chosen[0]!, token]);
+    else set([token]);
+  };
   return (
     <article class="completion" aria-label={`Completion of step ${entry.step}`}>
       <header>
@@ -33,30 +50,16 @@ export function CompletionView({ data, entry, quantity, lit }: Props) {
       </header>
       <div class="sides">
         <div class="text">
-          <details open={completion.prompt.length < 1200}>
+          <details open={completion.prompt.length < 600}>
             <summary>Prompt</summary>
             <p class="prompt">{visible(completion.prompt)}</p>
           </details>
           {completion.solution !== null && <p class="solution"><span class="muted">Solution</span> {visible(completion.solution)}</p>}
-          <Tokens completion={completion} quantity={quantity} chosen={token} onChoose={setChosen} />
+          <Tokens completion={completion} quantity={quantity} chosen={chosen} onChoose={choose} />
           <Scale completion={completion} quantity={quantity} />
         </div>
         {completion.images.length > 0 && (
-          <div class="look">
-            <p class="whose" aria-live="polite">
-              {!seen
-                ? "The attention over the image was not recorded, or had no room in this page."
-                : lit
-                  ? <>Lit where <b>{token === null ? whose : <>“{visible(completion.tokens[token]!).trim() || "␣"}” ({whose})</>}</b> looked: {percent(seen.mass)} of its attention is on the {completion.images.length > 1 ? "images" : "image"}.</>
-                  : "Attention is not drawn."}
-            </p>
-            {token !== null && <button type="button" onClick={() => setChosen(null)}>Whole completion</button>}
-            {completion.images.map((picture, index) => (
-              <Overlay key={index} picture={picture} index={index} count={completion.images.length} whose={whose}
-                source={picture.file !== null && data.images[picture.file] ? `data:image/webp;base64,${data.images[picture.file]}` : null}
-                cells={lit ? (seen?.images[index] ?? null) : null} most={seen?.most ?? 0} mass={seen?.mass ?? 0} />
-            ))}
-          </div>
+          <Looking completion={completion} images={images} lit={lit} tokens={chosen} onAll={() => set([])} comparing={comparing} onCompare={() => setComparing(!comparing)} />
         )}
       </div>
       <div class="facts"><Rewards completion={completion} /><Metrics completion={completion} /></div>
@@ -66,19 +69,19 @@ export function CompletionView({ data, entry, quantity, lit }: Props) {
 
 /** What colours the tokens, and whether the attention is drawn: for all completions of a view. */
 export function useColouring() {
-  const [name, setName] = useState<Quantity["name"]>("vgr");
-  const [lit, setLit] = useState(true);
-  const quantity = QUANTITIES.find((item) => item.name === name)!;
+  const place = usePlace();
+  const quantity = QUANTITIES.find((item) => item.name === place.by) ?? QUANTITIES[0]!;
+  const lit = place.lit !== "0";
   const controls = (
     <>
       <label>
         Colour tokens by{" "}
-        <select value={name} onChange={(event) => setName(event.currentTarget.value as Quantity["name"])}>
+        <select value={quantity.name} onChange={(event) => go({ by: event.currentTarget.value })}>
           {QUANTITIES.map((item) => <option key={item.name} value={item.name}>{item.title}</option>)}
         </select>
       </label>
       <label class="check">
-        <input type="checkbox" checked={lit} onChange={(event) => setLit(event.currentTarget.checked)} /> Draw attention
+        <input type="checkbox" checked={lit} onChange={(event) => go({ lit: event.currentTarget.checked ? null : "0" })} /> Draw attention
       </label>
     </>
   );

@@ -8,8 +8,9 @@ import { useDark } from "../hooks";
 interface Props {
   completion: Completion;
   quantity: Quantity;
-  chosen: number | null;
-  onChoose: (token: number | null) => void;
+  chosen: number[];
+  /** `beside`: next to the one that is chosen, to compare them. */
+  onChoose: (token: number | null, beside: boolean) => void;
 }
 
 export function Tokens({ completion, quantity, chosen, onChoose }: Props) {
@@ -19,7 +20,7 @@ export function Tokens({ completion, quantity, chosen, onChoose }: Props) {
   const [stop, setStop] = useState(0); // the one that Tab reaches
   const dark = useDark();
   const { tokens } = completion;
-  const values: Numbers | null = completion[quantity.name];
+  const values: Numbers | null = completion[quantity.name] ?? null;
   const styles = useMemo(
     () => (values ? positions(values, quantity.ratio).map((position) => tokenStyle(position, dark)) : []),
     [values, quantity, dark],
@@ -43,10 +44,10 @@ export function Tokens({ completion, quantity, chosen, onChoose }: Props) {
       ArrowRight: Math.min(last, stop + 1), ArrowDown: Math.min(last, stop + 1),
       ArrowLeft: Math.max(0, stop - 1), ArrowUp: Math.max(0, stop - 1), Home: 0, End: last,
     }[event.key];
-    if (event.key === "Escape") onChoose(null);
+    if (event.key === "Escape") onChoose(null, false);
     if (event.key === "Enter" || event.key === " ") {
       event.preventDefault();
-      onChoose(stop === chosen ? null : stop);
+      onChoose(stop, event.shiftKey);
     }
     if (next === undefined) return;
     event.preventDefault();
@@ -57,10 +58,10 @@ export function Tokens({ completion, quantity, chosen, onChoose }: Props) {
   // Kept while only the pointer moves: there may be thousands of tokens.
   const shown = useMemo(
     () => tokens.map((token, i) => (
-      <span key={i} role="button" class="token" style={styles[i]} tabIndex={i === stop ? 0 : -1} aria-pressed={i === chosen}
+      <span key={i} role="button" class="token" style={styles[i]} tabIndex={i === stop ? 0 : -1} aria-pressed={chosen.includes(i)}
         aria-label={`${visible(token)}, ${quantity.title} ${number(values?.[i])}`}
         onPointerEnter={() => setPointed(i)} onFocus={() => { setPointed(i); setStop(i); }} onBlur={() => setPointed(null)}
-        onClick={() => onChoose(i === chosen ? null : i)}>
+        onClick={(event) => onChoose(i, event.shiftKey)}>
         {visible(token)}
       </span>
     )),
@@ -69,7 +70,7 @@ export function Tokens({ completion, quantity, chosen, onChoose }: Props) {
   const pointedToken = pointed !== null && pointed < tokens.length ? pointed : null;
   return (
     <div class="tokens-frame">
-      <div ref={box} class="tokens" role="group" aria-label={`Tokens, coloured by ${quantity.title}. Arrow keys move, Enter chooses, Escape shows all.`}
+      <div ref={box} class="tokens" role="group" aria-label={`Tokens, coloured by ${quantity.title}. Arrow keys move, Enter chooses, Shift and Enter a second one to compare, Escape shows all.`}
         onKeyDown={move} onPointerLeave={() => setPointed(null)}>
         {shown}
       </div>
@@ -93,12 +94,12 @@ export function Scale({ completion, quantity }: { completion: Completion; quanti
   if (!values.length) return <p class="muted">{quantity.title} was not measured for this completion.</p>;
   const low = values.reduce((a, b) => Math.min(a, b));
   const high = values.reduce((a, b) => Math.max(a, b));
-  const steps = [-1, -0.5, 0, 0.5, 1];
+  const steps = quantity.below && quantity.above && quantity.twoSided ? [-1, -0.5, 0, 0.5, 1] : low < 0 ? [-1, -0.5, 0] : [0, 0.5, 1];
   return (
     <p class="scale">
-      <span>{quantity.below && `− ${quantity.below}`}</span>
-      <span class="steps" aria-hidden="true">{steps.map((step) => <i key={step} style={tokenStyle(step, dark)}>{step === 0 ? (quantity.ratio ? "1" : "0") : step < 0 ? "−" : "+"}</i>)}</span>
-      <span>{quantity.above && `+ ${quantity.above}`}</span>
+      <span>{quantity.below}</span>
+      <span class="steps" aria-hidden="true">{steps.map((step) => <i key={step} style={tokenStyle(step, dark)} />)}</span>
+      <span>{quantity.above}</span>
       <span class="muted">here {number(low)} to {number(high)}</span>
     </p>
   );

@@ -2,12 +2,17 @@
 import { type Completion, bytes } from "../data";
 
 export interface Look {
-  /** Per image, in order: attention on each cell, row by row; null where its grid is not known. */
-  images: (number[] | null)[];
+  /** Per image, in order: attention on each cell, row by row. */
+  images: number[][];
   /** On all images together: the vision mass. */
   mass: number;
-  /** Of the cell that gets most. */
-  most: number;
+  cells: number;
+}
+
+/** Attention that is drawn with nothing, and with the full colour. */
+export interface Span {
+  low: number;
+  high: number;
 }
 
 const decoded = new WeakMap<Completion, Uint8Array>();
@@ -29,9 +34,16 @@ export function look(completion: Completion, token: number | null): Look | null 
   }
   let first = 0;
   const parts = counts.map((count) => mean.slice(first, (first += count)));
-  return {
-    images: parts,
-    mass: mean.reduce((sum, value) => sum + value, 0),
-    most: mean.reduce((most, value) => Math.max(most, value), 0),
-  };
+  return { images: parts, mass: mean.reduce((sum, value) => sum + value, 0), cells };
+}
+
+const OUTLIERS = 0.02; // of the cells may be beyond the full colour: single cells often take most of the attention
+
+/** From the least to nearly the most of all looks, so that differences are seen however evenly a model looks. */
+export function span(looks: Look[]): Span {
+  const sorted = looks.flatMap(({ images }) => images.flat()).sort((a, b) => a - b);
+  const low = sorted[0] ?? 0;
+  const most = sorted.at(-1) ?? 0;
+  const high = sorted[Math.min(sorted.length - 1, Math.ceil((1 - OUTLIERS) * sorted.length) - 1)] ?? 0;
+  return { low, high: high > low ? high : most };
 }

@@ -1,4 +1,5 @@
 import type { Entry } from "../data";
+import type { Place } from "../place";
 
 export interface Filters {
   /** `mode-step`; empty: all steps. */
@@ -11,6 +12,10 @@ export interface Filters {
 }
 
 export const EVERYTHING: Filters = { when: "", answer: "any", reward: "", least: "", most: "" };
+
+export function fromPlace({ when = "", answer, reward = "", least = "", most = "" }: Place): Filters {
+  return { when, answer: answer === "right" || answer === "wrong" ? answer : "any", reward, least, most };
+}
 
 export function rewardOf({ completion }: Entry, name: string): number | null {
   return (name ? completion.rewards[name] : completion.reward) ?? null;

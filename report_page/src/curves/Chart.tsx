@@ -6,7 +6,7 @@ import { number } from "../format";
 import { useDark } from "../hooks";
 import type { Line, Panel } from "./panels";
 
-const HEIGHT = 170;
+const HEIGHT = 150;
 const SHARED = uPlot.sync("step");
 
 /** Exponential moving average over the steps that have a value; `amount` in [0, 1), 0 leaves the values alone. */
@@ -25,8 +25,19 @@ function range(_: uPlot, low: number | null, high: number | null): uPlot.Range.M
   return low === 0 && high === 0 ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true);
 }
 
-function label({ run, mode }: Line, runs: Run[]): string {
-  return runs.length > 1 || mode === "eval" ? `${runs[run]!.name}${mode === "eval" ? " (evaluation)" : ""}` : "";
+/** What tells a line from the others of its chart; "" if there are none. */
+function label({ run, part, mode }: Line, runs: Run[], lines: Line[]): string {
+  const evaluated = mode === "eval" && lines.some((line) => line.mode !== mode);
+  const several = new Set(lines.map((line) => line.run)).size > 1 || runs.length > 1;
+  return [several && runs[run]!.name, part, evaluated && "evaluation"].filter(Boolean).join(" · ");
+}
+
+/** Runs are told apart by colour; the segments of one run too, those of several by dash. */
+function look({ run, part }: Line, lines: Line[]): { colour: number; dash: number } {
+  if (!part) return { colour: run, dash: run };
+  const parts = [...new Set(lines.map((line) => line.part))];
+  const alone = lines.every((line) => line.run === run);
+  return { colour: alone ? parts.indexOf(part) : run, dash: parts.indexOf(part) };
 }
 
 function summary(panel: Panel, runs: Run[]): string {
@@ -35,7 +46,7 @@ function summary(panel: Panel, runs: Run[]): string {
     const known = values.map((value, i) => [steps[i]!, value] as const).filter(([, value]) => value !== null);
     const [first, last] = [known[0], known.at(-1)];
     if (!first || !last) return "";
-    return `${label(line, runs) || "the run"}: ${number(first[1])} at step ${first[0]}, ${number(last[1])} at step ${last[0]}`;
+    return `${label(line, runs, panel.lines) || "the run"}: ${number(first[1])} at step ${first[0]}, ${number(last[1])} at step ${last[0]}`;
   });
   return `${panel.title}. ${parts.filter(Boolean).join("; ")}. Arrow keys move along the steps.`;
 }
@@ -74,12 +85,14 @@ export function Chart({ panel, runs, smoothing }: { panel: Panel; runs: Run[]; s
         ],
         series: [
           {},
-          ...panel.lines.map(({ run, mode }) => {
-            const stroke = runColour(run, dark);
+          ...panel.lines.map((line) => {
+            const { mode } = line;
+            const { colour, dash } = look(line, panel.lines);
+            const stroke = runColour(colour, dark);
             return {
               stroke,
               width: mode === "eval" ? 1 : 1.75,
-              dash: mode === "eval" ? [2, 4] : runDash(run),
+              dash: mode === "eval" ? [2, 4] : runDash(dash),
               spanGaps: true,
               points: { show: mode === "eval" || undefined, size: 7, fill: stroke, stroke },
             };
@@ -112,14 +125,14 @@ export function Chart({ panel, runs, smoothing }: { panel: Panel; runs: Run[]; s
   return (
     <figure class="chart">
       <figcaption>
-        <strong>{panel.title}</strong>
+        <strong title={panel.name}>{panel.title}</strong>
         <code>{panel.name}</code>
       </figcaption>
       <div ref={box} class="plot" tabIndex={0} role="img" aria-label={summary(panel, runs)} onKeyDown={move} onFocus={() => setFocused(true)} onBlur={() => setFocused(false)} />
       <p class="readout" aria-live={focused ? "polite" : "off"}>
         {index === null
-          ? panel.lines.map((line, i) => <Reading key={i} line={line} runs={runs} dark={dark} value={lastOf(data[i + 1] as Numbers)} />)
-          : panel.lines.map((line, i) => <Reading key={i} line={line} runs={runs} dark={dark} value={(data[i + 1] as Numbers)[index] ?? null} />)}
+          ? panel.lines.map((line, i) => <Reading key={i} line={line} lines={panel.lines} runs={runs} dark={dark} value={lastOf(data[i + 1] as Numbers)} />)
+          : panel.lines.map((line, i) => <Reading key={i} line={line} lines={panel.lines} runs={runs} dark={dark} value={(data[i + 1] as Numbers)[index] ?? null} />)}
         <span class="muted">{index === null ? "last" : `step ${steps[index]}`}</span>
       </p>
     </figure>
@@ -130,23 +143,31 @@ function lastOf(values: Numbers): number | null {
   return values.findLast((value) => value !== null && value !== undefined) ?? null;
 }
 
-function Reading({ line, runs, dark, value }: { line: Line; runs: Run[]; dark: boolean; value: number | null }) {
-  const name = label(line, runs);
+interface ReadingProps {
+  line: Line;
+  lines: Line[];
+  runs: Run[];
+  dark: boolean;
+  value: number | null;
+}
+
+function Reading({ line, lines, runs, dark, value }: ReadingProps) {
+  const name = label(line, runs, lines);
   return (
-    <span class="reading" title={name}>
-      <Swatch run={line.run} dark={dark} evaluation={line.mode === "eval"} />
-      <span class="sr">{name} </span>
+    <span class="reading">
+      <Swatch {...look(line, lines)} dark={dark} evaluation={line.mode === "eval"} />
+      {name && <span class="muted name">{name} </span>}
       {number(value)}
     </span>
   );
 }
 
-export function Swatch({ run, dark, evaluation }: { run: number; dark: boolean; evaluation?: boolean }) {
-  const colour = runColour(run, dark);
+export function Swatch({ colour, dash, dark, evaluation }: { colour: number; dash: number; dark: boolean; evaluation?: boolean }) {
+  const stroke = runColour(colour, dark);
   return (
-    <svg class="swatch" width="26" height="10" aria-hidden="true">
-      <line x1="0" y1="5" x2="26" y2="5" stroke={colour} stroke-width={evaluation ? 1 : 2.5} stroke-dasharray={(evaluation ? [2, 4] : runDash(run)).join(" ")} />
-      {evaluation && <circle cx="13" cy="5" r="3.5" fill={colour} />}
+    <svg class="swatch" width="22" height="10" aria-hidden="true">
+      <line x1="0" y1="5" x2="22" y2="5" stroke={stroke} stroke-width={evaluation ? 1 : 2.5} stroke-dasharray={(evaluation ? [2, 4] : runDash(dash)).join(" ")} />
+      {evaluation && <circle cx="11" cy="5" r="3.5" fill={stroke} />}
     </svg>
   );
 }

@@ -3,6 +3,8 @@ import type { Curve, Run } from "../data";
 
 export interface Line {
   run: number;
+  /** Segment of layers; empty where the value is of none. */
+  part: string;
   mode: Curve["mode"];
   curve: Curve;
 }
@@ -17,6 +19,8 @@ export interface Section {
   title: string;
   note: string;
   panels: Panel[];
+  /** Deviations, and what never changes. */
+  minor: Panel[];
 }
 
 interface Rule {
@@ -28,16 +32,16 @@ interface Rule {
 const SECTIONS: Record<string, string> = {
   Rewards: "The weighted sum that is trained on, and each reward of its own.",
   Accuracy: "Share of completions whose stated answer is right.",
-  "Vision gain ratio by segment of layers":
+  "Vision gain ratio":
     "Attention per instruction token over attention per vision token. Smaller: looks at the image more.",
-  "Attention efficiency by segment of layers":
+  "Attention efficiency":
     "Share of the attention over share of the tokens. 1: in proportion.",
   "Dependency on the image": "How much the tokens change when the image is perturbed, and what the filters keep of them.",
   "Replay and resampling": "Groups without a gradient, and what takes their place.",
   "Clipping and divergence": "How far the policy has moved from the one that generated, and what the loss cuts off.",
   Entropy: "How undecided the policy is, token by token.",
   "Token weights": "How the credit is spread over the tokens of a completion.",
-  "Attention by segment of layers": "Sum of the attention on all vision tokens, on all instruction tokens, and their balance.",
+  "Attention": "Sum of the attention on all vision tokens, on all instruction tokens, and their balance.",
   Completions: "How long they are, and how many end.",
   Optimisation: "Loss, gradient and learning rate.",
   Speed: "",
@@ -59,10 +63,10 @@ const RULES: Rule[] = [
   { section: "Rewards", pattern: /^frac_reward_zero_std$/, title: () => "Groups whose rewards are all alike" },
   { section: "Rewards", pattern: /^reward_weights\/(.+)$/, title: ([, name]) => `Weight of ${plain(name!)}` },
   { section: "Rewards", pattern: /^(reward|frac_reward)/ },
-  { section: "Vision gain ratio by segment of layers", pattern: /^attention\/(prompt\/)?(\w+)\/vgr$/, title: ([, prompt, segment]) => `VGR, ${segment} layers${prompt ? ", of the prompt" : ""}` },
-  { section: "Vision gain ratio by segment of layers", pattern: /^vgr\// },
-  { section: "Attention efficiency by segment of layers", pattern: /^attention\/(prompt\/)?(\w+)\/(aei_\w+)$/, title: ([, prompt, segment, what]) => `AEI ${AEI[what!] ?? what}, ${segment} layers${prompt ? ", of the prompt" : ""}` },
-  { section: "Attention by segment of layers", pattern: /^attention\/(prompt\/)?(\w+)\/(\w+)$/, title: ([, prompt, segment, what]) => `${capital(plain(what!))}, ${segment} layers${prompt ? ", of the prompt" : ""}` },
+  { section: "Vision gain ratio", pattern: /^attention\/(prompt\/)?(\w+)\/vgr$/, title: ([, prompt]) => `VGR${prompt ? " of the prompt" : ""} – looks less ↑, more ↓` },
+  { section: "Vision gain ratio", pattern: /^vgr\// },
+  { section: "Attention efficiency", pattern: /^attention\/(prompt\/)?(\w+)\/(aei_\w+)$/, title: ([, prompt, , what]) => `AEI ${AEI[what!] ?? what}${prompt ? ", of the prompt" : ""}` },
+  { section: "Attention", pattern: /^attention\/(prompt\/)?(\w+)\/(\w+)$/, title: ([, prompt, , what]) => `${capital(plain(what!))}${prompt ? ", of the prompt" : ""}` },
   { section: "Dependency on the image", pattern: /dependency|perception|sensitivity|scaling|low_var_kl|combined_token_fraction|perturbed/ },
   { section: "Replay and resampling", pattern: /^(replay|sampling\/live|dynamic_sampling)/ },
   { section: "Clipping and divergence", pattern: /clip|(^|_)kl($|\/)|^sampling\// },
@@ -82,30 +86,70 @@ function place(name: string): { section: string; title: string } {
   return { section: "Other", title: name };
 }
 
-const SEGMENTS = ["all", "early", "middle", "late"];
+const SEGMENTS = ["early", "middle", "late", "all"];
+const SEGMENT = /^attention\/(prompt\/)?(\w+)\/(\w+)$/;
 
-/** Within a section: as the rules are, means before deviations, segments from early to late, the prompt's last. */
-function order(name: string): number {
-  const rule = RULES.findIndex(({ pattern }) => pattern.test(name));
-  const segment = 1 + SEGMENTS.findIndex((item) => name.includes(`/${item}/`));
-  return 1000 * rule + (name.endsWith("/std") ? 500 : 0) + (name.includes("/prompt/") ? 100 : 0) + segment;
+/** The name under which curves share a chart: the segments of layers are lines of one. */
+function shared(name: string): { key: string; part: string } {
+  const found = name.match(SEGMENT);
+  return found ? { key: `attention/${found[1] ?? ""}*/${found[3]}`, part: found[2]! } : { key: name, part: "" };
 }
 
+/** Within a section: as the rules are, the prompt's last. */
+function order(name: string): number {
+  const rule = RULES.findIndex(({ pattern }) => pattern.test(name));
+  return 1000 * rule + (name.includes("/prompt/") ? 100 : 0);
+}
+
+/** Deviations and what never changes are worth a look only when something is odd. */
+function minor({ name, lines }: Panel): boolean {
+  if (/(^|[/_])std$/.test(name)) return true;
+  return lines.every(({ curve: { values } }) => values.length > 1 && values.every((value) => value === values[0]));
+}
+
+const byPart = (a: Line, b: Line) => a.run - b.run || SEGMENTS.indexOf(a.part) - SEGMENTS.indexOf(b.part);
+
 export function sections(runs: Run[]): Section[] {
-  const panels = new Map<string, Panel & { section: string }>();
+  const panels = new Map<string, Panel>();
+  const places = new Map<Panel, { section: string; order: number }>();
   runs.forEach(({ curves }, run) => {
     for (const curve of curves) {
-      let panel = panels.get(curve.name);
-      if (!panel) panels.set(curve.name, (panel = { name: curve.name, ...place(curve.name), lines: [] }));
-      panel.lines.push({ run, mode: curve.mode, curve });
+      const { key, part } = shared(curve.name);
+      let panel = panels.get(key);
+      if (!panel) {
+        const { section, title } = place(curve.name);
+        panels.set(key, (panel = { name: key, title, lines: [] }));
+        places.set(panel, { section, order: order(curve.name) });
+      }
+      panel.lines.push({ run, part, mode: curve.mode, curve });
     }
   });
-  const all = [...panels.values()];
-  return Object.entries(SECTIONS)
-    .map(([title, note]) => ({
-      title,
-      note,
-      panels: all.filter((panel) => panel.section === title).sort((a, b) => order(a.name) - order(b.name)),
-    }))
-    .filter((section) => section.panels.length);
+  const bySection = new Map<string, Panel[]>(Object.keys(SECTIONS).map((title) => [title, []]));
+  for (const panel of panels.values()) {
+    if (panel.lines.some(({ part }) => part)) panel.lines.sort(byPart);
+    bySection.get(places.get(panel)!.section)!.push(panel);
+  }
+  return [...bySection].filter(([, found]) => found.length).map(([title, found]) => {
+    found.sort((a, b) => places.get(a)!.order - places.get(b)!.order);
+    const folded = new Set(found.filter(minor));
+    return { title, note: SECTIONS[title]!, panels: found.filter((panel) => !folded.has(panel)), minor: [...folded] };
+  });
+}
+
+// What says first whether a run goes well: of each line, the first that was logged.
+const MATTERS = [
+  [/^rewards\/.*accuracy.*\/mean$/, /accuracy|pass@|mean@/],
+  [/^reward$/],
+  [/^attention\/\*\/vgr$/],
+  [/^completions\/mean_length$/],
+  [/^sampling\/live_fraction$/, /^frac_reward_zero_std$/],
+  [/^entropy$/],
+];
+
+export function whatMatters(all: Section[]): Panel[] {
+  const panels = all.flatMap((section) => [...section.panels, ...section.minor]);
+  return MATTERS.flatMap((patterns) => {
+    const found = patterns.flatMap((pattern) => panels.find(({ name }) => pattern.test(name)) ?? []);
+    return found.slice(0, 1);
+  });
 }

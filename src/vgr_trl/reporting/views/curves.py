@@ -42,10 +42,11 @@ class Curve:
 
 @dataclass
 class Curves:
-    """The curves of a run, and what a reader has to know about them."""
+    """The curves of a run, what a reader has to know about them, and the seconds from the first log to the last."""
 
     curves: list[Curve]
     notes: list[str]
+    seconds: float | None = None
 
     def thinned(self, points: int) -> "Curves":
         """Return curves of at most `points` points, at even distances, first and last among them; a note says so."""
@@ -53,7 +54,7 @@ class Curves:
         if longest <= points:
             return self
         note = f"Curves show {points} of {longest} logged steps, at even distances."
-        return Curves([_thinned(curve, points) for curve in self.curves], [*self.notes, note])
+        return Curves([_thinned(curve, points) for curve in self.curves], [*self.notes, note], self.seconds)
 
 
 def read_curves(output_dir: Path, records: Path) -> Curves:
@@ -70,12 +71,17 @@ def read_curves(output_dir: Path, records: Path) -> Curves:
     if log.is_file():
         entries, notes = _read_log(log)
         if curves := _curves(entries):
-            return Curves(curves, notes)
+            return Curves(curves, notes, _seconds(entries))
     state = find_state(output_dir)
     if state is None:
         return Curves([], [*notes, "Nothing was logged yet: there are no curves."])
     found = read_state(state)
     return Curves(found.curves, [*notes, *found.notes])
+
+
+def _seconds(entries: list[LogEntry]) -> float | None:
+    times = [entry.time for entry in entries if entry.mode == "train" and entry.time > 0]
+    return max(times) - min(times) if len(times) > 1 and max(times) > min(times) else None
 
 
 def find_state(output_dir: Path) -> Path | None:

@@ -59,6 +59,7 @@ class PageRun:
             "created": str(self.description.get("created") or ""),
             "rewards": [str(name) for name in rewards] if isinstance(rewards, list) else [],
             "notes": [*self.curves.notes, *self.notes],
+            "seconds": self.curves.seconds,
             "curves": [asdict(curve) for curve in self.curves.curves],
             "records": self.records,
         }

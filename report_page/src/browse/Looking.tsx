@@ -1,0 +1,97 @@
+import { useMemo, useState } from "preact/hooks";
+import type { Completion, Data } from "../data";
+import { number, percent, visible } from "../format";
+import { go, usePlace } from "../place";
+import { type Look, type Span, look, span } from "./attention";
+import { HEAT, Overlay } from "./Overlay";
+
+interface Props {
+  completion: Completion;
+  images: Data["images"];
+  lit: boolean;
+  /** None: the whole completion; two: side by side. */
+  tokens: number[];
+  onAll: () => void;
+  /** Whether the next token that is chosen stands beside the first. */
+  comparing: boolean;
+  onCompare: () => void;
+}
+
+/** The images of a prompt, and where in them the tokens looked. */
+export function Looking({ completion, images, lit, tokens, onAll, comparing, onCompare }: Props) {
+  const place = usePlace();
+  const [opacity, setOpacity] = useState(Number(place.opacity ?? 85) / 100);
+  const [grid, setGrid] = useState(place.grid === "1");
+  const whom = tokens.length ? tokens : [null];
+  const looks = useMemo(() => whom.map((token) => look(completion, token)), [completion, tokens.join()]);
+  const seen = looks.filter((item) => item !== null);
+  const range = useMemo(() => span(seen), [looks]);
+  const several = completion.images.length > 1;
+  const regions = completion.images.some((picture) => picture.regions?.length);
+  const changed = completion.images.some((picture) => picture.perturbed);
+  return (
+    <div class="look">
+      {!seen.length && <p class="whose">The attention over the image was not recorded, or had no room in this page.</p>}
+      {seen.length > 0 && !lit && <p class="whose">Attention is not drawn.</p>}
+      <div class={whom.length > 1 ? "pair" : undefined}>
+        {whom.map((token, side) => {
+          const own = looks[side];
+          const whose = token === null ? "the whole completion" : `token ${token + 1}`;
+          return (
+            <div key={side} class="looked">
+              {own && lit && (
+                <p class="whose" aria-live="polite">
+                  Coloured where <b>{token === null ? whose : <>“{visible(completion.tokens[token]!).trim() || "␣"}” ({whose})</>}</b> looked: {percent(own.mass)} of its attention is on the {several ? "images" : "image"}.
+                </p>
+              )}
+              {completion.images.map((picture, index) => (
+                <Overlay key={index} picture={picture} index={index} count={completion.images.length} whose={whose} source={thumbnail(images, picture.file)}
+                  cells={lit ? (own?.images[index] ?? null) : null} span={range} mass={own?.mass ?? 0} opacity={opacity} grid={grid} regions={regions} />
+              ))}
+            </div>
+          );
+        })}
+      </div>
+      {seen.length > 0 && lit && <Bar span={range} looks={seen} opacity={opacity} />}
+      {tokens.length > 0 && (
+        <p class="choices">
+          <button type="button" onClick={onAll}>Whole completion</button>
+          <button type="button" aria-pressed={comparing} onClick={onCompare}>{comparing ? "Choose the other token" : "Compare with another token"}</button>
+        </p>
+      )}
+      {seen.length > 0 && lit && (
+        <p class="choices">
+          <label>Opacity <input type="range" min="0" max="100" value={Math.round(100 * opacity)} onInput={(event) => setOpacity(Number(event.currentTarget.value) / 100)} onChange={(event) => go({ opacity: event.currentTarget.value })} /></label>
+          <label><input type="checkbox" checked={grid} onChange={(event) => { setGrid(event.currentTarget.checked); go({ grid: event.currentTarget.checked ? "1" : null }); }} /> Token grid</label>
+        </p>
+      )}
+      {changed && (
+        <div class="perturbed">
+          <p class="muted">Perturbed, for the dependency on the image</p>
+          <div class="pair">
+            {completion.images.map((picture, index) => picture.perturbed && (
+              <img key={index} src={thumbnail(images, picture.perturbed) ?? undefined} alt={`Image ${index + 1} as it was perturbed`} />
+            ))}
+          </div>
+        </div>
+      )}
+    </div>
+  );
+}
+
+function thumbnail(images: Data["images"], file: string | null): string | null {
+  return file !== null && images[file] ? `data:image/webp;base64,${images[file]}` : null;
+}
+
+/** What the colours mean: multiples of an even share of the attention on the images. */
+function Bar({ span: { low, high }, looks, opacity }: { span: Span; looks: Look[]; opacity: number }) {
+  const mean = looks.reduce((sum, { mass, cells }) => sum + mass / cells, 0) / looks.length;
+  if (!(high > low)) return <p class="muted">It looks everywhere alike.</p>;
+  return (
+    <p class="heatbar">
+      <span>looks less: {number(low / mean, 2)} ×</span>
+      <i style={{ background: `linear-gradient(90deg, transparent, rgb(${HEAT.join(" ")} / ${opacity}))` }} />
+      <span>more: {number(high / mean, 2)} × an even share{looks.length > 1 && " of both"}</span>
+    </p>
+  );
+}

@@ -1,0 +1,73 @@
+import { useMemo } from "preact/hooks";
+import { runColour } from "../colours";
+import { Swatch } from "../curves/Chart";
+import type { Run } from "../data";
+import { number, percent, plural } from "../format";
+import { useDark } from "../hooks";
+import { type Course, courses, duration, lastStep } from "./facts";
+import { signs } from "./signs";
+
+/** What became of each run, in a line of numbers. */
+export function Strips({ runs }: { runs: Run[] }) {
+  return (
+    <section class="strips" aria-label="Runs">
+      {runs.map((run, index) => <Strip key={index} run={run} index={index} alone={runs.length === 1} />)}
+    </section>
+  );
+}
+
+function Strip({ run, index, alone }: { run: Run; index: number; alone: boolean }) {
+  const dark = useDark();
+  const found = useMemo(() => courses(run), [run]);
+  const flags = useMemo(() => signs(run), [run]);
+  const accuracy = found.find(({ title }) => title.startsWith("Accuracy"));
+  const steps = lastStep(run);
+  return (
+    <article class="strip">
+      <header>
+        {!alone && <h2><Swatch colour={index} dash={index} dark={dark} /> {run.name}</h2>}
+        <span class="muted">{[run.model, run.created.replace("T", " ").replace(/(:\d\d)?Z$/, " UTC"), plural(steps, "step"), plural(run.records.length, "recorded step")].filter(Boolean).join(" · ")}</span>
+      </header>
+      <dl>
+        {accuracy && (
+          <div class="main">
+            <dt>{accuracy.title}</dt>
+            <dd><b>{value(accuracy, "first")} → {value(accuracy, "last")}</b><Spark points={accuracy.points} colour={runColour(index, dark)} /></dd>
+          </div>
+        )}
+        {found.filter((course) => course !== accuracy).map((course) => (
+          <div key={course.title} title={course.title === "VGR" ? "Vision gain ratio: attention per instruction token over attention per image token. Smaller: looks at the image more." : course.name}>
+            <dt>{course.title}</dt>
+            <dd>{value(course, "first")} → {value(course, "last")}</dd>
+          </div>
+        ))}
+        {run.seconds !== null && <div title="from the first log to the last"><dt>Time</dt><dd>{duration(run.seconds)}</dd></div>}
+      </dl>
+      {flags.length > 0
+        ? <ul class="flags" aria-label="Red flags">{flags.map(({ step, seen }) => <li key={seen}><b>step {step}</b> {seen}</li>)}</ul>
+        : run.curves.length > 0 && <p class="calm">No red flag.</p>}
+      {run.notes.map((note) => <p key={note} class="note">{note}</p>)}
+    </article>
+  );
+}
+
+function value({ share, ...course }: Course, end: "first" | "last"): string {
+  return share && course[end] >= 0 && course[end] <= 1 ? percent(course[end]) : number(course[end], 3);
+}
+
+const [WIDTH, HEIGHT, MOST] = [120, 28, 120];
+
+function Spark({ points, colour }: { points: number[]; colour: string }) {
+  if (points.length < 2) return null;
+  const count = Math.min(points.length, MOST);
+  const shown = Array.from({ length: count }, (_, i) => points[Math.round((i * (points.length - 1)) / (count - 1))]!);
+  const [low, high] = [Math.min(...shown), Math.max(...shown)];
+  const at = (point: number, i: number) =>
+    `${((i * (WIDTH - 6)) / (count - 1) + 3).toFixed(1)},${(HEIGHT - 3 - ((HEIGHT - 6) * (point - low)) / (high - low || 1)).toFixed(1)}`;
+  return (
+    <svg class="spark" width={WIDTH} height={HEIGHT} aria-hidden="true">
+      <polyline points={shown.map(at).join(" ")} fill="none" stroke={colour} stroke-width="1.75" stroke-linejoin="round" />
+      <circle cx={WIDTH - 3} cy={at(shown.at(-1)!, count - 1).split(",")[1]} r="2.5" fill={colour} />
+    </svg>
+  );
+}

@@ -1,0 +1,65 @@
+// A run in a few numbers: from which to which value the curves that matter went.
+import type { Curve, Mode, Numbers, Run } from "../data";
+
+export interface Course {
+  title: string;
+  /** Of the metric, as it is logged. */
+  name: string;
+  first: number;
+  last: number;
+  share: boolean;
+  points: number[];
+}
+
+const ENDS = 0.1; // of the logged steps: noise of single training steps says nothing
+const WANTED: { title: string; patterns: RegExp[]; share: boolean; complement?: boolean }[] = [
+  { title: "Accuracy", patterns: [/^rewards\/.*accuracy.*\/mean$/, /accuracy|pass@|mean@/], share: true },
+  { title: "Format", patterns: [/^rewards\/.*format.*\/mean$/], share: true },
+  { title: "Length", patterns: [/^completions\/mean_length$/], share: false },
+  { title: "Live groups", patterns: [/^sampling\/live_fraction$/], share: true },
+  { title: "Live groups", patterns: [/^frac_reward_zero_std$/], share: true, complement: true },
+  { title: "VGR", patterns: [/^attention\/late\/vgr$/, /^attention\/(?!prompt)\w+\/vgr$/], share: false },
+];
+
+function find(run: Run, pattern: RegExp, mode: Mode): Curve | undefined {
+  return run.curves.find((curve) => curve.mode === mode && pattern.test(curve.name));
+}
+
+export function known(values: Numbers): number[] {
+  return values.filter((value) => value !== null);
+}
+
+function mean(values: number[]): number {
+  return values.reduce((sum, value) => sum + value, 0) / values.length;
+}
+
+/** First and last of an evaluation; of training, the means of the first and of the last tenth. */
+export function courses(run: Run): Course[] {
+  const found: Course[] = [];
+  for (const { title, patterns, share, complement } of WANTED) {
+    if (found.some((course) => course.title === title)) continue;
+    const modes: Mode[] = title === "Accuracy" ? ["eval", "train"] : ["train", "eval"];
+    const curve = modes
+      .flatMap((mode) => patterns.map((pattern) => find(run, pattern, mode)))
+      .find((item) => item && known(item.values).length >= (item.mode === "eval" && title === "Accuracy" ? 2 : 1));
+    if (!curve) continue;
+    const points = known(curve.values).map((value) => (complement ? 1 - value : value));
+    const width = curve.mode === "eval" ? 1 : Math.max(1, Math.round(ENDS * points.length));
+    found.push({
+      title: title === "Accuracy" && curve.mode === "eval" ? "Accuracy (evaluation)" : title,
+      name: curve.name, share, points,
+      first: mean(points.slice(0, width)), last: mean(points.slice(-width)),
+    });
+  }
+  return found;
+}
+
+export function lastStep(run: Run): number {
+  return Math.max(0, ...run.curves.map(({ steps }) => steps.at(-1) ?? 0));
+}
+
+export function duration(seconds: number): string {
+  if (seconds < 120) return `${Math.round(seconds)} s`;
+  if (seconds < 7200) return `${Math.round(seconds / 60)} min`;
+  return `${(seconds / 3600).toFixed(seconds < 36_000 ? 1 : 0)} h`;
+}
