@@ -32,6 +32,7 @@ from vgr_trl.credit import coefficient_warning, shape_advantages
 from vgr_trl.data.rows.columns import IMAGE_COLUMNS, images_of
 from vgr_trl.errors import ConfigError
 from vgr_trl.reporting.views.model_card import TAGS, TRL_PAPER, extended_card, method_tags
+from vgr_trl.reporting.views.model_use import about_trainer
 from vgr_trl.rewards.finite import refuse_infinite
 from vgr_trl.rewards.groups import gather_groups, needed_columns
 from vgr_trl.rewards.outcome import checked
@@ -90,6 +91,7 @@ class DAPOTrainer(GRPOTrainer):
     _paper = TRL_PAPER
 
     args: DAPOConfig
+    data_source: str | None = None  # where the data come from, for the model card
     model: Any
     _logs: Any
     train_dataset: Any
@@ -470,7 +472,9 @@ class DAPOTrainer(GRPOTrainer):
         super().create_model_card(model_name, dataset_name, [*as_list(tags), *method_tags(self.args, rewards)])
         if self.is_world_process_zero():
             file = Path(str(self.args.output_dir), "README.md")
-            file.write_text(extended_card(file.read_text(encoding="utf-8"), self.args, rewards), encoding="utf-8")
+            about = about_trainer(self, model_name, dataset_name or self.data_source)
+            card = extended_card(file.read_text(encoding="utf-8"), self.args, rewards, about)
+            file.write_text(card, encoding="utf-8")
 
 
 def _default_config(model: Any) -> DAPOConfig:

@@ -1,5 +1,6 @@
 import copy
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2_5_VLFo
 
 from vgr_trl.demo.shapes import draw_questions
 from vgr_trl.demo.tiny_vlm import load_processor
-from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.errors import ConfigError, DataError, RewardError
 from vgr_trl.evaluation import blank_image, evaluate
 from vgr_trl.evaluation.evaluate import _conversation
 from vgr_trl.evaluation.generation import Writer
+from vgr_trl.evaluation.scores import majority, wilson
+from vgr_trl.rewards import mdi_reward
 
 
 class Scripted(torch.nn.Module):
@@ -74,6 +77,47 @@ def test_rates_by_hand(tokenizer):
     assert (result.groups["y"].accuracy, result.groups["y"].mean_at_k, result.groups["y"].questions) == (0.0, 0.5, 2)
     assert [record["greedy"] for record in result.records] == ["Answer : red", "Answer : red", "Answer : teal"]
     assert model.training, "the mode of the model is restored"
+
+
+def test_interval_unparsable_and_majority_by_hand(tokenizer):
+    """1 of 3 right: Wilson's interval is 0.0615 to 0.7923. The third says nothing; B is right in 2 of 3."""
+    rows = [{"problem": "what ?", "choices": ["red", "blue"], "solution": letter} for letter in "BAB"]
+    script = [["Answer: B"], ["Answer: B"], ["what colour"]]
+    model = Scripted(tokenizer, script)
+    model.generate = partial(greedy_only, model)
+    result = evaluate(model, tokenizer, rows, num_samples=0, reward_funcs=[letters_reward], progress=False)
+    assert result.interval == pytest.approx((0.0615, 0.7923), abs=1e-4)
+    assert result.unparsable == pytest.approx(1 / 3)
+    assert result.majority == pytest.approx(2 / 3)
+    assert result.blind is None
+    assert result.rewards == {"letters_reward": pytest.approx(len("what colour") / 2)}
+
+
+def greedy_only(model, input_ids, generation_config, **inputs):
+    texts = [answers[0] for answers in model.script[: input_ids.size(0)]]
+    written = model.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")["input_ids"]
+    return torch.cat([input_ids, written], dim=1)
+
+
+def letters_reward(completions, solution, **kwargs):
+    """Of those whose right answer is B; None is left out of the mean."""
+    texts = [completion[0]["content"] for completion in completions]
+    return [
+        None if right == "A" else float(len(text)) * (not text.startswith("Answer"))
+        for text, right in zip(texts, solution, strict=True)
+    ]
+
+
+def test_majority_counts_letters_and_texts_apart():
+    answers = [("letter", 0), ("letter", 0), ("letter", 1), ("text", "red"), ("text", "blue"), None]
+    assert majority(answers) == pytest.approx((2 + 1) / 6)
+    assert wilson(0, 10)[0] == 0.0
+    assert wilson(10, 10)[1] == pytest.approx(1.0)
+
+
+def test_a_reward_that_needs_attention_is_refused_before_generation(tokenizer):
+    with pytest.raises(RewardError, match="mdi_reward cannot be called with what is passed to it"):
+        evaluate(Scripted(tokenizer, SCRIPT), tokenizer, ROWS, reward_funcs=[mdi_reward])
 
 
 def test_greedy_only_and_a_data_set(tokenizer):

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 
 from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.cli.__main__ import main
+from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.reporting.views.model_card import citations, extended_card, method_section, method_tags
 from vgr_trl.reporting.views.papers import DAPO, VPPO
 
@@ -23,7 +26,7 @@ def options(**changed: Any) -> DAPOConfig:
 
 def test_without_options_it_says_so_and_cites_nothing_more() -> None:
     section = method_section(options(), ["accuracy_reward"])
-    assert "None of the options" in section
+    assert "No option that" in section
     assert "| `accuracy_reward` | 1 |" in section
     assert "`epsilon_high=0.28`" in section
     assert citations(options(), ["accuracy_reward"]) == ""
@@ -80,7 +83,7 @@ def test_methods_of_one_paper_cite_it_once_and_dapo_is_left_to_trl() -> None:
     assert re.findall(r"@misc\{(\w+),", cited) == ["wu2025language", "huang2025spotlight"]
     section = method_section(on, ["vgr_reward"])
     assert DAPO.link in section
-    assert "`replay_buffer_size=8`, `filter_min_reward=None`, `replay_max_age=None` |  |" in section
+    assert "| `replay_buffer_size=8` |  |" in section
 
 
 def test_bibtex_has_balanced_braces_and_one_field_per_line() -> None:
@@ -145,3 +148,32 @@ def test_the_trainer_writes_the_card(tmp_path: Path, text_model: Any, text_token
     assert DAPO.link in body  # TRL's sentence on the method
     assert body.count("@misc{") == 2
     assert {"trl", "grpo", "dapo", "vgr_trl"} <= set(trainer.model.model_tags)
+    assert "None" not in card
+    assert "AutoModelForCausalLM" in body
+
+
+def test_origin_and_use_of_a_vision_language_model(
+    model_folder: Path, question_files: str, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = f"""train --model_name_or_path {model_folder} --data_files {question_files} --output_dir run --use_cpu true
+        --bf16 false --max_steps 1 --num_generations 4 --max_completion_length 4 --per_device_train_batch_size 8
+        --reward_funcs accuracy format --save_steps 1 --report_to none"""
+    assert main(flags.split()) == 0
+    for card in (Path("run/README.md"), Path("run/checkpoint-1/README.md")):
+        text = card.read_text(encoding="utf-8") if card.exists() else ""
+        assert "None" not in text
+    text = Path("run/README.md").read_text(encoding="utf-8")
+    assert text.count("# Model Card for run") == 1
+    assert f"trained from `{model_folder}`" in text
+    assert f"on 16 rows of `{question_files}`" in text
+    example = text.split("```python\n")[1].split("```")[0]
+    for part in ('"type": "image"', 'AutoModelForImageTextToText.from_pretrained("run"', "<think>"):
+        assert part in text
+    compile(example, "card", "exec")
+    code = example.replace('"picture.jpg"', "picture").replace('device_map="auto"', "")
+    names = {"picture": Image.new("RGB", (28, 28)), "__name__": "card"}
+    monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", load_processor)
+    exec(compile(code, "card", "exec"), names)
+    assert names["output"].shape[1] > names["inputs"]["input_ids"].shape[1]
+    capsys.readouterr()

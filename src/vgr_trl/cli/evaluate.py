@@ -1,27 +1,38 @@
-"""`vgr-trl evaluate`: accuracy, mean@k, pass@k and format rate of a model, without training."""
+"""`vgr-trl evaluate`: accuracy, baselines, mean@k, pass@k and format rate of models, without training."""
 
+import inspect
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from vgr_trl.cli.arguments import DataArguments, one_sentence, parse
+from vgr_trl.cli.evaluation_table import scores_table
 from vgr_trl.cli.loading import load_for_inference, load_processor_for_inference, load_rows
 from vgr_trl.data.rows.skipped import report_skipped
 from vgr_trl.errors import ConfigError
-from vgr_trl.evaluation import Evaluation, Scores, evaluate
+from vgr_trl.evaluation import Evaluation, evaluate
+from vgr_trl.evaluation.cache import Cache, key_of, model_identity, rows_identity
+from vgr_trl.evaluation.harness import write_harness
+from vgr_trl.rewards import load_rewards
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vgr_trl" / "evaluations"
+GROUPS = ("family", "source")
 
 
 @dataclass
 class EvaluationArguments:
     """What is evaluated, and how."""
 
-    model_name_or_path: str | None = field(
-        default=None, metadata={"help": "Checkpoint folder, LoRA adapter folder or hub name."}
+    model_name_or_path: list[str] | None = field(
+        default=None,
+        metadata={"help": "Checkpoint folders, LoRA adapter folders or hub names; several stand side by side."},
     )
     model_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of a hub model."})
     trust_remote_code: bool = field(default=False, metadata={"help": "Allow a model that brings its own code."})
@@ -29,25 +40,51 @@ class EvaluationArguments:
     num_samples: int = field(default=8, metadata={"help": "k of mean@k and pass@k; 0: greedy only."})
     temperature: float = field(default=1.0, metadata={"help": "Of sampling, above 0."})
     max_completion_length: int = field(default=512, metadata={"help": "In tokens."})
+    soft_punish_cache: int | None = field(default=None, metadata={"help": "In tokens, of the reward length."})
     batch_size: int = field(default=16, metadata={"help": "Questions per generation call."})
     blank_images: bool = field(default=False, metadata={"help": "Replace images by grey: what is answered blindly?"})
+    blind_baseline: bool = field(
+        default=True, metadata={"help": "Answer greedily with grey images too, for the column blind."}
+    )
+    reward_funcs: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Rewards whose means are given too: names, dotted paths, files, as for train."},
+    )
     group_by: str | None = field(
-        default=None, metadata={"help": "Column; scores are given for each of its values too."}
+        default=None,
+        metadata={
+            "help": "Column; scores are given for each of its values too. Default: family or source; none: none."
+        },
     )
     seed: int = field(default=0, metadata={"help": "Of sampling."})
     output_file: str | None = field(default=None, metadata={"help": "Write the numbers there, as JSON."})
     save_completions: bool = field(default=False, metadata={"help": "Add every completion to the JSON."})
+    harness_dir: str | None = field(
+        default=None, metadata={"help": "Write the results there in the layout of lm-evaluation-harness."}
+    )
+    cache_dir: str | None = field(
+        default=None, metadata={"help": f"Folder of evaluations made before (default {CACHE})."}
+    )
+    use_cache: bool = field(
+        default=True, metadata={"help": "Take an evaluation of the same model, data and settings from the cache."}
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse flags (or `--config x.yaml`), evaluate the split `--dataset_test_split`, print a table, and return 0."""
     data, options = parse((DataArguments, EvaluationArguments), "evaluate", argv)
+    if isinstance(options.model_name_or_path, str):  # from a YAML file
+        options.model_name_or_path = [options.model_name_or_path]
     if options.output_file:
         _refuse_unwritable(Path(options.output_file))
-    result = run(data, options)
-    Console().print(scores_table(result))
+    results = run(data, options)
+    (Console() if sys.stdout.isatty() else Console(width=160)).print(scores_table(results))
     if options.output_file:
-        write_result(result, Path(options.output_file), options.save_completions)
+        write_results(results, Path(options.output_file), options.save_completions)
+    if options.harness_dir:
+        task = Path(str(data.dataset_name or data.dataset_path or "questions").rstrip("/")).name or "questions"
+        for model, result in results.items():
+            print(f"Wrote {write_harness(Path(options.harness_dir), model, task, result, _settings(options))}.")
     return 0
 
 
@@ -61,31 +98,52 @@ def _refuse_unwritable(path: Path) -> None:
         raise ConfigError(f"output_file is {path}, which cannot be written ({error}): choose another.") from error
 
 
-def run(data: DataArguments, options: EvaluationArguments) -> Evaluation:
-    """Load the model and the questions that the options name, and evaluate; rows left out are listed in a file."""
+def run(data: DataArguments, options: EvaluationArguments) -> dict[str, Evaluation]:
+    """Evaluate each model that the options name on the same questions; rows left out are listed in a file."""
     if not options.model_name_or_path:
         raise ConfigError("model_name_or_path is missing: give a checkpoint folder, an adapter folder or a hub name.")
     if data.dataset_streaming:
         raise ConfigError("dataset_streaming is on, but evaluate reads a whole split: remove the flag.")
-    processor_only = partial(
-        load_processor_for_inference,
-        options.model_name_or_path,
-        revision=options.model_revision,
-        trust_remote_code=options.trust_remote_code,
+    rewards = load_rewards(
+        options.reward_funcs,
+        max_completion_length=options.max_completion_length,
+        soft_punish_cache=options.soft_punish_cache,
     )
-    with one_sentence():
-        rows, left_out = load_rows(
-            data, data.dataset_test_split, needs_solution=True, limit=data.max_test_rows, processor=processor_only
-        )
+    sources = [inspect.getsource(reward) for reward in rewards if inspect.isfunction(reward)]
+    cache = Cache((Path(options.cache_dir) if options.cache_dir else CACHE) if options.use_cache else None)
+    left_out: list[Any] = []
+    results = {}
+    for name in dict.fromkeys(options.model_name_or_path):
+        loading: dict[str, Any] = {"revision": options.model_revision, "trust_remote_code": options.trust_remote_code}
+        with one_sentence():
+            rows, skipped = load_rows(
+                data,
+                data.dataset_test_split,
+                needs_solution=True,
+                limit=data.max_test_rows,
+                processor=partial(load_processor_for_inference, name, **loading),
+            )
+            left_out = left_out or skipped
+            key = key_of(
+                model_identity(name, options.model_revision),
+                rows_identity(rows),
+                _settings(options) | {"rewards": sources},
+            )
+        result = cache.find(key)
+        if result is None:
+            with one_sentence():
+                model, processor = load_for_inference(name, dtype=options.dtype, **loading)
+            result = _evaluated(model, processor, rows, options, rewards)
+            cache.keep(key, result)
+        else:
+            print(f"{name}: taken from {cache.folder}; --use_cache false measures again.")
+        results[name] = result
     if left_out:
         report_skipped(left_out, Path(options.output_file or "evaluate.json").with_suffix(".skipped.jsonl"))
-    with one_sentence():
-        model, processor = load_for_inference(
-            options.model_name_or_path,
-            dtype=options.dtype,
-            revision=options.model_revision,
-            trust_remote_code=options.trust_remote_code,
-        )
+    return results
+
+
+def _evaluated(model: Any, processor: Any, rows: Any, options: EvaluationArguments, rewards: list[Any]) -> Evaluation:
     return evaluate(
         model,
         processor,
@@ -95,27 +153,28 @@ def run(data: DataArguments, options: EvaluationArguments) -> Evaluation:
         max_completion_length=options.max_completion_length,
         batch_size=options.batch_size,
         blank_images=options.blank_images,
-        group_by=options.group_by,
+        blind=options.blind_baseline,
+        reward_funcs=rewards,
+        group_by=_group_column(options.group_by, rows),
         seed=options.seed,
     )
 
 
-def scores_table(result: Evaluation) -> Table:
-    """Return the scores, all and by group, as a table."""
-    table = Table()
-    for column in ("", "questions", "accuracy", f"mean@{result.k}", f"pass@{result.k}", "format"):
-        table.add_column(column, justify="left" if not column else "right")
-
-    def add(name: str, scores: Scores) -> None:
-        rates = (scores.accuracy, scores.mean_at_k, scores.pass_at_k, scores.format)
-        table.add_row(name, str(scores.questions), *("-" if rate is None else f"{rate:.3f}" for rate in rates))
-
-    add("all", result)
-    for name, scores in result.groups.items():
-        add(name, scores)
-    return table
+def _group_column(given: str | None, rows: Any) -> str | None:
+    """The column that is asked for, else one of families in which there are several."""
+    if given is not None:
+        return None if given == "none" else given
+    return next((name for name in GROUPS if name in rows.column_names and len(set(rows[name])) > 1), None)
 
 
-def write_result(result: Evaluation, path: Path, completions: bool) -> None:
-    """Write the numbers, and with `completions` every completion, to `path`."""
-    path.write_text(json.dumps(result.to_dict(records=completions), indent=2, default=str) + "\n", encoding="utf-8")
+def _settings(options: EvaluationArguments) -> dict[str, Any]:
+    """What the numbers depend on besides the model and the questions."""
+    elsewhere = ("model_name_or_path", "output_file", "save_completions", "harness_dir", "cache_dir", "use_cache")
+    return {name: value for name, value in asdict(options).items() if name not in elsewhere}
+
+
+def write_results(results: Mapping[str, Evaluation], path: Path, completions: bool) -> None:
+    """Write the numbers to `path`, with `completions` every completion too; of several models by their names."""
+    values = {name: result.to_dict(records=completions) for name, result in results.items()}
+    content = next(iter(values.values())) if len(values) == 1 else {"models": values}
+    path.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")

@@ -53,6 +53,7 @@ def train(data: DataArguments, rewards: RewardArguments, config: DAPOConfig, mod
 
     with one_sentence():
         trainer = _build_trainer(data, rewards, config, model)
+    trainer.data_source = _source(data)
     refuse_finished(checkpoint, total_steps(trainer))
     print_steps_as_lines(trainer)
     if trainer.accelerator.is_main_process:

@@ -18,6 +18,10 @@ from vgr_trl.errors import ConfigError, DataError, RewardError
 from vgr_trl.evaluation.generation import Writer
 from vgr_trl.evaluation.scores import Evaluation, scores_of
 from vgr_trl.rewards import accuracy_reward, resolve_solution, think_format_reward
+from vgr_trl.rewards.accuracy import states_answer
+from vgr_trl.rewards.signatures import check_callable
+from vgr_trl.rewards.solutions import Solution
+from vgr_trl.rewards.text import normalise
 
 
 def evaluate(
@@ -30,6 +34,8 @@ def evaluate(
     max_completion_length: int = 512,
     batch_size: int = 16,
     blank_images: bool = False,
+    blind: bool = False,
+    reward_funcs: Sequence[Any] = (),
     group_by: str | None = None,
     system_prompt: str | None = SYSTEM_PROMPT,
     seed: int = 0,
@@ -46,6 +52,8 @@ def evaluate(
         max_completion_length: in tokens, at least 1.
         batch_size: questions per generation call, at least 1.
         blank_images: replace each image by mid-grey of the same size, to see what is answered without looking.
+        blind: also answer each question greedily with such images, beside the true ones.
+        reward_funcs: whose means over the greedy completions are given too; called with completions and columns.
         group_by: a column; scores are also given for each of its values.
         system_prompt: put before rows that have a `problem` and no `prompt`; None for none.
         seed: of sampling.
@@ -56,6 +64,8 @@ def evaluate(
     """
     _check_options(num_samples, temperature, max_completion_length, batch_size)
     _check_rows(rows, blank_images, group_by)
+    for function in reward_funcs:
+        check_callable(function, rows[0])
     writer = Writer(model, processor, max_completion_length)
     records: list[dict[str, Any]] = []
     with _inference(model), torch.random.fork_rng():
@@ -69,7 +79,17 @@ def evaluate(
             batch = [rows[index] for index in range(start, min(start + batch_size, len(rows)))]
             inputs = writer.prompt([_conversation(row, blank_images, system_prompt) for row in batch])
             greedy, sampled = writer.greedy(inputs), writer.sample(inputs, num_samples, temperature)
-            records += [_judged(*judged) for judged in zip(batch, greedy, sampled, strict=True)]
+            judged = [_judged(*each) for each in zip(batch, greedy, sampled, strict=True)]
+            if blind and not blank_images and any(images_of(row) for row in batch):
+                unseen = writer.greedy(writer.prompt([_conversation(row, True, system_prompt) for row in batch]))
+                for record, row, text in zip(judged, batch, unseen, strict=True):
+                    record["correct_blind"] = _correct(row, [text])[0]
+            records += judged
+    for name, values in _rewards(
+        reward_funcs, rows, [record["greedy"] for record in records], writer.tokenizer
+    ).items():
+        for record, value in zip(records, values, strict=True):
+            record.setdefault("rewards", {})[name] = value
     scored = [record for record in records if record["correct"] is not None]
     groups = defaultdict(list)
     for record, row in zip(records, rows, strict=True):
@@ -115,11 +135,37 @@ def _check_rows(rows: Sequence[Mapping[str, Any]], blank_images: bool, group_by:
 
 
 def _has_solution(row: Mapping[str, Any]) -> bool:
+    return _solution(row) is not None
+
+
+def _solution(row: Mapping[str, Any]) -> Solution | None:
     try:
-        resolve_solution(row.get("solution"), row.get("choices"), row.get("label_idx"))
+        return resolve_solution(row.get("solution"), row.get("choices"), row.get("label_idx"))
     except RewardError:
-        return False
-    return True
+        return None
+
+
+def _answer(solution: Solution) -> tuple[str, Any]:
+    """Kind and content of the right answer, as `majority` counts them."""
+    return ("text", normalise(solution.text)) if solution.index is None else ("letter", solution.index)
+
+
+def _correct(row: Mapping[str, Any], completions: list[str]) -> list[float | None]:
+    columns = {key: [row[key]] * len(completions) for key in ("solution", "choices", "label_idx") if key in row}
+    return accuracy_reward(completions, **columns)
+
+
+def _rewards(
+    functions: Sequence[Any], rows: Sequence[Mapping[str, Any]], completions: list[str], tokenizer: Any
+) -> dict[str, list[float | None]]:
+    """What each function gives the completions, by the names of the functions."""
+    if not functions:
+        return {}
+    columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "image", "images")}
+    columns["prompts"] = [row.get("prompt") for row in rows]
+    columns["completions"] = [[{"role": "assistant", "content": text}] for text in completions]
+    columns["completion_ids"] = tokenizer(completions, add_special_tokens=False)["input_ids"]
+    return {getattr(function, "__name__", type(function).__name__): list(function(**columns)) for function in functions}
 
 
 @contextmanager
@@ -147,14 +193,16 @@ def _conversation(row: Mapping[str, Any], blank_images: bool, system_prompt: str
 
 def _judged(row: Mapping[str, Any], greedy: str, sampled: list[str]) -> dict[str, Any]:
     completions = [greedy, *sampled]
-    columns = {key: [row[key]] * len(completions) for key in ("solution", "choices", "label_idx") if key in row}
-    correct = accuracy_reward(completions, **columns)
+    correct = _correct(row, completions)
+    solution = _solution(row)
     well_formed = think_format_reward(completions)
     return {
         **{key: row[key] for key in ("id", "source", "problem", "solution") if key in row},
         "greedy": greedy,
         "sampled": sampled,
         "correct": correct[0],
+        "parsed": solution is not None and states_answer(greedy, solution),
+        "answer": None if solution is None else _answer(solution),
         "correct_sampled": correct[1:],
         "format": well_formed[0],
         "format_sampled": well_formed[1:],

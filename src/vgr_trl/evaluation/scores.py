@@ -1,5 +1,7 @@
 """What an evaluation found, in numbers."""
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -11,6 +13,10 @@ class Scores:
 
     `accuracy` and `format` are those of the greedy completion, `mean_at_k` and `format_sampled` means over the k
     sampled completions, `pass_at_k` the share of questions with at least one right among them (None for k = 0).
+    `interval` is where accuracy lies with 95 % confidence (Wilson), `unparsable` the share of greedy completions that
+    state no answer, `majority` what the commonest letter and the commonest open answer would reach, `blind` the
+    accuracy with grey images, None where that was not measured. `rewards` are means of further reward functions over
+    the greedy completions they apply to.
     """
 
     questions: int
@@ -20,6 +26,11 @@ class Scores:
     pass_at_k: float | None
     format: float
     format_sampled: float | None
+    interval: tuple[float, float] = (0.0, 1.0)
+    unparsable: float = 0.0
+    majority: float = 0.0
+    blind: float | None = None
+    rewards: dict[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,8 @@ def scores_of(records: Sequence[dict[str, Any]]) -> Scores:
         return sum(values) / len(values)
 
     k = len(records[0]["correct_sampled"])
+    right = sum(record["correct"] for record in records)
+    blind = [record["correct_blind"] for record in records if record.get("correct_blind") is not None]
     return Scores(
         questions=len(records),
         k=k,
@@ -53,4 +66,36 @@ def scores_of(records: Sequence[dict[str, Any]]) -> Scores:
         pass_at_k=mean([max(record["correct_sampled"]) for record in records]) if k else None,
         format=mean([record["format"] for record in records]),
         format_sampled=mean([mean(record["format_sampled"]) for record in records]) if k else None,
+        interval=wilson(right, len(records)),
+        unparsable=mean([not record.get("parsed", True) for record in records]),
+        majority=majority([record.get("answer") for record in records]),
+        blind=mean(blind) if blind else None,
+        rewards=_mean_rewards(records),
     )
+
+
+def wilson(right: float, count: int, z: float = 1.959964) -> tuple[float, float]:
+    """Return the interval of a share of `right` among `count` trials (E. B. Wilson, 1927), z deviations wide."""
+    share, spread = right / count, z * z / count
+    centre = (share + spread / 2) / (1 + spread)
+    half = z * math.sqrt(share * (1 - share) / count + spread / count / 4) / (1 + spread)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def majority(answers: Sequence[tuple[str, Any] | None]) -> float:
+    """Return what share is right where each kind of question always gets its commonest answer.
+
+    Args:
+        answers: per question its kind (`letter` or `text`) and what is right; None: not known, wrong.
+    """
+    counts = Counter(tuple(answer) for answer in answers if answer is not None)
+    best = {kind: max(count for (of, _), count in counts.items() if of == kind) for kind, _ in counts}
+    return sum(best.values()) / len(answers)
+
+
+def _mean_rewards(records: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    means = {}
+    for name in records[0].get("rewards", {}):
+        values = [record["rewards"][name] for record in records if record["rewards"][name] is not None]
+        means[name] = sum(values) / len(values) if values else None
+    return means

@@ -58,6 +58,23 @@ def _column(name: str, values: Any, count: int) -> Sequence[Any]:
     return values
 
 
+def states_answer(text: str, solution: Solution) -> bool:
+    """Return whether the completion `text` states any answer of the kind that `solution` is, right or wrong."""
+    visible = strip_thought(text)
+    if solution.choices:
+        return chosen_option(visible, solution.choices) is not None
+    if solution.index is not None:
+        return _stated_letter(visible, ()) is not None
+    return _stated_text(visible) is not None
+
+
+def _stated_text(visible: str) -> str | None:
+    stated = answer_tag(visible)
+    if stated is None and (statement := last_statement(visible, options=False)):
+        stated = statement.text
+    return stated
+
+
 def is_right(text: str, solution: Solution) -> bool:
     """Return whether the completion `text` states `solution` as its answer."""
     visible = strip_thought(text)
@@ -65,9 +82,7 @@ def is_right(text: str, solution: Solution) -> bool:
         return chosen_option(visible, solution.choices) == solution.index
     if solution.index is not None:
         return _stated_letter(visible, ()) == LETTERS[solution.index]
-    stated = answer_tag(visible)
-    if stated is None and (statement := last_statement(visible, options=False)):
-        stated = statement.text
+    stated = _stated_text(visible)
     return stated is not None and same_open_answer(solution.text, stated)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vgr_trl.reporting.views.model_use import About, introduced
 from vgr_trl.reporting.views.papers import DAPO, ESTIMATORS, HIGH_ENTROPY, MDI, PAPO, PRIME, VPPO, Paper
 
 TAGS = ("dapo", "vgr_trl")
@@ -148,10 +149,11 @@ def method_section(options: Any, rewards: Sequence[str]) -> str:
     if found := _on(options):
         lines += ["| what was on | options | paper |", "|---|---|---|"]
         for feature in found:
-            stated = ", ".join(_stated(options, name) for name in feature.options)
+            given = [name for name in feature.options if getattr(options, name) is not None]
+            stated = ", ".join(_stated(options, name) for name in given)
             lines.append(f"| {feature.effect} | {stated} | {feature.paper.link if feature.paper else ''} |")
     else:
-        lines.append("None of the options that `vgr_trl` adds to the method was on.")
+        lines.append("No option that `vgr_trl` adds to the method was on.")
     return "\n".join([*lines, ""])
 
 
@@ -167,15 +169,18 @@ def citations(options: Any, rewards: Sequence[str]) -> str:
     return f"Cite what the training signal builds on as:\n\n```bibtex\n{entries}\n```\n"
 
 
-def extended_card(card: str, options: Any, rewards: Sequence[str]) -> str:
+def extended_card(card: str, options: Any, rewards: Sequence[str], about: About | None = None) -> str:
     """Return TRL's model card with the section and the citations in their places.
 
     Args:
         card: Markdown as TRL writes it.
         options: a `DAPOConfig`.
         rewards: names of the reward functions, in the order of their weights.
+        about: takes the place of what TRL's card says of origin and use; None: TRL's stays.
     """
     section = method_section(options, rewards)
+    if about is not None:
+        card = introduced(card, about)
     start, heading, rest = card.partition(BEFORE)
     card = f"{start}{section}\n{heading}{rest}" if heading else f"{card.rstrip()}\n\n{section}"
     cited = citations(options, rewards)

@@ -1,0 +1,77 @@
+"""`vgr-trl evaluate`: several checkpoints, what is kept, and what other tools read."""
+
+import json
+import shutil
+
+import pytest
+
+from vgr_trl.cli import evaluate as command
+from vgr_trl.cli.__main__ import main
+
+
+@pytest.fixture
+def run(model_folder, question_files, tmp_path, monkeypatch):
+    """Run the command on the test questions; return what it wrote, and how often a model was loaded."""
+    loaded = []
+    load = command.load_for_inference
+    monkeypatch.setattr(command, "load_for_inference", lambda *a, **k: loaded.append(a[0]) or load(*a, **k))
+
+    def evaluated(*models, more=()):
+        flags = f"--data_files {question_files} --num_samples 2 --max_completion_length 4 --batch_size 3"
+        flags += f" --cache_dir {tmp_path / 'kept'} --output_file {tmp_path / 'numbers.json'}"
+        loaded.clear()
+        assert main(["evaluate", "--model_name_or_path", *map(str, models), *flags.split(), *more]) == 0
+        return json.loads((tmp_path / "numbers.json").read_text(encoding="utf-8")), list(loaded)
+
+    return evaluated
+
+
+def test_checkpoints_stand_side_by_side_by_family(run, model_folder, tmp_path, capsys):
+    other = shutil.copytree(model_folder, tmp_path / "other")
+    numbers, loaded = run(model_folder, other, more=["--reward_funcs", "format", "length"])
+    assert loaded == [str(model_folder), str(other)]
+    first, second = numbers["models"].values()
+    assert first == second
+    low, high = first["interval"]
+    assert 0 <= low <= first["accuracy"] <= high <= 1
+    assert 0 < first["majority"] <= 1
+    assert 0 <= first["unparsable"] <= 1
+    assert first["blind"] is not None
+    assert first["rewards"] == {"think_format_reward": 0.0, "soft_overlong_punishment_reward": pytest.approx(-1, abs=1)}
+    assert len(first["groups"]) > 1, "families are shown without being asked for"
+    assert sum(group["questions"] for group in first["groups"].values()) == first["questions"] == 6
+    shown = capsys.readouterr().out
+    for heading in ("95 %", "majority", "blind", "unparsable", "mean@2", "think_format_reward", "model"):
+        assert heading in shown
+
+
+def test_the_same_model_data_and_settings_are_not_measured_again(run, model_folder, tmp_path, capsys):
+    mine = shutil.copytree(model_folder, tmp_path / "mine")
+    numbers, loaded = run(mine)
+    assert loaded == [str(mine)]
+    again, loaded = run(mine)
+    assert (again, loaded) == (numbers, [])
+    assert "--use_cache false measures again" in capsys.readouterr().out
+    assert run(mine, more=["--seed", "1"])[1] == [str(mine)]
+    assert run(mine, more=["--max_test_rows", "3"])[1] == [str(mine)]
+    assert run(mine, more=["--use_cache", "false"])[1] == [str(mine)]
+    (mine / "generation_config.json").write_text("{}", encoding="utf-8")
+    assert run(mine)[1] == [str(mine)]
+
+
+def test_other_tools_read_the_layout_of_the_harness(run, model_folder, tmp_path):
+    numbers, _ = run(model_folder, more=["--harness_dir", str(tmp_path / "harness")])
+    (folder,) = (tmp_path / "harness").iterdir()
+    (file,) = folder.glob("results_*.json")
+    results = json.loads(file.read_text(encoding="utf-8"))
+    scores = results["results"]["questions"]
+    assert scores["acc,none"] == numbers["accuracy"]
+    share = numbers["accuracy"]
+    assert scores["acc_stderr,none"] == pytest.approx((share * (1 - share) / 5) ** 0.5)
+    assert results["n-samples"]["questions"] == {"original": 6, "effective": 6}
+    assert set(results["results"]) == set(results["versions"]) == set(results["n-shot"])
+    assert results["model_name"] == str(model_folder)
+    (samples,) = folder.glob("samples_questions_*.jsonl")
+    lines = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
+    assert [line["doc_id"] for line in lines] == list(range(6))
+    assert sum(line["acc"] for line in lines) / 6 == numbers["accuracy"]
