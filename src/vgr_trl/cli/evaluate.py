@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.output_file:
         _refuse_unwritable(Path(options.output_file))
     results = run(data, options)
-    (Console() if sys.stdout.isatty() else Console(width=160)).print(scores_table(results))
+    (Console() if sys.stdout.isatty() else Console(width=240)).print(scores_table(results))
     if options.output_file:
         write_results(results, Path(options.output_file), options.save_completions)
     if options.harness_dir:
