@@ -1,4 +1,9 @@
-"""Which tokens get the credit: from one advantage per completion to one per token, and the loss terms beside them."""
+"""Which tokens get the credit: from one advantage per completion to one per token, and the loss terms beside them.
+
+Read `advantages.py` (completions compared), `shaping.py` (every rule, composed), then the rules: `token_weights.py`,
+`filters.py`, `trajectory.py`. Beside them `perception_loss.py`, `kl.py` and `gae.py`; `collapse.py` (signs of it). What
+they share: `rows.py` (shapes and means), `totals.py` (metrics over processes).
+"""
 
 from vgr_trl.config.credit import CreditOptions
 from vgr_trl.credit.collapse import coefficient_warning, collapse_warning

@@ -1,4 +1,10 @@
-"""What a completion earned: rewards for TRL's `reward_funcs`, by name or path, weighted by step."""
+"""What a completion earned: rewards for TRL's `reward_funcs`, by name or path, weighted by step.
+
+Read `accuracy.py` and what it stands on: `solutions.py` (the right answer), `answers.py` (the stated one), `letters.py`
+(options), `open_answers.py` with `quantities.py`, `units.py` and `formulas.py`, `text.py`. Then `format.py`,
+`length.py`, and rewards within a group: `groups.py`, `attention.py`, `finite.py`. How they come to a trainer:
+`registry.py` with `imports.py`, `signatures.py`, `schedule.py`, `outcome.py`.
+"""
 
 from vgr_trl.rewards.accuracy import accuracy_reward
 from vgr_trl.rewards.attention import mdi_reward, vgr_hard_negative_reward, vgr_reward

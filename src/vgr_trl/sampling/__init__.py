@@ -1,4 +1,9 @@
-"""Which groups of completions are trained on: replay buffer, dynamic sampling, online filtering."""
+"""Which groups of completions are trained on: replay buffer, dynamic sampling, online filtering.
+
+Read `dead_groups.py` (which carry no gradient), `groups.py` and `writing.py` (taken out of a batch, put into another),
+`replay_buffer.py` with `buffer_states.py` (over processes), `resampling.py` with `prompts.py` (further prompts), and
+`dead_streak.py` (when nothing is left to train on).
+"""
 
 from vgr_trl.batch.placement import Placement
 from vgr_trl.sampling.buffer_states import merge_states, split_state

@@ -1,4 +1,11 @@
-"""What each token saw: attention to the image and to the instruction, and dependence on the image."""
+"""What each token saw: attention to the image and to the instruction, and dependence on the image.
+
+Read `modality.py` (which tokens are the image), `ratios.py` (what is made of attention), then how it is measured:
+`attention.py` (the probe), `passes.py` (what passes at a time), `second_call.py` (the kernel asked again), `decoder.py`
+(where, and whether it can be), `generated.py` (in generation). Dependence: `dependency.py`, `perturbation.py` with
+`image_modes.py`, `perturbed_prompts.py`. A batch: `scoring.py` with `head.py` and `image_rows.py` (any model),
+`rollout.py` (in a trainer), `reward_columns.py` (what rewards and metrics see).
+"""
 
 from vgr_trl.batch.signals import AttentionMass, RolloutSignals
 from vgr_trl.signals.attention import AttentionProbe
