@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
 from vgr_trl.batch.image_parts import IMAGE_INPUTS, image_inputs_of, parts_by_counts, tiles_by_tokens
 from vgr_trl.errors import DataError
@@ -24,7 +25,7 @@ class Prompts:
     """
 
     ids: Sequence[Sequence[int]]
-    images: Sequence[Sequence[Any]] | None
+    images: Sequence[Sequence[Image.Image]] | None
     fields: Mapping[str, Any]
 
 
@@ -121,7 +122,7 @@ def scoring_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pixels_of_rows(
-    fields: Mapping[str, Any], images: Sequence[Sequence[Any]], own: Sequence[int], batch: Mapping[str, Any]
+    fields: Mapping[str, Any], images: Sequence[Sequence[Image.Image]], own: Sequence[int], batch: Mapping[str, Any]
 ) -> list[torch.Tensor]:
     """Return the `pixel_values` of each of the N rows of a batch, from those of its different prompts.
 
@@ -164,7 +165,7 @@ def with_perturbed_rows(batch: dict[str, Any]) -> dict[str, Any]:
     return {**batch, "perturbed_pixel_values": [perturbed[part] for part in parts]}
 
 
-def joined(pixels: Any) -> torch.Tensor:
+def joined(pixels: list[torch.Tensor] | torch.Tensor) -> torch.Tensor:
     """Return pixels of rows as the one tensor that a model takes."""
     return torch.cat(pixels) if isinstance(pixels, list) else pixels
 

@@ -1,7 +1,7 @@
 """Pixels as the images had them: processors make floating-point numbers of 256 levels per channel, a byte each here."""
 
 from collections.abc import Callable
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 
@@ -54,12 +54,11 @@ def pack(value: torch.Tensor) -> "torch.Tensor | Packed":
             if not torch.equal(first, second):
                 continue
             by_channel = first
-        parts = [_indexed(channel.flatten()) for channel in by_channel]
-        if all(part is not None for part in parts):
-            known: Any = parts
-            index = torch.stack([index for index, _ in known]).view(by_channel.shape)
-            most = max(len(levels) for _, levels in known)
-            padded = [torch.nn.functional.pad(levels, (0, most - len(levels))) for _, levels in known]
+        parts = [part for channel in by_channel if (part := _indexed(channel.flatten())) is not None]
+        if len(parts) == len(by_channel):
+            index = torch.stack([index for index, _ in parts]).view(by_channel.shape)
+            most = max(len(levels) for _, levels in parts)
+            padded = [torch.nn.functional.pad(levels, (0, most - len(levels))) for _, levels in parts]
             return Packed(index=index, levels=torch.stack(padded), layout=layout, shape=list(value.shape))
     return value
 

@@ -95,9 +95,8 @@ class Rows:
 
     def take(self, indices: Sequence[int]) -> "Rows":
         """Return the rows with these numbers, in this order; rows that follow each other are not copied."""
-        rows: Any = list(indices)
-        if rows == list(range(rows[0], rows[0] + len(rows))):
-            rows = slice(rows[0], rows[0] + len(rows))
+        first, last = indices[0], indices[0] + len(indices)
+        rows = slice(first, last) if list(indices) == list(range(first, last)) else list(indices)
         columns = {
             name: value[rows] if isinstance(value, torch.Tensor) else [value[index] for index in indices]
             for name, value in self.columns.items()
@@ -138,7 +137,7 @@ class Rows:
         return {name: found[name] for name in [*batch, *found] if name in found}
 
 
-def _of_whole_batch(value: Any) -> bool:
+def _of_whole_batch(value: object) -> bool:
     return (
         value is None or isinstance(value, int | float | str) or (isinstance(value, torch.Tensor) and value.ndim == 0)
     )

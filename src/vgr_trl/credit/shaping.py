@@ -1,7 +1,7 @@
 """From one advantage per completion to one per token: every rule of credit, composed."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -23,7 +23,7 @@ class Options(Protocol):
 
     token_weights: bool
     token_weights_topk_ratio: float | None
-    token_weights_clip: Any
+    token_weights_clip: list[float]
     token_weights_smooth_sigma: float
     token_weights_last_k_layers: int | None
     token_weights_positive_only: bool

@@ -117,7 +117,7 @@ def constants(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in inputs.items() if _is_constant(value)}
 
 
-def _is_constant(value: Any) -> bool:
+def _is_constant(value: object) -> bool:
     return isinstance(value, bool | int | float | str) or (isinstance(value, torch.Tensor) and value.ndim == 0)
 
 

@@ -169,8 +169,9 @@ def _own_offsets(base: Any) -> Iterator[_Offsets]:
 
 def _positions(inputs: dict[str, Any], cut: Cut, offsets: _Offsets) -> torch.Tensor | None:
     """Position ids of the second stage; None where the model counts on from its cache, as in its plain pass."""
-    if inputs.get("position_ids") is not None:
-        return inputs["position_ids"][..., cut.split : cut.stop]
+    given: torch.Tensor | None = inputs.get("position_ids")
+    if given is not None:
+        return given[..., cut.split : cut.stop]
     if not offsets.exist:
         return None
     ids, mask = inputs["input_ids"], inputs.get("attention_mask")

@@ -103,7 +103,7 @@ def _why_not_train(trainer: Any) -> str | None:
 
 
 def _compiles(trainer: Any) -> bool:
-    return trainer.accelerator.state.dynamo_plugin.backend.value != "NO"
+    return bool(trainer.accelerator.state.dynamo_plugin.backend.value != "NO")
 
 
 def _is_sharded(trainer: Any) -> bool:

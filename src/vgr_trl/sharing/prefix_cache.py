@@ -60,7 +60,7 @@ class StoredKeys(CacheLayerMixin):
         return 0 if self.keys is None else self.keys.shape[-2]
 
     def in_graph(self) -> bool:
-        return self.keys.requires_grad or self.values.requires_grad
+        return bool(self.keys.requires_grad or self.values.requires_grad)
 
     def get_seq_length(self) -> int:
         return 0  # nothing comes before a prompt, in its recomputation neither
@@ -155,7 +155,8 @@ class _Expanded(dict[int, Any]):
         self.index = index
 
     def __getitem__(self, state_idx: int) -> torch.Tensor:
-        return super().__getitem__(state_idx).index_select(0, self.index)
+        expanded: torch.Tensor = super().__getitem__(state_idx).index_select(0, self.index)
+        return expanded
 
 
 class ExpandedState(LinearAttentionCacheLayerMixin):

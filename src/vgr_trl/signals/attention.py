@@ -77,7 +77,7 @@ class AttentionProbe:
         self._stack.enter_context(_attention_wrapped(self._wrap))
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
 
     @property

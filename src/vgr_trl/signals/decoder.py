@@ -15,7 +15,8 @@ def find_decoder(model: Any) -> nn.Module:
     """Return the language model of a transformers model, also a wrapped one (DDP, DeepSpeed, PEFT)."""
     inside: Any = causal_model(model)
     decoder = inside.get_decoder() if hasattr(inside, "get_decoder") else None
-    return inside if decoder is None else decoder
+    found: nn.Module = inside if decoder is None else decoder
+    return found
 
 
 def layer_index(module: Any) -> int | None:

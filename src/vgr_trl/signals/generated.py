@@ -54,7 +54,7 @@ class GenerationProbe:
         self._stack.enter_context(replaced(self.causal, "generate", generate))
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
 
     @property

@@ -46,7 +46,7 @@ class Head:
 
         base, decoder = self.causal.base_model, find_decoder(self.causal)  # OPT's head calls the decoder of its base
         with replaced(base, "forward", forward), replaced(decoder, "forward", forward):
-            logits = self.causal(input_ids=ids, use_cache=False, return_dict=True).logits[0]
+            logits: torch.Tensor = self.causal(input_ids=ids, use_cache=False, return_dict=True).logits[0]
         if calls != 1:
             raise ConfigError(
                 f"{type(self.causal).__name__} called its base model {calls} times where one call was expected: its "

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache
 
 from vgr_trl.errors import ConfigError
 from vgr_trl.signals.second_call import Queries
@@ -187,7 +188,7 @@ def _queries(positions: list[int], seen: int, device: torch.device) -> Queries |
     return Queries(index, positions[0] - seen, positions[-1] + 1 - seen)
 
 
-def _positions_seen(cache: Any) -> int:
+def _positions_seen(cache: Cache | None) -> int:
     layers = [] if cache is None else cache.layers
     return max((int(layer.get_seq_length()) for layer in layers if hasattr(layer, "get_seq_length")), default=0)
 

@@ -68,7 +68,8 @@ def add_gaussian_noise(image: Image.Image, *, std: float = 189.0, seed: int) -> 
     check_number("std", std, 0, _LARGEST, "in [0, 1e6]")
     generator, shown, white = _generator(seed), colours(image), white_level(image)
     before = np.asarray(shown)
-    exact: Any = np.float64 if is_wide(image) else np.float32  # single precision cannot hold 32-bit integers
+    # Single precision cannot hold 32-bit integers.
+    exact: type[np.float32 | np.float64] = np.float64 if is_wide(image) else np.float32
     noise = generator.standard_normal(before.shape, dtype=exact)
     noise *= std * white / 255
     noise += before
@@ -188,6 +189,6 @@ def _generator(seed: int) -> np.random.Generator:
     return np.random.default_rng(int(seed))
 
 
-def _check_image(image: Any) -> None:
+def _check_image(image: object) -> None:
     if not isinstance(image, Image.Image):
         raise DataError(f"A perturbation got a value of type {type(image).__name__}: give a PIL image.")

@@ -4,7 +4,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-Perturb = Callable[..., list[Any]]  # images of a conversation, index=its number -> as many images
+from PIL import Image
+
+Perturb = Callable[..., list[Image.Image]]  # images of a conversation, index=its number -> as many images
 
 
 def perturbed_prompts(prompts: Sequence[Any], indices: Sequence[int], perturb: Perturb) -> tuple[list[Any], list[int]]:
@@ -45,7 +47,7 @@ def _with_images(prompt: Any, perturb: Perturb) -> Any:
     ]
 
 
-def _image_parts(prompt: Any) -> list[Any]:
+def _image_parts(prompt: Any) -> list[dict[str, Any]]:
     return [
         part
         for message in prompt

@@ -102,7 +102,7 @@ class AttentionCall:
             options.pop("attention_mask", None),
             **options,
         )  # (B', T' or more, H, D)
-        mass = outputs[..., : sets.size(-1)].mean(2, dtype=torch.float32)
+        mass: torch.Tensor = outputs[..., : sets.size(-1)].mean(2, dtype=torch.float32)
         return mass[:, queries.index - queries.first] if flash else mass
 
     def _options(self, chosen: slice | torch.Tensor, stop: int, rows: slice, flash: bool) -> dict[str, Any]:
