@@ -1,5 +1,7 @@
 """Train a vision-language model with DAPO; the script of `accelerate launch`, the same as `vgr-trl train`.
 
+Without a data flag the questions are lujunxi57/DDM from the hub.
+
 accelerate launch --config_file accelerate_configs/zero2.yaml examples/train_grpo_vlm.py \
     --model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct --data_files train=train.parquet,test=test.parquet \
     --reward_weights 2.5 1 0.5 1 --early_reward_weights 1 1 2 1 --token_weights --replay_buffer_size 64 \
@@ -10,5 +12,15 @@ import sys
 
 from vgr_trl.cli.__main__ import main
 
+SOURCES = ("--dataset_name", "--dataset_path", "--data_files", "--config", "-h", "--help", "--help-all")
+
+
+def with_data(flags: list[str]) -> list[str]:
+    """Return the flags with the questions of the experiments where they name no data."""
+    return (
+        flags if any(flag.split("=")[0] in SOURCES for flag in flags) else [*flags, "--dataset_name", "lujunxi57/DDM"]
+    )
+
+
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    sys.exit(main(["train", *with_data(sys.argv[1:])]))

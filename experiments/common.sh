@@ -1,6 +1,7 @@
 # Settings that all experiments share. Every script sources this file; flags given to a script override all of them.
 #
 #   DATA               train=a.parquet,test=b.parquet; or give --dataset_name, --dataset_path or --data_files
+#                      (default: lujunxi57/DDM from the hub; without a split test, a tenth of its rows is held out)
 #   ACCELERATE_CONFIG  one of accelerate_configs/ (default zero2)
 #   NUM_PROCESSES      GPUs (default: what that configuration says)
 #   TINY=1             the embedded model on one CPU for a few steps, in a new folder below TINY_FOLDER (runs/tiny)
@@ -33,9 +34,9 @@ COMMON=(
     --replay_buffer_size 64
     --replay_var_epsilon 1e-6
 )
-other_data=" --dataset_(name|path)[= ]"
-if [[ ! " $* " =~ $other_data ]]; then
-    COMMON+=(--data_files "${DATA:-train=data/train.parquet,test=data/test.parquet}")
+other_data=" --(dataset_(name|path)|data_files)[= ]"
+if [[ ! " $* " =~ $other_data && -n "${DATA:-}" ]]; then
+    COMMON+=(--data_files "$DATA")
 fi
 
 # Behind the experiment's own flags, so that these hold instead.

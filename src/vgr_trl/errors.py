@@ -13,6 +13,10 @@ class DataError(VGRError, ValueError):
     """A data set, a row or an image cannot be used."""
 
 
+class MissingSplitError(DataError):
+    """A data set has not the split that is asked for."""
+
+
 class RewardError(VGRError, ValueError):
     """A reward cannot be found, loaded or computed from what it was given."""
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -98,7 +99,14 @@ def test_settings(script, functions, weights, early, minimum, tmp_path):
     }  # fmt: skip
     assert {name: getattr(config, name) for name in common} == common
     assert model.dtype == "bfloat16"
-    assert data.data_files == "train=data/train.parquet,test=data/test.parquet"
+    assert (data.data_files, data.dataset_name) == (None, None)  # the training script has the questions of the notes
+
+
+def test_questions_of_the_notes_where_no_data_are_named():
+    with_data = runpy.run_path(str(EXPERIMENTS.parent / "examples" / "train_grpo_vlm.py"))["with_data"]
+    assert with_data(["--use_peft"]) == ["--use_peft", "--dataset_name", "lujunxi57/DDM"]
+    for given in (["--data_files", "a.jsonl"], ["--dataset_path=x"], ["--config", "x.yaml"], ["--help"]):
+        assert with_data(given) == given
 
 
 def test_flags_and_variables_override(tmp_path):

@@ -174,12 +174,16 @@ class DataArguments:
         return ImageRule(ImageLimits(self.min_pixels, self.max_pixels, short or None), self.filter_big_images)
 
 
+class DefaultRewards(list[str]):
+    """The rewards of a run that names none, of which those that need images are left out where there are none."""
+
+
 @dataclass
 class RewardArguments:
     """What a completion earns its reward for."""
 
     reward_funcs: list[str] = field(
-        default_factory=lambda: ["accuracy", "vgr", "format", "length"],
+        default_factory=lambda: DefaultRewards(("accuracy", "vgr", "format", "length")),
         metadata={
             "help": "Rewards in the order of reward_weights: names (accuracy, vgr, vgr_hard_negative, mdi, format, "
             "length, those of installed packages), dotted paths (my_package.rewards.my_reward) or files "

@@ -2,15 +2,18 @@
 
 import json
 import re
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from datasets import IterableDataset
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
-from vgr_trl.cli.arguments import DataArguments, RewardArguments, one_sentence, parse
+from vgr_trl.cli.arguments import DataArguments, DefaultRewards, RewardArguments, one_sentence, parse
+from vgr_trl.cli.evaluated import is_stated, rows_to_evaluate
 from vgr_trl.cli.loading import load_processor, load_rows
 from vgr_trl.cli.plan import describe_run, print_plan, total_steps
 from vgr_trl.cli.run_folder import claim, write_identity
@@ -18,6 +21,7 @@ from vgr_trl.cli.step_lines import print_steps_as_lines
 from vgr_trl.compat.gloo_exit import let_gloo_finish
 from vgr_trl.config import DAPOConfig
 from vgr_trl.data.read.load import parse_data_files, readable
+from vgr_trl.data.rows.columns import image_columns, images_of, undecoded
 from vgr_trl.data.rows.naming import FLAGS
 from vgr_trl.data.rows.skipped import append_skipped, report_skipped
 from vgr_trl.errors import CollapseError, ConfigError, DataError
@@ -26,17 +30,27 @@ from vgr_trl.rewards.registry import hardened
 from vgr_trl.trainer import DAPOTrainer
 from vgr_trl.training.checkpoints.folders import refuse_finished, resolve_checkpoint, resume_mode
 
+FIRST_ROWS = 16  # of a stream, which say whether it has images
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse flags (or `--config x.yaml`, which flags override), train, and return 0."""
     groups = (DataArguments, RewardArguments, DAPOConfig, ModelConfig)
     data, rewards, config, model = parse(groups, "train", argv)
-    train(data, rewards, config, model)
+    train(data, rewards, config, model, eval_follows=not is_stated("eval_strategy", argv))
     return 0
 
 
-def train(data: DataArguments, rewards: RewardArguments, config: DAPOConfig, model: ModelConfig) -> DAPOTrainer:
+def train(
+    data: DataArguments,
+    rewards: RewardArguments,
+    config: DAPOConfig,
+    model: ModelConfig,
+    eval_follows: bool = False,
+) -> DAPOTrainer:
     """Train as the four groups of options say, save model, state and metrics to `output_dir`, return the trainer.
+
+    With `eval_follows` a data set of the hub or a folder is evaluated on where it can be, though `eval_strategy` is no.
 
     Raises:
         ConfigError, DataError, RewardError: an option, the data or a reward cannot be used; nothing was trained.
@@ -52,7 +66,7 @@ def train(data: DataArguments, rewards: RewardArguments, config: DAPOConfig, mod
     checkpoint = resolve_checkpoint(resume, output_dir)
 
     with one_sentence():
-        trainer = _build_trainer(data, rewards, config, model)
+        trainer = _build_trainer(data, rewards, config, model, eval_follows)
     trainer.data_source = _source(data)
     refuse_finished(checkpoint, total_steps(trainer))
     print_steps_as_lines(trainer)
@@ -85,7 +99,7 @@ def _end(trainer: DAPOTrainer) -> None:
 
 
 def _build_trainer(
-    data: DataArguments, rewards: RewardArguments, config: DAPOConfig, model: ModelConfig
+    data: DataArguments, rewards: RewardArguments, config: DAPOConfig, model: ModelConfig, eval_follows: bool
 ) -> DAPOTrainer:
     if data.dataset_streaming and config.max_steps <= 0:
         raise ConfigError("dataset_streaming is on, so the number of steps is not known: give max_steps.")
@@ -113,18 +127,21 @@ def _build_trainer(
     )
     if data.dataset_streaming:
         config.shuffle_dataset = False  # TRL's buffer would hold a thousand rows with decoded images
-    test_rows = None
-    if config.eval_strategy != "no":
-        test_rows, skipped_test = load_rows(
-            data,
-            data.dataset_test_split,
-            needs_solution=needs_solution,
-            limit=data.max_test_rows,
-            on_skipped=on_skipped,
-            processor=processor,
-        )
-        skipped += skipped_test
+    load_test = partial(
+        load_rows,
+        data,
+        data.dataset_test_split,
+        needs_solution=needs_solution,
+        limit=data.max_test_rows,
+        on_skipped=on_skipped,
+        processor=processor,
+    )
+    evaluated = rows_to_evaluate(data, config, train_rows, load_test, eval_follows)
+    skipped += evaluated.skipped
+    reward_funcs, left_out = without_images(rewards, config, reward_funcs, evaluated.train)
     if config.process_index == 0:
+        for said in filter(None, (evaluated.said, left_out)):
+            print(said, file=sys.stderr)
         report_skipped(skipped, skipped_file)
     loading = {"revision": model.model_revision, "attn_implementation": model.attn_implementation, "dtype": model.dtype}
     if isinstance(config.model_init_kwargs, str):
@@ -134,12 +151,35 @@ def _build_trainer(
         model=model.model_name_or_path,
         reward_funcs=reward_funcs,
         args=config,
-        train_dataset=train_rows,
-        eval_dataset=test_rows,
+        train_dataset=evaluated.train,
+        eval_dataset=evaluated.test,
         processing_class=processor(),
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
     )
+
+
+def without_images(
+    rewards: RewardArguments, config: DAPOConfig, functions: list[Any], rows: Any
+) -> tuple[list[Any], str | None]:
+    """Return the reward functions, the default ones without `vgr` where no row has an image, and a sentence on that."""
+    names = rewards.reward_funcs
+    if not isinstance(names, DefaultRewards) or config.vgr_hard_negative or _has_images(rows):
+        return functions, None
+    offset = len(functions) - len(names)
+    place = names.index("vgr") + offset
+    for option in ("reward_weights", "early_reward_weights"):
+        weights = getattr(config, option)
+        if weights is not None and len(weights) == len(functions):
+            setattr(config, option, [weight for number, weight in enumerate(weights) if number != place])
+    kept = [function for number, function in enumerate(functions) if number != place]
+    return kept, "The data have no images: the reward vgr, which needs them, is left out, and its weight with it."
+
+
+def _has_images(rows: Any) -> bool:
+    if isinstance(rows, IterableDataset):
+        return any(map(images_of, rows.take(FIRST_ROWS)))
+    return bool(image_columns(rows)) and any(map(images_of, undecoded(rows.with_format(None))))
 
 
 def _source(data: DataArguments) -> str:
@@ -151,10 +191,8 @@ def _resolved(data: DataArguments) -> str:
     named = "".join(f" {flag}={getattr(data, flag)}" for flag in FLAGS.values() if getattr(data, flag) is not None)
     if data.data_files:
         files = parse_data_files(data.data_files)
-        return (
-            ",".join(f"{split}={'+'.join(str(path.resolve()) for path in files[split])}" for split in sorted(files))
-            + named
-        )
+        resolved = {split: "+".join(str(path.resolve()) for path in files[split]) for split in sorted(files)}
+        return ",".join(f"{split}={paths}" for split, paths in resolved.items()) + named
     return str(data.dataset_name or Path(str(data.dataset_path)).resolve()) + named
 
 

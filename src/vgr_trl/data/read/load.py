@@ -26,7 +26,7 @@ from vgr_trl.data.read.readers import FOLDER, count_rows
 from vgr_trl.data.read.sources import row_files, splits_of
 from vgr_trl.data.read.tables import stream_of, table_of
 from vgr_trl.data.rows.reading import KEYS
-from vgr_trl.errors import ConfigError, DataError, VGRError
+from vgr_trl.errors import ConfigError, DataError, MissingSplitError, VGRError
 
 # `datasets` reads the columns of texts as if all were of one type (pandas makes numbers of digits and nothing of `NA`).
 BUILDERS = {".parquet": "parquet", ".jsonl": "text", ".json": "text", ".csv": "text", ".arrow": "arrow"}
@@ -70,7 +70,9 @@ def load_split(
         if data_files:
             files = parse_data_files(data_files)
             if split not in files:
-                raise DataError(f"data_files names the splits {sorted(files)}, but the split {split!r} is asked for.")
+                raise MissingSplitError(
+                    f"data_files names the splits {sorted(files)}, but the split {split!r} is asked for."
+                )
             return _from_files(files[split], streaming, with_folders)
         if dataset_path:
             return _pick(split, _from_folder(Path(dataset_path), streaming), dataset_path)
@@ -277,5 +279,5 @@ def _pick(split: str, loaded: Any, source: str) -> Any:
     if isinstance(loaded, Dataset):
         loaded = DatasetDict(train=loaded)
     if split not in loaded:
-        raise DataError(f"{source} has the splits {sorted(loaded)}, but not {split!r}: name one of them.")
+        raise MissingSplitError(f"{source} has the splits {sorted(loaded)}, but not {split!r}: name one of them.")
     return loaded[split]

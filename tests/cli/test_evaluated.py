@@ -1,0 +1,123 @@
+"""What a run evaluates on, from the flags of a user."""
+
+import json
+from pathlib import Path
+
+import pytest
+from datasets import Dataset, load_dataset
+
+from vgr_trl.cli.__main__ import main
+from vgr_trl.data.rows.held_out import hold_out
+from vgr_trl.data.rows.schema import prepare_rows
+
+HUB = Path("lujunxi57") / "DDM"
+
+
+@pytest.fixture
+def rows(question_files):
+    return load_dataset("parquet", data_files=question_files.split(",")[0].split("=")[1], split="train")
+
+
+@pytest.fixture
+def train(model_folder, tmp_path, monkeypatch, capsys):
+    """Train one step; a folder of the name of a hub data set stands for the hub, as `datasets` has it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").touch()
+
+    def run(*flags: str) -> tuple[str, Path]:
+        fixed = (
+            f"--model_name_or_path {model_folder} --output_dir out --use_cpu --bf16 false --save_strategy no "
+            "--gradient_checkpointing false --per_device_train_batch_size 4 --per_device_eval_batch_size 4 "
+            "--num_generations 4 --max_completion_length 4 --max_steps 1 --logging_steps 1 --report_to none "
+            "--disable_tqdm true --system_prompt_file empty.txt"
+        )
+        assert main(["train", *fixed.split(), *flags]) == 0
+        out, err = capsys.readouterr()
+        return " ".join((out + err).split()), tmp_path / "out"
+
+    return run
+
+
+def evaluated(output: Path) -> bool:
+    return "eval_reward" in json.loads((output / "metrics.json").read_text())
+
+
+def save(rows: Dataset, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    rows.to_parquet(file)
+
+
+@pytest.mark.parametrize("flags", [(), ("--eval_strategy", "steps", "--eval_steps", "1")])
+def test_a_hub_data_set_without_test_is_split(train, rows, tmp_path, flags):
+    save(rows.select(range(10)), tmp_path / HUB / "train.parquet")
+    said, output = train("--dataset_name", str(HUB), *flags)
+    assert "The data have no split test: 1 of 10 rows are held out of training for it, by image and seed 42." in said
+    assert ("It is evaluated every epoch" in said) is (flags == ())
+    assert "9 rows to train on, 1 rows to evaluate on" in said
+    assert evaluated(output)
+
+
+def test_a_folder_with_test_is_evaluated_unless_told_otherwise(train, rows, tmp_path):
+    save(rows.select(range(8)), tmp_path / "set" / "train.parquet")
+    save(rows.select(range(8, 10)), tmp_path / "set" / "test.parquet")
+    said, output = train("--dataset_path", "set")
+    assert "The data have the split test. It is evaluated every epoch" in said
+    assert "8 rows to train on, 2 rows to evaluate on" in said
+    assert evaluated(output)
+    said, output = train("--dataset_path", "set", "--eval_strategy", "no", "--output_dir", "other")
+    assert "evaluated" not in said
+
+
+def test_a_split_without_answers_is_no_reason_to_stop(train, rows, tmp_path):
+    blank = rows.select(range(8, 10)).map(lambda row: {"solution": None}, features=rows.features)
+    save(rows.select(range(8)), tmp_path / "set" / "train.parquet")
+    save(blank, tmp_path / "set" / "test.parquet")
+    said, output = train("--dataset_path", "set")
+    assert "Nothing is evaluated: None of the 2 rows of the test data can be used" in said
+    assert not evaluated(output)
+
+
+def test_a_test_file_that_is_not_evaluated_is_said(train, question_files):
+    said, output = train("--data_files", question_files)
+    assert "test= is given, but nothing is evaluated, because eval_strategy is no: add --eval_strategy steps." in said
+    assert not evaluated(output)
+
+
+def test_a_batch_that_trl_would_refuse_is_said(train, rows, tmp_path):
+    save(rows.select(range(10)), tmp_path / HUB / "train.parquet")
+    said, _ = train("--dataset_name", str(HUB), "--eval_num_generations", "3")
+    assert "Nothing is evaluated, because a batch of 4 completions (per_device_eval_batch_size) is no multiple" in said
+    assert "10 rows to train on" in said
+
+
+def test_rows_that_share_an_image_stay_on_one_side(rows):
+    many = rows.select([number % 5 for number in range(20)])
+    prepared, _ = prepare_rows(many)
+    for seed in range(4):
+        left, right = hold_out(prepared, seed)
+        shown = [{row["image"].tobytes() for row in side} for side in (left, right)]
+        assert not shown[0] & shown[1]
+        assert (len(left), len(right)) == (16, 4)  # an image has four rows, the smallest share above none
+    again = hold_out(prepared, 1)[1]
+    assert again["problem"] == hold_out(prepared, 1)[1]["problem"]
+    text, _ = prepare_rows(Dataset.from_dict({"question": [f"q{n}" for n in range(20)], "answer": ["x"] * 20}))
+    assert tuple(map(len, hold_out(text, 0))) == (18, 2)
+
+
+def test_data_of_text_alone_train_without_the_reward_that_needs_images(train, tmp_path):
+    rows = [{"question": "what colour", "answer": "red"}] * 8
+    (tmp_path / "text.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for more in ((), ("--reward_weights", "2.5", "1", "0.5", "1"), ("--dataset_streaming",)):
+        said, _ = train("--data_files", "text.jsonl", "--output_dir", f"out{len(more)}", *more)
+        assert "The data have no images: the reward vgr, which needs them, is left out, and its weight with it." in said
+        weights = "accuracy_reward x 2.5, think_format_reward x 0.5" if len(more) > 2 else "accuracy_reward, think"
+        assert "vgr_reward" not in said
+        assert weights.split(",")[0] in said
+
+
+def test_a_named_reward_that_needs_images_is_refused_on_text(tmp_path, model_folder, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.jsonl").write_text("\n".join(['{"question": "what", "answer": "red"}'] * 8))
+    flags = f"--model_name_or_path {model_folder} --data_files text.jsonl --output_dir out --use_cpu --bf16 false"
+    assert main(["train", *flags.split(), "--reward_funcs", "accuracy", "vgr", "--report_to", "none"]) == 1
+    assert "the reward vgr_reward cannot be used here" in capsys.readouterr().err
