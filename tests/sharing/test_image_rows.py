@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vgr_trl.sharing.images import rows_of_images
+from vgr_trl.sharing.image_inputs import rows_of_images
 from vgr_trl.sharing.report import CannotShare
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from vgr_trl.batch.images import Images, move_images
+from vgr_trl.batch.row_images import Images, move_images
 from vgr_trl.batch.rows import Rows
 from vgr_trl.batch.token_columns import TOKEN_COLUMNS
 from vgr_trl.errors import DataError

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from vgr_trl.batch.images import ROW_INPUTS, Images, owned, split_images, stack_images, store_images
 from vgr_trl.batch.pixels import nbytes
+from vgr_trl.batch.row_images import ROW_INPUTS, Images, owned, split_images, stack_images, store_images
 from vgr_trl.batch.signals import RolloutSignals
 from vgr_trl.batch.token_columns import TOKEN_COLUMNS, Column, columns_of_signals, signals_of_columns
 from vgr_trl.errors import DataError

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 # In these families 0 opens a token to everything of that type, before and behind it; what is generated gets this one.
 _CAUSAL_TYPE = {"paligemma": 1}
 
@@ -15,7 +14,7 @@ def causal_type(config: Any, name: str) -> int:
 
     Args:
         config: of a transformers model.
-        name: of `TOKEN_TYPES`.
+        name: `token_type_ids` or `mm_token_type_ids`.
     """
     return _CAUSAL_TYPE.get(config.model_type, 0) if name == "token_type_ids" else 0
 

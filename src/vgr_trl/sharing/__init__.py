@@ -1,9 +1,9 @@
 """How a prompt is computed once for its G completions: in scoring, in training and in generation, exactly.
 
 Read `context.py` (`share_prompts`), `forward.py` (prompts first, then completions behind them), `cut.py`, `grouping.py`
-and `images.py` (where a batch is cut), `prefix_cache.py` (what completions read of prompts), `generation.py`. What it
-stands on: `backbone.py`, `fitness.py` (which models can), `replacing.py`, `report.py`. Around it: `scored_columns.py`
-and `unseen.py` (heads), `plan.py` (where a trainer shares, and why not elsewhere).
+and `image_inputs.py` (where a batch is cut), `prefix_cache.py` (what completions read of prompts), `generation.py`.
+What it stands on: `backbone.py`, `fitness.py` (which models can), `replacing.py`, `report.py`. Around it:
+`scored_columns.py` and `unseen.py` (heads), `plan.py` (where a trainer shares, and why not elsewhere).
 """
 
 from vgr_trl.sharing.backbone import has_active_dropout

@@ -9,7 +9,7 @@ from vgr_trl.errors import ConfigError
 from vgr_trl.sharing.backbone import base_of, causal_model, is_compiled
 from vgr_trl.sharing.forward import SharedForward
 from vgr_trl.sharing.generation import SharedGeneration
-from vgr_trl.sharing.images import without_empty_images
+from vgr_trl.sharing.image_inputs import without_empty_images
 from vgr_trl.sharing.replacing import replaced_method
 from vgr_trl.sharing.report import SharingReport
 from vgr_trl.sharing.scored_columns import with_scored_columns

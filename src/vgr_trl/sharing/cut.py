@@ -7,13 +7,14 @@ from typing import Any
 import torch
 
 from vgr_trl.batch.image_parts import IMAGE_INPUTS
+from vgr_trl.batch.inputs import TOKEN_TYPES
 from vgr_trl.sharing.fitness import refuse_token_types
 from vgr_trl.sharing.grouping import best_split, find_groups, first_rows, inputs_of_rows
-from vgr_trl.sharing.images import image_token_ids, is_image_token, rows_of_images
+from vgr_trl.sharing.image_inputs import image_token_ids, is_image_token, rows_of_images
 from vgr_trl.sharing.report import CannotShare
 
-_PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
-_KNOWN = {*_PER_TOKEN, *IMAGE_INPUTS, "position_ids"}
+PER_TOKEN = ("input_ids", "attention_mask", *TOKEN_TYPES)
+_KNOWN = {*PER_TOKEN, *IMAGE_INPUTS, "position_ids"}
 _EXTRA_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
@@ -41,7 +42,7 @@ class Cut:
     def prompt_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The inputs of the unique prompts, (U, split), with their images."""
         rows = first_rows(self.groups)
-        chosen = {name: inputs[name][rows, : self.split] for name in _PER_TOKEN if inputs.get(name) is not None}
+        chosen = {name: inputs[name][rows, : self.split] for name in PER_TOKEN if inputs.get(name) is not None}
         positions = inputs.get("position_ids")
         if positions is not None:
             at = rows if positions.size(-2) == len(self.groups) else slice(None)  # one row may stand for all

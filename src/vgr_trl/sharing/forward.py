@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from vgr_trl.sharing.backbone import is_tracing, shards_layers
 from vgr_trl.sharing.cut import Cut, constants, find_cut
 from vgr_trl.sharing.fitness import refuse_unfit_model
-from vgr_trl.sharing.images import images_as_tensors, without_empty_images
+from vgr_trl.sharing.image_inputs import images_as_tensors, without_empty_images
 from vgr_trl.sharing.prefix_cache import check_read, check_written, prefix_to_read, prefix_to_write
 from vgr_trl.sharing.report import CannotShare, SharingReport
 

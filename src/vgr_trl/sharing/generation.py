@@ -9,15 +9,14 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin, GenerationMode
 
 from vgr_trl.batch.image_parts import IMAGE_INPUTS
-from vgr_trl.sharing.cut import refuse_uneven_prompts
+from vgr_trl.sharing.cut import PER_TOKEN, refuse_uneven_prompts
 from vgr_trl.sharing.fitness import refuse_token_types
 from vgr_trl.sharing.forward import SharedForward
 from vgr_trl.sharing.grouping import find_groups, first_rows, inputs_of_rows
-from vgr_trl.sharing.images import images_as_tensors, is_image_token, rows_of_images, without_empty_images
+from vgr_trl.sharing.image_inputs import images_as_tensors, is_image_token, rows_of_images, without_empty_images
 from vgr_trl.sharing.replacing import replaced
 from vgr_trl.sharing.report import CannotShare, SharingReport
 
-_PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 _GENERATE = GenerationMixin.generate
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
@@ -62,7 +61,7 @@ class SharedGeneration:
         """Generate from the prompts in the cache: the images are in it, and must not be given again."""
         inputs = {name: value for name, value in inputs.items() if name not in IMAGE_INPUTS}
         if copies > 1:
-            for name in _PER_TOKEN:
+            for name in PER_TOKEN:
                 if inputs.get(name) is not None:
                     inputs[name] = inputs[name].repeat_interleave(copies, dim=0)
             inputs["num_return_sequences"] = 1
@@ -87,7 +86,7 @@ class SharedGeneration:
             if inputs.get(name) is not None:
                 raise CannotShare(name)
         for name, value in inputs.items():
-            if isinstance(value, torch.Tensor) and value.ndim and name not in (*_PER_TOKEN, *IMAGE_INPUTS):
+            if isinstance(value, torch.Tensor) and value.ndim and name not in (*PER_TOKEN, *IMAGE_INPUTS):
                 raise CannotShare(f"the input {name}")
         copies = self._refuse_unfit_config(inputs)
         refuse_token_types(inputs, self.model.config)
@@ -132,7 +131,7 @@ class SharedGeneration:
         ids = inputs["input_ids"]
         copies = len(groups) // len(ids)
         rows = [row // copies for row in first_rows(groups)]
-        prompts = {name: inputs[name][rows, :-1] for name in _PER_TOKEN if inputs.get(name) is not None}
+        prompts = {name: inputs[name][rows, :-1] for name in PER_TOKEN if inputs.get(name) is not None}
         parts = rows_of_images(inputs, is_image_token(ids, self.model.config))
         prompts |= {name: torch.cat([inputs[name][slices[row]] for row in rows]) for name, slices in parts.items()}
         others = {"synced_gpus": inputs["synced_gpus"]} if "synced_gpus" in inputs else {}

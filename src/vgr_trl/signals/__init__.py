@@ -3,7 +3,7 @@
 Read `modality.py` (which tokens are the image), `ratios.py` (what is made of attention), then how it is measured:
 `attention.py` (the probe), `passes.py` (what passes at a time), `second_call.py` (the kernel asked again), `decoder.py`
 (where, and whether it can be), `generated.py` (in generation). Dependence: `dependency.py`, `perturbation.py` with
-`image_modes.py`, `perturbed_prompts.py`. A batch: `scoring.py` with `head.py` and `image_rows.py` (any model),
+`image_modes.py`, `perturbed_prompts.py`. A batch: `scoring.py` with `head.py` and `image_chunks.py` (any model),
 `rollout.py` (in a trainer), `reward_columns.py` (what rewards and metrics see).
 """
 

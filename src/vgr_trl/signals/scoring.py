@@ -6,16 +6,17 @@ from typing import Any
 
 import torch
 
+from vgr_trl.batch.inputs import TOKEN_TYPES
 from vgr_trl.batch.signals import AttentionMass, RolloutSignals
-from vgr_trl.compat.token_types import TOKEN_TYPES, causal_type
+from vgr_trl.compat.token_types import causal_type
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.sharing import share_prompts, whole_groups
 from vgr_trl.sharing.backbone import causal_model, flattens_layers, shards_layers
-from vgr_trl.sharing.images import is_image_token
+from vgr_trl.sharing.image_inputs import is_image_token
 from vgr_trl.signals.attention import AttentionProbe
 from vgr_trl.signals.decoder import adds_virtual_tokens
 from vgr_trl.signals.head import Head
-from vgr_trl.signals.image_rows import cut_images
+from vgr_trl.signals.image_chunks import cut_images
 from vgr_trl.signals.modality import build_modality_masks, vision_token_ids
 
 _NOTHING_TO_SHARE = "no prompt occurs twice"
