@@ -46,6 +46,7 @@ def run(model_folder, question_file, output, rows_per_process):
         per_device_train_batch_size=rows_per_process, per_device_eval_batch_size=rows_per_process,
         num_generations=GENERATIONS, max_completion_length=64, max_steps=2, learning_rate=0.0, save_strategy="no",
         logging_steps=1, disable_tqdm=True, token_weights=True, rollout_log_steps=1, rollout_log_samples=6,
+        eval_strategy="steps", eval_steps=9,
         rollout_log_path=str(output / "rollouts.md"), enable_perception_filtering=True,
     )  # fmt: skip
     trainer = DAPOTrainer(

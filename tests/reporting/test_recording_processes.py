@@ -47,7 +47,7 @@ def test_one_process_and_two_record_the_same(model_folder, question_files, tmp_p
     recording_worker.run(str(model_folder), question_file, tmp_path / "one", rows_per_process=8)
     one, two = read_run(tmp_path / "one"), read_run(tmp_path / "two")
     text, other = ((tmp_path / name / "rollouts.md").read_text(encoding="utf-8") for name in ("one", "two"))
-    assert one.steps() == two.steps() == [(0, "train"), (1, "train"), (2, "eval")]
+    assert one.steps() == two.steps() == [(0, "eval"), (0, "train"), (1, "train"), (2, "eval")]
     for first, second in zip(one.records(), two.records(), strict=True):
         # Of two prompts with four completions each: the first two of each, then the third and fourth of the first.
         assert [completion.group for completion in first.completions] == [0, 0, 0, 0, 1, 1]

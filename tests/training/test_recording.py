@@ -404,3 +404,24 @@ def test_options_in_the_description_hold_no_secret(make, tmp_path):
     text = (tmp_path / "run" / "rollouts" / "run.json").read_text(encoding="utf-8")
     assert "hf_secret" not in text
     assert json.loads(text)["model"]
+
+
+def test_before_the_first_step_the_questions_of_evaluations_are_recorded(make, tmp_path):
+    evaluated = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 2}
+    trainer = make(**evaluated)
+    trainer.train()
+    run = read_run(tmp_path / "run")
+    assert run.steps() == [(0, "eval"), (0, "train"), (1, "train"), (2, "eval")]
+    before, after = run.record(0, "eval"), run.record(2, "eval")
+    assert [item.question for item in before.completions] == [item.question for item in after.completions]
+    assert [item.prompt for item in before.completions] == [item.prompt for item in after.completions]
+    assert all(item.tokens for item in before.completions)
+    # The training itself is the one without such a record, and the first evaluation is not mixed with it.
+    other = make(**evaluated, output_dir=str(tmp_path / "other"), eval_on_start=False, rollout_log_steps=0)
+    other.train()
+    for name in ("loss", "reward", "eval_reward", "eval_completions/mean_length"):
+        with_record, without = (
+            [entry[name] for entry in each.state.log_history if name in entry] for each in (trainer, other)
+        )
+        assert with_record == without
+        assert with_record

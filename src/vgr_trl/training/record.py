@@ -19,6 +19,7 @@ from vgr_trl.reporting.records.reading import FOLDER
 from vgr_trl.reporting.records.writing import refuse_unwritable
 from vgr_trl.reporting.sink import RecordSink
 from vgr_trl.reporting.views.markdown_logs import markdown_logs
+from vgr_trl.training.record_before import RecordBefore
 from vgr_trl.training.recorded_images import grids_of_row, images_of_row, quantised
 from vgr_trl.training.recorded_rows import (
     RecordedRow,
@@ -66,6 +67,7 @@ class RolloutRecorder:
         if self.is_on:
             self._refuse()
             trainer.add_callback(_Flushing(self))
+            trainer.add_callback(RecordBefore(trainer))
         self.sink = RecordSink(
             Path(self.args.output_dir),
             self._description(),

@@ -1,0 +1,62 @@
+"""What the policy answered before its first step: the questions that every evaluation asks first, for the records."""
+
+import copy
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import cycle, islice
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import TrainerCallback
+
+
+class RecordBefore(TrainerCallback):
+    """Records the first batch of the evaluation data at step 0, where evaluations will ask the same questions again.
+
+    It costs one rollout and leaves no other trace: random state, metrics and tables of completions are what they were.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Answer, unless the run goes on or evaluates at its start."""
+        trainer = self._trainer
+        rows = _first_rows(trainer)
+        if state.global_step > 0 or args.eval_on_start or args.eval_strategy == "no" or not rows:
+            return
+        model = trainer.model_wrapped
+        model.eval()
+        try:
+            with _untouched(trainer), torch.no_grad():
+                trainer._prepare_inputs(rows)
+        finally:
+            model.train()
+            trainer._recorder.evaluated()
+
+
+def _first_rows(trainer: Any) -> list[Any]:
+    """The rows that this process gets first in an evaluation; none of data without a length."""
+    data = trainer.eval_dataset
+    if isinstance(data, dict):
+        data = next(iter(data.values()), None)
+    if not hasattr(data, "__len__") or not len(data):
+        return []
+    size, accelerator = trainer.args.eval_batch_size, trainer.accelerator
+    first = accelerator.process_index * size
+    return [data[row] for row in islice(cycle(trainer._get_eval_sampler(data)), first, first + size)]
+
+
+@contextmanager
+def _untouched(trainer: Any) -> Iterator[None]:
+    metrics, logs = copy.deepcopy(trainer._metrics["eval"]), copy.deepcopy(trainer._logs)
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        trainer._metrics["eval"], trainer._logs = metrics, logs
