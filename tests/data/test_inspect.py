@@ -15,6 +15,7 @@ from vgr_trl.cli.__main__ import main as command_line
 from vgr_trl.cli.data_inspect import main
 from vgr_trl.data.inspect.lengths import Budget, cost, histogram, prompt_tokens
 from vgr_trl.data.inspect.page import without_options
+from vgr_trl.data.inspect.report import tables
 from vgr_trl.data.inspect.rows import Checks, inspect_rows
 from vgr_trl.data.inspect.sample import sampled
 from vgr_trl.data.read.load import load_path
@@ -71,6 +72,19 @@ def test_only_the_first_bad_rows_of_a_reason_are_kept():
     rows = Dataset.from_dict({"problem": ["q"] * 9, "solution": ["x"] + [None] * 8})
     (reason,) = inspect_rows(rows, Checks()).reasons.values()
     assert (reason.count, [row.row for row in reason.examples]) == (8, [1, 2, 3])
+
+
+def test_the_commonest_answers_to_open_questions_are_counted(monkeypatch):
+    answers = ["two", " two ", "a  cat", "two", "dog", "bird", "two", "bird"]
+    rows = [{"problem": "which?", "choices": None, "solution": answer} for answer in answers]
+    rows.append({"problem": "which?", "choices": ["x", "y"], "solution": "B"})
+    data = Dataset.from_list(rows)
+    found = inspect_rows(data, Checks(system_prompt=None))
+    assert found.answers == Counter({"two": 4, "bird": 2, "a cat": 1, "dog": 1})
+    assert tables(found)["commonest answers to open questions"][:2] == [("two", 4), ("bird", 2)]
+    monkeypatch.setattr("vgr_trl.data.inspect.rows.MOST_ANSWERS", 2)  # bird and dog come too late
+    found = inspect_rows(data, Checks(system_prompt=None))
+    assert tables(found)["commonest answers to open questions"] == [("two", 4), ("a cat", 1), ("others", 3)]
 
 
 def test_every_row_is_drawn_with_the_same_chance():

@@ -10,6 +10,8 @@ from vgr_trl.errors import ConfigError
 
 FORMATS = (".png", ".svg", ".pdf")
 LONGEST_NAME = 48
+INK, MUTED, RULE, RAISED = "#1a1d21", "#5a636e", "#dde1e6", "#f6f7f9"  # as report_page/src/style.css
+COLOURS = ("#0072b2", "#d55e00", "#007d5c", "#a8477f", "#5c5c5c", "#8a6d00")  # as of runs in report_page/src/colours.ts
 
 
 def figures_for(path: Path) -> ModuleType:
@@ -49,13 +51,19 @@ def plot(statistics: Mapping[str, Statistics], path: Path) -> None:
         height = 0.8 / len(shown)
         for number, (split, found) in enumerate(shown.items()):
             places = [index + (number - (len(shown) - 1) / 2) * height for index in range(len(names))]
-            panel.barh(places, [found[title].get(name, 0) for name in names], height, label=split)
+            counts = [found[title].get(name, 0) for name in names]
+            panel.barh(places, counts, height, label=split, color=COLOURS[number % len(COLOURS)])
         panel.set_yticks(range(len(names)), [on_one_line(name)[:LONGEST_NAME].replace("$", r"\$") for name in names])
         panel.invert_yaxis()
-        panel.set_title(title)
+        panel.set_title(title, loc="left", fontweight="bold", color=INK)
+        panel.set_facecolor(RAISED)
+        panel.spines[:].set_visible(False)
+        panel.tick_params(length=0, colors=MUTED)
+        panel.grid(axis="x", color=RULE)
+        panel.set_axisbelow(True)
     for panel in panels[len(whole) :]:
         panel.set_axis_off()
-    panels[0].legend()
+    panels[0].legend(frameon=False, labelcolor=INK)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         figure.savefig(unfinished(path), format=path.suffix[1:].lower())

@@ -15,21 +15,21 @@ TEMPLATE = """<!doctype html>
 <meta name="color-scheme" content="light dark">
 <title>{{ source }}</title>
 <style>
-:root { --text: #1c2024; --soft: #5a626b; --ground: #f6f7f9; --card: #fff; --line: #d9dde2; --mark: #1f6feb;
-  --right: #e2f3e6; --right-line: #2b8a4b; --bad: #b42318; }
-@media (prefers-color-scheme: dark) { :root { --text: #e7eaee; --soft: #a0a9b4; --ground: #14171b; --card: #1d2127;
-  --line: #343b44; --mark: #6aa7ff; --right: #17331f; --right-line: #56c47c; --bad: #ff8a7a; } }
+:root { --text: #1a1d21; --soft: #5a636e; --ground: #fff; --card: #f6f7f9; --line: #dde1e6; --mark: #005ea8;
+  --right: #e0f2ea; --right-line: #00664a; --bad: #a33c00; }
+@media (prefers-color-scheme: dark) { :root { --text: #e8eaed; --soft: #a3acb8; --ground: #14171b; --card: #1d2126;
+  --line: #343a42; --mark: #6cb6ff; --right: #16352b; --right-line: #4fd1a5; --bad: #ff9a5c; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--ground); color: var(--text);
-  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", "Noto Sans CJK SC", sans-serif; }
-main { max-width: 76rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
+  font: 15px/1.5 system-ui, "Segoe UI", sans-serif; }
+main { max-width: 1480px; margin: 0 auto; padding: 20px clamp(12px, 3vw, 36px) 40px; }
 h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 .25rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.15rem; margin: 2.25rem 0 .75rem; }
 h3 { font-size: .95rem; margin: 0 0 .5rem; }
 p { margin: .25rem 0; }
 .soft { color: var(--soft); }
 .bad { color: var(--bad); font-weight: 600; }
-.card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 1rem; min-width: 0; }
+.card { background: var(--card); border-radius: 10px; padding: 10px 14px; min-width: 0; }
 .tables { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 17rem), 1fr)); gap: 1rem; }
 .questions { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 22rem), 1fr)); gap: 1rem; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: .925rem; }

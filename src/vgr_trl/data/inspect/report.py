@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from vgr_trl.data.build.statistics import OPEN, on_one_line
 from vgr_trl.data.inspect.lengths import Budget, Cost, cost, histogram
-from vgr_trl.data.inspect.rows import Findings
+from vgr_trl.data.inspect.rows import OTHERS, Findings
 from vgr_trl.data.rows.prompts import LETTERS
 
 BAR = 40  # characters of the longest bar
@@ -47,6 +47,7 @@ def tables(findings: Findings) -> dict[str, list[tuple[str, int]]]:
             if findings.choices[name]
         ],
         "rows by right letter": [(name, findings.letters[name]) for name in LETTERS if findings.letters[name]],
+        "commonest answers to open questions": _shortened(findings.answers),
         "rows by number of images": _shortened({str(name): count for name, count in sorted(findings.images.items())}),
     }
     return {title: lines for title, lines in found.items() if lines}
@@ -87,7 +88,7 @@ def _reasons(findings: Findings) -> list[str]:
 
 
 def _shortened(counts: Mapping[str, int]) -> list[tuple[str, int]]:
-    pairs = sorted(counts.items(), key=lambda pair: -pair[1])
-    rest = sum(count for _, count in pairs[MOST_LINES:])
+    pairs = sorted(((name, count) for name, count in counts.items() if name != OTHERS), key=lambda pair: -pair[1])
+    rest = counts.get(OTHERS, 0) + sum(count for _, count in pairs[MOST_LINES:])
     lines = [(on_one_line(name)[:80], count) for name, count in pairs[:MOST_LINES]]
-    return [*lines, ("others", rest)] if rest else lines
+    return [*lines, (OTHERS, rest)] if rest else lines

@@ -26,6 +26,9 @@ from vgr_trl.errors import DataError
 from vgr_trl.rewards import resolve_solution
 
 EXAMPLES = 3  # bad rows that are shown per reason
+MOST_ANSWERS = 10_000  # different ones that are counted, so that memory stays bounded
+LONGEST_ANSWER = 80  # characters
+OTHERS = "others"
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class Findings:
         usable: how many of them can be trained on.
         reasons: kind of reason → the rows left out for it.
         sources, choices, letters, images: usable rows by source, number of choices, right letter, number of images.
+        answers: open usable rows by their answer, of at most `MOST_ANSWERS`; what comes after these is `OTHERS`.
         lengths: prompt length → usable rows that have it, in tokens; empty if it was not measured.
         sample: usable rows drawn at random, in their order.
     """
@@ -83,6 +87,7 @@ class Findings:
     choices: Counter[str] = field(default_factory=Counter)
     letters: Counter[str] = field(default_factory=Counter)
     images: Counter[int] = field(default_factory=Counter)
+    answers: Counter[str] = field(default_factory=Counter)
     lengths: Counter[int] = field(default_factory=Counter)
     sample: list[Sampled] = field(default_factory=list)
 
@@ -159,6 +164,10 @@ def _count(row: Mapping[str, Any], index: int, checks: Checks, findings: Finding
     findings.images[len(images_of(ready))] += 1
     right = _right_letter(ready) if checks.needs_solution else None
     findings.choices[str(len(ready["choices"])) if ready.get("choices") else OPEN] += 1
+    if checks.needs_solution and not ready.get("choices"):
+        answer = " ".join(str(ready.get("solution")).split())[:LONGEST_ANSWER]
+        known = answer in findings.answers or len(findings.answers) < MOST_ANSWERS
+        findings.answers[answer if known else OTHERS] += 1
     if right is not None:
         findings.letters[right] += 1
     if (place := draw.place()) is not None:
