@@ -70,7 +70,10 @@ function Sheet({ title, children }: { title: string; children: ComponentChildren
 
 function FilterBar({ run, filters, set }: { run: Run; filters: Filters; set: (change: Partial<Filters>) => void }) {
   const steps = ["", ...run.records.map(({ mode, step }) => `${mode}-${step}`)];
-  const names = [...new Set([...run.rewards, ...run.records.flatMap(({ completions }) => completions.flatMap((item) => Object.keys(item.rewards)))])];
+  const names = useMemo(
+    () => [...new Set([...run.rewards, ...run.records.flatMap(({ completions }) => completions.flatMap((item) => Object.keys(item.rewards)))])],
+    [run],
+  );
   const at = Math.max(0, steps.indexOf(filters.when));
   return (
     <div class="bar" role="search" aria-label="Filters">
@@ -120,7 +123,8 @@ interface ListProps {
 function List({ found, entry, reward, choose }: ListProps) {
   const box = useRef<HTMLUListElement>(null);
   const [most, setMost] = useState(MOST);
-  const shown = found.slice(0, most);
+  const shown = useMemo(() => found.slice(0, most), [found, most]);
+  const previews = useMemo(() => shown.map(({ completion }) => preview(completion.text, 90) || "(empty)"), [shown]);
   function move(event: KeyboardEvent) {
     const at = shown.indexOf(entry);
     const last = shown.length - 1;
@@ -132,7 +136,7 @@ function List({ found, entry, reward, choose }: ListProps) {
   }
   return (
     <ul ref={box} class="list" aria-label="Completions" onKeyDown={move}>
-      {shown.map((item) => (
+      {shown.map((item, index) => (
         <li key={item.key}>
           <button type="button" aria-current={item === entry ? "true" : undefined} tabIndex={item === entry ? 0 : -1} onClick={() => choose(item.key)}>
             <span class="line">
@@ -140,7 +144,7 @@ function List({ found, entry, reward, choose }: ListProps) {
               <Verdict completion={item.completion} />
               <span class="value">{number(rewardOf(item, reward), 3)}</span>
             </span>
-            <span class="preview">{preview(item.completion.text, 90) || "(empty)"}</span>
+            <span class="preview">{previews[index]}</span>
           </button>
         </li>
       ))}
