@@ -193,3 +193,16 @@ class RewardArguments:
     reward_model_name_or_path: str | None = field(
         default=None, metadata={"help": "A sequence-classification model whose score is one more, first reward."}
     )
+
+
+@dataclass
+class RunArguments:
+    """How far the command goes."""
+
+    dry_run: bool = field(
+        default=False,
+        metadata={
+            "help": "Load everything, put a few prompts through one step, show them and what the whole run would take, "
+            "and write nothing."
+        },
+    )

@@ -10,7 +10,7 @@ from typing import Any
 
 from trl import ModelConfig
 
-from vgr_trl.cli.arguments import DataArguments, RewardArguments
+from vgr_trl.cli.arguments import DataArguments, RewardArguments, RunArguments
 from vgr_trl.config import (
     AliasOptions,
     ChooseOptions,
@@ -22,6 +22,7 @@ from vgr_trl.config import (
 )
 
 _TITLES: dict[type, str] = {
+    RunArguments: "This command",
     DataArguments: "Data",
     RewardArguments: "Rewards",
     DAPOConfig: "Training",

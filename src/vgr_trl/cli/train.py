@@ -12,7 +12,8 @@ from typing import Any
 from datasets import IterableDataset
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
-from vgr_trl.cli.arguments import DataArguments, DefaultRewards, RewardArguments, one_sentence, parse
+from vgr_trl.cli.arguments import DataArguments, DefaultRewards, RewardArguments, RunArguments, one_sentence, parse
+from vgr_trl.cli.dry_run import dry_run
 from vgr_trl.cli.evaluated import is_stated, rows_to_evaluate
 from vgr_trl.cli.loading import load_processor, load_rows
 from vgr_trl.cli.plan import describe_run, print_plan, total_steps
@@ -35,10 +36,22 @@ FIRST_ROWS = 16  # of a stream, which say whether it has images
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse flags (or `--config x.yaml`, which flags override), train, and return 0."""
-    groups = (DataArguments, RewardArguments, DAPOConfig, ModelConfig)
-    data, rewards, config, model = parse(groups, "train", argv)
-    train(data, rewards, config, model, eval_follows=not is_stated("eval_strategy", argv))
+    groups = (RunArguments, DataArguments, RewardArguments, DAPOConfig, ModelConfig)
+    how, data, rewards, config, model = parse(groups, "train", argv)
+    eval_follows = not is_stated("eval_strategy", argv)
+    if how.dry_run:
+        _check(model)
+        with one_sentence():
+            dry_run(config, _source(data), partial(_build_trainer, data, rewards, config, model, eval_follows))
+        return 0
+    train(data, rewards, config, model, eval_follows)
     return 0
+
+
+def _check(model: ModelConfig) -> None:
+    if not model.model_name_or_path:
+        raise ConfigError("model_name_or_path is missing: give a checkpoint folder or a hub name.")
+    _separate_lora_modules(model)
 
 
 def train(
@@ -56,9 +69,7 @@ def train(
         ConfigError, DataError, RewardError: an option, the data or a reward cannot be used; nothing was trained.
         CollapseError: `stop_on_collapse` ended the training.
     """
-    if not model.model_name_or_path:
-        raise ConfigError("model_name_or_path is missing: give a checkpoint folder or a hub name.")
-    _separate_lora_modules(model)
+    _check(model)
     output_dir = Path(config.output_dir or "trainer_output")
     identity = _identity(data, rewards, config, model)
     resume = resume_mode(config.resume_from_checkpoint)
