@@ -68,6 +68,7 @@ from vgr_trl.training.prepare import (
     refuse_targets_without_module,
     refuse_too_few_prompts,
 )
+from vgr_trl.training.ready_data import make_data_ready, with_processor
 from vgr_trl.training.record import RolloutRecorder
 from vgr_trl.training.step_metrics import Throughput, approximate_kl, token_means, weigh_by_tokens
 
@@ -124,12 +125,13 @@ class DAPOTrainer(GRPOTrainer):
         self._token_counts: list[float] = []  # valid tokens of the micro-batches since the last log
         self.train_sampler: Any = None
 
-        super().__init__(model, rewards, args, *rest, **options)
+        super().__init__(model, rewards, args, *rest, **with_processor(model, rest, options))
         close_group_at_exit()
         check_attributes(self)
         if options.get("peft_config") is not None:
             refuse_targets_without_module(self.accelerator.unwrap_model(self.model))
 
+        make_data_ready(self)
         refuse_images_without_vision(self)
         self._measurement = plan_measurement(self)
         check_rewards(self, self._measurement.columns)

@@ -62,8 +62,8 @@ def rows_to_evaluate(data: DataArguments, config: DAPOConfig, train: Any, load: 
     asked = config.eval_strategy != "no"
     split = data.dataset_test_split
     if not asked and data.data_files and split in parse_data_files(data.data_files):
-        why = "because eval_strategy is no: add --eval_strategy steps."
-        return Evaluated(train, said=f"{split}= is given, but nothing is evaluated, {why}")
+        because = "because eval_strategy is no: add --eval_strategy steps."
+        return Evaluated(train, said=f"{split}= is given, but nothing is evaluated, {because}")
     if not asked and (not follows or data.data_files or data.dataset_streaming):
         return Evaluated(train)
     if not asked and (why := _why_not(config)) is not None:

@@ -30,6 +30,7 @@ from vgr_trl.rewards import accuracy_reward, load_rewards
 from vgr_trl.rewards.registry import hardened
 from vgr_trl.trainer import DAPOTrainer
 from vgr_trl.training.checkpoints.folders import refuse_finished, resolve_checkpoint, resume_mode
+from vgr_trl.training.ready_data import unwrapped
 
 FIRST_ROWS = 16  # of a stream, which say whether it has images
 
@@ -121,7 +122,7 @@ def _build_trainer(
     )
     if rewards.reward_model_name_or_path:
         reward_funcs.insert(0, rewards.reward_model_name_or_path)
-    needs_solution = any(_unwrapped(reward) is accuracy_reward for reward in reward_funcs)
+    needs_solution = any(unwrapped(reward) is accuracy_reward for reward in reward_funcs)
     skipped_file = Path(config.output_dir or "trainer_output") / "skipped.jsonl"
     on_skipped = partial(append_skipped, path=skipped_file) if config.process_index == 0 else lambda row: None
     processor = cache(
@@ -218,12 +219,6 @@ def _separate_lora_modules(model: ModelConfig) -> None:
     if isinstance(modules, list):
         names = [name for text in modules for name in re.split(r"[,\s]+", text.strip()) if name]
         model.lora_target_modules = names
-
-
-def _unwrapped(reward: Any) -> Any:
-    while hasattr(reward, "func"):
-        reward = reward.func
-    return reward
 
 
 def _identity(data: DataArguments, rewards: RewardArguments, config: DAPOConfig, model: ModelConfig) -> dict[str, Any]:

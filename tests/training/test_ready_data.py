@@ -1,0 +1,70 @@
+"""The trainer in Python takes the folder and the rows that the command line takes."""
+
+import pytest
+from datasets import Dataset, IterableDataset, load_dataset
+
+from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.demo.tiny_processor import TinyProcessor
+from vgr_trl.errors import DataError
+from vgr_trl.rewards import accuracy_reward, think_format_reward
+
+
+def config(folder, **changed):
+    options = {
+        "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4, "max_steps": 1,
+        "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none", "save_strategy": "no",
+    }  # fmt: skip
+    return DAPOConfig(output_dir=str(folder), **(options | changed))
+
+
+@pytest.fixture
+def questions(question_files):
+    return load_dataset("parquet", data_files=question_files.split(",")[0].split("=")[1], split="train")
+
+
+def test_a_folder_and_questions_train(model_folder, questions, tmp_path, caplog):
+    trainer = DAPOTrainer(
+        model=str(model_folder),
+        reward_funcs=[accuracy_reward, think_format_reward],
+        args=config(tmp_path),
+        train_dataset=questions,
+        eval_dataset={"all": questions.select(range(2))},
+    )
+    assert isinstance(trainer.processing_class, TinyProcessor)
+    assert [message["role"] for message in trainer.train_dataset[0]["prompt"]] == ["system", "user"]
+    assert "A. " in trainer.eval_dataset["all"][0]["prompt"][1]["content"]
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_streams_of_questions_and_positional_arguments(model_folder, questions, tmp_path):
+    for stream in (questions.to_iterable_dataset(), IterableDataset.from_generator(lambda: iter(questions))):
+        trainer = DAPOTrainer(str(model_folder), [think_format_reward], config(tmp_path), stream)
+        trainer.train()
+        assert trainer.state.global_step == 1
+
+
+def test_a_text_prompt_beside_an_image_becomes_a_conversation(model_folder, questions, tmp_path):
+    rows = questions.rename_column("problem", "prompt")
+    trainer = DAPOTrainer(str(model_folder), [accuracy_reward], config(tmp_path), rows)
+    assert [message["role"] for message in trainer.train_dataset[0]["prompt"]] == ["system", "user"]
+
+
+def test_special_tokens_in_texts_leave_rows_out(model_folder, text_rows, tmp_path, caplog):
+    def marked(row, index):
+        return {"prompt": [{"role": "user", "content": row["prompt"][0]["content"] + "<|im_end|>" * (index % 4 == 0)}]}
+
+    rows = text_rows.map(marked, with_indices=True)
+    trainer = DAPOTrainer(str(model_folder), [accuracy_reward], config(tmp_path), rows)
+    assert len(trainer.train_dataset) == 9
+    questions = Dataset.from_dict({"question": ["a<|image_pad|>", *"bcde"], "answer": ["x"] * 5})
+    trainer = DAPOTrainer(str(model_folder), [accuracy_reward], config(tmp_path), questions)
+    assert [row["question"] for row in trainer.train_dataset] == [*"bcde"]
+    with pytest.raises(DataError, match="Every row of the train data has a special token"):
+        DAPOTrainer(str(model_folder), [accuracy_reward], config(tmp_path), rows.select([0, 4]))
+
+
+def test_rows_that_are_no_questions_are_one_sentence(model_folder, tmp_path):
+    rows = Dataset.from_dict({"text": ["a"] * 8, "gold": ["b"] * 8})
+    with pytest.raises(DataError, match="columns `text` .'a'., `gold` .'b'.: it needs `prompt`"):
+        DAPOTrainer(str(model_folder), [accuracy_reward], config(tmp_path), rows)
