@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import Gemma3Processor, LlavaProcessor, PreTrainedTokenizerFast
@@ -142,29 +141,22 @@ def test_families_that_write_an_image_as_one_repeated_token():
     assert not repeats_one_token(SimpleNamespace(tokenizer=None))
 
 
-def trainer_of(processor, **changes) -> SimpleNamespace:
-    data = Dataset.from_dict({"prompt": ["a"], changes.pop("column", "image"): ["b"]})
-    return SimpleNamespace(
-        use_vllm=changes.pop("use_vllm", True),
-        _is_vlm=True,
-        args=SimpleNamespace(vllm_mode=changes.pop("mode", "colocate")),
-        processing_class=processor,
-        train_dataset=data,
-        eval_dataset=None,
-    )
+def trainer_of(processor, use_vllm=True, mode="colocate") -> SimpleNamespace:
+    args = SimpleNamespace(vllm_mode=mode)
+    return SimpleNamespace(use_vllm=use_vllm, _is_vlm=True, args=args, processing_class=processor)
 
 
 def test_what_a_trainer_needs():
     processor = build_processor(["what"])
-    assert plan_vllm_images(trainer_of(processor, use_vllm=False)) is None
-    assert plan_vllm_images(trainer_of(processor)) == VLLMImages(processor.image_token_id, merge_size=2)
-    assert plan_vllm_images(trainer_of(processor, mode="server")) == VLLMImages()
+    assert plan_vllm_images(trainer_of(processor, use_vllm=False), True) is None
+    assert plan_vllm_images(trainer_of(processor), True) == VLLMImages(processor.image_token_id, merge_size=2)
+    assert plan_vllm_images(trainer_of(processor, mode="server"), True) == VLLMImages()
 
 
 def test_a_family_that_surrounds_images_is_refused_where_there_are_images():
     with pytest.raises(ConfigError, match=r"colocate and Gemma3Processor, .* set use_vllm=False\.$"):
-        plan_vllm_images(trainer_of(gemma()))
-    later = plan_vllm_images(trainer_of(gemma(), column="text"))
+        plan_vllm_images(trainer_of(gemma()), True)
+    later = plan_vllm_images(trainer_of(gemma()), False)
     assert later.prepared([[1]], None, {}) == ([[1]], None)
     with pytest.raises(ConfigError, match="Gemma3Processor"):
         later.prepared([[1]], [["image"]], {})

@@ -14,8 +14,8 @@ from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.errors import ConfigError, RewardError
 from vgr_trl.rewards import accuracy_reward, vgr_reward
 from vgr_trl.training.checkpoints.folders import what_is_wrong
-from vgr_trl.training.choose import GroupChoice
 from vgr_trl.training.further_prompts import prompt_key
+from vgr_trl.training.prepare import refuse_unfit_choice
 
 
 def coarse_reward(completions, **kwargs):
@@ -117,11 +117,12 @@ class TestReplay:
         trainer.model.generate = generating
         choose = trainer._choice.choose
 
-        def choosing(batch, signals):
-            chosen = choose(batch, signals)
-            counts.append((int(batch["num_items_in_batch"]), int(chosen[0]["num_items_in_batch"]),
-                           int(chosen[0]["completion_mask"].sum())))  # fmt: skip
-            return chosen
+        def choosing(rollout):
+            before = int(rollout.batch["num_items_in_batch"])
+            chosen, metrics = choose(rollout)
+            after = chosen.batch
+            counts.append((before, int(after["num_items_in_batch"]), int(after["completion_mask"].sum())))
+            return chosen, metrics
 
         trainer._choice.choose = choosing
         trainer.train()
@@ -195,10 +196,10 @@ class TestReplay:
         trainer = make(replay_buffer_size=8, gradient_accumulation_steps=4, steps_per_generation=1, max_steps=3)
         choose, replaced = trainer._choice.choose, []
 
-        def choosing(batch, signals):
-            chosen = choose(batch, signals)
-            replaced.append(len(trainer._choice.replaced) / 2)
-            return chosen
+        def choosing(rollout):
+            chosen, metrics = choose(rollout)
+            replaced.append(len(chosen.replaced) / 2)
+            return chosen, metrics
 
         trainer._choice.choose = choosing
         trainer.train()
@@ -256,19 +257,19 @@ class TestFurtherPrompts:
     def drawn_by(trainer):
         """Per rollout, the prompts of the epoch and the further ones."""
         rollouts = []
-        choose, generate = trainer._choice.choose, trainer._generate_judge_and_perceive
+        choose, generate = trainer._choice.choose, trainer.host._fill
 
-        def choosing(batch, signals):
+        def choosing(rollout):
             rollouts[-1] = rollouts[-1], []
-            return choose(batch, signals)
+            return choose(rollout)
 
-        def generating(rows):
-            keys = [prompt_key(row) for row in rows[::4]]
+        def generating(rollout):
+            keys = [prompt_key(row) for row in rollout.rows[::4]]
             if rollouts and isinstance(rollouts[-1], tuple) and len(rollouts) > len(done):
                 rollouts[-1][1].extend(keys)
             else:
                 rollouts.append(keys)
-            return generate(rows)
+            return generate(rollout)
 
         done = []
 
@@ -277,7 +278,7 @@ class TestFurtherPrompts:
             done.append(None)
             return batch
 
-        trainer._choice.choose, trainer._generate_judge_and_perceive = choosing, generating
+        trainer._choice.choose, trainer._judge, trainer.host._fill = choosing, generating, generating
         trainer._generate_and_score_completions = rolling
         return rollouts
 
@@ -403,10 +404,11 @@ def test_dead_groups_take_no_part_in_the_trajectory_scale_without_a_buffer_eithe
     trainer = make(enable_trajectory_reweighting=True, max_steps=4)
     choose, found = trainer._choice.choose, []
 
-    def choosing(batch, signals):
-        chosen = choose(batch, signals)
-        found.append((batch["advantages"].view(2, 4).abs().amax(1) > 0, chosen[2].view(2, 4)))
-        return chosen
+    def choosing(rollout):
+        alive = rollout.batch["advantages"].view(2, 4).abs().amax(1) > 0
+        chosen, metrics = choose(rollout)
+        found.append((alive, chosen.live.view(2, 4)))
+        return chosen, metrics
 
     trainer._choice.choose = choosing
     trainer.train()
@@ -424,14 +426,14 @@ class TestEstimators:
         )  # fmt: skip
         choose, seen = trainer._choice.choose, []
 
-        def choosing(batch, signals):
+        def choosing(rollout):
             logs = trainer._logs
-            chosen = choose(batch, signals)
+            chosen, metrics = choose(rollout)
             generated = len(logs["rewards"]["coarse_reward"])
             table = torch.tensor(list(logs["advantages"])), torch.tensor(list(logs["rewards"]["coarse_reward"]))
             assert len(table[0]) == generated
-            seen.append((chosen[0]["advantages"].view(2, 4), *table, list(trainer._choice.replaced)))
-            return chosen
+            seen.append((chosen.batch["advantages"].view(2, 4), *table, chosen.replaced))
+            return chosen, metrics
 
         trainer._choice.choose = choosing
         trainer.train()
@@ -470,16 +472,16 @@ class TestEstimators:
         for estimator in ("rloo", "reinforce_plus_plus", "grpo_passk"):
             trainer = make(advantage_estimator=estimator)
             trainer.use_vllm = True
-            GroupChoice(trainer)
+            refuse_unfit_choice(trainer, sharded=trainer.sharing.sharded)
         trainer.args.advantage_estimator = "remax"
         with pytest.raises(ConfigError, match="advantage_estimator is remax, whose greedy completions are generated"):
-            GroupChoice(trainer)
+            refuse_unfit_choice(trainer, sharded=trainer.sharing.sharded)
         trainer.use_vllm = False
         trainer.rollout_func = print
         with pytest.raises(ConfigError, match="advantage_estimator is remax with rollout_func"):
-            GroupChoice(trainer)
+            refuse_unfit_choice(trainer, sharded=trainer.sharing.sharded)
         trainer.args.advantage_estimator = "rloo"
-        GroupChoice(trainer)
+        refuse_unfit_choice(trainer, sharded=trainer.sharing.sharded)
 
     @pytest.mark.parametrize("estimator", ["rloo", "remax", "reinforce_plus_plus", "grpo_passk"])
     def test_the_advantages_in_the_table_are_those_of_the_rewards_in_it(self, make, estimator):

@@ -6,9 +6,10 @@ from datasets import load_dataset
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.compat.loss_normaliser import average_as_loss
 from vgr_trl.data.rows.schema import prepare_rows
 from vgr_trl.demo.tiny_vlm import load_processor
-from vgr_trl.training.loss import average_as_loss, valid_tokens
+from vgr_trl.training.rollout import valid_tokens
 
 LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 
@@ -96,7 +97,8 @@ def test_terms_are_averaged_as_trl_averages_its_loss(make, loss_type):
             values = values * 2 / temperature
         if loss_type == "cispo":  # whose ratio is clipped from above at epsilon_high itself
             values = values * trainer.epsilon_high
-        expected = -average_as_loss(values, mask, inputs, trainer)
+        sizes = {"accumulation_steps": trainer.current_gradient_accumulation_steps, "num_processes": 1}
+        expected = -average_as_loss(values, mask, inputs, trainer.args, **sizes)
         assert loss.item() == pytest.approx(expected.item(), rel=1e-4, abs=1e-6)
 
 
@@ -177,9 +179,9 @@ def test_a_row_without_an_image_has_no_dependency(make):
     found = []
     choose = trainer._choice.choose
 
-    def look(batch, signals):
-        found.append(signals)
-        return choose(batch, signals)
+    def look(rollout):
+        found.append(rollout.signals)
+        return choose(rollout)
 
     trainer._choice.choose = look
     trainer._prepare_inputs(rows)

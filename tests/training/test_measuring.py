@@ -14,12 +14,13 @@ from trl import GRPOTrainer
 from trl.trainer import utils as trl_utils
 
 from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.batch.inputs import build_scoring_batch, scoring_inputs
+from vgr_trl.batch.inputs import scoring_inputs
 from vgr_trl.data.rows.schema import prepare_rows
 from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.errors import ConfigError
 from vgr_trl.rewards import accuracy_reward, mdi_reward, vgr_reward
-from vgr_trl.training.measure import plan_measurement
+from vgr_trl.training.measure import plan_measurement, score_completions
+from vgr_trl.training.rollout import Rollout
 
 
 def letters_reward(completions, **kwargs):
@@ -231,23 +232,22 @@ def test_the_policy_is_measured_and_not_its_reference(make):
 def test_the_measured_pass_gets_what_trl_would_pass(make, changed):
     trainer = make(**changed)
     found = {}
-    original = trainer._score_rollout
+    original = trainer._calculate_rewards
 
-    def keep(completion_ids):
-        found["prompts"], found["ids"] = trainer._measurement.prompts, completion_ids
-        original(completion_ids)
+    def keep(inputs, prompts, completions, completion_ids):
+        found["prompts"], found["ids"] = trainer._rollout.prompts, completion_ids
+        return original(inputs, prompts, completions, completion_ids)
 
-    trainer._score_rollout = keep
+    trainer._calculate_rewards = keep
     rows = [trainer.train_dataset[index // 4] for index in range(8)]
     trainer.model.train()
     batch = trainer._generate_and_score_completions(rows)
-    ours = build_scoring_batch(
-        found["prompts"],
-        found["ids"],
-        pad_token_id=trainer._tokenizer.pad_token_id,
-        valid=trainer._not_truncated(found["ids"]) if trainer.mask_truncated_completions else None,
-        pad_to_multiple_of=trainer.pad_to_multiple_of,
-    ).inputs()
+    scored = []
+    score, trainer.host.score = trainer.host.score, lambda inputs, head=True: scored.append(inputs)
+    rollout = Rollout(rows, prompts=found["prompts"])
+    score_completions(rollout, trainer.host, trainer._measurement, found["ids"])
+    trainer.host.score = score
+    [ours] = scored
     theirs = scoring_inputs(batch)
     assert ours.pop("num_tiles") is None
     assert ours.keys() == theirs.keys()

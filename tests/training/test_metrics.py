@@ -1,9 +1,11 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from vgr_trl.training.step_metrics import Throughput, approximate_kl, weigh_by_tokens
+from vgr_trl.training.rollout import TrainingPass
+from vgr_trl.training.step_metrics import StepMetrics, approximate_kl, weigh_by_tokens
 
 
 def test_approximate_kl_by_hand():
@@ -14,12 +16,14 @@ def test_approximate_kl_by_hand():
     assert approximate_kl(new, old, mask).tolist() == pytest.approx([0.5, 0.0], abs=1e-6)
 
 
-def test_throughput_starts_a_new_window_after_each_reading():
-    throughput = Throughput()
-    throughput.add(tokens=300, samples=8)
-    throughput.add(tokens=100, samples=8)
-    assert throughput.rates(2.0) == {"perf/tokens_per_second": 200.0, "perf/samples_per_second": 8.0}
-    assert throughput.rates(1.0) == {"perf/tokens_per_second": 0.0, "perf/samples_per_second": 0.0}
+def test_rates_start_a_new_window_after_each_reading():
+    """Two micro-batches on one process: 4 + 3 tokens of prompts and completions, 2 completions each."""
+    steps = StepMetrics(SimpleNamespace(accelerator=SimpleNamespace(reduce=lambda local, reduction: local)))
+    inputs = {"prompt_mask": torch.tensor([[1, 1], [1, 1]]), "completion_mask": torch.tensor([[1, 1], [1, 0]])}
+    for _ in range(2):
+        assert steps.measure(TrainingPass(inputs, torch.zeros(2, 2))) == {"approx_kl": 0.0}
+    assert steps.rates(2.0) == {"perf/tokens_per_second": 7.0, "perf/samples_per_second": 2.0}
+    assert steps.rates(1.0) == {"perf/tokens_per_second": 0.0, "perf/samples_per_second": 0.0}
 
 
 def test_every_token_counts_the_same_in_a_mean_over_micro_batches():

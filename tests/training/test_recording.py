@@ -158,7 +158,7 @@ def test_nothing_is_written_or_kept_when_switched_off(make, tmp_path):
     trainer = make(rollout_log_steps=0)
     trainer.train()
     assert not (tmp_path / "run" / "rollouts").exists()
-    assert trainer._measurement.maps is None
+    assert trainer._recorder.rows_due(8) is None
 
 
 def test_recording_makes_no_pass_and_changes_no_number(make, tmp_path, monkeypatch):

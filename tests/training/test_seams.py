@@ -1,8 +1,15 @@
+import ast
+from pathlib import Path
+
 import pytest
 from trl import GRPOTrainer
 
+import vgr_trl
+from vgr_trl import DAPOTrainer
 from vgr_trl.errors import UnsupportedTRLError
-from vgr_trl.training.host import check_attributes, check_seams
+from vgr_trl.training.seams import ATTRIBUTES, SEAMS, check_attributes, check_seams
+
+OWN_OF_THE_TRAINER = {"_measurement", "_reward_schedule"}  # read by `options_without_effect`
 
 
 def test_the_installed_trl_is_accepted():
@@ -40,3 +47,38 @@ def test_a_changed_signature_is_named():
 def test_a_missing_attribute_of_the_constructed_trainer_is_named():
     with pytest.raises(UnsupportedTRLError, match="its trainer has no attribute _buffered_inputs"):
         check_attributes(object())
+
+
+def private_names(source: str, owner: str) -> set[str]:
+    """Private attributes that a source reads of the name `owner`."""
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
+    read = {node.attr for node in nodes if isinstance(node.value, ast.Name) and node.value.id == owner}
+    return {name for name in read if name.startswith("_") and not name.startswith("__")}
+
+
+def test_every_private_name_of_trl_that_is_read_is_checked():
+    room = Path(vgr_trl.__file__).parent
+    read = set()
+    for file in room.rglob("*.py"):
+        read |= private_names(file.read_text(encoding="utf-8"), "trainer")
+    source = (room / "trainer.py").read_text(encoding="utf-8")
+    own = {name for name in vars(DAPOTrainer) if name in vars(DAPOTrainer) and not hasattr(GRPOTrainer, name)}
+    assigned = {
+        node.attr
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+    annotated = {"_rollouts", "_pass"}
+    read |= private_names(source, "self") - own - assigned - annotated
+    assert read - OWN_OF_THE_TRAINER <= {*SEAMS, *ATTRIBUTES}
+    assert {"_tokenizer", "_metrics", "_generate"} <= read
+
+
+def test_every_override_is_among_the_seams_and_in_the_docstring():
+    overridden = {
+        name
+        for name, value in vars(DAPOTrainer).items()
+        if callable(value) and hasattr(GRPOTrainer, name) and not name.startswith("__")
+    }
+    assert overridden <= set(SEAMS)
+    assert all(f"`{name}`" in DAPOTrainer.__doc__ for name in overridden)

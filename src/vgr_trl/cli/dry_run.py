@@ -87,7 +87,7 @@ _MISLEADING = ("rollout", "step", "steps", "output")  # of the small step
 
 
 @contextmanager
-def _small(config: DAPOConfig, folder: str) -> Iterator[dict[str, Any]]:
+def _small(config: Any, folder: str) -> Iterator[dict[str, Any]]:
     """Change the options to those of the small step; give the sizes of the whole run."""
     batch, group = config.per_device_train_batch_size * config.world_size, int(config.num_generations)
     accumulated = int(config.gradient_accumulation_steps)
@@ -107,7 +107,7 @@ def _small(config: DAPOConfig, folder: str) -> Iterator[dict[str, Any]]:
     config.generation_batch_size = batch * parts
     config.num_iterations, config.max_steps = 1, 1
     config.output_dir, config.report_to, config.push_to_hub = folder, [], False
-    config.save_strategy, config.load_best_model_at_end, config.logging_steps = "no", False, 1  # type: ignore[assignment]
+    config.save_strategy, config.load_best_model_at_end, config.logging_steps = "no", False, 1
     config.rollout_log_steps, config.rollout_log_samples = 1, 2 * PROMPTS
     config.markdown_logs = config.log_completions = config.colorize_output = False
     config.rollout_log_path = config.eval_log_path = None

@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from accelerate.utils import gather_object
+from trl import GRPOTrainer
 
 from vgr_trl.data.rows.columns import images_of
 from vgr_trl.sharing.replacing import replaced
 
 
 @contextmanager
-def images_logged_by_all(trainer: Any, rows: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+def images_logged_by_all(trainer: GRPOTrainer, rows: Sequence[Mapping[str, Any]]) -> Iterator[None]:
     """Log the images of these rows in place of TRL, which is about to log the completions; all processes call this.
 
     Runs with tools keep TRL's way, which knows the images that tools return.
@@ -27,7 +28,7 @@ def images_logged_by_all(trainer: Any, rows: Sequence[Mapping[str, Any]]) -> Ite
     with replaced(trainer, "log_multimodal", False):
         yield
     gathered = gather_object([images_of(row) or _in_messages(row.get("prompt")) for row in rows])
-    logged = trainer._logs["images"]
+    logged: Any = trainer._logs["images"]
     if any(gathered) or logged:
         without = len(trainer._logs["prompt"]) - len(gathered) - len(logged)
         logged.extend([[] for _ in range(without)])

@@ -2,7 +2,11 @@
 
 import re
 from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from trl import GRPOTrainer
 
 _EXTREMES = {"min": min, "max": max}
 
@@ -54,3 +58,37 @@ def keep_newest(logs: dict[str, Any], count: int) -> None:
         for column in [values] if isinstance(values, deque) else values.values():
             while len(column) > count:
                 column.popleft()
+
+
+@contextmanager
+def as_one_batch(trainer: GRPOTrainer, completions: int) -> Iterator[list[int]]:
+    """Let what TRL logs of rollout batches generated in this block belong to the one before it.
+
+    Args:
+        trainer: of which metrics and table are read.
+        completions: of that batch, on this process.
+
+    Yields:
+        Completions of a process in that batch, and in each further one, for which the block adds an entry.
+    """
+    metrics = trainer._metrics["train"]
+    logged = {name: len(values) for name, values in metrics.items()}
+    keep_newest(trainer._logs, completions * trainer.accelerator.num_processes)
+    rounds = [completions]
+    yield rounds
+    merge_rounds(metrics, logged, rounds)
+
+
+@contextmanager
+def unlogged(trainer: GRPOTrainer) -> Iterator[None]:
+    """Generate and reward in this block without a trace in metrics, tables and counts."""
+    before = {name: list(values) for name, values in trainer._metrics["train"].items()}
+    tokens = trainer.state.num_input_tokens_seen
+    try:
+        yield
+    finally:
+        trainer._metrics["train"].clear()
+        trainer._metrics["train"].update(before)
+        trainer.state.num_input_tokens_seen = tokens
+        trainer._pending_extra_logs.clear()
+        trainer._pending_metrics.clear()

@@ -14,9 +14,9 @@ from typing import Any
 
 from packaging.version import Version
 from PIL import Image
+from trl import GRPOTrainer
 
 from vgr_trl.errors import ConfigError
-from vgr_trl.training.prepare import data_has_images
 
 TRL_RELEASES = ("1.16", "1.17")  # from, up to but without
 PROBE_SIZE = (64, 64)
@@ -140,8 +140,12 @@ class VLLMImages:
         return [int(t) * int(h) * int(w) // self.merge_size**2 for t, h, w in grid]
 
 
-def plan_vllm_images(trainer: Any) -> VLLMImages | None:
+def plan_vllm_images(trainer: GRPOTrainer, has_images: bool) -> VLLMImages | None:
     """Return what stands between the prompts and vLLM in the constructed `trainer`; None if nothing does.
+
+    Args:
+        trainer: constructed.
+        has_images: whether its data have images.
 
     Raises:
         ConfigError: prompts with images have to be collapsed, but the processor does not write images as repetitions
@@ -149,10 +153,11 @@ def plan_vllm_images(trainer: Any) -> VLLMImages | None:
     """
     if not (trainer.use_vllm and trainer._is_vlm):
         return None
-    mode = trainer.args.vllm_mode
+    args: Any = trainer.args
+    mode = args.vllm_mode
     if not needs_collapsing(version("trl"), mode):
         return VLLMImages()
-    processor = trainer.processing_class
+    processor: Any = trainer.processing_class
     if repeats_one_token(processor):
         token = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
         return VLLMImages(token, getattr(processor.image_processor, "merge_size", None))
@@ -160,7 +165,7 @@ def plan_vllm_images(trainer: Any) -> VLLMImages | None:
         f"use_vllm is on with vllm_mode={mode} and {type(processor).__name__}, which writes more for an image than one "
         f"repeated token: TRL {version('trl')} would have vLLM write that a second time, so set use_vllm=False."
     )
-    if data_has_images(trainer):
+    if has_images:
         raise ConfigError(why_not)
     return VLLMImages(why_not=why_not)
 

@@ -88,11 +88,6 @@ class CreditOptions:
         return self.enable_perception_filtering or self.enable_trajectory_reweighting
 
     @property
-    def needs_entropies(self) -> bool:
-        """Whether tokens get credit by the entropy of the policy that generated them."""
-        return self.enable_entropy_filtering
-
-    @property
     def shapes_tokens(self) -> bool:
         """Whether the tokens of a completion get different advantages."""
         return self.token_weights or self.enable_perception_filtering or self.enable_entropy_filtering

@@ -11,7 +11,7 @@ from vgr_trl.credit.filters import top_fraction_mask
 from vgr_trl.credit.gae import gae, value_loss, whiten
 from vgr_trl.credit.kl import AdaptiveKLController, FixedKLController, kl_penalty
 from vgr_trl.credit.perception_loss import entropy_penalty, perception_divergence, perception_loss, surprisal
-from vgr_trl.credit.shaping import shape_advantages
+from vgr_trl.credit.shaping import attention_weights, shape_advantages
 from vgr_trl.credit.token_weights import dependency_weights, token_weights
 from vgr_trl.credit.trajectory import trajectory_scale
 
@@ -19,6 +19,7 @@ __all__ = [
     "AdaptiveKLController",
     "CreditOptions",
     "FixedKLController",
+    "attention_weights",
     "coefficient_warning",
     "collapse_warning",
     "dependency_weights",

@@ -1,11 +1,12 @@
 """From one advantage per completion to one per token: every rule of credit, composed."""
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 from vgr_trl.batch.signals import AttentionMass, RolloutSignals
+from vgr_trl.config.credit import CreditOptions
 from vgr_trl.config.ranges import check_choice
 from vgr_trl.credit.filters import top_fraction_mask
 from vgr_trl.credit.rows import check_shapes
@@ -13,34 +14,16 @@ from vgr_trl.credit.token_weights import dependency_weights, token_weights
 from vgr_trl.credit.totals import Totals, add_filter, add_weights
 from vgr_trl.credit.trajectory import Gather, largest_scale, mean_dependency, scale_means, trajectory_statistics
 from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.signals.ratios import split_layers, token_vision_gain_ratio
+from vgr_trl.signals.ratios import late_layers, token_vision_gain_ratio
 
 Signal = TypeVar("Signal")
-
-
-class Options(Protocol):
-    """The options that `shape_advantages` reads, as `vgr_trl.config.CreditOptions` and `DAPOConfig` have them."""
-
-    token_weights: bool
-    token_weights_topk_ratio: float | None
-    token_weights_clip: list[float]
-    token_weights_smooth_sigma: float
-    token_weights_last_k_layers: int | None
-    token_weights_positive_only: bool
-    enable_perception_filtering: bool
-    top_p_perception_tokens: float
-    perception_weighting: str
-    enable_entropy_filtering: bool
-    top_p_entropy_tokens: float
-    enable_trajectory_reweighting: bool
-    trajectory_scaling_min: float
 
 
 @torch.no_grad()
 def shape_advantages(
     advantages: torch.Tensor,
     signals: RolloutSignals,
-    options: Options,
+    options: CreditOptions,
     *,
     shaped: torch.Tensor | None = None,
     gather: Gather | None = None,
@@ -82,7 +65,9 @@ def shape_advantages(
 
     if options.token_weights:
         attention = _needed(signals.attention, "token_weights", "attention")
-        weights = _attention_weights(advantages, attention, mask, options)
+        weights = attention_weights(attention, mask, options)
+        if options.token_weights_positive_only:
+            weights = weights.masked_fill((advantages < 0).unsqueeze(1), 1)
         add_weights(totals, "token_weight", weights, mask)
         credit *= weights
     if options.enable_perception_filtering and options.perception_weighting == "soft":
@@ -100,23 +85,25 @@ def shape_advantages(
     return credit, {**totals.metrics(gather), **metrics}
 
 
-def _attention_weights(
-    advantages: torch.Tensor, attention: AttentionMass, mask: torch.Tensor, options: Options
-) -> torch.Tensor:
+def attention_weights(attention: AttentionMass, mask: torch.Tensor, options: CreditOptions) -> torch.Tensor:
+    """Return the token weights (N, T) that `shape_advantages` gives, whatever the advantages are.
+
+    Args:
+        attention: of N completions.
+        mask: (N, T) bool, valid tokens.
+        options: the rules that are on, and their numbers.
+    """
     vgr = token_vision_gain_ratio(attention, _weighted_layers(len(attention.vision), options))  # (N, T)
-    weights = token_weights(
+    return token_weights(
         vgr,
         mask,
         clip=_pair(options.token_weights_clip),
         smooth_sigma=options.token_weights_smooth_sigma,
         topk_ratio=options.token_weights_topk_ratio,
     )
-    if options.token_weights_positive_only:
-        weights = weights.masked_fill((advantages < 0).unsqueeze(1), 1)
-    return weights
 
 
-def _weighted_layers(num_layers: int, options: Options) -> list[int]:
+def _weighted_layers(num_layers: int, options: CreditOptions) -> list[int]:
     last = options.token_weights_last_k_layers
     if last is not None:
         if not 1 <= last <= num_layers:
@@ -125,11 +112,12 @@ def _weighted_layers(num_layers: int, options: Options) -> list[int]:
                 f"number in [1, {num_layers}], or None for the late segment."
             )
         return list(range(num_layers - last, num_layers))
-    segments = split_layers(num_layers, getattr(options, "attention_segments", "thirds"))
-    return segments.get("late", segments["all"])
+    return late_layers(num_layers, getattr(options, "attention_segments", "thirds"))
 
 
-def _kept_tokens(signals: RolloutSignals, mask: torch.Tensor, options: Options, totals: Totals) -> torch.Tensor | None:
+def _kept_tokens(
+    signals: RolloutSignals, mask: torch.Tensor, options: CreditOptions, totals: Totals
+) -> torch.Tensor | None:
     """(N, T) bool, the tokens that a filter keeps; None if there is no filter."""
     kept = []
     if options.enable_perception_filtering and options.perception_weighting == "filter":

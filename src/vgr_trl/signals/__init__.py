@@ -26,15 +26,15 @@ from vgr_trl.signals.ratios import (
     token_vision_gain_ratio,
     vision_gain_ratio,
 )
-from vgr_trl.signals.rollout import RolloutMeasurement, Wanted
+from vgr_trl.signals.rollout import Measurement, Wanted, signals_of_generation
 from vgr_trl.signals.scoring import RolloutScorer
 
 __all__ = [
     "AttentionMass",
     "AttentionProbe",
     "GenerationProbe",
+    "Measurement",
     "ModalityMasks",
-    "RolloutMeasurement",
     "RolloutScorer",
     "RolloutSignals",
     "Wanted",
@@ -46,6 +46,7 @@ __all__ = [
     "mask_image",
     "mdi_balance",
     "perturb_images",
+    "signals_of_generation",
     "split_layers",
     "token_vision_gain_ratio",
     "vision_gain_ratio",

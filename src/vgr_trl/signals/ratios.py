@@ -43,6 +43,12 @@ def split_layers(num_layers: int, scheme: str = "thirds") -> dict[str, list[int]
     }
 
 
+def late_layers(num_layers: int, scheme: str = "thirds") -> list[int]:
+    """Return the layers that rewards and credit read: the segment `late`, else all; arguments as `split_layers`."""
+    segments = split_layers(num_layers, scheme)
+    return segments.get("late", segments["all"])
+
+
 def mean_attention(mass: AttentionMass, layers: Sequence[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return A_V and A_I of each completion, (N,) each in [0, 1]: means over the layers and over the tokens that count.
 

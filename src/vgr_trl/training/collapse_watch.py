@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from vgr_trl.credit import collapse_warning
+from vgr_trl.training.host import Host
 
 logger = logging.get_logger(__name__)
 
@@ -139,22 +140,21 @@ class CollapseWatch(TrainerCallback):
         found: the sentence of the warning; None while there is none.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, host: Host) -> None:
         self.found: str | None = None
-        self._trainer = trainer
+        self._host = host
         self._courses: dict[str, Course] = {}
         self._perception: deque[dict[str, float]] = deque(maxlen=PERCEPTION_HISTORY)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read the newest value of every metric, which TRL keeps until it is logged; all processes have the same."""
-        trainer = self._trainer
         if self.found is not None:
             return
-        newest = {name: values[-1] for name, values in trainer._metrics["train"].items() if values}
-        newest = {name: value for name, value in newest.items() if value == value}  # NaN: nothing to average
+        found = self._host.newest_metrics()
+        newest = {name: value for name, value in found.items() if value == value}  # NaN: nothing to average
         for name, value in newest.items():
             self._courses.setdefault(name, Course()).add(value)
-        weights = dict(zip(trainer.reward_func_names, trainer.reward_weights.tolist(), strict=True))
+        weights = dict(zip(self._host.reward_names, self._host.reward_weights.tolist(), strict=True))
         if signs := find_signs(self._courses, weights):
             self.found = describe(signs, state.global_step)
         elif args.perception_loss_weight > 0:

@@ -11,20 +11,23 @@ from trl.trainer.utils import RepeatSampler
 
 from vgr_trl.data.rows.columns import images_of
 from vgr_trl.sampling import Placement, PromptStream, prompts_of_round, rows_of_process
+from vgr_trl.training.host import Host
 
 
 class FurtherPrompts:
-    """Draws prompts for further rounds of a trainer's rollout batches, the same on every process.
+    """Draws prompts for further rounds of rollout batches, the same on every process.
 
     Args:
-        trainer: a constructed `DAPOTrainer` with `dynamic_sampling`.
+        host: with `dynamic_sampling`.
+        dataset: the training data.
+        shuffles: whether TRL reads them in a random order.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer, args = trainer, trainer.args
-        self._streamed = isinstance(trainer.train_dataset, IterableDataset)
-        dataset = trainer.train_dataset
-        if self._streamed and trainer.shuffle_dataset:
+    def __init__(self, host: Host, dataset: Any, shuffles: bool) -> None:
+        self.host, args = host, host.args
+        self.dataset, self.shuffles = dataset, shuffles
+        self._streamed = isinstance(dataset, IterableDataset)
+        if self._streamed and shuffles:
             dataset = dataset.shuffle(seed=args.seed)  # the order in which TRL reads it
         self.stream = PromptStream(dataset, args.seed, batch=args.prompts_per_rollout, order=lru_cache(3)(self._order))
         self._taken: set[str] = set()
@@ -32,27 +35,24 @@ class FurtherPrompts:
 
     def _order(self, epoch: int) -> list[int]:
         """Numbers of the rows that TRL draws in an epoch, which drops those that fill no batch."""
-        sampler = RepeatSampler(
-            self.trainer.train_dataset, 1, self.stream.batch, shuffle=self.trainer.shuffle_dataset,
-            seed=self.trainer.args.seed,
-        )  # fmt: skip
+        sampler = RepeatSampler(self.dataset, 1, self.stream.batch, shuffle=self.shuffles, seed=self.host.args.seed)
         for _ in range(epoch):
             next(iter(sampler), None)
         return list(sampler)
 
     def count_rollout(self) -> None:
         """Say that a rollout batch has been generated; a step may take several."""
-        step = self.trainer.state.global_step
+        step = self.host.state.global_step
         self._of_step = (step, self._of_step[1] + 1 if step == self._of_step[0] else 1)
 
     def _rollout(self) -> int:
         """Rollouts of the run before the one at hand."""
-        args, state = self.trainer.args, self.trainer.state
-        passes = args.steps_per_generation * args.num_iterations
+        args, state = self.host.args, self.host.state
+        passes = int(args.steps_per_generation or 1) * args.num_iterations
         if self._streamed:  # its epochs are of unknown length
             before = state.global_step * args.gradient_accumulation_steps
         else:
-            before = round((state.epoch or 0.0) * (len(self.trainer.train_dataset) // self.stream.batch) * passes)
+            before = round((state.epoch or 0.0) * (len(self.dataset) // self.stream.batch) * passes)
         return -(-before // passes) + self._of_step[1] - 1
 
     def begin(self, rows: Sequence[Mapping[str, Any]], placement: Placement) -> None:

@@ -1,100 +1,210 @@
-"""The places where this library joins TRL, checked before they are used."""
+"""What a stage may ask of the trainer it runs in, and how TRL's trainer answers."""
 
-import inspect
-from importlib.metadata import version
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
-from packaging.version import Version
-from trl.trainer import grpo_trainer
+import torch
+from accelerate import Accelerator
+from transformers import GenerationConfig, Trainer, TrainerState
+from transformers.utils import logging
+from trl import GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
 
-from vgr_trl.errors import UnsupportedTRLError
+from vgr_trl.compat.round_logs import as_one_batch, replace_newest, unlogged
+from vgr_trl.config import DAPOConfig
+from vgr_trl.signals.head import without_head
+from vgr_trl.training.constructed import ConstructedTrainer
+from vgr_trl.training.rollout import Rollout
 
-SUPPORTED = ("1.16", "1.17")  # from, up to but without; the tests run with these releases
-
-SEAMS = {
-    "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
-    "_compute_loss": ("model", "inputs"),
-    "_generate_and_score_completions": ("inputs",),
-    "_generate_single_turn": (),
-    "_get_per_token_logps_and_entropies": (
-        "model",
-        "input_ids",
-        "attention_mask",
-        "logits_to_keep",
-        "batch_size",
-        "compute_entropy",
-    ),
-    "_get_train_sampler": ("dataset",),
-    "_load_best_model": (),
-    "_load_optimizer_and_scheduler": ("checkpoint",),
-    "_prepare_inputs": ("generation_batch",),
-    "_save_checkpoint": ("model", "trial"),
-    "_save_rng_state": ("output_dir",),
-    "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
-    "_tokenize_prompts": ("prompts",),
-    "create_model_card": ("model_name", "dataset_name", "tags"),
-    "log": ("logs", "start_time"),
-    "train": ("resume_from_checkpoint",),
-}
+logger = logging.get_logger(__name__)
+_OF_SAMPLING = {"do_sample", "temperature", "top_p", "top_k", "min_p"}
 
 
-# What ours replaces in the module of TRL's trainer while a batch is dealt to micro-batches.
-MODULE_SEAMS = ("shuffle_sequence_dict",)
+class Host(Protocol):
+    """The trainer as the stages see it; `TRLHost` is the one there is.
 
-# What ours reads of a constructed trainer.
-ATTRIBUTES = (
-    "_buffered_inputs",
-    "_is_vlm",
-    "_logs",
-    "_metrics",
-    "_pending_extra_logs",
-    "_pending_metrics",
-    "_step",
-    "environment_factories",
-    "log_multimodal",
-    "num_generations",
-    "num_generations_eval",
-    "num_iterations",
-    "reward_func_names",
-    "reward_weights",
-    "rollout_func",
-    "shuffle_dataset",
-    "tools",
-)
+    Attributes:
+        args: every option.
+        accelerator: the processes.
+        state: of the run.
+        mode: "train" or "eval".
+        num_generations: completions per prompt in this mode.
+        reward_names: of the reward functions, in order.
+        reward_weights: (F,), those of this step.
+        tokenizer: of the processor.
+        end_token_ids: tokens that a finished completion ends with.
+        pad_to_multiple_of: of prompt and completion lengths.
+        accumulation_steps: micro-batches of the optimizer step at hand.
+    """
+
+    @property
+    def args(self) -> DAPOConfig: ...
+
+    @property
+    def accelerator(self) -> Accelerator: ...
+
+    @property
+    def state(self) -> TrainerState: ...
+
+    @property
+    def mode(self) -> str: ...
+
+    @property
+    def num_generations(self) -> int: ...
+
+    @property
+    def reward_names(self) -> list[str]: ...
+
+    @property
+    def reward_weights(self) -> torch.Tensor: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def end_token_ids(self) -> frozenset[int]: ...
+
+    @property
+    def pad_to_multiple_of(self) -> int | None: ...
+
+    @property
+    def accumulation_steps(self) -> int: ...
+
+    def newest_metrics(self) -> dict[str, float]:
+        """Return the last value of everything that waits to be logged in this mode."""
+
+    def score(self, inputs: dict[str, Any], head: bool = True) -> torch.Tensor:
+        """Return log-probabilities (N, T) of a batch under the policy, as TRL scores it, without gradients.
+
+        Args:
+            inputs: as `scoring_inputs` gives them.
+            head: False: the pass ends before the head, and what is returned means nothing.
+        """
+
+    def tokenize(self, prompts: list[Any]) -> tuple[Any, dict[str, Any]]:
+        """Return the images of conversations, and what the processor made beside their tokens."""
+
+    def judge(self, rows: list[dict[str, Any]], verdict: Callable[[Rollout], object]) -> Rollout:
+        """Return another rollout batch, within the one at hand: generated, measured, rewarded and perceived.
+
+        Args:
+            rows: of the data.
+            verdict: called with the rollout before it ends.
+        """
+
+    def earn_greedily(self, rows: list[dict[str, Any]], messages: list[Any]) -> torch.Tensor:
+        """Return the rewards of a greedy completion of each row, (N of all, F); nothing of it is logged."""
+
+    def as_one_batch(self, completions: int) -> AbstractContextManager[list[int]]:
+        """Let what is logged of further rounds in this block count as one batch with the rollout at hand.
+
+        Yields:
+            completions of this process in each round, beginning with those given; to be added to.
+        """
+
+    def correct_logged_advantages(self, advantages: Sequence[float]) -> None:
+        """Put advantages in the place of the newest in the table of completions."""
 
 
-def check_attributes(trainer: object) -> None:
-    """Raise `UnsupportedTRLError` unless the constructed `trainer` has the attributes that ours reads."""
-    for name in ATTRIBUTES:
-        if not hasattr(trainer, name):
-            raise UnsupportedTRLError(
-                f"TRL {version('trl')} is installed, and its trainer has no attribute {name}; install a tested "
-                f'release: pip install "trl>={SUPPORTED[0]},<{SUPPORTED[1]}".'
-            )
-
-
-def check_seams(trainer_class: type, installed: str | None = None) -> None:
-    """Raise `UnsupportedTRLError` unless `trainer_class`, TRL's trainer, has the methods that ours extends.
+class TRLHost:
+    """TRL's `GRPOTrainer` as a `Host`.
 
     Args:
-        trainer_class: TRL's `GRPOTrainer`.
-        installed: version of TRL, that of the installed package by default.
+        trainer: a constructed `DAPOTrainer`.
+        begin: the trainer's context in which its hooks fill a new rollout of the rows given.
+        fill: generates, measures and judges a rollout that has begun.
     """
-    installed = installed or version("trl")
-    first, end = SUPPORTED
-    supported = f"TRL {installed} is installed, but vgr_trl is tested with trl>={first},<{end}"
-    cure = f'install one of those: pip install "trl>={first},<{end}".'
-    if not Version(first) <= Version(Version(installed).base_version) < Version(end):
-        raise UnsupportedTRLError(f"{supported}; {cure}")
-    for name in MODULE_SEAMS:
-        if not hasattr(grpo_trainer, name):
-            raise UnsupportedTRLError(f"{supported}, and its module grpo_trainer has no {name}; {cure}")
-    for name, expected in SEAMS.items():
-        method = getattr(trainer_class, name, None)
-        if method is None:
-            raise UnsupportedTRLError(f"{supported}, and {trainer_class.__name__} has no method {name}; {cure}")
-        names = list(inspect.signature(method).parameters)
-        missing = [parameter for parameter in expected if parameter not in names]
-        if missing:
-            raise UnsupportedTRLError(
-                f"{supported}, and {trainer_class.__name__}.{name} has no parameter {missing[0]}; {cure}"
-            )
+
+    def __init__(
+        self,
+        trainer: ConstructedTrainer,
+        begin: Callable[..., AbstractContextManager[Rollout]],
+        fill: Callable[[Rollout], Rollout],
+    ) -> None:
+        self.trainer, self._begin, self._fill = trainer, begin, fill
+        self.args: Any = trainer.args
+        self.accelerator: Accelerator = trainer.accelerator
+        self.reward_names: list[str] = list(trainer.reward_func_names)
+        self.tokenizer = trainer._tokenizer
+        self.pad_to_multiple_of = int(trainer.pad_to_multiple_of) if trainer.pad_to_multiple_of else None
+        self.end_token_ids = frozenset({*trainer.eos_token_ids, self.tokenizer.pad_token_id})
+
+    @property
+    def state(self) -> TrainerState:
+        """Of the run; the trainer replaces it when it resumes."""
+        return self.trainer.state
+
+    @property
+    def mode(self) -> str:
+        """`train` or `eval`."""
+        return "train" if self.trainer.model.training else "eval"
+
+    @property
+    def num_generations(self) -> int:
+        """Completions per prompt."""
+        return int(self.trainer.num_generations if self.mode == "train" else self.trainer.num_generations_eval)
+
+    @property
+    def reward_weights(self) -> torch.Tensor:
+        """(F,), those of this step."""
+        return self.trainer.reward_weights
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches of the optimizer step at hand; the last one of an epoch may have fewer."""
+        return self.trainer.current_gradient_accumulation_steps
+
+    def newest_metrics(self) -> dict[str, float]:
+        """Return the last value of everything that waits to be logged in this mode."""
+        return {name: values[-1] for name, values in self.trainer._metrics[self.mode].items() if values}
+
+    def score(self, inputs: dict[str, Any], head: bool = True) -> torch.Tensor:
+        """Score in the chunks in which TRL scores."""
+        trainer, args = self.trainer, self.args
+        inputs = Trainer._prepare_inputs(trainer, inputs)
+        chunk = args.per_device_train_batch_size if self.mode == "train" else args.per_device_eval_batch_size
+        with torch.no_grad(), disable_gradient_checkpointing(trainer.model, args.gradient_checkpointing_kwargs):
+            if head:
+                return trainer._get_per_token_logps_and_entropies(trainer.model, batch_size=chunk, **inputs)[0]
+            with without_head(trainer.model):
+                return trainer._get_per_token_logps_and_entropies(trainer.model, batch_size=chunk, **inputs)[0]
+
+    def tokenize(self, prompts: list[Any]) -> tuple[Any, dict[str, Any]]:
+        """Tokenize as TRL does, past the hook that keeps the prompts of a rollout."""
+        _, images, fields = GRPOTrainer._tokenize_prompts(self.trainer, prompts)
+        return images, fields
+
+    def judge(self, rows: list[dict[str, Any]], verdict: Callable[[Rollout], object]) -> Rollout:
+        """Return another rollout batch, within the one at hand."""
+        with self._begin(rows) as rollout:
+            verdict(self._fill(rollout))
+            return rollout
+
+    def earn_greedily(self, rows: list[dict[str, Any]], messages: list[Any]) -> torch.Tensor:
+        """Generate and reward as TRL does, greedily and unlogged."""
+        trainer = self.trainer
+        with unlogged(trainer), self._greedy(), self._begin(rows, greedy=True):
+            _, completion_ids, _, completions, *_ = trainer._generate(messages)
+            return trainer._calculate_rewards(rows, messages, completions, completion_ids)
+
+    @contextmanager
+    def _greedy(self) -> Iterator[None]:
+        trainer = self.trainer
+        config, kwargs = trainer.generation_config, trainer.generation_kwargs
+        kept = {name: value for name, value in config.to_diff_dict().items() if name not in _OF_SAMPLING}
+        trainer.generation_config = GenerationConfig(**kept, do_sample=False)
+        kept = {name: value for name, value in kwargs.items() if name not in _OF_SAMPLING}
+        trainer.generation_kwargs = {**kept, "do_sample": False}
+        try:
+            yield
+        finally:
+            trainer.generation_config, trainer.generation_kwargs = config, kwargs
+
+    def as_one_batch(self, completions: int) -> AbstractContextManager[list[int]]:
+        """Let what is logged of further rounds in this block count as one batch with the rollout at hand."""
+        return as_one_batch(self.trainer, completions)
+
+    def correct_logged_advantages(self, advantages: Sequence[float]) -> None:
+        """Put advantages in the place of the newest in the table of completions."""
+        replace_newest(self.trainer._logs["advantages"], list(advantages))

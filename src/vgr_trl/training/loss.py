@@ -1,86 +1,59 @@
 """Terms added to TRL's loss, averaged over tokens as TRL averages its own."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from vgr_trl.batch.inputs import joined, scoring_inputs
+from vgr_trl.compat.loss_normaliser import average_as_loss
 from vgr_trl.credit import entropy_penalty, perception_divergence, perception_loss
+from vgr_trl.training.host import Host
+from vgr_trl.training.rollout import TrainingPass, valid_tokens
 
-_PER_COMPLETION = ("grpo", "sapo")
-_PER_WINDOW = ("dapo", "cispo", "vespo")
-
-
-def average_as_loss(per_token: torch.Tensor, mask: torch.Tensor, inputs: dict[str, Any], trainer: Any) -> torch.Tensor:
-    """Return the average of a term such that it has the scale of the loss it is added to, as TRL 1.16 divides.
-
-    Args:
-        per_token: (N, T) values of the term.
-        mask: (N, T) tokens that count in the loss.
-        inputs: the micro-batch, with `num_items_in_batch`, the valid tokens of the rollout over all processes.
-        trainer: of which loss type, accumulation and sizes are read.
-    """
-    accumulated = trainer.current_gradient_accumulation_steps
-    total = (per_token * mask).sum()
-    if trainer.loss_type in _PER_WINDOW:
-        tokens = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
-        return total / (tokens * accumulated / trainer.args.steps_per_generation)
-    if trainer.loss_type in _PER_COMPLETION:
-        means = (per_token * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)  # (N,)
-        return means.mean() / accumulated
-    if trainer.loss_type == "bnpo":
-        return total / mask.sum().clamp(min=1.0) / accumulated
-    if trainer.loss_type == "dr_grpo":
-        return total / (per_token.size(0) * trainer.max_completion_length) / accumulated
-    return (per_token * mask).sum(-1).mean() / accumulated  # luspo
+Term = tuple[torch.Tensor | float, dict[str, float]]
 
 
-def valid_tokens(inputs: dict[str, Any]) -> torch.Tensor:
-    """Return the mask (N, T) of the tokens of a batch that count in the loss."""
-    return inputs["completion_mask"] * inputs.get("tool_mask", 1)
-
-
-def entropy_term(trainer: Any, logps: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor | float:
-    """Return the entropy penalty of a micro-batch, 0 if it is off; log its mean.
+def entropy_term(passed: TrainingPass, host: Host) -> Term:
+    """Return the entropy penalty of a micro-batch, 0 if it is off, and its mean.
 
     Args:
-        trainer: the `DAPOTrainer` whose loss it is added to.
-        logps: (N, T), with gradients.
-        inputs: the micro-batch.
+        passed: with log-probabilities.
+        host: whose loss it is added to.
     """
-    if not trainer.args.use_entropy_penalty:
-        return 0.0
-    mask = valid_tokens(inputs)
-    penalty = entropy_penalty(logps, mask, trainer.args.entropy_penalty_coef)  # (N, T)
-    _log_token_mean(trainer, "entropy_penalty", penalty, mask)
-    return average_as_loss(penalty, mask, inputs, trainer)
+    if not host.args.use_entropy_penalty:
+        return 0.0, {}
+    assert passed.logps is not None
+    mask = valid_tokens(passed.inputs)
+    penalty = entropy_penalty(passed.logps, mask, host.args.entropy_penalty_coef)  # (N, T)
+    return _averaged(penalty, mask, passed, host), {"entropy_penalty": _token_mean(penalty, mask, host)}
 
 
-def perception_term(trainer: Any, model: Any, logps: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor | float:
-    """Return the perception loss of PAPO for a micro-batch, 0 if it is off; log it and the entropy given no image.
+def perception_term(
+    passed: TrainingPass, host: Host, score: Callable[[dict[str, Any]], tuple[torch.Tensor, torch.Tensor]]
+) -> Term:
+    """Return the perception loss of PAPO for a micro-batch, 0 if it is off; it, and the entropy given no image.
 
     It is the one term that takes another pass with gradients, through the perturbed images.
 
     Args:
-        trainer: the `DAPOTrainer` whose loss it is added to.
-        model: as the trainer's `_compute_loss` gets it.
-        logps: (N, T), with gradients.
-        inputs: the micro-batch.
+        passed: with log-probabilities.
+        host: whose loss it is added to.
+        score: passes inputs through the model and returns log-probabilities and entropies (N, T), with gradients.
     """
-    args = trainer.args
+    args, metrics = host.args, dict[str, float]()
     if not (args.uses_perception_loss or args.der_loss_weight1 > 0):
-        return 0.0
-    mask = valid_tokens(inputs)
+        return 0.0, metrics
+    assert passed.logps is not None
+    inputs, logps, mask = passed.inputs, passed.logps, valid_tokens(passed.inputs)
     perturbed_logps = logps
     if args.uses_perception_loss:
         pixels = inputs.get("perturbed_pixel_values")
         perturbed = scoring_inputs(inputs if pixels is None else inputs | {"pixel_values": joined(pixels)})
-        perturbed_logps, entropies, _ = trainer._get_per_token_logps_and_entropies(
-            model, compute_entropy=True, **perturbed
-        )
-        _log_token_mean(trainer, "perturbed_entropy", entropies.detach(), mask)
+        perturbed_logps, entropies = score(perturbed)
         divergence = perception_divergence(logps.detach(), perturbed_logps.detach(), mask)
-        _log_token_mean(trainer, "perception_loss", -divergence, mask)
+        metrics["perturbed_entropy"] = _token_mean(entropies, mask, host)
+        metrics["perception_loss"] = _token_mean(-divergence, mask, host)
     loss = perception_loss(
         logps,
         perturbed_logps,
@@ -89,11 +62,22 @@ def perception_term(trainer: Any, model: Any, logps: torch.Tensor, inputs: dict[
         entropy_coefficient=args.der_loss_weight1,
         perturbed_entropy_coefficient=args.der_loss_weight2,
     )  # (N, T)
-    return average_as_loss(loss, mask, inputs, trainer)
+    return _averaged(loss, mask, passed, host), metrics
 
 
-def _log_token_mean(trainer: Any, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
-    """Log the mean of `values` (N, T) over the valid tokens of all processes."""
+def _averaged(per_token: torch.Tensor, mask: torch.Tensor, passed: TrainingPass, host: Host) -> torch.Tensor:
+    return average_as_loss(
+        per_token,
+        mask,
+        passed.inputs,
+        host.args,
+        accumulation_steps=host.accumulation_steps,
+        num_processes=host.accelerator.num_processes,
+    )
+
+
+def _token_mean(values: torch.Tensor, mask: torch.Tensor, host: Host) -> float:
+    """The mean of `values` (N, T) over the valid tokens of all processes."""
     local = torch.stack([(values.detach() * mask).sum(), mask.sum().float()])
-    total, count = trainer.accelerator.reduce(local, reduction="sum").tolist()
-    trainer._metrics["train"][name].append(total / max(count, 1.0))
+    total, count = host.accelerator.reduce(local, reduction="sum").tolist()
+    return total / max(count, 1.0)

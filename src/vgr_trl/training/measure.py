@@ -1,16 +1,20 @@
-"""What a run has to measure, and whether it can."""
+"""What a run has to measure, whether it can, and the pass that measures the completions of a rollout."""
 
 from typing import Any
 
+from vgr_trl.batch.inputs import build_scoring_batch
 from vgr_trl.errors import ConfigError
-from vgr_trl.signals import RolloutMeasurement, Wanted
+from vgr_trl.signals import Measurement, Wanted, signals_of_generation
 from vgr_trl.signals.decoder import count_attention_layers, why_not_measurable
 from vgr_trl.signals.modality import special_token_ids, vision_token_ids
-from vgr_trl.signals.reward_columns import columns_needed_by
+from vgr_trl.signals.reward_columns import attention_metrics, columns_needed_by, measure_segments, reward_columns
+from vgr_trl.training.constructed import ConstructedTrainer
+from vgr_trl.training.host import Host
 from vgr_trl.training.prepare import data_has_images
+from vgr_trl.training.rollout import Rollout
 
 
-def plan_measurement(trainer: Any) -> RolloutMeasurement:
+def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
     """Return what the constructed `trainer` measures of every rollout batch.
 
     Raises:
@@ -35,11 +39,53 @@ def plan_measurement(trainer: Any) -> RolloutMeasurement:
         _refuse_missing_layers(trainer)
     elif not demanded and args.compute_attention_metrics is None and _measurable(trainer, ids):
         features["attention"] = ("compute_attention_metrics",)
-    special = special_token_ids(trainer.processing_class)
-    return RolloutMeasurement(Wanted(**features), ids, special, args.attention_source)
+    special = tuple(special_token_ids(trainer.processing_class))
+    return Measurement(Wanted(**features), ids, special, args.attention_source)
 
 
-def _attention_features(trainer: Any) -> tuple[str, ...]:
+def score_completions(rollout: Rollout, host: Host, measurement: Measurement, completion_ids: list[list[int]]) -> None:
+    """Make the measured pass over a rollout, as TRL makes its own for old log-probabilities, as far as it is needed.
+
+    Args:
+        rollout: with its prompts; the trainer's hook around the pass fills in the signals.
+        host: where it runs.
+        measurement: what is wanted.
+        completion_ids: tokens of the N completions.
+    """
+    finished = [ids[-1] in host.end_token_ids for ids in completion_ids]
+    assert rollout.prompts is not None
+    inputs = build_scoring_batch(
+        rollout.prompts,
+        completion_ids,
+        pad_token_id=host.tokenizer.pad_token_id,
+        vision_token_ids=measurement.vision_token_ids,
+        valid=finished if host.args.mask_truncated_completions else None,
+        pad_to_multiple_of=host.pad_to_multiple_of,
+    ).inputs()
+    if measurement.wanted.head or rollout.recorded is not None:
+        host.score(inputs)
+    elif rollout.generated_mass is not None:
+        mask = inputs["attention_mask"][:, -inputs["logits_to_keep"] :].to(rollout.generated_mass.mask.device)
+        rollout.signals = signals_of_generation(rollout.generated_mass, mask)
+    else:
+        host.score(inputs, head=False)
+
+
+def signals_as_columns(rollout: Rollout, host: Host) -> tuple[dict[str, list[Any]], dict[str, float]]:
+    """Return the columns that rewards get of the signals of a rollout, and its metrics; empty without attention."""
+    mass = None if rollout.signals is None else rollout.signals.attention
+    if mass is None:
+        return {}, {}
+    segmentation = host.args.attention_segments, host.args.mdi_balance_ratio
+    segments = measure_segments(mass, *segmentation)
+    of_prompt = None if rollout.prompt_mass is None else measure_segments(rollout.prompt_mass, *segmentation)
+    metrics = attention_metrics(segments, host.accelerator.gather, of_prompt)
+    columns = reward_columns(segments)
+    columns["mdi_balance_ratio"] = [host.args.mdi_balance_ratio] * len(rollout.rows)
+    return columns, metrics
+
+
+def _attention_features(trainer: ConstructedTrainer) -> tuple[str, ...]:
     data_columns = set(getattr(trainer.train_dataset, "column_names", None) or ())
     rewards = tuple(
         f"the reward {name}"
@@ -63,7 +109,7 @@ def _refuse(features: tuple[str, ...], why: str | None) -> None:
         raise ConfigError(f"{features[0]} cannot be used here: {why}")
 
 
-def _why_no_rollout(trainer: Any) -> str | None:
+def _why_no_rollout(trainer: ConstructedTrainer) -> str | None:
     for name in ("rollout_func", "tools", "environment_factories"):
         if getattr(trainer, name, None):
             return (
@@ -73,7 +119,7 @@ def _why_no_rollout(trainer: Any) -> str | None:
     return None
 
 
-def _why_no_images(trainer: Any) -> str | None:
+def _why_no_images(trainer: ConstructedTrainer) -> str | None:
     if not trainer._is_vlm:
         return f"{type(trainer.model).__name__} reads text only; use a vision-language model, or switch it off."
     if not data_has_images(trainer):
@@ -81,7 +127,7 @@ def _why_no_images(trainer: Any) -> str | None:
     return None
 
 
-def _refuse_missing_layers(trainer: Any) -> None:
+def _refuse_missing_layers(trainer: ConstructedTrainer) -> None:
     last = trainer.args.token_weights_last_k_layers
     layers = count_attention_layers(trainer.accelerator.unwrap_model(trainer.model))
     if trainer.args.token_weights and last is not None and last > layers:
@@ -91,11 +137,11 @@ def _refuse_missing_layers(trainer: Any) -> None:
         )
 
 
-def _found_vision_tokens(trainer: Any) -> tuple[int, ...]:
+def _found_vision_tokens(trainer: ConstructedTrainer) -> tuple[int, ...]:
     return tuple(vision_token_ids(trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class))
 
 
-def _why_no_attention(trainer: Any, ids: tuple[int, ...]) -> str | None:
+def _why_no_attention(trainer: ConstructedTrainer, ids: tuple[int, ...]) -> str | None:
     if not ids:
         return (
             "the placeholder token of images is not found in the model's configuration or its processor; give it as "
@@ -112,6 +158,6 @@ def _why_no_attention(trainer: Any, ids: tuple[int, ...]) -> str | None:
     return why_not_measurable(trainer.accelerator.unwrap_model(trainer.model))
 
 
-def _measurable(trainer: Any, ids: tuple[int, ...]) -> bool:
+def _measurable(trainer: ConstructedTrainer, ids: tuple[int, ...]) -> bool:
     reasons = (_why_no_rollout(trainer), _why_no_images(trainer), _why_no_attention(trainer, ids))
     return all(reason is None for reason in reasons)

@@ -1,14 +1,90 @@
 """What `DAPOTrainer` makes sure of before the first generation: rewards, columns, prompts."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from transformers.utils import logging
 from trl.data_utils import prepare_multimodal_messages
 
-from vgr_trl.data.rows.columns import image_columns, images_of
+from vgr_trl.config import DAPOConfig
+from vgr_trl.config.effects import options_without_effect
+from vgr_trl.credit import coefficient_warning
+from vgr_trl.data.rows.columns import IMAGE_COLUMNS, image_columns, images_of
 from vgr_trl.data.rows.lengths import drop_long_prompts
 from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.rewards.groups import gather_groups, needed_columns
 from vgr_trl.rewards.signatures import check_callable
+from vgr_trl.sampling import filter_index
+from vgr_trl.sharing import SharingPlan
+from vgr_trl.training.constructed import ConstructedTrainer
+
+logger = logging.get_logger(__name__)
+
+
+def check_config(args: Any, options: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for arguments of the trainer that do not fit each other.
+
+    Args:
+        args: of the trainer.
+        options: its other named arguments.
+    """
+    if not isinstance(args, DAPOConfig):
+        raise ConfigError(f"args is a {type(args).__name__}: give a DAPOConfig, which takes the same options.")
+    if args.max_prompt_length is not None and options.get("environment_factory") is not None:
+        raise ConfigError(
+            "max_prompt_length needs prompts from the data, but environment_factory makes them: drop one."
+        )
+
+
+def check_data(trainer: ConstructedTrainer, measured_columns: Iterable[str], on_streamed: Callable[[], None]) -> None:
+    """Refuse rewards and data that cannot be trained with; leave out prompts over `max_prompt_length`.
+
+    Args:
+        trainer: constructed.
+        measured_columns: that rewards get beside those of the data.
+        on_streamed: called for each prompt of a stream that is left out.
+    """
+    check_rewards(trainer, measured_columns)
+    limit: int | None = trainer.args.max_prompt_length
+    if limit is not None:
+        drop_prompts_over_limit(trainer, limit, on_streamed)
+    refuse_too_few_prompts(trainer)
+
+
+def announce(trainer: ConstructedTrainer, sharing: SharingPlan) -> None:
+    """Say where prompts are shared, and which options are risky or without effect."""
+    args: Any = trainer.args
+    logger.warning(str(sharing))
+    risk = coefficient_warning(args.perception_loss_weight, args.der_loss_weight1, args.der_loss_weight2)
+    if risk is not None:
+        logger.warning(risk)
+    for name, why in options_without_effect(trainer).items():
+        logger.warning(f"{name} is without effect because {why}.")
+
+
+def over_whole_groups(rewards: Sequence[Any], num_generations: Callable[[], int]) -> list[Any]:
+    """Return rewards of which those that compare the completions of a prompt see whole groups.
+
+    Args:
+        rewards: functions, or models or their names.
+        num_generations: completions per prompt, asked for at each call.
+    """
+    state = PartialState()
+    return [
+        gather_groups(reward, gather_object, state.process_index, state.num_processes, num_generations)
+        if needed_columns(reward) is not None
+        else reward
+        for reward in rewards
+    ]
+
+
+def with_image_lists(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows of which those with a null image have an empty list of images, which TRL knows; null fails there."""
+    if any(name in rows[0] for name in IMAGE_COLUMNS) and not all(map(images_of, rows)):
+        return [{**row, "images": images_of(row)} for row in rows]
+    return rows
 
 
 def refuse_targets_without_module(model: Any) -> None:
@@ -42,14 +118,14 @@ def as_list(reward_funcs: Any) -> list[Any]:
     return list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
 
 
-def named_datasets(trainer: Any) -> Iterator[tuple[str, Any]]:
+def named_datasets(trainer: ConstructedTrainer) -> Iterator[tuple[str, Any]]:
     """The train data and every part of the eval data, with a name for messages."""
     for name, dataset in (("train", trainer.train_dataset), ("eval", trainer.eval_dataset)):
         parts = dataset.values() if isinstance(dataset, dict) else [dataset]
         yield from ((name, part) for part in parts if part is not None)
 
 
-def data_has_images(trainer: Any) -> bool:
+def data_has_images(trainer: ConstructedTrainer) -> bool:
     """Whether the data have a column of images, or are a stream whose columns are not known."""
     return any(
         getattr(dataset, "column_names", None) is None or image_columns(dataset)
@@ -57,7 +133,7 @@ def data_has_images(trainer: Any) -> bool:
     )
 
 
-def refuse_images_without_vision(trainer: Any) -> None:
+def refuse_images_without_vision(trainer: ConstructedTrainer) -> None:
     """Raise `ConfigError` if the data have images that the model cannot read."""
     for name, dataset in named_datasets(trainer):
         if not trainer._is_vlm and (columns := image_columns(dataset)):
@@ -68,7 +144,7 @@ def refuse_images_without_vision(trainer: Any) -> None:
             )
 
 
-def check_rewards(trainer: Any, measured_columns: Iterable[str]) -> None:
+def check_rewards(trainer: ConstructedTrainer, measured_columns: Iterable[str]) -> None:
     """Refuse rewards that cannot be called with the columns; environments add columns of their own later."""
     if trainer.environment_factories is not None or trainer.rollout_func is not None:
         return
@@ -78,7 +154,7 @@ def check_rewards(trainer: Any, measured_columns: Iterable[str]) -> None:
                 check_callable(reward, [*columns, *measured_columns])
 
 
-def drop_prompts_over_limit(trainer: Any, limit: int, on_streamed: Callable[[], None]) -> None:
+def drop_prompts_over_limit(trainer: ConstructedTrainer, limit: int, on_streamed: Callable[[], None]) -> None:
     """Leave rows out whose prompt has more than `limit` tokens; `on_streamed` is called for each in a stream."""
 
     def kept(dataset: Any, name: str, on_dropped: Callable[[], None]) -> Any:
@@ -92,7 +168,7 @@ def drop_prompts_over_limit(trainer: Any, limit: int, on_streamed: Callable[[], 
     trainer.eval_dataset = kept(trainer.eval_dataset, "eval", lambda: None)
 
 
-def prompt_length(trainer: Any, row: Mapping[str, Any]) -> int:
+def prompt_length(trainer: ConstructedTrainer, row: Mapping[str, Any]) -> int:
     """Tokens of the row's prompt as the policy will read it, image tokens included."""
     prompt, images = row["prompt"], images_of(row)
     if images:
@@ -102,7 +178,7 @@ def prompt_length(trainer: Any, row: Mapping[str, Any]) -> int:
     return len(trainer._tokenize_prompts([prompt])[0][0])
 
 
-def refuse_too_few_prompts(trainer: Any) -> None:
+def refuse_too_few_prompts(trainer: ConstructedTrainer) -> None:
     """A rollout takes distinct prompts; TRL drops a smaller rest, which here would be everything."""
     args = trainer.args
     prompts = args.prompts_per_rollout
@@ -113,3 +189,44 @@ def refuse_too_few_prompts(trainer: Any) -> None:
             f"{args.generation_batch_size} / num_generations {args.num_generations}): add rows, or lower "
             "per_device_train_batch_size or gradient_accumulation_steps."
         )
+
+
+def refuse_unfit_choice(trainer: ConstructedTrainer, sharded: bool) -> None:
+    """Raise `ConfigError` for a choice of groups that does not go with the trainer.
+
+    Args:
+        trainer: constructed.
+        sharded: whether its parameters are.
+    """
+    args = trainer.args
+    if args.advantage_estimator != "grpo" and args.multi_objective_aggregation != "sum_then_normalize":
+        raise ConfigError(
+            f"advantage_estimator is {args.advantage_estimator} with multi_objective_aggregation "
+            f"{args.multi_objective_aggregation}: the estimators take weighted sums, so use sum_then_normalize."
+        )
+    if args.chooses_groups and args.multi_objective_aggregation != "sum_then_normalize":
+        raise ConfigError(
+            f"multi_objective_aggregation is {args.multi_objective_aggregation} with replay_buffer_size, "
+            "dynamic_sampling or online_filtering, which find groups without a gradient by weighted sums: use "
+            "sum_then_normalize, or drop them."
+        )
+    if args.advantage_estimator == "remax" and (
+        trainer.use_vllm or trainer.use_transformers_continuous_batching or sharded
+    ):
+        raise ConfigError(
+            "advantage_estimator is remax, whose greedy completions are generated by transformers with whole "
+            "parameters: switch off vLLM, continuous batching, ZeRO-3 and FSDP, or use rloo."
+        )
+    for name in ("rollout_func", "tools", "environment_factories"):
+        given = name.removesuffix("_factories") if getattr(trainer, name, None) else None
+        if given and args.chooses_groups:
+            raise ConfigError(
+                f"Groups cannot be replaced with {given}: drop it, or replay_buffer_size, dynamic_sampling and "
+                "online_filtering."
+            )
+        if given and args.advantage_estimator == "remax":
+            raise ConfigError(
+                f"advantage_estimator is remax with {given}, which would not generate greedily: drop it, or use rloo."
+            )
+    if args.online_filtering:
+        filter_index(args.filter_key, trainer.reward_func_names)

@@ -14,6 +14,7 @@ from vgr_trl.data.rows.schema import prepare_rows
 from vgr_trl.data.rows.special import first_special, special_tokens
 from vgr_trl.errors import DataError
 from vgr_trl.rewards import accuracy_reward
+from vgr_trl.training.constructed import ConstructedTrainer
 
 logger = logging.get_logger(__name__)
 
@@ -28,7 +29,7 @@ def with_processor(model: Any, rest: tuple[Any, ...], options: dict[str, Any]) -
     return options if processor is None else {**options, "processing_class": processor}
 
 
-def make_data_ready(trainer: Any) -> None:
+def make_data_ready(trainer: ConstructedTrainer) -> None:
     """Make prompts of the rows of `trainer` that are questions still; what cannot be used is left out, with a warning.
 
     Raises:

@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import cycle, islice
 from typing import Any
@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from transformers import TrainerCallback
 
+from vgr_trl.training.constructed import ConstructedTrainer
+
 
 class RecordBefore(TrainerCallback):
     """Records the first batch of the evaluation data at step 0, where evaluations will ask the same questions again.
@@ -18,8 +20,8 @@ class RecordBefore(TrainerCallback):
     It costs one rollout and leaves no other trace: random state, metrics and tables of completions are what they were.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: ConstructedTrainer, on_recorded: Callable[[], None]) -> None:
+        self._trainer, self._on_recorded = trainer, on_recorded
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Answer, unless the run goes on or evaluates at its start."""
@@ -34,10 +36,10 @@ class RecordBefore(TrainerCallback):
                 trainer._prepare_inputs(rows)
         finally:
             model.train()
-            trainer._recorder.evaluated()
+            self._on_recorded()
 
 
-def _first_rows(trainer: Any) -> list[Any]:
+def _first_rows(trainer: ConstructedTrainer) -> list[Any]:
     """The rows that this process gets first in an evaluation; none of data without a length."""
     data = trainer.eval_dataset
     if isinstance(data, dict):
@@ -50,7 +52,7 @@ def _first_rows(trainer: Any) -> list[Any]:
 
 
 @contextmanager
-def _untouched(trainer: Any) -> Iterator[None]:
+def _untouched(trainer: ConstructedTrainer) -> Iterator[None]:
     metrics, logs = copy.deepcopy(trainer._metrics["eval"]), copy.deepcopy(trainer._logs)
     python, numpy = random.getstate(), np.random.get_state()
     try:

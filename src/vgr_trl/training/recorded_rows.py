@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from PIL import Image
 
-from vgr_trl.credit import token_weights
+from vgr_trl.credit import attention_weights
 from vgr_trl.reporting.records.format import Completion
 from vgr_trl.reporting.records.pieces import prompt_text, token_pieces
 from vgr_trl.reporting.views.markdown import Segments, Summary
-from vgr_trl.signals import AttentionMass, RolloutSignals, split_layers, token_vision_gain_ratio
+from vgr_trl.signals import AttentionMass, RolloutSignals, token_vision_gain_ratio
+from vgr_trl.signals.ratios import late_layers
 from vgr_trl.signals.reward_columns import QUANTITIES, measure_segments, reward_columns
 
 _SEGMENT_METRIC = re.compile(rf"attention/(\w+)/({'|'.join(QUANTITIES)})")
@@ -95,12 +96,6 @@ def signals_of_row(signals: RolloutSignals, row: int) -> RolloutSignals:
     )  # fmt: skip
 
 
-def of_rewards(num_layers: int, scheme: str) -> list[int]:
-    """Return the layers that rewards read: the late segment, else all."""
-    segments = split_layers(num_layers, scheme)
-    return segments.get("late", segments["all"])
-
-
 def measures_of_row(signals: RolloutSignals, length: int, options: Any) -> dict[str, Any]:
     """Return what was measured of a completion, as `Completion` has it: lists of `length` numbers, and metrics.
 
@@ -119,28 +114,13 @@ def measures_of_row(signals: RolloutSignals, length: int, options: Any) -> dict[
             measured[name] = values[0, :length].tolist()
     mass = signals.attention
     if mass is not None:
-        layers = of_rewards(len(mass.vision), options.attention_segments)
+        layers = late_layers(len(mass.vision), options.attention_segments)
         measured["vgr"] = token_vision_gain_ratio(mass, layers)[0, :length].tolist()
         columns = reward_columns(measure_segments(mass, options.attention_segments, options.mdi_balance_ratio))
         measured["metrics"] = columns["attention_metrics"][0]
         if options.token_weights:
-            measured["weights"] = _weights(signals, mass, options)[:length]
+            measured["weights"] = attention_weights(mass, signals.mask, options)[0, :length].tolist()
     return measured
-
-
-def _weights(signals: RolloutSignals, mass: AttentionMass, options: Any) -> list[float]:
-    """The weights that `shape_advantages` gives the tokens of this row, whatever its advantage is."""
-    last, count = options.token_weights_last_k_layers, len(mass.vision)
-    layers = of_rewards(count, options.attention_segments) if last is None else list(range(count - last, count))
-    low, high = options.token_weights_clip
-    weights = token_weights(
-        token_vision_gain_ratio(mass, layers),
-        signals.mask,
-        clip=(low, high),
-        smooth_sigma=options.token_weights_smooth_sigma,
-        topk_ratio=options.token_weights_topk_ratio,
-    )
-    return weights[0].tolist()
 
 
 def accuracy_name(names: Sequence[str]) -> str | None:

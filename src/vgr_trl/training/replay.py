@@ -10,6 +10,9 @@ from accelerate.utils import gather_object
 from transformers.utils import logging
 
 from vgr_trl.sampling import Group, Placement, ReplayBuffer, merge_states, split_state, with_old_logps
+from vgr_trl.signals import Wanted
+from vgr_trl.training.host import Host
+from vgr_trl.training.rollout import TrainingPass
 
 logger = logging.get_logger(__name__)
 
@@ -24,11 +27,12 @@ class Replay:
     them, which knows the log-probabilities of the policy that generated them.
 
     Args:
-        trainer: a constructed `DAPOTrainer` with a `replay_buffer_size` above 0.
+        host: with a `replay_buffer_size` above 0.
+        wanted: what is measured of rollout batches.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer, args = trainer, trainer.args
+    def __init__(self, host: Host, wanted: Wanted) -> None:
+        self.host, self.wanted, args = host, wanted, host.args
         self.buffer = ReplayBuffer(
             args.replay_buffer_size,
             min_reward=args.filter_min_reward,
@@ -44,7 +48,7 @@ class Replay:
 
     def draw(self, count: int) -> list[Group]:
         """Return up to `count` groups for the batch at hand; those that have become too old leave before."""
-        self.buffer.advance(self.trainer.state.global_step)
+        self.buffer.advance(self.host.state.global_step)
         return self.buffer.sample(count)
 
     def admits(self, advantages: torch.Tensor, rewards: torch.Tensor) -> list[bool]:
@@ -54,7 +58,7 @@ class Replay:
             advantages: (N of all,).
             rewards: (N of all,), weighted sums.
         """
-        size = self.trainer.num_generations
+        size = int(self.host.args.num_generations or 1)
         return self.buffer.admits(*(value.cpu().view(-1, size) for value in (advantages, rewards)))
 
     def keep(self, groups: Mapping[int, Group], placement: Placement, scored: bool) -> None:
@@ -83,11 +87,15 @@ class Replay:
             return batch
         return {**batch, "rollout_row": torch.arange(len(batch["prompt_ids"]))}
 
-    def first_pass(self, inputs: dict[str, Any], logps: torch.Tensor) -> None:
+    def first_pass(self, passed: TrainingPass) -> None:
         """Take the log-probabilities (N, T) of the first training pass for those of the policy that generated.
 
-        They complete replayed batches, whose fresh rows have NaN, and the groups that wait to enter the buffer.
+        They complete replayed batches, whose fresh rows have NaN, and the groups that wait to enter the buffer. TRL's
+        `_compute_loss` reads the inputs only after its pass through the model, so what is completed here is what it
+        divides by; `tests/credit/test_read_order.py` fails if that changes.
         """
+        inputs, logps = passed.inputs, passed.logps
+        assert logps is not None
         old = inputs.get(OLD_LOGPS)
         if old is not None:
             inputs[OLD_LOGPS] = torch.where(old.isnan(), logps.detach(), old)
@@ -109,7 +117,7 @@ class Replay:
         Args:
             replaced_fraction: groups of the batch that came from the buffer, of all.
         """
-        accelerator = self.trainer.accelerator
+        accelerator = self.host.accelerator
         megabytes = accelerator.gather(torch.tensor([self.buffer.megabytes], device=accelerator.device))
         return {
             "replay/size": len(self.buffer),
@@ -127,28 +135,29 @@ class Replay:
             states: of their buffers.
             folder: the checkpoint, for the warning.
         """
-        accelerator = self.trainer.accelerator
+        accelerator = self.host.accelerator
         merged = merge_states(states)
-        reason = why_unusable(merged, self.trainer)
+        reason = why_unusable(merged, self.host, self.wanted)
         if reason is None:
             self.buffer.load_state_dict(split_state(merged, accelerator.process_index, accelerator.num_processes))
         elif accelerator.is_main_process:
             logger.warning(f"The replay buffer of {folder} starts empty: {reason}.")
 
 
-def why_unusable(state: Mapping[str, Any], trainer: Any) -> str | None:
+def why_unusable(state: Mapping[str, Any], host: Host, wanted: Wanted) -> str | None:
     """Return why the groups of a saved buffer cannot be trained on with the options of a trainer, None if they can.
 
     Args:
         state: with the rows of all groups.
-        trainer: a constructed `DAPOTrainer`.
+        host: of the run.
+        wanted: what it measures of rollout batches.
     """
-    args, needed = trainer.args, _needed_columns(trainer)
+    args, needed = host.args, _needed_columns(host, wanted)
     if state.get("estimator", args.advantage_estimator) != args.advantage_estimator:
         return f"advantage_estimator is {args.advantage_estimator}, and was {state['estimator']}"
     for group in state["groups"]:
-        if (size := len(group["advantages"])) != trainer.num_generations:
-            return f"num_generations is {trainer.num_generations}, and its groups have {size} completions"
+        if (size := len(group["advantages"])) != args.num_generations:
+            return f"num_generations is {args.num_generations}, and its groups have {size} completions"
         rows = group["rows"]
         for name, option in needed.items():
             if name not in rows["columns"] or (name in _MEASURED and bool(rows["columns"][name].isnan().all())):
@@ -158,13 +167,13 @@ def why_unusable(state: Mapping[str, Any], trainer: Any) -> str | None:
     return None
 
 
-def _needed_columns(trainer: Any) -> dict[str, str]:
+def _needed_columns(host: Host, wanted: Wanted) -> dict[str, str]:
     """What the batches of a run have and groups put into them cannot be without -> the option it is there for."""
-    wanted = trainer._measurement.wanted
+    args = host.args
     needed = {OLD_LOGPS: "replay_buffer_size"}
-    if trainer.beta != 0:
+    if args.beta != 0:
         needed["ref_per_token_logps"] = "beta"
-    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
+    if args.use_vllm and args.vllm_importance_sampling_correction:
         needed |= dict.fromkeys(("importance_sampling_ratio", "sampling_per_token_logps"), "vLLM")
     for name, options in (
         ("signals.attention.vision", wanted.attention),

@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+from vgr_trl.training.host import Host
+from vgr_trl.training.rollout import TrainingPass, valid_tokens
+
 _TOKEN_MEANS = ("approx_kl", "entropy_penalty", "perception_loss", "perturbed_entropy", "kl", "entropy")
 _RATIO_MEANS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
 
@@ -55,20 +58,45 @@ def weigh_by_tokens(metrics: MutableMapping[str, list[float]], names: Iterable[s
             metrics[name] = [sum(value * count for value, count in pairs) / total]
 
 
-class Throughput:
-    """Counts of a logging window, turned into rates."""
+class StepMetrics:
+    """Counts and means of the micro-batches since the last log.
 
-    def __init__(self) -> None:
-        self.tokens = 0.0
-        self.samples = 0.0
+    Args:
+        host: of which processes and options are read.
+    """
 
-    def add(self, tokens: float, samples: float) -> None:
-        """Count what one micro-batch trained on, over all processes: prompt and completion tokens, completions."""
-        self.tokens += tokens
-        self.samples += samples
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self._counts: list[float] = []  # valid tokens of each micro-batch
+        self._tokens = self._samples = 0.0
+
+    def measure(self, passed: TrainingPass) -> dict[str, float]:
+        """Count a micro-batch, over all processes, and return its metrics.
+
+        Args:
+            passed: with log-probabilities.
+        """
+        assert passed.logps is not None
+        inputs, logps = passed.inputs, passed.logps.detach()
+        mask = valid_tokens(inputs)  # (N, T)
+        old_logps = inputs.get("old_per_token_logps", logps)  # TRL leaves them out while they equal the new ones
+        kl = approximate_kl(logps, old_logps, mask)  # (N,)
+        tokens = inputs["prompt_mask"].sum() + inputs["completion_mask"].sum()
+        rows = torch.tensor(mask.size(0), device=mask.device)
+        local = torch.stack([kl.sum(), mask.sum().float(), tokens.float(), rows.float()])
+        kl_sum, valid, all_tokens, all_rows = self.host.accelerator.reduce(local, reduction="sum").tolist()
+        self._counts.append(valid)
+        self._tokens += all_tokens
+        self._samples += all_rows
+        return {"approx_kl": kl_sum / max(valid, 1.0)}
+
+    def merge(self, metrics: MutableMapping[str, list[float]]) -> None:
+        """Make one value of those of the micro-batches, before they are logged."""
+        weigh_by_tokens(metrics, token_means(self.host.args), self._counts)
+        self._counts.clear()
 
     def rates(self, seconds: float) -> dict[str, float]:
         """Return tokens and completions per second, generation and scoring included, and start a new window."""
-        rates = {"perf/tokens_per_second": self.tokens / seconds, "perf/samples_per_second": self.samples / seconds}
-        self.tokens = self.samples = 0.0
+        rates = {"perf/tokens_per_second": self._tokens / seconds, "perf/samples_per_second": self._samples / seconds}
+        self._tokens = self._samples = 0.0
         return rates

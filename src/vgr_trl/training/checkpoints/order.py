@@ -15,13 +15,14 @@ from transformers.utils import logging
 from vgr_trl.errors import ConfigError
 from vgr_trl.training.checkpoints.manifest import read_manifest
 from vgr_trl.training.checkpoints.shares import load_shares, num_shares, remove_share, save_share
+from vgr_trl.training.constructed import ConstructedTrainer
 
 logger = logging.get_logger(__name__)
 
 GENERATION = "generation"
 
 
-def save_generation(trainer: Any, folder: Path) -> None:
+def save_generation(trainer: ConstructedTrainer, folder: Path, waits: bool) -> None:
     """Write the completions that this process has still to train on into a checkpoint, if it is within a batch."""
     accelerator, every = trainer.accelerator, _generates_every(trainer)
     place = accelerator.process_index, accelerator.num_processes
@@ -32,12 +33,12 @@ def save_generation(trainer: Any, folder: Path) -> None:
         "micro_batch": trainer._step % every,
         "of": every,
         "inputs": trainer._buffered_inputs,
-        "waiting": trainer._choice.waits,
+        "waiting": waits,
     }
     save_share(state, folder, *place, GENERATION)
 
 
-def continue_order(trainer: Any, folder: Path) -> None:
+def continue_order(trainer: ConstructedTrainer, folder: Path, sampler: Any) -> None:
     """Take up the order of the prompts and the generation batch where the checkpoint was saved.
 
     Raises:
@@ -56,20 +57,20 @@ def continue_order(trainer: Any, folder: Path) -> None:
             "stays, random numbers start anew."
         )
     epochs, batches = _behind(trainer, folder)
-    if trainer.shuffle_dataset and trainer.train_sampler is not None:
+    if trainer.shuffle_dataset and sampler is not None:
         for _ in range(epochs):
-            torch.randperm(len(trainer.train_dataset), generator=trainer.train_sampler.generator)
+            torch.randperm(len(trainer.train_dataset), generator=sampler.generator)
     trainer._step = batches
     if not args.ignore_data_skip:
         _continue_generation(trainer, folder, batches % _generates_every(trainer))
 
 
-def _generates_every(trainer: Any) -> int:
+def _generates_every(trainer: ConstructedTrainer) -> int:
     """Micro-batches of a process from one generation to the next."""
-    return trainer.args.steps_per_generation * trainer.num_iterations
+    return int(trainer.args.steps_per_generation or 1) * trainer.num_iterations
 
 
-def _behind(trainer: Any, folder: Path) -> tuple[int, int]:
+def _behind(trainer: ConstructedTrainer, folder: Path) -> tuple[int, int]:
     """Whole epochs that are behind the run, and micro-batches since the last generation that began an epoch."""
     args, step = trainer.args, trainer.state.global_step
     window = args.gradient_accumulation_steps
@@ -81,13 +82,13 @@ def _behind(trainer: Any, folder: Path) -> tuple[int, int]:
                 "checkpoint."
             )
         return 0, 0 if args.ignore_data_skip else step * window
-    prompts = args.generation_batch_size // trainer.num_generations
+    prompts = trainer.args.prompts_per_rollout
     batches = len(trainer.train_dataset) // prompts * _generates_every(trainer)  # of an epoch
     epochs, steps = divmod(step, -(-batches // window))
     return epochs, 0 if args.ignore_data_skip else steps * window
 
 
-def _continue_generation(trainer: Any, folder: Path, micro_batch: int) -> None:
+def _continue_generation(trainer: ConstructedTrainer, folder: Path, micro_batch: int) -> None:
     processes, every = trainer.accelerator.num_processes, _generates_every(trainer)
     cure = f"give a checkpoint whose step is a multiple of {every}"
     if every % trainer.args.gradient_accumulation_steps == 0:

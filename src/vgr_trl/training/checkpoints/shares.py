@@ -1,6 +1,5 @@
-"""Checkpoints: weights loaded all or none, and what each process keeps of its own."""
+"""Checkpoints: complete or not, and what each process keeps of its own."""
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,7 +7,6 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
 from transformers import trainer as trainer_module
 
 from vgr_trl.disk_full import disk_full_named
@@ -18,49 +16,6 @@ from vgr_trl.training.checkpoints.manifest import remove_manifest, write_manifes
 
 SHARE = "{}_{}_of_{}.pt"  # what a process keeps beside weights and optimizer, by kind, process and number of processes
 KINDS = {"choice": "the replay buffer", "generation": "the generation batch"}
-
-
-def load_weights(model: PreTrainedModel, checkpoint: str) -> None:
-    """Set the weights of `model`, in place, to those saved in the folder `checkpoint`.
-
-    transformers saves vision-language models under other names than their parameters have. `from_pretrained` renames
-    them back; the trainer's own loading does not, and then keeps the weights of the start with a warning (seen with
-    transformers 5.23 and Qwen2.5-VL).
-
-    Raises:
-        ConfigError: the checkpoint cannot be read, is of another architecture or size, or lacks weights.
-    """
-    loading: Any = type(model)
-    try:
-        if (kind := AutoConfig.from_pretrained(checkpoint).model_type) != model.config.model_type:
-            raise ValueError(f"it is a {kind}, not a {model.config.model_type}")
-        saved, report = loading.from_pretrained(
-            checkpoint,
-            config=copy.deepcopy(model.config),
-            dtype=model.dtype,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-        _refuse_incomplete(report, checkpoint)
-        model.load_state_dict(saved.state_dict(), strict=True)
-    except (OSError, ValueError, RuntimeError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        cause = " ".join(str(error).split())[:200]
-        raise ConfigError(
-            f"The checkpoint {checkpoint} does not fit the model {type(model).__name__} ({cause}): continue with the "
-            "model that it was saved from, or give an earlier checkpoint."
-        ) from error
-
-
-def _refuse_incomplete(report: dict[str, Any], checkpoint: str) -> None:
-    for kind, names in report.items():
-        if names and kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            some = ", ".join(sorted(map(str, names))[:3])
-            raise ConfigError(
-                f"The checkpoint {checkpoint} has {len(names)} {kind.replace('_', ' ')} ({some}, …): give one that was "
-                "written to the end, of the same model."
-            )
 
 
 @contextmanager

@@ -1,0 +1,79 @@
+"""Rewards as TRL calls them, and what comes back: one number per completion, finite, or none that applies."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from vgr_trl.rewards.finite import refuse_infinite
+from vgr_trl.rewards.groups import WholeGroups
+from vgr_trl.rewards.outcome import checked
+from vgr_trl.training.host import Host
+from vgr_trl.training.rollout import Rollout
+
+logger = logging.get_logger(__name__)
+
+
+class Judge:
+    """Guards the rewards of a run.
+
+    Args:
+        host: whose reward functions they are.
+        trainer: what rewards with an argument `trainer` get.
+    """
+
+    def __init__(self, host: Host, trainer: object) -> None:
+        self.host, self.trainer = host, trainer
+        self._with_nan: set[str] = set()
+
+    def guarded(self, reward_funcs: Sequence[Any], rollout: Rollout | None) -> list[Any]:
+        """Return the reward functions such that they return one number or None per completion, or fail by name.
+
+        Args:
+            reward_funcs: as TRL has them; reward models stay as they are.
+            rollout: at hand; one greedy completion has no others to be compared with, and earns 0 there.
+        """
+        alone = rollout is not None and rollout.greedy
+        return [
+            self._guarded(_zero if alone and isinstance(reward, WholeGroups) else reward, name)
+            for reward, name in zip(reward_funcs, self.host.reward_names, strict=True)
+        ]
+
+    def _guarded(self, reward: Any, name: str) -> Any:
+        if isinstance(reward, torch.nn.Module):
+            return reward
+        return checked(reward, name, self._warn_of_nan, trainer=self.trainer)
+
+    def check(
+        self, rewards: torch.Tensor, reward_funcs: Sequence[Any], rows: Sequence[Mapping[str, Any]]
+    ) -> dict[str, float]:
+        """Return for which share of all completions each reward does not apply.
+
+        Args:
+            rewards: of all processes, (N of all, F).
+            reward_funcs: in their order.
+            rows: of the data, of this process.
+
+        Raises:
+            RewardError: a reward is infinite.
+        """
+        refuse_infinite(rewards, self.host.reward_names, rows, len(rows) * self.host.accelerator.process_index)
+        metrics = {}
+        for reward, name, undefined in zip(reward_funcs, self.host.reward_names, rewards.isnan().T, strict=True):
+            metrics[f"rewards/{name}/not_applicable"] = undefined.float().mean().item()
+            if isinstance(reward, torch.nn.Module) and undefined.any():
+                self._warn_of_nan(name, int(undefined.sum()))
+        return metrics
+
+    def _warn_of_nan(self, name: str, count: int) -> None:
+        if name not in self._with_nan:
+            self._with_nan.add(name)
+            logger.warning(
+                f"The reward {name} returned NaN for {count} completions: they count as not applicable, as None does "
+                f"(metric rewards/{name}/not_applicable; this is said once). Return None where that is meant."
+            )
+
+
+def _zero(completions: list[Any], **kwargs: Any) -> list[float]:
+    return [0.0] * len(completions)

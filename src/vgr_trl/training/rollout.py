@@ -1,0 +1,106 @@
+"""What a rollout batch, and a micro-batch of it, have become so far: the two objects that stages hand on."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from vgr_trl.batch.inputs import Prompts
+from vgr_trl.batch.placement import Placement
+from vgr_trl.batch.signals import AttentionMass, RolloutSignals
+
+
+@dataclass
+class Verdict:
+    """What all processes know of the groups of a rollout batch.
+
+    Attributes:
+        placement: of the batch.
+        rewards: weighted sums, (N of all,), NaN where no function applied.
+        advantages: (N of all,).
+        dead: numbers of the groups without a gradient, and of those that are left out.
+        filtered: those of the dead whose rewards differ.
+    """
+
+    placement: Placement
+    rewards: torch.Tensor
+    advantages: torch.Tensor
+    dead: list[int] = field(default_factory=list)
+    filtered: list[int] = field(default_factory=list)
+
+    @property
+    def live(self) -> list[int]:
+        """Numbers of the groups with a gradient."""
+        return [group for group in range(self.placement.num_groups) if group not in self.dead]
+
+    @property
+    def here(self) -> slice:
+        """The rows of this process among those of all."""
+        first = self.placement.process_index * self.placement.rows
+        return slice(first, first + self.placement.rows)
+
+    def live_rows(self, replaced: Iterable[int] = ()) -> torch.Tensor:
+        """Which rows of this process have a gradient once others took the place of the groups `replaced`, (N,) bool."""
+        live = torch.ones(self.placement.rows, dtype=torch.bool)
+        for group in set(self.dead).difference(replaced):
+            live[[row for row, _ in self.placement.here(group)]] = False
+        return live
+
+
+@dataclass
+class Rollout:
+    """One rollout batch of this process, from its rows to its advantages.
+
+    TRL's hooks and the stages fill it in the order of the attributes.
+
+    Attributes:
+        rows: of the data, one per completion.
+        recorded: rows that are recorded, whose attention over the image is kept token by token; None if nothing of the
+            batch is recorded in any process.
+        greedy: whether there is one greedy completion per row, of which nothing is logged (ReMax).
+        messages: the prompts as conversations with their images.
+        prompts: as they were given to the first generation of the batch.
+        generated_mass: attention measured while generating.
+        prompt_mass: attention of the prompt's own instruction tokens, (L, N, 1).
+        maps: row -> attention over its vision tokens, (L, T, V).
+        signals: of the completions.
+        rewards: unweighted, of all processes, (N of all, number of functions).
+        batch: what TRL trains on.
+        verdict: which groups have a gradient.
+        replaced: numbers of the groups whose place others have taken.
+        live: rows with a gradient, (N,) bool.
+    """
+
+    rows: list[dict[str, Any]]
+    recorded: tuple[int, ...] | None = None
+    greedy: bool = False
+    messages: list[Any] | None = None
+    prompts: Prompts | None = None
+    generated_mass: AttentionMass | None = None
+    prompt_mass: AttentionMass | None = None
+    maps: dict[int, torch.Tensor] | None = None
+    signals: RolloutSignals | None = None
+    rewards: torch.Tensor | None = None
+    batch: dict[str, Any] = field(default_factory=dict)
+    verdict: Verdict | None = None
+    replaced: list[int] = field(default_factory=list)
+    live: torch.Tensor | None = None
+
+
+@dataclass
+class TrainingPass:
+    """One micro-batch while TRL's `_compute_loss` runs on it.
+
+    Attributes:
+        inputs: of the loss.
+        logps: (N, T) with gradients, of the first pass through the model; None before it.
+    """
+
+    inputs: dict[str, Any]
+    logps: torch.Tensor | None = None
+
+
+def valid_tokens(inputs: dict[str, Any]) -> torch.Tensor:
+    """Return the mask (N, T) of the tokens of a batch that count in the loss."""
+    return inputs["completion_mask"] * inputs.get("tool_mask", 1)

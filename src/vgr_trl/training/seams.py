@@ -1,0 +1,111 @@
+"""The places where this library joins TRL, checked before they are used."""
+
+import inspect
+from importlib.metadata import version
+
+from packaging.version import Version
+from trl.trainer import grpo_trainer
+
+from vgr_trl.errors import UnsupportedTRLError
+
+SUPPORTED = ("1.16", "1.17")  # from, up to but without; the tests run with these releases
+
+SEAMS = {
+    "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
+    "_compute_loss": ("model", "inputs"),
+    "_generate": ("prompts",),
+    "_generate_and_score_completions": ("inputs",),
+    "_generate_single_turn": (),
+    "_get_per_token_logps_and_entropies": (
+        "model",
+        "input_ids",
+        "attention_mask",
+        "logits_to_keep",
+        "batch_size",
+        "compute_entropy",
+    ),
+    "_get_train_sampler": ("dataset",),
+    "_get_output_dir": ("trial",),
+    "_load_best_model": (),
+    "_log_completion_extra": ("column", "values"),
+    "_load_optimizer_and_scheduler": ("checkpoint",),
+    "_prepare_inputs": ("generation_batch",),
+    "_save_checkpoint": ("model", "trial"),
+    "_save_rng_state": ("output_dir",),
+    "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
+    "_tokenize_prompts": ("prompts",),
+    "create_model_card": ("model_name", "dataset_name", "tags"),
+    "log": ("logs", "start_time"),
+    "train": ("resume_from_checkpoint",),
+}
+
+
+# What ours replaces in the module of TRL's trainer while a batch is dealt to micro-batches.
+MODULE_SEAMS = ("shuffle_sequence_dict",)
+
+# What ours reads of a constructed trainer.
+ATTRIBUTES = (
+    "_buffered_inputs",
+    "_entropy_bonus_enabled",
+    "_is_vlm",
+    "_logs",
+    "_metrics",
+    "_pending_extra_logs",
+    "_pending_metrics",
+    "_step",
+    "_tokenizer",
+    "environment_factories",
+    "eos_token_ids",
+    "generation_config",
+    "generation_kwargs",
+    "log_multimodal",
+    "num_generations",
+    "num_generations_eval",
+    "num_iterations",
+    "pad_to_multiple_of",
+    "reward_func_names",
+    "reward_funcs",
+    "reward_weights",
+    "rollout_func",
+    "shuffle_dataset",
+    "tools",
+    "use_vllm",
+)
+
+
+def check_attributes(trainer: object) -> None:
+    """Raise `UnsupportedTRLError` unless the constructed `trainer` has the attributes that ours reads."""
+    for name in ATTRIBUTES:
+        if not hasattr(trainer, name):
+            raise UnsupportedTRLError(
+                f"TRL {version('trl')} is installed, and its trainer has no attribute {name}; install a tested "
+                f'release: pip install "trl>={SUPPORTED[0]},<{SUPPORTED[1]}".'
+            )
+
+
+def check_seams(trainer_class: type, installed: str | None = None) -> None:
+    """Raise `UnsupportedTRLError` unless `trainer_class`, TRL's trainer, has the methods that ours extends.
+
+    Args:
+        trainer_class: TRL's `GRPOTrainer`.
+        installed: version of TRL, that of the installed package by default.
+    """
+    installed = installed or version("trl")
+    first, end = SUPPORTED
+    supported = f"TRL {installed} is installed, but vgr_trl is tested with trl>={first},<{end}"
+    cure = f'install one of those: pip install "trl>={first},<{end}".'
+    if not Version(first) <= Version(Version(installed).base_version) < Version(end):
+        raise UnsupportedTRLError(f"{supported}; {cure}")
+    for name in MODULE_SEAMS:
+        if not hasattr(grpo_trainer, name):
+            raise UnsupportedTRLError(f"{supported}, and its module grpo_trainer has no {name}; {cure}")
+    for name, expected in SEAMS.items():
+        method = getattr(trainer_class, name, None)
+        if method is None:
+            raise UnsupportedTRLError(f"{supported}, and {trainer_class.__name__} has no method {name}; {cure}")
+        names = list(inspect.signature(method).parameters)
+        missing = [parameter for parameter in expected if parameter not in names]
+        if missing:
+            raise UnsupportedTRLError(
+                f"{supported}, and {trainer_class.__name__}.{name} has no parameter {missing[0]}; {cure}"
+            )
