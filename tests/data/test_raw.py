@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, Features, Value
 from datasets import Image as ImageFeature
-from made import jsonl
+from made import jsonl, parquet, picture
 from PIL import Image
 
 from vgr_trl.cli import data_convert, data_inspect
@@ -190,3 +190,62 @@ def test_long_dialogues_train_on_their_last_question(tmp_path):
         assert (asked(long), long["solution"]) == ("Which colour?", "red")
         assert [message["role"] for message in short["prompt"]] == ["system", "user"]
         assert "Be brief." in json.dumps(short["prompt"][0])
+
+
+ARXIVQA = "openbmb/VisRAG-Ret-Test-ArxivQA"
+
+
+@pytest.fixture
+def arxivqa(tmp_path, monkeypatch):
+    """The three tables of ArxivQA, in a folder of the hub's name, which `datasets` takes for the hub's."""
+    monkeypatch.chdir(tmp_path)
+    asked = {"query": "Which?", "options": ["A) red", "B) blue"]}
+    tables = {
+        "corpus": [{"corpus-id": "a", "image": picture(RED)}, {"corpus-id": "b", "image": picture(BLUE)}],
+        "queries": [{"query-id": "1", **asked, "answer": "B"}, {"query-id": "2", **asked, "answer": "E"}],
+        "qrels": [{"query-id": "1", "corpus-id": "b", "score": 1}, {"query-id": "2", "corpus-id": "a", "score": 1}],
+    }
+    for name, rows in tables.items():
+        parquet(tmp_path / ARXIVQA / name / "train-00000-of-00001.parquet", rows)
+    configs = "".join(f"- config_name: {name}\n  data_files: {name}/*.parquet\n" for name in tables)
+    (tmp_path / ARXIVQA / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    files = ",".join(f"{name}={ARXIVQA}/{name}/train-00000-of-00001.parquet" for name in tables)
+    return {"dataset_name": ARXIVQA}, {"dataset_path": str(tmp_path / ARXIVQA)}, {"data_files": files}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_arxivqa_as_on_the_hub(arxivqa, streaming):
+    for given in arxivqa:
+        (row,), skipped = load(dataset_streaming=streaming, **given)
+        assert (asked(row), row["solution"], corner(images_of(row)[0])) == ("Which?\nA. red\nB. blue", "B", BLUE)
+        assert [reason.startswith("solution is the letter E") for reason in skipped] == [True]
+        with pytest.raises(DataError, match=r"has the splits \['train'\], but not 'test'"):
+            load("test", **given)
+
+
+def test_inspect_reads_arxivqa(arxivqa, capsys):
+    found = data_inspect.run(data_inspect.parser().parse_args([arxivqa[1]["dataset_path"], "--samples", "0"]))
+    assert (found.rows, found.usable) == (2, 1)
+
+
+def test_mmmu_pro_as_on_the_hub(tmp_path, monkeypatch):
+    """Its configuration is that of `convert` where none is named."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "MMMU" / "MMMU_Pro"
+    row = {"id": "x", "question": "Is <image 2>?", "options": "['red', 'blue']", "answer": "A", "subject": "Art"}
+    shown = {f"image_{number}": picture(RED if number == 2 else BLUE) for number in (1, 2)}
+    parquet(
+        folder / "ten" / "test-00000.parquet", [{**row, **shown}, {**row, "image_1": None, "image_2": shown["image_2"]}]
+    )
+    parquet(folder / "vision" / "test-00000.parquet", [{**row, "image": picture(BLUE)}])
+    configs = {"standard (10 options)": "ten", "vision": "vision"}
+    lines = "".join(
+        f"- config_name: {name}\n  data_files:\n  - split: test\n    path: {place}/*.parquet\n"
+        for name, place in configs.items()
+    )
+    (folder / "README.md").write_text(f"---\nconfigs:\n{lines}---\n")
+    for streaming in (False, True):
+        rows, skipped = load("test", dataset_name="MMMU/MMMU_Pro", dataset_streaming=streaming)
+        assert not skipped
+        assert [asked(found).splitlines()[0] for found in rows] == ["Is <image 2>?", "Is <image 1>?"]
+        assert [[corner(image) for image in images_of(found)] for found in rows] == [[BLUE, RED], [RED]]

@@ -197,7 +197,8 @@ def image_root(arguments: DataArguments, split: str) -> Path:
     if arguments.image_dir is not None:
         return Path(arguments.image_dir)
     if arguments.data_files:
-        return parse_data_files(arguments.data_files)[split][0].parent
+        files = parse_data_files(arguments.data_files)
+        return files.get(split, next(iter(files.values())))[0].parent
     return Path(arguments.dataset_path) if arguments.dataset_path else Path()
 
 

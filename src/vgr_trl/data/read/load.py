@@ -22,6 +22,8 @@ from datasets import (
 from datasets.exceptions import DataFilesNotFoundError, DatasetGenerationError, DatasetNotFoundError
 from pyarrow.lib import ArrowException
 
+from vgr_trl.data.build.sets import mmmu_pro
+from vgr_trl.data.read.joined import joined_rows, joined_source
 from vgr_trl.data.read.readers import FOLDER, count_rows
 from vgr_trl.data.read.sources import row_files, splits_of
 from vgr_trl.data.read.tables import stream_of, table_of
@@ -67,6 +69,8 @@ def load_split(
         got = " and ".join(named) if named else "none"
         raise ConfigError(f"Data come from one of dataset_name, dataset_path and data_files, but {got} was given.")
     with readable(given[named[0]], named[0], only_reads=True):
+        if (joined := joined_source(dataset_name, dataset_path, data_files)) is not None:
+            return joined_rows(joined, split, streaming)
         if data_files:
             files = parse_data_files(data_files)
             if split not in files:
@@ -96,6 +100,9 @@ def load_path(
     with readable(path, "the path", only_reads=True):
         if Path(path).is_file():
             return split or "train", _from_files([Path(path)], streaming)
+        joined = joined_source(None if Path(path).exists() else path, path, None)
+        if joined is not None:
+            return split or "train", joined_rows(joined, split or "train", streaming)
         if path and Path(path).is_dir():
             loaded = _from_folder(Path(path), streaming)
         elif HUB_NAME.fullmatch(path):
@@ -169,6 +176,8 @@ def _matching(path: str) -> list[Path]:
 
 
 def _from_hub(name: str, config: str | None, streaming: bool) -> Any:
+    if config is None and name == mmmu_pro.HUB_NAME:
+        config = mmmu_pro.HUB_CONFIG  # as in conversion
     return _keeping_types(load_dataset(name, name=config, streaming=streaming), name)
 
 
