@@ -25,6 +25,7 @@ SEAMS = {
         "compute_entropy",
     ),
     "_get_train_sampler": ("dataset",),
+    "_get_eval_sampler": ("eval_dataset",),
     "_get_output_dir": ("trial",),
     "_load_best_model": (),
     "_log_completion_extra": ("column", "values"),
