@@ -89,20 +89,19 @@ _MISLEADING = ("rollout", "step", "steps", "output")  # of the small step
 @contextmanager
 def _small(config: Any, folder: str) -> Iterator[dict[str, Any]]:
     """Change the options to those of the small step; give the sizes of the whole run."""
-    batch, group = config.per_device_train_batch_size * config.world_size, int(config.num_generations)
-    accumulated = int(config.gradient_accumulation_steps)
+    batch, group = config.per_device_train_batch_size * config.world_size, config.num_generations or 1
+    accumulated, generated = config.gradient_accumulation_steps, config.steps_per_generation or 1
     sizes = {
-        "completions": int(config.generation_batch_size),
+        "completions": config.generation_batch_size or batch,
         "per_step": batch * accumulated,
         "max_steps": config.max_steps,
         "epochs": config.num_train_epochs,
-        "passes": config.steps_per_generation * config.num_iterations / accumulated,
+        "passes": generated * config.num_iterations / accumulated,
         "prompts": config.prompts_per_rollout,
     }
-    most = max(int(config.steps_per_generation), 1)
-    fitting = [parts for parts in range(1, most + 1) if batch * parts % group == 0]
+    fitting = [parts for parts in range(1, generated + 1) if batch * parts % group == 0]
     enough = [parts for parts in fitting if batch * parts >= PROMPTS * group]
-    parts = (enough or fitting[-1:] or [most])[0]
+    parts = (enough or fitting[-1:] or [generated])[0]
     config.steps_per_generation = config.gradient_accumulation_steps = parts
     config.generation_batch_size = batch * parts
     config.num_iterations, config.max_steps = 1, 1

@@ -1,0 +1,31 @@
+"""The task for lmms-eval, without lmms-eval: what it shows and how it judges."""
+
+import runpy
+from pathlib import Path
+
+import yaml
+
+from vgr_trl.demo.shapes import draw_questions
+
+FOLDER = Path(__file__).parents[2] / "examples" / "lmms_eval"
+
+
+def test_the_task_shows_image_and_choices_and_judges_the_answer():
+    task = runpy.run_path(str(FOLDER / "questions.py"))
+    row = draw_questions(1, seed=3, split="test")[0]
+    (image,) = task["images"](row)
+    assert (image.size, image.mode) == (row["image"].size, "RGB")
+    shown = task["text"](row, {})
+    assert shown.startswith(row["problem"])
+    assert all(choice in shown for choice in row["choices"] or [])
+    assert task["results"](row, [f"<answer>{row['solution']}</answer>"]) == {"accuracy": 1.0}
+    assert task["results"](row, ["no idea"]) == {"accuracy": 0.0}
+
+
+def test_the_task_names_functions_that_are_there():
+    text = (FOLDER / "questions.yaml").read_text(encoding="utf-8")
+    settings = yaml.safe_load(text.replace("!function ", ""))
+    task = runpy.run_path(str(FOLDER / "questions.py"))
+    for key in ("doc_to_visual", "doc_to_text", "process_results"):
+        assert callable(task[settings[key].removeprefix("questions.")])
+    assert [metric["metric"] for metric in settings["metric_list"]] == ["accuracy"]
