@@ -156,3 +156,10 @@ def test_the_first_line_comes_before_the_libraries(tmp_path):
         assert "loading torch" in first
         rest = process.stderr.read()
     assert "give --bf16 false, and --use_cpu" in rest or "model_name_or_path is missing" in rest  # with a GPU
+
+
+def test_a_stray_word_is_told_before_the_words_of_the_parser(capsys):
+    assert main("train stray --use_cpu true --bf16 false".split()) == 1
+    error = capsys.readouterr().err
+    assert "A word stands among the flags that belongs to none" in error
+    assert "stray" in error
