@@ -1,6 +1,7 @@
 """The page of a report in headless Chromium: it shows what the data hold; clicks and keys change what they should."""
 
 import io
+import math
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ from made_run import completion, make_run
 from PIL import Image
 
 from vgr_trl.data.rows.prompts import SYSTEM_PROMPT
-from vgr_trl.reporting.records.reading import LogEntry, encode_log
+from vgr_trl.reporting.records.reading import LogEntry, Record, encode_log, encode_record
 from vgr_trl.reporting.views.html import PLACE, page_template, write_report
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
@@ -390,6 +391,23 @@ def test_two_tokens_are_compared(opened: Open) -> None:
     assert heat(page) == [0, 0, 0, round(255 * 0.08 / 0.18)] + [0] * 8
     tokens(page).nth(8).click(modifiers=["Shift"])
     expect(page.locator(".heat")).to_have_count(1)
+
+
+def test_the_perturbed_image_and_the_region_stand_on_the_page(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1)
+    shown = completion(run / "rollouts", 0, True, tokens=["a", "cat", "<end>"])
+    shown.changes = [-0.1, -math.log(4), 0.0]
+    shown.images[0].perturbed = shown.images[0].file
+    shown.images[0].regions = [(100.0, 60.0, 50.0, 40.0)]
+    (run / "rollouts/records-000001.jsonl").write_text(encode_record(Record(1, "train", 0.0, [shown])) + "\n", "utf-8")
+    write_report([run], tmp_path / "page.html")
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(f"{(tmp_path / 'page.html').as_uri()}#tab=Completions")
+    expect(page.get_by_role("img", name="Image 1 as it was perturbed")).to_be_visible()
+    expect(page.locator(".changed li")).to_have_text(["cat less likely: × 0.25", "a less likely: × 0.9"])
+    region = page.locator(".region")  # 400 x 300 pixels are drawn as 320 x 240 units
+    assert [float(region.get_attribute(name) or "nan") for name in ("x", "y", "width", "height")] == [80, 48, 40, 32]
+    page.close()
 
 
 @pytest.mark.parametrize("back", [(255, 255, 255), (211, 211, 211), (0, 0, 0), (230, 30, 30), (214, 0, 122)])

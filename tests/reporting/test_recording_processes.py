@@ -12,8 +12,8 @@ import recording_worker
 from vgr_trl.reporting.records.reading import read_run
 
 SCRIPT = Path(recording_worker.__file__)
-NUMBERS = ("weights", "dependency", "vgr", "advantages", "entropies", "logps", "metrics", "rewards", "reward",
-           "advantage")  # fmt: skip
+NUMBERS = ("weights", "dependency", "vgr", "advantages", "entropies", "logps", "changes", "metrics", "rewards",
+           "reward", "advantage")  # fmt: skip
 
 
 def launch(model_folder, question_file, output):

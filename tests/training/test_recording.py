@@ -3,6 +3,7 @@
 import functools
 import gc
 import json
+import math
 import re
 import subprocess
 import sys
@@ -107,6 +108,13 @@ def test_records_hold_what_was_generated_measured_and_earned(make, tmp_path):
             assert sum(completion.weights) / length == pytest.approx(1, abs=1e-3)
             assert all(value >= 0 for value in completion.dependency)
             assert all(value <= 0 for value in completion.logps)
+            for change, dependency in zip(completion.changes, completion.dependency, strict=True):
+                # The dependency is e^d - d - 1 of the change d.
+                assert dependency == pytest.approx(math.exp(change) - change - 1, rel=1e-3, abs=1e-4)
+            (image,) = completion.images
+            assert image.perturbed is not None
+            assert image.perturbed != image.file
+            assert (run.folder / image.perturbed).is_file()
 
 
 def test_attention_maps_sum_to_the_mass_on_the_image_on_its_grid(make, tmp_path):

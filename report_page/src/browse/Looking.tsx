@@ -67,15 +67,35 @@ export function Looking({ completion, images, lit, tokens, onAll, comparing, onC
       )}
       {changed && (
         <div class="perturbed">
-          <p class="muted">Perturbed, for the dependency on the image</p>
-          <div class="pair">
-            {completion.images.map((picture, index) => picture.perturbed && (
-              <img key={index} src={thumbnail(images, picture.perturbed) ?? undefined} alt={`Image ${index + 1} as it was perturbed`} />
-            ))}
-          </div>
+          <p class="muted">As it is, and perturbed for the dependency on the image</p>
+          {completion.images.map((picture, index) => picture.perturbed && (
+            <div key={index} class="pair">
+              <img src={thumbnail(images, picture.file) ?? undefined} alt={`Image ${index + 1}`} />
+              <img src={thumbnail(images, picture.perturbed) ?? undefined} alt={`Image ${index + 1} as it was perturbed`} />
+            </div>
+          ))}
+          <Changed completion={completion} />
         </div>
       )}
     </div>
+  );
+}
+
+const MOST_CHANGED = 6;
+
+/** The words whose probability the perturbation changed most. */
+function Changed({ completion: { tokens, changes } }: { completion: Completion }) {
+  const found = (changes ?? [])
+    .flatMap((change, token) => (change ? [{ change, token }] : []))
+    .sort((a, b) => Math.abs(b.change) - Math.abs(a.change))
+    .slice(0, MOST_CHANGED);
+  if (!found.length) return null;
+  return (
+    <ul class="changed" aria-label="Words that changed most in probability">
+      {found.map(({ change, token }) => (
+        <li key={token}><b>{visible(tokens[token]!).trim() || "␣"}</b> {change < 0 ? "less" : "more"} likely: × {number(Math.exp(change), 2)}</li>
+      ))}
+    </ul>
   );
 }
 

@@ -16,7 +16,7 @@ from vgr_trl.reporting.views.console import print_record
 from vgr_trl.reporting.views.markdown import Summary
 from vgr_trl.reporting.views.markdown_logs import MarkdownLogs
 
-Thumbnails = Sequence[Sequence[Image.Image | None]]  # per completion, per image
+Thumbnails = Sequence[Sequence[Image.Image | None]]  # per completion, per image; then as perturbed, if they were
 
 
 class RecordSink:
@@ -84,10 +84,12 @@ class RecordSink:
     def _write(self, record: Record, thumbnails: Thumbnails) -> None:
         files: dict[str, bytes] = {}
         for completion, shown in zip(record.completions, thumbnails, strict=True):
-            for image, thumbnail in zip(completion.images, shown, strict=True):
+            places = [(image, name) for name in ("file", "perturbed") for image in completion.images]
+            for (image, name), thumbnail in zip(places, shown, strict=False):
                 if thumbnail is not None:
-                    image.file, content = thumbnail_file(thumbnail)
-                    files[image.file] = content
+                    file, content = thumbnail_file(thumbnail)
+                    files[file] = content
+                    setattr(image, name, file)
         self._opened(record.step).add(record, files)
 
     def _write_log(self, entry: LogEntry) -> None:

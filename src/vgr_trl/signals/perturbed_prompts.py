@@ -27,9 +27,7 @@ def perturbed_prompts(prompts: Sequence[Any], indices: Sequence[int], perturb: P
 
 
 def _with_images(prompt: Any, perturb: Perturb) -> Any:
-    if isinstance(prompt, str):
-        return prompt
-    images = [part["image"] for part in _image_parts(prompt)]
+    images = images_in(prompt)
     if not images:
         return prompt
     replacements = iter(perturb(images))
@@ -45,6 +43,11 @@ def _with_images(prompt: Any, perturb: Perturb) -> Any:
         }
         for message in prompt
     ]
+
+
+def images_in(prompt: Any) -> list[Any]:
+    """Return the images of a conversation, in order."""
+    return [] if isinstance(prompt, str) else [part["image"] for part in _image_parts(prompt)]
 
 
 def _image_parts(prompt: Any) -> list[dict[str, Any]]:

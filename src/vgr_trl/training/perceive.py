@@ -7,7 +7,7 @@ import torch
 
 from vgr_trl.batch.inputs import joined, pixels_of_rows, rows_with_images, scoring_inputs
 from vgr_trl.signals import Measurement, perturb_images, visual_dependency
-from vgr_trl.signals.perturbed_prompts import perturbed_prompts
+from vgr_trl.signals.perturbed_prompts import images_in, perturbed_prompts
 from vgr_trl.training.host import Host
 from vgr_trl.training.rollout import Rollout
 
@@ -31,6 +31,7 @@ def perceive(rollout: Rollout, host: Host, measurement: Measurement) -> Rollout:
         perturbed = scoring_inputs(batch | {"pixel_values": joined(pixels)} if pixels is not None else batch)
         logps = host.score(perturbed)
         assert rollout.signals is not None
+        rollout.changes = logps - rollout.signals.logps
         blind = ~rows_with_images(batch).to(logps.device).unsqueeze(1)  # (N, 1)
         rollout.signals.dependency = visual_dependency(rollout.signals.logps, logps).masked_fill(blind, torch.nan)
     return rollout
@@ -50,5 +51,6 @@ def _perturbed_pixels(rollout: Rollout, host: Host) -> Any:
     )
     assert rollout.messages is not None
     prompts, own = perturbed_prompts(rollout.messages, [(first + row) // shared_by for row in range(rows)], perturb)
+    rollout.perturbed_images = [images_in(prompts[place]) for place in own]
     images, fields = host.tokenize(prompts)
     return None if images is None else pixels_of_rows(fields, images, own, rollout.batch)

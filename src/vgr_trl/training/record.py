@@ -13,6 +13,7 @@ from vgr_trl.config.report import LOG_OPTIONS
 from vgr_trl.errors import ConfigError
 from vgr_trl.reporting.records.format import Completion, LogEntry, Record
 from vgr_trl.reporting.records.reading import FOLDER
+from vgr_trl.reporting.records.thumbnails import shrunk
 from vgr_trl.reporting.records.writing import refuse_unwritable
 from vgr_trl.reporting.sink import RecordSink
 from vgr_trl.reporting.views.markdown_logs import markdown_logs
@@ -129,6 +130,10 @@ class RolloutRecorder:
         if (attention := (rollout.maps or {}).get(row)) is not None:
             late = late_layers(len(attention), self.args.attention_segments)
             measured["attention"] = quantised(attention[late].mean(0)[:length], grids)
+        if rollout.changes is not None and images:
+            measured["changes"] = rollout.changes[row, :length].tolist()
+        if rollout.perturbed_images is not None:
+            thumbnails += [shrunk(image) for image in rollout.perturbed_images[row]]
         solution = data.get("solution")
         assert rollout.rewards is not None
         completion = Completion(

@@ -35,7 +35,18 @@ def images_of_row(
         digest.update(f"{image.mode} {image.size} ".encode() + image.tobytes())
         recorded.append(RecordedImage(None, *image.size, grid))
         thumbnails.append(shrunk(image))
+    if len(recorded) == 1:
+        recorded[0].regions = _regions(row.get("regions"))
     return recorded, thumbnails, digest.digest()
+
+
+def _regions(value: Any) -> list[tuple[float, float, float, float]] | None:
+    """Boxes as left, top, width, height; None of a column that holds something else."""
+    try:
+        found = [(float(left), float(top), float(wide), float(high)) for left, top, wide, high in value]
+    except (TypeError, ValueError):
+        return None
+    return found or None
 
 
 def grids_of_row(

@@ -26,7 +26,7 @@ class RecordedRow:
 
     place: int
     completion: Completion
-    thumbnails: list[Image.Image | None]
+    thumbnails: list[Image.Image | None]  # then those of the perturbed images, if there are
 
 
 def rows_to_record(samples: int, num_generations: int, total: int) -> list[int]:

@@ -65,6 +65,8 @@ class Rollout:
         prompt_mass: attention of the prompt's own instruction tokens, (L, N, 1).
         maps: row -> attention over its vision tokens, (L, T, V).
         signals: of the completions.
+        perturbed_images: of each row, as they were perturbed for the dependency.
+        changes: of the log-probabilities when images are perturbed, (N, T).
         rewards: unweighted, of all processes, (N of all, number of functions).
         batch: what TRL trains on.
         verdict: which groups have a gradient.
@@ -81,6 +83,8 @@ class Rollout:
     prompt_mass: AttentionMass | None = None
     maps: dict[int, torch.Tensor] | None = None
     signals: RolloutSignals | None = None
+    perturbed_images: list[list[Any]] | None = None
+    changes: torch.Tensor | None = None
     rewards: torch.Tensor | None = None
     batch: dict[str, Any] = field(default_factory=dict)
     verdict: Verdict | None = None

@@ -14,12 +14,16 @@ class RecordedImage:
         file: of its thumbnail, relative to the folder of the records; None if there is none.
         width, height: of the image itself, in pixels.
         grid: rows and columns of its vision tokens; None if they are not known.
+        regions: left, top, width and height in pixels of what the question is about; None if the data do not say it.
+        perturbed: file of a thumbnail of the image as it was perturbed for the dependency; None if it was not.
     """
 
     file: str | None
     width: int
     height: int
     grid: tuple[int, int] | None = None
+    regions: list[tuple[float, float, float, float]] | None = None
+    perturbed: str | None = None
 
 
 @dataclass
@@ -56,6 +60,7 @@ class Completion:
         vgr: vision gain ratio, over the layers that rewards read.
         advantages: what the loss reads; None if it was not trained on.
         entropies, logps: under the policy that generated, in nats.
+        changes: of the log-probability when the image is perturbed, in nats.
         rewards: by name, unweighted.
         reward: their weighted sum.
         advantage: of the whole completion.
@@ -79,6 +84,7 @@ class Completion:
     advantages: Numbers | None = None
     entropies: Numbers | None = None
     logps: Numbers | None = None
+    changes: Numbers | None = None
     rewards: dict[str, float | None] = field(default_factory=dict)
     reward: float | None = None
     advantage: float | None = None

@@ -99,7 +99,7 @@ def _completion(item: dict[str, Any]) -> Completion:
     values["group"] = int(item["group"])
     values["tokens"] = [str(piece) for piece in item["tokens"]]
     count = len(values["tokens"])
-    for name in ("weights", "dependency", "vgr", "advantages", "entropies", "logps"):
+    for name in ("weights", "dependency", "vgr", "advantages", "entropies", "logps", "changes"):
         if (numbers := item.get(name)) is not None:
             values[name] = [_number(number) for number in numbers]
             if len(numbers) != count:
@@ -122,10 +122,17 @@ def _image(item: dict[str, Any]) -> RecordedImage:
     width, height = int(item["width"]), int(item["height"])
     if min(width, height, *(side - 1 for side in size or ())) < 0:
         raise ValueError(f"an image of {width}x{height} pixels and {size} vision tokens")
-    file = item.get("file")
-    if file is not None and not _IMAGE_FILE.fullmatch(file):
-        raise ValueError(f"an image in {file!r}, outside of the folder images")
-    return RecordedImage(file, width, height, size)
+    for file in (item.get("file"), item.get("perturbed")):
+        if file is not None and not _IMAGE_FILE.fullmatch(file):
+            raise ValueError(f"an image in {file!r}, outside of the folder images")
+    regions = item.get("regions")
+    boxes = None if regions is None else [_box(region) for region in regions]
+    return RecordedImage(item.get("file"), width, height, size, boxes, item.get("perturbed"))
+
+
+def _box(region: Any) -> tuple[float, float, float, float]:
+    left, top, width, height = (float(side) for side in region)
+    return left, top, width, height
 
 
 def _attention(item: dict[str, Any], count: int) -> AttentionMap | None:

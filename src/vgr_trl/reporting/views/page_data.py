@@ -163,14 +163,15 @@ class PageData:
     def _thumbnails(self, page: PageRun, record: Record, folder: Path) -> dict[str, bytes]:
         """Content of the record's thumbnails that the page does not have yet."""
         found: dict[str, bytes] = {}
-        for image in (image for completion in record.completions for image in completion.images):
-            if image.file is None or image.file in self.images or image.file in found:
+        images = [image for completion in record.completions for image in completion.images]
+        for file in (file for image in images for file in (image.file, image.perturbed)):
+            if file is None or file in self.images or file in found:
                 continue
-            content = read_thumbnail(folder, image.file)
+            content = read_thumbnail(folder, file)
             if content is None:
-                page.missing.add(image.file)
+                page.missing.add(file)
             else:
-                found[image.file] = content
+                found[file] = content
         return found
 
 
