@@ -32,10 +32,10 @@ from vgr_trl.signals.rollout import policy_is_active
 from vgr_trl.training.checkpoints.folders import resolve_checkpoint, resume_mode
 from vgr_trl.training.checkpoints.order import continue_order, save_generation
 from vgr_trl.training.checkpoints.shares import whole_checkpoint
-from vgr_trl.training.choose import GroupChoice
+from vgr_trl.training.choice.choose import GroupChoice
+from vgr_trl.training.choice.further_prompts import FurtherPrompts
 from vgr_trl.training.collapse_watch import CollapseWatch
 from vgr_trl.training.constructed import ConstructedTrainer
-from vgr_trl.training.further_prompts import FurtherPrompts
 from vgr_trl.training.host import TRLHost
 from vgr_trl.training.judge import Judge
 from vgr_trl.training.loss import entropy_term, perception_term
@@ -54,8 +54,8 @@ from vgr_trl.training.prepare import (
     with_image_lists,
 )
 from vgr_trl.training.ready_data import make_data_ready, with_processor
-from vgr_trl.training.record import FlushRecords, RolloutRecorder
-from vgr_trl.training.record_before import RecordBefore
+from vgr_trl.training.recording.before import RecordBefore
+from vgr_trl.training.recording.record import FlushRecords, RolloutRecorder
 from vgr_trl.training.rollout import Rollout, TrainingPass
 from vgr_trl.training.seams import check_attributes, check_seams
 from vgr_trl.training.spread import spread

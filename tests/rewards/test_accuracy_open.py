@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vgr_trl.rewards import accuracy_reward, formulas
+from vgr_trl.rewards import accuracy_reward
+from vgr_trl.rewards.answers import formulas
 
 
 def reward(answer, gold):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from PIL import Image
 
-from vgr_trl.training.recorded_images import grids_of_row, images_of_row, quantised
-from vgr_trl.training.recorded_rows import question_id, rows_to_record, summary_of, texts_of_row
+from vgr_trl.training.recording.images import grids_of_row, images_of_row, quantised
+from vgr_trl.training.recording.rows import question_id, rows_to_record, summary_of, texts_of_row
 
 
 @pytest.mark.parametrize(

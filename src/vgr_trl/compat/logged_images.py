@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 from trl import GRPOTrainer
 
 from vgr_trl.data.rows.columns import images_of
-from vgr_trl.sharing.replacing import replaced
+from vgr_trl.replacing import replaced
 
 
 @contextmanager

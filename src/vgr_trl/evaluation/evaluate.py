@@ -19,9 +19,9 @@ from vgr_trl.evaluation.generation import Writer
 from vgr_trl.evaluation.scores import Evaluation, scores_of
 from vgr_trl.rewards import accuracy_reward, resolve_solution, think_format_reward
 from vgr_trl.rewards.accuracy import states_answer
+from vgr_trl.rewards.answers.solutions import Solution
+from vgr_trl.rewards.answers.text import normalise
 from vgr_trl.rewards.signatures import check_callable
-from vgr_trl.rewards.solutions import Solution
-from vgr_trl.rewards.text import normalise
 
 
 def evaluate(

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from vgr_trl.errors import RewardError
-from vgr_trl.rewards.answers import answer_tag, last_statement, letter_in_parentheses, strip_thought
-from vgr_trl.rewards.letters import LETTERS, read_labelled, read_letter
-from vgr_trl.rewards.open_answers import same_open_answer
-from vgr_trl.rewards.solutions import Solution, resolve_solution
-from vgr_trl.rewards.text import completion_text, normalise
+from vgr_trl.rewards.answers.letters import LETTERS, read_labelled, read_letter
+from vgr_trl.rewards.answers.open_answers import same_open_answer
+from vgr_trl.rewards.answers.solutions import Solution, resolve_solution
+from vgr_trl.rewards.answers.stated import answer_tag, last_statement, letter_in_parentheses, strip_thought
+from vgr_trl.rewards.answers.text import completion_text, normalise
 
 
 def accuracy_reward(

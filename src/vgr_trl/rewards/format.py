@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from vgr_trl.rewards.text import completion_text
+from vgr_trl.rewards.answers.text import completion_text
 
 _HANGUL_FILLERS = "\u115f\u1160\u3164\uffa0"  # letters to Unicode, but nothing to see
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")

@@ -6,13 +6,13 @@ What it stands on: `backbone.py`, `fitness.py` (which models can), `replacing.py
 `scored_columns.py` and `unseen.py` (heads), `plan.py` (where a trainer shares, and why not elsewhere).
 """
 
+from vgr_trl.replacing import replaced
 from vgr_trl.sharing.backbone import has_active_dropout
 from vgr_trl.sharing.context import leave_out_empty_images, share_prompts
 from vgr_trl.sharing.fitness import why_not_share
 from vgr_trl.sharing.grouping import shuffle_by_group, whole_groups, why_not_regroup
 from vgr_trl.sharing.passes import SharedPasses
 from vgr_trl.sharing.plan import Place, SharingPlan, plan_sharing
-from vgr_trl.sharing.replacing import replaced
 from vgr_trl.sharing.report import SharingReport
 
 __all__ = [

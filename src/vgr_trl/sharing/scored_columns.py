@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from vgr_trl.replacing import replaced
 from vgr_trl.sharing.backbone import is_tracing
-from vgr_trl.sharing.replacing import replaced
 
 
 def with_scored_columns(

@@ -1,6 +1,7 @@
 """How the stages run inside a trainer: the only room that knows one.
 
-Read `prepare.py` (before the first generation), then the stages in the order of data: `measure.py`, `perceive.py`,
-`choose.py` with `replay.py` and `greedy_baseline.py`, `loss.py`; `record.py` and `checkpoints/` beside them. `host.py`
-says what is relied on in TRL.
+Read `rollout.py` (the two objects that are handed on) and `host.py` (what a stage may ask), then the stages in the
+order of data: `prepare.py` and `ready_data.py` (before the first generation), `measure.py`, `judge.py`, `perceive.py`,
+`choice/`, `spread.py`, `loss.py`; `step_metrics.py`, `collapse_watch.py`, `recording/` and `checkpoints/` beside them.
+`constructed.py` types the trainer, `seams.py` says what is relied on in TRL.
 """

@@ -24,7 +24,7 @@ from vgr_trl.data.rows.questions import Candidate, Origin, Question
 from vgr_trl.data.build.shuffle import shuffle_choices
 from vgr_trl.data.read.sources import Source
 from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.rewards.text import normalise
+from vgr_trl.rewards.answers.text import normalise
 
 PLAN = ".merge.json"
 

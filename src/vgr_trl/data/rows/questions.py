@@ -15,7 +15,7 @@ from typing import Any
 
 from vgr_trl.data.rows.prompts import LETTERS
 from vgr_trl.errors import DataError, RewardError
-from vgr_trl.rewards.solutions import resolve_solution
+from vgr_trl.rewards.answers.solutions import resolve_solution
 
 # What \alpha, \beta, \theta, \vec, \frac and \rho begin with where the text of a list was written without care.
 _MISREAD = re.compile(r"[\a\b\t\v\f\r]")

@@ -11,7 +11,7 @@ from transformers import trainer as trainer_module
 
 from vgr_trl.disk_full import disk_full_named
 from vgr_trl.errors import ConfigError
-from vgr_trl.sharing.replacing import replaced
+from vgr_trl.replacing import replaced
 from vgr_trl.training.checkpoints.manifest import remove_manifest, write_manifest
 
 SHARE = "{}_{}_of_{}.pt"  # what a process keeps beside weights and optimizer, by kind, process and number of processes

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from vgr_trl.rewards.text import half_width, normalise
+from vgr_trl.rewards.answers.text import half_width, normalise
 
 LETTERS = "ABCDEFGHIJ"
 

@@ -2,10 +2,10 @@
 
 import re
 
-from vgr_trl.rewards.formulas import same_formula
-from vgr_trl.rewards.letters import unwrap
-from vgr_trl.rewards.quantities import read_quantity
-from vgr_trl.rewards.text import half_width, normalise
+from vgr_trl.rewards.answers.formulas import same_formula
+from vgr_trl.rewards.answers.letters import unwrap
+from vgr_trl.rewards.answers.quantities import read_quantity
+from vgr_trl.rewards.answers.text import half_width, normalise
 
 _SIGNS = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "≤": r"\leq ", "≥": r"\geq ",

@@ -20,8 +20,8 @@ from vgr_trl.reporting.views.markdown_logs import markdown_logs
 from vgr_trl.signals import Measurement
 from vgr_trl.signals.ratios import late_layers
 from vgr_trl.training.host import Host
-from vgr_trl.training.recorded_images import grids_of_row, images_of_row, quantised
-from vgr_trl.training.recorded_rows import (
+from vgr_trl.training.recording.images import grids_of_row, images_of_row, quantised
+from vgr_trl.training.recording.rows import (
     RecordedRow,
     accuracy_name,
     measures_of_row,

@@ -23,10 +23,10 @@ from vgr_trl.sampling import (
 )
 from vgr_trl.signals import Wanted
 from vgr_trl.training.checkpoints.shares import load_shares, save_share
-from vgr_trl.training.further_prompts import FurtherPrompts
-from vgr_trl.training.greedy_baseline import greedy_baseline
+from vgr_trl.training.choice.further_prompts import FurtherPrompts
+from vgr_trl.training.choice.greedy_baseline import greedy_baseline
+from vgr_trl.training.choice.replay import OLD_LOGPS, Replay
 from vgr_trl.training.host import Host
-from vgr_trl.training.replay import OLD_LOGPS, Replay
 from vgr_trl.training.rollout import Rollout, TrainingPass, Verdict
 
 logger = logging.get_logger(__name__)

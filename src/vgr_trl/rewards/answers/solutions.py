@@ -7,9 +7,9 @@ from numbers import Integral, Real
 from typing import Any
 
 from vgr_trl.errors import RewardError
-from vgr_trl.rewards.answers import answer_tag
-from vgr_trl.rewards.letters import LETTERS, read_labelled, read_letter
-from vgr_trl.rewards.text import half_width, normalise
+from vgr_trl.rewards.answers.letters import LETTERS, read_labelled, read_letter
+from vgr_trl.rewards.answers.stated import answer_tag
+from vgr_trl.rewards.answers.text import half_width, normalise
 
 FEWEST_CHOICES, MOST_CHOICES = 2, len(LETTERS)
 LARGEST_INTEGER = 10**18

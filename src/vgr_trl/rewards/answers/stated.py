@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from vgr_trl.rewards.text import half_width
+from vgr_trl.rewards.answers.text import half_width
 
 _THINK_TAG = re.compile(r"<(/?)think>", re.IGNORECASE | re.ASCII)
 _ANSWER_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE | re.ASCII)

@@ -1,0 +1,1 @@
+"""Which groups are trained on: read `choose.py`, then what it calls."""
