@@ -110,7 +110,7 @@ function Bar({ span: { low, high }, looks, opacity }: { span: Span; looks: Look[
   return (
     <p class="heatbar">
       <span>looks less: {number(low / mean, 2)} ×</span>
-      <i style={{ background: `linear-gradient(90deg, transparent, rgb(${HEAT.join(" ")} / ${opacity}))` }} />
+      <i style={{ backgroundImage: `linear-gradient(90deg, transparent, rgb(${HEAT.join(" ")} / ${opacity}))` }} />
       <span>more: {number(high / mean, 2)} × an even share{looks.length > 1 && " of both"}</span>
     </p>
   );
