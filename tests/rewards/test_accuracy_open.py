@@ -188,9 +188,9 @@ ADVERSARIAL = [
 def test_a_million_characters_take_linear_time(piece):
     long = piece * (1_000_000 // len(piece))
     texts = [long, f"the answer is B{long}x", f"<answer>B{long}x</answer>", f"<answer>{long}x</answer>"]
-    start = time.perf_counter()
+    start = time.process_time()
     accuracy_reward(texts, ["B", "B", "B", "2^{10}"], [["cat", "dog"]] * 3 + [None])
-    assert time.perf_counter() - start < 15
+    assert time.process_time() - start < 15
 
 
 @settings(max_examples=200)
