@@ -5,6 +5,7 @@ import os
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,11 @@ from vgr_trl.demo.tiny_vlm import build_tiny_vlm
 
 torch.set_num_threads(1)
 disable_progress_bars()
+if find_spec("hypothesis"):  # not on a machine with a GPU that takes no packages
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any machine")
 
 WORDS = tuple(dict.fromkeys("what colour is the shape red blue green teal A B C D . : ? system user assistant".split()))
 CHAT = (

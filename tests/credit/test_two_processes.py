@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import outputs
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +19,7 @@ def results(tmp_path_factory):
         subprocess.Popen([sys.executable, worker, str(rank), str(world), folder], stderr=subprocess.PIPE)
         for rank, world in ranks
     ]
-    errors = [process.communicate(timeout=120)[1].decode() for process in started]
+    errors = [error.decode() for _, error in outputs(*started)]
     assert [process.returncode for process in started] == [0, 0, 0], errors
     return {rank: json.loads((folder / f"{rank[1]}-{rank[0]}.json").read_text()) for rank in ranks}
 

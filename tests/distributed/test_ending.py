@@ -28,5 +28,5 @@ distributed.all_gather_object([None], "last words")
     ],
 )
 def test_the_group_is_closed_at_exit_unless_the_process_failed(end, status, said):
-    done = subprocess.run([sys.executable, "-c", SCRIPT + end], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", SCRIPT + end], capture_output=True, text=True, timeout=900)
     assert (done.returncode, done.stdout.split()) == (status, [said]), done.stderr

@@ -19,7 +19,7 @@ def launch(processes: int, model_folder: Path, output: Path) -> dict:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((output / "result.json").read_text())

@@ -38,7 +38,7 @@ def test_accelerate_launch_with_two_processes(model_folder, question_files, tmp_
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("13 rows to") == 1, "one process describes the run"

@@ -19,7 +19,7 @@ def test_rows_with_and_without_images_on_two_processes(model_folder, question_fi
         env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     tables = json.loads((tmp_path / "tables.json").read_text())

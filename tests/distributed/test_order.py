@@ -28,7 +28,7 @@ def results(request, model_folder, question_files, tmp_path_factory):
         env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((output / "results.json").read_text())

@@ -17,7 +17,7 @@ def launch(processes: int, *arguments: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(
-        [*command, str(SCRIPT), *arguments], env=environment, capture_output=True, text=True, timeout=300
+        [*command, str(SCRIPT), *arguments], env=environment, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr[-4000:]
 

@@ -24,7 +24,7 @@ def launch(processes: int, model_folder: Path, question_file: str, output: Path)
         env=environment,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((output / "results.json").read_text()), torch.load(output / "moves.pt")

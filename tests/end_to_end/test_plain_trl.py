@@ -54,7 +54,7 @@ def test_rewards_by_dotted_path_in_trls_command(text_model, text_tokenizer, text
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "rewards/accuracy_reward/mean" in done.stdout

@@ -123,7 +123,7 @@ def test_accelerate_launches_the_script(model_folder, question_files, tmp_path):
         --max_completion_length 4 --bf16 false --dtype float32 --report_to none"""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, *flags, *smaller.split()], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        [*command, *flags, *smaller.split()], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "grpo-SmolVLM2-2.2B-Instruct" / "adapter_config.json").is_file()

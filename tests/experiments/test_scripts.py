@@ -32,7 +32,7 @@ def run(script: str, folder: Path, *flags: str, **variables: str) -> subprocess.
     path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**clean, "PATH": path, "OMP_NUM_THREADS": "1", **variables}
     command = ["bash", str(EXPERIMENTS / script), *flags]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
 
 
 def launched(script: str, folder: Path, *flags: str, **variables: str) -> list[str]:

@@ -77,7 +77,7 @@ def test_what_waits_is_written_after_an_exception_of_the_program(tmp_path):
         f"background.put(lambda: (time.sleep(0.3), Path({str(file)!r}).write_text('whole')))\n"
         "raise RuntimeError('training has failed')\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=900)
     assert ended.returncode == 1
     assert "training has failed" in ended.stderr
     assert file.read_text() == "whole"

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import outputs
 
 from vgr_trl.errors import RewardError
 from vgr_trl.rewards import accuracy_reward, gather_groups, needs_whole_groups
@@ -32,7 +33,7 @@ def results(tmp_path_factory):
     started = [
         subprocess.Popen([sys.executable, worker, str(r), str(w), folder], stderr=subprocess.PIPE) for r, w in ranks
     ]
-    errors = [process.communicate(timeout=120)[1].decode() for process in started]
+    errors = [error.decode() for _, error in outputs(*started)]
     assert [process.returncode for process in started] == [0, 0, 0], errors
     return {rank: json.loads((folder / f"{rank[1]}-{rank[0]}.json").read_text()) for rank in ranks}
 

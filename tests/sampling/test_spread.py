@@ -18,7 +18,7 @@ WORKER = Path(__file__).with_name("spread_worker.py")
 def runs(tmp_path_factory):
     """Histories by number of processes and process: without an interruption and with one after step 2."""
     folder = tmp_path_factory.mktemp("spread")
-    done = subprocess.run([sys.executable, WORKER, folder], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, WORKER, folder], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     files = {(world, rank): folder / f"{world}-{rank}.pt" for world in (1, 2, 3, 4) for rank in range(world)}
     return {key: torch.load(file, weights_only=True) for key, file in files.items()}

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from ranks import outputs
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
 
@@ -27,11 +28,7 @@ def run_two(worker, *arguments, **environment):
         )
         for rank in range(2)
     ]
-    try:
-        return [process.communicate(timeout=180)[0] for process in workers]
-    finally:
-        for process in workers:
-            process.kill()
+    return [output for output, _ in outputs(*workers)]
 
 
 @pytest.mark.slow

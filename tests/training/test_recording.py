@@ -386,7 +386,7 @@ def test_what_was_recorded_before_an_exception_is_on_disk(model_folder, question
         [sys.executable, "-c", FAILING, str(model_folder), file, str(tmp_path / "run")],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert ended.returncode == 1
     assert "the reward has failed" in ended.stderr
