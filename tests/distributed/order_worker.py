@@ -1,13 +1,18 @@
-"""Run by test_order.py in one or two processes: whole runs over three epochs, and the rest of each from checkpoints."""
+"""Run by test_order.py in one or two processes: whole runs over three epochs, and the rest of each from checkpoints.
+
+With one argument more it is one run that continues where it can, and is killed at the end of that step (0: never).
+"""
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
 import torch
 from accelerate.utils import gather_object
 from datasets import load_dataset
-from transformers import Qwen2_5_VLForConditionalGeneration
+from transformers import Qwen2_5_VLForConditionalGeneration, TrainerCallback
 
 from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.data.rows.schema import prepare_rows
@@ -28,7 +33,19 @@ CASES = {
 }  # fmt: skip
 
 
-def train(name: str, folder: Path, checkpoint: str | None = None) -> dict[str, list]:
+KILLED = "parts of a batch"
+
+
+class Kill(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(name: str, folder: Path, checkpoint: str | bool | None = None, kill_at: int = 0) -> dict[str, list]:
     options, count, _ = CASES[name]
     prompts: list[list[int]] = []
 
@@ -58,6 +75,7 @@ def train(name: str, folder: Path, checkpoint: str | None = None) -> dict[str, l
     )
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder)
     trainer = DAPOTrainer(model, coarse_reward, config, rows, processing_class=load_processor(model_folder))
+    trainer.add_callback(Kill(kill_at))
     trainer.train(resume_from_checkpoint=checkpoint)
     return {
         "prompts": prompts,
@@ -66,7 +84,21 @@ def train(name: str, folder: Path, checkpoint: str | None = None) -> dict[str, l
     }
 
 
+def write(results: dict, name: str) -> None:
+    is_main = True
+    if torch.distributed.is_initialized():
+        is_main = torch.distributed.get_rank() == 0
+        torch.distributed.barrier()
+    if is_main:
+        (output / name).write_text(json.dumps(results))
+
+
 if __name__ == "__main__":
+    if len(sys.argv) > 5:
+        folder = output / "killed"
+        began = any(folder.glob("checkpoint-*"))
+        write(train(KILLED, folder, began or None, int(sys.argv[5])), "killed.json")
+        sys.exit()
     results = {}
     for name, (_, _, steps) in CASES.items():
         folder = output / name.replace(" ", "_")
@@ -74,10 +106,4 @@ if __name__ == "__main__":
         for step in steps:
             checkpoint = folder / "whole" / f"checkpoint-{step}"
             results[name][str(step)] = train(name, folder / f"from-{step}", str(checkpoint))
-    if torch.distributed.is_initialized():
-        is_main = torch.distributed.get_rank() == 0
-        torch.distributed.barrier()
-    else:
-        is_main = True
-    if is_main:
-        (output / "results.json").write_text(json.dumps(results))
+    write(results, "results.json")

@@ -19,19 +19,43 @@ CASES = {
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two processes"])
-def results(request, model_folder, question_files, tmp_path_factory):
+def launch(request, model_folder, question_files, tmp_path_factory):
     output = tmp_path_factory.mktemp("order")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={request.param}"]
     questions = question_files.split(",")[0].removeprefix("train=")
-    done = subprocess.run(
-        [*command, str(SCRIPT), str(model_folder), questions, str(output), str(request.param)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads((output / "results.json").read_text())
+
+    def launched(name, *more):
+        done = subprocess.run(
+            [*command, str(SCRIPT), str(model_folder), questions, str(output), str(request.param), *more],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+        if done.returncode != 0:
+            return done.stderr[-4000:]
+        return json.loads((output / name).read_text())
+
+    return launched
+
+
+@pytest.fixture(scope="module")
+def results(launch):
+    found = launch("results.json")
+    assert isinstance(found, dict), found
+    return found
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_in_each_epoch_ends_as_the_undisturbed_one(launch, results):
+    """24 steps of 3 epochs; killed at the end of 5 and of 13, before they are saved."""
+    for step in ("5", "13"):
+        assert "SIGKILL" in launch("killed.json", step)
+    found, whole = launch("killed.json", "0"), results["parts of a batch"]["whole"]
+    assert isinstance(found, dict), found
+    assert len(whole["losses"]) > 14
+    assert found["losses"] == pytest.approx(whole["losses"], abs=1e-7)
+    assert found["weights"] == pytest.approx(whole["weights"], abs=1e-5)
 
 
 @pytest.mark.slow
