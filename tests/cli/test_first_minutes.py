@@ -54,7 +54,8 @@ def test_a_misspelt_flag_is_told_before_torch_is_imported(tmp_path):
     assert "Did you mean --learning_rate?" in done.stderr
 
 
-def test_help_lists_every_flag_once_and_ours_first(capsys):
+def test_help_lists_every_flag_once_and_ours_first(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "110")
     with pytest.raises(SystemExit):
         main(["train", "--help-all"])
     everything = capsys.readouterr().out.splitlines()
