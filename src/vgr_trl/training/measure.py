@@ -151,7 +151,7 @@ def _why_no_attention(trainer: ConstructedTrainer, ids: tuple[int, ...]) -> str 
         for on, backend in (
             (trainer.use_vllm, "vLLM"),
             (trainer.use_transformers_continuous_batching, "continuous batching"),
-            ((trainer.generation_config.num_beams or 1) > 1, "beam search"),
+            ((getattr(getattr(trainer, "generation_config", None), "num_beams", None) or 1) > 1, "beam search"),
         ):
             if on:
                 return f'attention_source is "generate" with {backend}, which keeps no attention; use "scoring".'

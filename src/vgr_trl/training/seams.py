@@ -57,8 +57,6 @@ ATTRIBUTES = (
     "_tokenizer",
     "environment_factories",
     "eos_token_ids",
-    "generation_config",
-    "generation_kwargs",
     "log_multimodal",
     "num_generations",
     "num_generations_eval",
