@@ -42,8 +42,8 @@ def test_marks_of_other_roles_are_texts():
 
 @pytest.mark.parametrize(("prompt", "images"), [("q", 0), ("q", 2), ("<image>q", 1), ("<image><image>", 2)])
 def test_as_many_marks_as_images_or_none(prompt, images):
-    require_marks(prompt, images)
-    require_marks(asked(prompt), images)
+    assert require_marks(prompt, images) is None
+    assert require_marks(asked(prompt), images) is None
 
 
 @pytest.mark.parametrize(
