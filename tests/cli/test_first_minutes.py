@@ -8,10 +8,10 @@ from trl import ModelConfig, TrlParser
 
 from vgr_trl import DAPOConfig
 from vgr_trl.cli.__main__ import COMMANDS, main
-from vgr_trl.cli.arguments import DataArguments, RewardArguments, RunArguments
 from vgr_trl.cli.completion import script
 from vgr_trl.cli.evaluate import EvaluationArguments
-from vgr_trl.cli.flags import check_flags, flag_names
+from vgr_trl.cli.flags.arguments import DataArguments, RewardArguments, RunArguments
+from vgr_trl.cli.flags.names import check_flags, flag_names
 from vgr_trl.errors import ConfigError
 from vgr_trl.reporting.views.step_line import duration, step_line
 

@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from vgr_trl.cli.run_folder import claim, claim_again, write_identity
+from vgr_trl.cli.run.folder import claim, claim_again, write_identity
 from vgr_trl.errors import ConfigError
 from vgr_trl.training.checkpoints.folders import resolve_checkpoint
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.cli.plan import describe_run
+from vgr_trl.cli.run.plan import describe_run
 from vgr_trl.config.effects import changed_options, options_without_effect
 
 

@@ -12,7 +12,7 @@ from PIL import Image
 from trl import GRPOTrainer
 
 from vgr_trl.cli.__main__ import main as command_line
-from vgr_trl.cli.data_inspect import main
+from vgr_trl.cli.data.inspect import main
 from vgr_trl.data.inspect.lengths import Budget, cost, histogram, prompt_tokens
 from vgr_trl.data.inspect.page import without_options
 from vgr_trl.data.inspect.report import tables

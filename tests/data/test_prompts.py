@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from vgr_trl.cli.arguments import DataArguments
+from vgr_trl.cli.flags.arguments import DataArguments
 from vgr_trl.cli.loading import read_system_prompt, system_prompt_of
 from vgr_trl.data.rows.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, SystemTemplate, build_prompt
 from vgr_trl.data.rows.schema import row_problem

@@ -10,8 +10,9 @@ import pytest
 from made import encoded, picture, skipped_in
 from PIL import Image
 
-from vgr_trl.cli import data_convert, data_inspect
-from vgr_trl.cli.arguments import DataArguments
+from vgr_trl.cli.data import convert as data_convert
+from vgr_trl.cli.data import inspect as data_inspect
+from vgr_trl.cli.flags.arguments import DataArguments
 from vgr_trl.cli.loading import load_rows
 from vgr_trl.data.rows.columns import images_of
 from vgr_trl.demo.tiny_processor import build_processor

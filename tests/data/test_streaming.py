@@ -4,7 +4,7 @@ import pytest
 from datasets import IterableDataset
 from PIL import Image
 
-from vgr_trl.cli.arguments import DataArguments
+from vgr_trl.cli.flags.arguments import DataArguments
 from vgr_trl.cli.loading import load_rows
 from vgr_trl.data.inspect.rows import Checks, inspect_rows
 from vgr_trl.data.read.load import load_split, readable

@@ -15,8 +15,9 @@ from trl import ModelConfig
 
 from vgr_trl import DAPOConfig
 from vgr_trl.cli.__main__ import main
-from vgr_trl.cli.arguments import DataArguments, RewardArguments, parse
-from vgr_trl.cli.flags import check_flags
+from vgr_trl.cli.flags.arguments import DataArguments, RewardArguments
+from vgr_trl.cli.flags.names import check_flags
+from vgr_trl.cli.flags.parsing import parse
 from vgr_trl.data.read.load import load_split
 from vgr_trl.data.rows.schema import prepare_rows
 from vgr_trl.errors import RewardError

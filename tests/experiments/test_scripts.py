@@ -11,7 +11,8 @@ import pytest
 from trl import ModelConfig
 
 from vgr_trl import DAPOConfig
-from vgr_trl.cli.arguments import DataArguments, RewardArguments, parse
+from vgr_trl.cli.flags.arguments import DataArguments, RewardArguments
+from vgr_trl.cli.flags.parsing import parse
 from vgr_trl.demo.write_folder import write_folder
 from vgr_trl.rewards.registry import hardened
 

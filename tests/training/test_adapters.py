@@ -5,7 +5,7 @@ from peft import LoraConfig
 from trl import ModelConfig
 
 from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.cli.arguments import parse
+from vgr_trl.cli.flags.parsing import parse
 from vgr_trl.cli.train import _separate_lora_modules
 from vgr_trl.errors import ConfigError
 

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from vgr_trl import __version__
-from vgr_trl.cli.config_file import check_config_file, config_apart
-from vgr_trl.cli.flags import check_flags, flag_names
+from vgr_trl.cli.flags.config_file import check_config_file, config_apart
+from vgr_trl.cli.flags.names import check_flags, flag_names
 from vgr_trl.disk_full import is_disk_full
 from vgr_trl.errors import VGRError
 

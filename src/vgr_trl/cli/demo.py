@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from vgr_trl.cli.run_folder import claim_again, write_identity
+from vgr_trl.cli.run.folder import claim_again, write_identity
 from vgr_trl.demo.options import Options
 from vgr_trl.demo.run import run_demo
 

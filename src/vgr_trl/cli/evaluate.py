@@ -12,8 +12,9 @@ from typing import Any
 
 from rich.console import Console
 
-from vgr_trl.cli.arguments import DataArguments, one_sentence, parse
 from vgr_trl.cli.evaluation_table import scores_table
+from vgr_trl.cli.flags.arguments import DataArguments
+from vgr_trl.cli.flags.parsing import one_sentence, parse
 from vgr_trl.cli.loading import load_for_inference, load_processor_for_inference, load_rows
 from vgr_trl.data.rows.skipped import report_skipped
 from vgr_trl.errors import ConfigError

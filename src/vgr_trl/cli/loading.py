@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor
 from transformers.utils import find_adapter_config_file
 
-from vgr_trl.cli.arguments import DataArguments
+from vgr_trl.cli.flags.arguments import DataArguments
 from vgr_trl.data.read.load import load_split, parse_data_files, readable
 from vgr_trl.data.rows.naming import keys_of
 from vgr_trl.data.rows.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, SystemTemplate

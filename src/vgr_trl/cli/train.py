@@ -12,13 +12,14 @@ from typing import Any
 from datasets import IterableDataset
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
-from vgr_trl.cli.arguments import DataArguments, DefaultRewards, RewardArguments, RunArguments, one_sentence, parse
-from vgr_trl.cli.dry_run import dry_run
-from vgr_trl.cli.evaluated import is_stated, rows_to_evaluate
+from vgr_trl.cli.flags.arguments import DataArguments, DefaultRewards, RewardArguments, RunArguments
+from vgr_trl.cli.flags.parsing import one_sentence, parse
 from vgr_trl.cli.loading import load_processor, load_rows
-from vgr_trl.cli.plan import describe_run, print_plan, total_steps
-from vgr_trl.cli.run_folder import claim, write_identity
-from vgr_trl.cli.step_lines import print_steps_as_lines
+from vgr_trl.cli.run.dry_run import dry_run
+from vgr_trl.cli.run.evaluated import is_stated, rows_to_evaluate
+from vgr_trl.cli.run.folder import claim, write_identity
+from vgr_trl.cli.run.plan import describe_run, print_plan, total_steps
+from vgr_trl.cli.run.step_lines import print_steps_as_lines
 from vgr_trl.compat.gloo_exit import let_gloo_finish
 from vgr_trl.config import DAPOConfig
 from vgr_trl.data.read.load import parse_data_files, readable

@@ -10,7 +10,7 @@ from typing import Any
 
 from trl import ModelConfig
 
-from vgr_trl.cli.arguments import DataArguments, RewardArguments, RunArguments
+from vgr_trl.cli.flags.arguments import DataArguments, RewardArguments, RunArguments
 from vgr_trl.config import (
     AliasOptions,
     ChooseOptions,

@@ -1,80 +1,13 @@
 """Flags that are not options of the trainer: which data, which rewards."""
 
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import yaml
-from pyarrow.lib import ArrowException
-from trl import TrlParser
-
-from vgr_trl.cli.advice import with_advice
-from vgr_trl.cli.config_file import config_apart
 from vgr_trl.data.rows.naming import keys_of
 from vgr_trl.data.rows.prompts import SYSTEM_PROMPTS
 from vgr_trl.data.rows.sizes import MAX_SHORT_SIDE, ImageLimits, ImageRule
 from vgr_trl.data.rows.video import VideoOptions
-from vgr_trl.errors import ConfigError, VGRError
-
-
-def parse(groups: Sequence[Any], command: str, argv: Sequence[str] | None) -> tuple[Any, ...]:
-    """Return the groups of options (dataclasses) filled from flags, or from `--config x.yaml`, which flags override.
-
-    Raises:
-        ConfigError: an option is refused, by this library or, in their own words, by TRL or transformers.
-    """
-    from vgr_trl.cli.help import ShowHelp  # lists the groups of this file
-
-    parser = TrlParser(groups, prog=f"vgr-trl {command}", allow_abbrev=False, add_help=False)
-    for flags, everything in ((("-h", "--help"), False), (("--help-all",), True)):
-        parser.add_argument(*flags, action=ShowHelp, groups=groups, command=command, everything=everything)
-    arguments = joined(config_apart(sys.argv[1:] if argv is None else argv), "--data_files")
-    try:
-        return parser.parse_args_and_config(args=arguments)
-    except VGRError:
-        raise
-    except (ValueError, TypeError, OSError, yaml.YAMLError) as error:
-        raise ConfigError(with_advice(str(error))) from error
-
-
-def joined(argv: Sequence[str], flag: str) -> list[str]:
-    """Return the arguments with all values of a flag, which may be given again, as one with commas between."""
-    kept: list[str] = []
-    values: list[str] = []
-    takes = False
-    for argument in argv:
-        if argument == flag or argument.startswith(f"{flag}="):
-            takes = argument == flag
-            values += [] if takes else [argument.split("=", 1)[1]]
-        elif takes and not argument.startswith("--"):
-            values.append(argument)
-        else:
-            takes = False
-            kept.append(argument)
-    return [*kept, flag, ",".join(values)] if values else kept
-
-
-@contextmanager
-def one_sentence() -> Iterator[None]:
-    """Turn what the libraries below refuse before any work is done into a `ConfigError` of their words."""
-    try:
-        yield
-    except VGRError:
-        raise
-    except (
-        ArrowException,
-        AttributeError,
-        ImportError,
-        KeyError,
-        OSError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
-        raise ConfigError(with_advice(f"{type(error).__name__}: {error}"[:500])) from error
+from vgr_trl.errors import ConfigError
 
 
 @dataclass

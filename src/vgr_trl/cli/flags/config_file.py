@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from vgr_trl.cli.flags import did_you_mean
+from vgr_trl.cli.flags.names import did_you_mean
 from vgr_trl.errors import ConfigError
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from vgr_trl.errors import ConfigError
 
 _OWN = {
-    "train": ("cli/arguments.py", "config/*.py"),
-    "evaluate": ("cli/arguments.py", "cli/evaluate.py"),
+    "train": ("cli/flags/arguments.py", "config/*.py"),
+    "evaluate": ("cli/flags/arguments.py", "cli/evaluate.py"),
 }
 _OTHERS = {
     "train": {
@@ -23,7 +23,7 @@ _OF_EVERY_COMMAND = ("config", "help", "help_all", "env")
 
 def flag_names(command: str) -> set[str]:
     """Return the names of the flags of a command, without dashes; empty if they are not known beforehand."""
-    own = Path(__file__).parents[1]
+    own = Path(__file__).parents[2]
     files = [file for pattern in _OWN.get(command, ()) for file in own.glob(pattern)]
     for package, paths in _OTHERS.get(command, {}).items():
         spec = find_spec(package)

@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 from transformers.trainer_utils import IntervalStrategy
 
-from vgr_trl.cli.arguments import DataArguments
-from vgr_trl.cli.config_file import config_apart
+from vgr_trl.cli.flags.arguments import DataArguments
+from vgr_trl.cli.flags.config_file import config_apart
 from vgr_trl.cli.loading import image_root
 from vgr_trl.config import DAPOConfig
 from vgr_trl.data.read.load import parse_data_files

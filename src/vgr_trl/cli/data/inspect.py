@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vgr_trl.cli.arguments import DataArguments, one_sentence
+from vgr_trl.cli.flags.arguments import DataArguments
+from vgr_trl.cli.flags.parsing import one_sentence
 from vgr_trl.cli.loading import load_processor, system_prompt_of
 from vgr_trl.data.inspect.lengths import Budget, prompt_tokens
 from vgr_trl.data.inspect.page import page

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PrinterCallback, ProgressCallback
 
-from vgr_trl.cli.plan import describe_run, print_plan
+from vgr_trl.cli.run.plan import describe_run, print_plan
 from vgr_trl.config import DAPOConfig
 from vgr_trl.reporting.records.format import Completion
 from vgr_trl.reporting.records.reading import read_run
