@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from demo_seeds import describe_machine
 
-from vgr_trl.data.rows.prompts import build_prompt
+from vgr_trl.data.rows.text.prompts import build_prompt
 from vgr_trl.demo.options import Options
 from vgr_trl.demo.reinforce import trainer_options
 from vgr_trl.demo.rows import as_dataset, words_of

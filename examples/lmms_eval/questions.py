@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from vgr_trl.data.rows.prompts import build_prompt
+from vgr_trl.data.rows.text.prompts import build_prompt
 from vgr_trl.rewards import accuracy_reward
 
 

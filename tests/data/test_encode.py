@@ -9,8 +9,8 @@ from made import encoded, picture
 from PIL import Image
 
 from vgr_trl.data.build.encode import encode_image, pixel_digest
-from vgr_trl.data.rows.open_images import open_image, read_image, to_rgb
-from vgr_trl.data.rows.sizes import ImageLimits
+from vgr_trl.data.rows.images.opening import open_image, read_image, to_rgb
+from vgr_trl.data.rows.images.sizes import ImageLimits
 from vgr_trl.errors import DataError
 
 HERE, LIMITS = Path(), ImageLimits()

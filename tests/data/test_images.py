@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from vgr_trl.data.rows.open_images import open_image
+from vgr_trl.data.rows.images.opening import open_image
 from vgr_trl.errors import DataError
 
 

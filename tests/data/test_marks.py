@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from vgr_trl.data.rows.marks import placed, require_marks
+from vgr_trl.data.rows.text.marks import placed, require_marks
 from vgr_trl.errors import DataError
 
 IMAGE = {"type": "image"}

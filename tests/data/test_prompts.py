@@ -4,8 +4,8 @@ import pytest
 
 from vgr_trl.cli.flags.arguments import DataArguments
 from vgr_trl.cli.loading import read_system_prompt, system_prompt_of
-from vgr_trl.data.rows.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, SystemTemplate, build_prompt
 from vgr_trl.data.rows.schema import row_problem
+from vgr_trl.data.rows.text.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, SystemTemplate, build_prompt
 from vgr_trl.errors import ConfigError, DataError
 
 

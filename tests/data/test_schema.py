@@ -7,10 +7,10 @@ import pytest
 from datasets import Dataset, Features, Image, IterableDataset, List, Value, load_dataset
 from PIL import Image as PILImage
 
-from vgr_trl.data.rows.prompts import SYSTEM_PROMPT, build_prompt
 from vgr_trl.data.rows.schema import prepare_rows, row_problem
 from vgr_trl.data.rows.skipped import report_skipped
-from vgr_trl.data.rows.special import special_tokens
+from vgr_trl.data.rows.text.prompts import SYSTEM_PROMPT, build_prompt
+from vgr_trl.data.rows.text.special import special_tokens
 from vgr_trl.demo.tiny_processor import build_processor
 from vgr_trl.errors import DataError
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vgr_trl.data.rows.sizes import ImageLimits
+from vgr_trl.data.rows.images.sizes import ImageLimits
 from vgr_trl.errors import ConfigError
 
 

@@ -6,14 +6,14 @@ import pytest
 from datasets import Dataset, Features, List, Value, load_dataset
 from PIL import Image
 
-from vgr_trl.data.rows.schema import prepare_rows, row_problem
-from vgr_trl.data.rows.video import (
+from vgr_trl.data.rows.images.video import (
     VideoOptions,
     frames_of,
     refuse_single_image_models,
     sample_frames,
     without_video_marks,
 )
+from vgr_trl.data.rows.schema import prepare_rows, row_problem
 from vgr_trl.demo.tiny_processor import build_processor
 from vgr_trl.errors import ConfigError, DataError
 

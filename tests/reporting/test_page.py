@@ -12,7 +12,7 @@ import pytest
 from made_run import completion, make_run
 from PIL import Image
 
-from vgr_trl.data.rows.prompts import SYSTEM_PROMPT
+from vgr_trl.data.rows.text.prompts import SYSTEM_PROMPT
 from vgr_trl.reporting.records.reading import LogEntry, Record, encode_log, encode_record
 from vgr_trl.reporting.views.html import PLACE, page_template, write_report
 

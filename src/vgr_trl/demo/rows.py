@@ -4,7 +4,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from vgr_trl.data.rows.prompts import build_prompt
+from vgr_trl.data.rows.text.prompts import build_prompt
 from vgr_trl.demo.warm_start import target_text
 
 Rows = list[dict[str, Any]]

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 from trl.data_utils import prepare_multimodal_messages
 
-from vgr_trl.data.rows.prompts import build_prompt
+from vgr_trl.data.rows.text.prompts import build_prompt
 from vgr_trl.demo.tiny_processor import EOS
 
 Row = Mapping[str, Any]

@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset, Features, Value, disable_progress_bars
 from datasets import Image as ImageFeature
 
-from vgr_trl.data.rows.prompts import build_prompt
+from vgr_trl.data.rows.text.prompts import build_prompt
 from vgr_trl.demo.shapes import Split, draw_questions
 from vgr_trl.demo.tiny_vlm import build_tiny_vlm
 from vgr_trl.demo.warm_start import learn_answers, target_text

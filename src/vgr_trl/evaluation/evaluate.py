@@ -12,8 +12,8 @@ from tqdm.auto import tqdm
 from trl.data_utils import prepare_multimodal_messages
 
 from vgr_trl.data.rows.columns import images_of
-from vgr_trl.data.rows.marks import placed
-from vgr_trl.data.rows.prompts import SYSTEM_PROMPT, build_prompt
+from vgr_trl.data.rows.text.marks import placed
+from vgr_trl.data.rows.text.prompts import SYSTEM_PROMPT, build_prompt
 from vgr_trl.errors import ConfigError, DataError, RewardError
 from vgr_trl.evaluation.generation import Writer
 from vgr_trl.evaluation.scores import Evaluation, scores_of

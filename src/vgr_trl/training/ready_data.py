@@ -11,7 +11,7 @@ from transformers.utils import logging
 from vgr_trl.data.rows.columns import image_columns
 from vgr_trl.data.rows.scan import scan
 from vgr_trl.data.rows.schema import prepare_rows
-from vgr_trl.data.rows.special import first_special, special_tokens
+from vgr_trl.data.rows.text.special import first_special, special_tokens
 from vgr_trl.errors import DataError
 from vgr_trl.rewards import accuracy_reward
 from vgr_trl.training.constructed import ConstructedTrainer

@@ -20,8 +20,8 @@ from vgr_trl.data.build.shuffle import shuffle_choices
 from vgr_trl.data.build.statistics import report
 from vgr_trl.data.build.write import PARTS
 from vgr_trl.data.read.sources import Source, has_config
+from vgr_trl.data.rows.images.sizes import MAX_SHORT_SIDE, ImageLimits
 from vgr_trl.data.rows.naming import FLAGS
-from vgr_trl.data.rows.sizes import MAX_SHORT_SIDE, ImageLimits
 from vgr_trl.errors import ConfigError
 from vgr_trl.files import write_whole
 

@@ -17,10 +17,10 @@ from vgr_trl.data.inspect.page import page
 from vgr_trl.data.inspect.report import report
 from vgr_trl.data.inspect.rows import Checks, Findings, inspect_rows
 from vgr_trl.data.read.load import load_path, readable
+from vgr_trl.data.rows.images.video import VideoOptions
 from vgr_trl.data.rows.naming import FLAGS, keys_of
 from vgr_trl.data.rows.skipped import SkippedRow
-from vgr_trl.data.rows.special import special_tokens
-from vgr_trl.data.rows.video import VideoOptions
+from vgr_trl.data.rows.text.special import special_tokens
 from vgr_trl.demo.tiny_processor import build_processor
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.files import is_writable, publish, unfinished, write_whole

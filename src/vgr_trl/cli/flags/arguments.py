@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vgr_trl.data.rows.images.sizes import MAX_SHORT_SIDE, ImageLimits, ImageRule
+from vgr_trl.data.rows.images.video import VideoOptions
 from vgr_trl.data.rows.naming import keys_of
-from vgr_trl.data.rows.prompts import SYSTEM_PROMPTS
-from vgr_trl.data.rows.sizes import MAX_SHORT_SIDE, ImageLimits, ImageRule
-from vgr_trl.data.rows.video import VideoOptions
+from vgr_trl.data.rows.text.prompts import SYSTEM_PROMPTS
 from vgr_trl.errors import ConfigError
 
 

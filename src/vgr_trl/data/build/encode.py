@@ -8,8 +8,8 @@ from typing import Any
 
 from PIL import Image
 
-from vgr_trl.data.rows.open_images import image_bytes, read_image, to_rgb
-from vgr_trl.data.rows.sizes import ImageLimits
+from vgr_trl.data.rows.images.opening import image_bytes, read_image, to_rgb
+from vgr_trl.data.rows.images.sizes import ImageLimits
 
 SUFFIXES = {"JPEG": ".jpg", "PNG": ".png", "WEBP": ".webp"}  # formats that are stored as they are
 JPEG_QUALITY = 95

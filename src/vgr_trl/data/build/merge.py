@@ -19,7 +19,7 @@ from vgr_trl.data.build.encode import Encoded
 from vgr_trl.files import write_whole
 from vgr_trl.data.build.merge_plan import Row, interleaved, split, weighted, without_duplicates
 from vgr_trl.data.build.pool import encoder
-from vgr_trl.data.rows.prompts import LETTERS
+from vgr_trl.data.rows.text.prompts import LETTERS
 from vgr_trl.data.rows.questions import Candidate, Origin, Question
 from vgr_trl.data.build.shuffle import shuffle_choices
 from vgr_trl.data.read.sources import Source

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vgr_trl.data.build.encode import Encoded, encode_image
-from vgr_trl.data.rows.sizes import ImageLimits
+from vgr_trl.data.rows.images.sizes import ImageLimits
 from vgr_trl.errors import DataError
 
 Item = TypeVar("Item")

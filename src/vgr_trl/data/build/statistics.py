@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vgr_trl.data.build.encode import Encoded
-from vgr_trl.data.rows.prompts import LETTERS
+from vgr_trl.data.rows.text.prompts import LETTERS
 from vgr_trl.data.rows.questions import Question
 
 OPEN = "open"

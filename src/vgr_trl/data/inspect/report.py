@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from vgr_trl.data.build.statistics import OPEN, on_one_line
 from vgr_trl.data.inspect.lengths import Budget, Cost, cost, histogram
 from vgr_trl.data.inspect.rows import OTHERS, Findings
-from vgr_trl.data.rows.prompts import LETTERS
+from vgr_trl.data.rows.text.prompts import LETTERS
 
 BAR = 40  # characters of the longest bar
 LONGEST_REASON = 200

@@ -15,13 +15,13 @@ from vgr_trl.data.build.statistics import OPEN, kind_of
 from vgr_trl.data.inspect.sample import Sampled, sampled
 from vgr_trl.data.read.readers import UNREADABLE
 from vgr_trl.data.rows.columns import images_of, undecoded
+from vgr_trl.data.rows.images.sizes import ANY_SIZE, ImageRule
+from vgr_trl.data.rows.images.video import DEFAULT_VIDEO_OPTIONS, VideoOptions
 from vgr_trl.data.rows.naming import renamed_row, require_columns
-from vgr_trl.data.rows.prompts import LETTERS, SYSTEM_PROMPT, SystemTemplate
 from vgr_trl.data.rows.reading import KEYS, Keys
 from vgr_trl.data.rows.schema import ready_row, row_problem
-from vgr_trl.data.rows.sizes import ANY_SIZE, ImageRule
 from vgr_trl.data.rows.skipped import SkippedRow
-from vgr_trl.data.rows.video import DEFAULT_VIDEO_OPTIONS, VideoOptions
+from vgr_trl.data.rows.text.prompts import LETTERS, SYSTEM_PROMPT, SystemTemplate
 from vgr_trl.errors import DataError
 from vgr_trl.rewards import resolve_solution
 

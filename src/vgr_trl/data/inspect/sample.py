@@ -9,8 +9,8 @@ from typing import Any
 from PIL import Image
 
 from vgr_trl.data.rows.columns import images_of
-from vgr_trl.data.rows.open_images import to_rgb
-from vgr_trl.data.rows.prompts import LETTERS
+from vgr_trl.data.rows.images.opening import to_rgb
+from vgr_trl.data.rows.text.prompts import LETTERS
 from vgr_trl.errors import DataError
 
 LONGEST_SIDE = 640  # pixels of a shown image; twelve questions stay far below 10 MB

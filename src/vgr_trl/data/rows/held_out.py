@@ -10,8 +10,8 @@ from datasets import Dataset
 from vgr_trl.data.build.merge_plan import Row, split
 from vgr_trl.data.read.readers import FOLDER
 from vgr_trl.data.rows.columns import IMAGE_COLUMNS, images_of, undecoded
-from vgr_trl.data.rows.marks import texts_of
-from vgr_trl.data.rows.open_images import image_bytes
+from vgr_trl.data.rows.images.opening import image_bytes
+from vgr_trl.data.rows.text.marks import texts_of
 from vgr_trl.errors import DataError
 
 TEST_SHARE = 0.1

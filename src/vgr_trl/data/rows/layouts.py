@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vgr_trl.data.rows.columns import images_of
-from vgr_trl.data.rows.prompts import LETTERS
 from vgr_trl.data.rows.questions import answer_of, options_of
+from vgr_trl.data.rows.text.prompts import LETTERS
 from vgr_trl.errors import DataError
 from vgr_trl.rewards import resolve_solution
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
-from vgr_trl.data.rows.prompts import LETTERS
+from vgr_trl.data.rows.text.prompts import LETTERS
 from vgr_trl.errors import DataError, RewardError
 from vgr_trl.rewards.answers.solutions import resolve_solution
 

@@ -11,9 +11,9 @@ from typing import Any
 from vgr_trl.data.read.readers import UNREADABLE
 from vgr_trl.data.rows.columns import files_of
 from vgr_trl.data.rows.layouts import NUMBERED_IMAGES, dialogue_of, laid_out
-from vgr_trl.data.rows.marks import require_marks
-from vgr_trl.data.rows.prompts import LETTERS, format_question
 from vgr_trl.data.rows.questions import answer_of, options_of, text_of, value_of
+from vgr_trl.data.rows.text.marks import require_marks
+from vgr_trl.data.rows.text.prompts import LETTERS, format_question
 from vgr_trl.errors import DataError
 from vgr_trl.rewards import resolve_solution
 

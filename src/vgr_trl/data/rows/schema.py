@@ -16,19 +16,19 @@ from datasets import Dataset, IterableDataset, Json, List
 from vgr_trl.data.read.readers import FOLDER, UNREADABLE
 from vgr_trl.data.read.tables import with_column
 from vgr_trl.data.rows.columns import IMAGE_COLUMNS, VIDEO_COLUMNS, decoded, images_of, undecoded, video_columns
+from vgr_trl.data.rows.images.image_column import with_joined_images
+from vgr_trl.data.rows.images.opening import open_image
+from vgr_trl.data.rows.images.sizes import ANY_SIZE, ImageRule
+from vgr_trl.data.rows.images.video import DEFAULT_VIDEO_OPTIONS, VideoOptions, frames_of, without_video_marks
 from vgr_trl.data.rows.layouts import NUMBERED_IMAGES
-from vgr_trl.data.rows.marks import as_parts, placed, texts_of
 from vgr_trl.data.rows.naming import renamed, require_columns
-from vgr_trl.data.rows.open_images import open_image
-from vgr_trl.data.rows.prompts import SYSTEM_PROMPT, SystemTemplate, build_prompt, system_message
 from vgr_trl.data.rows.reading import DIALOGUES, KEYS, Keys, Text, images_in, read_row, read_text
 from vgr_trl.data.rows.scan import scan
-from vgr_trl.data.rows.sizes import ANY_SIZE, ImageRule
 from vgr_trl.data.rows.skipped import SkippedRow
-from vgr_trl.data.rows.special import first_special
 from vgr_trl.data.rows.streams import PLACE, prepare_stream
-from vgr_trl.data.rows.video import DEFAULT_VIDEO_OPTIONS, VideoOptions, frames_of, without_video_marks
-from vgr_trl.data.rows.video_rows import with_joined_images
+from vgr_trl.data.rows.text.marks import as_parts, placed, texts_of
+from vgr_trl.data.rows.text.prompts import SYSTEM_PROMPT, SystemTemplate, build_prompt, system_message
+from vgr_trl.data.rows.text.special import first_special
 from vgr_trl.errors import DataError, RewardError
 
 GONE = (*IMAGE_COLUMNS, *NUMBERED_IMAGES, *VIDEO_COLUMNS, *DIALOGUES, PLACE, FOLDER, UNREADABLE)

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from vgr_trl.data.rows.columns import images_of
-from vgr_trl.data.rows.open_images import open_image
+from vgr_trl.data.rows.images.opening import open_image
 from vgr_trl.errors import DataError
 from vgr_trl.reporting.records.format import AttentionMap, RecordedImage
 from vgr_trl.reporting.records.thumbnails import shrunk

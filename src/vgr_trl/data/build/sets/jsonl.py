@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vgr_trl.data.rows.open_images import ADDRESS
+from vgr_trl.data.rows.images.opening import ADDRESS
 from vgr_trl.data.rows.questions import Candidate, Origin, Question, id_of, make_question, text_of, to_candidates, value_of
 from vgr_trl.data.rows.naming import renamed_row
 from vgr_trl.data.rows.reading import KEYS, Keys, read_row

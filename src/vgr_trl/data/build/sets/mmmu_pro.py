@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vgr_trl.data.rows.layouts import MOST_IMAGES, VISION_ONLY_PROBLEM, renumber_marks
-from vgr_trl.data.rows.prompts import LETTERS
+from vgr_trl.data.rows.text.prompts import LETTERS
 from vgr_trl.data.rows.questions import (
     Candidate,
     Origin,

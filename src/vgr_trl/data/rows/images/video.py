@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 from vgr_trl.data.rows.columns import videos_of
-from vgr_trl.data.rows.open_images import MOST_ELONGATED
+from vgr_trl.data.rows.images.opening import MOST_ELONGATED
 from vgr_trl.errors import ConfigError, DataError
 
 FORMATS = "asf,avi,flv,gif,matroska,mov,mp4,mpeg,mpegts,ogg,webm"  # none of those that name other files to be read

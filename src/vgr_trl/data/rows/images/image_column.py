@@ -11,10 +11,10 @@ from datasets.fingerprint import Hasher
 
 from vgr_trl.data.read.readers import FOLDER
 from vgr_trl.data.rows.columns import IMAGE_COLUMNS, VIDEO_COLUMNS, video_columns, videos_of
+from vgr_trl.data.rows.images.opening import image_bytes
+from vgr_trl.data.rows.images.video import VideoOptions, frames_of
 from vgr_trl.data.rows.layouts import NUMBERED_IMAGES
-from vgr_trl.data.rows.open_images import image_bytes
 from vgr_trl.data.rows.reading import images_in
-from vgr_trl.data.rows.video import VideoOptions, frames_of
 
 ROWS_IN_MEMORY = 8  # frames are large; the rest waits in the cache file
 JPEG_QUALITY = 95

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from vgr_trl.data.rows.marks import placed, texts_of
+from vgr_trl.data.rows.text.marks import placed, texts_of
 
 
 def special_tokens(processor: Any) -> re.Pattern[str] | None:
