@@ -21,8 +21,8 @@ from vgr_trl.compat.round_logs import let_tables_hold
 from vgr_trl.compat.token_types import with_causal_completions
 from vgr_trl.compat.vllm_images import plan_vllm_images
 from vgr_trl.config import DAPOConfig
-from vgr_trl.reporting.views.model_card import TAGS, TRL_PAPER, extended_card, method_tags
-from vgr_trl.reporting.views.model_use import about_trainer
+from vgr_trl.reporting.views.card.model_card import TAGS, TRL_PAPER, extended_card, method_tags
+from vgr_trl.reporting.views.card.model_use import about_trainer
 from vgr_trl.rewards.registry import hardened
 from vgr_trl.rewards.schedule import RewardSchedule
 from vgr_trl.sharing import SharedPasses, plan_sharing, replaced, shuffle_by_group, whole_groups

@@ -19,11 +19,11 @@ from made_run import completion, make_run
 from vgr_trl.cli.__main__ import main
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.reporting.records.reading import AttentionMap
-from vgr_trl.reporting.views import curves, page_data
-from vgr_trl.reporting.views.choosing_records import ends_first, interleaved
-from vgr_trl.reporting.views.curves import Curve, Curves
-from vgr_trl.reporting.views.html import PLACE, page_template, write_report
-from vgr_trl.reporting.views.run_sources import read_thumbnail
+from vgr_trl.reporting.views.page import curves, page_data
+from vgr_trl.reporting.views.page.choosing_records import ends_first, interleaved
+from vgr_trl.reporting.views.page.curves import Curve, Curves
+from vgr_trl.reporting.views.page.html import PLACE, page_template, write_report
+from vgr_trl.reporting.views.page.run_sources import read_thumbnail
 
 SOURCES = Path(__file__).parents[2] / "report_page"
 DATA = re.compile(r'(<script type="text/plain" id="data">)([A-Za-z0-9+/=]*)(</script>)')

@@ -9,14 +9,14 @@ from made_records import completion, record
 from markdown_it import MarkdownIt
 from test_markdown_text import ANY
 
-from vgr_trl.reporting.views.markdown import (
+from vgr_trl.reporting.views.markdown.logs import MarkdownLogs
+from vgr_trl.reporting.views.markdown.sections import (
     Lengths,
     Summary,
     attention_section,
     rollout_section,
     token_weights_section,
 )
-from vgr_trl.reporting.views.markdown_logs import MarkdownLogs
 
 PARSER = MarkdownIt("commonmark").enable("table")
 METRICS = {

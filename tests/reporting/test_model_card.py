@@ -12,8 +12,8 @@ from PIL import Image
 from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.cli.__main__ import main
 from vgr_trl.demo.tiny_vlm import load_processor
-from vgr_trl.reporting.views.model_card import citations, extended_card, method_section, method_tags
-from vgr_trl.reporting.views.papers import DAPO, VPPO
+from vgr_trl.reporting.views.card.model_card import citations, extended_card, method_section, method_tags
+from vgr_trl.reporting.views.card.papers import DAPO, VPPO
 
 CARD = (
     "---\ntags: []\n---\n\n# Model\n\nTrained.\n\n### Framework versions\n\n- TRL: 1.16\n\n## Citations\n\nCite TRL.\n"

@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from vgr_trl.reporting.views.html import MEGABYTE, write_report
-from vgr_trl.reporting.views.markdown_text import printable
+from vgr_trl.reporting.views.markdown.text import printable
+from vgr_trl.reporting.views.page.html import MEGABYTE, write_report
 
 
 def main(argv: Sequence[str] | None = None) -> int:

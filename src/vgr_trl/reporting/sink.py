@@ -13,8 +13,8 @@ from vgr_trl.reporting.records.format import LogEntry, Record
 from vgr_trl.reporting.records.thumbnails import thumbnail_file
 from vgr_trl.reporting.records.writing import RecordFiles
 from vgr_trl.reporting.views.console import print_record
-from vgr_trl.reporting.views.markdown import Summary
-from vgr_trl.reporting.views.markdown_logs import MarkdownLogs
+from vgr_trl.reporting.views.markdown.logs import MarkdownLogs
+from vgr_trl.reporting.views.markdown.sections import Summary
 
 Thumbnails = Sequence[Sequence[Image.Image | None]]  # per completion, per image; then as perturbed, if they were
 

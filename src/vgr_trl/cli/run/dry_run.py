@@ -17,7 +17,7 @@ from vgr_trl.cli.run.plan import describe_run, print_plan
 from vgr_trl.config import DAPOConfig
 from vgr_trl.reporting.records.format import Completion
 from vgr_trl.reporting.records.reading import read_run
-from vgr_trl.reporting.views.markdown_text import printable
+from vgr_trl.reporting.views.markdown.text import printable
 from vgr_trl.reporting.views.step_line import duration
 
 PROMPTS = 3

@@ -1,6 +1,5 @@
 """What records and logs look like.
 
-The page: `run_sources.py`, `curves.py`, `choosing_records.py`, `page_data.py`, then `html.py`, which puts their data
-into the built `page.html`. Markdown: `markdown_text.py`, `markdown.py`, `markdown_logs.py`. Others: `console.py`,
-`notebook.py` with `colours.py`, `boxes.py`, `model_card.py` with `papers.py`.
+Read `page/` (a page of HTML), `markdown/` (logs), `card/` (a model card); in a notebook `notebook.py` with `colours.py`,
+on a terminal `console.py` and `step_line.py`; `boxes.py` counts attention in boxes.
 """

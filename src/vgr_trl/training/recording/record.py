@@ -16,7 +16,7 @@ from vgr_trl.reporting.records.reading import FOLDER
 from vgr_trl.reporting.records.thumbnails import shrunk
 from vgr_trl.reporting.records.writing import refuse_unwritable
 from vgr_trl.reporting.sink import RecordSink
-from vgr_trl.reporting.views.markdown_logs import markdown_logs
+from vgr_trl.reporting.views.markdown.logs import markdown_logs
 from vgr_trl.signals import Measurement
 from vgr_trl.signals.ratios import late_layers
 from vgr_trl.training.host import Host

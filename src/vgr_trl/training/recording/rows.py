@@ -12,7 +12,7 @@ from PIL import Image
 from vgr_trl.credit import attention_weights
 from vgr_trl.reporting.records.format import Completion
 from vgr_trl.reporting.records.pieces import prompt_text, token_pieces
-from vgr_trl.reporting.views.markdown import Segments, Summary
+from vgr_trl.reporting.views.markdown.sections import Segments, Summary
 from vgr_trl.signals import AttentionMass, RolloutSignals, token_vision_gain_ratio
 from vgr_trl.signals.ratios import late_layers
 from vgr_trl.signals.reward_columns import QUANTITIES, measure_segments, reward_columns

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from vgr_trl.reporting.records.reading import Record, Run, encode_record
-from vgr_trl.reporting.views.choosing_records import ends_first, interleaved
-from vgr_trl.reporting.views.curves import Curves, read_curves
-from vgr_trl.reporting.views.run_sources import (
+from vgr_trl.reporting.views.page.choosing_records import ends_first, interleaved
+from vgr_trl.reporting.views.page.curves import Curves, read_curves
+from vgr_trl.reporting.views.page.run_sources import (
     open_run,
     output_dir_of,
     read_thumbnail,

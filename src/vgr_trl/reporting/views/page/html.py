@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.reporting.records.writing import write_whole
-from vgr_trl.reporting.views.page_data import PageData
+from vgr_trl.reporting.views.page.page_data import PageData
 
 PAGE = "page.html"  # built from report_page/ by `make report-page`
 PLACE = "VGR_TRL_DATA_GOES_HERE"
@@ -70,4 +70,4 @@ def write_report(
 
 def page_template() -> str:
     """Return the built page, without data."""
-    return files("vgr_trl.reporting.views").joinpath(PAGE).read_text(encoding="utf-8")
+    return files("vgr_trl.reporting.views.page").joinpath(PAGE).read_text(encoding="utf-8")

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vgr_trl.reporting.views.model_use import About, introduced
-from vgr_trl.reporting.views.papers import DAPO, ESTIMATORS, HIGH_ENTROPY, MDI, PAPO, PRIME, VPPO, Paper
+from vgr_trl.reporting.views.card.model_use import About, introduced
+from vgr_trl.reporting.views.card.papers import DAPO, ESTIMATORS, HIGH_ENTROPY, MDI, PAPO, PRIME, VPPO, Paper
 
 TAGS = ("dapo", "vgr_trl")
 TRL_PAPER = {"title": DAPO.title, "id": DAPO.arxiv, "citation": DAPO.bibtex}  # the form in which TRL wants the paper

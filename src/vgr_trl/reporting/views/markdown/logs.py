@@ -5,7 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from vgr_trl.reporting.records.format import Record
-from vgr_trl.reporting.views.markdown import Lengths, Summary, attention_section, rollout_section, token_weights_section
+from vgr_trl.reporting.views.markdown.sections import (
+    Lengths,
+    Summary,
+    attention_section,
+    rollout_section,
+    token_weights_section,
+)
 
 FOLDER = "training_logs"
 

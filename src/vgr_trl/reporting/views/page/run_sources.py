@@ -5,7 +5,7 @@ from pathlib import Path
 
 from vgr_trl.errors import DataError
 from vgr_trl.reporting.records.reading import FOLDER, LOGS_FILE, Run, read_run
-from vgr_trl.reporting.views.curves import find_state
+from vgr_trl.reporting.views.page.curves import find_state
 
 LARGEST_THUMBNAIL = 2**20
 

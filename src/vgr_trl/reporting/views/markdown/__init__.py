@@ -1,0 +1,1 @@
+"""Rollouts as Markdown: `text.py` (what must not become Markdown), `sections.py`, `logs.py` (files of a run)."""
