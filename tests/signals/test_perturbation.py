@@ -11,7 +11,7 @@ from PIL import Image
 from vgr_trl.config.perceive import PERTURBATIONS as NAMES
 from vgr_trl.config.perceive import PerceiveOptions
 from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.signals.perturbation import (
+from vgr_trl.signals.perturbation.images import (
     PERTURBATIONS,
     add_gaussian_noise,
     blacken_patches,

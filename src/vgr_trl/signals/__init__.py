@@ -1,18 +1,17 @@
 """What each token saw: attention to the image and to the instruction, and dependence on the image.
 
 Read `modality.py` (which tokens are the image), `ratios.py` (what is made of attention), then how it is measured:
-`attention.py` (the probe), `passes.py` (what passes at a time), `second_call.py` (the kernel asked again), `decoder.py`
-(where, and whether it can be), `generated.py` (in generation). Dependence: `dependency.py`, `perturbation.py` with
-`image_modes.py`, `perturbed_prompts.py`. A batch: `scoring.py` with `head.py` and `image_chunks.py` (any model),
-`rollout.py` (in a trainer), `reward_columns.py` (what rewards and metrics see).
+`attention/`, `decoder.py` (where, and whether it can be). Dependence: `dependency.py`, `perturbation/`. A batch:
+`scoring.py` with `head.py` and `image_chunks.py` (any model), `rollout.py` (in a trainer), `reward_columns.py` (what
+rewards and metrics see).
 """
 
 from vgr_trl.batch.signals import AttentionMass, RolloutSignals
-from vgr_trl.signals.attention import AttentionProbe
+from vgr_trl.signals.attention.generated import GenerationProbe
+from vgr_trl.signals.attention.probe import AttentionProbe
 from vgr_trl.signals.dependency import visual_dependency
-from vgr_trl.signals.generated import GenerationProbe
 from vgr_trl.signals.modality import ModalityMasks, build_modality_masks
-from vgr_trl.signals.perturbation import (
+from vgr_trl.signals.perturbation.images import (
     add_gaussian_noise,
     blacken_patches,
     gaussian_blur,

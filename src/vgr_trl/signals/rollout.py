@@ -8,9 +8,9 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from vgr_trl.batch.signals import AttentionMass, RolloutSignals
-from vgr_trl.signals.attention import AttentionProbe
+from vgr_trl.signals.attention.generated import GenerationProbe
+from vgr_trl.signals.attention.probe import AttentionProbe
 from vgr_trl.signals.decoder import find_decoder
-from vgr_trl.signals.generated import GenerationProbe
 from vgr_trl.signals.modality import build_modality_masks
 from vgr_trl.signals.reward_columns import SIGNAL_COLUMNS
 

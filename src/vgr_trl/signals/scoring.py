@@ -13,7 +13,7 @@ from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.sharing import share_prompts, whole_groups
 from vgr_trl.sharing.backbone import causal_model, flattens_layers, shards_layers
 from vgr_trl.sharing.image_inputs import is_image_token
-from vgr_trl.signals.attention import AttentionProbe
+from vgr_trl.signals.attention.probe import AttentionProbe
 from vgr_trl.signals.decoder import adds_virtual_tokens
 from vgr_trl.signals.head import Head
 from vgr_trl.signals.image_chunks import cut_images

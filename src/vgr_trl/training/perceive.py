@@ -7,7 +7,7 @@ import torch
 
 from vgr_trl.batch.inputs import joined, pixels_of_rows, rows_with_images, scoring_inputs
 from vgr_trl.signals import Measurement, perturb_images, visual_dependency
-from vgr_trl.signals.perturbed_prompts import images_in, perturbed_prompts
+from vgr_trl.signals.perturbation.prompts import images_in, perturbed_prompts
 from vgr_trl.training.host import Host
 from vgr_trl.training.rollout import Rollout
 

@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from vgr_trl.errors import ConfigError
-from vgr_trl.signals.second_call import Queries
+from vgr_trl.signals.attention.second_call import Queries
 
 
 @dataclass

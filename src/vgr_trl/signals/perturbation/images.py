@@ -14,7 +14,15 @@ from PIL import Image, ImageFilter
 
 from vgr_trl.config.ranges import check_integer, check_number
 from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.signals.image_modes import blurred, colours, from_array, is_wide, opaque_grey, white_level, with_colours
+from vgr_trl.signals.perturbation.modes import (
+    blurred,
+    colours,
+    from_array,
+    is_wide,
+    opaque_grey,
+    white_level,
+    with_colours,
+)
 
 _LARGEST = 1e6
 

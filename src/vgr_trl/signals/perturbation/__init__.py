@@ -1,0 +1,1 @@
+"""Images made harder to see: `images.py` with `modes.py`, then `prompts.py` (conversations that show them)."""
