@@ -1,6 +1,7 @@
 """Run by test_group_rewards.py in one or two processes: three steps with a reward that ranks a prompt's completions."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.rewards import needs_whole_groups
+from vgr_trl.rewards import load_reward, needs_whole_groups
 
 model_folder, output, batch_size = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 
@@ -24,6 +25,11 @@ def rank_reward(completions, solution, index, num_generations, log_extra, **kwar
     return [sorted(texts).index(text) / num_generations for text in texts]
 
 
+scored_file = output / f"scored_{os.environ['RANK']}.py"
+scored_file.write_text(
+    "def ranks(reward_inputs):\n    texts = [row['response'] for row in reward_inputs]\n"
+    "    return [{'overall': sorted(texts).index(text), 'rows': len(texts)} for text in texts]\n"
+)
 colours = ["red", "blue", "green", "teal"]
 rows = Dataset.from_dict(
     {
@@ -34,7 +40,7 @@ rows = Dataset.from_dict(
 )
 trainer = DAPOTrainer(
     Qwen2ForCausalLM.from_pretrained(model_folder),
-    rank_reward,
+    [rank_reward, load_reward(f"{scored_file}:ranks")],
     DAPOConfig(
         output_dir=str(output),
         use_cpu=True,
@@ -49,8 +55,8 @@ trainer = DAPOTrainer(
         save_strategy="no",
         disable_tqdm=True,
         max_prompt_length=64,
-        reward_weights=[2.0],
-        early_reward_weights=[1.0],
+        reward_weights=[2.0, 0.0],
+        early_reward_weights=[1.0, 0.0],
         warmup_steps=1,
     ),
     rows,
@@ -64,12 +70,14 @@ if trainer.accelerator.is_main_process:
         "reward_weights/rank_reward",
         "perf/samples_per_second",
         "step_time",
+        "reward/rows",
     )
     history = [{key: entry[key] for key in wanted} for entry in trainer.state.log_history if "reward" in entry]
     rows_of_last_rollout = {
         "completion": [completion[0]["content"] for completion in trainer._logs["completion"]],
         "text_seen": list(trainer._logs["extra"]["text_seen"]),
         "reward": list(trainer._logs["rewards"]["rank_reward"]),
+        "scored": list(trainer._logs["rewards"]["ranks"]),
         "advantage": list(trainer._logs["advantages"]),
     }
     Path(output, "result.json").write_text(json.dumps({"history": history, "rows": rows_of_last_rollout}))

@@ -37,6 +37,8 @@ def test_a_reward_sees_whole_groups_however_they_are_spread(processes, text_mode
     assert rows["text_seen"] == texts, "each process got back its own slice, in order"
     ranks = [sorted(texts).index(text) / 4 for text in texts]
     assert rows["reward"] == pytest.approx(ranks)
+    assert rows["scored"] == [4 * rank for rank in ranks], "a file in EasyR1's form sees the batch of all processes"
+    assert {entry["reward/rows"] for entry in result["history"]} == {4.0}
     assert len(set(ranks)) > 1
     mean, deviation = statistics.mean(ranks), statistics.stdev(ranks)
     expected = [2 * (rank - mean) / (2 * deviation + 1e-4) for rank in ranks]

@@ -15,6 +15,7 @@ from rich.console import Console
 from vgr_trl.cli.evaluation_table import scores_table
 from vgr_trl.cli.flags.arguments import DataArguments
 from vgr_trl.cli.flags.parsing import one_sentence, parse
+from vgr_trl.cli.flags.reward_files import RewardFileArguments
 from vgr_trl.cli.loading import load_for_inference, load_processor_for_inference, load_rows
 from vgr_trl.data.rows.skipped import report_skipped
 from vgr_trl.errors import ConfigError
@@ -22,13 +23,14 @@ from vgr_trl.evaluation import Evaluation, evaluate
 from vgr_trl.evaluation.cache import Cache, key_of, model_identity, rows_identity
 from vgr_trl.evaluation.harness import write_harness
 from vgr_trl.rewards import load_rewards
+from vgr_trl.rewards.scored_files import ScoredFile
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vgr_trl" / "evaluations"
 GROUPS = ("family", "source")
 
 
 @dataclass
-class EvaluationArguments:
+class EvaluationArguments(RewardFileArguments):
     """What is evaluated, and how."""
 
     model_name_or_path: list[str] | None = field(
@@ -109,8 +111,13 @@ def run(data: DataArguments, options: EvaluationArguments) -> dict[str, Evaluati
         options.reward_funcs,
         max_completion_length=options.max_completion_length,
         soft_punish_cache=options.soft_punish_cache,
+        files=options.file_options(),
     )
-    sources = [inspect.getsource(reward) for reward in rewards if inspect.isfunction(reward)]
+    sources = [
+        reward.source if isinstance(reward, ScoredFile) else inspect.getsource(reward)
+        for reward in rewards
+        if inspect.isfunction(reward) or isinstance(reward, ScoredFile)
+    ]
     cache = Cache((Path(options.cache_dir) if options.cache_dir else CACHE) if options.use_cache else None)
     left_out: list[Any] = []
     results = {}

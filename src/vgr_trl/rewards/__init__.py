@@ -2,7 +2,7 @@
 
 Read `accuracy.py` and `answers/`, which it stands on. Then `format.py`, `length.py`, and rewards within a group:
 `groups.py`, `attention.py`, `finite.py`. How they come to a trainer: `registry.py` with `imports.py`, `signatures.py`,
-`schedule.py`, `outcome.py`.
+`schedule.py`, `outcome.py`; files of EasyR1: `scored_files.py`.
 """
 
 from vgr_trl.rewards.accuracy import accuracy_reward

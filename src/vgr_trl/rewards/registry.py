@@ -1,6 +1,7 @@
 """Rewards by name: those of this library and of installed packages, dotted paths, and files."""
 
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from importlib.metadata import EntryPoint, entry_points
 from types import FunctionType
@@ -12,6 +13,7 @@ from vgr_trl.rewards.attention import mdi_reward, vgr_hard_negative_reward, vgr_
 from vgr_trl.rewards.format import think_format_reward
 from vgr_trl.rewards.imports import import_file, import_module
 from vgr_trl.rewards.length import get_soft_overlong_punishment
+from vgr_trl.rewards.scored_files import OVERALL, FileOptions, is_scored, scored_reward, share_scores
 
 ENTRY_POINTS = "vgr_trl.rewards"
 REWARDS: dict[str, Callable[..., Any]] = {
@@ -36,19 +38,32 @@ _HARD: dict[Any, Any] = {
     "vgr": "vgr_hard_negative",
     "vgr_reward": "vgr_hard_negative_reward",
 }
+_KEY = re.compile(r"(.*?)(?:\[(\w+)\])?", re.DOTALL)
 _FORMS = "my_package.rewards.my_reward or my_rewards.py:my_reward"
 
 
 def load_rewards(
-    specs: Iterable[Any], *, max_completion_length: int | None = None, soft_punish_cache: int | None = None
+    specs: Iterable[Any],
+    *,
+    max_completion_length: int | None = None,
+    soft_punish_cache: int | None = None,
+    files: FileOptions | None = None,
 ) -> list[Callable[..., Any]]:
     """Return the reward functions that `specs` name, in their order; see `load_reward`."""
-    options = {"max_completion_length": max_completion_length, "soft_punish_cache": soft_punish_cache}
-    return [load_reward(spec, **options) for spec in ([specs] if isinstance(specs, str) else specs)]
+    rewards = [
+        load_reward(spec, max_completion_length=max_completion_length, soft_punish_cache=soft_punish_cache, files=files)
+        for spec in ([specs] if isinstance(specs, str) else specs)
+    ]
+    share_scores(rewards)
+    return rewards
 
 
 def load_reward(
-    spec: Any, *, max_completion_length: int | None = None, soft_punish_cache: int | None = None
+    spec: Any,
+    *,
+    max_completion_length: int | None = None,
+    soft_punish_cache: int | None = None,
+    files: FileOptions | None = None,
 ) -> Callable[..., Any]:
     """Return the reward function that `spec` names.
 
@@ -56,16 +71,18 @@ def load_reward(
         spec: a name (`accuracy`, `format`, `length`, or one that an installed package registers as entry point of the
             group `vgr_trl.rewards`), a dotted path `my_package.rewards.my_reward`, or a file
             `my_rewards.py:my_reward`, relative to the working directory or absolute. A function is returned as it is.
+            Of a function in the form of EasyR1 it is the score `overall`, with `[accuracy]` behind it another one.
         max_completion_length: tokens, for `length`.
         soft_punish_cache: tokens, for `length`; None: a fifth of `max_completion_length`, the ratio of DAPO
             (https://huggingface.co/papers/2503.14476).
+        files: how functions in the form of EasyR1 are called; None: as their files say.
 
     Raises:
         RewardError: nothing has this name, two packages have it, it cannot be imported, or it is not a function.
     """
     if not isinstance(spec, str):
         return _checked(spec, repr(spec), max_completion_length, soft_punish_cache)
-    name = spec.strip()
+    name, key = _KEY.fullmatch(spec.strip()).groups()  # type: ignore[union-attr]  # the first part takes anything
     path, colon, attribute = name.rpartition(":")
     if colon and path.endswith(".py"):
         found = _attribute(import_file(path), attribute, path)
@@ -78,6 +95,10 @@ def load_reward(
     else:
         module, _, attribute = name.rpartition(".")
         found = _attribute(import_module(module), attribute, module)
+    if is_scored(found):
+        return scored_reward(found, key or OVERALL, files or FileOptions())
+    if key is not None:
+        raise RewardError(f"The reward {spec!r} names the score {key!r}, but {name} returns one number: drop [{key}].")
     return _checked(found, repr(name), max_completion_length, soft_punish_cache)
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vgr_trl.cli.flags.reward_files import RewardFileArguments
 from vgr_trl.data.rows.images.sizes import MAX_SHORT_SIDE, ImageLimits, ImageRule
 from vgr_trl.data.rows.images.video import VideoOptions
 from vgr_trl.data.rows.naming import keys_of
@@ -112,7 +113,7 @@ class DefaultRewards(list[str]):
 
 
 @dataclass
-class RewardArguments:
+class RewardArguments(RewardFileArguments):
     """What a completion earns its reward for."""
 
     reward_funcs: list[str] = field(

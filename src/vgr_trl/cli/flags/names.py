@@ -9,8 +9,8 @@ from pathlib import Path
 from vgr_trl.errors import ConfigError
 
 _OWN = {
-    "train": ("cli/flags/arguments.py", "config/*.py"),
-    "evaluate": ("cli/flags/arguments.py", "cli/evaluate.py"),
+    "train": ("cli/flags/arguments.py", "cli/flags/reward_files.py", "config/*.py"),
+    "evaluate": ("cli/flags/arguments.py", "cli/flags/reward_files.py", "cli/evaluate.py"),
 }
 _OTHERS = {
     "train": {

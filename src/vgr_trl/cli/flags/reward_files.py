@@ -1,0 +1,34 @@
+"""Flags of reward files in the form of EasyR1 and MTRL."""
+
+import json
+from dataclasses import dataclass, field
+
+from vgr_trl.errors import ConfigError
+from vgr_trl.rewards.scored_files import FileOptions
+
+
+@dataclass
+class RewardFileArguments:
+    """How functions of files in the form of EasyR1 are called; other rewards are not concerned."""
+
+    reward_type: str | None = field(
+        default=None,
+        metadata={"help": "Form of reward files of EasyR1: batch or sequential. Default: as REWARD_TYPE in them says."},
+    )
+    reward_num_cpus: int = field(
+        default=1, metadata={"help": "Processes that a sequential reward file of EasyR1 is called in."}
+    )
+    reward_function_kwargs: str | None = field(
+        default=None, metadata={"help": "Further arguments of reward files of EasyR1, as JSON."}
+    )
+
+    def file_options(self) -> FileOptions:
+        """Return the options as the rewards take them, or raise `ConfigError` where they are no JSON object."""
+        given = self.reward_function_kwargs
+        try:
+            arguments = json.loads(given) if isinstance(given, str) else given or {}
+        except ValueError as error:
+            raise ConfigError(f"reward_function_kwargs is {given!r}, which is no JSON ({error}).") from error
+        if not isinstance(arguments, dict):
+            raise ConfigError(f"reward_function_kwargs is {given!r}: give a JSON object of names and values.")
+        return FileOptions(self.reward_type, self.reward_num_cpus, arguments)

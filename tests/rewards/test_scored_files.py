@@ -1,0 +1,146 @@
+"""Reward files in the form of EasyR1 and MTRL, written here after the forms that their loaders call."""
+
+import os
+import sys
+
+import pytest
+
+from vgr_trl.errors import RewardError
+from vgr_trl.rewards import load_reward, load_rewards
+from vgr_trl.rewards.scored_files import FileOptions
+
+BATCH = """
+REWARD_NAME = "math"
+REWARD_TYPE = "batch"
+calls = []
+def compute_score(reward_inputs, format_weight=0.1):
+    calls.append(len(reward_inputs))
+    scores = []
+    for given in reward_inputs:
+        assert set(given) == {"response", "response_length", "ground_truth", "prompt"}
+        right, tidy = float(given["ground_truth"] in given["response"]), float(given["response"].startswith("<"))
+        overall = (1 - format_weight) * right + format_weight * tidy
+        scores.append({"overall": overall, "format": tidy, "accuracy": right})
+    return scores
+"""
+ONE_BY_ONE = """
+import os
+REWARD_TYPE = "sequential"
+def compute_score(reward_input, bonus=0):
+    return {"overall": len(reward_input["response"]) + bonus, "process": os.getpid()}
+"""
+PAIRS = """
+def reward_function(data_dict):
+    assert data_dict["images"] == ["picture"]
+    overlap = data_dict["response"].count(data_dict.get("ground_truth", ""))
+    return overlap + 0.5, {"length": data_dict["response_length"], "asked": len(data_dict["prompt"])}
+"""
+ROWS = {
+    "completions": [[{"role": "assistant", "content": "<a> 4"}], [{"role": "assistant", "content": "5"}]],
+    "completion_ids": [[1, 2, 3], [4]],
+    "prompts": [[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "2 + 2"}]}]] * 2,
+    "solution": ["4", "4"],
+}
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    before = set(sys.modules)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def write(text, name="theirs_of_test.py"):
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    yield write
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_batch_form_gives_overall_and_logs_the_other_scores(written):
+    """Right and tidy: 0.9 + 0.1; neither: 0. Half of the two are right, half tidy."""
+    logged = {}
+    reward = load_reward(f"{written(BATCH)}:compute_score")
+    assert reward(**ROWS, log_metric=logged.__setitem__) == [1.0, 0.0]
+    assert logged == {"reward/overall": 0.5, "reward/accuracy": 0.5, "reward/format": 0.5}
+    assert reward.__name__ == "compute_score"
+
+
+def test_arguments_of_the_file_reach_the_function(written):
+    reward = load_reward(f"{written(BATCH)}:compute_score", files=FileOptions(arguments={"format_weight": 0.5}))
+    assert reward(**ROWS) == [1.0, 0.0]
+    assert reward(**{**ROWS, "solution": ["3", "5"]}) == [0.5, 0.5]
+    with pytest.raises(RewardError, match="reward_function_kwargs has 'weight', which compute_score does not take"):
+        load_reward(f"{written(BATCH)}:compute_score", files=FileOptions(arguments={"weight": 0.5}))
+
+
+def test_a_second_score_is_a_reward_of_its_own_and_costs_no_second_call(written):
+    file = written(BATCH)
+    overall, accuracy = load_rewards([f"{file}:compute_score", f"{file}:compute_score[accuracy]"])
+    assert (overall(**ROWS), accuracy(**ROWS)) == ([1.0, 0.0], [1.0, 0.0])
+    assert sys.modules["theirs_of_test"].calls == [2]
+    assert accuracy.__name__ == "accuracy"
+    overall(**{**ROWS, "completions": list(ROWS["completions"])})
+    assert sys.modules["theirs_of_test"].calls == [2, 2]
+    with pytest.raises(RewardError, match="returned no 'style', but overall, format, accuracy"):
+        load_reward(f"{file}:compute_score[style]")(**ROWS)
+    with pytest.raises(RewardError, match=r"names the score 'accuracy', but accuracy returns one number"):
+        load_reward("accuracy[accuracy]")
+
+
+def test_sequential_form_runs_in_processes_of_its_own(written):
+    file = written(ONE_BY_ONE)
+    options = FileOptions(processes=2, arguments={"bonus": 1})
+    overall, process = load_rewards([f"{file}:compute_score", f"{file}:compute_score[process]"], files=options)
+    texts = [[{"role": "assistant", "content": "x" * length}] for length in range(9)]
+    rows = {"completions": texts, "prompts": ["?"] * 9, "solution": [None] * 9}
+    assert overall(**rows) == [length + 1 for length in range(9)]
+    assert len({*process(**rows), os.getpid()}) > 1
+    assert overall(**rows) == load_reward(f"{file}:compute_score", files=FileOptions(arguments={"bonus": 1}))(**rows)
+
+
+def test_pairs_of_reward_and_metrics(written):
+    """`4` once in `<a> 4` and not in `5`; three tokens and one; the question has five characters."""
+    logged = {}
+    reward = load_reward(f"{written(PAIRS)}:reward_function")
+    rewards = reward(**ROWS, images=[["picture"]] * 2, log_metric=logged.__setitem__)
+    assert rewards == [1.5, 0.5]
+    assert logged == {"reward/overall": 1.0, "reward/length": 2.0, "reward/asked": 5.0}
+
+
+def test_a_pair_of_lists_and_numbers_alone(written):
+    lists = written("def score(reward_inputs):\n    return [1, 2], {'b': [3, 4]}", "lists_of_test.py")
+    assert [reward(**ROWS) for reward in load_rewards([f"{lists}:score", f"{lists}:score[b]"])] == [[1, 2], [3, 4]]
+    numbers = written("def score(reward_input):\n    return 0.25", "numbers_of_test.py")
+    assert load_reward(f"{numbers}:score")(**ROWS) == [0.25, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def score(reward_inputs):\n    return [{'overall': 1}]", "returned .* for a batch of 2 completions"),
+        ("def score(reward_inputs):\n    return {'overall': 1}", "set REWARD_TYPE to sequential"),
+        ("def score(reward_input):\n    return 'good'", "returned 'good' .str. for a completion"),
+        ("def score(reward_inputs):\n    return [1, 2], {'b': [3]}", r"lists of the lengths \[1, 2\]"),
+        (
+            "REWARD_TYPE = 'model'\ndef score(rows):\n    return []",
+            "REWARD_TYPE 'model': it can be batch or sequential",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_told_by_name(written, text, message):
+    with pytest.raises(RewardError, match=message):
+        load_reward(f"{written(text)}:score")(**ROWS)
+
+
+def test_functions_in_the_form_of_trl_stay_as_they_are(written):
+    file = written("REWARD_NAME = 'mine'\ndef mine(completions, **kwargs):\n    return [1.0] * len(completions)")
+    assert load_reward(f"{file}:mine").__name__ == "mine"
+    assert load_reward(f"{file}:mine")(**ROWS) == [1.0, 1.0]
+
+
+def test_options_are_checked():
+    with pytest.raises(RewardError, match="reward_num_cpus is 0"):
+        FileOptions(processes=0)
+    with pytest.raises(RewardError, match="reward_type is 'rows'"):
+        FileOptions(form="rows")
