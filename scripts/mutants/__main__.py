@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=400, help="mutants of all rooms together, by their number there")
     parser.add_argument("--per-room", type=int, help="mutants of each room, instead")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=60.0, help="for the tests of a mutant, before they are late")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of a processor, for the tests of a mutant")
     parser.add_argument("--budget", type=float, default=float("inf"), help="minutes per room; what is left is not run")
     parser.add_argument("--skip", nargs="+", default=[], help="names of test files that take too long")
     parser.add_argument("--out", type=Path, default=Path("mutants.md"), help="the table of survivors")

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import resource
 import signal
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from hypothesis import HealthCheck, settings
 
 QUIET = ("-q", "-x", "-p", "no:cacheprovider", "--no-header")
 OUTPUT = "output-of-tests.txt"
+PATIENCE = 10
 
 
 def load_packages() -> None:
@@ -95,7 +97,10 @@ def notice(root: Path, tests: Sequence[str], seconds: float) -> bool:
 
 
 def in_a_fork(root: Path, work: Callable[[], int], seconds: float) -> int | None:
-    """Return what `work` returns in a process of its own that imports from `root`; None if it does not end in time."""
+    """Return what `work` returns in a process of its own that imports from `root`; None if it does not end.
+
+    It may use `seconds` of a processor, and `PATIENCE` times as long where it waits or the machine is busy.
+    """
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
@@ -106,6 +111,7 @@ def in_a_fork(root: Path, work: Callable[[], int], seconds: float) -> int | None
         os.chdir(root)
         sys.path.insert(0, str(root / "src"))
         os.environ["PYTHONPATH"] = str(root / "src")
+        resource.setrlimit(resource.RLIMIT_CPU, (round(seconds), round(seconds)))
         code = 3
         try:
             code = work()
@@ -115,7 +121,7 @@ def in_a_fork(root: Path, work: Callable[[], int], seconds: float) -> int | None
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
-    end = time.monotonic() + seconds
+    end = time.monotonic() + PATIENCE * seconds
     while time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:

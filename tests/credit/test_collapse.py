@@ -34,6 +34,10 @@ def test_a_loss_that_falls_slowly_is_what_training_is_for():
     assert collapse_warning(history({**COLLAPSING, "perception_loss": -0.2})) is None
 
 
+def test_a_loss_that_is_always_0_has_not_fallen():
+    assert collapse_warning([{**step, "perception_loss": 0.0} for step in history(COLLAPSING)]) is None
+
+
 def test_nothing_to_clip_is_no_sign_either_way():
     steps = [{**step, "clip_ratio/high_mean": 0.0} for step in history(COLLAPSING)]
     assert "clip_ratio" not in collapse_warning(steps)

@@ -70,6 +70,11 @@ def test_whitening_is_over_all_processes():
     assert found == pytest.approx([-2 / deviation, -1 / deviation, 0], abs=1e-6)
 
 
+def test_whitening_of_two_tokens():
+    """[1, 3]: mean 2, variance (1 + 1) / (2 - 1)."""
+    assert whiten(torch.tensor([[1.0, 3.0]]), torch.ones(1, 2))[0].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
+
+
 def test_ranges_and_shapes_are_checked():
     zeros = torch.zeros(1, 2)
     for options in ({"gamma": 1.5}, {"lam": -0.1}):

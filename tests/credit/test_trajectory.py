@@ -32,6 +32,12 @@ def test_mean_over_valid_tokens():
     assert means[2:].isnan().all()
 
 
+def test_means_of_half_precision_are_float32():
+    """1 + 2 ** -8 is no bfloat16: the mean of 257 / 256 twice and 1 twice would be rounded."""
+    dependency = torch.tensor([[1.0, 1.0078125]], dtype=torch.bfloat16)
+    assert mean_dependency(dependency, torch.ones(1, 2)).tolist() == [1.00390625]
+
+
 def test_completions_without_a_dependency_keep_scale_1_and_change_no_other():
     """z = 1, 2, 5 as above, beside a completion of 0 tokens and one whose dependency is undefined."""
     dependency = torch.tensor([[1.0], [9.0], [2.0], [NAN], [5.0]])

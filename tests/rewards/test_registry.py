@@ -218,6 +218,14 @@ def test_a_callable_is_returned_as_it_is():
     assert load_reward(partial) is partial
 
 
+def test_hard_negatives_take_the_place_of_vgr():
+    own = functools.partial(accuracy_reward)
+    assert registry.hardened([own, "vgr"]) == [own, "vgr_hard_negative"]
+    assert registry.hardened(["vgr_hard_negative_reward"]) == ["vgr_hard_negative_reward"]
+    with pytest.raises(RewardError, match="the reward functions are accuracy partial: name vgr there"):
+        registry.hardened(["accuracy", own])
+
+
 def test_installed_entry_points_are_the_functions():
     from importlib.metadata import entry_points
 

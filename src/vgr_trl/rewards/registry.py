@@ -155,7 +155,7 @@ def _named(name: str) -> Any:
 
 
 def _package(entry: EntryPoint) -> str:
-    return entry.dist.name if entry.dist is not None else entry.value.partition(":")[0]
+    return entry.dist.name if entry.dist is not None else entry.value
 
 
 def _attribute(module: Any, name: str, where: str) -> Any:
