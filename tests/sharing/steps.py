@@ -7,7 +7,7 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.sharing import SharingReport, passes, replaced, share_prompts
+from vgr_trl.sharing import SharingReport, plan, replaced, share_prompts
 
 WORDS = "what colour is this red green blue yellow which of them do you see here now and there"
 PLACES = ("generation", "scoring", "training")
@@ -81,7 +81,7 @@ def reports_by_place():
             yield report
         found[place].add(report)
 
-    with replaced(passes, "share_prompts", recording):
+    with replaced(plan, "share_prompts", recording):
         yield found
 
 

@@ -3,7 +3,7 @@
 Read `context.py` (`share_prompts`), `forward.py` (prompts first, then completions behind them), `cut.py`, `grouping.py`
 and `image_inputs.py` (where a batch is cut), `prefix_cache.py` (what completions read of prompts), `generation.py`.
 What it stands on: `backbone.py`, `fitness.py` (which models can), `replacing.py`, `report.py`. Around it:
-`scored_columns.py` and `unseen.py` (heads), `plan.py` (where a trainer shares, and why not elsewhere).
+`heads.py`, `plan.py` (where a run shares, and why not elsewhere).
 """
 
 from vgr_trl.replacing import replaced
@@ -11,8 +11,7 @@ from vgr_trl.sharing.backbone import has_active_dropout
 from vgr_trl.sharing.context import leave_out_empty_images, share_prompts
 from vgr_trl.sharing.fitness import why_not_share
 from vgr_trl.sharing.grouping import shuffle_by_group, whole_groups, why_not_regroup
-from vgr_trl.sharing.passes import SharedPasses
-from vgr_trl.sharing.plan import Place, SharingPlan, plan_sharing
+from vgr_trl.sharing.plan import Place, SharedPasses, SharingPlan, plan_sharing
 from vgr_trl.sharing.report import SharingReport
 
 __all__ = [

@@ -10,10 +10,9 @@ from vgr_trl.replacing import replaced_method
 from vgr_trl.sharing.backbone import base_of, causal_model, is_compiled
 from vgr_trl.sharing.forward import SharedForward
 from vgr_trl.sharing.generation import SharedGeneration
+from vgr_trl.sharing.heads import with_scored_columns, with_unseen_counted
 from vgr_trl.sharing.image_inputs import without_empty_images
 from vgr_trl.sharing.report import SharingReport
-from vgr_trl.sharing.scored_columns import with_scored_columns
-from vgr_trl.sharing.unseen import with_unseen_counted
 
 
 @contextmanager

@@ -1,7 +1,8 @@
-"""TRL's fused head on the columns that emit completions, and no others.
+"""Heads around a base model whose prompts are shared.
 
-TRL projects all P + T columns of every row through the head where it has no Triton, on CPUs for example, and drops what
-belongs to no completion afterwards: with a large vocabulary that costs more than the prompts do.
+Some do not come to their base model at all. TRL's fused head projects all P + T columns of every row where it has no
+Triton, on CPUs for example, and drops what belongs to no completion afterwards: with a large vocabulary that costs more
+than the prompts do, so it is given the columns that emit completions, and no others.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,34 @@ import torch
 
 from vgr_trl.replacing import replaced
 from vgr_trl.sharing.backbone import is_tracing
+from vgr_trl.sharing.forward import SharedForward
+
+
+def with_unseen_counted(forward: Callable[..., Any], shared: SharedForward) -> Callable[..., Any]:
+    """Return the forward pass of a causal model that reports calls which do not come to its base model.
+
+    OPT, Bart and Whisper call the decoder inside of it.
+
+    Args:
+        forward: of the causal model.
+        shared: what its base model's forward pass has been replaced by.
+    """
+
+    @wraps(forward)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        # Whoever has replaced the base model's forward once more, as for a head alone, wants no pass through it.
+        replaced_again = getattr(shared.base.forward, "function", None) is not shared
+        if is_tracing() or shared.paused or replaced_again:
+            return forward(*args, **kwargs)
+        before = shared.calls
+        outputs = forward(*args, **kwargs)
+        if shared.calls == before:
+            ids = kwargs.get("input_ids", args[0] if args else None)
+            rows = len(ids) if isinstance(ids, torch.Tensor) else 0
+            shared.report.add_plain(rows, "a head that does not call its base model")
+        return outputs
+
+    return counted
 
 
 def with_scored_columns(
