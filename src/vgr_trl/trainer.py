@@ -38,7 +38,8 @@ from vgr_trl.training.collapse_watch import CollapseWatch
 from vgr_trl.training.constructed import ConstructedTrainer
 from vgr_trl.training.host import TRLHost
 from vgr_trl.training.judge import Judge
-from vgr_trl.training.loss import entropy_term, perception_term
+from vgr_trl.training.kl import PENALTY, KLControl, constructed_with_reference, kl_penalty_reward, scored_by_reference
+from vgr_trl.training.loss import added_terms
 from vgr_trl.training.measure import plan_measurement, score_completions, signals_as_columns
 from vgr_trl.training.perceive import perceive
 from vgr_trl.training.prepare import (
@@ -102,13 +103,10 @@ class DAPOTrainer(ConstructedTrainer):
         self._pass: TrainingPass | None = None
         self._streamed_prompts_too_long = 0
         self.train_sampler: Any = None
-        super().__init__(
-            model,
-            over_whole_groups(rewards, self._completions_per_prompt),
-            args,
-            *rest,
-            **with_processor(model, rest, options),
-        )
+        rewards = over_whole_groups(rewards, self._completions_per_prompt) + [kl_penalty_reward] * args.penalises_kl
+        with constructed_with_reference(args):
+            super().__init__(model, rewards, args, *rest, **with_processor(model, rest, options))
+        self.beta = args.beta
         close_group_at_exit()
         check_attributes(self)
         if options.get("peft_config") is not None:
@@ -128,6 +126,7 @@ class DAPOTrainer(ConstructedTrainer):
             let_tables_hold(self._logs, int(args.generation_batch_size or 0) * (1 + args.dynamic_sampling_max_rounds))
         self._choice = GroupChoice(self.host, self._measurement.wanted, prompts)
         self._rewards = Judge(self.host, self)
+        self._kl = KLControl(self.host)
         self._steps = StepMetrics(self.host)
         self._recorder = RolloutRecorder(self.host, self._measurement, self.processing_class, _name_of(self.model))
         self.collapse_watch = CollapseWatch(self.host)
@@ -169,7 +168,7 @@ class DAPOTrainer(ConstructedTrainer):
 
     def _judge(self, rollout: Rollout) -> Rollout:
         """TRL's generation and judgement of a rollout, and when training the pass over perturbed images."""
-        with images_logged_by_all(self, rollout.rows):
+        with images_logged_by_all(self, rollout.rows), scored_by_reference(self):
             rollout.batch = super()._generate_and_score_completions(rollout.rows)
         return perceive(rollout, self.host, self._measurement) if self.model.training else rollout
 
@@ -181,7 +180,7 @@ class DAPOTrainer(ConstructedTrainer):
             if self.model.training:
                 chosen, metrics = self._choice.choose(rollout)
                 rollout, more = spread(chosen, self.host)
-                self._log_all(metrics | more)
+                self._log_all(metrics | more | self._kl.end_rollout())
                 self._recorder.record_credit(recorded, chosen, rollout)
             self._recorder.write(rollout, recorded)
             return with_perturbed_rows(rollout.batch)
@@ -226,6 +225,9 @@ class DAPOTrainer(ConstructedTrainer):
                 self._log_completion_extra(name, columns[name])
             # Read by rewards of our users' scripts, through the argument `trainer`.
             self._mdi_balance_scores_current_batch = columns.get("mdi_balance")
+            penalties, metrics = self._kl.penalise(rollout)
+            columns |= penalties
+            self._log_all(metrics)
         rows = [row | {name: values[i] for name, values in columns.items()} for i, row in enumerate(inputs)]
         if self._reward_schedule.changes:
             early = self._reward_schedule.early_steps(
@@ -234,7 +236,9 @@ class DAPOTrainer(ConstructedTrainer):
             weights = self._reward_schedule.weights_at(self.state.global_step, early)
             self.reward_weights[: len(weights)] = torch.tensor(weights)
         with replaced(self, "reward_funcs", self._rewards.guarded(self.reward_funcs, rollout)):
-            rewards = super()._calculate_rewards(rows, prompts, completions, completion_ids_list)
+            rewards = self._kl.without_unscored(
+                super()._calculate_rewards(rows, prompts, completions, completion_ids_list)
+            )
         self._log_all(self._rewards.check(rewards, self.reward_funcs, rows))
         if rollout is not None:
             rollout.rewards = rewards
@@ -275,6 +279,8 @@ class DAPOTrainer(ConstructedTrainer):
                 )  # fmt: skip
             else:
                 scored = score()
+                if rollout is not None and (model is self.ref_model or not policy_is_active(model)):
+                    rollout.reference_logps = scored[0]
         if trains and self._pass is not None and self._pass.logps is None:
             self._pass.logps = scored[0]
             if self.model.training:
@@ -299,13 +305,9 @@ class DAPOTrainer(ConstructedTrainer):
                 return loss
             self._log_all(self._steps.measure(passed))
             score = partial(self._get_per_token_logps_and_entropies, model, compute_entropy=True)
-            for term, metrics in (
-                entropy_term(passed, self.host),
-                perception_term(passed, self.host, lambda batch: score(**batch)[:2]),
-            ):
-                loss = loss + term
-                self._log_all(metrics)
-            return loss
+            terms, metrics = added_terms(passed, self.host, self._kl, lambda batch: score(**batch)[:2])
+            self._log_all(metrics)
+            return loss + terms
         finally:
             self._pass = None
 
@@ -346,6 +348,7 @@ class DAPOTrainer(ConstructedTrainer):
         """Add to the parent's: the replay buffer, and what is left of a generation batch."""
         super()._save_rng_state(output_dir)
         self._choice.save(Path(output_dir))
+        self._kl.save(Path(output_dir))
         save_generation(self, Path(output_dir), self._choice.waits)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -353,6 +356,7 @@ class DAPOTrainer(ConstructedTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self._choice.load(Path(checkpoint))
+            self._kl.load(Path(checkpoint))
             continue_order(self, Path(checkpoint), self.train_sampler)
 
     def _loads_itself(self, model: Any) -> PreTrainedModel | None:
@@ -379,7 +383,7 @@ class DAPOTrainer(ConstructedTrainer):
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
         """Add to TRL's: tags, rewards, the options that were on, and the papers to cite."""
-        rewards = self.reward_func_names
+        rewards = [name for name in self.reward_func_names if name != PENALTY]
         super().create_model_card(model_name, dataset_name, [*as_list(tags), *method_tags(self.args, rewards)])
         if self.is_world_process_zero():
             file = Path(str(self.args.output_dir), "README.md")

@@ -61,6 +61,23 @@ CASES = {
     },
     "resample": {"reward_funcs": [sparse_reward], "dynamic_sampling": "resample", "token_weights": True},
     "remax": {"reward_funcs": [accuracy_reward, vgr_reward], "advantage_estimator": "remax"},
+    "kl in the loss": {
+        "reward_funcs": [accuracy_reward],
+        "kl_coef": 0.5,
+        "kl_penalty": "mse",
+        "kl_type": "adaptive",
+        "kl_target": 1e-3,
+        "kl_horizon": 50,
+    },
+    "kl among the rewards": {
+        "reward_funcs": [sparse_reward],
+        "kl_coef": 0.5,
+        "use_kl_loss": False,
+        "kl_type": "adaptive",
+        "kl_target": 1e-3,
+        "kl_horizon": 50,
+        "dynamic_sampling": "resample",
+    },
     "perception loss": {"reward_funcs": [accuracy_reward], "perception_loss_weight": 0.01, "der_loss_weight2": 0.03},
 }
 

@@ -11,7 +11,10 @@ import pytest
 import torch
 
 SCRIPT = Path(__file__).with_name("stages_worker.py")
-NAMES = ("signals", "replay", "replay without measuring", "replay and resample", "resample", "remax", "perception loss")
+NAMES = (
+    "signals", "replay", "replay without measuring", "replay and resample", "resample", "remax", "perception loss",
+    "kl in the loss", "kl among the rewards",
+)  # fmt: skip
 DIFFERENT = ("perf/", "step_time", "sharing/", "replay/megabytes", "grad_norm", "loss", "epoch", "clip_ratio")
 
 
@@ -84,4 +87,9 @@ def test_the_stages_did_something(outcomes):
     for name in ("replay", "replay without measuring"):
         assert max(entry["replay/replaced_fraction"] for entry in one[name]["history"]) > 0
     assert max(entry["dynamic_sampling/generated_groups"] for entry in one["resample"]["history"]) > 0
+    for name in ("kl in the loss", "kl among the rewards"):
+        coefficients = [entry["kl/coefficient"] for entry in one[name]["history"]]
+        assert coefficients[0] == 0.5
+        assert len(set(coefficients)) == 3
+        assert one[name]["history"][-1]["kl/mean"] > 0
     assert one["perception loss"]["history"][-1]["perception_loss"] < 0

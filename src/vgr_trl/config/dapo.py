@@ -9,6 +9,7 @@ from vgr_trl.config import (
     AliasOptions,
     ChooseOptions,
     CreditOptions,
+    KLOptions,
     MeasureOptions,
     PerceiveOptions,
     ReportOptions,
@@ -36,11 +37,11 @@ _LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "ves
 
 @dataclass
 class DAPOConfig(
-    AliasOptions, ReportOptions, ChooseOptions, CreditOptions, PerceiveOptions, MeasureOptions, GRPOConfig
+    AliasOptions, ReportOptions, ChooseOptions, CreditOptions, KLOptions, PerceiveOptions, MeasureOptions, GRPOConfig
 ):
     """Options of `DAPOTrainer`: those of TRL's `GRPOConfig`, with the defaults of DAPO, those of the stages
-    (`MeasureOptions`, `PerceiveOptions`, `CreditOptions`, `ChooseOptions`, `ReportOptions`), other names of some
-    (`AliasOptions`), and the ones below.
+    (`MeasureOptions`, `PerceiveOptions`, `KLOptions`, `CreditOptions`, `ChooseOptions`, `ReportOptions`), other names
+    of some (`AliasOptions`), and the ones below.
 
     Changed defaults: `epsilon_high=0.28` (DAPO's clip-higher; https://huggingface.co/papers/2503.14476). TRL's own
     defaults already are `loss_type="dapo"` and `beta=0.0`.
@@ -143,10 +144,12 @@ class DAPOConfig(
         self._check_ranges()
         self.check_measure()
         self.check_perceive()
+        self.check_kl()
         self.check_credit()
         self.check_choose()
         self.check_report()
         self._refuse_ignored_credit()
+        self._refuse_two_kinds_of_kl()
         super().__post_init__()
 
     @property
@@ -169,6 +172,18 @@ class DAPOConfig(
             raise ConfigError(
                 f"importance_sampling_level is sequence with loss_type {self.loss_type}: the gradient would ignore "
                 "token weights and filters, so use importance_sampling_level token, or loss_type cispo or vespo."
+            )
+
+    def _refuse_two_kinds_of_kl(self) -> None:
+        if self.kl_coef > 0 and self.beta > 0:
+            raise ConfigError(
+                f"kl_coef is {self.kl_coef} and beta is {self.beta}: give kl_coef, or beta (low_var_kl in the loss, as "
+                "TRL has it)."
+            )
+        if self.penalises_kl and self.multi_objective_aggregation != "sum_then_normalize":
+            raise ConfigError(
+                f"multi_objective_aggregation is {self.multi_objective_aggregation} with a KL in the rewards, which it "
+                "would divide by its deviation: use sum_then_normalize, or use_kl_loss."
             )
 
     def _check_ranges(self) -> None:

@@ -84,6 +84,10 @@ def _no_lower_clip(args: Any) -> str | None:
     return _other_loss(*unused)(args)
 
 
+def _no_adaptive_kl(args: Any) -> str | None:
+    return _off("kl_coef")(args) or (None if args.kl_type == "adaptive" else f"kl_type is {args.kl_type}")
+
+
 def _no_markdown(args: Any) -> str | None:
     paths = (args.rollout_log_path, args.eval_log_path, args.attention_diag_log_path, args.token_weights_log_path)
     return None if any(paths) or args.markdown_logs else "no Markdown log is written"
@@ -102,6 +106,9 @@ _RULES: dict[tuple[str, ...], Reason] = {
     ("top_p_entropy_tokens",): _off("enable_entropy_filtering"),
     ("trajectory_scaling_min",): _off("enable_trajectory_reweighting"),
     ("entropy_penalty_coef",): _off("use_entropy_penalty"),
+    ("use_bias_correction_kl",): _off("beta"),
+    ("kl_penalty", "use_kl_loss", "kl_type"): _off("kl_coef"),
+    ("kl_target", "kl_horizon"): _no_adaptive_kl,
     ("perturbation", "perturb_per"): _no_perturbation,
     ("patch_size", "black_prob"): _other_perturbation("blacken_patches"),
     ("noise_std",): _other_perturbation("add_gaussian_noise"),

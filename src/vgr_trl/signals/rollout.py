@@ -26,11 +26,13 @@ class Wanted:
         attention: names of the options and rewards that need attention mass.
         entropies: names of those that need entropies.
         dependency: names of those that need the dependency on the image.
+        logps: names of those that need log-probabilities.
     """
 
     attention: tuple[str, ...] = ()
     entropies: tuple[str, ...] = ()
     dependency: tuple[str, ...] = ()
+    logps: tuple[str, ...] = ()
 
     @property
     def scoring(self) -> bool:
@@ -40,7 +42,7 @@ class Wanted:
     @property
     def head(self) -> bool:
         """Whether that pass has to go through the model's head, for log-probabilities or entropies."""
-        return bool(self.entropies or self.dependency)
+        return bool(self.entropies or self.dependency or self.logps)
 
 
 @dataclass(frozen=True)

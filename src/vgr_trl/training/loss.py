@@ -9,9 +9,49 @@ from vgr_trl.batch.inputs import joined, scoring_inputs
 from vgr_trl.compat.loss_normaliser import average_as_loss
 from vgr_trl.credit import entropy_penalty, perception_divergence, perception_loss
 from vgr_trl.training.host import Host
+from vgr_trl.training.kl import KLControl
 from vgr_trl.training.rollout import TrainingPass, valid_tokens
 
 Term = tuple[torch.Tensor | float, dict[str, float]]
+Score = Callable[[dict[str, Any]], tuple[torch.Tensor, torch.Tensor]]
+
+
+def reads_every_token(args: Any) -> bool:
+    """Return whether the loss has a term, of TRL's or of ours, for tokens that have no advantage too.
+
+    Args:
+        args: a `DAPOConfig`.
+    """
+    of_trl = args.beta > 0 or args.entropy_coef != 0 or args.use_adaptive_entropy
+    perceives = args.uses_perception_loss or args.der_loss_weight1 > 0
+    return bool(of_trl or args.use_entropy_penalty or perceives or args.has_kl_loss)
+
+
+def added_terms(passed: TrainingPass, host: Host, kl: KLControl, score: Score) -> Term:
+    """Return the sum of all terms of a micro-batch, and their metrics.
+
+    Args:
+        passed: with log-probabilities.
+        host: whose loss they are added to.
+        kl: of the run.
+        score: as `perception_term` takes it.
+    """
+    terms = entropy_term(passed, host), perception_term(passed, host, score), kl_term(passed, host, kl)
+    return sum(term for term, _ in terms), {name: value for _, metrics in terms for name, value in metrics.items()}
+
+
+def kl_term(passed: TrainingPass, host: Host, kl: KLControl) -> Term:
+    """Return the KL from the reference of a micro-batch, 0 if it is not in the loss, and metrics.
+
+    Args:
+        passed: with log-probabilities.
+        host: whose loss it is added to.
+        kl: of the run.
+    """
+    per_token, metrics = kl.term(passed)  # (N, T)
+    if per_token is None:
+        return 0.0, metrics
+    return _averaged(per_token, valid_tokens(passed.inputs), passed, host), metrics
 
 
 def entropy_term(passed: TrainingPass, host: Host) -> Term:
@@ -29,9 +69,7 @@ def entropy_term(passed: TrainingPass, host: Host) -> Term:
     return _averaged(penalty, mask, passed, host), {"entropy_penalty": _token_mean(penalty, mask, host)}
 
 
-def perception_term(
-    passed: TrainingPass, host: Host, score: Callable[[dict[str, Any]], tuple[torch.Tensor, torch.Tensor]]
-) -> Term:
+def perception_term(passed: TrainingPass, host: Host, score: Score) -> Term:
     """Return the perception loss of PAPO for a micro-batch, 0 if it is off; it, and the entropy given no image.
 
     It is the one term that takes another pass with gradients, through the perturbed images.

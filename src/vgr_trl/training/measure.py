@@ -28,10 +28,11 @@ def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
         "entropies": _on(args.enable_entropy_filtering, "enable_entropy_filtering"),
         "dependency": _on(args.enable_perception_filtering, "enable_perception_filtering")
         + _on(args.enable_trajectory_reweighting, "enable_trajectory_reweighting"),
+        "logps": _on(args.penalises_kl, "kl_coef"),
     }
     perceiving = features["dependency"] + _on(args.perception_loss_weight > 0, "perception_loss_weight")
     perceiving += _on(args.der_loss_weight2 > 0, "der_loss_weight2")
-    _refuse(features["attention"] + features["entropies"] + perceiving, _why_no_rollout(trainer))
+    _refuse(features["attention"] + features["entropies"] + features["logps"] + perceiving, _why_no_rollout(trainer))
     _refuse(attention + perceiving, _why_no_images(trainer))
     ids = tuple(args.vision_token_ids or ()) or _found_vision_tokens(trainer)
     if attention:

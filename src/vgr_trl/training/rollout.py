@@ -65,6 +65,8 @@ class Rollout:
         prompt_mass: attention of the prompt's own instruction tokens, (L, N, 1).
         maps: row -> attention over its vision tokens, (L, T, V).
         signals: of the completions.
+        reference_logps: (N, T), of the completions under the reference.
+        kl_penalty: (N, T), at most 0 for most kinds: what the KL adds to the reward of each token.
         perturbed_images: of each row, as they were perturbed for the dependency.
         changes: of the log-probabilities when images are perturbed, (N, T).
         rewards: unweighted, of all processes, (N of all, number of functions).
@@ -83,6 +85,8 @@ class Rollout:
     prompt_mass: AttentionMass | None = None
     maps: dict[int, torch.Tensor] | None = None
     signals: RolloutSignals | None = None
+    reference_logps: torch.Tensor | None = None
+    kl_penalty: torch.Tensor | None = None
     perturbed_images: list[list[Any]] | None = None
     changes: torch.Tensor | None = None
     rewards: torch.Tensor | None = None

@@ -9,7 +9,7 @@ import torch
 from vgr_trl.training.host import Host
 from vgr_trl.training.rollout import TrainingPass, valid_tokens
 
-_TOKEN_MEANS = ("approx_kl", "entropy_penalty", "perception_loss", "perturbed_entropy", "kl", "entropy")
+_TOKEN_MEANS = ("approx_kl", "entropy_penalty", "perception_loss", "perturbed_entropy", "kl", "kl/mean", "entropy")
 _RATIO_MEANS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
 
 

@@ -15,7 +15,7 @@ from vgr_trl.replacing import replaced
 from vgr_trl.training.checkpoints.manifest import remove_manifest, write_manifest
 
 SHARE = "{}_{}_of_{}.pt"  # what a process keeps beside weights and optimizer, by kind, process and number of processes
-KINDS = {"choice": "the replay buffer", "generation": "the generation batch"}
+KINDS = {"choice": "the replay buffer", "generation": "the generation batch", "kl": "the coefficient of the KL"}
 
 
 @contextmanager

@@ -173,6 +173,8 @@ def _needed_columns(host: Host, wanted: Wanted) -> dict[str, str]:
     needed = {OLD_LOGPS: "replay_buffer_size"}
     if args.beta != 0:
         needed["ref_per_token_logps"] = "beta"
+    if args.kl_coef > 0:
+        needed["ref_per_token_logps"] = "kl_coef"
     if args.use_vllm and args.vllm_importance_sampling_correction:
         needed |= dict.fromkeys(("importance_sampling_ratio", "sampling_per_token_logps"), "vLLM")
     for name, options in (

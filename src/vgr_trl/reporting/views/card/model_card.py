@@ -86,6 +86,11 @@ FEATURES = (
         "vppo",
     ),
     Feature(
+        lambda options: options.kl_coef > 0,
+        "the policy is kept near its reference by their KL divergence",
+        ("kl_coef", "kl_penalty", "use_kl_loss", "kl_type"),
+    ),
+    Feature(
         lambda options: options.enable_entropy_filtering,
         "credit only for the tokens of highest entropy",
         ("top_p_entropy_tokens",),

@@ -1,0 +1,58 @@
+"""Options of the KL divergence of the policy from its reference."""
+
+from dataclasses import dataclass, field
+
+from vgr_trl.config.ranges import check_choice, check_number, check_switch
+
+KL_KINDS = ("kl", "abs", "mse", "low_var_kl")
+
+
+@dataclass
+class KLOptions:
+    """What keeps the policy near its reference; TRL's `beta` is another way to do so, and never goes with these.
+
+    Args:
+        kl_coef: coefficient of the KL, at the start if `kl_type` is `adaptive`; at least 0; 0: none.
+        kl_penalty: estimate of the KL of a token: `kl`, `abs`, `mse` or `low_var_kl`; see `kl_penalty` in credit.
+        use_kl_loss: add it to the loss; else take it from the reward of the completion, token by token.
+        kl_type: `fixed`, or `adaptive` towards `kl_target`.
+        kl_target: KL to be kept, in nats per token, above 0.
+        kl_horizon: completions over which an adaptive coefficient follows, above 0.
+    """
+
+    kl_coef: float = field(
+        default=0.0,
+        metadata={"help": "Coefficient of the KL to the reference model, besides TRL's beta; 0: none."},
+    )
+    kl_penalty: str = field(
+        default="low_var_kl", metadata={"help": f"Estimate of the KL of a token: {', '.join(KL_KINDS)}."}
+    )
+    use_kl_loss: bool = field(
+        default=True, metadata={"help": "Add the KL to the loss; False: take it from the rewards."}
+    )
+    kl_type: str = field(default="fixed", metadata={"help": "fixed, or adaptive: kl_coef follows kl_target."})
+    kl_target: float = field(
+        default=6.0, metadata={"help": "KL that an adaptive coefficient is to keep, in nats per token."}
+    )
+    kl_horizon: float = field(
+        default=10_000.0, metadata={"help": "Completions over which an adaptive coefficient follows."}
+    )
+
+    @property
+    def penalises_kl(self) -> bool:
+        """Whether the KL is taken from the rewards."""
+        return self.kl_coef > 0 and not self.use_kl_loss
+
+    @property
+    def has_kl_loss(self) -> bool:
+        """Whether the KL is added to the loss."""
+        return self.kl_coef > 0 and self.use_kl_loss
+
+    def check_kl(self) -> None:
+        """Raise `ConfigError` for values out of range."""
+        check_number("kl_coef", self.kl_coef, 0, 1e30, "of at least 0")
+        check_choice("kl_penalty", self.kl_penalty, KL_KINDS)
+        check_switch("use_kl_loss", self.use_kl_loss)
+        check_choice("kl_type", self.kl_type, ("fixed", "adaptive"))
+        check_number("kl_target", self.kl_target, 1e-30, 1e30, "above 0")
+        check_number("kl_horizon", self.kl_horizon, 1e-30, 1e30, "above 0")

@@ -1,0 +1,193 @@
+"""The KL to the reference in a run: in the loss, among the rewards, its coefficient."""
+
+import math
+
+import pytest
+import torch
+from datasets import load_dataset
+from peft import LoraConfig
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.batch.inputs import scoring_inputs
+from vgr_trl.data.rows.schema import prepare_rows
+from vgr_trl.demo.tiny_vlm import load_processor
+from vgr_trl.errors import ConfigError
+from vgr_trl.training.kl import PENALTY
+from vgr_trl.training.loss import reads_every_token
+from vgr_trl.training.rollout import valid_tokens
+
+
+def letters_reward(completions, **kwargs):
+    return [sum(map(ord, completion[0]["content"])) % 7 / 7 for completion in completions]
+
+
+@pytest.fixture
+def make(model_folder, question_files, tmp_path):
+    processor = load_processor(model_folder)
+    file = question_files.split(",")[0].removeprefix("train=")
+    questions, _ = prepare_rows(load_dataset("parquet", data_files=file, split="train"), system_prompt=None)
+
+    def build(rewards=letters_reward, peft_config=None, **changed):
+        options = {
+            "output_dir": str(tmp_path / "run"),
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "num_generations": 4,
+            "max_completion_length": 6,
+            "max_steps": 1,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "compute_attention_metrics": False,
+        }
+        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder)
+        config = DAPOConfig(**options | changed)
+        return DAPOTrainer(model, rewards, config, questions, processing_class=processor, peft_config=peft_config)
+
+    return build
+
+
+def first_micro_batch(trainer):
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+    return trainer._prepare_inputs([trainer.train_dataset[index // 4] for index in range(8)])
+
+
+@pytest.mark.parametrize(("kind", "slope"), [("kl", 1), ("abs", 1), ("mse", math.log(2)), ("low_var_kl", 0.5)])
+def test_the_gradient_of_the_loss_is_that_of_the_kind(make, kind, slope):
+    """With d = ln 2 on every token the slopes are 1, sign d, d and 1 - exp(-d); a token's share is 1 / all tokens."""
+    trainer = make(kl_coef=0.5, kl_penalty=kind)
+    inputs = first_micro_batch(trainer)
+    trainer.accelerator.gradient_state._set_sync_gradients(True)
+    inputs["advantages"] = torch.zeros_like(inputs["advantages"])
+    logps, score = {}, trainer._get_per_token_logps_and_entropies
+
+    def keep(*args, **kwargs):
+        scored = score(*args, **kwargs)
+        scored[0].retain_grad()
+        inputs["ref_per_token_logps"] = scored[0].detach() - math.log(2)
+        logps["of"] = scored[0]
+        return scored
+
+    trainer._get_per_token_logps_and_entropies = keep
+    trainer._compute_loss(trainer.model, inputs).backward()
+    mask = valid_tokens(inputs)
+    expected = mask * 0.5 * slope / inputs["num_items_in_batch"].item()
+    assert torch.allclose(logps["of"].grad * mask, expected, rtol=1e-4, atol=1e-9)
+    value = {"kl": math.log(2), "abs": math.log(2), "mse": math.log(2) ** 2 / 2, "low_var_kl": math.log(2) - 0.5}[kind]
+    metrics = trainer._metrics["train"]
+    for name in ("kl/mean", "kl/max", "kl/completion"):
+        assert metrics[name] == [pytest.approx(value, rel=1e-4)]
+    assert metrics["kl/coefficient"] == [0.5]
+
+
+@pytest.mark.parametrize("adapter", [None, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)])
+def test_low_var_kl_in_the_loss_trains_as_trls_beta(make, adapter):
+    """Also against the policy without its adapter, from which a random adapter differs from the start."""
+    trained = []
+    for changed in ({"beta": 2.0, "use_bias_correction_kl": False}, {"kl_coef": 2.0}):
+        torch.manual_seed(0)
+        trainer = make(peft_config=adapter, max_steps=2, optim="sgd", learning_rate=0.3, **changed)
+        trainer.train()
+        trained.append([value.detach() for value in trainer.model.parameters() if value.requires_grad])
+        logged = [entry for entry in trainer.state.log_history if "reward" in entry]
+        trained[-1] += [torch.tensor([entry.get("kl", entry.get("kl/mean")) for entry in logged])]
+    beta, ours = trained
+    assert beta[-1].max() > 1e-4
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(beta, ours, strict=True))
+
+
+def logps_by_hand(model, inputs):
+    """From the logits of a plain pass."""
+    given = scoring_inputs(inputs)
+    length = given.pop("logits_to_keep")
+    given.pop("num_images")
+    with torch.no_grad():
+        logits = model(**given).logits[:, -length - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, inputs["completion_ids"].unsqueeze(-1)).squeeze(-1)
+
+
+def test_among_the_rewards_it_is_taken_from_each_completion_before_groups_are_compared(make):
+    """r - coefficient · Σ d, then (r - mean) / (std + 1e-4); and the coefficient follows: KL far above its target."""
+    trainer = make(
+        kl_coef=0.5, kl_penalty="abs", use_kl_loss=False, kl_type="adaptive", kl_target=1e-3, kl_horizon=100,
+        reward_weights=[2.0], gradient_accumulation_steps=1, steps_per_generation=1,
+    )  # fmt: skip
+    trainer.model.train()
+    with torch.no_grad():
+        trainer.model.lm_head.weight.add_(torch.randn_like(trainer.model.lm_head.weight) * 0.2)
+    inputs = trainer._generate_and_score_completions([trainer.train_dataset[0]] * 4)
+    mask = inputs["completion_mask"]
+    kl = (logps_by_hand(trainer.model, inputs) - logps_by_hand(trainer.ref_model, inputs)).abs() * mask
+    assert kl.sum() > 0.5
+    rewards = torch.tensor(trainer._logs["rewards"]["letters_reward"]) * 2 - 0.5 * kl.sum(1)
+    expected = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+    assert inputs["advantages"].tolist() == pytest.approx(expected.tolist(), abs=1e-3)
+    metrics = trainer._metrics["train"]
+    assert metrics[f"rewards/{PENALTY}/mean"] == [pytest.approx(-0.5 * kl.sum(1).mean().item(), rel=1e-4)]
+    assert metrics["kl/mean"] == [pytest.approx((kl.sum() / mask.sum()).item(), rel=1e-4)]
+    assert metrics["kl/coefficient"] == [0.5]
+    assert trainer._kl.controller.coefficient == pytest.approx(0.5 * (1 + 0.2 * 4 / 100))
+
+
+def test_a_completion_that_no_reward_applies_to_has_no_penalty_either(make):
+    def none_for_the_first(completions, **kwargs):
+        return [None] + [1.0] * (len(completions) - 1)
+
+    trainer = make([none_for_the_first], kl_coef=0.5, kl_penalty="abs", use_kl_loss=False)
+    first_micro_batch(trainer)
+    assert [math.isnan(value) for value in trainer._logs["rewards"][PENALTY]] == [True] + [False] * 7
+
+
+def test_an_adaptive_coefficient_goes_on_from_a_checkpoint(make):
+    options = {
+        "kl_coef": 0.5, "kl_penalty": "kl", "kl_type": "adaptive", "kl_target": 1.0, "kl_horizon": 100,
+        "max_steps": 3, "save_strategy": "steps", "save_steps": 2,
+    }  # fmt: skip
+    whole = make(**options)
+    whole.train()
+    coefficients = [entry["kl/coefficient"] for entry in whole.state.log_history if "kl/coefficient" in entry]
+    # KL near 0 for target 1: error -1, clipped to -0.2; 8 of 100 completions a step.
+    assert coefficients == pytest.approx([0.5, 0.5 * 0.984, 0.5 * 0.984**2])
+    assert whole._kl.controller.coefficient == pytest.approx(0.5 * 0.984**3)
+    resumed = make(**options)
+    resumed.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-2")
+    assert resumed._kl.controller.coefficient == whole._kl.controller.coefficient
+
+
+def test_what_does_not_go_together_is_refused(tmp_path):
+    for options, message in (
+        ({"kl_coef": 0.1, "beta": 0.1}, "give kl_coef, or beta"),
+        ({"kl_coef": 0.1, "use_kl_loss": False, "multi_objective_aggregation": "normalize_then_sum"}, "use_kl_loss"),
+        ({"kl_coef": -0.1}, "kl_coef is -0.1"),
+        ({"kl_penalty": "k3"}, "kl_penalty is 'k3': give kl, abs, mse or low_var_kl"),
+        ({"kl_type": "slow"}, "fixed or adaptive"),
+        ({"kl_target": 0}, "kl_target is 0"),
+        ({"kl_horizon": -1}, "kl_horizon is -1"),
+        ({"use_kl_loss": "no"}, "True or False"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            DAPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, False),
+        ({"kl_coef": 0.1}, True),
+        ({"kl_coef": 0.1, "use_kl_loss": False}, False),
+        ({"beta": 0.1}, True),
+        ({"entropy_coef": 0.1}, True),
+        ({"use_entropy_penalty": True}, True),
+        ({"perception_loss_weight": 0.1}, True),
+    ],
+)
+def test_which_losses_read_every_token(tmp_path, options, expected):
+    config = DAPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
+    assert reads_every_token(config) is expected
