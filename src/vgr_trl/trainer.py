@@ -25,10 +25,11 @@ from vgr_trl.reporting.views.card.model_card import TAGS, TRL_PAPER, extended_ca
 from vgr_trl.reporting.views.card.model_use import about_trainer
 from vgr_trl.rewards.registry import hardened
 from vgr_trl.rewards.schedule import RewardSchedule
-from vgr_trl.sharing import SharedPasses, plan_sharing, replaced, shuffle_by_group, whole_groups
+from vgr_trl.sharing import plan_sharing, replaced, shuffle_by_group, whole_groups
 from vgr_trl.sharing.backbone import causal_model
 from vgr_trl.signals.reward_columns import SINGLE_COLUMNS
 from vgr_trl.signals.rollout import policy_is_active
+from vgr_trl.skipping import plan_vision
 from vgr_trl.training.checkpoints.folders import resolve_checkpoint, resume_mode
 from vgr_trl.training.checkpoints.order import continue_order, save_generation
 from vgr_trl.training.checkpoints.shares import whole_checkpoint
@@ -41,6 +42,7 @@ from vgr_trl.training.judge import Judge
 from vgr_trl.training.kl import PENALTY, KLControl, constructed_with_reference, kl_penalty_reward, scored_by_reference
 from vgr_trl.training.loss import added_terms
 from vgr_trl.training.measure import plan_measurement, score_completions, signals_as_columns
+from vgr_trl.training.passes import Passes
 from vgr_trl.training.perceive import perceive
 from vgr_trl.training.prepare import (
     announce,
@@ -117,7 +119,7 @@ class DAPOTrainer(ConstructedTrainer):
         check_data(self, self._measurement.columns, self._count_streamed_prompt)
         self.sharing = plan_sharing(self)
         refuse_unfit_choice(self, self.sharing.sharded)
-        self._passes = SharedPasses(self.sharing, self._all_agree)
+        self._passes = Passes(self.sharing, plan_vision(self, data_has_images(self)), self._all_agree)
         self._vllm_images = plan_vllm_images(self, data_has_images(self))
         self.host = TRLHost(self, self._begin, self._judge)
         prompts = None
@@ -135,7 +137,7 @@ class DAPOTrainer(ConstructedTrainer):
             self.add_callback(FlushRecords(self._recorder))
             self.add_callback(RecordBefore(self, self._recorder.evaluated))
         if self.accelerator.is_main_process:
-            announce(self, self.sharing)
+            announce(self, self.sharing, self._passes.vision.plan)
 
     def _completions_per_prompt(self) -> int:
         return self.num_generations if self.model.training else self.num_generations_eval
@@ -162,7 +164,8 @@ class DAPOTrainer(ConstructedTrainer):
         """In this block the hooks below fill a new rollout; one within another is a further round of it."""
         self._rollouts.append(Rollout(with_image_lists(rows), **options))
         try:
-            yield self._rollouts[-1]
+            with self._passes.rollout(self.model.training):
+                yield self._rollouts[-1]
         finally:
             self._rollouts.pop()
 

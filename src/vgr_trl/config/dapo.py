@@ -52,6 +52,9 @@ class DAPOConfig(
         share_prompts: compute each prompt once for its G completions. `auto`: wherever that changes nothing; `on`: also
             where keeping the completions of a prompt in one micro-batch changes a normaliser of the loss, and where
             parameters are sharded (ZeRO-3, FSDP); `off`.
+        vision_cache_megabytes: features of images that are kept on the device, in MiB, so that vision tower and merger
+            compute each image once per rollout where they get no gradient, at least 0; what does not fit is computed in
+            every pass. 0: everything is.
         warmup_ratio: share of all steps that warm the learning rate up, in [0, 1). `TrainingArguments` expresses it
             as `warmup_steps` below 1, which this option sets.
         early_reward_weights: weights of the rewards while the global step is below the warm-up steps, or below the
@@ -105,6 +108,14 @@ class DAPOConfig(
             "help": "Compute each prompt once for its completions, in generation, scoring and training. auto: wherever "
             "that changes nothing; on: also where bringing the completions of a prompt into one micro-batch changes a "
             "normaliser of the loss, and under sharded parameters; off."
+        },
+    )
+
+    vision_cache_megabytes: int = field(
+        default=1024,
+        metadata={
+            "help": "Compute the features of an image once per rollout, for generation, scoring and training, where "
+            "the vision tower gets no gradient; as many MiB of them are kept. 0: in every pass."
         },
     )
 
@@ -198,6 +209,7 @@ class DAPOConfig(
         check_switch("stop_on_collapse", self.stop_on_collapse)
         check_switch("vgr_hard_negative", self.vgr_hard_negative)
         check_choice("share_prompts", self.share_prompts, ("auto", "on", "off"))
+        check_integer("vision_cache_megabytes", self.vision_cache_megabytes, 0)
         if self.temperature == 0:
             raise ConfigError(f"temperature is {self.temperature}: give a number above 0.")
         check_choice("loss_type", self.loss_type, _LOSS_TYPES)

@@ -18,6 +18,7 @@ from vgr_trl.rewards.groups import gather_groups, needed_columns
 from vgr_trl.rewards.signatures import check_callable
 from vgr_trl.sampling import filter_index
 from vgr_trl.sharing import SharingPlan
+from vgr_trl.skipping import VisionPlan
 from vgr_trl.training.constructed import ConstructedTrainer
 
 logger = logging.get_logger(__name__)
@@ -53,10 +54,12 @@ def check_data(trainer: ConstructedTrainer, measured_columns: Iterable[str], on_
     refuse_too_few_prompts(trainer)
 
 
-def announce(trainer: ConstructedTrainer, sharing: SharingPlan) -> None:
-    """Say where prompts are shared, and which options are risky or without effect."""
+def announce(trainer: ConstructedTrainer, sharing: SharingPlan, vision: VisionPlan) -> None:
+    """Say where prompts and image features are computed once, and which options are risky or without effect."""
     args: Any = trainer.args
     logger.warning(str(sharing))
+    if trainer._is_vlm:
+        logger.warning(str(vision))
     risk = coefficient_warning(args.perception_loss_weight, args.der_loss_weight1, args.der_loss_weight2)
     if risk is not None:
         logger.warning(risk)

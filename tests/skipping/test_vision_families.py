@@ -1,0 +1,87 @@
+"""Image features computed once give what passes with a vision tower give, in every family for which they are on."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from families import EOS, FAMILIES, build, make_batch
+from other_families import OTHERS
+
+from vgr_trl.sharing import share_prompts
+from vgr_trl.sharing.backbone import base_of
+from vgr_trl.skipping import VisionOnce, VisionPlan
+from vgr_trl.skipping.vision_plan import FAMILIES as TYPES
+from vgr_trl.skipping.vision_plan import why_not_once
+from vgr_trl.skipping.vision_tower import parameters_of_tower, parts_of_tower
+
+ON = VisionPlan(64, None)
+KNOWN = {**FAMILIES, **OTHERS}
+ROWS_OF_PIXELS = {"gemma3": 3, "llava": 3, "paligemma": 3, "internvl": 1 + 1 + 3}  # tiles; images elsewhere
+
+
+@contextmanager
+def tower_calls(model):
+    """How often the vision tower runs meanwhile."""
+    calls = []
+    tower = parts_of_tower(base_of(model))[0]
+    hook = tower.register_forward_hook(lambda *call: calls.append(1))
+    yield calls
+    hook.remove()
+
+
+def frozen(name):
+    model = build(KNOWN[name])
+    for parameter in parameters_of_tower(base_of(model)):
+        parameter.requires_grad_(False)
+    return model
+
+
+def scored(model, batch, *, gradients):
+    model.zero_grad(set_to_none=True)
+    with torch.set_grad_enabled(gradients):
+        logits = model(**batch.inputs).logits[:, -batch.completion_length - 1 : -1]
+        logits = logits[batch.inputs["attention_mask"][:, -batch.completion_length :].bool()]  # (tokens, V)
+    if gradients:
+        logits.log_softmax(-1)[..., EOS].sum().backward()
+    return logits.detach()
+
+
+def gradients_of(model):
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def assert_close(some, others):
+    assert some.keys() == others.keys()
+    largest = max(float(value.abs().max()) for value in others.values())
+    assert largest > 0
+    assert max(float((some[name] - others[name]).abs().max()) for name in others) <= 1e-5 * largest
+
+
+@pytest.mark.parametrize("name", sorted(TYPES))
+def test_features_are_computed_once_for_generation_scoring_and_training(name):
+    model = frozen(name)
+    batch = make_batch(KNOWN[name], images=(1, 2), generations=2)
+    options = {"max_new_tokens": 4, "do_sample": False}
+    tokens = model.generate(**batch.prompt_inputs(), **options)
+    logits = scored(model, batch, gradients=True)
+    gradients = gradients_of(model)
+
+    once = VisionOnce(ON)
+    with tower_calls(model) as calls, once.rollout(trains=True), once.around(model):
+        assert torch.equal(model.generate(**batch.prompt_inputs(), **options), tokens)
+        assert len(calls) == 1
+        assert_close({"": scored(model, batch, gradients=False)}, {"": logits})
+    shared = share_prompts(model, batch.completion_length)
+    with tower_calls(model) as more, once.around(model), shared:  # the training pass, behind the rollout
+        assert_close({"": scored(model, batch, gradients=True)}, {"": logits})
+    assert (len(calls), len(more)) == (1, 0)
+    assert_close(gradients_of(model), gradients)
+    images = ROWS_OF_PIXELS.get(name, 3)  # of two prompts
+    wanted = (2 + 2 + (2 if name == "paligemma" else 1)) * images  # by two completions of each, or once where shared
+    assert once.metrics() == {"vision/computed_per_image": images / wanted}
+
+
+@pytest.mark.parametrize("name", ["idefics3", "llama4", "lfm2_vl", "qwen3"])
+def test_other_families_are_left_alone(name):
+    base = base_of(build(KNOWN[name]))
+    assert why_not_once(base) == f"not tested with models of the type {base.config.model_type}"
