@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset, load_dataset
 
 from vgr_trl.cli.__main__ import main
-from vgr_trl.data.rows.held_out import hold_out
+from vgr_trl.data.held_out import hold_out
 from vgr_trl.data.rows.schema import prepare_rows
 
 HUB = Path("lujunxi57") / "DDM"

@@ -7,7 +7,7 @@ from datasets import load_dataset
 from made import jsonl, parquet, picture, rows_in, skipped_in
 
 from vgr_trl.cli.__main__ import main
-from vgr_trl.data.read.load import load_split
+from vgr_trl.data.load import load_split
 from vgr_trl.data.rows.schema import prepare_rows
 
 CHOICES = ["red", "blue", "green", "teal"]

@@ -18,7 +18,7 @@ from vgr_trl.data.inspect.page import without_options
 from vgr_trl.data.inspect.report import tables
 from vgr_trl.data.inspect.rows import Checks, inspect_rows
 from vgr_trl.data.inspect.sample import sampled
-from vgr_trl.data.read.load import load_path
+from vgr_trl.data.load import load_path
 from vgr_trl.data.rows.text.prompts import SYSTEM_PROMPTS, build_prompt
 from vgr_trl.demo.tiny_processor import build_processor
 from vgr_trl.errors import ConfigError, DataError

@@ -4,7 +4,7 @@ import re
 import pytest
 from datasets import Dataset, DatasetDict
 
-from vgr_trl.data.read.load import load_split, parse_data_files, readable
+from vgr_trl.data.load import load_split, parse_data_files, readable
 from vgr_trl.errors import ConfigError, DataError
 
 ROWS = Dataset.from_dict({"problem": ["1 + 1?", "1 + 2?"], "solution": ["2", "3"]})

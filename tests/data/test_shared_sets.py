@@ -11,7 +11,7 @@ from PIL import Image
 
 from vgr_trl.cli.__main__ import main
 from vgr_trl.data.build.registry import CONVERTERS
-from vgr_trl.data.read.load import load_split
+from vgr_trl.data.load import load_split
 from vgr_trl.data.read.sources import Source
 from vgr_trl.data.rows.schema import prepare_rows
 

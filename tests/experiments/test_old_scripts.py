@@ -18,7 +18,7 @@ from vgr_trl.cli.__main__ import main
 from vgr_trl.cli.flags.arguments import DataArguments, RewardArguments
 from vgr_trl.cli.flags.names import check_flags
 from vgr_trl.cli.flags.parsing import parse
-from vgr_trl.data.read.load import load_split
+from vgr_trl.data.load import load_split
 from vgr_trl.data.rows.schema import prepare_rows
 from vgr_trl.errors import RewardError
 from vgr_trl.rewards import accuracy_reward, vgr_hard_negative_reward, vgr_reward

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor
 from transformers.utils import find_adapter_config_file
 
 from vgr_trl.cli.flags.arguments import DataArguments
-from vgr_trl.data.read.load import load_split, parse_data_files, readable
+from vgr_trl.data.load import load_split, parse_data_files, readable
 from vgr_trl.data.rows.images.video import VideoOptions, refuse_single_image_models
 from vgr_trl.data.rows.naming import keys_of
 from vgr_trl.data.rows.schema import prepare_rows

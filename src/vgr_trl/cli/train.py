@@ -22,7 +22,7 @@ from vgr_trl.cli.run.plan import describe_run, print_plan, total_steps
 from vgr_trl.cli.run.step_lines import print_steps_as_lines
 from vgr_trl.compat.gloo_exit import let_gloo_finish
 from vgr_trl.config import DAPOConfig
-from vgr_trl.data.read.load import parse_data_files, readable
+from vgr_trl.data.load import parse_data_files, readable
 from vgr_trl.data.rows.columns import image_columns, images_of, undecoded
 from vgr_trl.data.rows.naming import FLAGS
 from vgr_trl.data.rows.skipped import append_skipped, report_skipped

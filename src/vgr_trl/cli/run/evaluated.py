@@ -13,8 +13,8 @@ from vgr_trl.cli.flags.arguments import DataArguments
 from vgr_trl.cli.flags.config_file import config_apart
 from vgr_trl.cli.loading import image_root
 from vgr_trl.config import DAPOConfig
-from vgr_trl.data.read.load import parse_data_files
-from vgr_trl.data.rows.held_out import hold_out
+from vgr_trl.data.held_out import hold_out
+from vgr_trl.data.load import parse_data_files
 from vgr_trl.data.rows.skipped import SkippedRow
 from vgr_trl.errors import DataError, MissingSplitError
 

@@ -13,8 +13,7 @@ from tqdm.auto import tqdm
 
 from vgr_trl.data.build.statistics import OPEN, kind_of
 from vgr_trl.data.inspect.sample import Sampled, sampled
-from vgr_trl.data.read.readers import UNREADABLE
-from vgr_trl.data.rows.columns import images_of, undecoded
+from vgr_trl.data.rows.columns import UNREADABLE, images_of, undecoded
 from vgr_trl.data.rows.images.sizes import ANY_SIZE, ImageRule
 from vgr_trl.data.rows.images.video import DEFAULT_VIDEO_OPTIONS, VideoOptions
 from vgr_trl.data.rows.naming import renamed_row, require_columns
@@ -109,7 +108,7 @@ def inspect_rows(
     """Look at every row once, in memory that does not grow with their number.
 
     Args:
-        dataset: as `vgr_trl.data.read.load` gives it.
+        dataset: as `vgr_trl.data.load` gives it.
         checks: what a row must satisfy.
         split: its name, for messages.
         samples: usable rows to draw, each with the same chance.

@@ -1,1 +1,1 @@
-"""Rows from where they lie: `load.py` for training, `sources.py` for conversion; `readers.py`, `tables.py`."""
+"""Rows from where they lie: `readers.py` (files), `sources.py` (folders and the hub), `tables.py` (as data sets)."""

@@ -12,8 +12,6 @@ from pyarrow.lib import ArrowException
 from vgr_trl.data.rows.questions import Origin, Record
 from vgr_trl.errors import DataError
 
-UNREADABLE = "__unreadable__"  # the column that says why there is no row at this place of a file
-FOLDER = "__folder__"  # the column that says where a row's relative paths start, where files lie in several folders
 BATCH_ROWS = 16
 LONGEST_LINE = 64 * 2**20  # bytes of one JSONL row; without a limit a file without line ends would fill the memory
 OTHER_ENCODINGS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}  # by the mark at the start of a file

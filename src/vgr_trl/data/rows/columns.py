@@ -7,6 +7,8 @@ from datasets import Image, List, Video
 
 IMAGE_COLUMNS = ("image", "images")
 VIDEO_COLUMNS = ("video", "videos")
+UNREADABLE = "__unreadable__"  # the column that says why there is no row at this place of a file
+FOLDER = "__folder__"  # the column that says where a row's relative paths start, where files lie in several folders
 
 
 def image_columns(dataset: Any) -> list[str]:

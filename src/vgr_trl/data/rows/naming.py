@@ -7,8 +7,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from vgr_trl.data.read.readers import FOLDER, UNREADABLE
-from vgr_trl.data.rows.columns import is_media
+from vgr_trl.data.rows.columns import FOLDER, UNREADABLE, is_media
 from vgr_trl.data.rows.layouts import NUMBERED_IMAGES, is_vision_only
 from vgr_trl.data.rows.reading import KEYS, Keys
 from vgr_trl.errors import ConfigError, DataError

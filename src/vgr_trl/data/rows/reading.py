@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vgr_trl.data.read.readers import UNREADABLE
-from vgr_trl.data.rows.columns import files_of
+from vgr_trl.data.rows.columns import UNREADABLE, files_of
 from vgr_trl.data.rows.layouts import NUMBERED_IMAGES, dialogue_of, laid_out
 from vgr_trl.data.rows.questions import answer_of, options_of, text_of, value_of
 from vgr_trl.data.rows.text.marks import require_marks

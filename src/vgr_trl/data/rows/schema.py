@@ -13,13 +13,21 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset, Json, List
 
-from vgr_trl.data.read.readers import FOLDER, UNREADABLE
-from vgr_trl.data.read.tables import with_column
-from vgr_trl.data.rows.columns import IMAGE_COLUMNS, VIDEO_COLUMNS, decoded, images_of, undecoded, video_columns
+from vgr_trl.data.rows.columns import (
+    FOLDER,
+    IMAGE_COLUMNS,
+    UNREADABLE,
+    VIDEO_COLUMNS,
+    decoded,
+    images_of,
+    undecoded,
+    video_columns,
+)
 from vgr_trl.data.rows.images.image_column import with_joined_images
 from vgr_trl.data.rows.images.opening import open_image
 from vgr_trl.data.rows.images.sizes import ANY_SIZE, ImageRule
 from vgr_trl.data.rows.images.video import DEFAULT_VIDEO_OPTIONS, VideoOptions, frames_of, without_video_marks
+from vgr_trl.data.rows.kinds import with_column
 from vgr_trl.data.rows.layouts import NUMBERED_IMAGES
 from vgr_trl.data.rows.naming import renamed, require_columns
 from vgr_trl.data.rows.reading import DIALOGUES, KEYS, Keys, Text, images_in, read_row, read_text

@@ -7,8 +7,7 @@ from typing import Any
 from datasets import IterableDataset
 from transformers.utils import logging
 
-from vgr_trl.data.read.readers import UNREADABLE
-from vgr_trl.data.rows.columns import undecoded
+from vgr_trl.data.rows.columns import UNREADABLE, undecoded
 from vgr_trl.data.rows.naming import renamed_row, require_columns
 from vgr_trl.data.rows.reading import Keys
 from vgr_trl.data.rows.skipped import SkippedRow

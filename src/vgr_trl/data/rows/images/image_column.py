@@ -9,8 +9,7 @@ from accelerate import PartialState
 from datasets import Dataset, Features, Image, List, concatenate_datasets
 from datasets.fingerprint import Hasher
 
-from vgr_trl.data.read.readers import FOLDER
-from vgr_trl.data.rows.columns import IMAGE_COLUMNS, VIDEO_COLUMNS, video_columns, videos_of
+from vgr_trl.data.rows.columns import FOLDER, IMAGE_COLUMNS, VIDEO_COLUMNS, video_columns, videos_of
 from vgr_trl.data.rows.images.opening import image_bytes
 from vgr_trl.data.rows.images.video import VideoOptions, frames_of
 from vgr_trl.data.rows.layouts import NUMBERED_IMAGES

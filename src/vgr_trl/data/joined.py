@@ -7,8 +7,8 @@ from typing import Any
 from datasets import Dataset, Features, Image, IterableDataset, List, Value
 
 from vgr_trl.data.build.sets import arxivqa
-from vgr_trl.data.read.readers import UNREADABLE
 from vgr_trl.data.read.sources import Source, has_config
+from vgr_trl.data.rows.columns import UNREADABLE
 from vgr_trl.errors import MissingSplitError
 
 TABLES = ("corpus", "queries", "qrels")

@@ -23,10 +23,11 @@ from datasets.exceptions import DataFilesNotFoundError, DatasetGenerationError, 
 from pyarrow.lib import ArrowException
 
 from vgr_trl.data.build.sets import mmmu_pro
-from vgr_trl.data.read.joined import joined_rows, joined_source
-from vgr_trl.data.read.readers import FOLDER, count_rows
+from vgr_trl.data.joined import joined_rows, joined_source
+from vgr_trl.data.read.readers import count_rows
 from vgr_trl.data.read.sources import row_files, splits_of
 from vgr_trl.data.read.tables import stream_of, table_of
+from vgr_trl.data.rows.columns import FOLDER
 from vgr_trl.data.rows.reading import KEYS
 from vgr_trl.errors import ConfigError, DataError, MissingSplitError, VGRError
 

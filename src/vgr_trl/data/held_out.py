@@ -8,8 +8,7 @@ from typing import Any
 from datasets import Dataset
 
 from vgr_trl.data.build.merge_plan import Row, split
-from vgr_trl.data.read.readers import FOLDER
-from vgr_trl.data.rows.columns import IMAGE_COLUMNS, images_of, undecoded
+from vgr_trl.data.rows.columns import FOLDER, IMAGE_COLUMNS, images_of, undecoded
 from vgr_trl.data.rows.images.opening import image_bytes
 from vgr_trl.data.rows.text.marks import texts_of
 from vgr_trl.errors import DataError
