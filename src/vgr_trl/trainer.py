@@ -37,6 +37,7 @@ from vgr_trl.training.choice.choose import GroupChoice
 from vgr_trl.training.choice.further_prompts import FurtherPrompts
 from vgr_trl.training.collapse_watch import CollapseWatch
 from vgr_trl.training.constructed import ConstructedTrainer
+from vgr_trl.training.eval_sampling import sampling_of_mode
 from vgr_trl.training.host import TRLHost
 from vgr_trl.training.judge import Judge
 from vgr_trl.training.kl import PENALTY, KLControl, constructed_with_reference, kl_penalty_reward, scored_by_reference
@@ -198,7 +199,8 @@ class DAPOTrainer(ConstructedTrainer):
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Add to TRL's: keep the prompts, compute each once, measure attention if `attention_source` says so.
+        """Add to TRL's: keep the prompts, compute each once, measure attention if `attention_source` says so; sampling
+        of evaluations.
 
         A colocated vLLM gets one placeholder token per image, which is what it expects.
         """
@@ -208,7 +210,7 @@ class DAPOTrainer(ConstructedTrainer):
         if self._vllm_images is not None:
             prompt_ids, images = self._vllm_images.prepared(prompt_ids, images, multimodal_fields)
         generate = partial(super()._generate_single_turn, prompt_ids, images, multimodal_fields, *args, **kwargs)
-        with self._passes.around(self.sharing.generation, self.model):
+        with self._passes.around(self.sharing.generation, self.model), sampling_of_mode(self):
             if rollout is None or not (first_turn and self._measurement.in_generation):
                 return generate()
             with self._measurement.generation_probe(self.model) as probe:

@@ -121,3 +121,14 @@ def test_a_named_reward_that_needs_images_is_refused_on_text(tmp_path, model_fol
     flags = f"--model_name_or_path {model_folder} --data_files text.jsonl --output_dir out --use_cpu --bf16 false"
     assert main(["train", *flags.split(), "--reward_funcs", "accuracy", "vgr", "--report_to", "none"]) == 1
     assert "the reward vgr_reward cannot be used here" in capsys.readouterr().err
+
+
+def test_other_data_are_evaluated_greedily(train, rows, tmp_path):
+    save(rows.select(range(8)), tmp_path / "set" / "train.parquet")
+    save(rows.select(range(8, 11)), tmp_path / "other.parquet")
+    said, output = train(
+        "--dataset_path", "set", "--dataset_test_split", "train", "--test_dataset", "other.parquet",
+        "--eval_temperature", "0", "--eval_num_generations", "1",
+    )  # fmt: skip
+    assert "8 rows to train on, 3 rows to evaluate on" in said
+    assert evaluated(output)

@@ -5,7 +5,13 @@ import pytest
 from vgr_trl.cli.flags.arguments import DataArguments
 from vgr_trl.cli.loading import read_system_prompt, system_prompt_of
 from vgr_trl.data.rows.schema import row_problem
-from vgr_trl.data.rows.text.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, SystemTemplate, build_prompt
+from vgr_trl.data.rows.text.prompts import (
+    SYSTEM_PROMPT,
+    SYSTEM_PROMPTS,
+    QuestionTemplate,
+    SystemTemplate,
+    build_prompt,
+)
 from vgr_trl.errors import ConfigError, DataError
 
 
@@ -103,3 +109,19 @@ def test_flags_that_cannot_be_followed(tmp_path):
         read_system_prompt(str(tmp_path / "latin.txt"))
     with pytest.raises(ConfigError, match="which is not a file"):
         read_system_prompt(str(tmp_path))
+
+
+def test_a_question_template_is_what_the_user_says(tmp_path):
+    (tmp_path / "math.jinja").write_text("{{ content | trim }} Put the answer in \\boxed{}.\n")
+    template = system_prompt_of(DataArguments(question_template_file=str(tmp_path / "math.jinja")))
+    assert build_prompt(" 2 + 2? ", system_prompt=template) == [
+        {"role": "user", "content": "2 + 2? Put the answer in \\boxed{}."}
+    ]
+    assert row_problem({"prompt": "q", "solution": "x"}, system_prompt=template) is None
+    dialogue = {"prompt": [{"role": "user", "content": "q"}], "solution": "x"}
+    assert "cannot be filled in with" in row_problem(dialogue, system_prompt=template)
+    with pytest.raises(ConfigError, match="names answer, but a template knows content, problem only"):
+        QuestionTemplate("{{ answer }}")
+    with pytest.raises(ConfigError, match="question_template_file is given with a system prompt"):
+        DataArguments(question_template_file="x", prompt_language="zh")
+    assert system_prompt_of(DataArguments(system_prompt_file="none")) is None

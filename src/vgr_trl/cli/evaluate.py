@@ -16,7 +16,7 @@ from vgr_trl.cli.evaluation_table import scores_table
 from vgr_trl.cli.flags.arguments import DataArguments
 from vgr_trl.cli.flags.parsing import one_sentence, parse
 from vgr_trl.cli.flags.reward_files import RewardFileArguments
-from vgr_trl.cli.loading import load_for_inference, load_processor_for_inference, load_rows
+from vgr_trl.cli.loading import load_for_inference, load_processor_for_inference, load_rows, tested
 from vgr_trl.data.rows.skipped import report_skipped
 from vgr_trl.errors import ConfigError
 from vgr_trl.evaluation import Evaluation, evaluate
@@ -125,7 +125,7 @@ def run(data: DataArguments, options: EvaluationArguments) -> dict[str, Evaluati
         loading: dict[str, Any] = {"revision": options.model_revision, "trust_remote_code": options.trust_remote_code}
         with one_sentence():
             rows, skipped = load_rows(
-                data,
+                tested(data),
                 data.dataset_test_split,
                 needs_solution=True,
                 limit=data.max_test_rows,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from vgr_trl.data.rows.images.video import VideoOptions, refuse_single_image_mod
 from vgr_trl.data.rows.naming import keys_of
 from vgr_trl.data.rows.schema import prepare_rows
 from vgr_trl.data.rows.skipped import SkippedRow
-from vgr_trl.data.rows.text.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, SystemTemplate
+from vgr_trl.data.rows.text.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, QuestionTemplate, SystemTemplate
 from vgr_trl.data.rows.text.special import special_tokens
 from vgr_trl.demo.tiny_processor import load_processor as load_demo_processor
 from vgr_trl.errors import ConfigError
 
+NO_PROMPT = "none"
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -107,30 +109,50 @@ def _refusing(name: str) -> Iterator[None]:
 
 def system_prompt_of(arguments: DataArguments) -> str | SystemTemplate | None:
     """Return the system prompt that the flags name: a file's, or the standard one in their language."""
+    if arguments.question_template_file is not None:
+        name = f"question_template_file {arguments.question_template_file}"
+        return QuestionTemplate(_text_of("question_template_file", arguments.question_template_file), name)
     if arguments.system_prompt_file is not None:
         return read_system_prompt(arguments.system_prompt_file)
     return SYSTEM_PROMPTS[arguments.prompt_language or "en"]
 
 
 def read_system_prompt(path: str | None) -> str | SystemTemplate | None:
-    """Return the system prompt of the file, None for an empty one, the standard one without a file.
+    """Return the system prompt of the file, None for an empty one or `none`, the standard one without a file.
 
     Raises:
         ConfigError: there is no such file, or it holds neither a text nor a template.
     """
     if path is None:
         return SYSTEM_PROMPT
-    if not Path(path).exists():
-        raise ConfigError(f"system_prompt_file is {path}, which does not exist.")
-    if not Path(path).is_file():
-        raise ConfigError(f"system_prompt_file is {path}, which is not a file.")
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig").strip()
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"system_prompt_file is {path}, which is not a UTF-8 text ({error}): save it as one."
-        ) from error
+    text = "" if path == NO_PROMPT else _text_of("system_prompt_file", path)
     return SystemTemplate(text, f"system_prompt_file {path}") if text else None
+
+
+def _text_of(option: str, path: str) -> str:
+    if not Path(path).exists():
+        raise ConfigError(f"{option} is {path}, which does not exist.")
+    if not Path(path).is_file():
+        raise ConfigError(f"{option} is {path}, which is not a file.")
+    try:
+        return Path(path).read_text(encoding="utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{option} is {path}, which is not a UTF-8 text ({error}): save it as one.") from error
+
+
+def tested(arguments: DataArguments) -> DataArguments:
+    """Return the arguments such that they name the data to evaluate on, where these are other data."""
+    test = arguments.test_dataset
+    if test is None:
+        return arguments
+    given: dict[str, Any] = {"dataset_name": None, "dataset_path": None, "data_files": None, "dataset_config": None}
+    if Path(test).is_dir():
+        given["dataset_path"] = test
+    elif Path(test).is_file():
+        given["data_files"] = f"{arguments.dataset_test_split}={test}"
+    else:
+        given["dataset_name"] = test
+    return replace(arguments, **given, test_dataset=None)
 
 
 def load_rows(

@@ -14,7 +14,7 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from vgr_trl.cli.flags.arguments import DataArguments, DefaultRewards, RewardArguments, RunArguments
 from vgr_trl.cli.flags.parsing import one_sentence, parse
-from vgr_trl.cli.loading import load_processor, load_rows
+from vgr_trl.cli.loading import load_processor, load_rows, tested
 from vgr_trl.cli.run.dry_run import dry_run
 from vgr_trl.cli.run.evaluated import is_stated, rows_to_evaluate
 from vgr_trl.cli.run.folder import claim, write_identity
@@ -143,7 +143,7 @@ def _build_trainer(
         config.shuffle_dataset = False  # TRL's buffer would hold a thousand rows with decoded images
     load_test = partial(
         load_rows,
-        data,
+        tested(data),
         data.dataset_test_split,
         needs_solution=needs_solution,
         limit=data.max_test_rows,

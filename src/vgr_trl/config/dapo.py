@@ -9,6 +9,7 @@ from vgr_trl.config import (
     AliasOptions,
     ChooseOptions,
     CreditOptions,
+    EvaluateOptions,
     KLOptions,
     MeasureOptions,
     PerceiveOptions,
@@ -37,11 +38,19 @@ _LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "ves
 
 @dataclass
 class DAPOConfig(
-    AliasOptions, ReportOptions, ChooseOptions, CreditOptions, KLOptions, PerceiveOptions, MeasureOptions, GRPOConfig
+    AliasOptions,
+    ReportOptions,
+    EvaluateOptions,
+    ChooseOptions,
+    CreditOptions,
+    KLOptions,
+    PerceiveOptions,
+    MeasureOptions,
+    GRPOConfig,
 ):
     """Options of `DAPOTrainer`: those of TRL's `GRPOConfig`, with the defaults of DAPO, those of the stages
-    (`MeasureOptions`, `PerceiveOptions`, `KLOptions`, `CreditOptions`, `ChooseOptions`, `ReportOptions`), other names
-    of some (`AliasOptions`), and the ones below.
+    (`MeasureOptions`, `PerceiveOptions`, `KLOptions`, `CreditOptions`, `ChooseOptions`, `ReportOptions`,
+    `EvaluateOptions`), other names of some (`AliasOptions`), and the ones below.
 
     Changed defaults: `epsilon_high=0.28` (DAPO's clip-higher; https://huggingface.co/papers/2503.14476). TRL's own
     defaults already are `loss_type="dapo"` and `beta=0.0`.
@@ -159,6 +168,7 @@ class DAPOConfig(
         self.check_credit()
         self.check_choose()
         self.check_report()
+        self.check_evaluate()
         self._refuse_ignored_credit()
         self._refuse_two_kinds_of_kl()
         super().__post_init__()

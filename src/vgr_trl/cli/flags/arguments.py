@@ -64,13 +64,23 @@ class DataArguments:
     dataset_streaming: bool = field(
         default=False, metadata={"help": "Read rows as they are needed (max_steps is set)."}
     )
+    test_dataset: str | None = field(
+        default=None,
+        metadata={"help": "Hub name, folder or file to evaluate on, where that is not a split of the same data."},
+    )
     max_train_rows: int | None = field(default=None, metadata={"help": "Train on the first so many rows only."})
     max_test_rows: int | None = field(default=None, metadata={"help": "Evaluate on the first so many rows only."})
     system_prompt_file: str | None = field(
         default=None,
         metadata={
             "help": "File whose content replaces the system prompt: a text or a Jinja2 template with problem, choices, "
-            "letters and source; an empty file: none."
+            "letters and source; an empty file, or none: no system prompt."
+        },
+    )
+    question_template_file: str | None = field(
+        default=None,
+        metadata={
+            "help": "Jinja2 template of what the user says, with the question as content; without system prompt."
         },
     )
     prompt_language: str | None = field(
@@ -93,6 +103,11 @@ class DataArguments:
         if self.prompt_language is not None and self.system_prompt_file is not None:
             raise ConfigError(
                 "prompt_language and system_prompt_file are both given, but a file has its own language: drop one."
+            )
+        if self.question_template_file is not None and (self.prompt_language or self.system_prompt_file):
+            raise ConfigError(
+                "question_template_file is given with a system prompt (system_prompt_file or prompt_language), but it "
+                "goes without: drop one."
             )
         VideoOptions(self.video_fps, self.max_video_frames)
         for name in ("max_train_rows", "max_test_rows"):

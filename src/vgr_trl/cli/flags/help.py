@@ -16,6 +16,7 @@ from vgr_trl.config import (
     ChooseOptions,
     CreditOptions,
     DAPOConfig,
+    EvaluateOptions,
     KLOptions,
     MeasureOptions,
     PerceiveOptions,
@@ -33,6 +34,7 @@ _TITLES: dict[type, str] = {
     CreditOptions: "Credit per token",
     ChooseOptions: "Which groups are trained on",
     ReportOptions: "Records and logs",
+    EvaluateOptions: "Evaluations of a run",
     AliasOptions: "Other names",
 }
 _OFTEN_USED = {

@@ -61,10 +61,11 @@ def rows_to_evaluate(data: DataArguments, config: DAPOConfig, train: Any, load: 
     """
     asked = config.eval_strategy != "no"
     split = data.dataset_test_split
-    if not asked and data.data_files and split in parse_data_files(data.data_files):
+    has_own = data.test_dataset is not None
+    if not asked and not has_own and data.data_files and split in parse_data_files(data.data_files):
         because = "because eval_strategy is no: add --eval_strategy steps."
         return Evaluated(train, said=f"{split}= is given, but nothing is evaluated, {because}")
-    if not asked and (not follows or data.data_files or data.dataset_streaming):
+    if not asked and (not follows or (data.data_files and not has_own) or data.dataset_streaming):
         return Evaluated(train)
     if not asked and (why := _why_not(config)) is not None:
         return Evaluated(train, said=f"Nothing is evaluated, because {why}")
@@ -85,6 +86,8 @@ def _loaded(data: DataArguments, config: DAPOConfig, train: Any, load: Load) -> 
     try:
         return Evaluated(train, *load())
     except MissingSplitError as error:
+        if data.test_dataset is not None:
+            raise
         if data.dataset_streaming:
             raise DataError(f"{error} A stream cannot be split: name one, or drop --eval_strategy.") from error
     kept, test = hold_out(train, config.seed, image_root(data, data.dataset_train_split))

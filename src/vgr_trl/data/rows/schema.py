@@ -35,7 +35,7 @@ from vgr_trl.data.rows.scan import scan
 from vgr_trl.data.rows.skipped import SkippedRow
 from vgr_trl.data.rows.streams import PLACE, prepare_stream
 from vgr_trl.data.rows.text.marks import as_parts, placed, texts_of
-from vgr_trl.data.rows.text.prompts import SYSTEM_PROMPT, SystemTemplate, build_prompt, system_message
+from vgr_trl.data.rows.text.prompts import SYSTEM_PROMPT, QuestionTemplate, SystemTemplate, build_prompt, system_message
 from vgr_trl.data.rows.text.special import first_special
 from vgr_trl.errors import DataError, RewardError
 
@@ -186,6 +186,8 @@ def _conversation(
     row: Mapping[str, Any], text: Text, system_prompt: str | SystemTemplate | None
 ) -> list[dict[str, Any]]:
     source = row.get("source") if isinstance(row.get("source"), str) else None
+    if isinstance(system_prompt, QuestionTemplate) and not isinstance(text.prompt, str):
+        raise DataError(f"its question is a conversation, which {system_prompt.name} cannot be filled in with")
     if isinstance(text.prompt, str):
         prompt = build_prompt(text.prompt, text.choices, system_prompt=system_prompt, source=source)
     elif text.is_whole:

@@ -22,7 +22,6 @@ SYSTEM_PROMPTS = {
         "然后只把最终答案写在 <answer> 和 </answer> 之间。对于选择题，最终答案是正确选项的字母。"
     ),
 }
-TEMPLATE_VARIABLES = ("problem", "choices", "letters", "source")
 
 
 class SystemTemplate:
@@ -40,18 +39,20 @@ class SystemTemplate:
         ConfigError: it is no template, or names a variable that there is not.
     """
 
+    variables: tuple[str, ...] = ("problem", "choices", "letters", "source")
+
     def __init__(self, text: str, name: str = "the system prompt") -> None:
         self.name = name
         environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, autoescape=False)
         try:
-            unknown = meta.find_undeclared_variables(environment.parse(text)) - set(TEMPLATE_VARIABLES)
+            unknown = meta.find_undeclared_variables(environment.parse(text)) - set(self.variables)
             self._template = environment.from_string(text)
         except (TemplateError, RecursionError, MemoryError) as error:
             raise ConfigError(f"{name} is not a Jinja2 template ({_words(error)}): correct it there.") from error
         unknown -= set(environment.globals)
         if unknown:
             raise ConfigError(
-                f"{name} names {', '.join(sorted(unknown))}, but a template knows {', '.join(TEMPLATE_VARIABLES)} only."
+                f"{name} names {', '.join(sorted(unknown))}, but a template knows {', '.join(self.variables)} only."
             )
 
     def render(self, problem: str, choices: Sequence[str] | None = None, source: str | None = None) -> str | None:
@@ -61,13 +62,36 @@ class SystemTemplate:
             DataError: the template fails on this question.
         """
         options = list(choices or ())
+        return self._filled(
+            problem=problem, choices=options, letters=list(LETTERS[: len(options)]), source=source or ""
+        )
+
+    def _filled(self, **values: Any) -> str | None:
         try:
-            text = self._template.render(
-                problem=problem, choices=options, letters=list(LETTERS[: len(options)]), source=source or ""
-            )
+            text = self._template.render(**values)
         except Exception as error:  # expressions of a template raise whatever Python's do
             raise DataError(f"{self.name} cannot be filled in for it ({_words(error)})") from error
         return text.strip() or None
+
+
+class QuestionTemplate(SystemTemplate):
+    """What the user says in place of the question alone, a Jinja2 template that knows it as `content` (and `problem`).
+
+    There is no system prompt then. Args and errors are those of `SystemTemplate`.
+    """
+
+    variables = ("content", "problem")
+
+    def question(self, problem: str) -> str:
+        """Return what the user says.
+
+        Raises:
+            DataError: the template fails on this question, or leaves nothing of it.
+        """
+        text = self._filled(content=problem, problem=problem)
+        if text is None:
+            raise DataError(f"{self.name} leaves nothing of it")
+        return text
 
 
 def format_question(problem: str, choices: Sequence[str] | None = None) -> str:
@@ -95,13 +119,17 @@ def build_prompt(
     Args:
         problem: the question.
         choices: its options, at most ten.
-        system_prompt: the message put first, a text or a template that is filled in; None: none.
+        system_prompt: the message put first, a text or a template that is filled in; None: none. Of a
+            `QuestionTemplate` it is what the user says.
         source: where the question comes from, for templates.
 
     Raises:
         DataError: there are more options than letters, or the template fails.
     """
-    question = {"role": "user", "content": format_question(problem, choices)}
+    asked = format_question(problem, choices)
+    if isinstance(system_prompt, QuestionTemplate):
+        return [{"role": "user", "content": system_prompt.question(asked)}]
+    question = {"role": "user", "content": asked}
     return [*system_message(system_prompt, problem, choices, source), question]
 
 

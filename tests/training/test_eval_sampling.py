@@ -1,0 +1,66 @@
+"""Sampling of evaluations, with what TRL's trainer keeps for its generation."""
+
+from types import SimpleNamespace
+
+import pytest
+from transformers import GenerationConfig
+
+from vgr_trl.config import DAPOConfig
+from vgr_trl.errors import ConfigError
+from vgr_trl.training.eval_sampling import sampling_of_mode
+
+KEPT = {"max_new_tokens": 7, "do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 5}
+
+
+def made(training, temperature=None, top_p=None, use_vllm=False):
+    return SimpleNamespace(
+        args=SimpleNamespace(eval_temperature=temperature, eval_top_p=top_p),
+        model=SimpleNamespace(training=training),
+        use_vllm=use_vllm,
+        vllm_generation=SimpleNamespace(temperature=1.0, top_p=1.0),
+        generation_config=GenerationConfig(**KEPT, disable_compile=True),
+        generation_kwargs=dict(KEPT),
+    )
+
+
+def test_an_evaluation_samples_as_its_options_say_and_training_as_before():
+    trainer = made(training=False, temperature=0.6, top_p=0.95)
+    before = trainer.generation_config
+    with sampling_of_mode(trainer):
+        assert trainer.generation_kwargs == {**KEPT, "temperature": 0.6, "top_p": 0.95}
+        found = trainer.generation_config
+        assert (found.temperature, found.top_p, found.top_k, found.max_new_tokens) == (0.6, 0.95, 5, 7)
+        assert found.disable_compile
+    assert trainer.generation_config is before
+    assert trainer.generation_kwargs == KEPT
+    for same in (made(training=True, temperature=0.6), made(training=False)):
+        before = same.generation_config
+        with sampling_of_mode(same):
+            assert same.generation_config is before
+
+
+def test_temperature_0_is_greedy():
+    trainer = made(training=False, temperature=0.0, top_p=0.5)
+    with sampling_of_mode(trainer):
+        assert trainer.generation_kwargs == {"max_new_tokens": 7, "do_sample": False}
+        assert trainer.generation_config.do_sample is False
+
+
+def test_vllm_gets_the_same():
+    trainer = made(training=False, temperature=0.6, use_vllm=True)
+    with sampling_of_mode(trainer):
+        assert vars(trainer.vllm_generation) == {"temperature": 0.6, "top_p": 1.0}
+    assert vars(trainer.vllm_generation) == {"temperature": 1.0, "top_p": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"eval_temperature": -1}, "eval_temperature is -1"),
+        ({"eval_top_p": 0}, "eval_top_p is 0"),
+        ({"eval_temperature": 0, "num_generations_eval": 2}, "eval_temperature is 0 with 2 completions per prompt"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        DAPOConfig(str(tmp_path), use_cpu=True, bf16=False, **options)
