@@ -32,6 +32,10 @@ def test_aliases_set_the_fields_they_stand_for(tmp_path):
     again = config(tmp_path, prompt_preview_chars=300, completion_preview_chars=50)
     assert (again.prompt_preview_length, again.completion_preview_length) == (300, 50)
     assert DAPOConfig(out_dir=str(tmp_path / "x"), use_cpu=True, bf16=False).output_dir == str(tmp_path / "x")
+    clips = config(tmp_path, clip_ratio_low=0.1, clip_ratio_high=0.3, clip_ratio_dual=3.0)
+    assert (clips.epsilon, clips.epsilon_high, clips.delta) == (0.1, 0.3, 3.0)
+    modes = {mode: config(tmp_path, loss_avg_mode=mode).loss_type for mode in ("token", "seq", "sequence")}
+    assert modes == {"token": "dapo", "seq": "grpo", "sequence": "grpo"}
     assert {*ALIASES, *ALIASES.values()} <= set(DAPOConfig.__dataclass_fields__)
     assert made.get_warmup_steps(1000) == 50
 
@@ -50,6 +54,11 @@ def test_aliases_set_the_fields_they_stand_for(tmp_path):
             {"prompt_preview_chars": 4, "prompt_preview_length": 5},
             "prompt_preview_chars is 4 and prompt_preview_length",
         ),
+        ({"loss_avg_mode": "batch"}, "loss_avg_mode is 'batch': give token, sequence or seq."),
+        ({"loss_avg_mode": "seq", "loss_type": "bnpo"}, "loss_avg_mode is seq, which means loss_type grpo, and"),
+        ({"clip_ratio_dual": 1.25}, "delta (clip_ratio_dual) is 1.25, which would clip ratios of up to 1.28"),
+        ({"filter_mode": "share"}, "filter_mode is 'share': give bounds or quantile."),
+        ({"filter_mode": "quantile", "filter_high": 2.0}, "filter_high is 2.0: give a number in [0, 1], a quantile."),
         ({"vgr_hard_negative": "yes"}, "vgr_hard_negative is 'yes': give True or False."),
         ({"eval_num_generations": 0}, "num_generations_eval is 0: give an integer of at least 1."),
         ({"max_prompt_length": 0}, "max_prompt_length is 0: give an integer of at least 1."),

@@ -3,7 +3,7 @@ import torch
 
 from vgr_trl.credit.advantages import ESTIMATORS, estimate_advantages
 from vgr_trl.errors import ConfigError
-from vgr_trl.sampling import dead_groups, filter_index, filter_rewards, filtered_groups
+from vgr_trl.sampling import dead_groups, filter_index, filter_rewards, filtered_groups, quantile_bounds
 
 NAN = float("nan")
 NAMES = ["accuracy_reward", "think_format_reward", "soft_overlong_punishment_reward"]
@@ -74,6 +74,18 @@ def test_groups_whose_mean_lies_outside_or_on_a_bound_are_filtered():
     rewards = torch.tensor([0.0, 0.0, 0.0, 0.5, 0.0, 1.0, 1.0, 1.0, NAN, NAN])
     assert filtered_groups(rewards, 2, low=0.25, high=1.0) == [0, 1, 3, 4]
     assert filtered_groups(rewards, 2, low=-1, high=2) == [4]
+
+
+def test_quantiles_of_the_means_are_bounds_that_belong_to_what_is_kept():
+    """Means 0, 0.2, 0.4, 0.6, 1 and none: a quarter of the way is 0.2, three quarters 0.6, an eighth 0.1."""
+    rewards = torch.tensor([0.0, 0.2, 0.4, 0.6, 1.0, NAN])
+    assert quantile_bounds(rewards, 1, low=0.25, high=0.75) == pytest.approx((0.2, 0.6))
+    assert quantile_bounds(rewards, 1, low=0.125, high=1.0) == pytest.approx((0.1, 1.0))
+    low, high = quantile_bounds(rewards, 1, low=0.25, high=0.75)
+    assert filtered_groups(rewards, 1, low=low, high=high, inclusive=True) == [0, 4, 5]
+    equal = torch.ones(4)
+    low, high = quantile_bounds(equal, 2, low=0.01, high=0.99)
+    assert filtered_groups(equal, 2, low=low, high=high, inclusive=True) == []
 
 
 def test_a_completion_without_a_reward_does_not_count_in_the_mean():

@@ -11,6 +11,7 @@ def streak(**changed):
     defaults = {
         "steps_per_generation": 1, "num_iterations": 1, "gradient_accumulation_steps": 1, "replay_buffer_size": 0,
         "replay_var_epsilon": 1e-6, "filter_key": "accuracy", "filter_low": 0.2, "filter_high": 0.8,
+        "filter_mode": "bounds",
     }  # fmt: skip
     return DeadStreak(SimpleNamespace(**defaults | changed))
 

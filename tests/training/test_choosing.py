@@ -399,6 +399,13 @@ class TestFiltering:
         with pytest.raises(ConfigError, match="filter_key is 'beauty', which names 0 reward functions"):
             make(online_filtering=True, filter_key="beauty")
 
+    def test_quantiles_are_those_of_the_first_round(self, make):
+        """Means 0.1 and 0.7: the quantiles 0.4 and 0.99 are 0.34 and 0.694; 0.4 lies between them."""
+        trainer = make(online_filtering=True, filter_key="overall", filter_mode="quantile", filter_low=0.4)
+        choice = trainer._choice
+        assert choice._outside(torch.tensor([0.0, 0.0, 0.0, 0.4, 0.0, 0.8, 1.0, 1.0])) == [0, 1]
+        assert choice._outside(torch.tensor([0.2] * 4 + [0.4] * 4)) == [0]
+
 
 def test_dead_groups_take_no_part_in_the_trajectory_scale_without_a_buffer_either(make):
     trainer = make(enable_trajectory_reweighting=True, max_steps=4)

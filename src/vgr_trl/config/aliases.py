@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from vgr_trl.config.ranges import check_choice
 from vgr_trl.errors import ConfigError
 
 ALIASES = {
@@ -10,17 +11,32 @@ ALIASES = {
     "prompt_preview_chars": "prompt_preview_length",
     "completion_preview_chars": "completion_preview_length",
     "out_dir": "output_dir",
+    "clip_ratio_low": "epsilon",
+    "clip_ratio_high": "epsilon_high",
+    "clip_ratio_dual": "delta",
 }
+LOSS_AVERAGES = {"token": "dapo", "sequence": "grpo", "seq": "grpo"}  # of `loss_avg_mode` -> `loss_type`
 
 
 @dataclass
 class AliasOptions:
-    """Each option means the one that `ALIASES` names; None: that one is left as it is."""
+    """Each option means the one that `ALIASES` names, and `loss_avg_mode` one of two loss types; None: that one is left
+    as it is."""
 
     eval_num_generations: int | None = field(default=None, metadata={"help": "Alias of num_generations_eval."})
     prompt_preview_chars: int | None = field(default=None, metadata={"help": "Alias of prompt_preview_length."})
     completion_preview_chars: int | None = field(default=None, metadata={"help": "Alias of completion_preview_length."})
     out_dir: str | None = field(default=None, metadata={"help": "Alias of output_dir."})
+    clip_ratio_low: float | None = field(default=None, metadata={"help": "Alias of epsilon."})
+    clip_ratio_high: float | None = field(default=None, metadata={"help": "Alias of epsilon_high."})
+    clip_ratio_dual: float | None = field(
+        default=None,
+        metadata={"help": "Alias of delta: largest ratio of a token with negative advantage (dual clip), often 3.0."},
+    )
+    loss_avg_mode: str | None = field(
+        default=None,
+        metadata={"help": "token: loss_type dapo, the mean over all tokens; sequence (or seq): loss_type grpo."},
+    )
 
     def resolve_aliases(self) -> None:
         """Set the options that aliases stand for, or raise `ConfigError` where both are given and differ."""
@@ -35,3 +51,16 @@ class AliasOptions:
                     "same value twice."
                 )
             setattr(self, name, given)
+        if self.loss_avg_mode is not None:
+            self._resolve_loss_average(self.loss_avg_mode)
+
+    def _resolve_loss_average(self, mode: str) -> None:
+        check_choice("loss_avg_mode", mode, tuple(LOSS_AVERAGES))
+        options: dict[str, Any] = type(self).__dataclass_fields__
+        given = getattr(self, "loss_type", None)
+        if given not in (LOSS_AVERAGES[mode], options["loss_type"].default):
+            raise ConfigError(
+                f"loss_avg_mode is {mode}, which means loss_type {LOSS_AVERAGES[mode]}, and loss_type is {given}: give "
+                "one of them."
+            )
+        self.loss_type = LOSS_AVERAGES[mode]

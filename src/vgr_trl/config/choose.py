@@ -24,9 +24,11 @@ class ChooseOptions:
         online_filtering: groups whose mean of `filter_key` lies outside (filter_low, filter_high) are dead too.
         filter_key: name of a reward function, or a part of it (`accuracy` for `accuracy_reward`), whose unweighted
             values are looked at; or `overall`, the weighted sum of all.
-        filter_low: lower bound, exclusive, in the units of `filter_key`.
+        filter_mode: `bounds`: `filter_low` and `filter_high` are values that a group's mean has to lie between;
+            `quantile`: they are quantiles of the means of all groups of the rollout, which it must not lie outside of.
+        filter_low: lower bound, exclusive, in the units of `filter_key`; or quantile, in [0, 1].
         filter_high: upper bound, exclusive, likewise: the defaults fit rewards from 0 to 1, so `overall` takes bounds
-            of its own.
+            of its own; or quantile, in [0, 1].
     """
 
     advantage_estimator: str = field(
@@ -59,11 +61,17 @@ class ChooseOptions:
             "help": "Reward function that online filtering looks at, unweighted; or overall, the weighted sum of all."
         },
     )
+    filter_mode: str = field(
+        default="bounds",
+        metadata={"help": "bounds: filter_low and filter_high are values of filter_key; quantile: of the rollout."},
+    )
     filter_low: float = field(
-        default=0.01, metadata={"help": "Lower bound of online filtering, exclusive; in units of filter_key."}
+        default=0.01,
+        metadata={"help": "Lower bound of online filtering, exclusive, in units of filter_key; or quantile."},
     )
     filter_high: float = field(
-        default=0.99, metadata={"help": "Upper bound of online filtering, exclusive; in units of filter_key."}
+        default=0.99,
+        metadata={"help": "Upper bound of online filtering, exclusive, in units of filter_key; or quantile."},
     )
 
     @property
@@ -83,6 +91,10 @@ class ChooseOptions:
             check_integer("replay_max_age", self.replay_max_age, 1)
         if self.filter_min_reward is not None:
             check_number("filter_min_reward", self.filter_min_reward, -1e30, 1e30, "that is finite")
+        check_choice("filter_mode", self.filter_mode, ("bounds", "quantile"))
+        if self.filter_mode == "quantile":
+            check_number("filter_low", self.filter_low, 0, 1, "in [0, 1], a quantile")
+            check_number("filter_high", self.filter_high, 0, 1, "in [0, 1], a quantile")
         if not (is_number(self.filter_low) and is_number(self.filter_high) and self.filter_low < self.filter_high):
             raise ConfigError(
                 f"filter_low is {self.filter_low!r} and filter_high is {self.filter_high!r}: give two numbers with "

@@ -27,6 +27,7 @@ _RANGES = {
     "beta": (0, _LARGEST, "of at least 0"),
     "epsilon": (0, _LARGEST, "of at least 0"),
     "epsilon_high": (0, _LARGEST, "of at least 0"),
+    "delta": (0, _LARGEST, "above 1 + epsilon_high"),
     "learning_rate": (0, _LARGEST, "of at least 0"),
     "temperature": (0, _LARGEST, "above 0"),
     "top_p": (1e-9, 1, "in (0, 1]"),
@@ -223,6 +224,12 @@ class DAPOConfig(
         if self.temperature == 0:
             raise ConfigError(f"temperature is {self.temperature}: give a number above 0.")
         check_choice("loss_type", self.loss_type, _LOSS_TYPES)
+        highest = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+        if self.delta is not None and self.delta <= highest:
+            raise ConfigError(
+                f"delta (clip_ratio_dual) is {self.delta}, which would clip ratios of up to {highest:g}, those of "
+                "tokens with positive advantage too: give a number above 1 + epsilon_high, such as 3.0."
+            )
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
             raise ConfigError(
                 f"max_steps is {self.max_steps} and num_train_epochs {self.num_train_epochs}, so nothing would be "

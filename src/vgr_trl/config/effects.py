@@ -94,7 +94,7 @@ def _no_markdown(args: Any) -> str | None:
 
 
 _RULES: dict[tuple[str, ...], Reason] = {
-    ("filter_key", "filter_low", "filter_high"): _off("online_filtering"),
+    ("filter_key", "filter_mode", "filter_low", "filter_high"): _off("online_filtering"),
     ("filter_min_reward", "replay_max_age"): _off("replay_buffer_size"),
     ("replay_var_epsilon",): _no_dead_groups,
     ("dynamic_sampling_max_rounds",): _off("dynamic_sampling"),
@@ -118,4 +118,5 @@ _RULES: dict[tuple[str, ...], Reason] = {
     ("realtime_rollout_logging", "prompt_preview_length", "completion_preview_length"): _no_markdown,
     ("epsilon",): _no_lower_clip,
     ("epsilon_high",): _other_loss("sapo", "vespo"),
+    ("delta",): _other_loss("cispo", "sapo", "vespo"),
 }  # fmt: skip

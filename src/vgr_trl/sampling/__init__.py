@@ -7,7 +7,14 @@ Read `dead_groups.py` (which carry no gradient), `groups.py` and `writing.py` (t
 
 from vgr_trl.batch.placement import Placement
 from vgr_trl.sampling.buffer_states import merge_states, split_state
-from vgr_trl.sampling.dead_groups import dead_groups, filter_index, filter_rewards, filtered_groups
+from vgr_trl.sampling.dead_groups import (
+    dead_groups,
+    filter_index,
+    filter_rewards,
+    filtered_groups,
+    group_means,
+    quantile_bounds,
+)
 from vgr_trl.sampling.dead_streak import DeadStreak
 from vgr_trl.sampling.groups import Group, groups_from_batch, with_old_logps
 from vgr_trl.sampling.prompts import PromptStream
@@ -27,9 +34,11 @@ __all__ = [
     "filter_index",
     "filter_rewards",
     "filtered_groups",
+    "group_means",
     "groups_from_batch",
     "merge_states",
     "prompts_of_round",
+    "quantile_bounds",
     "rows_of_process",
     "split_state",
     "with_old_logps",

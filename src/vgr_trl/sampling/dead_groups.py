@@ -58,8 +58,10 @@ def group_std(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
     return torch.where(count > 1, (squares / (count - 1)).sqrt(), 0.0)
 
 
-def filtered_groups(rewards: torch.Tensor, num_generations: int, *, low: float, high: float) -> list[int]:
-    """Return the numbers of the groups whose mean reward is not between `low` and `high`, both exclusive.
+def filtered_groups(
+    rewards: torch.Tensor, num_generations: int, *, low: float, high: float, inclusive: bool = False
+) -> list[int]:
+    """Return the numbers of the groups whose mean reward is not between `low` and `high`.
 
     A group without any reward is among them. The filter of PRIME (https://huggingface.co/papers/2502.01456).
 
@@ -68,9 +70,29 @@ def filtered_groups(rewards: torch.Tensor, num_generations: int, *, low: float, 
         num_generations: G.
         low: lower bound.
         high: upper bound.
+        inclusive: whether a mean at a bound is between them.
     """
-    means = rewards.detach().double().view(-1, num_generations).nanmean(dim=1)
-    return _numbers(~((means > low) & (means < high)))
+    means = group_means(rewards, num_generations)
+    inside = (means >= low) & (means <= high) if inclusive else (means > low) & (means < high)
+    return _numbers(~inside)
+
+
+def quantile_bounds(rewards: torch.Tensor, num_generations: int, *, low: float, high: float) -> tuple[float, float]:
+    """Return two quantiles of the mean rewards of groups, interpolated linearly; NaN if no group has a reward.
+
+    Args:
+        rewards: as for `filtered_groups`, of the groups that are compared.
+        num_generations: G.
+        low: in [0, 1].
+        high: in [0, 1].
+    """
+    means = group_means(rewards, num_generations)
+    return means.nanquantile(low).item(), means.nanquantile(high).item()
+
+
+def group_means(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
+    """Return the mean reward of each group, (num_groups,) float64; NaN left out, and NaN for a group without any."""
+    return rewards.detach().double().view(-1, num_generations).nanmean(dim=1)
 
 
 def filter_rewards(

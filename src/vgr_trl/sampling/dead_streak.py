@@ -69,8 +69,8 @@ class DeadStreak:
             found = f" (they are {min(self._means):.3g} to {max(self._means):.3g})" if self._means else ""
             reasons.append(
                 f"{self._filtered} are left out by online_filtering, because their means of filter_key "
-                f"{args.filter_key}{found} are not between filter_low {args.filter_low:g} and filter_high "
-                f"{args.filter_high:g}"
+                f"{args.filter_key}{found} are not between {'the quantiles ' * (args.filter_mode == 'quantile')}"
+                f"filter_low {args.filter_low:g} and filter_high {args.filter_high:g}"
             )
             remedies.append("give bounds that such means lie between")
         effect = "only replayed groups are trained on" if args.replay_buffer_size else "nothing is trained"

@@ -18,7 +18,9 @@ from vgr_trl.sampling import (
     dead_groups,
     filter_rewards,
     filtered_groups,
+    group_means,
     groups_from_batch,
+    quantile_bounds,
     write_groups_into_batch,
 )
 from vgr_trl.signals import Wanted
@@ -46,12 +48,14 @@ class GroupChoice:
         self.replay = Replay(host, wanted) if self.args.replay_buffer_size > 0 else None
         self.prompts = prompts
         self.streak = DeadStreak(self.args)
+        self._quantiles: tuple[float, float] | None = None  # of the rollout at hand
         self._size = int(self.args.num_generations or 1)  # completions per prompt
 
     # One rollout batch
 
     def choose(self, rollout: Rollout) -> tuple[Rollout, dict[str, float]]:
         """Return the rollout to train on, some of its groups replaced, and metrics."""
+        self._quantiles = None
         verdict = self.judge(rollout)
         if not self.args.chooses_groups:
             self._warn_of_dead_streak(len(verdict.live))
@@ -116,13 +120,22 @@ class GroupChoice:
         means = torch.empty(0)
         if args.online_filtering:
             compared = filter_rewards(args.filter_key, host.reward_names, rollout.rewards, verdict.rewards)
-            filtered = filtered_groups(compared, size, low=args.filter_low, high=args.filter_high)
-            means = compared.view(-1, size).nanmean(dim=1)
+            filtered = self._outside(compared)
+            means = group_means(compared, size)
         self.streak.add(placement.num_groups, dead, filtered, means.tolist())
         verdict.filtered = sorted(set(filtered).difference(dead))
         verdict.dead = sorted({*dead, *filtered})
         rollout.verdict = verdict
         return verdict
+
+    def _outside(self, compared: torch.Tensor) -> list[int]:
+        """Numbers of the groups that online filtering leaves out; quantiles are those of the first round."""
+        low, high, quantile = self.args.filter_low, self.args.filter_high, self.args.filter_mode == "quantile"
+        if quantile:
+            if self._quantiles is None:
+                self._quantiles = quantile_bounds(compared, self._size, low=low, high=high)
+            low, high = self._quantiles
+        return filtered_groups(compared, self._size, low=low, high=high, inclusive=quantile)
 
     def _warn_of_dead_streak(self, live: int) -> None:
         sentence = self.streak.end_rollout(self.host.state.global_step, live)
