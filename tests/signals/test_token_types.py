@@ -9,7 +9,8 @@ from other_families import OTHERS
 from test_scoring import arguments
 
 from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.compat.token_types import causal_type, with_causal_completions
+from vgr_trl.batch.token_columns import causal_type
+from vgr_trl.compat.token_types import with_causal_completions
 from vgr_trl.signals import RolloutScorer
 
 

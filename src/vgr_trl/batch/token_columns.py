@@ -12,6 +12,8 @@ import torch
 from vgr_trl.batch.signals import AttentionMass, RolloutSignals
 
 PAD_TOKEN = None  # padding of token ids: the tokenizer's pad token
+# In these families 0 opens a token to everything of that type, before and behind it; what is generated gets this one.
+_CAUSAL_TYPE = {"paligemma": 1}
 
 
 @dataclass(frozen=True)
@@ -80,3 +82,13 @@ def signals_of_columns(columns: dict[str, Any]) -> RolloutSignals | None:
     rest: Any = {part.name: given.get(part.name) for part in fields(RolloutSignals)}
     rest["attention"] = AttentionMass(**mass) if mass["mask"] is not None else None
     return RolloutSignals(**rest)
+
+
+def causal_type(config: Any, name: str) -> int:
+    """Return the token type under which the tokens of a completion see only what comes before them.
+
+    Args:
+        config: of a transformers model.
+        name: `token_type_ids` or `mm_token_type_ids`.
+    """
+    return _CAUSAL_TYPE.get(config.model_type, 0) if name == "token_type_ids" else 0

@@ -5,18 +5,7 @@ from typing import Any
 
 import torch
 
-# In these families 0 opens a token to everything of that type, before and behind it; what is generated gets this one.
-_CAUSAL_TYPE = {"paligemma": 1}
-
-
-def causal_type(config: Any, name: str) -> int:
-    """Return the token type under which the tokens of a completion see only what comes before them.
-
-    Args:
-        config: of a transformers model.
-        name: `token_type_ids` or `mm_token_type_ids`.
-    """
-    return _CAUSAL_TYPE.get(config.model_type, 0) if name == "token_type_ids" else 0
+from vgr_trl.batch.token_columns import causal_type
 
 
 def with_causal_completions(inputs: Mapping[str, Any], config: Any, completion_length: int) -> dict[str, Any]:

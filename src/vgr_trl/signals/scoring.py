@@ -8,7 +8,7 @@ import torch
 
 from vgr_trl.batch.inputs import TOKEN_TYPES
 from vgr_trl.batch.signals import AttentionMass, RolloutSignals
-from vgr_trl.compat.token_types import causal_type
+from vgr_trl.batch.token_columns import causal_type
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.sharing import share_prompts, whole_groups
 from vgr_trl.sharing.backbone import causal_model, flattens_layers, shards_layers
