@@ -12,7 +12,8 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from vgr_trl.demo.tiny_processor import EOS, PAD, TinyProcessor, build_processor
+from vgr_trl.compat.image_processor import TinyProcessor
+from vgr_trl.demo.tiny_processor import EOS, PAD, build_processor
 
 MERGE = 2  # patches per side of a vision token
 

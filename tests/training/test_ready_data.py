@@ -4,7 +4,7 @@ import pytest
 from datasets import Dataset, IterableDataset, load_dataset
 
 from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.demo.tiny_processor import TinyProcessor
+from vgr_trl.compat.image_processor import TinyProcessor
 from vgr_trl.errors import DataError
 from vgr_trl.rewards import accuracy_reward, think_format_reward
 

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor
 from transformers.utils import find_adapter_config_file
 
 from vgr_trl.cli.flags.arguments import DataArguments
+from vgr_trl.compat.image_processor import load_processor as load_demo_processor
 from vgr_trl.data.load import load_split, parse_data_files, readable
 from vgr_trl.data.rows.images.video import VideoOptions, refuse_single_image_models
 from vgr_trl.data.rows.naming import keys_of
@@ -21,7 +22,6 @@ from vgr_trl.data.rows.schema import prepare_rows
 from vgr_trl.data.rows.skipped import SkippedRow
 from vgr_trl.data.rows.text.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, QuestionTemplate, SystemTemplate
 from vgr_trl.data.rows.text.special import special_tokens
-from vgr_trl.demo.tiny_processor import load_processor as load_demo_processor
 from vgr_trl.errors import ConfigError
 
 NO_PROMPT = "none"

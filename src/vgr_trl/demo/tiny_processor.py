@@ -1,13 +1,12 @@
 """A processor for the tiny model: a byte-level tokenizer made on the spot and the Pillow image processor."""
 
-import json
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2_5_VLProcessor
+from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from vgr_trl.compat.image_processor import TinyProcessor
 
 EOS, PAD = "<|im_end|>", "<|endoftext|>"
 SPECIAL_TOKENS = (
@@ -23,13 +22,6 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-class TinyProcessor(Qwen2_5_VLProcessor):
-    """Qwen2.5-VL's processor without videos, whose processor needs torchvision."""
-
-    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None) -> None:
-        super().__init__(image_processor, tokenizer, chat_template=chat_template)
 
 
 def build_processor(texts: Iterable[str]) -> TinyProcessor:
@@ -56,13 +48,3 @@ def build_processor(texts: Iterable[str]) -> TinyProcessor:
     tokenizer.add_tokens(list(TAGS))
     tokenizer.chat_template = CHAT_TEMPLATE
     return TinyProcessor(Qwen2VLImageProcessorPil(), tokenizer, chat_template=CHAT_TEMPLATE)
-
-
-def load_processor(path: str | Path) -> TinyProcessor | None:
-    """Return the processor saved in the folder `path`, or None if that is not a folder with a `TinyProcessor`."""
-    file = Path(path) / "processor_config.json"
-    if not file.is_file():
-        return None
-    if json.loads(file.read_text(encoding="utf-8")).get("processor_class") != TinyProcessor.__name__:
-        return None
-    return TinyProcessor.from_pretrained(path)

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from vgr_trl.demo.tiny_processor import EOS, PAD, TinyProcessor, build_processor, load_processor
+from vgr_trl.compat.image_processor import TinyProcessor, load_processor
+from vgr_trl.demo.tiny_processor import EOS, PAD, build_processor
 
 __all__ = ["TinyProcessor", "build_tiny_vlm", "load_processor"]
 

@@ -8,6 +8,7 @@ from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 from transformers.utils import logging
 
+from vgr_trl.compat.image_processor import load_processor
 from vgr_trl.data.rows.columns import image_columns
 from vgr_trl.data.rows.scan import scan
 from vgr_trl.data.rows.schema import prepare_rows
@@ -23,8 +24,6 @@ def with_processor(model: Any, rest: tuple[Any, ...], options: dict[str, Any]) -
     """Return the options of a trainer with the processor of the folder `model` where only this library can load it."""
     if len(rest) > 2 or options.get("processing_class") is not None or not isinstance(model, str | Path):
         return options
-    from vgr_trl.demo.tiny_processor import load_processor  # above this room, and needed for its folders alone
-
     processor = load_processor(model)
     return options if processor is None else {**options, "processing_class": processor}
 
