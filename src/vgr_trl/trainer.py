@@ -51,6 +51,7 @@ from vgr_trl.training.prepare import (
     check_config,
     check_data,
     data_has_images,
+    find_idle_options,
     over_whole_groups,
     refuse_images_without_vision,
     refuse_targets_without_module,
@@ -137,8 +138,11 @@ class DAPOTrainer(ConstructedTrainer):
         if self._recorder.is_on:
             self.add_callback(FlushRecords(self._recorder))
             self.add_callback(RecordBefore(self, self._recorder.evaluated))
+        self.idle_options = find_idle_options(
+            self, bool(self._measurement.wanted.attention), self._reward_schedule.changes
+        )
         if self.accelerator.is_main_process:
-            announce(self, self.sharing, self._passes.vision.plan)
+            announce(self, self.sharing, self._passes.vision.plan, self.idle_options)
 
     def _completions_per_prompt(self) -> int:
         return self.num_generations if self.model.training else self.num_generations_eval

@@ -1,23 +1,15 @@
 """Options that were given but steer nothing are named with the reason, and are not shown as on."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.cli.run.plan import describe_run
-from vgr_trl.config.effects import changed_options, options_without_effect
+from vgr_trl.config.effects import Circumstances, changed_options, options_without_effect
 
 
 def idle(tmp_path, attention=True, changes=True, evaluates=True, rewards=("soft_overlong_punishment_reward",), **given):
-    trainer = SimpleNamespace(
-        args=DAPOConfig(str(tmp_path), use_cpu=True, bf16=False, **given),
-        _measurement=SimpleNamespace(wanted=SimpleNamespace(attention=("vgr",) * attention)),
-        _reward_schedule=SimpleNamespace(changes=changes),
-        eval_dataset=[] if evaluates else None,
-        reward_func_names=list(rewards),
-    )
-    return options_without_effect(trainer)
+    config = DAPOConfig(str(tmp_path), use_cpu=True, bf16=False, **given)
+    return options_without_effect(config, Circumstances(attention, changes, evaluates, list(rewards)))
 
 
 NOTHING_PERTURBED = "nothing is measured on perturbed images"

@@ -1,7 +1,7 @@
 """Options that were given but steer nothing, because what they belong to is off."""
 
-from collections.abc import Callable
-from dataclasses import MISSING, Field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
 Reason = Callable[[Any], str | None]
@@ -16,25 +16,34 @@ def changed_options(args: Any) -> dict[str, Any]:
     }
 
 
-def options_without_effect(trainer: Any) -> dict[str, str]:
-    """Return why each option of a constructed `DAPOTrainer` that is not at its default has no effect, by name."""
-    args = trainer.args
+@dataclass(frozen=True)
+class Circumstances:
+    """What a run has besides its options: whether attention is measured, reward weights change, and so on."""
+
+    measures_attention: bool
+    weights_change: bool
+    evaluates: bool
+    reward_names: Sequence[str]
+
+
+def options_without_effect(args: Any, circumstances: Circumstances) -> dict[str, str]:
+    """Return why each option that is not at its default has no effect in a run, by name."""
     reasons = {name: why for names, reason in _RULES.items() for name in names if (why := reason(args))}
-    reasons |= _circumstances(trainer)
+    reasons |= _circumstantial(circumstances)
     return {name: reasons[name] for name in changed_options(args) if name in reasons}
 
 
-def _circumstances(trainer: Any) -> dict[str, str]:
+def _circumstantial(given: Circumstances) -> dict[str, str]:
     """Reasons that lie in the rewards and the data."""
     found: dict[str, str] = {}
-    if not trainer._measurement.wanted.attention:
+    if not given.measures_attention:
         names = ("attention_source", "attention_segments", "mdi_balance_ratio", "vision_token_ids")
         found |= dict.fromkeys(names, "attention is not measured")
-    if not trainer._reward_schedule.changes:
+    if not given.weights_change:
         found["early_reward_weights"] = "they equal reward_weights"
-    if trainer.eval_dataset is None:
+    if not given.evaluates:
         found |= dict.fromkeys(("eval_log_path", "eval_num_generations"), "there are no data to evaluate on")
-    if not any("overlong" in name for name in trainer.reward_func_names):
+    if not any("overlong" in name for name in given.reward_names):
         found["soft_punish_cache"] = "there is no length reward"
     return found
 

@@ -9,7 +9,7 @@ from transformers.utils import logging
 from trl.data_utils import prepare_multimodal_messages
 
 from vgr_trl.config import DAPOConfig
-from vgr_trl.config.effects import options_without_effect
+from vgr_trl.config.effects import Circumstances, options_without_effect
 from vgr_trl.credit import coefficient_warning
 from vgr_trl.data.rows.columns import IMAGE_COLUMNS, image_columns, images_of
 from vgr_trl.data.rows.lengths import drop_long_prompts
@@ -54,7 +54,15 @@ def check_data(trainer: ConstructedTrainer, measured_columns: Iterable[str], on_
     refuse_too_few_prompts(trainer)
 
 
-def announce(trainer: ConstructedTrainer, sharing: SharingPlan, vision: VisionPlan) -> None:
+def find_idle_options(trainer: ConstructedTrainer, measures_attention: bool, weights_change: bool) -> dict[str, str]:
+    """Return why each option of the trainer that is not at its default has no effect, by name."""
+    evaluates, names = trainer.eval_dataset is not None, trainer.reward_func_names
+    return options_without_effect(trainer.args, Circumstances(measures_attention, weights_change, evaluates, names))
+
+
+def announce(
+    trainer: ConstructedTrainer, sharing: SharingPlan, vision: VisionPlan, idle_options: Mapping[str, str]
+) -> None:
     """Say where prompts and image features are computed once, and which options are risky or without effect."""
     args: Any = trainer.args
     logger.warning(str(sharing))
@@ -63,7 +71,7 @@ def announce(trainer: ConstructedTrainer, sharing: SharingPlan, vision: VisionPl
     risk = coefficient_warning(args.perception_loss_weight, args.der_loss_weight1, args.der_loss_weight2)
     if risk is not None:
         logger.warning(risk)
-    for name, why in options_without_effect(trainer).items():
+    for name, why in idle_options.items():
         logger.warning(f"{name} is without effect because {why}.")
 
 

@@ -19,6 +19,7 @@ from vgr_trl.reporting.records.format import Completion
 from vgr_trl.reporting.records.reading import read_run
 from vgr_trl.reporting.views.markdown.text import printable
 from vgr_trl.reporting.views.step_line import duration
+from vgr_trl.trainer import DAPOTrainer
 
 PROMPTS = 3
 SHOWN = 300  # characters of a prompt or completion
@@ -55,7 +56,7 @@ class Whole:
         return None if self.rows is None else int(self.epochs * (self.rows // self.prompts) * self.passes)
 
 
-def dry_run(config: DAPOConfig, source: str, build: Callable[[], Any]) -> None:
+def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer]) -> None:
     """Build a trainer, let it make one small step, and print what came out and what the whole run would take.
 
     Args:
@@ -87,7 +88,7 @@ _MISLEADING = ("rollout", "step", "steps", "output")  # of the small step
 
 
 @contextmanager
-def _small(config: Any, folder: str) -> Iterator[dict[str, Any]]:
+def _small(config: DAPOConfig, folder: str) -> Iterator[dict[str, Any]]:
     """Change the options to those of the small step; give the sizes of the whole run."""
     batch, group = config.per_device_train_batch_size * config.world_size, config.num_generations or 1
     accumulated, generated = config.gradient_accumulation_steps, config.steps_per_generation or 1
@@ -165,7 +166,7 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def _row_bytes(trainer: Any) -> int:
+def _row_bytes(trainer: DAPOTrainer) -> int:
     """Bytes of the keys and values of a completion of full length, without its prompt, which may be shared."""
     config = trainer.accelerator.unwrap_model(trainer.model).config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 0)

@@ -1,5 +1,6 @@
 """What a run is going to do, in one screen, before it does it."""
 
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
@@ -8,7 +9,8 @@ from rich.table import Table
 from trl import GRPOConfig
 
 from vgr_trl.config import DAPOConfig
-from vgr_trl.config.effects import changed_options, options_without_effect
+from vgr_trl.config.effects import changed_options
+from vgr_trl.trainer import DAPOTrainer
 
 ALWAYS_SHOWN = (
     "loss_type", "epsilon", "epsilon_high", "beta", "learning_rate", "lr_scheduler_type", "warmup_steps",
@@ -18,7 +20,7 @@ ALWAYS_SHOWN = (
 OWN_OPTIONS = tuple(option.name for option in fields(DAPOConfig) if option.name not in GRPOConfig.__dataclass_fields__)
 
 
-def describe_run(trainer: Any, source: str, checkpoint: str | None) -> list[tuple[str, str]]:
+def describe_run(trainer: DAPOTrainer, source: str, checkpoint: str | None) -> list[tuple[str, str]]:
     """Return what the run is going to do as (what, value) pairs.
 
     Args:
@@ -27,12 +29,13 @@ def describe_run(trainer: Any, source: str, checkpoint: str | None) -> list[tupl
         checkpoint: where the run continues, or None.
     """
     args = trainer.args
-    idle = options_without_effect(trainer)
+    idle = trainer.idle_options
     switched_on = [name for name in changed_options(args) if name in OWN_OPTIONS and name not in idle]
     model = trainer.accelerator.unwrap_model(trainer.model)
     trainable = sum(_size(parameter) for parameter in model.parameters() if parameter.requires_grad)
     total = sum(_size(parameter) for parameter in model.parameters())
     per_step = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
+    assert args.steps_per_generation is not None  # made certain by the constructor
     steps_per_rollout = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
     return [
         ("model", f"{model.config._name_or_path or type(model).__name__} ({type(model).__name__})"),
@@ -76,7 +79,7 @@ def _rows(dataset: Any) -> str:
     return f"{len(dataset):,} rows" if hasattr(dataset, "__len__") else "a stream"
 
 
-def _rewards(trainer: Any) -> str:
+def _rewards(trainer: DAPOTrainer) -> str:
     early = trainer.args.early_reward_weights
     lines = []
     for index, (name, weight) in enumerate(
@@ -87,11 +90,11 @@ def _rewards(trainer: Any) -> str:
     return ", ".join(lines)
 
 
-def _values(args: DAPOConfig, names: Any) -> str:
+def _values(args: DAPOConfig, names: Iterable[str]) -> str:
     return ", ".join(f"{name}={getattr(getattr(args, name), 'value', getattr(args, name))}" for name in names)
 
 
-def total_steps(trainer: Any) -> int:
+def total_steps(trainer: DAPOTrainer) -> int:
     """Return the optimizer steps of the whole run."""
     if trainer.args.max_steps > 0:
         return trainer.args.max_steps
