@@ -25,11 +25,10 @@ from vgr_trl.reporting.views.card.model_card import TAGS, TRL_PAPER, extended_ca
 from vgr_trl.reporting.views.card.model_use import about_trainer
 from vgr_trl.rewards.registry import hardened
 from vgr_trl.rewards.schedule import RewardSchedule
-from vgr_trl.sharing import plan_sharing, replaced, shuffle_by_group, whole_groups
+from vgr_trl.sharing import replaced, shuffle_by_group, whole_groups
 from vgr_trl.sharing.backbone import causal_model
 from vgr_trl.signals.reward_columns import SINGLE_COLUMNS
 from vgr_trl.signals.rollout import policy_is_active
-from vgr_trl.skipping import plan_vision
 from vgr_trl.training.checkpoints.folders import resolve_checkpoint, resume_mode
 from vgr_trl.training.checkpoints.order import continue_order, save_generation
 from vgr_trl.training.checkpoints.shares import whole_checkpoint
@@ -43,7 +42,7 @@ from vgr_trl.training.judge import Judge
 from vgr_trl.training.kl import PENALTY, KLControl, constructed_with_reference, kl_penalty_reward, scored_by_reference
 from vgr_trl.training.loss import added_terms
 from vgr_trl.training.measure import plan_measurement, score_completions, signals_as_columns
-from vgr_trl.training.passes import Passes
+from vgr_trl.training.passes import Passes, plan_sharing, plan_vision
 from vgr_trl.training.perceive import perceive
 from vgr_trl.training.prepare import (
     announce,

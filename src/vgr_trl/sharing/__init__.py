@@ -11,7 +11,7 @@ from vgr_trl.sharing.backbone import has_active_dropout
 from vgr_trl.sharing.context import leave_out_empty_images, share_prompts
 from vgr_trl.sharing.fitness import why_not_share
 from vgr_trl.sharing.grouping import shuffle_by_group, whole_groups, why_not_regroup
-from vgr_trl.sharing.plan import Place, SharedPasses, SharingPlan, plan_sharing
+from vgr_trl.sharing.plan import Place, SharedPasses, SharingPlan
 from vgr_trl.sharing.report import SharingReport
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "SharingReport",
     "has_active_dropout",
     "leave_out_empty_images",
-    "plan_sharing",
     "replaced",
     "share_prompts",
     "shuffle_by_group",

@@ -5,10 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from vgr_trl.sharing.backbone import has_active_dropout, recomputes_without_graph
 from vgr_trl.sharing.context import leave_out_empty_images, share_prompts
-from vgr_trl.sharing.fitness import why_not_share
-from vgr_trl.sharing.grouping import why_not_regroup
 from vgr_trl.sharing.report import SharingReport
 
 
@@ -49,70 +46,6 @@ class SharingPlan:
                 else ""
             )
         )
-
-
-def plan_sharing(trainer: Any) -> SharingPlan:
-    """Return where the constructed `trainer` shares prompts, by its option `share_prompts` and its model."""
-    mode = trainer.args.share_prompts
-    sharded = _is_sharded(trainer)
-    regroup_reason = why_not_regroup(
-        loss_type=trainer.loss_type,
-        entropy_bonus=trainer._entropy_bonus_enabled,
-        top_entropy_quantile=trainer.top_entropy_quantile,
-        router_loss=trainer.aux_loss_enabled,
-        steps_per_generation=trainer.args.steps_per_generation,
-        gradient_accumulation_steps=trainer.args.gradient_accumulation_steps,
-    )
-    model = trainer.model
-    everywhere = "share_prompts=off" if mode == "off" else None
-    if everywhere is None and sharded and mode == "auto":
-        everywhere = "sharded parameters, not tested on a GPU: share_prompts=on shares there too"
-    generation = everywhere or _why_not_generate(trainer) or why_not_share(model, gradients=False)
-    compiled = "torch.compile" if _compiles(trainer) else None
-    scoring = everywhere or compiled or why_not_share(model, gradients=False)
-    training = everywhere or compiled or _why_not_train(trainer) or why_not_share(model, gradients=True)
-    return SharingPlan(
-        mode=mode,
-        generation=Place(generation),
-        scoring=Place(scoring),
-        training=Place(training),
-        regroup_reason=regroup_reason,
-        regroups=training is None and (regroup_reason is None or mode == "on"),
-        sharded=sharded,
-        dropout=None in (generation, training) and has_active_dropout(model, when_training=True),
-    )
-
-
-def _why_not_generate(trainer: Any) -> str | None:
-    if trainer.use_vllm:
-        return "vLLM shares prompts itself"
-    if trainer.use_transformers_continuous_batching:
-        return "continuous batching"
-    return "FSDP" if trainer.is_fsdp_enabled else None
-
-
-def _why_not_train(trainer: Any) -> str | None:
-    """What only shows once the trainer has started: it wraps the model and switches checkpointing on later."""
-    if trainer.args.gradient_checkpointing:
-        reentrant = (trainer.args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False)
-    else:
-        reentrant = recomputes_without_graph(trainer.model, when_training=True)
-    if reentrant:
-        return "gradient checkpointing with use_reentrant=True"
-    if trainer.aux_loss_enabled:
-        return "the load-balancing loss needs the router of every token"
-    if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version == 1:
-        return "the first version of FSDP"
-    return None
-
-
-def _compiles(trainer: Any) -> bool:
-    return bool(trainer.accelerator.state.dynamo_plugin.backend.value != "NO")
-
-
-def _is_sharded(trainer: Any) -> bool:
-    plugin = trainer.args.deepspeed_plugin if trainer.is_deepspeed_enabled else None
-    return trainer.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3)
 
 
 class SharedPasses:

@@ -7,6 +7,6 @@ changed).
 """
 
 from vgr_trl.skipping.vision import VisionOnce
-from vgr_trl.skipping.vision_plan import VisionPlan, plan_vision
+from vgr_trl.skipping.vision_plan import VisionPlan
 
-__all__ = ["VisionOnce", "VisionPlan", "plan_vision"]
+__all__ = ["VisionOnce", "VisionPlan"]

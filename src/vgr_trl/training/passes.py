@@ -1,11 +1,15 @@
-"""What is around every pass of a run: prompts computed once, image features computed once."""
+"""What is around every pass of a run: prompts and image features computed once; where, and why not elsewhere."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from vgr_trl.sharing import Place, SharedPasses, SharingPlan
+from vgr_trl.sharing import Place, SharedPasses, SharingPlan, has_active_dropout, why_not_regroup, why_not_share
+from vgr_trl.sharing.backbone import base_of, causal_model, is_compiled, recomputes_without_graph
 from vgr_trl.skipping import VisionOnce, VisionPlan
+from vgr_trl.skipping.vision_plan import why_not_once
+from vgr_trl.skipping.vision_tower import tower_trains
+from vgr_trl.training.constructed import ConstructedTrainer
 
 
 class Passes:
@@ -34,3 +38,87 @@ class Passes:
     def metrics(self) -> dict[str, float]:
         """Return what was left out since the last call."""
         return self._shared.metrics() | self.vision.metrics()
+
+
+def plan_sharing(trainer: ConstructedTrainer) -> SharingPlan:
+    """Return where the constructed `trainer` shares prompts, by its option `share_prompts` and its model."""
+    mode = trainer.args.share_prompts
+    sharded = _is_sharded(trainer)
+    regroup_reason = why_not_regroup(
+        loss_type=trainer.loss_type,
+        entropy_bonus=trainer._entropy_bonus_enabled,
+        top_entropy_quantile=trainer.top_entropy_quantile,
+        router_loss=trainer.aux_loss_enabled,
+        steps_per_generation=trainer.args.steps_per_generation or 1,
+        gradient_accumulation_steps=trainer.args.gradient_accumulation_steps,
+    )
+    model = trainer.model
+    everywhere = "share_prompts=off" if mode == "off" else None
+    if everywhere is None and sharded and mode == "auto":
+        everywhere = "sharded parameters, not tested on a GPU: share_prompts=on shares there too"
+    generation = everywhere or _why_not_generate(trainer) or why_not_share(model, gradients=False)
+    compiled = "torch.compile" if _compiles(trainer) else None
+    scoring = everywhere or compiled or why_not_share(model, gradients=False)
+    training = everywhere or compiled or _why_not_train(trainer) or why_not_share(model, gradients=True)
+    return SharingPlan(
+        mode=mode,
+        generation=Place(generation),
+        scoring=Place(scoring),
+        training=Place(training),
+        regroup_reason=regroup_reason,
+        regroups=training is None and (regroup_reason is None or mode == "on"),
+        sharded=sharded,
+        dropout=None in (generation, training) and has_active_dropout(model, when_training=True),
+    )
+
+
+def _why_not_generate(trainer: ConstructedTrainer) -> str | None:
+    if trainer.use_vllm:
+        return "vLLM shares prompts itself"
+    if trainer.use_transformers_continuous_batching:
+        return "continuous batching"
+    return "FSDP" if trainer.is_fsdp_enabled else None
+
+
+def _why_not_train(trainer: ConstructedTrainer) -> str | None:
+    """What only shows once the trainer has started: it wraps the model and switches checkpointing on later."""
+    if trainer.args.gradient_checkpointing:
+        options: Any = trainer.args.gradient_checkpointing_kwargs or {}
+        reentrant = options.get("use_reentrant", False)
+    else:
+        reentrant = recomputes_without_graph(trainer.model, when_training=True)
+    if reentrant:
+        return "gradient checkpointing with use_reentrant=True"
+    if trainer.aux_loss_enabled:
+        return "the load-balancing loss needs the router of every token"
+    if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version == 1:
+        return "the first version of FSDP"
+    return None
+
+
+def plan_vision(trainer: ConstructedTrainer, has_images: bool) -> VisionPlan:
+    """Return where the constructed `trainer` computes image features once; `has_images`: whether its data have any."""
+    args = trainer.args
+    base = base_of(causal_model(trainer.model))
+    reason = _why_not_once(trainer, base) if has_images else "data without images"
+    trains = reason is None and tower_trains(base)
+    return VisionPlan(args.vision_cache_megabytes, reason, trains, lasts=not trains and args.replay_buffer_size > 0)
+
+
+def _why_not_once(trainer: ConstructedTrainer, base: Any) -> str | None:
+    if trainer.args.vision_cache_megabytes == 0:
+        return "switched off"
+    if _compiles(trainer) or is_compiled(trainer.model):
+        return "torch.compile"
+    if _is_sharded(trainer):
+        return "sharded parameters: every process has to call the vision tower equally often"
+    return why_not_once(base)
+
+
+def _compiles(trainer: ConstructedTrainer) -> bool:
+    return bool(trainer.accelerator.state.dynamo_plugin.backend.value != "NO")
+
+
+def _is_sharded(trainer: ConstructedTrainer) -> bool:
+    plugin = trainer.args.deepspeed_plugin if trainer.is_deepspeed_enabled else None
+    return bool(trainer.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3))
