@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from vgr_trl import __version__
 from vgr_trl.cli.flags.config_file import check_config_file, config_apart
+from vgr_trl.cli.flags.foreign import without_foreign
 from vgr_trl.cli.flags.names import check_flags, flag_names
 from vgr_trl.disk_full import is_disk_full
 from vgr_trl.errors import VGRError
@@ -21,6 +22,7 @@ COMMANDS = {
     "env": "print versions and devices, for reports of faults",
     "completion": "print a script that completes commands and flags in bash or zsh",
 }
+TRANSLATED = ("train", "evaluate")  # which configurations of other trainers are run by
 LOADING = ("train", "evaluate")  # what takes seconds to import is announced
 
 
@@ -44,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"vgr-trl: there is no command {name!r}; the commands are {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
     try:
+        if name in TRANSLATED:
+            name, rest = without_foreign(name, rest)
         check_flags(name, rest)
         check_config_file(config_apart(rest), flag_names(name))
         if name in LOADING and os.environ.get("RANK", "0") == "0" and not {"-h", "--help", "--help-all"} & set(rest):

@@ -2,7 +2,7 @@
 
 Read `dapo.py`, which composes them, then the stages in the order of data: `measure.py`, `perceive.py`, `choose.py`,
 `kl.py`, `credit.py`, `report.py`, `evaluate.py`. `aliases.py` has other names of options, `ranges.py` checks
-values, `effects.py` names options that steer nothing.
+values, `effects.py` names options that steer nothing. `foreign/` has the keys of other trainers.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -155,3 +155,10 @@ class RunArguments:
             "and write nothing."
         },
     )
+    ignore_unknown_keys: bool = field(
+        default=False,
+        metadata={
+            "help": "With a configuration of EasyR1, MTRL or verl as --config: run without the keys that have no "
+            "meaning here; without this flag they stop the run."
+        },
+    )

@@ -1,0 +1,220 @@
+"""Every key of EasyR1's configuration (at b44b311) with its default there, and ours or the reason why there is none."""
+
+from vgr_trl.config.foreign.keys import Key, moot, only, read, same
+
+_SHARDING = "how parameters are spread is in the file that accelerate launch is given"
+_MEMORY = "how memory is spread is in the file that accelerate launch is given"
+_ITSELF = "theirs sets it by itself"
+_ENGINE = "of theirs' engine; changes no result"
+_CRITIC = "a critic is made with adv_estimator gae alone"
+_REFERENCE = "the reference is kept as TRL keeps it; changes no result"
+
+DATA = {
+    "train_files": read("", "data to train on"),
+    "val_files": read("", "data to evaluate on"),
+    "prompt_key": same("problem_key", "prompt"),
+    "answer_key": same("solution_key", "answer"),
+    "image_key": read("images", "images and image are looked for anyway"),
+    "video_key": read("videos", "videos and video are looked for anyway"),
+    "image_dir": same("image_dir", None),
+    "video_fps": same("video_fps", 2.0),
+    "max_prompt_length": same("max_prompt_length", 512),
+    "max_response_length": same("max_completion_length", 512),
+    "rollout_batch_size": read(512, "prompts per rollout"),
+    "mini_rollout_batch_size": moot(None, "further rounds draw as many prompts as groups are missing"),
+    "val_batch_size": moot(-1, "evaluations are cut by per_device_eval_batch_size; changes no result"),
+    "format_prompt": read(None, "what the user says"),
+    "override_chat_template": only(None, "the chat template is the model's own; save another one with its tokenizer"),
+    "shuffle": same("shuffle_dataset", True),
+    "seed": same("seed", 1),
+    "min_pixels": same("min_pixels", 262144),
+    "max_pixels": same("max_pixels", 4194304),
+    "filter_overlong_prompts": only(True, "prompts that are too long are always left out, never cut"),
+    "filter_overlong_prompts_workers": moot(16, "prompts are counted by each process; changes no result"),
+}
+ALGORITHM = {
+    "gamma": read(1.0, "of GAE"),
+    "lam": read(1.0, "of GAE"),
+    "adv_estimator": read("grpo"),
+    "disable_kl": read(False, "kl_coef 0"),
+    "use_kl_loss": read(False),
+    "kl_penalty": read("kl"),
+    "kl_coef": read(1e-3),
+    "kl_type": read("fixed", "of a penalty in the rewards; in the loss theirs is always fixed"),
+    "kl_horizon": read(10000.0),
+    "kl_target": read(0.1),
+    "online_filtering": read(False),
+    "filter_key": read("overall"),
+    "filter_low": read(0.01),
+    "filter_high": read(0.99),
+    "enable_entropy_filtering": same("enable_entropy_filtering", False),
+    "top_p_entropy_tokens": same("top_p_entropy_tokens", 0.2),
+    "enable_perception_filtering": same("enable_perception_filtering", False),
+    "top_p_perception_tokens": same("top_p_perception_tokens", 0.2),
+    "use_entropy_penalty": same("use_entropy_penalty", False),
+    "entropy_penalty_coef": same("entropy_penalty_coef", 0.06),
+    "enable_trajectory_reweighting": read(False, "theirs does it with perception filtering alone"),
+    "trajectory_scaling_min": same("trajectory_scaling_min", 0.8),
+}
+MODEL = {
+    "model_path": read(None),
+    "tokenizer_path": read(None, "the processor is the one saved with the model"),
+    "override_config": only({}, "the model's configuration is taken as saved; model_init_kwargs changes it"),
+    "enable_gradient_checkpointing": same("gradient_checkpointing", True),
+    "trust_remote_code": same("trust_remote_code", True),
+    "freeze_vision_tower": read(False, "adapters that leave the tower out freeze it, nothing else does"),
+    "lora.rank": read(0),
+    "lora.alpha": read(64),
+    "lora.target_modules": read("all-linear"),
+    "lora.exclude_modules": read(None),
+    "lora.dropout": read(0.0, "of MTRL"),
+    "peft_type": read(None, "of MTRL"),
+}
+OPTIMIZER = {
+    "lr": same("learning_rate", 1e-6),
+    "betas": read((0.9, 0.999)),
+    "weight_decay": same("weight_decay", 1e-2),
+    "strategy": only("adamw", "adamw_bf16 is an optimizer of EasyR1's own; here optim names those there are"),
+    "lr_warmup_ratio": read(0.0),
+    "lr_warmup_steps": read(None),
+    "min_lr_ratio": read(None),
+    "lr_scheduler_type": read("constant"),
+    "training_steps": moot(-1, _ITSELF),
+}
+SHARDING = {
+    "enable_full_shard": moot(True, _SHARDING),
+    "enable_cpu_offload": moot(False, _MEMORY),
+    "enable_rank0_init": moot(True, _SHARDING),
+    "use_orig_params": moot(False, _SHARDING),
+    "torch_dtype": read(None),
+    "fsdp_size": moot(-1, _SHARDING),
+    "mp_param_dtype": read("bf16"),
+    "mp_reduce_dtype": moot("fp32", "gradients are reduced in the type that accelerate is told"),
+    "mp_buffer_dtype": moot("fp32", _ENGINE),
+}
+OFFLOAD = {"offload_params": moot(False, _MEMORY), "offload_optimizer": moot(False, _MEMORY)}
+_ULYSSES = only(1, "sequence parallelism is refused by TRL for GRPO; see docs/long_prompts.md")
+ACTOR = {
+    "strategy": only("fsdp", _SHARDING, "fsdp2"),
+    "global_batch_size": read(256, "prompts per update"),
+    "micro_batch_size_per_device_for_update": read(4, "completions per pass"),
+    "micro_batch_size_per_device_for_experience": moot(16, "scored in the micro-batches of training, by whole groups"),
+    "max_grad_norm": same("max_grad_norm", 1.0),
+    "clip_ratio_low": read(0.2),
+    "clip_ratio_high": read(0.3),
+    "clip_ratio_dual": read(3.0),
+    "loss_avg_mode": read("token"),
+    "loss_type": read("default"),
+    "ppo_epochs": same("num_iterations", 1),
+    "padding_free": moot(True, "theirs computes without padding, here prompts are shared; changes no result"),
+    "dynamic_batching": moot(True, "theirs cuts micro-batches by tokens; the loss of an update is the same"),
+    "ulysses_size": _ULYSSES,
+    "use_torch_compile": moot(True, _ENGINE),
+    "tau_positive": read(1.0, "of sapo"),
+    "tau_negative": read(1.05, "of sapo"),
+    "global_batch_size_per_device": moot(-1, _ITSELF),
+    **dict.fromkeys(
+        ("disable_kl", "use_kl_loss", "kl_penalty", "kl_coef"), moot(None, "set by algorithm, in theirs too")
+    ),
+}
+CRITIC_ONLY = {
+    "cliprange_value": read(0.5),
+    "loss_avg_mode": read("token"),
+    "ppo_epochs": read(1),
+    "global_batch_size": read(256),
+    "micro_batch_size_per_device_for_update": moot(4, "the critic is trained in the micro-batches of the policy"),
+    "micro_batch_size_per_device_for_experience": moot(16, "the critic is trained in the micro-batches of the policy"),
+    "max_grad_norm": read(1.0),
+    "strategy": only("fsdp", _SHARDING, "fsdp2"),
+    "padding_free": moot(False, _ENGINE),
+    "dynamic_batching": moot(True, _ENGINE),
+    "ulysses_size": _ULYSSES,
+    "global_batch_size_per_device": moot(-1, _ITSELF),
+}
+ROLLOUT = {
+    "name": read("vllm"),
+    "n": read(1),
+    "temperature": same("temperature", 1.0),
+    "top_p": same("top_p", 1.0),
+    "top_k": read(-1),
+    "seed": moot(1, "one seed here: that of the data"),
+    "limit_images": moot(0, _ENGINE),
+    "dtype": moot("bf16", "the engine takes the type of the model"),
+    "gpu_memory_utilization": same("vllm_gpu_memory_utilization", 0.6),
+    "ignore_eos": only(False, "a completion ends at its end token"),
+    "enforce_eager": moot(False, _ENGINE),
+    "enable_chunked_prefill": moot(False, _ENGINE),
+    "enable_prefix_caching": moot(False, _ENGINE),
+    "tensor_parallel_size": read(2),
+    "max_model_len": same("vllm_max_model_length", None),
+    "max_num_batched_tokens": moot(8192, _ENGINE),
+    "disable_log_stats": moot(True, _ENGINE),
+    "disable_tqdm": moot(False, _ENGINE),
+    "val_override_config": read({}),
+    **dict.fromkeys(("prompt_length", "response_length"), moot(-1, _ITSELF)),
+    "trust_remote_code": moot(False, _ITSELF),
+}
+REWARD = {
+    "reward_function": read(None),
+    "reward_function_kwargs": read({}),
+    "reward_type": read(None),
+    "skip_special_tokens": only(True, "rewards read completions without special tokens"),
+    "num_cpus": same("reward_num_cpus", 1),
+    "reward_function_name": moot(None, _ITSELF),
+}
+TRAINER = {
+    "total_epochs": read(15),
+    "max_steps": read(None),
+    "project_name": read("easy_r1"),
+    "experiment_name": same("run_name", "demo"),
+    "logger": read(("console", "wandb")),
+    "nnodes": read(1, "machines are told to accelerate launch"),
+    "n_gpus_per_node": read(8, "processes are told to accelerate launch"),
+    "max_try_make_batch": read(20, "of online filtering"),
+    "critic_warmup": only(0, "there the policy waits that many steps; a warm-up of its rate is lr_warmup_steps"),
+    "val_freq": read(-1),
+    "val_before_train": read(True),
+    "val_only": read(False, "the command evaluate in place of train"),
+    "val_generations_to_log": moot(0, "completions of every evaluation are in the records and logs"),
+    "save_freq": read(-1),
+    "save_limit": read(-1),
+    "save_model_only": same("save_only_model", False),
+    "save_checkpoint_path": read(None),
+    "load_checkpoint_path": read(None),
+    "ray_timeline": only(None, "there is no Ray here"),
+    "find_last_checkpoint": read(True),
+}
+
+
+def _under(prefix: str, table: dict[str, Key]) -> dict[str, Key]:
+    return {f"{prefix}.{name}": key for name, key in table.items()}
+
+
+def _of_critic(table: dict[str, Key]) -> dict[str, Key]:
+    return {name: moot(key.default, _CRITIC) for name, key in table.items()}
+
+
+_PARTS = {"model": MODEL, "optim": OPTIMIZER, "fsdp": SHARDING, "offload": OFFLOAD}
+_REFERENCES = ("micro_batch_size_per_device_for_experience", "padding_free", "dynamic_batching", "use_torch_compile")
+TABLE: dict[str, Key] = {
+    **_under("data", DATA),
+    **_under("algorithm", ALGORITHM),
+    "worker.hybrid_engine": only(True, "generation and training share their GPUs"),
+    **_under("worker.actor", ACTOR),
+    **{name: key for part, table in _PARTS.items() for name, key in _under(f"worker.actor.{part}", table).items()},
+    **_of_critic(_under("worker.critic", CRITIC_ONLY)),
+    **{
+        name: key
+        for part, table in _PARTS.items()
+        for name, key in _of_critic(_under(f"worker.critic.{part}", table)).items()
+    },
+    "worker.ref.strategy": moot("fsdp", _REFERENCE),
+    **{f"worker.ref.fsdp.{name}": moot(key.default, _REFERENCE) for name, key in SHARDING.items()},
+    **{f"worker.ref.offload.{name}": moot(key.default, _REFERENCE) for name, key in OFFLOAD.items()},
+    **{f"worker.ref.{name}": moot(None, _ITSELF) for name in _REFERENCES},
+    "worker.ref.ulysses_size": _ULYSSES,
+    **_under("worker.rollout", ROLLOUT),
+    **_under("worker.reward", REWARD),
+    **_under("trainer", TRAINER),
+}
+WHOLE = tuple(name for name, key in TABLE.items() if isinstance(key.default, dict))  # whose values are no sections

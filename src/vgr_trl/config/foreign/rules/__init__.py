@@ -1,0 +1,18 @@
+"""Options that several keys of EasyR1 make together.
+
+A rule takes the values of all keys, where it runs, and `set`, which notes an option, its value and the keys it is made
+of. Read `batches.py` first: their steps are rollouts, ours are updates.
+"""
+
+from vgr_trl.config.foreign.rules.batches import batches, evaluations, schedule
+from vgr_trl.config.foreign.rules.data import data
+from vgr_trl.config.foreign.rules.learning import advantages, divergence, filtering, losses
+from vgr_trl.config.foreign.rules.model import model, optimizer, rollout
+from vgr_trl.config.foreign.rules.run import reward, run
+
+RULES = (
+    model, data, reward, batches, schedule, evaluations, optimizer, rollout, advantages, losses, divergence, filtering,
+    run,
+)  # fmt: skip
+
+__all__ = ["RULES"]

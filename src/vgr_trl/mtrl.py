@@ -1,0 +1,89 @@
+"""`python -m vgr_trl.mtrl config=theirs.yaml a.b=c`, in place of `verl.trainer.main` or `mtrl.training.training_main`.
+
+It starts as many processes as the configuration asks for, as theirs does, unless it is among those already.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vgr_trl.cli.__main__ import main as run_command
+from vgr_trl.config.foreign.dialects import of_mtrl
+from vgr_trl.config.foreign.easyr1 import TABLE
+from vgr_trl.config.foreign.translate import flat
+
+_LAUNCHED = "LOCAL_RANK"
+_SHARDED = (
+    "--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP",
+    "--fsdp_reshard_after_forward", "true", "--fsdp_state_dict_type", "FULL_STATE_DICT",
+)  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, or evaluate, as the configuration says, and return the exit status."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    arguments = [f"--{argument}" if argument.startswith("config=") else argument for argument in given]
+    processes = _asked(arguments)
+    if processes > 1 and _LAUNCHED not in os.environ:
+        return _launch(processes, given)
+    return run_command(["train", *arguments])
+
+
+def _asked(arguments: Sequence[str]) -> int:
+    """Processes that the configuration asks for on this machine; 1 where it cannot be read, which is told later."""
+    values = {name: TABLE[f"trainer.{name}"].default for name in ("nnodes", "n_gpus_per_node", "val_only")}
+    for key, value in {**_stated(arguments), **_overrides(arguments)}.items():
+        name = of_mtrl(key).removeprefix("trainer.")
+        if name in values:
+            values[name] = value
+    if values["nnodes"] != 1 and _LAUNCHED not in os.environ:
+        print(
+            f"trainer.nnodes is {values['nnodes']}: start this with accelerate launch --num_machines "
+            f"{values['nnodes']} -m vgr_trl.mtrl on each machine.",
+            file=sys.stderr,
+        )
+        raise SystemExit(1)
+    return 1 if values["val_only"] else int(values["n_gpus_per_node"])
+
+
+def _stated(arguments: Sequence[str]) -> dict[str, Any]:
+    file = next((argument.split("=", 1)[1] for argument in arguments if argument.startswith("--config=")), None)
+    try:
+        content = yaml.safe_load(Path(file).read_text(encoding="utf-8-sig")) if file else {}
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return flat(content) if isinstance(content, dict) else {}
+
+
+def _overrides(arguments: Sequence[str]) -> dict[str, Any]:
+    pairs = (argument.split("=", 1) for argument in arguments if re.match(r"\+{0,2}\w+(\.\w+)+=", argument))
+    return {key.lstrip("+"): yaml.safe_load(value) for key, value in pairs if re.fullmatch(r"[\w.+-]+", value)}
+
+
+def _launch(processes: int, given: list[str]) -> int:
+    """Start the processes by accelerate, sharded where there are GPUs, as theirs are."""
+    if "--use_cpu" in given:
+        kind: tuple[str, ...] = ("--cpu",)
+    else:
+        import torch
+
+        if (there := torch.cuda.device_count()) < processes:
+            print(
+                f"trainer.n_gpus_per_node is {processes}, but this machine has {there} GPUs: give "
+                f"trainer.n_gpus_per_node={max(there, 1)}, which changes no batch, or --use_cpu.",
+                file=sys.stderr,
+            )
+            return 1
+        kind = _SHARDED
+    launch = ["accelerate.commands.launch", "--num_processes", str(processes), "--num_machines", "1", *kind]
+    return subprocess.run([sys.executable, "-m", *launch, "-m", "vgr_trl.mtrl", *given], check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

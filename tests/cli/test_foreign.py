@@ -1,0 +1,98 @@
+"""A run from a configuration of EasyR1, by the command and in the place of their entry point."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from vgr_trl import mtrl
+from vgr_trl.cli.__main__ import main
+
+CONFIG = """
+data: {{train_files: {train}, val_files: {test}, prompt_key: problem, answer_key: solution, max_prompt_length: 128,
+       max_response_length: 4, rollout_batch_size: 4, format_prompt: {folder}/math.jinja, min_pixels: null}}
+algorithm: {{adv_estimator: grpo, disable_kl: true, online_filtering: false}}
+worker:
+  actor:
+    global_batch_size: 2
+    micro_batch_size_per_device_for_update: 4
+    ulysses_size: 1
+    model: {{model_path: {model}, enable_gradient_checkpointing: false, trust_remote_code: false}}
+    optim: {{lr: 5e-4}}
+    fsdp: {{mp_param_dtype: fp32}}
+  rollout: {{name: hf, n: 4, val_override_config: {{temperature: 0.6, top_p: 0.95, n: 1}}}}
+  reward: {{reward_function: "{folder}/score.py:compute_score"}}
+trainer: {{max_steps: 1, logger: [console, file], val_freq: -1, save_checkpoint_path: {folder}/run, n_gpus_per_node: 1}}
+"""
+SCORE = """
+REWARD_TYPE = "batch"
+def compute_score(reward_inputs, weight=0.1):
+    assert all(row["prompt"].endswith("Think first.") for row in reward_inputs)
+    return [{"overall": weight * len(row["response"]), "length": len(row["response"])} for row in reward_inputs]
+"""
+CPU = ("--use_cpu", "--disable_tqdm", "true")
+
+
+@pytest.fixture
+def config(model_folder, question_files, tmp_path, monkeypatch):
+    for name in ("WANDB_PROJECT", "SWANLAB_PROJ_NAME", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.setenv(name, "test")
+    train, test = (part.split("=")[1] for part in question_files.split(","))
+    (tmp_path / "math.jinja").write_text("{{ content | trim }} Think first.")
+    (tmp_path / "score.py").write_text(SCORE)
+    (tmp_path / "config.yaml").write_text(CONFIG.format(train=train, test=test, folder=tmp_path, model=model_folder))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path / "config.yaml"
+    sys.modules.pop("score", None)
+
+
+def test_a_run_of_theirs(config, capsys):
+    """Four prompts of four completions and two prompts an update: two of our steps for one of theirs, logged once."""
+    assert main(["train", "--config", str(config), "data.seed=3", *CPU]) == 0
+    said = capsys.readouterr().out
+    assert "worker.actor.optim.lr" in said
+    assert "* " in said
+    state = json.loads((config.parent / "run" / "trainer_state.json").read_text())
+    assert state["global_step"] == 2
+    logged = next(entry for entry in state["log_history"] if "reward" in entry)
+    assert logged["learning_rate"] == 5e-4
+    assert logged["reward"] == pytest.approx(0.1 * logged["reward/length"])
+    assert [entry["step"] for entry in state["log_history"] if "eval_reward" in entry] == [0, 2]
+    assert "eval_reward" in json.loads((config.parent / "run" / "metrics.json").read_text())
+
+
+def test_their_entry_point_evaluates_only(config, capsys):
+    arguments = [f"config={config}", "trainer.val_only=true", "trainer.n_gpus_per_node=8"]
+    assert mtrl.main([*arguments, "--use_cache", "false", "--blind_baseline", "false"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "compute_score" in said
+    assert "Theirs asks for 8 processes, this run has 1" in said
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["worker.actor.ulysses_size=2"], "worker.actor.ulysses_size is 2: sequence parallelism is refused"),
+        (["trainer.raytime=1"], "trainer.raytime is unknown"),
+        (["algorithm.adv_estimator=reinforce_plus_plus", "--ignore_unknown_keys"], "something else would be trained"),
+    ],
+)
+def test_what_cannot_be_followed_stops_the_run(config, capsys, more, message):
+    assert main(["train", "--config", str(config), *more]) == 1
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_too_few_gpus_are_told_before_anything_starts(config, capsys, monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert mtrl.main([f"config={config}", "trainer.n_gpus_per_node=8"]) == 1
+    assert "this machine has 2 GPUs: give trainer.n_gpus_per_node=2" in capsys.readouterr().err
+    started = []
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, **_: started.append(command) or subprocess.CompletedProcess([], 0)
+    )
+    assert mtrl.main([f"config={config}", "trainer.n_gpus_per_node=2"]) == 0
+    (command,) = started
+    assert command[command.index("--num_processes") + 1] == "2"
+    assert command[-4:] == ["-m", "vgr_trl.mtrl", f"config={config}", "trainer.n_gpus_per_node=2"]

@@ -1,0 +1,259 @@
+"""Configurations of EasyR1, MTRL, VPPO and verl; expected values follow from their documentation and code by hand."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+from trl import ModelConfig
+
+from vgr_trl.cli.flags.arguments import DataArguments, RewardArguments
+from vgr_trl.config import DAPOConfig
+from vgr_trl.config.foreign.dialects import NAMES, VERL, VERL_DEFAULTS
+from vgr_trl.config.foreign.easyr1 import TABLE
+from vgr_trl.config.foreign.translate import flat, is_theirs, translate
+from vgr_trl.errors import ConfigError
+
+KEYS = Path(__file__).with_name("easyr1_keys.txt").read_text().splitlines()[1:]
+ENOUGH = {
+    "data.train_files": "some/questions@train",
+    "worker.actor.model.model_path": "some/model",
+    "worker.reward.reward_function": "./math.py:compute_score",
+    "worker.rollout.n": 5,
+}
+
+
+def translated(processes=1, **given):
+    return translate({**ENOUGH, **{key.replace("__", "."): value for key, value in given.items()}}, processes)
+
+
+def test_every_key_of_easyr1_is_known():
+    assert len(KEYS) == 193
+    assert set(KEYS) <= set(TABLE)
+    assert set(NAMES.values()) <= set(TABLE)
+    assert {theirs for theirs, _ in VERL.values()} | set(VERL_DEFAULTS) <= set(TABLE)
+    assert all(key.ours or key.why or key.is_read for key in TABLE.values())
+
+
+def test_every_option_that_comes_out_is_one_of_ours():
+    known = {
+        option.name for group in (DAPOConfig, DataArguments, RewardArguments, ModelConfig) for option in fields(group)
+    }
+    found = translated(
+        data__val_files="other/questions", data__format_prompt="a.jinja", algorithm__online_filtering=True,
+        algorithm__filter_key="accuracy", worker__actor__model__lora__rank=8, trainer__val_freq=5,
+        trainer__save_freq=5, trainer__save_limit=2, worker__actor__optim__lr_scheduler_type="cosine",
+        worker__actor__optim__min_lr_ratio=0.1, algorithm__kl_type="adaptive", worker__reward__reward_type="batch",
+        worker__reward__reward_function_kwargs={"a": 1}, worker__rollout__val_override_config={"temperature": 0.6},
+        trainer__load_checkpoint_path="x", trainer__max_steps=3,
+    )  # fmt: skip
+    every = {**found.options, **translated(worker__actor__loss_type="sapo", worker__actor__loss_avg_mode="seq").options}
+    every |= {key.ours: None for key in TABLE.values() if key.ours}
+    assert set(every) <= known
+    assert len(every) > 60
+
+
+def test_batches_are_the_same_however_many_processes():
+    """512 prompts of 5 completions, 128 an update: 640 completions an update, 4 updates a rollout."""
+    given = {"data__rollout_batch_size": 512, "worker__actor__global_batch_size": 128,
+             "worker__actor__micro_batch_size_per_device_for_update": 4, "trainer__max_steps": 10,
+             "trainer__save_freq": 5, "worker__actor__optim__lr_warmup_steps": 3}  # fmt: skip
+    for processes, accumulation, generation in ((1, 160, 640), (8, 20, 80)):
+        options = translated(processes, **given).options
+        assert options["per_device_train_batch_size"] * options["gradient_accumulation_steps"] * processes == 640
+        assert (options["gradient_accumulation_steps"], options["steps_per_generation"]) == (accumulation, generation)
+        assert (options["max_steps"], options["save_steps"], options["warmup_steps"]) == (40, 20, 12)
+        assert (options["logging_steps"], options["num_generations"]) == (4, 5)
+    with pytest.raises(ConfigError, match="An update takes 640 completions .* 3 processes with 4 at a time"):
+        translated(3, **given)
+    with pytest.raises(ConfigError, match="a rollout that is a multiple"):
+        translated(**{**given, "worker__actor__global_batch_size": 100})
+
+
+def test_defaults_are_theirs_not_ours():
+    options = translated().options
+    assert options["learning_rate"] == 1e-6
+    assert options["lr_scheduler_type"] == "constant_with_warmup"
+    assert (options["epsilon"], options["epsilon_high"], options["delta"]) == (0.2, 0.3, 3.0)
+    assert (options["kl_coef"], options["kl_penalty"], options["use_kl_loss"]) == (1e-3, "kl", False)
+    assert (options["system_prompt_file"], options["choices_key"]) == ("none", "none")
+    assert options["output_dir"] == "checkpoints/easy_r1/demo"
+    assert options["vllm_importance_sampling_correction"] is False
+    assert options["num_train_epochs"] == 15
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"loss_type": "gspo"}, {"loss_type": "dapo", "importance_sampling_level": "sequence"}),
+        ({"loss_type": "gspo_token", "loss_avg_mode": "seq"}, {"loss_type": "grpo", "epsilon_high": 0.3}),
+        (
+            {"loss_type": "cispo", "clip_ratio_low": None, "clip_ratio_high": 4},
+            {"loss_type": "cispo", "epsilon_high": 5},
+        ),
+        ({"loss_type": "sapo", "loss_avg_mode": "seq"}, {"loss_type": "sapo", "sapo_temperature_neg": 1.05}),
+    ],
+)
+def test_losses(given, expected):
+    found = translated(**{f"worker__actor__{name}": value for name, value in given.items()})
+    assert found.refused == {}
+    assert {name: found.options[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("worker.actor.loss_type", "cispo", "bounds the ratio of cispo from below"),
+        ("worker.actor.loss_type", "sapo", "a mean over completions"),
+        ("worker.actor.loss_type", "dppo", "here it can be default, gspo"),
+        ("algorithm.adv_estimator", "reinforce_plus_plus", "theirs has no baseline"),
+        ("algorithm.kl_penalty", "full", "here it can be kl, abs, mse, low_var_kl"),
+    ],
+)
+def test_what_would_train_something_else_is_refused(key, value, why):
+    assert any(why in reason for reason in translate({**ENOUGH, key: value}).refused.values())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("worker.actor.ulysses_size", 2, "sequence parallelism is refused"),
+        ("trainer.ray_timeline", "x.json", "no Ray"),
+        ("worker.actor.optim.strategy", "adamw_bf16", "EasyR1's own"),
+        ("worker.actor.clip_ratio_lwo", 0.2, "Did you mean worker.actor.clip_ratio_low"),
+        ("worker.rollout.val_override_config", {"top_k": 5}, "no top_k of their own"),
+        ("worker.reward.skip_special_tokens", False, "without special tokens"),
+        ("trainer.critic_warmup", 3, "the policy waits"),
+    ],
+)
+def test_what_has_no_meaning_here_is_named(key, value, why):
+    found = translate({**ENOUGH, key: value})
+    assert list(found.stopped) == [key]
+    assert why in found.stopped[key]
+    assert any(line.key == key and line.value.startswith("stops") for line in found.lines)
+    assert translate(ENOUGH).stopped == translate(ENOUGH).refused == {}
+
+
+def test_filtering_by_another_score_makes_it_a_reward_without_weight():
+    options = translated(algorithm__online_filtering=True, algorithm__filter_key="accuracy").options
+    assert options["reward_funcs"] == ["./math.py:compute_score", "./math.py:compute_score[accuracy]"]
+    assert options["reward_weights"] == [1.0, 0.0]
+    assert (options["filter_key"], options["dynamic_sampling_max_rounds"]) == ("accuracy", 19)
+
+
+def test_sources_of_data(tmp_path):
+    (tmp_path / "a.jsonl").touch()
+    folder, file = str(tmp_path), str(tmp_path / "a.jsonl")
+    cases = [
+        ("hub/a@train", "hub/a@test", {"dataset_name": "hub/a", "dataset_test_split": "test"}, {"test_dataset"}),
+        ("hub/a", "hub/b", {"dataset_name": "hub/a", "test_dataset": "hub/b", "dataset_test_split": "train"}, set()),
+        (f"{file},b.jsonl", "c.jsonl", {"data_files": f"train={file}+b.jsonl,test=c.jsonl"}, {"test_dataset"}),
+        (folder, file, {"dataset_path": folder, "test_dataset": file}, {"data_files"}),
+    ]
+    for train, test, expected, absent in cases:
+        options = translated(data__train_files=train, data__val_files=test).options
+        assert {name: options.get(name) for name in expected} == expected
+        assert not absent & set(options)
+    with pytest.raises(ConfigError, match="several parts must all be files"):
+        translated(data__train_files="hub/a,hub/b")
+
+
+def test_evaluations():
+    given = {"data__val_files": "some/questions@test", "data__rollout_batch_size": 512,
+             "worker__actor__global_batch_size": 256}  # fmt: skip
+    options = translated(**given, trainer__val_freq=5).options
+    assert (options["eval_strategy"], options["eval_steps"], options["eval_on_start"]) == ("steps", 10, True)
+    assert translated(**given, trainer__val_before_train=False).options["eval_strategy"] == "no"
+    sampling = {"temperature": 0, "n": 4, "do_sample": False}
+    options = translated(**given, worker__rollout__val_override_config=sampling).options
+    assert (options["num_generations_eval"], options["eval_temperature"]) == (4, 0)
+    assert translated().options["eval_strategy"] == "no"
+
+
+def test_adapters():
+    options = translated(worker__actor__model__lora__rank=64).options
+    assert (options["lora_r"], options["lora_alpha"], options["lora_dropout"]) == (64, 64, 0.0)
+    assert options["lora_target_modules"] == ["all-linear"]
+    given = {"rank": 8, "target_modules": "q_proj,v_proj", "exclude_modules": ".*visual.*"}
+    (pattern,) = translated(**{f"worker__actor__model__lora__{k}": v for k, v in given.items()}).options[
+        "lora_target_modules"
+    ]
+    matches = {
+        name: bool(re.fullmatch(pattern, name))
+        for name in ("model.language_model.layers.0.self_attn.q_proj", "model.visual.blocks.0.q_proj", "x.k_proj")
+    }
+    assert list(matches.values()) == [True, False, False]
+
+
+MTRL = """
+dataset: {train_files: hub/a, val_files: hub/a@test, max_response_length: 256, rollout_batch_size: 256}
+training: {total_epochs: 10, project_name: mtrl_training, experiment_name: vl}
+optimization:
+  advantage_estimator: grpo
+  divergence_coef: 0.01
+  divergence_type: adaptive
+  divergence_target: 6.0
+  enable_perception_filtering: true
+  enable_trajectory_reweighting: true
+  trajectory_scaling_min: 0.8
+worker:
+  actor:
+    model: {model_path: some/model, peft_type: lora, lora_rank: 8, lora_alpha: 16, lora_dropout: 0.05,
+            lora_target_modules: [q_proj, v_proj]}
+    optim: {lr: 1.0e-6, warmup_steps: 10, lr_scheduler_type: constant_with_warmup}
+    fsdp: {sharding_strategy: FULL_SHARD, mixed_precision_dtype: bf16, cpu_offload: false}
+    global_batch_size: 256
+  rollout: {n: 8, enable_prefix_caching: true}
+  reward: {reward_type: function, reward_fn_path: reward.py, num_cpus: 4}
+"""
+
+
+def test_mtrl():
+    """One update a rollout; the divergence in the rewards, as use_divergence_loss is off by default."""
+    found = translate(flat(yaml.safe_load(MTRL)))
+    assert (found.stopped, found.refused) == ({}, {})
+    options = found.options
+    expected = {
+        "kl_coef": 0.01, "kl_type": "adaptive", "kl_target": 6.0, "use_kl_loss": False, "warmup_steps": 10,
+        "enable_trajectory_reweighting": True, "reward_funcs": ["reward.py:reward_function"], "reward_num_cpus": 4,
+        "lora_r": 8, "lora_target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.05, "bf16": True,
+        "output_dir": "checkpoints/mtrl_training/vl",
+    }  # fmt: skip
+    assert {name: options[name] for name in expected} == expected
+    assert any(line.key == "optimization.divergence_coef" and line.ours == "kl_coef" for line in found.lines)
+    with pytest.raises(ConfigError, match="divergence_coef is 0.01 and algorithm.kl_coef, which means the same, 0.1"):
+        translate({"optimization.divergence_coef": 0.01, "algorithm.kl_coef": 0.1})
+
+
+def test_vppo_shapes_trajectories_with_perception_alone():
+    """In their update the trajectories are scaled only where perception filtering is on."""
+    names = {"algorithm__use_advantage_shaping": True, "algorithm__advantage_scaling_min": 0.9}
+    assert translated(**names).options["enable_trajectory_reweighting"] is False
+    options = translated(**names, algorithm__use_vppo_on_perception=True).options
+    assert (options["enable_trajectory_reweighting"], options["trajectory_scaling_min"]) == (True, 0.9)
+
+
+def test_verl_names_with_verl_defaults():
+    given = {
+        "data.train_files": "hub/a", "actor_rollout_ref.model.path": "some/model", "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.rollout.n": 5,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 512, "actor_rollout_ref.model.use_remove_padding": True,
+        "actor_rollout_ref.rollout.val_kwargs": {"do_sample": False}, "trainer.test_freq": 5,
+    }  # fmt: skip
+    found = translate(given)
+    assert found.refused == {}
+    assert list(found.stopped) == ["worker.reward.reward_function"]
+    expected = {"kl_coef": 1e-3, "kl_penalty": "low_var_kl", "use_kl_loss": True, "epsilon_high": 0.2,
+                "num_train_epochs": 30, "num_generations": 5, "loss_type": "dapo"}  # fmt: skip
+    assert {name: found.options[name] for name in expected} == expected
+    assert translate({**given, "actor_rollout_ref.actor.use_kl_loss": False}).options["kl_coef"] == 0.0
+    refused = translate({**given, "algorithm.adv_estimator": "gae"}).refused
+    assert list(refused) == ["algorithm.adv_estimator"]
+    assert "actor_rollout_ref.actor.megatron.x" in translate({**given, "actor_rollout_ref.actor.megatron.x": 1}).stopped
+
+
+def test_files_of_ours_are_not_theirs():
+    assert not is_theirs({"learning_rate": 1e-5, "model_init_kwargs": {"a": 1}})
+    assert not is_theirs(None)
+    assert is_theirs(yaml.safe_load(MTRL))
