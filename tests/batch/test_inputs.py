@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vgr_trl.batch.inputs import Prompts, build_scoring_batch
+from vgr_trl.batch.inputs import Prompts, build_scoring_batch, rows_with_images
 
 IMAGE, PAD = 2, 9
 
@@ -22,6 +22,12 @@ def test_prompts_are_padded_on_the_left_and_completions_on_the_right():
     assert batch.input_ids.tolist() == [[PAD, 5, 7, PAD], [5, 6, 7, 8]]
     assert batch.attention_mask.tolist() == [[0, 1, 1, 0], [1, 1, 1, 1]]
     assert (batch.num_images, batch.num_tiles) == (None, None)
+
+
+def test_rows_with_images():
+    prompts = torch.zeros(3, 2)
+    assert rows_with_images({"prompt_ids": prompts, "num_images": [2, 0, 1]}).tolist() == [True, False, True]
+    assert rows_with_images({"prompt_ids": prompts}).tolist() == [False] * 3
 
 
 PROMPTS = [[5, *[IMAGE] * 4], [5, *[IMAGE] * 12]]  # 4 tokens for each tile

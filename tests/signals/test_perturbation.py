@@ -163,6 +163,17 @@ def test_other_transparency_and_the_rest_of_the_information_stay():
         assert call(name, image).info == image.info
 
 
+def test_transparency_by_colour_of_a_palette_stays():
+    """Each colour of the palette has its own; Pillow warns where it is dropped on the way to RGB."""
+    image = draw("RGB", (8, 8)).quantize(4)
+    image.info["transparency"] = bytes([0, 80, 160, 255])
+    noisy = add_gaussian_noise(image, std=5, seed=0)
+    assert noisy.mode == "P"
+    alpha = [np.asarray(one.convert("RGBA").getchannel("A")) for one in (image, noisy)]
+    assert len(np.unique(alpha[0])) == 4
+    np.testing.assert_allclose(alpha[0], alpha[1], atol=2)
+
+
 @pytest.mark.parametrize("mode", ["L", "RGB", "CMYK", "I", "F", "I;16", "I;16B"])
 def test_noise_has_the_standard_deviation_asked_for(mode):
     """Grey 128 and noise of 10: 90,000 values per channel, whose mean has a standard deviation of 0.03."""

@@ -14,6 +14,15 @@ def measurement_of(source, **wanted):
     return Measurement(Wanted(**wanted), VISION_IDS, SPECIAL_IDS, source)
 
 
+def test_entropies_that_are_not_computed_are_undefined():
+    logps, mask = torch.zeros(2, 3), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    scored, measured = measurement_of("scoring").measure(None, mask, mask, 3, lambda: (logps, None, "aux"))
+    assert scored[1:] == (None, "aux")
+    assert measured.signals.entropies.shape == (2, 3)
+    assert measured.signals.entropies.isnan().all()
+    assert measured.signals.mask.tolist() == mask.bool().tolist()
+
+
 def scoring(model, inputs, length):
     """Passes the batch through the model, as TRL's scoring does; what it returns does not matter here."""
 

@@ -7,9 +7,9 @@ import torch
 from vgr_trl.signals.attention.second_call import AttentionCall, AttentionWeights, Queries
 
 
-def call_of(function, queries, keys, dtype=torch.float32, **options):
+def call_of(function, queries, keys, dtype=torch.float32, causal=True, **options):
     """One row, two heads, width 4."""
-    module = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa"), is_causal=True)
+    module = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa"), is_causal=causal)
     query, key = torch.zeros(1, 2, queries, 4, dtype=dtype), torch.zeros(1, 2, keys, 4, dtype=dtype)
     return AttentionCall(function, module, query, key, options)
 
@@ -40,7 +40,8 @@ def test_one_query_sees_all_keys():
 
 def test_what_is_not_causal_sees_all_keys():
     """The option goes before the module; keys behind the last wanted query stay."""
-    assert masks_given(3, 3, [0], is_causal=False) == (None, 3)
+    assert masks_given(3, 3, [0], is_causal=False) == masks_given(3, 3, [0], causal=False) == (None, 3)
+    assert masks_given(3, 3, [0], causal=False, is_causal=True)[1] == 1
     mask = torch.tensor([[[[True, False, True]] * 3]])
     given, keys = masks_given(3, 3, [1], attention_mask=mask)
     assert (given[0, 0].tolist(), keys) == ([[True, False, True]], 3)
