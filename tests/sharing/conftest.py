@@ -1,17 +1,7 @@
 """A tiny vision-language model with its processor and questions, for whole optimizer steps."""
 
-import gc
-
 import pytest
 from steps import image_questions, picture, questions, tiny_vision_model
-
-
-@pytest.fixture(scope="session", autouse=True)
-def imported_modules_are_no_garbage():
-    """A trainer collects garbage when it starts; looking through all that is imported is half of a tiny training."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
