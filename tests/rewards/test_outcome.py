@@ -102,3 +102,24 @@ def test_the_trainer_reaches_rewards_that_take_it():
         assert call(completions=["x", "y"], expected=expected) == [1.0, 1.0]
     unused = checked(lambda completions, **kwargs: [float("trainer" in kwargs)], "mine", lambda *said: None)
     assert unused(completions=["x"]) == [0.0]
+
+
+def test_a_wrapper_that_hands_on_its_own_trainer_gets_none():
+    def reward(completions, trainer, **kwargs):
+        return [trainer] * len(completions)
+
+    def wrapper(completions, **kwargs):
+        return reward(completions=completions, trainer=2.0, **kwargs)
+
+    async def waiting(completions, **kwargs):
+        return reward(completions=completions, trainer=2.0, **kwargs)
+
+    call = checked(wrapper, "wrapper", print, trainer=1.0)
+    assert call(completions=["a", "b"]) == call(completions=["a", "b"]) == [2.0, 2.0]
+    assert asyncio.run(checked(waiting, "waiting", print, trainer=1.0)(completions=["a"])) == [2.0]
+
+    def broken(completions, **kwargs):
+        raise TypeError("something else")
+
+    with pytest.raises(TypeError, match="something else"):
+        checked(broken, "broken", print, trainer=1.0)(completions=["a"])

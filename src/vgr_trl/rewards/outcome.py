@@ -16,7 +16,8 @@ def checked(reward: Any, name: str, on_nan: Callable[[str, int], None], trainer:
         reward: called with keywords only, `completions` among them.
         name: of the reward, for messages.
         on_nan: called with the name and the number of NaN that the reward returned, if there are any.
-        trainer: passed as `trainer` to a reward that takes it, by name or among `**kwargs`; None: to none.
+        trainer: passed as `trainer` to a reward that takes it, by name or among `**kwargs`, and does not hand on its
+            own; None: to none.
     """
     given = {"trainer": trainer} if trainer is not None and _takes(reward, "trainer") else {}
     if inspect.iscoroutinefunction(_innermost(reward)) or inspect.iscoroutinefunction(
@@ -24,14 +25,34 @@ def checked(reward: Any, name: str, on_nan: Callable[[str, int], None], trainer:
     ):
 
         async def call_async(**kwargs: Any) -> list[float | None]:
-            return _read(await reward(**given | kwargs), len(kwargs["completions"]), name, on_nan)
+            try:
+                returned = await reward(**given | kwargs)
+            except TypeError as error:
+                if not _brings_its_own(error, given):
+                    raise
+                returned = await reward(**kwargs)
+            return _read(returned, len(kwargs["completions"]), name, on_nan)
 
         return call_async
 
     def call(**kwargs: Any) -> list[float | None]:
-        return _read(reward(**given | kwargs), len(kwargs["completions"]), name, on_nan)
+        try:
+            returned = reward(**given | kwargs)
+        except TypeError as error:
+            if not _brings_its_own(error, given):
+                raise
+            returned = reward(**kwargs)
+        return _read(returned, len(kwargs["completions"]), name, on_nan)
 
     return call
+
+
+def _brings_its_own(error: TypeError, given: dict[str, Any]) -> bool:
+    """Whether a wrapper with `**kwargs` hands on a trainer of its own; from now on it gets none."""
+    if not given or "multiple values for keyword argument 'trainer'" not in str(error):
+        return False
+    given.clear()
+    return True
 
 
 def _takes(reward: Any, name: str) -> bool:
