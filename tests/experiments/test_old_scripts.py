@@ -15,14 +15,15 @@ from trl import ModelConfig
 
 from vgr_trl import DAPOConfig
 from vgr_trl.cli.__main__ import main
-from vgr_trl.cli.flags.arguments import DataArguments, RewardArguments
+from vgr_trl.cli.flags.arguments import DataArguments, DefaultRewards, RewardArguments
 from vgr_trl.cli.flags.names import check_flags
 from vgr_trl.cli.flags.parsing import parse
 from vgr_trl.data.load import load_split
 from vgr_trl.data.rows.schema import prepare_rows
-from vgr_trl.errors import RewardError
-from vgr_trl.rewards import accuracy_reward, vgr_hard_negative_reward, vgr_reward
+from vgr_trl.errors import ConfigError, RewardError
+from vgr_trl.rewards import accuracy_reward, load_rewards, vgr_hard_negative_reward, vgr_reward
 from vgr_trl.rewards.registry import hardened
+from vgr_trl.rewards.schedule import RewardSchedule
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
@@ -48,7 +49,7 @@ LINES = {
     "experiment 5": f"train_grpo_vlm.py {OF_ALL} {BUFFER} 1.5 --token_weights --token_weights_smooth_sigma 1.0 "
     "--reward_weights 2.5 0.0 0.5 1.0 --early_reward_weights 1.0 0.0 2.0 1.0",
     "dapo_train": f"""dapo_train.py {OF_ALL} {BUFFER} 1.5 --vgr_hard_negative
-        --reward_weights 2.5 1.0 0.5 1.0 --early_reward_weights 1.0 1.0 2.0 1.0
+        --reward_weights 2.5 1.0 0.5 0.5 1.0 --early_reward_weights 1.0 1.0 2.0 2.0 1.0
         --use_peft --lora_target_modules "q_proj", "v_proj" """,
     "MDI": """grpo_vlm.py --model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct --output_dir grpo-Qwen2.5-VL-3B-Instruct
         --learning_rate 1e-5 --gradient_checkpointing --dtype bfloat16 --max_prompt_length 2048
@@ -101,14 +102,36 @@ def test_every_line_trains_a_small_model(name, model_folder, question_files, tmp
         assert weights == dict(zip(REWARDS[name], [4.0, 1.0, 1.0], strict=True))
     else:
         attention = "vgr_hard_negative_reward" if name in HARD else "vgr_reward"
-        names = ["accuracy_reward", attention, "think_format_reward", "soft_overlong_punishment_reward"]
-        at = flags.index("--early_reward_weights")
-        assert weights == dict(zip(names, map(float, flags[at + 1 : at + 5]), strict=True))
+        tags = ["tag_count_reward"] if name == "dapo_train" else []
+        names = ["accuracy_reward", attention, "think_format_reward", *tags, "soft_overlong_punishment_reward"]
+        at = flags.index("--early_reward_weights") + 1
+        assert weights == dict(zip(names, map(float, flags[at : at + len(names)]), strict=True))
         assert "## Training, step 0" in Path("training_logs/1/rollout_results.md").read_text(encoding="utf-8")
         assert "## Evaluation, step 1" in Path("training_logs/1/eval_results.md").read_text(encoding="utf-8")
     if "lora" in LINES[name]:
         adapter = json.loads((output / "adapter_config.json").read_text(encoding="utf-8"))
         assert sorted(adapter["target_modules"]) == ["q_proj", "v_proj"]
+
+
+def test_weights_of_the_beginning_and_of_the_rest_under_their_earlier_names():
+    flags = "--output_dir runs --use_cpu true --bf16 false --use_segmented_reward_weights"
+    early = "--early_reward_weights 2.5 1.0 0.5 --late_reward_weights 0.5 1.0 2.5"
+    check_flags("train", [*flags.split(), *early.split()])
+    _, config = parse((DataArguments, DAPOConfig), "train", [*flags.split(), *early.split()])
+    assert (config.early_reward_weights, config.reward_weights) == ([2.5, 1.0, 0.5], [0.5, 1.0, 2.5])
+    with pytest.raises(ConfigError, match="without weights for the beginning: add early_reward_weights"):
+        parse((DataArguments, DAPOConfig), "train", flags.split())
+    # Which three rewards they are of is not known, so the four of a run are named.
+    rewards = load_rewards(DefaultRewards.of_run(config.reward_weights), max_completion_length=8)
+    with pytest.raises(ConfigError, match="3 values but there are 4 reward functions .*: give one weight per function"):
+        RewardSchedule.for_rewards(rewards, config.reward_weights)
+
+
+def test_the_paths_of_earlier_scripts_lead_to_ours():
+    for name in ("train_grpo_vlm.py", "dapo_train.py", "grpo_vlm.py", "prepare_aokvqa_for_trl.py"):
+        assert (REPOSITORY / "src" / "scripts" / name).samefile(EXAMPLES / name)
+    for name in ("deepspeed_zero2.yaml", "deepspeed_zero3.yaml"):
+        assert (REPOSITORY / "src" / "configs" / name).samefile(REPOSITORY / "accelerate_configs" / name)
 
 
 def _history(output: Path) -> list[dict]:
@@ -119,7 +142,15 @@ def test_accelerate_launches_the_script(model_folder, question_files, tmp_path):
     """The whole line, with the launcher; the accelerate configuration gives way to a CPU."""
     script, *flags = shlex.split(LINES["MDI with adapters"])
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes", "1"]
-    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", str(EXAMPLES / script)]
+    command += [
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+        str(REPOSITORY / "src" / "scripts" / script),
+    ]
     smaller = f"""--model_name_or_path {model_folder} --data_files {question_files} --max_steps 1 --use_cpu true
         --max_completion_length 4 --bf16 false --dtype float32 --report_to none"""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

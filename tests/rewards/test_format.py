@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from vgr_trl.errors import RewardError
 from vgr_trl.rewards import think_format_reward
+from vgr_trl.rewards.format import tag_count_reward
 
 
 @pytest.mark.parametrize(
@@ -85,3 +86,17 @@ def test_text_around_the_parts_is_not_allowed(text):
     expected = float(not text.strip())
     assert think_format_reward([f"{text}<think>a</think><answer>b</answer>"]) == [expected]
     assert think_format_reward([f"<think>a</think>{text}<answer>b</answer>"]) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think>\nred\n</think>\n<answer>\nA\n</answer>", 1.0),
+        ("<think>\nred</think>\n<answer>\nA\n</answer>", 0.75),
+        ("<think>red</think><answer>A</answer>", 0.0),
+        ("<think>\n<think>\nred", 0.0),
+        ("red\n</answer>", 0.25),
+    ],
+)
+def test_tags_on_lines_of_their_own_count_a_quarter_each(text, expected):
+    assert tag_count_reward([[{"role": "assistant", "content": text}]]) == [expected]

@@ -116,6 +116,8 @@ def _build_trainer(
 ) -> DAPOTrainer:
     if data.dataset_streaming and config.max_steps <= 0:
         raise ConfigError("dataset_streaming is on, so the number of steps is not known: give max_steps.")
+    if isinstance(rewards.reward_funcs, DefaultRewards):
+        rewards.reward_funcs = DefaultRewards.of_run(config.reward_weights or config.early_reward_weights)
     reward_funcs: list[Any] = load_rewards(
         rewards.reward_funcs,
         max_completion_length=config.max_completion_length,

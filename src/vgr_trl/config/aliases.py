@@ -14,6 +14,7 @@ ALIASES = {
     "clip_ratio_low": "epsilon",
     "clip_ratio_high": "epsilon_high",
     "clip_ratio_dual": "delta",
+    "late_reward_weights": "reward_weights",
 }
 LOSS_AVERAGES = {"token": "dapo", "sequence": "grpo", "seq": "grpo"}  # of `loss_avg_mode` -> `loss_type`
 
@@ -37,6 +38,10 @@ class AliasOptions:
         default=None,
         metadata={"help": "token: loss_type dapo, the mean over all tokens; sequence (or seq): loss_type grpo."},
     )
+    late_reward_weights: list[float] | None = field(default=None, metadata={"help": "Alias of reward_weights."})
+    use_segmented_reward_weights: bool = field(
+        default=False, metadata={"help": "Of no effect: early_reward_weights hold at first wherever they are given."}
+    )
 
     def resolve_aliases(self) -> None:
         """Set the options that aliases stand for, or raise `ConfigError` where both are given and differ."""
@@ -53,6 +58,11 @@ class AliasOptions:
             setattr(self, name, given)
         if self.loss_avg_mode is not None:
             self._resolve_loss_average(self.loss_avg_mode)
+        if self.use_segmented_reward_weights and getattr(self, "early_reward_weights", None) is None:
+            raise ConfigError(
+                "use_segmented_reward_weights is given without weights for the beginning: add early_reward_weights, or "
+                "leave it out."
+            )
 
     def _resolve_loss_average(self, mode: str) -> None:
         check_choice("loss_avg_mode", mode, tuple(LOSS_AVERAGES))

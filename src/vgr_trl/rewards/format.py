@@ -1,4 +1,4 @@
-"""Format: thought, then answer."""
+"""Format: thought, then answer; or the tags of both, each for itself."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from vgr_trl.rewards.answers.text import completion_text
 
 _HANGUL_FILLERS = "\u115f\u1160\u3164\uffa0"  # letters to Unicode, but nothing to see
+_LINES = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
@@ -23,6 +24,21 @@ def think_format_reward(completions: Sequence[Any], **kwargs: Any) -> list[float
         RewardError: a completion is no text.
     """
     return [float(_is_well_formed(completion_text(completion))) for completion in completions]
+
+
+def tag_count_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
+    """Return a quarter for each of the four tags that stands exactly once on a line of its own (as in open-r1).
+
+    Behind `<think>` a line must end, in front of `</answer>` one must begin, and both at the tags between them.
+
+    Args:
+        completions: N completions as TRL passes them, lists of messages or strings.
+        kwargs: what else TRL passes; not used.
+
+    Raises:
+        RewardError: a completion is no text.
+    """
+    return [sum(text.count(line) == 1 for line in _LINES) / 4 for text in map(completion_text, completions)]
 
 
 def _is_well_formed(text: str) -> bool:

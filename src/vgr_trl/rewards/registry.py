@@ -10,7 +10,7 @@ from typing import Any
 from vgr_trl.errors import RewardError
 from vgr_trl.rewards.accuracy import accuracy_reward
 from vgr_trl.rewards.attention import mdi_reward, vgr_hard_negative_reward, vgr_reward
-from vgr_trl.rewards.format import think_format_reward
+from vgr_trl.rewards.format import tag_count_reward, think_format_reward
 from vgr_trl.rewards.imports import import_file, import_module
 from vgr_trl.rewards.length import get_soft_overlong_punishment
 from vgr_trl.rewards.scored_files import OVERALL, FileOptions, is_scored, scored_reward, share_scores
@@ -21,6 +21,8 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "accuracy_reward": accuracy_reward,
     "format": think_format_reward,
     "think_format_reward": think_format_reward,
+    "tag_count": tag_count_reward,
+    "tag_count_reward": tag_count_reward,
     "vgr": vgr_reward,
     "vgr_reward": vgr_reward,
     "vgr_hard_negative": vgr_hard_negative_reward,

@@ -1,5 +1,6 @@
 """Flags that are not options of the trainer: which data, which rewards."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -126,16 +127,22 @@ class DataArguments:
 class DefaultRewards(list[str]):
     """The rewards of a run that names none, of which those that need images are left out where there are none."""
 
+    @classmethod
+    def of_run(cls, weights: Sequence[float] | None) -> "DefaultRewards":
+        """Return the four of every run; five weights are those of scripts that count tags too, in fourth place."""
+        counts = ("tag_count",) if weights is not None and len(weights) == 5 else ()
+        return cls(("accuracy", "vgr", "format", *counts, "length"))
+
 
 @dataclass
 class RewardArguments(RewardFileArguments):
     """What a completion earns its reward for."""
 
     reward_funcs: list[str] = field(
-        default_factory=lambda: DefaultRewards(("accuracy", "vgr", "format", "length")),
+        default_factory=lambda: DefaultRewards.of_run(None),
         metadata={
             "help": "Rewards in the order of reward_weights: names (accuracy, vgr, vgr_hard_negative, mdi, format, "
-            "length, those of installed packages), dotted paths (my_package.rewards.my_reward) or files "
+            "tag_count, length, those of installed packages), dotted paths (my_package.rewards.my_reward) or files "
             "(my_rewards.py:my_reward)."
         },
     )
