@@ -29,11 +29,11 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 
 @contextmanager
-def disk_full_named(target: str | Path, cure: str) -> Iterator[None]:
-    """Turn what is raised when the disk is full into a `DiskFullError`.
+def disk_full_named(target: str | Path, cure: str = "free space there") -> Iterator[None]:
+    """Turn what is raised when the disk is full into a `DiskFullError` that names the file.
 
     Args:
-        target: the file or folder that is written.
+        target: the file that is written, or a folder in which files are: then the last one that was begun is named.
         cure: what to do, the end of the sentence.
     """
     try:
@@ -41,4 +41,14 @@ def disk_full_named(target: str | Path, cure: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, DiskFullError) or not is_disk_full(error):
             raise
-        raise DiskFullError(f"Disk full while writing {target}: {cure}.") from error
+        raise DiskFullError(f"Disk full while writing {_file(target, error)}: {cure}.") from error
+
+
+def _file(target: str | Path, error: BaseException) -> Path:
+    target = Path(target)
+    if not target.is_dir():
+        return target
+    if isinstance(error, OSError) and isinstance(error.filename, (str, Path)) and Path(error.filename).is_file():
+        return Path(error.filename)
+    begun = [(path.stat().st_mtime_ns, path) for path in target.rglob("*") if not path.is_dir()]
+    return max(begun, default=(0, target))[1]

@@ -2,7 +2,11 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
+
+from vgr_trl.disk_full import disk_full_named
 
 
 def unfinished(path: Path) -> Path:
@@ -18,13 +22,57 @@ def publish(path: Path) -> None:
     sync_folder(path.parent)
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write `data` to `path`, which is replaced at once or not at all."""
+def write_whole(path: Path, data: bytes, sync: bool = True) -> None:
+    """Write `data` to `path`, which is replaced at once or not at all.
+
+    Args:
+        path: whose folder is there.
+        data: all of it.
+        sync: wait until it is on the disk, as nothing written after it can be there before.
+
+    Raises:
+        DiskFullError: naming the file.
+    """
     try:
-        unfinished(path).write_bytes(data)
-        publish(path)
+        with disk_full_named(path):
+            unfinished(path).write_bytes(data)
+            if sync:
+                publish(path)
+            else:
+                unfinished(path).replace(path)
     finally:
         unfinished(path).unlink(missing_ok=True)
+
+
+def append_whole(path: Path, data: bytes, head: bytes = b"") -> None:
+    """Append all of `data` to `path`, or nothing if that fails; a missing folder is made.
+
+    Args:
+        path: of the file.
+        data: all of it.
+        head: what stands in front of it in a file that is empty.
+
+    Raises:
+        DiskFullError: naming the file.
+    """
+    with disk_full_named(path), _opened(path) as file:
+        end = file.seek(0, os.SEEK_END)
+        rest = memoryview(data if end else head + data)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
+            with suppress(OSError):
+                file.truncate(end)
+            raise
+
+
+def _opened(path: Path) -> FileIO:
+    try:
+        return path.open("ab", buffering=0)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("ab", buffering=0)
 
 
 def is_writable(path: Path) -> bool:

@@ -60,6 +60,7 @@ from vgr_trl.training.prepare import (
 from vgr_trl.training.ready_data import make_data_ready, with_processor
 from vgr_trl.training.recording.before import RecordBefore
 from vgr_trl.training.recording.record import FlushRecords, RolloutRecorder
+from vgr_trl.training.recording.taking import add_credit
 from vgr_trl.training.rollout import Rollout, TrainingPass
 from vgr_trl.training.seams import check_attributes, check_seams
 from vgr_trl.training.spread import spread
@@ -188,7 +189,7 @@ class DAPOTrainer(ConstructedTrainer):
                 chosen, metrics = self._choice.choose(rollout)
                 rollout, more = spread(chosen, self.host)
                 self._log_all(metrics | more | self._kl.end_rollout())
-                self._recorder.record_credit(recorded, chosen, rollout)
+                add_credit(recorded, chosen, chosen.batch["advantages"], rollout.batch["advantages"])
             self._recorder.write(rollout, recorded)
             return with_perturbed_rows(rollout.batch)
 

@@ -6,7 +6,7 @@ import os
 import pytest
 from made_records import completion, record
 
-from vgr_trl.errors import ConfigError
+from vgr_trl.errors import ConfigError, DiskFullError
 from vgr_trl.reporting.records.reading import LogEntry, RecordedImage, read_run
 from vgr_trl.reporting.records.writing import RecordFiles, refuse_unwritable
 
@@ -108,7 +108,8 @@ def test_after_a_full_disk_the_next_record_begins_a_new_file(tmp_path):
     folder = tmp_path / "rollouts"
     (folder / "records-000001.jsonl").symlink_to("/dev/full")
     written._current = folder / "records-000001.jsonl"
-    with pytest.raises(OSError, match="No space left"):
+    written._sizes[written._current] = 0
+    with pytest.raises(DiskFullError, match=r"Disk full while writing .*records-000001\.jsonl: free space there"):
         written.add(record(0), {})
     written.add(record(1), {})
     assert [step for step, _ in read_run_without_device(folder)] == [1]

@@ -153,6 +153,39 @@ def test_the_head_is_left_out_where_only_attention_is_wanted(
     assert (passes, len(projected)) == (expected, heads)
 
 
+@pytest.mark.parametrize(
+    "changed", [{}, {"share_prompts": "off"}, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}]
+)
+def test_recorded_rows_alone_go_through_the_head(make, monkeypatch, changed):
+    """Of two chunks of four rows, or of one of eight; a chunk without recorded rows takes its first."""
+    trainer = make(max_steps=1, **changed)
+    trainer.model.train()
+    inputs = scoring_inputs(
+        trainer._generate_and_score_completions([trainer.train_dataset[index // 4] for index in range(8)])
+    )
+    whole = trainer.host.score(inputs)
+    projected = []
+    original = trl_utils._ChunkedLogProbFunction.forward
+
+    @functools.wraps(original)
+    def counted(context, hidden, *args):
+        projected.append(len(hidden))
+        return original(context, hidden, *args)
+
+    monkeypatch.setattr(trl_utils._ChunkedLogProbFunction, "forward", staticmethod(counted))
+    for rows in ((0, 2, 5), (1,), ()):
+        projected.clear()
+        found = trainer.host.score(inputs, head=False, rows=rows)
+        chunks = 8 // trainer.args.per_device_train_batch_size
+        through = sorted({*rows, *(first for first in range(0, 8, 8 // chunks) if not rows)})
+        if chunks == 2 and rows == (1,):
+            through = [1, 4]
+        assert found.isnan().all(dim=1).tolist() == [row not in through for row in range(8)]
+        assert torch.allclose(found[through], whole[through], atol=1e-6)
+        assert sum(projected) % len(through) == 0
+        assert sum(projected) // len(through) in (found.size(1), inputs["input_ids"].size(1) - 1)
+
+
 @pytest.mark.parametrize("source", ["scoring", "generate"])
 def test_attention_is_the_same_with_and_without_the_head(make, source):
     found = []
@@ -243,7 +276,7 @@ def test_the_measured_pass_gets_what_trl_would_pass(make, changed):
     trainer.model.train()
     batch = trainer._generate_and_score_completions(rows)
     scored = []
-    score, trainer.host.score = trainer.host.score, lambda inputs, head=True: scored.append(inputs)
+    score, trainer.host.score = trainer.host.score, lambda inputs, **options: scored.append(inputs)
     rollout = Rollout(rows, prompts=found["prompts"])
     score_completions(rollout, trainer.host, trainer._measurement, found["ids"])
     trainer.host.score = score

@@ -1,13 +1,16 @@
 """Rows of a batch as completions of a record: which ones, their grids, their maps, and the batch in numbers."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from PIL import Image
 
 from vgr_trl.training.recording.images import grids_of_row, images_of_row, quantised
-from vgr_trl.training.recording.rows import question_id, rows_to_record, summary_of, texts_of_row
+from vgr_trl.training.recording.rows import Completing, OwnDecoder, question_id, rows_to_record, summary_of
+from vgr_trl.training.recording.taking import add_credit, take_rows, without_padding
+from vgr_trl.training.rollout import Rollout
 
 
 @pytest.mark.parametrize(
@@ -87,18 +90,54 @@ def test_images_have_sizes_and_thumbnails_and_what_is_none_has_not():
 
 
 def test_a_truncated_completion_whose_mask_is_empty_ends_before_the_padding():
+    assert without_padding([1, 2, 9, 9], [0, 0, 0, 0], 9) == [1, 2]
+    assert without_padding([1, 2, 9, 9], [1, 1, 1, 0], 9) == [1, 2, 9]
+    assert without_padding([9, 9], [0, 0], 9) == []
+
+
+def test_taken_rows_become_completions_that_hold_nothing_of_the_batch():
+    """Row 3 is the second of the second prompt; weights 1 and 2 of rewards 0.5 and NaN make 0.5."""
     batch = {
-        "prompt_ids": torch.tensor([[9, 5, 6]]), "prompt_mask": torch.tensor([[0, 1, 1]]),
-        "completion_ids": torch.tensor([[1, 2, 9, 9]]), "completion_mask": torch.zeros(1, 4, dtype=torch.long),
-    }  # fmt: skip
+        "prompt_ids": torch.tensor([[9, 9], [9, 9], [9, 5], [6, 5]]),
+        "prompt_mask": torch.tensor([[0, 1], [0, 1], [0, 1], [1, 1]]),
+        "completion_ids": torch.tensor([[1, 9], [1, 9], [1, 9], [1, 2]]),
+        "completion_mask": torch.tensor([[1, 0], [1, 0], [1, 0], [1, 1]]),
+        "advantages": torch.tensor([0.0, 0.0, 1.0, -1.0]),
+    }
+    rewards = torch.tensor([[1.0, 1.0], [1.0, 1.0], [1.0, 1.0], [0.5, math.nan]])
+    rollout = Rollout([{"solution": 7}] * 4, recorded=(0, 3), batch=batch, rewards=rewards, replaced=[0])
+    taken = take_rows(rollout, 0, 2, 9, None)
+    before, after = torch.tensor([0.0, 0.0, 1.0, -2.0]), torch.tensor([[0.0, 0], [0, 0], [1, 1], [-2, -1]])
+    add_credit(taken, rollout, before, after)
+    for values in (batch["completion_ids"], rewards, before, after):
+        values.zero_()
 
     def decode(tokens, skip_special_tokens, **kwargs):
         return "".join("abcdefghij"[token] for token in tokens)
 
-    texts = texts_of_row(batch, 0, decode, 9, [6])
-    assert texts == {"prompt": "f<image>", "text": "bc", "tokens": ["b", "c"]}
-    counted = batch | {"completion_mask": torch.tensor([[1, 1, 1, 0]])}
-    assert texts_of_row(counted, 0, decode, 9, [])["tokens"] == ["b", "c", "j"]
+    options = SimpleNamespace(token_weights_positive_only=False)
+    first, last = Completing(decode, [6], options, ["accuracy", "other"], [1.0, 2.0]).rows(taken)
+    assert (first.completion.replaced, first.completion.advantages, first.completion.group) == (True, None, 0)
+    found = last.completion
+    assert (last.place, found.group, found.prompt, found.text, found.tokens) == (3, 1, "<image>f", "bc", ["b", "c"])
+    assert (found.solution, found.advantage, found.advantages, found.replaced) == ("7", -2.0, [-2.0, -1.0], False)
+    assert (found.reward, found.correct) == (0.5, False)
+    assert math.isnan(found.rewards["other"])
+
+
+def test_a_tokenizer_is_copied_before_another_thread_decodes_with_it():
+    class Tokenizer:
+        used = 0
+
+        def decode(self, tokens, **options):
+            self.used += 1
+            return f"{tokens}{options}"
+
+    tokenizer = Tokenizer()
+    decode = OwnDecoder(tokenizer)
+    assert decode([1, 2], clean=True) == "[1, 2]{'clean': True}"
+    assert decode([3]) == "[3]{}"
+    assert (tokenizer.used, decode._own.used) == (0, 2)
 
 
 def test_a_batch_in_numbers():

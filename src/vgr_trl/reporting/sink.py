@@ -1,6 +1,7 @@
 """Where records go: the folder of the run, Markdown files, the terminal; written in a thread."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,35 @@ from vgr_trl.reporting.views.console import print_record
 from vgr_trl.reporting.views.markdown.logs import MarkdownLogs
 from vgr_trl.reporting.views.markdown.sections import Summary
 
-Thumbnails = Sequence[Sequence[Image.Image | None]]  # per completion, per image; then as perturbed, if they were
+
+@dataclass(frozen=True)
+class Finished:
+    """A record as it is written.
+
+    Attributes:
+        record: whose images get the names of their files on the way.
+        thumbnails: per completion, per image; then as perturbed, if they were.
+        summary: the batch in numbers.
+    """
+
+    record: Record
+    thumbnails: Sequence[Sequence[Image.Image | None]]
+    summary: Summary
+
+
+class _Coming:
+    """A record that is finished when it is first asked for, in the thread that writes."""
+
+    def __init__(self, finish: Callable[[], Finished]) -> None:
+        self._finish: Callable[[], Finished] | None = finish
+        self.finished: Finished | None = None
+
+    def get(self) -> Finished:
+        if self.finished is None:
+            assert self._finish is not None
+            self.finished = self._finish()
+            self._finish = None  # with the images that it holds
+        return self.finished
 
 
 class RecordSink:
@@ -45,14 +74,15 @@ class RecordSink:
     ) -> None:
         self.output_dir, self.description, self.max_bytes = output_dir, description, max_bytes
         self.logs, self.at_once, self.prints, self.print_length = logs, at_once, prints, print_length
-        self._unshown: list[tuple[Record, Summary]] = []
+        self._unshown: list[_Coming] = []
         self._files: RecordFiles | None = None
         self._background = Background("Rollouts", at_exit=WeakMethod(self.close))
 
-    def add(self, record: Record, thumbnails: Thumbnails, summary: Summary) -> None:
-        """Take a record; the files of its images get their names on the way."""
-        self._background.put(partial(self._write, record, thumbnails))
-        self._unshown.append((record, summary))
+    def add(self, finish: Callable[[], Finished]) -> None:
+        """Take what returns a record; the thread calls it."""
+        coming = _Coming(finish)
+        self._background.put(partial(self._write, coming))
+        self._unshown.append(coming)
         if self.at_once:
             self._show()
 
@@ -72,25 +102,36 @@ class RecordSink:
         self._background.close()
 
     def _show(self) -> None:
-        for record, summary in self._unshown:
+        for coming in self._unshown:
             if self.logs.wanted:
-                self._background.put(partial(self.logs.add, record, summary))
+                self._background.put(partial(self._write_logs, coming))
             if self.prints:
-                print_record(record, prompt_length=self.print_length)
+                self._print(coming)
         self._unshown.clear()
+
+    def _print(self, coming: _Coming) -> None:
+        self._background.flush()
+        if coming.finished is not None:
+            print_record(coming.finished.record, prompt_length=self.print_length)
 
     # In the thread
 
-    def _write(self, record: Record, thumbnails: Thumbnails) -> None:
-        files: dict[str, bytes] = {}
-        for completion, shown in zip(record.completions, thumbnails, strict=True):
+    def _write(self, coming: _Coming) -> None:
+        finished, files = coming.get(), dict[str, bytes]()
+        encoded: dict[int, str] = {}  # completions of a prompt share their images
+        for completion, shown in zip(finished.record.completions, finished.thumbnails, strict=True):
             places = [(image, name) for name in ("file", "perturbed") for image in completion.images]
             for (image, name), thumbnail in zip(places, shown, strict=False):
-                if thumbnail is not None:
-                    file, content = thumbnail_file(thumbnail)
-                    files[file] = content
-                    setattr(image, name, file)
-        self._opened(record.step).add(record, files)
+                if thumbnail is None:
+                    continue
+                if id(thumbnail) not in encoded:
+                    encoded[id(thumbnail)], content = thumbnail_file(thumbnail)
+                    files[encoded[id(thumbnail)]] = content
+                setattr(image, name, encoded[id(thumbnail)])
+        self._opened(finished.record.step).add(finished.record, files)
+
+    def _write_logs(self, coming: _Coming) -> None:
+        self.logs.add(coming.get().record, coming.get().summary)
 
     def _write_log(self, entry: LogEntry) -> None:
         self._opened(entry.step).log(entry)

@@ -1,7 +1,8 @@
-"""Log-probabilities and entropies from hidden states, by the model's own head, a few positions at a time; or none."""
+"""Log-probabilities and entropies from hidden states, by the model's own head: few positions at a time, or few rows."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -87,19 +88,52 @@ class Head:
 
 
 @contextmanager
-def without_head(model: Any) -> Iterator[None]:
-    """Let passes that ask for TRL's fused head end before it, where attention alone is wanted: all they return is NaN.
+def head_of_rows(model: Any, rows: Sequence[int] | None) -> Iterator[None]:
+    """Let passes that ask for TRL's fused head go through it with some rows only; what they return of others is NaN.
 
     Args:
         model: transformers model, also wrapped, or patched by TRL.
+        rows: of the batch, whose chunks pass in order; None: no row. Where there are rows, each chunk takes at least
+            one, so that processes which share a sharded head call it equally often.
     """
     causal = causal_model(model)
+    plain, passed = causal.forward, 0
 
     def forward(*args: Any, fused_lm_head: bool, **kwargs: Any) -> FusedCausalLMOutput:
-        labels = [kwargs.pop(name) for name in ("labels", "shift_labels") if name in kwargs]
-        hidden = causal.base_model(*args, **kwargs, use_cache=False).last_hidden_state
-        nothing = hidden.new_full(labels[0].shape, torch.nan, dtype=torch.float32)
-        return FusedCausalLMOutput(log_probs=nothing, entropy=nothing)
+        nonlocal passed
+        labels = {name: kwargs.pop(name) for name in ("labels", "shift_labels") if name in kwargs}
+        shape = next(iter(labels.values())).shape
+        if rows is None:
+            hidden = causal.base_model(*args, **kwargs, use_cache=False).last_hidden_state
+            nothing = hidden.new_full(shape, torch.nan, dtype=torch.float32)
+            return FusedCausalLMOutput(log_probs=nothing, entropy=nothing)
+        chosen = [row - passed for row in rows if passed <= row < passed + shape[0]] or [0]
+        passed += shape[0]
+        own = {name: values[chosen] for name, values in labels.items()}
+        with replaced(causal.base_model, "forward", _narrowed(causal.base_model.forward, chosen)):
+            outputs = plain(*args, fused_lm_head=True, **own, **kwargs)
+        return FusedCausalLMOutput(
+            log_probs=_among(shape[0], chosen, outputs.log_probs), entropy=_among(shape[0], chosen, outputs.entropy)
+        )
 
     with replaced(causal, "forward", forward):
         yield
+
+
+def _narrowed(forward: Callable[..., Any], rows: list[int]) -> Callable[..., Any]:
+    """A base model's pass over all rows that returns the hidden states of some."""
+
+    @wraps(forward)
+    def narrowed(*args: Any, **kwargs: Any) -> Any:
+        outputs = forward(*args, **kwargs)
+        outputs.last_hidden_state = outputs.last_hidden_state[rows]
+        return outputs
+
+    return narrowed
+
+
+def _among(count: int, rows: list[int], values: torch.Tensor) -> torch.Tensor:
+    """Values of some rows as those of all; NaN elsewhere."""
+    every = values.new_full((count, *values.shape[1:]), torch.nan, dtype=torch.float32)
+    every[rows] = values.float()
+    return every

@@ -10,11 +10,12 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from vgr_trl.batch.signals import AttentionMass, RolloutSignals
 from vgr_trl.signals.attention.generated import GenerationProbe
 from vgr_trl.signals.attention.probe import AttentionProbe
-from vgr_trl.signals.decoder import find_decoder
+from vgr_trl.signals.decoder import count_attention_layers
 from vgr_trl.signals.modality import build_modality_masks
+from vgr_trl.signals.ratios import late_layers
 from vgr_trl.signals.reward_columns import SIGNAL_COLUMNS
 
-MOST_KEPT = 2**29  # bytes of device memory for attention kept token by token; 3 rows of 1,024 tokens of a 7 B model
+MOST_KEPT = 2**29  # bytes of device memory for attention kept token by token; 10 rows of 1,024 tokens of a 7 B model
 Scored = tuple[torch.Tensor, torch.Tensor | None, Any]
 
 
@@ -53,7 +54,8 @@ class Measured:
         signals: of the completions.
         prompt_mass: attention of the prompt's own instruction tokens, (L, N, 1); None if attention was measured in
             generation, or not at all.
-        maps: row -> attention over its vision tokens, (L, T, V), of the rows whose maps were wanted.
+        maps: row -> attention over its vision tokens, (layers that rewards read, T, V), of the rows whose maps were
+            wanted.
     """
 
     signals: RolloutSignals
@@ -70,12 +72,14 @@ class Measurement:
         vision_token_ids: placeholder tokens of images and videos.
         special_token_ids: tokens that belong to no modality.
         attention_source: `scoring` or `generate`, where attention is measured.
+        attention_segments: how layers are cut into segments.
     """
 
     wanted: Wanted
     vision_token_ids: tuple[int, ...]
     special_token_ids: tuple[int, ...]
     attention_source: str = "scoring"
+    attention_segments: str = "thirds"
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -129,8 +133,9 @@ class Measurement:
                 special_token_ids=self.special_token_ids,
             )
             rows = slice(prompts.stop - 1, length - 1)
-            kept = _rows_that_fit(model, masks.vision, completion_length, rows_with_maps)
-            with AttentionProbe(model, masks, rows, kept, measure_prompt=mass is None) as probe:
+            late = late_layers(count_attention_layers(model), self.attention_segments)
+            kept = _rows_that_fit(masks.vision, completion_length * len(late), rows_with_maps)
+            with AttentionProbe(model, masks, rows, kept, measure_prompt=mass is None, keep_layers=late) as probe:
                 scored = score()
             if mass is None:
                 mass, prompt_mass = probe.mass, probe.prompt_mass
@@ -160,12 +165,17 @@ def signals_of_generation(mass: AttentionMass, completion_mask: torch.Tensor) ->
     return RolloutSignals(nothing, nothing, mask, mass)
 
 
-def _rows_that_fit(model: Any, vision: torch.Tensor, completion_length: int, rows: Sequence[int]) -> list[int]:
-    """Those of `rows` whose attention, token by token, takes no more than `MOST_KEPT` bytes together."""
+def _rows_that_fit(vision: torch.Tensor, queries: int, rows: Sequence[int]) -> list[int]:
+    """Those of `rows` whose attention, token by token, takes no more than `MOST_KEPT` bytes together.
+
+    Args:
+        vision: (N, P) bool, vision tokens of the prompts.
+        queries: of a row, those of every layer counted.
+        rows: wanted.
+    """
     fitting, used = [], 0
-    decoder: Any = find_decoder(model)
     for row in rows:
-        size = 4 * len(decoder.layers) * completion_length * int(vision[row].sum())
+        size = 4 * queries * int(vision[row].sum())
         if used + size <= MOST_KEPT:
             fitting.append(row)
             used += size

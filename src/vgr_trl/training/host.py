@@ -1,7 +1,7 @@
 """What a stage may ask of the trainer it runs in, and how TRL's trainer answers."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +13,7 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from vgr_trl.compat.round_logs import as_one_batch, replace_newest, unlogged
 from vgr_trl.config import DAPOConfig
-from vgr_trl.signals.head import without_head
+from vgr_trl.signals.head import head_of_rows
 from vgr_trl.training.constructed import ConstructedTrainer
 from vgr_trl.training.rollout import Rollout
 
@@ -74,12 +74,13 @@ class Host(Protocol):
     def newest_metrics(self) -> dict[str, float]:
         """Return the last value of everything that waits to be logged in this mode."""
 
-    def score(self, inputs: dict[str, Any], head: bool = True) -> torch.Tensor:
+    def score(self, inputs: dict[str, Any], head: bool = True, rows: Sequence[int] | None = None) -> torch.Tensor:
         """Return log-probabilities (N, T) of a batch under the policy, as TRL scores it, without gradients.
 
         Args:
             inputs: as `scoring_inputs` gives them.
-            head: False: the pass ends before the head, and what is returned means nothing.
+            head: False: the pass ends before the head but for `rows`, and what is returned of others is NaN.
+            rows: of this process; None where no process has any.
         """
 
     def tokenize(self, prompts: list[Any]) -> tuple[Any, dict[str, Any]]:
@@ -159,16 +160,15 @@ class TRLHost:
         """Return the last value of everything that waits to be logged in this mode."""
         return {name: values[-1] for name, values in self.trainer._metrics[self.mode].items() if values}
 
-    def score(self, inputs: dict[str, Any], head: bool = True) -> torch.Tensor:
+    def score(self, inputs: dict[str, Any], head: bool = True, rows: Sequence[int] | None = None) -> torch.Tensor:
         """Score in the chunks in which TRL scores."""
         trainer, args = self.trainer, self.args
         inputs = Trainer._prepare_inputs(trainer, inputs)
         chunk = args.per_device_train_batch_size if self.mode == "train" else args.per_device_eval_batch_size
-        with torch.no_grad(), disable_gradient_checkpointing(trainer.model, args.gradient_checkpointing_kwargs):
-            if head:
-                return trainer._get_per_token_logps_and_entropies(trainer.model, batch_size=chunk, **inputs)[0]
-            with without_head(trainer.model):
-                return trainer._get_per_token_logps_and_entropies(trainer.model, batch_size=chunk, **inputs)[0]
+        narrowed = nullcontext() if head else head_of_rows(trainer.model, rows)
+        plainly = disable_gradient_checkpointing(trainer.model, args.gradient_checkpointing_kwargs)
+        with torch.no_grad(), plainly, narrowed:
+            return trainer._get_per_token_logps_and_entropies(trainer.model, batch_size=chunk, **inputs)[0]
 
     def tokenize(self, prompts: list[Any]) -> tuple[Any, dict[str, Any]]:
         """Tokenize as TRL does, past the hook that keeps the prompts of a rollout."""

@@ -41,7 +41,7 @@ def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
     elif not demanded and args.compute_attention_metrics is None and _measurable(trainer, ids):
         features["attention"] = ("compute_attention_metrics",)
     special = tuple(special_token_ids(trainer.processing_class))
-    return Measurement(Wanted(**features), ids, special, args.attention_source)
+    return Measurement(Wanted(**features), ids, special, args.attention_source, args.attention_segments)
 
 
 def score_completions(rollout: Rollout, host: Host, measurement: Measurement, completion_ids: list[list[int]]) -> None:
@@ -63,13 +63,13 @@ def score_completions(rollout: Rollout, host: Host, measurement: Measurement, co
         valid=finished if host.args.mask_truncated_completions else None,
         pad_to_multiple_of=host.pad_to_multiple_of,
     ).inputs()
-    if measurement.wanted.head or rollout.recorded is not None:
+    if measurement.wanted.head:
         host.score(inputs)
-    elif rollout.generated_mass is not None:
+    elif rollout.generated_mass is not None and rollout.recorded is None:
         mask = inputs["attention_mask"][:, -inputs["logits_to_keep"] :].to(rollout.generated_mass.mask.device)
         rollout.signals = signals_of_generation(rollout.generated_mass, mask)
     else:
-        host.score(inputs, head=False)
+        host.score(inputs, head=False, rows=rollout.recorded)
 
 
 def signals_as_columns(rollout: Rollout, host: Host) -> tuple[dict[str, list[Any]], dict[str, float]]:

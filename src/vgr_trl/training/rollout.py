@@ -63,7 +63,7 @@ class Rollout:
         prompts: as they were given to the first generation of the batch.
         generated_mass: attention measured while generating.
         prompt_mass: attention of the prompt's own instruction tokens, (L, N, 1).
-        maps: row -> attention over its vision tokens, (L, T, V).
+        maps: row -> attention over its vision tokens, (layers that rewards read, T, V).
         signals: of the completions.
         reference_logps: (N, T), of the completions under the reference.
         kl_penalty: (N, T), at most 0 for most kinds: what the KL adds to the reward of each token.

@@ -171,7 +171,7 @@ def writable(value: Any) -> Any:
     if isinstance(value, float):
         return _rounded(value)
     if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode("utf-8")
+        return value if value.isascii() else value.encode("utf-8", "replace").decode("utf-8")
     if isinstance(value, dict):
         return {writable(str(name)): writable(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

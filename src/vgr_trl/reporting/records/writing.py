@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vgr_trl.errors import ConfigError
+from vgr_trl.files import append_whole, write_whole
 from vgr_trl.reporting.records.format import LogEntry, Record
 from vgr_trl.reporting.records.json_lines import VERSION, encode_log, encode_record
 from vgr_trl.reporting.records.reading import FOLDER, LOGS_FILE, RECORDS, RUN_FILE
@@ -38,7 +39,9 @@ class RecordFiles:
         if self.folder.exists() and not resumed:
             self.folder.rename(_free_name(self.folder))
         (self.folder / "images").mkdir(parents=True, exist_ok=True)
-        self._images: dict[Path, set[str]] = {path: _image_names(path) for path in self._records()}
+        paths = sorted(self.folder.glob("records-*.jsonl"))
+        self._images: dict[Path, set[str]] = {path: _image_names(path) for path in paths}  # that a file shows
+        self._sizes = {path: path.stat().st_size for path in [*paths, *(self.folder / "images").iterdir()]}
         self._current: Path | None = None
         _end_last_line(self.folder / LOGS_FILE)
         self._describe(description)
@@ -46,43 +49,37 @@ class RecordFiles:
     def add(self, record: Record, thumbnails: Mapping[str, bytes]) -> None:
         """Append a record, with the files `images/….webp` that it names and that are not there yet."""
         for name, content in thumbnails.items():
-            if not (self.folder / name).exists():
-                write_whole(self.folder / name, content)
+            if self.folder / name not in self._sizes:
+                write_whole(self.folder / name, content, sync=False)
+                self._sizes[self.folder / name] = len(content)
         line = encode_record(record).encode("utf-8") + b"\n"
         path = self._file_for(len(line))
-        self._current = None  # a line that is only half written is the last of its file
-        with path.open("ab") as file:
-            file.write(line)
+        self._current = None  # what a failure leaves of a line is the last of its file
+        append_whole(path, line)
         self._current = path
+        self._sizes[path] = self._sizes.get(path, 0) + len(line)
         self._images.setdefault(path, set()).update(name.removeprefix("images/") for name in thumbnails)
         self._remove_oldest()
 
     def log(self, entry: LogEntry) -> None:
         """Append what the trainer has logged."""
-        with (self.folder / LOGS_FILE).open("ab") as file:
-            file.write(encode_log(entry).encode("utf-8") + b"\n")
-
-    def _records(self) -> list[Path]:
-        return sorted(self.folder.glob("records-*.jsonl"))
+        append_whole(self.folder / LOGS_FILE, encode_log(entry).encode("utf-8") + b"\n")
 
     def _file_for(self, size: int) -> Path:
         current = self._current
-        if current is not None and current.stat().st_size + size <= self.file_bytes:
+        if current is not None and self._sizes[current] + size <= self.file_bytes:
             return current
-        numbers = [int(path.stem.removeprefix("records-")) for path in self._records()]
+        numbers = [int(path.stem.removeprefix("records-")) for path in self.folder.glob("records-*.jsonl")]
         return self.folder / RECORDS.format(max(numbers, default=0) + 1)
 
     def _remove_oldest(self) -> None:
-        while len(paths := self._records()) > 2 and self._size() > self.max_bytes:
+        while sum(self._sizes.values()) > self.max_bytes and len(paths := sorted(self._images)) > 2:
             oldest = paths[1]
             others = set().union(*(names for path, names in self._images.items() if path != oldest))
-            oldest.unlink()
-            for name in self._images.pop(oldest, set()) - others:
-                (self.folder / "images" / name).unlink(missing_ok=True)
-
-    def _size(self) -> int:
-        files = [*self._records(), *(self.folder / "images").iterdir()]
-        return sum(path.stat().st_size for path in files)
+            gone = [oldest, *(self.folder / "images" / name for name in self._images.pop(oldest) - others)]
+            for path in gone:
+                path.unlink(missing_ok=True)
+                self._sizes.pop(path, None)
 
     def _describe(self, description: Mapping[str, Any]) -> None:
         path = self.folder / RUN_FILE
@@ -91,7 +88,7 @@ class RecordFiles:
             with suppress(ValueError, KeyError, TypeError, RecursionError):
                 created = json.loads(path.read_text(encoding="utf-8"))["created"]
         content = {"version": VERSION, "created": created, **description}
-        write_whole(path, json.dumps(content, indent=2, default=str).encode("utf-8"))
+        write_whole(path, json.dumps(content, indent=2, default=str).encode("utf-8"), sync=False)
 
 
 def refuse_unwritable(path: Path, option: str, is_folder: bool = False) -> None:
@@ -102,16 +99,6 @@ def refuse_unwritable(path: Path, option: str, is_folder: bool = False) -> None:
             if existing.is_dir() != wants_folder or not os.access(existing, os.W_OK):
                 raise ConfigError(f"{option} is {path}, but {existing} cannot be written to: choose another place.")
             return
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that is there whole or not at all."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_bytes(content)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _end_last_line(path: Path) -> None:

@@ -38,6 +38,7 @@ class AttentionProbe:
             of the completion, P - 1 to S - 2; with masks of whole sequences all S.
         keep_rows: rows of the batch whose attention over the vision tokens is kept: `kept[row]` is (L, T, V) float32,
             the mean over heads, with V the vision tokens of that row in order.
+        keep_layers: of the L layers with attention, those whose attention is kept; None: all.
         measure_prompt: measure the queries of the instruction tokens too, for `prompt_mass`.
 
     Raises:
@@ -52,6 +53,7 @@ class AttentionProbe:
         rows: slice | Sequence[int] | None = None,
         keep_rows: Sequence[int] = (),
         measure_prompt: bool = False,
+        keep_layers: Sequence[int] | None = None,
     ) -> None:
         refuse_unmeasurable(model)
         self.sets = torch.stack([masks.vision, masks.instruction], dim=-1)  # (N, P or S, 2)
@@ -63,6 +65,8 @@ class AttentionProbe:
         self._base: Any = causal_model(model).base_model
         self._decoder: Any = find_decoder(model)
         self._attention = [module for module in self._decoder.modules() if is_attention(module)]
+        numbers = sorted({index for module in self._attention if (index := layer_index(module)) is not None})
+        self._kept_layers = set(numbers if keep_layers is None else map(numbers.__getitem__, keep_layers))
         self._modules = {module for module in self._decoder.modules() if layer_index(module) is not None}
         self._masses: dict[int, torch.Tensor] = {}  # layer -> (N, T, 2)
         self._prompts: dict[int, torch.Tensor] = {}  # layer -> (N, 2), sums over instruction queries
@@ -109,11 +113,11 @@ class AttentionProbe:
 
     @property
     def kept(self) -> dict[int, torch.Tensor]:
-        """Row -> (L, T, V) float32, attention over its vision tokens, for the rows of `keep_rows`."""
+        """Row -> (L, T, V) float32, attention over its vision tokens, for rows and layers of which it is kept."""
         self._refuse_unfinished()
+        layers = sorted(self._kept_layers & set(self._masses))
         return {
-            row: torch.stack([self._maps[row, layer] for layer in sorted(self._masses)])[:, self.plan.picks]
-            for row in self.keep_rows
+            row: torch.stack([self._maps[row, layer] for layer in layers])[:, self.plan.picks] for row in self.keep_rows
         }
 
     def _refuse_unfinished(self) -> None:
@@ -182,7 +186,7 @@ class AttentionProbe:
             self._masses[layer][at_hand.rows, at_hand.columns] = at_hand.expand_to_rows(
                 call.mass_on_keys(sets, at_hand.emitting)
             )
-            for row in self.keep_rows:
+            for row in self.keep_rows if layer in self._kept_layers else ():
                 if (index := at_hand.index_of(row)) is not None:
                     self._keep_map(row, layer, at_hand, sets[index : index + 1], call, index)
         if at_hand.instruction is not None:

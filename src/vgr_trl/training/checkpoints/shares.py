@@ -30,7 +30,7 @@ def whole_checkpoint(folder: Path, accelerator: Any, writes: bool) -> Iterator[N
         writes: whether this process writes what processes share.
 
     Raises:
-        DiskFullError: naming the folder.
+        DiskFullError: naming the file that was being written.
     """
     rotate, held = trainer_module.rotate_checkpoints, []
     with disk_full_named(folder, "free space there, then continue with resume_from_checkpoint latest"):

@@ -15,11 +15,10 @@ from vgr_trl.reporting.records.format import AttentionMap, RecordedImage
 from vgr_trl.reporting.records.thumbnails import shrunk
 
 Grid = tuple[int, int]
+Pictures = tuple[list[RecordedImage], list[Image.Image | None], bytes]
 
 
-def images_of_row(
-    row: Mapping[str, Any], grids: Sequence[Grid | None]
-) -> tuple[list[RecordedImage], list[Image.Image | None], bytes]:
+def images_of_row(row: Mapping[str, Any], grids: Sequence[Grid | None]) -> Pictures:
     """Return the images of a row of the data, their thumbnails, and a digest of all; one that is none has no size."""
     recorded: list[RecordedImage] = []
     thumbnails: list[Image.Image | None] = []
@@ -90,8 +89,8 @@ def quantised(attention: torch.Tensor, grids: Sequence[Grid | None]) -> Attentio
     known = [grid for grid in grids if grid is not None]
     if len(known) != len(grids) or not known or sum(map(prod, known)) != attention.size(1) or not len(attention):
         return None
-    attention = attention.float().cpu()
+    attention = attention.float()
     scale = attention.amax(dim=1)  # (T,)
     shares = attention / scale.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
     values = (shares * 255).round().to(torch.uint8)
-    return AttentionMap(scale.tolist(), values.numpy().tobytes())
+    return AttentionMap(scale.tolist(), values.cpu().numpy().tobytes())

@@ -1,7 +1,7 @@
 """What a trainer leaves of its rollouts for people to look at: records, Markdown logs, lines on the terminal."""
 
-import math
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +11,38 @@ from transformers import TrainerCallback
 
 from vgr_trl.config.report import LOG_OPTIONS
 from vgr_trl.errors import ConfigError
-from vgr_trl.reporting.records.format import Completion, LogEntry, Record
+from vgr_trl.reporting.records.format import LogEntry, Record
 from vgr_trl.reporting.records.reading import FOLDER
-from vgr_trl.reporting.records.thumbnails import shrunk
 from vgr_trl.reporting.records.writing import refuse_unwritable
-from vgr_trl.reporting.sink import RecordSink
+from vgr_trl.reporting.sink import Finished, RecordSink
 from vgr_trl.reporting.views.markdown.logs import markdown_logs
 from vgr_trl.signals import Measurement
-from vgr_trl.signals.ratios import late_layers
 from vgr_trl.training.host import Host
-from vgr_trl.training.recording.images import grids_of_row, images_of_row, quantised
-from vgr_trl.training.recording.rows import (
-    RecordedRow,
-    accuracy_name,
-    measures_of_row,
-    question_id,
-    rows_to_record,
-    signals_of_row,
-    summary_of,
-    texts_of_row,
-)
+from vgr_trl.training.recording.rows import Completing, OwnDecoder, rows_to_record, summary_of
+from vgr_trl.training.recording.taking import TakenRows, take_rows, with_pictures
 from vgr_trl.training.rollout import Rollout
+
+
+@dataclass(frozen=True)
+class Made:
+    """A record whose rows are taken, and the batch it is of; what is left to do needs no trainer."""
+
+    step: int
+    mode: str
+    time: float
+    taken: list[TakenRows]
+    completing: Completing
+    rewards: torch.Tensor  # (N of all, number of functions)
+    metrics: dict[str, float]
+
+    def finished(self) -> Finished:
+        """Return the record with its thumbnails, and the batch in numbers."""
+        rows = [row for of_process in self.taken for row in self.completing.rows(of_process)]
+        rows.sort(key=lambda row: row.place)
+        record = Record(self.step, self.mode, self.time, [row.completion for row in rows])
+        names, weights = self.completing.reward_names, torch.tensor(self.completing.reward_weights)
+        summary = summary_of(self.rewards, names, weights, self.metrics)
+        return Finished(record, [row.thumbnails for row in rows], summary)
 
 
 class RolloutRecorder:
@@ -54,6 +65,7 @@ class RolloutRecorder:
         self.is_on = self.args.rollout_log_steps > 0
         self._last: dict[str, int | None] = {"train": None, "eval": None}
         self._merge_size = getattr(getattr(processor, "image_processor", None), "merge_size", None)
+        self._decode = OwnDecoder(host.tokenizer)
         if self.is_on:
             self._refuse()
         self.sink = RecordSink(
@@ -108,90 +120,38 @@ class RolloutRecorder:
             return last is None  # the first batch of each evaluation
         return last is None or step // every != last // every
 
-    def keep(self, rollout: Rollout) -> list[RecordedRow]:
+    def keep(self, rollout: Rollout) -> TakenRows:
         """Return the recorded rows of a judged rollout, before groups are replaced and credit is spread."""
-        offset = self.host.accelerator.process_index * len(rollout.rows)
-        return [self._row(rollout, row, offset + row) for row in rollout.recorded or ()]
+        first = self.host.accelerator.process_index * len(rollout.rows)
+        pad = self.host.tokenizer.pad_token_id
+        return take_rows(rollout, first, self.host.num_generations, pad, self._merge_size)
 
-    def _row(self, rollout: Rollout, row: int, place: int) -> RecordedRow:
-        batch, tokenizer = rollout.batch, self.host.tokenizer
-        texts = texts_of_row(batch, row, tokenizer.decode, tokenizer.pad_token_id, self.measurement.vision_token_ids)
-        length = len(texts["tokens"])
-        measured: dict[str, Any] = {}
-        num_vision = None
-        if rollout.signals is not None:
-            signals = signals_of_row(rollout.signals, row)
-            if signals.attention is not None:
-                num_vision = int(signals.attention.num_vision[0])
-            measured = measures_of_row(signals, length, self.args)
-        grids = grids_of_row(batch, row, self._merge_size, num_vision)
-        data = rollout.rows[row]
-        images, thumbnails, digest = images_of_row(data, grids)
-        if (attention := (rollout.maps or {}).get(row)) is not None:
-            late = late_layers(len(attention), self.args.attention_segments)
-            measured["attention"] = quantised(attention[late].mean(0)[:length], grids)
-        if rollout.changes is not None and images:
-            measured["changes"] = rollout.changes[row, :length].tolist()
-        if rollout.perturbed_images is not None:
-            thumbnails += [shrunk(image) for image in rollout.perturbed_images[row]]
-        solution = data.get("solution")
-        assert rollout.rewards is not None
-        completion = Completion(
-            question=question_id(texts["prompt"], digest),
-            group=place // self.host.num_generations,
-            solution=None if solution is None else str(solution),
-            advantage=float(batch["advantages"][row]),
-            images=images,
-            **texts,
-            **measured,
-            **self._rewards(rollout.rewards[place]),
-        )
-        return RecordedRow(place, completion, thumbnails)
-
-    def _rewards(self, earned: torch.Tensor) -> dict[str, Any]:
-        """Of one completion, from what the functions gave it, (F,)."""
-        rewards = dict(zip(self.host.reward_names, earned.tolist(), strict=True))
-        right = rewards.get(accuracy_name(self.host.reward_names) or "")
-        return {
-            "rewards": rewards,
-            "reward": float((earned * self.host.reward_weights.to(earned.device)).nansum()),
-            "correct": None if right is None or math.isnan(right) else right == 1,
-        }
-
-    def record_credit(self, recorded: list[RecordedRow], chosen: Rollout, spread: Rollout) -> None:
-        """Add to recorded rows what the loss reads of them.
-
-        Args:
-            recorded: as `keep` returned them.
-            chosen: the rollout, groups replaced, before credit is spread.
-            spread: likewise, with advantages (N,) or (N, T) as the loss reads them.
-        """
-        before, after = chosen.batch["advantages"], spread.batch["advantages"]
-        for row, entry in zip(chosen.recorded or (), recorded, strict=True):
-            completion = entry.completion
-            if completion.group in chosen.replaced:
-                completion.replaced = True
-                continue
-            completion.advantage = float(before[row])
-            length = len(completion.tokens)
-            if completion.weights is not None and self.args.token_weights_positive_only and completion.advantage < 0:
-                completion.weights = [1.0] * length
-            credit = after[row].tolist()
-            completion.advantages = credit[:length] if isinstance(credit, list) else [credit] * length
-
-    def write(self, rollout: Rollout, recorded: list[RecordedRow]) -> None:
+    def write(self, rollout: Rollout, taken: TakenRows) -> None:
         """Gather the recorded rows of a rollout, and let the main process write them; every process calls."""
         if rollout.recorded is None:
             return
-        host = self.host
-        gathered = gather_object(recorded)
+        host, gathered = self.host, [taken]
+        if host.accelerator.num_processes > 1:
+            gathered = gather_object([with_pictures(taken)])
         if not host.accelerator.is_main_process:
             return
-        rows = sorted(gathered, key=lambda row: row.place)
-        record = Record(host.state.global_step, host.mode, time.time(), [row.completion for row in rows])
         assert rollout.rewards is not None
-        summary = summary_of(rollout.rewards, host.reward_names, host.reward_weights, host.newest_metrics())
-        self.sink.add(record, [row.thumbnails for row in rows], summary)
+        made = Made(
+            host.state.global_step,
+            host.mode,
+            time.time(),
+            gathered,
+            Completing(
+                self._decode,
+                self.measurement.vision_token_ids,
+                self.args,
+                list(host.reward_names),
+                host.reward_weights.tolist(),
+            ),
+            rollout.rewards.detach().clone().cpu(),
+            host.newest_metrics(),
+        )
+        self.sink.add(made.finished)
 
     def _description(self, model: str) -> dict[str, Any]:
         return {

@@ -1,9 +1,13 @@
-"""Rows of a rollout batch as completions of a record: from tensors to text, numbers and thumbnails."""
+"""Recorded rows as completions of a record: from tokens and tensors to text, numbers and thumbnails."""
 
+import copy
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha1
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,21 +16,23 @@ from PIL import Image
 from vgr_trl.credit import attention_weights
 from vgr_trl.reporting.records.format import Completion
 from vgr_trl.reporting.records.pieces import prompt_text, token_pieces
+from vgr_trl.reporting.records.thumbnails import shrunk
 from vgr_trl.reporting.views.markdown.sections import Segments, Summary
-from vgr_trl.signals import AttentionMass, RolloutSignals, token_vision_gain_ratio
+from vgr_trl.signals import RolloutSignals, token_vision_gain_ratio
 from vgr_trl.signals.ratios import late_layers
 from vgr_trl.signals.reward_columns import QUANTITIES, measure_segments, reward_columns
+from vgr_trl.training.recording.taking import TakenRow, TakenRows
 
 _SEGMENT_METRIC = re.compile(rf"attention/(\w+)/({'|'.join(QUANTITIES)})")
 
 
 @dataclass
 class RecordedRow:
-    """A completion on its way to the process that writes: `thumbnails` belong to `completion.images`, in order."""
+    """A completion with the thumbnails of `completion.images`, in order, then of these as they were perturbed."""
 
     place: int
     completion: Completion
-    thumbnails: list[Image.Image | None]  # then those of the perturbed images, if there are
+    thumbnails: list[Image.Image | None]
 
 
 def rows_to_record(samples: int, num_generations: int, total: int) -> list[int]:
@@ -39,40 +45,93 @@ def rows_to_record(samples: int, num_generations: int, total: int) -> list[int]:
         num_generations: completions per prompt.
         total: rows of all processes.
     """
-    order = sorted(range(total), key=lambda row: (row % num_generations // 2, row // num_generations, row))
-    return sorted(order[:samples])
+    return sorted(islice(_pair_by_pair(num_generations, total), min(samples, total)))
 
 
-def texts_of_row(
-    batch: Mapping[str, Any],
-    row: int,
-    decode: Callable[..., str],
-    pad_token_id: int,
-    vision_token_ids: Sequence[int],
-) -> dict[str, Any]:
-    """Return prompt, text and tokens of a row of TRL's batch; the mask of a truncated completion may be empty.
+def _pair_by_pair(num_generations: int, total: int) -> Iterator[int]:
+    for pair in range(0, num_generations, 2):
+        for start in range(0, total, num_generations):
+            yield from range(start + pair, min(start + pair + 2, start + num_generations, total))
 
-    Args:
-        batch: with `prompt_ids`, `prompt_mask`, `completion_ids` and `completion_mask`, (N, P) and (N, T).
-        row: in [0, N).
-        decode: as a tokenizer's.
-        pad_token_id: token behind completions.
-        vision_token_ids: placeholder tokens of images.
+
+class OwnDecoder:
+    """Decodes with a copy of a tokenizer, made when it is first used.
+
+    A tokenizer that one thread pads with must not be used by another: its Rust part refuses both.
     """
-    prompt = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist()
-    ids = batch["completion_ids"][row].tolist()
-    length = int(batch["completion_mask"][row].sum())
-    if length == 0:
-        length = max((index + 1 for index, token in enumerate(ids) if token != pad_token_id), default=0)
 
-    def exactly(tokens: list[int]) -> str:
-        return decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._own: Any = None
 
-    return {
-        "prompt": prompt_text(prompt, vision_token_ids, exactly),
-        "text": decode(ids[:length], skip_special_tokens=True),
-        "tokens": token_pieces(ids[:length], exactly),
-    }
+    def __call__(self, tokens: list[int], **options: Any) -> str:
+        if self._own is None:
+            self._own = copy.deepcopy(self._tokenizer)
+        return str(self._own.decode(tokens, **options))
+
+
+@dataclass(frozen=True)
+class Completing:
+    """What it takes to make completions of recorded rows.
+
+    Attributes:
+        decode: as a tokenizer's.
+        vision_token_ids: placeholder tokens of images.
+        options: `DAPOConfig`.
+        reward_names: of the functions.
+        reward_weights: of this step.
+    """
+
+    decode: Callable[..., str]
+    vision_token_ids: Sequence[int]
+    options: Any
+    reward_names: Sequence[str]
+    reward_weights: Sequence[float]
+
+    def rows(self, taken: TakenRows) -> list[RecordedRow]:
+        """Return the rows of one process as completions."""
+        lengths = [len(row.completion) for row in taken.rows]
+        measured: list[dict[str, Any]] = [{} for _ in taken.rows]
+        if taken.signals is not None:
+            measured = measures_of_rows(taken.signals, lengths, self.options)
+        return [self._row(*pair) for pair in zip(taken.rows, measured, strict=True)]
+
+    def _row(self, row: TakenRow, measured: dict[str, Any]) -> RecordedRow:
+        recorded, thumbnails, digest = row.pictures() if callable(row.pictures) else row.pictures
+        exactly = partial(self.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        prompt = prompt_text(row.prompt, self.vision_token_ids, exactly)
+        if row.attention is not None:
+            measured["attention"] = row.attention
+        if row.changes is not None and recorded:
+            measured["changes"] = row.changes
+        down = self.options.token_weights_positive_only and row.advantages is not None and row.advantage < 0
+        if measured.get("weights") is not None and down:
+            measured["weights"] = [1.0] * len(row.completion)
+        completion = Completion(
+            question=question_id(prompt, digest),
+            group=row.group,
+            prompt=prompt,
+            text=self.decode(row.completion, skip_special_tokens=True),
+            tokens=token_pieces(row.completion, exactly),
+            solution=None if row.solution is None else str(row.solution),
+            advantage=row.advantage,
+            advantages=row.advantages,
+            replaced=row.replaced,
+            images=[replace(image) for image in recorded],
+            **measured,
+            **self._rewards(row.earned),
+        )
+        return RecordedRow(row.place, completion, [*thumbnails, *map(shrunk, row.perturbed)])
+
+    def _rewards(self, earned: Sequence[float]) -> dict[str, Any]:
+        rewards = dict(zip(self.reward_names, earned, strict=True))
+        right = rewards.get(accuracy_name(self.reward_names) or "")
+        weighted = (value * weight for value, weight in zip(earned, self.reward_weights, strict=True))
+        return {
+            "rewards": rewards,
+            "reward": sum(value for value in weighted if not math.isnan(value)),
+            "correct": None if right is None or math.isnan(right) else right == 1,
+        }
 
 
 def question_id(prompt: str, images: bytes) -> str:
@@ -80,47 +139,33 @@ def question_id(prompt: str, images: bytes) -> str:
     return sha1(prompt.encode("utf-8", "replace") + b"\0" + images, usedforsecurity=False).hexdigest()[:16]
 
 
-def signals_of_row(signals: RolloutSignals, row: int) -> RolloutSignals:
-    """Return the signals of one row, on the CPU."""
-    one = slice(row, row + 1)
-    mass = signals.attention
-    return RolloutSignals(
-        signals.logps[one].cpu(),
-        signals.entropies[one].cpu(),
-        signals.mask[one].cpu(),
-        None if mass is None else AttentionMass(
-            mass.vision[:, one].cpu(), mass.instruction[:, one].cpu(), mass.num_vision[one].cpu(),
-            mass.num_instruction[one].cpu(), mass.mask[one].cpu(),
-        ),
-        None if signals.dependency is None else signals.dependency[one].cpu(),
-    )  # fmt: skip
-
-
-def measures_of_row(signals: RolloutSignals, length: int, options: Any) -> dict[str, Any]:
-    """Return what was measured of a completion, as `Completion` has it: lists of `length` numbers, and metrics.
+def measures_of_rows(signals: RolloutSignals, lengths: Sequence[int], options: Any) -> list[dict[str, Any]]:
+    """Return what was measured of completions, as `Completion` has it: lists of as many numbers as tokens, and metrics.
 
     Args:
-        signals: of one row, (1, T).
-        length: tokens of the completion, at most T.
+        signals: of R rows, (R, T).
+        lengths: tokens of each completion, at most T.
         options: `DAPOConfig`.
     """
-    measured: dict[str, Any] = {}
-    for name, values in (
-        ("logps", signals.logps),
-        ("entropies", signals.entropies),
-        ("dependency", signals.dependency),
-    ):
-        if values is not None and not values.isnan().all():
-            measured[name] = values[0, :length].tolist()
-    mass = signals.attention
-    if mass is not None:
-        layers = late_layers(len(mass.vision), options.attention_segments)
-        measured["vgr"] = token_vision_gain_ratio(mass, layers)[0, :length].tolist()
-        columns = reward_columns(measure_segments(mass, options.attention_segments, options.mdi_balance_ratio))
-        measured["metrics"] = columns["attention_metrics"][0]
+    columns = {"logps": signals.logps, "entropies": signals.entropies, "dependency": signals.dependency}
+    metrics: list[Any] = [None] * len(lengths)
+    if (mass := signals.attention) is not None:
+        columns["vgr"] = token_vision_gain_ratio(mass, late_layers(len(mass.vision), options.attention_segments))
+        segments = measure_segments(mass, options.attention_segments, options.mdi_balance_ratio)
+        metrics = reward_columns(segments)["attention_metrics"]
         if options.token_weights:
-            measured["weights"] = attention_weights(mass, signals.mask, options)[0, :length].tolist()
-    return measured
+            columns["weights"] = attention_weights(mass, signals.mask, options)
+    rows = {name: values.tolist() for name, values in columns.items() if values is not None}
+    kept_as_nan = {"vgr", "weights"}  # the others are NaN throughout where they were not measured
+    return [
+        {
+            name: values[index][:length]
+            for name, values in rows.items()
+            if name in kept_as_nan or not all(map(math.isnan, values[index]))
+        }
+        | ({} if metrics[index] is None else {"metrics": metrics[index]})
+        for index, length in enumerate(lengths)
+    ]
 
 
 def accuracy_name(names: Sequence[str]) -> str | None:

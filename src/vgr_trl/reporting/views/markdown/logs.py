@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vgr_trl.files import append_whole
 from vgr_trl.reporting.records.format import Record
 from vgr_trl.reporting.views.markdown.sections import (
     Lengths,
@@ -74,9 +75,4 @@ def markdown_logs(options: Any, started: str, attention: bool) -> MarkdownLogs:
 
 
 def _append(path: str, title: str, section: str) -> None:
-    """One call writes all, so that a kill does not leave a fence open."""
-    file = Path(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("ab") as stream:
-        start = f"# {title}\n\n" if stream.tell() == 0 else ""
-        stream.write((start + section).encode("utf-8"))
+    append_whole(Path(path), section.encode("utf-8"), head=f"# {title}\n\n".encode())

@@ -2,16 +2,18 @@
 
 import json
 import re
-import unicodedata
 from typing import Any
 
 from vgr_trl.reporting.records.json_lines import writable
 
 _FENCE = re.compile(r"`{3,}")
 _PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")  # what CommonMark lets a backslash precede
-_LINE_BREAKS = "\u2028\u2029"
-_VISIBLE = {"Cc", "Cs", "Co"}  # categories that are shown as their numbers
-_DIRECTIONS = {chr(code) for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0x061C)}
+# Control characters but line feed and tab, surrogates, characters of private use, line breaks that only some readers
+# see, and marks of writing direction.
+_HIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ue000-\uf8ff\U000f0000-\U000ffffd\U00100000-\U0010fffd"
+    "\u2028\u2029\u202a-\u202e\u2066-\u2069\u200e\u200f\u061c]"
+)
 
 
 def printable(text: str) -> str:
@@ -20,8 +22,7 @@ def printable(text: str) -> str:
     Line feeds stay, tabs too; a carriage return before a line feed is left out. What comes out can neither move the
     cursor of a terminal nor end a line in a reader's eyes only.
     """
-    text = text.replace("\r\n", "\n")
-    return "".join(character if _is_plain(character) else _number(character) for character in text)
+    return _HIDDEN.sub(lambda found: _number(found[0]), text.replace("\r\n", "\n"))
 
 
 def fenced(text: str, language: str = "text") -> str:
@@ -65,14 +66,6 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     """Return a table of cells that are already escaped; its first column is of text, the others of numbers."""
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
-
-
-def _is_plain(character: str) -> bool:
-    if character in "\n\t":
-        return True
-    if character in _LINE_BREAKS or character in _DIRECTIONS:
-        return False
-    return unicodedata.category(character) not in _VISIBLE
 
 
 def _number(character: str) -> str:

@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.reporting.records.writing import write_whole
+from vgr_trl.files import write_whole
 from vgr_trl.reporting.views.page.page_data import PageData
 
 PAGE = "page.html"  # built from report_page/ by `make report-page`

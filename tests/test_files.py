@@ -1,0 +1,68 @@
+"""Files that are whole or not there, also where a disk is full."""
+
+import errno
+import os
+from io import FileIO
+from pathlib import Path
+
+import pytest
+
+from vgr_trl import files
+from vgr_trl.disk_full import disk_full_named
+from vgr_trl.errors import DiskFullError
+from vgr_trl.files import append_whole, write_whole
+
+
+class SmallDisk(FileIO):
+    """Takes four bytes at a time, and has room for six in all."""
+
+    def write(self, data):
+        room = min(4, 6 - os.fstat(self.fileno()).st_size)
+        if room <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(bytes(data)[:room])
+
+
+def test_what_does_not_fit_is_not_appended_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "log.md"
+    append_whole(path, b"abc")
+    monkeypatch.setattr(files, "_opened", lambda path: SmallDisk(path, "ab"))
+    with pytest.raises(DiskFullError, match=r"Disk full while writing .*log\.md: free space there"):
+        append_whole(path, b"defghij")  # three of its seven bytes fit
+    assert path.read_bytes() == b"abc"
+    append_whole(path, b"def")
+    assert path.read_bytes() == b"abcdef"
+
+
+def test_appending_makes_the_folder_and_a_head_in_an_empty_file(tmp_path):
+    path = tmp_path / "deep" / "log.md"
+    for line in (b"one\n", b"two\n"):
+        append_whole(path, line, head=b"# Log\n")
+    assert path.read_bytes() == b"# Log\none\ntwo\n"
+
+
+def test_a_whole_file_that_does_not_fit_is_named_and_the_old_one_stays(tmp_path, monkeypatch):
+    path = tmp_path / "run.json"
+    write_whole(path, b"old")
+
+    def full(self, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(DiskFullError, match=r"Disk full while writing .*run\.json: free space there"):
+        write_whole(path, b"new", sync=False)
+    assert path.read_bytes() == b"old"
+    assert [found.name for found in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_of_a_folder_the_file_is_named_that_was_begun_last(tmp_path):
+    """Libraries that write several files say "No space left" without saying which."""
+    (tmp_path / "deep").mkdir()
+    for age, name in ((20, "config.json"), (5, "deep/model.safetensors"), (10, "optimizer.pt")):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (1000 - age, 1000 - age))
+    named = r"Disk full while writing .*deep/model\.safetensors: free it"
+    with pytest.raises(DiskFullError, match=named), disk_full_named(tmp_path, "free it"):
+        raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
+    with pytest.raises(DiskFullError, match=r"writing .*config\.json:"), disk_full_named(tmp_path, "free it"):
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "config.json"))
