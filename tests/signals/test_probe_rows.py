@@ -112,3 +112,14 @@ def test_rows_of_a_prompt_that_do_not_stand_together():
     assert (report.prompts, report.rows) == (2, 5)
     assert_agrees(probe, expected)
     assert_prompt_agrees(probe, expected)
+
+
+def test_kept_maps_of_some_layers(case):
+    model, batch, expected = case
+    kept = []
+    for layers in (None, [1]):
+        with torch.no_grad(), AttentionProbe(model, expected.masks, keep_rows=(1,), keep_layers=layers) as probe:
+            model(**batch.inputs)
+        kept.append(probe.kept[1])
+    assert len(kept[0]) == 2
+    assert torch.equal(kept[1], kept[0][1:])

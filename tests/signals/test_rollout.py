@@ -117,7 +117,6 @@ def test_fitting(length, kept):
 
 def test_maps_are_kept_of_as_many_rows_as_fit(monkeypatch):
     """2 layers, 12 tokens, vision tokens as the rows have them, 4 bytes each; a smaller row behind a large one fits."""
-    model = build("llava")
     vision = torch.zeros(4, 40, dtype=torch.bool)
     for row, tokens in enumerate((16, 32, 16, 8)):
         vision[row, :tokens] = True
@@ -125,5 +124,5 @@ def test_maps_are_kept_of_as_many_rows_as_fit(monkeypatch):
     one = 4 * 2 * 12 * 16
     for most, kept in ((one - 1, [3]), (one, [0]), (2 * one - 1, [0, 3]), (2 * one, [0, 2]), (3 * one, [0, 1])):
         monkeypatch.setattr(rollout, "MOST_KEPT", most)
-        assert rollout._rows_that_fit(model, vision, 12, rows) == kept
-    assert rollout._rows_that_fit(model, vision, 12, ()) == []
+        assert rollout._rows_that_fit(vision, 2 * 12, rows) == kept
+    assert rollout._rows_that_fit(vision, 2 * 12, ()) == []
