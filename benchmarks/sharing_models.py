@@ -183,12 +183,12 @@ def make_batch(
     return {name: value.to(device) for name, value in batch.items()}
 
 
-def make_question(size: Size, processor: Any) -> dict[str, Any]:
-    """A row of a data set whose prompt has exactly P tokens, V of them for its image."""
+def make_question(size: Size, processor: Any, seed: int = 0) -> dict[str, Any]:
+    """A row of a data set whose prompt has exactly P tokens, V of them for its image of noise."""
     row: dict[str, Any] = {}
     if size.vision:
         height, width = (side * processor.image_processor.patch_size for side in size.grid)
-        noise = torch.randint(256, (height, width, 3), generator=torch.Generator().manual_seed(0))
+        noise = torch.randint(256, (height, width, 3), generator=torch.Generator().manual_seed(seed))
         row["image"] = Image.fromarray(noise.to(torch.uint8).numpy())
     words = 0
     for _ in range(3):

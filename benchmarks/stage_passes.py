@@ -93,7 +93,7 @@ def read_flags(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Set
             parser.add_argument(f"--{option.name}", type=type(option.default), default=option.default)
     flags = parser.parse_args()
     if flags.only != "bytes" and not flags.page_faults:
-        _run_again_for_timing()
+        run_again_for_timing()
     return flags, Setting(**{option.name: getattr(flags, option.name) for option in fields(Setting)})
 
 
@@ -264,7 +264,7 @@ def _options(setting: Setting, size: Size, processor: Any) -> dict[str, Any]:
     }
 
 
-def _run_again_for_timing() -> None:
+def run_again_for_timing() -> None:
     """Start this command anew with `TIMING_ENVIRONMENT`, unless it has it; for all that is compared alike."""
     if not os.environ.keys() >= TIMING_ENVIRONMENT.keys():
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **TIMING_ENVIRONMENT})

@@ -1,0 +1,97 @@
+"""The page of the benchmark of steps."""
+
+from statistics import median
+from typing import Any
+
+from step_cases import Case
+from step_limit import step_limit, update_limit
+from step_runs import Place
+
+INTRODUCTION = """\
+Ours divided by TRL's `GRPOTrainer` (signals: divided by the step without any): smaller is better; in brackets the
+other → ours. Times are medians of turns; the other columns are read in a process of its own, memory above that of
+libraries, model and trainer. An update is all training passes of one rollout and the optimizer; a step is generation
+by transformers, whatever is measured, and the update. Operations are counted by PyTorch, attention over all keys of a
+pass, seen or not. The limit is worked out on paper (`step_limit.py`): every token once for all rows that begin with it,
+keys that are seen, nothing for padding, dead rows, frozen weights and tokens without credit."""
+COLUMNS = ("rollout", "", "time", "goal", "peak memory", "goal", "operations", "limit", "ours / limit", "goal")
+
+
+def page(found: dict[str, Any], place: Place) -> str:
+    """Markdown of what there is."""
+    machine = ", ".join(f"{name} {value}" for name, value in found["machine"].items())
+    flags = [name for name in ("quick", "checkpointing") if found["place"][name]]
+    lines = ["# Steps against TRL's", "", INTRODUCTION, "", f"{machine}. {_place(found['place'])}", ""]
+    lines += ["Sizes are those of `--quick`: they say nothing about times.", ""] if "quick" in flags else []
+    lines += [f"| {' | '.join(COLUMNS)} |", "|---|---|" + "---:|" * (len(COLUMNS) - 2)]
+    measured = {name: (place.case(name), of_case) for name, of_case in found["cases"].items()}
+    for name, (case, of_case) in measured.items():
+        other, *_, ours = case.variants
+        lines += [_row(name, case, of_case, part, other, ours) for part in ("update", "step")]
+        for variant in [*case.variants][1:-1]:
+            lines.append(_row(name, case, of_case, "step", other, variant))
+    lines += ["", "## Rollouts", ""]
+    lines += [f"- {_describe(case)}" for case, _ in measured.values()]
+    lines += ["", "## Where the limit of an update is", "", "| rollout | " + " | ".join(PARTS) + " |"]
+    lines += ["|---|" + "---:|" * len(PARTS)]
+    lines += [f"| {name} | " + " | ".join(_parts(case)) + " |" for name, (case, _) in measured.items()]
+    return "\n".join(lines) + "\n"
+
+
+PARTS = ("layers", "adapters", "attention", "head", "tower", "together")
+
+
+def _parts(case: Case) -> list[str]:
+    limit = update_limit(case)
+    limit["together"] = sum(limit.values())
+    return [f"{limit.get(part, 0) / 1e9:.1f} G" for part in PARTS]
+
+
+def _place(place: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in place.items() if value not in (None, False)) + "."
+
+
+def _describe(case: Case) -> str:
+    size, lengths, shape = case.size, case.lengths, case.shape
+    sizes = f"P {size.prompt}, {size.vision} of them vision tokens, T {size.completion}, G {size.generations}"
+    return (
+        f"{case.title}. {sizes}, {case.prompts} prompt(s); mean length {sum(lengths) / len(lengths):.0f}. "
+        f"Hidden {shape.hidden}, {shape.layers} layers, {shape.vocabulary} words."
+    )
+
+
+def _row(name: str, case: Case, of_case: dict[str, Any], part: str, other: str, ours: str) -> str:
+    seconds, counts = of_case.get("seconds"), of_case.get("counts")
+    goals = case.goals if ours == [*case.variants][-1] else {}
+    pair = other, ours
+    limit = sum(update_limit(case).values()) if part == "update" else step_limit(case)
+    operations = None if counts is None else [counts[one]["operations"][part] for one in pair]
+    peaks = None if counts is None or part == "step" else [counts[one]["bytes"] for one in pair]
+    cells = [
+        name,
+        part if other == "trl" else f"{part}, {ours}",
+        _pair(None if seconds is None else [median(run[part] for run in seconds[one]) for one in pair], 1, "s"),
+        _goal(goals, f"{part} seconds"),
+        _pair(peaks, 1e6, "MB"),
+        _goal(goals, f"{part} bytes"),
+        _pair(operations, 1e9, "G"),
+        f"{_number(limit / 1e9)} G",
+        "" if operations is None else f"{operations[1] / limit:.2f}",
+        _goal(goals, f"{part} operations"),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _pair(values: list[float] | None, scale: float, unit: str) -> str:
+    if values is None:
+        return ""
+    other, ours = (value / scale for value in values)
+    return f"**{ours / other:.3f}** ({_number(other)} → {_number(ours)} {unit})"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+
+
+def _goal(goals: dict[str, float], name: str) -> str:
+    return f"≤ {goals[name]}" if name in goals else ""

@@ -1,0 +1,223 @@
+"""Optimizer steps of a case: seconds, operations and peak memory of the step and of its update."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, Features, List, Value
+from datasets import Image as ImageFeature
+from peft import LoraConfig
+from sharing_measure import ATTENTION_ON_CPU, MEMORY_ENVIRONMENT, resident_peak
+from sharing_models import build_model, make_processor, make_question
+from sharing_passes import now
+from stage_passes import LORA
+from step_cases import Case, cases
+from step_limit import RANK
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PrinterCallback, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.demo.tiny_processor import SPECIAL_TOKENS
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where steps run."""
+
+    device: str = "cpu"
+    dtype: str = "float32"
+    attention: str = "sdpa"
+    threads: int = 1
+    quick: bool = False
+    shape: str | None = None
+    checkpointing: bool = False
+
+    def case(self, name: str) -> Case:
+        """A case at the sizes of this place."""
+        return cases(quick=self.quick, shape=self.shape)[name]
+
+
+class _Meter(TrainerCallback):
+    """What a step and its update take, of whatever `read` reads; the rollout is what `_prepare_inputs` does."""
+
+    def __init__(self, read: Callable[[], float]) -> None:
+        self.read = read
+        self.started = self.step = self.rollout = 0.0
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.started, self.rollout = self.read(), 0.0
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.step = self.read() - self.started
+
+    def watch(self, trainer: Any) -> None:
+        """Tell the rollouts of a trainer from its training passes."""
+        plain = trainer._prepare_inputs
+
+        def prepare(*args: Any) -> Any:
+            before = self.read()
+            try:
+                return plain(*args)
+            finally:
+                self.rollout += self.read() - before
+
+        trainer._prepare_inputs = prepare
+
+    @property
+    def found(self) -> dict[str, float]:
+        """Of the latest step."""
+        return {"step": self.step, "update": self.step - self.rollout}
+
+
+class StepRun:
+    """One optimizer step over a rollout of a case, by one of its variants, again and again."""
+
+    def __init__(self, place: Place, case: Case, variant: str, read: Callable[[], float]) -> None:
+        torch.set_num_threads(place.threads)
+        self.meter = _Meter(read)
+        processor = make_processor(case.shape.patch)
+        trainer_class: Any
+        ours: tuple[Any, Any] = (DAPOTrainer, partial(DAPOConfig, rollout_log_steps=0))
+        trainer_class, config = (GRPOTrainer, GRPOConfig) if variant == "trl" else ours
+        options: dict[str, Any] = {"device": place.device, "dtype": place.dtype, "attention": place.attention}
+        model = build_model(case.shape, processor.tokenizer, **options)
+        if case.adapters:
+            adapters = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=LORA)
+            more = {"peft_config": adapters}
+        else:
+            more = {}
+        self.trainer = trainer_class(
+            model=model,
+            reward_funcs=_reward,
+            args=config(**_options(place, case, processor), **case.variants[variant]),
+            train_dataset=_questions(case, processor),
+            processing_class=processor,
+            callbacks=[self.meter],
+            **more,
+        )
+        self.trainer.remove_callback(PrinterCallback)
+        self.meter.watch(self.trainer)
+        _cut_completions(self.trainer, case.lengths)
+
+    def __call__(self) -> dict[str, float]:
+        """What the step and its update took."""
+        self.trainer.train()
+        return self.meter.found
+
+
+def _questions(case: Case, processor: Any) -> Dataset:
+    """A prompt each, with an image of its own, and whether its group is to be dead."""
+    features = Features({"prompt": List({"role": Value("string"), "content": Value("string")})})
+    features |= {"image": ImageFeature(), "dead": Value("bool")}
+    rows = [make_question(case.size, processor, seed) | {"dead": case.is_dead(seed)} for seed in range(case.prompts)]
+    return Dataset.from_list(rows, features=Features(features))
+
+
+def _reward(completion_ids: list[list[int]], dead: list[bool], **kwargs: Any) -> list[float]:
+    """Another value for nearly every completion of a live group."""
+    return [0.5 if is_dead else sum(ids) % 17 / 17 for ids, is_dead in zip(completion_ids, dead, strict=True)]
+
+
+def _cut_completions(trainer: Any, lengths: list[int]) -> None:
+    """Let completions, which random weights never end, end at given lengths."""
+    plain, end = trainer._generate_single_turn, trainer._tokenizer.eos_token_id
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        written, *rest = plain(*args, **kwargs)
+        return (
+            [
+                row if len(row) == length else [*row[: length - 1], end]
+                for row, length in zip(written, lengths, strict=True)
+            ],
+            *rest,
+        )
+
+    trainer._generate_single_turn = generate
+
+
+def _options(place: Place, case: Case, processor: Any) -> dict[str, Any]:
+    """A micro-batch has as many rows as a group; tokens that stand for images and videos are not generated."""
+    special = processor.tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS))
+    return {
+        "output_dir": tempfile.mkdtemp(),
+        "use_cpu": place.device == "cpu",
+        "bf16": place.dtype == "bfloat16",
+        "gradient_checkpointing": place.checkpointing,
+        "per_device_train_batch_size": case.size.generations,
+        "gradient_accumulation_steps": case.prompts,
+        "num_generations": case.size.generations,
+        "max_completion_length": case.size.completion,
+        "generation_kwargs": {"min_new_tokens": case.size.completion, "suppress_tokens": special},
+        "epsilon_high": 0.28,
+        "max_steps": 1,
+        "shuffle_dataset": False,
+        "learning_rate": 1e-6,
+        "optim": "sgd",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "log_level": "error",
+        "logging_strategy": "no",
+    }
+
+
+def time_in_turns(place: Place, name: str, repeats: int) -> dict[str, list[dict[str, float]]]:
+    """Seconds of steps of all variants in turns, after a small one of each that warms up; the last comes once more."""
+    case, read = place.case(name), partial(now, place.device)
+    small = Place(**{**vars(place), "quick": True, "shape": None})
+    warm_up = place if place.device != "cpu" else small
+    for variant in case.variants:
+        StepRun(warm_up, warm_up.case(name), variant, read)()
+    runs = {variant: StepRun(place, case, variant, read) for variant in case.variants}
+    found: dict[str, list[dict[str, float]]] = {variant: [] for variant in runs}
+    for turn in range(repeats):
+        order = list(runs) if turn % 2 else list(reversed(runs))
+        for variant in order:
+            found[variant].append(runs[variant]())
+    return found
+
+
+def count_elsewhere(place: Place, name: str, variant: str) -> dict[str, Any]:
+    """Operations, and peak memory above that before the step, of one step in a process of its own."""
+    task = {"place": vars(place), "name": name, "variant": variant}
+    output = subprocess.run(
+        [sys.executable, "-W", "ignore", __file__, json.dumps(task)],
+        env={**os.environ, **MEMORY_ENVIRONMENT},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    counted: dict[str, Any] = json.loads(output.stdout.splitlines()[-1])
+    return counted
+
+
+def _count(task: dict[str, Any]) -> None:
+    """In the process of its own."""
+    place = Place(**task["place"])
+    counter = FlopCounterMode(display=False, custom_mapping=ATTENTION_ON_CPU)
+    run = StepRun(place, place.case(task["name"]), task["variant"], lambda: float(counter.get_total_flops()))
+    on_gpu = place.device.startswith("cuda")
+    before = torch.cuda.memory_allocated() if on_gpu else _resident()
+    with counter:
+        operations = run()
+    peak = torch.cuda.max_memory_allocated() if on_gpu else resident_peak()
+    print(json.dumps({"operations": {part: int(value) for part, value in operations.items()}, "bytes": peak - before}))
+
+
+def _resident() -> int:
+    """VmRSS of this process in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+
+if __name__ == "__main__":
+    _count(json.loads(sys.argv[1]))
