@@ -9,7 +9,7 @@ a model with adapters nothing goes back to the embeddings.
 import math
 from dataclasses import dataclass
 
-from sharing_models import MERGE, ModelShape, Size
+from sharing_models import ModelShape, Size
 from sharing_operations import forward_of, layer_weights
 from step_cases import Case
 
@@ -109,5 +109,4 @@ def _head(shape: ModelShape, tokens: int) -> int:
 def _tower(shape: ModelShape, size: Size) -> dict[str, int]:
     """Of a forward pass over one image."""
     forward = forward_of(shape, Size(size.prompt, size.vision, 1, 1), shared=True)
-    assert size.vision * MERGE**2 >= 1
     return {"embedding": forward.embedding, "products": forward.tower, "attention": forward.tower_attention}

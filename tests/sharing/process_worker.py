@@ -13,6 +13,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from vgr_trl.sharing import share_prompts
+from vgr_trl.sharing.backbone import base_of, causal_model
+from vgr_trl.skipping import VisionOnce, VisionPlan
+from vgr_trl.skipping.vision_tower import parameters_of_tower
 
 
 def all_agree(mine: bool) -> bool:
@@ -32,6 +35,28 @@ def compare(model, batch, **options):
     return largest_relative(plain, shared), report
 
 
+def frozen(model):
+    """The model without gradients in tower and merger."""
+    for parameter in parameters_of_tower(base_of(causal_model(model))):
+        parameter.requires_grad_(False)
+    return model
+
+
+def difference_with_images_once(rank, model, batch, gradients) -> float:
+    """Against a pass that computes its images; one of the processes has computed them before, the other has not."""
+    once = VisionOnce(VisionPlan(64, None))
+    plain = gradients(model, batch)
+    with once.around(model):
+        if rank:
+            with torch.no_grad():
+                causal_model(model)(**batch.inputs)
+        once.metrics()
+        difference = largest_relative(plain, gradients(model, batch))
+    computed = once.metrics()["vision/computed_per_image"]
+    assert computed == 0 if rank else computed > 0, computed
+    return difference
+
+
 def run(rank: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -45,6 +70,10 @@ def run(rank: int) -> None:
     difference, report = compare(model, alone if rank else mine)  # the processes make different passes, DDP allows it
     assert difference < 1e-5, difference
     assert bool(report.plain) == bool(rank), report
+
+    model = torch.nn.parallel.DistributedDataParallel(with_head(frozen(build("qwen2_5_vl"))).train())
+    difference = difference_with_images_once(rank, model, mine, gradients)
+    assert difference < 1e-5, difference
 
     for checkpointing in (False, True):
         model = with_head(build("qwen2_5_vl")).train()

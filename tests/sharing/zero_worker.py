@@ -11,13 +11,13 @@ import torch.distributed as dist
 from compare import checkpointed, largest_relative, loss_of, with_head
 from deepspeed.utils import safe_get_full_grad
 from families import build, make_batch
-from process_worker import all_agree
+from process_worker import all_agree, difference_with_images_once, frozen
 
 from vgr_trl.sharing import share_prompts
 
 
-def engine_for(stage: int, checkpointing: bool):
-    model = with_head(build("qwen2_5_vl")).train()
+def engine_for(stage: int, checkpointing: bool, prepare=lambda model: model):
+    model = with_head(prepare(build("qwen2_5_vl"))).train()
     if checkpointing:
         checkpointed(model)
     config = {
@@ -26,7 +26,7 @@ def engine_for(stage: int, checkpointing: bool):
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], lr=1e-3)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
@@ -50,6 +50,8 @@ def run(rank: int) -> None:
             assert len(plain) > 10
             difference = largest_relative(plain, shared)
             assert difference < 1e-5, (stage, checkpointing, difference)
+    difference = difference_with_images_once(rank, engine_for(2, True, frozen), batch, gradients)
+    assert difference < 1e-5, difference
     print(f"rank {rank} passed")
     dist.destroy_process_group()
 
