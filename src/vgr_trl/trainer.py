@@ -36,6 +36,7 @@ from vgr_trl.training.choice.choose import GroupChoice
 from vgr_trl.training.choice.further_prompts import FurtherPrompts
 from vgr_trl.training.collapse_watch import CollapseWatch
 from vgr_trl.training.constructed import ConstructedTrainer
+from vgr_trl.training.critic.critic import Critic
 from vgr_trl.training.eval_sampling import sampling_of_mode
 from vgr_trl.training.host import TRLHost
 from vgr_trl.training.judge import Judge
@@ -131,6 +132,8 @@ class DAPOTrainer(ConstructedTrainer):
         self._choice = GroupChoice(self.host, self._measurement.wanted, prompts)
         self._rewards = Judge(self.host, self)
         self._kl = KLControl(self.host)
+        self._critic = Critic(self.host, self.model) if args.uses_critic else None
+        self._passes.reader = None if self._critic is None else self._critic.reader
         self._steps = StepMetrics(self.host)
         self._recorder = RolloutRecorder(self.host, self._measurement, self.processing_class, _name_of(self.model))
         self.collapse_watch = CollapseWatch(self.host)
@@ -178,6 +181,8 @@ class DAPOTrainer(ConstructedTrainer):
         """TRL's generation and judgement of a rollout, and when training the pass over perturbed images."""
         with images_logged_by_all(self, rollout.rows), scored_by_reference(self):
             rollout.batch = super()._generate_and_score_completions(rollout.rows)
+        if self._critic is not None and self.model.training:
+            self._critic.judge(rollout)
         return perceive(rollout, self.host, self._measurement) if self.model.training else rollout
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -187,8 +192,12 @@ class DAPOTrainer(ConstructedTrainer):
             recorded = self._recorder.keep(rollout)
             if self.model.training:
                 chosen, metrics = self._choice.choose(rollout)
-                rollout, more = spread(chosen, self.host)
-                self._log_all(metrics | more | self._kl.end_rollout())
+                self._log_all(metrics | self._kl.end_rollout())
+                if self._critic is not None:
+                    chosen, metrics = self._critic.estimate(chosen)
+                    self._log_all(metrics)
+                rollout, metrics = spread(chosen, self.host)
+                self._log_all(metrics)
                 add_credit(recorded, chosen, chosen.batch["advantages"], rollout.batch["advantages"])
             self._recorder.write(rollout, recorded)
             return with_perturbed_rows(rollout.batch)
@@ -286,12 +295,13 @@ class DAPOTrainer(ConstructedTrainer):
                 rollout.signals, rollout.prompt_mass, rollout.maps = (
                     measured.signals, measured.prompt_mass, measured.maps,
                 )  # fmt: skip
+                rollout.values = self._passes.values()
             else:
                 scored = score()
                 if rollout is not None and (model is self.ref_model or not policy_is_active(model)):
                     rollout.reference_logps = scored[0]
         if trains and self._pass is not None and self._pass.logps is None:
-            self._pass.logps = scored[0]
+            self._pass.logps, self._pass.values = scored[0], self._passes.values()
             if self.model.training:
                 self._choice.first_pass(self._pass)
         return scored
@@ -316,9 +326,16 @@ class DAPOTrainer(ConstructedTrainer):
             score = partial(self._get_per_token_logps_and_entropies, model, compute_entropy=True)
             terms, metrics = added_terms(passed, self.host, self._kl, lambda batch: score(**batch)[:2])
             self._log_all(metrics)
-            return loss + terms
+            if self._critic is None:
+                return loss + terms
+            self._log_all(self._critic.learn(passed, self._values_of))
+            return (loss + terms) * (not self._critic.holds_policy())
         finally:
             self._pass = None
+
+    def _values_of(self, critic: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        with replaced(self, "_pass", None):
+            return self._get_per_token_logps_and_entropies(critic, **inputs)[0]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add to TRL's: throughput and reward weights, once per log of training steps; texts that tables can hold."""
@@ -358,6 +375,8 @@ class DAPOTrainer(ConstructedTrainer):
         super()._save_rng_state(output_dir)
         self._choice.save(Path(output_dir))
         self._kl.save(Path(output_dir))
+        if self._critic is not None:
+            self._critic.save(Path(output_dir))
         save_generation(self, Path(output_dir), self._choice.waits)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -366,6 +385,8 @@ class DAPOTrainer(ConstructedTrainer):
         if checkpoint is not None:
             self._choice.load(Path(checkpoint))
             self._kl.load(Path(checkpoint))
+            if self._critic is not None:
+                self._critic.load(Path(checkpoint))
             continue_order(self, Path(checkpoint), self.train_sampler)
 
     def _loads_itself(self, model: Any) -> PreTrainedModel | None:

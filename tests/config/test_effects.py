@@ -44,6 +44,8 @@ FILTER = {"enable_perception_filtering": True}
         ({"kl_coef": 0.1, "kl_horizon": 1.0}, {"kl_horizon": "kl_type is fixed"}),
         ({"kl_coef": 0.1, "kl_type": "adaptive", "kl_horizon": 1.0, "kl_penalty": "kl"}, {}),
         ({"use_bias_correction_kl": False, "kl_coef": 0.1}, {"use_bias_correction_kl": "beta is 0.0"}),
+        ({"lam": 0.9, "critic_warmup": 2}, dict.fromkeys(("lam", "critic_warmup"), "advantage_estimator is grpo")),
+        ({"lam": 0.9, "critic_warmup": 2, "advantage_estimator": "gae"}, {}),
         ({"patch_size": 8}, {"patch_size": NOTHING_PERTURBED}),
         ({"patch_size": 8, "der_loss_weight2": 0.03}, {}),
         ({"patch_size": 8, "perturbation": "mask_image", "perception_loss_weight": 0.01},

@@ -374,13 +374,22 @@ def test_missing_entropies():
         shape_advantages(torch.zeros(1), measured, CreditOptions(enable_entropy_filtering=True))
 
 
+def test_tokens_may_have_advantages_of_their_own():
+    """The two of highest entropy keep theirs."""
+    measured = signals([[1, 1, 1, 0]])
+    measured.entropies = torch.tensor([[0.1, 0.3, 0.2, 9.0]])
+    options = CreditOptions(enable_entropy_filtering=True, top_p_entropy_tokens=0.5)
+    credit, _ = shape_advantages(torch.tensor([[1.0, -2.0, 3.0, 0.0]]), measured, options)
+    assert credit.tolist() == [[0, -2, 3, 0]]
+
+
 def test_shapes():
     with pytest.raises(
         DataError, match=r"^shape_advantages got advantages of shape \(2,\) and a mask of shape \(1, 3\)"
     ):
         shape_advantages(torch.zeros(2), signals([[1, 1, 1]]), CreditOptions())
-    with pytest.raises(DataError, match=r"^shape_advantages got advantages of shape \(1, 3\) and a mask of shape"):
-        shape_advantages(torch.zeros(1, 3), signals([[1, 1, 1]]), CreditOptions())
+    with pytest.raises(DataError, match=r"advantages of shape \(1, 2\) and a mask of shape \(1, 3\)"):
+        shape_advantages(torch.zeros(1, 2), signals([[1, 1, 1]]), CreditOptions())
     with pytest.raises(DataError, match=r"^shape_advantages got shaped of shape \(2,\) and a mask of shape \(1, 3\)"):
         shape_advantages(torch.zeros(1), signals([[1, 1, 1]]), CreditOptions(), shaped=torch.ones(2))
     measured = signals([[1, 1, 1]], dependency=[[1.0]])

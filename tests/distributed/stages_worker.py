@@ -78,6 +78,23 @@ CASES = {
         "kl_horizon": 50,
         "dynamic_sampling": "resample",
     },
+    "critic": {
+        "reward_funcs": [accuracy_reward],
+        "advantage_estimator": "gae",
+        "lam": 0.9,
+        "critic_learning_rate": 1e-2,
+        "kl_coef": 0.5,
+        "use_kl_loss": False,
+        "token_weights": True,
+    },
+    "critic model": {
+        "reward_funcs": [uneven_reward],
+        "advantage_estimator": "gae",
+        "critic": "model",
+        "online_filtering": True,
+        "filter_key": "overall",
+        "dynamic_sampling": "resample",
+    },
     "perception loss": {"reward_funcs": [accuracy_reward], "perception_loss_weight": 0.01, "der_loss_weight2": 0.03},
 }
 

@@ -13,7 +13,7 @@ import torch
 SCRIPT = Path(__file__).with_name("stages_worker.py")
 NAMES = (
     "signals", "replay", "replay without measuring", "replay and resample", "resample", "remax", "perception loss",
-    "kl in the loss", "kl among the rewards",
+    "kl in the loss", "kl among the rewards", "critic", "critic model",
 )  # fmt: skip
 DIFFERENT = ("perf/", "step_time", "sharing/", "replay/megabytes", "grad_norm", "loss", "epoch", "clip_ratio")
 
@@ -92,4 +92,7 @@ def test_the_stages_did_something(outcomes):
         assert coefficients[0] == 0.5
         assert len(set(coefficients)) == 3
         assert one[name]["history"][-1]["kl/mean"] > 0
+    for name in ("critic", "critic model"):
+        assert one[name]["history"][0]["critic/value_mean"] == 0
+        assert one[name]["history"][-1]["critic/value_mean"] != 0
     assert one["perception loss"]["history"][-1]["perception_loss"] < 0

@@ -1,8 +1,8 @@
 """Every option, one file per stage; `help` is its description.
 
 Read `dapo.py`, which composes them, then the stages in the order of data: `measure.py`, `perceive.py`, `choose.py`,
-`kl.py`, `credit.py`, `report.py`, `evaluate.py`. `aliases.py` has other names of options, `ranges.py` checks
-values, `effects.py` names options that steer nothing. `foreign/` has the keys of other trainers.
+`kl.py`, `critic.py`, `credit.py`, `report.py`, `evaluate.py`. `aliases.py` has other names of options, `ranges.py`
+checks values, `effects.py` names options that steer nothing. `foreign/` has the keys of other trainers.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vgr_trl.config.aliases import AliasOptions
 from vgr_trl.config.choose import ChooseOptions
 from vgr_trl.config.credit import CreditOptions
+from vgr_trl.config.critic import CriticOptions
 from vgr_trl.config.evaluate import EvaluateOptions
 from vgr_trl.config.kl import KLOptions
 from vgr_trl.config.measure import MeasureOptions
@@ -23,6 +24,7 @@ __all__ = [
     "AliasOptions",
     "ChooseOptions",
     "CreditOptions",
+    "CriticOptions",
     "DAPOConfig",
     "EvaluateOptions",
     "KLOptions",

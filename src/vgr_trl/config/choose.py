@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from vgr_trl.config.ranges import check_choice, check_integer, check_number, check_switch, is_number
 from vgr_trl.errors import ConfigError
 
-ESTIMATORS = ("grpo", "rloo", "remax", "reinforce_plus_plus", "grpo_passk")
+ESTIMATORS = ("grpo", "rloo", "remax", "reinforce_plus_plus", "grpo_passk", "gae")
 
 
 @dataclass
@@ -13,7 +13,8 @@ class ChooseOptions:
     """How completions of a prompt are compared, and what happens to groups without a gradient (dead groups).
 
     Args:
-        advantage_estimator: `grpo`, `rloo`, `remax`, `reinforce_plus_plus` or `grpo_passk`.
+        advantage_estimator: `grpo`, `rloo`, `remax`, `reinforce_plus_plus` or `grpo_passk`; or `gae`, by a
+            critic (`CriticOptions`), token by token.
         replay_buffer_size: groups kept to replace dead ones, at least 0; 0: no buffer.
         replay_var_epsilon: a group whose largest |advantage| (for `grpo`: standard deviation of the rewards) is at most
             this is dead; at least 0.
@@ -95,6 +96,11 @@ class ChooseOptions:
         if self.filter_mode == "quantile":
             check_number("filter_low", self.filter_low, 0, 1, "in [0, 1], a quantile")
             check_number("filter_high", self.filter_high, 0, 1, "in [0, 1], a quantile")
+        if self.advantage_estimator == "gae" and self.replay_buffer_size > 0:
+            raise ConfigError(
+                f"advantage_estimator is gae with replay_buffer_size {self.replay_buffer_size}, whose groups would "
+                "keep advantages of an earlier critic: drop the buffer, or use another estimator."
+            )
         if not (is_number(self.filter_low) and is_number(self.filter_high) and self.filter_low < self.filter_high):
             raise ConfigError(
                 f"filter_low is {self.filter_low!r} and filter_high is {self.filter_high!r}: give two numbers with "

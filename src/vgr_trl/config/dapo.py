@@ -9,6 +9,7 @@ from vgr_trl.config import (
     AliasOptions,
     ChooseOptions,
     CreditOptions,
+    CriticOptions,
     EvaluateOptions,
     KLOptions,
     MeasureOptions,
@@ -44,14 +45,15 @@ class DAPOConfig(
     EvaluateOptions,
     ChooseOptions,
     CreditOptions,
+    CriticOptions,
     KLOptions,
     PerceiveOptions,
     MeasureOptions,
     GRPOConfig,
 ):
     """Options of `DAPOTrainer`: those of TRL's `GRPOConfig`, with the defaults of DAPO, those of the stages
-    (`MeasureOptions`, `PerceiveOptions`, `KLOptions`, `CreditOptions`, `ChooseOptions`, `ReportOptions`,
-    `EvaluateOptions`), other names of some (`AliasOptions`), and the ones below.
+    (`MeasureOptions`, `PerceiveOptions`, `KLOptions`, `CriticOptions`, `CreditOptions`, `ChooseOptions`,
+    `ReportOptions`, `EvaluateOptions`), other names of some (`AliasOptions`), and the ones below.
 
     Changed defaults: `epsilon_high=0.28` (DAPO's clip-higher; https://huggingface.co/papers/2503.14476). TRL's own
     defaults already are `loss_type="dapo"` and `beta=0.0`.
@@ -166,18 +168,30 @@ class DAPOConfig(
         self.check_measure()
         self.check_perceive()
         self.check_kl()
+        self.check_critic()
         self.check_credit()
         self.check_choose()
         self.check_report()
         self.check_evaluate()
         self._refuse_ignored_credit()
         self._refuse_two_kinds_of_kl()
+        self._refuse_unfit_critic()
         super().__post_init__()
 
     @property
     def prompts_per_rollout(self) -> int:
         """Distinct prompts, over all processes, that one rollout generates completions for."""
         return int(self.generation_batch_size or 0) // int(self.num_generations or 1)
+
+    @property
+    def uses_critic(self) -> bool:
+        """Whether advantages come from a critic."""
+        return self.advantage_estimator == "gae"
+
+    @property
+    def has_token_advantages(self) -> bool:
+        """Whether the loss gets advantages (N, T)."""
+        return self.shapes_advantages or self.uses_critic
 
     def _resolve_warmup(self) -> None:
         if self.warmup_ratio is not None:
@@ -190,10 +204,25 @@ class DAPOConfig(
             self.warmup_steps = self.warmup_ratio
 
     def _refuse_ignored_credit(self) -> None:
-        if self.importance_sampling_level == "sequence" and self.shapes_tokens and self.loss_type in _RATIO_LOSSES:
+        differs = self.shapes_tokens or self.uses_critic
+        if self.importance_sampling_level == "sequence" and differs and self.loss_type in _RATIO_LOSSES:
             raise ConfigError(
                 f"importance_sampling_level is sequence with loss_type {self.loss_type}: the gradient would ignore "
-                "token weights and filters, so use importance_sampling_level token, or loss_type cispo or vespo."
+                "token weights, filters and a critic, so use importance_sampling_level token, or loss_type cispo or "
+                "vespo."
+            )
+
+    def _refuse_unfit_critic(self) -> None:
+        if not self.uses_critic:
+            return
+        if self.critic_warmup > 0 and self.weight_decay > 0:
+            raise ConfigError(
+                f"critic_warmup is {self.critic_warmup} and weight_decay is {self.weight_decay}, which would move the "
+                "policy meanwhile: give weight_decay 0, or no critic_warmup."
+            )
+        if self.torch_compile:
+            raise ConfigError(
+                "advantage_estimator is gae with torch_compile, which hides what a critic reads: drop one."
             )
 
     def _refuse_two_kinds_of_kl(self) -> None:

@@ -97,6 +97,10 @@ def _no_adaptive_kl(args: Any) -> str | None:
     return _off("kl_coef")(args) or (None if args.kl_type == "adaptive" else f"kl_type is {args.kl_type}")
 
 
+def _no_critic(args: Any) -> str | None:
+    return None if args.uses_critic else f"advantage_estimator is {args.advantage_estimator}"
+
+
 def _no_markdown(args: Any) -> str | None:
     paths = (args.rollout_log_path, args.eval_log_path, args.attention_diag_log_path, args.token_weights_log_path)
     return None if any(paths) or args.markdown_logs else "no Markdown log is written"
@@ -116,6 +120,8 @@ _RULES: dict[tuple[str, ...], Reason] = {
     ("trajectory_scaling_min",): _off("enable_trajectory_reweighting"),
     ("entropy_penalty_coef",): _off("use_entropy_penalty"),
     ("use_bias_correction_kl",): _off("beta"),
+    ("gamma", "lam", "critic", "critic_learning_rate", "critic_warmup_steps", "critic_warmup",
+     "cliprange_value"): _no_critic,
     ("kl_penalty", "use_kl_loss", "kl_type"): _off("kl_coef"),
     ("kl_target", "kl_horizon"): _no_adaptive_kl,
     ("perturbation", "perturb_per"): _no_perturbation,

@@ -46,6 +46,29 @@ def gae(
     return advantages, (advantages + values).masked_fill(~mask, 0)
 
 
+def token_rewards(rewards: torch.Tensor, mask: torch.Tensor, penalties: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the reward of every token: that of the completion at its last valid token, and a penalty at each.
+
+    Args:
+        rewards: (N,), of the completions; NaN for one without.
+        mask: (N, T) bool, valid tokens.
+        penalties: (N, T), added to the rewards of valid tokens; None: there are none.
+
+    Returns:
+        (N, T) float32, 0 outside `mask`.
+
+    Raises:
+        DataError: the shapes differ.
+    """
+    mask = mask.bool()
+    last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)  # (N, T)
+    found = torch.zeros_like(mask, dtype=torch.float32)
+    if penalties is not None:
+        check_shapes("token_rewards", mask, penalties=penalties)
+        found = penalties.float().masked_fill(~mask, 0)
+    return torch.where(last, found + rewards.float().unsqueeze(1), found)
+
+
 def value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, cliprange: float
 ) -> torch.Tensor:

@@ -39,7 +39,7 @@ def shape_advantages(
     What is off is left out, so without any rule every token gets the advantage of its completion.
 
     Args:
-        advantages: (N,).
+        advantages: (N,), or (N, T) if tokens have their own.
         signals: of the same N completions.
         options: the rules that are on, and their numbers.
         shaped: (N,) bool, completions that take part in minimum, maximum and mean of the trajectory scale; None: all.
@@ -55,19 +55,23 @@ def shape_advantages(
         DataError: shapes differ.
     """
     mask = signals.mask.bool()  # (N, T)
-    _check_rows("advantages", advantages, mask)
+    if advantages.ndim == 2:
+        check_shapes("shape_advantages", mask, advantages=advantages)
+    else:
+        _check_rows("advantages", advantages, mask)
+        advantages = advantages.unsqueeze(1)
     if shaped is not None:
         _check_rows("shaped", shaped, mask)
     check_choice("perception_weighting", options.perception_weighting, ("filter", "soft"))
     totals = Totals()
-    credit = advantages.float().unsqueeze(1).expand(mask.shape).clone()  # (N, T)
+    credit = advantages.float().expand(mask.shape).clone()  # (N, T)
     metrics: dict[str, float] = {}
 
     if options.token_weights:
         attention = _needed(signals.attention, "token_weights", "attention")
         weights = attention_weights(attention, mask, options)
         if options.token_weights_positive_only:
-            weights = weights.masked_fill((advantages < 0).unsqueeze(1), 1)
+            weights = weights.masked_fill(advantages < 0, 1)
         add_weights(totals, "token_weight", weights, mask)
         credit *= weights
     if options.enable_perception_filtering and options.perception_weighting == "soft":

@@ -28,17 +28,19 @@ class Wanted:
         entropies: names of those that need entropies.
         dependency: names of those that need the dependency on the image.
         logps: names of those that need log-probabilities.
+        values: names of those that need a pass, whatever it is for.
     """
 
     attention: tuple[str, ...] = ()
     entropies: tuple[str, ...] = ()
     dependency: tuple[str, ...] = ()
     logps: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
 
     @property
     def scoring(self) -> bool:
         """Whether a pass over the rollout batch is needed."""
-        return bool(self.attention or self.head)
+        return bool(self.attention or self.head or self.values)
 
     @property
     def head(self) -> bool:

@@ -74,13 +74,16 @@ class Host(Protocol):
     def newest_metrics(self) -> dict[str, float]:
         """Return the last value of everything that waits to be logged in this mode."""
 
-    def score(self, inputs: dict[str, Any], head: bool = True, rows: Sequence[int] | None = None) -> torch.Tensor:
+    def score(
+        self, inputs: dict[str, Any], head: bool = True, rows: Sequence[int] | None = None, model: Any = None
+    ) -> torch.Tensor:
         """Return log-probabilities (N, T) of a batch under the policy, as TRL scores it, without gradients.
 
         Args:
             inputs: as `scoring_inputs` gives them.
             head: False: the pass ends before the head but for `rows`, and what is returned of others is NaN.
             rows: of this process; None where no process has any.
+            model: another one to score with, which TRL's scoring can call; None: the policy.
         """
 
     def tokenize(self, prompts: list[Any]) -> tuple[Any, dict[str, Any]]:
@@ -160,15 +163,18 @@ class TRLHost:
         """Return the last value of everything that waits to be logged in this mode."""
         return {name: values[-1] for name, values in self.trainer._metrics[self.mode].items() if values}
 
-    def score(self, inputs: dict[str, Any], head: bool = True, rows: Sequence[int] | None = None) -> torch.Tensor:
+    def score(
+        self, inputs: dict[str, Any], head: bool = True, rows: Sequence[int] | None = None, model: Any = None
+    ) -> torch.Tensor:
         """Score in the chunks in which TRL scores."""
         trainer, args = self.trainer, self.args
         inputs = Trainer._prepare_inputs(trainer, inputs)
         chunk = args.per_device_train_batch_size if self.mode == "train" else args.per_device_eval_batch_size
-        narrowed = nullcontext() if head else head_of_rows(trainer.model, rows)
+        scored = trainer.model if model is None else model
+        narrowed = nullcontext() if head else head_of_rows(scored, rows)
         plainly = disable_gradient_checkpointing(trainer.model, args.gradient_checkpointing_kwargs)
         with torch.no_grad(), plainly, narrowed:
-            return trainer._get_per_token_logps_and_entropies(trainer.model, batch_size=chunk, **inputs)[0]
+            return trainer._get_per_token_logps_and_entropies(scored, batch_size=chunk, **inputs)[0]
 
     def tokenize(self, prompts: list[Any]) -> tuple[Any, dict[str, Any]]:
         """Tokenize as TRL does, past the hook that keeps the prompts of a rollout."""

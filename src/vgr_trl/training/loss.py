@@ -17,14 +17,14 @@ Score = Callable[[dict[str, Any]], tuple[torch.Tensor, torch.Tensor]]
 
 
 def reads_every_token(args: Any) -> bool:
-    """Return whether the loss has a term, of TRL's or of ours, for tokens that have no advantage too.
+    """Return whether tokens that have no advantage are trained on too, by a term of TRL's or of ours, or by a critic.
 
     Args:
         args: a `DAPOConfig`.
     """
     of_trl = args.beta > 0 or args.entropy_coef != 0 or args.use_adaptive_entropy
     perceives = args.uses_perception_loss or args.der_loss_weight1 > 0
-    return bool(of_trl or args.use_entropy_penalty or perceives or args.has_kl_loss)
+    return bool(of_trl or args.use_entropy_penalty or perceives or args.has_kl_loss or args.uses_critic)
 
 
 def added_terms(passed: TrainingPass, host: Host, kl: KLControl, score: Score) -> Term:

@@ -29,10 +29,12 @@ def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
         "dependency": _on(args.enable_perception_filtering, "enable_perception_filtering")
         + _on(args.enable_trajectory_reweighting, "enable_trajectory_reweighting"),
         "logps": _on(args.penalises_kl, "kl_coef"),
+        "values": _on(args.uses_critic and args.critic == "head", "advantage_estimator gae"),
     }
     perceiving = features["dependency"] + _on(args.perception_loss_weight > 0, "perception_loss_weight")
     perceiving += _on(args.der_loss_weight2 > 0, "der_loss_weight2")
-    _refuse(features["attention"] + features["entropies"] + features["logps"] + perceiving, _why_no_rollout(trainer))
+    scored = features["entropies"] + features["logps"] + _on(args.uses_critic, "advantage_estimator gae")
+    _refuse(features["attention"] + scored + perceiving, _why_no_rollout(trainer))
     _refuse(attention + perceiving, _why_no_images(trainer))
     ids = tuple(args.vision_token_ids or ()) or _found_vision_tokens(trainer)
     if attention:
@@ -65,7 +67,7 @@ def score_completions(rollout: Rollout, host: Host, measurement: Measurement, co
     ).inputs()
     if measurement.wanted.head:
         host.score(inputs)
-    elif rollout.generated_mass is not None and rollout.recorded is None:
+    elif rollout.generated_mass is not None and rollout.recorded is None and not measurement.wanted.values:
         mask = inputs["attention_mask"][:, -inputs["logits_to_keep"] :].to(rollout.generated_mass.mask.device)
         rollout.signals = signals_of_generation(rollout.generated_mass, mask)
     else:

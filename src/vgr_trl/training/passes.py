@@ -1,8 +1,10 @@
 """What is around every pass of a run: prompts and image features computed once; where, and why not elsewhere."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+
+import torch
 
 from vgr_trl.sharing import Place, SharedPasses, SharingPlan, has_active_dropout, why_not_regroup, why_not_share
 from vgr_trl.sharing.backbone import base_of, causal_model, is_compiled, recomputes_without_graph
@@ -10,6 +12,7 @@ from vgr_trl.skipping import VisionOnce, VisionPlan
 from vgr_trl.skipping.vision_plan import why_not_once
 from vgr_trl.skipping.vision_tower import tower_trains
 from vgr_trl.training.constructed import ConstructedTrainer
+from vgr_trl.training.critic.values import HeadReader
 
 
 class Passes:
@@ -24,12 +27,18 @@ class Passes:
     def __init__(self, sharing: SharingPlan, vision: VisionPlan, agree: Callable[[bool], bool]) -> None:
         self.vision = VisionOnce(vision)
         self._shared = SharedPasses(sharing, agree)
+        self.reader: HeadReader | None = None  # of a critic
 
     @contextmanager
     def around(self, place: Place, model: Any, completion_length: int | None = None) -> Iterator[None]:
         """Leave out of passes of this block what can be; the arguments are those of `SharedPasses.around`."""
-        with self.vision.around(model), self._shared.around(place, model, completion_length):
+        read = nullcontext() if self.reader is None else self.reader.around(model, completion_length)
+        with self.vision.around(model), self._shared.around(place, model, completion_length), read:
             yield
+
+    def values(self) -> torch.Tensor | None:
+        """Return what a critic's head has read off the latest pass (N, T), None without one."""
+        return None if self.reader is None else self.reader.take()
 
     def rollout(self, trains: bool) -> AbstractContextManager[None]:
         """Around generation and scoring of a rollout, as `VisionOnce.rollout`."""

@@ -66,6 +66,7 @@ class Rollout:
         maps: row -> attention over its vision tokens, (layers that rewards read, T, V).
         signals: of the completions.
         reference_logps: (N, T), of the completions under the reference.
+        values: (N, T), that a critic has read off the pass over the completions.
         kl_penalty: (N, T), at most 0 for most kinds: what the KL adds to the reward of each token.
         perturbed_images: of each row, as they were perturbed for the dependency.
         changes: of the log-probabilities when images are perturbed, (N, T).
@@ -86,6 +87,7 @@ class Rollout:
     maps: dict[int, torch.Tensor] | None = None
     signals: RolloutSignals | None = None
     reference_logps: torch.Tensor | None = None
+    values: torch.Tensor | None = None
     kl_penalty: torch.Tensor | None = None
     perturbed_images: list[list[Any]] | None = None
     changes: torch.Tensor | None = None
@@ -103,10 +105,12 @@ class TrainingPass:
     Attributes:
         inputs: of the loss.
         logps: (N, T) with gradients, of the first pass through the model; None before it.
+        values: (N, T) with gradients, that a critic has read off that pass.
     """
 
     inputs: dict[str, Any]
     logps: torch.Tensor | None = None
+    values: torch.Tensor | None = None
 
 
 def valid_tokens(inputs: dict[str, Any]) -> torch.Tensor:

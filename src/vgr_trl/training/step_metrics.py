@@ -9,7 +9,17 @@ import torch
 from vgr_trl.training.host import Host
 from vgr_trl.training.rollout import TrainingPass, valid_tokens
 
-_TOKEN_MEANS = ("approx_kl", "entropy_penalty", "perception_loss", "perturbed_entropy", "kl", "kl/mean", "entropy")
+_TOKEN_MEANS = (
+    "approx_kl",
+    "entropy_penalty",
+    "perception_loss",
+    "perturbed_entropy",
+    "kl",
+    "kl/mean",
+    "entropy",
+    "critic/value_loss",
+    "critic/clipped",
+)
 _RATIO_MEANS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
 
 
@@ -37,7 +47,7 @@ def token_means(args: Any) -> tuple[str, ...]:
     Args:
         args: a `DAPOConfig`; with importance ratios of sequences, what is clipped is counted by completions.
     """
-    by_completion = args.importance_sampling_level == "sequence" and not args.shapes_advantages
+    by_completion = args.importance_sampling_level == "sequence" and not args.has_token_advantages
     return _TOKEN_MEANS if by_completion else _TOKEN_MEANS + _RATIO_MEANS
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -29,7 +30,7 @@ from vgr_trl.training.choice.further_prompts import FurtherPrompts
 from vgr_trl.training.choice.greedy_baseline import greedy_baseline
 from vgr_trl.training.choice.replay import OLD_LOGPS, Replay
 from vgr_trl.training.host import Host
-from vgr_trl.training.rollout import Rollout, TrainingPass, Verdict
+from vgr_trl.training.rollout import Rollout, TrainingPass, Verdict, valid_tokens
 
 logger = logging.get_logger(__name__)
 
@@ -104,17 +105,25 @@ class GroupChoice:
             rewards=_weighted(rollout.rewards, host.reward_weights),
             advantages=accelerator.gather(rollout.batch["advantages"]),
         )
-        if args.advantage_estimator != "grpo":
+        if args.uses_critic:
+            verdict.advantages = accelerator.gather(_completion_means(rollout.batch))
+            rollout.batch = {**rollout.batch, "advantages": verdict.advantages[verdict.here]}
+            host.correct_logged_advantages(verdict.advantages.tolist())
+        elif args.advantage_estimator != "grpo":
             baseline = greedy_baseline(rollout, host, placement) if args.advantage_estimator == "remax" else None
             verdict.advantages = estimate_advantages(verdict.rewards, size, args.advantage_estimator, baseline)
             rollout.batch = {**rollout.batch, "advantages": verdict.advantages[verdict.here]}
             host.correct_logged_advantages(verdict.advantages.tolist())
-        dead = dead_groups(
-            verdict.advantages,
-            verdict.rewards,
-            size,
-            estimator=args.advantage_estimator,
-            epsilon=args.replay_var_epsilon,
+        dead = (
+            []
+            if args.uses_critic
+            else dead_groups(
+                verdict.advantages,
+                verdict.rewards,
+                size,
+                estimator=args.advantage_estimator,
+                epsilon=args.replay_var_epsilon,
+            )
         )
         filtered: list[int] = []
         means = torch.empty(0)
@@ -258,6 +267,12 @@ class GroupChoice:
 def _verdict(rollout: Rollout) -> Verdict:
     assert rollout.verdict is not None
     return rollout.verdict
+
+
+def _completion_means(batch: dict[str, Any]) -> torch.Tensor:
+    """Mean of the advantages of the tokens of each completion, (N,); 0 for one without."""
+    advantages, mask = batch["token_advantages"].nan_to_num(), valid_tokens(batch)
+    return (advantages * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
 
 
 def _starts_anew(folder: Path, what: str, option: str) -> str:

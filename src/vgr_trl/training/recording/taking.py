@@ -142,7 +142,7 @@ def add_credit(taken: TakenRows, chosen: Rollout, before: torch.Tensor, after: t
     Args:
         taken: as `take_rows` returned them.
         chosen: the rollout, groups replaced.
-        before: its advantages, (N,).
+        before: its advantages, (N,), or (N, T) of a critic, whose mean is recorded as the completion's.
         after: likewise with credit spread, (N,) or (N, T).
     """
     rows = list(chosen.recorded or ())
@@ -153,5 +153,7 @@ def add_credit(taken: TakenRows, chosen: Rollout, before: torch.Tensor, after: t
             row.replaced = True
             continue
         length = len(row.completion)
+        if isinstance(advantage, list):
+            advantage = sum(advantage[:length]) / max(length, 1)
         row.advantage = advantage
         row.advantages = credit[:length] if isinstance(credit, list) else [credit] * length

@@ -96,6 +96,13 @@ ESTIMATORS = {
         2025,
         "2501.03262",
     ),
+    "gae": Paper(
+        "schulman2015high",
+        "High-Dimensional Continuous Control Using Generalized Advantage Estimation",
+        "Schulman, John and Moritz, Philipp and Levine, Sergey and Jordan, Michael and Abbeel, Pieter",
+        2015,
+        "1506.02438",
+    ),
     "grpo_passk": Paper(
         "tang2025optimizing",
         "Optimizing Language Models for Inference Time Objectives using Reinforcement Learning",

@@ -1,0 +1,53 @@
+"""Options of the critic, whose values are what `advantage_estimator gae` compares with."""
+
+from dataclasses import dataclass, field
+
+from vgr_trl.config.ranges import check_choice, check_integer, check_number
+
+LEARNING_RATES = {"head": 1e-3, "model": 1e-5}
+
+
+@dataclass
+class CriticOptions:
+    """How the values of tokens are learned and what becomes of them.
+
+    Args:
+        gamma: discount, in [0, 1].
+        lam: λ of generalised advantage estimation, in [0, 1].
+        critic: `head`, on the policy's last hidden states, which it does not train; or `model`, a copy of the policy
+            with a scalar head, which trains the parameters that the policy trains, an adapter for instance.
+        critic_learning_rate: above 0. None: 1e-3 for a head, 1e-5 for a model.
+        critic_warmup_steps: steps over which that rises from 0, at least 0.
+        critic_warmup: steps in the beginning in which only the critic is trained, at least 0.
+        cliprange_value: how far a value may move from that of the rollout before its loss stops following; above 0.
+    """
+
+    gamma: float = field(default=1.0, metadata={"help": "Discount of advantage_estimator gae, in [0, 1]."})
+    lam: float = field(default=1.0, metadata={"help": "Lambda of advantage_estimator gae, in [0, 1]."})
+    critic: str = field(
+        default="head",
+        metadata={"help": "head: on the policy's last hidden states, or model: a copy of the policy that is trained."},
+    )
+    critic_learning_rate: float | None = field(
+        default=None, metadata={"help": "Learning rate of the critic. None: 1e-3 for a head, 1e-5 for a model."}
+    )
+    critic_warmup_steps: int = field(
+        default=0, metadata={"help": "Steps over which the critic's learning rate rises from 0."}
+    )
+    critic_warmup: int = field(
+        default=0, metadata={"help": "Steps in the beginning in which only the critic is trained."}
+    )
+    cliprange_value: float = field(
+        default=0.5, metadata={"help": "How far a value may move from that of the rollout in the value loss."}
+    )
+
+    def check_critic(self) -> None:
+        """Raise `ConfigError` for values out of range."""
+        check_number("gamma", self.gamma, 0, 1, "in [0, 1]")
+        check_number("lam", self.lam, 0, 1, "in [0, 1]")
+        check_choice("critic", self.critic, tuple(LEARNING_RATES))
+        if self.critic_learning_rate is not None:
+            check_number("critic_learning_rate", self.critic_learning_rate, 1e-30, 1e30, "above 0")
+        check_integer("critic_warmup_steps", self.critic_warmup_steps, 0)
+        check_integer("critic_warmup", self.critic_warmup, 0)
+        check_number("cliprange_value", self.cliprange_value, 1e-30, 1e30, "above 0")

@@ -1,0 +1,219 @@
+"""Advantages by a critic in a run: values, what they are learned from, and what a checkpoint keeps of them."""
+
+import pytest
+import torch
+from datasets import load_dataset
+from peft import LoraConfig
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.batch.inputs import scoring_inputs
+from vgr_trl.data.rows.schema import prepare_rows
+from vgr_trl.demo.tiny_vlm import load_processor
+from vgr_trl.errors import ConfigError
+from vgr_trl.training.loss import reads_every_token
+
+
+def letters_reward(completions, **kwargs):
+    return [sum(map(ord, completion[0]["content"])) % 7 / 7 for completion in completions]
+
+
+@pytest.fixture
+def make(model_folder, question_files, tmp_path):
+    processor = load_processor(model_folder)
+    file = question_files.split(",")[0].removeprefix("train=")
+    questions, _ = prepare_rows(load_dataset("parquet", data_files=file, split="train"), system_prompt=None)
+
+    def build(rewards=letters_reward, peft_config=None, **changed):
+        options = {
+            "output_dir": str(tmp_path / "run"),
+            "advantage_estimator": "gae",
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "num_generations": 4,
+            "max_completion_length": 6,
+            "max_steps": 1,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "compute_attention_metrics": False,
+        }
+        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder)
+        config = DAPOConfig(**options | changed)
+        return DAPOTrainer(model, rewards, config, questions, processing_class=processor, peft_config=peft_config)
+
+    return build
+
+
+def rollout_batch(trainer, rows=8):
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+    return trainer._generate_and_score_completions([trainer.train_dataset[index // 4] for index in range(rows)])
+
+
+def hidden_by_hand(base, inputs):
+    """Last hidden states of the emitting positions, from a plain pass."""
+    given = scoring_inputs(inputs)
+    length = given.pop("logits_to_keep")
+    given.pop("num_images")
+    with torch.no_grad():
+        return base(**given).last_hidden_state[:, -length - 1 : -1]
+
+
+def set_head(trainer):
+    head = trainer._critic.module if trainer.args.critic == "head" else trainer._critic.module.head
+    with torch.no_grad():
+        head.linear.weight.copy_(torch.linspace(-0.3, 0.3, head.linear.in_features).unsqueeze(0))
+        head.linear.bias.fill_(0.1)
+    return head.linear
+
+
+@pytest.mark.parametrize("critic", ["head", "model"])
+def test_values_advantages_and_returns_of_a_rollout(make, critic):
+    """V = w·h + b of the token's emitting position; with γ = 1 and λ = 0, A = V of the next token, or r, minus V."""
+    trainer = make(critic=critic, lam=0.0)
+    linear = set_head(trainer)
+    batch = rollout_batch(trainer)
+    mask = batch["completion_mask"].bool()
+    values = linear(hidden_by_hand(trainer.model.model, batch)).squeeze(-1).detach() * mask
+    assert torch.allclose(batch["values"], values, atol=1e-5)
+    next_values = torch.nn.functional.pad(values[:, 1:], (0, 1))
+    rewards = torch.tensor(trainer._logs["rewards"]["letters_reward"])
+    for row, length in enumerate(mask.sum(1).tolist()):
+        next_values[row, length - 1] = rewards[row]
+    assert torch.allclose(batch["returns"], next_values * mask, atol=1e-5)
+    advantages = (next_values - values)[mask]
+    expected = (advantages - advantages.mean()) / advantages.std()
+    assert torch.allclose(batch["advantages"][mask], expected, atol=1e-4)
+    assert (batch["advantages"][~mask] == 0).all()
+    errors, returns = advantages, batch["returns"][mask]
+    explained = 1 - errors.var(correction=0) / returns.var(correction=0)
+    assert trainer._metrics["train"]["critic/explained_variance"] == [pytest.approx(explained.item(), abs=1e-3)]
+    means = [((next_values - values) * mask)[row].sum().item() / mask[row].sum().item() for row in range(8)]
+    assert list(trainer._logs["advantages"]) == pytest.approx(means, abs=1e-4)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_the_gradient_of_the_value_loss(make, loss_type):
+    """At V = V_old the loss is half the squared error, so its slope is V - R, times the hidden state."""
+    trainer = make(loss_type=loss_type, gradient_accumulation_steps=1, steps_per_generation=1)
+    linear = set_head(trainer)
+    before = linear.weight.detach().clone()
+    inputs = rollout_batch(trainer, rows=4)
+    hidden, mask = hidden_by_hand(trainer.model.model, inputs), inputs["completion_mask"].bool()
+    errors = (inputs["values"] - inputs["returns"]) * mask
+    share = mask / mask.sum() if loss_type == "dapo" else mask / mask.sum(1, keepdim=True) / len(mask)
+    expected = (errors * share).unsqueeze(-1).mul(hidden).sum((0, 1))
+    kept = {}
+    trainer._critic.learner.optimizer.register_step_post_hook(lambda *_: kept.update(grad=linear.weight.grad.clone()))
+    trainer.accelerator.gradient_state._set_sync_gradients(True)
+    policy = [value.detach().clone() for value in trainer.model.parameters()]
+    loss = trainer._compute_loss(trainer.model, inputs)
+    norm = trainer._metrics["train"]["critic/grad_norm"][0]
+    grad = kept["grad"] * max(norm, 1.0)  # clipped to max_grad_norm 1
+    assert torch.allclose(grad[0], expected, rtol=1e-3, atol=1e-5)
+    assert (linear.weight - before).abs().max() > 0
+    assert all(value.grad is None for value in trainer.model.parameters())  # what is read trains nothing
+    assert loss.requires_grad
+    assert all(torch.equal(one, other) for one, other in zip(policy, trainer.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("changed", [{"critic": "head"}, {"critic": "model"}, {"critic": "model", "peft": True}])
+def test_a_run_goes_on_from_a_checkpoint_as_if_undisturbed(make, changed):
+    adapter = LoraConfig(r=2, target_modules=["q_proj"]) if changed.pop("peft", False) else None
+    options = changed | {
+        "max_steps": 3, "save_strategy": "steps", "save_steps": 2, "critic_learning_rate": 1e-2,
+        "critic_warmup_steps": 1, "max_completion_length": 4,
+    }  # fmt: skip
+    whole = make(peft_config=adapter, **options)
+    whole.train()
+    logged = [entry for entry in whole.state.log_history if "critic/value_loss" in entry]
+    assert [entry["critic/learning_rate"] for entry in logged] == pytest.approx([5e-3, 1e-2, 1e-2])
+    assert logged[0]["critic/value_mean"] == 0
+    assert all(entry["critic/grad_norm"] > 0 for entry in logged)
+    resumed = make(peft_config=adapter, **options)
+    resumed.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-2")
+    again = resumed.state.log_history[-2]
+    for name in ("critic/value_loss", "critic/explained_variance", "critic/grad_norm", "reward", "loss"):
+        assert again[name] == pytest.approx(logged[-1][name], rel=1e-4, abs=1e-6), name
+    for one, other in zip(whole._critic.learner.named.values(), resumed._critic.learner.named.values(), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+    if adapter is not None:
+        assert {name.split(".")[-3] for name in whole._critic.learner.named if "lora" in name} == {"lora_A", "lora_B"}
+        assert not any("base_layer" in name for name in whole._critic.learner.named)
+
+
+def test_the_policy_waits_for_the_critic(make):
+    trainer = make(critic_warmup=2, max_steps=2)
+    before = [value.detach().clone() for value in trainer.model.parameters()]
+    trainer.train()
+    assert all(torch.equal(one, other) for one, other in zip(before, trainer.model.parameters(), strict=True))
+    assert trainer._critic.module.linear.weight.abs().max() > 0
+
+
+def test_credit_multiplies_the_advantages_of_tokens(make):
+    """A filter that keeps half of the tokens leaves theirs as they are."""
+    plain = rollout_batch(make())
+    torch.manual_seed(0)
+    trainer = make(enable_entropy_filtering=True, top_p_entropy_tokens=0.5)
+    batch = rollout_batch(trainer)
+    mask = batch["completion_mask"].bool()
+    kept = batch["advantages"] != 0
+    assert plain["advantages"].shape == batch["advantages"].shape == mask.shape
+    assert kept.sum(1).tolist() == [-(-length // 2) for length in mask.sum(1).tolist()]
+    assert trainer._metrics["train"]["entropy_token_fraction"] == [pytest.approx(0.5)]
+
+
+def test_rows_without_a_reward_and_filtered_groups_train_nothing(make):
+    def none_for_the_first(completions, **kwargs):
+        return [None] + [float(index >= 4) for index in range(1, len(completions))]
+
+    trainer = make([none_for_the_first], online_filtering=True, filter_key="overall", filter_low=-1.0, filter_high=0.5)
+    batch = rollout_batch(trainer)
+    mask = batch["completion_mask"].bool()
+    trained = (~batch["returns"].isnan() & mask).any(1).tolist()
+    assert trained == [False, True, True, True, False, False, False, False]
+    assert (batch["advantages"][[0, 4, 5, 6, 7]] == 0).all()
+    trainer._metrics["train"].clear()
+    trainer._compute_loss(trainer.model, batch)
+    [loss] = trainer._metrics["train"]["critic/value_loss"]
+    assert loss == 0  # V = 0 = r
+
+
+def test_the_kl_is_taken_from_each_token(make):
+    trainer = make(kl_coef=0.5, kl_penalty="abs", use_kl_loss=False, gamma=0.0)
+    trainer.model.train()
+    with torch.no_grad():
+        trainer.model.lm_head.weight.add_(torch.randn_like(trainer.model.lm_head.weight) * 0.2)
+    batch = rollout_batch(trainer)
+    mask, lengths = batch["completion_mask"].bool(), batch["completion_mask"].sum(1)
+    returns = batch["returns"].clone()  # with γ = 0 each token's own reward
+    last = torch.nn.functional.one_hot(lengths - 1, mask.size(1)).bool()
+    rewards = torch.tensor(trainer._logs["rewards"]["letters_reward"])
+    returns[last] -= rewards
+    assert (returns[mask] < 0).all()
+    assert returns.sum(1).tolist() == pytest.approx(trainer._logs["rewards"]["kl_penalty_reward"], abs=1e-4)
+
+
+def test_what_does_not_go_with_a_critic_is_refused(tmp_path):
+    for options, message in (
+        ({"replay_buffer_size": 4}, "advantages of an earlier critic"),
+        ({"importance_sampling_level": "sequence"}, "a critic, so use importance_sampling_level token"),
+        ({"critic_warmup": 1, "weight_decay": 0.1}, "weight_decay 0"),
+        ({"torch_compile": True}, "torch_compile"),
+        ({"gamma": 1.5}, "gamma is 1.5"),
+        ({"lam": -1}, "lam is -1"),
+        ({"critic": "tree"}, "critic is 'tree': give head or model"),
+        ({"critic_learning_rate": 0}, "critic_learning_rate is 0"),
+        ({"critic_warmup_steps": 0.5}, "critic_warmup_steps is 0.5"),
+        ({"cliprange_value": 0}, "cliprange_value is 0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            DAPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, advantage_estimator="gae", **options)
+    config = DAPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, advantage_estimator="gae")
+    assert reads_every_token(config)
