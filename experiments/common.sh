@@ -11,6 +11,12 @@ experiment="$(basename "$0" .sh)"
 
 TRAIN="$repo/examples/train_grpo_vlm.py"
 LAUNCH=(--config_file "$repo/accelerate_configs/${ACCELERATE_CONFIG:-zero2}.yaml")
+if [[ -z "${TINY:-}" ]] && grep -q "^distributed_type: DEEPSPEED" "${LAUNCH[1]}" &&
+    ! python -c 'import importlib.util as of, sys; sys.exit(of.find_spec("deepspeed") is None)'; then
+    echo "$experiment: ${LAUNCH[1]} asks for DeepSpeed, which is not installed: pip install \"vgr_trl[deepspeed]\", or" \
+        "take another configuration, for instance ACCELERATE_CONFIG=multi_gpu." >&2
+    exit 1
+fi
 if [[ -n "${NUM_PROCESSES:-}" ]]; then
     LAUNCH+=(--num_processes "$NUM_PROCESSES")
 fi

@@ -64,6 +64,8 @@ export interface Run {
   notes: string[];
   /** From the first log to the last; null where the times are not known. */
   seconds: number | null;
+  /** Signs of collapse, with the step at which each is first seen. */
+  signs: { step: number; seen: string }[];
   curves: Curve[];
   records: Rollouts[];
 }

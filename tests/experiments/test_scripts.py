@@ -5,6 +5,7 @@ import os
 import runpy
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -42,9 +43,18 @@ def launched(script: str, folder: Path, *flags: str, **variables: str) -> list[s
     stub = folder / "bin" / "accelerate"
     stub.write_text(f'#!/usr/bin/env bash\nprintf "%s\\n" "$@" > {folder}/given\n')
     stub.chmod(0o755)
-    done = run(script, folder, *flags, **variables)
+    (folder / "bin" / "deepspeed.py").touch()
+    done = run(script, folder, *flags, **{"PYTHONPATH": str(folder / "bin")} | variables)
     assert done.returncode == 0, done.stderr
     return (folder / "given").read_text().splitlines()
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
+def test_a_missing_deepspeed_is_said_before_anything_is_launched(tmp_path):
+    done = run("experiment1.sh", tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("experiment1: ")
+    assert "zero2.yaml asks for DeepSpeed, which is not installed: pip install" in done.stderr
 
 
 def options(arguments: list[str]):

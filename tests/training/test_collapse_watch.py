@@ -6,7 +6,7 @@ from itertools import repeat
 import pytest
 
 from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.training.collapse_watch import Course, describe, find_signs
+from vgr_trl.reporting.signs import Course, describe, find_signs
 
 WEIGHTS = {"accuracy_reward": 2.5, "vgr_reward": 1.0, "think_format_reward": 0.5}
 HEALTHY = {

@@ -5,7 +5,6 @@ import type { Run } from "../data";
 import { number, percent, plural } from "../format";
 import { useDark } from "../hooks";
 import { type Course, courses, duration, lastStep } from "./facts";
-import { signs } from "./signs";
 
 /** What became of each run, in a line of numbers. */
 export function Strips({ runs }: { runs: Run[] }) {
@@ -19,7 +18,6 @@ export function Strips({ runs }: { runs: Run[] }) {
 function Strip({ run, index, alone }: { run: Run; index: number; alone: boolean }) {
   const dark = useDark();
   const found = useMemo(() => courses(run), [run]);
-  const flags = useMemo(() => signs(run), [run]);
   const accuracy = found.find(({ title }) => title.startsWith("Accuracy"));
   const steps = lastStep(run);
   return (
@@ -43,8 +41,8 @@ function Strip({ run, index, alone }: { run: Run; index: number; alone: boolean 
         ))}
         {run.seconds !== null && <div title="from the first log to the last"><dt>Time</dt><dd>{duration(run.seconds)}</dd></div>}
       </dl>
-      {flags.length > 0
-        ? <ul class="flags" aria-label="Red flags">{flags.map(({ step, seen }) => <li key={seen}><b>step {step}</b> {seen}</li>)}</ul>
+      {run.signs.length > 0
+        ? <ul class="flags" aria-label="Red flags">{run.signs.map(({ step, seen }) => <li key={seen}><b>step {step}</b> {seen}</li>)}</ul>
         : run.curves.length > 0 && <p class="calm">No red flag.</p>}
       {run.notes.map((note) => <p key={note} class="note">{note}</p>)}
     </article>

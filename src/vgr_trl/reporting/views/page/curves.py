@@ -3,13 +3,15 @@
 import json
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from sys import intern
 from typing import Any, BinaryIO
 
 from vgr_trl.errors import DataError
 from vgr_trl.reporting.records.reading import LOGS_FILE, LogEntry, decode_log
+from vgr_trl.reporting.signs import first_signs
 
 STATE_FILE = "trainer_state.json"
 LARGEST_STATE = 64 * 2**20  # bytes; a JSON document has to be read whole
@@ -42,11 +44,19 @@ class Curve:
 
 @dataclass
 class Curves:
-    """The curves of a run, what a reader has to know about them, and the seconds from the first log to the last."""
+    """The curves of a run, and what a reader has to know about them.
+
+    Attributes:
+        curves: one per value and mode.
+        notes: for the reader.
+        seconds: from the first log to the last.
+        signs: of collapse, with the step at which each is first seen.
+    """
 
     curves: list[Curve]
     notes: list[str]
     seconds: float | None = None
+    signs: list[tuple[int, str]] = field(default_factory=list)
 
     def thinned(self, points: int) -> "Curves":
         """Return curves of at most `points` points, at even distances, first and last among them; a note says so."""
@@ -54,7 +64,8 @@ class Curves:
         if longest <= points:
             return self
         note = f"Curves show {points} of {longest} logged steps, at even distances."
-        return Curves([_thinned(curve, points) for curve in self.curves], [*self.notes, note], self.seconds)
+        thinned = [_thinned(curve, points) for curve in self.curves]
+        return Curves(thinned, [*self.notes, note], self.seconds, self.signs)
 
 
 def read_curves(output_dir: Path, records: Path) -> Curves:
@@ -71,12 +82,18 @@ def read_curves(output_dir: Path, records: Path) -> Curves:
     if log.is_file():
         entries, notes = _read_log(log)
         if curves := _curves(entries):
-            return Curves(curves, notes, _seconds(entries))
+            return Curves(curves, notes, _seconds(entries), _signs(entries))
     state = find_state(output_dir)
     if state is None:
         return Curves([], [*notes, "Nothing was logged yet: there are no curves."])
     found = read_state(state)
-    return Curves(found.curves, [*notes, *found.notes])
+    return replace(found, notes=[*notes, *found.notes])
+
+
+def _signs(entries: list[LogEntry]) -> list[tuple[int, str]]:
+    """Of a step that was run twice, the last log counts."""
+    trained = sorted((entry for entry in entries if entry.mode == "train"), key=attrgetter("step"))
+    return first_signs({entry.step: entry for entry in trained}.values())
 
 
 def _seconds(entries: list[LogEntry]) -> float | None:
@@ -98,11 +115,12 @@ def read_state(path: Path) -> Curves:
         if (size := path.stat().st_size) > LARGEST_STATE:
             return Curves([], [f"{STATE_FILE} is {size / 2**20:.0f} MB large and is not read: there are no curves."])
         history = json.loads(path.read_text(encoding="utf-8"))["log_history"]
-        entries = [_entry_of_state(item) for item in history if isinstance(item, dict)]
+        found = (_entry_of_state(item) for item in history if isinstance(item, dict))
+        entries = [entry for entry in found if entry is not None]
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         return Curves([], [f"{STATE_FILE} is damaged ({type(error).__name__}): there are no curves."])
     where = f"{path.parent.name}/{STATE_FILE}" if path.parent.name.startswith("checkpoint-") else STATE_FILE
-    return Curves(_curves(entry for entry in entries if entry is not None), [f"Curves are those of {where}."])
+    return Curves(_curves(entries), [f"Curves are those of {where}."], signs=_signs(entries))
 
 
 def _read_log(path: Path) -> tuple[list[LogEntry], list[str]]:

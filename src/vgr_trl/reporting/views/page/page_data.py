@@ -60,6 +60,7 @@ class PageRun:
             "rewards": [str(name) for name in rewards] if isinstance(rewards, list) else [],
             "notes": [*self.curves.notes, *self.notes],
             "seconds": self.curves.seconds,
+            "signs": [{"step": step, "seen": seen} for step, seen in self.curves.signs],
             "curves": [asdict(curve) for curve in self.curves.curves],
             "records": self.records,
         }
