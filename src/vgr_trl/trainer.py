@@ -34,6 +34,7 @@ from vgr_trl.training.checkpoints.order import continue_order, save_generation
 from vgr_trl.training.checkpoints.shares import whole_checkpoint
 from vgr_trl.training.choice.choose import GroupChoice
 from vgr_trl.training.choice.further_prompts import FurtherPrompts
+from vgr_trl.training.clock import OptimizerClock, StageClock, timed, timed_pass
 from vgr_trl.training.collapse_watch import CollapseWatch
 from vgr_trl.training.constructed import ConstructedTrainer
 from vgr_trl.training.critic.critic import Critic
@@ -66,6 +67,7 @@ from vgr_trl.training.rollout import Rollout, TrainingPass
 from vgr_trl.training.seams import check_attributes, check_seams
 from vgr_trl.training.spread import spread
 from vgr_trl.training.step_metrics import StepMetrics
+from vgr_trl.training.trackers import name_for_trackers
 
 
 class DAPOTrainer(ConstructedTrainer):
@@ -106,6 +108,7 @@ class DAPOTrainer(ConstructedTrainer):
         self._reward_schedule = RewardSchedule.for_rewards(rewards, args.reward_weights, args.early_reward_weights)
         self._rollouts: list[Rollout] = []  # the one at hand, behind those it is a further round of
         self._pass: TrainingPass | None = None
+        self.clock = StageClock()
         self._streamed_prompts_too_long = 0
         self.train_sampler: Any = None
         rewards = over_whole_groups(rewards, self._completions_per_prompt) + [kl_penalty_reward] * args.penalises_kl
@@ -138,6 +141,8 @@ class DAPOTrainer(ConstructedTrainer):
         self._recorder = RolloutRecorder(self.host, self._measurement, self.processing_class, _name_of(self.model))
         self.collapse_watch = CollapseWatch(self.host)
         self.add_callback(self.collapse_watch)
+        self.add_callback(OptimizerClock(self.clock))
+        name_for_trackers(self)
         if self._recorder.is_on:
             self.add_callback(FlushRecords(self._recorder))
             self.add_callback(RecordBefore(self, self._recorder.evaluated))
@@ -181,9 +186,12 @@ class DAPOTrainer(ConstructedTrainer):
         """TRL's generation and judgement of a rollout, and when training the pass over perturbed images."""
         with images_logged_by_all(self, rollout.rows), scored_by_reference(self):
             rollout.batch = super()._generate_and_score_completions(rollout.rows)
-        if self._critic is not None and self.model.training:
+        if not self.model.training:
+            return rollout
+        if self._critic is not None:
             self._critic.judge(rollout)
-        return perceive(rollout, self.host, self._measurement) if self.model.training else rollout
+        with self.clock.stage("perceive"):
+            return perceive(rollout, self.host, self._measurement)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Add to TRL's: when training, measure what depends on the image, choose groups, spread the advantages."""
@@ -191,13 +199,14 @@ class DAPOTrainer(ConstructedTrainer):
             rollout = self._judge(rollout)
             recorded = self._recorder.keep(rollout)
             if self.model.training:
-                chosen, metrics = self._choice.choose(rollout)
-                self._log_all(metrics | self._kl.end_rollout())
-                if self._critic is not None:
-                    chosen, metrics = self._critic.estimate(chosen)
+                with self.clock.stage("choose"):
+                    chosen, metrics = self._choice.choose(rollout)
+                    self._log_all(metrics | self._kl.end_rollout())
+                    if self._critic is not None:
+                        chosen, metrics = self._critic.estimate(chosen)
+                        self._log_all(metrics)
+                    rollout, metrics = spread(chosen, self.host)
                     self._log_all(metrics)
-                rollout, metrics = spread(chosen, self.host)
-                self._log_all(metrics)
                 add_credit(recorded, chosen, chosen.batch["advantages"], rollout.batch["advantages"])
             self._recorder.write(rollout, recorded)
             return with_perturbed_rows(rollout.batch)
@@ -209,6 +218,7 @@ class DAPOTrainer(ConstructedTrainer):
         prompt_ids, images, fields = super()._tokenize_prompts(prompts)
         return prompt_ids, None if images is None else [row_images or [] for row_images in images], fields
 
+    @timed("generation")
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -231,6 +241,7 @@ class DAPOTrainer(ConstructedTrainer):
             rollout.generated_mass = probe.mass
             return generated
 
+    @timed("reward")
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
         """Add to TRL's: measure completions, give rewards the signals, set this step's weights, check rewards."""
         rollout, columns = self._rollout, dict[str, list[Any]]()
@@ -262,6 +273,7 @@ class DAPOTrainer(ConstructedTrainer):
             rollout.rewards = rewards
         return rewards
 
+    @timed_pass
     def _get_per_token_logps_and_entropies(
         self,
         model: Any,
@@ -338,11 +350,11 @@ class DAPOTrainer(ConstructedTrainer):
             return self._get_per_token_logps_and_entropies(critic, **inputs)[0]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add to TRL's: throughput and reward weights, once per log of training steps; texts that tables can hold."""
+        """Add to TRL's: rates, timings and reward weights, once per log of training; texts that tables can hold."""
         training = self.model.training
-        if training and (seconds := sum(self._metrics["train"].get("step_time", []))):
+        if training and (seconds := sum(times := self._metrics["train"].get("step_time", []))):
             weights = dict(zip(self.reward_func_names, self.reward_weights.tolist(), strict=True))
-            logs |= self._steps.rates(seconds) | self._passes.metrics()
+            logs |= self._steps.rates(seconds) | self._passes.metrics() | self.clock.metrics(self.accelerator, times)
             logs |= {f"reward_weights/{name}": weight for name, weight in weights.items()}
             if self._streamed_prompts_too_long:
                 logs["data/prompts_too_long"] = self._streamed_prompts_too_long

@@ -72,7 +72,12 @@ if trainer.accelerator.is_main_process:
         "step_time",
         "reward/rows",
     )
-    history = [{key: entry[key] for key in wanted} for entry in trainer.state.log_history if "reward" in entry]
+    history = [
+        {key: entry[key] for key in wanted}
+        | {"timings": {key: value for key, value in entry.items() if key.startswith("timing/")}}
+        for entry in trainer.state.log_history
+        if "reward" in entry
+    ]
     rows_of_last_rollout = {
         "completion": [completion[0]["content"] for completion in trainer._logs["completion"]],
         "text_seen": list(trainer._logs["extra"]["text_seen"]),

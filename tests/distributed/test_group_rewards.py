@@ -48,4 +48,8 @@ def test_a_reward_sees_whole_groups_however_they_are_spread(processes, text_mode
         assert entry["reward"] == pytest.approx(
             entry["rewards/rank_reward/mean"] * entry["reward_weights/rank_reward"], abs=1e-6
         )
+        assert {"timing/generation", "timing/reward", "timing/update", "timing/optimizer"} <= set(entry["timings"])
+        in_step = sum(value for name, value in entry["timings"].items() if name != "timing/optimizer")
+        assert in_step == pytest.approx(entry["step_time"], rel=1e-3) or processes > 1, "the stages make up the step"
+        assert in_step > 0.9 * entry["step_time"]
         assert entry["perf/samples_per_second"] * entry["step_time"] == pytest.approx(4)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from vgr_trl.config.ranges import check_integer, check_number, check_switch
+from vgr_trl.config.ranges import check_choice, check_integer, check_number, check_switch
 from vgr_trl.errors import ConfigError
 
 LOG_OPTIONS = ("rollout_log_path", "eval_log_path", "attention_diag_log_path", "token_weights_log_path")
@@ -29,6 +29,8 @@ class ReportOptions:
             logs.
         prompt_preview_length: characters of a prompt that the Markdown files show, at least 1; None: all.
         completion_preview_length: likewise of a completion.
+        metric_names: under which names trackers get the metrics: `trl`, or `verl`, as in dashboards of verl, EasyR1
+            and MTRL; files of the run and the terminal have those of `trl`.
         colorize_output: print the recorded completions on the terminal, the tokens coloured by their weight or VGR.
     """
 
@@ -65,6 +67,9 @@ class ReportOptions:
     completion_preview_length: int | None = field(
         default=2000, metadata={"help": "Characters of a completion in the Markdown files. None: all."}
     )
+    metric_names: str = field(
+        default="trl", metadata={"help": "Names of metrics in trackers (wandb, TensorBoard, …): trl or verl."}
+    )
     colorize_output: bool = field(
         default=False, metadata={"help": "Print the recorded completions on the terminal, with coloured tokens."}
     )
@@ -73,6 +78,7 @@ class ReportOptions:
         """Raise `ConfigError` for values out of range, and for logs that nothing would be written to."""
         check_integer("rollout_log_steps", self.rollout_log_steps, 0)
         check_switch("markdown_logs", self.markdown_logs)
+        check_choice("metric_names", self.metric_names, ("trl", "verl"))
         check_integer("rollout_log_samples", self.rollout_log_samples, 1)
         check_number("rollout_log_max_megabytes", self.rollout_log_max_megabytes, 1, 1e9, "of at least 1")
         for name in ("prompt_preview_length", "completion_preview_length"):

@@ -133,8 +133,8 @@ def _lines(found: Translation, made: _Made, stated: Mapping[str, Any], names: Ma
             yield Line(shown, option, str(found.options[option]), is_stated)
         if key not in made.of and is_stated:
             yield Line(shown, "—", known.why or "has no part in this configuration", is_stated)
-    known = {names.get(key, key) for key in TABLE}
-    yield from (Line(key, "—", f"stops: {why}", True) for key, why in found.stopped.items() if key not in known)
+    shown_before = {names.get(key, key) for key in TABLE}
+    yield from (Line(key, "—", f"stops: {why}", True) for key, why in found.stopped.items() if key not in shown_before)
     for option in made.of.get("", ()):
         yield Line("(none)", option, str(found.options[option]), False)
 
