@@ -201,6 +201,14 @@ def test_outputs_that_only_a_whole_pass_has(wanted, case):
     assert getattr(outputs, wanted.removeprefix("output_")) is not None
 
 
+def test_outputs_that_the_configuration_of_the_text_model_asks_for():
+    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
+    model.config.text_config.output_hidden_states = True
+    with torch.no_grad(), share_prompts(model) as report:
+        model(**batch.inputs)
+    assert report.plain == {"output_hidden_states=True": 1}
+
+
 def test_the_load_balancing_loss_of_experts():
     model, batch = build("qwen3_vl_moe"), make_batch("qwen3_vl_moe")
     with torch.no_grad(), share_prompts(model) as report:
@@ -245,6 +253,14 @@ def test_generation_that_cannot_start_from_a_cache(options, reason):
         shared = generated(model, batch, sample=sample, **options)
     assert [reason in text for text in report.plain] == [True]
     assert torch.equal(plain, shared)
+
+
+def test_token_types_of_a_family_that_may_read_them_while_generating(monkeypatch):
+    model, batch = build("gemma3").eval(), make_batch("gemma3")
+    monkeypatch.setattr(fitness, "_TOKEN_TYPES_MARK_IMAGES", ())
+    with share_prompts(model) as report:
+        generated(model, batch, sample=False)
+    assert report.plain["token_type_ids"] >= 1
 
 
 def test_hidden_states_of_whole_prompts_while_generating(case):
