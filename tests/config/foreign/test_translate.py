@@ -108,6 +108,7 @@ def test_losses(given, expected):
         ("worker.actor.loss_type", "sapo", "a mean over completions"),
         ("worker.actor.loss_type", "dppo", "here it can be default, gspo"),
         ("algorithm.adv_estimator", "reinforce_plus_plus", "theirs has no baseline"),
+        ("trainer.critic_warmup", 3, "though there is no critic"),
         ("algorithm.kl_penalty", "full", "here it can be kl, abs, mse, low_var_kl"),
     ],
 )
@@ -124,7 +125,6 @@ def test_what_would_train_something_else_is_refused(key, value, why):
         ("worker.actor.clip_ratio_lwo", 0.2, "Did you mean worker.actor.clip_ratio_low"),
         ("worker.rollout.val_override_config", {"top_k": 5}, "no top_k of their own"),
         ("worker.reward.skip_special_tokens", False, "without special tokens"),
-        ("trainer.critic_warmup", 3, "the policy waits"),
     ],
 )
 def test_what_has_no_meaning_here_is_named(key, value, why):
@@ -234,6 +234,20 @@ def test_vppo_shapes_trajectories_with_perception_alone():
     assert (options["enable_trajectory_reweighting"], options["trajectory_scaling_min"]) == (True, 0.9)
 
 
+def test_a_critic():
+    """Two updates a rollout; theirs lets the policy wait while the step is below critic_warmup: twice for 3."""
+    given = {"algorithm.adv_estimator": "gae", "algorithm.lam": 0.95, "trainer.critic_warmup": 3,
+             "worker.critic.optim.lr": 1e-5, "worker.critic.optim.lr_warmup_steps": 5,
+             "worker.critic.cliprange_value": 0.2}  # fmt: skip
+    found = translate({**ENOUGH, **given})
+    assert (found.stopped, found.refused) == ({}, {})
+    expected = {"advantage_estimator": "gae", "lam": 0.95, "gamma": 1.0, "critic": "model", "critic_warmup": 4,
+                "critic_learning_rate": 1e-5, "critic_warmup_steps": 10, "cliprange_value": 0.2}  # fmt: skip
+    assert {name: found.options[name] for name in expected} == expected
+    other = {"worker.critic.model.model_path": "other", "worker.critic.ppo_epochs": 2}
+    assert set(translate({**ENOUGH, **given, **other}).refused) == set(other)
+
+
 def test_verl_names_with_verl_defaults():
     given = {
         "data.train_files": "hub/a", "actor_rollout_ref.model.path": "some/model", "algorithm.adv_estimator": "grpo",
@@ -248,8 +262,8 @@ def test_verl_names_with_verl_defaults():
                 "num_train_epochs": 30, "num_generations": 5, "loss_type": "dapo"}  # fmt: skip
     assert {name: found.options[name] for name in expected} == expected
     assert translate({**given, "actor_rollout_ref.actor.use_kl_loss": False}).options["kl_coef"] == 0.0
-    refused = translate({**given, "algorithm.adv_estimator": "gae"}).refused
-    assert list(refused) == ["algorithm.adv_estimator"]
+    found = translate({**given, "algorithm.adv_estimator": "gae"})
+    assert (found.refused, found.options["critic_learning_rate"]) == ({}, 1e-5)
     assert "actor_rollout_ref.actor.megatron.x" in translate({**given, "actor_rollout_ref.actor.megatron.x": 1}).stopped
 
 

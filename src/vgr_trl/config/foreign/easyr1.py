@@ -171,7 +171,7 @@ TRAINER = {
     "nnodes": read(1, "machines are told to accelerate launch"),
     "n_gpus_per_node": read(8, "processes are told to accelerate launch"),
     "max_try_make_batch": read(20, "of online filtering"),
-    "critic_warmup": only(0, "there the policy waits that many steps; a warm-up of its rate is lr_warmup_steps"),
+    "critic_warmup": read(0, "steps in which the policy waits"),
     "val_freq": read(-1),
     "val_before_train": read(True),
     "val_only": read(False, "the command evaluate in place of train"),
@@ -190,8 +190,16 @@ def _under(prefix: str, table: dict[str, Key]) -> dict[str, Key]:
     return {f"{prefix}.{name}": key for name, key in table.items()}
 
 
+_READ = ("optim.lr", "optim.lr_warmup_steps", "optim.lr_warmup_ratio", "optim.weight_decay", "optim.betas",
+         "model.model_path")  # fmt: skip
+
+
 def _of_critic(table: dict[str, Key]) -> dict[str, Key]:
-    return {name: moot(key.default, _CRITIC) for name, key in table.items()}
+    reads = {f"worker.critic.{name}" for name in _READ}
+    return {
+        name: read(key.default, _CRITIC) if key.is_read or name in reads else moot(key.default, _CRITIC)
+        for name, key in table.items()
+    }
 
 
 _PARTS = {"model": MODEL, "optim": OPTIMIZER, "fsdp": SHARDING, "offload": OFFLOAD}

@@ -6,13 +6,13 @@ of. Read `batches.py` first: their steps are rollouts, ours are updates.
 
 from vgr_trl.config.foreign.rules.batches import batches, evaluations, schedule
 from vgr_trl.config.foreign.rules.data import data
-from vgr_trl.config.foreign.rules.learning import advantages, divergence, filtering, losses
+from vgr_trl.config.foreign.rules.learning import advantages, critic, divergence, filtering, losses
 from vgr_trl.config.foreign.rules.model import model, optimizer, rollout
 from vgr_trl.config.foreign.rules.run import reward, run
 
 RULES = (
-    model, data, reward, batches, schedule, evaluations, optimizer, rollout, advantages, losses, divergence, filtering,
-    run,
+    model, data, reward, batches, schedule, evaluations, optimizer, rollout, advantages, critic, losses, divergence,
+    filtering, run,
 )  # fmt: skip
 
 __all__ = ["RULES"]

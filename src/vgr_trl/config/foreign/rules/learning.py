@@ -2,8 +2,11 @@
 
 from vgr_trl.config.foreign.rules.values import Set, Values
 
-_ACTOR = "worker.actor"
-_ESTIMATORS = ("grpo", "rloo", "remax", "grpo_passk")
+_ACTOR, _CRITIC = "worker.actor", "worker.critic"
+_AS_THE_POLICY = (
+    "global_batch_size", "ppo_epochs", "max_grad_norm", "loss_avg_mode", "optim.weight_decay", "optim.betas",
+)  # fmt: skip
+_ESTIMATORS = ("grpo", "rloo", "remax", "grpo_passk", "gae")
 
 
 def advantages(values: Values, set_: Set) -> None:
@@ -13,11 +16,36 @@ def advantages(values: Values, set_: Set) -> None:
     if kind == "reinforce_plus_plus":
         values.refuse(key, "theirs has no baseline, ours of that name has the mean of the group: use rloo or grpo")
     elif kind not in _ESTIMATORS:
-        values.refuse(key, f"not here (yet): here it can be {', '.join(_ESTIMATORS)}")
+        values.refuse(key, f"here it can be {', '.join(_ESTIMATORS)}")
     else:
         set_("advantage_estimator", kind, key)
     reweighted, filtered = "algorithm.enable_trajectory_reweighting", "algorithm.enable_perception_filtering"
     set_("enable_trajectory_reweighting", bool(values[reweighted] and values[filtered]), reweighted, filtered)
+
+
+def critic(values: Values, set_: Set) -> None:
+    """A model of its own with a head, trained beside the policy; only with GAE, as theirs."""
+    waits = "trainer.critic_warmup"
+    if values["algorithm.adv_estimator"] != "gae":
+        if values.whole(waits, 0) > 1:
+            values.refuse(waits, "there the policy waits that many steps, though there is no critic")
+        return
+    for name in ("gamma", "lam"):
+        set_(name, float(values[f"algorithm.{name}"]), f"algorithm.{name}")
+    set_("critic", "model", f"{_CRITIC}.model.model_path")
+    set_("critic_learning_rate", float(values[f"{_CRITIC}.optim.lr"]), f"{_CRITIC}.optim.lr")
+    set_("cliprange_value", float(values[f"{_CRITIC}.cliprange_value"]), f"{_CRITIC}.cliprange_value")
+    steps = values[f"{_CRITIC}.optim.lr_warmup_steps"]
+    steps = 0 if steps in (None, -1) else steps
+    set_("critic_warmup_steps", steps * values.updates, f"{_CRITIC}.optim.lr_warmup_steps")
+    if steps == 0 and values[f"{_CRITIC}.optim.lr_warmup_ratio"]:
+        values.refuse(f"{_CRITIC}.optim.lr_warmup_ratio", "give lr_warmup_steps, which critic_warmup_steps are")
+    set_("critic_warmup", max(0, values.whole(waits, 0) - 1) * values.updates, waits)
+    if values[f"{_CRITIC}.model.model_path"] not in (None, values["worker.actor.model.model_path"]):
+        values.refuse(f"{_CRITIC}.model.model_path", "the critic starts as a copy of the policy")
+    for name in _AS_THE_POLICY:
+        if values[f"{_CRITIC}.{name}"] != values[f"{_ACTOR}.{name}"]:
+            values.refuse(f"{_CRITIC}.{name}", f"the critic is trained as the policy: {values[f'{_ACTOR}.{name}']}")
 
 
 def losses(values: Values, set_: Set) -> None:
