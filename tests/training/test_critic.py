@@ -203,7 +203,7 @@ def test_the_kl_is_taken_from_each_token(make):
 def test_what_does_not_go_with_a_critic_is_refused(tmp_path):
     for options, message in (
         ({"replay_buffer_size": 4}, "advantages of an earlier critic"),
-        ({"importance_sampling_level": "sequence"}, "a critic, so use importance_sampling_level token"),
+        ({"importance_sampling_level": "sequence"}, "a critic says of tokens, so use importance_sampling_level token"),
         ({"critic_warmup": 1, "weight_decay": 0.1}, "weight_decay 0"),
         ({"torch_compile": True}, "torch_compile"),
         ({"gamma": 1.5}, "gamma is 1.5"),

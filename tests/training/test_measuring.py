@@ -98,6 +98,11 @@ SCORING, TRAINING = (False, 8), (True, 8)
         ({"enable_perception_filtering": True, "compute_attention_metrics": False}, [SCORING, SCORING, TRAINING]),
         ({"replay_buffer_size": 4, "compute_attention_metrics": False}, [TRAINING]),
         ({"beta": 0.1}, [SCORING, SCORING, TRAINING]),
+        ({"kl_coef": 0.1, "compute_attention_metrics": False}, [SCORING, TRAINING]),
+        ({"kl_coef": 0.1, "use_kl_loss": False}, [SCORING, SCORING, TRAINING]),
+        ({"advantage_estimator": "gae"}, [SCORING, TRAINING]),
+        ({"advantage_estimator": "gae", "critic": "model", "compute_attention_metrics": False},
+         [SCORING, TRAINING, TRAINING]),
         ({"perception_loss_weight": 0.01, "compute_attention_metrics": False}, [TRAINING, TRAINING]),
     ],
 )  # fmt: skip
@@ -122,7 +127,7 @@ def test_forward_calls_of_a_rollout_batch(make, source, scoring):
     trainer.train()
     passes = [count for count, tokens in rows if tokens > 1]  # without the steps of generation
     assert passes == [2, *scoring, 2, 8]
-    assert images == [2] * (3 if scoring else 2)
+    assert images == [2, 2]  # for the rollout and, with gradients, for training
 
 
 @pytest.mark.parametrize(

@@ -208,8 +208,8 @@ class DAPOConfig(
         if self.importance_sampling_level == "sequence" and differs and self.loss_type in _RATIO_LOSSES:
             raise ConfigError(
                 f"importance_sampling_level is sequence with loss_type {self.loss_type}: the gradient would ignore "
-                "token weights, filters and a critic, so use importance_sampling_level token, or loss_type cispo or "
-                "vespo."
+                "token weights and filters, and what a critic says of tokens, so use importance_sampling_level token, "
+                "or loss_type cispo or vespo."
             )
 
     def _refuse_unfit_critic(self) -> None:
