@@ -44,7 +44,7 @@ from vgr_trl.training.judge import Judge
 from vgr_trl.training.kl import PENALTY, KLControl, constructed_with_reference, kl_penalty_reward, scored_by_reference
 from vgr_trl.training.loss import added_terms
 from vgr_trl.training.measure import plan_measurement, score_completions, signals_as_columns
-from vgr_trl.training.passes import Passes, plan_sharing, plan_vision
+from vgr_trl.training.passes import Passes, plan_sharing, plan_skipping, plan_vision
 from vgr_trl.training.perceive import perceive
 from vgr_trl.training.prepare import (
     announce,
@@ -65,6 +65,7 @@ from vgr_trl.training.recording.record import FlushRecords, RolloutRecorder
 from vgr_trl.training.recording.taking import add_credit
 from vgr_trl.training.rollout import Rollout, TrainingPass
 from vgr_trl.training.seams import check_attributes, check_seams
+from vgr_trl.training.skip import LivePasses
 from vgr_trl.training.spread import spread
 from vgr_trl.training.step_metrics import StepMetrics
 from vgr_trl.training.trackers import name_for_trackers
@@ -79,7 +80,7 @@ class DAPOTrainer(ConstructedTrainer):
     - `_generate_and_score_completions`: the stages perceive, choose and spread; records.
     - `_tokenize_prompts`, `_generate_single_turn`: keep the prompts; prompts computed once; attention in generation.
     - `_calculate_rewards`: the measured pass, signals as columns, weights of this step, checks of what rewards return.
-    - `_get_per_token_logps_and_entropies`: prompts computed once; signals; log-probabilities for the loss.
+    - `_get_per_token_logps_and_entropies`: prompts computed once; signals; training passes over live tokens only.
     - `_compute_loss`: terms that are no advantages; metrics of the step.
     - `_prepare_inputs`: completions of a prompt in one micro-batch.
     - `log`, `create_model_card`: metrics, tables and records; what the card says.
@@ -133,6 +134,8 @@ class DAPOTrainer(ConstructedTrainer):
             prompts = FurtherPrompts(self.host, self.train_dataset, bool(self.shuffle_dataset))
             let_tables_hold(self._logs, int(args.generation_batch_size or 0) * (1 + args.dynamic_sampling_max_rounds))
         self._choice = GroupChoice(self.host, self._measurement.wanted, prompts)
+        self.skipping = plan_skipping(self)
+        self._live_passes = LivePasses(self.skipping, self.host, self._choice, self._passes, self.sharing.training)
         self._rewards = Judge(self.host, self)
         self._kl = KLControl(self.host)
         self._critic = Critic(self.host, self.model) if args.uses_critic else None
@@ -150,7 +153,7 @@ class DAPOTrainer(ConstructedTrainer):
             self, bool(self._measurement.wanted.attention), self._reward_schedule.changes
         )
         if self.accelerator.is_main_process:
-            announce(self, self.sharing, self._passes.vision.plan, self.idle_options)
+            announce(self, self.sharing, self._passes.vision.plan, self.skipping, self.idle_options)
 
     def _completions_per_prompt(self) -> int:
         return self.num_generations if self.model.training else self.num_generations_eval
@@ -283,7 +286,7 @@ class DAPOTrainer(ConstructedTrainer):
         batch_size: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Add to TRL's: compute each prompt once; measure the policy's pass over a rollout; keep what the loss needs.
+        """Add to TRL's: compute each prompt once; measure the policy's pass over a rollout; train what is live.
 
         A pass without gradients runs in chunks of whole groups, so that there is something to share. Token types of
         completions that would let them see their future are corrected.
@@ -294,7 +297,11 @@ class DAPOTrainer(ConstructedTrainer):
             batch_size = whole_groups(batch_size, self._completions_per_prompt())
         kwargs = with_causal_completions(kwargs, causal_model(model).config, logits_to_keep)
         batch = model, input_ids, attention_mask, logits_to_keep
-        score = partial(super()._get_per_token_logps_and_entropies, *batch, batch_size, **kwargs)
+        plain = super()._get_per_token_logps_and_entropies
+        if trains and self._pass is not None:
+            inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": logits_to_keep}
+            return self._live_passes.run(self._pass, model, plain, inputs | kwargs)
+        score = partial(plain, *batch, batch_size, **kwargs)
         is_due = rollout is not None and rollout.signals is None and self._measurement.wanted.scoring
         with self._passes.around(place, model, logits_to_keep):
             if rollout is not None and is_due and not trains and model is self.model and policy_is_active(model):
@@ -312,10 +319,6 @@ class DAPOTrainer(ConstructedTrainer):
                 scored = score()
                 if rollout is not None and (model is self.ref_model or not policy_is_active(model)):
                     rollout.reference_logps = scored[0]
-        if trains and self._pass is not None and self._pass.logps is None:
-            self._pass.logps, self._pass.values = scored[0], self._passes.values()
-            if self.model.training:
-                self._choice.first_pass(self._pass)
         return scored
 
     # A micro-batch
@@ -334,7 +337,7 @@ class DAPOTrainer(ConstructedTrainer):
             loss = super()._compute_loss(model, inputs)
             if passed.logps is None or not self.model.training:
                 return loss
-            self._log_all(self._steps.measure(passed))
+            self._log_all(self._steps.measure(passed, self._metrics["train"]))
             score = partial(self._get_per_token_logps_and_entropies, model, compute_entropy=True)
             terms, metrics = added_terms(passed, self.host, self._kl, lambda batch: score(**batch)[:2])
             self._log_all(metrics)
@@ -354,7 +357,8 @@ class DAPOTrainer(ConstructedTrainer):
         training = self.model.training
         if training and (seconds := sum(times := self._metrics["train"].get("step_time", []))):
             weights = dict(zip(self.reward_func_names, self.reward_weights.tolist(), strict=True))
-            logs |= self._steps.rates(seconds) | self._passes.metrics() | self.clock.metrics(self.accelerator, times)
+            logs |= self._steps.rates(seconds) | self._steps.skipped()
+            logs |= self._passes.metrics() | self.clock.metrics(self.accelerator, times)
             logs |= {f"reward_weights/{name}": weight for name, weight in weights.items()}
             if self._streamed_prompts_too_long:
                 logs["data/prompts_too_long"] = self._streamed_prompts_too_long

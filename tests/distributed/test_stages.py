@@ -15,7 +15,9 @@ NAMES = (
     "signals", "replay", "replay without measuring", "replay and resample", "resample", "remax", "perception loss",
     "kl in the loss", "kl among the rewards", "critic", "critic model",
 )  # fmt: skip
-DIFFERENT = ("perf/", "step_time", "sharing/", "replay/megabytes", "grad_norm", "loss", "epoch", "clip_ratio")
+DIFFERENT = (
+    "perf/", "step_time", "sharing/", "skipped/rows", "replay/megabytes", "grad_norm", "loss", "epoch", "clip_ratio",
+)  # fmt: skip
 
 
 def launch(processes: int, model_folder: Path, question_file: str, output: Path) -> tuple[dict, dict]:

@@ -65,6 +65,10 @@ def weights(trainer):
     return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
 
 
+# What is left out changes the order of additions, which Adam's first steps take up.
+EXACT = {"skip_dead_rows": "off", "skip_dead_tokens": "off", "skip_padding": "off"}
+
+
 def trained_batches(trainer):
     """Keep every micro-batch that reaches the loss."""
     kept = []
@@ -96,7 +100,8 @@ class TestReplay:
         assert batches[0].get("old_per_token_logps") is None, "nothing was replayed in the first step"
         ratios = logged(trainer, "approx_kl")
         assert max(ratio for ratio, fraction in zip(ratios, replaced, strict=True) if fraction) > 1e-7
-        assert all(ratio < 1e-9 for ratio, fraction in zip(ratios, replaced, strict=True) if not fraction)
+        fresh = [ratio for ratio, fraction in zip(ratios, replaced, strict=True) if not fraction]
+        assert all(ratio is None or ratio < 1e-9 for ratio in fresh), "where no group is live there is none"
 
     def test_the_number_of_valid_tokens_is_that_of_the_batch_trained_on(self, make):
         trainer = make(replay_buffer_size=8, max_steps=6)
@@ -167,7 +172,7 @@ class TestReplay:
 
         moved = []
         for size in (0, 8):
-            trainer = make(rewards=lively, replay_buffer_size=size, compute_attention_metrics=False)
+            trainer = make(rewards=lively, replay_buffer_size=size, compute_attention_metrics=False, **EXACT)
             trainer.train()
             moved.append(weights(trainer))
         assert torch.equal(*moved)

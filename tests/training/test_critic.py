@@ -11,7 +11,7 @@ from vgr_trl.batch.inputs import scoring_inputs
 from vgr_trl.data.rows.schema import prepare_rows
 from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.errors import ConfigError
-from vgr_trl.training.loss import reads_every_token
+from vgr_trl.training.loss import what_reads_every_token
 
 
 def letters_reward(completions, **kwargs):
@@ -216,4 +216,4 @@ def test_what_does_not_go_with_a_critic_is_refused(tmp_path):
         with pytest.raises(ConfigError, match=message):
             DAPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, advantage_estimator="gae", **options)
     config = DAPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, advantage_estimator="gae")
-    assert reads_every_token(config)
+    assert what_reads_every_token(config) == "advantage_estimator"

@@ -14,7 +14,7 @@ from vgr_trl.data.rows.schema import prepare_rows
 from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.errors import ConfigError
 from vgr_trl.training.kl import PENALTY
-from vgr_trl.training.loss import reads_every_token
+from vgr_trl.training.loss import what_reads_every_token
 from vgr_trl.training.rollout import valid_tokens
 
 
@@ -179,15 +179,15 @@ def test_what_does_not_go_together_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, False),
-        ({"kl_coef": 0.1}, True),
-        ({"kl_coef": 0.1, "use_kl_loss": False}, False),
-        ({"beta": 0.1}, True),
-        ({"entropy_coef": 0.1}, True),
-        ({"use_entropy_penalty": True}, True),
-        ({"perception_loss_weight": 0.1}, True),
+        ({}, None),
+        ({"kl_coef": 0.1}, "kl_coef"),
+        ({"kl_coef": 0.1, "use_kl_loss": False}, None),
+        ({"beta": 0.1}, "beta"),
+        ({"entropy_coef": 0.1}, "entropy_coef"),
+        ({"use_entropy_penalty": True}, "use_entropy_penalty"),
+        ({"perception_loss_weight": 0.1}, "perception_loss_weight"),
     ],
 )
 def test_which_losses_read_every_token(tmp_path, options, expected):
     config = DAPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
-    assert reads_every_token(config) is expected
+    assert what_reads_every_token(config) == expected

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vgr_trl.training.rollout import TrainingPass
-from vgr_trl.training.step_metrics import StepMetrics, approximate_kl, weigh_by_tokens
+from vgr_trl.training.step_metrics import StepMetrics, approximate_kl, over_live_tokens, weigh_by_tokens
 
 
 def test_approximate_kl_by_hand():
@@ -31,6 +31,31 @@ def test_every_token_counts_the_same_in_a_mean_over_micro_batches():
     metrics = {"kl": [0.5, 0.2], "entropy": [math.nan, 2.0], "loss": [1.0, 3.0], "entropy_penalty": [7.0]}
     weigh_by_tokens(metrics, ("kl", "entropy", "entropy_penalty", "perception_loss"), [10.0, 30.0])
     assert metrics == {"kl": [pytest.approx(0.275)], "entropy": [2.0], "loss": [1.0, 3.0], "entropy_penalty": [7.0]}
+
+
+def test_means_over_live_tokens_by_hand():
+    """0.3 over 10 tokens, of which 4 are live and 6 count as 0, is 0.75 over the 4; the value before stays."""
+    metrics = {"entropy": [0.9, 0.3], "loss": [1.0]}
+    over_live_tokens(metrics, ("entropy", "kl"), 10.0, 4.0)
+    assert metrics == {"entropy": [0.9, pytest.approx(0.75)], "loss": [1.0]}
+    over_live_tokens(metrics, ("entropy",), 10.0, 0.0)
+    assert math.isnan(metrics["entropy"][-1])
+
+
+def test_what_is_not_live_is_counted_as_skipped():
+    """Of 3 valid tokens of 2 completions 1 is live, in the one that runs; ratio 2 there: 2 - 1 - ln 2 = 0.306853."""
+    args = SimpleNamespace(importance_sampling_level="token", has_token_advantages=False)
+    host = SimpleNamespace(accelerator=SimpleNamespace(reduce=lambda local, reduction: local), args=args)
+    steps, old = StepMetrics(host), torch.tensor([[-2.0, -1.0], [-1.0, -1.0]])
+    inputs = {"prompt_mask": torch.ones(2, 1), "completion_mask": torch.tensor([[1, 1], [1, 0]])}
+    live = torch.tensor([[True, False], [False, False]])
+    passed = TrainingPass(inputs | {"old_per_token_logps": old}, old + math.log(2), live=live, rows_run=1)
+    metrics = {"entropy": [0.5]}
+    assert steps.measure(passed, metrics) == {"approx_kl": pytest.approx(0.306853, abs=1e-6)}
+    steps.merge(metrics)
+    assert metrics["entropy"] == [pytest.approx(1.5)]
+    assert steps.skipped() == {"skipped/rows": 1.0, "skipped/tokens": 2.0}
+    assert steps.skipped() == {"skipped/rows": 0.0, "skipped/tokens": 0.0}
 
 
 def test_micro_batches_without_tokens_leave_values_as_they_are():

@@ -1,8 +1,8 @@
 """Every option, one file per stage; `help` is its description.
 
 Read `dapo.py`, which composes them, then the stages in the order of data: `measure.py`, `perceive.py`, `choose.py`,
-`kl.py`, `critic.py`, `credit.py`, `report.py`, `evaluate.py`. `aliases.py` has other names of options, `ranges.py`
-checks values, `effects.py` names options that steer nothing. `foreign/` has the keys of other trainers.
+`kl.py`, `critic.py`, `credit.py`, `skip.py`, `report.py`, `evaluate.py`. `aliases.py` has other names of options,
+`ranges.py` checks values, `effects.py` names options that steer nothing. `foreign/` has the keys of other trainers.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from vgr_trl.config.kl import KLOptions
 from vgr_trl.config.measure import MeasureOptions
 from vgr_trl.config.perceive import PerceiveOptions
 from vgr_trl.config.report import ReportOptions
+from vgr_trl.config.skip import SkipOptions
 
 if TYPE_CHECKING:
     from vgr_trl.config.dapo import DAPOConfig
@@ -31,6 +32,7 @@ __all__ = [
     "MeasureOptions",
     "PerceiveOptions",
     "ReportOptions",
+    "SkipOptions",
 ]
 
 

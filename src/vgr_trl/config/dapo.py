@@ -15,6 +15,7 @@ from vgr_trl.config import (
     MeasureOptions,
     PerceiveOptions,
     ReportOptions,
+    SkipOptions,
 )
 from vgr_trl.config.ranges import check_choice, check_integer, check_number, check_switch, is_number
 from vgr_trl.errors import ConfigError
@@ -43,6 +44,7 @@ class DAPOConfig(
     AliasOptions,
     ReportOptions,
     EvaluateOptions,
+    SkipOptions,
     ChooseOptions,
     CreditOptions,
     CriticOptions,
@@ -53,7 +55,7 @@ class DAPOConfig(
 ):
     """Options of `DAPOTrainer`: those of TRL's `GRPOConfig`, with the defaults of DAPO, those of the stages
     (`MeasureOptions`, `PerceiveOptions`, `KLOptions`, `CriticOptions`, `CreditOptions`, `ChooseOptions`,
-    `ReportOptions`, `EvaluateOptions`), other names of some (`AliasOptions`), and the ones below.
+    `SkipOptions`, `ReportOptions`, `EvaluateOptions`), other names of some (`AliasOptions`), and the ones below.
 
     Changed defaults: `epsilon_high=0.28` (DAPO's clip-higher; https://huggingface.co/papers/2503.14476). TRL's own
     defaults already are `loss_type="dapo"` and `beta=0.0`.
@@ -171,6 +173,7 @@ class DAPOConfig(
         self.check_critic()
         self.check_credit()
         self.check_choose()
+        self.check_skip()
         self.check_report()
         self.check_evaluate()
         self._refuse_ignored_credit()

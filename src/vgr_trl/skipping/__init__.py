@@ -1,12 +1,30 @@
 """What changes no parameter and is left out, exactly.
 
+Rows, tokens and padding: read `live.py` (which tokens the loss reads, and which part of a micro-batch has them),
+`narrow.py` (inputs of that part, and its outputs for all rows and columns), `head.py` (a head for those tokens alone),
+`plan.py` (where, and why not elsewhere).
+
 Images: read `vision.py` (image features of a model computed once per rollout), `vision_plan.py` (where, and why not
 elsewhere), `vision_images.py` (the images of a call, and what they are recognised by), `vision_features.py` (the
 features of each), `vision_store.py` (how many are kept), `vision_tower.py` (what computes them, and whether it has
 changed).
 """
 
+from vgr_trl.skipping.head import only_tokens
+from vgr_trl.skipping.live import Window, find_window, live_tokens
+from vgr_trl.skipping.narrow import narrowed, widened
+from vgr_trl.skipping.plan import SkippingPlan
 from vgr_trl.skipping.vision import VisionOnce
 from vgr_trl.skipping.vision_plan import VisionPlan
 
-__all__ = ["VisionOnce", "VisionPlan"]
+__all__ = [
+    "SkippingPlan",
+    "VisionOnce",
+    "VisionPlan",
+    "Window",
+    "find_window",
+    "live_tokens",
+    "narrowed",
+    "only_tokens",
+    "widened",
+]

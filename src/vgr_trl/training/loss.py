@@ -16,15 +16,27 @@ Term = tuple[torch.Tensor | float, dict[str, float]]
 Score = Callable[[dict[str, Any]], tuple[torch.Tensor, torch.Tensor]]
 
 
-def reads_every_token(args: Any) -> bool:
-    """Return whether tokens that have no advantage are trained on too, by a term of TRL's or of ours, or by a critic.
+def what_reads_every_token(args: Any) -> str | None:
+    """Return the option by which tokens that have no advantage are trained on too, by a term of the loss or a critic.
+
+    None: there is none.
 
     Args:
         args: a `DAPOConfig`.
     """
-    of_trl = args.beta > 0 or args.entropy_coef != 0 or args.use_adaptive_entropy
-    perceives = args.uses_perception_loss or args.der_loss_weight1 > 0
-    return bool(of_trl or args.use_entropy_penalty or perceives or args.has_kl_loss or args.uses_critic)
+    terms = {
+        "beta": args.beta != 0,
+        "entropy_coef": args.entropy_coef != 0,
+        "use_adaptive_entropy": args.use_adaptive_entropy,
+        "top_entropy_quantile": args.top_entropy_quantile < 1,
+        "use_entropy_penalty": args.use_entropy_penalty,
+        "perception_loss_weight": args.perception_loss_weight > 0,
+        "der_loss_weight1": args.der_loss_weight1 > 0,
+        "der_loss_weight2": args.der_loss_weight2 > 0,
+        "kl_coef": args.has_kl_loss,
+        "advantage_estimator": args.uses_critic,
+    }
+    return next((name for name, is_on in terms.items() if is_on), None)
 
 
 def added_terms(passed: TrainingPass, host: Host, kl: KLControl, score: Score) -> Term:

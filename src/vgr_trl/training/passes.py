@@ -8,11 +8,13 @@ import torch
 
 from vgr_trl.sharing import Place, SharedPasses, SharingPlan, has_active_dropout, why_not_regroup, why_not_share
 from vgr_trl.sharing.backbone import base_of, causal_model, is_compiled, recomputes_without_graph
-from vgr_trl.skipping import VisionOnce, VisionPlan
+from vgr_trl.skipping import SkippingPlan, VisionOnce, VisionPlan
+from vgr_trl.skipping.plan import why_padding_counts
 from vgr_trl.skipping.vision_plan import why_not_once
 from vgr_trl.skipping.vision_tower import tower_trains
 from vgr_trl.training.constructed import ConstructedTrainer
 from vgr_trl.training.critic.values import HeadReader
+from vgr_trl.training.loss import what_reads_every_token
 
 
 class Passes:
@@ -122,6 +124,39 @@ def _why_not_once(trainer: ConstructedTrainer, base: Any) -> str | None:
     if _is_sharded(trainer):
         return "sharded parameters: every process has to call the vision tower equally often"
     return why_not_once(base)
+
+
+def plan_skipping(trainer: ConstructedTrainer) -> SkippingPlan:
+    """Return what the constructed `trainer` leaves out of training passes, by its options, its loss and its model."""
+    causal = causal_model(trainer.model)
+    base = base_of(causal)
+    off = {name: _switched_off(trainer, name) for name in ("skip_dead_rows", "skip_dead_tokens", "skip_padding")}
+    compiled = "torch.compile" if _compiles(trainer) or is_compiled(trainer.model) else None
+    router = "the load-balancing loss reads all tokens" if trainer.aux_loss_enabled else None
+    option = what_reads_every_token(trainer.args)
+    read = compiled or router or (option and f"{option} reads all tokens")
+    headless = "a model that is its own base" if base is causal else None
+    return SkippingPlan(
+        rows=Place(off["skip_dead_rows"] or read),
+        tokens=Place(off["skip_dead_tokens"] or read or headless or _why_completions_are_read(trainer)),
+        padding=Place(off["skip_padding"] or compiled or router or why_padding_counts(base)),
+        head=(off["skip_dead_tokens"] or compiled or headless) is None,
+    )
+
+
+def _why_completions_are_read(trainer: ConstructedTrainer) -> str | None:
+    """Why the loss reads tokens without an advantage in completions that have one; None if it does not."""
+    if trainer.importance_sampling_level == "sequence":
+        return "importance_sampling_level is sequence, a ratio of whole completions"
+    if trainer.loss_type == "vespo":
+        return "vespo weighs by the ratio of whole completions"
+    if trainer.off_policy_mask_threshold is not None:
+        return "off_policy_mask_threshold compares whole completions"
+    return None
+
+
+def _switched_off(trainer: ConstructedTrainer, option: str) -> str | None:
+    return f"{option}=off" if getattr(trainer.args, option) == "off" else None
 
 
 def _compiles(trainer: ConstructedTrainer) -> bool:

@@ -18,7 +18,7 @@ from vgr_trl.rewards.groups import gather_groups, needed_columns
 from vgr_trl.rewards.signatures import check_callable
 from vgr_trl.sampling import filter_index
 from vgr_trl.sharing import SharingPlan
-from vgr_trl.skipping import VisionPlan
+from vgr_trl.skipping import SkippingPlan, VisionPlan
 from vgr_trl.training.constructed import ConstructedTrainer
 
 logger = logging.get_logger(__name__)
@@ -61,13 +61,18 @@ def find_idle_options(trainer: ConstructedTrainer, measures_attention: bool, wei
 
 
 def announce(
-    trainer: ConstructedTrainer, sharing: SharingPlan, vision: VisionPlan, idle_options: Mapping[str, str]
+    trainer: ConstructedTrainer,
+    sharing: SharingPlan,
+    vision: VisionPlan,
+    skipping: SkippingPlan,
+    idle_options: Mapping[str, str],
 ) -> None:
-    """Say where prompts and image features are computed once, and which options are risky or without effect."""
+    """Say what passes leave out and compute once, and which options are risky or without effect."""
     args: Any = trainer.args
     logger.warning(str(sharing))
     if trainer._is_vlm:
         logger.warning(str(vision))
+    logger.warning(str(skipping))
     risk = coefficient_warning(args.perception_loss_weight, args.der_loss_weight1, args.der_loss_weight2)
     if risk is not None:
         logger.warning(risk)

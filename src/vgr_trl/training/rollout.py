@@ -106,11 +106,15 @@ class TrainingPass:
         inputs: of the loss.
         logps: (N, T) with gradients, of the first pass through the model; None before it.
         values: (N, T) with gradients, that a critic has read off that pass.
+        live: (N, T) bool, the tokens whose log-probabilities the loss reads; None before the first pass.
+        rows_run: rows that the first pass ran.
     """
 
     inputs: dict[str, Any]
     logps: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    live: torch.Tensor | None = None
+    rows_run: int = 0
 
 
 def valid_tokens(inputs: dict[str, Any]) -> torch.Tensor:

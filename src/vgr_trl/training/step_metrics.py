@@ -9,14 +9,12 @@ import torch
 from vgr_trl.training.host import Host
 from vgr_trl.training.rollout import TrainingPass, valid_tokens
 
-_TOKEN_MEANS = (
-    "approx_kl",
+_VALID_MEANS = (
     "entropy_penalty",
     "perception_loss",
     "perturbed_entropy",
     "kl",
     "kl/mean",
-    "entropy",
     "critic/value_loss",
     "critic/clipped",
 )
@@ -41,14 +39,29 @@ def approximate_kl(logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.Ten
     return (log_ratio.exp() - 1 - log_ratio).sum(dim=1)
 
 
-def token_means(args: Any) -> tuple[str, ...]:
-    """Return the metrics of a micro-batch that are means over its valid tokens, TRL's own among them.
+def live_means(args: Any) -> tuple[str, ...]:
+    """Return TRL's metrics of a micro-batch that are means over the tokens which train.
 
     Args:
         args: a `DAPOConfig`; with importance ratios of sequences, what is clipped is counted by completions.
     """
     by_completion = args.importance_sampling_level == "sequence" and not args.has_token_advantages
-    return _TOKEN_MEANS if by_completion else _TOKEN_MEANS + _RATIO_MEANS
+    return ("entropy",) if by_completion else ("entropy", *_RATIO_MEANS)
+
+
+def over_live_tokens(
+    metrics: MutableMapping[str, list[float]], names: Iterable[str], valid: float, live: float
+) -> None:
+    """Make the newest means over valid tokens, of which those that are not live count as 0, means over live tokens.
+
+    Args:
+        metrics: values by name.
+        names: of the metrics that are means over tokens.
+        valid, live: tokens of the newest micro-batch, over all processes; of no live token the mean is NaN.
+    """
+    for name in names:
+        if values := metrics.get(name):
+            values[-1] = values[-1] * valid / live if live else math.nan
 
 
 def weigh_by_tokens(metrics: MutableMapping[str, list[float]], names: Iterable[str], counts: Sequence[float]) -> None:
@@ -77,33 +90,50 @@ class StepMetrics:
 
     def __init__(self, host: Host) -> None:
         self.host = host
-        self._counts: list[float] = []  # valid tokens of each micro-batch
-        self._tokens = self._samples = 0.0
+        self._valid: list[float] = []  # tokens of each micro-batch that count in the loss
+        self._live: list[float] = []  # those of them that were scored
+        self._tokens = self._samples = self._skipped_rows = self._skipped_tokens = 0.0
 
-    def measure(self, passed: TrainingPass) -> dict[str, float]:
-        """Count a micro-batch, over all processes, and return its metrics.
+    def measure(self, passed: TrainingPass, of_trl: MutableMapping[str, list[float]] | None = None) -> dict[str, float]:
+        """Count a micro-batch, over all processes, and return its metrics, which are means over its live tokens.
 
         Args:
             passed: with log-probabilities.
+            of_trl: TRL's metrics, of which the newest values are made such means, too.
         """
         assert passed.logps is not None
         inputs, logps = passed.inputs, passed.logps.detach()
         mask = valid_tokens(inputs)  # (N, T)
+        live = mask if passed.live is None else passed.live
         old_logps = inputs.get("old_per_token_logps", logps)  # TRL leaves them out while they equal the new ones
-        kl = approximate_kl(logps, old_logps, mask)  # (N,)
+        kl = approximate_kl(logps, old_logps, live)  # (N,)
         tokens = inputs["prompt_mask"].sum() + inputs["completion_mask"].sum()
-        rows = torch.tensor(mask.size(0), device=mask.device)
-        local = torch.stack([kl.sum(), mask.sum().float(), tokens.float(), rows.float()])
-        kl_sum, valid, all_tokens, all_rows = self.host.accelerator.reduce(local, reduction="sum").tolist()
-        self._counts.append(valid)
+        rows = len(mask)
+        counts = [mask.sum(), live.sum(), tokens, rows, rows if passed.live is None else passed.rows_run]
+        local = torch.stack([kl.sum(), *(torch.as_tensor(count, device=kl.device).float() for count in counts)])
+        kl_sum, valid, scored, all_tokens, all_rows, run = self.host.accelerator.reduce(local, reduction="sum").tolist()
+        if scored != valid:
+            over_live_tokens({} if of_trl is None else of_trl, live_means(self.host.args), valid, scored)
+        self._valid.append(valid)
+        self._live.append(scored)
         self._tokens += all_tokens
         self._samples += all_rows
-        return {"approx_kl": kl_sum / max(valid, 1.0)}
+        self._skipped_rows += all_rows - run
+        self._skipped_tokens += valid - scored
+        return {"approx_kl": kl_sum / scored if scored else math.nan}
 
     def merge(self, metrics: MutableMapping[str, list[float]]) -> None:
         """Make one value of those of the micro-batches, before they are logged."""
-        weigh_by_tokens(metrics, token_means(self.host.args), self._counts)
-        self._counts.clear()
+        weigh_by_tokens(metrics, _VALID_MEANS, self._valid)
+        weigh_by_tokens(metrics, ("approx_kl", *live_means(self.host.args)), self._live)
+        self._valid.clear()
+        self._live.clear()
+
+    def skipped(self) -> dict[str, float]:
+        """Return the completions that did not run and the tokens that were not scored, and start a new window."""
+        skipped = {"skipped/rows": self._skipped_rows, "skipped/tokens": self._skipped_tokens}
+        self._skipped_rows = self._skipped_tokens = 0.0
+        return skipped
 
     def rates(self, seconds: float) -> dict[str, float]:
         """Return tokens and completions per second, generation and scoring included, and start a new window."""

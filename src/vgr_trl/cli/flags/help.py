@@ -22,6 +22,7 @@ from vgr_trl.config import (
     MeasureOptions,
     PerceiveOptions,
     ReportOptions,
+    SkipOptions,
 )
 
 _TITLES: dict[type, str] = {
@@ -35,6 +36,7 @@ _TITLES: dict[type, str] = {
     CriticOptions: "Critic",
     CreditOptions: "Credit per token",
     ChooseOptions: "Which groups are trained on",
+    SkipOptions: "What is left out of the passes",
     ReportOptions: "Records and logs",
     EvaluateOptions: "Evaluations of a run",
     AliasOptions: "Other names",

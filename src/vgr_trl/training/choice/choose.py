@@ -228,6 +228,10 @@ class GroupChoice:
         if self.replay is not None:
             self.replay.first_pass(passed)
 
+    def rows_read(self, inputs: dict[str, Any]) -> torch.Tensor | None:
+        """Return the rows of a micro-batch whose log-probabilities are kept, (N,) bool; None: no row's."""
+        return None if self.replay is None else self.replay.rows_read(inputs)
+
     @property
     def waits(self) -> bool:
         """Whether groups wait for the first training pass over all of their batch."""

@@ -87,6 +87,15 @@ class Replay:
             return batch
         return {**batch, "rollout_row": torch.arange(len(batch["prompt_ids"]))}
 
+    def rows_read(self, inputs: dict[str, Any]) -> torch.Tensor | None:
+        """Return the rows of a micro-batch whose groups wait for its log-probabilities, (N,) bool; None: no row's."""
+        if not self._waiting or self._waiting_placement is None:
+            return None
+        waiting = torch.zeros(self._waiting_placement.rows, dtype=torch.bool)
+        for group in self._waiting:
+            waiting[[row for row, _ in self._waiting_placement.here(group)]] = True
+        return waiting[inputs["rollout_row"].cpu()]
+
     def first_pass(self, passed: TrainingPass) -> None:
         """Take the log-probabilities (N, T) of the first training pass for those of the policy that generated.
 

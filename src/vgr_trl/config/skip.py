@@ -1,0 +1,46 @@
+"""Options of what is left out of the passes because it changes no parameter."""
+
+from dataclasses import dataclass, field
+
+from vgr_trl.config.ranges import check_choice
+
+
+@dataclass
+class SkipOptions:
+    """What is left out of training passes because it has no gradient.
+
+    Each is `auto`: on wherever nothing but rounding changes, with one line at the start that says where and why not
+    elsewhere; or `off`.
+
+    Args:
+        skip_dead_rows: completions whose advantages are all zero do not run.
+        skip_dead_tokens: the head scores no token whose advantage is zero.
+        skip_padding: no column runs that is padding in all rows, or lies behind the last token that is scored.
+    """
+
+    skip_dead_rows: str = field(
+        default="auto",
+        metadata={
+            "help": "Leave completions without a gradient out of training passes. auto: wherever nothing else in the "
+            "loss reads them; off."
+        },
+    )
+    skip_dead_tokens: str = field(
+        default="auto",
+        metadata={
+            "help": "Leave tokens without a gradient out of the head in training passes. auto: wherever nothing else "
+            "in the loss reads them; off."
+        },
+    )
+    skip_padding: str = field(
+        default="auto",
+        metadata={
+            "help": "Cut training passes to the longest prompt and the last scored token of a micro-batch. auto: "
+            "wherever positions do not count padding; off."
+        },
+    )
+
+    def check_skip(self) -> None:
+        """Raise `ConfigError` for values that are none."""
+        for name in ("skip_dead_rows", "skip_dead_tokens", "skip_padding"):
+            check_choice(name, getattr(self, name), ("auto", "off"))

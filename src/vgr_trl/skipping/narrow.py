@@ -1,0 +1,57 @@
+"""A part of a micro-batch as inputs of TRL's pass, and what the pass returns for all of it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from vgr_trl.batch.image_parts import IMAGE_INPUTS
+from vgr_trl.batch.inputs import TOKEN_TYPES
+from vgr_trl.batch.row_images import split_images, stack_images
+from vgr_trl.skipping.live import Window
+
+_PER_TOKEN = ("input_ids", "attention_mask", *TOKEN_TYPES)
+
+
+def narrowed(inputs: Mapping[str, Any], window: Window) -> dict[str, Any]:
+    """Return the inputs of TRL's `_get_per_token_logps_and_entropies` for a part of its rows and columns.
+
+    Args:
+        inputs: its named arguments but for the model: `logits_to_keep` is T; None where there is nothing.
+        window: the part.
+
+    Raises:
+        DataError: pixel inputs cannot be assigned to rows, some of which are left out.
+    """
+    ids = inputs["input_ids"]  # (N, P + T)
+    start = ids.size(1) - inputs["logits_to_keep"] - window.prompt
+    columns = slice(start, start + window.prompt + window.completion)
+    part = dict(inputs) | {"logits_to_keep": window.completion}
+    every = len(window.rows) == len(ids)
+    for name in _PER_TOKEN:
+        if inputs.get(name) is not None:
+            part[name] = (inputs[name] if every else inputs[name][window.rows])[:, columns]
+    if every:
+        return part
+    for name in ("num_images", "num_tiles"):
+        if inputs.get(name) is not None:
+            part[name] = [inputs[name][row] for row in window.rows]
+    if inputs.get("pixel_values") is not None:
+        images, one_per_row = split_images(inputs, len(ids))
+        part |= dict.fromkeys(IMAGE_INPUTS) | stack_images([images[row] for row in window.rows], one_per_row)
+    return {name: value for name, value in part.items() if name not in IMAGE_INPUTS or value is not None}
+
+
+def widened(values: torch.Tensor, window: Window, live: torch.Tensor, rest: torch.Tensor | None) -> torch.Tensor:
+    """Return what a pass over a part gives for the live tokens of all rows and columns, (N, T).
+
+    Args:
+        values: (rows, columns) of the part.
+        window: the part.
+        live: (N, T) bool.
+        rest: (N, T), values of the other tokens; None: 0.
+    """
+    wide = torch.nn.functional.pad(values, (0, live.size(1) - values.size(1)))
+    index = torch.tensor(window.rows, device=values.device)
+    every = wide.new_zeros(live.shape).index_copy(0, index, wide)
+    return torch.where(live, every, every.new_zeros(()) if rest is None else rest.detach().to(every).nan_to_num())

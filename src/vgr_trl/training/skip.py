@@ -1,0 +1,93 @@
+"""Training passes over what the loss reads, and over nothing else."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from vgr_trl.errors import DataError
+from vgr_trl.sharing import Place
+from vgr_trl.sharing.backbone import base_of, causal_model
+from vgr_trl.skipping import SkippingPlan, find_window, live_tokens, narrowed, only_tokens, widened
+from vgr_trl.training.choice.choose import GroupChoice
+from vgr_trl.training.host import Host
+from vgr_trl.training.passes import Passes
+from vgr_trl.training.rollout import TrainingPass, valid_tokens
+
+Scored = tuple[torch.Tensor, torch.Tensor | None, Any]
+
+
+class LivePasses:
+    """Runs the part of a micro-batch that has a gradient.
+
+    Args:
+        plan: of the run.
+        host: where it runs.
+        choice: what else reads of a micro-batch.
+        passes: what is around each pass.
+        place: where they are.
+    """
+
+    def __init__(
+        self,
+        plan: SkippingPlan,
+        host: Host,
+        choice: GroupChoice,
+        passes: Passes,
+        place: Place,
+    ) -> None:
+        self.plan, self._host, self._choice = plan, host, choice
+        self._passes, self._place = passes, place
+        self._skips_rows, self._skips_tokens = (place.reason_off is None for place in (plan.rows, plan.tokens))
+
+    def run(self, passed: TrainingPass, model: Any, plain: Callable[..., Scored], inputs: dict[str, Any]) -> Scored:
+        """Return what a pass gives for the live tokens of a micro-batch, and constants for the others.
+
+        Those are the old log-probabilities, or 0, and an entropy of 0: with an advantage of 0 their loss is 0.
+
+        Args:
+            passed: the micro-batch; it learns which tokens are live, and what its first pass gives.
+            model: passed through.
+            plain: TRL's `_get_per_token_logps_and_entropies`.
+            inputs: its named arguments but for the model.
+        """
+        live = self._live(passed)
+        window = find_window(
+            live,
+            inputs["attention_mask"][:, : -inputs["logits_to_keep"]],
+            inputs.get("num_images"),
+            rows=self._skips_rows,
+            padding=self.plan.padding.reason_off is None,
+            multiple=self._host.pad_to_multiple_of,
+        )
+        try:
+            part = narrowed(inputs, window)
+        except DataError:  # whose pixels belong to which row is not known: none is left out
+            window = replace(window, rows=list(range(len(live))))
+            part = narrowed(inputs, window)
+        passed.live, passed.rows_run = live, len(window.rows)
+        with (
+            self._head(model, live[window.rows, : window.completion]),
+            self._passes.around(self._place, model, window.completion),
+        ):
+            logps, entropies, aux_loss = plain(model, **part)
+        logps = widened(logps, window, live, passed.inputs.get("old_per_token_logps"))
+        if passed.logps is None:
+            values = self._passes.values()
+            passed.logps, passed.values = logps, None if values is None else widened(values, window, live, None)
+            self._choice.first_pass(passed)
+        return logps, None if entropies is None else widened(entropies, window, live, None), aux_loss
+
+    def _live(self, passed: TrainingPass) -> torch.Tensor:
+        mask = valid_tokens(passed.inputs)
+        live = live_tokens(passed.inputs["advantages"], mask, rows=self._skips_rows, tokens=self._skips_tokens)
+        read = self._choice.rows_read(passed.inputs)
+        return live if read is None else live | (mask.bool() & read.to(mask.device).unsqueeze(1))
+
+    def _head(self, model: Any, wanted: torch.Tensor) -> AbstractContextManager[None]:
+        if not self.plan.head:
+            return nullcontext()
+        causal = causal_model(model)
+        return only_tokens(causal, base_of(causal), wanted)

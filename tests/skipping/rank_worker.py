@@ -1,0 +1,45 @@
+"""One of two processes over gloo: three steps of `DAPOTrainer` that leave rows out against those of TRL's trainer."""
+
+import gc
+import sys
+
+import torch
+from text_runs import logged, relative_difference, train, weights_of
+
+KIND = sys.argv[2]  # ddp, or zero2 and zero3 in the environment of accelerate launch
+CASES = {
+    # One group to a process in every micro-batch: nothing is live in one of the two, or in both.
+    "a live and a dead group": {"num_iterations": 2},
+    "straddling": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "credit": True},
+    "checkpointing": {"loss_type": "grpo", "gradient_checkpointing": True, "credit": True},
+}
+
+
+def whole(trainer):
+    """The model with the whole of its parameters, which ZeRO-3 has in pieces."""
+    if KIND == "zero3":
+        from deepspeed import zero
+
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        with zero.GatheredParameters(list(model.parameters())):
+            return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return weights_of(trainer)
+
+
+def run(rank: int) -> None:
+    torch.set_num_threads(1)
+    gc.freeze()
+    device = {} if KIND == "ddp" else {"use_cpu": False, "ddp_backend": "gloo"}  # DeepSpeed chooses it itself
+    for name, case in CASES.items():
+        stock, ours = train(True, **case, **device), train(False, **case, **device)
+        assert stock.accelerator.num_processes == 2
+        difference = relative_difference(whole(ours), whole(stock))
+        assert difference < 1e-5, (name, difference)
+        skipped = logged(ours, "skipped/rows")
+        assert min(skipped) > 0, skipped
+        print(f"{name}: difference {difference:.1e}, skipped {skipped}")
+    print(f"rank {rank} passed")
+
+
+if __name__ == "__main__":
+    run(int(sys.argv[1]))

@@ -1,0 +1,94 @@
+"""Three optimizer steps that leave out what has no gradient are three steps of TRL's `GRPOTrainer`."""
+
+import math
+
+import pytest
+from peft import LoraConfig
+from text_runs import LOSSES, dead_reward, logged, relative_difference, train, weights_of
+
+TWICE = {"num_iterations": 2}  # the second time the policy is not the one that wrote the completions
+WHOLE_COMPLETIONS = ("luspo", "vespo")
+
+
+def assert_equal_steps(**settings):
+    stock, ours = train(True, **settings), train(False, **settings)
+    assert relative_difference(weights_of(ours), weights_of(stock)) < 1e-5
+    return ours
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_steps_of_every_loss(loss):
+    """A group is dead, of the other every other completion; with credit for a third of the tokens where it is read."""
+    ours = assert_equal_steps(**LOSSES[loss], **TWICE, credit=loss not in WHOLE_COMPLETIONS)
+    assert ours.skipping.rows.reason_off is None
+    assert (ours.skipping.tokens.reason_off is None) == (loss not in WHOLE_COMPLETIONS)
+    assert min(logged(ours, "skipped/rows")) >= 5  # of the 6 dead rows of 8; the dead micro-batch runs one
+
+
+@pytest.mark.parametrize("loss", ["dapo", "vespo"])
+def test_steps_of_an_adapter_in_small_checkpointed_micro_batches(loss):
+    """Groups straddle micro-batches; credit per token, which vespo reads with the ratio of the whole completion."""
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+    ours = assert_equal_steps(
+        **LOSSES[loss], **TWICE, gradient_checkpointing=True, per_device_train_batch_size=2,
+        gradient_accumulation_steps=4, peft=lora, credit=True,
+    )  # fmt: skip
+    assert min(logged(ours, "skipped/rows")) > 0
+
+
+CASES = {
+    "one micro-batch": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
+    "one row": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "credit": True},
+    "several steps per rollout": {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "credit": True},
+    "truncated completions masked": {"mask_truncated_completions": True, **TWICE},
+    "padded to a multiple": {"pad_to_multiple_of": 4, "credit": True},
+    "two-sided clipping": {"delta": 1.5, **TWICE, "credit": True},
+}
+READ = {
+    "beta": {"beta": 0.1},
+    "entropy_coef": {"entropy_coef": 0.1},
+    "top_entropy_quantile": {"top_entropy_quantile": 0.5},
+}
+READ_TOKENS = {
+    "importance_sampling_level": {"importance_sampling_level": "sequence", **TWICE},
+    "off_policy_mask_threshold": {"off_policy_mask_threshold": 1e-4, **TWICE, "credit": True},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_with_other_options(case):
+    ours = assert_equal_steps(**CASES[case])
+    assert min(logged(ours, "skipped/tokens")) > 0
+
+
+@pytest.mark.parametrize("option", READ)
+def test_nothing_is_left_out_that_another_term_reads(option):
+    """But for padding, here behind completions that end early."""
+    ours = assert_equal_steps(**READ[option])
+    assert f"skip_dead_rows: off ({option} reads all tokens)" in str(ours.skipping)
+    assert f"skip_dead_tokens: off ({option} reads all tokens)" in str(ours.skipping)
+    assert sum(logged(ours, "skipped/rows") + logged(ours, "skipped/tokens")) == 0
+
+
+@pytest.mark.parametrize("option", READ_TOKENS)
+def test_whole_completions_run_where_they_are_compared(option):
+    ours = assert_equal_steps(**READ_TOKENS[option])
+    assert f"skip_dead_rows: on; skip_dead_tokens: off ({option}" in str(ours.skipping)
+    assert min(logged(ours, "skipped/rows")) >= 5
+
+
+def test_steps_without_any_gradient():
+    """Weight decay alone moves the weights; of no token there is an entropy."""
+    ours = assert_equal_steps(reward=dead_reward, optim="adamw_torch", weight_decay=0.1)
+    assert logged(ours, "skipped/rows") == [6, 6, 6]  # two micro-batches of four run one row each
+    assert logged(ours, "entropy") == [None] * 3
+    assert all(math.isfinite(norm) and norm == 0 for norm in logged(ours, "grad_norm"))
+
+
+def test_switches():
+    ours = train(False, skip_dead_rows="off", skip_dead_tokens="off", skip_padding="off")
+    assert str(ours.skipping) == (
+        "skip_dead_rows: off (skip_dead_rows=off); skip_dead_tokens: off (skip_dead_tokens=off); "
+        "skip_padding: off (skip_padding=off)"
+    )
+    assert sum(logged(ours, "skipped/rows") + logged(ours, "skipped/tokens")) == 0
