@@ -128,3 +128,17 @@ def test_the_text_shows_the_tables(module, capsys):
     text = (ROOT / "docs/cost.md").read_text()
     for line in capsys.readouterr().out.splitlines():
         assert line in text
+
+
+def test_the_table_of_long_prompts_is_that_of_its_script(module):
+    text = (ROOT / "docs/long_prompts.md").read_text()
+    prompts = module("long_prompts")
+    rows = prompts.rows_of_table()
+    assert len(rows) == 5
+    assert all(row in text for row in rows)
+    for shared, count in ((True, 8), (False, 8), (False, 1)):
+        longest = prompts.longest(shared=shared, rows=count)
+        assert f"{longest:,}" in text
+        held = [sum(module("cost").memory(prompts.load(size, shared=shared, rows=count)).values())
+                for size in (longest, longest + 1)]  # fmt: skip
+        assert held[0] <= 80e9 < held[1]

@@ -74,7 +74,7 @@ OPTIMIZER = {
     "lr": same("learning_rate", 1e-6),
     "betas": read((0.9, 0.999)),
     "weight_decay": same("weight_decay", 1e-2),
-    "strategy": only("adamw", "adamw_bf16 is an optimizer of EasyR1's own; here optim names those there are"),
+    "strategy": read("adamw", "optim is transformers' AdamW"),
     "lr_warmup_ratio": read(0.0),
     "lr_warmup_steps": read(None),
     "min_lr_ratio": read(None),

@@ -63,6 +63,9 @@ def optimizer(values: Values, set_: Set) -> None:
     first, second = values["worker.actor.optim.betas"]
     set_("adam_beta1", float(first), "worker.actor.optim.betas")
     set_("adam_beta2", float(second), "worker.actor.optim.betas")
+    if values["worker.actor.optim.strategy"] != "adamw":
+        why = "theirs makes up for the rounding of bfloat16 weights: give adamw, with fsdp.torch_dtype null for float32"
+        values.refuse("worker.actor.optim.strategy", why)
     key, least = "worker.actor.optim.lr_scheduler_type", values["worker.actor.optim.min_lr_ratio"]
     kind = values.one_of(key, "constant", "constant_with_warmup", "cosine")
     if kind != "cosine":
@@ -80,6 +83,7 @@ def rollout(values: Values, set_: Set) -> None:
     set_("use_vllm", engine == "vllm", "worker.rollout.name")
     if engine == "vllm":
         set_("vllm_mode", "colocate", "worker.rollout.name")
+        set_("vllm_enable_sleep_mode", True)
         set_("vllm_importance_sampling_correction", False)
         set_("vllm_tensor_parallel_size", values.whole("worker.rollout.tensor_parallel_size"),
              "worker.rollout.tensor_parallel_size")  # fmt: skip
