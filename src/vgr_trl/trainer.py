@@ -251,9 +251,9 @@ class DAPOTrainer(ConstructedTrainer):
         if rollout is not None and self._measurement.wanted.scoring:
             if rollout.signals is None:
                 score_completions(rollout, self.host, self._measurement, completion_ids_list)
-            columns, metrics = signals_as_columns(rollout, self.host)
+            columns, metrics = signals_as_columns(rollout, self.host, self._measurement)
             self._log_all(metrics)
-            for name in SINGLE_COLUMNS if columns else ():
+            for name in SINGLE_COLUMNS if "vgr" in columns else ():
                 self._log_completion_extra(name, columns[name])
             # Read by rewards of our users' scripts, through the argument `trainer`.
             self._mdi_balance_scores_current_batch = columns.get("mdi_balance")

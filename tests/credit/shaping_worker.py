@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from vgr_trl import registries
 from vgr_trl.batch.signals import AttentionMass, RolloutSignals
 from vgr_trl.credit import CreditOptions, shape_advantages
 
@@ -43,9 +44,20 @@ options = CreditOptions(
     enable_entropy_filtering=True,
     enable_trajectory_reweighting=True,
 )
+
+
+@registries.credit_rules.register("halved")
+def halved(advantages, signals, mask, options, *, gather=None):
+    """Half the credit for the rows above the mean of all processes."""
+    mean = (advantages if gather is None else gather(advantages)).mean()
+    high = advantages > mean
+    return torch.where(high, 0.5, 1.0).unsqueeze(1).expand(mask.shape), {"high": high.float(), "mean": mean.item()}
+
+
 results = {}
-for weighting in ("filter", "soft"):
-    chosen = dataclasses.replace(options, perception_weighting=weighting)
+for weighting in ("filter", "soft", "plug-in"):
+    chosen = dataclasses.replace(options, perception_weighting="filter" if weighting == "plug-in" else weighting)
+    chosen.credit_rules = ["halved"] if weighting == "plug-in" else None
     shaped, metrics = shape_advantages(advantages[here], signals, chosen, shaped=live[here], gather=gather)
     results[weighting] = {"advantages": shaped.tolist(), "metrics": metrics}
 Path(folder, f"{world}-{rank}.json").write_text(json.dumps(results))

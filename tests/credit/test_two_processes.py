@@ -24,7 +24,7 @@ def results(tmp_path_factory):
     return {rank: json.loads((folder / f"{rank[1]}-{rank[0]}.json").read_text()) for rank in ranks}
 
 
-@pytest.mark.parametrize("weighting", ["filter", "soft"])
+@pytest.mark.parametrize("weighting", ["filter", "soft", "plug-in"])
 def test_two_processes_shape_what_one_does(results, weighting):
     alone, first, second = (results[rank][weighting] for rank in ((0, 1), (0, 2), (1, 2)))
     together = torch.tensor(first["advantages"] + second["advantages"])

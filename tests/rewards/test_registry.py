@@ -9,6 +9,7 @@ from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
 
+from vgr_trl import registries
 from vgr_trl.errors import RewardError
 from vgr_trl.rewards import accuracy_reward, load_reward, load_rewards, registry, think_format_reward
 
@@ -172,7 +173,7 @@ def register(monkeypatch):
         def found(**query):
             return EntryPoints(entries).select(**query)
 
-        monkeypatch.setattr(registry, "entry_points", found)
+        monkeypatch.setattr(registries, "entry_points", found)
 
     return install
 

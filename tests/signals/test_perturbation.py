@@ -339,7 +339,7 @@ def test_perturbations_are_chosen_by_name_with_parameters():
         (
             "darken",
             {},
-            "perturbation is 'darken': give one of blacken_patches, add_gaussian_noise, gaussian_blur, mask",
+            "There is no perturbation 'darken': give one of add_gaussian_noise, blacken_patches, gaussian_blur, mask",
         ),
         ("mask_image", {"seed": 1}, "The perturbation mask_image got the parameter 'seed': it accepts value."),
         (

@@ -7,7 +7,7 @@ import torch
 
 from vgr_trl.batch.row_images import Images, move_images
 from vgr_trl.batch.rows import Rows
-from vgr_trl.batch.token_columns import TOKEN_COLUMNS
+from vgr_trl.batch.token_columns import token_column
 from vgr_trl.errors import DataError
 
 
@@ -38,7 +38,7 @@ def join_rows(parts: Sequence[Rows], *, pad_token_id: int, pad_to_multiple_of: i
     device = parts[0].columns["prompt_ids"].device
     for name in dict.fromkeys(name for part in parts for name in part.columns):
         first = next(part.columns[name] for part in parts if name in part.columns)
-        if name in TOKEN_COLUMNS:
+        if token_column(name) is not None:
             values = _token_column(name, parts, joined, pad_token_id)
         elif name in parts[0].columns or name in ("num_images", "num_tiles"):
             values = [_row_column(name, part) for part in parts]
@@ -69,7 +69,8 @@ def _images(parts: Sequence[Rows]) -> list[Images]:
 
 def _token_column(name: str, parts: Sequence[Rows], joined: Rows, pad_token_id: int) -> list[torch.Tensor] | None:
     """The column `name` of each part at the width of `joined`; None if it is to be dropped."""
-    column = TOKEN_COLUMNS[name]
+    column = token_column(name)
+    assert column is not None
     present = [part.columns[name] for part in parts if name in part.columns]
     if len(present) < len(parts) and column.missing is None:
         if name not in parts[0].columns:

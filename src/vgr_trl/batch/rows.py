@@ -9,7 +9,7 @@ import torch
 from vgr_trl.batch.pixels import nbytes
 from vgr_trl.batch.row_images import ROW_INPUTS, Images, owned, split_images, stack_images, store_images
 from vgr_trl.batch.signals import RolloutSignals
-from vgr_trl.batch.token_columns import TOKEN_COLUMNS, Column, columns_of_signals, signals_of_columns
+from vgr_trl.batch.token_columns import Column, columns_of_signals, signals_of_columns, token_column
 from vgr_trl.errors import DataError
 
 
@@ -78,7 +78,7 @@ class Rows:
                 f"The batch has {name}, a list of other things than numbers and texts: give those or a tensor, so that "
                 "it can be saved with a checkpoint."
             )
-        column = TOKEN_COLUMNS.get(name)
+        column = token_column(name)
         if column is None:
             return
         widths = (self.width(column), 1) if column.may_be_single else (self.width(column),)
@@ -109,7 +109,7 @@ class Rows:
         starts = {"prompt": self.prompt_length - prompt_length, "completion": 0}
         narrow = Rows(prompt_length, completion_length, {}, self.images, self.one_per_row)
         for name, value in self.columns.items():
-            column = TOKEN_COLUMNS.get(name)
+            column = token_column(name)
             if column is not None and value.size(-1) == self.width(column):
                 start = starts.get(column.along, starts["prompt"])
                 value = value[..., start : start + narrow.width(column)]

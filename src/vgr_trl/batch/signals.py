@@ -1,6 +1,6 @@
 """What a scoring pass has measured for the completions of a rollout batch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -34,6 +34,7 @@ class RolloutSignals:
         mask: (N, T) bool, completion tokens that count in the loss.
         attention: attention mass; None if it was not measured.
         dependency: (N, T) float32 in [0, 10], `visual_dependency` of the tokens; None if it was not measured.
+        extra: name -> (N, T) float32, signals that were asked for by name; NaN where undefined.
     """
 
     logps: torch.Tensor
@@ -41,3 +42,4 @@ class RolloutSignals:
     mask: torch.Tensor
     attention: AttentionMass | None = None
     dependency: torch.Tensor | None = None
+    extra: dict[str, torch.Tensor] = field(default_factory=dict)

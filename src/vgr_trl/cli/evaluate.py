@@ -112,6 +112,7 @@ def run(data: DataArguments, options: EvaluationArguments) -> dict[str, Evaluati
         max_completion_length=options.max_completion_length,
         soft_punish_cache=options.soft_punish_cache,
         files=options.file_options(),
+        options=options.plugin_options,
     )
     sources = [
         reward.source if isinstance(reward, ScoredFile) else inspect.getsource(reward)

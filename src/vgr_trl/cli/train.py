@@ -123,6 +123,7 @@ def _build_trainer(
         max_completion_length=config.max_completion_length,
         soft_punish_cache=config.soft_punish_cache,
         files=rewards.file_options(),
+        options=rewards.plugin_options,
     )
     if rewards.reward_model_name_or_path:
         reward_funcs.insert(0, rewards.reward_model_name_or_path)

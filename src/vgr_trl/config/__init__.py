@@ -1,8 +1,9 @@
 """Every option, one file per stage; `help` is its description.
 
 Read `dapo.py`, which composes them, then the stages in the order of data: `measure.py`, `perceive.py`, `choose.py`,
-`kl.py`, `critic.py`, `credit.py`, `skip.py`, `report.py`, `evaluate.py`. `aliases.py` has other names of options,
-`ranges.py` checks values, `effects.py` names options that steer nothing. `foreign/` has the keys of other trainers.
+`kl.py`, `critic.py`, `credit.py`, `skip.py`, `report.py`, `evaluate.py`. `plugins.py` names what comes from outside,
+`aliases.py` has other names of options, `ranges.py` checks values, `effects.py` names options that steer nothing.
+`foreign/` has the keys of other trainers.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from vgr_trl.config.evaluate import EvaluateOptions
 from vgr_trl.config.kl import KLOptions
 from vgr_trl.config.measure import MeasureOptions
 from vgr_trl.config.perceive import PerceiveOptions
+from vgr_trl.config.plugins import PluginOptions
 from vgr_trl.config.report import ReportOptions
 from vgr_trl.config.skip import SkipOptions
 
@@ -31,6 +33,7 @@ __all__ = [
     "KLOptions",
     "MeasureOptions",
     "PerceiveOptions",
+    "PluginOptions",
     "ReportOptions",
     "SkipOptions",
 ]

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from vgr_trl.config.plugins import PluginOptions
 from vgr_trl.config.ranges import (
     check_choice,
     check_fraction,
@@ -18,7 +19,7 @@ _SWITCHES = (
 
 
 @dataclass
-class CreditOptions:
+class CreditOptions(PluginOptions):
     """Which tokens get the advantage of their completion, and how much of it.
 
     Args:
@@ -84,13 +85,15 @@ class CreditOptions:
 
     @property
     def needs_dependency(self) -> bool:
-        """Whether tokens or completions get credit by their dependency on the image."""
-        return self.enable_perception_filtering or self.enable_trajectory_reweighting
+        """Whether tokens or completions get credit by their dependency on the image, or a signal is made of it."""
+        own = self.enable_perception_filtering or self.enable_trajectory_reweighting
+        return own or "dependency" in self.readers()
 
     @property
     def shapes_tokens(self) -> bool:
         """Whether the tokens of a completion get different advantages."""
-        return self.token_weights or self.enable_perception_filtering or self.enable_entropy_filtering
+        own = self.token_weights or self.enable_perception_filtering or self.enable_entropy_filtering
+        return own or bool(self.plugin_rules)
 
     @property
     def shapes_advantages(self) -> bool:

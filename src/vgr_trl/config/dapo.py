@@ -14,6 +14,7 @@ from vgr_trl.config import (
     KLOptions,
     MeasureOptions,
     PerceiveOptions,
+    PluginOptions,
     ReportOptions,
     SkipOptions,
 )
@@ -51,11 +52,13 @@ class DAPOConfig(
     KLOptions,
     PerceiveOptions,
     MeasureOptions,
+    PluginOptions,
     GRPOConfig,
 ):
     """Options of `DAPOTrainer`: those of TRL's `GRPOConfig`, with the defaults of DAPO, those of the stages
     (`MeasureOptions`, `PerceiveOptions`, `KLOptions`, `CriticOptions`, `CreditOptions`, `ChooseOptions`,
-    `SkipOptions`, `ReportOptions`, `EvaluateOptions`), other names of some (`AliasOptions`), and the ones below.
+    `SkipOptions`, `ReportOptions`, `EvaluateOptions`), what names plug-ins (`PluginOptions`), other names of some
+    (`AliasOptions`), and the ones below.
 
     Changed defaults: `epsilon_high=0.28` (DAPO's clip-higher; https://huggingface.co/papers/2503.14476). TRL's own
     defaults already are `loss_type="dapo"` and `beta=0.0`.
@@ -171,6 +174,7 @@ class DAPOConfig(
         self.check_perceive()
         self.check_kl()
         self.check_critic()
+        self.check_plugins()
         self.check_credit()
         self.check_choose()
         self.check_skip()

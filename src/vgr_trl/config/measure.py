@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, field
 
+from vgr_trl.config.plugins import PluginOptions
 from vgr_trl.config.ranges import check_choice, check_integer, check_number
 
 
 @dataclass
-class MeasureOptions:
+class MeasureOptions(PluginOptions):
     """How much attention the generated tokens pay to the image and to the instruction.
 
     Args:

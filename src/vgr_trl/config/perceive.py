@@ -3,17 +3,17 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from vgr_trl import registries
+from vgr_trl.config.plugins import PERTURBATIONS, PluginOptions
 from vgr_trl.config.ranges import check_choice, check_integer, check_number
-
-PERTURBATIONS = ("blacken_patches", "add_gaussian_noise", "gaussian_blur", "mask_image")
 
 
 @dataclass
-class PerceiveOptions:
+class PerceiveOptions(PluginOptions):
     """How an image is perturbed to see which tokens depend on it.
 
     Args:
-        perturbation: `blacken_patches`, `add_gaussian_noise`, `gaussian_blur` or `mask_image`.
+        perturbation: one of `PERTURBATIONS`, or the name of a plug-in, a dotted path or a file.
         patch_size: side of the squares that `blacken_patches` cuts the image into, in pixels, at least 1.
         black_prob: probability that a square is blackened, in [0, 1].
         noise_std: standard deviation of `add_gaussian_noise` on the scale 0 to 255, in [0, 1e6].
@@ -28,7 +28,11 @@ class PerceiveOptions:
     """
 
     perturbation: str = field(
-        default="blacken_patches", metadata={"help": f"How images are perturbed: {', '.join(PERTURBATIONS)}."}
+        default="blacken_patches",
+        metadata={
+            "help": f"How images are perturbed: {', '.join(PERTURBATIONS)}, those of installed packages, dotted paths "
+            "or files (my_perturbations.py:my_perturbation)."
+        },
     )
     patch_size: int = field(default=14, metadata={"help": "Side of the squares of blacken_patches, in pixels."})
     black_prob: float = field(default=0.5, metadata={"help": "Probability that a square is blackened, in [0, 1]."})
@@ -61,7 +65,11 @@ class PerceiveOptions:
             "gaussian_blur": {"radius": self.blur_radius},
             "mask_image": {"value": self.mask_value},
         }
-        return parameters[self.perturbation]
+        if self.perturbation in parameters:
+            return parameters[self.perturbation]
+        plugin = registries.perturbations.load(self.perturbation)
+        own = self.plugin_values(plugin, self.perturbation)
+        return {} if own is self else dict(vars(own))
 
     @property
     def uses_perception_loss(self) -> bool:
@@ -70,7 +78,8 @@ class PerceiveOptions:
 
     def check_perceive(self) -> None:
         """Raise `ConfigError` for values out of range."""
-        check_choice("perturbation", self.perturbation, PERTURBATIONS)
+        if self.perturbation not in PERTURBATIONS:
+            registries.perturbations.load(self.perturbation)
         check_choice("perturb_per", self.perturb_per, ("prompt", "completion"))
         check_integer("patch_size", self.patch_size, 1)
         check_number("black_prob", self.black_prob, 0, 1, "in [0, 1]")

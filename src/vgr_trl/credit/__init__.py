@@ -1,8 +1,9 @@
 """Which tokens get the credit: from one advantage per completion to one per token, and the loss terms beside them.
 
-Read `advantages.py` (completions compared), `shaping.py` (every rule, composed), then the rules: `token_weights.py`,
-`filters.py`, `trajectory.py`. Beside them `perception_loss.py`, `kl.py` and `gae.py`; `collapse.py` (signs of it). What
-they share: `rows.py` (shapes and means), `totals.py` (metrics over processes).
+Read `advantages.py` (completions compared), `shaping.py` (the rules that are on, composed), `rules.py` (the rules), and
+what they are made of: `token_weights.py`, `filters.py`, `trajectory.py`. Beside them `perception_loss.py`, `kl.py` and
+`gae.py`; `collapse.py` (signs of it). What they share: `rows.py` (shapes and means), `totals.py` (metrics over
+processes).
 """
 
 from vgr_trl.config.credit import CreditOptions
@@ -11,7 +12,8 @@ from vgr_trl.credit.filters import top_fraction_mask
 from vgr_trl.credit.gae import gae, value_loss, whiten
 from vgr_trl.credit.kl import AdaptiveKLController, FixedKLController, kl_penalty
 from vgr_trl.credit.perception_loss import entropy_penalty, perception_divergence, perception_loss, surprisal
-from vgr_trl.credit.shaping import attention_weights, shape_advantages
+from vgr_trl.credit.rules import attention_weights
+from vgr_trl.credit.shaping import shape_advantages
 from vgr_trl.credit.token_weights import dependency_weights, token_weights
 from vgr_trl.credit.trajectory import trajectory_scale
 

@@ -13,6 +13,16 @@ class Totals:
     def __init__(self) -> None:
         self.means: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # name -> sum, count
         self.largest: dict[str, tuple[torch.Tensor, int]] = {}  # name -> largest value times a sign, that sign
+        self.known: dict[str, float] = {}
+
+    def add(self, other: "Totals") -> None:
+        """Add everything that another one has."""
+        for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True):
+            mine |= theirs
+
+    def add_known(self, name: str, value: float) -> None:
+        """Add a number that is the same on all processes."""
+        self.known[name] = value
 
     def add_mean(self, name: str, values: torch.Tensor, where: torch.Tensor) -> None:
         """Add the mean of `values` where the bool tensor `where`, of the same shape, is true."""
@@ -41,7 +51,7 @@ class Totals:
             *(value for value, _ in self.largest.values()),
         ]
         if not local:
-            return {}
+            return dict(self.known)
         row = torch.stack(local)
         rows = (row if gather is None else gather(row)).detach().cpu().double().view(-1, len(local))  # (processes, ·)
         split = 2 * len(self.means)
@@ -50,7 +60,7 @@ class Totals:
         extremes = rows[:, split:].amax(dim=0).tolist()
         for (name, (_, sign)), value in zip(self.largest.items(), extremes, strict=True):
             results[name] = math.nan if value == -math.inf else sign * value
-        return results
+        return results | self.known
 
 
 def add_filter(

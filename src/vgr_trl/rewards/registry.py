@@ -2,46 +2,35 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterable
-from importlib.metadata import EntryPoint, entry_points
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial, wraps
 from types import FunctionType
 from typing import Any
 
+from vgr_trl import registries
 from vgr_trl.errors import RewardError
 from vgr_trl.rewards.accuracy import accuracy_reward
 from vgr_trl.rewards.attention import mdi_reward, vgr_hard_negative_reward, vgr_reward
 from vgr_trl.rewards.format import tag_count_reward, think_format_reward
-from vgr_trl.rewards.imports import import_file, import_module
 from vgr_trl.rewards.length import get_soft_overlong_punishment
 from vgr_trl.rewards.scored_files import OVERALL, FileOptions, is_scored, scored_reward, share_scores
 
-ENTRY_POINTS = "vgr_trl.rewards"
-REWARDS: dict[str, Callable[..., Any]] = {
-    "accuracy": accuracy_reward,
-    "accuracy_reward": accuracy_reward,
-    "format": think_format_reward,
-    "think_format_reward": think_format_reward,
-    "tag_count": tag_count_reward,
-    "tag_count_reward": tag_count_reward,
-    "vgr": vgr_reward,
-    "vgr_reward": vgr_reward,
-    "vgr_hard_negative": vgr_hard_negative_reward,
-    "vgr_hard_negative_reward": vgr_hard_negative_reward,
-    "mdi": mdi_reward,
-    "mdi_reward": mdi_reward,
-}
-FACTORIES: dict[str, Callable[..., Any]] = {
-    "length": get_soft_overlong_punishment,
-    "soft_overlong": get_soft_overlong_punishment,
-    "get_soft_overlong_punishment": get_soft_overlong_punishment,
-}
+for _names, _reward in (
+    (("accuracy", "accuracy_reward"), accuracy_reward),
+    (("format", "think_format_reward"), think_format_reward),
+    (("tag_count", "tag_count_reward"), tag_count_reward),
+    (("vgr", "vgr_reward"), vgr_reward),
+    (("vgr_hard_negative", "vgr_hard_negative_reward"), vgr_hard_negative_reward),
+    (("mdi", "mdi_reward"), mdi_reward),
+    (("length", "soft_overlong", "get_soft_overlong_punishment"), get_soft_overlong_punishment),
+):
+    registries.rewards.register(*_names)(_reward)
 _HARD: dict[Any, Any] = {
     vgr_reward: vgr_hard_negative_reward,
     "vgr": "vgr_hard_negative",
     "vgr_reward": "vgr_hard_negative_reward",
 }
 _KEY = re.compile(r"(.*?)(?:\[(\w+)\])?", re.DOTALL)
-_FORMS = "my_package.rewards.my_reward or my_rewards.py:my_reward"
 
 
 def load_rewards(
@@ -50,10 +39,17 @@ def load_rewards(
     max_completion_length: int | None = None,
     soft_punish_cache: int | None = None,
     files: FileOptions | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> list[Callable[..., Any]]:
     """Return the reward functions that `specs` name, in their order; see `load_reward`."""
     rewards = [
-        load_reward(spec, max_completion_length=max_completion_length, soft_punish_cache=soft_punish_cache, files=files)
+        load_reward(
+            spec,
+            max_completion_length=max_completion_length,
+            soft_punish_cache=soft_punish_cache,
+            files=files,
+            options=options,
+        )
         for spec in ([specs] if isinstance(specs, str) else specs)
     ]
     share_scores(rewards)
@@ -66,6 +62,7 @@ def load_reward(
     max_completion_length: int | None = None,
     soft_punish_cache: int | None = None,
     files: FileOptions | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Return the reward function that `spec` names.
 
@@ -78,30 +75,35 @@ def load_reward(
         soft_punish_cache: tokens, for `length`; None: a fifth of `max_completion_length`, the ratio of DAPO
             (https://huggingface.co/papers/2503.14476).
         files: how functions in the form of EasyR1 are called; None: as their files say.
+        options: values of the options that the reward declares, by name; the others have their defaults.
 
     Raises:
         RewardError: nothing has this name, two packages have it, it cannot be imported, or it is not a function.
     """
     if not isinstance(spec, str):
-        return _checked(spec, repr(spec), max_completion_length, soft_punish_cache)
+        return _limited(registries.rewards.load(spec), repr(spec), max_completion_length, soft_punish_cache)
     name, key = _KEY.fullmatch(spec.strip()).groups()  # type: ignore[union-attr]  # the first part takes anything
-    path, colon, attribute = name.rpartition(":")
-    if colon and path.endswith(".py"):
-        found = _attribute(import_file(path), attribute, path)
-    elif colon:
-        found = _attribute(import_module(path), attribute, path)
-    elif name in FACTORIES or name in REWARDS or "." not in name:
-        found = _named(name)
-    elif name.endswith(".py"):
-        raise RewardError(f"The reward {name!r} is a file: add which function of it, as in {name}:my_reward.")
-    else:
-        module, _, attribute = name.rpartition(".")
-        found = _attribute(import_module(module), attribute, module)
+    found = registries.rewards.load(name)
     if is_scored(found):
         return scored_reward(found, key or OVERALL, files or FileOptions())
     if key is not None:
         raise RewardError(f"The reward {spec!r} names the score {key!r}, but {name} returns one number: drop [{key}].")
-    return _checked(found, repr(name), max_completion_length, soft_punish_cache)
+    return _bound(_limited(found, repr(name), max_completion_length, soft_punish_cache), name, options or {})
+
+
+def _bound(reward: Callable[..., Any], shown: str, given: Mapping[str, Any]) -> Callable[..., Any]:
+    """The reward with its own options as named arguments, if it declares any."""
+    options = registries.option_class(reward, shown)
+    if options is None:
+        return reward
+    filled = partial(reward, **vars(registries.option_values(options, given)))
+
+    @wraps(reward)
+    def bound(*args: Any, **kwargs: Any) -> Any:
+        return filled(*args, **kwargs)
+
+    bound.__signature__ = inspect.signature(filled)  # type: ignore[attr-defined]
+    return bound
 
 
 def hardened(rewards: Iterable[Any]) -> list[Any]:
@@ -125,54 +127,7 @@ def _shown(reward: Any) -> str:
     return str(getattr(reward, "__name__", type(reward).__name__))
 
 
-def known_names() -> list[str]:
-    """Return the names that `load_reward` accepts, without dotted paths and files."""
-    return sorted({*REWARDS, *FACTORIES, *(entry.name for entry in entry_points(group=ENTRY_POINTS))})
-
-
-def _named(name: str) -> Any:
-    registered = {entry.value: entry for entry in entry_points(group=ENTRY_POINTS, name=name)}
-    own = REWARDS.get(name) or FACTORIES.get(name)
-    others = [entry for entry in registered.values() if own is None or not entry.value.startswith("vgr_trl.rewards.")]
-    if len(others) + (own is not None) > 1:
-        owners = ["vgr_trl"] * (own is not None) + [f"{_package(entry)} ({entry.value})" for entry in others]
-        raise RewardError(
-            f"The reward {name!r} is registered more than once, by {' and by '.join(owners)}: give"
-            f" the one you mean as a dotted path, such as {others[0].value.replace(':', '.')}."
-        )
-    if own is not None:
-        return own
-    if not others:
-        raise RewardError(
-            f"There is no reward {name!r}: give one of {', '.join(known_names())}, or a dotted path or file "
-            f"such as {_FORMS}."
-        )
-    try:
-        return others[0].load()
-    except Exception as error:
-        raise RewardError(
-            f"The reward {name!r} of {_package(others[0])} cannot be imported ({type(error).__name__}: {error}): "
-            "repair or remove that package."
-        ) from error
-
-
-def _package(entry: EntryPoint) -> str:
-    return entry.dist.name if entry.dist is not None else entry.value
-
-
-def _attribute(module: Any, name: str, where: str) -> Any:
-    try:
-        return getattr(module, name)
-    except AttributeError as error:
-        functions = [
-            key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")
-        ]
-        raise RewardError(
-            f"{where} has no reward {name!r}: give one of its functions ({', '.join(functions) or 'it has none'})."
-        ) from error
-
-
-def _checked(reward: Any, shown: str, max_completion_length: int | None, soft_punish_cache: int | None) -> Any:
+def _limited(reward: Any, shown: str, max_completion_length: int | None, soft_punish_cache: int | None) -> Any:
     if reward is get_soft_overlong_punishment:
         if max_completion_length is None:
             raise RewardError(
@@ -180,9 +135,4 @@ def _checked(reward: Any, shown: str, max_completion_length: int | None, soft_pu
             )
         cache = max_completion_length // 5 if soft_punish_cache is None else soft_punish_cache
         return get_soft_overlong_punishment(max_completion_length, cache)
-    if not callable(reward) or inspect.isclass(reward):
-        raise RewardError(
-            f"The reward {shown} is {'a class' if inspect.isclass(reward) else f'of type {type(reward).__name__}'}: "
-            "give a function that takes completions and returns one number or None for each."
-        )
     return reward

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from vgr_trl.errors import RewardError
+from vgr_trl.importing import import_file
 from vgr_trl.rewards.answers.text import completion_text
-from vgr_trl.rewards.imports import import_file
 
 OVERALL = "overall"
 FORMS = ("batch", "sequential")
@@ -199,7 +199,7 @@ def _pool(processes: int) -> ProcessPoolExecutor:
 
 def _score_elsewhere(where: tuple[str, str, dict[str, Any]], row: dict[str, Any]) -> Any:
     file, name, arguments = where
-    return getattr(import_file(file), name)(row, **arguments)
+    return getattr(import_file(file, "reward", RewardError), name)(row, **arguments)
 
 
 def _rows(completions: Sequence[Any], columns: Mapping[str, Any], images: Any) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from vgr_trl.signals.attention.generated import GenerationProbe
 from vgr_trl.signals.attention.probe import AttentionProbe
 from vgr_trl.signals.decoder import count_attention_layers
 from vgr_trl.signals.modality import build_modality_masks
+from vgr_trl.signals.named import NamedSignal
 from vgr_trl.signals.ratios import late_layers
 from vgr_trl.signals.reward_columns import SIGNAL_COLUMNS
 
@@ -75,6 +76,7 @@ class Measurement:
         special_token_ids: tokens that belong to no modality.
         attention_source: `scoring` or `generate`, where attention is measured.
         attention_segments: how layers are cut into segments.
+        named: signals that are asked for by name, or read by plug-ins.
     """
 
     wanted: Wanted
@@ -82,11 +84,13 @@ class Measurement:
     special_token_ids: tuple[int, ...]
     attention_source: str = "scoring"
     attention_segments: str = "thirds"
+    named: tuple[NamedSignal, ...] = ()
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns that rewards get beside those of the data."""
-        return (*SIGNAL_COLUMNS, "mdi_balance_ratio") if self.wanted.attention else ()
+        of_attention = (*SIGNAL_COLUMNS, "mdi_balance_ratio") if self.wanted.attention else ()
+        return (*of_attention, *(signal.name for signal in self.named if "dependency" not in signal.requires))
 
     @property
     def in_generation(self) -> bool:

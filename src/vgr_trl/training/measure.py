@@ -3,10 +3,13 @@
 from typing import Any
 
 from vgr_trl.batch.inputs import build_scoring_batch
+from vgr_trl.credit.rules import active_rules
 from vgr_trl.errors import ConfigError
+from vgr_trl.registries import MEASUREMENTS
 from vgr_trl.signals import Measurement, Wanted, signals_of_generation
 from vgr_trl.signals.decoder import count_attention_layers, why_not_measurable
 from vgr_trl.signals.modality import special_token_ids, vision_token_ids
+from vgr_trl.signals.named import add_named, named_columns, named_metrics, named_signals
 from vgr_trl.signals.reward_columns import attention_metrics, columns_needed_by, measure_segments, reward_columns
 from vgr_trl.training.constructed import ConstructedTrainer
 from vgr_trl.training.host import Host
@@ -21,16 +24,9 @@ def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
         ConfigError: a feature needs a measurement that model, data or generation do not allow; it is named.
     """
     args = trainer.args
-    attention = _attention_features(trainer)
+    features = _readers(trainer)
+    attention = features["attention"]
     demanded = bool(attention)
-    features = {
-        "attention": attention,
-        "entropies": _on(args.enable_entropy_filtering, "enable_entropy_filtering"),
-        "dependency": _on(args.enable_perception_filtering, "enable_perception_filtering")
-        + _on(args.enable_trajectory_reweighting, "enable_trajectory_reweighting"),
-        "logps": _on(args.penalises_kl, "kl_coef"),
-        "values": _on(args.uses_critic and args.critic == "head", "advantage_estimator gae"),
-    }
     perceiving = features["dependency"] + _on(args.perception_loss_weight > 0, "perception_loss_weight")
     perceiving += _on(args.der_loss_weight2 > 0, "der_loss_weight2")
     scored = features["entropies"] + features["logps"] + _on(args.uses_critic, "advantage_estimator gae")
@@ -43,7 +39,9 @@ def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
     elif not demanded and args.compute_attention_metrics is None and _measurable(trainer, ids):
         features["attention"] = ("compute_attention_metrics",)
     special = tuple(special_token_ids(trainer.processing_class))
-    return Measurement(Wanted(**features), ids, special, args.attention_source, args.attention_segments)
+    return Measurement(
+        Wanted(**features), ids, special, args.attention_source, args.attention_segments, named_signals(args)
+    )
 
 
 def score_completions(rollout: Rollout, host: Host, measurement: Measurement, completion_ids: list[list[int]]) -> None:
@@ -74,33 +72,43 @@ def score_completions(rollout: Rollout, host: Host, measurement: Measurement, co
         host.score(inputs, head=False, rows=rollout.recorded)
 
 
-def signals_as_columns(rollout: Rollout, host: Host) -> tuple[dict[str, list[Any]], dict[str, float]]:
-    """Return the columns that rewards get of the signals of a rollout, and its metrics; empty without attention."""
-    mass = None if rollout.signals is None else rollout.signals.attention
-    if mass is None:
+def signals_as_columns(
+    rollout: Rollout, host: Host, measurement: Measurement
+) -> tuple[dict[str, list[Any]], dict[str, float]]:
+    """Return the columns that rewards get of the signals of a rollout, and its metrics; empty if there are none."""
+    if rollout.signals is None:
         return {}, {}
+    new = add_named(measurement.named, rollout.signals)
+    named = named_columns(new, rollout.signals), named_metrics(new, rollout.signals, host.accelerator.gather)
+    mass = rollout.signals.attention
+    if mass is None:
+        return named
     segmentation = host.args.attention_segments, host.args.mdi_balance_ratio
     segments = measure_segments(mass, *segmentation)
     of_prompt = None if rollout.prompt_mass is None else measure_segments(rollout.prompt_mass, *segmentation)
     metrics = attention_metrics(segments, host.accelerator.gather, of_prompt)
     columns = reward_columns(segments)
     columns["mdi_balance_ratio"] = [host.args.mdi_balance_ratio] * len(rollout.rows)
-    return columns, metrics
+    return named[0] | columns, metrics | named[1]
 
 
-def _attention_features(trainer: ConstructedTrainer) -> tuple[str, ...]:
+def _readers(trainer: ConstructedTrainer) -> dict[str, tuple[str, ...]]:
+    """Measurement -> what needs it: rewards, rules of credit, signals, other options."""
     data_columns = set(getattr(trainer.train_dataset, "column_names", None) or ())
-    rewards = tuple(
-        f"the reward {name}"
-        for name, reward in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True)
-        if columns_needed_by(reward) - data_columns
-    )
     args = trainer.args
-    return (
-        rewards
-        + _on(args.token_weights, "token_weights")
-        + _on(args.compute_attention_metrics is True, "compute_attention_metrics")
-    )
+    found: dict[str, list[str]] = {name: [] for name in MEASUREMENTS}
+    for name, reward in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True):
+        if columns_needed_by(reward) - data_columns:
+            found["attention"].append(f"the reward {name}")
+    for rule in active_rules(args):
+        for need in () if rule.is_plugin else rule.needs:
+            found[need].append(rule.switch)
+    for need, readers in args.readers().items():
+        found[need] += readers
+    found["attention"] += _on(args.compute_attention_metrics is True, "compute_attention_metrics")
+    found["logps"] += _on(args.penalises_kl, "kl_coef")
+    found["values"] = list(_on(args.uses_critic and args.critic == "head", "advantage_estimator gae"))
+    return {name: tuple(readers) for name, readers in found.items()}
 
 
 def _on(value: bool, name: str) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import torch
 
 from vgr_trl.batch.inputs import joined, pixels_of_rows, rows_with_images, scoring_inputs
 from vgr_trl.signals import Measurement, perturb_images, visual_dependency
+from vgr_trl.signals.named import add_named, named_metrics
 from vgr_trl.signals.perturbation.prompts import images_in, perturbed_prompts
 from vgr_trl.training.host import Host
 from vgr_trl.training.rollout import Rollout
@@ -34,6 +35,8 @@ def perceive(rollout: Rollout, host: Host, measurement: Measurement) -> Rollout:
         rollout.changes = logps - rollout.signals.logps
         blind = ~rows_with_images(batch).to(logps.device).unsqueeze(1)  # (N, 1)
         rollout.signals.dependency = visual_dependency(rollout.signals.logps, logps).masked_fill(blind, torch.nan)
+        new = add_named(measurement.named, rollout.signals)
+        rollout.metrics = named_metrics(new, rollout.signals, host.accelerator.gather)
     return rollout
 
 

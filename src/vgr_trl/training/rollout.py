@@ -75,6 +75,7 @@ class Rollout:
         verdict: which groups have a gradient.
         replaced: numbers of the groups whose place others have taken.
         live: rows with a gradient, (N,) bool.
+        metrics: of what was measured on perturbed images.
     """
 
     rows: list[dict[str, Any]]
@@ -96,6 +97,7 @@ class Rollout:
     verdict: Verdict | None = None
     replaced: list[int] = field(default_factory=list)
     live: torch.Tensor | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass

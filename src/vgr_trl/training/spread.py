@@ -15,7 +15,7 @@ def spread(rollout: Rollout, host: Host) -> tuple[Rollout, dict[str, float]]:
         host: where it runs.
     """
     if not host.args.shapes_advantages:
-        return rollout, {}
+        return rollout, rollout.metrics
     assert rollout.signals is not None
     assert rollout.live is not None
     advantages, metrics = shape_advantages(
@@ -25,4 +25,4 @@ def spread(rollout: Rollout, host: Host) -> tuple[Rollout, dict[str, float]]:
         shaped=rollout.live.to(rollout.signals.mask.device),
         gather=host.accelerator.gather,
     )
-    return replace(rollout, batch={**rollout.batch, "advantages": advantages}), metrics
+    return replace(rollout, batch={**rollout.batch, "advantages": advantages}), rollout.metrics | metrics

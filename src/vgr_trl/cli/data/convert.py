@@ -12,7 +12,7 @@ from vgr_trl.data.build.convert import ROWS_PER_FILE, Output, convert
 from vgr_trl.data.build.plot import figures_for, plot
 from vgr_trl.data.build.pool import Encoding
 from vgr_trl.data.build.progress import SKIPPED, statistics_in
-from vgr_trl.data.build.registry import CONVERTERS, Converter
+from vgr_trl.data.build.registry import CONVERTERS, Converter, load_converter
 from vgr_trl.data.build.select import IdFilter, read_ids
 from vgr_trl.data.build.sets import jsonl
 from vgr_trl.data.build.sets.jsonl import Keys
@@ -45,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """Return the flags."""
     made = argparse.ArgumentParser(prog="vgr-trl data convert", description=__doc__, allow_abbrev=False)
-    made.add_argument("source", choices=CONVERTERS, help="what the set is")
+    made.add_argument(
+        "source", help=f"what the set is: {', '.join(CONVERTERS)}, or a reader of yours (my_sets.py:my_set)"
+    )
     made.add_argument("--dataset_name", help="name on the hub; the public sets' own names are known")
     made.add_argument("--dataset_path", help="folder with Parquet, JSONL or JSON files, or written by save_to_disk")
     made.add_argument("--data_files", nargs="+", default=(), help="files; arxivqa: corpus=a queries=b qrels=c")
@@ -99,7 +101,7 @@ def run(flags: argparse.Namespace) -> None:
     """Convert as the flags say, and print and write down what the set consists of."""
     if flags.plot:
         figures_for(flags.plot)
-    converter = CONVERTERS[flags.source]
+    converter = load_converter(flags.source)
     source = source_of(flags, converter)
     options = _jsonl_options(flags)
     output = Output(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from vgr_trl.cli.flags.names import did_you_mean
+from vgr_trl.cli.flags.names import did_you_mean, plugin_options
 from vgr_trl.errors import ConfigError
 
 
@@ -40,5 +40,5 @@ def check_config_file(argv: Sequence[str], known: Iterable[str]) -> None:
     if not isinstance(values, dict):
         raise ConfigError(f"{file} holds no options: give lines of the form `learning_rate: 1e-5`.")
     for key in values:
-        if key not in known:
+        if key not in known and key not in (known := known | plugin_options(argv)):
             raise ConfigError(f"{file} has {key}, which is no option.{did_you_mean(str(key), known)}")

@@ -21,6 +21,7 @@ from vgr_trl.config import (
     KLOptions,
     MeasureOptions,
     PerceiveOptions,
+    PluginOptions,
     ReportOptions,
     SkipOptions,
 )
@@ -39,6 +40,7 @@ _TITLES: dict[type, str] = {
     SkipOptions: "What is left out of the passes",
     ReportOptions: "Records and logs",
     EvaluateOptions: "Evaluations of a run",
+    PluginOptions: "Plug-ins",
     AliasOptions: "Other names",
 }
 _OFTEN_USED = {
@@ -81,7 +83,7 @@ def _sections(groups: Sequence[type], everything: bool) -> Iterator[tuple[str, l
         fields = {option.name: option for option in dataclasses.fields(group) if option.init}
         often = _OFTEN_USED.get(group)
         if often is None:
-            yield _TITLES.get(group, "Options"), list(fields.values())
+            yield _TITLES.get(group, f"Options of the plug-in {group.__qualname__}"), list(fields.values())
             continue
         own = {base: _declared(base, fields) for base in group.__mro__ if base in _TITLES}
         shown = [fields.pop(name) for name in often if name in fields]

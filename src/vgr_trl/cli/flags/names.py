@@ -50,8 +50,16 @@ def check_flags(command: str, argv: Sequence[str]) -> None:
         if not argument.startswith("--") or argument == "--":
             continue
         name = argument[2:].split("=")[0].replace("-", "_")
-        if name not in known and name.removeprefix("no_") not in known:
+        names = {name, name.removeprefix("no_")}
+        if not names & known and not names & (known := known | plugin_options(argv)):
             raise ConfigError(f"there is no flag --{name}.{did_you_mean(name, known, '--')}")
+
+
+def plugin_options(argv: Sequence[str]) -> set[str]:
+    """Return the names of the options of plug-ins that are named, which have to be imported for it."""
+    from vgr_trl.cli.flags.plugins import option_names
+
+    return option_names(argv)
 
 
 def did_you_mean(name: str, known: Collection[str], prefix: str = "") -> str:

@@ -11,6 +11,7 @@ from trl import TrlParser
 
 from vgr_trl.cli.flags.config_file import config_apart
 from vgr_trl.cli.flags.help import ShowHelp
+from vgr_trl.cli.flags.plugins import option_classes
 from vgr_trl.errors import ConfigError, VGRError
 
 _ADVICE = (  # part of an error of the libraries below, what to do
@@ -32,15 +33,26 @@ _ADVICE = (  # part of an error of the libraries below, what to do
 def parse(groups: Sequence[Any], command: str, argv: Sequence[str] | None) -> tuple[Any, ...]:
     """Return the groups of options (dataclasses) filled from flags, or from `--config x.yaml`, which flags override.
 
+    The options of plug-ins that are named are among the flags; the groups that name plug-ins are given their values.
+
     Raises:
         ConfigError: an option is refused, by this library or, in their own words, by TRL or transformers.
     """
+    argv = sys.argv[1:] if argv is None else argv
+    plugins = option_classes(argv, groups)
+    groups = (*groups, *plugins)
     parser = TrlParser(groups, prog=f"vgr-trl {command}", allow_abbrev=False, add_help=False)
     for flags, everything in ((("-h", "--help"), False), (("--help-all",), True)):
         parser.add_argument(*flags, action=ShowHelp, groups=groups, command=command, everything=everything)
-    arguments = _joined(config_apart(sys.argv[1:] if argv is None else argv), "--data_files")
+    arguments = _joined(config_apart(argv), "--data_files")
     try:
-        return parser.parse_args_and_config(args=arguments)
+        parsed = parser.parse_args_and_config(args=arguments)
+        own = len(groups) - len(plugins)
+        values = {name: value for group in parsed[own:] for name, value in vars(group).items()}
+        for group in parsed[:own]:
+            if values and hasattr(group, "take_plugin_options"):
+                group.take_plugin_options(values)
+        return tuple(parsed[:own])
     except VGRError:
         raise
     except (ValueError, TypeError, OSError, yaml.YAMLError) as error:

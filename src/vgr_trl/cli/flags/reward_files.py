@@ -1,7 +1,9 @@
 """Flags of reward files in the form of EasyR1 and MTRL."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from vgr_trl.errors import ConfigError
 from vgr_trl.rewards.scored_files import FileOptions
@@ -9,7 +11,7 @@ from vgr_trl.rewards.scored_files import FileOptions
 
 @dataclass
 class RewardFileArguments:
-    """How functions of files in the form of EasyR1 are called; other rewards are not concerned."""
+    """How functions of files in the form of EasyR1 are called; of other rewards, the options that they declare."""
 
     reward_type: str | None = field(
         default=None,
@@ -21,6 +23,12 @@ class RewardFileArguments:
     reward_function_kwargs: str | None = field(
         default=None, metadata={"help": "Further arguments of reward files of EasyR1, as JSON."}
     )
+
+    plugin_options: dict[str, Any] = field(default_factory=dict, init=False)
+
+    def take_plugin_options(self, values: Mapping[str, Any]) -> None:
+        """Keep the values of the options of plug-ins, of which the rewards look up theirs."""
+        self.plugin_options = dict(values)
 
     def file_options(self) -> FileOptions:
         """Return the options as the rewards take them, or raise `ConfigError` where they are no JSON object."""

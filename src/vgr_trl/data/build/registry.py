@@ -9,6 +9,7 @@ from vgr_trl.data.build.sets import easy_vqa
 from vgr_trl.data.build.sets import jsonl
 from vgr_trl.data.build.sets import mmmu_pro
 from vgr_trl.data.build.sets import nlvr
+from vgr_trl import registries
 from vgr_trl.data.rows.questions import Candidate
 from vgr_trl.data.read.sources import Source
 
@@ -44,3 +45,22 @@ CONVERTERS = {
     "easy_vqa": Converter(easy_vqa.read),
     "nlvr": Converter(nlvr.read),
 }
+
+for _name, _converter in CONVERTERS.items():
+    registries.datasets.register(_name)(_converter.read)
+
+
+def load_converter(spec: str) -> Converter:
+    """Return how the data set that `spec` names is converted.
+
+    Args:
+        spec: one of `CONVERTERS`, or the name, dotted path or file of a function that takes a `Source` and yields
+            questions; what it has as `converter`, a dict, are arguments of its `Converter`.
+
+    Raises:
+        ConfigError: nothing has this name, or it is no function.
+    """
+    if spec in CONVERTERS:
+        return CONVERTERS[spec]
+    read = registries.datasets.load(spec)
+    return Converter(read, **getattr(read, "converter", {}))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageFilter
 
+from vgr_trl import registries
 from vgr_trl.config.ranges import check_integer, check_number
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.signals.perturbation.modes import (
@@ -128,6 +129,10 @@ PERTURBATIONS: Mapping[str, Callable[..., Image.Image]] = {
 }
 
 
+for _name, _function in PERTURBATIONS.items():
+    registries.perturbations.register(_name)(_function)
+
+
 def check_perturbation(name: str, parameters: Mapping[str, Any] | None = None) -> None:
     """Raise ConfigError unless `perturb_images` accepts this name and these parameters."""
     function, is_random = _find(name, parameters or {})
@@ -149,7 +154,7 @@ def perturb_images(
 
     Args:
         images: PIL images of any mode.
-        name: one of `PERTURBATIONS`.
+        name: one of `PERTURBATIONS`, or of a plug-in.
         parameters: keyword arguments of that function other than the seed.
         seed: the run's seed, at least 0.
         step: global step, at least 0.
@@ -157,26 +162,27 @@ def perturb_images(
 
     Raises:
         ConfigError: unknown name or parameter, or a number out of range.
-        DataError: one of `images` is no PIL image.
+        DataError: one of `images` is no PIL image, or a plug-in returns something else.
     """
     function, is_random = _find(name, parameters or {})
     perturbed = []
     for place, image in enumerate(images):
         stream = {"seed": derive_seed(seed, step, index, place)} if is_random else {}
         perturbed.append(function(image, **(parameters or {}), **stream))
+        if not isinstance(perturbed[-1], Image.Image) or perturbed[-1].size != image.size:
+            raise DataError(f"The perturbation {name} did not return an image of the size {image.size}: return one.")
     return perturbed
 
 
 def _find(name: str, parameters: Mapping[str, Any]) -> tuple[Callable[..., Image.Image], bool]:
     """The perturbation of that name, and whether it draws random numbers."""
-    if name not in PERTURBATIONS:
-        raise ConfigError(f"perturbation is {name!r}: give one of {', '.join(PERTURBATIONS)}.")
-    takes = inspect.signature(PERTURBATIONS[name]).parameters
+    function = registries.perturbations.load(name)
+    takes = inspect.signature(function).parameters
     accepted = [key for key in takes if key not in ("image", "seed")]
     for key in parameters:
         if key not in accepted:
             raise ConfigError(f"The perturbation {name} got the parameter {key!r}: it accepts {', '.join(accepted)}.")
-    return PERTURBATIONS[name], "seed" in takes
+    return function, "seed" in takes
 
 
 def derive_seed(seed: int, step: int, index: int, image: int = 0) -> int:

@@ -9,6 +9,9 @@ import torch
 from accelerate.utils import gather_object
 from transformers.utils import logging
 
+from vgr_trl.batch.token_columns import EXTRA
+from vgr_trl.credit.rules import active_rules
+from vgr_trl.registries import MEASUREMENTS, short_name
 from vgr_trl.sampling import Group, Placement, ReplayBuffer, merge_states, split_state, with_old_logps
 from vgr_trl.signals import Wanted
 from vgr_trl.training.host import Host
@@ -193,7 +196,12 @@ def _needed_columns(host: Host, wanted: Wanted) -> dict[str, str]:
     ):
         if options:
             needed[name] = options[0]
-    return needed
+    return needed | {
+        f"{EXTRA}{short_name(need)}": rule.switch
+        for rule in active_rules(args)
+        for need in rule.needs
+        if need not in MEASUREMENTS
+    }
 
 
 def _with_measured_logps(group: Group) -> Group:

@@ -1,0 +1,79 @@
+"""The options of plug-ins that a command line, or its file, names: they become flags like any other."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vgr_trl import registries
+from vgr_trl.cli.flags.config_file import config_apart
+from vgr_trl.errors import ConfigError
+from vgr_trl.registries import Registry, option_class
+
+NAMING: Mapping[str, Registry] = {
+    "credit_rules": registries.credit_rules,
+    "signals": registries.signals,
+    "perturbation": registries.perturbations,
+    "reward_funcs": registries.rewards,
+}
+
+
+def option_classes(argv: Sequence[str], known: Sequence[type] = ()) -> list[type]:
+    """Return the dataclasses of options of the plug-ins that are named.
+
+    Args:
+        argv: arguments of a command.
+        known: the dataclasses of its other options.
+
+    Raises:
+        VGRError: a plug-in is not found, or one of its options has the name of another option.
+    """
+    owners = {field.name: "vgr-trl" for group in known for field in fields(group)}
+    found: list[type] = []
+    for registry, name in _named(argv):
+        options = option_class(registry.load(name.partition("[")[0]), name)
+        if options is None or options in found:
+            continue
+        for field in fields(options):
+            if (owner := owners.setdefault(field.name, name)) is not name:
+                raise ConfigError(f"The {registry.kind} {name} has an option {field.name}, as {owner} has: rename it.")
+        found.append(options)
+    return found
+
+
+def option_names(argv: Sequence[str]) -> set[str]:
+    """Return the names of the options of the plug-ins that are named."""
+    return {field.name for options in option_classes(argv) for field in fields(options)}
+
+
+def _named(argv: Sequence[str]) -> Iterator[tuple[Registry, str]]:
+    arguments = config_apart(argv)
+    given = _in_file(arguments) | _in_flags(arguments)
+    for option, registry in NAMING.items():
+        names = given.get(option) or ()
+        yield from ((registry, str(name)) for name in ([names] if isinstance(names, str) else names))
+
+
+def _in_flags(argv: Sequence[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    option = None
+    for argument in argv:
+        if argument.startswith("--"):
+            name, equals, value = argument[2:].partition("=")
+            option = name.replace("-", "_")
+            found[option] = [value] if equals else []
+        elif option is not None:
+            found[option].append(argument)
+    return found
+
+
+def _in_file(argv: Sequence[str]) -> dict[str, Any]:
+    """What the file of `--config` holds, nothing if it is none: that is told elsewhere."""
+    place = argv.index("--config") + 1 if "--config" in argv else len(argv)
+    try:
+        values = yaml.safe_load(Path(argv[place]).read_text(encoding="utf-8-sig"))
+    except (IndexError, OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    return values if isinstance(values, dict) else {}

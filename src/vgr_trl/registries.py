@@ -1,0 +1,229 @@
+"""What can be added from outside: signals, credit rules, perturbations, rewards and data sets, by name or path.
+
+A plug-in is a function. It is named by what it is registered as (here, or as an entry point of an installed package),
+by a dotted path, or by its file: `my_rules.py:my_rule`. What it reads and which options it has, `declares` says.
+"""
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, TypeVar
+
+from vgr_trl.errors import ConfigError, RewardError, VGRError
+from vgr_trl.importing import file_form, import_file, import_module
+
+Plugin = TypeVar("Plugin")
+MEASUREMENTS = ("attention", "dependency", "entropies", "logps")  # signals that are not made of others
+
+
+class Registry:
+    """The plug-ins of one kind.
+
+    Args:
+        kind: what one of them is called in messages.
+        group: of entry points, by which installed packages add theirs.
+        room: module that registers those of this library; imported when a name is first looked up.
+        form: what one of them has to be, for messages.
+        error_type: raised if one is not found, or cannot be imported.
+    """
+
+    def __init__(self, kind: str, group: str, room: str, form: str, error_type: type[VGRError] = ConfigError) -> None:
+        self.kind, self.group, self.room, self.form, self.error_type = kind, group, room, form, error_type
+        self._own: dict[str, Any] = {}
+
+    def register(self, *names: str) -> Callable[[Plugin], Plugin]:
+        """Return a decorator that makes a plug-in known by `names`; a name belongs to one plug-in.
+
+        Raises:
+            VGRError: another plug-in has the name; of the type that the registry has.
+        """
+
+        def add(plugin: Plugin) -> Plugin:
+            for name in names:
+                if self._own.setdefault(name, plugin) is not plugin:
+                    raise self.error_type(f"There is a {self.kind} {name!r} already: register yours by another name.")
+            return plugin
+
+        return add
+
+    def names(self) -> list[str]:
+        """Return all names that are known, those of installed packages too."""
+        importlib.import_module(self.room)
+        return sorted({*self._own, *(entry.name for entry in entry_points(group=self.group))})
+
+    def load(self, spec: Any) -> Any:
+        """Return the plug-in that `spec` names.
+
+        Args:
+            spec: a name, a dotted path `my_package.my_module.my_name`, or a file `my_file.py:my_name`, relative to the
+                working directory or absolute. What is no text is returned as it is, if it is a function.
+
+        Raises:
+            VGRError: nothing has this name, two packages have it, it cannot be imported, or it is no function; of the
+                type that the registry has.
+        """
+        if not isinstance(spec, str):
+            return self.checked(spec, repr(spec))
+        name = spec.strip()
+        path, colon, attribute = name.rpartition(":")
+        if colon and path.endswith(".py"):
+            found = self._attribute(import_file(path, self.kind, self.error_type), attribute, path)
+        elif colon:
+            found = self._attribute(import_module(path, self.kind, self.error_type), attribute, path)
+        elif "." not in name or name in self.names():
+            found = self._named(name)
+        elif name.endswith(".py"):
+            raise self.error_type(
+                f"The {self.kind} {name!r} is a file: add which function of it, as in {name}:"
+                f"{file_form(self.kind).partition(':')[2]}."
+            )
+        else:
+            module, _, attribute = name.rpartition(".")
+            found = self._attribute(import_module(module, self.kind, self.error_type), attribute, module)
+        return self.checked(found, repr(name))
+
+    def checked(self, plugin: Any, shown: str) -> Any:
+        """Return the plug-in, or raise if it is no function; `shown` is its name for the message."""
+        if not callable(plugin) or inspect.isclass(plugin):
+            raise self.error_type(
+                f"The {self.kind} {shown} is {'a class' if inspect.isclass(plugin) else f'of type {_kind_of(plugin)}'}"
+                f": give {self.form}."
+            )
+        return plugin
+
+    def _named(self, name: str) -> Any:
+        importlib.import_module(self.room)
+        own = self._own.get(name)
+        registered = {entry.value: entry for entry in entry_points(group=self.group, name=name)}
+        others = [entry for entry in registered.values() if own is None or not entry.value.startswith("vgr_trl.")]
+        if len(others) + (own is not None) > 1:
+            owners = ["vgr_trl"] * (own is not None) + [f"{_package(entry)} ({entry.value})" for entry in others]
+            raise self.error_type(
+                f"The {self.kind} {name!r} is registered more than once, by {' and by '.join(owners)}: give"
+                f" the one you mean as a dotted path, such as {others[0].value.replace(':', '.')}."
+            )
+        if own is not None:
+            return own
+        if not others:
+            file = file_form(self.kind)
+            noun = file.partition(":")[2]
+            raise self.error_type(
+                f"There is no {self.kind} {name!r}: give one of {', '.join(self.names())}, or a dotted path or file "
+                f"such as my_package.{noun.removeprefix('my_')}s.{noun} or {file}."
+            )
+        try:
+            return others[0].load()
+        except Exception as error:
+            raise self.error_type(
+                f"The {self.kind} {name!r} of {_package(others[0])} cannot be imported ({type(error).__name__}: "
+                f"{error}): repair or remove that package."
+            ) from error
+
+    def _attribute(self, module: Any, name: str, where: str) -> Any:
+        try:
+            return getattr(module, name)
+        except AttributeError as error:
+            functions = [
+                key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")
+            ]
+            raise self.error_type(
+                f"{where} has no {self.kind} {name!r}: give one of its functions "
+                f"({', '.join(functions) or 'it has none'})."
+            ) from error
+
+
+def _kind_of(value: object) -> str:
+    return type(value).__name__
+
+
+def _package(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist is not None else entry.value
+
+
+signals = Registry(
+    "signal", "vgr_trl.signals", "vgr_trl.signals.named",
+    "a function that takes the signals of a rollout and options and returns (N, T)",
+)  # fmt: skip
+credit_rules = Registry(
+    "credit rule", "vgr_trl.credit", "vgr_trl.credit.rules",
+    "a function that takes advantages, signals, mask and options and returns weights (N, T) and metrics",
+)  # fmt: skip
+perturbations = Registry(
+    "perturbation", "vgr_trl.perturbations", "vgr_trl.signals.perturbation.images",
+    "a function that takes an image and returns one",
+)  # fmt: skip
+rewards = Registry(
+    "reward", "vgr_trl.rewards", "vgr_trl.rewards.registry",
+    "a function that takes completions and returns one number or None for each", RewardError,
+)  # fmt: skip
+datasets = Registry(
+    "data set", "vgr_trl.datasets", "vgr_trl.data.build.registry",
+    "a function that takes a Source and yields questions",
+)  # fmt: skip
+
+
+def declares(*, needs: Sequence[str] = (), options: type | None = None) -> Callable[[Plugin], Plugin]:
+    """Return a decorator that says what a plug-in reads, and which options it has.
+
+    Args:
+        needs: names of signals, of this library (`attention`, `dependency`, …) or plug-ins; only these are measured.
+        options: a dataclass, whose fields become flags, with `metadata={"help": ...}` as their help.
+    """
+
+    def mark(plugin: Any) -> Any:
+        plugin.needs, plugin.options = tuple(needs), options
+        return plugin
+
+    return mark
+
+
+def short_name(spec: str) -> str:
+    """Return the last part of a plug-in's name: `my_rule` of `my_rules.py:my_rule`."""
+    return spec.strip().rpartition(":")[2].rpartition(".")[2]
+
+
+def needs_of(plugin: Any) -> tuple[str, ...]:
+    """Return the names of the signals that a plug-in reads."""
+    return tuple(getattr(plugin, "needs", ()))
+
+
+def measurements(names: Iterable[str]) -> list[str]:
+    """Return which of `MEASUREMENTS` signals read, through the signals that they are made of.
+
+    Args:
+        names: of signals.
+
+    Raises:
+        ConfigError: one is not found, or is made of itself.
+    """
+    return list(dict.fromkeys(name for chain in map(_chains, names) for name in chain))
+
+
+def _chains(name: str, within: tuple[str, ...] = ()) -> Iterator[str]:
+    if name in within:
+        raise ConfigError(f"The signal {name} needs itself ({' needs '.join([*within, name])}): take one need away.")
+    if name in MEASUREMENTS:
+        yield name
+        return
+    for need in needs_of(signals.load(name)):
+        yield from _chains(need, (*within, name))
+
+
+def option_class(plugin: Any, shown: str) -> type | None:
+    """Return the dataclass of a plug-in's options, None if it has none.
+
+    Raises:
+        ConfigError: it is something else; `shown` is the plug-in's name for the message.
+    """
+    options = getattr(plugin, "options", None)
+    if options is not None and not (inspect.isclass(options) and dataclasses.is_dataclass(options)):
+        raise ConfigError(f"The options of {shown} are {options!r}: give a dataclass.")
+    return options
+
+
+def option_values(options: type, given: Mapping[str, Any]) -> Any:
+    """Return an instance of a plug-in's options, with the values of `given` that are its own."""
+    fields: Any = dataclasses.fields(options)
+    return options(**{field.name: given[field.name] for field in fields if field.name in given})

@@ -1,0 +1,149 @@
+"""Signals per token that are asked for by name: `signal(signals, options) -> (N, T)`, made of what was measured.
+
+A signal says by `declares(needs=...)` what it is made of: measurements (`vgr_trl.registries.MEASUREMENTS`), or other
+signals by their names, which it finds in `signals.extra`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vgr_trl import registries
+from vgr_trl.batch.signals import RolloutSignals
+from vgr_trl.config.plugins import PluginOptions
+from vgr_trl.errors import DataError
+from vgr_trl.registries import MEASUREMENTS, declares, measurements, needs_of, short_name
+from vgr_trl.signals.ratios import late_layers, token_vision_gain_ratio
+
+
+@dataclass(frozen=True)
+class NamedSignal:
+    """A signal that a run asks for.
+
+    Attributes:
+        name: its key in `RolloutSignals.extra`.
+        function: the signal.
+        options: what it takes as such.
+        requires: the measurements that it is made of, through other signals too.
+    """
+
+    name: str
+    function: Callable[[RolloutSignals, Any], torch.Tensor]
+    options: Any
+    requires: tuple[str, ...]
+
+
+def named_signals(options: PluginOptions) -> tuple[NamedSignal, ...]:
+    """Return the signals that a run asks for, and those that plug-in rules read, each behind what it is made of.
+
+    Raises:
+        ConfigError: one is not found, or is made of itself.
+    """
+    rules = [registries.credit_rules.load(name) for name in options.plugin_rules]
+    read = [need for rule in rules for need in needs_of(rule) if need not in MEASUREMENTS]
+    found: dict[str, NamedSignal] = {}
+    for spec in _in_order([*(options.signals or ()), *read]):
+        function = registries.signals.load(spec)
+        values = options.plugin_values(function, spec)
+        found.setdefault(short_name(spec), NamedSignal(short_name(spec), function, values, tuple(measurements([spec]))))
+    return tuple(found.values())
+
+
+def _in_order(specs: Iterable[str]) -> Iterator[str]:
+    for spec in specs:
+        if spec not in MEASUREMENTS:
+            measurements([spec])  # refuses what is made of itself
+            yield from _in_order(need for need in needs_of(registries.signals.load(spec)) if need not in MEASUREMENTS)
+        yield spec
+
+
+def add_named(named: Sequence[NamedSignal], signals: RolloutSignals) -> list[str]:
+    """Add to `signals.extra` what can be made of what has been measured so far; return the names that are new.
+
+    Raises:
+        DataError: a signal does not return one value per token.
+    """
+    new = []
+    for signal in named:
+        if signal.name in signals.extra or not all(_is_measured(signals, need) for need in signal.requires):
+            continue
+        values = signal.function(signals, signal.options)
+        if not isinstance(values, torch.Tensor) or values.shape != signals.mask.shape:
+            shape = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+            raise DataError(f"The signal {signal.name} returned {shape}: return a tensor {tuple(signals.mask.shape)}.")
+        signals.extra[signal.name] = values.detach().float().masked_fill(~signals.mask.bool(), torch.nan)
+        new.append(signal.name)
+    return new
+
+
+def _is_measured(signals: RolloutSignals, need: str) -> bool:
+    """Whether it was, which is the same on every process; what a row has no image for is measured, and undefined."""
+    if need in ("entropies", "logps"):
+        value = getattr(signals, need)
+        return not (value.numel() and bool(value.isnan().all()))
+    return getattr(signals, need) is not None
+
+
+def named_columns(names: Sequence[str], signals: RolloutSignals) -> dict[str, list[float | None]]:
+    """Return what rewards get of signals: per completion the mean over its tokens, None where it is undefined."""
+    means = {name: signals.extra[name].nanmean(1).tolist() for name in names}
+    return {name: [None if mean != mean else mean for mean in values] for name, values in means.items()}
+
+
+def named_metrics(
+    names: Sequence[str], signals: RolloutSignals, gather: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, float]:
+    """Return `signals/<name>`, the mean over the finite values of the tokens of all processes; NaN without any."""
+    if not names:
+        return {}
+    values = torch.stack([signals.extra[name] for name in names])  # (names, N, T)
+    finite = values.isfinite()
+    sums = torch.stack([values.masked_fill(~finite, 0).sum((1, 2)), finite.sum((1, 2)).float()], dim=-1)  # (names, 2)
+    total = gather(sums.unsqueeze(0)).double().sum(0)
+    return {f"signals/{name}": (total[i, 0] / total[i, 1]).item() for i, name in enumerate(names)}
+
+
+@registries.signals.register("attention")
+@declares(needs=("attention",))
+def image_attention(signals: RolloutSignals, options: Any) -> torch.Tensor:
+    """Return the attention on all image tokens together, the mean over the late layers, in [0, 1]."""
+    mass = signals.attention
+    assert mass is not None
+    return mass.vision[_late(mass.vision, options)].mean(0)
+
+
+@registries.signals.register("token_vgr")
+@declares(needs=("attention",))
+def token_vgr(signals: RolloutSignals, options: Any) -> torch.Tensor:
+    """Return the VGR of each token, of the late layers."""
+    mass = signals.attention
+    assert mass is not None
+    return token_vision_gain_ratio(mass, _late(mass.vision, options))
+
+
+def _late(layers: torch.Tensor, options: Any) -> list[int]:
+    return late_layers(len(layers), getattr(options, "attention_segments", "thirds"))
+
+
+@registries.signals.register("dependency")
+@declares(needs=("dependency",))
+def dependency(signals: RolloutSignals, options: Any) -> torch.Tensor:
+    """Return the visual dependency of each token."""
+    assert signals.dependency is not None
+    return signals.dependency
+
+
+@registries.signals.register("entropies")
+@declares(needs=("entropies",))
+def entropies(signals: RolloutSignals, options: Any) -> torch.Tensor:
+    """Return the entropy of what each token was drawn from."""
+    return signals.entropies
+
+
+@registries.signals.register("logps")
+@declares(needs=("logps",))
+def logps(signals: RolloutSignals, options: Any) -> torch.Tensor:
+    """Return the log-probability of each token."""
+    return signals.logps

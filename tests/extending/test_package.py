@@ -1,0 +1,210 @@
+"""Plug-ins of another package, as docs/extending.md has them: found, run, their options flags, in training too."""
+
+import json
+import math
+
+import pytest
+import torch
+from PIL import Image
+
+from vgr_trl import DAPOConfig, registries
+from vgr_trl.batch.signals import AttentionMass, RolloutSignals
+from vgr_trl.cli.__main__ import main
+from vgr_trl.credit import CreditOptions, shape_advantages
+from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.rewards import load_reward
+from vgr_trl.signals.named import add_named, named_signals
+from vgr_trl.signals.perturbation.images import perturb_images
+
+KINDS = {
+    "signals": "doubtful_looks",
+    "credit_rules": "focus",
+    "perturbations": "mirror",
+    "rewards": "brevity",
+    "datasets": "riddles",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_four_ways_of_naming(kind, installed, monkeypatch):
+    registry, name = getattr(registries, kind), KINDS[kind]
+    monkeypatch.setattr(registry, "_own", dict(registry._own))
+    found = registry.load(name)
+    assert found.__name__ == name
+    assert name in registry.names()
+    for spec in (f"sight_methods.{name}", f"sight_methods:{name}", f"{installed}/sight_methods.py:{name}"):
+        assert registry.load(spec) is found
+    registry.register(f"my_own_{name}")(found)
+    assert registry.load(f"my_own_{name}") is found
+    assert registry.load(found) is found
+
+
+def measured():
+    """Two completions of 3 and 2 tokens; attention on the image 0.1, 0.2, 0.3 in one layer, thrice that in another."""
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    once = torch.tensor([[0.1, 0.2, 0.3], [0.3, 0.1, 0.9]])
+    ones = torch.ones(2, dtype=torch.long)
+    mass = AttentionMass(torch.stack([once, 3 * once]), torch.stack([once, once]), ones, ones, mask)
+    return RolloutSignals(torch.zeros(2, 3), torch.tensor([[1.0, 1.0, 0.5], [1.0, 2.0, 9.0]]), mask, mass)
+
+
+def options(**given):
+    return CreditOptions(**given)
+
+
+def test_a_rule_reads_a_signal_by_its_name(installed):
+    """Mean attention 0.2, 0.4, 0.6 and 0.6, 0.2 times entropies: 0.2, 0.4, 0.3 and 0.6, 0.4, with means 0.3 and 0.5.
+
+    The second token is above in the first completion, the first in the second: 2 of 5 tokens get 1 + 2.
+    """
+    chosen = options(credit_rules=["focus"], plugin_options={"focus_strength": 2.0})
+    signals = measured()
+    with pytest.raises(ConfigError, match="the credit rule focus is on, but the signals have no doubtful_looks: "):
+        shape_advantages(torch.ones(2), signals, chosen)
+    assert add_named(named_signals(chosen), signals) == ["doubtful_looks"]
+    assert signals.extra["doubtful_looks"][0].tolist() == pytest.approx([0.2, 0.4, 0.3])
+    shaped, metrics = shape_advantages(torch.tensor([1.0, -1.0]), signals, chosen)
+    assert shaped.tolist() == [[1, 3, 1], [-3, -1, -1]]
+    assert metrics["credit/focus/above"] == pytest.approx(2 / 5)
+    assert metrics["credit/focus/weight_mean"] == pytest.approx(9 / 5)
+
+
+def test_weights_multiply_and_kept_tokens_unite(installed):
+    """The first half of 3 tokens are 2, of 2 tokens 1; the entropy filter with p = 0.3 keeps the largest entropy.
+
+    Entropies 1, 1, 0.5 keep the first of the equal two, 1, 2 the second token.
+    """
+    chosen = options(credit_rules=["first_half", "entropy_filter"], top_p_entropy_tokens=0.3)
+    shaped, metrics = shape_advantages(torch.ones(2), measured(), chosen)
+    assert shaped.tolist() == [[1, 1, 0], [1, 1, 0]]
+    assert metrics["credit/first_half/token_fraction"] == pytest.approx(3 / 5)
+    assert metrics["combined_token_fraction"] == pytest.approx(4 / 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "switches"),
+    [
+        ("perception_filter", {"enable_perception_filtering": True}),
+        ("perception_weights", {"enable_perception_filtering": True, "perception_weighting": "soft"}),
+        ("entropy_filter", {"enable_entropy_filtering": True}),
+        ("token_weights", {"token_weights": True}),
+        ("trajectory_scale", {"enable_trajectory_reweighting": True}),
+    ],
+)
+def test_a_rule_by_its_name_is_what_its_options_are(name, switches):
+    signals = measured()
+    signals.dependency = torch.tensor([[0.0, 3.0, 1.0], [4.0, 0.0, 0.0]])
+    named, switched = (
+        shape_advantages(torch.tensor([1.0, -2.0]), signals, chosen)
+        for chosen in (options(credit_rules=[name]), options(**switches))
+    )
+    assert torch.equal(named[0], switched[0])
+    assert named[1] == switched[1]
+    assert named[1]
+    assert {
+        option: getattr(DAPOConfig("out", use_cpu=True, credit_rules=[name]), option) for option in switches
+    } == switches
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (torch.ones(2, 3), r"the credit rule \S*odd returned a Tensor: return weights, a tensor \(N, T\), and a dict"),
+        ((torch.ones(2, 2), {}), r"returned weights of shape \(2, 2\): give \(2, 3\)"),
+        ((torch.full((2, 3), math.nan), {}), "returned weights that are not finite for valid tokens"),
+        ((torch.ones(2, 3), None), "returned a tuple: return weights"),
+    ],
+)
+def test_what_a_rule_must_not_return(returned, message, monkeypatch):
+    monkeypatch.setitem(registries.credit_rules._own, "odd", lambda *given: returned)
+    with pytest.raises(DataError, match=message):
+        shape_advantages(torch.ones(2), measured(), options(credit_rules=["odd"]))
+
+
+def test_what_nothing_reads_is_not_measured(installed):
+    assert options().readers() == {}
+    assert set(options(credit_rules=["focus"]).readers()) == {"attention", "entropies"}
+    assert options(signals=["dependency"]).readers() == {"dependency": ["the signal dependency"]}
+    assert options(credit_rules=["trajectory_scale"], signals=["token_vgr"]).needs_dependency is False
+
+
+def test_a_signal_made_of_itself(monkeypatch):
+    for name, other in (("hen", "egg"), ("egg", "hen")):
+        signal = registries.declares(needs=(other,))(lambda signals, options: signals.logps)
+        monkeypatch.setitem(registries.signals._own, name, signal)
+    with pytest.raises(ConfigError, match="The signal hen needs itself .hen needs egg needs hen.: take one need away"):
+        DAPOConfig("out", use_cpu=True, signals=["hen"])
+
+
+def test_a_perturbation_and_its_option(installed):
+    image = Image.new("RGB", (2, 1))
+    image.putpixel((0, 0), (255, 0, 0))
+    config = DAPOConfig("out", use_cpu=True, perturbation="mirror")
+    (found,) = perturb_images([image], "mirror", config.perturbation_parameters, seed=0, step=0, index=0)
+    assert [found.getpixel((0, 0)), found.getpixel((1, 0))] == [(0, 0, 0), (255, 0, 0)]
+    turned = DAPOConfig("out", use_cpu=True, perturbation="mirror", plugin_options='{"mirror_upside_down": true}')
+    assert turned.perturbation_parameters == {"mirror_upside_down": True}
+
+
+def test_the_options_of_a_reward(installed):
+    reward = load_reward("brevity", options={"brevity_words": 1, "other": 2})
+    assert reward(["one two three"]) == [0.25]
+    assert load_reward("brevity")(["one two three four five"]) == [0.5]
+    assert reward.__name__ == "brevity"
+
+
+def test_options_that_no_plug_in_has(installed):
+    with pytest.raises(
+        ConfigError, match="has 'focus_strenght', which no plug-in that is named has: give focus_strength"
+    ):
+        DAPOConfig("out", use_cpu=True, credit_rules=["focus"], plugin_options={"focus_strenght": 2})
+    with pytest.raises(ConfigError, match="plugin_options is '{', which is no JSON"):
+        DAPOConfig("out", use_cpu=True, credit_rules=["focus"], plugin_options="{")
+
+
+def test_options_are_in_the_help_once_the_plug_in_is_named(installed, capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--credit_rules", "focus", "--help"])
+    assert "--focus_strength" in (shown := capsys.readouterr().out)
+    assert "Added weight of tokens with more than average looks." in " ".join(shown.split())
+    assert main(["train", "--focus_strength", "2"]) == 1
+    assert "there is no flag --focus_strength" in capsys.readouterr().err
+
+
+def test_training_with_everything(installed, model_folder, question_files, tmp_path, capsys):
+    """Named in a YAML file and by flags; the signal is logged, its rule gives credit, the reward has its option."""
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "credit_rules: [focus, trajectory_scale]\nfocus_strength: 3.0\nsignals: [doubtful_looks, dependency]\n"
+    )
+    flags = {
+        "model_name_or_path": model_folder, "data_files": question_files, "output_dir": tmp_path / "out",
+        "perturbation": "mirror", "max_steps": 1, "max_completion_length": 6, "num_generations": 4,
+        "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "logging_steps": 1, "eval_strategy": "no",
+        "save_strategy": "no", "report_to": "none", "use_cpu": True, "bf16": False, "max_test_rows": 2,
+        "rollout_log_steps": 0, "temperature": 1.5,
+    }  # fmt: skip
+    arguments = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+    assert main(["train", "--config", str(file), *arguments, "--reward_funcs", "brevity", "--brevity_words", "1"]) == 0
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    logged = next(entry for entry in state["log_history"] if "signals/doubtful_looks" in entry)
+    assert logged["signals/doubtful_looks"] > 0
+    assert logged["signals/dependency"] >= 0
+    assert logged["credit/focus/weight_max"] == pytest.approx(4)
+    assert logged["scaling_factor_mean"] == pytest.approx(1, abs=1e-5)
+    assert 0 < logged["rewards/brevity/mean"] <= 1
+
+
+def test_a_data_set_is_converted(installed, png, tmp_path, capsys):
+    rows = [
+        {"riddle": "What?", "answer": "red", "picture": str(png)},
+        {"riddle": "Which?", "answer": "blue", "picture": str(png)},
+    ]
+    (tmp_path / "riddles.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    out = tmp_path / "out"
+    flags = ["--data_files", str(tmp_path / "riddles.jsonl"), "--output_dir", str(out), "--workers", "0"]
+    assert main(["data", "convert", "riddles", *flags, "--output_format", "jsonl"]) == 0
+    (written,) = out.glob("train*.jsonl")
+    assert [json.loads(line)["solution"] for line in written.read_text().splitlines()] == ["red", "blue"]
+    assert main(["data", "convert", "riddels", *flags]) == 1
+    assert "There is no data set 'riddels': give one of" in capsys.readouterr().err
