@@ -39,6 +39,7 @@ from vgr_trl.training.collapse_watch import CollapseWatch
 from vgr_trl.training.constructed import ConstructedTrainer
 from vgr_trl.training.critic.critic import Critic
 from vgr_trl.training.eval_sampling import sampling_of_mode
+from vgr_trl.training.full_kl import FullKL
 from vgr_trl.training.host import TRLHost
 from vgr_trl.training.judge import Judge
 from vgr_trl.training.kl import PENALTY, KLControl, constructed_with_reference, kl_penalty_reward, scored_by_reference
@@ -137,7 +138,8 @@ class DAPOTrainer(ConstructedTrainer):
         self.skipping = plan_skipping(self)
         self._live_passes = LivePasses(self.skipping, self.host, self._choice, self._passes, self.sharing.training)
         self._rewards = Judge(self.host, self)
-        self._kl = KLControl(self.host)
+        full = FullKL(self.model, self.ref_model, self.temperature) if args.needs_full_kl else None
+        self._kl, self._passes.hidden_reader = KLControl(self.host, full), None if full is None else full.reader
         self._critic = Critic(self.host, self.model) if args.uses_critic else None
         self._passes.reader = None if self._critic is None else self._critic.reader
         self._steps = StepMetrics(self.host)
@@ -193,6 +195,7 @@ class DAPOTrainer(ConstructedTrainer):
             return rollout
         if self._critic is not None:
             self._critic.judge(rollout)
+        self._kl.keep_reference(rollout)
         with self.clock.stage("perceive"):
             return perceive(rollout, self.host, self._measurement)
 
@@ -314,11 +317,11 @@ class DAPOTrainer(ConstructedTrainer):
                 rollout.signals, rollout.prompt_mass, rollout.maps = (
                     measured.signals, measured.prompt_mass, measured.maps,
                 )  # fmt: skip
-                rollout.values = self._passes.values()
+                rollout.values, rollout.hidden = self._passes.values(), self._passes.hidden()
             else:
                 scored = score()
                 if rollout is not None and (model is self.ref_model or not policy_is_active(model)):
-                    rollout.reference_logps = scored[0]
+                    rollout.reference_logps, rollout.reference_hidden = scored[0], self._passes.hidden()
         return scored
 
     # A micro-batch

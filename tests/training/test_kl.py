@@ -1,11 +1,12 @@
 """The KL to the reference in a run: in the loss, among the rewards, its coefficient."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 from datasets import load_dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from vgr_trl import DAPOConfig, DAPOTrainer
@@ -13,6 +14,7 @@ from vgr_trl.batch.inputs import scoring_inputs
 from vgr_trl.data.rows.schema import prepare_rows
 from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.errors import ConfigError
+from vgr_trl.training.full_kl import FullKL
 from vgr_trl.training.kl import PENALTY
 from vgr_trl.training.loss import what_reads_every_token
 from vgr_trl.training.rollout import valid_tokens
@@ -136,6 +138,70 @@ def test_among_the_rewards_it_is_taken_from_each_completion_before_groups_are_co
     assert trainer._kl.controller.coefficient == pytest.approx(0.5 * (1 + 0.2 * 4 / 100))
 
 
+def full_by_hand(trainer, inputs, reference):
+    """Σ_v π (log π - log π_ref) from the logits of plain passes, (N, T); `reference` has its logits."""
+    given = scoring_inputs(inputs)
+    length = given.pop("logits_to_keep")
+    given.pop("num_images")
+    temperature = trainer.args.temperature
+    logps = (trainer.model(**given).logits[:, -length - 1 : -1] / temperature).log_softmax(-1)
+    with torch.no_grad():
+        theirs = (reference(**given).logits[:, -length - 1 : -1] / temperature).log_softmax(-1)
+    return (logps.exp() * (logps - theirs)).sum(-1) * valid_tokens(inputs)
+
+
+@pytest.mark.parametrize("adapter", [None, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)])
+def test_over_all_words_in_the_loss(make, adapter):
+    """Value and gradient, also where heads run over three positions at a time."""
+    trainer = make(peft_config=adapter, kl_coef=0.5, kl_penalty="full", temperature=0.7)
+    if adapter is None:
+        with torch.no_grad():
+            trainer.model.lm_head.weight.add_(torch.randn_like(trainer.model.lm_head.weight) * 0.2)
+    inputs = first_micro_batch(trainer)
+    inputs["advantages"] = torch.zeros_like(inputs["advantages"])
+    reference = trainer.ref_model or trainer.model
+    with trainer.model.disable_adapter() if adapter is not None else nullcontext():
+        theirs = reference(
+            **{k: v for k, v in scoring_inputs(inputs).items() if k not in ("logits_to_keep", "num_images")}
+        )
+    kl = full_by_hand(trainer, inputs, lambda **given: theirs)
+    (0.5 * kl.sum() / inputs["num_items_in_batch"]).backward()
+    expected = {name: value.grad for name, value in trainer.model.named_parameters() if value.grad is not None}
+    trainer.model.zero_grad(set_to_none=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "vgr_trl.training.full_kl.LOGITS_AT_A_TIME", {"cpu": 3 * trainer.model.config.text_config.vocab_size}
+        )
+        trainer._compute_loss(trainer.model, inputs).backward()
+    assert trainer._metrics["train"]["kl/mean"] == [
+        pytest.approx((kl.sum() / valid_tokens(inputs).sum()).item(), rel=1e-4)
+    ]
+    assert kl.sum() > 0.01
+    found = {name: value.grad for name, value in trainer.model.named_parameters() if value.grad is not None}
+    assert max(value.abs().max() for value in expected.values()) > 1e-4
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, rtol=1e-3, atol=1e-6), name
+
+
+def test_over_all_words_among_the_rewards(make):
+    trainer = make(kl_coef=0.5, kl_penalty="full", use_kl_loss=False)
+    trainer.model.train()
+    with torch.no_grad():
+        trainer.model.lm_head.weight.add_(torch.randn_like(trainer.model.lm_head.weight) * 0.2)
+    inputs = trainer._generate_and_score_completions([trainer.train_dataset[index // 4] for index in range(8)])
+    with torch.no_grad():
+        kl = full_by_hand(trainer, inputs, trainer.ref_model)
+    assert kl.sum() > 0.1
+    assert list(trainer._logs["rewards"][PENALTY]) == pytest.approx((-0.5 * kl.sum(1)).tolist(), rel=1e-3)
+    assert "reference_hidden" not in inputs
+
+
+def test_over_all_words_the_reference_cannot_have_the_adapters_head(text_model):
+    model = get_peft_model(text_model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    with pytest.raises(ConfigError, match="kl_penalty is full with an adapter that trains the model's head"):
+        FullKL(model, None, 1.0)
+
+
 def test_a_completion_that_no_reward_applies_to_has_no_penalty_either(make):
     def none_for_the_first(completions, **kwargs):
         return [None] + [1.0] * (len(completions) - 1)
@@ -166,7 +232,7 @@ def test_what_does_not_go_together_is_refused(tmp_path):
         ({"kl_coef": 0.1, "beta": 0.1}, "give kl_coef, or beta"),
         ({"kl_coef": 0.1, "use_kl_loss": False, "multi_objective_aggregation": "normalize_then_sum"}, "use_kl_loss"),
         ({"kl_coef": -0.1}, "kl_coef is -0.1"),
-        ({"kl_penalty": "k3"}, "kl_penalty is 'k3': give kl, abs, mse or low_var_kl"),
+        ({"kl_penalty": "k3"}, "kl_penalty is 'k3': give kl, abs, mse, low_var_kl or full"),
         ({"kl_type": "slow"}, "fixed or adaptive"),
         ({"kl_target": 0}, "kl_target is 0"),
         ({"kl_horizon": -1}, "kl_horizon is -1"),

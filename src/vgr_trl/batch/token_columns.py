@@ -42,6 +42,7 @@ TOKEN_COLUMNS = {
     # TRL leaves them out while they equal those of the training pass; NaN says that they are to be taken from there.
     "old_per_token_logps": Column("completion", missing=float("nan")),
     "ref_per_token_logps": Column("completion"),
+    "reference_hidden": Column("completion"),  # (N, D, T)
     "sampling_per_token_logps": Column("completion"),
     "importance_sampling_ratio": Column("completion", padding=1, may_be_single=True),
     "token_type_ids": Column("sequence", missing=0),

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from vgr_trl.config.ranges import check_choice, check_number, check_switch
 
-KL_KINDS = ("kl", "abs", "mse", "low_var_kl")
+KL_KINDS = ("kl", "abs", "mse", "low_var_kl", "full")
 
 
 @dataclass
@@ -13,7 +13,8 @@ class KLOptions:
 
     Args:
         kl_coef: coefficient of the KL, at the start if `kl_type` is `adaptive`; at least 0; 0: none.
-        kl_penalty: estimate of the KL of a token: `kl`, `abs`, `mse` or `low_var_kl`; see `kl_penalty` in credit.
+        kl_penalty: estimate of the KL of a token: `kl`, `abs`, `mse` or `low_var_kl`; see `kl_penalty` in credit. Or
+            `full`, over all words: both heads run again, and the loss keeps the reference's last hidden states.
         use_kl_loss: add it to the loss; else take it from the reward of the completion, token by token.
         kl_type: `fixed`, or `adaptive` towards `kl_target`.
         kl_target: KL to be kept, in nats per token, above 0.
@@ -47,6 +48,11 @@ class KLOptions:
     def has_kl_loss(self) -> bool:
         """Whether the KL is added to the loss."""
         return self.kl_coef > 0 and self.use_kl_loss
+
+    @property
+    def needs_full_kl(self) -> bool:
+        """Whether the KL is taken over all words."""
+        return self.kl_coef > 0 and self.kl_penalty == "full"
 
     def check_kl(self) -> None:
         """Raise `ConfigError` for values out of range."""

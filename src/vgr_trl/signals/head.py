@@ -13,7 +13,7 @@ from vgr_trl.sharing import replaced
 from vgr_trl.sharing.backbone import causal_model
 from vgr_trl.signals.decoder import find_decoder
 
-_LOGITS_AT_A_TIME = {"cpu": 2**23, "cuda": 2**26}  # 32 MB and 256 MB in float32; a GPU wants larger products
+LOGITS_AT_A_TIME = {"cpu": 2**23, "cuda": 2**26}  # 32 MB and 256 MB in float32; a GPU wants larger products
 
 
 class Head:
@@ -69,7 +69,7 @@ class Head:
         Returns:
             (N, T) float32 each, entropies in nats.
         """
-        count = max(_LOGITS_AT_A_TIME.get(hidden.device.type, 2**23) // self.vocabulary, 1)
+        count = max(LOGITS_AT_A_TIME.get(hidden.device.type, 2**23) // self.vocabulary, 1)
         scores = torch.zeros(2, *mask.shape, device=hidden.device)
         if mask.any():
             parts = zip(hidden[mask].split(count), tokens[mask].split(count), strict=True)

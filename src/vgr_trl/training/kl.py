@@ -13,6 +13,7 @@ from vgr_trl.credit import AdaptiveKLController, FixedKLController, kl_penalty
 from vgr_trl.credit.totals import Totals
 from vgr_trl.replacing import replaced
 from vgr_trl.training.checkpoints.shares import load_shares, save_share
+from vgr_trl.training.full_kl import FullKL
 from vgr_trl.training.host import Host
 from vgr_trl.training.rollout import Rollout, TrainingPass, valid_tokens
 
@@ -66,10 +67,11 @@ class KLControl:
 
     Args:
         host: where it runs.
+        full: of a `kl_penalty` over all words.
     """
 
-    def __init__(self, host: Host) -> None:
-        self.host, args = host, host.args
+    def __init__(self, host: Host, full: FullKL | None) -> None:
+        self.host, self.full, args = host, full, host.args
         self.controller: AdaptiveKLController | FixedKLController = FixedKLController(args.kl_coef)
         if args.kl_type == "adaptive":
             self.controller = AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
@@ -90,7 +92,14 @@ class KLControl:
             return {}, {}
         assert rollout.signals is not None
         mask = rollout.signals.mask.bool()
-        kl = self._kl(rollout.signals.logps, rollout.reference_logps, mask)  # (N, T)
+        if self.full is None:
+            kl = self._kl(rollout.signals.logps, rollout.reference_logps, mask)  # (N, T)
+        else:
+            assert rollout.hidden is not None
+            assert rollout.reference_hidden is not None
+            with torch.no_grad():
+                kl = self.full.between(rollout.hidden, rollout.reference_hidden, mask)
+            rollout.hidden = rollout.reference_hidden = None
         rollout.kl_penalty = -self.controller.coefficient * kl
         return {"kl_penalty": rollout.kl_penalty.sum(dim=1).tolist()}, self._measured(kl, mask)
 
@@ -112,6 +121,12 @@ class KLControl:
 
     # In the loss
 
+    def keep_reference(self, rollout: Rollout) -> None:
+        """Put the reference's hidden states into the batch of a judged rollout, if a loss over all words needs them."""
+        if self.full is not None and rollout.reference_hidden is not None:
+            rollout.batch["reference_hidden"] = rollout.reference_hidden.transpose(1, 2).contiguous()  # (N, D, T)
+        rollout.hidden = rollout.reference_hidden = None
+
     def term(self, passed: TrainingPass) -> tuple[torch.Tensor | None, dict[str, float]]:
         """Return the loss of every token of a micro-batch (N, T), 0 outside its mask, and metrics.
 
@@ -122,7 +137,11 @@ class KLControl:
             return None, {}
         assert passed.logps is not None
         mask, coefficient = valid_tokens(passed.inputs).bool(), self.controller.coefficient
-        kl = self._kl(passed.logps, passed.inputs["ref_per_token_logps"], mask)
+        if self.full is None:
+            kl = self._kl(passed.logps, passed.inputs["ref_per_token_logps"], mask)
+        else:
+            assert passed.hidden is not None
+            kl = self.full.between(passed.hidden, passed.inputs["reference_hidden"].transpose(1, 2), mask)
         metrics = self._measured(kl.detach(), mask)
         if self.host.accelerator.sync_gradients:
             metrics |= self._update()

@@ -14,6 +14,7 @@ from vgr_trl.skipping.vision_plan import why_not_once
 from vgr_trl.skipping.vision_tower import tower_trains
 from vgr_trl.training.constructed import ConstructedTrainer
 from vgr_trl.training.critic.values import HeadReader
+from vgr_trl.training.full_kl import HiddenReader
 from vgr_trl.training.loss import what_reads_every_token
 
 
@@ -30,17 +31,23 @@ class Passes:
         self.vision = VisionOnce(vision)
         self._shared = SharedPasses(sharing, agree)
         self.reader: HeadReader | None = None  # of a critic
+        self.hidden_reader: HiddenReader | None = None  # of a KL over all words
 
     @contextmanager
     def around(self, place: Place, model: Any, completion_length: int | None = None) -> Iterator[None]:
         """Leave out of passes of this block what can be; the arguments are those of `SharedPasses.around`."""
         read = nullcontext() if self.reader is None else self.reader.around(model, completion_length)
-        with self.vision.around(model), self._shared.around(place, model, completion_length), read:
+        kept = nullcontext() if self.hidden_reader is None else self.hidden_reader.around(model, completion_length)
+        with self.vision.around(model), self._shared.around(place, model, completion_length), read, kept:
             yield
 
     def values(self) -> torch.Tensor | None:
         """Return what a critic's head has read off the latest pass (N, T), None without one."""
         return None if self.reader is None else self.reader.take()
+
+    def hidden(self) -> torch.Tensor | None:
+        """Return the hidden states (N, T, D) of the latest pass, None where nothing wants them."""
+        return None if self.hidden_reader is None else self.hidden_reader.take()
 
     def rollout(self, trains: bool) -> AbstractContextManager[None]:
         """Around generation and scoring of a rollout, as `VisionOnce.rollout`."""

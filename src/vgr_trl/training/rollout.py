@@ -66,6 +66,7 @@ class Rollout:
         maps: row -> attention over its vision tokens, (layers that rewards read, T, V).
         signals: of the completions.
         reference_logps: (N, T), of the completions under the reference.
+        hidden, reference_hidden: (N, T, D) of the positions that emit them, where a KL over all words is wanted.
         values: (N, T), that a critic has read off the pass over the completions.
         kl_penalty: (N, T), at most 0 for most kinds: what the KL adds to the reward of each token.
         perturbed_images: of each row, as they were perturbed for the dependency.
@@ -88,6 +89,8 @@ class Rollout:
     maps: dict[int, torch.Tensor] | None = None
     signals: RolloutSignals | None = None
     reference_logps: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
+    reference_hidden: torch.Tensor | None = None
     values: torch.Tensor | None = None
     kl_penalty: torch.Tensor | None = None
     perturbed_images: list[list[Any]] | None = None
@@ -108,6 +111,7 @@ class TrainingPass:
         inputs: of the loss.
         logps: (N, T) with gradients, of the first pass through the model; None before it.
         values: (N, T) with gradients, that a critic has read off that pass.
+        hidden: (N, T', D) with gradients, of its positions that emit; T' is T but for columns without a live token.
         live: (N, T) bool, the tokens whose log-probabilities the loss reads; None before the first pass.
         rows_run: rows that the first pass ran.
     """
@@ -115,6 +119,7 @@ class TrainingPass:
     inputs: dict[str, Any]
     logps: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
     live: torch.Tensor | None = None
     rows_run: int = 0
 

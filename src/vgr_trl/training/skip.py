@@ -77,6 +77,7 @@ class LivePasses:
         if passed.logps is None:
             values = self._passes.values()
             passed.logps, passed.values = logps, None if values is None else widened(values, window, live, None)
+            passed.hidden = self._passes.hidden()
             self._choice.first_pass(passed)
         return logps, None if entropies is None else widened(entropies, window, live, None), aux_loss
 

@@ -187,6 +187,8 @@ def _needed_columns(host: Host, wanted: Wanted) -> dict[str, str]:
         needed["ref_per_token_logps"] = "beta"
     if args.kl_coef > 0:
         needed["ref_per_token_logps"] = "kl_coef"
+    if args.has_kl_loss and args.kl_penalty == "full":
+        needed["reference_hidden"] = "kl_penalty full"
     if args.use_vllm and args.vllm_importance_sampling_correction:
         needed |= dict.fromkeys(("importance_sampling_ratio", "sampling_per_token_logps"), "vLLM")
     for name, options in (

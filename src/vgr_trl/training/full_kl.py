@@ -1,0 +1,109 @@
+"""The KL over all words, from the last hidden states of policy and reference."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from peft.utils import AuxiliaryTrainingWrapper
+from torch.utils.checkpoint import checkpoint
+
+from vgr_trl.credit import kl_penalty
+from vgr_trl.errors import ConfigError
+from vgr_trl.replacing import replaced
+from vgr_trl.sharing.backbone import base_of, causal_model
+from vgr_trl.signals.head import LOGITS_AT_A_TIME, Head
+
+
+class HiddenReader:
+    """Keeps the hidden states of the positions that emit completions, of the latest pass.
+
+    Attributes:
+        output_type: class of what base models return.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[torch.Tensor] = []
+        self.output_type: Any = None
+
+    @contextmanager
+    def around(self, model: Any, completion_length: int | None) -> Iterator[None]:
+        """Read passes of this block.
+
+        Args:
+            model: passed through.
+            completion_length: T; None where the model generates, of which nothing is read.
+        """
+        if completion_length is None:
+            yield
+            return
+        base = base_of(causal_model(model))
+        plain, self._found = base.forward, []
+
+        @wraps(plain)
+        def read(*args: Any, **kwargs: Any) -> Any:
+            outputs = plain(*args, **kwargs)
+            self.output_type = type(outputs)
+            self._found.append(outputs.last_hidden_state[:, -completion_length - 1 : -1])  # (N, T, D)
+            return outputs
+
+        with replaced(base, "forward", read):
+            yield
+
+    def take(self) -> torch.Tensor | None:
+        """Return the hidden states (N, T, D) of the latest block, once."""
+        found, self._found = self._found, []
+        return torch.cat(found) if found else None
+
+
+class FullKL:
+    """Takes hidden states through the heads of two models, some positions at a time.
+
+    Attributes:
+        reader: of the hidden states.
+
+    Args:
+        policy: the trainer's model.
+        reference: likewise; None: the policy without its adapter, which must leave the head as it is.
+        temperature: logits are divided by it.
+
+    Raises:
+        ConfigError: the adapter changes the head.
+    """
+
+    def __init__(self, policy: Any, reference: Any, temperature: float) -> None:
+        causal = causal_model(policy)
+        if reference is None and isinstance(causal.get_output_embeddings(), AuxiliaryTrainingWrapper):
+            raise ConfigError(
+                "kl_penalty is full with an adapter that trains the model's head, which the reference would have too: "
+                "leave the head out of modules_to_save, or use low_var_kl."
+            )
+        self._policy, self._reference = causal, causal if reference is None else causal_model(reference)
+        self._temperature, self.reader = temperature, HiddenReader()
+
+    def between(self, hidden: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return the divergence at every position (N, T), 0 where `mask` is False; with gradients of the policy.
+
+        Args:
+            hidden: (N, T', D) of the policy; T' is T, or less if the others are not in the mask.
+            reference: (N, T, D).
+            mask: (N, T) bool.
+        """
+        found = torch.zeros(mask.shape, device=hidden.device)
+        mine = hidden[mask[:, : hidden.size(1)]]  # (K, D)
+        heads = Head(self._policy, self.reader.output_type), Head(self._reference, self.reader.output_type)
+        size = max(LOGITS_AT_A_TIME.get(hidden.device.type, 2**23) // heads[0].vocabulary, 1)
+        parts = [
+            checkpoint(self._of_positions, *heads, *part, use_reentrant=False)
+            for part in zip(mine.split(size), reference[mask].split(size), strict=True)
+        ]
+        return found.masked_scatter(mask, torch.cat(parts)) if len(mine) else found
+
+    def _of_positions(
+        self, policy: Head, reference: Head, hidden: torch.Tensor, reference_hidden: torch.Tensor
+    ) -> torch.Tensor:
+        logits = policy.logits(hidden).float() / self._temperature
+        with torch.no_grad():
+            theirs = reference.logits(reference_hidden.to(hidden.dtype)).float() / self._temperature
+        return kl_penalty(logits.unsqueeze(0), theirs.unsqueeze(0), "full").squeeze(0)
