@@ -18,7 +18,7 @@ from vgr_trl.config.foreign.dialects import of_mtrl
 from vgr_trl.config.foreign.easyr1 import TABLE
 from vgr_trl.config.foreign.translate import flat
 
-_LAUNCHED = "LOCAL_RANK"
+_LAUNCHED = "VGR_TRL_LAUNCHED"  # set for the processes that are started here
 _SHARDED = (
     "--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP",
     "--fsdp_reshard_after_forward", "true", "--fsdp_state_dict_type", "FULL_STATE_DICT",
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     arguments = [f"--{argument}" if argument.startswith("config=") else argument for argument in given]
     processes = _asked(arguments)
-    if processes > 1 and _LAUNCHED not in os.environ:
+    if processes > 1 and not _is_launched():
         return _launch(processes, given)
     return run_command(["train", *arguments])
 
@@ -42,7 +42,7 @@ def _asked(arguments: Sequence[str]) -> int:
         name = of_mtrl(key).removeprefix("trainer.")
         if name in values:
             values[name] = value
-    if values["nnodes"] != 1 and _LAUNCHED not in os.environ:
+    if values["nnodes"] != 1 and not _is_launched():
         print(
             f"trainer.nnodes is {values['nnodes']}: start this with accelerate launch --num_machines "
             f"{values['nnodes']} -m vgr_trl.mtrl on each machine.",
@@ -66,10 +66,16 @@ def _overrides(arguments: Sequence[str]) -> dict[str, Any]:
     return {key.lstrip("+"): yaml.safe_load(value) for key, value in pairs if re.fullmatch(r"[\w.+-]+", value)}
 
 
+def _is_launched() -> bool:
+    return any(name in os.environ for name in (_LAUNCHED, "LOCAL_RANK", "RANK", "OMPI_COMM_WORLD_RANK"))
+
+
 def _launch(processes: int, given: list[str]) -> int:
-    """Start the processes by accelerate, sharded where there are GPUs, as theirs are."""
+    """Start the processes, sharded by accelerate where there are GPUs, as theirs are."""
+    environment = {**os.environ, _LAUNCHED: "1"}
     if "--use_cpu" in given:
-        kind: tuple[str, ...] = ("--cpu",)
+        launch = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        environment["ACCELERATE_USE_CPU"] = "true"
     else:
         import torch
 
@@ -80,9 +86,9 @@ def _launch(processes: int, given: list[str]) -> int:
                 file=sys.stderr,
             )
             return 1
-        kind = _SHARDED
-    launch = ["accelerate.commands.launch", "--num_processes", str(processes), "--num_machines", "1", *kind]
-    return subprocess.run([sys.executable, "-m", *launch, "-m", "vgr_trl.mtrl", *given], check=False).returncode
+        launch = ["accelerate.commands.launch", "--num_processes", str(processes), "--num_machines", "1", *_SHARDED]
+    command = [sys.executable, "-m", *launch, "-m", "vgr_trl.mtrl", *given]
+    return subprocess.run(command, env=environment, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -84,15 +84,23 @@ def test_what_cannot_be_followed_stops_the_run(config, capsys, more, message):
 
 
 def test_too_few_gpus_are_told_before_anything_starts(config, capsys, monkeypatch):
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for name in ("LOCAL_RANK", "RANK", "VGR_TRL_LAUNCHED"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert mtrl.main([f"config={config}", "trainer.n_gpus_per_node=8"]) == 1
     assert "this machine has 2 GPUs: give trainer.n_gpus_per_node=2" in capsys.readouterr().err
     started = []
-    monkeypatch.setattr(
-        subprocess, "run", lambda command, **_: started.append(command) or subprocess.CompletedProcess([], 0)
-    )
+
+    def run(command, env, check):
+        started.append(command)
+        monkeypatch.setenv("VGR_TRL_LAUNCHED", env["VGR_TRL_LAUNCHED"])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
     assert mtrl.main([f"config={config}", "trainer.n_gpus_per_node=2"]) == 0
     (command,) = started
     assert command[command.index("--num_processes") + 1] == "2"
     assert command[-4:] == ["-m", "vgr_trl.mtrl", f"config={config}", "trainer.n_gpus_per_node=2"]
+    monkeypatch.setattr(mtrl, "run_command", lambda arguments: started.append(arguments) or 0)
+    assert mtrl.main([f"config={config}", "trainer.n_gpus_per_node=2"]) == 0
+    assert started[1] == ["train", f"--config={config}", "trainer.n_gpus_per_node=2"], "what is started starts no more"
