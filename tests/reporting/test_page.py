@@ -144,7 +144,7 @@ def test_the_first_screen_says_how_each_run_went(opened: Open) -> None:
     expect(strips.first.locator(".spark polyline")).to_have_count(1)
     expect(strips.first.get_by_text("No red flag.")).to_be_visible()
     assert page.locator(".charts.first strong").all_inner_texts() == [
-        "Accuracy reward, mean", "Reward", "VGR – looks less ↑, more ↓", "Entropy",
+        "Accuracy reward, mean", "Reward", "VGR – smaller: looks more", "Entropy",
     ]  # fmt: skip
     assert page.evaluate("document.documentElement.scrollHeight") <= 3 * 900
 
@@ -233,7 +233,7 @@ def test_a_chart_is_read_with_the_keyboard_and_the_cursor(opened: Open) -> None:
 def test_curves_are_found_by_name_and_smoothed(opened: Open) -> None:
     page = opened("one")
     control(page, "Find").fill("late/")
-    expect(page.locator(".chart strong")).to_have_text(["VGR – looks less ↑, more ↓", "AEI vision"])
+    expect(page.locator(".chart strong")).to_have_text(["VGR – smaller: looks more", "AEI vision"])
     readings = page.locator(".reading").first
     expect(readings).to_have_text(re.compile("1.1$"))  # 1.5 − 0.4
     control(page, "Smoothing").select_option(label="strong")

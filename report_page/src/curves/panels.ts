@@ -63,7 +63,7 @@ const RULES: Rule[] = [
   { section: "Rewards", pattern: /^frac_reward_zero_std$/, title: () => "Groups whose rewards are all alike" },
   { section: "Rewards", pattern: /^reward_weights\/(.+)$/, title: ([, name]) => `Weight of ${plain(name!)}` },
   { section: "Rewards", pattern: /^(reward|frac_reward)/ },
-  { section: "Vision gain ratio", pattern: /^attention\/(prompt\/)?(\w+)\/vgr$/, title: ([, prompt]) => `VGR${prompt ? " of the prompt" : ""} – looks less ↑, more ↓` },
+  { section: "Vision gain ratio", pattern: /^attention\/(prompt\/)?(\w+)\/vgr$/, title: ([, prompt]) => `VGR${prompt ? " of the prompt" : ""} – smaller: looks more` },
   { section: "Vision gain ratio", pattern: /^vgr\// },
   { section: "Attention efficiency", pattern: /^attention\/(prompt\/)?(\w+)\/(aei_\w+)$/, title: ([, prompt, , what]) => `AEI ${AEI[what!] ?? what}${prompt ? ", of the prompt" : ""}` },
   { section: "Attention", pattern: /^attention\/(prompt\/)?(\w+)\/(\w+)$/, title: ([, prompt, , what]) => `${capital(plain(what!))}${prompt ? ", of the prompt" : ""}` },

@@ -10,6 +10,7 @@ from vgr_trl.errors import ConfigError
 
 FORMATS = (".png", ".svg", ".pdf")
 LONGEST_NAME = 48
+FEWEST_BARS = 4  # that a panel has room for, so that one alone is no block
 INK, MUTED, RULE, RAISED = "#1a1d21", "#5a636e", "#dde1e6", "#f6f7f9"  # as report_page/src/style.css
 COLOURS = ("#0072b2", "#d55e00", "#007d5c", "#a8477f", "#5c5c5c", "#8a6d00")  # as of runs in report_page/src/colours.ts
 
@@ -52,9 +53,11 @@ def plot(statistics: Mapping[str, Statistics], path: Path) -> None:
         for number, (split, found) in enumerate(shown.items()):
             places = [index + (number - (len(shown) - 1) / 2) * height for index in range(len(names))]
             counts = [found[title].get(name, 0) for name in names]
-            panel.barh(places, counts, height, label=split, color=COLOURS[number % len(COLOURS)])
+            bars = panel.barh(places, counts, height, label=split, color=COLOURS[number % len(COLOURS)])
+            panel.bar_label(bars, [f"{count:,}" for count in counts], padding=3, color=MUTED, fontsize="small")
         panel.set_yticks(range(len(names)), [on_one_line(name)[:LONGEST_NAME].replace("$", r"\$") for name in names])
-        panel.invert_yaxis()
+        panel.set_ylim(max(len(names), FEWEST_BARS) - 0.5, -0.5)
+        panel.margins(x=0.12)
         panel.set_title(title, loc="left", fontweight="bold", color=INK)
         panel.set_facecolor(RAISED)
         panel.spines[:].set_visible(False)

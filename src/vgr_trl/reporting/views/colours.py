@@ -28,7 +28,7 @@ class Quantity:
 
 
 QUANTITIES = {
-    "vgr": Quantity("vision gain ratio", "looks at the image more", "looks at the image less", ratio=True),
+    "vgr": Quantity("vision gain ratio", "looks more", "looks less", ratio=True),
     "weights": Quantity("weight", "less of the credit", "more of the credit", ratio=True),
     "dependency": Quantity("dependency on the image", "", "depends on the image"),
     "advantages": Quantity("advantage", "made less likely", "made more likely"),

@@ -24,7 +24,9 @@ _TEMPLATE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).f
 <div role="group" aria-label="{{ title }} of each token" style="white-space:pre-wrap;font-family:monospace;\
 line-height:1.9">{% for token in tokens %}<span title="{{ token.title }}" style="{{ token.style }}">\
 {{ token.text }}</span>{% endfor %}</div>
-<p style="font-size:smaller;margin:6px 0">{{ legend }}</p>
+<p style="font-size:smaller;margin:6px 0">{% if measured %}{{ below }} <i aria-hidden="true" \
+style="display:inline-block;width:9em;height:0.9em;vertical-align:middle;border:1px solid #ddd;border-radius:3px;\
+background:linear-gradient(to right,{{ colours }})"></i> {{ above }} · {% endif %}{{ legend }}</p>
 {% for image in images %}
 <figure style="margin:0 0 6px;display:inline-block">
 <svg role="img" aria-label="{{ image.label }}" width="{{ image.shown[0] * 2 + 8 }}" height="{{ image.shown[1] }}" \
@@ -93,7 +95,7 @@ def show_completion(
             right=None if completion.correct is None else ("right" if completion.correct else "wrong"),
             title=QUANTITIES[color_by].title,
             tokens=_tokens(completion.tokens, values, color_by),
-            legend=_legend(values, color_by),
+            **_legend(values, color_by),
             images=_images(completion, Path(run_folder) / FOLDER, token),
         )
     )
@@ -112,18 +114,20 @@ def _tokens(tokens: list[str], values: Numbers | None, color_by: str) -> list[di
     return shown
 
 
-def _legend(values: Numbers | None, color_by: str) -> str:
+def _legend(values: Numbers | None, color_by: str) -> dict[str, Any]:
     quantity = QUANTITIES[color_by]
     found = [value for value in values or [] if value is not None]
     if not found:
-        return f"The {quantity.title} was not measured."
-    sides = [("blue", quantity.below), ("orange", quantity.above)]
-    meaning = ", ".join(f"{colour}: {side}" for colour, side in sides if side)
+        return {"measured": False, "legend": f"The {quantity.title} was not measured."}
     middle = "1" if quantity.ratio else "0"
-    return (
-        f"Coloured by {quantity.title}, {_number(min(found))} to {_number(max(found))}; {meaning}; white: {middle}. "
-        "Point at a token for its value."
-    )
+    return {
+        "measured": True,
+        "below": quantity.below,
+        "above": quantity.above,
+        "colours": ",".join(css(colour_at(position)) for position in (-1.0, 0.0, 1.0)),
+        "legend": f"{quantity.title} here {_number(min(found))} to {_number(max(found))}, {middle} in the middle. "
+        "Point at a token for its value.",
+    }
 
 
 def _images(completion: Completion, folder: Path, token: int | None) -> list[dict[str, Any]]:
