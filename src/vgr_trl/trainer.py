@@ -25,10 +25,11 @@ from vgr_trl.reporting.views.card.model_card import TAGS, TRL_PAPER, extended_ca
 from vgr_trl.reporting.views.card.model_use import about_trainer
 from vgr_trl.rewards.registry import hardened
 from vgr_trl.rewards.schedule import RewardSchedule
-from vgr_trl.sharing import replaced, shuffle_by_group, whole_groups
+from vgr_trl.sharing import replaced, whole_groups
 from vgr_trl.sharing.backbone import causal_model
 from vgr_trl.signals.reward_columns import SINGLE_COLUMNS
 from vgr_trl.signals.rollout import policy_is_active
+from vgr_trl.training.budget import TokenBudget, refuse_unfit_budget
 from vgr_trl.training.checkpoints.folders import resolve_checkpoint, resume_mode
 from vgr_trl.training.checkpoints.order import continue_order, save_generation
 from vgr_trl.training.checkpoints.shares import whole_checkpoint
@@ -82,8 +83,8 @@ class DAPOTrainer(ConstructedTrainer):
     - `_tokenize_prompts`, `_generate_single_turn`: keep the prompts; prompts computed once; attention in generation.
     - `_calculate_rewards`: the measured pass, signals as columns, weights of this step, checks of what rewards return.
     - `_get_per_token_logps_and_entropies`: prompts computed once; signals; training passes over live tokens only.
-    - `_compute_loss`: terms that are no advantages; metrics of the step.
-    - `_prepare_inputs`: completions of a prompt in one micro-batch.
+    - `_compute_loss`: terms that are no advantages; metrics of the step; parts of few enough tokens.
+    - `_prepare_inputs`: completions of a prompt, and those of similar length, in one micro-batch.
     - `log`, `create_model_card`: metrics, tables and records; what the card says.
     - `train`, `_get_train_sampler`, `_save_checkpoint`, `_save_rng_state`, `_load_optimizer_and_scheduler`,
       `_load_from_checkpoint`, `_load_best_model`: complete checkpoints, from which a run goes on as if undisturbed.
@@ -127,6 +128,7 @@ class DAPOTrainer(ConstructedTrainer):
         check_data(self, self._measurement.columns, self._count_streamed_prompt)
         self.sharing = plan_sharing(self)
         refuse_unfit_choice(self, self.sharing.sharded)
+        refuse_unfit_budget(self)
         self._passes = Passes(self.sharing, plan_vision(self, data_has_images(self)), self._all_agree)
         self._vllm_images = plan_vllm_images(self, data_has_images(self))
         self.host = TRLHost(self, self._begin, self._judge)
@@ -137,6 +139,7 @@ class DAPOTrainer(ConstructedTrainer):
         self._choice = GroupChoice(self.host, self._measurement.wanted, prompts)
         self.skipping = plan_skipping(self)
         self._live_passes = LivePasses(self.skipping, self.host, self._choice, self._passes, self.sharing.training)
+        self._budget = TokenBudget(self.host, self._live_passes, self.sharing.training.reason_off is None)
         self._rewards = Judge(self.host, self)
         full = FullKL(self.model, self.ref_model, self.temperature) if args.needs_full_kl else None
         self._kl, self._passes.hidden_reader = KLControl(self.host, full), None if full is None else full.reader
@@ -298,6 +301,9 @@ class DAPOTrainer(ConstructedTrainer):
         place = self.sharing.training if trains else self.sharing.scoring
         if batch_size is not None and not trains and place.reason_off is None:
             batch_size = whole_groups(batch_size, self._completions_per_prompt())
+        if batch_size is not None and not trains:
+            size = input_ids.size(1), logits_to_keep, self._completions_per_prompt()
+            batch_size = self._budget.scored_rows(batch_size, *size)
         kwargs = with_causal_completions(kwargs, causal_model(model).config, logits_to_keep)
         batch = model, input_ids, attention_mask, logits_to_keep
         plain = super()._get_per_token_logps_and_entropies
@@ -327,14 +333,17 @@ class DAPOTrainer(ConstructedTrainer):
     # A micro-batch
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """Add to TRL's: keep the completions of a prompt in one micro-batch where that changes nothing."""
-        if not self.sharing.regroups:
+        """Add to TRL's: keep completions of a prompt, and rows of one length, together where that changes nothing."""
+        if (shuffle := self._live_passes.shuffle(self.sharing.regroups)) is None:
             return super()._prepare_inputs(generation_batch)
-        with replaced(grpo_trainer, "shuffle_sequence_dict", shuffle_by_group):
+        with replaced(grpo_trainer, "shuffle_sequence_dict", shuffle):
             return super()._prepare_inputs(generation_batch)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """Add to TRL's: the terms that are no advantages; metrics of the step."""
+        """Add to TRL's: the terms that are no advantages; metrics of the step; parts of few enough tokens."""
+        return self._budget.loss(model, inputs, self._loss_of_part)
+
+    def _loss_of_part(self, model: Any, inputs: dict[str, Any]) -> Any:
         self._pass = passed = TrainingPass(inputs)
         try:
             loss = super()._compute_loss(model, inputs)

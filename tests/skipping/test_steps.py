@@ -3,8 +3,21 @@
 import math
 
 import pytest
+import torch
 from peft import LoraConfig
-from text_runs import LOSSES, dead_reward, logged, relative_difference, train, weights_of
+from text_runs import (
+    LOSSES,
+    computed_tokens,
+    dead_reward,
+    lively_reward,
+    logged,
+    micro_batches,
+    relative_difference,
+    train,
+    weights_of,
+)
+
+from vgr_trl.errors import ConfigError
 
 TWICE = {"num_iterations": 2}  # the second time the policy is not the one that wrote the completions
 WHOLE_COMPLETIONS = ("luspo", "vespo")
@@ -85,10 +98,49 @@ def test_steps_without_any_gradient():
     assert all(math.isfinite(norm) and norm == 0 for norm in logged(ours, "grad_norm"))
 
 
+BUDGETS = {
+    "dapo": {"num_iterations": 2},
+    "grpo": {"loss_type": "grpo", "beta": 0.1, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
+    "bnpo": {"loss_type": "bnpo", "num_iterations": 2, "gradient_checkpointing": True},
+    "dr_grpo": {"loss_type": "dr_grpo", "mask_truncated_completions": True},
+    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+}
+
+
+@pytest.mark.parametrize("loss", BUDGETS)
+def test_micro_batches_in_parts(loss):
+    """28 tokens hold one row of the longest prompt, 22, and the longest completion, 6, and several of shorter ones."""
+    settings, shares = BUDGETS[loss] | {"reward": lively_reward}, "off" if loss == "dr_grpo" else "auto"
+    stock = train(True, **settings)
+    with computed_tokens(True) as training, computed_tokens(False) as scoring:
+        ours = train(False, **settings, max_tokens_per_micro_batch=28, share_prompts=shares)
+    assert relative_difference(weights_of(ours), weights_of(stock)) < 1e-5
+    assert len(training) > 3 * ours.args.gradient_accumulation_steps
+    assert max(training) <= 28
+    assert not scoring or max(scoring) <= 28
+
+
+def test_parts_of_a_loss_that_is_not_their_sum_are_refused():
+    with pytest.raises(ConfigError, match="max_tokens_per_micro_batch is 28, but the entropy term"):
+        train(False, max_tokens_per_micro_batch=28, entropy_coef=0.1)
+
+
+def test_rows_are_dealt_by_length():
+    """Rollouts of two groups: the one with the longest live completion comes first, the longest rows of each, too."""
+    with micro_batches() as batches:
+        ours = train(False, per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    assert str(ours.skipping).endswith("deal_by_length: on")
+    live = [(batch["advantages"] != 0) * batch["completion_mask"].sum(1) for batch in batches]
+    rollouts = torch.cat(live).view(3, 2, 4)  # lengths by rollout and group, 0 without a gradient
+    assert torch.equal(rollouts, rollouts.sort(dim=2, descending=True).values)
+    assert (rollouts[:, 0, 0] >= rollouts[:, 1, 0]).all()
+    assert rollouts.any()
+
+
 def test_switches():
-    ours = train(False, skip_dead_rows="off", skip_dead_tokens="off", skip_padding="off")
+    ours = train(False, skip_dead_rows="off", skip_dead_tokens="off", skip_padding="off", deal_by_length="off")
     assert str(ours.skipping) == (
         "skip_dead_rows: off (skip_dead_rows=off); skip_dead_tokens: off (skip_dead_tokens=off); "
-        "skip_padding: off (skip_padding=off)"
+        "skip_padding: off (skip_padding=off); deal_by_length: off (deal_by_length=off)"
     )
     assert sum(logged(ours, "skipped/rows") + logged(ours, "skipped/tokens")) == 0

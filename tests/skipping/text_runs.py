@@ -1,14 +1,17 @@
 """Three optimizer steps of a tiny text model, by TRL's trainer and by ours, in one process or in one of several."""
 
 import tempfile
+from contextlib import contextmanager
+from functools import wraps
 
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 from trl import GRPOConfig, GRPOTrainer
 
 from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.replacing import replaced
 
 PAD, EOS, TEXT, VOCABULARY = 0, 1, 4, 40
 LOSSES = {
@@ -51,7 +54,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_prompts() -> Dataset:
-    """Of 5 to 16 words; the first word is w4 or w5."""
+    """Of 6 to 22 tokens; the first word is w4 or w5."""
     draw = torch.Generator().manual_seed(1)
     words = [torch.randint(6, VOCABULARY, (4 + row,), generator=draw).tolist() for row in range(12)]
     return Dataset.from_dict({"prompt": [" ".join(f"w{w}" for w in [4 + row % 2, *words[row]]) for row in range(12)]})
@@ -62,6 +65,11 @@ def half_dead_reward(prompts, completion_ids, **kwargs):
     patterns = {0: (0.0, 1.0, 0.5, 0.5), 1: (0.3, 0.3, 0.3, 0.3)}
     words = [int(prompt.split()[0][1:]) for prompt in prompts]
     return [patterns[word % 2][row % 4] for row, word in enumerate(words)]
+
+
+def lively_reward(completion_ids, **kwargs):
+    """Another value for nearly every completion."""
+    return [sum(ids) % 17 / 17 for ids in completion_ids]
 
 
 def dead_reward(completion_ids, **kwargs):
@@ -132,6 +140,37 @@ def train(stock, *, credit=False, reward=half_dead_reward, peft=None, **changed)
     )
     trainer.train()
     return trainer
+
+
+@contextmanager
+def computed_tokens(gradients):
+    """Tokens that each pass with or without gradients computes in this block; generation does not count."""
+    passes, forward = [], Qwen3Model.forward
+
+    @wraps(forward)
+    def counted(model, *args, **kwargs):
+        cache = kwargs.get("past_key_values")
+        if torch.is_grad_enabled() == gradients and not kwargs.get("use_cache"):
+            if cache is None or cache.get_seq_length() == 0:
+                passes.append(0)
+            passes[-1] += kwargs["input_ids"].numel()
+        return forward(model, *args, **kwargs)
+
+    with replaced(Qwen3Model, "forward", counted):
+        yield passes
+
+
+@contextmanager
+def micro_batches():
+    """What TRL computes losses of in this block."""
+    found, compute = [], GRPOTrainer._compute_loss
+
+    def recorded(trainer, model, inputs):
+        found.append(inputs)
+        return compute(trainer, model, inputs)
+
+    with replaced(GRPOTrainer, "_compute_loss", recorded):
+        yield found
 
 
 def weights_of(trainer):

@@ -66,7 +66,7 @@ def weights(trainer):
 
 
 # What is left out changes the order of additions, which Adam's first steps take up.
-EXACT = {"skip_dead_rows": "off", "skip_dead_tokens": "off", "skip_padding": "off"}
+EXACT = {"skip_dead_rows": "off", "skip_dead_tokens": "off", "skip_padding": "off", "deal_by_length": "off"}
 
 
 def trained_batches(trainer):

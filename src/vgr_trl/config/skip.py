@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from vgr_trl.config.ranges import check_choice
+from vgr_trl.config.ranges import check_choice, check_integer
 
 
 @dataclass
@@ -16,6 +16,10 @@ class SkipOptions:
         skip_dead_rows: completions whose advantages are all zero do not run.
         skip_dead_tokens: the head scores no token whose advantage is zero.
         skip_padding: no column runs that is padding in all rows, or lies behind the last token that is scored.
+        deal_by_length: the rows of an optimizer step are dealt to its micro-batches by their length.
+        max_tokens_per_micro_batch: tokens, padding included, that a pass of training or scoring computes at most, as
+            far as single rows allow: the rows of `per_device_train_batch_size` then run in as many parts as that takes.
+            None: in one.
     """
 
     skip_dead_rows: str = field(
@@ -40,7 +44,24 @@ class SkipOptions:
         },
     )
 
+    deal_by_length: str = field(
+        default="auto",
+        metadata={
+            "help": "Deal the rows of an optimizer step to its micro-batches by length, groups together. auto: "
+            "wherever the loss does not depend on which rows share a micro-batch; off."
+        },
+    )
+    max_tokens_per_micro_batch: int | None = field(
+        default=None,
+        metadata={
+            "help": "Run the rows of per_device_train_batch_size in as many parts as it takes for no pass of training "
+            "or scoring to compute more tokens than this; the update is the same. None: in one."
+        },
+    )
+
     def check_skip(self) -> None:
         """Raise `ConfigError` for values that are none."""
-        for name in ("skip_dead_rows", "skip_dead_tokens", "skip_padding"):
+        for name in ("skip_dead_rows", "skip_dead_tokens", "skip_padding", "deal_by_length"):
             check_choice(name, getattr(self, name), ("auto", "off"))
+        if self.max_tokens_per_micro_batch is not None:
+            check_integer("max_tokens_per_micro_batch", self.max_tokens_per_micro_batch, 1)

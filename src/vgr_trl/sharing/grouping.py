@@ -1,6 +1,6 @@
 """Which rows share a prompt, where a batch can be cut into prompt and rest, and which rows are trained together."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -91,17 +91,20 @@ def sort_by_group(permutation: Sequence[int], groups: Sequence[int]) -> list[int
     return sorted(permutation, key=lambda row: position[groups[row]])
 
 
-def shuffle_by_group(batch: dict[str, Any]) -> dict[str, Any]:
+def shuffle_by_group(
+    batch: dict[str, Any], arrange: Callable[[Sequence[int], Sequence[int]], list[int]] = sort_by_group
+) -> dict[str, Any]:
     """TRL's `shuffle_sequence_dict` for a generation batch, with the completions of a prompt kept together.
 
     Draws the same random numbers. A value with no entry per row (a number, None) is kept.
 
     Args:
         batch: `prompt_ids` and `prompt_mask` (N, P), and tensors or lists with one entry per row.
+        arrange: returns another permutation, given a random one and the number of the group of each row.
     """
     pixels = [batch[name] for name in IMAGE_INPUTS if batch.get(name) is not None]
     groups = find_groups(batch["prompt_ids"], batch["prompt_mask"], list(zip(*pixels, strict=True)) if pixels else None)
-    order = sort_by_group(torch.randperm(len(groups)).tolist(), groups)
+    order = arrange(torch.randperm(len(groups)).tolist(), groups)
 
     def reordered(value: Any) -> Any:
         if value is None or (isinstance(value, torch.Tensor) and value.ndim == 0):

@@ -2,7 +2,7 @@
 
 Rows, tokens and padding: read `live.py` (which tokens the loss reads, and which part of a micro-batch has them),
 `narrow.py` (inputs of that part, and its outputs for all rows and columns), `head.py` (a head for those tokens alone),
-`plan.py` (where, and why not elsewhere).
+`dealing.py` (which rows run together), `plan.py` (where, and why not elsewhere).
 
 Images: read `vision.py` (image features of a model computed once per rollout), `vision_plan.py` (where, and why not
 elsewhere), `vision_images.py` (the images of a call, and what they are recognised by), `vision_features.py` (the
@@ -10,21 +10,28 @@ features of each), `vision_store.py` (how many are kept), `vision_tower.py` (wha
 changed).
 """
 
+from vgr_trl.skipping.dealing import deal_by_length, pack_rows, tokens_of
 from vgr_trl.skipping.head import only_tokens
-from vgr_trl.skipping.live import Window, find_window, live_tokens
-from vgr_trl.skipping.narrow import narrowed, widened
+from vgr_trl.skipping.live import Extent, Window, extents_of, find_window, live_tokens
+from vgr_trl.skipping.narrow import narrowed, take_rows, widened
 from vgr_trl.skipping.plan import SkippingPlan
 from vgr_trl.skipping.vision import VisionOnce
 from vgr_trl.skipping.vision_plan import VisionPlan
 
 __all__ = [
+    "Extent",
     "SkippingPlan",
     "VisionOnce",
     "VisionPlan",
     "Window",
+    "deal_by_length",
+    "extents_of",
     "find_window",
     "live_tokens",
     "narrowed",
     "only_tokens",
+    "pack_rows",
+    "take_rows",
+    "tokens_of",
     "widened",
 ]

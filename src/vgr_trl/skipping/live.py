@@ -21,6 +21,15 @@ class Window:
     completion: int
 
 
+@dataclass(frozen=True)
+class Extent:
+    """What runs of a row by itself: columns of its prompt and of its completion, and whether it runs at all."""
+
+    prompt: int
+    completion: int
+    runs: bool
+
+
 def live_tokens(advantages: torch.Tensor, mask: torch.Tensor, *, rows: bool, tokens: bool) -> torch.Tensor:
     """Return the tokens whose log-probabilities the loss reads, (N, T) bool.
 
@@ -59,7 +68,7 @@ def find_window(
         padding: whether columns may be.
         multiple: of which the columns of prompts and of completions are kept, as far as there are.
     """
-    lengths = prompt_mask.size(1) - prompt_mask.int().argmax(1)  # (N,)
+    lengths = _prompt_lengths(prompt_mask)
     kept = list(range(len(live)))
     if rows:
         has_image = [count > 0 for count in num_images or ()]
@@ -72,6 +81,22 @@ def find_window(
     columns = live.any(0).nonzero().flatten().tolist()
     completion = _up_to_multiple(max(columns, default=0) + 1, multiple, live.size(1))
     return Window(kept, _up_to_multiple(int(lengths[kept].max()), multiple, prompt_mask.size(1)), completion)
+
+
+def extents_of(live: torch.Tensor, prompt_mask: torch.Tensor, *, rows: bool, padding: bool) -> list[Extent]:
+    """Return what runs of each row; arguments as those of `find_window`."""
+    columns = torch.arange(1, live.size(1) + 1, device=live.device)
+    completions = (live * columns).amax(1).tolist()  # (N,)
+    runs = live.any(1).tolist()
+    if not padding:
+        prompts, completions = [prompt_mask.size(1)] * len(live), [live.size(1)] * len(live)
+    else:
+        prompts = _prompt_lengths(prompt_mask).tolist()
+    return [Extent(*extent) for extent in zip(prompts, completions, [ran or not rows for ran in runs], strict=True)]
+
+
+def _prompt_lengths(prompt_mask: torch.Tensor) -> torch.Tensor:
+    return prompt_mask.size(1) - prompt_mask.int().argmax(1)  # (N,)
 
 
 def _up_to_multiple(length: int, multiple: int | None, largest: int) -> int:

@@ -1,13 +1,13 @@
 """A part of a micro-batch as inputs of TRL's pass, and what the pass returns for all of it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from vgr_trl.batch.image_parts import IMAGE_INPUTS
 from vgr_trl.batch.inputs import TOKEN_TYPES
-from vgr_trl.batch.row_images import split_images, stack_images
+from vgr_trl.batch.row_images import PERTURBED, split_images, stack_images
 from vgr_trl.skipping.live import Window
 
 _PER_TOKEN = ("input_ids", "attention_mask", *TOKEN_TYPES)
@@ -33,12 +33,38 @@ def narrowed(inputs: Mapping[str, Any], window: Window) -> dict[str, Any]:
             part[name] = (inputs[name] if every else inputs[name][window.rows])[:, columns]
     if every:
         return part
+    return _with_images_of(window.rows, inputs, part, len(ids))
+
+
+def take_rows(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
+    """Return some rows of a micro-batch of TRL; what belongs to no row stays.
+
+    Args:
+        batch: as TRL's `_compute_loss` takes it.
+        rows: their numbers.
+
+    Raises:
+        DataError: pixel inputs cannot be assigned to rows.
+    """
+    part = dict(batch)
+    for name, value in batch.items():
+        if isinstance(value, list):
+            part[name] = [value[row] for row in rows]
+        elif isinstance(value, torch.Tensor) and value.ndim > 0 and name not in IMAGE_INPUTS:
+            part[name] = value[list(rows)]
+    return _with_images_of(
+        rows, {name: value for name, value in batch.items() if name != PERTURBED}, part, len(batch["prompt_ids"])
+    )
+
+
+def _with_images_of(rows: Sequence[int], batch: Mapping[str, Any], part: dict[str, Any], count: int) -> dict[str, Any]:
+    """Replace in `part` the images of a batch of `count` rows by those of some of them."""
     for name in ("num_images", "num_tiles"):
-        if inputs.get(name) is not None:
-            part[name] = [inputs[name][row] for row in window.rows]
-    if inputs.get("pixel_values") is not None:
-        images, one_per_row = split_images(inputs, len(ids))
-        part |= dict.fromkeys(IMAGE_INPUTS) | stack_images([images[row] for row in window.rows], one_per_row)
+        if batch.get(name) is not None:
+            part[name] = [batch[name][row] for row in rows]
+    if batch.get("pixel_values") is not None:
+        images, one_per_row = split_images(batch, count)
+        part |= dict.fromkeys(IMAGE_INPUTS) | stack_images([images[row] for row in rows], one_per_row)
     return {name: value for name, value in part.items() if name not in IMAGE_INPUTS or value is not None}
 
 

@@ -22,15 +22,22 @@ class SkippingPlan:
         tokens: tokens without one.
         padding: columns that are padding in all rows, or behind the last live token.
         head: whether the head scores live tokens only.
+        dealing: rows dealt to micro-batches by length.
+        window: rows of this process that change places with each other: those of a rollout within an optimizer step.
     """
 
     rows: Place
     tokens: Place
     padding: Place
     head: bool
+    dealing: Place
+    window: int
 
     def __str__(self) -> str:
-        return f"skip_dead_rows: {self.rows}; skip_dead_tokens: {self.tokens}; skip_padding: {self.padding}"
+        return (
+            f"skip_dead_rows: {self.rows}; skip_dead_tokens: {self.tokens}; skip_padding: {self.padding}; "
+            f"deal_by_length: {self.dealing}"
+        )
 
 
 def why_padding_counts(base: Any) -> str | None:

@@ -137,7 +137,9 @@ def plan_skipping(trainer: ConstructedTrainer) -> SkippingPlan:
     """Return what the constructed `trainer` leaves out of training passes, by its options, its loss and its model."""
     causal = causal_model(trainer.model)
     base = base_of(causal)
-    off = {name: _switched_off(trainer, name) for name in ("skip_dead_rows", "skip_dead_tokens", "skip_padding")}
+    options = ("skip_dead_rows", "skip_dead_tokens", "skip_padding", "deal_by_length")
+    off = {name: _switched_off(trainer, name) for name in options}
+    accumulated, generated = trainer.args.gradient_accumulation_steps, trainer.args.steps_per_generation or 1
     compiled = "torch.compile" if _compiles(trainer) or is_compiled(trainer.model) else None
     router = "the load-balancing loss reads all tokens" if trainer.aux_loss_enabled else None
     option = what_reads_every_token(trainer.args)
@@ -148,6 +150,26 @@ def plan_skipping(trainer: ConstructedTrainer) -> SkippingPlan:
         tokens=Place(off["skip_dead_tokens"] or read or headless or _why_completions_are_read(trainer)),
         padding=Place(off["skip_padding"] or compiled or router or why_padding_counts(base)),
         head=(off["skip_dead_tokens"] or compiled or headless) is None,
+        dealing=Place(off["deal_by_length"] or _why_not_deal(trainer)),
+        window=trainer.args.per_device_train_batch_size * min(accumulated, generated),
+    )
+
+
+def _why_not_deal(trainer: ConstructedTrainer) -> str | None:
+    """Why which rows share a micro-batch changes an optimizer step; None if it does not."""
+    accumulated, generated = trainer.args.gradient_accumulation_steps, trainer.args.steps_per_generation or 1
+    if accumulated % generated and generated % accumulated:
+        return "optimizer steps begin within a rollout"
+    return why_rows_matter(trainer, trainer.loss_type)
+
+
+def why_rows_matter(trainer: ConstructedTrainer, loss_type: str) -> str | None:
+    """Why a loss depends on which rows of an optimizer step share a micro-batch; None if it does not."""
+    return why_not_regroup(
+        loss_type=loss_type,
+        entropy_bonus=trainer._entropy_bonus_enabled,
+        top_entropy_quantile=trainer.top_entropy_quantile,
+        router_loss=trainer.aux_loss_enabled,
     )
 
 

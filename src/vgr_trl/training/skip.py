@@ -10,7 +10,18 @@ import torch
 from vgr_trl.errors import DataError
 from vgr_trl.sharing import Place
 from vgr_trl.sharing.backbone import base_of, causal_model
-from vgr_trl.skipping import SkippingPlan, find_window, live_tokens, narrowed, only_tokens, widened
+from vgr_trl.sharing.grouping import shuffle_by_group
+from vgr_trl.skipping import (
+    Extent,
+    SkippingPlan,
+    deal_by_length,
+    extents_of,
+    find_window,
+    live_tokens,
+    narrowed,
+    only_tokens,
+    widened,
+)
 from vgr_trl.training.choice.choose import GroupChoice
 from vgr_trl.training.host import Host
 from vgr_trl.training.passes import Passes
@@ -40,7 +51,8 @@ class LivePasses:
     ) -> None:
         self.plan, self._host, self._choice = plan, host, choice
         self._passes, self._place = passes, place
-        self._skips_rows, self._skips_tokens = (place.reason_off is None for place in (plan.rows, plan.tokens))
+        places = plan.rows, plan.tokens, plan.padding
+        self._skips_rows, self._skips_tokens, self._skips_padding = (found.reason_off is None for found in places)
 
     def run(self, passed: TrainingPass, model: Any, plain: Callable[..., Scored], inputs: dict[str, Any]) -> Scored:
         """Return what a pass gives for the live tokens of a micro-batch, and constants for the others.
@@ -53,13 +65,13 @@ class LivePasses:
             plain: TRL's `_get_per_token_logps_and_entropies`.
             inputs: its named arguments but for the model.
         """
-        live = self._live(passed)
+        live = self._live(passed.inputs)
         window = find_window(
             live,
             inputs["attention_mask"][:, : -inputs["logits_to_keep"]],
             inputs.get("num_images"),
             rows=self._skips_rows,
-            padding=self.plan.padding.reason_off is None,
+            padding=self._skips_padding,
             multiple=self._host.pad_to_multiple_of,
         )
         try:
@@ -81,10 +93,28 @@ class LivePasses:
             self._choice.first_pass(passed)
         return logps, None if entropies is None else widened(entropies, window, live, None), aux_loss
 
-    def _live(self, passed: TrainingPass) -> torch.Tensor:
-        mask = valid_tokens(passed.inputs)
-        live = live_tokens(passed.inputs["advantages"], mask, rows=self._skips_rows, tokens=self._skips_tokens)
-        read = self._choice.rows_read(passed.inputs)
+    def shuffle(self, by_group: bool) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+        """Return what takes the place of TRL's `shuffle_sequence_dict`; None: nothing does.
+
+        Args:
+            by_group: whether the completions of a prompt are kept together where rows are not dealt by length.
+        """
+        if self.plan.dealing.reason_off is None:
+            return self._dealt
+        return shuffle_by_group if by_group else None
+
+    def _dealt(self, batch: dict[str, Any]) -> dict[str, Any]:
+        lengths = [extent.completion if extent.runs else 0 for extent in self.extents(batch)]
+        return shuffle_by_group(batch, lambda order, groups: deal_by_length(order, groups, lengths, self.plan.window))
+
+    def extents(self, batch: dict[str, Any]) -> list[Extent]:
+        """Return what runs of each row of a batch of TRL."""
+        return extents_of(self._live(batch), batch["prompt_mask"], rows=self._skips_rows, padding=self._skips_padding)
+
+    def _live(self, batch: dict[str, Any]) -> torch.Tensor:
+        mask = valid_tokens(batch)
+        live = live_tokens(batch["advantages"], mask, rows=self._skips_rows, tokens=self._skips_tokens)
+        read = self._choice.rows_read(batch)
         return live if read is None else live | (mask.bool() & read.to(mask.device).unsqueeze(1))
 
     def _head(self, model: Any, wanted: torch.Tensor) -> AbstractContextManager[None]:
