@@ -8,6 +8,7 @@ import pytest
 
 from vgr_trl import mtrl
 from vgr_trl.cli.__main__ import main
+from vgr_trl.cli.flags.foreign import without_foreign
 
 CONFIG = """
 data: {{train_files: {train}, val_files: {test}, prompt_key: problem, answer_key: solution, max_prompt_length: 128,
@@ -104,3 +105,11 @@ def test_too_few_gpus_are_told_before_anything_starts(config, capsys, monkeypatc
     monkeypatch.setattr(mtrl, "run_command", lambda arguments: started.append(arguments) or 0)
     assert mtrl.main([f"config={config}", "trainer.n_gpus_per_node=2"]) == 0
     assert started[1] == ["train", f"--config={config}", "trainer.n_gpus_per_node=2"], "what is started starts no more"
+
+
+def test_unknown_keys_can_be_ignored(config, capsys):
+    command, flags = without_foreign("train", ["--config", str(config), "trainer.raytime=1", "--ignore_unknown_keys"])
+    assert command == "train"
+    assert flags[flags.index("--learning_rate") + 1] == "0.0005"
+    assert "raytime" not in " ".join(flags)
+    assert "trainer.raytime" in capsys.readouterr().out

@@ -65,6 +65,7 @@ LOGS = {
 
 
 def test_names_of_verl():
+    assert in_verl({"loss": 0.5}) == {"loss": 0.5, "actor/pg_loss": 0.5}
     found = in_verl(LOGS, processes=3)
     expected = {
         "loss": 0.5, "actor/pg_loss": 0.4, "reward/overall": 1.5, "critic/rewards/mean": 1.5, "reward/accuracy": 0.7,

@@ -46,7 +46,8 @@ _UPDATE = ("timing/update", "timing/optimizer")
 def in_verl(logs: Mapping[str, Any], processes: int = 1) -> dict[str, Any]:
     """Return what is logged under the names of verl; metrics that it has no name for keep theirs.
 
-    `perf/throughput` is tokens per second and process; `timing_s/update_actor` passes and optimizer together.
+    `actor/pg_loss` is the whole loss where TRL logs no part of it; `perf/throughput` tokens per second and process;
+    `timing_s/update_actor` passes and optimizer together.
 
     Args:
         logs: as the trainer logs them.
@@ -57,6 +58,8 @@ def in_verl(logs: Mapping[str, Any], processes: int = 1) -> dict[str, Any]:
         for other in _names(name):
             if other == name or other not in logs:
                 found[other] = value
+    if "loss" in logs:
+        found.setdefault("actor/pg_loss", logs["loss"])
     if "perf/tokens_per_second" in logs:
         found["perf/throughput"] = logs["perf/tokens_per_second"] / processes
     if seconds := [found.pop(name) for name in _UPDATE if name in found]:

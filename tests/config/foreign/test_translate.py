@@ -109,6 +109,7 @@ def test_losses(given, expected):
         ("worker.actor.loss_type", "dppo", "here it can be default, gspo"),
         ("algorithm.adv_estimator", "reinforce_plus_plus", "theirs has no baseline"),
         ("trainer.critic_warmup", 3, "though there is no critic"),
+        ("worker.rollout.n", 1, "at least 2 completions"),
         ("worker.actor.optim.strategy", "adamw_bf16", "the rounding of bfloat16 weights"),
         ("algorithm.kl_penalty", "full", "here it can be kl, abs, mse, low_var_kl"),
     ],

@@ -88,13 +88,13 @@ def _stop(found: Translation, kept: Sequence[str]) -> None:
     if any(flag.split("=")[0] == "--reward_funcs" for flag in kept):
         stopped = {key: why for key, why in stopped.items() if not key.startswith("worker.reward.reward_f")}
     if found.refused:
-        raise ConfigError(f"{_told(found.refused)}. Give other values: without these something else would be trained.")
+        raise ConfigError(f"{_told(found.refused)} Give other values: without these something else would be trained.")
     if stopped and IGNORE not in kept:
-        raise ConfigError(f"{_told(stopped)}. Change or remove these keys, or run without them by {IGNORE}.")
+        raise ConfigError(f"{_told(stopped)} Change or remove these keys, or run without them by {IGNORE}.")
 
 
 def _told(reasons: dict[str, str]) -> str:
-    return "; ".join(f"{key} {why.rstrip('.')}" for key, why in reasons.items())
+    return " ".join(f"{key} {why if why.endswith(('.', '?')) else f'{why}.'}" for key, why in reasons.items())
 
 
 def _to_evaluate(found: Translation) -> dict[str, Any]:

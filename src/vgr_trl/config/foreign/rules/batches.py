@@ -11,8 +11,9 @@ _MICRO = "worker.actor.micro_batch_size_per_device_for_update"
 def batches(values: Values, set_: Set) -> None:
     """The same completions in a micro-batch, an update and a rollout, on however many processes."""
     n, micro = values.whole("worker.rollout.n"), values.whole(_MICRO)
+    if n < 2:
+        values.refuse("worker.rollout.n", "TRL takes at least 2 completions of a prompt, with a critic too")
     rollout, update = values.whole(_ROLLOUT) * n, values.whole(_UPDATE) * n
-    _ = values.updates
     at_once = micro * values.processes
     if update % at_once:
         raise ConfigError(
