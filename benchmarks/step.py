@@ -8,7 +8,8 @@ On a CPU with nothing else running, about twelve minutes; operations and memory 
 On a GPU: python benchmarks/step.py --device cuda --dtype bfloat16 --shape qwen2.5-vl-3b --checkpointing
 
 Variants of a rollout take turns in one process. An update is all training passes of the rollout and the optimizer; a
-step is generation by transformers and the update. Operations and peak memory are read in a process of its own.
+step is generation by transformers, what is measured, and the update. Operations and peak memory are read in a process
+of its own.
 """
 
 import argparse
@@ -38,7 +39,9 @@ def main() -> None:
         if flags.only != "counts":
             of_case["seconds"] = time_in_turns(place, name, flags.repeats)
         if flags.only != "seconds":
-            of_case["counts"] = {variant: count_elsewhere(place, name, variant) for variant in case.variants}
+            chosen = [variant for variant in case.variants if variant in (flags.variants or case.variants)]
+            counts = {variant: count_elsewhere(place, name, variant) for variant in chosen}
+            of_case["counts"] = of_case.get("counts", {}) | counts
         print(name, json.dumps(of_case), flush=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(found, indent=1) + "\n")
@@ -49,6 +52,7 @@ def _read_flags() -> tuple[argparse.Namespace, Place]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=[*cases()], default=[*cases()])
     parser.add_argument("--only", choices=["seconds", "counts"], help="the others are kept as they were")
+    parser.add_argument("--variants", nargs="+", help="whose operations and memory are read; the others are kept")
     parser.add_argument("--anew", action="store_true", help="keep nothing of earlier results")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, default=RESULTS)

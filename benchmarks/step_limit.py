@@ -43,9 +43,9 @@ def update_limit(case: Case) -> dict[str, int]:
         tower = _tower(case.shape, case.size)
         return {
             "layers": 3 * weights,
-            "attention": 3 * attention,
+            "tower": tokens.prompts * (3 * tower["products"] + 2 * tower["embedding"]),
+            "attention": 3 * (attention + tokens.prompts * tower["attention"]),
             "head": 3 * head,
-            "tower": tokens.prompts * (3 * sum(tower.values()) - tower["embedding"]),
         }
     back = 2 * case.shape.hidden * _projected(case.shape, queries=True) * _count(case.size, tokens)
     return {
@@ -53,7 +53,6 @@ def update_limit(case: Case) -> dict[str, int]:
         "adapters": 3 * _adapters(case.shape, case.size, tokens),
         "attention": 3 * attention,
         "head": 2 * head,
-        "tower": 0,
     }
 
 

@@ -17,6 +17,12 @@ keys that are seen, nothing for padding, dead rows, frozen weights and tokens wi
 COLUMNS = ("rollout", "", "time", "goal", "peak memory", "goal", "operations", "limit", "ours / limit", "goal")
 
 
+COUNTED = """\
+Ours and the limit, in 10⁹: products with the matrices of layers, adapters and tower; attention, which is counted over
+all keys; the head, whose logits TRL computes again for their gradients. Products of a prompt in the last layer, but for
+keys and values, are above the limit too."""
+
+
 def page(found: dict[str, Any], place: Place) -> str:
     """Markdown of what there is."""
     machine = ", ".join(f"{name} {value}" for name, value in found["machine"].items())
@@ -32,19 +38,29 @@ def page(found: dict[str, Any], place: Place) -> str:
             lines.append(_row(name, case, of_case, "step", other, variant))
     lines += ["", "## Rollouts", ""]
     lines += [f"- {_describe(case)}" for case, _ in measured.values()]
-    lines += ["", "## Where the limit of an update is", "", "| rollout | " + " | ".join(PARTS) + " |"]
-    lines += ["|---|" + "---:|" * len(PARTS)]
-    lines += [f"| {name} | " + " | ".join(_parts(case)) + " |" for name, (case, _) in measured.items()]
+    lines += [
+        "",
+        "## Operations of an update",
+        "",
+        COUNTED,
+        "",
+    ]
+    lines += ["| rollout | " + " | ".join(PARTS) + " |", "|---|" + "---:|" * len(PARTS)]
+    for name, (case, of_case) in measured.items():
+        *_, ours = case.variants
+        counted = of_case.get("counts", {}).get(ours, {}).get("operations", {}).get("update")
+        lines += [] if counted is None else [f"| {name} | " + " | ".join(_parts(case, counted)) + " |"]
     return "\n".join(lines) + "\n"
 
 
-PARTS = ("layers", "adapters", "attention", "head", "tower", "together")
+PARTS = ("products", "attention", "head", "together")
 
 
-def _parts(case: Case) -> list[str]:
+def _parts(case: Case, counted: dict[str, int]) -> list[str]:
     limit = update_limit(case)
     limit["together"] = sum(limit.values())
-    return [f"{limit.get(part, 0) / 1e9:.1f} G" for part in PARTS]
+    limit["products"] = sum(limit.pop(part, 0) for part in ("layers", "adapters", "tower"))
+    return [f"{_number(counted.get(part, 0) / 1e9)} of {_number(limit[part] / 1e9)}" for part in PARTS]
 
 
 def _place(place: dict[str, Any]) -> str:
@@ -61,29 +77,29 @@ def _describe(case: Case) -> str:
 
 
 def _row(name: str, case: Case, of_case: dict[str, Any], part: str, other: str, ours: str) -> str:
-    seconds, counts = of_case.get("seconds"), of_case.get("counts")
-    goals = case.goals if ours == [*case.variants][-1] else {}
     pair = other, ours
+    seconds, counts = (of_case.get(kind, {}) for kind in ("seconds", "counts"))
+    goals = case.goals if ours == [*case.variants][-1] else {}
     limit = sum(update_limit(case).values()) if part == "update" else step_limit(case)
-    operations = None if counts is None else [counts[one]["operations"][part] for one in pair]
-    peaks = None if counts is None or part == "step" else [counts[one]["bytes"] for one in pair]
+    operations = [counts[one]["operations"][part]["together"] for one in pair if one in counts]
+    peaks = [] if part == "step" else [counts[one]["bytes"] for one in pair if one in counts]
     cells = [
         name,
         part if other == "trl" else f"{part}, {ours}",
-        _pair(None if seconds is None else [median(run[part] for run in seconds[one]) for one in pair], 1, "s"),
+        _pair([median(run[part] for run in seconds[one]) for one in pair if one in seconds], 1, "s"),
         _goal(goals, f"{part} seconds"),
         _pair(peaks, 1e6, "MB"),
         _goal(goals, f"{part} bytes"),
         _pair(operations, 1e9, "G"),
         f"{_number(limit / 1e9)} G",
-        "" if operations is None else f"{operations[1] / limit:.2f}",
+        f"{counts[ours]['operations'][part]['together'] / limit:.2f}" if ours in counts else "",
         _goal(goals, f"{part} operations"),
     ]
     return f"| {' | '.join(cells)} |"
 
 
-def _pair(values: list[float] | None, scale: float, unit: str) -> str:
-    if values is None:
+def _pair(values: list[float], scale: float, unit: str) -> str:
+    if len(values) < 2:
         return ""
     other, ours = (value / scale for value in values)
     return f"**{ours / other:.3f}** ({_number(other)} → {_number(ours)} {unit})"

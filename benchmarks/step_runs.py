@@ -5,7 +5,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,12 +17,12 @@ from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageFeature
 from peft import LoraConfig
 from sharing_measure import ATTENTION_ON_CPU, MEMORY_ENVIRONMENT, resident_peak
-from sharing_models import build_model, make_processor, make_question
+from sharing_models import ModelShape, build_model, make_processor, make_question
 from sharing_passes import now
 from stage_passes import LORA
 from step_cases import Case, cases
 from step_limit import RANK
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -46,18 +47,24 @@ class Place:
         return cases(quick=self.quick, shape=self.shape)[name]
 
 
+_ATTENTION = [operation for operation in flop_registry if "attention" in str(operation)]
+_PRODUCTS = {operation: flop_registry[operation] for operation in (torch.ops.aten.mm, torch.ops.aten.addmm)}
+_PRODUCTS[torch.ops.aten.addmm_] = _PRODUCTS[torch.ops.aten.addmm]  # of TRL's head; PyTorch does not count it
+Amounts = Counter[str]  # seconds, or operations by part
+
+
 class _Meter(TrainerCallback):
     """What a step and its update take, of whatever `read` reads; the rollout is what `_prepare_inputs` does."""
 
-    def __init__(self, read: Callable[[], float]) -> None:
+    def __init__(self, read: Callable[[], Amounts]) -> None:
         self.read = read
-        self.started = self.step = self.rollout = 0.0
+        self.started, self.step, self.rollout = Amounts(), Amounts(), Amounts()
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.started, self.rollout = self.read(), 0.0
+        self.started, self.rollout = self.read(), Amounts()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.step = self.read() - self.started
+        self.step = _difference(self.read(), self.started)
 
     def watch(self, trainer: Any) -> None:
         """Tell the rollouts of a trainer from its training passes."""
@@ -68,20 +75,24 @@ class _Meter(TrainerCallback):
             try:
                 return plain(*args)
             finally:
-                self.rollout += self.read() - before
+                self.rollout.update(_difference(self.read(), before))
 
         trainer._prepare_inputs = prepare
 
     @property
-    def found(self) -> dict[str, float]:
+    def found(self) -> dict[str, Amounts]:
         """Of the latest step."""
-        return {"step": self.step, "update": self.step - self.rollout}
+        return {"step": self.step, "update": _difference(self.step, self.rollout)}
+
+
+def _difference(later: Amounts, earlier: Amounts) -> Amounts:
+    return Amounts({name: value - earlier[name] for name, value in later.items()})
 
 
 class StepRun:
     """One optimizer step over a rollout of a case, by one of its variants, again and again."""
 
-    def __init__(self, place: Place, case: Case, variant: str, read: Callable[[], float]) -> None:
+    def __init__(self, place: Place, case: Case, variant: str, read: Callable[[], Amounts]) -> None:
         torch.set_num_threads(place.threads)
         self.meter = _Meter(read)
         processor = make_processor(case.shape.patch)
@@ -108,7 +119,7 @@ class StepRun:
         self.meter.watch(self.trainer)
         _cut_completions(self.trainer, case.lengths)
 
-    def __call__(self) -> dict[str, float]:
+    def __call__(self) -> dict[str, Amounts]:
         """What the step and its update took."""
         self.trainer.train()
         return self.meter.found
@@ -172,7 +183,11 @@ def _options(place: Place, case: Case, processor: Any) -> dict[str, Any]:
 
 def time_in_turns(place: Place, name: str, repeats: int) -> dict[str, list[dict[str, float]]]:
     """Seconds of steps of all variants in turns, after a small one of each that warms up; the last comes once more."""
-    case, read = place.case(name), partial(now, place.device)
+    case = place.case(name)
+
+    def read() -> Amounts:
+        return Amounts(seconds=now(place.device))
+
     small = Place(**{**vars(place), "quick": True, "shape": None})
     warm_up = place if place.device != "cpu" else small
     for variant in case.variants:
@@ -182,7 +197,7 @@ def time_in_turns(place: Place, name: str, repeats: int) -> dict[str, list[dict[
     for turn in range(repeats):
         order = list(runs) if turn % 2 else list(reversed(runs))
         for variant in order:
-            found[variant].append(runs[variant]())
+            found[variant].append({part: taken["seconds"] for part, taken in runs[variant]().items()})
     return found
 
 
@@ -203,14 +218,52 @@ def count_elsewhere(place: Place, name: str, variant: str) -> dict[str, Any]:
 def _count(task: dict[str, Any]) -> None:
     """In the process of its own."""
     place = Place(**task["place"])
-    counter = FlopCounterMode(display=False, custom_mapping=ATTENTION_ON_CPU)
-    run = StepRun(place, place.case(task["name"]), task["variant"], lambda: float(counter.get_total_flops()))
+    case = place.case(task["name"])
+    operations = Operations(case.shape)
+    run = StepRun(place, case, task["variant"], operations.read)
     on_gpu = place.device.startswith("cuda")
     before = torch.cuda.memory_allocated() if on_gpu else _resident()
-    with counter:
-        operations = run()
+    with operations.counter:
+        found = run()
     peak = torch.cuda.max_memory_allocated() if on_gpu else resident_peak()
-    print(json.dumps({"operations": {part: int(value) for part, value in operations.items()}, "bytes": peak - before}))
+    print(json.dumps({"operations": found, "bytes": peak - before}))
+
+
+class Operations(Counter[str]):
+    """Operations so far, forward and backward: `attention`, `head`, and `products`, which are all others.
+
+    Args:
+        shape: of the model; a product that has the width of the vocabulary is one of the head.
+    """
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__(attention=0, head=0, products=0)
+        kinds = {operation: self._attention(count) for operation, count in ATTENTION_ON_CPU.items()}
+        kinds |= {operation: self._attention(flop_registry[operation]) for operation in _ATTENTION}
+        kinds |= {operation: self._product(count, shape) for operation, count in _PRODUCTS.items()}
+        self.counter = FlopCounterMode(display=False, custom_mapping=kinds)
+
+    def read(self) -> Amounts:
+        """Return what has been counted."""
+        together = self.counter.get_total_flops()
+        return Amounts({**self, "products": together - self["attention"] - self["head"], "together": together})
+
+    def _attention(self, count: Callable[..., int]) -> Callable[..., int]:
+        def counted(*shapes: Any, **options: Any) -> int:
+            found = count(*shapes)
+            self["attention"] += found
+            return found
+
+        return counted
+
+    def _product(self, count: Callable[..., int], shape: ModelShape) -> Callable[..., int]:
+        def counted(*shapes: Any, **options: Any) -> int:
+            found = count(*shapes)
+            sides = {*shapes[-2], *shapes[-1]} if isinstance(shapes[-1], Sequence) else set()
+            self["head"] += found if shape.vocabulary in sides else 0
+            return found
+
+        return counted
 
 
 def _resident() -> int:
