@@ -13,32 +13,7 @@ from vgr_trl import registries
 from vgr_trl.batch.signals import AttentionMass, RolloutSignals
 from vgr_trl.credit import CreditOptions, shape_advantages
 
-rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-os.environ["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-dist.init_process_group("gloo", init_method=f"file://{folder}/store-{world}", rank=rank, world_size=world)
-
-generator = torch.Generator().manual_seed(7)
-rows, tokens = 8, 12
-lengths = torch.tensor([12, 1, 0, 7, 3, 12, 5, 9]).unsqueeze(1)
-draws = [torch.rand(rows, tokens, generator=generator) for _ in range(4)]
-advantages = torch.randn(rows, generator=generator)
-live = torch.tensor([True, True, True, True, False, True, True, False])
-vision = torch.full((3, rows, tokens), 0.2)
-ones = torch.ones(rows, dtype=torch.long)
-mask = torch.arange(tokens) < lengths
-
-here = slice(rank * rows // world, (rank + 1) * rows // world)
-attention = AttentionMass(vision[:, here], (vision * (0.3 + draws[0]))[:, here], ones[here], ones[here], mask[here])
-signals = RolloutSignals(-draws[1][here], draws[2][here], mask[here], attention, 5 * draws[3][here] ** 4)
-
-
-def gather(tensor: torch.Tensor) -> torch.Tensor:
-    parts = [torch.empty_like(tensor) for _ in range(world)]
-    dist.all_gather(parts, tensor)
-    return torch.cat(parts)
-
-
-options = CreditOptions(
+OPTIONS = CreditOptions(
     token_weights=True,
     enable_perception_filtering=True,
     enable_entropy_filtering=True,
@@ -54,11 +29,38 @@ def halved(advantages, signals, mask, options, *, gather=None):
     return torch.where(high, 0.5, 1.0).unsqueeze(1).expand(mask.shape), {"high": high.float(), "mean": mean.item()}
 
 
-results = {}
-for weighting in ("filter", "soft", "plug-in"):
-    chosen = dataclasses.replace(options, perception_weighting="filter" if weighting == "plug-in" else weighting)
-    chosen.credit_rules = ["halved"] if weighting == "plug-in" else None
-    shaped, metrics = shape_advantages(advantages[here], signals, chosen, shaped=live[here], gather=gather)
-    results[weighting] = {"advantages": shaped.tolist(), "metrics": metrics}
-Path(folder, f"{world}-{rank}.json").write_text(json.dumps(results))
-dist.destroy_process_group()
+def shaped(rank, world, gather):
+    """Advantages and metrics of one of `world` parts of a batch, by the weighting of tokens."""
+    generator = torch.Generator().manual_seed(7)
+    rows, tokens = 8, 12
+    lengths = torch.tensor([12, 1, 0, 7, 3, 12, 5, 9]).unsqueeze(1)
+    draws = [torch.rand(rows, tokens, generator=generator) for _ in range(4)]
+    advantages = torch.randn(rows, generator=generator)
+    live = torch.tensor([True, True, True, True, False, True, True, False])
+    vision = torch.full((3, rows, tokens), 0.2)
+    ones = torch.ones(rows, dtype=torch.long)
+    mask = torch.arange(tokens) < lengths
+    here = slice(rank * rows // world, (rank + 1) * rows // world)
+    attention = AttentionMass(vision[:, here], (vision * (0.3 + draws[0]))[:, here], ones[here], ones[here], mask[here])
+    signals = RolloutSignals(-draws[1][here], draws[2][here], mask[here], attention, 5 * draws[3][here] ** 4)
+    results = {}
+    for weighting in ("filter", "soft", "plug-in"):
+        chosen = dataclasses.replace(OPTIONS, perception_weighting="filter" if weighting == "plug-in" else weighting)
+        chosen.credit_rules = ["halved"] if weighting == "plug-in" else None
+        values, metrics = shape_advantages(advantages[here], signals, chosen, shaped=live[here], gather=gather)
+        results[weighting] = {"advantages": values.tolist(), "metrics": metrics}
+    return results
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor)
+    return torch.cat(parts)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(shaped(rank, dist.get_world_size(), gathered)))
+    dist.destroy_process_group()

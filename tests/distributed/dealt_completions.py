@@ -4,7 +4,7 @@ import torch
 from transformers import GenerationConfig
 
 
-def generate_by_prompt(trainer, processor):
+def generate_by_prompt(trainer):
     """Stands for the model's `generate`: completions depend on the prompt, the step and the place in the group."""
 
     def generate(input_ids, generation_config: GenerationConfig, **kwargs):
@@ -17,7 +17,7 @@ def generate_by_prompt(trainer, processor):
             letter = "ABCD"[int(torch.randint(4, (), generator=random))]
             words = "the circle is blue red teal".split()[: 2 + int(torch.randint(4, (), generator=random))]
             texts.append(f"<think>{' '.join(words)}</think><answer>{letter}</answer>")
-        tokenizer = processor.tokenizer
+        tokenizer = trainer.processing_class.tokenizer
         completions = [tokenizer(text).input_ids + [tokenizer.eos_token_id] for text in texts]
         length = max(map(len, completions))
         padded = [ids + [tokenizer.pad_token_id] * (length - len(ids)) for ids in completions]

@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 from datasets import Dataset
+from support.trainers import config
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
-from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl import DAPOTrainer
 from vgr_trl.rewards import load_reward, needs_whole_groups
 
 model_folder, output, batch_size = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
@@ -41,19 +42,11 @@ rows = Dataset.from_dict(
 trainer = DAPOTrainer(
     Qwen2ForCausalLM.from_pretrained(model_folder),
     [rank_reward, load_reward(f"{scored_file}:ranks")],
-    DAPOConfig(
-        output_dir=str(output),
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
+    config(
+        output,
         per_device_train_batch_size=batch_size,
-        num_generations=4,
-        max_completion_length=6,
         max_steps=3,
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
+        learning_rate=1e-6,
         max_prompt_length=64,
         reward_weights=[2.0, 0.0],
         early_reward_weights=[1.0, 0.0],

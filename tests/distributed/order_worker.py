@@ -11,15 +11,8 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import gather_object
-from datasets import load_dataset
-from transformers import Qwen2_5_VLForConditionalGeneration, TrainerCallback
-
-from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.data.rows.schema import prepare_rows
-from vgr_trl.demo.tiny_vlm import load_processor
-
-model_folder, question_file, output = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-processes = int(sys.argv[4])
+from support.trainers import config, prompts, vision_trainer
+from transformers import TrainerCallback
 
 # Options, rows of the data set, steps after which the run is continued.
 CASES = {
@@ -45,65 +38,62 @@ class Kill(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(name: str, folder: Path, checkpoint: str | bool | None = None, kill_at: int = 0) -> dict[str, list]:
+def train(data, name: str, folder: Path, checkpoint: str | bool | None = None, kill_at: int = 0) -> dict[str, list]:
+    """Prompts in order, losses, and sums of the weights at the end; `data`: the model's folder, the questions' file."""
     options, count, _ = CASES[name]
-    prompts: list[list[int]] = []
+    seen: list[list[int]] = []
 
     def coarse_reward(completions, row, **kwargs):
-        prompts.append(gather_object(row))
+        seen.append(gather_object(row))
         return [float(sum(map(ord, completion[0]["content"])) % 3 == 0) for completion in completions]
 
-    rows, _ = prepare_rows(load_dataset("parquet", data_files=question_file, split="train"), system_prompt=None)
-    rows = rows.select(range(count)).add_column("row", list(range(count)))
-    options = {**options, "per_device_train_batch_size": options["per_device_train_batch_size"] // processes}
-    config = DAPOConfig(
-        output_dir=str(folder),
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        num_generations=4,
+    rows = prompts(data[1]).select(range(count)).add_column("row", list(range(count)))
+    batch = options["per_device_train_batch_size"] // int(os.environ.get("WORLD_SIZE", 1))
+    options = config(
+        folder,
         max_completion_length=4,
         num_train_epochs=3,
-        learning_rate=1e-3,
-        logging_steps=1,
         save_strategy="steps",
         save_steps=1,
-        report_to="none",
-        disable_tqdm=True,
         compute_attention_metrics=False,
-        **options,
+        **{**options, "per_device_train_batch_size": batch},
     )
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder)
-    trainer = DAPOTrainer(model, coarse_reward, config, rows, processing_class=load_processor(model_folder))
+    trainer = vision_trainer(data[0], coarse_reward, options, rows)
     trainer.add_callback(Kill(kill_at))
     trainer.train(resume_from_checkpoint=checkpoint)
     return {
-        "prompts": prompts,
+        "prompts": seen,
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        "weights": [parameter.double().sum().item() for parameter in model.parameters()],
+        "weights": [parameter.double().sum().item() for parameter in trainer.model.parameters()],
     }
 
 
-def write(results: dict, name: str) -> None:
+def train_all(data, output: Path) -> dict[str, dict]:
+    """Whole runs, and the rest of each from its checkpoints."""
+    results = {}
+    for name, (_, _, steps) in CASES.items():
+        folder = output / name.replace(" ", "_")
+        results[name] = {"whole": train(data, name, folder / "whole")}
+        for step in steps:
+            checkpoint = folder / "whole" / f"checkpoint-{step}"
+            results[name][str(step)] = train(data, name, folder / f"from-{step}", str(checkpoint))
+    return results
+
+
+def write(results: dict, file: Path) -> None:
     is_main = True
     if torch.distributed.is_initialized():
         is_main = torch.distributed.get_rank() == 0
         torch.distributed.barrier()
     if is_main:
-        (output / name).write_text(json.dumps(results))
+        file.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 5:
+    data, output = (sys.argv[1], sys.argv[2]), Path(sys.argv[3])
+    if len(sys.argv) > 4:
         folder = output / "killed"
         began = any(folder.glob("checkpoint-*"))
-        write(train(KILLED, folder, began or None, int(sys.argv[5])), "killed.json")
-        sys.exit()
-    results = {}
-    for name, (_, _, steps) in CASES.items():
-        folder = output / name.replace(" ", "_")
-        results[name] = {"whole": train(name, folder / "whole")}
-        for step in steps:
-            checkpoint = folder / "whole" / f"checkpoint-{step}"
-            results[name][str(step)] = train(name, folder / f"from-{step}", str(checkpoint))
-    write(results, "results.json")
+        write(train(data, KILLED, folder, began or None, int(sys.argv[4])), output / "killed.json")
+    else:
+        write(train_all(data, output), output / "results.json")

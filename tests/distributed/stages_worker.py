@@ -6,17 +6,10 @@ import sys
 from pathlib import Path
 
 import torch
-from datasets import Dataset, load_dataset
 from dealt_completions import generate_by_prompt
-from transformers import Qwen2_5_VLForConditionalGeneration
+from support.trainers import BIG_STEPS, config, moves, prompts, vision_trainer
 
-from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.data.rows.schema import prepare_rows
-from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.rewards import accuracy_reward, mdi_reward, vgr_hard_negative_reward, vgr_reward
-
-model_folder, question_file, output, rows_per_process = sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
-GENERATIONS = 4
 
 
 def coarse_reward(completions, **kwargs):
@@ -99,55 +92,30 @@ CASES = {
 }
 
 
-def run(name, options, rows):
-    options = dict(options)
-    processor = load_processor(model_folder)
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder)
-    defaults = {
-        "output_dir": str(output / name.replace(" ", "_")),
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "per_device_train_batch_size": rows_per_process,
-        "num_generations": GENERATIONS,
-        "gradient_accumulation_steps": 2,
-        "max_completion_length": 64,
-        "max_steps": 3,
-        "learning_rate": 0.05,
-        "optim": "sgd",
-        "max_grad_norm": 1e9,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
+def run(name, model_folder, question_file, output, rows_per_process):
+    options = {"gradient_accumulation_steps": 2, "max_steps": 3} | BIG_STEPS | CASES[name]
     rewards = options.pop("reward_funcs")
-    trainer = DAPOTrainer(model, rewards, DAPOConfig(**defaults | options), rows, processing_class=processor)
-    trainer.model.generate = generate_by_prompt(trainer, processor)
+    options = config(output / name.replace(" ", "_"), per_device_train_batch_size=rows_per_process, **options)
+    trainer = vision_trainer(model_folder, rewards, options, prompts(question_file))
+    trainer.model.generate = generate_by_prompt(trainer)
     trainer.train()
-    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    start = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder)
-    before = torch.cat([parameter.detach().flatten() for parameter in start.parameters()])
-    table = {key: list(values) for key, values in trainer._logs["rewards"].items()}
-    return (
-        weights - before,
-        {
-            "history": [entry for entry in trainer.state.log_history if "reward" in entry],
-            "rewards": table,
-            "advantages": list(trainer._logs["advantages"]),
-            "extra": {key: list(values) for key, values in trainer._logs["extra"].items()},
-            "rows": len(trainer._logs["completion"]),
-        },
-        trainer.accelerator.is_main_process,
-    )
+    return moves(trainer, model_folder), {
+        "history": [entry for entry in trainer.state.log_history if "reward" in entry],
+        "rewards": {key: list(values) for key, values in trainer._logs["rewards"].items()},
+        "advantages": list(trainer._logs["advantages"]),
+        "extra": {key: list(values) for key, values in trainer._logs["extra"].items()},
+    }
 
 
-rows, _ = prepare_rows(load_dataset("parquet", data_files=question_file, split="train"), system_prompt=None)
-assert isinstance(rows, Dataset)
-results, moves = {}, {}
-for name, options in CASES.items():
-    moves[name], results[name], is_main = run(name, options, rows)
-if is_main:
-    torch.save(moves, output / "moves.pt")
-    (output / "results.json").write_text(json.dumps(results))
+def run_all(*arguments):
+    """How far weights moved in each case, and what was logged of it."""
+    found = {name: run(name, *arguments) for name in CASES}
+    return {name: moved for name, (moved, _) in found.items()}, {name: result for name, (_, result) in found.items()}
+
+
+if __name__ == "__main__":
+    output = Path(sys.argv[3])
+    moved, results = run_all(sys.argv[1], sys.argv[2], output, int(sys.argv[4]))
+    if torch.distributed.get_rank() == 0:
+        torch.save(moved, output / "moves.pt")
+        (output / "results.json").write_text(json.dumps(results))

@@ -1,28 +1,11 @@
 import json
-import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.launching import launch
 
 SCRIPT = Path(__file__).with_name("group_rewards.py")
-
-
-def launch(processes: int, model_folder: Path, output: Path) -> dict:
-    output.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        [*command, str(SCRIPT), str(model_folder), str(output), str(4 // processes)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads((output / "result.json").read_text())
 
 
 @pytest.mark.slow
@@ -31,7 +14,8 @@ def test_a_reward_sees_whole_groups_however_they_are_spread(processes, text_mode
     model_folder = tmp_path / "model"
     text_model.save_pretrained(model_folder)
     text_tokenizer.save_pretrained(model_folder)
-    result = launch(processes, model_folder, tmp_path / "run")
+    launch(SCRIPT, model_folder, tmp_path, 4 // processes, processes=processes)
+    result = json.loads((tmp_path / "result.json").read_text())
     rows = result["rows"]
     texts = rows["completion"]
     assert rows["text_seen"] == texts, "each process got back its own slice, in order"

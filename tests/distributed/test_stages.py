@@ -2,48 +2,34 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import stages_worker
 import torch
+from stages_worker import CASES, run_all
+from support.launching import launch
+from support.trainers import train_file
 
-SCRIPT = Path(__file__).with_name("stages_worker.py")
-NAMES = (
-    "signals", "replay", "replay without measuring", "replay and resample", "resample", "remax", "perception loss",
-    "kl in the loss", "kl among the rewards", "critic", "critic model",
-)  # fmt: skip
 DIFFERENT = (
-    "perf/", "step_time", "sharing/", "skipped/rows", "replay/megabytes", "grad_norm", "loss", "epoch", "clip_ratio",
+    "perf/", "timing/", "step_time", "sharing/", "skipped/rows", "replay/megabytes", "grad_norm", "loss", "epoch",
+    "clip_ratio",
 )  # fmt: skip
-
-
-def launch(processes: int, model_folder: Path, question_file: str, output: Path) -> tuple[dict, dict]:
-    output.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        [*command, str(SCRIPT), str(model_folder), question_file, str(output), str(4 // processes)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads((output / "results.json").read_text()), torch.load(output / "moves.pt")
 
 
 @pytest.fixture(scope="module")
 def outcomes(model_folder, question_files, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("stages")
-    question_file = question_files.split(",")[0].removeprefix("train=")
-    return [launch(processes, model_folder, question_file, folder / str(processes)) for processes in (1, 2)]
+    folder, file = tmp_path_factory.mktemp("stages"), train_file(question_files)
+    moved, found = run_all(model_folder, file, folder / "one", 4)
+    launch(Path(stages_worker.__file__), model_folder, file, folder, 2, processes=2)
+    return [
+        (json.loads(json.dumps(found)), moved),
+        (json.loads((folder / "results.json").read_text()), torch.load(folder / "moves.pt")),
+    ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_one_process_and_two_train_the_same(name, outcomes):
     (one, moves), (two, other_moves) = outcomes
     assert moves[name].abs().max() > 1e-4

@@ -148,11 +148,19 @@ def tiny_folder(tmp_path_factory):
     return folder
 
 
+SMALL = "--max_steps 2 --output_dir out".split()
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_each_trains_the_embedded_model(script, tiny_folder, tmp_path):
-    """From another working directory, with an override; the model that comes out is not the one that went in."""
-    done = run(script, tmp_path, *"--max_steps 2 --output_dir out".split(), TINY="1", TINY_FOLDER=str(tiny_folder))
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_each_trains_the_embedded_model(script, tiny_folder, tmp_path, monkeypatch):
+    """With what it gives to accelerate, from another directory and with an override; the model is changed by it."""
+    arguments = launched(script, tmp_path, *SMALL, TINY="1", TINY_FOLDER=str(tiny_folder))
+    at = next(index for index, argument in enumerate(arguments) if argument.endswith("train_grpo_vlm.py"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", arguments[at:])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(arguments[at], run_name="__main__")
+    assert ended.value.code == 0
     state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
     assert state["global_step"] == 2
     steps = [entry for entry in state["log_history"] if "loss" in entry]
@@ -161,6 +169,12 @@ def test_each_trains_the_embedded_model(script, tiny_folder, tmp_path):
     assert "eval_reward" in json.loads((tmp_path / "out" / "metrics.json").read_text())
     seen = {name for entry in steps for name in entry}
     assert TRACES.get(script, {"rewards/vgr_reward/mean"}) <= seen
+
+
+def test_accelerate_launches_what_a_script_gives_it(tiny_folder, tmp_path):
+    done = run("tprl.sh", tmp_path, *SMALL, TINY="1", TINY_FOLDER=str(tiny_folder))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads((tmp_path / "out" / "trainer_state.json").read_text())["global_step"] == 2
 
 
 # What each experiment leaves in the log, if not the reward vgr.

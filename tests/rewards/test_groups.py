@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import outputs
+from support.launching import outputs
 
 from vgr_trl.errors import RewardError
 from vgr_trl.rewards import accuracy_reward, gather_groups, needs_whole_groups

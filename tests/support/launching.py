@@ -1,0 +1,64 @@
+"""Several processes of one test, none of which outlives it."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryFile
+
+TESTS = Path(__file__).parents[1]
+SECONDS = 900  # for what hangs; a machine that does much else must not reach it
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of a process that finds what tests import, on one core."""
+    paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **more}
+
+
+def launch(script: Path, *arguments: object, processes: int, status: int = 0) -> None:
+    """Run a script in the processes of one group, as torchrun does but without its own start; all end with `status`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(processes)}
+    command = [sys.executable, str(script), *map(str, arguments)]
+    with ExitStack() as stack:
+        errors = [stack.enter_context(TemporaryFile("w+")) for _ in range(processes)]
+        started = [
+            subprocess.Popen(
+                command,
+                env=environment(ACCELERATE_USE_CPU="true", **group, RANK=str(rank), LOCAL_RANK=str(rank)),
+                stdout=subprocess.DEVNULL,
+                stderr=errors[rank],
+            )
+            for rank in range(processes)
+        ]
+        try:
+            end = time.monotonic() + SECONDS
+            while None in (ended := [process.poll() for process in started]) and time.monotonic() < end:
+                if {*ended} - {None, 0}:  # the others wait for it in vain
+                    end = min(end, time.monotonic() + 10)
+                time.sleep(0.05)
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        said = []
+        for file in errors:
+            file.seek(0)
+            said.append(file.read()[-4000:])
+        assert ended == [status] * processes, "\n".join(said)
+
+
+def outputs(*started: subprocess.Popen) -> list[tuple]:
+    """What each process has written to (stdout, stderr), once all have ended."""
+    try:
+        return [process.communicate(timeout=SECONDS) for process in started]
+    finally:
+        for process in started:
+            with process:
+                process.kill()

@@ -1,0 +1,90 @@
+"""Small trainers, built in one way by the tests and by the processes that they start."""
+
+import copy
+import gc
+from functools import cache
+from pathlib import Path
+
+import torch
+from datasets import Dataset, load_dataset
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.data.rows.schema import prepare_rows
+from vgr_trl.demo.tiny_vlm import load_processor
+
+OPTIONS = {
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": 6,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+BIG_STEPS = {
+    "learning_rate": 0.05,
+    "optim": "sgd",
+    "max_grad_norm": 1e9,
+    "lr_scheduler_type": "constant",
+    "max_completion_length": 64,
+}
+
+
+def letters_reward(completions, **kwargs):
+    """Many different values, so that no group is dead."""
+    return [sum(map(ord, completion[0]["content"])) % 7 / 7 for completion in completions]
+
+
+def config(output_dir, **changed):
+    """The options of a small run on a CPU of which nothing is kept."""
+    return DAPOConfig(output_dir=str(output_dir), **OPTIONS | changed)
+
+
+def train_file(question_files):
+    """The path of the questions to train on, of the fixture `question_files`."""
+    return question_files.split(",")[0].removeprefix("train=")
+
+
+@cache
+def prompts(file: str) -> Dataset:
+    """Rows as prompts, without a system prompt."""
+    return prepare_rows(load_dataset("parquet", data_files=file, split="train"), system_prompt=None)[0]
+
+
+@cache
+def _loaded(folder: Path):
+    return Qwen2_5_VLForConditionalGeneration.from_pretrained(folder)
+
+
+def tiny_model(folder):
+    """A fresh copy of the tiny vision-language model in a folder."""
+    return copy.deepcopy(_loaded(Path(folder)))
+
+
+def vision_trainer(folder, rewards, config, rows, eval_rows=None, *, model=None, **more):
+    """A `DAPOTrainer` of the tiny vision-language model in a folder."""
+    model = tiny_model(folder) if model is None else model
+    return DAPOTrainer(model, rewards, config, rows, eval_rows, processing_class=load_processor(folder), **more)
+
+
+def moves(trainer, folder):
+    """How far every parameter has moved, in one row."""
+    start = tiny_model(folder)
+    before, after = (
+        torch.cat([parameter.detach().flatten() for parameter in each.parameters()]) for each in (start, trainer.model)
+    )
+    return after - before
+
+
+def logged(trainer, name):
+    """The values of a metric in the order in which they were logged."""
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+# A trainer collects garbage when it starts; looking through all that is imported is half of a tiny training.
+gc.freeze()
