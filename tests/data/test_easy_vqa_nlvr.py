@@ -1,6 +1,10 @@
 """The converters of the two sets that the benchmarks of this project use."""
 
+import io
+import json
+
 from made import parquet, picture, questions, reasons
+from PIL import Image
 
 from vgr_trl.data.build.registry import CONVERTERS
 from vgr_trl.data.read.sources import Source
@@ -48,6 +52,16 @@ def test_nlvr_asks_for_true_or_false(tmp_path):
     assert (found.id, found.choices, found.solution) == ("1-0", ["true", "false"], "A")
     for label, letter in ((False, "B"), (True, "A")):
         assert questions(read("nlvr", tmp_path, NLVR | {"label": label}))[0].solution == letter
+
+
+def test_nlvr_says_where_its_objects_are(tmp_path):
+    wide, high = Image.open(io.BytesIO(picture()["bytes"])).size
+    boxes = [{"box": [0, high / 2, wide / 4, high / 2]}, {"box": [wide / 2, 0, wide / 2, high]}]
+    (found,) = questions(read("nlvr", tmp_path, NLVR | {"objects": json.dumps(boxes)}))
+    assert found.regions == [[0, 0.5, 0.25, 0.5], [0.5, 0, 0.5, 1]]
+    for unreadable in (None, "[]", "{", '[{"box": [1, 2]}]', '[{"type": "circle"}]'):
+        (found,) = questions(read("nlvr", tmp_path, NLVR | {"objects": unreadable}))
+        assert found.regions == []
 
 
 def test_nlvr_rows_that_cannot_be_used(tmp_path):

@@ -89,6 +89,18 @@ def test_images_have_sizes_and_thumbnails_and_what_is_none_has_not():
     assert images_of_row({"prompt": "text"}, [])[:2] == ([], [])
 
 
+def test_regions_are_pixels_or_shares_of_the_image():
+    image = Image.new("RGB", (200, 100))
+    for given, expected in (
+        ([[0.5, 0, 0.5, 1]], [(100, 0, 100, 100)]),
+        ([[50, 10, 20, 30]], [(50, 10, 20, 30)]),
+        ([], None),
+        ("somewhere", None),
+    ):
+        (recorded,), _, _ = images_of_row({"image": image, "regions": given}, [None])
+        assert recorded.regions == expected
+
+
 def test_a_truncated_completion_whose_mask_is_empty_ends_before_the_padding():
     assert without_padding([1, 2, 9, 9], [0, 0, 0, 0], 9) == [1, 2]
     assert without_padding([1, 2, 9, 9], [1, 1, 1, 0], 9) == [1, 2, 9]

@@ -30,6 +30,7 @@ class Output:
         kind: `parquet` or `jsonl`.
         several_images: whether rows have `images` instead of `image`.
         videos: whether rows have `videos` too, as paths.
+        regions: whether rows have `regions` too.
         rows_per_file: rows after which a file is finished; what is finished need not be made again after a kill.
         limit: rows after which to stop; None: all.
         workers: processes that decode images; 0: none beside this one.
@@ -41,6 +42,7 @@ class Output:
     kind: str = "parquet"
     several_images: bool = False
     videos: bool = False
+    regions: bool = False
     rows_per_file: int = ROWS_PER_FILE
     limit: int | None = None
     workers: int = 2
@@ -136,7 +138,7 @@ class _Run:
         else:
             if self.part is None:
                 path = _part_path(self.output, self.progress.parts)
-                self.part = PARTS[self.output.kind](path, self.output.several_images, self.output.videos)
+                self.part = PARTS[self.output.kind](path, self.output.several_images, self.output.videos, self.output.regions)
             self.part.add(candidate, images)
             self.statistics.add(candidate, images)
             self.rows += 1

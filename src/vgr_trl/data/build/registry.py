@@ -21,6 +21,7 @@ class Converter:
     Attributes:
         read: yields its questions, or why a row is none.
         several_images: whether a question may have more than one image, so that rows get `images` instead of `image`.
+        regions: whether it says in boxes what a question is about.
         hub_name: read where no source is named; None: a source must be named.
         config: configuration of the hub data set that is read where none is named.
         split: read where none is named.
@@ -29,6 +30,7 @@ class Converter:
 
     read: Callable[..., Iterator[Candidate]]
     several_images: bool = False
+    regions: bool = False
     hub_name: str | None = None
     config: str | None = None
     split: str = "train"
@@ -43,7 +45,7 @@ CONVERTERS = {
     ),
     "jsonl": Converter(jsonl.read, several_images=True),
     "easy_vqa": Converter(easy_vqa.read),
-    "nlvr": Converter(nlvr.read),
+    "nlvr": Converter(nlvr.read, regions=True),
 }
 
 for _name, _converter in CONVERTERS.items():

@@ -36,13 +36,13 @@ class Part(Protocol):
 
 
 class ParquetPart:
-    """A Parquet file with `image`, or with `images` for rows of several, and with `videos` if rows have any."""
+    """A Parquet file with `image`, or with `images` for rows of several, `videos` and `regions` if rows have any."""
 
-    def __init__(self, path: Path, several_images: bool, videos: bool = False) -> None:
+    def __init__(self, path: Path, several_images: bool, videos: bool = False, regions: bool = False) -> None:
         self.path = path
         self.several_images = several_images
-        self.videos = videos
-        self.schema = schema(several_images, videos)
+        self.videos, self.regions = videos, regions
+        self.schema = schema(several_images, videos, regions)
         self.rows: list[dict[str, Any]] = []
         self.waiting = 0
         column = "images.list.element" if several_images else "image"
@@ -59,7 +59,7 @@ class ParquetPart:
         """Add a row; write a row group when there is enough for one."""
         stored = [{"bytes": image.data, "path": None} for image in images]
         shown = {"images": stored} if self.several_images else {"image": stored[0]}
-        self.rows.append(_texts(question, self.videos) | shown)
+        self.rows.append(_texts(question, self.videos, self.regions) | shown)
         self.waiting += sum(len(image.data) for image in images)
         if len(self.rows) >= ROW_GROUP_ROWS or self.waiting >= ROW_GROUP_BYTES:
             self._write()
@@ -84,10 +84,10 @@ class ParquetPart:
 class JsonlPart:
     """A JSONL file with paths of image files, which are in a folder beside it, named by their content."""
 
-    def __init__(self, path: Path, several_images: bool, videos: bool = False) -> None:
+    def __init__(self, path: Path, several_images: bool, videos: bool = False, regions: bool = False) -> None:
         self.path = path
         self.several_images = several_images
-        self.videos = videos
+        self.videos, self.regions = videos, regions
         self.file = unfinished(path).open("w", encoding="utf-8")
         self.images: list[Path] = []  # written, and perhaps not on the disk yet
 
@@ -95,7 +95,7 @@ class JsonlPart:
         """Write the images of a row, then the row."""
         paths = [self._stored(image) for image in images]
         shown = {"images": paths} if self.several_images else {"image": paths[0]}
-        self.file.write(json.dumps(_texts(question, self.videos) | shown, ensure_ascii=False) + "\n")
+        self.file.write(json.dumps(_texts(question, self.videos, self.regions) | shown, ensure_ascii=False) + "\n")
 
     def finish(self) -> None:
         """Make the file whole and give it its name."""
@@ -124,7 +124,7 @@ PARTS: dict[str, type[ParquetPart] | type[JsonlPart]] = {"parquet": ParquetPart,
 
 
 @cache
-def schema(several_images: bool, videos: bool = False) -> pyarrow.Schema:
+def schema(several_images: bool, videos: bool = False, regions: bool = False) -> pyarrow.Schema:
     """Return the columns of a Parquet file, with what `datasets` needs to know them as images."""
     from datasets import Features, Image, List, Value
 
@@ -133,11 +133,14 @@ def schema(several_images: bool, videos: bool = False) -> pyarrow.Schema:
     features["images" if several_images else "image"] = List(Image()) if several_images else Image()
     if videos:
         features["videos"] = List(Value("string"))
+    if regions:
+        features["regions"] = List(List(Value("float32")))
     return Features(features).arrow_schema
 
 
-def _texts(question: Question, videos: bool) -> dict[str, Any]:
-    names = ("id", "source", "problem", "solution", "choices") + (("videos",) if videos else ())
+def _texts(question: Question, videos: bool, regions: bool) -> dict[str, Any]:
+    names = ["id", "source", "problem", "solution", "choices"]
+    names += [name for name, wanted in (("videos", videos), ("regions", regions)) if wanted]
     return {name: getattr(question, name) for name in names}
 
 

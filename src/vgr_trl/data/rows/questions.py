@@ -1,7 +1,8 @@
 """The one schema that every data set is converted to, and the reading of doubtful values into it.
 
 A stored row has `id`, `source`, `problem`, `choices` (2 to 10 texts, or none for an open question), `solution` (the
-letter of the right option, else a text) and `image`, or `images` where a set has questions about several.
+letter of the right option, else a text) and `image`, or `images` where a set has questions about several. Where a set
+says what a question is about, `regions` has boxes: left, top, width and height as shares of the image.
 """
 
 import ast
@@ -41,6 +42,7 @@ class Question:
     images: list[Any] = field(default_factory=list)
     choices: list[str] | None = None
     videos: list[Any] = field(default_factory=list)
+    regions: list[list[float]] = field(default_factory=list)
 
 
 Record = tuple[Origin, Mapping[str, Any] | str]
@@ -81,6 +83,7 @@ def make_question(
     images: Sequence[Any],
     choices: Sequence[str] | None = None,
     videos: Sequence[Any] = (),
+    regions: Sequence[list[float]] = (),
     needs_image: bool = True,
 ) -> Question:
     """Return a checked question; `answer` is a letter, an index or an option's text with `choices`, else open.
@@ -103,6 +106,7 @@ def make_question(
         images=list(images),
         choices=[choice.strip() for choice in resolved.choices] or None,
         videos=list(videos),
+        regions=list(regions),
     )
     if not question.problem:
         raise DataError("its question is empty")

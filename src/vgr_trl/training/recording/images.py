@@ -35,16 +35,21 @@ def images_of_row(row: Mapping[str, Any], grids: Sequence[Grid | None]) -> Pictu
         recorded.append(RecordedImage(None, *image.size, grid))
         thumbnails.append(shrunk(image))
     if len(recorded) == 1:
-        recorded[0].regions = _regions(row.get("regions"))
+        recorded[0].regions = _regions(row.get("regions"), recorded[0].width, recorded[0].height)
     return recorded, thumbnails, digest.digest()
 
 
-def _regions(value: Any) -> list[tuple[float, float, float, float]] | None:
-    """Boxes as left, top, width, height; None of a column that holds something else."""
+def _regions(value: Any, width: int, height: int) -> list[tuple[float, float, float, float]] | None:
+    """Boxes as left, top, width, height in pixels; None of a column that holds something else.
+
+    What reaches no further than 1 is a share of the image, as converted sets have it.
+    """
     try:
         found = [(float(left), float(top), float(wide), float(high)) for left, top, wide, high in value]
     except (TypeError, ValueError):
         return None
+    if found and all(max(left + wide, top + high) <= 1.001 for left, top, wide, high in found):
+        found = [(left * width, top * height, wide * width, high * height) for left, top, wide, high in found]
     return found or None
 
 

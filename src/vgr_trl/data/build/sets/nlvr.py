@@ -1,10 +1,15 @@
 """Cornell NLVR (Suhr et al., 2017): is what a person wrote about three boxes of shapes true or false?
 
-Columns: `identifier`, `image`, `sentence`, `label` (`true` or `false`), and `objects`, which is not used.
+Columns: `identifier`, `image`, `sentence`, `label` (`true` or `false`), and `objects`, JSON with a
+`box` [left, top, width, height] in pixels per object (not in train).
 """
 
+import io
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from PIL import Image
 
 from vgr_trl.data.rows.questions import Candidate, Origin, Question, id_of, make_question, text_of, to_candidates, value_of
 from vgr_trl.data.read.sources import Source
@@ -27,5 +32,16 @@ def _questions(origin: Origin, row: Mapping[str, Any]) -> list[Question]:
             choices=CHOICES,
             answer=str(label).lower() if isinstance(label, bool) else label,
             images=[] if image is None else [image],
+            regions=_boxes(row.get("objects"), image),
         )
     ]
+
+
+def _boxes(objects: Any, image: Any) -> list[list[float]]:
+    """Of all objects, as shares of the image; none where they or its size cannot be read."""
+    try:
+        wide, high = (image if isinstance(image, Image.Image) else Image.open(io.BytesIO(image["bytes"]))).size
+        boxes = [[float(side) for side in found["box"]] for found in json.loads(objects)]
+        return [[left / wide, top / high, width / wide, height / high] for left, top, width, height in boxes]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
