@@ -1,5 +1,7 @@
 """Advantages by a critic in a run: values, what they are learned from, and what a checkpoint keeps of them."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from datasets import load_dataset
@@ -143,6 +145,9 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_undisturbed(make, changed):
         assert again[name] == pytest.approx(logged[-1][name], rel=1e-4, abs=1e-6), name
     for one, other in zip(whole._critic.learner.named.values(), resumed._critic.learner.named.values(), strict=True):
         assert torch.allclose(one, other, atol=1e-6)
+    if options["critic"] == "head":
+        with pytest.raises(ConfigError, match="The critic in .*checkpoint-2 cannot be continued"):
+            make(critic="model")._critic.load(Path(whole.args.output_dir, "checkpoint-2"))
     if adapter is not None:
         assert {name.split(".")[-3] for name in whole._critic.learner.named if "lora" in name} == {"lora_A", "lora_B"}
         assert not any("base_layer" in name for name in whole._critic.learner.named)

@@ -97,6 +97,16 @@ def _no_adaptive_kl(args: Any) -> str | None:
     return _off("kl_coef")(args) or (None if args.kl_type == "adaptive" else f"kl_type is {args.kl_type}")
 
 
+def _never_dead(args: Any) -> str | None:
+    if args.uses_critic and not args.online_filtering:
+        return "advantage_estimator is gae, by which no group is dead, and online_filtering is False"
+    return None
+
+
+def _no_scale(args: Any) -> str | None:
+    return None if args.advantage_estimator == "grpo" else f"advantage_estimator is {args.advantage_estimator}"
+
+
 def _no_critic(args: Any) -> str | None:
     return None if args.uses_critic else f"advantage_estimator is {args.advantage_estimator}"
 
@@ -120,6 +130,8 @@ _RULES: dict[tuple[str, ...], Reason] = {
     ("trajectory_scaling_min",): _off("enable_trajectory_reweighting"),
     ("entropy_penalty_coef",): _off("use_entropy_penalty"),
     ("use_bias_correction_kl",): _off("beta"),
+    ("scale_rewards",): _no_scale,
+    ("dynamic_sampling",): _never_dead,
     ("gamma", "lam", "critic", "critic_learning_rate", "critic_warmup_steps", "critic_warmup",
      "cliprange_value"): _no_critic,
     ("kl_penalty", "use_kl_loss", "kl_type"): _off("kl_coef"),

@@ -41,7 +41,7 @@ FEATURES = (
         Feature(
             _estimates_by(name),
             "advantages by another estimator than GRPO's",
-            ("advantage_estimator",),
+            ("advantage_estimator", "critic", "gamma", "lam") if name == "gae" else ("advantage_estimator",),
             paper,
         )
         for name, paper in ESTIMATORS.items()
