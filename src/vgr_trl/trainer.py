@@ -65,6 +65,7 @@ from vgr_trl.training.ready_data import make_data_ready, with_processor
 from vgr_trl.training.recording.before import RecordBefore
 from vgr_trl.training.recording.record import FlushRecords, RolloutRecorder
 from vgr_trl.training.recording.taking import add_credit
+from vgr_trl.training.regions import region_mask
 from vgr_trl.training.rollout import Rollout, TrainingPass
 from vgr_trl.training.seams import check_attributes, check_seams
 from vgr_trl.training.skip import LivePasses
@@ -319,6 +320,7 @@ class DAPOTrainer(ConstructedTrainer):
                     partial(score, compute_entropy=True),
                     generated_mass=rollout.generated_mass,
                     rows_with_maps=rollout.recorded or (),
+                    region=region_mask(rollout, self.host, self._measurement, input_ids[:, :-logits_to_keep]),
                 )
                 rollout.signals, rollout.prompt_mass, rollout.maps = (
                     measured.signals, measured.prompt_mass, measured.maps,

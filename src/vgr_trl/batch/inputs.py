@@ -103,7 +103,7 @@ def build_scoring_batch(
             types, _ = _padded(value, 0, True, pad_to_multiple_of)
             missing = prompt_ids.size(1) - types.size(1)
             batch.fields[name] = torch.nn.functional.pad(types, (missing, completions.size(1)))
-    batch.fields |= _image_tensors(prompts.fields)
+    batch.fields |= image_tensors(prompts.fields)
     if given := image_inputs_of(batch.fields):
         is_image = torch.isin(prompt_ids, torch.tensor(vision_token_ids))  # (N, P)
         batch.num_tiles = tiles_by_tokens(given, batch.num_images, is_image)
@@ -136,7 +136,7 @@ def pixels_of_rows(
         DataError: the processor has cut the perturbed images otherwise than the images themselves.
     """
     like = batch["pixel_values"]
-    given = _image_tensors(fields)
+    given = image_tensors(fields)
     pixels = given["pixel_values"].to(like.device, like.dtype)
     tiles = batch.get("num_tiles")
     tiles = None if tiles is None else [tiles[own.index(index)] for index in range(len(images))]
@@ -184,8 +184,8 @@ def _padded(
     return ids, mask
 
 
-def _image_tensors(fields: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The pixel inputs that a processor has made, which may be lists of arrays."""
+def image_tensors(fields: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the pixel inputs that a processor has made, which may be lists of arrays, as tensors."""
     return {
         name: value if isinstance(value, torch.Tensor) else torch.tensor(np.array(value))
         for name, value in image_inputs_of(fields).items()

@@ -15,6 +15,8 @@ class AttentionMass:
         num_vision: (N,) int, vision tokens of each row's prompt.
         num_instruction: (N,) int, instruction tokens of each row's prompt.
         mask: (N, T) bool, completion tokens that count in the loss.
+        region: (L, N, T) float32, likewise on the vision tokens of what the question is about; None: not measured.
+        num_region: (N,) int, their number; None: not measured.
     """
 
     vision: torch.Tensor
@@ -22,6 +24,8 @@ class AttentionMass:
     num_vision: torch.Tensor
     num_instruction: torch.Tensor
     mask: torch.Tensor
+    region: torch.Tensor | None = None
+    num_region: torch.Tensor | None = None
 
 
 @dataclass
@@ -43,3 +47,8 @@ class RolloutSignals:
     attention: AttentionMass | None = None
     dependency: torch.Tensor | None = None
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def regions(self) -> torch.Tensor | None:
+        """Attention on what the questions are about, (L, N, T); None if it was not measured."""
+        return None if self.attention is None else self.attention.region

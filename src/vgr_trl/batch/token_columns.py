@@ -56,10 +56,11 @@ TOKEN_COLUMNS = {
     "signals.dependency": Column("completion"),
     "signals.attention.vision": Column("completion"),  # (N, L, T)
     "signals.attention.instruction": Column("completion"),  # (N, L, T)
+    "signals.attention.region": Column("completion"),  # (N, L, T)
     "signals.attention.mask": Column("completion"),
 }
 EXTRA = "signals.extra."  # before the names of signals (N, T) that were asked for by name
-LAYERED = ("signals.attention.vision", "signals.attention.instruction")
+LAYERED = ("signals.attention.vision", "signals.attention.instruction", "signals.attention.region")
 
 
 def token_column(name: str) -> Column | None:

@@ -13,14 +13,16 @@ _ID_NAMES = ("image_token_id", "image_token_index", "video_token_id", "video_tok
 
 @dataclass
 class ModalityMasks:
-    """Attributes, both bool with the shape of the tokens they were made of, (N, P) or (N, S):
+    """Attributes, all bool with the shape of the tokens they were made of, (N, P) or (N, S):
 
     vision: placeholder tokens of images and videos.
     instruction: tokens that are neither vision, nor padding, nor special.
+    region: vision tokens of what the question is about; None: not asked for.
     """
 
     vision: torch.Tensor
     instruction: torch.Tensor
+    region: torch.Tensor | None = None
 
 
 def build_modality_masks(

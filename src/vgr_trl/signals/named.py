@@ -35,14 +35,19 @@ class NamedSignal:
     requires: tuple[str, ...]
 
 
-def named_signals(options: PluginOptions) -> tuple[NamedSignal, ...]:
+def named_signals(options: PluginOptions, further: Sequence[str] = ()) -> tuple[NamedSignal, ...]:
     """Return the signals that a run asks for, and those that plug-in rules read, each behind what it is made of.
+
+    Args:
+        options: of the run.
+        further: names of signals that something else reads.
 
     Raises:
         ConfigError: one is not found, or is made of itself.
     """
     rules = [registries.credit_rules.load(name) for name in options.plugin_rules]
-    read = [need for rule in rules for need in needs_of(rule) if need not in MEASUREMENTS]
+    read = [need for rule in rules for need in needs_of(rule)] + list(further)
+    read = [need for need in read if need not in MEASUREMENTS]
     found: dict[str, NamedSignal] = {}
     for spec in _in_order([*(options.signals or ()), *read]):
         function = registries.signals.load(spec)
@@ -121,6 +126,32 @@ def token_vgr(signals: RolloutSignals, options: Any) -> torch.Tensor:
     mass = signals.attention
     assert mass is not None
     return token_vision_gain_ratio(mass, _late(mass.vision, options))
+
+
+@registries.signals.register("region_share")
+@declares(needs=("attention", "regions"))
+def region_share(signals: RolloutSignals, options: Any) -> torch.Tensor:
+    """Return how much of the attention on the image goes to what the question is about, in [0, 1], of the late layers.
+
+    NaN for rows that name no box.
+    """
+    mass = signals.attention
+    assert mass is not None
+    assert mass.region is not None
+    assert mass.num_region is not None
+    layers = _late(mass.vision, options)
+    share = mass.region[layers].mean(0) / mass.vision[layers].mean(0)
+    return share.masked_fill((mass.num_region == 0).unsqueeze(1), torch.nan)
+
+
+@registries.signals.register("region_focus")
+@declares(needs=("region_share",))
+def region_focus(signals: RolloutSignals, options: Any) -> torch.Tensor:
+    """Return `region_share` over the region's share of the image's tokens: above 1, more than an average token gets."""
+    mass = signals.attention
+    assert mass is not None
+    assert mass.num_region is not None
+    return signals.extra["region_share"] / (mass.num_region / mass.num_vision).unsqueeze(1)
 
 
 def _late(layers: torch.Tensor, options: Any) -> list[int]:

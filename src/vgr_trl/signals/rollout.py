@@ -29,6 +29,7 @@ class Wanted:
         entropies: names of those that need entropies.
         dependency: names of those that need the dependency on the image.
         logps: names of those that need log-probabilities.
+        regions: names of those that need attention on what the question is about, which implies attention.
         values: names of those that need a pass, whatever it is for.
     """
 
@@ -36,6 +37,7 @@ class Wanted:
     entropies: tuple[str, ...] = ()
     dependency: tuple[str, ...] = ()
     logps: tuple[str, ...] = ()
+    regions: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
 
     @property
@@ -115,6 +117,7 @@ class Measurement:
         *,
         generated_mass: AttentionMass | None = None,
         rows_with_maps: Sequence[int] = (),
+        region: torch.Tensor | None = None,
     ) -> tuple[Scored, Measured]:
         """Run `score`, which passes the batch through `model`; return what it returns, and what was measured.
 
@@ -125,6 +128,7 @@ class Measurement:
             score: returns log-probabilities (N, T), entropies (N, T) and anything.
             generated_mass: attention measured in generation, which then is not measured again.
             rows_with_maps: rows whose attention over the image is wanted token by token.
+            region: (N, P) bool, vision tokens whose attention is wanted apart.
         """
         mask = attention_mask[:, -completion_length:].bool()  # (N, T)
         mass = None if generated_mass is None else pad_to_length(generated_mass, completion_length)
@@ -138,6 +142,7 @@ class Measurement:
                 vision_token_ids=self.vision_token_ids,
                 special_token_ids=self.special_token_ids,
             )
+            masks.region = None if region is None else region.to(input_ids.device)
             rows = slice(prompts.stop - 1, length - 1)
             late = late_layers(count_attention_layers(model), self.attention_segments)
             kept = _rows_that_fit(masks.vision, completion_length * len(late), rows_with_maps)
@@ -198,6 +203,8 @@ def pad_to_length(mass: AttentionMass, length: int) -> AttentionMass:
         mass.num_vision,
         mass.num_instruction,
         pad(mass.mask, (0, missing), value=False),
+        None if mass.region is None else pad(mass.region, (0, missing)),
+        mass.num_region,
     )
 
 

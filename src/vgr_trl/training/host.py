@@ -33,6 +33,7 @@ class Host(Protocol):
         reward_names: of the reward functions, in order.
         reward_weights: (F,), those of this step.
         tokenizer: of the processor.
+        processor: of prompts, a tokenizer where there are no images.
         end_token_ids: tokens that a finished completion ends with.
         pad_to_multiple_of: of prompt and completion lengths.
         accumulation_steps: micro-batches of the optimizer step at hand.
@@ -61,6 +62,9 @@ class Host(Protocol):
 
     @property
     def tokenizer(self) -> Any: ...
+
+    @property
+    def processor(self) -> Any: ...
 
     @property
     def end_token_ids(self) -> frozenset[int]: ...
@@ -130,7 +134,7 @@ class TRLHost:
         self.args: Any = trainer.args
         self.accelerator: Accelerator = trainer.accelerator
         self.reward_names: list[str] = list(trainer.reward_func_names)
-        self.tokenizer = trainer._tokenizer
+        self.tokenizer, self.processor = trainer._tokenizer, trainer.processing_class
         self.pad_to_multiple_of = int(trainer.pad_to_multiple_of) if trainer.pad_to_multiple_of else None
         self.end_token_ids = frozenset({*trainer.eos_token_ids, self.tokenizer.pad_token_id})
 

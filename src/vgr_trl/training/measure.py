@@ -5,11 +5,12 @@ from typing import Any
 from vgr_trl.batch.inputs import build_scoring_batch
 from vgr_trl.credit.rules import active_rules
 from vgr_trl.errors import ConfigError
-from vgr_trl.registries import MEASUREMENTS
+from vgr_trl.registries import MEASUREMENTS, measurements, needs_of
 from vgr_trl.signals import Measurement, Wanted, signals_of_generation
 from vgr_trl.signals.decoder import count_attention_layers, why_not_measurable
 from vgr_trl.signals.modality import special_token_ids, vision_token_ids
-from vgr_trl.signals.named import add_named, named_columns, named_metrics, named_signals
+from vgr_trl.signals.named import NamedSignal, add_named, named_columns, named_metrics, named_signals
+from vgr_trl.signals.region_boxes import COLUMNS
 from vgr_trl.signals.reward_columns import attention_metrics, columns_needed_by, measure_segments, reward_columns
 from vgr_trl.training.constructed import ConstructedTrainer
 from vgr_trl.training.host import Host
@@ -32,6 +33,7 @@ def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
     scored = features["entropies"] + features["logps"] + _on(args.uses_critic, "advantage_estimator gae")
     _refuse(features["attention"] + scored + perceiving, _why_no_rollout(trainer))
     _refuse(attention + perceiving, _why_no_images(trainer))
+    _refuse(features["regions"], _why_no_regions(trainer))
     ids = tuple(args.vision_token_ids or ()) or _found_vision_tokens(trainer)
     if attention:
         _refuse(attention, _why_no_attention(trainer, ids))
@@ -40,7 +42,7 @@ def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
         features["attention"] = ("compute_attention_metrics",)
     special = tuple(special_token_ids(trainer.processing_class))
     return Measurement(
-        Wanted(**features), ids, special, args.attention_source, args.attention_segments, named_signals(args)
+        Wanted(**features), ids, special, args.attention_source, args.attention_segments, _named(trainer)
     )
 
 
@@ -92,6 +94,10 @@ def signals_as_columns(
     return named[0] | columns, metrics | named[1]
 
 
+def _named(trainer: ConstructedTrainer) -> tuple[NamedSignal, ...]:
+    return named_signals(trainer.args, [need for reward in trainer.reward_funcs for need in needs_of(reward)])
+
+
 def _readers(trainer: ConstructedTrainer) -> dict[str, tuple[str, ...]]:
     """Measurement -> what needs it: rewards, rules of credit, signals, other options."""
     data_columns = set(getattr(trainer.train_dataset, "column_names", None) or ())
@@ -100,11 +106,14 @@ def _readers(trainer: ConstructedTrainer) -> dict[str, tuple[str, ...]]:
     for name, reward in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True):
         if columns_needed_by(reward) - data_columns:
             found["attention"].append(f"the reward {name}")
+        for need in measurements(needs_of(reward)):
+            found[need].append(f"the reward {name}")
     for rule in active_rules(args):
         for need in () if rule.is_plugin else rule.needs:
             found[need].append(rule.switch)
     for need, readers in args.readers().items():
         found[need] += readers
+    found["attention"] += found["regions"]
     found["attention"] += _on(args.compute_attention_metrics is True, "compute_attention_metrics")
     found["logps"] += _on(args.penalises_kl, "kl_coef")
     found["values"] = list(_on(args.uses_critic and args.critic == "head", "advantage_estimator gae"))
@@ -135,6 +144,15 @@ def _why_no_images(trainer: ConstructedTrainer) -> str | None:
         return f"{type(trainer.model).__name__} reads text only; use a vision-language model, or switch it off."
     if not data_has_images(trainer):
         return "the data have no column `image` or `images`; add one, or switch it off."
+    return None
+
+
+def _why_no_regions(trainer: ConstructedTrainer) -> str | None:
+    if trainer.args.attention_source == "generate":
+        return 'attention_source is "generate", which does not know regions; use "scoring".'
+    columns = getattr(trainer.train_dataset, "column_names", None)
+    if columns is not None and not set(COLUMNS) & set(columns):
+        return f"the data have neither of the columns {' and '.join(COLUMNS)}; add one, or switch it off."
     return None
 
 

@@ -141,9 +141,9 @@ class RewardArguments(RewardFileArguments):
     reward_funcs: list[str] = field(
         default_factory=lambda: DefaultRewards.of_run(None),
         metadata={
-            "help": "Rewards in the order of reward_weights: names (accuracy, vgr, vgr_hard_negative, mdi, format, "
-            "tag_count, length, those of installed packages), dotted paths (my_package.rewards.my_reward) or files "
-            "(my_rewards.py:my_reward)."
+            "help": "Rewards in the order of reward_weights: names (accuracy, vgr, vgr_hard_negative, mdi, region, "
+            "format, tag_count, length, those of installed packages), dotted paths (my_package.rewards.my_reward) or "
+            "files (my_rewards.py:my_reward)."
         },
     )
     reward_model_name_or_path: str | None = field(

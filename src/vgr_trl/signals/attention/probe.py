@@ -56,7 +56,8 @@ class AttentionProbe:
         keep_layers: Sequence[int] | None = None,
     ) -> None:
         refuse_unmeasurable(model)
-        self.sets = torch.stack([masks.vision, masks.instruction], dim=-1)  # (N, P or S, 2)
+        sets = [masks.vision, masks.instruction, masks.region]
+        self.sets = torch.stack([each for each in sets if each is not None], dim=-1)  # (N, P or S, 2, with a region 3)
         count = len(self.sets)
         if any(not 0 <= row < count for row in keep_rows):
             raise ConfigError(f"keep_rows of the probe is {list(keep_rows)}: give rows in [0, {count}).")
@@ -137,7 +138,9 @@ class AttentionProbe:
 
     def _as_mass(self, sides: torch.Tensor, mask: torch.Tensor) -> AttentionMass:
         counts = self.sets.sum(1)  # (N, 2)
-        return AttentionMass(sides[..., 0], sides[..., 1], counts[:, 0], counts[:, 1], mask.to(sides.device))
+        region = (sides[..., 2], counts[:, 2]) if sides.size(-1) == 3 else ()
+        own = sides[..., 0], sides[..., 1], counts[:, 0], counts[:, 1]
+        return AttentionMass(*own, mask.to(sides.device), *region)
 
     # The attention calls of a pass
 
@@ -180,8 +183,8 @@ class AttentionProbe:
         device = call.device
         sets = at_hand.sets_of_keys(self.sets, (rows, queries), num_keys).to(device)  # (B, K, 2)
         if layer not in self._masses:
-            self._masses[layer] = torch.zeros(len(self.sets), len(self.plan.positions), 2, device=device)
-            self._prompts[layer] = torch.zeros(len(self.sets), 2, device=device)
+            self._masses[layer] = torch.zeros(len(self.sets), len(self.plan.positions), sets.size(-1), device=device)
+            self._prompts[layer] = torch.zeros(len(self.sets), sets.size(-1), device=device)
         if at_hand.emitting is not None:
             self._masses[layer][at_hand.rows, at_hand.columns] = at_hand.expand_to_rows(
                 call.mass_on_keys(sets, at_hand.emitting)

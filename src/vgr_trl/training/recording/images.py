@@ -13,6 +13,7 @@ from vgr_trl.data.rows.images.opening import open_image
 from vgr_trl.errors import DataError
 from vgr_trl.reporting.records.format import AttentionMap, RecordedImage
 from vgr_trl.reporting.records.thumbnails import shrunk
+from vgr_trl.signals.region_boxes import boxes_of, in_pixels
 
 Grid = tuple[int, int]
 Pictures = tuple[list[RecordedImage], list[Image.Image | None], bytes]
@@ -35,22 +36,16 @@ def images_of_row(row: Mapping[str, Any], grids: Sequence[Grid | None]) -> Pictu
         recorded.append(RecordedImage(None, *image.size, grid))
         thumbnails.append(shrunk(image))
     if len(recorded) == 1:
-        recorded[0].regions = _regions(row.get("regions"), recorded[0].width, recorded[0].height)
+        recorded[0].regions = _regions(row, (recorded[0].width, recorded[0].height))
     return recorded, thumbnails, digest.digest()
 
 
-def _regions(value: Any, width: int, height: int) -> list[tuple[float, float, float, float]] | None:
-    """Boxes as left, top, width, height in pixels; None of a column that holds something else.
-
-    What reaches no further than 1 is a share of the image, as converted sets have it.
-    """
+def _regions(row: Mapping[str, Any], size: tuple[int, int]) -> list[tuple[float, float, float, float]] | None:
+    """Boxes as left, top, width, height in pixels; None of columns that hold something else."""
     try:
-        found = [(float(left), float(top), float(wide), float(high)) for left, top, wide, high in value]
-    except (TypeError, ValueError):
+        return in_pixels(boxes_of(row, size), size) or None
+    except DataError:
         return None
-    if found and all(max(left + wide, top + high) <= 1.001 for left, top, wide, high in found):
-        found = [(left * width, top * height, wide * width, high * height) for left, top, wide, high in found]
-    return found or None
 
 
 def grids_of_row(

@@ -131,6 +131,8 @@ def signals_of_rows(signals: RolloutSignals, rows: Sequence[int]) -> RolloutSign
         None if mass is None else AttentionMass(
             mass.vision[:, chosen].cpu(), mass.instruction[:, chosen].cpu(), mass.num_vision[chosen].cpu(),
             mass.num_instruction[chosen].cpu(), mass.mask[chosen].cpu(),
+            None if mass.region is None else mass.region[:, chosen].cpu(),
+            None if mass.num_region is None else mass.num_region[chosen].cpu(),
         ),
         None if signals.dependency is None else signals.dependency[chosen].cpu(),
     )  # fmt: skip

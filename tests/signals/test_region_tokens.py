@@ -1,0 +1,135 @@
+"""Which tokens stand for which pixels: by hand, by the models themselves, by processors."""
+
+import pytest
+import torch
+from families import FAMILIES, build
+from PIL import Image
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from vgr_trl.errors import DataError
+from vgr_trl.signals.region_boxes import boxes_of, drawn, in_pixels
+from vgr_trl.signals.region_tokens import in_region, lit_share, token_shares
+
+PINPOINTS = [[16, 32], [32, 16], [32, 32]]
+WITH_PIXELS = [name for name, family in FAMILIES.items() if family.picture is not None]
+
+
+def features(model, given):
+    """What the language model gets in the place of the image's tokens, (V, D)."""
+    found = model.get_image_features(**given, return_dict=True).pooler_output
+    return torch.cat(list(found)) if isinstance(found, (list, tuple)) else found.flatten(0, -2)
+
+
+def made_local(model):
+    """A tower in which no patch sees another: what attention and perceptrons add in its layers is 0."""
+    for name, parameter in model.named_parameters():
+        inside = any(f".{kind}." in name for kind in ("layers", "layer", "blocks")) and "language_model" not in name
+        if inside and any(part in name for part in ("out_proj", "o_proj", "fc2", "down_proj", "proj.", "dense",
+                                                     "projection_layer", "output", "linear_fc2")):  # fmt: skip
+            parameter.data.zero_()
+    return model
+
+
+@pytest.mark.parametrize("name", WITH_PIXELS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_tokens_that_change_with_the_pixels_of_a_model_are_those_of_the_map(name, seed):
+    """A few pixels are changed; the features that differ are those whose tokens the map says have a part in them."""
+    model, picture = made_local(build(name)), FAMILIES[name].picture(seed)
+    given = dict(picture.inputs)
+    tokens = sum(token == 2 for token in picture.tokens)
+    changed = torch.zeros_like(given["pixel_values"])
+    if "image_grid_thw" in given:
+        changed[5] = 1
+    else:
+        changed[..., 5:7, 9:10] = 1
+        squares = changed.view(-1, *changed.shape[-3:])
+        squares[1:].zero_() if seed == 0 else squares[:1].zero_()
+        changed = changed if changed.any() else torch.ones_like(changed) * (torch.arange(changed.size(-1)) == 3)
+    with torch.no_grad():
+        before = features(model, given)
+        after = features(model, given | {"pixel_values": given["pixel_values"] + 3 * changed})
+    moved = (before - after).abs().amax(-1) > 1e-5
+    shares = token_shares(changed, given, tokens, PINPOINTS)
+    assert moved.any()
+    assert not moved.all()
+    assert torch.equal(shares > 0, moved)
+
+
+def shown_by(processor, boxes, size, tokens, pinpoints=None):
+    """Tokens of the boxes, as a processor lays out an image of that size."""
+    given = [dict(processor(images=[image], return_tensors="pt")) for image in
+             (drawn(boxes, size), drawn([], size), drawn([(0, 0, 1, 1)], size))]  # fmt: skip
+    shown = {key: value for key, value in given[0].items() if isinstance(value, torch.Tensor) and key != "num_patches"}
+    lit = lit_share(*(each["pixel_values"] for each in given))
+    return in_region(token_shares(lit, shown, tokens, pinpoints)).nonzero().flatten().tolist()
+
+
+def test_the_boxes_of_qwens_processor():
+    """112 x 56 pixels are 8 x 4 patches of 14, 4 x 2 tokens; the right half of the upper row are tokens 2 and 3."""
+    processor = Qwen2VLImageProcessorPil(patch_size=14, merge_size=2, min_pixels=28 * 28, max_pixels=10**6)
+    assert shown_by(processor, [(0.5, 0, 1, 0.5)], (112, 56), 8) == [2, 3]
+    assert shown_by(processor, [(0.3, 0.6, 0.32, 0.62)], (112, 56), 8) == [5], "smaller than a token"
+    assert shown_by(processor, [(0, 0, 0.25, 0.5), (0.75, 0.5, 1, 1)], (112, 56), 8) == [0, 7]
+
+
+def test_the_boxes_of_tiles_and_their_thumbnail():
+    """InternVL: 2 x 1 tiles of 2 x 2 tokens and a thumbnail; the left half is one tile and half of that."""
+    processor = GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, crop_to_patches=True, max_patches=4)
+    assert shown_by(processor, [(0, 0, 0.5, 1)], (64, 32), 12) == [0, 1, 2, 3, 8, 10]
+
+
+def test_the_boxes_of_an_image_padded_into_tiles():
+    """LLaVA-NeXT: 32 x 16 is 2 tiles of 16 x 16: 4 x 4 tokens of the whole, 4 rows of 8 and a line's end."""
+    processor = LlavaNextImageProcessorPil(
+        size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}, image_grid_pinpoints=PINPOINTS
+    )
+    found = shown_by(processor, [(0, 0, 0.25, 0.25)], (64, 32), 16 + 4 * 9, PINPOINTS)
+    assert {16, 17} <= set(found)
+    assert not {18, 25} & set(found)
+    assert 24 not in found, "the end of a line shows nothing"
+
+
+def test_pixels_that_no_one_knows_the_tokens_of():
+    with pytest.raises(
+        DataError, match=r"An image has 7 tokens and the pixel inputs \{'pixel_values': \(1, 3, 16, 16\)\}"
+    ):
+        token_shares(torch.ones(1, 3, 16, 16), {"pixel_values": torch.ones(1, 3, 16, 16)}, 7)
+
+
+def test_at_least_half_of_a_token_or_the_one_with_most():
+    assert in_region(torch.tensor([0.5, 0.49, 1.0, 0.0])).tolist() == [True, False, True, False]
+    assert in_region(torch.tensor([0.1, 0.3, 0.3])).tolist() == [False, True, True]
+    assert in_region(torch.zeros(3)).tolist() == [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("row", "boxes"),
+    [
+        ({"bbox": [0.1, 0.2, 0.5, 0.6]}, [(0.1, 0.2, 0.5, 0.6)]),
+        ({"bbox": [[0.1, 0.2, 0.5, 0.6], [0.5, 0.5, 1, 1]]}, [(0.1, 0.2, 0.5, 0.6), (0.5, 0.5, 1, 1)]),
+        ({"regions": [[10, 5, 30, 10]]}, [(0.1, 0.1, 0.4, 0.3)]),
+        ({"regions": [[0.1, 0.1, 0.3, 0.2]]}, [(0.1, 0.1, 0.4, 0.3)]),
+        ({"regions": [[0.1, 0.1, 0.3, 0.2], [10, 5, 30, 10]]}, [(0.001, 0.002, 0.004, 0.006), (0.1, 0.1, 0.4, 0.3)]),
+        ({"bbox": None, "regions": None}, []),
+        ({"bbox": []}, []),
+        ({}, []),
+    ],
+)
+def test_boxes_of_rows(row, boxes):
+    assert boxes_of(row, (100, 50)) == [pytest.approx(box) for box in boxes]
+    back = [(10, 10, 40, 20)] if "bbox" in row and len(boxes) == 1 else None
+    if back:
+        assert in_pixels(boxes, (100, 50)) == [pytest.approx(box) for box in back]
+
+
+@pytest.mark.parametrize("box", [[0.5, 0, 0.4, 1], [10, 10, 40, 20], [0, 0, 1], ["a", 0, 1, 1]])
+def test_boxes_that_are_none(box):
+    with pytest.raises(DataError, match=r"A row has "):
+        boxes_of({"bbox": box}, (100, 50))
+
+
+def test_a_box_thinner_than_a_pixel_is_drawn():
+    assert drawn([(0.999, 0.999, 1, 1)], (10, 10)).getpixel((9, 9)) == (255, 255, 255)
+    assert isinstance(drawn([], (4, 4)), Image.Image)

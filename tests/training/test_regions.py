@@ -1,0 +1,70 @@
+"""Boxes of the data in a training run: the tokens they are, the signal, the reward, the record."""
+
+import pytest
+import torch
+from datasets import load_dataset
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from vgr_trl import DAPOConfig, DAPOTrainer, trainer
+from vgr_trl.data.rows.schema import prepare_rows
+from vgr_trl.demo.tiny_vlm import load_processor
+from vgr_trl.errors import ConfigError
+from vgr_trl.rewards import load_reward
+from vgr_trl.training.recording.images import images_of_row
+
+
+@pytest.fixture
+def make(model_folder, question_files, tmp_path):
+    file = question_files.split(",")[0].removeprefix("train=")
+    questions, _ = prepare_rows(load_dataset("parquet", data_files=file, split="train"), system_prompt=None)
+
+    def build(boxes, **options):
+        rows = questions if boxes is None else questions.add_column("bbox", (boxes * len(questions))[: len(questions)])
+        config = DAPOConfig(
+            str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, per_device_train_batch_size=8,
+            num_generations=4, max_completion_length=4, max_steps=1, logging_steps=1, save_strategy="no",
+            report_to="none", disable_tqdm=True, **options,
+        )  # fmt: skip
+        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder)
+        return DAPOTrainer(model, load_reward("region"), config, rows, processing_class=load_processor(model_folder))
+
+    return build
+
+
+def test_half_of_an_image_is_half_of_its_tokens(make, monkeypatch):
+    """Every other row names the upper half, the others nothing; all rows of a prompt have the same tokens."""
+    run, found = make([[0.0, 0.0, 1.0, 0.5], None], signals=["region_focus"]), []
+    of_rollout = trainer.region_mask
+
+    def noted(rollout, host, measurement, prompt_ids):
+        vision = torch.isin(prompt_ids, torch.tensor(measurement.vision_token_ids))
+        region = of_rollout(rollout, host, measurement, prompt_ids)
+        found.extend((row["bbox"], own[seen]) for row, own, seen in zip(rollout.rows, region, vision, strict=True))
+        return region
+
+    monkeypatch.setattr(trainer, "region_mask", noted)
+    run.train()
+    assert len(found) == 8
+    for box, tokens in found:
+        half = len(tokens) // 2
+        assert tokens.tolist() == [box is not None] * half + [False] * half
+    logged = run.state.log_history[0]
+    without = sum(box is None for box, _ in found) / 8
+    assert logged["rewards/region_reward/not_applicable"] == pytest.approx(without)
+    if without < 1:
+        assert 0 < logged["signals/region_share"] < 1
+        assert logged["signals/region_focus"] == pytest.approx(2 * logged["signals/region_share"], rel=1e-5)
+
+
+def test_data_without_boxes(make):
+    with pytest.raises(ConfigError, match="the reward region_reward cannot be used here: the data have neither of the"):
+        make(None)
+    with pytest.raises(ConfigError, match='attention_source is "generate", which does not know regions'):
+        make([[0.0, 0.0, 1.0, 0.5]], attention_source="generate")
+
+
+def test_the_report_gets_the_box_in_pixels(png):
+    (recorded,), _, _ = images_of_row({"image": str(png), "bbox": [0.25, 0.0, 1.0, 0.5]}, [])
+    assert recorded.regions == [(2.0, 0.0, 6.0, 4.0)]
+    (recorded,), _, _ = images_of_row({"image": str(png), "bbox": [9, 9, 9, 9]}, [])
+    assert recorded.regions is None
