@@ -139,4 +139,4 @@ class Background:
 
 
 def _words(error: Exception) -> str:
-    return str(error) if isinstance(error, VGRError) else f"{type(error).__name__}: {error}"
+    return str(error).rstrip(".") if isinstance(error, VGRError) else f"{type(error).__name__}: {error}"
