@@ -55,10 +55,16 @@ def _numbers(column: str, box: Any) -> Box:
 
 
 def in_pixels(boxes: Sequence[Box], size: tuple[int, int]) -> list[tuple[float, float, float, float]]:
-    """Return boxes as (left, top, width, height) in pixels of an image of this size."""
+    """Return boxes as (left, top, width, height) in pixels of an image of this size, to a millionth."""
     wide, high = size
     return [
-        (left * wide, top * high, (right - left) * wide, (bottom - top) * high) for left, top, right, bottom in boxes
+        (
+            round(left * wide, 6),
+            round(top * high, 6),
+            round((right - left) * wide, 6),
+            round((bottom - top) * high, 6),
+        )
+        for left, top, right, bottom in boxes
     ]
 
 
