@@ -63,7 +63,8 @@ def write_report(
         output.parent.mkdir(parents=True, exist_ok=True)
         write_whole(output, html.encode())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"The page cannot be written to {output} ({error}): give another --output.") from error
+        reason = str(error).rstrip(".")
+        raise ConfigError(f"The page cannot be written to {output} ({reason}): give another --output.") from error
     notes = {run.name: run.as_json()["notes"] for run in data.runs}
     return Report(output, len(html.encode()), sum(len(run.records) for run in data.runs), notes)
 
