@@ -331,7 +331,9 @@ def test_a_page_that_cannot_be_finished_leaves_the_one_before(tmp_path: Path, mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", fill_disk)
-    with pytest.raises(ConfigError, match=r"\(Disk full while writing .*page\.html: free space there\): give another --output"):
+    with pytest.raises(
+        ConfigError, match=r"\(Disk full while writing .*page\.html: free space there\): give another --output"
+    ):
         write_report([run], page)
     assert page.read_text() == "before"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]
