@@ -138,7 +138,7 @@ class DAPOTrainer(ConstructedTrainer):
             prompts = FurtherPrompts(self.host, self.train_dataset, bool(self.shuffle_dataset))
             let_tables_hold(self._logs, int(args.generation_batch_size or 0) * (1 + args.dynamic_sampling_max_rounds))
         self._choice = GroupChoice(self.host, self._measurement.wanted, prompts)
-        self.skipping = plan_skipping(self)
+        self.skipping = plan_skipping(self, self._measurement.wanted)
         self._live_passes = LivePasses(self.skipping, self.host, self._choice, self._passes, self.sharing.training)
         self._budget = TokenBudget(self.host, self._live_passes, self.sharing.training.reason_off is None)
         self._rewards = Judge(self.host, self)
@@ -255,6 +255,8 @@ class DAPOTrainer(ConstructedTrainer):
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
         """Add to TRL's: measure completions, give rewards the signals, set this step's weights, check rewards."""
         rollout, columns = self._rollout, dict[str, list[Any]]()
+        if rollout is not None:
+            rollout.judging = True
         if rollout is not None and self._measurement.wanted.scoring:
             if rollout.signals is None:
                 score_completions(rollout, self.host, self._measurement, completion_ids_list)
@@ -311,10 +313,13 @@ class DAPOTrainer(ConstructedTrainer):
         if trains and self._pass is not None:
             inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": logits_to_keep}
             return self._live_passes.run(self._pass, model, plain, inputs | kwargs)
+        is_policy = model is self.model and not trains and policy_is_active(model)
+        if is_policy and rollout is not None and self._live_passes.gives_old_logps(rollout):
+            return torch.full((len(input_ids), logits_to_keep), torch.nan, device=input_ids.device), None, None
         score = partial(plain, *batch, batch_size, **kwargs)
         is_due = rollout is not None and rollout.signals is None and self._measurement.wanted.scoring
         with self._passes.around(place, model, logits_to_keep):
-            if rollout is not None and is_due and not trains and model is self.model and policy_is_active(model):
+            if rollout is not None and is_due and is_policy:
                 scored, measured = self._measurement.measure(
                     *batch,
                     partial(score, compute_entropy=True),

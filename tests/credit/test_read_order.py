@@ -1,4 +1,4 @@
-"""What `Replay.first_pass` relies on in TRL: `_compute_loss` reads the old log-probabilities after its own pass."""
+"""What `complete_old_logps` relies on in TRL: `_compute_loss` reads the old log-probabilities after its own pass."""
 
 import pytest
 import torch

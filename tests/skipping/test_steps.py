@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig
 from text_runs import (
     LOSSES,
+    build,
     computed_tokens,
     dead_reward,
     lively_reward,
@@ -129,7 +130,7 @@ def test_rows_are_dealt_by_length():
     """Rollouts of two groups: the one with the longest live completion comes first, the longest rows of each, too."""
     with micro_batches() as batches:
         ours = train(False, per_device_train_batch_size=2, gradient_accumulation_steps=4)
-    assert str(ours.skipping).endswith("deal_by_length: on")
+    assert "deal_by_length: on" in str(ours.skipping)
     live = [(batch["advantages"] != 0) * batch["completion_mask"].sum(1) for batch in batches]
     rollouts = torch.cat(live).view(3, 2, 4)  # lengths by rollout and group, 0 without a gradient
     assert torch.equal(rollouts, rollouts.sort(dim=2, descending=True).values)
@@ -137,10 +138,32 @@ def test_rows_are_dealt_by_length():
     assert rollouts.any()
 
 
+def test_old_log_probabilities_of_the_first_pass():
+    """Of two iterations the first is that of the policy which generated; the second has other ratios."""
+    with computed_tokens(False) as scoring:
+        ours = train(False, **TWICE)
+    assert ours.skipping.old_logps.reason_off is None
+    assert scoring == []
+    kl = logged(ours, "approx_kl")
+    assert kl[0] == kl[2] == 0
+    assert kl[1] > 1e-5
+
+
+REASONS = {
+    "there are none": {},
+    "a rollout is spread over several optimizer steps": {"gradient_accumulation_steps": 1, "steps_per_generation": 2},
+    "replay_buffer_size keeps them": {"replay_buffer_size": 4, **TWICE},
+    "enable_entropy_filtering needs the pass anyway": {"enable_entropy_filtering": True, **TWICE},
+    "reuse_first_pass=off": {"reuse_first_pass": "off", **TWICE},
+}
+
+
+def test_when_old_log_probabilities_are_scored():
+    for reason, options in REASONS.items():
+        assert build(False, **options).skipping.old_logps.reason_off.endswith(reason)
+
+
 def test_switches():
-    ours = train(False, skip_dead_rows="off", skip_dead_tokens="off", skip_padding="off", deal_by_length="off")
-    assert str(ours.skipping) == (
-        "skip_dead_rows: off (skip_dead_rows=off); skip_dead_tokens: off (skip_dead_tokens=off); "
-        "skip_padding: off (skip_padding=off); deal_by_length: off (deal_by_length=off)"
-    )
-    assert sum(logged(ours, "skipped/rows") + logged(ours, "skipped/tokens")) == 0
+    options = ("skip_dead_rows", "skip_dead_tokens", "skip_padding", "deal_by_length", "reuse_first_pass")
+    ours = build(False, **dict.fromkeys(options, "off"))
+    assert str(ours.skipping) == "; ".join(f"{option}: off ({option}=off)" for option in options)

@@ -103,8 +103,8 @@ build_model().save_pretrained(FOLDER)
 START = {name: parameter.detach().clone() for name, parameter in build_model().named_parameters()}
 
 
-def train(stock, *, credit=False, reward=half_dead_reward, peft=None, **changed):
-    """The trainer after three steps of SGD in float32 over rollouts of two prompts with four completions each."""
+def build(stock, *, credit=False, reward=half_dead_reward, peft=None, **changed):
+    """A trainer of three steps of SGD in float32 over rollouts of two prompts with four completions each."""
     options = {
         "output_dir": tempfile.mkdtemp(),
         "use_cpu": True,
@@ -130,7 +130,7 @@ def train(stock, *, credit=False, reward=half_dead_reward, peft=None, **changed)
     }
     trainers = {(True, False): GRPOTrainer, (True, True): StockWithCredit}
     trainers |= {(False, False): DAPOTrainer, (False, True): OursWithCredit}
-    trainer = trainers[stock, credit](
+    return trainers[stock, credit](
         model=Qwen3ForCausalLM.from_pretrained(FOLDER),
         reward_funcs=reward,
         args=(GRPOConfig if stock else DAPOConfig)(**{**options, **changed}),
@@ -138,6 +138,11 @@ def train(stock, *, credit=False, reward=half_dead_reward, peft=None, **changed)
         processing_class=build_tokenizer(),
         **({} if peft is None else {"peft_config": peft}),
     )
+
+
+def train(stock, **options):
+    """The trainer after its steps."""
+    trainer = build(stock, **options)
     trainer.train()
     return trainer
 

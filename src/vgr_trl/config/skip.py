@@ -17,6 +17,8 @@ class SkipOptions:
         skip_dead_tokens: the head scores no token whose advantage is zero.
         skip_padding: no column runs that is padding in all rows, or lies behind the last token that is scored.
         deal_by_length: the rows of an optimizer step are dealt to its micro-batches by their length.
+        reuse_first_pass: old log-probabilities that TRL would score before training are those of the first training
+            pass, wherever the policy has not changed in between.
         max_tokens_per_micro_batch: tokens, padding included, that a pass of training or scoring computes at most, as
             far as single rows allow: the rows of `per_device_train_batch_size` then run in as many parts as that takes.
             None: in one.
@@ -51,6 +53,13 @@ class SkipOptions:
             "wherever the loss does not depend on which rows share a micro-batch; off."
         },
     )
+    reuse_first_pass: str = field(
+        default="auto",
+        metadata={
+            "help": "Take old log-probabilities from the first training pass instead of a pass of their own. auto: "
+            "wherever the policy has not changed in between and nothing reads them before; off."
+        },
+    )
     max_tokens_per_micro_batch: int | None = field(
         default=None,
         metadata={
@@ -61,7 +70,7 @@ class SkipOptions:
 
     def check_skip(self) -> None:
         """Raise `ConfigError` for values that are none."""
-        for name in ("skip_dead_rows", "skip_dead_tokens", "skip_padding", "deal_by_length"):
+        for name in ("skip_dead_rows", "skip_dead_tokens", "skip_padding", "deal_by_length", "reuse_first_pass"):
             check_choice(name, getattr(self, name), ("auto", "off"))
         if self.max_tokens_per_micro_batch is not None:
             check_integer("max_tokens_per_micro_batch", self.max_tokens_per_micro_batch, 1)

@@ -23,6 +23,7 @@ class SkippingPlan:
         padding: columns that are padding in all rows, or behind the last live token.
         head: whether the head scores live tokens only.
         dealing: rows dealt to micro-batches by length.
+        old_logps: old log-probabilities taken from the first training pass.
         window: rows of this process that change places with each other: those of a rollout within an optimizer step.
     """
 
@@ -31,12 +32,13 @@ class SkippingPlan:
     padding: Place
     head: bool
     dealing: Place
+    old_logps: Place
     window: int
 
     def __str__(self) -> str:
         return (
             f"skip_dead_rows: {self.rows}; skip_dead_tokens: {self.tokens}; skip_padding: {self.padding}; "
-            f"deal_by_length: {self.dealing}"
+            f"deal_by_length: {self.dealing}; reuse_first_pass: {self.old_logps}"
         )
 
 

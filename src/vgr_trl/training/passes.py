@@ -8,6 +8,7 @@ import torch
 
 from vgr_trl.sharing import Place, SharedPasses, SharingPlan, has_active_dropout, why_not_regroup, why_not_share
 from vgr_trl.sharing.backbone import base_of, causal_model, is_compiled, recomputes_without_graph
+from vgr_trl.signals import Wanted
 from vgr_trl.skipping import SkippingPlan, VisionOnce, VisionPlan
 from vgr_trl.skipping.plan import why_padding_counts
 from vgr_trl.skipping.vision_plan import why_not_once
@@ -133,11 +134,16 @@ def _why_not_once(trainer: ConstructedTrainer, base: Any) -> str | None:
     return why_not_once(base)
 
 
-def plan_skipping(trainer: ConstructedTrainer) -> SkippingPlan:
-    """Return what the constructed `trainer` leaves out of training passes, by its options, its loss and its model."""
+def plan_skipping(trainer: ConstructedTrainer, wanted: Wanted) -> SkippingPlan:
+    """Return what the constructed `trainer` leaves out of its passes, by its options, its loss and its model.
+
+    Args:
+        trainer: constructed.
+        wanted: what it measures of rollout batches.
+    """
     causal = causal_model(trainer.model)
     base = base_of(causal)
-    options = ("skip_dead_rows", "skip_dead_tokens", "skip_padding", "deal_by_length")
+    options = ("skip_dead_rows", "skip_dead_tokens", "skip_padding", "deal_by_length", "reuse_first_pass")
     off = {name: _switched_off(trainer, name) for name in options}
     accumulated, generated = trainer.args.gradient_accumulation_steps, trainer.args.steps_per_generation or 1
     compiled = "torch.compile" if _compiles(trainer) or is_compiled(trainer.model) else None
@@ -151,6 +157,7 @@ def plan_skipping(trainer: ConstructedTrainer) -> SkippingPlan:
         padding=Place(off["skip_padding"] or compiled or router or why_padding_counts(base)),
         head=(off["skip_dead_tokens"] or compiled or headless) is None,
         dealing=Place(off["deal_by_length"] or _why_not_deal(trainer)),
+        old_logps=Place(off["reuse_first_pass"] or _why_old_logps_are_scored(trainer, wanted)),
         window=trainer.args.per_device_train_batch_size * min(accumulated, generated),
     )
 
@@ -171,6 +178,23 @@ def why_rows_matter(trainer: ConstructedTrainer, loss_type: str) -> str | None:
         top_entropy_quantile=trainer.top_entropy_quantile,
         router_loss=trainer.aux_loss_enabled,
     )
+
+
+def _why_old_logps_are_scored(trainer: ConstructedTrainer, wanted: Wanted) -> str | None:
+    """Why old log-probabilities cannot come from the first training pass; None if they can."""
+    args = trainer.args
+    accumulated, generated = args.gradient_accumulation_steps, args.steps_per_generation or 1
+    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
+        return "the correction of vLLM's sampling compares with them"
+    if accumulated % (generated * args.num_iterations) == 0:
+        return "the policy does not change between generation and loss: there are none"
+    if accumulated % generated:
+        return "a rollout is spread over several optimizer steps"
+    if args.replay_buffer_size > 0:
+        return "replay_buffer_size keeps them"
+    if wanted.head or wanted.values:
+        return f"{[*wanted.entropies, *wanted.dependency, *wanted.logps, *wanted.values][0]} needs the pass anyway"
+    return "dropout" if has_active_dropout(trainer.model, when_training=True) else None
 
 
 def _why_completions_are_read(trainer: ConstructedTrainer) -> str | None:

@@ -58,6 +58,7 @@ class Rollout:
         rows: of the data, one per completion.
         recorded: rows that are recorded, whose attention over the image is kept token by token; None if nothing of the
             batch is recorded in any process.
+        judging: whether its rewards are being computed, or have been.
         greedy: whether there is one greedy completion per row, of which nothing is logged (ReMax).
         messages: the prompts as conversations with their images.
         prompts: as they were given to the first generation of the batch.
@@ -82,6 +83,7 @@ class Rollout:
     rows: list[dict[str, Any]]
     recorded: tuple[int, ...] | None = None
     greedy: bool = False
+    judging: bool = False
     messages: list[Any] | None = None
     prompts: Prompts | None = None
     generated_mass: AttentionMass | None = None

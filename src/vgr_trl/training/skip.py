@@ -23,9 +23,10 @@ from vgr_trl.skipping import (
     widened,
 )
 from vgr_trl.training.choice.choose import GroupChoice
+from vgr_trl.training.choice.replay import OLD_LOGPS
 from vgr_trl.training.host import Host
 from vgr_trl.training.passes import Passes
-from vgr_trl.training.rollout import TrainingPass, valid_tokens
+from vgr_trl.training.rollout import Rollout, TrainingPass, valid_tokens
 
 Scored = tuple[torch.Tensor, torch.Tensor | None, Any]
 
@@ -85,13 +86,18 @@ class LivePasses:
             self._passes.around(self._place, model, window.completion),
         ):
             logps, entropies, aux_loss = plain(model, **part)
-        logps = widened(logps, window, live, passed.inputs.get("old_per_token_logps"))
+        logps = widened(logps, window, live, passed.inputs.get(OLD_LOGPS))
         if passed.logps is None:
             values = self._passes.values()
+            complete_old_logps(passed.inputs, logps)
             passed.logps, passed.values = logps, None if values is None else widened(values, window, live, None)
             passed.hidden = self._passes.hidden()
             self._choice.first_pass(passed)
         return logps, None if entropies is None else widened(entropies, window, live, None), aux_loss
+
+    def gives_old_logps(self, rollout: Rollout) -> bool:
+        """Whether what TRL scores of a rollout by the policy before its rewards comes from the first training pass."""
+        return self.plan.old_logps.reason_off is None and self._host.mode == "train" and not rollout.judging
 
     def shuffle(self, by_group: bool) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
         """Return what takes the place of TRL's `shuffle_sequence_dict`; None: nothing does.
@@ -122,3 +128,13 @@ class LivePasses:
             return nullcontext()
         causal = causal_model(model)
         return only_tokens(causal, base_of(causal), wanted)
+
+
+def complete_old_logps(inputs: dict[str, Any], logps: torch.Tensor) -> None:
+    """Take the log-probabilities (N, T) of a first training pass for old ones that are NaN.
+
+    TRL's `_compute_loss` reads the inputs only after its pass through the model, so what is completed here is what it
+    divides by; `tests/credit/test_read_order.py` fails if that changes. Later iterations over the batch read it, too.
+    """
+    if (old := inputs.get(OLD_LOGPS)) is not None:
+        inputs[OLD_LOGPS] = torch.where(old.isnan(), logps.detach(), old)

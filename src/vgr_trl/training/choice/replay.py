@@ -102,15 +102,10 @@ class Replay:
     def first_pass(self, passed: TrainingPass) -> None:
         """Take the log-probabilities (N, T) of the first training pass for those of the policy that generated.
 
-        They complete replayed batches, whose fresh rows have NaN, and the groups that wait to enter the buffer. TRL's
-        `_compute_loss` reads the inputs only after its pass through the model, so what is completed here is what it
-        divides by; `tests/credit/test_read_order.py` fails if that changes.
+        They complete the groups that wait to enter the buffer.
         """
         inputs, logps = passed.inputs, passed.logps
         assert logps is not None
-        old = inputs.get(OLD_LOGPS)
-        if old is not None:
-            inputs[OLD_LOGPS] = torch.where(old.isnan(), logps.detach(), old)
         if not self._waiting or self._waiting_placement is None:
             return
         if self._first_logps is None:
