@@ -49,6 +49,7 @@ def make(model_folder, question_files, tmp_path):
             "save_strategy": "no",
             "report_to": "none",
             "disable_tqdm": True,
+            "skip_dead_rows": "off",  # passes are counted by their rows
         }
         model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder)
         return DAPOTrainer(
