@@ -26,7 +26,7 @@ ROOMS = {
         ("batch", "tests/sampling/test_*.py"),
         ("signals",),
         ("sharing",),
-        ("training", "tests/test_trainer.py"),
+        ("training", "tests/test_trainer.py", "tests/reporting/test_record*.py"),
     )
 }
 
