@@ -154,7 +154,7 @@ def test_sharing_says_where_it_is_off(vision):
 
 def test_a_single_reward_and_no_config_are_accepted(text_model, text_tokenizer, text_rows, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("vgr_trl.trainer.DAPOConfig", ConfigOnCPU)
+    monkeypatch.setattr("vgr_trl.training.prepare.DAPOConfig", ConfigOnCPU)
     text_model.config._name_or_path = "some/model"
     trainer = DAPOTrainer(text_model, letters_reward, None, text_rows, processing_class=text_tokenizer)
     assert trainer.args.output_dir == "model-DAPO"

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
@@ -16,13 +15,12 @@ from vgr_trl.batch.inputs import Prompts, with_perturbed_rows
 from vgr_trl.compat.completion_tables import in_texts
 from vgr_trl.compat.gloo_exit import close_group_at_exit
 from vgr_trl.compat.logged_images import images_logged_by_all
-from vgr_trl.compat.resuming_weights import load_weights
+from vgr_trl.compat.resuming_weights import load_weights, whole_model
 from vgr_trl.compat.round_logs import let_tables_hold
 from vgr_trl.compat.token_types import with_causal_completions
 from vgr_trl.compat.vllm_images import plan_vllm_images
 from vgr_trl.config import DAPOConfig
-from vgr_trl.reporting.views.card.model_card import TAGS, TRL_PAPER, extended_card, method_tags
-from vgr_trl.reporting.views.card.model_use import about_trainer
+from vgr_trl.reporting.views.card.model_card import TAGS, TRL_PAPER, method_tags
 from vgr_trl.rewards.registry import hardened
 from vgr_trl.rewards.schedule import RewardSchedule
 from vgr_trl.sharing import replaced, whole_groups
@@ -30,6 +28,7 @@ from vgr_trl.sharing.backbone import causal_model
 from vgr_trl.signals.reward_columns import SINGLE_COLUMNS
 from vgr_trl.signals.rollout import policy_is_active
 from vgr_trl.training.budget import TokenBudget, refuse_unfit_budget
+from vgr_trl.training.card import extend_card, rewards_of
 from vgr_trl.training.checkpoints.folders import resolve_checkpoint, resume_mode
 from vgr_trl.training.checkpoints.order import continue_order, save_generation
 from vgr_trl.training.checkpoints.shares import whole_checkpoint
@@ -43,7 +42,7 @@ from vgr_trl.training.eval_sampling import sampling_of_mode
 from vgr_trl.training.full_kl import FullKL
 from vgr_trl.training.host import TRLHost
 from vgr_trl.training.judge import Judge
-from vgr_trl.training.kl import PENALTY, KLControl, constructed_with_reference, kl_penalty_reward, scored_by_reference
+from vgr_trl.training.kl import KLControl, constructed_with_reference, kl_penalty_reward, scored_by_reference
 from vgr_trl.training.loss import added_terms
 from vgr_trl.training.measure import plan_measurement, score_completions, signals_as_columns
 from vgr_trl.training.passes import Passes, plan_sharing, plan_skipping, plan_vision
@@ -54,20 +53,21 @@ from vgr_trl.training.prepare import (
     check_config,
     check_data,
     data_has_images,
+    default_config,
     find_idle_options,
+    make_ready,
+    model_name,
     over_whole_groups,
-    refuse_images_without_vision,
-    refuse_targets_without_module,
     refuse_unfit_choice,
     with_image_lists,
 )
-from vgr_trl.training.ready_data import make_data_ready, with_processor
+from vgr_trl.training.ready_data import with_processor
 from vgr_trl.training.recording.before import RecordBefore
 from vgr_trl.training.recording.record import FlushRecords, RolloutRecorder
 from vgr_trl.training.recording.taking import add_credit
 from vgr_trl.training.regions import region_mask
 from vgr_trl.training.rollout import Rollout, TrainingPass
-from vgr_trl.training.seams import check_attributes, check_seams
+from vgr_trl.training.seams import check_seams
 from vgr_trl.training.skip import LivePasses
 from vgr_trl.training.spread import spread
 from vgr_trl.training.step_metrics import StepMetrics
@@ -106,10 +106,10 @@ class DAPOTrainer(ConstructedTrainer):
     ) -> None:
         """Check seams and options before TRL loads a model; check the data once its processor is known."""
         check_seams(GRPOTrainer)
-        args = _default_config(model) if args is None else args
+        args = default_config(model) if args is None else args
         check_config(args, options)
         rewards = hardened(as_list(reward_funcs)) if args.vgr_hard_negative else as_list(reward_funcs)
-        self._reward_schedule = RewardSchedule.for_rewards(rewards, args.reward_weights, args.early_reward_weights)
+        schedule = RewardSchedule.for_rewards(rewards, args.reward_weights, args.early_reward_weights)
         self._rollouts: list[Rollout] = []  # the one at hand, behind those it is a further round of
         self._pass: TrainingPass | None = None
         self.clock = StageClock()
@@ -120,11 +120,7 @@ class DAPOTrainer(ConstructedTrainer):
             super().__init__(model, rewards, args, *rest, **with_processor(model, rest, options))
         self.beta = args.beta
         close_group_at_exit()
-        check_attributes(self)
-        if options.get("peft_config") is not None:
-            refuse_targets_without_module(self.accelerator.unwrap_model(self.model))
-        make_data_ready(self)
-        refuse_images_without_vision(self)
+        make_ready(self, options.get("peft_config"))
         self._measurement = plan_measurement(self)
         check_data(self, self._measurement.columns, self._count_streamed_prompt)
         self.sharing = plan_sharing(self)
@@ -141,13 +137,14 @@ class DAPOTrainer(ConstructedTrainer):
         self.skipping = plan_skipping(self, self._measurement.wanted)
         self._live_passes = LivePasses(self.skipping, self.host, self._choice, self._passes, self.sharing.training)
         self._budget = TokenBudget(self.host, self._live_passes, self.sharing.training.reason_off is None)
-        self._rewards = Judge(self.host, self)
+        self._rewards = Judge(self.host, self, schedule)
         full = FullKL(self.model, self.ref_model, self.temperature) if args.needs_full_kl else None
         self._kl, self._passes.hidden_reader = KLControl(self.host, full), None if full is None else full.reader
         self._critic = Critic(self.host, self.model) if args.uses_critic else None
         self._passes.reader = None if self._critic is None else self._critic.reader
+        self._resumed = [part for part in (self._choice, self._kl, self._critic) if part is not None]
         self._steps = StepMetrics(self.host)
-        self._recorder = RolloutRecorder(self.host, self._measurement, self.processing_class, _name_of(self.model))
+        self._recorder = RolloutRecorder(self.host, self._measurement, self.processing_class, model_name(self.model))
         self.collapse_watch = CollapseWatch(self.host)
         self.add_callback(self.collapse_watch)
         self.add_callback(OptimizerClock(self.clock))
@@ -155,9 +152,7 @@ class DAPOTrainer(ConstructedTrainer):
         if self._recorder.is_on:
             self.add_callback(FlushRecords(self._recorder))
             self.add_callback(RecordBefore(self, self._recorder.evaluated))
-        self.idle_options = find_idle_options(
-            self, bool(self._measurement.wanted.attention), self._reward_schedule.changes
-        )
+        self.idle_options = find_idle_options(self, bool(self._measurement.wanted.attention), schedule.changes)
         if self.accelerator.is_main_process:
             announce(self, self.sharing, self._passes.vision.plan, self.skipping, self.idle_options)
 
@@ -261,21 +256,15 @@ class DAPOTrainer(ConstructedTrainer):
             if rollout.signals is None:
                 score_completions(rollout, self.host, self._measurement, completion_ids_list)
             columns, metrics = signals_as_columns(rollout, self.host, self._measurement)
-            self._log_all(metrics)
             for name in SINGLE_COLUMNS if "vgr" in columns else ():
                 self._log_completion_extra(name, columns[name])
             # Read by rewards of our users' scripts, through the argument `trainer`.
             self._mdi_balance_scores_current_batch = columns.get("mdi_balance")
-            penalties, metrics = self._kl.penalise(rollout)
+            penalties, more = self._kl.penalise(rollout)
             columns |= penalties
-            self._log_all(metrics)
+            self._log_all(metrics | more)
         rows = [row | {name: values[i] for name, values in columns.items()} for i, row in enumerate(inputs)]
-        if self._reward_schedule.changes:
-            early = self._reward_schedule.early_steps(
-                self.args.get_warmup_steps(self.state.max_steps), self.state.max_steps
-            )
-            weights = self._reward_schedule.weights_at(self.state.global_step, early)
-            self.reward_weights[: len(weights)] = torch.tensor(weights)
+        self._rewards.set_weights()
         with replaced(self, "reward_funcs", self._rewards.guarded(self.reward_funcs, rollout)):
             rewards = self._kl.without_unscored(
                 super()._calculate_rewards(rows, prompts, completions, completion_ids_list)
@@ -408,38 +397,28 @@ class DAPOTrainer(ConstructedTrainer):
     def _save_rng_state(self, output_dir: str) -> None:
         """Add to the parent's: the replay buffer, and what is left of a generation batch."""
         super()._save_rng_state(output_dir)
-        self._choice.save(Path(output_dir))
-        self._kl.save(Path(output_dir))
-        if self._critic is not None:
-            self._critic.save(Path(output_dir))
+        for part in self._resumed:
+            part.save(Path(output_dir))
         save_generation(self, Path(output_dir), self._choice.waits)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Add to TRL's: the replay buffer, the order of the prompts, and what is left of a generation batch."""
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            self._choice.load(Path(checkpoint))
-            self._kl.load(Path(checkpoint))
-            if self._critic is not None:
-                self._critic.load(Path(checkpoint))
+            for part in self._resumed:
+                part.load(Path(checkpoint))
             continue_order(self, Path(checkpoint), self.train_sampler)
-
-    def _loads_itself(self, model: Any) -> PreTrainedModel | None:
-        """The model inside, if it is whole and unsharded: where the parent would keep the weights of the start."""
-        target = self.accelerator.unwrap_model(model)
-        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        return target if isinstance(target, PreTrainedModel) and not sharded else None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Replace the parent's where it would keep the weights of the start."""
-        if (target := self._loads_itself(self.model if model is None else model)) is None:
+        if (target := whole_model(self, self.model if model is None else model)) is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
             load_weights(target, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         """Replace the parent's for the same models, and for the same reason."""
-        if (target := self._loads_itself(self.model)) is None:
+        if (target := whole_model(self, self.model)) is None:
             super()._load_best_model()
         else:
             load_weights(target, str(self.state.best_model_checkpoint))
@@ -448,19 +427,7 @@ class DAPOTrainer(ConstructedTrainer):
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
         """Add to TRL's: tags, rewards, the options that were on, and the papers to cite."""
-        rewards = [name for name in self.reward_func_names if name != PENALTY]
-        super().create_model_card(model_name, dataset_name, [*as_list(tags), *method_tags(self.args, rewards)])
+        tags = [*as_list(tags), *method_tags(self.args, rewards_of(self))]
+        super().create_model_card(model_name, dataset_name, tags)
         if self.is_world_process_zero():
-            file = Path(str(self.args.output_dir), "README.md")
-            about = about_trainer(self, model_name, dataset_name or self.data_source)
-            card = extended_card(file.read_text(encoding="utf-8"), self.args, rewards, about)
-            file.write_text(card, encoding="utf-8")
-
-
-def _name_of(model: Any) -> str:
-    return str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
-
-
-def _default_config(model: Any) -> DAPOConfig:
-    name = model if isinstance(model, str) else model.config._name_or_path
-    return DAPOConfig(f"{name.rstrip('/').split('/')[-1]}-DAPO")
+            extend_card(self, model_name, dataset_name or self.data_source)

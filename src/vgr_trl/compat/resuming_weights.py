@@ -8,9 +8,16 @@ back; the trainer's own loading does not, and then keeps the weights of the star
 import copy
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel, Trainer
 
 from vgr_trl.errors import ConfigError
+
+
+def whole_model(trainer: Trainer, model: Any) -> PreTrainedModel | None:
+    """Return the model inside, if it is whole and unsharded: where the trainer would keep the weights of the start."""
+    target = trainer.accelerator.unwrap_model(model)
+    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    return target if isinstance(target, PreTrainedModel) and not sharded else None
 
 
 def load_weights(model: PreTrainedModel, checkpoint: str) -> None:

@@ -9,6 +9,7 @@ from transformers.utils import logging
 from vgr_trl.rewards.finite import refuse_infinite
 from vgr_trl.rewards.groups import WholeGroups
 from vgr_trl.rewards.outcome import checked
+from vgr_trl.rewards.schedule import RewardSchedule
 from vgr_trl.training.host import Host
 from vgr_trl.training.rollout import Rollout
 
@@ -21,11 +22,20 @@ class Judge:
     Args:
         host: whose reward functions they are.
         trainer: what rewards with an argument `trainer` get.
+        schedule: of the weights of all rewards but those that are added to them.
     """
 
-    def __init__(self, host: Host, trainer: object) -> None:
-        self.host, self.trainer = host, trainer
+    def __init__(self, host: Host, trainer: object, schedule: RewardSchedule) -> None:
+        self.host, self.trainer, self.schedule = host, trainer, schedule
         self._with_nan: set[str] = set()
+
+    def set_weights(self) -> None:
+        """Set the weights of this step, in place."""
+        if self.schedule.changes:
+            state = self.host.state
+            early = self.schedule.early_steps(self.host.args.get_warmup_steps(state.max_steps), state.max_steps)
+            weights = self.schedule.weights_at(state.global_step, early)
+            self.host.reward_weights[: len(weights)] = torch.tensor(weights)
 
     def guarded(self, reward_funcs: Sequence[Any], rollout: Rollout | None) -> list[Any]:
         """Return the reward functions such that they return one number or None per completion, or fail by name.

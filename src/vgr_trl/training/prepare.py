@@ -20,6 +20,8 @@ from vgr_trl.sampling import filter_index
 from vgr_trl.sharing import SharingPlan
 from vgr_trl.skipping import SkippingPlan, VisionPlan
 from vgr_trl.training.constructed import ConstructedTrainer
+from vgr_trl.training.ready_data import make_data_ready
+from vgr_trl.training.seams import check_attributes
 
 logger = logging.get_logger(__name__)
 
@@ -37,6 +39,36 @@ def check_config(args: Any, options: Mapping[str, Any]) -> None:
         raise ConfigError(
             "max_prompt_length needs prompts from the data, but environment_factory makes them: drop one."
         )
+
+
+def default_config(model: Any) -> DAPOConfig:
+    """Return the options of a trainer that is given none."""
+    name = model if isinstance(model, str) else model.config._name_or_path
+    return DAPOConfig(f"{name.rstrip('/').split('/')[-1]}-DAPO")
+
+
+def model_name(model: Any) -> str:
+    """Return the name under which a model was loaded, else that of its class."""
+    return str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
+
+
+def make_ready(trainer: ConstructedTrainer, peft_config: Any) -> None:
+    """Check what TRL has constructed, and make prompts of its data.
+
+    Args:
+        trainer: just constructed.
+        peft_config: of the adapter that was made for it, or None.
+
+    Raises:
+        UnsupportedTRLError: it lacks what is relied on.
+        ConfigError: the adapter names modules that the model lacks, or the data have images that it cannot read.
+        DataError: the data are not understood, or no row can be used.
+    """
+    check_attributes(trainer)
+    if peft_config is not None:
+        refuse_targets_without_module(trainer.accelerator.unwrap_model(trainer.model))
+    make_data_ready(trainer)
+    refuse_images_without_vision(trainer)
 
 
 def check_data(trainer: ConstructedTrainer, measured_columns: Iterable[str], on_streamed: Callable[[], None]) -> None:

@@ -1,10 +1,8 @@
 """What a model card says of a model's origin, and how to use it."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 _ORIGIN = re.compile(r"^This model is a fine-tuned version of .*$", re.MULTILINE)
 _USE = re.compile(r"(?<=^## Quick start\n\n)```python\n.*?\n```", re.MULTILINE | re.DOTALL)
@@ -65,23 +63,6 @@ class About:
     length: int
 
 
-def about_trainer(trainer: Any, name: str | None, data: str | None) -> About:
-    """Return what a constructed `DAPOTrainer` trains, and from what."""
-    args, rows = trainer.args, trainer.train_dataset
-    folder = Path(str(args.output_dir)).resolve().name
-    counted = hasattr(rows, "__len__") and len(rows) > 0
-    return About(
-        name=name or folder,
-        where=args.hub_model_id or str(args.output_dir),
-        base=getattr(trainer.model.config, "_name_or_path", None) or None,
-        data=data,
-        rows=len(rows) if counted else None,
-        system=_system_prompt(rows[0]) if counted else None,
-        reads_images=bool(trainer._is_vlm),
-        length=args.max_completion_length or 512,
-    )
-
-
 def introduced(card: str, about: About) -> str:
     """Return TRL's card with its sentence on origin and its example replaced by those of the model."""
     source = f"trained from {_linked(about.base)}" if about.base else "trained"
@@ -97,15 +78,6 @@ def introduced(card: str, about: About) -> str:
     return re.sub(
         r"^# Model Card for .*$", lambda _: f"# Model Card for {about.name}", card, count=1, flags=re.MULTILINE
     )
-
-
-def _system_prompt(row: Mapping[str, Any]) -> str | None:
-    prompt = row.get("prompt")
-    first = prompt[0] if isinstance(prompt, list) and prompt else None
-    if not isinstance(first, Mapping) or first.get("role") != "system":
-        return None
-    content = first["content"]
-    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
 
 
 def _linked(name: str) -> str:
