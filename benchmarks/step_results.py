@@ -82,7 +82,7 @@ def _row(name: str, case: Case, of_case: dict[str, Any], part: str, other: str, 
     goals = case.goals if ours == [*case.variants][-1] else {}
     limit = sum(update_limit(case).values()) if part == "update" else step_limit(case)
     operations = [counts[one]["operations"][part]["together"] for one in pair if one in counts]
-    peaks = [] if part == "step" else [counts[one]["bytes"] for one in pair if one in counts]
+    peaks = [counts[one]["bytes"][part] for one in pair if one in counts]
     cells = [
         name,
         part if other == "trl" else f"{part}, {ours}",

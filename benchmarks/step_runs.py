@@ -56,15 +56,21 @@ Amounts = Counter[str]  # seconds, or operations by part
 class _Meter(TrainerCallback):
     """What a step and its update take, of whatever `read` reads; the rollout is what `_prepare_inputs` does."""
 
-    def __init__(self, read: Callable[[], Amounts]) -> None:
-        self.read = read
+    def __init__(self, read: Callable[[], Amounts], device: str) -> None:
+        self.read, self.device = read, device
         self.started, self.step, self.rollout = Amounts(), Amounts(), Amounts()
+        self.peaks = {"rollout": 0, "update": 0}  # bytes
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self.started, self.rollout = self.read(), Amounts()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.step = _difference(self.read(), self.started)
+        self._keep_peak("update")
+
+    def _keep_peak(self, part: str) -> None:
+        """What memory has been at most since the last call."""
+        self.peaks[part] = max(self.peaks[part], take_peak(self.device))
 
     def watch(self, trainer: Any) -> None:
         """Tell the rollouts of a trainer from its training passes."""
@@ -72,9 +78,11 @@ class _Meter(TrainerCallback):
 
         def prepare(*args: Any) -> Any:
             before = self.read()
+            self._keep_peak("update" if self.rollout else "rollout")
             try:
                 return plain(*args)
             finally:
+                self._keep_peak("rollout")
                 self.rollout.update(_difference(self.read(), before))
 
         trainer._prepare_inputs = prepare
@@ -94,7 +102,7 @@ class StepRun:
 
     def __init__(self, place: Place, case: Case, variant: str, read: Callable[[], Amounts]) -> None:
         torch.set_num_threads(place.threads)
-        self.meter = _Meter(read)
+        self.meter = _Meter(read, place.device)
         processor = make_processor(case.shape.patch)
         trainer_class: Any
         ours: tuple[Any, Any] = (DAPOTrainer, partial(DAPOConfig, rollout_log_steps=0))
@@ -221,12 +229,22 @@ def _count(task: dict[str, Any]) -> None:
     case = place.case(task["name"])
     operations = Operations(case.shape)
     run = StepRun(place, case, task["variant"], operations.read)
-    on_gpu = place.device.startswith("cuda")
-    before = torch.cuda.memory_allocated() if on_gpu else _resident()
+    before = torch.cuda.memory_allocated() if place.device.startswith("cuda") else _resident()
     with operations.counter:
         found = run()
-    peak = torch.cuda.max_memory_allocated() if on_gpu else resident_peak()
-    print(json.dumps({"operations": found, "bytes": peak - before}))
+    peaks = {"update": run.meter.peaks["update"], "step": max(run.meter.peaks.values())}
+    print(json.dumps({"operations": found, "bytes": {part: peak - before for part, peak in peaks.items()}}))
+
+
+def take_peak(device: str) -> int:
+    """Bytes that have been in use at most since the last call."""
+    if device.startswith("cuda"):
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+    peak = resident_peak()
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak
 
 
 class Operations(Counter[str]):

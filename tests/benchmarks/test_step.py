@@ -65,7 +65,8 @@ def test_a_step_is_counted_and_near_its_limit(module):
 def test_the_page_has_ratios_goals_and_limits(module):
     results, runs = module("step_results"), module("step_runs")
     place = runs.Place(quick=True)
-    counts = {"operations": {"step": {"together": 4e9}, "update": {"together": 3e9, "head": 2e9}}, "bytes": 2e6}
+    counts = {"operations": {"step": {"together": 4e9}, "update": {"together": 3e9, "head": 2e9}}}
+    counts["bytes"] = {"update": 2e6, "step": 3e6}
     seconds = {
         "trl": [{"step": 9.0, "update": 4.0}] * 3,
         "ours": [{"step": 3.0, "update": one} for one in (1.0, 2.0, 8.0)],
@@ -73,7 +74,12 @@ def test_the_page_has_ratios_goals_and_limits(module):
     found = {
         "machine": {"cores": 2},
         "place": vars(place),
-        "cases": {"a": {"seconds": seconds, "counts": {"trl": counts, "ours": {**counts, "bytes": 1e6}}}},
+        "cases": {
+            "a": {
+                "seconds": seconds,
+                "counts": {"trl": counts, "ours": {**counts, "bytes": {"update": 1e6, "step": 3e6}}},
+            }
+        },
     }
     page = results.page(found, place)
     update = next(line for line in page.splitlines() if line.startswith("| a | update |"))
