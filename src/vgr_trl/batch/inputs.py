@@ -121,6 +121,18 @@ def scoring_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def stacked_inputs(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return inputs of TRL's scoring, of equally long batches, as those of one batch behind the other."""
+    first = parts[0]
+    result = dict(first)
+    for name, value in first.items():
+        if isinstance(value, torch.Tensor):
+            result[name] = torch.cat([part[name] for part in parts])
+        elif isinstance(value, list | tuple):
+            result[name] = [entry for part in parts for entry in part[name]]
+    return result
+
+
 def pixels_of_rows(
     fields: Mapping[str, Any], images: Sequence[Sequence[Image.Image]], own: Sequence[int], batch: Mapping[str, Any]
 ) -> list[torch.Tensor]:

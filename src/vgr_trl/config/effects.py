@@ -71,9 +71,19 @@ def _no_perturbation(args: Any) -> str | None:
     return None if args.needs_dependency or args.uses_perception_loss else "nothing is measured on perturbed images"
 
 
+def _no_dependency(args: Any) -> str | None:
+    return None if args.needs_dependency else "no rule of credit and no signal reads the dependency"
+
+
+def _one_view(args: Any) -> str | None:
+    return _no_dependency(args) or (None if args.further_perturbations else "there are no further_perturbations")
+
+
 def _other_perturbation(name: str) -> Reason:
     def reason(args: Any) -> str | None:
-        return _no_perturbation(args) or (None if args.perturbation == name else f"perturbation is {args.perturbation}")
+        return _no_perturbation(args) or (
+            None if name in args.perturbations else f"perturbation is {args.perturbation}"
+        )
 
     return reason
 
@@ -137,6 +147,8 @@ _RULES: dict[tuple[str, ...], Reason] = {
     ("kl_penalty", "use_kl_loss", "kl_type"): _off("kl_coef"),
     ("kl_target", "kl_horizon"): _no_adaptive_kl,
     ("perturbation", "perturb_per"): _no_perturbation,
+    ("further_perturbations",): _no_dependency,
+    ("dependency_over",): _one_view,
     ("patch_size", "black_prob"): _other_perturbation("blacken_patches"),
     ("noise_std",): _other_perturbation("add_gaussian_noise"),
     ("blur_radius",): _other_perturbation("gaussian_blur"),

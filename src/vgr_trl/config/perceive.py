@@ -6,6 +6,7 @@ from typing import Any
 from vgr_trl import registries
 from vgr_trl.config.plugins import PERTURBATIONS, PluginOptions
 from vgr_trl.config.ranges import check_choice, check_integer, check_number
+from vgr_trl.errors import ConfigError
 
 
 @dataclass
@@ -14,6 +15,8 @@ class PerceiveOptions(PluginOptions):
 
     Args:
         perturbation: one of `PERTURBATIONS`, or the name of a plug-in, a dotted path or a file.
+        further_perturbations: names of others, whose dependency is measured in the same pass.
+        dependency_over: what the dependency of a token is of those under each perturbation: their `mean`, or `min`.
         patch_size: side of the squares that `blacken_patches` cuts the image into, in pixels, at least 1.
         black_prob: probability that a square is blackened, in [0, 1].
         noise_std: standard deviation of `add_gaussian_noise` on the scale 0 to 255, in [0, 1e6].
@@ -33,6 +36,13 @@ class PerceiveOptions(PluginOptions):
             "help": f"How images are perturbed: {', '.join(PERTURBATIONS)}, those of installed packages, dotted paths "
             "or files (my_perturbations.py:my_perturbation)."
         },
+    )
+    further_perturbations: list[str] | None = field(
+        default=None, metadata={"help": "Further perturbations for the dependency, in the same pass."}
+    )
+    dependency_over: str = field(
+        default="mean",
+        metadata={"help": "Of a token's dependencies under them, the mean or the min."},
     )
     patch_size: int = field(default=14, metadata={"help": "Side of the squares of blacken_patches, in pixels."})
     black_prob: float = field(default=0.5, metadata={"help": "Probability that a square is blackened, in [0, 1]."})
@@ -57,18 +67,26 @@ class PerceiveOptions(PluginOptions):
     )
 
     @property
+    def perturbations(self) -> list[str]:
+        """All that the dependency is measured under."""
+        return [self.perturbation, *(self.further_perturbations or ())]
+
+    @property
     def perturbation_parameters(self) -> dict[str, Any]:
         """Keyword arguments of the chosen perturbation."""
+        return self.parameters_of(self.perturbation)
+
+    def parameters_of(self, name: str) -> dict[str, Any]:
+        """Return the keyword arguments of a perturbation."""
         parameters: dict[str, dict[str, Any]] = {
             "blacken_patches": {"patch_size": self.patch_size, "black_prob": self.black_prob},
             "add_gaussian_noise": {"std": self.noise_std},
             "gaussian_blur": {"radius": self.blur_radius},
             "mask_image": {"value": self.mask_value},
         }
-        if self.perturbation in parameters:
-            return parameters[self.perturbation]
-        plugin = registries.perturbations.load(self.perturbation)
-        own = self.plugin_values(plugin, self.perturbation)
+        if name in parameters:
+            return parameters[name]
+        own = self.plugin_values(registries.perturbations.load(name), name)
         return {} if own is self else dict(vars(own))
 
     @property
@@ -78,8 +96,12 @@ class PerceiveOptions(PluginOptions):
 
     def check_perceive(self) -> None:
         """Raise `ConfigError` for values out of range."""
-        if self.perturbation not in PERTURBATIONS:
-            registries.perturbations.load(self.perturbation)
+        for name in self.perturbations:
+            if name not in PERTURBATIONS:
+                registries.perturbations.load(name)
+        if len(set(self.perturbations)) < len(self.perturbations):
+            raise ConfigError(f"further_perturbations is {self.further_perturbations}: give each perturbation once.")
+        check_choice("dependency_over", self.dependency_over, ("mean", "min"))
         check_choice("perturb_per", self.perturb_per, ("prompt", "completion"))
         check_integer("patch_size", self.patch_size, 1)
         check_number("black_prob", self.black_prob, 0, 1, "in [0, 1]")

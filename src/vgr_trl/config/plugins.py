@@ -97,9 +97,9 @@ class PluginOptions:
     def _plugins(self) -> Iterator[tuple[Registry, str]]:
         yield from ((registries.credit_rules, name) for name in self.plugin_rules)
         yield from ((registries.signals, name) for name in self.signals or ())
-        perturbation: Any = getattr(self, "perturbation", None)
-        if perturbation not in (None, *PERTURBATIONS):
-            yield registries.perturbations, perturbation
+        for name in getattr(self, "perturbations", ()):
+            if name not in PERTURBATIONS:
+                yield registries.perturbations, name
 
     def _known_options(self) -> set[str]:
         classes = [option_class(registry.load(name), name) for registry, name in self._plugins()]

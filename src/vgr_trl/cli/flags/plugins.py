@@ -16,6 +16,7 @@ NAMING: Mapping[str, Registry] = {
     "credit_rules": registries.credit_rules,
     "signals": registries.signals,
     "perturbation": registries.perturbations,
+    "further_perturbations": registries.perturbations,
     "reward_funcs": registries.rewards,
 }
 
