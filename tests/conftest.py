@@ -129,3 +129,20 @@ def question_files(tmp_path_factory: pytest.TempPathFactory) -> str:
         rows = draw_questions(count, seed=0, split=split)
         Dataset.from_list(rows, features=FEATURES).to_parquet(folder / f"{split}.parquet")
     return f"train={folder}/train.parquet,test={folder}/test.parquet"
+
+
+@pytest.fixture
+def vision_trainer(model_folder: Path, question_files: str, tmp_path: Path):
+    """Builds trainers of the tiny vision-language model; options, defaults of a file among them, are given by name."""
+    from support import trainers  # takes seconds, which tests of pure functions need not wait for
+
+    rows = trainers.prompts(trainers.train_file(question_files))
+
+    def build(rewards=trainers.letters_reward, rows=rows, eval_rows=None, model=None, peft_config=None, **changed):
+        options = trainers.config(changed.pop("output_dir", tmp_path / "run"), **changed)
+        return trainers.vision_trainer(
+            model_folder, rewards, options, rows, eval_rows, model=model, peft_config=peft_config
+        )
+
+    build.rows = rows
+    return build

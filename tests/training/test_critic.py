@@ -4,52 +4,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import load_dataset
 from peft import LoraConfig
-from transformers import Qwen2_5_VLForConditionalGeneration
 
-from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl import DAPOConfig
 from vgr_trl.batch.inputs import scoring_inputs
-from vgr_trl.data.rows.schema import prepare_rows
-from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.errors import ConfigError
 from vgr_trl.training.loss import what_reads_every_token
 
-
-def letters_reward(completions, **kwargs):
-    return [sum(map(ord, completion[0]["content"])) % 7 / 7 for completion in completions]
+OPTIONS = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 1,
+    "advantage_estimator": "gae",
+    "learning_rate": 1e-2,
+    "compute_attention_metrics": False,
+}
 
 
 @pytest.fixture
-def make(model_folder, question_files, tmp_path):
-    processor = load_processor(model_folder)
-    file = question_files.split(",")[0].removeprefix("train=")
-    questions, _ = prepare_rows(load_dataset("parquet", data_files=file, split="train"), system_prompt=None)
-
-    def build(rewards=letters_reward, peft_config=None, **changed):
-        options = {
-            "output_dir": str(tmp_path / "run"),
-            "advantage_estimator": "gae",
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "per_device_train_batch_size": 4,
-            "gradient_accumulation_steps": 2,
-            "num_generations": 4,
-            "max_completion_length": 6,
-            "max_steps": 1,
-            "learning_rate": 1e-2,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-            "compute_attention_metrics": False,
-        }
-        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder)
-        config = DAPOConfig(**options | changed)
-        return DAPOTrainer(model, rewards, config, questions, processing_class=processor, peft_config=peft_config)
-
-    return build
+def make(vision_trainer):
+    return lambda *rewards, **changed: vision_trainer(*rewards, **OPTIONS | changed)
 
 
 def rollout_batch(trainer, rows=8):

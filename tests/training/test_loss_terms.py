@@ -2,52 +2,25 @@
 
 import pytest
 import torch
-from datasets import load_dataset
-from transformers import Qwen2_5_VLForConditionalGeneration
 
-from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.compat.loss_normaliser import average_as_loss
-from vgr_trl.data.rows.schema import prepare_rows
-from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.training.rollout import valid_tokens
 
 LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 
 
-def letters_reward(completions, **kwargs):
-    return [sum(map(ord, completion[0]["content"])) % 7 / 7 for completion in completions]
+OPTIONS = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 1,
+    "learning_rate": 1e-3,
+    "compute_attention_metrics": False,
+}
 
 
 @pytest.fixture
-def make(model_folder, question_files, tmp_path):
-    processor = load_processor(model_folder)
-    file = question_files.split(",")[0].removeprefix("train=")
-    questions, _ = prepare_rows(load_dataset("parquet", data_files=file, split="train"), system_prompt=None)
-
-    def build(**changed):
-        options = {
-            "output_dir": str(tmp_path / "run"),
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "per_device_train_batch_size": 4,
-            "gradient_accumulation_steps": 2,
-            "num_generations": 4,
-            "max_completion_length": 6,
-            "max_steps": 1,
-            "learning_rate": 1e-3,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-            "compute_attention_metrics": False,
-        }
-        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder)
-        return DAPOTrainer(
-            model, letters_reward, DAPOConfig(**options | changed), questions, processing_class=processor
-        )
-
-    return build
+def make(vision_trainer):
+    return lambda *rewards, **changed: vision_trainer(*rewards, **OPTIONS | changed)
 
 
 def micro_batches(trainer):
