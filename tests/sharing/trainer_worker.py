@@ -78,7 +78,8 @@ def run(rank: int) -> None:
     cases = CASES if KIND == "ddp" else CASES[:3]
     for loss, batches in cases:
         stock = trained(STOCK, {**loss, **batches})
-        ours = trained(DAPO, {**loss, **batches, "share_prompts": "on" if KIND == "zero3" else "auto"})
+        shares = {"share_prompts": "on" if KIND == "zero3" else "auto", "skip_dead_rows": "off"}  # all rows are counted
+        ours = trained(DAPO, {**loss, **batches, **shares})
         assert stock.accelerator.num_processes == 2
         assert ours.accelerator.distributed_type == ("MULTI_CPU" if KIND == "ddp" else "DEEPSPEED")
         assert texts_of(ours) == texts_of(stock)
