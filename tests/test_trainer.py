@@ -91,7 +91,9 @@ def logged(trainer, name):
 
 @pytest.mark.parametrize("changed", [{}, {"num_iterations": 2}, {"gradient_accumulation_steps": 2, "max_steps": 1}])
 def test_with_its_options_off_it_trains_exactly_as_trl(build, text_model, changed):
-    ours = build(model=copy.deepcopy(text_model), optim="sgd", share_prompts="off", **changed)
+    names = ("skip_dead_rows", "skip_dead_tokens", "skip_padding", "deal_by_length", "reuse_first_pass")
+    off = dict.fromkeys(("share_prompts", *names), "off")
+    ours = build(model=copy.deepcopy(text_model), optim="sgd", **off, **changed)
     ours.train()
     stock = {"trainer": GRPOTrainer, "config": GRPOConfig, "epsilon_high": 0.28}
     theirs = build(model=copy.deepcopy(text_model), optim="sgd", **stock, **changed)
