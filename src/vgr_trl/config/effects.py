@@ -79,10 +79,10 @@ def _one_view(args: Any) -> str | None:
     return _no_dependency(args) or (None if args.further_perturbations else "there are no further_perturbations")
 
 
-def _other_perturbation(name: str) -> Reason:
+def _other_perturbation(*names: str) -> Reason:
     def reason(args: Any) -> str | None:
         return _no_perturbation(args) or (
-            None if name in args.perturbations else f"perturbation is {args.perturbation}"
+            None if set(names) & set(args.perturbations) else f"perturbation is {args.perturbation}"
         )
 
     return reason
@@ -149,7 +149,9 @@ _RULES: dict[tuple[str, ...], Reason] = {
     ("perturbation", "perturb_per"): _no_perturbation,
     ("further_perturbations",): _no_dependency,
     ("dependency_over",): _one_view,
-    ("patch_size", "black_prob"): _other_perturbation("blacken_patches"),
+    ("patch_size",): _other_perturbation("blacken_patches", "shuffle_patches"),
+    ("black_prob",): _other_perturbation("blacken_patches"),
+    ("crop_share",): _other_perturbation("crop_image"),
     ("noise_std",): _other_perturbation("add_gaussian_noise"),
     ("blur_radius",): _other_perturbation("gaussian_blur"),
     ("mask_value",): _other_perturbation("mask_image"),

@@ -5,7 +5,7 @@ from typing import Any
 
 from vgr_trl import registries
 from vgr_trl.config.plugins import PERTURBATIONS, PluginOptions
-from vgr_trl.config.ranges import check_choice, check_integer, check_number
+from vgr_trl.config.ranges import check_choice, check_fraction, check_integer, check_number
 from vgr_trl.errors import ConfigError
 
 
@@ -17,10 +17,12 @@ class PerceiveOptions(PluginOptions):
         perturbation: one of `PERTURBATIONS`, or the name of a plug-in, a dotted path or a file.
         further_perturbations: names of others, whose dependency is measured in the same pass.
         dependency_over: what the dependency of a token is of those under each perturbation: their `mean`, or `min`.
-        patch_size: side of the squares that `blacken_patches` cuts the image into, in pixels, at least 1.
+        patch_size: side of the squares that `blacken_patches` and `shuffle_patches` cut the image into, in pixels, at
+            least 1.
         black_prob: probability that a square is blackened, in [0, 1].
         noise_std: standard deviation of `add_gaussian_noise` on the scale 0 to 255, in [0, 1e6].
         blur_radius: radius of `gaussian_blur` in pixels, in [0, 1e6].
+        crop_share: share of the area that `crop_image` keeps, in (0, 1].
         mask_value: grey value of `mask_image`, in [0, 255].
         perturb_per: one perturbed image per `prompt`, which its completions share, or one per `completion`.
         perception_loss_weight: weight of the KL divergence from the perturbed to the original image that the loss
@@ -44,12 +46,15 @@ class PerceiveOptions(PluginOptions):
         default="mean",
         metadata={"help": "Of a token's dependencies under them, the mean or the min."},
     )
-    patch_size: int = field(default=14, metadata={"help": "Side of the squares of blacken_patches, in pixels."})
+    patch_size: int = field(
+        default=14, metadata={"help": "Side of the squares of blacken_patches and shuffle_patches, in pixels."}
+    )
     black_prob: float = field(default=0.5, metadata={"help": "Probability that a square is blackened, in [0, 1]."})
     noise_std: float = field(
         default=189.0, metadata={"help": "Standard deviation of add_gaussian_noise, on the scale 0 to 255."}
     )
     blur_radius: float = field(default=6.0, metadata={"help": "Radius of gaussian_blur, in pixels."})
+    crop_share: float = field(default=0.5, metadata={"help": "Share of an image that crop_image keeps, in (0, 1]."})
     mask_value: int = field(default=128, metadata={"help": "Grey value of mask_image, 0 to 255."})
     perturb_per: str = field(
         default="prompt",
@@ -83,6 +88,8 @@ class PerceiveOptions(PluginOptions):
             "add_gaussian_noise": {"std": self.noise_std},
             "gaussian_blur": {"radius": self.blur_radius},
             "mask_image": {"value": self.mask_value},
+            "shuffle_patches": {"patch_size": self.patch_size},
+            "crop_image": {"share": self.crop_share},
         }
         if name in parameters:
             return parameters[name]
@@ -104,6 +111,7 @@ class PerceiveOptions(PluginOptions):
         check_choice("dependency_over", self.dependency_over, ("mean", "min"))
         check_choice("perturb_per", self.perturb_per, ("prompt", "completion"))
         check_integer("patch_size", self.patch_size, 1)
+        check_fraction("crop_share", self.crop_share)
         check_number("black_prob", self.black_prob, 0, 1, "in [0, 1]")
         check_integer("mask_value", self.mask_value, 0)
         check_number("mask_value", self.mask_value, 0, 255, "in [0, 255]")

@@ -16,7 +16,9 @@ RULES: Mapping[str, Mapping[str, Any]] = {  # name of a rule of this library -> 
     "entropy_filter": {"enable_entropy_filtering": True},
     "trajectory_scale": {"enable_trajectory_reweighting": True},
 }
-PERTURBATIONS = ("blacken_patches", "add_gaussian_noise", "gaussian_blur", "mask_image")  # of this library
+PERTURBATIONS = (  # of this library
+    "blacken_patches", "add_gaussian_noise", "gaussian_blur", "mask_image", "shuffle_patches", "crop_image",
+)  # fmt: skip
 
 
 @dataclass

@@ -15,6 +15,7 @@ from PIL import Image, ImageFilter
 from vgr_trl import registries
 from vgr_trl.config.ranges import check_integer, check_number
 from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.signals.perturbation.layout import crop_image, shuffle_patches
 from vgr_trl.signals.perturbation.modes import (
     blurred,
     colours,
@@ -125,7 +126,8 @@ def mask_image(image: Image.Image, *, value: int = 128) -> Image.Image:
 
 
 PERTURBATIONS: Mapping[str, Callable[..., Image.Image]] = {
-    function.__name__: function for function in (blacken_patches, add_gaussian_noise, gaussian_blur, mask_image)
+    function.__name__: function
+    for function in (blacken_patches, add_gaussian_noise, gaussian_blur, mask_image, shuffle_patches, crop_image)
 }
 
 
