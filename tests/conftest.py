@@ -138,10 +138,12 @@ def vision_trainer(model_folder: Path, question_files: str, tmp_path: Path):
 
     rows = trainers.prompts(trainers.train_file(question_files))
 
-    def build(rewards=trainers.letters_reward, rows=rows, eval_rows=None, model=None, peft_config=None, **changed):
+    def build(
+        rewards=trainers.letters_reward, rows=rows, eval_rows=None, *, rollout_func=None, peft_config=None, **changed
+    ):
         options = trainers.config(changed.pop("output_dir", tmp_path / "run"), **changed)
         return trainers.vision_trainer(
-            model_folder, rewards, options, rows, eval_rows, model=model, peft_config=peft_config
+            model_folder, rewards, options, rows, eval_rows, rollout_func=rollout_func, peft_config=peft_config
         )
 
     build.rows = rows

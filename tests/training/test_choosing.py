@@ -5,12 +5,8 @@ import math
 import pandas
 import pytest
 import torch
-from datasets import concatenate_datasets, load_dataset
-from transformers import Qwen2_5_VLForConditionalGeneration
+from datasets import concatenate_datasets
 
-from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.data.rows.schema import prepare_rows
-from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.errors import ConfigError, RewardError
 from vgr_trl.rewards import accuracy_reward, vgr_reward
 from vgr_trl.training.checkpoints.folders import what_is_wrong
@@ -27,33 +23,17 @@ def constant_reward(completions, **kwargs):
     return [1.0 for _ in completions]
 
 
+OPTIONS = {
+    "max_steps": 4,
+}
+
+
 @pytest.fixture
-def make(model_folder, question_files, tmp_path):
-    processor = load_processor(model_folder)
-    file = question_files.split(",")[0].removeprefix("train=")
-    questions, _ = prepare_rows(load_dataset("parquet", data_files=file, split="train"), system_prompt=None)
+def make(vision_trainer):
+    def build(rewards=coarse_reward, rows=vision_trainer.rows, **changed):
+        return vision_trainer(rewards, rows, **OPTIONS | changed)
 
-    def build(rewards=coarse_reward, rows=questions, rollout_func=None, **changed):
-        options = {
-            "output_dir": str(tmp_path / "run"),
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "per_device_train_batch_size": 8,
-            "num_generations": 4,
-            "max_completion_length": 6,
-            "max_steps": 4,
-            "learning_rate": 1e-3,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-        }
-        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder)
-        config = DAPOConfig(**options | changed)
-        return DAPOTrainer(model, rewards, config, rows, processing_class=processor, rollout_func=rollout_func)
-
-    build.rows = questions
+    build.rows = vision_trainer.rows
     return build
 
 

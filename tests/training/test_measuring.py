@@ -7,61 +7,30 @@ import re
 
 import pytest
 import torch
-from datasets import load_dataset
 from peft import LoraConfig
-from transformers import Qwen2_5_VLForConditionalGeneration
+from support.trainers import letters_reward
 from trl import GRPOTrainer
 from trl.trainer import utils as trl_utils
 
 from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.batch.inputs import scoring_inputs
-from vgr_trl.data.rows.schema import prepare_rows
-from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.errors import ConfigError
 from vgr_trl.rewards import accuracy_reward, mdi_reward, vgr_reward
 from vgr_trl.training.measure import plan_measurement, score_completions
 from vgr_trl.training.rollout import Rollout
 
-
-def letters_reward(completions, **kwargs):
-    """Many different values, so that no group is dead."""
-    return [sum(map(ord, completion[0]["content"])) % 7 / 7 for completion in completions]
+OPTIONS = {
+    "max_steps": 2,
+    "skip_dead_rows": "off",  # passes are counted by their rows
+}
 
 
 @pytest.fixture
-def make(model_folder, question_files, tmp_path):
-    processor = load_processor(model_folder)
-    file = question_files.split(",")[0].removeprefix("train=")
-    questions, _ = prepare_rows(load_dataset("parquet", data_files=file, split="train"), system_prompt=None)
+def make(vision_trainer):
+    def build(rewards=letters_reward, rows=vision_trainer.rows, **changed):
+        return vision_trainer(rewards, rows, **OPTIONS | changed)
 
-    def build(rewards=letters_reward, rows=questions, peft_config=None, **changed):
-        options = {
-            "output_dir": str(tmp_path),
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "per_device_train_batch_size": 8,
-            "num_generations": 4,
-            "max_completion_length": 6,
-            "max_steps": 2,
-            "learning_rate": 1e-3,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-            "skip_dead_rows": "off",  # passes are counted by their rows
-        }
-        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder)
-        return DAPOTrainer(
-            model,
-            rewards,
-            DAPOConfig(**options | changed),
-            rows,
-            processing_class=processor,
-            peft_config=peft_config,
-        )
-
-    build.rows = questions
+    build.rows = vision_trainer.rows
     return build
 
 

@@ -11,22 +11,13 @@ import weakref
 
 import pytest
 import torch
-from datasets import load_dataset
 from PIL import Image
-from transformers import Qwen2_5_VLForConditionalGeneration
+from support.trainers import letters_reward
 from trl import GRPOTrainer
 
-from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.data.rows.schema import prepare_rows
-from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.errors import ConfigError
 from vgr_trl.reporting.records.reading import read_run
 from vgr_trl.rewards import accuracy_reward, vgr_reward
-
-
-def letters_reward(completions, **kwargs):
-    """Many different values, so that no group is dead."""
-    return [sum(map(ord, completion[0]["content"])) % 7 / 7 for completion in completions]
 
 
 def half_dead_reward(completions, **kwargs):
@@ -34,36 +25,20 @@ def half_dead_reward(completions, **kwargs):
     return [0.0 if row < 4 else float(row % 2) for row in range(len(completions))]
 
 
+SECONDS = ("perf/", "step_time", "timing/", "train_")
+OPTIONS = {
+    "max_steps": 3,
+    "per_device_eval_batch_size": 4,
+    "rollout_log_steps": 1,
+}
+
+
 @pytest.fixture
-def make(model_folder, question_files, tmp_path):
-    processor = load_processor(model_folder)
-    file = question_files.split(",")[0].removeprefix("train=")
-    rows, _ = prepare_rows(load_dataset("parquet", data_files=file, split="train"), system_prompt=None)
+def make(vision_trainer):
+    def build(rewards=letters_reward, rows=vision_trainer.rows, **changed):
+        return vision_trainer(rewards, rows, vision_trainer.rows.select(range(2)), **OPTIONS | changed)
 
-    def build(rewards=letters_reward, rows=rows, **changed):
-        options = {
-            "output_dir": str(tmp_path / "run"),
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "per_device_train_batch_size": 8,
-            "per_device_eval_batch_size": 4,
-            "num_generations": 4,
-            "max_completion_length": 6,
-            "max_steps": 3,
-            "learning_rate": 1e-3,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-            "rollout_log_steps": 1,
-        }
-        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder)
-        return DAPOTrainer(
-            model, rewards, DAPOConfig(**options | changed), rows, rows.select(range(2)), processing_class=processor
-        )
-
-    build.rows = rows
+    build.rows = vision_trainer.rows
     return build
 
 
@@ -185,7 +160,7 @@ def test_recording_makes_no_pass_and_changes_no_number(make, tmp_path, monkeypat
         trainer = make(rollout_log_steps=every, max_steps=2, token_weights=True)
         trainer.train()
         histories.append([
-            {name: value for name, value in entry.items() if not name.startswith(("perf/", "step_time", "train_"))}
+            {name: value for name, value in entry.items() if not name.startswith(SECONDS)}
             for entry in trainer.state.log_history
         ])  # fmt: skip
         assert passes == [False, True] * 2
