@@ -190,11 +190,11 @@ def _options(place: Place, case: Case, processor: Any) -> dict[str, Any]:
 
 
 def time_in_turns(place: Place, name: str, repeats: int) -> dict[str, list[dict[str, float]]]:
-    """Seconds of steps of all variants in turns, after a small one of each that warms up; the last comes once more."""
+    """Seconds of steps of all variants in turns, after a small one of each that warms up."""
     case = place.case(name)
 
     def read() -> Amounts:
-        return Amounts(seconds=now(place.device))
+        return Amounts({"seconds": now(place.device)})
 
     small = Place(**{**vars(place), "quick": True, "shape": None})
     warm_up = place if place.device != "cpu" else small
@@ -255,7 +255,7 @@ class Operations(Counter[str]):
     """
 
     def __init__(self, shape: ModelShape) -> None:
-        super().__init__(attention=0, head=0, products=0)
+        super().__init__({"attention": 0, "head": 0, "products": 0})
         kinds = {operation: self._attention(count) for operation, count in ATTENTION_ON_CPU.items()}
         kinds |= {operation: self._attention(flop_registry[operation]) for operation in _ATTENTION}
         kinds |= {operation: self._product(count, shape) for operation, count in _PRODUCTS.items()}
@@ -266,7 +266,7 @@ class Operations(Counter[str]):
         together = self.counter.get_total_flops()
         return Amounts({**self, "products": together - self["attention"] - self["head"], "together": together})
 
-    def _attention(self, count: Callable[..., int]) -> Callable[..., int]:
+    def _attention(self, count: Any) -> Callable[..., int]:
         def counted(*shapes: Any, **options: Any) -> int:
             found = count(*shapes)
             self["attention"] += found
