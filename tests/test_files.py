@@ -10,7 +10,7 @@ import pytest
 from vgr_trl import files
 from vgr_trl.disk_full import disk_full_named
 from vgr_trl.errors import DiskFullError
-from vgr_trl.files import append_whole, write_whole
+from vgr_trl.files import append_whole, is_writable, write_whole
 
 
 class SmallDisk(FileIO):
@@ -66,3 +66,20 @@ def test_of_a_folder_the_file_is_named_that_was_begun_last(tmp_path):
         raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
     with pytest.raises(DiskFullError, match=r"writing .*config\.json:"), disk_full_named(tmp_path, "free it"):
         raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "config.json"))
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path):
+    (tmp_path / "a").mkdir()
+    with pytest.raises(OSError):  # noqa: PT011
+        write_whole(tmp_path / "a", b"content")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    write_whole(tmp_path / "b", b"content")
+    assert (tmp_path / "b").read_bytes() == b"content"
+
+
+def test_what_can_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    assert is_writable(tmp_path / "file")
+    assert is_writable(tmp_path / "new" / "folder" / "file")
+    assert not is_writable(tmp_path)
+    assert not is_writable(tmp_path / "file" / "below")

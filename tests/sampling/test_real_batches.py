@@ -40,10 +40,11 @@ def trainer(tmp_path_factory):
     options = DAPOConfig(
         output_dir=str(tmp_path_factory.mktemp("run")), use_cpu=True, bf16=False, gradient_checkpointing=False,
         per_device_train_batch_size=6, num_generations=GROUP, max_completion_length=8, num_iterations=2, beta=0.1,
+        reuse_first_pass="off",
         generation_kwargs={"suppress_tokens": sorted(set(range(len(ids))) - allowed)},
         report_to="none", disable_tqdm=True, temperature=3.0, seed=3,
     )  # fmt: skip
-    # Two iterations and beta above 0: TRL's batches have old and reference log-probabilities.
+    # Two iterations and beta above 0: batches have old and reference log-probabilities, which nothing fills in later.
     folder = tmp_path_factory.mktemp("model")
     model.save_pretrained(folder)
     model = type(model).from_pretrained(folder)

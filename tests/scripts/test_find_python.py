@@ -53,7 +53,6 @@ def test_make_says_what_it_needs_and_installs_nothing(old_python: Path, tmp_path
 def test_the_oldest_python_is_the_same_everywhere_and_serves_trl():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["requires-python"] == f">={OLDEST}"
-    assert project["tool"]["mypy"]["python_version"] == OLDEST
     assert f"need Python {OLDEST} or newer" in (ROOT / "README.md").read_text()
     assert f"needs Python {OLDEST} or newer" in find().stderr
     assert SpecifierSet(importlib.metadata.metadata("trl")["Requires-Python"]).contains(OLDEST)

@@ -25,7 +25,7 @@ class TestJudge:
 
     def guarded(self, greedy):
         rewards = [torch.nn.Linear(1, 1), WholeGroups(vgr_reward, lambda rows: rows, 0, 1, lambda: 2)]
-        return rewards, Judge(self.host, None).guarded(rewards, SimpleNamespace(greedy=greedy))
+        return rewards, Judge(self.host, None, None).guarded(rewards, SimpleNamespace(greedy=greedy))
 
     def test_reward_models_stay_as_they_are(self):
         rewards, guarded = self.guarded(greedy=False)
@@ -95,4 +95,7 @@ def test_long_prompts_leave_every_evaluation_set():
 @pytest.mark.parametrize("maker", ["environment_factories", "rollout_func"])
 def test_prompts_that_are_made_elsewhere_are_not_looked_at(maker):
     makers = {"environment_factories": None, "rollout_func": None, maker: print}
-    make_data_ready(SimpleNamespace(**makers))
+    rows = Dataset.from_list([{"unknown": 1}])
+    trainer = SimpleNamespace(train_dataset=rows, **makers)
+    make_data_ready(trainer)
+    assert trainer.train_dataset is rows
