@@ -7,6 +7,7 @@ runs in other processes than pytest's own, are not asked unless a file of the ro
 
 import argparse
 import random
+import re
 import shutil
 import tempfile
 import time
@@ -40,11 +41,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="of a processor, for the tests of a mutant")
     parser.add_argument("--budget", type=float, default=float("inf"), help="minutes per room; what is left is not run")
     parser.add_argument("--skip", nargs="+", default=[], help="names of test files that take too long")
+    parser.add_argument("--again", type=Path, help="a table of survivors: try only those, in the place of a sample")
     parser.add_argument("--out", type=Path, default=Path("mutants.md"), help="the table of survivors")
     args = parser.parse_args()
 
     load_packages()
     found = {room: list(mutants_in(TREE, ROOMS[room][0])) for room in args.rooms}
+    if args.again:
+        wanted = {without_line(line) for line in args.again.read_text("utf-8").splitlines()}
+        found = {
+            room: [one for one in those if without_line(described(one[0], one[2])) in wanted]
+            for room, those in found.items()
+        }
+        args.per_room = sum(map(len, found.values()))
     total = sum(map(len, found.values()))
     with tempfile.TemporaryDirectory() as folder:
         root = copied(Path(folder) / "tree")
@@ -102,7 +111,7 @@ def run_room(
             (root / name).write_text(source, encoding="utf-8")
         tried += 1
         if not noticed:
-            survivors.append(f"- `{name}:{mutant.line}` `{short(mutant.before)}` → `{short(mutant.after)}`")
+            survivors.append(described(name, mutant))
             print(survivors[-1], flush=True)
     return tried, survivors
 
@@ -123,6 +132,16 @@ def is_noticed(name: str, mutant: Mutant, calls: Calls, root: Path, seconds: flo
     files = sorted({test.split("::")[0] for test in tests} & {test.split("::")[0] for test in quick})
     whole = [one for one in files if sum(s for test, s in calls.seconds.items() if test.startswith(one)) < seconds / 2]
     return bool(whole) and notice(root, whole, seconds)
+
+
+def described(name: str, mutant: Mutant) -> str:
+    """As in the table of survivors."""
+    return f"- `{name}:{mutant.line}` `{short(mutant.before)}` → `{short(mutant.after)}`"
+
+
+def without_line(survivor: str) -> str:
+    """A line of that table without the number of the line, which changes with the file."""
+    return re.sub(r":\d+`", "`", survivor, count=1)
 
 
 def short(code: str) -> str:
