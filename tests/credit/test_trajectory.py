@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vgr_trl.credit import trajectory_scale
+from vgr_trl.credit.rows import masked_mean
 from vgr_trl.credit.trajectory import largest_scale, mean_dependency, trajectory_statistics
 from vgr_trl.errors import ConfigError, DataError
 
@@ -30,6 +31,10 @@ def test_mean_over_valid_tokens():
     means = mean_dependency(dependency, mask)
     assert means.tolist()[:2] == [2.0, 4.0]
     assert means[2:].isnan().all()
+
+
+def test_the_mean_over_nothing_is_0():
+    assert masked_mean(torch.ones(2, 2), torch.tensor([[0, 0], [1, 0]])).tolist() == [[0], [1]]
 
 
 def test_means_of_half_precision_are_float32():

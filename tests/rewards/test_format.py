@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from vgr_trl.errors import RewardError
 from vgr_trl.rewards import think_format_reward
+from vgr_trl.rewards.answers.text import completion_text
 from vgr_trl.rewards.format import tag_count_reward
 
 
@@ -100,3 +101,10 @@ def test_text_around_the_parts_is_not_allowed(text):
 )
 def test_tags_on_lines_of_their_own_count_a_quarter_each(text, expected):
     assert tag_count_reward([[{"role": "assistant", "content": text}]]) == [expected]
+
+
+def test_what_is_written_around_a_tool_is_on_lines_of_its_own():
+    parts = [{"role": "assistant", "content": text} for text in ("<think>a</think>", "<answer>b</answer>")]
+    assert completion_text([parts[0], {"role": "tool", "content": "c"}, parts[1]]) == (
+        "<think>a</think>\n<answer>b</answer>"
+    )
