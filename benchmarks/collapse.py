@@ -32,7 +32,7 @@ from vgr_trl.evaluation import evaluate
 from vgr_trl.rewards import accuracy_reward, get_soft_overlong_punishment, think_format_reward, vgr_reward
 from vgr_trl.rewards.groups import needs_whole_groups
 from vgr_trl.trainer import DAPOTrainer
-from vgr_trl.training.collapse_watch import Course, find_signs
+from vgr_trl.training.metrics.collapse_watch import Course, find_signs
 
 RESULTS = Path(os.environ.get("RESULTS", Path(__file__).parent / "results"))
 README: dict[str, Any] = {

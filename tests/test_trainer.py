@@ -16,7 +16,7 @@ from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.data.rows.schema import prepare_rows
 from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.errors import ConfigError, DataError, RewardError
-from vgr_trl.training.prepare import prompt_length
+from vgr_trl.training.start.prepare import prompt_length
 
 
 def letters_reward(completions, **kwargs):
@@ -156,7 +156,7 @@ def test_sharing_says_where_it_is_off(vision):
 
 def test_a_single_reward_and_no_config_are_accepted(text_model, text_tokenizer, text_rows, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("vgr_trl.training.prepare.DAPOConfig", ConfigOnCPU)
+    monkeypatch.setattr("vgr_trl.training.start.prepare.DAPOConfig", ConfigOnCPU)
     text_model.config._name_or_path = "some/model"
     trainer = DAPOTrainer(text_model, letters_reward, None, text_rows, processing_class=text_tokenizer)
     assert trainer.args.output_dir == "model-DAPO"

@@ -27,15 +27,11 @@ from vgr_trl.sharing import replaced, whole_groups
 from vgr_trl.sharing.backbone import causal_model
 from vgr_trl.signals.reward_columns import SINGLE_COLUMNS
 from vgr_trl.signals.rollout import policy_is_active
-from vgr_trl.training.budget import TokenBudget, refuse_unfit_budget
-from vgr_trl.training.card import extend_card, rewards_of
 from vgr_trl.training.checkpoints.folders import resolve_checkpoint, resume_mode
 from vgr_trl.training.checkpoints.order import continue_order, save_generation
 from vgr_trl.training.checkpoints.shares import whole_checkpoint
 from vgr_trl.training.choice.choose import GroupChoice
 from vgr_trl.training.choice.further_prompts import FurtherPrompts
-from vgr_trl.training.clock import OptimizerClock, StageClock, timed, timed_pass
-from vgr_trl.training.collapse_watch import CollapseWatch
 from vgr_trl.training.constructed import ConstructedTrainer
 from vgr_trl.training.critic.critic import Critic
 from vgr_trl.training.eval_sampling import sampling_of_mode
@@ -45,9 +41,22 @@ from vgr_trl.training.judge import Judge
 from vgr_trl.training.kl import KLControl, constructed_with_reference, kl_penalty_reward, scored_by_reference
 from vgr_trl.training.loss import added_terms
 from vgr_trl.training.measure import plan_measurement, score_completions, signals_as_columns
-from vgr_trl.training.passes import Passes, plan_sharing, plan_skipping, plan_vision
+from vgr_trl.training.metrics.clock import OptimizerClock, StageClock, timed, timed_pass
+from vgr_trl.training.metrics.collapse_watch import CollapseWatch
+from vgr_trl.training.metrics.step_metrics import StepMetrics
+from vgr_trl.training.metrics.trackers import name_for_trackers
+from vgr_trl.training.passes.around import Passes, plan_sharing, plan_skipping, plan_vision
+from vgr_trl.training.passes.budget import TokenBudget, refuse_unfit_budget
+from vgr_trl.training.passes.skip import LivePasses
 from vgr_trl.training.perceive import perceive
-from vgr_trl.training.prepare import (
+from vgr_trl.training.recording.before import RecordBefore
+from vgr_trl.training.recording.card import extend_card, rewards_of
+from vgr_trl.training.recording.record import FlushRecords, RolloutRecorder
+from vgr_trl.training.recording.taking import add_credit
+from vgr_trl.training.regions import region_mask
+from vgr_trl.training.rollout import Rollout, TrainingPass
+from vgr_trl.training.spread import spread
+from vgr_trl.training.start.prepare import (
     announce,
     as_list,
     check_config,
@@ -61,17 +70,8 @@ from vgr_trl.training.prepare import (
     refuse_unfit_choice,
     with_image_lists,
 )
-from vgr_trl.training.ready_data import with_processor
-from vgr_trl.training.recording.before import RecordBefore
-from vgr_trl.training.recording.record import FlushRecords, RolloutRecorder
-from vgr_trl.training.recording.taking import add_credit
-from vgr_trl.training.regions import region_mask
-from vgr_trl.training.rollout import Rollout, TrainingPass
-from vgr_trl.training.seams import check_seams
-from vgr_trl.training.skip import LivePasses
-from vgr_trl.training.spread import spread
-from vgr_trl.training.step_metrics import StepMetrics
-from vgr_trl.training.trackers import name_for_trackers
+from vgr_trl.training.start.ready_data import with_processor
+from vgr_trl.training.start.seams import check_seams
 
 
 class DAPOTrainer(ConstructedTrainer):

@@ -5,7 +5,7 @@ import pytest
 from trl import TrlParser
 
 from vgr_trl import DAPOConfig
-from vgr_trl.config.aliases import ALIASES
+from vgr_trl.config.foreign.aliases import ALIASES
 from vgr_trl.errors import ConfigError, VGRError
 
 

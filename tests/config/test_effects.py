@@ -78,7 +78,7 @@ def test_a_trainer_names_them_at_the_start_and_the_plan_does_not_show_them_as_on
     text_model, text_tokenizer, text_rows, tmp_path, monkeypatch
 ):
     warnings = []
-    monkeypatch.setattr("vgr_trl.training.prepare.logger.warning", warnings.append)
+    monkeypatch.setattr("vgr_trl.training.start.prepare.logger.warning", warnings.append)
     config = DAPOConfig(
         str(tmp_path), use_cpu=True, bf16=False, num_generations=4, filter_low=0.1, replay_buffer_size=8, max_steps=1
     )

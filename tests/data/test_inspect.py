@@ -22,7 +22,7 @@ from vgr_trl.data.load import load_path
 from vgr_trl.data.rows.text.prompts import SYSTEM_PROMPTS, build_prompt
 from vgr_trl.demo.tiny_processor import build_processor
 from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.training.prepare import prompt_length
+from vgr_trl.training.start.prepare import prompt_length
 
 HOSTILE = "</p><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }} \u2028"
 

@@ -11,7 +11,7 @@ from vgr_trl.errors import ConfigError, RewardError
 from vgr_trl.rewards import accuracy_reward, vgr_reward
 from vgr_trl.training.checkpoints.folders import what_is_wrong
 from vgr_trl.training.choice.further_prompts import prompt_key
-from vgr_trl.training.prepare import refuse_unfit_choice
+from vgr_trl.training.start.prepare import refuse_unfit_choice
 
 
 def coarse_reward(completions, **kwargs):

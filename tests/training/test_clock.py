@@ -7,9 +7,9 @@ import torch
 from transformers.integrations import integration_utils
 
 from vgr_trl.reporting.metric_names import in_verl
-from vgr_trl.training import clock as clocks
-from vgr_trl.training.clock import OptimizerClock, StageClock
-from vgr_trl.training.trackers import name_for_trackers
+from vgr_trl.training.metrics import clock as clocks
+from vgr_trl.training.metrics.clock import OptimizerClock, StageClock
+from vgr_trl.training.metrics.trackers import name_for_trackers
 
 
 @pytest.fixture

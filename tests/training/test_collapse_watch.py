@@ -113,7 +113,7 @@ def failing_format_reward(completions, trainer_state, **kwargs):
 @pytest.mark.parametrize("stop", [False, True])
 def test_a_run_warns_once_and_ends_where_it_shall(stop, text_model, text_tokenizer, text_rows, tmp_path, monkeypatch):
     warnings = []
-    monkeypatch.setattr("vgr_trl.training.collapse_watch.logger.warning", warnings.append)
+    monkeypatch.setattr("vgr_trl.training.metrics.collapse_watch.logger.warning", warnings.append)
     options = {
         "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "per_device_train_batch_size": 4,
         "num_generations": 4, "max_completion_length": 3, "max_steps": 30, "logging_steps": 100, "report_to": "none",

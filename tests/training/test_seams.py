@@ -7,7 +7,7 @@ from trl import GRPOTrainer
 import vgr_trl
 from vgr_trl import DAPOTrainer
 from vgr_trl.errors import UnsupportedTRLError
-from vgr_trl.training.seams import ATTRIBUTES, SEAMS, check_attributes, check_seams
+from vgr_trl.training.start.seams import ATTRIBUTES, SEAMS, check_attributes, check_seams
 
 
 def test_the_installed_trl_is_accepted():

@@ -16,8 +16,8 @@ from vgr_trl.training.choice.replay import why_unusable
 from vgr_trl.training.host import TRLHost
 from vgr_trl.training.judge import Judge
 from vgr_trl.training.measure import _why_no_attention
-from vgr_trl.training.prepare import drop_prompts_over_limit
-from vgr_trl.training.ready_data import make_data_ready
+from vgr_trl.training.start.prepare import drop_prompts_over_limit
+from vgr_trl.training.start.ready_data import make_data_ready
 
 
 class TestJudge:
@@ -86,7 +86,7 @@ def test_long_prompts_leave_every_evaluation_set():
     )  # fmt: skip
     lengths = {"a": 1, "a b c": 3}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vgr_trl.training.prepare.prompt_length", lambda _, row: lengths[row["prompt"]])
+        patch.setattr("vgr_trl.training.start.prepare.prompt_length", lambda _, row: lengths[row["prompt"]])
         drop_prompts_over_limit(trainer, 2, lambda: None)
     assert isinstance(trainer.eval_dataset, DatasetDict)
     assert {name: part["prompt"] for name, part in trainer.eval_dataset.items()} == {"one": ["a"], "other": ["a"]}

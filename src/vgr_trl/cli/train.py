@@ -31,7 +31,7 @@ from vgr_trl.rewards import accuracy_reward, load_rewards
 from vgr_trl.rewards.registry import hardened
 from vgr_trl.trainer import DAPOTrainer
 from vgr_trl.training.checkpoints.folders import refuse_finished, resolve_checkpoint, resume_mode
-from vgr_trl.training.ready_data import unwrapped
+from vgr_trl.training.start.ready_data import unwrapped
 
 FIRST_ROWS = 16  # of a stream, which say whether it has images
 

@@ -2,17 +2,16 @@
 
 Read `dapo.py`, which composes them, then the stages in the order of data: `measure.py`, `perceive.py`, `choose.py`,
 `kl.py`, `critic.py`, `credit.py`, `skip.py`, `report.py`, `evaluate.py`. `plugins.py` names what comes from outside,
-`aliases.py` has other names of options, `ranges.py` checks values, `effects.py` names options that steer nothing.
-`foreign/` has the keys of other trainers.
+`ranges.py` checks values, `effects.py` names options that steer nothing. `foreign/` has what others call them.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from vgr_trl.config.aliases import AliasOptions
 from vgr_trl.config.choose import ChooseOptions
 from vgr_trl.config.credit import CreditOptions
 from vgr_trl.config.critic import CriticOptions
 from vgr_trl.config.evaluate import EvaluateOptions
+from vgr_trl.config.foreign.aliases import AliasOptions
 from vgr_trl.config.kl import KLOptions
 from vgr_trl.config.measure import MeasureOptions
 from vgr_trl.config.perceive import PerceiveOptions

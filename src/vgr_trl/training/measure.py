@@ -14,8 +14,8 @@ from vgr_trl.signals.region_boxes import COLUMNS
 from vgr_trl.signals.reward_columns import attention_metrics, columns_needed_by, measure_segments, reward_columns
 from vgr_trl.training.constructed import ConstructedTrainer
 from vgr_trl.training.host import Host
-from vgr_trl.training.prepare import data_has_images
 from vgr_trl.training.rollout import Rollout
+from vgr_trl.training.start.prepare import data_has_images
 
 
 def plan_measurement(trainer: ConstructedTrainer) -> Measurement:

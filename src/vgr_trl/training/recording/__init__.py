@@ -1,1 +1,1 @@
-"""What a run leaves of its rollouts for people to look at: read `record.py`, then what it calls."""
+"""What a run leaves for people to look at: read `record.py`, then what it calls; `card.py` is the model card."""

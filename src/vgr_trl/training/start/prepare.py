@@ -20,8 +20,8 @@ from vgr_trl.sampling import filter_index
 from vgr_trl.sharing import SharingPlan
 from vgr_trl.skipping import SkippingPlan, VisionPlan
 from vgr_trl.training.constructed import ConstructedTrainer
-from vgr_trl.training.ready_data import make_data_ready
-from vgr_trl.training.seams import check_attributes
+from vgr_trl.training.start.ready_data import make_data_ready
+from vgr_trl.training.start.seams import check_attributes
 
 logger = logging.get_logger(__name__)
 

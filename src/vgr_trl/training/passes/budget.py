@@ -12,9 +12,9 @@ from vgr_trl.sharing.grouping import find_groups
 from vgr_trl.skipping import Extent, pack_rows, take_rows, tokens_of
 from vgr_trl.training.constructed import ConstructedTrainer
 from vgr_trl.training.host import Host
-from vgr_trl.training.passes import why_rows_matter
+from vgr_trl.training.passes.around import why_rows_matter
+from vgr_trl.training.passes.skip import LivePasses
 from vgr_trl.training.rollout import valid_tokens
-from vgr_trl.training.skip import LivePasses
 
 _PER_WINDOW = ("dapo", "cispo", "vespo")  # TRL divides their sums by the tokens of the optimizer step
 

@@ -25,7 +25,7 @@ from vgr_trl.skipping import (
 from vgr_trl.training.choice.choose import GroupChoice
 from vgr_trl.training.choice.replay import OLD_LOGPS
 from vgr_trl.training.host import Host
-from vgr_trl.training.passes import Passes
+from vgr_trl.training.passes.around import Passes
 from vgr_trl.training.rollout import Rollout, TrainingPass, valid_tokens
 
 Scored = tuple[torch.Tensor, torch.Tensor | None, Any]
