@@ -9,7 +9,7 @@ from pathlib import Path
 from vgr_trl.errors import ConfigError
 
 _OWN = {
-    "train": ("cli/flags/arguments.py", "cli/flags/reward_files.py", "config/*.py"),
+    "train": ("cli/flags/arguments.py", "cli/flags/reward_files.py", "config/*.py", "config/foreign/aliases.py"),
     "evaluate": ("cli/flags/arguments.py", "cli/flags/reward_files.py", "cli/evaluate.py"),
 }
 _OTHERS = {
