@@ -3,11 +3,9 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
@@ -15,7 +13,6 @@ from vgr_trl.batch.inputs import Prompts, with_perturbed_rows
 from vgr_trl.compat.completion_tables import in_texts
 from vgr_trl.compat.gloo_exit import close_group_at_exit
 from vgr_trl.compat.logged_images import images_logged_by_all
-from vgr_trl.compat.resuming_weights import load_weights, whole_model
 from vgr_trl.compat.round_logs import let_tables_hold
 from vgr_trl.compat.token_types import with_causal_completions
 from vgr_trl.compat.vllm_images import plan_vllm_images
@@ -27,12 +24,10 @@ from vgr_trl.sharing import replaced, whole_groups
 from vgr_trl.sharing.backbone import causal_model
 from vgr_trl.signals.reward_columns import SINGLE_COLUMNS
 from vgr_trl.signals.rollout import policy_is_active
-from vgr_trl.training.checkpoints.folders import resolve_checkpoint, resume_mode
-from vgr_trl.training.checkpoints.order import continue_order, save_generation
-from vgr_trl.training.checkpoints.shares import whole_checkpoint
+from vgr_trl.training.checkpoints.order import PromptOrder
+from vgr_trl.training.checkpoints.resumable import ResumableTrainer
 from vgr_trl.training.choice.choose import GroupChoice
 from vgr_trl.training.choice.further_prompts import FurtherPrompts
-from vgr_trl.training.constructed import ConstructedTrainer
 from vgr_trl.training.critic.critic import Critic
 from vgr_trl.training.eval_sampling import sampling_of_mode
 from vgr_trl.training.full_kl import FullKL
@@ -74,7 +69,7 @@ from vgr_trl.training.start.ready_data import with_processor
 from vgr_trl.training.start.seams import check_seams
 
 
-class DAPOTrainer(ConstructedTrainer):
+class DAPOTrainer(ResumableTrainer):
     """TRL's `GRPOTrainer` with DAPO's defaults, signals of what the model looked at, and credit by them.
 
     Takes the arguments of `GRPOTrainer`; `args` is a `DAPOConfig`. With its own options at their defaults it trains as
@@ -87,8 +82,9 @@ class DAPOTrainer(ConstructedTrainer):
     - `_compute_loss`: terms that are no advantages; metrics of the step; parts of few enough tokens.
     - `_prepare_inputs`: completions of a prompt, and those of similar length, in one micro-batch.
     - `log`, `create_model_card`: metrics, tables and records; what the card says.
-    - `train`, `_get_train_sampler`, `_save_checkpoint`, `_save_rng_state`, `_load_optimizer_and_scheduler`,
-      `_load_from_checkpoint`, `_load_best_model`: complete checkpoints, from which a run goes on as if undisturbed.
+    - by `ResumableTrainer`, `train`, `_get_train_sampler`, `_save_checkpoint`, `_save_rng_state`,
+      `_load_optimizer_and_scheduler`, `_load_from_checkpoint`, `_load_best_model`: complete checkpoints, from which a
+      run goes on as if undisturbed.
 
     Raises:
         UnsupportedTRLError: the installed TRL is not one this library is tested with.
@@ -114,7 +110,6 @@ class DAPOTrainer(ConstructedTrainer):
         self._pass: TrainingPass | None = None
         self.clock = StageClock()
         self._streamed_prompts_too_long = 0
-        self.train_sampler: Any = None
         rewards = over_whole_groups(rewards, self._completions_per_prompt) + [kl_penalty_reward] * args.penalises_kl
         with constructed_with_reference(args):
             super().__init__(model, rewards, args, *rest, **with_processor(model, rest, options))
@@ -142,7 +137,8 @@ class DAPOTrainer(ConstructedTrainer):
         self._kl, self._passes.hidden_reader = KLControl(self.host, full), None if full is None else full.reader
         self._critic = Critic(self.host, self.model) if args.uses_critic else None
         self._passes.reader = None if self._critic is None else self._critic.reader
-        self._resumed = [part for part in (self._choice, self._kl, self._critic) if part is not None]
+        stages = (self._choice, self._kl, self._critic, PromptOrder(self, lambda: self._choice.waits))
+        self.resumed = [stage for stage in stages if stage is not None]
         self._steps = StepMetrics(self.host)
         self._recorder = RolloutRecorder(self.host, self._measurement, self.processing_class, model_name(self.model))
         self.collapse_watch = CollapseWatch(self.host)
@@ -375,53 +371,6 @@ class DAPOTrainer(ConstructedTrainer):
         with in_texts(self._logs):
             super().log(logs, start_time)
         self._recorder.log(logs, "train" if training else "eval")
-
-    # Checkpoints
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
-        """Add to TRL's: `True` and `latest` find the newest complete checkpoint; one that is not is refused."""
-        checkpoint = resolve_checkpoint(resume_mode(resume_from_checkpoint), Path(str(self.args.output_dir)))
-        return super().train(checkpoint, *args, **options)
-
-    def _get_train_sampler(self, dataset: Any = None) -> Any:
-        """Keep TRL's sampler, whose order a continued run takes up."""
-        self.train_sampler = super()._get_train_sampler(dataset)
-        return self.train_sampler
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Add to TRL's: the checkpoint is complete once all is written, and not before; a full disk is named."""
-        folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        with whole_checkpoint(folder, self.accelerator, self.args.should_save):
-            super()._save_checkpoint(model, trial)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Add to the parent's: the replay buffer, and what is left of a generation batch."""
-        super()._save_rng_state(output_dir)
-        for part in self._resumed:
-            part.save(Path(output_dir))
-        save_generation(self, Path(output_dir), self._choice.waits)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Add to TRL's: the replay buffer, the order of the prompts, and what is left of a generation batch."""
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            for part in self._resumed:
-                part.load(Path(checkpoint))
-            continue_order(self, Path(checkpoint), self.train_sampler)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Replace the parent's where it would keep the weights of the start."""
-        if (target := whole_model(self, self.model if model is None else model)) is None:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        else:
-            load_weights(target, resume_from_checkpoint)
-
-    def _load_best_model(self) -> None:
-        """Replace the parent's for the same models, and for the same reason."""
-        if (target := whole_model(self, self.model)) is None:
-            super()._load_best_model()
-        else:
-            load_weights(target, str(self.state.best_model_checkpoint))
 
     def create_model_card(  # type: ignore[override]  # TRL's differs from its parent's
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None

@@ -5,6 +5,7 @@ says so. Neither is in its checkpoints, so a continued run would take the order 
 anew in the middle of a batch.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers.utils import logging
 
 from vgr_trl.errors import ConfigError
 from vgr_trl.training.checkpoints.manifest import read_manifest
+from vgr_trl.training.checkpoints.resumable import ResumableTrainer
 from vgr_trl.training.checkpoints.shares import load_shares, num_shares, remove_share, save_share
 from vgr_trl.training.constructed import ConstructedTrainer
 
@@ -22,47 +24,58 @@ logger = logging.get_logger(__name__)
 GENERATION = "generation"
 
 
-def save_generation(trainer: ConstructedTrainer, folder: Path, waits: bool) -> None:
-    """Write the completions that this process has still to train on into a checkpoint, if it is within a batch."""
-    accelerator, every = trainer.accelerator, _generates_every(trainer)
-    place = accelerator.process_index, accelerator.num_processes
-    if trainer._step % every == 0:
-        remove_share(folder, *place, GENERATION)
-        return
-    state = {
-        "micro_batch": trainer._step % every,
-        "of": every,
-        "inputs": trainer._buffered_inputs,
-        "waiting": waits,
-    }
-    save_share(state, folder, *place, GENERATION)
+class PromptOrder:
+    """Saves and takes up where a run stands.
 
-
-def continue_order(trainer: ConstructedTrainer, folder: Path, sampler: Any) -> None:
-    """Take up the order of the prompts and the generation batch where the checkpoint was saved.
-
-    Raises:
-        ConfigError: the run is finished, or its order cannot be taken up.
+    Args:
+        trainer: constructed.
+        waits: whether groups of the batch at hand wait for their first training pass.
     """
-    state, args, processes = trainer.state, trainer.args, trainer.accelerator.num_processes
-    if state.global_step >= state.max_steps:
-        raise ConfigError(
-            f"The run is finished: {folder} was saved at step {state.global_step} of {state.max_steps}; raise "
-            "max_steps or num_train_epochs to train on."
-        )
-    saved_by = (read_manifest(folder) or {"num_processes": processes})["num_processes"]
-    if saved_by != processes:
-        logger.warning(
-            f"{folder} was saved by {saved_by} processes and is continued by {processes}: the order of the prompts "
-            "stays, random numbers start anew."
-        )
-    epochs, batches = _behind(trainer, folder)
-    if trainer.shuffle_dataset and sampler is not None:
-        for _ in range(epochs):
-            torch.randperm(len(trainer.train_dataset), generator=sampler.generator)
-    trainer._step = batches
-    if not args.ignore_data_skip:
-        _continue_generation(trainer, folder, batches % _generates_every(trainer))
+
+    def __init__(self, trainer: ResumableTrainer, waits: Callable[[], bool]) -> None:
+        self._trainer, self._waits = trainer, waits
+
+    def save(self, folder: Path) -> None:
+        """Write the completions that this process has still to train on, if it is within a generation batch."""
+        trainer, every = self._trainer, _generates_every(self._trainer)
+        place = trainer.accelerator.process_index, trainer.accelerator.num_processes
+        if trainer._step % every == 0:
+            remove_share(folder, *place, GENERATION)
+            return
+        state = {
+            "micro_batch": trainer._step % every,
+            "of": every,
+            "inputs": trainer._buffered_inputs,
+            "waiting": self._waits(),
+        }
+        save_share(state, folder, *place, GENERATION)
+
+    def load(self, folder: Path) -> None:
+        """Take up the order of the prompts and the generation batch where the checkpoint was saved.
+
+        Raises:
+            ConfigError: the run is finished, or its order cannot be taken up.
+        """
+        trainer = self._trainer
+        state, args, processes = trainer.state, trainer.args, trainer.accelerator.num_processes
+        if state.global_step >= state.max_steps:
+            raise ConfigError(
+                f"The run is finished: {folder} was saved at step {state.global_step} of {state.max_steps}; raise "
+                "max_steps or num_train_epochs to train on."
+            )
+        saved_by = (read_manifest(folder) or {"num_processes": processes})["num_processes"]
+        if saved_by != processes:
+            logger.warning(
+                f"{folder} was saved by {saved_by} processes and is continued by {processes}: the order of the prompts "
+                "stays, random numbers start anew."
+            )
+        epochs, batches = _behind(trainer, folder)
+        if trainer.shuffle_dataset and (sampler := trainer.train_sampler) is not None:
+            for _ in range(epochs):
+                torch.randperm(len(trainer.train_dataset), generator=sampler.generator)
+        trainer._step = batches
+        if not args.ignore_data_skip:
+            _continue_generation(trainer, folder, batches % _generates_every(trainer))
 
 
 def _generates_every(trainer: ConstructedTrainer) -> int:

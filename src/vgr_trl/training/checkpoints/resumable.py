@@ -1,0 +1,77 @@
+"""TRL's trainer with checkpoints that are complete, and from which a run goes on as if undisturbed."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from vgr_trl.compat.resuming_weights import load_weights, whole_model
+from vgr_trl.training.checkpoints.folders import resolve_checkpoint, resume_mode
+from vgr_trl.training.checkpoints.shares import whole_checkpoint
+from vgr_trl.training.constructed import ConstructedTrainer
+
+
+class Resumed(Protocol):
+    """What a checkpoint has to hold beside what the trainer of transformers saves."""
+
+    def save(self, folder: Path) -> None:
+        """Write into a checkpoint; every process calls."""
+
+    def load(self, folder: Path) -> None:
+        """Continue from a checkpoint; every process calls."""
+
+
+class ResumableTrainer(ConstructedTrainer):
+    """Overrides what saves and loads.
+
+    Attributes:
+        resumed: what is saved and loaded beside weights and optimizer, in this order.
+        train_sampler: TRL's, whose order a continued run takes up.
+    """
+
+    resumed: Sequence[Resumed] = ()
+    train_sampler: Any = None
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
+        """Add to TRL's: `True` and `latest` find the newest complete checkpoint; one that is not is refused."""
+        checkpoint = resolve_checkpoint(resume_mode(resume_from_checkpoint), Path(str(self.args.output_dir)))
+        return super().train(checkpoint, *args, **options)
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        """Keep TRL's sampler."""
+        self.train_sampler = super()._get_train_sampler(dataset)
+        return self.train_sampler
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Add to TRL's: the checkpoint is complete once all is written, and not before; a full disk is named."""
+        folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        with whole_checkpoint(folder, self.accelerator, self.args.should_save):
+            super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Add to the parent's: what else is resumed."""
+        super()._save_rng_state(output_dir)
+        for part in self.resumed:
+            part.save(Path(output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Add to TRL's: what else is resumed."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            for part in self.resumed:
+                part.load(Path(checkpoint))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Replace the parent's where it would keep the weights of the start."""
+        if (target := whole_model(self, self.model if model is None else model)) is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            load_weights(target, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        """Replace the parent's for the same models, and for the same reason."""
+        if (target := whole_model(self, self.model)) is None:
+            super()._load_best_model()
+        else:
+            load_weights(target, str(self.state.best_model_checkpoint))
