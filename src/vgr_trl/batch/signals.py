@@ -52,3 +52,9 @@ class RolloutSignals:
     def regions(self) -> torch.Tensor | None:
         """Attention on what the questions are about, (L, N, T); None if it was not measured."""
         return None if self.attention is None else self.attention.region
+
+
+def unmeasured(mask: torch.Tensor) -> RolloutSignals:
+    """Return the signals of completions of which nothing was measured but which tokens count, (N, T) bool."""
+    nothing = torch.full(mask.shape, torch.nan, device=mask.device)
+    return RolloutSignals(nothing, nothing, mask)

@@ -1,13 +1,13 @@
 """What is measured of a rollout batch, while it is generated and when it is scored."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from vgr_trl.batch.signals import AttentionMass, RolloutSignals
+from vgr_trl.batch.signals import AttentionMass, RolloutSignals, unmeasured
 from vgr_trl.signals.attention.generated import GenerationProbe
 from vgr_trl.signals.attention.probe import AttentionProbe
 from vgr_trl.signals.decoder import count_attention_layers
@@ -172,8 +172,7 @@ def signals_of_generation(mass: AttentionMass, completion_mask: torch.Tensor) ->
     mask = completion_mask.bool()
     mass = pad_to_length(mass, mask.size(1))
     mass.mask = mask
-    nothing = torch.full(mask.shape, torch.nan, device=mask.device)
-    return RolloutSignals(nothing, nothing, mask, mass)
+    return replace(unmeasured(mask), attention=mass)
 
 
 def _rows_that_fit(vision: torch.Tensor, queries: int, rows: Sequence[int]) -> list[int]:
