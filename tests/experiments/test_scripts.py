@@ -5,7 +5,6 @@ import os
 import runpy
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -49,8 +48,11 @@ def launched(script: str, folder: Path, *flags: str, **variables: str) -> list[s
     return (folder / "given").read_text().splitlines()
 
 
-@pytest.mark.skipif(find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
 def test_a_missing_deepspeed_is_said_before_anything_is_launched(tmp_path):
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"  # sees no installed package
+    python.write_text(f'#!/usr/bin/env bash\nexec {sys.executable} -I -S "$@"\n')
+    python.chmod(0o755)
     done = run("experiment1.sh", tmp_path)
     assert done.returncode == 1
     assert done.stderr.startswith("experiment1: ")
@@ -130,6 +132,21 @@ def test_flags_and_variables_override(tmp_path):
     assert data.data_files == "train=a.parquet"
     assert Path(arguments[2]).stem == "fsdp2"
     assert arguments[3:5] == ["--num_processes", "3"]
+
+
+def test_several_machines_take_the_gpus_of_all(tmp_path):
+    (tmp_path / "bin").mkdir()
+    gpus = tmp_path / "bin" / "nvidia-smi"
+    gpus.write_text("#!/usr/bin/env bash\necho 'GPU 0: one'; echo 'GPU 1: other'\n")
+    gpus.chmod(0o755)
+    variables = {"NUM_MACHINES": "2", "MACHINE_RANK": "1", "MAIN_IP": "10.0.0.1"}
+    given = launched("experiment1.sh", tmp_path, **variables)
+    expected = (
+        "--num_processes 4 --num_machines 2 --machine_rank 1 --main_process_ip 10.0.0.1 --main_process_port 29500"
+    )
+    assert given[3:13] == expected.split()
+    given = launched("experiment1.sh", tmp_path, **variables, NUM_PROCESSES="3", MAIN_PORT="1234")
+    assert (given[4], given[12]) == ("3", "1234")
 
 
 @pytest.mark.parametrize("flags", [("--dataset_name", "some/questions"), ("--dataset_name=some/questions",)], ids=str)
