@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -48,12 +49,16 @@ def test_a_multimodal_run_from_flags(model_folder, question_files, tmp_path, cap
         "accuracy_reward x 2.5 (early 1), vgr_reward x 1 (early 0), think_format_reward x 0.5 (early 2)",
         "2 prompts x 4 completions = 8",
         "max_prompt_length=90",
+        "processes 1, alone, on cpu, no mixed precision",
     ):
         assert part in " ".join(screen.split()), part
     history = json.loads((output / "trainer_state.json").read_text())["log_history"]
     assert [entry["reward_weights/think_format_reward"] for entry in history if "reward" in entry] == [2.0, 0.5]
     assert any("eval_rewards/accuracy_reward/mean" in entry for entry in history)
-    assert "eval_reward" in json.loads((output / "metrics.json").read_text())
+    evaluated = [entry for entry in history if "eval_reward" in entry]
+    assert re.findall(r"evaluation at step (\d)", screen) == ["1", "2"], "the last step is evaluated once"
+    metrics = json.loads((output / "metrics.json").read_text())
+    assert metrics["eval_reward"] == evaluated[-1]["eval_reward"]
     assert len(list((output / "completions").glob("*.parquet"))) >= 2
     assert (output / "model.safetensors").exists()
     assert (output / "processor_config.json").exists()

@@ -18,6 +18,7 @@ from vgr_trl.cli.loading import load_processor, load_rows, tested
 from vgr_trl.cli.run.dry_run import dry_run
 from vgr_trl.cli.run.evaluated import is_stated, rows_to_evaluate
 from vgr_trl.cli.run.folder import claim, write_identity
+from vgr_trl.cli.run.last_evaluation import LastEvaluation
 from vgr_trl.cli.run.plan import describe_run, print_plan, total_steps
 from vgr_trl.cli.run.step_lines import print_steps_as_lines
 from vgr_trl.compat.gloo_exit import let_gloo_finish
@@ -83,6 +84,7 @@ def train(
     trainer.data_source = _source(data)
     refuse_finished(checkpoint, total_steps(trainer))
     print_steps_as_lines(trainer)
+    trainer.add_callback(last_evaluation := LastEvaluation())
     if trainer.accelerator.is_main_process:
         write_identity(output_dir, identity)
         print_plan(describe_run(trainer, _source(data), checkpoint))
@@ -96,7 +98,7 @@ def train(
         raise CollapseError(f"{trainer.collapse_watch.found} Training was stopped there, and no model was saved.")
     trainer.save_model(str(output_dir))
     trainer.save_state()
-    metrics = trainer.evaluate() if trainer.eval_dataset is not None else {}
+    metrics = last_evaluation.of_final_model(trainer)
     if trainer.accelerator.is_main_process:
         (output_dir / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
         print(f"The model and its metrics are in {output_dir}.")
