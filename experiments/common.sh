@@ -3,7 +3,8 @@
 #   DATA               train=a.parquet,test=b.parquet; or give --dataset_name, --dataset_path or --data_files
 #                      (default: lujunxi57/DDM from the hub; without a split test, a tenth of its rows is held out)
 #   ACCELERATE_CONFIG  one of accelerate_configs/ (default zero2)
-#   NUM_PROCESSES      GPUs (default: what that configuration says)
+#   NUM_PROCESSES      GPUs, of all machines together (default: those there are)
+#   NUM_MACHINES       with MACHINE_RANK (0, 1, …) and MAIN_IP (of the machine with rank 0): start the script on each machine
 #   TINY=1             the embedded model on one CPU for a few steps, in a new folder below TINY_FOLDER (runs/tiny)
 
 repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -17,8 +18,15 @@ if [[ -z "${TINY:-}" ]] && grep -q "^distributed_type: DEEPSPEED" "${LAUNCH[1]}"
         "take another configuration, for instance ACCELERATE_CONFIG=multi_gpu." >&2
     exit 1
 fi
+if [[ -n "${NUM_MACHINES:-}" ]]; then
+    NUM_PROCESSES="${NUM_PROCESSES:-$((NUM_MACHINES * $(nvidia-smi -L | wc -l)))}"
+fi
 if [[ -n "${NUM_PROCESSES:-}" ]]; then
     LAUNCH+=(--num_processes "$NUM_PROCESSES")
+fi
+if [[ -n "${NUM_MACHINES:-}" ]]; then
+    LAUNCH+=(--num_machines "$NUM_MACHINES" --machine_rank "${MACHINE_RANK:?}" --main_process_ip "${MAIN_IP:?}")
+    LAUNCH+=(--main_process_port "${MAIN_PORT:-29500}")
 fi
 
 COMMON=(

@@ -1,9 +1,11 @@
 """What a run is going to do, in one screen, before it does it."""
 
+import os
 from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
+from accelerate import Accelerator, DistributedType
 from rich.console import Console
 from rich.table import Table
 from trl import GRPOConfig
@@ -39,6 +41,7 @@ def describe_run(trainer: DAPOTrainer, source: str, checkpoint: str | None) -> l
     steps_per_rollout = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
     return [
         ("model", f"{model.config._name_or_path or type(model).__name__} ({type(model).__name__})"),
+        ("processes", describe_processes(trainer.accelerator)),
         ("parameters", f"{trainable:,} trained of {total:,}"),
         ("data", f"{source}: {_rows(trainer.train_dataset)} to train on, {_rows(trainer.eval_dataset)} to evaluate on"),
         ("rewards", _rewards(trainer)),
@@ -54,6 +57,26 @@ def describe_run(trainer: DAPOTrainer, source: str, checkpoint: str | None) -> l
         ("steps", str(total_steps(trainer))),
         ("output", f"{args.output_dir}" + (f", continued from {checkpoint}" if checkpoint else "")),
     ]  # fmt: skip
+
+
+def describe_processes(accelerator: Accelerator) -> str:
+    """Return how many processes train, on how many machines, by which engine, and how they compute."""
+    count = accelerator.num_processes
+    machines = count // int(os.environ.get("LOCAL_WORLD_SIZE", count))
+    where = f"{count} on {machines} machines" if machines > 1 else str(count)
+    computes = (
+        "no mixed precision" if accelerator.mixed_precision == "no" else f"computes in {accelerator.mixed_precision}"
+    )
+    return f"{where}, {_engine(accelerator)}, on {accelerator.device.type}, {computes}"
+
+
+def _engine(accelerator: Accelerator) -> str:
+    if (plugin := accelerator.state.deepspeed_plugin) is not None:
+        offload = plugin.deepspeed_config["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
+        return f"DeepSpeed ZeRO-{plugin.zero_stage}" + (f", optimizer on {offload}" if offload != "none" else "")
+    if accelerator.distributed_type == DistributedType.FSDP:
+        return f"FSDP{accelerator.state.fsdp_plugin.fsdp_version}"
+    return "DDP" if accelerator.num_processes > 1 else "alone"
 
 
 def print_plan(rows: list[tuple[str, str]]) -> None:
