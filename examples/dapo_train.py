@@ -13,4 +13,5 @@ DAPO = ["--use_peft", "--vgr_hard_negative"]
 DAPO += ["--reward_weights", "2.5", "1", "0.5", "1", "--early_reward_weights", "1", "1", "2", "1"]
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *DAPO, *sys.argv[1:]]))
+    own = [] if any(flag.split("=")[0] == "--recipe" for flag in sys.argv) else DAPO
+    sys.exit(main(["train", *own, *sys.argv[1:]]))

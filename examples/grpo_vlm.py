@@ -4,7 +4,7 @@ accelerate launch --config_file accelerate_configs/deepspeed_zero3.yaml examples
     --model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct --dataset_name HuggingFaceM4/A-OKVQA --dtype bfloat16 \
     --max_prompt_length 2048 --max_completion_length 1024 --log_completions --output_dir runs/mdi
 
-Takes every flag of `vgr-trl train`; those given here override the rewards and weights.
+Takes every flag of `vgr-trl train`; those given here override the rewards and weights, `--recipe NAME` replaces them.
 """
 
 import sys
@@ -15,4 +15,5 @@ MDI = ["--reward_funcs", "accuracy", "format", "mdi", "--reward_weights", "4", "
 MDI += ["--mask_truncated_completions", "true", "--compute_attention_metrics", "true"]
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *MDI, *sys.argv[1:]]))
+    own = [] if any(flag.split("=")[0] == "--recipe" for flag in sys.argv) else MDI
+    sys.exit(main(["train", *own, *sys.argv[1:]]))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from trl_loss import make_trainer
+from support.trl_loss import make_trainer
 
 
 class Watched(dict):

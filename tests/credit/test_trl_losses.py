@@ -7,7 +7,7 @@ import pytest
 import torch
 from recorded import NUM_CASES, needs_recorded, tensors
 from recorded import cases as recorded_cases
-from trl_loss import loss_of, make_trainer
+from support.trl_loss import loss_of, make_trainer
 
 from vgr_trl.batch.signals import RolloutSignals
 from vgr_trl.credit import CreditOptions, entropy_penalty, shape_advantages

@@ -1,4 +1,4 @@
-"""`vgr-trl train | evaluate | report | data | demo | init | env | completion`."""
+"""`vgr-trl train | evaluate | report | data | demo | recipes | init | env | completion`."""
 
 import importlib
 import os
@@ -9,6 +9,7 @@ from vgr_trl import __version__
 from vgr_trl.cli.flags.config_file import check_config_file, config_apart
 from vgr_trl.cli.flags.foreign import without_foreign
 from vgr_trl.cli.flags.names import check_flags, flag_names
+from vgr_trl.cli.flags.recipe import check_recipe
 from vgr_trl.disk_full import is_disk_full
 from vgr_trl.errors import VGRError
 
@@ -18,6 +19,7 @@ COMMANDS = {
     "report": "make one page of HTML of a run, or of several: curves, completions, what they looked at",
     "data": "convert public question sets to one schema, merge and inspect them",
     "demo": "train the embedded vision-language model and show accuracy before and after",
+    "recipes": "list the published methods that `train --recipe NAME` starts from, or show one",
     "init": "write a commented YAML file for `vgr-trl train --config`",
     "env": "print versions and devices, for reports of faults",
     "completion": "print a script that completes commands and flags in bash or zsh",
@@ -50,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             name, rest = without_foreign(name, rest)
         check_flags(name, rest)
         check_config_file(config_apart(rest), flag_names(name))
+        if name == "train":
+            check_recipe(rest, flag_names(name))
         if name in LOADING and os.environ.get("RANK", "0") == "0" and not {"-h", "--help", "--help-all"} & set(rest):
             print(f"vgr-trl {__version__}: {name}; loading torch, transformers and TRL", file=sys.stderr, flush=True)
         return importlib.import_module(f"vgr_trl.cli.{name}").main(rest)

@@ -153,8 +153,15 @@ class RewardArguments(RewardFileArguments):
 
 @dataclass
 class RunArguments:
-    """How far the command goes."""
+    """What the command starts from, and how far it goes."""
 
+    recipe: str | None = field(
+        default=None,
+        metadata={
+            "help": "Start from the options of a published method (vgr-trl recipes lists them; or a file of your own, "
+            "my.yaml). --config overrides them, and flags override both."
+        },
+    )
     dry_run: bool = field(
         default=False,
         metadata={

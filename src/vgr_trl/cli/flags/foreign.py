@@ -47,6 +47,8 @@ def without_foreign(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
         if not overrides:
             return command, arguments
         content = {}
+    if any(argument.split("=")[0] == "--recipe" for argument in arguments):
+        raise ConfigError("--recipe is given with a configuration of EasyR1, which states all options: drop one.")
     given = flat(content) | {match[1]: _value(match[2]) for match in overrides}
     kept = [argument for argument in arguments if not _OVERRIDE.fullmatch(argument)]
     if file is not None:

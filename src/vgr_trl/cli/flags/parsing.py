@@ -12,6 +12,7 @@ from trl import TrlParser
 from vgr_trl.cli.flags.config_file import config_apart
 from vgr_trl.cli.flags.help import ShowHelp
 from vgr_trl.cli.flags.plugins import option_classes
+from vgr_trl.cli.flags.recipe import recipe_options
 from vgr_trl.errors import ConfigError, VGRError
 
 _ADVICE = (  # part of an error of the libraries below, what to do
@@ -31,7 +32,7 @@ _ADVICE = (  # part of an error of the libraries below, what to do
 
 
 def parse(groups: Sequence[Any], command: str, argv: Sequence[str] | None) -> tuple[Any, ...]:
-    """Return the groups of options (dataclasses) filled from flags, or from `--config x.yaml`, which flags override.
+    """Return the groups of options (dataclasses) filled from flags, else from `--config x.yaml`, else from `--recipe`.
 
     The options of plug-ins that are named are among the flags; the groups that name plug-ins are given their values.
 
@@ -45,6 +46,7 @@ def parse(groups: Sequence[Any], command: str, argv: Sequence[str] | None) -> tu
     for flags, everything in ((("-h", "--help"), False), (("--help-all",), True)):
         parser.add_argument(*flags, action=ShowHelp, groups=groups, command=command, everything=everything)
     arguments = _joined(config_apart(argv), "--data_files")
+    parser.set_defaults_with_config(**recipe_options(argv))  # which those of the file replace
     try:
         parsed = parser.parse_args_and_config(args=arguments)
         own = len(groups) - len(plugins)

@@ -1,14 +1,11 @@
-"""The options of plug-ins that a command line, or its file, names: they become flags like any other."""
+"""The options of plug-ins that a command line, its file, or its recipe names: they become flags like any other."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
-from typing import Any
-
-import yaml
 
 from vgr_trl import registries
 from vgr_trl.cli.flags.config_file import config_apart
+from vgr_trl.cli.flags.recipe import config_values, recipe_options
 from vgr_trl.errors import ConfigError
 from vgr_trl.registries import Registry, option_class
 
@@ -51,7 +48,7 @@ def option_names(argv: Sequence[str]) -> set[str]:
 
 def _named(argv: Sequence[str]) -> Iterator[tuple[Registry, str]]:
     arguments = config_apart(argv)
-    given = _in_file(arguments) | _in_flags(arguments)
+    given = recipe_options(arguments) | config_values(arguments) | _in_flags(arguments)
     for option, registry in NAMING.items():
         names = given.get(option) or ()
         yield from ((registry, str(name)) for name in ([names] if isinstance(names, str) else names))
@@ -68,13 +65,3 @@ def _in_flags(argv: Sequence[str]) -> dict[str, list[str]]:
         elif option is not None:
             found[option].append(argument)
     return found
-
-
-def _in_file(argv: Sequence[str]) -> dict[str, Any]:
-    """What the file of `--config` holds, nothing if it is none: that is told elsewhere."""
-    place = argv.index("--config") + 1 if "--config" in argv else len(argv)
-    try:
-        values = yaml.safe_load(Path(argv[place]).read_text(encoding="utf-8-sig"))
-    except (IndexError, OSError, UnicodeDecodeError, yaml.YAMLError):
-        return {}
-    return values if isinstance(values, dict) else {}

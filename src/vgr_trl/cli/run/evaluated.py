@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
 from transformers.trainer_utils import IntervalStrategy
 
 from vgr_trl.cli.flags.arguments import DataArguments
-from vgr_trl.cli.flags.config_file import config_apart
+from vgr_trl.cli.flags.recipe import config_values, recipe_options
 from vgr_trl.cli.loading import image_root
 from vgr_trl.config import DAPOConfig
 from vgr_trl.data.held_out import hold_out
@@ -34,15 +33,12 @@ class Evaluated:
 
 
 def is_stated(name: str, argv: Sequence[str] | None) -> bool:
-    """Return whether an option is given by a flag, or in the file of `--config`."""
-    arguments = config_apart(sys.argv[1:] if argv is None else argv)
+    """Return whether an option is given by a flag, in the file of `--config`, or by a recipe."""
+    arguments = sys.argv[1:] if argv is None else argv
     flags = (f"--{name}", f"--{name.replace('_', '-')}")
     if any(argument.split("=")[0] in flags for argument in arguments):
         return True
-    if "--config" not in arguments[:-1]:
-        return False
-    with open(arguments[arguments.index("--config") + 1], encoding="utf-8-sig") as file:
-        return name in (yaml.safe_load(file) or {})
+    return name in config_values(arguments) or name in recipe_options(arguments)
 
 
 def rows_to_evaluate(data: DataArguments, config: DAPOConfig, train: Any, load: Load, follows: bool) -> Evaluated:

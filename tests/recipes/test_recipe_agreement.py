@@ -1,0 +1,158 @@
+"""Recipes against values worked out by hand, or recorded from the published code."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from support.trl_loss import loss_of, make_trainer
+
+from vgr_trl.batch.signals import RolloutSignals
+from vgr_trl.credit import CreditOptions, entropy_penalty, kl_penalty, perception_loss, shape_advantages
+from vgr_trl.recipes import load_recipe
+from vgr_trl.rewards import get_soft_overlong_punishment, mdi_reward, vgr_reward
+from vgr_trl.signals.dependency import visual_dependency
+
+LOSS = ("loss_type", "epsilon", "epsilon_high", "delta")
+RECORDED = Path(__file__).parent / "recorded"
+
+
+@pytest.fixture
+def stock(text_model, text_tokenizer, text_rows, tmp_path):
+    """TRL with the loss of a recipe."""
+
+    def make(recipe):
+        options = {name: recipe[name] for name in LOSS if name in recipe}
+        return make_trainer(text_model, text_tokenizer, text_rows, tmp_path, **options)
+
+    return make
+
+
+def recorded(name):
+    """A recorded case: what is named (N,) or (N, T), and its valid tokens."""
+    case = json.loads((RECORDED / f"{name}.json").read_text())
+    tensors = {key: torch.tensor(value) for key, value in case.items() if key != "source"}
+    width = tensors["logps"].size(1)
+    return tensors, torch.arange(width) < tensors["lengths"].unsqueeze(1)
+
+
+def credit_options(recipe):
+    return CreditOptions(
+        **{option.name: recipe[option.name] for option in fields(CreditOptions) if option.name in recipe}
+    )
+
+
+def three_tokens(*ratios):
+    """Two completions of two and one token with advantages 1 and -1, at given ratios of new to old probability."""
+    mask = torch.tensor([[True, True], [True, False]])
+    old = torch.full((2, 2), -1.0)
+    logps = old + torch.tensor([[ratios[0], ratios[1]], [ratios[2], 1.0]]).log()
+    return torch.tensor([1.0, -1.0]), logps, mask, old
+
+
+def test_grpo_by_hand(stock):
+    """Ratios 1.5, 1 and 0.7, clipped to [0.8, 1.3]: (1.3 + 1) / 2 and -0.8, of which the mean is 0.175.
+
+    KL of the reference at log-ratio ln 2: ½ + ln 2 - 1 = 0.1931, times 0.01.
+    """
+    recipe = load_recipe("grpo")
+    assert loss_of(stock(recipe), *three_tokens(1.5, 1.0, 0.7)).item() == pytest.approx(-0.175)
+    logps = torch.tensor([[0.5]]).log()
+    kl = kl_penalty(logps, logps - torch.tensor(2.0).log(), kind=recipe["kl_penalty"])
+    assert recipe["kl_coef"] * kl.item() == pytest.approx(0.001931, abs=1e-6)
+
+
+def test_dapo_by_hand(stock):
+    """Ratios 1.5, 1 and 0.7, clipped to [0.8, 1.28]: the mean of 1.28, 1 and -0.8 over three tokens is 0.4933.
+
+    Of 2048 tokens the last fifth, 409, is punished: 204.5 tokens into it by half. Accuracy and length weigh 2 to 1.
+    """
+    recipe = load_recipe("dapo")
+    assert loss_of(stock(recipe), *three_tokens(1.5, 1.0, 0.7)).item() == pytest.approx(-1.48 / 3)
+    length = get_soft_overlong_punishment(recipe["max_completion_length"], 4096 * 2048 // 20480)
+    punished = length(completion_ids=[[0] * count for count in (1639, 1844, 2048)], completions=[None] * 3)
+    assert punished == pytest.approx([0, -205 / 409, -1])
+    assert [2 * right + 1 * punished[0] for right in (0, 1)] == [0, 2]  # 2 apart, as -1 and 1 are
+
+
+def test_vgr_by_hand():
+    """VGR 1, 2, 3, 4 have quartiles 1.75 and 3.25; rewards 2.5 : 1 with accuracy, in the order of the weights."""
+    recipe = load_recipe("vgr")
+    given = vgr_reward(completions=["a"] * 4, vgr=[1.0, 2.0, 3.0, 4.0], num_generations=4)
+    assert given == pytest.approx([1, 5 / 6, 1 / 6, 0])
+    weights = dict(zip(recipe["reward_funcs"], recipe["reward_weights"], strict=True))
+    assert (weights["accuracy"], weights["vgr"]) == (2.5, 1.0)
+    assert 2.5 * 1 + 1.0 * given[3] > 2.5 * 0 + 1.0 * given[0]  # right without looking, above looking without right
+
+
+def test_mdi_by_hand():
+    """Balance 1 at VGR 1 and 0 at 2 and ½, ½ at √2: rewards 1, -1, -1 and 0, a quarter of what accuracy gives."""
+    recipe = load_recipe("mdi")
+    given = mdi_reward(["a"] * 4, vgr=[1.0, 2.0, 0.5, 2**0.5], mdi_balance_ratio=recipe["mdi_balance_ratio"])
+    assert given == pytest.approx([1, -1, -1, 0])
+    assert recipe["reward_weights"] == [4.0, 1.0, 1.0]
+
+
+def test_tprl_by_hand():
+    """Dependencies e^d - d - 1 at d = ln 2 and ln 4: 0.3069 and 1.6137. One of five tokens is kept in each completion.
+
+    Means: 0.3069 / 5 = 0.0614 and 1.6137 / 5 = 0.3227, so u = 0 and 1, b = 0.8 + 0.2 / 0.5 = 1.2, scales 0.8 and 1.2.
+    """
+    old = torch.full((2, 5), -3.0)
+    perturbed = old.clone()
+    perturbed[0, 3] += torch.tensor(2.0).log()
+    perturbed[1, 1] += torch.tensor(4.0).log()
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    signals = RolloutSignals(old, torch.zeros(2, 5), mask, dependency=visual_dependency(old, perturbed))
+    credit, _ = shape_advantages(torch.tensor([1.0, -1.0]), signals, credit_options(load_recipe("tprl")))
+    expected = torch.zeros(2, 5)
+    expected[0, 3], expected[1, 1] = 0.8, -1.2
+    assert torch.allclose(credit, expected, atol=1e-6)
+    assert load_recipe("tprl")["entropy_penalty_coef"] == 0.06
+
+
+def test_vppo_has_the_gradients_of_the_published_code(stock):
+    recipe, (case, mask) = load_recipe("vppo"), recorded("vppo")
+    old, logps = case["old_logps"], case["logps"].requires_grad_()
+    dependency = visual_dependency(old, case["perturbed_logps"])
+    signals = RolloutSignals(old, torch.zeros_like(old), mask, dependency=dependency)
+    credit, _ = shape_advantages(case["advantages"], signals, credit_options(recipe))
+    loss = loss_of(stock(recipe), credit, logps, mask, old)
+    loss = loss + entropy_penalty(logps, mask, recipe["entropy_penalty_coef"]).sum() / mask.sum()
+    loss.backward()
+    assert (logps.grad - case["gradient"]).abs().max() <= 1e-6
+
+
+def test_papo_has_the_gradients_of_the_published_code(stock):
+    """There the log-probabilities given the masked image are constants."""
+    recipe, (case, mask) = load_recipe("papo"), recorded("papo")
+    logps = case["logps"].requires_grad_()
+    loss = loss_of(stock(recipe), case["advantages"], logps, mask, case["old_logps"])
+    terms = recipe["kl_coef"] * kl_penalty(logps, case["ref_logps"], kind=recipe["kl_penalty"])
+    terms = terms + perception_loss(
+        logps,
+        case["perturbed_logps"],
+        mask,
+        coefficient=recipe["perception_loss_weight"],
+        entropy_coefficient=recipe["der_loss_weight1"],
+        perturbed_entropy_coefficient=recipe["der_loss_weight2"],
+    )
+    (loss + (terms * mask).sum() / mask.sum()).backward()
+    assert (logps.grad - case["gradient"]).abs().max() <= 1e-6
+
+
+def test_papo_with_dapo_differs_by_its_numbers_alone():
+    """Those of the script: no KL, half the perception loss, entropies 0.03, clip-higher, filtered groups."""
+    recipe, other = load_recipe("papo_dapo"), load_recipe("papo")
+    changed = {name for name in recipe.keys() | other.keys() if recipe.get(name) != other.get(name)}
+    assert changed == {
+        "epsilon_high", "kl_coef", "kl_penalty", "use_kl_loss", "beta", "perception_loss_weight", "der_loss_weight1",
+        "der_loss_weight2", "dynamic_sampling", "dynamic_sampling_max_rounds", "online_filtering", "filter_key",
+        "filter_low", "filter_high",
+    }  # fmt: skip
+    assert (recipe["perception_loss_weight"], recipe["der_loss_weight1"], recipe["der_loss_weight2"]) == (
+        0.01,
+        0.03,
+        0.03,
+    )

@@ -1,0 +1,170 @@
+"""Recipes as files and flags: found, listed, in what order options hold, what is refused; and the page about them."""
+
+import re
+import runpy
+import shlex
+from pathlib import Path
+
+import pytest
+
+from vgr_trl.cli.__main__ import main
+from vgr_trl.cli.flags.arguments import DataArguments, RewardArguments, RunArguments
+from vgr_trl.cli.flags.parsing import parse
+from vgr_trl.cli.flags.plugins import option_names
+from vgr_trl.cli.run.evaluated import is_stated
+from vgr_trl.config import DAPOConfig
+from vgr_trl.errors import ConfigError
+from vgr_trl.recipes import load_recipe, read_recipe, recipe_names
+
+ROOT = Path(__file__).parents[2]
+
+
+def parsed(*argv):
+    """Rewards and configuration of a command line."""
+    groups = (RunArguments, DataArguments, RewardArguments, DAPOConfig)
+    _, _, rewards, config = parse(groups, "train", ["--use_cpu", "--bf16", "false", *argv])
+    return rewards, config
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_says_what_it_is_and_has_options_that_there_are(name, tmp_path):
+    recipe = read_recipe(name)
+    assert recipe.about is not None
+    assert recipe.about.method
+    assert re.match(r"https://arxiv.org/abs/\d{4}\.\d{5}$|experiments/\w+\.sh$", recipe.about.paper)
+    rewards, config = parsed("--recipe", name, "--output_dir", str(tmp_path))
+    assert len(config.reward_weights or [1]) == len(rewards.reward_funcs)
+    for option, value in recipe.options.items():
+        if option != "reward_funcs" and option not in option_names(["--recipe", name]):
+            assert getattr(config, option) == value, option
+
+
+def test_a_recipe_gives_way_to_the_file_and_both_to_flags(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("learning_rate: 2.0e-6\nentropy_penalty_coef: 0.12\n")
+    flags = ("--recipe", "vppo", "--config", str(file), "--learning_rate", "3e-6")
+    rewards, config = parsed(*flags)
+    assert rewards.reward_funcs == ["accuracy"]
+    assert config.trajectory_scaling_min == 0.9  # of the recipe
+    assert config.entropy_penalty_coef == 0.12  # of the file
+    assert config.learning_rate == 3e-6
+
+
+def test_the_file_may_name_the_recipe_and_flags_another(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("recipe: vppo\n")
+    assert parsed("--config", str(file))[1].top_p_perception_tokens == 0.4
+    assert parsed(f"--config={file}", "--recipe=tprl")[1].top_p_perception_tokens == 0.2
+
+
+def test_a_recipe_of_ones_own_with_the_options_of_its_plug_ins(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import dataclass, field\n"
+        "from vgr_trl.registries import declares\n"
+        "@dataclass\nclass Options:\n    mine_share: float = field(default=1.0, metadata={'help': 'A share.'})\n"
+        "@declares(options=Options)\ndef rule(advantages, signals, mask, options):\n    return mask * 1.0, {}\n"
+    )
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"credit_rules: ['{tmp_path}/mine.py:rule']\nmine_share: 0.5\neval_strategy: 'no'\n")
+    assert parsed("--recipe", str(file))[1].plugin_options == {"mine_share": 0.5}
+    assert parsed("--recipe", str(file), "--mine_share", "0.25")[1].plugin_options == {"mine_share": 0.25}
+    assert is_stated("eval_strategy", ["--recipe", str(file)])
+    assert not is_stated("save_steps", ["--recipe", str(file)])
+    file.write_text("credit_rules: [token_weights]\nmine_shar: 0.5\n")
+    assert main(["train", "--recipe", str(file)]) == 1
+    assert "mine.yaml has mine_shar, which is no option." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lerning_rate: 1\n", "has lerning_rate, which is no option. Did you mean learning_rate?"),
+        ("- a\n", "holds no options"),
+        ("a: [1\n", "cannot be read"),
+        ("about: {method: x}\n", "give method and paper"),
+        ("about: {method: x, paper: y, papers: z}\n", "give method and paper"),
+    ],
+)
+def test_what_is_wrong_with_a_recipe_is_said(text, message, tmp_path, capsys):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    assert main(["train", "--recipe", str(file)]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--recipe", "vpo"], "There is no recipe 'vpo'. Did you mean vppo?"),
+        (["--recipe", "nothing.yaml"], "The recipe nothing.yaml is no file"),
+        (["--recipe"], "--recipe is given without a name"),
+        (["--recipe", "--dry_run"], "--recipe is given without a name"),
+        (["--recipe", "vppo", "algorithm.kl_coef=0.1"], "which states all options: drop one"),
+    ],
+)
+def test_recipes_that_there_are_not(flags, message, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *flags]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_load_recipe_gives_options_of_python():
+    options = load_recipe("vppo")
+    assert options.pop("reward_funcs") == ["accuracy"]
+    assert "about" not in options
+    assert DAPOConfig(use_cpu=True, bf16=False, **options).delta == 3.0
+    with pytest.raises(ConfigError, match="There is no recipe"):
+        load_recipe("nothing")
+
+
+def test_all_are_listed_with_source_signals_and_cost(capsys):
+    assert main(["recipes"]) == 0
+    listed = capsys.readouterr().out
+    assert len(recipe_names()) >= 8
+    for name in recipe_names():
+        about = read_recipe(name).about
+        assert re.search(rf"^{name} +{re.escape(about.method)}\n +{re.escape(about.paper)}; ", listed, re.MULTILINE)
+    assert "https://arxiv.org/abs/2510.09285; dependency; 2 + 1 passes" in listed
+    assert main(["recipes", "vppo"]) == 0
+    assert capsys.readouterr().out.startswith("# VPPO as published")
+    assert main(["recipes", "vpo"]) == 1
+
+
+@pytest.mark.parametrize(("name", "script"), [("vgr", "experiment3"), ("mdi", "mdi"), ("tprl", "tprl")])
+def test_recipes_of_our_users_are_their_scripts(name, script):
+    """Every option of the recipe stands in the script, or in what all scripts share, with the same value."""
+    texts = [(ROOT / "experiments" / f"{file}.sh").read_text() for file in ("common", script)]
+    words = shlex.split(texts[0].split("COMMON=(")[1].split(")\n")[0])
+    words += shlex.split(texts[1].split('"${COMMON[@]}"')[1].split('"${OVERRIDES[@]}"')[0].replace("\\\n", " "))
+    given: dict[str, list[str]] = {}
+    for word in words:
+        if word.startswith("--"):
+            option = word[2:]
+            given[option] = []
+        else:
+            given[option].append(word)
+    for option, value in load_recipe(name).items():
+        theirs = given[option]
+        if value is True:
+            assert theirs == [], option
+        elif isinstance(value, list):
+            assert [type(value[0])(word) for word in theirs] == value, option
+        else:
+            assert [type(value)(word) for word in theirs] == [value], option
+
+
+def test_the_page_is_what_the_script_makes_of_the_recipes():
+    made = runpy.run_path(str(ROOT / "docs" / "recipes_table.py"))["page"]()
+    assert made == (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8"), "python docs/recipes_table.py"
+
+
+@pytest.mark.parametrize(("script", "own"), [("dapo_train", "--vgr_hard_negative"), ("grpo_vlm", "mdi")])
+def test_a_recipe_takes_the_place_of_the_flags_of_a_script(script, own, monkeypatch):
+    seen = []
+    monkeypatch.setattr("vgr_trl.cli.__main__.main", lambda flags: seen.append(flags))
+    for flags in (["--recipe=vppo"], ["--max_steps", "1"]):
+        monkeypatch.setattr("sys.argv", [script, *flags])
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(ROOT / "examples" / f"{script}.py"), run_name="__main__")
+    assert seen[0] == ["train", "--recipe=vppo"]
+    assert own in seen[1]

@@ -1,0 +1,56 @@
+"""Every recipe trains a step of a tiny model from the command line, in as many passes as it says."""
+
+import functools
+import json
+
+import pytest
+import torch
+from trl import GRPOTrainer
+
+from vgr_trl.cli.__main__ import main
+from vgr_trl.recipes import read_recipe, recipe_names
+from vgr_trl.registries import rewards
+
+TINY = (
+    "--use_cpu --bf16 false --gradient_checkpointing false --num_generations 4 --per_device_train_batch_size 8 "
+    "--max_completion_length 8 --max_steps 1 --learning_rate 1e-3 --logging_steps 1 --save_strategy no "
+    "--report_to none --disable_tqdm true --compute_attention_metrics false --eval_strategy no "
+    "--skip_dead_rows off"  # passes are counted by their rows
+)
+ROWS = 8
+
+
+def accuracy_reward(completions, **columns):
+    """In place of right answers, which a random model does not give: many values, so that no group is dead."""
+    return [sum(map(ord, completion[0]["content"])) % 7 / 7 for completion in completions]
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """Rows of TRL's passes over completions, without and with gradients."""
+    seen = [0, 0]
+    original = GRPOTrainer._get_per_token_logps_and_entropies
+
+    @functools.wraps(original)
+    def counted(self, model, input_ids, *args, **kwargs):
+        seen[torch.is_grad_enabled()] += len(input_ids)
+        return original(self, model, input_ids, *args, **kwargs)
+
+    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", counted)
+    return seen
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_step(name, model_folder, question_files, tmp_path, monkeypatch, passes):
+    monkeypatch.setitem(rewards._own, "accuracy", accuracy_reward)
+    no_system_prompt = tmp_path / "empty.txt"
+    no_system_prompt.touch()
+    recipe = read_recipe(name)
+    flags = f"--recipe {name} --model_name_or_path {model_folder} --data_files {question_files} {TINY}"
+    flags += f" --output_dir {tmp_path / 'run'} --system_prompt_file {no_system_prompt}"
+    if "soft_punish_cache" in recipe.options:
+        flags += " --soft_punish_cache 2"
+    assert main(["train", *flags.split()]) == 0
+    history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
+    assert history[0]["grad_norm"] > 0
+    assert [rows / ROWS for rows in passes] == list(recipe.about.passes)
