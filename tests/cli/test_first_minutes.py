@@ -9,9 +9,10 @@ from trl import ModelConfig, TrlParser
 from vgr_trl import DAPOConfig
 from vgr_trl.cli.__main__ import COMMANDS, main
 from vgr_trl.cli.completion import script
-from vgr_trl.cli.evaluate import EvaluationArguments
 from vgr_trl.cli.flags.arguments import DataArguments, RewardArguments, RunArguments
+from vgr_trl.cli.flags.evaluation import EvaluationArguments
 from vgr_trl.cli.flags.names import check_flags, flag_names
+from vgr_trl.cli.flags.parsing import parse
 from vgr_trl.errors import ConfigError
 from vgr_trl.reporting.views.step_line import duration, step_line
 
@@ -54,22 +55,95 @@ def test_a_misspelt_flag_is_told_before_torch_is_imported(tmp_path):
     assert "Did you mean --learning_rate?" in done.stderr
 
 
+def help_of(capsys, command, *flags):
+    with pytest.raises(SystemExit):
+        main([command, *flags])
+    return capsys.readouterr().out
+
+
 def test_help_lists_every_flag_once_and_ours_first(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "110")
-    with pytest.raises(SystemExit):
-        main(["train", "--help-all"])
-    everything = capsys.readouterr().out.splitlines()
+    everything = help_of(capsys, "train", "--help-all").splitlines()
     listed = [line.split()[0] for line in everything if line.startswith("  --")]
     known = {f"--{name}" for name in flag_names("train")} - {"--config", "--help", "--help_all", "--env"}
     parser = TrlParser(GROUPS["train"])
     assert sorted(listed) == sorted(known & set(parser._option_string_actions))
-    with pytest.raises(SystemExit):
-        main(["train", "--help"])
-    short = capsys.readouterr().out
-    assert len(short.splitlines()) < 330
+    short = help_of(capsys, "train", "--help")
+    assert len(short.splitlines()) < 250
     for part in ("Data:", "Credit per token:", "--token_weights", "--learning_rate", "--lora_target_modules"):
         assert part in short
     assert "--push_to_hub" not in short
+
+
+def test_help_has_the_stages_in_their_order_and_details_of_the_rare_ones_on_request(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "110")
+    short = help_of(capsys, "train", "--help")
+    titles = [
+        "Data:",
+        "Model:",
+        "Training:",
+        "Measuring what",
+        "Dependence on",
+        "Credit per",
+        "Which groups",
+        "Records",
+    ]
+    places = [short.index(f"\n{title}") for title in titles]
+    assert places == sorted(places)
+    assert "--kl_horizon" not in short
+    assert "KL to the reference (described by --help kl):\n  kl_coef, kl_penalty" in short
+    stage = help_of(capsys, "train", "--help", "kl")
+    assert "--kl_horizon " in stage
+    assert "--token_weights" not in stage
+    assert main(["train", "--help", "credits"]) == 1
+    assert "there is no stage credits in the help. Did you mean credit?" in capsys.readouterr().err
+    assert "This command:\n  --reward_type" in help_of(capsys, "evaluate", "--help")
+
+
+def test_values_that_no_flag_takes_are_told_in_a_sentence(capsys):
+    for flags, said in (
+        ("--num_generations four", "--num_generations: invalid int value: 'four'"),
+        ("--model_name_or_path", "--model_name_or_path: expected one argument"),
+        ("--bnb_4bit_quant_type nf5", "--bnb_4bit_quant_type: invalid choice: 'nf5'"),
+    ):
+        assert main(["train", *flags.split()]) == 1
+        error = capsys.readouterr().err
+        assert said in error
+        assert "usage" not in error
+        assert len(error.splitlines()) < 4
+
+
+def test_a_misspelt_command_is_told_with_the_nearest(capsys):
+    assert main(["trian"]) == 2
+    assert "Did you mean train?" in capsys.readouterr().err
+
+
+def test_every_step_has_a_line_unless_it_is_asked_for_otherwise(tmp_path):
+    flags = f"--output_dir {tmp_path} --use_cpu true --bf16 false".split()
+    (config,) = parse((DAPOConfig,), "train", flags)
+    assert config.logging_steps == 1
+    (config,) = parse((DAPOConfig,), "train", [*flags, "--logging_steps", "5"])
+    assert config.logging_steps == 5
+    file = tmp_path / "settings.yaml"
+    file.write_text("logging_steps: 7\n")
+    (config,) = parse((DAPOConfig,), "train", [*flags, "--config", str(file)])
+    assert config.logging_steps == 7
+
+
+def test_warnings_come_once_and_those_on_renamed_options_not_at_all():
+    code = (
+        "import warnings\nfrom vgr_trl.cli.once import warnings_once\n"
+        "def warn(text):\n    warnings.warn(text, FutureWarning)\n"
+        "with warnings_once():\n"
+        "    for _ in range(3):\n"
+        "        warn('beware')\n"
+        "        warn('`is_gradient_checkpointing` is deprecated and will be removed in v6. Use another.')\n"
+        "        with warnings.catch_warnings():\n            warnings.simplefilter('ignore')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("beware") == 1
+    assert "deprecated" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,14 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 
 from vgr_trl import __version__
 from vgr_trl.cli.flags.config_file import check_config_file, config_apart
 from vgr_trl.cli.flags.foreign import without_foreign
 from vgr_trl.cli.flags.names import check_flags, flag_names
 from vgr_trl.cli.flags.recipe import check_recipe
+from vgr_trl.cli.once import warnings_once
 from vgr_trl.disk_full import is_disk_full
 from vgr_trl.errors import VGRError
 
@@ -45,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
-        print(f"vgr-trl: there is no command {name!r}; the commands are {', '.join(COMMANDS)}.", file=sys.stderr)
+        nearest = get_close_matches(name, COMMANDS, n=1)
+        meant = f" Did you mean {nearest[0]}?" if nearest else f" The commands are {', '.join(COMMANDS)}."
+        print(f"vgr-trl: there is no command {name!r}.{meant}", file=sys.stderr)
         return 2
     try:
         if name in TRANSLATED:
@@ -56,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_recipe(rest, flag_names(name))
         if name in LOADING and os.environ.get("RANK", "0") == "0" and not {"-h", "--help", "--help-all"} & set(rest):
             print(f"vgr-trl {__version__}: {name}; loading torch, transformers and TRL", file=sys.stderr, flush=True)
-        return importlib.import_module(f"vgr_trl.cli.{name}").main(rest)
+        with warnings_once():
+            return importlib.import_module(f"vgr_trl.cli.{name}").main(rest)
     except VGRError as error:
         print(f"vgr-trl {name}: {error}", file=sys.stderr)
         return 1

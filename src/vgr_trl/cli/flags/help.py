@@ -5,12 +5,14 @@ import dataclasses
 import inspect
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from trl import ModelConfig
 
 from vgr_trl.cli.flags.arguments import DataArguments, RewardArguments, RunArguments
+from vgr_trl.cli.flags.evaluation import EvaluationArguments
 from vgr_trl.config import (
     AliasOptions,
     ChooseOptions,
@@ -25,24 +27,36 @@ from vgr_trl.config import (
     ReportOptions,
     SkipOptions,
 )
+from vgr_trl.errors import ConfigError
 
-_TITLES: dict[type, str] = {
-    RunArguments: "This command",
-    DataArguments: "Data",
-    RewardArguments: "Rewards",
-    DAPOConfig: "Training",
-    MeasureOptions: "Measuring what was looked at",
-    PerceiveOptions: "Dependence on the image",
-    KLOptions: "KL to the reference",
-    CriticOptions: "Critic",
-    CreditOptions: "Credit per token",
-    ChooseOptions: "Which groups are trained on",
-    SkipOptions: "What is left out of the passes",
-    ReportOptions: "Records and logs",
-    EvaluateOptions: "Evaluations of a run",
-    PluginOptions: "Plug-ins",
-    AliasOptions: "Other names",
+_STAGES: dict[type, tuple[str, str]] = {  # in the order of the help
+    RunArguments: ("run", "This command"),
+    EvaluationArguments: ("run", "This command"),
+    DataArguments: ("data", "Data"),
+    RewardArguments: ("rewards", "Rewards"),
+    ModelConfig: ("model", "Model"),
+    DAPOConfig: ("training", "Training"),
+    MeasureOptions: ("measure", "Measuring what was looked at"),
+    PerceiveOptions: ("perceive", "Dependence on the image"),
+    KLOptions: ("kl", "KL to the reference"),
+    CriticOptions: ("critic", "Critic"),
+    CreditOptions: ("credit", "Credit per token"),
+    ChooseOptions: ("choose", "Which groups are trained on"),
+    SkipOptions: ("skip", "What is left out of the passes"),
+    ReportOptions: ("report", "Records and logs"),
+    EvaluateOptions: ("evaluate", "Evaluations of a run"),
+    PluginOptions: ("plugins", "Plug-ins"),
+    AliasOptions: ("aliases", "Other names"),
 }
+_NAMED_ONLY = (  # unless asked for
+    PerceiveOptions,
+    KLOptions,
+    CriticOptions,
+    SkipOptions,
+    ReportOptions,
+    PluginOptions,
+    AliasOptions,
+)
 _OFTEN_USED = {
     ModelConfig: (
         "model_name_or_path", "dtype", "attn_implementation", "use_peft", "lora_r", "lora_alpha", "lora_target_modules",
@@ -57,59 +71,105 @@ _OFTEN_USED = {
 }  # fmt: skip
 _COLUMN = 34
 
+Default = Callable[[str], Any]
+Options = list[dataclasses.Field[Any]]
 
-def render_help(groups: Sequence[type], command: str, everything: bool = False) -> str:
+
+def render_help(
+    groups: Sequence[type],
+    command: str,
+    default_of: Default,
+    *,
+    everything: bool = False,
+    stage: str | None = None,
+) -> str:
     """Return the help of a command.
 
     Args:
         groups: dataclasses of its options.
         command: its name.
+        default_of: gives the default of an option where the command has another than the dataclass.
         everything: also the options of TRL and transformers that are seldom used.
+        stage: the stage to describe alone; None: all.
+
+    Raises:
+        ConfigError: there is no such stage.
     """
-    lines = [f"usage: vgr-trl {command} [--config FILE.yaml] [--flag value ...]", ""]
-    if not everything and DAPOConfig in groups:
-        lines += ["The flags of this library and the commonest of TRL's; --help-all lists all of them.", ""]
     width = min(shutil.get_terminal_size((110, 24)).columns, 120)
-    for title, options in _sections(groups, everything):
-        lines.append(f"{title}:")
-        for option in options:
-            lines += _described(option, width)
-        lines.append("")
+    sections = sorted(_sections(groups), key=lambda section: section.order)
+    if stage is not None:
+        keys = [section.key for section in sections]
+        if stage not in keys:
+            nearest = get_close_matches(stage, keys, n=1)
+            meant = f"Did you mean {nearest[0]}?" if nearest else f"The stages are {', '.join(dict.fromkeys(keys))}."
+            raise ConfigError(f"there is no stage {stage} in the help. {meant}")
+        return "\n".join(line for part in sections if part.key == stage for line in _full(part, width, default_of))
+    lines = [f"usage: vgr-trl {command} [--config FILE.yaml] [--flag value ...]", ""]
+    if DAPOConfig in groups and not everything:
+        lines += ["The flags of this library and the commonest of TRL's. --help STAGE describes those that are only"]
+        lines += ["named here, --help-all lists all.", ""]
+    for section in sections:
+        if everything or not section.rare:
+            lines += [*_full(section, width, default_of), ""]
+        elif section.group not in (None, AliasOptions):
+            names = ", ".join(option.name for option in section.options)
+            lines += [f"{section.title} (described by --help {section.key}):"]
+            lines += [*textwrap.wrap(names, width, initial_indent="  ", subsequent_indent="  "), ""]
     return "\n".join(lines).rstrip()
 
 
-def _sections(groups: Sequence[type], everything: bool) -> Iterator[tuple[str, list[dataclasses.Field[Any]]]]:
+@dataclasses.dataclass(frozen=True)
+class _Section:
+    """Options under one title; those of TRL and transformers that are seldom used have no group of ours."""
+
+    key: str
+    title: str
+    options: Options
+    group: type | None
+    rare: bool = False
+
+    @property
+    def order(self) -> int:
+        """The place in the help; options of plug-ins come after ours, those of others last."""
+        if self.group is None:
+            return len(_STAGES) + 1
+        return [*_STAGES].index(self.group) if self.group in _STAGES else len(_STAGES)
+
+
+def _sections(groups: Sequence[type]) -> Iterator[_Section]:
     for group in groups:
         fields = {option.name: option for option in dataclasses.fields(group) if option.init}
         often = _OFTEN_USED.get(group)
         if often is None:
-            yield _TITLES.get(group, f"Options of the plug-in {group.__qualname__}"), list(fields.values())
+            key, title = _STAGES.get(group, (group.__qualname__, f"Options of the plug-in {group.__qualname__}"))
+            yield _Section(key, title, list(fields.values()), group)
             continue
-        own = {base: _declared(base, fields) for base in group.__mro__ if base in _TITLES}
+        own = {base: _declared(base, fields) for base in group.__mro__ if base in _STAGES}
         shown = [fields.pop(name) for name in often if name in fields]
-        if group is ModelConfig:
-            yield "Model", shown
-        else:
-            yield _TITLES[group], [*shown, *(fields.pop(name) for name in own.pop(group) if name in fields)]
-        for base, names in own.items():
-            if base is AliasOptions and not everything:
-                continue
-            yield _TITLES[base], [fields.pop(name) for name in names if name in fields]
-        if everything:
-            yield (
-                f"Others, of {'TRL (model)' if group is ModelConfig else 'TRL and transformers'}",
-                list(fields.values()),
-            )
+        if group is not ModelConfig:
+            shown += [fields.pop(name) for name in own.pop(group) if name in fields]
+            for base, names in own.items():
+                options = [fields.pop(name) for name in names if name in fields]
+                yield _Section(*_STAGES[base], options, base, base in _NAMED_ONLY)
+        yield _Section(*_STAGES[group], shown, group)
+        theirs = "TRL (model)" if group is ModelConfig else "TRL and transformers"
+        yield _Section("others", f"Others, of {theirs}", list(fields.values()), None, True)
 
 
 def _declared(base: type, fields: dict[str, Any]) -> list[str]:
     return [name for name in inspect.get_annotations(base) if name in fields]
 
 
-def _described(option: dataclasses.Field[Any], width: int) -> list[str]:
+def _full(section: _Section, width: int, default_of: Default) -> list[str]:
+    described = (line for option in section.options for line in _described(option, width, default_of(option.name)))
+    return [f"{section.title}:", *described]
+
+
+def _described(option: dataclasses.Field[Any], width: int, default: Any) -> list[str]:
     text = " ".join(str(option.metadata.get("help", "")).split())
-    if option.default not in (dataclasses.MISSING, None, ""):
-        text += f" (default {getattr(option.default, 'value', option.default)})"
+    default = option.default if default is None else default
+    if default not in (dataclasses.MISSING, None, ""):
+        text += f" (default {getattr(default, 'value', default)})"
     wrapped = textwrap.wrap(text, width - _COLUMN) or [""]
     flag = f"  --{option.name}"
     if len(flag) < _COLUMN - 1:
@@ -121,12 +181,21 @@ class ShowHelp(argparse.Action):
     """Prints the help in place of argparse's, which lists every flag twice under one heading."""
 
     def __init__(
-        self, option_strings: Sequence[str], dest: str, *, groups: Sequence[type], command: str, everything: bool
+        self,
+        option_strings: Sequence[str],
+        dest: str,
+        *,
+        groups: Sequence[type],
+        command: str,
+        default_of: Default,
+        everything: bool,
     ) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS)
-        self.groups, self.command, self.everything = groups, command, everything
+        nargs = 0 if everything else "?"
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=nargs, default=argparse.SUPPRESS)
+        self.groups, self.command, self.default_of, self.everything = groups, command, default_of, everything
 
-    def __call__(self, parser: Any, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         """Print and leave."""
-        print(render_help(self.groups, self.command, self.everything))
+        stage = values if isinstance(values, str) else None
+        print(render_help(self.groups, self.command, self.default_of, everything=self.everything, stage=stage))
         parser.exit()

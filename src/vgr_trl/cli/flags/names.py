@@ -10,7 +10,7 @@ from vgr_trl.errors import ConfigError
 
 _OWN = {
     "train": ("cli/flags/arguments.py", "cli/flags/reward_files.py", "config/*.py", "config/foreign/aliases.py"),
-    "evaluate": ("cli/flags/arguments.py", "cli/flags/reward_files.py", "cli/evaluate.py"),
+    "evaluate": ("cli/flags/arguments.py", "cli/flags/reward_files.py", "cli/flags/evaluation.py"),
 }
 _OTHERS = {
     "train": {

@@ -1,9 +1,11 @@
 """From flags, or the file of `--config`, to groups of options; what is refused on the way, in one sentence."""
 
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn, cast
 
 import yaml
 from pyarrow.lib import ArrowException
@@ -29,6 +31,15 @@ _ADVICE = (  # part of an error of the libraries below, what to do
     ("bitsandbytes", "Quantised weights or 8-bit optimizers need bitsandbytes: pip install bitsandbytes."),
     ("CUDA out of memory", "Not enough GPU memory: lower per_device_train_batch_size or max_completion_length."),
 )
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {"train": {"logging_steps": 1}}  # of a command, not of its dataclasses
+
+
+class _Parser(TrlParser):
+    """Tells a value that a flag does not take in a sentence, where argparse prints hundreds of flags first."""
+
+    def error(self, message: str) -> NoReturn:
+        said = re.sub(r"^argument (?:-\w/)?(--\w+)[^:]*", r"\1", message)
+        raise ConfigError(f"{said}; {self.prog} --help describes the flags.")
 
 
 def parse(groups: Sequence[Any], command: str, argv: Sequence[str] | None) -> tuple[Any, ...]:
@@ -42,9 +53,12 @@ def parse(groups: Sequence[Any], command: str, argv: Sequence[str] | None) -> tu
     argv = sys.argv[1:] if argv is None else argv
     plugins = option_classes(argv, groups)
     groups = (*groups, *plugins)
-    parser = TrlParser(groups, prog=f"vgr-trl {command}", allow_abbrev=False, add_help=False)
+    parser = _Parser(groups, prog=f"vgr-trl {command}", allow_abbrev=False, add_help=False)
+    defaults = DEFAULTS.get(command, {})
+    parser.set_defaults(**defaults)
+    show_help = partial(ShowHelp, groups=groups, command=command, default_of=defaults.get)
     for flags, everything in ((("-h", "--help"), False), (("--help-all",), True)):
-        parser.add_argument(*flags, action=ShowHelp, groups=groups, command=command, everything=everything)
+        parser.add_argument(*flags, action=cast(Any, partial(show_help, everything=everything)))
     arguments = _joined(config_apart(argv), "--data_files")
     parser.set_defaults_with_config(**recipe_options(argv))  # which those of the file replace
     try:
