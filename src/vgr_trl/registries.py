@@ -15,7 +15,14 @@ from vgr_trl.errors import ConfigError, RewardError, VGRError
 from vgr_trl.importing import file_form, import_file, import_module
 
 Plugin = TypeVar("Plugin")
-MEASUREMENTS = ("attention", "dependency", "entropies", "logps", "regions")  # signals that are not made of others
+MEASUREMENTS = (
+    "attention",
+    "dependency",
+    "entropies",
+    "logps",
+    "regions",
+    "similarity",
+)  # signals that are not made of others
 
 
 class Registry:

@@ -148,7 +148,7 @@ class DAPOTrainer(ResumableTrainer):
         if self._recorder.is_on:
             self.add_callback(FlushRecords(self._recorder))
             self.add_callback(RecordBefore(self, self._recorder.evaluated))
-        self.idle_options = find_idle_options(self, bool(self._measurement.wanted.attention), schedule.changes)
+        self.idle_options = find_idle_options(self, self._measurement.wanted, schedule.changes)
         if self.accelerator.is_main_process:
             announce(self, self.sharing, self._passes.vision.plan, self.skipping, self.idle_options)
 

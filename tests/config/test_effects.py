@@ -9,7 +9,7 @@ from vgr_trl.config.effects import Circumstances, changed_options, options_witho
 
 def idle(tmp_path, attention=True, changes=True, evaluates=True, rewards=("soft_overlong_punishment_reward",), **given):
     config = DAPOConfig(str(tmp_path), use_cpu=True, bf16=False, **given)
-    return options_without_effect(config, Circumstances(attention, changes, evaluates, list(rewards)))
+    return options_without_effect(config, Circumstances(attention, False, changes, evaluates, list(rewards)))
 
 
 NOTHING_PERTURBED = "nothing is measured on perturbed images"
@@ -62,6 +62,10 @@ FILTER = {"enable_perception_filtering": True}
         ({"epsilon": 0.1, "loss_type": "cispo"}, {"epsilon": "loss_type is cispo"}),
         ({"epsilon": 0.1, "epsilon_high": None, "loss_type": "cispo"}, {}),
         ({"mdi_balance_ratio": 3.0, "attention": False}, {"mdi_balance_ratio": "attention is not measured"}),
+        (
+            {"hidden_similarity_layer": 2},
+            {"hidden_similarity_layer": "no reward, rule of credit or signal reads the similarity"},
+        ),
         ({"mdi_balance_ratio": 3.0}, {}),
         ({"early_reward_weights": [1.0], "changes": False}, {"early_reward_weights": "they equal reward_weights"}),
         ({"eval_num_generations": 4, "evaluates": False}, {"eval_num_generations": "there are no data to evaluate on"}),

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from PIL import Image
+from support.trainers import config, letters_reward, logged, prompts, train_file, vision_trainer
 
 from vgr_trl import DAPOConfig, registries
 from vgr_trl.batch.signals import AttentionMass, RolloutSignals
@@ -193,6 +194,28 @@ def test_training_with_everything(installed, model_folder, question_files, tmp_p
     assert logged["credit/focus/weight_max"] == pytest.approx(4)
     assert logged["scaling_factor_mean"] == pytest.approx(1, abs=1e-5)
     assert 0 < logged["rewards/brevity/mean"] <= 1
+
+
+def test_a_rule_that_reads_nothing_but_tokens(model_folder, question_files, tmp_path, monkeypatch):
+    """No pass measures anything, the rule still gets a mask (N, T), and the tokens that the advantages belong to."""
+    seen = []
+
+    def even_ids(advantages, signals, mask, options, *, completion_ids):
+        seen.append((signals.logps, completion_ids, mask))
+        return completion_ids % 2 == 0, {}
+
+    monkeypatch.setitem(registries.credit_rules._own, "even_ids", even_ids)
+    given = config(
+        tmp_path, max_steps=1, credit_rules=["even_ids"], compute_attention_metrics=False, rollout_log_steps=0
+    )
+    rows = prompts(train_file(question_files)).select(range(2))
+    trainer = vision_trainer(model_folder, letters_reward, given, rows)
+    trainer.train()
+    ((logps, ids, mask),) = seen
+    assert logps.isnan().all()
+    assert ids.shape == mask.shape == (8, 6)
+    shares = (mask & (ids % 2 == 0)).sum() / mask.sum()
+    assert logged(trainer, "credit/even_ids/token_fraction") == [pytest.approx(float(shares))]
 
 
 def test_a_data_set_is_converted(installed, png, tmp_path, capsys):

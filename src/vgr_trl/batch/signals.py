@@ -37,6 +37,8 @@ class RolloutSignals:
         entropies: (N, T) float32, in nats; NaN if they were not measured.
         mask: (N, T) bool, completion tokens that count in the loss.
         attention: attention mass; None if it was not measured.
+        similarity: (N, T) float32 in [-1, 1], of the hidden state that emits a token to those of the image; NaN without
+            one, None if it was not measured.
         dependency: (N, T) float32 in [0, 10], `visual_dependency` of the tokens; None if it was not measured.
         extra: name -> (N, T) float32, signals that were asked for by name; NaN where undefined.
     """
@@ -45,6 +47,7 @@ class RolloutSignals:
     entropies: torch.Tensor
     mask: torch.Tensor
     attention: AttentionMass | None = None
+    similarity: torch.Tensor | None = None
     dependency: torch.Tensor | None = None
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -52,3 +55,9 @@ class RolloutSignals:
     def regions(self) -> torch.Tensor | None:
         """Attention on what the questions are about, (L, N, T); None if it was not measured."""
         return None if self.attention is None else self.attention.region
+
+
+def unmeasured(mask: torch.Tensor) -> RolloutSignals:
+    """Return the signals of completions of which nothing was measured but which tokens count, (N, T) bool."""
+    nothing = torch.full(mask.shape, torch.nan, device=mask.device)
+    return RolloutSignals(nothing, nothing, mask)

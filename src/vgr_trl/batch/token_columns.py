@@ -53,6 +53,7 @@ TOKEN_COLUMNS = {
     "signals.logps": Column("completion"),
     "signals.entropies": Column("completion"),
     "signals.mask": Column("completion"),
+    "signals.similarity": Column("completion"),
     "signals.dependency": Column("completion"),
     "signals.attention.vision": Column("completion"),  # (N, L, T)
     "signals.attention.instruction": Column("completion"),  # (N, L, T)

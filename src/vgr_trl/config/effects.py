@@ -18,9 +18,10 @@ def changed_options(args: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What a run has besides its options: whether attention is measured, reward weights change, and so on."""
+    """What a run has besides its options: what is measured, whether reward weights change, and so on."""
 
     measures_attention: bool
+    measures_similarity: bool
     weights_change: bool
     evaluates: bool
     reward_names: Sequence[str]
@@ -39,6 +40,9 @@ def _circumstantial(given: Circumstances) -> dict[str, str]:
     if not given.measures_attention:
         names = ("attention_source", "attention_segments", "mdi_balance_ratio", "vision_token_ids")
         found |= dict.fromkeys(names, "attention is not measured")
+    if not given.measures_similarity:
+        of_similarity = ("hidden_similarity_layer", "hidden_similarity_over")
+        found |= dict.fromkeys(of_similarity, "no reward, rule of credit or signal reads the similarity")
     if not given.weights_change:
         found["early_reward_weights"] = "they equal reward_weights"
     if not given.evaluates:

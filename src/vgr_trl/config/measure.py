@@ -19,6 +19,10 @@ class MeasureOptions(PluginOptions):
             first, the middle and the last two.
         vision_token_ids: ids of the placeholder tokens of images and videos. None: found from the model's configuration
             and its processor.
+        hidden_similarity_layer: whose hidden states are compared with those of the image tokens, as transformers counts
+            `output_hidden_states`: 0 is what goes into the first layer, -1 the last.
+        hidden_similarity_over: of a token's cosines to the image tokens their `max` or `mean`; or `centre`, the cosine
+            to the mean of the image tokens' hidden states.
         mdi_balance_ratio: R of the MDI balance, above 1: VGR at which the balance is 0.
     """
 
@@ -44,6 +48,20 @@ class MeasureOptions(PluginOptions):
         default=None,
         metadata={"help": "Ids of the image and video placeholder tokens. None: found from the model and processor."},
     )
+    hidden_similarity_layer: int = field(
+        default=-1,
+        metadata={
+            "help": "Hidden states that similarity to the image is taken of: 0 is what goes into the first layer, -1 "
+            "what the last one returns."
+        },
+    )
+    hidden_similarity_over: str = field(
+        default="max",
+        metadata={
+            "help": "Similarity of a token's hidden state to the image: max or mean of its cosines to the image "
+            "tokens', or centre, the cosine to their mean."
+        },
+    )
     mdi_balance_ratio: float = field(
         default=2.0, metadata={"help": "VGR (or its inverse) at which the MDI balance is 0; above 1."}
     )
@@ -53,5 +71,7 @@ class MeasureOptions(PluginOptions):
         check_choice("attention_source", self.attention_source, ("scoring", "generate"))
         check_choice("attention_segments", self.attention_segments, ("thirds", "ends"))
         check_number("mdi_balance_ratio", self.mdi_balance_ratio, 1 + 1e-9, 1e30, "above 1")
+        check_choice("hidden_similarity_over", self.hidden_similarity_over, ("max", "mean", "centre"))
+        check_integer("hidden_similarity_layer", self.hidden_similarity_layer, -1000)
         for token in self.vision_token_ids or []:
             check_integer("vision_token_ids", token, 0)

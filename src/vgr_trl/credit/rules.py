@@ -1,7 +1,8 @@
 """The rules of this library, each `rule(advantages, signals, mask, options) -> (weights, metrics)`, and which are on.
 
 A rule returns weights (N, T), which advantages are multiplied by, or bool: tokens that it keeps. If it compares
-completions, it may take `shaped` and `gather` by name, as `shape_advantages` has them.
+completions, it may take `shaped` and `gather` by name, if it reads their tokens `completion_ids`, as `shape_advantages`
+has them.
 """
 
 import inspect

@@ -23,6 +23,7 @@ def shape_advantages(
     *,
     shaped: torch.Tensor | None = None,
     gather: Gather | None = None,
+    completion_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Return an advantage for every token, A[i] · scale_i · weight[i, t] · keep[i, t], and metrics over all processes.
 
@@ -41,6 +42,7 @@ def shape_advantages(
         shaped: (N,) bool, completions that take part in minimum, maximum and mean of the trajectory scale; None: all.
         gather: returns the concatenation of a 1-D tensor over all processes, which have equally many rows; called
             equally often on each of them, whatever the signals are. None: there is one process.
+        completion_ids: (N, T) tokens of the completions, for plug-ins that read them.
 
     Returns:
         (N, T) float32, and the metrics of the rules that are on. A metric of nothing is NaN: for instance, the mean
@@ -63,7 +65,7 @@ def shape_advantages(
     kept: list[torch.Tensor] = []
     for rule in active_rules(options):
         _refuse_unmeasured(rule, signals)
-        context = rule.takes(shaped=shaped, gather=gather)
+        context = rule.takes(shaped=shaped, gather=gather, completion_ids=completion_ids)
         result = rule.function(advantages, signals, mask, rule.options, **context)
         weights, metrics = _checked(rule, result, mask) if rule.is_plugin else result
         if weights.dtype == torch.bool:

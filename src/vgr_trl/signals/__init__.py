@@ -1,10 +1,10 @@
 """What each token saw: attention to the image and to the instruction, and dependence on the image.
 
 Read `modality.py` (which tokens are the image), `ratios.py` (what is made of attention), then how it is measured:
-`attention/`, `decoder.py` (where, and whether it can be). Regions of an image: `region_boxes.py`,
-`region_tokens.py`. Dependence: `dependency.py`, `perturbation/`. A batch: `scoring.py` with `head.py` and
-`image_chunks.py` (any model), `rollout.py` (in a trainer), `named.py` and `reward_columns.py` (what rewards and metrics
-see).
+`attention/`, `decoder.py` (where, and whether it can be). Hidden states: `similarity.py`. Regions of an image:
+`region_boxes.py`, `region_tokens.py`. Dependence: `dependency.py`, `perturbation/`. A batch: `scoring.py` with
+`head.py` and `image_chunks.py` (any model), `rollout.py` (in a trainer), `named.py` and `reward_columns.py` (what
+rewards and metrics see).
 """
 
 from vgr_trl.batch.signals import AttentionMass, RolloutSignals

@@ -40,14 +40,14 @@ def named_signals(options: PluginOptions, further: Sequence[str] = ()) -> tuple[
 
     Args:
         options: of the run.
-        further: names of signals that something else reads.
+        further: names of signals that rewards read, measurements among them.
 
     Raises:
         ConfigError: one is not found, or is made of itself.
     """
     rules = [registries.credit_rules.load(name) for name in options.plugin_rules]
-    read = [need for rule in rules for need in needs_of(rule)] + list(further)
-    read = [need for need in read if need not in MEASUREMENTS]
+    read = [need for rule in rules for need in needs_of(rule) if need not in MEASUREMENTS]
+    read += [need for need in further if need != "regions"]  # which is no signal of its own
     found: dict[str, NamedSignal] = {}
     for spec in _in_order([*(options.signals or ()), *read]):
         function = registries.signals.load(spec)
@@ -156,6 +156,14 @@ def region_focus(signals: RolloutSignals, options: Any) -> torch.Tensor:
 
 def _late(layers: torch.Tensor, options: Any) -> list[int]:
     return late_layers(len(layers), getattr(options, "attention_segments", "thirds"))
+
+
+@registries.signals.register("similarity")
+@declares(needs=("similarity",))
+def similarity(signals: RolloutSignals, options: Any) -> torch.Tensor:
+    """Return how similar the hidden state that emits each token is to those of the image tokens, in [-1, 1]."""
+    assert signals.similarity is not None
+    return signals.similarity
 
 
 @registries.signals.register("dependency")

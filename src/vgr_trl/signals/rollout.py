@@ -1,20 +1,22 @@
 """What is measured of a rollout batch, while it is generated and when it is scored."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from vgr_trl.batch.signals import AttentionMass, RolloutSignals
+from vgr_trl.batch.signals import AttentionMass, RolloutSignals, unmeasured
 from vgr_trl.signals.attention.generated import GenerationProbe
 from vgr_trl.signals.attention.probe import AttentionProbe
 from vgr_trl.signals.decoder import count_attention_layers
-from vgr_trl.signals.modality import build_modality_masks
+from vgr_trl.signals.modality import ModalityMasks, build_modality_masks
 from vgr_trl.signals.named import NamedSignal
 from vgr_trl.signals.ratios import late_layers
 from vgr_trl.signals.reward_columns import SIGNAL_COLUMNS
+from vgr_trl.signals.similarity import SimilarityProbe
 
 MOST_KEPT = 2**29  # bytes of device memory for attention kept token by token; 10 rows of 1,024 tokens of a 7 B model
 Scored = tuple[torch.Tensor, torch.Tensor | None, Any]
@@ -29,6 +31,7 @@ class Wanted:
         entropies: names of those that need entropies.
         dependency: names of those that need the dependency on the image.
         logps: names of those that need log-probabilities.
+        similarity: names of those that need the similarity of hidden states to the image.
         regions: names of those that need attention on what the question is about, which implies attention.
         values: names of those that need a pass, whatever it is for.
     """
@@ -37,13 +40,14 @@ class Wanted:
     entropies: tuple[str, ...] = ()
     dependency: tuple[str, ...] = ()
     logps: tuple[str, ...] = ()
+    similarity: tuple[str, ...] = ()
     regions: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
 
     @property
     def scoring(self) -> bool:
         """Whether a pass over the rollout batch is needed."""
-        return bool(self.attention or self.head or self.values)
+        return bool(self.attention or self.similarity or self.head or self.values)
 
     @property
     def head(self) -> bool:
@@ -78,6 +82,7 @@ class Measurement:
         special_token_ids: tokens that belong to no modality.
         attention_source: `scoring` or `generate`, where attention is measured.
         attention_segments: how layers are cut into segments.
+        similarity_layer, similarity_over: as `SimilarityProbe` takes them.
         named: signals that are asked for by name, or read by plug-ins.
     """
 
@@ -86,6 +91,8 @@ class Measurement:
     special_token_ids: tuple[int, ...]
     attention_source: str = "scoring"
     attention_segments: str = "thirds"
+    similarity_layer: int = -1
+    similarity_over: str = "max"
     named: tuple[NamedSignal, ...] = ()
 
     @property
@@ -93,6 +100,11 @@ class Measurement:
         """Columns that rewards get beside those of the data."""
         of_attention = (*SIGNAL_COLUMNS, "mdi_balance_ratio") if self.wanted.attention else ()
         return (*of_attention, *(signal.name for signal in self.named if "dependency" not in signal.requires))
+
+    @property
+    def reads_pass(self) -> bool:
+        """Whether the scoring pass is needed for what neither the head nor a generation gives."""
+        return bool(self.wanted.values or self.wanted.similarity)
 
     @property
     def in_generation(self) -> bool:
@@ -132,34 +144,44 @@ class Measurement:
         """
         mask = attention_mask[:, -completion_length:].bool()  # (N, T)
         mass = None if generated_mass is None else pad_to_length(generated_mass, completion_length)
-        prompt_mass, maps = None, None
-        if self.wanted.attention and (mass is None or rows_with_maps):
-            length = input_ids.size(1)
-            prompts = slice(0, length - completion_length)
-            masks = build_modality_masks(
-                input_ids[:, prompts],
-                attention_mask[:, prompts],
-                vision_token_ids=self.vision_token_ids,
-                special_token_ids=self.special_token_ids,
-            )
-            masks.region = None if region is None else region.to(input_ids.device)
-            rows = slice(prompts.stop - 1, length - 1)
-            late = late_layers(count_attention_layers(model), self.attention_segments)
-            kept = _rows_that_fit(masks.vision, completion_length * len(late), rows_with_maps)
-            with AttentionProbe(model, masks, rows, kept, measure_prompt=mass is None, keep_layers=late) as probe:
-                scored = score()
+        prompt_mass, maps, probe, similar = None, None, None, None
+        with ExitStack() as stack:
+            if self.wanted.attention and (mass is None or rows_with_maps):
+                length = input_ids.size(1)
+                masks = self._masks(input_ids, attention_mask, completion_length)
+                masks.region = None if region is None else region.to(input_ids.device)
+                rows = slice(length - completion_length - 1, length - 1)
+                late = late_layers(count_attention_layers(model), self.attention_segments)
+                kept = _rows_that_fit(masks.vision, completion_length * len(late), rows_with_maps)
+                probe = AttentionProbe(model, masks, rows, kept, measure_prompt=mass is None, keep_layers=late)
+                stack.enter_context(probe)
+            if self.wanted.similarity:
+                vision = self._masks(input_ids, attention_mask, completion_length).vision
+                similar = SimilarityProbe(model, vision, self.similarity_layer, self.similarity_over)
+                stack.enter_context(similar)
+            scored = score()
+        if probe is not None:
             if mass is None:
                 mass, prompt_mass = probe.mass, probe.prompt_mass
             maps = probe.kept
-        else:
-            scored = score()
         if mass is not None:
             mass.mask = mask
         logps, entropies, _ = scored
         if entropies is None:
             entropies = torch.full_like(logps, torch.nan)
         signals = RolloutSignals(logps.detach().float(), entropies.detach().float(), mask, mass)
+        if similar is not None:
+            signals.similarity = similar.similarity
         return scored, Measured(signals, prompt_mass, maps)
+
+    def _masks(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, completion_length: int) -> ModalityMasks:
+        """Of the prompts, (N, P)."""
+        return build_modality_masks(
+            input_ids[:, :-completion_length],
+            attention_mask[:, :-completion_length],
+            vision_token_ids=self.vision_token_ids,
+            special_token_ids=self.special_token_ids,
+        )
 
 
 def signals_of_generation(mass: AttentionMass, completion_mask: torch.Tensor) -> RolloutSignals:
@@ -172,8 +194,7 @@ def signals_of_generation(mass: AttentionMass, completion_mask: torch.Tensor) ->
     mask = completion_mask.bool()
     mass = pad_to_length(mass, mask.size(1))
     mass.mask = mask
-    nothing = torch.full(mask.shape, torch.nan, device=mask.device)
-    return RolloutSignals(nothing, nothing, mask, mass)
+    return replace(unmeasured(mask), attention=mass)
 
 
 def _rows_that_fit(vision: torch.Tensor, queries: int, rows: Sequence[int]) -> list[int]:

@@ -7,11 +7,12 @@ from vgr_trl.credit.rules import active_rules
 from vgr_trl.errors import ConfigError
 from vgr_trl.registries import MEASUREMENTS, measurements, needs_of
 from vgr_trl.signals import Measurement, Wanted, signals_of_generation
-from vgr_trl.signals.decoder import count_attention_layers, why_not_measurable
+from vgr_trl.signals.decoder import count_attention_layers, find_decoder, why_not_measurable
 from vgr_trl.signals.modality import special_token_ids, vision_token_ids
 from vgr_trl.signals.named import NamedSignal, add_named, named_columns, named_metrics, named_signals
 from vgr_trl.signals.region_boxes import COLUMNS
 from vgr_trl.signals.reward_columns import attention_metrics, columns_needed_by, measure_segments, reward_columns
+from vgr_trl.signals.similarity import decoder_layers, hidden_state_number
 from vgr_trl.training.constructed import ConstructedTrainer
 from vgr_trl.training.host import Host
 from vgr_trl.training.rollout import Rollout
@@ -31,10 +32,13 @@ def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
     perceiving = features["dependency"] + _on(args.perception_loss_weight > 0, "perception_loss_weight")
     perceiving += _on(args.der_loss_weight2 > 0, "der_loss_weight2")
     scored = features["entropies"] + features["logps"] + _on(args.uses_critic, "advantage_estimator gae")
-    _refuse(features["attention"] + scored + perceiving, _why_no_rollout(trainer))
-    _refuse(attention + perceiving, _why_no_images(trainer))
+    seeing = attention + features["similarity"]
+    _refuse(seeing + scored + perceiving, _why_no_rollout(trainer))
+    _refuse(seeing + perceiving, _why_no_images(trainer))
     _refuse(features["regions"], _why_no_regions(trainer))
     ids = tuple(args.vision_token_ids or ()) or _found_vision_tokens(trainer)
+    if features["similarity"]:
+        _refuse(features["similarity"], _why_no_similarity(trainer, ids))
     if attention:
         _refuse(attention, _why_no_attention(trainer, ids))
         _refuse_missing_layers(trainer)
@@ -42,7 +46,14 @@ def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
         features["attention"] = ("compute_attention_metrics",)
     special = tuple(special_token_ids(trainer.processing_class))
     return Measurement(
-        Wanted(**features), ids, special, args.attention_source, args.attention_segments, _named(trainer)
+        Wanted(**features),
+        ids,
+        special,
+        args.attention_source,
+        args.attention_segments,
+        args.hidden_similarity_layer,
+        args.hidden_similarity_over,
+        _named(trainer),
     )
 
 
@@ -67,7 +78,7 @@ def score_completions(rollout: Rollout, host: Host, measurement: Measurement, co
     ).inputs()
     if measurement.wanted.head:
         host.score(inputs)
-    elif rollout.generated_mass is not None and rollout.recorded is None and not measurement.wanted.values:
+    elif rollout.generated_mass is not None and rollout.recorded is None and not measurement.reads_pass:
         mask = inputs["attention_mask"][:, -inputs["logits_to_keep"] :].to(rollout.generated_mass.mask.device)
         rollout.signals = signals_of_generation(rollout.generated_mass, mask)
     else:
@@ -170,12 +181,26 @@ def _found_vision_tokens(trainer: ConstructedTrainer) -> tuple[int, ...]:
     return tuple(vision_token_ids(trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class))
 
 
+def _why_no_similarity(trainer: ConstructedTrainer, ids: tuple[int, ...]) -> str | None:
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    why = _why_no_vision_tokens(ids) or why_not_measurable(model)
+    if why is None:
+        hidden_state_number(trainer.args.hidden_similarity_layer, len(decoder_layers(find_decoder(model))))
+    return why
+
+
+def _why_no_vision_tokens(ids: tuple[int, ...]) -> str | None:
+    if ids:
+        return None
+    return (
+        "the placeholder token of images is not found in the model's configuration or its processor; give it as "
+        "vision_token_ids."
+    )
+
+
 def _why_no_attention(trainer: ConstructedTrainer, ids: tuple[int, ...]) -> str | None:
-    if not ids:
-        return (
-            "the placeholder token of images is not found in the model's configuration or its processor; give it as "
-            "vision_token_ids."
-        )
+    if (why := _why_no_vision_tokens(ids)) is not None:
+        return why
     if trainer.args.attention_source == "generate":
         for on, backend in (
             (trainer.use_vllm, "vLLM"),

@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
+from vgr_trl.batch.signals import unmeasured
 from vgr_trl.credit import shape_advantages
 from vgr_trl.training.host import Host
-from vgr_trl.training.rollout import Rollout
+from vgr_trl.training.rollout import Rollout, valid_tokens
 
 
 def spread(rollout: Rollout, host: Host) -> tuple[Rollout, dict[str, float]]:
@@ -16,13 +17,14 @@ def spread(rollout: Rollout, host: Host) -> tuple[Rollout, dict[str, float]]:
     """
     if not host.args.shapes_advantages:
         return rollout, rollout.metrics
-    assert rollout.signals is not None
     assert rollout.live is not None
+    signals = rollout.signals or unmeasured(valid_tokens(rollout.batch).bool())
     advantages, metrics = shape_advantages(
         rollout.batch["advantages"],
-        rollout.signals,
+        signals,
         host.args,
-        shaped=rollout.live.to(rollout.signals.mask.device),
+        shaped=rollout.live.to(signals.mask.device),
         gather=host.accelerator.gather,
+        completion_ids=rollout.batch["completion_ids"],
     )
     return replace(rollout, batch={**rollout.batch, "advantages": advantages}), rollout.metrics | metrics

@@ -189,6 +189,7 @@ def _needed_columns(host: Host, wanted: Wanted) -> dict[str, str]:
     for name, options in (
         ("signals.attention.vision", wanted.attention),
         ("signals.entropies", wanted.entropies),
+        ("signals.similarity", wanted.similarity),
         ("signals.dependency", wanted.dependency),
     ):
         if options:

@@ -18,6 +18,7 @@ from vgr_trl.rewards.groups import gather_groups, needed_columns
 from vgr_trl.rewards.signatures import check_callable
 from vgr_trl.sampling import filter_index
 from vgr_trl.sharing import SharingPlan
+from vgr_trl.signals import Wanted
 from vgr_trl.skipping import SkippingPlan, VisionPlan
 from vgr_trl.training.constructed import ConstructedTrainer
 from vgr_trl.training.start.ready_data import make_data_ready
@@ -86,10 +87,11 @@ def check_data(trainer: ConstructedTrainer, measured_columns: Iterable[str], on_
     refuse_too_few_prompts(trainer)
 
 
-def find_idle_options(trainer: ConstructedTrainer, measures_attention: bool, weights_change: bool) -> dict[str, str]:
+def find_idle_options(trainer: ConstructedTrainer, wanted: Wanted, weights_change: bool) -> dict[str, str]:
     """Return why each option of the trainer that is not at its default has no effect, by name."""
     evaluates, names = trainer.eval_dataset is not None, trainer.reward_func_names
-    return options_without_effect(trainer.args, Circumstances(measures_attention, weights_change, evaluates, names))
+    measures = bool(wanted.attention), bool(wanted.similarity)
+    return options_without_effect(trainer.args, Circumstances(*measures, weights_change, evaluates, names))
 
 
 def announce(

@@ -1,0 +1,107 @@
+"""Similarity of hidden states to the image: by hand, and against the states that a model returns."""
+
+import pytest
+import torch
+from eager_reference import VISION_IDS, masks_of
+from families import build, make_batch
+
+from vgr_trl.batch.signals import RolloutSignals
+from vgr_trl.batch.token_columns import columns_of_signals, signals_of_columns
+from vgr_trl.config import MeasureOptions
+from vgr_trl.errors import ConfigError
+from vgr_trl.sharing import share_prompts
+from vgr_trl.signals import Measurement, Wanted
+from vgr_trl.signals.named import add_named, named_signals
+from vgr_trl.signals.similarity import SimilarityProbe, cosine_similarity
+
+
+@pytest.mark.parametrize(
+    ("over", "expected"),
+    [("max", [1.0, 0.8]), ("mean", [0.5, 0.7]), ("centre", [0.8**0.5, 0.8**0.5])],
+)
+def test_two_tokens_and_two_image_tokens_by_hand(over, expected):
+    """(1, 0) and (3, 4) have cosines 1, 0 and 3/5, 4/5 to (2, 0) and (0, 1), and 2/√5 each to their mean (1, ½)."""
+    emitting, image = torch.tensor([[1.0, 0.0], [3.0, 4.0]]), torch.tensor([[2.0, 0.0], [0.0, 1.0]])
+    assert cosine_similarity(emitting, image, over).tolist() == pytest.approx(expected)
+    assert cosine_similarity(emitting, image[:0], over).isnan().all()
+
+
+def expected_similarity(model, batch, layer):
+    """(N, T), the largest cosine, from the states that the model returns."""
+    with torch.no_grad():
+        states = model(**batch.inputs, output_hidden_states=True).hidden_states[layer]
+    vision = masks_of(batch).vision
+    rows = []
+    for row, seen in zip(states, vision, strict=True):
+        image = row[: len(seen)][seen]
+        cosines = torch.cosine_similarity(row[len(seen) - 1 : -1, None], image[None], dim=-1)  # (T, V)
+        rows.append(cosines.amax(1) if len(image) else torch.full((len(row) - len(seen),), torch.nan))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("layer", [-1, 0, 1])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "llava_next", "idefics3"])
+def test_against_the_states_that_the_model_returns(name, layer):
+    model, batch = build(name), make_batch(name)
+    expected = expected_similarity(model, batch, layer)
+    vision = masks_of(batch).vision
+    valid = batch.inputs["attention_mask"][:, vision.size(1) :].bool()
+    for shared in (False, True):
+        with torch.no_grad(), SimilarityProbe(model, vision, layer) as probe:
+            if shared:
+                with share_prompts(model, batch.completion_length) as report:
+                    model(**batch.inputs)
+            else:
+                model(**batch.inputs)
+        assert torch.allclose(probe.similarity[valid], expected[valid], atol=1e-5, equal_nan=True), shared
+    assert not report.plain, "prompts were shared"
+
+
+def test_a_row_without_an_image_and_a_batch_that_does_not_pass():
+    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
+    vision = masks_of(batch).vision.clone()
+    expected = expected_similarity(model, batch, -1)
+    vision[0] = False
+    with torch.no_grad(), SimilarityProbe(model, vision) as probe:
+        with pytest.raises(ConfigError, match="pass the whole batch"):
+            _ = probe.similarity
+        model(**batch.inputs)
+    assert probe.similarity[0].isnan().all()
+    assert torch.allclose(probe.similarity[1:], expected[1:], atol=1e-5, equal_nan=True)
+
+
+def test_a_layer_that_is_not_there():
+    with pytest.raises(ConfigError, match=r"hidden_similarity_layer is 3, but the model has 2 layers: .* \[-3, 2\]"):
+        SimilarityProbe(build("llava"), torch.ones(1, 2, dtype=torch.bool), 3)
+
+
+def test_measured_beside_attention_and_kept_in_a_buffer():
+    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
+    inputs, length = batch.inputs, batch.completion_length
+    measurement = Measurement(
+        Wanted(attention=("vgr",), similarity=("similarity",)), VISION_IDS, (0,), similarity_over="centre"
+    )
+    assert measurement.wanted.scoring
+    assert not measurement.wanted.head
+
+    def score():
+        with torch.no_grad():
+            model(**inputs)
+        nothing = torch.zeros(len(inputs["input_ids"]), length)
+        return nothing, nothing, None
+
+    _, measured = measurement.measure(model, inputs["input_ids"], inputs["attention_mask"], length, score)
+    signals = measured.signals
+    assert signals.attention is not None
+    again = signals_of_columns(columns_of_signals(signals))
+    assert torch.equal(again.similarity, signals.similarity)
+    with torch.no_grad(), SimilarityProbe(model, masks_of(batch).vision, over="centre") as probe:
+        model(**inputs)
+    assert torch.equal(probe.similarity, signals.similarity)
+
+
+def test_the_signal_of_that_name():
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    signals = RolloutSignals(torch.zeros(1, 2), torch.zeros(1, 2), mask, similarity=torch.tensor([[0.25, 0.5]]))
+    assert add_named(named_signals(MeasureOptions(), ["similarity"]), signals) == ["similarity"]
+    assert signals.extra["similarity"].tolist() == [[0.25, 0.5]]
