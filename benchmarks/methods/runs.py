@@ -1,0 +1,215 @@
+"""One model, warm-started and trained by one method; what it came to."""
+
+import copy
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from demo_signals import conversations, tokenised
+from transformers import PrinterCallback, TrainerCallback
+
+from methods.contenders import Method
+from methods.tasks import Task
+from vgr_trl.demo.options import Options
+from vgr_trl.demo.reinforce import trainer_options
+from vgr_trl.demo.rows import Rows, as_dataset, words_of
+from vgr_trl.demo.run import Questions, set_up_process
+from vgr_trl.demo.shapes import FAMILIES
+from vgr_trl.demo.tiny_vlm import build_tiny_vlm
+from vgr_trl.demo.warm_start import learn_answers, learn_captions, warm_start
+from vgr_trl.evaluation import Evaluation, evaluate
+from vgr_trl.evaluation.generation import Writer
+from vgr_trl.rewards import load_rewards
+from vgr_trl.signals import RolloutScorer, split_layers, vision_gain_ratio, visual_dependency
+from vgr_trl.signals.modality import special_token_ids
+from vgr_trl.trainer import DAPOTrainer
+
+WORDS = {word for _, family in FAMILIES.values() for word in family}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of all runs that are compared: of the warm start, of the updates, and how often accuracy is measured."""
+
+    steps: int = 120
+    prompts: int = 8
+    generations: int = 8
+    start: float = 0.5
+    measure_every: int = 30
+    questions: int = 160
+
+
+class Start:
+    """A task's questions under a seed, and a model that answers some of them; every method starts from a copy."""
+
+    def __init__(self, task: Task, seed: int, settings: Settings) -> None:
+        """Draw the questions and warm-start a new model."""
+        self.task, self.seed, self.settings = task, seed, settings
+        self.options = Options(
+            seed=seed,
+            steps=settings.steps,
+            prompts_per_step=settings.prompts,
+            num_generations=settings.generations,
+            warm_start_accuracy=settings.start,
+        )
+        set_up_process(self.options)
+        self.questions: Questions = task.questions(seed)
+        self.model, self.processor = build_tiny_vlm(words_of(self.questions.train + self.questions.test), seed=seed)
+        self._warm_up()
+        self.weights = copy.deepcopy(self.model.state_dict())
+
+    def _warm_up(self) -> None:
+        options, questions = self.options, self.questions
+        learn_answers(
+            self.model,
+            self.processor,
+            questions.text,
+            learning_rate=options.text_learning_rate,
+            batch_size=options.text_batch_size,
+            max_steps=options.text_steps,
+            target_loss=options.text_loss,
+            seed=self.seed,
+        )
+        learn_captions(self.model, self.processor, questions.shown, seed=self.seed, target_loss=options.caption_loss)
+        warm_start(
+            self.model,
+            self.processor,
+            questions.text,
+            accuracy=lambda: self.answers(questions.validation, samples=4).mean_at_k or 0.0,
+            target_accuracy=self.settings.start,
+            seed=self.seed,
+        )
+
+    def answers(self, rows: Rows, *, samples: int, **options: Any) -> Evaluation:
+        """Return the scores of sampled answers to `rows`."""
+        settings = {"system_prompt": None, "batch_size": 64, "progress": False}
+        return evaluate(
+            self.model,
+            self.processor,
+            rows,
+            num_samples=samples,
+            max_completion_length=self.task.completion_length,
+            **settings | options,
+        )
+
+    def run(self, method: Method, learning_rate: float) -> dict[str, Any]:
+        """Train a copy by one method; return its course and what it came to."""
+        self.model.load_state_dict(self.weights)
+        torch.manual_seed(self.seed)
+        course = Course(self)
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = DAPOTrainer(
+                model=self.model,
+                processing_class=self.processor,
+                reward_funcs=load_rewards(["accuracy", "format", *method.rewards]),
+                args=trainer_options(
+                    self.options,
+                    Path(folder),
+                    learning_rate=learning_rate,
+                    max_completion_length=self.task.completion_length,
+                    reward_weights=[1.0, 0.2, *method.rewards.values()],
+                    log_completions=False,
+                    disable_tqdm=True,
+                    rollout_log_steps=0,
+                    compute_attention_metrics=False,
+                    **method.options_for(self.task, self.processor.tokenizer),
+                ),
+                train_dataset=as_dataset(self.questions.train),
+                callbacks=[course],
+            )
+            trainer.remove_callback(PrinterCallback)
+            began = time.process_time()
+            trainer.train()
+        seconds = time.process_time() - began - course.seconds
+        return {
+            "course": course.points,
+            "CPU seconds per step": round(seconds / self.settings.steps, 3),
+            **self.outcome(),
+        }
+
+    def outcome(self) -> dict[str, Any]:
+        """Return what the model answers and looks at on the held-out questions."""
+        seen = self.answers(
+            self.questions.test, samples=4, group_by="hint" if "hint" in self.questions.test[0] else None
+        )
+        blanked = self.answers(self.questions.test, samples=4, blank_images=True)
+        vgr, dependency = self.looks()
+        return {
+            "accuracy": round(seen.mean_at_k or 0.0, 4),
+            "blanked": round(blanked.mean_at_k or 0.0, 4),
+            "thoughts": round(thoughts_right(seen, self.questions.test), 4),
+            "late VGR": round(vgr, 4),
+            "dependency": round(dependency, 4),
+            **{f"hint {name}": round(scores.mean_at_k or 0.0, 4) for name, scores in seen.groups.items()},
+        }
+
+    def looks(self) -> tuple[float, float]:
+        """Return the mean late VGR, and the mean dependency per token on the image, of sampled answers."""
+        self.model.eval()
+        torch.manual_seed(1)
+        writer = Writer(self.model, self.processor, self.task.completion_length)
+        scorer = RolloutScorer(self.model, special_token_ids=special_token_ids(self.processor))
+        rows = self.questions.test[: self.settings.questions]
+        seen, blackened = (writer.prompt(conversations(rows, perturbed)) for perturbed in (False, True))
+        ids, mask = tokenised([text for (text,) in writer.sample(seen, 1, 1.0)], self.processor)
+        clean, changed = (
+            scorer.score(
+                seen["input_ids"],
+                seen["attention_mask"],
+                ids,
+                mask,
+                pixel_values=inputs["pixel_values"],
+                image_grid_thw=inputs["image_grid_thw"],
+            )
+            for inputs in (seen, blackened)
+        )
+        assert clean.attention is not None
+        late = vision_gain_ratio(clean.attention, split_layers(len(clean.attention.vision))["late"])
+        dependency = visual_dependency(clean.logps, changed.logps)[mask.bool()]
+        return float(late.nanmean()), float(dependency.mean())
+
+
+class Course(TrainerCallback):
+    """Measures accuracy as training goes on, beside the tokens that were generated for it."""
+
+    def __init__(self, start: Start) -> None:
+        """Measure on the first of the held-out questions."""
+        self.start, self.points, self.seconds, self.tokens = start, list[tuple[int, int, float]](), 0.0, 0
+        self.measure(0)
+
+    def measure(self, step: int) -> None:
+        """Add (step, generated tokens, accuracy)."""
+        began = time.process_time()
+        settings = self.start.settings
+        seen = self.start.answers(self.start.questions.test[: settings.questions], samples=4)
+        self.points.append((step, self.tokens, round(seen.mean_at_k or 0.0, 4)))
+        self.seconds += time.process_time() - began if step else 0.0
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Count tokens; measure where it is due."""
+        settings = self.start.settings
+        if logs is None or "completions/mean_length" not in logs:
+            return
+        self.tokens += round(logs["completions/mean_length"] * settings.prompts * settings.generations)
+        if state.global_step % settings.measure_every == 0:
+            self.measure(state.global_step)
+
+
+def thoughts_right(seen: Evaluation, rows: Rows) -> float:
+    """Return the share of the words read off the images that sampled thoughts have right."""
+    right: list[bool] = []
+    for row, record in zip(rows, seen.records, strict=True):
+        truth = perceived_words(row["thought"])
+        for text in record["sampled"]:
+            said = perceived_words(text.removeprefix("<think>").split("</think>")[0])
+            right += [word in said for word in truth]
+    return statistics.mean(right)
+
+
+def perceived_words(thought: str) -> set[str]:
+    """Return the words of a thought that are read off the image."""
+    return WORDS & set(thought.split())

@@ -1,0 +1,112 @@
+"""The bench of methods: its questions, its controls, and the arithmetic of its leaderboard, by hand."""
+
+import importlib
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vgr_trl.demo.rows import words_of
+from vgr_trl.demo.tiny_processor import build_processor
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def module(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module
+
+
+@pytest.mark.parametrize(("count", "before"), [(0, (0, 0, 0)), (8, (3, 3, 2)), (32, (11, 11, 10))])
+def test_style_stands_before_the_words_that_are_read_off(count, before, module):
+    tasks = module("methods.tasks")
+    thought = tasks.with_style({"thought": "a red cross southeast"}, count, random.Random(0))["thought"].split()
+    places = [thought.index(word) for word in ("red", "cross", "southeast")]
+    assert thought[0] == "a"
+    assert tuple(end - start - 1 for start, end in zip([0, *places], places, strict=False)) == before
+    assert all(word in tasks.STYLE for place, word in enumerate(thought) if place not in (0, *places))
+
+
+@pytest.mark.parametrize("name", ["style-0", "style-8", "style-32"])
+def test_a_whole_answer_has_as_many_tokens_as_the_task_says(name, module):
+    """`<think>`, a, three words, `</think><answer>`, the answer, `</answer>` and the end are 10 without style."""
+    task = module("methods.tasks").TASKS[name]
+    rows = task.questions(0).test[:20]
+    tokenizer = build_processor(words_of(rows)).tokenizer
+    lengths = {len(tokenizer(words_of([row])[1]).input_ids) for row in rows}
+    assert lengths == {task.plain_length} == {10 + int(name.removeprefix("style-"))}
+
+
+def test_hints_are_true_as_often_as_said(module):
+    """1,600 draws of 0.7 and 320 of 0.25 are within four standard deviations."""
+    questions = module("methods.tasks").TASKS["hinted"].questions(0)
+    for rows, share in ((questions.train[:1600], 0.7), (questions.test, 0.25), (questions.text[:1600], 0.25)):
+        true = [row["problem"].split("?")[0] == row["solution"] for row in rows]
+        assert [row["hint"] == "true" for row in rows] == true
+        assert sum(true) / len(true) == pytest.approx(share, abs=4 * (share * (1 - share) / len(true)) ** 0.5)
+
+
+def test_controls_keep_equally_many_tokens(module):
+    """Of ids 5 and 7 the first completion has two, the second one, the third none: all of it is kept."""
+    controls = module("methods.controls")
+    ids = torch.tensor([[5, 1, 7, 1], [1, 5, 1, 5], [1, 1, 1, 1]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0]]).bool()
+    given = torch.ones(3), None, mask, SimpleNamespace(perceived_ids=[5, 7])
+    kept, _ = controls.oracle(*given, completion_ids=ids)
+    assert kept.tolist() == [[True, False, True, False], [False, True, False, False], [True, True, False, False]]
+    drawn = torch.stack([controls.at_random(*given, completion_ids=ids)[0] for _ in range(200)])
+    assert (drawn.sum(2) == torch.tensor([2, 1, 2])).all()
+    assert not (drawn & ~mask).any()
+    assert drawn[:, 0].float().mean(0).tolist() == pytest.approx([0.5] * 4, abs=0.15)
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "tokens"), [(0.4, 0), (0.5, 50), (0.6, 100), (0.65, 250), (0.7, 300), (0.71, None)]
+)
+def test_tokens_to_an_accuracy_lie_on_a_line_between_points(accuracy, tokens, module):
+    """0.4 at 0 tokens, 0.6 at 100, 0.55 at 200, 0.75 at 300 would reach 0.65 half way from 200 to 300."""
+    course = [(0, 0, 0.4), (1, 100, 0.6), (2, 200, 0.6), (3, 300, 0.7)]
+    assert module("methods.leaderboard").tokens_to(course, accuracy) == (
+        None if tokens is None else pytest.approx(tokens)
+    )
+
+
+def test_an_interval_holds_the_mean_and_widens_with_the_spread(module):
+    interval = module("methods.leaderboard").interval
+    assert interval([0.5, 0.5, 0.5]) == (0.5, 0.5)
+    low, high = interval([0.4, 0.6])  # of four equally likely resamples one mean is 0.4, two 0.5, one 0.6
+    assert (low, high) == (0.4, 0.6)
+
+
+def test_a_table_ranks_methods(module):
+    """Plain DAPO ends at 0.6 after 100 tokens; the other is there after 50: 0.50 of its tokens."""
+    board = module("methods.leaderboard")
+    runs = [
+        board.Run("style-0", method, 0, 1e-3, {
+            "course": [(0, 0, 0.4), (1, 50, middle), (2, 100, end)], "accuracy": end, "thoughts": 0.5, "blanked": 0.25,
+            "late VGR": 1.0, "dependency": 0.1, "CPU seconds per step": 0.2,
+        })
+        for method, middle, end in (("plain", 0.5, 0.6), ("oracle", 0.6, 0.7))
+    ]  # fmt: skip
+    *_, first, second = board.table(runs)
+    assert first.startswith("| oracle | 0.001 | 1 | 0.700 | 0.700 to 0.700 | +0.300 | 0.50 |")
+    assert second.startswith("| plain | 0.001 | 1 | 0.600 | 0.600 to 0.600 | +0.200 | 1.00 |")
+
+
+def test_what_is_there_is_not_run_again(module, monkeypatch, tmp_path):
+    """Of two methods and two rates one run is kept; the best rate is that of the tuning seed."""
+    main, board = module("methods.__main__"), module("methods.leaderboard")
+    for each in (main, board):
+        monkeypatch.setattr(each, "RESULTS", tmp_path / "methods")
+    settings = module("methods.runs").Settings()
+    flags = main.parse_flags(
+        ["--methods", "plain", "oracle", "--learning_rates", "0.1", "0.2", "--tuning_seeds", "100"]
+    )
+    main.keep(board.Run("style-0", "plain", 100, 0.2, {"accuracy": 0.7}), settings)
+    waiting = list(main.missing(flags, settings, "style-0", 100, main.rates_to_try))
+    assert waiting == [("plain", 0.1), ("oracle", 0.1), ("oracle", 0.2)]
+    main.keep(board.Run("style-0", "plain", 100, 0.1, {"accuracy": 0.6}), settings)
+    assert next(main.missing(flags, settings, "style-0", 0, main.best_rate)) == ("plain", 0.2)
