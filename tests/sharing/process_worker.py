@@ -88,8 +88,8 @@ def run(rank: int) -> None:
         assert difference < 1e-5, difference
         assert report.prompts_per_row == 1 / 3, report
         difference, report = compare(model, alone if rank else mine, agree=all_agree)
-        assert difference < 1e-6, difference
-        assert report.prompts_per_row == 1, report
+        assert difference < 1e-5, difference
+        assert report.prompts_per_row == (1 if rank else 1 / 3), report
 
     model = with_head(build("qwen3")).train()
     policy = ModuleWrapPolicy({type(model.model.layers[0])})

@@ -17,7 +17,11 @@ from vgr_trl.sharing.report import SharingReport
 
 @contextmanager
 def share_prompts(
-    model: Any, completion_length: int | None = None, *, agree: Callable[[bool], bool] | None = None
+    model: Any,
+    completion_length: int | None = None,
+    *,
+    agree: Callable[[bool], bool] | None = None,
+    sharded: bool = True,
 ) -> Iterator[SharingReport]:
     """Compute equal prompts of a batch once, in `forward`, backward and `generate` of `model`, with the same results.
 
@@ -37,9 +41,10 @@ def share_prompts(
             the outputs only those that score completions can be used then: hidden states of the other columns are 0,
             and TRL's fused head returns T columns.
             None: rows may be anything; their longest common beginnings are shared, and all outputs are there.
-        agree: given whether this process would share a batch, returns whether all processes do; needed where
-            parameters are sharded, so that every process makes the same number of forward passes. A pass in which some
-            processes have images and others none is refused there.
+        agree: given an answer of this process, returns whether it is that of all; needed where all processes have to
+            share a batch or none: with sharded parameters, whose forward passes have to be equally many, and under
+            DeepSpeed, which adds up gradients in the order in which they come.
+        sharded: whether parameters are; a pass in which some processes have images and others none is refused then.
 
     Yields:
         Counts of rows and prompts, and the reasons of the calls that ran plainly, until the end of the block.
@@ -57,7 +62,7 @@ def share_prompts(
         yield report
         return
     base = base_of(causal)
-    forward = SharedForward(base, base.forward, report, completion_length, agree)
+    forward = SharedForward(base, base.forward, report, completion_length, agree, sharded)
     with ExitStack() as stack:
         stack.enter_context(replaced_method(base, "forward", forward))
         if base is not causal:

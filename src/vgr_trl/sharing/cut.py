@@ -52,13 +52,14 @@ class Cut:
         return chosen
 
 
-def find_cut(inputs: Mapping[str, Any], config: Any, completion_length: int | None) -> Cut:
+def find_cut(inputs: Mapping[str, Any], config: Any, completion_length: int | None, *, alone: bool = False) -> Cut:
     """The cut of a batch; its last column is left out if the completion length is given.
 
     Args:
         inputs: of a base model's forward pass, by name.
         config: of that model.
         completion_length: T, or None to find the cut that saves most.
+        alone: whether a batch in which no prompt occurs twice is cut as well, if T is given.
 
     Raises:
         CannotShare: the batch has no equal prompts, or computing them once would not be exact.
@@ -87,7 +88,7 @@ def find_cut(inputs: Mapping[str, Any], config: Any, completion_length: int | No
     if split < 1 or completion_length == 0:
         raise CannotShare("no prompt before the completions")
     groups = find_groups(ids[:, :split], mask[:, :split], per_row)
-    if max(groups) + 1 == len(groups):
+    if max(groups) + 1 == len(groups) and not alone:
         raise CannotShare("no prompt occurs twice")
     refuse_uneven_prompts(inputs, groups, split)
     types = inputs.get("mm_token_type_ids")

@@ -26,8 +26,8 @@ class SharedForward:
         report: where calls are counted.
         completion_length: T, if every batch is P + T columns of prompt and completion; None finds the longest common
             beginnings of the rows itself.
-        agree: given whether this process would share, says whether all of them do; for sharded parameters, where
-            every process must run the same number of forward passes.
+        agree: given an answer of this process, says whether it is that of all; where passes have to be alike in all.
+        sharded: whether they have to be alike in their images, too.
     """
 
     def __init__(
@@ -37,11 +37,12 @@ class SharedForward:
         report: SharingReport,
         completion_length: int | None,
         agree: Callable[[bool], bool] | None,
+        sharded: bool = True,
     ) -> None:
         self.base, self.plain, self.report = base, plain, report
         self.completion_length, self.agree = completion_length, agree
         self.names = list(signature(plain).parameters)
-        self.agree_on_images = agree if "pixel_values" in self.names else None
+        self.agree_on_images = agree if sharded and "pixel_values" in self.names else None
         self.calls = 0
         self.paused = False
         self.lock = RLock()  # the model keeps the offsets of the batch at hand: one batch at a time
@@ -63,11 +64,14 @@ class SharedForward:
             self._refuse_what_was_found_unfit()
             self.refuse_unfit_model(torch.is_grad_enabled())
             given = images_as_tensors(inputs)
-            cut = find_cut(given, self.base.config, self.completion_length)
+            cut = find_cut(given, self.base.config, self.completion_length, alone=self.agree is not None)
         except CannotShare as error:
             reason = str(error)
-        if not self.all_agree(cut is not None) and cut is not None:
+        all_can = self.all_agree(cut is not None)
+        if cut is not None and not all_can:
             cut, reason = None, "another process cannot share this batch"
+        elif cut is not None and self.agree is not None and self.agree(cut.prompts == len(cut.groups)):
+            cut, reason = None, "no prompt occurs twice"
         if cut is not None:
             try:
                 outputs = self._two_stages(given, cut)

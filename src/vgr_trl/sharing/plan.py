@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from vgr_trl.sharing.context import leave_out_empty_images, share_prompts
 from vgr_trl.sharing.report import SharingReport
 
@@ -31,6 +33,7 @@ class SharingPlan:
     regroups: bool
     sharded: bool
     dropout: bool
+    in_order: bool = False  # gradients are added up in the order in which they come, which has to be that of all
 
     def __str__(self) -> str:
         if self.mode == "off":
@@ -57,7 +60,7 @@ class SharedPasses:
     """
 
     def __init__(self, plan: SharingPlan, agree: Callable[[bool], bool]) -> None:
-        self.plan, self._agree = plan, agree if plan.sharded else None
+        self.plan, self._agree = plan, agree
         self._report = SharingReport()
 
     @contextmanager
@@ -69,12 +72,14 @@ class SharedPasses:
             model: as `share_prompts` takes it.
             completion_length: T of a scored batch; None where the model generates.
         """
+        sharded = self.plan.sharded
         if place.reason_off is not None:
             generates = completion_length is None
-            with leave_out_empty_images(model, agree=None if generates else self._agree):
+            with leave_out_empty_images(model, agree=self._agree if sharded and not generates else None):
                 yield
             return
-        with share_prompts(model, completion_length, agree=self._agree) as report:
+        alike = sharded or (self.plan.in_order and torch.is_grad_enabled())
+        with share_prompts(model, completion_length, agree=self._agree if alike else None, sharded=sharded) as report:
             yield
         self._report.add(report)
 

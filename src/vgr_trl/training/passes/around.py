@@ -88,6 +88,7 @@ def plan_sharing(trainer: ConstructedTrainer) -> SharingPlan:
         regroups=training is None and (regroup_reason is None or mode == "on"),
         sharded=sharded,
         dropout=None in (generation, training) and has_active_dropout(model, when_training=True),
+        in_order=bool(trainer.is_deepspeed_enabled),
     )
 
 
