@@ -257,7 +257,7 @@ def test_blocks_can_be_nested_and_end_with_errors():
 
 
 @pytest.mark.parametrize(
-    "theirs, reasons",
+    ("theirs", "reasons"),
     [
         ([False], {"another process cannot share this batch": 1}),
         ([True, True], {"no prompt occurs twice": 1}),
