@@ -44,7 +44,7 @@ class Alternating(TrainerCallback):
         self.steps: list[tuple[bool, dict[str, float]]] = []
         self.spent: dict[str, float] = defaultdict(float)
         self.started = 0.0
-        recorder = trainer._recorder
+        recorder = trainer.stages.recorder
         for name in IN_THE_STEP:
             setattr(recorder, name, self._timed("recorder", getattr(recorder, name)))
         put = recorder.sink._background.put
@@ -78,14 +78,14 @@ class Alternating(TrainerCallback):
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Draw for the first of a pair; the second is the other."""
         self.records = not self.records if len(self.steps) % 2 else self.random.random() < 0.5
-        self.trainer._recorder.is_on = self.records
+        self.trainer.stages.recorder.is_on = self.records
         self.spent.clear()
         self.started = time.thread_time()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Wait for the writing thread, too."""
         self.spent["step"] = time.thread_time() - self.started
-        self.trainer._recorder.sink.flush()
+        self.trainer.stages.recorder.sink.flush()
         self.steps.append((self.records, dict(self.spent)))
 
 

@@ -60,7 +60,7 @@ def run(model_folder, question_file, output, rows_per_process):
     trainer.model.generate = generate_by_prompt(trainer, processor)
     trainer.train()
     trainer.evaluate()
-    trainer._recorder.sink.close()
+    trainer.stages.recorder.sink.close()
 
 
 if __name__ == "__main__":

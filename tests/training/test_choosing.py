@@ -100,7 +100,7 @@ class TestReplay:
             return found[:, : found.size(1) - (4 if trainer.state.global_step % 2 else 0)]
 
         trainer.model.generate = generating
-        choose = trainer._choice.choose
+        choose = trainer.stages.choice.choose
 
         def choosing(rollout):
             before = int(rollout.batch["num_items_in_batch"])
@@ -109,13 +109,13 @@ class TestReplay:
             counts.append((before, int(after["num_items_in_batch"]), int(after["completion_mask"].sum())))
             return chosen, metrics
 
-        trainer._choice.choose = choosing
+        trainer.stages.choice.choose = choosing
         trainer.train()
         assert all(corrected == valid for _, corrected, valid in counts)
         assert any(before != corrected for before, corrected, _ in counts), "a group of another length came in"
 
     def test_estimator_and_seed_are_those_of_the_run(self, make):
-        buffer = make(replay_buffer_size=4, advantage_estimator="rloo", seed=7)._choice.replay.buffer
+        buffer = make(replay_buffer_size=4, advantage_estimator="rloo", seed=7).stages.choice.replay.buffer
         assert buffer.estimator == "rloo"
         assert torch.equal(buffer.state_dict()["generator"], torch.Generator().manual_seed(7).get_state())
 
@@ -179,14 +179,14 @@ class TestReplay:
     def test_several_rollouts_in_a_step_are_counted_like_others(self, make):
         """Groups of an earlier rollout of the same step are replayed too."""
         trainer = make(replay_buffer_size=8, gradient_accumulation_steps=4, steps_per_generation=1, max_steps=3)
-        choose, replaced = trainer._choice.choose, []
+        choose, replaced = trainer.stages.choice.choose, []
 
         def choosing(rollout):
             chosen, metrics = choose(rollout)
             replaced.append(len(chosen.replaced) / 2)
             return chosen, metrics
 
-        trainer._choice.choose = choosing
+        trainer.stages.choice.choose = choosing
         trainer.train()
         expected = [sum(replaced[first : first + 4]) / 4 for first in (0, 4, 8)]
         assert logged(trainer, "replay/replaced_fraction") == expected
@@ -242,7 +242,7 @@ class TestFurtherPrompts:
     def drawn_by(trainer):
         """Per rollout, the prompts of the epoch and the further ones."""
         rollouts = []
-        choose, generate = trainer._choice.choose, trainer.host._fill
+        choose, generate = trainer.stages.choice.choose, trainer.host._fill
 
         def choosing(rollout):
             rollouts[-1] = rollouts[-1], []
@@ -263,7 +263,7 @@ class TestFurtherPrompts:
             done.append(None)
             return batch
 
-        trainer._choice.choose, trainer._judge, trainer.host._fill = choosing, generating, generating
+        trainer.stages.choice.choose, trainer._judge, trainer.host._fill = choosing, generating, generating
         trainer._generate_and_score_completions = rolling
         return rollouts
 
@@ -387,14 +387,14 @@ class TestFiltering:
     def test_quantiles_are_those_of_the_first_round(self, make):
         """Means 0.1 and 0.7: the quantiles 0.4 and 0.99 are 0.34 and 0.694; 0.4 lies between them."""
         trainer = make(online_filtering=True, filter_key="overall", filter_mode="quantile", filter_low=0.4)
-        choice = trainer._choice
+        choice = trainer.stages.choice
         assert choice._outside(torch.tensor([0.0, 0.0, 0.0, 0.4, 0.0, 0.8, 1.0, 1.0])) == [0, 1]
         assert choice._outside(torch.tensor([0.2] * 4 + [0.4] * 4)) == [0]
 
 
 def test_dead_groups_take_no_part_in_the_trajectory_scale_without_a_buffer_either(make):
     trainer = make(enable_trajectory_reweighting=True, max_steps=4)
-    choose, found = trainer._choice.choose, []
+    choose, found = trainer.stages.choice.choose, []
 
     def choosing(rollout):
         alive = rollout.batch["advantages"].view(2, 4).abs().amax(1) > 0
@@ -402,7 +402,7 @@ def test_dead_groups_take_no_part_in_the_trajectory_scale_without_a_buffer_eithe
         found.append((alive, chosen.live.view(2, 4)))
         return chosen, metrics
 
-    trainer._choice.choose = choosing
+    trainer.stages.choice.choose = choosing
     trainer.train()
     assert all(torch.equal(live, alive.unsqueeze(1).expand(2, 4)) for alive, live in found)
     assert len({tuple(alive.tolist()) for alive, _ in found}) > 1
@@ -416,7 +416,7 @@ class TestEstimators:
             advantage_estimator="reinforce_plus_plus", dynamic_sampling="resample", dynamic_sampling_max_rounds=4,
             replay_buffer_size=8, max_steps=6,
         )  # fmt: skip
-        choose, seen = trainer._choice.choose, []
+        choose, seen = trainer.stages.choice.choose, []
 
         def choosing(rollout):
             logs = trainer._logs
@@ -427,7 +427,7 @@ class TestEstimators:
             seen.append((chosen.batch["advantages"].view(2, 4), *table, chosen.replaced))
             return chosen, metrics
 
-        trainer._choice.choose = choosing
+        trainer.stages.choice.choose = choosing
         trainer.train()
         mixed = 0
         for advantages, of_table, rewards, replaced in seen:
@@ -573,8 +573,8 @@ class TestCheckpoints:
         warnings = []
         monkeypatch.setattr("vgr_trl.training.choice.replay.logger.warning", warnings.append)
         same = make(max_steps=5, **common | before)
-        same._choice.load(tmp_path / "run" / "checkpoint-4")
-        assert len(same._choice.replay.buffer) > 0
+        same.stages.choice.load(tmp_path / "run" / "checkpoint-4")
+        assert len(same.stages.choice.replay.buffer) > 0
         assert warnings == []
         resumed = make(max_steps=12, **common | before | after)
         resumed.train(resume_from_checkpoint=checkpoint)

@@ -7,7 +7,7 @@ from transformers import GenerationConfig
 
 from vgr_trl.config import DAPOConfig
 from vgr_trl.errors import ConfigError
-from vgr_trl.training.eval_sampling import sampling_of_mode
+from vgr_trl.training.generation.eval_sampling import sampling_of_mode
 
 KEPT = {"max_new_tokens": 7, "do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 5}
 

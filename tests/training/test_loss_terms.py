@@ -150,13 +150,13 @@ def test_a_row_without_an_image_has_no_dependency(make):
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 2
     found = []
-    choose = trainer._choice.choose
+    choose = trainer.stages.choice.choose
 
     def look(rollout):
         found.append(rollout.signals)
         return choose(rollout)
 
-    trainer._choice.choose = look
+    trainer.stages.choice.choose = look
     trainer._prepare_inputs(rows)
     [signals] = found
     assert signals.dependency[4:].isnan().all()

@@ -253,7 +253,7 @@ def test_the_measured_pass_gets_what_trl_would_pass(make, changed):
     scored = []
     score, trainer.host.score = trainer.host.score, lambda inputs, **options: scored.append(inputs)
     rollout = Rollout(rows, prompts=found["prompts"])
-    score_completions(rollout, trainer.host, trainer._measurement, found["ids"])
+    score_completions(rollout, trainer.host, trainer.stages.measurement, found["ids"])
     trainer.host.score = score
     [ours] = scored
     theirs = scoring_inputs(batch)
@@ -323,4 +323,4 @@ class TestRefusals:
         monkeypatch.setattr("vgr_trl.signals.decoder.SUPPORTED", ("flash_attention_2",))
         with pytest.raises(ConfigError, match="token_weights cannot be used here: the attention implementation is"):
             make(token_weights=True)
-        assert not make()._measurement.wanted.attention, "metrics that nobody asked for are left out"
+        assert not make().stages.measurement.wanted.attention, "metrics that nobody asked for are left out"

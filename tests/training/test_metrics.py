@@ -18,12 +18,19 @@ def test_approximate_kl_by_hand():
 
 def test_rates_start_a_new_window_after_each_reading():
     """Two micro-batches on one process: 4 + 3 tokens of prompts and completions, 2 completions each."""
-    steps = StepMetrics(SimpleNamespace(accelerator=SimpleNamespace(reduce=lambda local, reduction: local)))
+    weights = {"reward_names": ["accuracy", "format"], "reward_weights": torch.tensor([0.5, 2.0])}
+    host = SimpleNamespace(accelerator=SimpleNamespace(reduce=lambda local, reduction: local), **weights)
+    steps = StepMetrics(host)
     inputs = {"prompt_mask": torch.tensor([[1, 1], [1, 1]]), "completion_mask": torch.tensor([[1, 1], [1, 0]])}
     for _ in range(2):
-        assert steps.measure(TrainingPass(inputs, torch.zeros(2, 2))) == {"approx_kl": 0.0}
-    assert steps.rates(2.0) == {"perf/tokens_per_second": 7.0, "perf/samples_per_second": 2.0}
-    assert steps.rates(1.0) == {"perf/tokens_per_second": 0.0, "perf/samples_per_second": 0.0}
+        assert steps.measure(TrainingPass(inputs, logps=torch.zeros(2, 2))) == {"approx_kl": 0.0}
+    rest = {
+        "skipped/rows": 0.0, "skipped/tokens": 0.0, "reward_weights/accuracy": 0.5, "reward_weights/format": 2.0,
+    }  # fmt: skip
+    assert steps.of_window(2.0) == {"perf/tokens_per_second": 7.0, "perf/samples_per_second": 2.0, **rest}
+    steps.count_prompt_too_long()
+    rest["data/prompts_too_long"] = 1
+    assert steps.of_window(1.0) == {"perf/tokens_per_second": 0.0, "perf/samples_per_second": 0.0, **rest}
 
 
 def test_every_token_counts_the_same_in_a_mean_over_micro_batches():
@@ -45,17 +52,19 @@ def test_means_over_live_tokens_by_hand():
 def test_what_is_not_live_is_counted_as_skipped():
     """Of 3 valid tokens of 2 completions 1 is live, in the one that runs; ratio 2 there: 2 - 1 - ln 2 = 0.306853."""
     args = SimpleNamespace(importance_sampling_level="token", has_token_advantages=False)
-    host = SimpleNamespace(accelerator=SimpleNamespace(reduce=lambda local, reduction: local), args=args)
+    accelerator = SimpleNamespace(reduce=lambda local, reduction: local)
+    host = SimpleNamespace(accelerator=accelerator, args=args, reward_names=[], reward_weights=torch.tensor([]))
     steps, old = StepMetrics(host), torch.tensor([[-2.0, -1.0], [-1.0, -1.0]])
     inputs = {"prompt_mask": torch.ones(2, 1), "completion_mask": torch.tensor([[1, 1], [1, 0]])}
     live = torch.tensor([[True, False], [False, False]])
-    passed = TrainingPass(inputs | {"old_per_token_logps": old}, old + math.log(2), live=live, rows_run=1)
+    passed = TrainingPass(inputs | {"old_per_token_logps": old}, logps=old + math.log(2), live=live, rows_run=1)
     metrics = {"entropy": [0.5]}
     assert steps.measure(passed, metrics) == {"approx_kl": pytest.approx(0.306853, abs=1e-6)}
     steps.merge(metrics)
     assert metrics["entropy"] == [pytest.approx(1.5)]
-    assert steps.skipped() == {"skipped/rows": 1.0, "skipped/tokens": 2.0}
-    assert steps.skipped() == {"skipped/rows": 0.0, "skipped/tokens": 0.0}
+    for rows, tokens in ((1.0, 2.0), (0.0, 0.0)):
+        found = steps.of_window(1.0)
+        assert (found["skipped/rows"], found["skipped/tokens"]) == (rows, tokens)
 
 
 def test_micro_batches_without_tokens_leave_values_as_they_are():

@@ -2,31 +2,20 @@
 
 import pytest
 import torch
-from datasets import load_dataset
-from transformers import Qwen2_5_VLForConditionalGeneration
 
-from vgr_trl import DAPOConfig, DAPOTrainer, trainer
-from vgr_trl.data.rows.schema import prepare_rows
-from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.errors import ConfigError
 from vgr_trl.rewards import load_reward
+from vgr_trl.training.passes import score
 from vgr_trl.training.recording.images import images_of_row
 
 
 @pytest.fixture
-def make(model_folder, question_files, tmp_path):
-    file = question_files.split(",")[0].removeprefix("train=")
-    questions, _ = prepare_rows(load_dataset("parquet", data_files=file, split="train"), system_prompt=None)
+def make(vision_trainer):
+    questions = vision_trainer.rows
 
     def build(boxes, **options):
         rows = questions if boxes is None else questions.add_column("bbox", (boxes * len(questions))[: len(questions)])
-        config = DAPOConfig(
-            str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, per_device_train_batch_size=8,
-            num_generations=4, max_completion_length=4, max_steps=1, logging_steps=1, save_strategy="no",
-            report_to="none", disable_tqdm=True, **options,
-        )  # fmt: skip
-        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder)
-        return DAPOTrainer(model, load_reward("region"), config, rows, processing_class=load_processor(model_folder))
+        return vision_trainer(load_reward("region"), rows, max_completion_length=4, max_steps=1, **options)
 
     return build
 
@@ -34,7 +23,7 @@ def make(model_folder, question_files, tmp_path):
 def test_half_of_an_image_is_half_of_its_tokens(make, monkeypatch):
     """Every other row names the upper half, the others nothing; all rows of a prompt have the same tokens."""
     run, found = make([[0.0, 0.0, 1.0, 0.5], None], signals=["region_focus"]), []
-    of_rollout = trainer.region_mask
+    of_rollout = score.region_mask
 
     def noted(rollout, host, measurement, prompt_ids):
         vision = torch.isin(prompt_ids, torch.tensor(measurement.vision_token_ids))
@@ -42,7 +31,7 @@ def test_half_of_an_image_is_half_of_its_tokens(make, monkeypatch):
         found.extend((row["bbox"], own[seen]) for row, own, seen in zip(rollout.rows, region, vision, strict=True))
         return region
 
-    monkeypatch.setattr(trainer, "region_mask", noted)
+    monkeypatch.setattr(score, "region_mask", noted)
     run.train()
     assert len(found) == 8
     for box, tokens in found:

@@ -25,7 +25,7 @@ class TestJudge:
 
     def guarded(self, greedy):
         rewards = [torch.nn.Linear(1, 1), WholeGroups(vgr_reward, lambda rows: rows, 0, 1, lambda: 2)]
-        return rewards, Judge(self.host, None, None).guarded(rewards, SimpleNamespace(greedy=greedy))
+        return rewards, Judge(self.host, None, None, None, None).guarded(rewards, SimpleNamespace(greedy=greedy))
 
     def test_reward_models_stay_as_they_are(self):
         rewards, guarded = self.guarded(greedy=False)

@@ -1,6 +1,6 @@
 """What a stage may ask of the trainer it runs in, and how TRL's trainer answers."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from vgr_trl.compat.round_logs import as_one_batch, replace_newest, unlogged
 from vgr_trl.config import DAPOConfig
 from vgr_trl.signals.head import head_of_rows
+from vgr_trl.signals.rollout import policy_is_active
 from vgr_trl.training.constructed import ConstructedTrainer
 from vgr_trl.training.rollout import Rollout
 
@@ -75,6 +76,9 @@ class Host(Protocol):
     @property
     def accumulation_steps(self) -> int: ...
 
+    def whose(self, model: Any) -> str:
+        """Return whose pass one through `model` is: "policy", "reference" or "other"."""
+
     def newest_metrics(self) -> dict[str, float]:
         """Return the last value of everything that waits to be logged in this mode."""
 
@@ -110,6 +114,9 @@ class Host(Protocol):
         Yields:
             completions of this process in each round, beginning with those given; to be added to.
         """
+
+    def show_columns(self, columns: Mapping[str, list[Any]]) -> None:
+        """Add columns to the table of completions."""
 
     def correct_logged_advantages(self, advantages: Sequence[float]) -> None:
         """Put advantages in the place of the newest in the table of completions."""
@@ -163,6 +170,12 @@ class TRLHost:
         """Micro-batches of the optimizer step at hand; the last one of an epoch may have fewer."""
         return self.trainer.current_gradient_accumulation_steps
 
+    def whose(self, model: Any) -> str:
+        """A policy whose adapter is off is its own reference."""
+        if model is self.trainer.ref_model or not policy_is_active(model):
+            return "reference"
+        return "policy" if model is self.trainer.model else "other"
+
     def newest_metrics(self) -> dict[str, float]:
         """Return the last value of everything that waits to be logged in this mode."""
         return {name: values[-1] for name, values in self.trainer._metrics[self.mode].items() if values}
@@ -214,6 +227,11 @@ class TRLHost:
     def as_one_batch(self, completions: int) -> AbstractContextManager[list[int]]:
         """Let what is logged of further rounds in this block count as one batch with the rollout at hand."""
         return as_one_batch(self.trainer, completions)
+
+    def show_columns(self, columns: Mapping[str, list[Any]]) -> None:
+        """Add columns to the table of completions."""
+        for name, values in columns.items():
+            self.trainer._log_completion_extra(name, values)
 
     def correct_logged_advantages(self, advantages: Sequence[float]) -> None:
         """Put advantages in the place of the newest in the table of completions."""

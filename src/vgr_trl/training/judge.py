@@ -10,27 +10,58 @@ from vgr_trl.rewards.finite import refuse_infinite
 from vgr_trl.rewards.groups import WholeGroups
 from vgr_trl.rewards.outcome import checked
 from vgr_trl.rewards.schedule import RewardSchedule
+from vgr_trl.signals import Measurement
+from vgr_trl.signals.reward_columns import SINGLE_COLUMNS
 from vgr_trl.training.host import Host
+from vgr_trl.training.kl import KLControl
+from vgr_trl.training.measure import score_completions, signals_as_columns
 from vgr_trl.training.rollout import Rollout
 
 logger = logging.get_logger(__name__)
 
 
 class Judge:
-    """Guards the rewards of a run.
+    """Gives the rewards of a run what they read, and checks what they return.
 
     Args:
         host: whose reward functions they are.
         trainer: what rewards with an argument `trainer` get.
         schedule: of the weights of all rewards but those that are added to them.
+        measurement: what is measured of rollout batches.
+        kl: of the run.
     """
 
-    def __init__(self, host: Host, trainer: object, schedule: RewardSchedule) -> None:
+    def __init__(
+        self, host: Host, trainer: object, schedule: RewardSchedule, measurement: Measurement, kl: KLControl
+    ) -> None:
         self.host, self.trainer, self.schedule = host, trainer, schedule
+        self._measurement, self._kl = measurement, kl
         self._with_nan: set[str] = set()
 
-    def set_weights(self) -> None:
-        """Set the weights of this step, in place."""
+    def prepare(
+        self, rollout: Rollout | None, completion_ids: list[list[int]]
+    ) -> tuple[dict[str, list[Any]], dict[str, float]]:
+        """Set the weights of this step; return the columns that rewards get of the completions, and their metrics.
+
+        Args:
+            rollout: at hand, which is measured if TRL has not scored it; None: outside of one nothing is measured.
+            completion_ids: tokens of the N completions.
+        """
+        self._set_weights()
+        if rollout is None:
+            return {}, {}
+        rollout.judging = True
+        if not self._measurement.wanted.scoring:
+            return {}, {}
+        if rollout.signals is None:
+            score_completions(rollout, self.host, self._measurement, completion_ids)
+        columns, metrics = signals_as_columns(rollout, self.host, self._measurement)
+        if "vgr" in columns:
+            self.host.show_columns({name: columns[name] for name in SINGLE_COLUMNS})
+        penalties, of_kl = self._kl.penalise(rollout)
+        return columns | penalties, metrics | of_kl
+
+    def _set_weights(self) -> None:
         if self.schedule.changes:
             state = self.host.state
             early = self.schedule.early_steps(self.host.args.get_warmup_steps(state.max_steps), state.max_steps)
@@ -56,25 +87,33 @@ class Judge:
         return checked(reward, name, self._warn_of_nan, trainer=self.trainer)
 
     def check(
-        self, rewards: torch.Tensor, reward_funcs: Sequence[Any], rows: Sequence[Mapping[str, Any]]
-    ) -> dict[str, float]:
-        """Return for which share of all completions each reward does not apply.
+        self,
+        rewards: torch.Tensor,
+        reward_funcs: Sequence[Any],
+        rollout: Rollout | None,
+        rows: Sequence[Mapping[str, Any]],
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return the rewards, and for which share of all completions each does not apply; the rollout keeps them.
 
         Args:
             rewards: of all processes, (N of all, F).
             reward_funcs: in their order.
+            rollout: at hand.
             rows: of the data, of this process.
 
         Raises:
             RewardError: a reward is infinite.
         """
+        rewards = self._kl.without_unscored(rewards)
         refuse_infinite(rewards, self.host.reward_names, rows, len(rows) * self.host.accelerator.process_index)
         metrics = {}
         for reward, name, undefined in zip(reward_funcs, self.host.reward_names, rewards.isnan().T, strict=True):
             metrics[f"rewards/{name}/not_applicable"] = undefined.float().mean().item()
             if isinstance(reward, torch.nn.Module) and undefined.any():
                 self._warn_of_nan(name, int(undefined.sum()))
-        return metrics
+        if rollout is not None:
+            rollout.rewards = rewards
+        return rewards, metrics
 
     def _warn_of_nan(self, name: str, count: int) -> None:
         if name not in self._with_nan:

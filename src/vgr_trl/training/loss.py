@@ -1,4 +1,4 @@
-"""Terms added to TRL's loss, averaged over tokens as TRL averages its own."""
+"""What is added to TRL's loss of a micro-batch: terms averaged over tokens as TRL averages its own, and a critic's."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,22 +7,24 @@ import torch
 
 from vgr_trl.batch.inputs import joined, scoring_inputs
 from vgr_trl.compat.loss_normaliser import average_as_loss
+from vgr_trl.config import DAPOConfig
 from vgr_trl.credit import entropy_penalty, perception_divergence, perception_loss
+from vgr_trl.credit.totals import Totals
+from vgr_trl.training.critic.critic import Critic
 from vgr_trl.training.host import Host
 from vgr_trl.training.kl import KLControl
 from vgr_trl.training.rollout import TrainingPass, valid_tokens
 
-Term = tuple[torch.Tensor | float, dict[str, float]]
-Score = Callable[[dict[str, Any]], tuple[torch.Tensor, torch.Tensor]]
+Score = Callable[..., Any]
 
 
-def what_reads_every_token(args: Any) -> str | None:
+def what_reads_every_token(args: DAPOConfig) -> str | None:
     """Return the option by which tokens that have no advantage are trained on too, by a term of the loss or a critic.
 
     None: there is none.
 
     Args:
-        args: a `DAPOConfig`.
+        args: of the trainer.
     """
     terms = {
         "beta": args.beta != 0,
@@ -39,95 +41,97 @@ def what_reads_every_token(args: Any) -> str | None:
     return next((name for name, is_on in terms.items() if is_on), None)
 
 
-def added_terms(passed: TrainingPass, host: Host, kl: KLControl, score: Score) -> Term:
-    """Return the sum of all terms of a micro-batch, and their metrics.
+class AddedLoss:
+    """Adds the terms that are no advantages, and lets a critic learn.
 
     Args:
-        passed: with log-probabilities.
-        host: whose loss they are added to.
+        host: whose loss it is.
         kl: of the run.
-        score: as `perception_term` takes it.
+        critic: likewise; None without one.
     """
-    terms = entropy_term(passed, host), perception_term(passed, host, score), kl_term(passed, host, kl)
-    return sum(term for term, _ in terms), {name: value for _, metrics in terms for name, value in metrics.items()}
+
+    def __init__(self, host: Host, kl: KLControl, critic: Critic | None) -> None:
+        self._host, self._kl, self._critic = host, kl, critic
+
+    def complete(self, loss: torch.Tensor, passed: TrainingPass, score: Score) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return the loss of a micro-batch, 0 while only the critic is trained, and metrics.
+
+        Args:
+            loss: TRL's.
+            passed: with log-probabilities.
+            score: as TRL's `_get_per_token_logps_and_entropies`.
+        """
+        terms, metrics = self._terms(passed, score)
+        loss = loss + terms
+        if self._critic is None:
+            return loss, metrics
+        metrics |= self._critic.learn(passed, lambda critic, inputs: score(critic, **inputs)[0])
+        return loss * (not self._critic.holds_policy()), metrics
+
+    def _terms(self, passed: TrainingPass, score: Score) -> tuple[torch.Tensor | float, dict[str, float]]:
+        """The average of all terms, and their metrics."""
+        args, accelerator, totals = self._host.args, self._host.accelerator, Totals()
+        of_kl, metrics = self._kl.term(passed)
+        each = (entropy_term(passed, args, totals), perception_term(passed, args, totals, score), of_kl)
+        terms = [term for term in each if term is not None]  # (N, T) each
+        if not terms:
+            return 0.0, metrics
+        average = average_as_loss(
+            torch.stack(terms).sum(dim=0),
+            valid_tokens(passed.inputs),
+            passed.inputs,
+            args,
+            accumulation_steps=self._host.accumulation_steps,
+            num_processes=accelerator.num_processes,
+        )
+        return average, metrics | totals.metrics(accelerator.gather)
 
 
-def kl_term(passed: TrainingPass, host: Host, kl: KLControl) -> Term:
-    """Return the KL from the reference of a micro-batch, 0 if it is not in the loss, and metrics.
+def entropy_term(passed: TrainingPass, args: DAPOConfig, totals: Totals) -> torch.Tensor | None:
+    """Return the entropy penalty of every token of a micro-batch (N, T); None if it is off.
 
     Args:
         passed: with log-probabilities.
-        host: whose loss it is added to.
-        kl: of the run.
+        args: of the trainer.
+        totals: take in its mean.
     """
-    per_token, metrics = kl.term(passed)  # (N, T)
-    if per_token is None:
-        return 0.0, metrics
-    return _averaged(per_token, valid_tokens(passed.inputs), passed, host), metrics
-
-
-def entropy_term(passed: TrainingPass, host: Host) -> Term:
-    """Return the entropy penalty of a micro-batch, 0 if it is off, and its mean.
-
-    Args:
-        passed: with log-probabilities.
-        host: whose loss it is added to.
-    """
-    if not host.args.use_entropy_penalty:
-        return 0.0, {}
+    if not args.use_entropy_penalty:
+        return None
     assert passed.logps is not None
     mask = valid_tokens(passed.inputs)
-    penalty = entropy_penalty(passed.logps, mask, host.args.entropy_penalty_coef)  # (N, T)
-    return _averaged(penalty, mask, passed, host), {"entropy_penalty": _token_mean(penalty, mask, host)}
+    penalty = entropy_penalty(passed.logps, mask, args.entropy_penalty_coef)
+    totals.add_mean("entropy_penalty", penalty.detach(), mask.bool())
+    return penalty
 
 
-def perception_term(passed: TrainingPass, host: Host, score: Score) -> Term:
-    """Return the perception loss of PAPO for a micro-batch, 0 if it is off; it, and the entropy given no image.
+def perception_term(passed: TrainingPass, args: DAPOConfig, totals: Totals, score: Score) -> torch.Tensor | None:
+    """Return the perception loss of PAPO of every token of a micro-batch (N, T); None if it is off.
 
     It is the one term that takes another pass with gradients, through the perturbed images.
 
     Args:
         passed: with log-probabilities.
-        host: whose loss it is added to.
-        score: passes inputs through the model and returns log-probabilities and entropies (N, T), with gradients.
+        args: of the trainer.
+        totals: take in its mean, and that of the entropy given no image.
+        score: as TRL's `_get_per_token_logps_and_entropies`.
     """
-    args, metrics = host.args, dict[str, float]()
     if not (args.uses_perception_loss or args.der_loss_weight1 > 0):
-        return 0.0, metrics
+        return None
     assert passed.logps is not None
     inputs, logps, mask = passed.inputs, passed.logps, valid_tokens(passed.inputs)
     perturbed_logps = logps
     if args.uses_perception_loss:
         pixels = inputs.get("perturbed_pixel_values")
         perturbed = scoring_inputs(inputs if pixels is None else inputs | {"pixel_values": joined(pixels)})
-        perturbed_logps, entropies = score(perturbed)
+        perturbed_logps, entropies, _ = score(passed.model, **perturbed, compute_entropy=True)
         divergence = perception_divergence(logps.detach(), perturbed_logps.detach(), mask)
-        metrics["perturbed_entropy"] = _token_mean(entropies, mask, host)
-        metrics["perception_loss"] = _token_mean(-divergence, mask, host)
-    loss = perception_loss(
+        totals.add_mean("perturbed_entropy", entropies.detach(), mask.bool())
+        totals.add_mean("perception_loss", -divergence, mask.bool())
+    return perception_loss(
         logps,
         perturbed_logps,
         mask,
         coefficient=args.perception_loss_weight,
         entropy_coefficient=args.der_loss_weight1,
         perturbed_entropy_coefficient=args.der_loss_weight2,
-    )  # (N, T)
-    return _averaged(loss, mask, passed, host), metrics
-
-
-def _averaged(per_token: torch.Tensor, mask: torch.Tensor, passed: TrainingPass, host: Host) -> torch.Tensor:
-    return average_as_loss(
-        per_token,
-        mask,
-        passed.inputs,
-        host.args,
-        accumulation_steps=host.accumulation_steps,
-        num_processes=host.accelerator.num_processes,
     )
-
-
-def _token_mean(values: torch.Tensor, mask: torch.Tensor, host: Host) -> float:
-    """The mean of `values` (N, T) over the valid tokens of all processes."""
-    local = torch.stack([(values.detach() * mask).sum(), mask.sum().float()])
-    total, count = host.accelerator.reduce(local, reduction="sum").tolist()
-    return total / max(count, 1.0)

@@ -111,6 +111,7 @@ class TrainingPass:
 
     Attributes:
         inputs: of the loss.
+        model: that is trained on it, as the loss got it.
         logps: (N, T) with gradients, of the first pass through the model; None before it.
         values: (N, T) with gradients, that a critic has read off that pass.
         hidden: (N, T', D) with gradients, of its positions that emit; T' is T but for columns without a live token.
@@ -119,6 +120,7 @@ class TrainingPass:
     """
 
     inputs: dict[str, Any]
+    model: Any = None
     logps: torch.Tensor | None = None
     values: torch.Tensor | None = None
     hidden: torch.Tensor | None = None

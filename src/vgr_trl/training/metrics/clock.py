@@ -1,17 +1,14 @@
 """How long the stages of a training step take."""
 
-import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from transformers import TrainerCallback
-
-from vgr_trl.signals.rollout import policy_is_active
 
 STAGES = ("generation", "reward", "old_logps", "reference", "values", "perceive", "choose", "update", "optimizer")
 _OF_TWO = "perceive"  # whose passes are its own
@@ -26,9 +23,14 @@ class StageClock:
         self._since = 0.0
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Count the time in this block; kernels that are under way end with the stage that they were started in."""
-        if self._running and self._running[-1] == _OF_TWO:
+    def stage(self, name: str, counts: bool = True) -> Iterator[None]:
+        """Count the time in this block; kernels that are under way end with the stage that they were started in.
+
+        Args:
+            name: of the stage.
+            counts: False: it is one of an evaluation, and counts nowhere.
+        """
+        if not counts or (self._running and self._running[-1] == _OF_TWO):
             yield
             return
         self._turn()
@@ -60,41 +62,6 @@ class StageClock:
         own = torch.tensor([seconds[name] for name in STAGES], device=accelerator.device)
         slowest = accelerator.gather(own).view(-1, len(STAGES)).max(dim=0).values / max(1, len(step_times))
         return {f"timing/{name}": value for name, value in zip(STAGES, slowest.tolist(), strict=True) if value > 0}
-
-
-def timed(stage: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator for methods of the trainer whose time, in training, is that of a stage."""
-
-    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.model.training:
-                return method(self, *args, **kwargs)
-            with self.clock.stage(stage):
-                return method(self, *args, **kwargs)
-
-        return call
-
-    return decorate
-
-
-def timed_pass(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate the trainer's method that scores: passes without gradients are stages, by whose they are."""
-
-    @functools.wraps(method)
-    def call(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() or not self.model.training:
-            return method(self, model, *args, **kwargs)
-        with self.clock.stage(_whose(self, model)):
-            return method(self, model, *args, **kwargs)
-
-    return call
-
-
-def _whose(trainer: Any, model: Any) -> str:
-    if model is trainer.ref_model or not policy_is_active(model):
-        return "reference"
-    return "old_logps" if model is trainer.model else "values"
 
 
 class OptimizerClock(TrainerCallback):

@@ -93,6 +93,11 @@ class StepMetrics:
         self._valid: list[float] = []  # tokens of each micro-batch that count in the loss
         self._live: list[float] = []  # those of them that were scored
         self._tokens = self._samples = self._skipped_rows = self._skipped_tokens = 0.0
+        self._prompts_too_long = 0  # of streams, in the whole run
+
+    def count_prompt_too_long(self) -> None:
+        """Count a prompt of a stream that is left out."""
+        self._prompts_too_long += 1
 
     def measure(self, passed: TrainingPass, of_trl: MutableMapping[str, list[float]] | None = None) -> dict[str, float]:
         """Count a micro-batch, over all processes, and return its metrics, which are means over its live tokens.
@@ -129,14 +134,21 @@ class StepMetrics:
         self._valid.clear()
         self._live.clear()
 
-    def skipped(self) -> dict[str, float]:
-        """Return the completions that did not run and the tokens that were not scored, and start a new window."""
-        skipped = {"skipped/rows": self._skipped_rows, "skipped/tokens": self._skipped_tokens}
-        self._skipped_rows = self._skipped_tokens = 0.0
-        return skipped
+    def of_window(self, seconds: float) -> dict[str, float]:
+        """Return what is logged of the micro-batches since the last log, and of the run; start a new window.
 
-    def rates(self, seconds: float) -> dict[str, float]:
-        """Return tokens and completions per second, generation and scoring included, and start a new window."""
-        rates = {"perf/tokens_per_second": self._tokens / seconds, "perf/samples_per_second": self._samples / seconds}
-        self._tokens = self._samples = 0.0
-        return rates
+        Those are tokens and completions per second, generation and scoring included; completions that did not run and
+        tokens that were not scored; the weights of the rewards.
+        """
+        weights = zip(self.host.reward_names, self.host.reward_weights.tolist(), strict=True)
+        found = {
+            "perf/tokens_per_second": self._tokens / seconds,
+            "perf/samples_per_second": self._samples / seconds,
+            "skipped/rows": self._skipped_rows,
+            "skipped/tokens": self._skipped_tokens,
+            **{f"reward_weights/{name}": weight for name, weight in weights},
+        }
+        if self._prompts_too_long:
+            found["data/prompts_too_long"] = self._prompts_too_long
+        self._tokens = self._samples = self._skipped_rows = self._skipped_tokens = 0.0
+        return found

@@ -1,5 +1,5 @@
 """What passes of a model compute, and what they leave out.
 
-Read `around.py` (prompts and images once, for every pass), `skip.py` (training passes over what the loss reads),
-`budget.py` (micro-batches by number of tokens).
+Read `score.py` (which passes there are), `around.py` (prompts and images once, for every pass), `skip.py` (training
+passes over what the loss reads), `budget.py` (micro-batches by number of tokens).
 """

@@ -1,10 +1,12 @@
 """What is around every pass of a run: prompts and image features computed once; where, and why not elsewhere."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 
 from vgr_trl.sharing import Place, SharedPasses, SharingPlan, has_active_dropout, why_not_regroup, why_not_share
 from vgr_trl.sharing.backbone import base_of, causal_model, is_compiled, recomputes_without_graph
@@ -25,12 +27,12 @@ class Passes:
     Args:
         sharing: where prompts are computed once.
         vision: where image features are.
-        agree: as `share_prompts` takes it.
+        accelerator: whose processes agree on what they share.
     """
 
-    def __init__(self, sharing: SharingPlan, vision: VisionPlan, agree: Callable[[bool], bool]) -> None:
+    def __init__(self, sharing: SharingPlan, vision: VisionPlan, accelerator: Accelerator) -> None:
         self.vision = VisionOnce(vision)
-        self._shared = SharedPasses(sharing, agree)
+        self._shared = SharedPasses(sharing, partial(_all_agree, accelerator))
         self.reader: HeadReader | None = None  # of a critic
         self.hidden_reader: HiddenReader | None = None  # of a KL over all words
 
@@ -57,6 +59,10 @@ class Passes:
     def metrics(self) -> dict[str, float]:
         """Return what was left out since the last call."""
         return self._shared.metrics() | self.vision.metrics()
+
+
+def _all_agree(accelerator: Accelerator, shares: bool) -> bool:
+    return bool(accelerator.gather(torch.tensor([shares], device=accelerator.device)).all())
 
 
 def plan_sharing(trainer: ConstructedTrainer) -> SharingPlan:

@@ -1,5 +1,5 @@
 """What is made sure of before the first generation.
 
-Read `prepare.py` (rewards, columns, prompts), then `ready_data.py` (what users need not do themselves); `seams.py` says
-what is relied on in TRL.
+Read `prepare.py` (rewards, columns, prompts), `ready_data.py` (what users need not do themselves), then `stages.py`
+(what a run is made of); `seams.py` says what is relied on in TRL.
 """

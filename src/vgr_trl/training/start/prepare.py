@@ -15,12 +15,15 @@ from vgr_trl.data.rows.columns import IMAGE_COLUMNS, image_columns, images_of
 from vgr_trl.data.rows.lengths import drop_long_prompts
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.rewards.groups import gather_groups, needed_columns
+from vgr_trl.rewards.registry import hardened
+from vgr_trl.rewards.schedule import RewardSchedule
 from vgr_trl.rewards.signatures import check_callable
 from vgr_trl.sampling import filter_index
 from vgr_trl.sharing import SharingPlan
 from vgr_trl.signals import Wanted
 from vgr_trl.skipping import SkippingPlan, VisionPlan
 from vgr_trl.training.constructed import ConstructedTrainer
+from vgr_trl.training.kl import kl_penalty_reward
 from vgr_trl.training.start.ready_data import make_data_ready
 from vgr_trl.training.start.seams import check_attributes
 
@@ -112,6 +115,23 @@ def announce(
         logger.warning(risk)
     for name, why in idle_options.items():
         logger.warning(f"{name} is without effect because {why}.")
+
+
+def plan_rewards(
+    reward_funcs: Any, args: DAPOConfig, num_generations: Callable[[], int]
+) -> tuple[list[Any], RewardSchedule]:
+    """Return the rewards as TRL gets them, and the schedule of the weights of those that were given.
+
+    Args:
+        reward_funcs: one or several, as a user gives them.
+        args: of the trainer.
+        num_generations: as `over_whole_groups` takes it.
+    """
+    rewards = as_list(reward_funcs)
+    if args.vgr_hard_negative:
+        rewards = hardened(rewards)
+    schedule = RewardSchedule.for_rewards(rewards, args.reward_weights, args.early_reward_weights)
+    return over_whole_groups(rewards, num_generations) + [kl_penalty_reward] * args.penalises_kl, schedule
 
 
 def over_whole_groups(rewards: Sequence[Any], num_generations: Callable[[], int]) -> list[Any]:

@@ -1,0 +1,66 @@
+"""Completions of a rollout, as TRL generates them."""
+
+from collections.abc import Callable
+from typing import Any
+
+from vgr_trl.batch.inputs import Prompts
+from vgr_trl.compat.vllm_images import VLLMImages
+from vgr_trl.sharing import Place
+from vgr_trl.signals import Measurement
+from vgr_trl.training.constructed import ConstructedTrainer
+from vgr_trl.training.generation.eval_sampling import sampling_of_mode
+from vgr_trl.training.metrics.clock import StageClock
+from vgr_trl.training.passes.around import Passes
+from vgr_trl.training.rollout import Rollout
+
+
+class Generation:
+    """Generates with each prompt computed once, and measures attention meanwhile where that is its source.
+
+    Args:
+        trainer: constructed.
+        measurement: what is measured of rollout batches.
+        passes: what is around each pass.
+        place: whether they share prompts.
+        vllm_images: how a colocated vLLM gets images; None: as they are.
+        clock: of the run.
+    """
+
+    def __init__(
+        self,
+        trainer: ConstructedTrainer,
+        measurement: Measurement,
+        passes: Passes,
+        place: Place,
+        vllm_images: VLLMImages | None,
+        clock: StageClock,
+    ) -> None:
+        self._trainer, self._measurement, self._vllm_images = trainer, measurement, vllm_images
+        self._passes, self._place, self._clock = passes, place, clock
+
+    def run(self, rollout: Rollout | None, prompts: Prompts, plain: Callable[[Any, Any, Any], Any]) -> Any:
+        """Return what TRL's `_generate_single_turn` does; the rollout keeps the prompts of its first turn.
+
+        Args:
+            rollout: at hand.
+            prompts: of this turn.
+            plain: TRL's method, on tokens, images and fields.
+        """
+        model = self._trainer.model
+        first_turn = rollout is not None and rollout.prompts is None
+        if rollout is not None and first_turn:
+            rollout.prompts = prompts
+        ids, images = prompts.ids, prompts.images
+        if self._vllm_images is not None:
+            ids, images = self._vllm_images.prepared(ids, images, prompts.fields)
+        with (
+            self._clock.stage("generation", model.training),
+            self._passes.around(self._place, model),
+            sampling_of_mode(self._trainer),
+        ):
+            if rollout is None or not (first_turn and self._measurement.in_generation):
+                return plain(ids, images, prompts.fields)
+            with self._measurement.generation_probe(model) as probe:
+                generated = plain(ids, images, prompts.fields)
+            rollout.generated_mass = probe.mass
+            return generated

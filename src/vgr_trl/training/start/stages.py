@@ -1,0 +1,146 @@
+"""The stages of a run, built once, of a trainer that TRL has constructed."""
+
+from dataclasses import dataclass
+
+from vgr_trl.compat.round_logs import let_tables_hold
+from vgr_trl.compat.vllm_images import plan_vllm_images
+from vgr_trl.rewards.schedule import RewardSchedule
+from vgr_trl.sharing import SharingPlan
+from vgr_trl.signals import Measurement
+from vgr_trl.skipping import SkippingPlan
+from vgr_trl.training.checkpoints.order import PromptOrder
+from vgr_trl.training.checkpoints.resumable import ResumableTrainer, Resumed
+from vgr_trl.training.choice.choose import GroupChoice
+from vgr_trl.training.choice.further_prompts import FurtherPrompts
+from vgr_trl.training.critic.critic import Critic
+from vgr_trl.training.full_kl import FullKL
+from vgr_trl.training.generation.generate import Generation
+from vgr_trl.training.host import TRLHost
+from vgr_trl.training.judge import Judge
+from vgr_trl.training.kl import KLControl
+from vgr_trl.training.loss import AddedLoss
+from vgr_trl.training.measure import plan_measurement
+from vgr_trl.training.metrics.clock import OptimizerClock, StageClock
+from vgr_trl.training.metrics.collapse_watch import CollapseWatch
+from vgr_trl.training.metrics.step_metrics import StepMetrics
+from vgr_trl.training.metrics.trackers import name_for_trackers
+from vgr_trl.training.passes.around import Passes, plan_sharing, plan_skipping, plan_vision
+from vgr_trl.training.passes.budget import TokenBudget, refuse_unfit_budget
+from vgr_trl.training.passes.score import ScoringPasses
+from vgr_trl.training.passes.skip import LivePasses
+from vgr_trl.training.recording.before import RecordBefore
+from vgr_trl.training.recording.record import FlushRecords, RolloutRecorder
+from vgr_trl.training.start.prepare import check_data, data_has_images, model_name, refuse_unfit_choice
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What a rollout batch goes through, and what is around, in the order of data.
+
+    Attributes:
+        clock: how long each stage takes.
+        measurement: what is measured of rollout batches.
+        sharing: where prompts are computed once.
+        skipping: what training passes leave out.
+        passes: what is around each pass.
+        generation, scoring: of completions.
+        judge: of rewards.
+        kl: from the reference.
+        critic: None without one.
+        choice: of the groups that are trained on.
+        live: training passes.
+        budget: of tokens in a pass.
+        loss: what is added to TRL's.
+        steps: metrics of training steps.
+        recorder: of completions, for people to look at.
+    """
+
+    clock: StageClock
+    measurement: Measurement
+    sharing: SharingPlan
+    skipping: SkippingPlan
+    passes: Passes
+    generation: Generation
+    scoring: ScoringPasses
+    judge: Judge
+    kl: KLControl
+    critic: Critic | None
+    choice: GroupChoice
+    live: LivePasses
+    budget: TokenBudget
+    loss: AddedLoss
+    steps: StepMetrics
+    recorder: RolloutRecorder
+
+    def resumed(self, trainer: ResumableTrainer) -> list[Resumed]:
+        """Return what a checkpoint of the trainer holds of its stages."""
+        order = PromptOrder(trainer, lambda: self.choice.waits)
+        return [part for part in (self.choice, self.kl, self.critic, order) if part is not None]
+
+
+def build_stages(trainer: ResumableTrainer, host: TRLHost, schedule: RewardSchedule) -> Stages:
+    """Return the stages of a constructed trainer whose data are ready; prompts that are too long are left out of them.
+
+    Args:
+        trainer: constructed.
+        host: as which the stages see it.
+        schedule: of the weights of its rewards.
+
+    Raises:
+        ConfigError: an option does not fit the rewards, the model or the data.
+        DataError: too few rows are within `max_prompt_length`.
+    """
+    args, clock, steps = host.args, StageClock(), StepMetrics(host)
+    measurement = plan_measurement(trainer)
+    check_data(trainer, measurement.columns, steps.count_prompt_too_long)
+    sharing, has_images = plan_sharing(trainer), data_has_images(trainer)
+    refuse_unfit_choice(trainer, sharing.sharded)
+    refuse_unfit_budget(trainer)
+    passes = Passes(sharing, plan_vision(trainer, has_images), trainer.accelerator)
+    vllm_images = plan_vllm_images(trainer, has_images)
+    choice = GroupChoice(host, measurement.wanted, _further_prompts(trainer, host))
+    skipping = plan_skipping(trainer, measurement.wanted)
+    live = LivePasses(skipping, host, choice, passes, sharing.training)
+    budget = TokenBudget(host, live, sharing.training.reason_off is None)
+    full = FullKL(trainer.model, trainer.ref_model, trainer.temperature) if args.needs_full_kl else None
+    kl, passes.hidden_reader = KLControl(host, full), None if full is None else full.reader
+    critic = Critic(host, trainer.model) if args.uses_critic else None
+    passes.reader = None if critic is None else critic.reader
+    return Stages(
+        clock,
+        measurement,
+        sharing,
+        skipping,
+        passes,
+        generation=Generation(trainer, measurement, passes, sharing.generation, vllm_images, clock),
+        scoring=ScoringPasses(host, measurement, sharing, passes, live, budget, clock),
+        judge=Judge(host, trainer, schedule, measurement, kl),
+        kl=kl,
+        critic=critic,
+        choice=choice,
+        live=live,
+        budget=budget,
+        loss=AddedLoss(host, kl, critic),
+        steps=steps,
+        recorder=RolloutRecorder(host, measurement, trainer.processing_class, model_name(trainer.model)),
+    )
+
+
+def _further_prompts(trainer: ResumableTrainer, host: TRLHost) -> FurtherPrompts | None:
+    args = host.args
+    if args.dynamic_sampling != "resample":
+        return None
+    let_tables_hold(trainer._logs, int(args.generation_batch_size or 0) * (1 + args.dynamic_sampling_max_rounds))
+    return FurtherPrompts(host, trainer.train_dataset, bool(trainer.shuffle_dataset))
+
+
+def add_callbacks(trainer: ResumableTrainer, host: TRLHost, stages: Stages) -> CollapseWatch:
+    """Let stages hear of the steps, evaluations and checkpoints of the trainer; return what watches for a collapse."""
+    watch, recorder = CollapseWatch(host), stages.recorder
+    trainer.add_callback(watch)
+    trainer.add_callback(OptimizerClock(stages.clock))
+    name_for_trackers(trainer)
+    if recorder.is_on:
+        trainer.add_callback(FlushRecords(recorder))
+        trainer.add_callback(RecordBefore(trainer, recorder.evaluated))
+    return watch
