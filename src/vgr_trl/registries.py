@@ -15,14 +15,9 @@ from vgr_trl.errors import ConfigError, RewardError, VGRError
 from vgr_trl.importing import file_form, import_file, import_module
 
 Plugin = TypeVar("Plugin")
-MEASUREMENTS = (
-    "attention",
-    "dependency",
-    "entropies",
-    "logps",
-    "regions",
-    "similarity",
-)  # signals that are not made of others
+# Signals that are not made of others. Beside them, `logps:gaussian_blur` is what its name says, of any perturbation.
+MEASUREMENTS = ("attention", "dependency", "entropies", "logps", "regions", "similarity", "views")
+VIEW = "logps:"
 
 
 class Registry:
@@ -196,8 +191,18 @@ def needs_of(plugin: Any) -> tuple[str, ...]:
     return tuple(getattr(plugin, "needs", ()))
 
 
+def is_measurement(name: str) -> bool:
+    """Whether a signal of that name is measured, not made of others."""
+    return name in MEASUREMENTS or name.startswith(VIEW)
+
+
+def is_late(name: str) -> bool:
+    """Whether a measurement is made after the rewards, in the pass over perturbed images."""
+    return name in ("dependency", "views") or name.startswith(VIEW)
+
+
 def measurements(names: Iterable[str]) -> list[str]:
-    """Return which of `MEASUREMENTS` signals read, through the signals that they are made of.
+    """Return which measurements signals read, through the signals that they are made of.
 
     Args:
         names: of signals.
@@ -211,7 +216,7 @@ def measurements(names: Iterable[str]) -> list[str]:
 def _chains(name: str, within: tuple[str, ...] = ()) -> Iterator[str]:
     if name in within:
         raise ConfigError(f"The signal {name} needs itself ({' needs '.join([*within, name])}): take one need away.")
-    if name in MEASUREMENTS:
+    if is_measurement(name):
         yield name
         return
     for need in needs_of(signals.load(name)):

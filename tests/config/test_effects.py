@@ -53,7 +53,7 @@ FILTER = {"enable_perception_filtering": True}
         ({"patch_size": 8}, {"patch_size": NOTHING_PERTURBED}),
         ({"patch_size": 8, "der_loss_weight2": 0.03}, {}),
         ({"patch_size": 8, "perturbation": "mask_image", "perception_loss_weight": 0.01},
-         {"patch_size": "perturbation is mask_image"}),
+         {"patch_size": "images are perturbed by mask_image"}),
         ({"rollout_log_samples": 8, "rollout_log_steps": 0}, {"rollout_log_samples": "rollout_log_steps is 0"}),
         ({"prompt_preview_length": 5, "markdown_logs": False},
          {"prompt_preview_length": "no Markdown log is written"}),

@@ -1,35 +1,30 @@
 """The dependency under several perturbations: one pass, and what each of them alone gives."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from datasets import load_dataset
-from transformers import Qwen2_5_VLForConditionalGeneration
+from support.trainers import config, letters_reward, logged, prompts, train_file, vision_trainer
 
-from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.data.rows.schema import prepare_rows
-from vgr_trl.demo.tiny_vlm import load_processor
+from vgr_trl import DAPOConfig, registries
+from vgr_trl.batch.signals import RolloutSignals
+from vgr_trl.batch.token_columns import columns_of_signals, signals_of_columns
+from vgr_trl.config import PerceiveOptions
 from vgr_trl.errors import ConfigError
+from vgr_trl.registries import declares
+from vgr_trl.signals.named import add_named, named_signals
 from vgr_trl.training.perceive import perceive
 
 VIEWS = ("mask_image", "gaussian_blur", "blacken_patches")
 
 
-def letters_reward(completions, **kwargs):
-    return [sum(map(ord, completion[0]["content"])) % 7 / 7 for completion in completions]
-
-
 def test_each_view_alone_and_all_at_once(model_folder, question_files, tmp_path, monkeypatch):
     """Within one rollout, mean and minimum of what three runs of the pass give, each with one perturbation."""
-    file = question_files.split(",")[0].removeprefix("train=")
-    questions, _ = prepare_rows(load_dataset("parquet", data_files=file, split="train"), system_prompt=None)
-    config = DAPOConfig(
-        str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, per_device_train_batch_size=8,
-        num_generations=4, max_completion_length=4, max_steps=1, logging_steps=1, save_strategy="no",
-        report_to="none", disable_tqdm=True, credit_rules=["trajectory_scale"], perturbation=VIEWS[0],
+    options = config(
+        tmp_path, max_completion_length=4, max_steps=1, credit_rules=["trajectory_scale"], perturbation=VIEWS[0],
         further_perturbations=list(VIEWS[1:]),
     )  # fmt: skip
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder)
-    run = DAPOTrainer(model, letters_reward, config, questions, processing_class=load_processor(model_folder))
+    run = vision_trainer(model_folder, letters_reward, options, prompts(train_file(question_files)))
     found, passes, scored = {}, [], run.host.score
 
     def score(inputs, *args, **options):
@@ -38,12 +33,12 @@ def test_each_view_alone_and_all_at_once(model_folder, question_files, tmp_path,
 
     def measured(rollout, host, measurement):
         for name in VIEWS:
-            config.perturbation, config.further_perturbations = name, None
-            found[name] = perceive(rollout, host, measurement).signals.dependency
-        config.perturbation, config.further_perturbations = VIEWS[0], list(VIEWS[1:])
+            options.perturbation, options.further_perturbations = name, None
+            found[name] = perceive(rollout, host, replace(measurement, views=(name,))).signals.dependency
+        options.perturbation, options.further_perturbations = VIEWS[0], list(VIEWS[1:])
         monkeypatch.setattr(run.host, "score", score)
-        for config.dependency_over in ("mean", "min"):
-            found[config.dependency_over] = perceive(rollout, host, measurement).signals.dependency
+        for options.dependency_over in ("mean", "min"):
+            found[options.dependency_over] = perceive(rollout, host, measurement).signals.dependency
         found["images"] = rollout.perturbed_images
         return rollout
 
@@ -62,9 +57,124 @@ def test_each_view_alone_and_all_at_once(model_folder, question_files, tmp_path,
     [
         ({"further_perturbations": ["blacken_patches"]}, "further_perturbations is .*: give each perturbation once"),
         ({"further_perturbations": ["darken"]}, "There is no perturbation 'darken'"),
+        (
+            {"perturbation": "remove_image", "perception_loss_weight": 0.1},
+            "perturbation is remove_image with perception_",
+        ),
         ({"dependency_over": "max"}, "dependency_over is 'max': give mean or min"),
     ],
 )
 def test_views_that_are_refused(options, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         DAPOConfig(str(tmp_path), use_cpu=True, **options)
+
+
+def rollout_of(run, monkeypatch):
+    """The rollout of one step of a trainer, once it is perceived."""
+    found = []
+
+    def measured(rollout, host, measurement):
+        found.append(perceive(rollout, host, measurement))
+        return found[-1]
+
+    monkeypatch.setattr("vgr_trl.trainer.perceive", measured)
+    run.train()
+    return found[0]
+
+
+def asked_without_images(run, rollout):
+    """(N, T) log-probabilities, each row alone: its text, tokenized without the image, and its completion."""
+    rows = []
+    for messages, completion in zip(rollout.messages, rollout.batch["completion_ids"], strict=True):
+        text = [
+            {"role": message["role"], "content": [part for part in message["content"] if part["type"] == "text"]}
+            for message in messages
+        ]
+        prompt = run.processing_class.apply_chat_template(
+            text, tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )["input_ids"]
+        ids = torch.cat([prompt, completion[None]], dim=1)
+        with torch.no_grad():
+            logits = run.model(input_ids=ids).logits[0, prompt.size(1) - 1 : -1] / run.temperature
+        rows.append(logits.log_softmax(-1).gather(-1, completion[:, None])[:, 0])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("share", ["on", "off"])
+def test_the_question_without_its_image(share, model_folder, question_files, tmp_path, monkeypatch):
+    """In one pass with a perturbed image, and equal to each row alone, with no token of the image."""
+    options = config(
+        tmp_path, max_steps=1, credit_rules=["trajectory_scale"], signals=["stability"], share_prompts=share,
+        perturbation="remove_image", further_perturbations=["gaussian_blur"], learning_rate=0.0,
+    )  # fmt: skip
+    run = vision_trainer(model_folder, letters_reward, options, prompts(train_file(question_files)))
+    passes, scored = [], run.host.score
+    monkeypatch.setattr(
+        run.host, "score", lambda inputs, *more, **named: passes.append(inputs) or scored(inputs, *more, **named)
+    )
+    rollout = rollout_of(run, monkeypatch)
+    signals = rollout.signals
+    expected = asked_without_images(run, rollout)
+    valid = signals.mask.bool()
+    assert torch.allclose(signals.views["remove_image"][valid], expected[valid], atol=1e-5)
+    text, blurred = signals.views["remove_image"], signals.views["gaussian_blur"]
+    each = [(seen - signals.logps).exp() - (seen - signals.logps) - 1 for seen in (text, blurred)]
+    assert torch.allclose(signals.dependency[valid], (sum(each) / 2)[valid], atol=1e-5)
+    assert torch.allclose(signals.extra["stability"][valid], (1 - (text.exp() - blurred.exp()).abs())[valid], atol=1e-6)
+    perturbed = passes[-1]
+    assert perturbed["num_images"] == [0] * 8 + [1] * 8
+    image = run.processing_class.tokenizer.convert_tokens_to_ids(run.processing_class.image_token)
+    assert (perturbed["input_ids"] == image).any(1).tolist() == [False] * 8 + [True] * 8
+
+
+@declares(needs=("logps", "logps:mask_image"))
+def unseen(advantages, signals, mask, options):
+    """Keep the tokens that are likelier with the image than behind a grey one."""
+    kept = signals.logps > signals.views["mask_image"]
+    return kept, {"gain": signals.logps - signals.views["mask_image"]}
+
+
+def test_a_rule_reads_what_the_tokens_are_worth_under_a_perturbation(
+    model_folder, question_files, tmp_path, monkeypatch
+):
+    """One perturbation is scored, that of the rule; the one of the options is not, as nothing reads it."""
+    monkeypatch.setitem(registries.credit_rules._own, "unseen", unseen)
+    options = config(tmp_path, max_steps=1, credit_rules=["unseen"], black_prob=0.9, mask_value=0, replay_buffer_size=4)
+    run = vision_trainer(model_folder, letters_reward, options, prompts(train_file(question_files)))
+    assert set(run.idle_options) == {"black_prob"}
+    rollout = rollout_of(run, monkeypatch)
+    assert list(rollout.signals.views) == ["mask_image"]
+    assert rollout.signals.dependency is None
+    kept = rollout.signals.logps > rollout.signals.views["mask_image"]
+    share = (kept & rollout.signals.mask).sum() / rollout.signals.mask.sum()
+    assert logged(run, "credit/unseen/token_fraction") == [pytest.approx(share.item())]
+    assert 0 < share < 1
+    assert logged(run, "credit/unseen/gain")
+
+
+@declares(needs=("dependency",))
+def hindsight(completions, dependency=None, **columns):
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("reward", "options", "message"),
+    [
+        (hindsight, {}, "The reward hindsight needs dependency, measured after the rewards"),
+        (letters_reward, {"signals": ["stability"]}, "The signal stability compares perturbations"),
+    ],
+)
+def test_what_is_not_there(reward, options, message, model_folder, question_files, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        vision_trainer(model_folder, reward, config(tmp_path, **options), prompts(train_file(question_files)))
+
+
+def test_stability_by_hand_and_through_a_buffer():
+    """Probabilities 0.2 and 0.6 have a standard deviation of 0.2; 0 and 1 one of 0.5; 1, 1 one of 0."""
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    nothing = torch.zeros(1, 3)
+    views = {"mask_image": torch.tensor([[0.2, 0.0, 1.0]]).log(), "crop_image": torch.tensor([[0.6, 1.0, 1.0]]).log()}
+    signals = signals_of_columns(columns_of_signals(RolloutSignals(nothing, nothing, mask, views=views)))
+    options = PerceiveOptions(perturbation="mask_image", further_perturbations=["crop_image"], signals=["stability"])
+    assert add_named(named_signals(options), signals) == ["stability"]
+    assert signals.extra["stability"][0].tolist() == pytest.approx([0.6, 0.0, 1.0])

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vgr_trl.batch.image_parts import IMAGE_INPUTS, image_inputs_of, parts_by_counts, tiles_by_tokens
+from vgr_trl.batch.image_parts import IMAGE_INPUTS, find_layout, image_inputs_of, parts_by_counts, tiles_by_tokens
 from vgr_trl.errors import DataError
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
@@ -119,6 +119,37 @@ def scoring_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
         "logits_to_keep": batch["completion_ids"].size(1),
         **{name: batch[name] for name in names if batch.get(name) is not None},
     }
+
+
+def text_inputs(batch: Mapping[str, Any], prompts: Prompts, pad_token_id: int) -> dict[str, Any]:
+    """Return the arguments of TRL's scoring of the completions of a batch behind other prompts, which have no images.
+
+    Args:
+        batch: of TRL, N rows.
+        prompts: of these rows.
+        pad_token_id: token that padding is made of.
+
+    Raises:
+        DataError: a prompt is longer than those of the batch.
+    """
+    rows, width = batch["prompt_ids"].shape
+    if (longest := max(map(len, prompts.ids))) > width:
+        raise DataError(f"A prompt without its image has {longest} tokens, with it at most {width}: images add some.")
+    other: dict[str, Any] = dict(batch)
+    for name, value in zip(("prompt_ids", "prompt_mask"), _padded(prompts.ids, pad_token_id, True, width), strict=True):
+        other[name] = value.to(batch[name])
+    for name in TOKEN_TYPES:
+        if batch.get(name) is not None:
+            types, _ = _padded(prompts.fields.get(name) or [[0]] * rows, 0, True, width)
+            missing = batch[name].size(1) - width
+            other[name] = torch.nn.functional.pad(types, (0, missing)).to(batch[name])
+    if given := image_inputs_of(batch):
+        one_per_row = find_layout(given, sum(batch["num_images"])).units["pixel_values"] == "row"
+        other |= {name: torch.zeros_like(value) if one_per_row else value[:0] for name, value in given.items()}
+    for name in ("num_images", "num_tiles"):
+        if batch.get(name) is not None:
+            other[name] = [0] * rows
+    return scoring_inputs(other)
 
 
 def stacked_inputs(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,8 +1,11 @@
 """What a scoring pass has measured for the completions of a rollout batch."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+
+from vgr_trl.registries import VIEW
 
 
 @dataclass
@@ -37,19 +40,28 @@ class RolloutSignals:
         entropies: (N, T) float32, in nats; NaN if they were not measured.
         mask: (N, T) bool, completion tokens that count in the loss.
         attention: attention mass; None if it was not measured.
-        similarity: (N, T) float32 in [-1, 1], of the hidden state that emits a token to those of the image; NaN without
-            one, None if it was not measured.
         dependency: (N, T) float32 in [0, 10], `visual_dependency` of the tokens; None if it was not measured.
         extra: name -> (N, T) float32, signals that were asked for by name; NaN where undefined.
+        similarity: (N, T) float32 in [-1, 1], of the hidden state that emits a token to those of the image; NaN without
+            one, None if it was not measured.
+        views: name of a perturbation -> (N, T) float32, log-probabilities of the tokens given images so perturbed; NaN
+            without an image.
     """
 
     logps: torch.Tensor
     entropies: torch.Tensor
     mask: torch.Tensor
     attention: AttentionMass | None = None
-    similarity: torch.Tensor | None = None
     dependency: torch.Tensor | None = None
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
+    similarity: torch.Tensor | None = None
+    views: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def measured(self, need: str) -> Any:
+        """Return a measurement by its name among the needs of plug-ins, None if it was not made."""
+        if need.startswith(VIEW):
+            return self.views.get(need.removeprefix(VIEW))
+        return (self.views or None) if need == "views" else getattr(self, need)
 
     @property
     def regions(self) -> torch.Tensor | None:

@@ -60,20 +60,24 @@ TOKEN_COLUMNS = {
     "signals.attention.region": Column("completion"),  # (N, L, T)
     "signals.attention.mask": Column("completion"),
 }
+VIEWS = "signals.views."  # before the names of perturbations
 EXTRA = "signals.extra."  # before the names of signals (N, T) that were asked for by name
 LAYERED = ("signals.attention.vision", "signals.attention.instruction", "signals.attention.region")
 
 
 def token_column(name: str) -> Column | None:
     """Return how the column of that name lies along tokens, None if it does not."""
-    return Column("completion", padding=float("nan")) if name.startswith(EXTRA) else TOKEN_COLUMNS.get(name)
+    return Column("completion", padding=float("nan")) if name.startswith((VIEWS, EXTRA)) else TOKEN_COLUMNS.get(name)
 
 
 def columns_of_signals(signals: RolloutSignals | None) -> dict[str, torch.Tensor]:
     """Return the tensors of `signals`, rows first: (N, T), (N, L, T) and (N,)."""
     if signals is None:
         return {}
-    parts = {f"signals.{name}": value for name, value in vars(signals).items() if name not in ("attention", "extra")}
+    parts = {
+        f"signals.{name}": value for name, value in vars(signals).items() if name not in ("attention", "views", "extra")
+    }
+    parts |= {f"{VIEWS}{name}": value for name, value in signals.views.items()}
     parts |= {f"{EXTRA}{name}": value for name, value in signals.extra.items()}
     if signals.attention is not None:
         parts |= {f"signals.attention.{name}": value for name, value in vars(signals.attention).items()}
@@ -93,6 +97,7 @@ def signals_of_columns(columns: dict[str, Any]) -> RolloutSignals | None:
         return None
     mass: Any = {part.name: given.get(f"attention.{part.name}") for part in fields(AttentionMass)}
     rest: Any = {part.name: given.get(part.name) for part in fields(RolloutSignals)}
+    rest["views"] = {name.removeprefix(VIEWS): value for name, value in columns.items() if name.startswith(VIEWS)}
     rest["extra"] = {name.removeprefix(EXTRA): value for name, value in columns.items() if name.startswith(EXTRA)}
     rest["attention"] = AttentionMass(**mass) if mass["mask"] is not None else None
     return RolloutSignals(**rest)

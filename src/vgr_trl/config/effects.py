@@ -72,11 +72,20 @@ def _no_filter_share(args: Any) -> str | None:
 
 
 def _no_perturbation(args: Any) -> str | None:
-    return None if args.needs_dependency or args.uses_perception_loss else "nothing is measured on perturbed images"
+    return None if _perturbed(args) else "nothing is measured on perturbed images"
+
+
+def _perturbed(args: Any) -> set[str]:
+    """Perturbations that are made."""
+    return {*args.read_views(args.needs_dependency), *([args.perturbation] if args.uses_perception_loss else [])}
 
 
 def _no_dependency(args: Any) -> str | None:
     return None if args.needs_dependency else "no rule of credit and no signal reads the dependency"
+
+
+def _no_views(args: Any) -> str | None:
+    return None if "views" in args.readers() else _no_dependency(args)
 
 
 def _one_view(args: Any) -> str | None:
@@ -85,8 +94,9 @@ def _one_view(args: Any) -> str | None:
 
 def _other_perturbation(*names: str) -> Reason:
     def reason(args: Any) -> str | None:
+        made = _perturbed(args)
         return _no_perturbation(args) or (
-            None if set(names) & set(args.perturbations) else f"perturbation is {args.perturbation}"
+            None if made & set(names) else f"images are perturbed by {' and '.join(sorted(made))}"
         )
 
     return reason
@@ -150,8 +160,9 @@ _RULES: dict[tuple[str, ...], Reason] = {
      "cliprange_value"): _no_critic,
     ("kl_penalty", "use_kl_loss", "kl_type"): _off("kl_coef"),
     ("kl_target", "kl_horizon"): _no_adaptive_kl,
-    ("perturbation", "perturb_per"): _no_perturbation,
-    ("further_perturbations",): _no_dependency,
+    ("perturbation",): lambda args: _other_perturbation(args.perturbation)(args),
+    ("perturb_per",): _no_perturbation,
+    ("further_perturbations",): _no_views,
     ("dependency_over",): _one_view,
     ("patch_size",): _other_perturbation("blacken_patches", "shuffle_patches"),
     ("black_prob",): _other_perturbation("blacken_patches"),

@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vgr_trl import registries
-from vgr_trl.config.plugins import PERTURBATIONS, PluginOptions
+from vgr_trl.config.plugins import PERTURBATIONS, REMOVE_IMAGE, PluginOptions
 from vgr_trl.config.ranges import check_choice, check_fraction, check_integer, check_number
 from vgr_trl.errors import ConfigError
+from vgr_trl.registries import VIEW
 
 
 @dataclass
@@ -14,7 +15,8 @@ class PerceiveOptions(PluginOptions):
     """How an image is perturbed to see which tokens depend on it.
 
     Args:
-        perturbation: one of `PERTURBATIONS`, or the name of a plug-in, a dotted path or a file.
+        perturbation: one of `PERTURBATIONS`, or the name of a plug-in, a dotted path or a file. `remove_image` asks the
+            question alone: the prompt without the image's tokens.
         further_perturbations: names of others, whose dependency is measured in the same pass.
         dependency_over: what the dependency of a token is of those under each perturbation: their `mean`, or `min`.
         patch_size: side of the squares that `blacken_patches` and `shuffle_patches` cut the image into, in pixels, at
@@ -77,6 +79,22 @@ class PerceiveOptions(PluginOptions):
         return [self.perturbation, *(self.further_perturbations or ())]
 
     @property
+    def views(self) -> list[str]:
+        """All perturbations that this run names, those that plug-ins read among them."""
+        return list(dict.fromkeys([*self.perturbations, *self.read_views(False)]))
+
+    def read_views(self, depends: bool) -> list[str]:
+        """Return the perturbations under which completions are scored.
+
+        Args:
+            depends: whether something reads the dependency.
+        """
+        readers = self.readers()
+        own = self.perturbations if depends or "views" in readers else []
+        read = [need.removeprefix(VIEW) for need in readers if need.startswith(VIEW)]
+        return list(dict.fromkeys([*own, *read]))
+
+    @property
     def perturbation_parameters(self) -> dict[str, Any]:
         """Keyword arguments of the chosen perturbation."""
         return self.parameters_of(self.perturbation)
@@ -90,6 +108,7 @@ class PerceiveOptions(PluginOptions):
             "mask_image": {"value": self.mask_value},
             "shuffle_patches": {"patch_size": self.patch_size},
             "crop_image": {"share": self.crop_share},
+            REMOVE_IMAGE: {},
         }
         if name in parameters:
             return parameters[name]
@@ -103,11 +122,16 @@ class PerceiveOptions(PluginOptions):
 
     def check_perceive(self) -> None:
         """Raise `ConfigError` for values out of range."""
-        for name in self.perturbations:
+        for name in self.views:
             if name not in PERTURBATIONS:
                 registries.perturbations.load(name)
         if len(set(self.perturbations)) < len(self.perturbations):
             raise ConfigError(f"further_perturbations is {self.further_perturbations}: give each perturbation once.")
+        if self.uses_perception_loss and self.perturbation == REMOVE_IMAGE:
+            raise ConfigError(
+                f"perturbation is {REMOVE_IMAGE} with perception_loss_weight or der_loss_weight2, whose pass takes the "
+                "same prompts with other images: give another perturbation, and this one as further_perturbations."
+            )
         check_choice("dependency_over", self.dependency_over, ("mean", "min"))
         check_choice("perturb_per", self.perturb_per, ("prompt", "completion"))
         check_integer("patch_size", self.patch_size, 1)

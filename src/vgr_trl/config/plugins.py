@@ -16,8 +16,10 @@ RULES: Mapping[str, Mapping[str, Any]] = {  # name of a rule of this library -> 
     "entropy_filter": {"enable_entropy_filtering": True},
     "trajectory_scale": {"enable_trajectory_reweighting": True},
 }
+REMOVE_IMAGE = "remove_image"  # the only one that changes the prompt, not the image
 PERTURBATIONS = (  # of this library
     "blacken_patches", "add_gaussian_noise", "gaussian_blur", "mask_image", "shuffle_patches", "crop_image",
+    REMOVE_IMAGE,
 )  # fmt: skip
 
 
@@ -99,7 +101,7 @@ class PluginOptions:
     def _plugins(self) -> Iterator[tuple[Registry, str]]:
         yield from ((registries.credit_rules, name) for name in self.plugin_rules)
         yield from ((registries.signals, name) for name in self.signals or ())
-        for name in getattr(self, "perturbations", ()):
+        for name in getattr(self, "views", ()):
             if name not in PERTURBATIONS:
                 yield registries.perturbations, name
 

@@ -12,7 +12,7 @@ from vgr_trl.credit.rules import Metric, Rule, active_rules, per_token
 from vgr_trl.credit.totals import Totals, add_weights
 from vgr_trl.credit.trajectory import Gather
 from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.registries import MEASUREMENTS, short_name
+from vgr_trl.registries import is_measurement, short_name
 
 
 @torch.no_grad()
@@ -82,7 +82,7 @@ def shape_advantages(
 
 def _refuse_unmeasured(rule: Rule, signals: RolloutSignals) -> None:
     for need in rule.needs:
-        found = getattr(signals, need) if need in MEASUREMENTS else signals.extra.get(short_name(need))
+        found = signals.measured(need) if is_measurement(need) else signals.extra.get(short_name(need))
         if found is None:
             raise ConfigError(
                 f"{rule.switch} is on, but the signals have no {need}: measure it, or switch {rule.switch} off."

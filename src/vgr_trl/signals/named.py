@@ -14,7 +14,7 @@ from vgr_trl import registries
 from vgr_trl.batch.signals import RolloutSignals
 from vgr_trl.config.plugins import PluginOptions
 from vgr_trl.errors import DataError
-from vgr_trl.registries import MEASUREMENTS, declares, measurements, needs_of, short_name
+from vgr_trl.registries import declares, is_late, is_measurement, measurements, needs_of, short_name
 from vgr_trl.signals.ratios import late_layers, token_vision_gain_ratio
 
 
@@ -34,6 +34,11 @@ class NamedSignal:
     options: Any
     requires: tuple[str, ...]
 
+    @property
+    def is_late(self) -> bool:
+        """Whether it is there only after the rewards."""
+        return any(map(is_late, self.requires))
+
 
 def named_signals(options: PluginOptions, further: Sequence[str] = ()) -> tuple[NamedSignal, ...]:
     """Return the signals that a run asks for, and those that plug-in rules read, each behind what it is made of.
@@ -46,7 +51,7 @@ def named_signals(options: PluginOptions, further: Sequence[str] = ()) -> tuple[
         ConfigError: one is not found, or is made of itself.
     """
     rules = [registries.credit_rules.load(name) for name in options.plugin_rules]
-    read = [need for rule in rules for need in needs_of(rule) if need not in MEASUREMENTS]
+    read = [need for rule in rules for need in needs_of(rule) if not is_measurement(need)]
     read += [need for need in further if need != "regions"]  # which is no signal of its own
     found: dict[str, NamedSignal] = {}
     for spec in _in_order([*(options.signals or ()), *read]):
@@ -58,9 +63,9 @@ def named_signals(options: PluginOptions, further: Sequence[str] = ()) -> tuple[
 
 def _in_order(specs: Iterable[str]) -> Iterator[str]:
     for spec in specs:
-        if spec not in MEASUREMENTS:
+        if not is_measurement(spec):
             measurements([spec])  # refuses what is made of itself
-            yield from _in_order(need for need in needs_of(registries.signals.load(spec)) if need not in MEASUREMENTS)
+            yield from _in_order(need for need in needs_of(registries.signals.load(spec)) if not is_measurement(need))
         yield spec
 
 
@@ -88,7 +93,7 @@ def _is_measured(signals: RolloutSignals, need: str) -> bool:
     if need in ("entropies", "logps"):
         value = getattr(signals, need)
         return not (value.numel() and bool(value.isnan().all()))
-    return getattr(signals, need) is not None
+    return signals.measured(need) is not None
 
 
 def named_columns(names: Sequence[str], signals: RolloutSignals) -> dict[str, list[float | None]]:
@@ -172,6 +177,17 @@ def dependency(signals: RolloutSignals, options: Any) -> torch.Tensor:
     """Return the visual dependency of each token."""
     assert signals.dependency is not None
     return signals.dependency
+
+
+@registries.signals.register("stability")
+@declares(needs=("views",))
+def stability(signals: RolloutSignals, options: Any) -> torch.Tensor:
+    """Return how little the probability of each token differs between the perturbations: 1 - 2 · std, in [0, 1].
+
+    The standard deviation is that of all perturbations (divided by their number), which is at most 1/2.
+    """
+    probabilities = torch.stack([signals.views[name] for name in options.perturbations]).exp()
+    return 1 - 2 * probabilities.std(0, correction=0)
 
 
 @registries.signals.register("entropies")

@@ -32,6 +32,7 @@ class Wanted:
         dependency: names of those that need the dependency on the image.
         logps: names of those that need log-probabilities.
         similarity: names of those that need the similarity of hidden states to the image.
+        views: names of those that need log-probabilities under perturbations.
         regions: names of those that need attention on what the question is about, which implies attention.
         values: names of those that need a pass, whatever it is for.
     """
@@ -41,6 +42,7 @@ class Wanted:
     dependency: tuple[str, ...] = ()
     logps: tuple[str, ...] = ()
     similarity: tuple[str, ...] = ()
+    views: tuple[str, ...] = ()
     regions: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
 
@@ -83,6 +85,7 @@ class Measurement:
         attention_source: `scoring` or `generate`, where attention is measured.
         attention_segments: how layers are cut into segments.
         similarity_layer, similarity_over: as `SimilarityProbe` takes them.
+        views: perturbations under which completions are scored.
         named: signals that are asked for by name, or read by plug-ins.
     """
 
@@ -93,13 +96,14 @@ class Measurement:
     attention_segments: str = "thirds"
     similarity_layer: int = -1
     similarity_over: str = "max"
+    views: tuple[str, ...] = ()
     named: tuple[NamedSignal, ...] = ()
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns that rewards get beside those of the data."""
         of_attention = (*SIGNAL_COLUMNS, "mdi_balance_ratio") if self.wanted.attention else ()
-        return (*of_attention, *(signal.name for signal in self.named if "dependency" not in signal.requires))
+        return (*of_attention, *(signal.name for signal in self.named if not signal.is_late))
 
     @property
     def reads_pass(self) -> bool:

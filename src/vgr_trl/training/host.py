@@ -11,6 +11,7 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
+from vgr_trl.batch.inputs import Prompts
 from vgr_trl.compat.round_logs import as_one_batch, replace_newest, unlogged
 from vgr_trl.config import DAPOConfig
 from vgr_trl.signals.head import head_of_rows
@@ -94,8 +95,8 @@ class Host(Protocol):
             model: another one to score with, which TRL's scoring can call; None: the policy.
         """
 
-    def tokenize(self, prompts: list[Any]) -> tuple[Any, dict[str, Any]]:
-        """Return the images of conversations, and what the processor made beside their tokens."""
+    def tokenize(self, prompts: list[Any]) -> Prompts:
+        """Return conversations as they are given to generation."""
 
     def judge(self, rows: list[dict[str, Any]], verdict: Callable[[Rollout], object]) -> Rollout:
         """Return another rollout batch, within the one at hand: generated, measured, rewarded and perceived.
@@ -193,10 +194,9 @@ class TRLHost:
         with torch.no_grad(), plainly, narrowed:
             return trainer._get_per_token_logps_and_entropies(scored, batch_size=chunk, **inputs)[0]
 
-    def tokenize(self, prompts: list[Any]) -> tuple[Any, dict[str, Any]]:
+    def tokenize(self, prompts: list[Any]) -> Prompts:
         """Tokenize as TRL does, past the hook that keeps the prompts of a rollout."""
-        _, images, fields = GRPOTrainer._tokenize_prompts(self.trainer, prompts)
-        return images, fields
+        return Prompts(*GRPOTrainer._tokenize_prompts(self.trainer, prompts))
 
     def judge(self, rows: list[dict[str, Any]], verdict: Callable[[Rollout], object]) -> Rollout:
         """Return another rollout batch, within the one at hand."""

@@ -5,7 +5,7 @@ from typing import Any
 from vgr_trl.batch.inputs import build_scoring_batch
 from vgr_trl.credit.rules import active_rules
 from vgr_trl.errors import ConfigError
-from vgr_trl.registries import MEASUREMENTS, measurements, needs_of
+from vgr_trl.registries import MEASUREMENTS, VIEW, is_late, measurements, needs_of
 from vgr_trl.signals import Measurement, Wanted, signals_of_generation
 from vgr_trl.signals.decoder import count_attention_layers, find_decoder, why_not_measurable
 from vgr_trl.signals.modality import special_token_ids, vision_token_ids
@@ -29,7 +29,9 @@ def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
     features = _readers(trainer)
     attention = features["attention"]
     demanded = bool(attention)
-    perceiving = features["dependency"] + _on(args.perception_loss_weight > 0, "perception_loss_weight")
+    perceiving = (
+        features["dependency"] + features["views"] + _on(args.perception_loss_weight > 0, "perception_loss_weight")
+    )
     perceiving += _on(args.der_loss_weight2 > 0, "der_loss_weight2")
     scored = features["entropies"] + features["logps"] + _on(args.uses_critic, "advantage_estimator gae")
     seeing = attention + features["similarity"]
@@ -53,6 +55,7 @@ def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
         args.attention_segments,
         args.hidden_similarity_layer,
         args.hidden_similarity_over,
+        tuple(args.read_views(bool(features["dependency"]))),
         _named(trainer),
     )
 
@@ -106,7 +109,10 @@ def signals_as_columns(
 
 
 def _named(trainer: ConstructedTrainer) -> tuple[NamedSignal, ...]:
-    return named_signals(trainer.args, [need for reward in trainer.reward_funcs for need in needs_of(reward)])
+    found = named_signals(trainer.args, [need for reward in trainer.reward_funcs for need in needs_of(reward)])
+    if any(signal.name == "stability" for signal in found) and not trainer.args.further_perturbations:
+        raise ConfigError("The signal stability compares perturbations: name others as further_perturbations.")
+    return found
 
 
 def _readers(trainer: ConstructedTrainer) -> dict[str, tuple[str, ...]]:
@@ -118,12 +124,16 @@ def _readers(trainer: ConstructedTrainer) -> dict[str, tuple[str, ...]]:
         if columns_needed_by(reward) - data_columns:
             found["attention"].append(f"the reward {name}")
         for need in measurements(needs_of(reward)):
+            if is_late(need):
+                raise ConfigError(
+                    f"The reward {name} needs {need}, measured after the rewards: let a signal or rule read it."
+                )
             found[need].append(f"the reward {name}")
     for rule in active_rules(args):
         for need in () if rule.is_plugin else rule.needs:
             found[need].append(rule.switch)
     for need, readers in args.readers().items():
-        found[need] += readers
+        found["views" if need.startswith(VIEW) else need] += readers
     found["attention"] += found["regions"]
     found["attention"] += _on(args.compute_attention_metrics is True, "compute_attention_metrics")
     found["logps"] += _on(args.penalises_kl, "kl_coef")

@@ -5,12 +5,21 @@ from typing import Any
 
 import torch
 
-from vgr_trl.batch.inputs import joined, pixels_of_rows, rows_with_images, scoring_inputs, stacked_inputs
+from vgr_trl.batch.inputs import (
+    joined,
+    pixels_of_rows,
+    rows_with_images,
+    scoring_inputs,
+    stacked_inputs,
+    text_inputs,
+)
+from vgr_trl.batch.signals import unmeasured
+from vgr_trl.config.plugins import REMOVE_IMAGE
 from vgr_trl.signals import Measurement, perturb_images, visual_dependency
 from vgr_trl.signals.named import add_named, named_metrics
-from vgr_trl.signals.perturbation.prompts import images_in, perturbed_prompts
+from vgr_trl.signals.perturbation.prompts import images_in, perturbed_prompts, without_images
 from vgr_trl.training.host import Host
-from vgr_trl.training.rollout import Rollout
+from vgr_trl.training.rollout import Rollout, valid_tokens
 
 
 def perceive(rollout: Rollout, host: Host, measurement: Measurement) -> Rollout:
@@ -21,33 +30,42 @@ def perceive(rollout: Rollout, host: Host, measurement: Measurement) -> Rollout:
         host: where it runs.
         measurement: what is wanted.
     """
-    has_loss = host.args.uses_perception_loss
-    if not (measurement.wanted.dependency or has_loss):
+    args, batch, wanted = host.args, rollout.batch, measurement.wanted
+    shown = [args.perturbation] if args.uses_perception_loss else []
+    inputs = {name: _inputs_under(name, rollout, host) for name in dict.fromkeys([*measurement.views, *shown])}
+    for name in shown:
+        if "pixel_values" in inputs[name]:
+            batch["perturbed_pixel_values"] = inputs[name]["pixel_values"]
+    if not measurement.views:
         return rollout
-    batch = rollout.batch
-    names = host.args.perturbations if measurement.wanted.dependency else host.args.perturbations[:1]
-    views = [_perturbed_pixels(rollout, host, name) for name in names]
-    if has_loss and views[0] is not None:
-        batch["perturbed_pixel_values"] = joined(views[0])
-    if measurement.wanted.dependency:
-        perturbed = [
-            scoring_inputs(batch | {"pixel_values": joined(pixels)} if pixels is not None else batch)
-            for pixels in views
-        ]
-        signals = rollout.signals
-        assert signals is not None
-        logps = host.score(stacked_inputs(perturbed)).unflatten(0, (len(views), -1))  # (views, N, T)
-        rollout.changes = logps[0] - signals.logps
-        blind = ~rows_with_images(batch).to(logps.device).unsqueeze(1)  # (N, 1)
-        each = visual_dependency(signals.logps.expand_as(logps), logps)
-        dependency = each.mean(0) if host.args.dependency_over == "mean" else each.amin(0)
-        signals.dependency = dependency.masked_fill(blind, torch.nan)
-        new = add_named(measurement.named, signals)
-        rollout.metrics = named_metrics(new, signals, host.accelerator.gather)
+    rollout.signals = signals = rollout.signals or unmeasured(valid_tokens(batch).bool())
+    logps = host.score(stacked_inputs([inputs[name] for name in measurement.views]))
+    logps = logps.unflatten(0, (len(measurement.views), -1))  # (views, N, T)
+    if args.perturbation in measurement.views:
+        rollout.changes = logps[measurement.views.index(args.perturbation)] - signals.logps
+    blind = ~rows_with_images(batch).to(logps.device).unsqueeze(1)  # (N, 1)
+    views = dict(zip(measurement.views, logps.masked_fill(blind, torch.nan), strict=True))
+    if wanted.views:
+        signals.views = {name: value.float() for name, value in views.items()}
+    if wanted.dependency:
+        seen = torch.stack([views[name] for name in args.perturbations])
+        each = visual_dependency(signals.logps.expand_as(seen), seen)
+        signals.dependency = each.mean(0) if args.dependency_over == "mean" else each.amin(0)
+    rollout.metrics = named_metrics(add_named(measurement.named, signals), signals, host.accelerator.gather)
     return rollout
 
 
-def _perturbed_pixels(rollout: Rollout, host: Host, name: str) -> Any:
+def _inputs_under(name: str, rollout: Rollout, host: Host) -> dict[str, Any]:
+    """Of the scoring of the rollout's rows with their images perturbed by `name`."""
+    if name == REMOVE_IMAGE:
+        assert rollout.messages is not None
+        prompts = host.tokenize([without_images(prompt) for prompt in rollout.messages])
+        return text_inputs(rollout.batch, prompts, host.tokenizer.pad_token_id)
+    pixels = perturbed_pixels(rollout, host, name)
+    return scoring_inputs(rollout.batch if pixels is None else rollout.batch | {"pixel_values": joined(pixels)})
+
+
+def perturbed_pixels(rollout: Rollout, host: Host, name: str) -> Any:
     """The rows' `pixel_values` with images perturbed by `name`: per row in a list, or (N, ...); None without images."""
     args, rows = host.args, len(rollout.batch["prompt_ids"])
     first = host.accelerator.process_index * rows
@@ -60,8 +78,10 @@ def _perturbed_pixels(rollout: Rollout, host: Host, name: str) -> Any:
         step=host.state.global_step,
     )
     assert rollout.messages is not None
-    prompts, own = perturbed_prompts(rollout.messages, [(first + row) // shared_by for row in range(rows)], perturb)
+    conversations, own = perturbed_prompts(
+        rollout.messages, [(first + row) // shared_by for row in range(rows)], perturb
+    )
     if name == args.perturbation:
-        rollout.perturbed_images = [images_in(prompts[place]) for place in own]
-    images, fields = host.tokenize(prompts)
-    return None if images is None else pixels_of_rows(fields, images, own, rollout.batch)
+        rollout.perturbed_images = [images_in(conversations[place]) for place in own]
+    prompts = host.tokenize(conversations)
+    return None if prompts.images is None else pixels_of_rows(prompts.fields, prompts.images, own, rollout.batch)

@@ -50,7 +50,7 @@ def region_mask(
     leaders = [members[number][0] for number in boxes]
     conversations = [rollout.messages[row] for row in leaders]
     shown, black, white = (
-        image_tensors(host.tokenize(perturbed_prompts(conversations, list(boxes), painted)[0])[1])
+        image_tensors(host.tokenize(perturbed_prompts(conversations, list(boxes), painted)[0]).fields)
         for painted in (
             partial(_painted, boxes),
             partial(_painted, {}),

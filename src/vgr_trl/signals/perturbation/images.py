@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image, ImageFilter
 
 from vgr_trl import registries
+from vgr_trl.config.plugins import REMOVE_IMAGE
 from vgr_trl.config.ranges import check_integer, check_number
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.signals.perturbation.layout import crop_image, shuffle_patches
@@ -125,13 +126,18 @@ def mask_image(image: Image.Image, *, value: int = 128) -> Image.Image:
     return result
 
 
-PERTURBATIONS: Mapping[str, Callable[..., Image.Image]] = {
+PERTURBATIONS: dict[str, Callable[..., Image.Image]] = {
     function.__name__: function
     for function in (blacken_patches, add_gaussian_noise, gaussian_blur, mask_image, shuffle_patches, crop_image)
 }
 
 
-for _name, _function in PERTURBATIONS.items():
+def remove_image(image: Image.Image) -> Image.Image:
+    """Raise, since no image is left: conversations without images are made by `without_images`."""
+    raise DataError("remove_image leaves no image to return: score the conversation without it, see without_images.")
+
+
+for _name, _function in (PERTURBATIONS | {REMOVE_IMAGE: remove_image}).items():
     registries.perturbations.register(_name)(_function)
 
 

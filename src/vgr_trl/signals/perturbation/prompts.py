@@ -1,4 +1,4 @@
-"""Conversations with perturbed images: one for each prompt, or one for each completion."""
+"""Conversations with perturbed images: one for each prompt, or one for each completion; or without their images."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -41,6 +41,18 @@ def _with_images(prompt: Any, perturb: Perturb) -> Any:
                 for part in message["content"]
             ],
         }
+        for message in prompt
+    ]
+
+
+def without_images(prompt: Any) -> Any:
+    """Return a conversation whose messages have no images; a text as it is."""
+    if isinstance(prompt, str):
+        return prompt
+    return [
+        message
+        if isinstance(message["content"], str)
+        else {**message, "content": [part for part in message["content"] if part["type"] != "image"]}
         for message in prompt
     ]
 

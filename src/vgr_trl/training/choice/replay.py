@@ -9,9 +9,9 @@ import torch
 from accelerate.utils import gather_object
 from transformers.utils import logging
 
-from vgr_trl.batch.token_columns import EXTRA
+from vgr_trl.batch.token_columns import EXTRA, VIEWS
 from vgr_trl.credit.rules import active_rules
-from vgr_trl.registries import MEASUREMENTS, short_name
+from vgr_trl.registries import VIEW, is_measurement, short_name
 from vgr_trl.sampling import Group, Placement, ReplayBuffer, merge_states, split_state, with_old_logps
 from vgr_trl.signals import Wanted
 from vgr_trl.training.host import Host
@@ -194,12 +194,15 @@ def _needed_columns(host: Host, wanted: Wanted) -> dict[str, str]:
     ):
         if options:
             needed[name] = options[0]
-    return needed | {
-        f"{EXTRA}{short_name(need)}": rule.switch
-        for rule in active_rules(args)
-        for need in rule.needs
-        if need not in MEASUREMENTS
-    }
+    for rule in active_rules(args):
+        for need in rule.needs:
+            if need == "views":
+                needed |= {f"{VIEWS}{name}": rule.switch for name in args.perturbations}
+            elif need.startswith(VIEW):
+                needed[f"{VIEWS}{need.removeprefix(VIEW)}"] = rule.switch
+            elif not is_measurement(need):
+                needed[f"{EXTRA}{short_name(need)}"] = rule.switch
+    return needed
 
 
 def _with_measured_logps(group: Group) -> Group:
