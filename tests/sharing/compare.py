@@ -3,17 +3,17 @@
 import inspect
 from typing import Any
 
+import pytest
 import torch
 from families import Batch
 from transformers.models.qwen3_5 import modeling_qwen3_5
-from trl.trainer.utils import add_fused_lm_head
 
 
 def with_head(model: Any) -> Any:
     """The model with TRL's head, which scores tokens without logits and wants a base model below it."""
     if getattr(model, "base_model", None) is model:
         return model
-    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    pytest.importorskip("trl.trainer.utils").add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     return model
 
 

@@ -1,7 +1,7 @@
 """A tiny vision-language model with its processor and questions, for whole optimizer steps."""
 
 import pytest
-from steps import image_questions, picture, questions, tiny_vision_model
+from tiny_questions import image_questions, picture, questions, tiny_vision_model
 
 
 @pytest.fixture(scope="session")

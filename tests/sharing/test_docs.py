@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from families import build
-from steps import WORDS, largest_relative_update, options, uneven_reward
+from steps import largest_relative_update, options, uneven_reward
+from tiny_questions import WORDS
 from trl import GRPOConfig, RLOOConfig
 
 from vgr_trl import sharing

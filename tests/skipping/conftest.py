@@ -7,7 +7,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "sharing"))
 
-from steps import image_questions, tiny_vision_model
+from tiny_questions import image_questions, tiny_vision_model
 
 
 @pytest.fixture(scope="session")

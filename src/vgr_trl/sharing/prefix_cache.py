@@ -71,6 +71,8 @@ class StoredKeys(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
+    get_max_cache_shape = get_max_length  # its name in transformers 5.9
+
 
 class ExpandedKeys(CacheLayerMixin):
     """Stored keys and values, given to every row of a batch in front of its own; never written."""
@@ -101,6 +103,8 @@ class ExpandedKeys(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+    get_max_cache_shape = get_max_length  # its name in transformers 5.9
 
 
 class StoredState(LinearAttentionCacheLayerMixin):
@@ -201,6 +205,8 @@ def refuse_unknown_layers(config: PretrainedConfig) -> None:
     sees_both_ways = getattr(text_config, "use_bidirectional_attention", None)
     if sees_both_ways and (text_config.model_type, sees_both_ways) not in _IMAGES_SEE_THEMSELVES:
         raise CannotShare("bidirectional attention over text")
+    if not layers:  # transformers 5.9 makes none for a Gemma 3n whose layers share no keys
+        raise CannotShare("a cache without layers")
 
 
 def _is_shareable(layer: Any) -> bool:
@@ -221,7 +227,7 @@ def prefix_to_write(config: PretrainedConfig) -> Prefix:
     """An empty prefix for a model with `config`, to be given to one forward pass over the unique prompts."""
     layers = DynamicCache(config=config).layers
     types = getattr(config.get_text_config(decoder=True), "layer_types", None) or [""] * len(layers)
-    return Prefix(layers=[_stored(layer, kind) for layer, kind in zip(layers, types, strict=True)])
+    return Prefix(layers=[_stored(layer, kind) for layer, kind in zip(layers, types, strict=False)])
 
 
 def _stored(layer: Any, kind: str) -> Any:

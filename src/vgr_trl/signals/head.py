@@ -3,15 +3,17 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from trl.trainer.utils import FusedCausalLMOutput
 
 from vgr_trl.errors import ConfigError
 from vgr_trl.sharing import replaced
 from vgr_trl.sharing.backbone import causal_model
 from vgr_trl.signals.decoder import find_decoder
+
+if TYPE_CHECKING:
+    from trl.trainer.utils import FusedCausalLMOutput
 
 LOGITS_AT_A_TIME = {"cpu": 2**23, "cuda": 2**26}  # 32 MB and 256 MB in float32; a GPU wants larger products
 
@@ -96,10 +98,12 @@ def head_of_rows(model: Any, rows: Sequence[int] | None) -> Iterator[None]:
         rows: of the batch, whose chunks pass in order; None: no row. Where there are rows, each chunk takes at least
             one, so that processes which share a sharded head call it equally often.
     """
+    from trl.trainer.utils import FusedCausalLMOutput  # only TRL's passes come here, and this room runs without TRL
+
     causal = causal_model(model)
     plain, passed = causal.forward, 0
 
-    def forward(*args: Any, fused_lm_head: bool, **kwargs: Any) -> FusedCausalLMOutput:
+    def forward(*args: Any, fused_lm_head: bool, **kwargs: Any) -> "FusedCausalLMOutput":
         nonlocal passed
         labels = {name: kwargs.pop(name) for name in ("labels", "shift_labels") if name in kwargs}
         shape = next(iter(labels.values())).shape
