@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-ROOMS = ("batch", "config", "credit", "rewards", "sharing", "signals")
+ROOMS = ("batch", "config", "credit", "integrations", "rewards", "sharing", "signals")
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 sys.modules["trl"] = None

@@ -84,7 +84,7 @@ class GenerationProbe:
             ids, mask, vision_token_ids=self.vision_token_ids, special_token_ids=self.special_token_ids
         )
         sets = torch.stack([masks.vision, masks.instruction], dim=-1).repeat_interleave(copies, dim=0)  # (N, P, 2)
-        self._mass = _mass_of_steps(outputs.attentions, sets)
+        self._mass = mass_of_steps(outputs.attentions, sets)
         return outputs if wanted.return_dict_in_generate else outputs.sequences
 
     def _prompts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,7 +124,7 @@ def eager_language_model(model: Any) -> Iterator[None]:
         decoder.config._attn_implementation = before
 
 
-def _mass_of_steps(steps: Sequence[Sequence[torch.Tensor | None]], sets: torch.Tensor) -> AttentionMass:
+def mass_of_steps(steps: Sequence[Sequence[torch.Tensor | None]], sets: torch.Tensor) -> AttentionMass:
     """Mass of the emitting queries, each the last one of its step.
 
     Args:

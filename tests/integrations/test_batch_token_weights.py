@@ -1,0 +1,121 @@
+"""Token weights of a batch: from matrices of generate, from a probe, from what a reward returns."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from PIL import Image
+
+from vgr_trl.batch.signals import AttentionMass
+from vgr_trl.demo.tiny_vlm import build_tiny_vlm
+from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.integrations.verl import build_token_vgr_weights_for_batch, token_vgr_weights
+from vgr_trl.integrations.verl.token_weights import as_weights
+from vgr_trl.signals import RolloutScorer, token_vision_gain_ratio
+from vgr_trl.signals.modality import special_token_ids
+
+WORDS = "what colour is this red green blue yellow"
+
+
+@pytest.fixture(scope="module")
+def generated():
+    model, processor = build_tiny_vlm([WORDS], hidden_size=32, num_layers=4, num_heads=2)
+    for seed, parameter in enumerate(model.parameters()):
+        if parameter.ndim >= 2:
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+            parameter.data = noise * parameter[0].numel() ** -0.5
+    model = model.eval()
+    model.get_decoder().config._attn_implementation = "eager"
+    texts = ["what colour is this", "what is red"]
+    chats = [[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}] for text in texts]
+    prompts = [processor.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    images = [[Image.new("RGB", (56, 56), colour)] for colour in ("red", "blue")]
+    processor.tokenizer.padding_side = "left"
+    inputs = dict(processor(text=prompts, images=images, return_tensors="pt", padding=True))
+    with torch.no_grad():
+        out = model.generate(
+            **inputs, max_new_tokens=6, do_sample=True, temperature=5.0, num_return_sequences=2,
+            output_attentions=True, return_dict_in_generate=True,
+        )  # fmt: skip
+    return model, processor, inputs, out
+
+
+def test_matrices_give_what_a_probe_gives(generated):
+    model, processor, inputs, out = generated
+    prompt, twice = inputs["input_ids"].size(1), [0, 0, 1, 1]
+    weights, info = build_token_vgr_weights_for_batch(
+        out.attentions, inputs["input_ids"], out.sequences, processor, inputs["image_grid_thw"], last_k_layers=2
+    )
+    completions = out.sequences[:, prompt:]
+    eos = processor.tokenizer.eos_token_id
+    lengths = [row.tolist().index(eos) + 1 if eos in row else len(row) for row in completions]
+    mask = torch.arange(completions.size(1)) < torch.tensor(lengths).unsqueeze(1)
+    scorer = RolloutScorer(model, special_token_ids=special_token_ids(processor))
+    patches = inputs["pixel_values"].view(2, -1, inputs["pixel_values"].size(1))[twice].flatten(0, 1)
+    signals = scorer.score(
+        inputs["input_ids"][twice], inputs["attention_mask"][twice], completions, mask.long(), num_generations=2,
+        pixel_values=patches, image_grid_thw=inputs["image_grid_thw"][twice],
+        **{name: inputs[name][twice] for name in inputs if name == "mm_token_type_ids"},
+    )  # fmt: skip
+    measured, other = token_vgr_weights(signals.attention, last_k_layers=2)
+    assert info["layers"] == other["layers"] == [2, 3]
+    assert torch.allclose(weights[mask], measured[mask], atol=1e-4)
+    assert torch.allclose(info["vgr"], other["vgr"], rtol=1e-4)
+    assert torch.allclose((weights * mask).sum(1) / mask.sum(1), torch.ones(4), atol=1e-5)
+    assert float(weights[mask].std()) > 1e-3
+    assert not torch.allclose(weights[mask], token_vgr_weights(signals.attention, last_k_layers=1)[0][mask])
+
+
+def test_a_grid_of_other_images(generated):
+    _, processor, inputs, out = generated
+    with pytest.raises(DataError, match="image_grid_thw makes 16: give the grid"):
+        build_token_vgr_weights_for_batch(
+            out.attentions, inputs["input_ids"], out.sequences, processor, torch.tensor([[1, 8, 8]])
+        )
+    with pytest.raises(DataError, match="give the prompts and what generate made of them"):
+        build_token_vgr_weights_for_batch(out.attentions[:2], inputs["input_ids"], out.sequences, processor)
+
+
+def mass_of(ratios, layers=1):
+    """Attention of 0.1 per vision token, and of `ratio` times that per instruction token, in every layer."""
+    ratios = torch.tensor(ratios)
+    counts = torch.full((len(ratios),), 2)
+    vision = torch.full((layers, *ratios.shape), 0.2)
+    return AttentionMass(vision, vision * ratios, counts, counts, torch.ones(ratios.shape, dtype=torch.bool))
+
+
+def test_worked_case_of_the_definitions():
+    weights, info = token_vgr_weights(mass_of([[1.0, 2.0, 4.0]]), clip=None)
+    assert torch.allclose(weights, torch.tensor([[1.7143, 0.8571, 0.4286]]), atol=1e-4)
+    assert info["vgr"].item() == pytest.approx(7 / 3)
+    assert info["undefined_fraction"] == 0
+
+
+def test_last_layers_alone():
+    mass = mass_of([[1.0, 1.0]], layers=3)
+    mass.instruction[2] = mass.vision[2] * torch.tensor([[1.0, 4.0]])
+    weights, _ = token_vgr_weights(mass, clip=None, last_k_layers=1)
+    assert torch.allclose(weights, torch.tensor([[2.0, 0.5]]) / 1.25)  # exp of the distance of s = 0, -ln 4 to its mean
+    assert torch.allclose(token_vision_gain_ratio(mass, [0, 1]), torch.ones(1, 2))
+    with pytest.raises(ConfigError, match=r"token_weight_last_k_layers is 4.* in \[1, 3\]"):
+        token_vgr_weights(mass, last_k_layers=4)
+
+
+def test_lists_and_tensors_are_padded_or_cut_with_a_warning():
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert as_weights([[1.0, 2.0, 3.0], [4.0, 5.0]], mask).tolist() == [[1, 2, 3], [4, 5, 1]]
+        assert as_weights(torch.full((2, 3), 2.0), mask).tolist() == [[2, 2, 2], [2, 2, 2]]
+    with pytest.warns(UserWarning, match="padded with 1 or cut to the 3 tokens"):
+        assert as_weights([[1.0, 2.0], torch.arange(5.0)], mask).tolist() == [[1, 2, 1], [0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [([[1.0]], "has 1 rows for 2 responses"), ([[1.0, math.nan], [1.0, 1.0]], "negative or not finite")],
+)
+def test_weights_that_are_none(values, sentence):
+    with pytest.raises(DataError, match=sentence):
+        as_weights(values, torch.ones(2, 2))
