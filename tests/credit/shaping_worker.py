@@ -19,6 +19,8 @@ OPTIONS = CreditOptions(
     enable_entropy_filtering=True,
     enable_trajectory_reweighting=True,
 )
+WEIGHTINGS = {"filter": None, "soft": None, "plug-in": ["halved"], "vgpo": ["vgpo"]}
+PROMPTS = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2])  # of which the second has completions on both of two processes
 
 
 @registries.credit_rules.register("halved")
@@ -42,12 +44,21 @@ def shaped(rank, world, gather):
     mask = torch.arange(tokens) < lengths
     here = slice(rank * rows // world, (rank + 1) * rows // world)
     attention = AttentionMass(vision[:, here], (vision * (0.3 + draws[0]))[:, here], ones[here], ones[here], mask[here])
-    signals = RolloutSignals(-draws[1][here], draws[2][here], mask[here], attention, 5 * draws[3][here] ** 4)
+    signals = RolloutSignals(
+        -draws[1][here],
+        draws[2][here],
+        mask[here],
+        attention,
+        dependency=5 * draws[3][here] ** 4,
+        similarity=2 * draws[0][here] - 1,
+    )
     results = {}
-    for weighting in ("filter", "soft", "plug-in"):
-        chosen = dataclasses.replace(OPTIONS, perception_weighting="filter" if weighting == "plug-in" else weighting)
-        chosen.credit_rules = ["halved"] if weighting == "plug-in" else None
-        values, metrics = shape_advantages(advantages[here], signals, chosen, shaped=live[here], gather=gather)
+    for weighting, rules in WEIGHTINGS.items():
+        chosen = dataclasses.replace(OPTIONS, perception_weighting="soft" if weighting == "soft" else "filter")
+        chosen.credit_rules = rules
+        values, metrics = shape_advantages(
+            advantages[here], signals, chosen, shaped=live[here], groups=PROMPTS[here], gather=gather
+        )
         results[weighting] = {"advantages": values.tolist(), "metrics": metrics}
     return results
 

@@ -19,7 +19,7 @@ def results(tmp_path_factory):
     ]
 
 
-@pytest.mark.parametrize("weighting", ["filter", "soft", "plug-in"])
+@pytest.mark.parametrize("weighting", shaping_worker.WEIGHTINGS)
 def test_two_processes_shape_what_one_does(results, weighting):
     alone, first, second = (result[weighting] for result in results)
     together = torch.tensor(first["advantages"] + second["advantages"])

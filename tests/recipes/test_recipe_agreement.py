@@ -11,6 +11,7 @@ from support.trl_loss import loss_of, make_trainer
 from vgr_trl.batch.signals import RolloutSignals
 from vgr_trl.credit import CreditOptions, entropy_penalty, kl_penalty, perception_loss, shape_advantages
 from vgr_trl.recipes import load_recipe
+from vgr_trl.registries import credit_rules
 from vgr_trl.rewards import get_soft_overlong_punishment, mdi_reward, vgr_reward
 from vgr_trl.signals.dependency import visual_dependency
 
@@ -38,9 +39,11 @@ def recorded(name):
 
 
 def credit_options(recipe):
-    return CreditOptions(
-        **{option.name: recipe[option.name] for option in fields(CreditOptions) if option.name in recipe}
-    )
+    """Those of the recipe that are of credit, with the options of its own rules."""
+    known = {option.name for option in fields(CreditOptions)}
+    own = {option.name for name in recipe.get("credit_rules", ()) for option in fields(credit_rules.load(name).options)}
+    chosen = {name: value for name, value in recipe.items() if name in known}
+    return CreditOptions(**chosen, plugin_options={name: recipe[name] for name in own})
 
 
 def three_tokens(*ratios):
@@ -139,6 +142,17 @@ def test_papo_has_the_gradients_of_the_published_code(stock):
         perturbed_entropy_coefficient=recipe["der_loss_weight2"],
     )
     (loss + (terms * mask).sum() / mask.sum()).backward()
+    assert (logps.grad - case["gradient"]).abs().max() <= 1e-6
+
+
+def test_vgpo_has_the_gradients_of_the_published_code(stock):
+    """There each run of four completions is a group, and the similarity was scaled before."""
+    recipe, (case, mask) = load_recipe("vgpo"), recorded("vgpo")
+    old, logps = case["old_logps"], case["logps"].requires_grad_()
+    signals = RolloutSignals(old, torch.zeros_like(old), mask, similarity=2 * case["similarity"] - 1)
+    groups = torch.arange(len(mask)) // 4
+    credit, _ = shape_advantages(case["advantages"], signals, credit_options(recipe), groups=groups)
+    loss_of(stock(recipe), credit, logps, mask, old).backward()
     assert (logps.grad - case["gradient"]).abs().max() <= 1e-6
 
 

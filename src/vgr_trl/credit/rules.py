@@ -1,8 +1,8 @@
 """The rules of this library, each `rule(advantages, signals, mask, options) -> (weights, metrics)`, and which are on.
 
 A rule returns weights (N, T), which advantages are multiplied by, or bool: tokens that it keeps. If it compares
-completions, it may take `shaped` and `gather` by name, if it reads their tokens `completion_ids`, as `shape_advantages`
-has them.
+completions, it may take `shaped`, `groups` and `gather` by name, if it reads their tokens `completion_ids`, as
+`shape_advantages` has them. Those of published methods are in `published/`.
 """
 
 import inspect
@@ -15,6 +15,7 @@ import torch
 from vgr_trl import registries
 from vgr_trl.batch.signals import AttentionMass, RolloutSignals
 from vgr_trl.config.credit import CreditOptions
+from vgr_trl.credit import published as published  # which registers itself
 from vgr_trl.credit.filters import top_fraction_mask
 from vgr_trl.credit.rows import check_shapes
 from vgr_trl.credit.token_weights import dependency_weights, token_weights

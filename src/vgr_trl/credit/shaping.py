@@ -22,6 +22,7 @@ def shape_advantages(
     options: CreditOptions,
     *,
     shaped: torch.Tensor | None = None,
+    groups: torch.Tensor | None = None,
     gather: Gather | None = None,
     completion_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
@@ -40,6 +41,8 @@ def shape_advantages(
         signals: of the same N completions.
         options: the rules that are on, and their numbers.
         shaped: (N,) bool, completions that take part in minimum, maximum and mean of the trajectory scale; None: all.
+        groups: (N,) numbers of the prompts that the completions belong to, over all processes, for rules that compare
+            those of a prompt; None: all belong to one.
         gather: returns the concatenation of a 1-D tensor over all processes, which have equally many rows; called
             equally often on each of them, whatever the signals are. None: there is one process.
         completion_ids: (N, T) tokens of the completions, for plug-ins that read them.
@@ -65,7 +68,7 @@ def shape_advantages(
     kept: list[torch.Tensor] = []
     for rule in active_rules(options):
         _refuse_unmeasured(rule, signals)
-        context = rule.takes(shaped=shaped, gather=gather, completion_ids=completion_ids)
+        context = rule.takes(shaped=shaped, groups=groups, gather=gather, completion_ids=completion_ids)
         result = rule.function(advantages, signals, mask, rule.options, **context)
         weights, metrics = _checked(rule, result, mask) if rule.is_plugin else result
         if weights.dtype == torch.bool:

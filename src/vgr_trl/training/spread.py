@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import torch
+
 from vgr_trl.batch.signals import unmeasured
 from vgr_trl.credit import shape_advantages
 from vgr_trl.training.host import Host
@@ -19,11 +21,14 @@ def spread(rollout: Rollout, host: Host) -> tuple[Rollout, dict[str, float]]:
         return rollout, rollout.metrics
     assert rollout.live is not None
     signals = rollout.signals or unmeasured(valid_tokens(rollout.batch).bool())
+    rows = len(signals.mask)
+    first = host.accelerator.process_index * rows
     advantages, metrics = shape_advantages(
         rollout.batch["advantages"],
         signals,
         host.args,
         shaped=rollout.live.to(signals.mask.device),
+        groups=torch.arange(first, first + rows, device=signals.mask.device) // host.num_generations,
         gather=host.accelerator.gather,
         completion_ids=rollout.batch["completion_ids"],
     )

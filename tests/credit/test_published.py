@@ -1,0 +1,49 @@
+"""Rules of published methods: worked cases, and what is undefined."""
+
+import pytest
+import torch
+
+from vgr_trl.batch.signals import RolloutSignals
+from vgr_trl.credit.published import VGPOOptions, vgpo
+from vgr_trl.errors import ConfigError
+
+NAN = float("nan")
+
+
+def weigh(similarity, mask, groups=None, **options):
+    similarity, mask = torch.tensor(similarity), torch.tensor(mask, dtype=torch.bool)
+    signals = RolloutSignals(torch.zeros_like(similarity), torch.zeros_like(similarity), mask, similarity=similarity)
+    return vgpo(torch.ones(len(mask)), signals, mask, VGPOOptions(**options), groups=groups)[0]
+
+
+def test_vgpo_by_hand():
+    """Scores 0.5, 1, 0.5, 0.75 of one completion; of the last two the largest, 0.75, is raised by 1 + 1 · 3/3 to 1.5.
+
+    Scaled to [0, 1]: 0, 0.5, 0, 1 with mean 0.375, so weights 0.625, 1.125, 0.625, 1.625. Alone it is worth 1.
+    """
+    weights = weigh([[0.0, 1.0, 0.0, 0.5]], [[1, 1, 1, 1]], vgpo_compensation=1.0)
+    assert torch.allclose(weights, torch.tensor([[0.625, 1.125, 0.625, 1.625]]), atol=1e-6)
+
+
+def test_vgpo_compares_completions_of_a_prompt():
+    """Scaled scores 0, 1 and 0, 1, 1 have sums 1 and 2, so u is 0 and 1: 0.5, clamped to 0.9, and 1.5.
+
+    Tokens weigh 0.5, 1.5 and 1/3, 4/3, 4/3. The completions of the other prompt are equal and weigh 1 each.
+    """
+    similarity = [[0.0, 1.0, NAN], [0.0, 1.0, 1.0], [0.0, 0.5, 0.0], [0.5, 0.0, 0.0]]
+    mask = [[1, 1, 0], [1, 1, 1], [1, 1, 0], [1, 1, 0]]
+    weights = weigh(similarity, mask, torch.tensor([4, 4, 7, 7]), vgpo_compensation=0.0)
+    expected = [[0.45, 1.35, 0.9], [0.5, 2.0, 2.0], [0.5, 1.5, 1.0], [1.5, 0.5, 1.0]]
+    valid = torch.tensor(mask).bool()
+    assert torch.allclose(weights[valid], torch.tensor(expected)[valid], atol=1e-6)
+
+
+def test_vgpo_leaves_a_completion_without_image_as_it_is():
+    weights = weigh([[NAN, NAN], [0.0, 1.0]], [[1, 1], [1, 1]])
+    assert torch.allclose(weights, torch.tensor([[1.0, 1.0], [0.5, 1.5]]), atol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [{"vgpo_compensation": -1.0}, {"vgpo_gate_share": 0.0}, {"vgpo_gate_start": 1.0}])
+def test_numbers_of_vgpo_out_of_range(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        VGPOOptions(**wrong)
