@@ -87,8 +87,10 @@ class Clock(TrainerCallback):
 
     def watch(self, trainer: Any) -> None:
         """Time what the trainer calls of its choice of groups."""
-        for name in ("choose", "first_pass"):
-            setattr(trainer._choice, name, self._timed(getattr(trainer._choice, name)))
+        choice = trainer.stages.choice
+        choice.choose = self._timed(choice.choose)
+        if choice.replay is not None:
+            choice.replay.first_pass = self._timed(choice.replay.first_pass)
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:

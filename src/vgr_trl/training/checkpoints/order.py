@@ -5,7 +5,6 @@ says so. Neither is in its checkpoints, so a continued run would take the order 
 anew in the middle of a batch.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from vgr_trl.errors import ConfigError
 from vgr_trl.training.checkpoints.manifest import read_manifest
 from vgr_trl.training.checkpoints.resumable import ResumableTrainer
 from vgr_trl.training.checkpoints.shares import load_shares, num_shares, remove_share, save_share
+from vgr_trl.training.choice.replay import Replay
 from vgr_trl.training.constructed import ConstructedTrainer
 
 logger = logging.get_logger(__name__)
@@ -29,11 +29,11 @@ class PromptOrder:
 
     Args:
         trainer: constructed.
-        waits: whether groups of the batch at hand wait for their first training pass.
+        replay: whose groups may wait for the first training pass over the batch at hand; None: there is none.
     """
 
-    def __init__(self, trainer: ResumableTrainer, waits: Callable[[], bool]) -> None:
-        self._trainer, self._waits = trainer, waits
+    def __init__(self, trainer: ResumableTrainer, replay: Replay | None) -> None:
+        self._trainer, self._replay = trainer, replay
 
     def save(self, folder: Path) -> None:
         """Write the completions that this process has still to train on, if it is within a generation batch."""
@@ -46,7 +46,7 @@ class PromptOrder:
             "micro_batch": trainer._step % every,
             "of": every,
             "inputs": trainer._buffered_inputs,
-            "waiting": self._waits(),
+            "waiting": self._replay is not None and self._replay.waits,
         }
         save_share(state, folder, *place, GENERATION)
 

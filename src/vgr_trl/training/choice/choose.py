@@ -30,7 +30,7 @@ from vgr_trl.training.choice.further_prompts import FurtherPrompts
 from vgr_trl.training.choice.greedy_baseline import greedy_baseline
 from vgr_trl.training.choice.replay import OLD_LOGPS, Replay
 from vgr_trl.training.host import Host
-from vgr_trl.training.rollout import Rollout, TrainingPass, Verdict, valid_tokens
+from vgr_trl.training.rollout import Rollout, Verdict, valid_tokens
 
 logger = logging.get_logger(__name__)
 
@@ -222,20 +222,6 @@ class GroupChoice:
         groups = dict(zip(wanted, self._groups(rollout, wanted), strict=True)) | fresh
         measured = rollout.signals is not None and self.wanted.head
         replay.keep(groups, verdict.placement, scored=measured or OLD_LOGPS in rollout.batch)
-
-    def first_pass(self, passed: TrainingPass) -> None:
-        """Take in the log-probabilities of a first training pass, see `Replay.first_pass`."""
-        if self.replay is not None:
-            self.replay.first_pass(passed)
-
-    def rows_read(self, inputs: dict[str, Any]) -> torch.Tensor | None:
-        """Return the rows of a micro-batch whose log-probabilities are kept, (N,) bool; None: no row's."""
-        return None if self.replay is None else self.replay.rows_read(inputs)
-
-    @property
-    def waits(self) -> bool:
-        """Whether groups wait for the first training pass over all of their batch."""
-        return self.replay is not None and self.replay.waits
 
     # What is saved
 

@@ -22,8 +22,7 @@ from vgr_trl.skipping import (
     only_tokens,
     widened,
 )
-from vgr_trl.training.choice.choose import GroupChoice
-from vgr_trl.training.choice.replay import OLD_LOGPS
+from vgr_trl.training.choice.replay import OLD_LOGPS, Replay
 from vgr_trl.training.host import Host
 from vgr_trl.training.passes.around import Passes
 from vgr_trl.training.rollout import Rollout, TrainingPass, valid_tokens
@@ -37,7 +36,7 @@ class LivePasses:
     Args:
         plan: of the run.
         host: where it runs.
-        choice: what else reads of a micro-batch.
+        replay: what else reads log-probabilities; None: nothing does.
         passes: what is around each pass.
         place: where they are.
     """
@@ -46,11 +45,11 @@ class LivePasses:
         self,
         plan: SkippingPlan,
         host: Host,
-        choice: GroupChoice,
+        replay: Replay | None,
         passes: Passes,
         place: Place,
     ) -> None:
-        self.plan, self._host, self._choice = plan, host, choice
+        self.plan, self._host, self._replay = plan, host, replay
         self._passes, self._place = passes, place
         places = plan.rows, plan.tokens, plan.padding
         self._skips_rows, self._skips_tokens, self._skips_padding = (found.reason_off is None for found in places)
@@ -92,7 +91,8 @@ class LivePasses:
             complete_old_logps(passed.inputs, logps)
             passed.logps, passed.values = logps, None if values is None else widened(values, window, live, None)
             passed.hidden = self._passes.hidden()
-            self._choice.first_pass(passed)
+            if self._replay is not None:
+                self._replay.first_pass(passed)
         return logps, None if entropies is None else widened(entropies, window, live, None), aux_loss
 
     def gives_old_logps(self, rollout: Rollout) -> bool:
@@ -120,7 +120,7 @@ class LivePasses:
     def _live(self, batch: dict[str, Any]) -> torch.Tensor:
         mask = valid_tokens(batch)
         live = live_tokens(batch["advantages"], mask, rows=self._skips_rows, tokens=self._skips_tokens)
-        read = self._choice.rows_read(batch)
+        read = None if self._replay is None else self._replay.rows_read(batch)
         return live if read is None else live | (mask.bool() & read.to(mask.device).unsqueeze(1))
 
     def _head(self, model: Any, wanted: torch.Tensor) -> AbstractContextManager[None]:

@@ -74,7 +74,7 @@ class Stages:
 
     def resumed(self, trainer: ResumableTrainer) -> list[Resumed]:
         """Return what a checkpoint of the trainer holds of its stages."""
-        order = PromptOrder(trainer, lambda: self.choice.waits)
+        order = PromptOrder(trainer, self.choice.replay)
         return [part for part in (self.choice, self.kl, self.critic, order) if part is not None]
 
 
@@ -100,7 +100,7 @@ def build_stages(trainer: ResumableTrainer, host: TRLHost, schedule: RewardSched
     vllm_images = plan_vllm_images(trainer, has_images)
     choice = GroupChoice(host, measurement.wanted, _further_prompts(trainer, host))
     skipping = plan_skipping(trainer, measurement.wanted)
-    live = LivePasses(skipping, host, choice, passes, sharing.training)
+    live = LivePasses(skipping, host, choice.replay, passes, sharing.training)
     budget = TokenBudget(host, live, sharing.training.reason_off is None)
     full = FullKL(trainer.model, trainer.ref_model, trainer.temperature) if args.needs_full_kl else None
     kl, passes.hidden_reader = KLControl(host, full), None if full is None else full.reader
