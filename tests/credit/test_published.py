@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vgr_trl.batch.signals import RolloutSignals
-from vgr_trl.credit.published import VGPOOptions, vgpo
+from vgr_trl.credit.published import PGPOOptions, VGPOOptions, pgpo, vgpo
 from vgr_trl.errors import ConfigError
 
 NAN = float("nan")
@@ -47,3 +47,28 @@ def test_vgpo_leaves_a_completion_without_image_as_it_is():
 def test_numbers_of_vgpo_out_of_range(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         VGPOOptions(**wrong)
+
+
+def test_pgpo_by_hand():
+    """ln(1 + S) 0, 0.2, 0.4, 1 is the importance; weights 0, 0.5, 1, 3 with sum 4.5, which is brought to 4 tokens."""
+    dependency = torch.tensor([[0.0, 0.2, 0.4, 1.0]]).expm1()
+    weights = pgpo_weights(dependency, torch.ones(1, 4, dtype=torch.bool))
+    assert torch.allclose(weights, torch.tensor([[0.0, 0.5, 1.0, 3.0]]) * 4 / 4.5, atol=1e-5)
+
+
+def test_pgpo_leaves_tokens_that_are_alike_or_undefined_as_they_are():
+    mask = torch.tensor([[True, True, False], [True, True, True], [True, True, True]])
+    dependency = torch.tensor([[0.3, 0.3, 5.0], [NAN, NAN, NAN], [NAN, 0.0, 1.0]])
+    weights = pgpo_weights(dependency, mask)
+    assert torch.allclose(weights, torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 0.0, 2.0]]), atol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [{"pgpo_threshold": 0.0}, {"pgpo_threshold": 1.0}, {"pgpo_boost": -1.0}])
+def test_numbers_of_pgpo_out_of_range(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        PGPOOptions(**wrong)
+
+
+def pgpo_weights(dependency, mask):
+    signals = RolloutSignals(torch.zeros(mask.shape), torch.zeros(mask.shape), mask, dependency=dependency)
+    return pgpo(torch.ones(len(mask)), signals, mask, PGPOOptions())[0]

@@ -156,6 +156,19 @@ def test_vgpo_has_the_gradients_of_the_published_code(stock):
     assert (logps.grad - case["gradient"]).abs().max() <= 1e-6
 
 
+def test_pgpo_by_hand():
+    """Log-probabilities -1, and without the image -1, -3, -1: S = e^-2 + 1 = 1.1353, of which the logarithm of 1 + S is
+    the largest, so importances are 0, 1, 0: weights 0, 1 + 2 = 3, 0, which is the mean 1 of three tokens already.
+    """
+    old = torch.full((1, 3), -1.0)
+    blind = torch.tensor([[-1.0, -3.0, -1.0]])
+    signals = RolloutSignals(old, old, torch.ones(1, 3, dtype=torch.bool), dependency=visual_dependency(old, blind))
+    recipe = load_recipe("pgpo")
+    credit, _ = shape_advantages(torch.tensor([-0.5]), signals, credit_options(recipe))
+    assert torch.allclose(credit, torch.tensor([[0.0, -1.5, 0.0]]), atol=1e-6)
+    assert (recipe["pgpo_threshold"], recipe["pgpo_boost"], recipe["perturbation"]) == (0.4, 2.0, "remove_image")
+
+
 def test_papo_with_dapo_differs_by_its_numbers_alone():
     """Those of the script: no KL, half the perception loss, entropies 0.03, clip-higher, filtered groups."""
     recipe, other = load_recipe("papo_dapo"), load_recipe("papo")

@@ -3,6 +3,7 @@
 Like plug-ins they declare what they read and the options that they have.
 """
 
+from vgr_trl.credit.published.pgpo import PGPOOptions, pgpo
 from vgr_trl.credit.published.vgpo import VGPOOptions, vgpo
 
-__all__ = ["VGPOOptions", "vgpo"]
+__all__ = ["PGPOOptions", "VGPOOptions", "pgpo", "vgpo"]
