@@ -82,7 +82,7 @@ def test_the_commonest_answers_to_open_questions_are_counted(monkeypatch):
     found = inspect_rows(data, Checks(system_prompt=None))
     assert found.answers == Counter({"two": 4, "bird": 2, "a cat": 1, "dog": 1})
     assert tables(found)["commonest answers to open questions"][:2] == [("two", 4), ("bird", 2)]
-    monkeypatch.setattr("vgr_trl.data.inspect.rows.MOST_ANSWERS", 2)  # bird and dog come too late
+    monkeypatch.setattr("vgr_trl.data.build.answers.MOST_ANSWERS", 2)  # bird and dog come too late
     found = inspect_rows(data, Checks(system_prompt=None))
     assert tables(found)["commonest answers to open questions"] == [("two", 4), ("a cat", 1), ("others", 3)]
 

@@ -1,6 +1,7 @@
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from datasets import load_dataset
@@ -158,6 +159,36 @@ def test_videos_are_carried_on_and_tell_rows_apart(tmp_path):
     assert [found["reason"] for found in skipped_in(tmp_path / "out")] == [
         "it has the same image and question as an earlier row"
     ]
+
+
+def test_regions_are_carried_on_in_the_form_of_converted_sets(tmp_path):
+    """The image is 12x8: 3 of 12 and 4 of 8 pixels are 0.25 and 0.5 of it; a set without regions has empty lists."""
+    Image.new("RGB", (12, 8), (1, 2, 3)).save(tmp_path / "one.png")
+    Image.new("RGB", (12, 8), (3, 2, 1)).save(tmp_path / "two.png")
+    Image.new("RGB", (12, 8), (2, 3, 1)).save(tmp_path / "bad.png")
+    rows = [
+        {"id": "pixels", "prompt": "What?", "answer": "x", "image": "one.png", "regions": [[3, 4, 6, 2]]},
+        {"id": "corners", "prompt": "What?", "answer": "x", "image": "two.png", "bbox": [0.25, 0.5, 0.75, 1]},
+        {"id": "bad", "prompt": "What?", "answer": "x", "image": "bad.png", "bbox": [0.75, 0.5, 0.25, 1]},
+    ]
+    with_boxes = [replace(question("c0", (9, 9, 9)), regions=[[0.5, 0, 0.25, 1]])]
+    sources = [
+        Source(data_files=[str(jsonl(tmp_path / "mine.jsonl", rows))]),
+        made_set(tmp_path / "c", with_boxes, regions=True),
+        made_set(tmp_path / "d", [question("d0", (8, 8, 8))]),
+    ]
+    merged(tmp_path, sources, test_share=0)
+    found = {row["id"]: row["regions"] for row in rows_in(tmp_path / "out")}
+    assert found == {
+        "pixels": [[0.25, 0.5, 0.5, 0.25]],
+        "corners": [[0.25, 0.5, 0.5, 0.5]],
+        "c0": [[0.5, 0, 0.25, 1]],
+        "d0": [],
+    }
+    (left_out,) = skipped_in(tmp_path / "out")
+    assert (left_out["row"], "give bbox as left, top, right and bottom" in left_out["reason"]) == (2, True)
+    merged(tmp_path, sources[2:], name="none", test_share=0)
+    assert "regions" not in rows_in(tmp_path / "none")[0]
 
 
 def test_a_set_as_jsonl(tmp_path):

@@ -37,6 +37,9 @@ multiple-choice rows by right letter
           2   66.7%  A
           1   33.3%  B
 
+commonest answers to open questions
+          1  100.0%  B
+
 rows by number of images
           3   75.0%  1
           1   25.0%  2
@@ -54,6 +57,36 @@ left out
 def test_the_report_by_hand():
     assert report(counted()) == REPORT
     assert report(Statistics()) == "0 rows\n"
+
+
+def test_the_commonest_answers_to_open_questions_come_first_and_the_rest_together():
+    found = Statistics()
+    for number in range(40):
+        for _ in range(3 if number == 7 else 1):
+            asked = Question(str(number), "set", "What?", f"answer  {number}" + "!" * 200, ["image"])
+            found.add(asked, [Encoded(b"", ".png", 8, 8)])
+    (first, *middle, last) = tables(found)["commonest answers to open questions"].items()
+    assert first == ("answer 7" + "!" * 72, 3)
+    assert [count for _, count in middle] == [1] * 11
+    assert last == ("others", 28)
+
+
+def test_answers_of_a_split_are_those_of_the_whole_set():
+    """cat is shown for the whole; train has it twice and two others, dog and bird; nothing else is made up."""
+    train = Statistics(answers=Counter({"dog": 1, "cat": 2, "bird": 1}))
+    assert tables(train, ["cat", "fox", "others"])["commonest answers to open questions"] == {
+        "cat": 2,
+        "fox": 0,
+        "others": 2,
+    }
+
+
+def test_no_more_answers_are_counted_than_memory_has_room_for(monkeypatch):
+    monkeypatch.setattr("vgr_trl.data.build.answers.MOST_ANSWERS", 2)
+    found = Statistics()
+    for text in "abcabc":
+        found.add(Question(text, "set", "What?", text, ["image"]), [Encoded(b"", ".png", 8, 8)])
+    assert found.answers == {"a": 2, "b": 2, "others": 2}
 
 
 def test_names_are_in_order_also_where_a_split_lacks_some():

@@ -180,7 +180,7 @@ def test_the_help_lists_commands_and_an_unknown_one_is_named(capsys):
     assert main(["--help"]) == 0
     assert "evaluate" in capsys.readouterr().out
     assert main(["fly"]) == 2
-    assert "there is no command 'fly'; the commands are train, evaluate, report, data, demo" in capsys.readouterr().err
+    assert "there is no command 'fly'. The commands are train, " in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -4,13 +4,13 @@ from typing import Any
 
 from vgr_trl.batch.inputs import build_scoring_batch
 from vgr_trl.credit.rules import active_rules
+from vgr_trl.data.rows.regions import COLUMNS
 from vgr_trl.errors import ConfigError
 from vgr_trl.registries import MEASUREMENTS, VIEW, is_late, measurements, needs_of
 from vgr_trl.signals import Measurement, Wanted, signals_of_generation
 from vgr_trl.signals.decoder import count_attention_layers, find_decoder, why_not_measurable
 from vgr_trl.signals.modality import special_token_ids, vision_token_ids
 from vgr_trl.signals.named import NamedSignal, add_named, named_columns, named_metrics, named_signals
-from vgr_trl.signals.region_boxes import COLUMNS
 from vgr_trl.signals.reward_columns import attention_metrics, columns_needed_by, measure_segments, reward_columns
 from vgr_trl.signals.similarity import decoder_layers, hidden_state_number
 from vgr_trl.training.constructed import ConstructedTrainer

@@ -8,9 +8,10 @@ from PIL import Image
 
 from vgr_trl.batch.image_parts import image_inputs_of, parts_by_counts, tiles_by_tokens
 from vgr_trl.batch.inputs import image_tensors
+from vgr_trl.data.rows.regions import Box, boxes_of
 from vgr_trl.signals import Measurement
 from vgr_trl.signals.perturbation.prompts import images_in, perturbed_prompts
-from vgr_trl.signals.region_boxes import Box, boxes_of, drawn
+from vgr_trl.signals.region_boxes import drawn
 from vgr_trl.signals.region_tokens import in_region, lit_share, token_shares
 from vgr_trl.training.host import Host
 from vgr_trl.training.rollout import Rollout

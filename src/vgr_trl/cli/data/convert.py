@@ -109,7 +109,7 @@ def run(flags: argparse.Namespace) -> None:
         split=flags.output_split or output_split(flags.split or converter.split),
         kind=flags.output_format,
         several_images=converter.several_images,
-        regions=converter.regions,
+        regions=converter.regions or (flags.source == "jsonl" and jsonl.names_regions(source)),
         videos=_has_videos(flags, source, options),
         rows_per_file=flags.rows_per_file,
         limit=flags.subset_size,

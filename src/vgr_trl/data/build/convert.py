@@ -12,9 +12,9 @@ from tqdm.auto import tqdm
 from vgr_trl.data.build.encode import Encoded
 from vgr_trl.data.build.pool import Encoding, encoder
 from vgr_trl.data.build.progress import SKIPPED, Progress, SkippedLog, alone_in
-from vgr_trl.data.rows.questions import Candidate, Origin, Question
 from vgr_trl.data.build.statistics import Statistics
 from vgr_trl.data.build.write import PARTS, Part
+from vgr_trl.data.rows.questions import Candidate, Origin, Question
 from vgr_trl.errors import ConfigError, DataError
 
 ROWS_PER_FILE = 2000
@@ -138,7 +138,9 @@ class _Run:
         else:
             if self.part is None:
                 path = _part_path(self.output, self.progress.parts)
-                self.part = PARTS[self.output.kind](path, self.output.several_images, self.output.videos, self.output.regions)
+                self.part = PARTS[self.output.kind](
+                    path, self.output.several_images, self.output.videos, self.output.regions
+                )
             self.part.add(candidate, images)
             self.statistics.add(candidate, images)
             self.rows += 1

@@ -13,17 +13,17 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from vgr_trl.data.build.sets import jsonl
 from vgr_trl.data.build.convert import Output, convert
 from vgr_trl.data.build.encode import Encoded
-from vgr_trl.files import write_whole
 from vgr_trl.data.build.merge_plan import Row, interleaved, split, weighted, without_duplicates
 from vgr_trl.data.build.pool import encoder
-from vgr_trl.data.rows.text.prompts import LETTERS
-from vgr_trl.data.rows.questions import Candidate, Origin, Question
+from vgr_trl.data.build.sets import jsonl
 from vgr_trl.data.build.shuffle import shuffle_choices
 from vgr_trl.data.read.sources import Source
+from vgr_trl.data.rows.questions import Candidate, Origin, Question
+from vgr_trl.data.rows.text.prompts import LETTERS
 from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.files import write_whole
 from vgr_trl.rewards.answers.text import normalise
 
 PLAN = ".merge.json"
@@ -61,6 +61,7 @@ class MergePlan:
         left_out: file, row and reason.
         several_images: whether a row has another number of images than one.
         videos: whether a row has a video.
+        regions: whether a row says in boxes what it is about.
         surplus: rows left out for the weights alone.
     """
 
@@ -69,6 +70,7 @@ class MergePlan:
     several_images: bool
     videos: bool
     surplus: int
+    regions: bool = False
 
 
 def merge(sources: Sequence[Source], output: Output, options: MergeOptions, identity: Any) -> MergePlan:
@@ -97,7 +99,14 @@ def merge(sources: Sequence[Source], output: Output, options: MergeOptions, iden
         candidates: Iterable[Candidate] = chain(listed, _picked(sources, rows))
         if options.shuffle_choices:
             candidates = shuffle_choices(candidates, options.seed)
-        part = replace(output, split=name, several_images=plan.several_images, videos=plan.videos, limit=None)
+        part = replace(
+            output,
+            split=name,
+            several_images=plan.several_images,
+            videos=plan.videos,
+            regions=plan.regions,
+            limit=None,
+        )
         convert(candidates, part, identity, len(listed) + len(rows))
     return plan
 
@@ -135,6 +144,7 @@ def make_plan(sources: Sequence[Source], output: Output, options: MergeOptions) 
         several_images=any(row.image_count != 1 for row in chosen),
         videos=any(row.video_count for row in chosen),
         surplus=len(kept) - len(chosen),
+        regions=any(row.has_regions for row in chosen),
     )
 
 
@@ -168,6 +178,7 @@ def _row(source: int, position: int, question: Question, images: Sequence[Encode
         frozenset(map(normalise, choices)),
         image_count=len(images),
         video_count=len(question.videos),
+        has_regions=bool(question.regions),
     )
 
 

@@ -21,6 +21,7 @@ class Row:
         choices: its options, in normal form; empty for an open question.
         image_count: how many of `images` are images.
         video_count: how many are videos.
+        has_regions: whether it says in boxes what it is about.
     """
 
     source: int
@@ -31,6 +32,7 @@ class Row:
     choices: frozenset[str] = frozenset()
     image_count: int = 1
     video_count: int = 0
+    has_regions: bool = False
 
 
 def without_duplicates(rows: Sequence[Row]) -> tuple[list[Row], dict[Row, str]]:

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
-from vgr_trl.files import is_writable, publish, unfinished
-from vgr_trl.data.build.statistics import Statistics, on_one_line, tables, together
+from vgr_trl.data.build.statistics import ANSWERS, Statistics, on_one_line, tables, together
 from vgr_trl.errors import ConfigError
+from vgr_trl.files import is_writable, publish, unfinished
 
 FORMATS = (".png", ".svg", ".pdf")
 LONGEST_NAME = 48
@@ -43,8 +43,8 @@ def plot(statistics: Mapping[str, Statistics], path: Path) -> None:
         ConfigError: as `figures_for`.
     """
     figures = figures_for(path)
-    shown = {split: tables(counts) for split, counts in statistics.items()}
     whole = {title: list(counts) for title, counts in tables(together(statistics.values())).items() if counts}
+    shown = {split: tables(counts, whole.get(ANSWERS)) for split, counts in statistics.items()}
     lines = (len(whole) + 1) // 2
     figure = figures.Figure(figsize=(12, 3.2 * lines), layout="constrained")
     panels = figure.subplots(lines, 2, squeeze=False).ravel()

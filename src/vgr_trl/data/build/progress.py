@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from vgr_trl.files import write_whole
-from vgr_trl.data.rows.questions import Origin
-from vgr_trl.data.read.readers import READERS
 from vgr_trl.data.build.statistics import Statistics
+from vgr_trl.data.read.readers import READERS
+from vgr_trl.data.rows.questions import Origin
 from vgr_trl.errors import ConfigError
+from vgr_trl.files import write_whole
 
 try:
     import fcntl

@@ -3,15 +3,10 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from vgr_trl.data.build.sets import aokvqa
-from vgr_trl.data.build.sets import arxivqa
-from vgr_trl.data.build.sets import easy_vqa
-from vgr_trl.data.build.sets import jsonl
-from vgr_trl.data.build.sets import mmmu_pro
-from vgr_trl.data.build.sets import nlvr
 from vgr_trl import registries
-from vgr_trl.data.rows.questions import Candidate
+from vgr_trl.data.build.sets import aokvqa, arxivqa, easy_vqa, jsonl, mmmu_pro, nlvr
 from vgr_trl.data.read.sources import Source
+from vgr_trl.data.rows.questions import Candidate
 
 
 @dataclass(frozen=True)

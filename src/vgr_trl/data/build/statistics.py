@@ -2,15 +2,17 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vgr_trl.data.build.answers import among, commonest, count_answer
 from vgr_trl.data.build.encode import Encoded
-from vgr_trl.data.rows.text.prompts import LETTERS
 from vgr_trl.data.rows.questions import Question
+from vgr_trl.data.rows.text.prompts import LETTERS
 
 OPEN = "open"
+ANSWERS = "commonest answers to open questions"
 SIDES = (32, 64, 128, 256, 512, 1024)  # pixels of the shorter side at which a class of sizes begins
 
 
@@ -24,6 +26,7 @@ class Statistics:
         letters: multiple-choice rows by their right letter.
         sizes: images by the class of their shorter side in pixels, see `size_class`.
         images: rows by the number of their images.
+        answers: open rows by their answer, as `count_answer` counts.
         reasons: rows left out, by kind of reason.
     """
 
@@ -32,6 +35,7 @@ class Statistics:
     letters: Counter[str] = field(default_factory=Counter)
     sizes: Counter[str] = field(default_factory=Counter)
     images: Counter[str] = field(default_factory=Counter)
+    answers: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
 
     @classmethod
@@ -49,6 +53,8 @@ class Statistics:
         self.choices[str(len(question.choices)) if question.choices else OPEN] += 1
         if question.choices:
             self.letters[question.solution] += 1
+        else:
+            count_answer(self.answers, question.solution)
         self.images[str(len(images))] += 1
         self.sizes.update(size_class(image.width, image.height) for image in images)
 
@@ -109,12 +115,19 @@ def report(statistics: Statistics) -> str:
     return "\n".join(lines) + "\n"
 
 
-def tables(statistics: Statistics) -> dict[str, dict[str, int]]:
-    """Return the counts under their titles, each in the order a person expects."""
+def tables(statistics: Statistics, answers: Collection[str] | None = None) -> dict[str, dict[str, int]]:
+    """Return the counts under their titles, each in the order a person expects.
+
+    Args:
+        statistics: of a set.
+        answers: to open questions, which are shown; None: the commonest.
+    """
+    shown = dict(commonest(statistics.answers)) if answers is None else among(statistics.answers, answers)
     return {
         "rows by source": dict(statistics.sources.most_common()),
         "rows by number of choices": _ordered(statistics.choices, [*map(str, range(2, len(LETTERS) + 1)), OPEN]),
         "multiple-choice rows by right letter": _ordered(statistics.letters, LETTERS),
+        ANSWERS: shown,
         "rows by number of images": dict(sorted(statistics.images.items(), key=lambda pair: int(pair[0]))),
         "images by pixels of the shorter side": _ordered(statistics.sizes, _classes()),
         "left out": dict(statistics.reasons.most_common()),

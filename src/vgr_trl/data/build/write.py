@@ -14,8 +14,8 @@ import pyarrow
 import pyarrow.parquet
 
 from vgr_trl.data.build.encode import Encoded
-from vgr_trl.files import publish, sync_files, unfinished
 from vgr_trl.data.rows.questions import Question
+from vgr_trl.files import publish, sync_files, unfinished
 
 ROW_GROUP_ROWS = 100  # what a stream reads at a time
 ROW_GROUP_BYTES = 32 * 2**20  # a row group with larger images has fewer rows

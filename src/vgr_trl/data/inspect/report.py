@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping
 
-from vgr_trl.data.build.statistics import OPEN, on_one_line
+from vgr_trl.data.build.answers import MOST_LINES, commonest
+from vgr_trl.data.build.statistics import ANSWERS, OPEN, on_one_line
 from vgr_trl.data.inspect.lengths import Budget, Cost, cost, histogram
-from vgr_trl.data.inspect.rows import OTHERS, Findings
+from vgr_trl.data.inspect.rows import Findings
 from vgr_trl.data.rows.text.prompts import LETTERS
 
 BAR = 40  # characters of the longest bar
 LONGEST_REASON = 200
-MOST_LINES = 12  # of a table
 
 
 def report(findings: Findings, budget: Budget) -> str:
@@ -47,7 +47,7 @@ def tables(findings: Findings) -> dict[str, list[tuple[str, int]]]:
             if findings.choices[name]
         ],
         "rows by right letter": [(name, findings.letters[name]) for name in LETTERS if findings.letters[name]],
-        "commonest answers to open questions": _shortened(findings.answers),
+        ANSWERS: _shortened(findings.answers),
         "rows by number of images": _shortened({str(name): count for name, count in sorted(findings.images.items())}),
     }
     return {title: lines for title, lines in found.items() if lines}
@@ -88,7 +88,4 @@ def _reasons(findings: Findings) -> list[str]:
 
 
 def _shortened(counts: Mapping[str, int]) -> list[tuple[str, int]]:
-    pairs = sorted(((name, count) for name, count in counts.items() if name != OTHERS), key=lambda pair: -pair[1])
-    rest = counts.get(OTHERS, 0) + sum(count for _, count in pairs[MOST_LINES:])
-    lines = [(on_one_line(name)[:80], count) for name, count in pairs[:MOST_LINES]]
-    return [*lines, (OTHERS, rest)] if rest else lines
+    return [(on_one_line(name)[:80], count) for name, count in commonest(counts)]

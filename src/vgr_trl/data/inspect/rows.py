@@ -11,6 +11,7 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 from tqdm.auto import tqdm
 
+from vgr_trl.data.build.answers import count_answer
 from vgr_trl.data.build.statistics import OPEN, kind_of
 from vgr_trl.data.inspect.sample import Sampled, sampled
 from vgr_trl.data.rows.columns import UNREADABLE, images_of, undecoded
@@ -25,9 +26,6 @@ from vgr_trl.errors import DataError
 from vgr_trl.rewards import resolve_solution
 
 EXAMPLES = 3  # bad rows that are shown per reason
-MOST_ANSWERS = 10_000  # different ones that are counted, so that memory stays bounded
-LONGEST_ANSWER = 80  # characters
-OTHERS = "others"
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Findings:
         usable: how many of them can be trained on.
         reasons: kind of reason → the rows left out for it.
         sources, choices, letters, images: usable rows by source, number of choices, right letter, number of images.
-        answers: open usable rows by their answer, of at most `MOST_ANSWERS`; what comes after these is `OTHERS`.
+        answers: open usable rows by their answer, as `count_answer` counts.
         lengths: prompt length → usable rows that have it, in tokens; empty if it was not measured.
         sample: usable rows drawn at random, in their order.
     """
@@ -164,9 +162,7 @@ def _count(row: Mapping[str, Any], index: int, checks: Checks, findings: Finding
     right = _right_letter(ready) if checks.needs_solution else None
     findings.choices[str(len(ready["choices"])) if ready.get("choices") else OPEN] += 1
     if checks.needs_solution and not ready.get("choices"):
-        answer = " ".join(str(ready.get("solution")).split())[:LONGEST_ANSWER]
-        known = answer in findings.answers or len(findings.answers) < MOST_ANSWERS
-        findings.answers[answer if known else OTHERS] += 1
+        count_answer(findings.answers, ready.get("solution"))
     if right is not None:
         findings.letters[right] += 1
     if (place := draw.place()) is not None:

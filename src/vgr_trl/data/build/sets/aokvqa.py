@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from numbers import Integral
 from typing import Any
 
+from vgr_trl.data.read.sources import Source
 from vgr_trl.data.rows.questions import (
     Candidate,
     Origin,
@@ -19,7 +20,6 @@ from vgr_trl.data.rows.questions import (
     to_candidates,
     value_of,
 )
-from vgr_trl.data.read.sources import Source
 from vgr_trl.errors import DataError
 
 HUB_NAME = "HuggingFaceM4/A-OKVQA"

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from vgr_trl.data.read.sources import Source
 from vgr_trl.data.rows.questions import (
     Candidate,
     Origin,
@@ -20,7 +21,6 @@ from vgr_trl.data.rows.questions import (
     to_candidates,
     value_of,
 )
-from vgr_trl.data.read.sources import Source
 from vgr_trl.errors import DataError
 
 HUB_NAME = "openbmb/VisRAG-Ret-Test-ArxivQA"

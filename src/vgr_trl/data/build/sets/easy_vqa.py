@@ -7,8 +7,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from vgr_trl.data.rows.questions import Candidate, Origin, Question, id_of, list_of, to_candidates, try_question, value_of
 from vgr_trl.data.read.sources import Source
+from vgr_trl.data.rows.questions import (
+    Candidate,
+    Origin,
+    Question,
+    id_of,
+    list_of,
+    to_candidates,
+    try_question,
+    value_of,
+)
 from vgr_trl.errors import DataError
 
 

@@ -9,11 +9,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vgr_trl.data.rows.images.opening import ADDRESS
-from vgr_trl.data.rows.questions import Candidate, Origin, Question, id_of, make_question, text_of, to_candidates, value_of
-from vgr_trl.data.rows.naming import renamed_row
-from vgr_trl.data.rows.reading import KEYS, Keys, read_row
 from vgr_trl.data.read.sources import Source
+from vgr_trl.data.rows.images.opening import ADDRESS, read_image
+from vgr_trl.data.rows.naming import renamed_row
+from vgr_trl.data.rows.questions import (
+    Candidate,
+    Origin,
+    Question,
+    id_of,
+    make_question,
+    text_of,
+    to_candidates,
+    value_of,
+)
+from vgr_trl.data.rows.reading import KEYS, Keys, read_row
+from vgr_trl.data.rows.regions import COLUMNS, as_shares, boxes_of, in_pixels_of_its_image
 from vgr_trl.errors import DataError
 
 
@@ -31,8 +41,7 @@ def read(source: Source, keys: Keys = KEYS, image_dir: Path | None = None) -> It
 
 def names_videos(source: Source, keys: Keys = KEYS) -> bool:
     """Return whether the first row of `source` has a column of videos."""
-    first = next((record for _, record in source.records() if not isinstance(record, str)), {})
-    return any(name in first for name in keys.video)
+    return any(name in _first(source) for name in keys.video)
 
 
 def _questions(origin: Origin, row: Mapping[str, Any], *, keys: Keys, root: Path) -> list[Question]:
@@ -47,9 +56,32 @@ def _questions(origin: Origin, row: Mapping[str, Any], *, keys: Keys, root: Path
             answer=reading.answer,
             images=[_from(root, value) for value in reading.images],
             videos=[_existing(_from(root, value)) for value in reading.videos],
+            regions=_regions(row, [_from(root, value) for value in reading.images]),
             needs_image=False,
         )
     ]
+
+
+def names_regions(source: Source) -> bool:
+    """Return whether the first row of `source` has a column of boxes."""
+    return any(name in _first(source) for name in COLUMNS)
+
+
+def _first(source: Source) -> Mapping[str, Any]:
+    return next((record for _, record in source.records() if not isinstance(record, str)), {})
+
+
+def _regions(row: Mapping[str, Any], images: list[Any]) -> list[list[float]]:
+    """The boxes of a row of one image; none where it cannot be read, which is told when it is encoded."""
+    if len(images) != 1:
+        return []
+    size = (1, 1)
+    if in_pixels_of_its_image(row):
+        try:
+            size = read_image(images[0]).size
+        except DataError:
+            return []
+    return as_shares(boxes_of(row, size))
 
 
 def _question(prompt: str | list[dict[str, Any]]) -> str:

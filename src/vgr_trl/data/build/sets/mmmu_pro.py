@@ -8,8 +8,8 @@ configuration has `id`, `image`, `options` and `answer`: question and options ar
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from vgr_trl.data.read.sources import Source
 from vgr_trl.data.rows.layouts import MOST_IMAGES, VISION_ONLY_PROBLEM, renumber_marks
-from vgr_trl.data.rows.text.prompts import LETTERS
 from vgr_trl.data.rows.questions import (
     Candidate,
     Origin,
@@ -21,7 +21,7 @@ from vgr_trl.data.rows.questions import (
     text_of,
     to_candidates,
 )
-from vgr_trl.data.read.sources import Source
+from vgr_trl.data.rows.text.prompts import LETTERS
 from vgr_trl.errors import DataError
 
 HUB_NAME = "MMMU/MMMU_Pro"

@@ -11,8 +11,17 @@ from typing import Any
 
 from PIL import Image
 
-from vgr_trl.data.rows.questions import Candidate, Origin, Question, id_of, make_question, text_of, to_candidates, value_of
 from vgr_trl.data.read.sources import Source
+from vgr_trl.data.rows.questions import (
+    Candidate,
+    Origin,
+    Question,
+    id_of,
+    make_question,
+    text_of,
+    to_candidates,
+    value_of,
+)
 
 CHOICES = ["true", "false"]
 
