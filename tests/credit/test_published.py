@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from vgr_trl.batch.signals import RolloutSignals
-from vgr_trl.credit.published import PGPOOptions, VGPOOptions, pgpo, vgpo
+from vgr_trl.batch.signals import AttentionMass, RolloutSignals
+from vgr_trl.credit.published import AnchorOptions, PGPOOptions, VGPOOptions, anchor_tokens, pgpo, vgpo
 from vgr_trl.errors import ConfigError
 
 NAN = float("nan")
@@ -72,3 +72,20 @@ def test_numbers_of_pgpo_out_of_range(wrong):
 def pgpo_weights(dependency, mask):
     signals = RolloutSignals(torch.zeros(mask.shape), torch.zeros(mask.shape), mask, dependency=dependency)
     return pgpo(torch.ones(len(mask)), signals, mask, PGPOOptions())[0]
+
+
+def test_anchor_tokens_by_hand():
+    """Of three layers the last is late. Half of the tokens, those of largest attention there; all without an image."""
+    vision = torch.zeros(3, 2, 4)
+    vision[2, 0] = torch.tensor([0.1, 0.4, 0.2, 0.3])
+    vision[0, 0] = torch.tensor([0.9, 0.0, 0.0, 0.0])
+    mask = torch.tensor([[True, True, True, True], [True, True, False, False]])
+    mass = AttentionMass(vision, torch.zeros(3, 2, 4), torch.tensor([5, 0]), torch.tensor([3, 3]), mask)
+    signals = RolloutSignals(torch.zeros(2, 4), torch.zeros(2, 4), mask, mass)
+    kept, _ = anchor_tokens(torch.ones(2), signals, mask, AnchorOptions(top_p_anchor_tokens=0.5))
+    assert kept.tolist() == [[False, True, False, True], [True, True, False, False]]
+
+
+def test_a_share_of_anchors_out_of_range():
+    with pytest.raises(ConfigError, match="top_p_anchor_tokens"):
+        AnchorOptions(top_p_anchor_tokens=0.0)

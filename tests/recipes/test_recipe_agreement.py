@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.trl_loss import loss_of, make_trainer
 
-from vgr_trl.batch.signals import RolloutSignals
+from vgr_trl.batch.signals import AttentionMass, RolloutSignals
 from vgr_trl.credit import CreditOptions, entropy_penalty, kl_penalty, perception_loss, shape_advantages
 from vgr_trl.recipes import load_recipe
 from vgr_trl.registries import credit_rules
@@ -167,6 +167,16 @@ def test_pgpo_by_hand():
     credit, _ = shape_advantages(torch.tensor([-0.5]), signals, credit_options(recipe))
     assert torch.allclose(credit, torch.tensor([[0.0, -1.5, 0.0]]), atol=1e-6)
     assert (recipe["pgpo_threshold"], recipe["pgpo_boost"], recipe["perturbation"]) == (0.4, 2.0, "remove_image")
+
+
+def test_anchor_tokens_by_hand():
+    """Attention on the image of seven tokens in the one late layer: ⌈0.15 · 7⌉ = 2 keep their credit."""
+    vision = torch.tensor([[[0.3, 0.1, 0.6, 0.2, 0.5, 0.0, 0.4]]]).expand(3, 1, 7)
+    mask = torch.ones(1, 7, dtype=torch.bool)
+    mass = AttentionMass(vision, torch.zeros(3, 1, 7), torch.tensor([4]), torch.tensor([4]), mask)
+    signals = RolloutSignals(torch.zeros(1, 7), torch.zeros(1, 7), mask, mass)
+    credit, _ = shape_advantages(torch.tensor([2.0]), signals, credit_options(load_recipe("anchor_tokens")))
+    assert credit.tolist() == [[0, 0, 2, 0, 2, 0, 0]]
 
 
 def test_papo_with_dapo_differs_by_its_numbers_alone():
