@@ -9,7 +9,7 @@ from typing import Any
 from vgr_trl.errors import RewardError
 
 
-def checked(reward: Any, name: str, on_nan: Callable[[str, int], None], trainer: Any = None) -> Callable[..., Any]:
+def checked(reward: Any, name: str, on_nan: Callable[[str, int], None], trainer: object = None) -> Callable[..., Any]:
     """Return `reward`, asynchronous if it is, such that it returns a list of floats and Nones or fails with its name.
 
     Args:

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from trl import GRPOTrainer
 
 from vgr_trl.config import DAPOConfig
@@ -12,14 +14,14 @@ if TYPE_CHECKING:
         """For annotations: what a constructor has made certain."""
 
         args: DAPOConfig
-        model: Any
-        processing_class: Any
-        train_dataset: Any
-        eval_dataset: Any
+        model: PreTrainedModel
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin
+        train_dataset: Dataset | IterableDataset
+        eval_dataset: Dataset | IterableDataset | DatasetDict | IterableDatasetDict | None
         shuffle_dataset: bool
         num_generations: int
         num_generations_eval: int
-        _logs: Any
+        _logs: dict[str, Any]
         _buffered_inputs: Any
 
 else:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from peft.utils import AuxiliaryTrainingWrapper
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from vgr_trl.credit import kl_penalty
@@ -28,7 +29,7 @@ class HiddenReader:
         self.output_type: Any = None
 
     @contextmanager
-    def around(self, model: Any, completion_length: int | None) -> Iterator[None]:
+    def around(self, model: nn.Module, completion_length: int | None) -> Iterator[None]:
         """Read passes of this block.
 
         Args:
@@ -72,7 +73,7 @@ class FullKL:
         ConfigError: the adapter changes the head.
     """
 
-    def __init__(self, policy: Any, reference: Any, temperature: float) -> None:
+    def __init__(self, policy: nn.Module, reference: nn.Module | None, temperature: float) -> None:
         causal = causal_model(policy)
         if reference is None and isinstance(causal.get_output_embeddings(), AuxiliaryTrainingWrapper):
             raise ConfigError(

@@ -6,7 +6,8 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
-from transformers import GenerationConfig, Trainer, TrainerState
+from torch import nn
+from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin, Trainer, TrainerState
 from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
@@ -63,10 +64,10 @@ class Host(Protocol):
     def reward_weights(self) -> torch.Tensor: ...
 
     @property
-    def tokenizer(self) -> Any: ...
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
 
     @property
-    def processor(self) -> Any: ...
+    def processor(self) -> PreTrainedTokenizerBase | ProcessorMixin: ...
 
     @property
     def end_token_ids(self) -> frozenset[int]: ...
@@ -77,14 +78,18 @@ class Host(Protocol):
     @property
     def accumulation_steps(self) -> int: ...
 
-    def whose(self, model: Any) -> str:
+    def whose(self, model: nn.Module) -> str:
         """Return whose pass one through `model` is: "policy", "reference" or "other"."""
 
     def newest_metrics(self) -> dict[str, float]:
         """Return the last value of everything that waits to be logged in this mode."""
 
     def score(
-        self, inputs: dict[str, Any], head: bool = True, rows: Sequence[int] | None = None, model: Any = None
+        self,
+        inputs: dict[str, Any],
+        head: bool = True,
+        rows: Sequence[int] | None = None,
+        model: nn.Module | None = None,
     ) -> torch.Tensor:
         """Return log-probabilities (N, T) of a batch under the policy, as TRL scores it, without gradients.
 
@@ -139,10 +144,11 @@ class TRLHost:
         fill: Callable[[Rollout], Rollout],
     ) -> None:
         self.trainer, self._begin, self._fill = trainer, begin, fill
-        self.args: Any = trainer.args
+        self.args = trainer.args
         self.accelerator: Accelerator = trainer.accelerator
         self.reward_names: list[str] = list(trainer.reward_func_names)
-        self.tokenizer, self.processor = trainer._tokenizer, trainer.processing_class
+        self.tokenizer: PreTrainedTokenizerBase = trainer._tokenizer
+        self.processor = trainer.processing_class
         self.pad_to_multiple_of = int(trainer.pad_to_multiple_of) if trainer.pad_to_multiple_of else None
         self.end_token_ids = frozenset({*trainer.eos_token_ids, self.tokenizer.pad_token_id})
 
@@ -171,7 +177,7 @@ class TRLHost:
         """Micro-batches of the optimizer step at hand; the last one of an epoch may have fewer."""
         return self.trainer.current_gradient_accumulation_steps
 
-    def whose(self, model: Any) -> str:
+    def whose(self, model: nn.Module) -> str:
         """A policy whose adapter is off is its own reference."""
         if model is self.trainer.ref_model or not policy_is_active(model):
             return "reference"
@@ -182,15 +188,20 @@ class TRLHost:
         return {name: values[-1] for name, values in self.trainer._metrics[self.mode].items() if values}
 
     def score(
-        self, inputs: dict[str, Any], head: bool = True, rows: Sequence[int] | None = None, model: Any = None
+        self,
+        inputs: dict[str, Any],
+        head: bool = True,
+        rows: Sequence[int] | None = None,
+        model: nn.Module | None = None,
     ) -> torch.Tensor:
         """Score in the chunks in which TRL scores."""
         trainer, args = self.trainer, self.args
+        checkpointing: Any = args.gradient_checkpointing_kwargs
         inputs = Trainer._prepare_inputs(trainer, inputs)
         chunk = args.per_device_train_batch_size if self.mode == "train" else args.per_device_eval_batch_size
         scored = trainer.model if model is None else model
         narrowed = nullcontext() if head else head_of_rows(scored, rows)
-        plainly = disable_gradient_checkpointing(trainer.model, args.gradient_checkpointing_kwargs)
+        plainly = disable_gradient_checkpointing(trainer.model, checkpointing)
         with torch.no_grad(), plainly, narrowed:
             return trainer._get_per_token_logps_and_entropies(scored, batch_size=chunk, **inputs)[0]
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from transformers.utils import logging
+from trl.trainer.grpo_trainer import RewardFunc
 
 from vgr_trl.rewards.finite import refuse_infinite
 from vgr_trl.rewards.groups import WholeGroups
@@ -68,7 +69,7 @@ class Judge:
             weights = self.schedule.weights_at(state.global_step, early)
             self.host.reward_weights[: len(weights)] = torch.tensor(weights)
 
-    def guarded(self, reward_funcs: Sequence[Any], rollout: Rollout | None) -> list[Any]:
+    def guarded(self, reward_funcs: Sequence[RewardFunc], rollout: Rollout | None) -> list[RewardFunc]:
         """Return the reward functions such that they return one number or None per completion, or fail by name.
 
         Args:
@@ -81,7 +82,7 @@ class Judge:
             for reward, name in zip(reward_funcs, self.host.reward_names, strict=True)
         ]
 
-    def _guarded(self, reward: Any, name: str) -> Any:
+    def _guarded(self, reward: RewardFunc, name: str) -> RewardFunc:
         if isinstance(reward, torch.nn.Module):
             return reward
         return checked(reward, name, self._warn_of_nan, trainer=self.trainer)
@@ -89,7 +90,7 @@ class Judge:
     def check(
         self,
         rewards: torch.Tensor,
-        reward_funcs: Sequence[Any],
+        reward_funcs: Sequence[RewardFunc],
         rollout: Rollout | None,
         rows: Sequence[Mapping[str, Any]],
     ) -> tuple[torch.Tensor, dict[str, float]]:
@@ -124,5 +125,5 @@ class Judge:
             )
 
 
-def _zero(completions: list[Any], **kwargs: Any) -> list[float]:
+def _zero(completions: list[Any], **kwargs: Any) -> list[float | None]:
     return [0.0] * len(completions)

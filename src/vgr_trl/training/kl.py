@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
+from vgr_trl.config import DAPOConfig
 from vgr_trl.credit import AdaptiveKLController, FixedKLController, kl_penalty
 from vgr_trl.credit.totals import Totals
 from vgr_trl.replacing import replaced
 from vgr_trl.training.checkpoints.shares import load_shares, save_share
+from vgr_trl.training.constructed import ConstructedTrainer
 from vgr_trl.training.full_kl import FullKL
 from vgr_trl.training.host import Host
 from vgr_trl.training.rollout import Rollout, TrainingPass, valid_tokens
@@ -37,7 +39,7 @@ PENALTY = kl_penalty_reward.__name__
 
 
 @contextmanager
-def constructed_with_reference(args: Any) -> Iterator[None]:
+def constructed_with_reference(args: DAPOConfig) -> Iterator[None]:
     """Let TRL build a reference in this block if a KL needs one, and take the weight of the penalty as 1.
 
     TRL builds a reference, or keeps a copy of the adapter, where its own `beta` is not 0.
@@ -53,7 +55,7 @@ def constructed_with_reference(args: Any) -> Iterator[None]:
 
 
 @contextmanager
-def scored_by_reference(trainer: Any) -> Iterator[None]:
+def scored_by_reference(trainer: ConstructedTrainer) -> Iterator[None]:
     """Let TRL score rollouts of this block by the reference too, if a KL needs it."""
     if trainer.args.kl_coef == 0 or not trainer.model.training:
         yield

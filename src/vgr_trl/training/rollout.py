@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from vgr_trl.batch.inputs import Prompts
 from vgr_trl.batch.placement import Placement
@@ -120,7 +121,7 @@ class TrainingPass:
     """
 
     inputs: dict[str, Any]
-    model: Any = None
+    model: nn.Module | None = None
     logps: torch.Tensor | None = None
     values: torch.Tensor | None = None
     hidden: torch.Tensor | None = None

@@ -2,9 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from datasets import Dataset, IterableDataset
+from torch import nn
+from torch.utils.data import Sampler
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
+from trl.trainer.utils import RepeatSampler
 
 from vgr_trl.compat.resuming_weights import load_weights, whole_model
 from vgr_trl.training.checkpoints.folders import resolve_checkpoint, resume_mode
@@ -31,19 +35,20 @@ class ResumableTrainer(ConstructedTrainer):
     """
 
     resumed: Sequence[Resumed] = ()
-    train_sampler: Any = None
+    train_sampler: RepeatSampler | None = None
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> TrainOutput:
         """Add to TRL's: `True` and `latest` find the newest complete checkpoint; one that is not is refused."""
         checkpoint = resolve_checkpoint(resume_mode(resume_from_checkpoint), Path(str(self.args.output_dir)))
         return super().train(checkpoint, *args, **options)
 
-    def _get_train_sampler(self, dataset: Any = None) -> Any:
+    def _get_train_sampler(self, dataset: Dataset | IterableDataset | None = None) -> Sampler[Any]:
         """Keep TRL's sampler."""
-        self.train_sampler = super()._get_train_sampler(dataset)
-        return self.train_sampler
+        sampler = super()._get_train_sampler(dataset)
+        self.train_sampler = cast(RepeatSampler, sampler)
+        return sampler
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Add to TRL's: the checkpoint is complete once all is written, and not before; a full disk is named."""
         folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         with whole_checkpoint(folder, self.accelerator, self.args.should_save):
@@ -62,7 +67,7 @@ class ResumableTrainer(ConstructedTrainer):
             for part in self.resumed:
                 part.load(Path(checkpoint))
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Replace the parent's where it would keep the weights of the start."""
         if (target := whole_model(self, self.model if model is None else model)) is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)

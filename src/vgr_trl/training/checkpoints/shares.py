@@ -7,6 +7,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from transformers import trainer as trainer_module
 
 from vgr_trl.disk_full import disk_full_named
@@ -19,7 +20,7 @@ KINDS = {"choice": "the replay buffer", "generation": "the generation batch", "k
 
 
 @contextmanager
-def whole_checkpoint(folder: Path, accelerator: Any, writes: bool) -> Iterator[None]:
+def whole_checkpoint(folder: Path, accelerator: Accelerator, writes: bool) -> Iterator[None]:
     """Make a checkpoint folder that is written inside complete at the end, or leave it without a manifest.
 
     Older checkpoints are deleted after that, so that a kill in between leaves one to continue from.

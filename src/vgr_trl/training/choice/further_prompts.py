@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from accelerate.utils import gather_object
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from trl.trainer.utils import RepeatSampler
 
 from vgr_trl.data.rows.columns import images_of
@@ -23,7 +23,7 @@ class FurtherPrompts:
         shuffles: whether TRL reads them in a random order.
     """
 
-    def __init__(self, host: Host, dataset: Any, shuffles: bool) -> None:
+    def __init__(self, host: Host, dataset: Dataset | IterableDataset, shuffles: bool) -> None:
         self.host, args = host, host.args
         self.dataset, self.shuffles = dataset, shuffles
         self._streamed = isinstance(dataset, IterableDataset)

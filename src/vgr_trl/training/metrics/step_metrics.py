@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Iterable, MutableMapping, Sequence
-from typing import Any
 
 import torch
 
+from vgr_trl.config import DAPOConfig
 from vgr_trl.training.host import Host
 from vgr_trl.training.rollout import TrainingPass, valid_tokens
 
@@ -39,11 +39,11 @@ def approximate_kl(logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.Ten
     return (log_ratio.exp() - 1 - log_ratio).sum(dim=1)
 
 
-def live_means(args: Any) -> tuple[str, ...]:
+def live_means(args: DAPOConfig) -> tuple[str, ...]:
     """Return TRL's metrics of a micro-batch that are means over the tokens which train.
 
     Args:
-        args: a `DAPOConfig`; with importance ratios of sequences, what is clipped is counted by completions.
+        args: of the trainer; with importance ratios of sequences, what is clipped is counted by completions.
     """
     by_completion = args.importance_sampling_level == "sequence" and not args.has_token_advantages
     return ("entropy",) if by_completion else ("entropy", *_RATIO_MEANS)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 
 from vgr_trl.sharing import Place, SharedPasses, SharingPlan, has_active_dropout, why_not_regroup, why_not_share
 from vgr_trl.sharing.backbone import base_of, causal_model, is_compiled, recomputes_without_graph
@@ -37,7 +38,7 @@ class Passes:
         self.hidden_reader: HiddenReader | None = None  # of a KL over all words
 
     @contextmanager
-    def around(self, place: Place, model: Any, completion_length: int | None = None) -> Iterator[None]:
+    def around(self, place: Place, model: nn.Module, completion_length: int | None = None) -> Iterator[None]:
         """Leave out of passes of this block what can be; the arguments are those of `SharedPasses.around`."""
         read = nullcontext() if self.reader is None else self.reader.around(model, completion_length)
         kept = nullcontext() if self.hidden_reader is None else self.hidden_reader.around(model, completion_length)
@@ -131,7 +132,7 @@ def plan_vision(trainer: ConstructedTrainer, has_images: bool) -> VisionPlan:
     return VisionPlan(args.vision_cache_megabytes, reason, trains, lasts=not trains and args.replay_buffer_size > 0)
 
 
-def _why_not_once(trainer: ConstructedTrainer, base: Any) -> str | None:
+def _why_not_once(trainer: ConstructedTrainer, base: nn.Module) -> str | None:
     if trainer.args.vision_cache_megabytes == 0:
         return "switched off"
     if _compiles(trainer) or is_compiled(trainer.model):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from accelerate import DistributedType
+from torch import nn
 
 from vgr_trl.errors import ConfigError
 from vgr_trl.sharing.grouping import find_groups
@@ -17,6 +18,7 @@ from vgr_trl.training.passes.skip import LivePasses
 from vgr_trl.training.rollout import valid_tokens
 
 _PER_WINDOW = ("dapo", "cispo", "vespo")  # TRL divides their sums by the tokens of the optimizer step
+Loss = Callable[[nn.Module, dict[str, Any]], torch.Tensor]
 
 
 class TokenBudget:
@@ -32,7 +34,7 @@ class TokenBudget:
         self._host, self._passes, self._shares = host, passes, shares
         self.most: int | None = host.args.max_tokens_per_micro_batch
 
-    def loss(self, model: Any, inputs: dict[str, Any], compute: Callable[[Any, dict[str, Any]], Any]) -> Any:
+    def loss(self, model: nn.Module, inputs: dict[str, Any], compute: Loss) -> torch.Tensor:
         """Return the loss of a micro-batch, through which the gradient of its last part is still to come.
 
         Args:
@@ -43,7 +45,7 @@ class TokenBudget:
         if self.most is None or self._host.mode != "train":
             return compute(model, inputs)
         *parts, last = self._parts(inputs)
-        before: Any = 0.0
+        before: torch.Tensor | float = 0.0
         for rows in parts:
             with self._accumulating(model):
                 loss = self._loss_of(rows, model, inputs, compute)
@@ -84,9 +86,7 @@ class TokenBudget:
         processes = [([Extent(*row[:3]) for row in rows], [row[3] for row in rows]) for rows in of_all]
         return pack_rows(count, lambda rows: max(tokens_of(rows, *each) for each in processes), self.most or 0)
 
-    def _loss_of(
-        self, rows: list[int], model: Any, inputs: dict[str, Any], compute: Callable[[Any, dict[str, Any]], Any]
-    ) -> Any:
+    def _loss_of(self, rows: list[int], model: nn.Module, inputs: dict[str, Any], compute: Loss) -> torch.Tensor:
         every = len(inputs["prompt_ids"])
         if len(rows) == every:
             return compute(model, inputs)
@@ -107,7 +107,7 @@ class TokenBudget:
         return len(part["prompt_ids"]) / len(inputs["prompt_ids"])
 
     @contextmanager
-    def _accumulating(self, model: Any) -> Iterator[None]:
+    def _accumulating(self, model: nn.Module) -> Iterator[None]:
         """No process waits for the gradients of another, and DeepSpeed makes no step."""
         state = self._host.accelerator.gradient_state
         before = state.sync_gradients

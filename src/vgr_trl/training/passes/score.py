@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from vgr_trl.compat.token_types import with_causal_completions
 from vgr_trl.sharing import SharingPlan, whole_groups
@@ -49,7 +50,7 @@ class ScoringPasses:
 
     def run(
         self,
-        model: Any,
+        model: nn.Module,
         plain: Callable[..., Scored],
         inputs: dict[str, Any],
         batch_size: int | None,
@@ -88,7 +89,12 @@ class ScoringPasses:
         return self._budget.scored_rows(batch_size, inputs["input_ids"].size(1), inputs["logits_to_keep"], size)
 
     def _score(
-        self, rollout: Rollout | None, whose: str, model: Any, inputs: dict[str, Any], score: Callable[..., Scored]
+        self,
+        rollout: Rollout | None,
+        whose: str,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        score: Callable[..., Scored],
     ) -> Scored:
         ids, mask, completion = inputs["input_ids"], inputs["attention_mask"], inputs["logits_to_keep"]
         by_policy = whose == "policy"

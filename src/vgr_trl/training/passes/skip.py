@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from vgr_trl.errors import DataError
 from vgr_trl.sharing import Place
@@ -54,7 +55,9 @@ class LivePasses:
         places = plan.rows, plan.tokens, plan.padding
         self._skips_rows, self._skips_tokens, self._skips_padding = (found.reason_off is None for found in places)
 
-    def run(self, passed: TrainingPass, model: Any, plain: Callable[..., Scored], inputs: dict[str, Any]) -> Scored:
+    def run(
+        self, passed: TrainingPass, model: nn.Module, plain: Callable[..., Scored], inputs: dict[str, Any]
+    ) -> Scored:
         """Return what a pass gives for the live tokens of a micro-batch, and constants for the others.
 
         Those are the old log-probabilities, or 0, and an entropy of 0: with an advantage of 0 their loss is 0.
@@ -123,7 +126,7 @@ class LivePasses:
         read = None if self._replay is None else self._replay.rows_read(batch)
         return live if read is None else live | (mask.bool() & read.to(mask.device).unsqueeze(1))
 
-    def _head(self, model: Any, wanted: torch.Tensor) -> AbstractContextManager[None]:
+    def _head(self, model: nn.Module, wanted: torch.Tensor) -> AbstractContextManager[None]:
         if not self.plan.head:
             return nullcontext()
         causal = causal_model(model)

@@ -44,7 +44,7 @@ def _first_rows(trainer: ConstructedTrainer) -> list[Any]:
     data = trainer.eval_dataset
     if isinstance(data, dict):
         data = next(iter(data.values()), None)
-    if not hasattr(data, "__len__") or not len(data):
+    if data is None or not hasattr(data, "__len__") or not len(data):
         return []
     size, accelerator = trainer.args.eval_batch_size, trainer.accelerator
     first = accelerator.process_index * size

@@ -53,18 +53,17 @@ class RolloutRecorder:
     Args:
         host: where it runs.
         measurement: what is measured of rollout batches.
-        processor: of the model.
         model: its name.
 
     Raises:
         ConfigError: a file or folder cannot be written, or a log is asked for that nothing is measured for.
     """
 
-    def __init__(self, host: Host, measurement: Measurement, processor: Any, model: str) -> None:
+    def __init__(self, host: Host, measurement: Measurement, model: str) -> None:
         self.host, self.args, self.measurement = host, host.args, measurement
         self.is_on = self.args.rollout_log_steps > 0
         self._last: dict[str, int | None] = {"train": None, "eval": None}
-        self._merge_size = getattr(getattr(processor, "image_processor", None), "merge_size", None)
+        self._merge_size = getattr(getattr(host.processor, "image_processor", None), "merge_size", None)
         self._decode = OwnDecoder(host.tokenizer)
         if self.is_on:
             self._refuse()

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from PIL import Image
+from transformers import PreTrainedTokenizerBase
 
+from vgr_trl.config import DAPOConfig
 from vgr_trl.credit import attention_weights
 from vgr_trl.reporting.records.format import Completion
 from vgr_trl.reporting.records.pieces import prompt_text, token_pieces
@@ -60,7 +62,7 @@ class OwnDecoder:
     A tokenizer that one thread pads with must not be used by another: its Rust part refuses both.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._own: Any = None
 
@@ -84,7 +86,7 @@ class Completing:
 
     decode: Callable[..., str]
     vision_token_ids: Sequence[int]
-    options: Any
+    options: DAPOConfig
     reward_names: Sequence[str]
     reward_weights: Sequence[float]
 
@@ -139,7 +141,7 @@ def question_id(prompt: str, images: bytes) -> str:
     return sha1(prompt.encode("utf-8", "replace") + b"\0" + images, usedforsecurity=False).hexdigest()[:16]
 
 
-def measures_of_rows(signals: RolloutSignals, lengths: Sequence[int], options: Any) -> list[dict[str, Any]]:
+def measures_of_rows(signals: RolloutSignals, lengths: Sequence[int], options: DAPOConfig) -> list[dict[str, Any]]:
     """Return what was measured of completions, as `Completion` has it: lists of as many numbers as tokens, and metrics.
 
     Args:

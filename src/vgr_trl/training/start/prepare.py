@@ -5,6 +5,8 @@ from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import gather_object
+from peft import PeftConfig, PeftModel
+from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl.data_utils import prepare_multimodal_messages
 
@@ -30,7 +32,7 @@ from vgr_trl.training.start.seams import check_attributes
 logger = logging.get_logger(__name__)
 
 
-def check_config(args: Any, options: Mapping[str, Any]) -> None:
+def check_config(args: object, options: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for arguments of the trainer that do not fit each other.
 
     Args:
@@ -45,18 +47,18 @@ def check_config(args: Any, options: Mapping[str, Any]) -> None:
         )
 
 
-def default_config(model: Any) -> DAPOConfig:
+def default_config(model: str | PreTrainedModel) -> DAPOConfig:
     """Return the options of a trainer that is given none."""
     name = model if isinstance(model, str) else model.config._name_or_path
     return DAPOConfig(f"{name.rstrip('/').split('/')[-1]}-DAPO")
 
 
-def model_name(model: Any) -> str:
+def model_name(model: PreTrainedModel) -> str:
     """Return the name under which a model was loaded, else that of its class."""
     return str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
 
 
-def make_ready(trainer: ConstructedTrainer, peft_config: Any) -> None:
+def make_ready(trainer: ConstructedTrainer, peft_config: PeftConfig | None) -> None:
     """Check what TRL has constructed, and make prompts of its data.
 
     Args:
@@ -105,7 +107,7 @@ def announce(
     idle_options: Mapping[str, str],
 ) -> None:
     """Say what passes leave out and compute once, and which options are risky or without effect."""
-    args: Any = trainer.args
+    args = trainer.args
     logger.warning(str(sharing))
     if trainer._is_vlm:
         logger.warning(str(vision))
@@ -157,13 +159,13 @@ def with_image_lists(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def refuse_targets_without_module(model: Any) -> None:
+def refuse_targets_without_module(model: PeftModel) -> None:
     """Raise `ConfigError` if an adapter names a target that is no module of the model, which PEFT passes over.
 
     Args:
         model: a `PeftModel` that was just made.
     """
-    targets = next(iter(model.peft_config.values())).target_modules
+    targets = getattr(next(iter(model.peft_config.values())), "target_modules", None)
     if isinstance(targets, str) or not targets:
         return
     adapted = getattr(model.base_model, "targeted_module_names", [])

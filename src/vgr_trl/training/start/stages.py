@@ -122,7 +122,7 @@ def build_stages(trainer: ResumableTrainer, host: TRLHost, schedule: RewardSched
         budget=budget,
         loss=AddedLoss(host, kl, critic),
         steps=steps,
-        recorder=RolloutRecorder(host, measurement, trainer.processing_class, model_name(trainer.model)),
+        recorder=RolloutRecorder(host, measurement, model_name(trainer.model)),
     )
 
 
