@@ -15,7 +15,7 @@ from packaging.version import Version
 sys.modules["trl"] = None  # type: ignore[assignment]
 
 IMPORTS_TRL = re.compile(
-    r"^\s*(from|import) (trl\b|trl_loss|steps\b)|\bDAPO(Config|Trainer)\b|vision_trainer",
+    r"^\s*(from|import) (trl\b|(support\.)?trl_loss|steps\b)|\bDAPO(Config|Trainer)\b|vision_trainer",
     re.MULTILINE,
 )
 IS_OLD = Version(transformers.__version__) < Version("5.17")

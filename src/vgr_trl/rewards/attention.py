@@ -60,7 +60,22 @@ def vgr_hard_negative_reward(
     Raises:
         RewardError: the values are not those of whole groups.
     """
-    accuracy = accuracy_reward(completions, solution, **kwargs)
+    return hard_negative_rewards(accuracy_reward(completions, solution, **kwargs), vgr, num_generations)
+
+
+def hard_negative_rewards(
+    accuracy: Sequence[float | None], vgr: Sequence[float | None], num_generations: int | Sequence[int]
+) -> list[float | None]:
+    """Return `vgr_hard_negative_reward` of completions whose accuracy is known.
+
+    Args:
+        accuracy: 1 for a right completion, 0 for a wrong one, None for one that cannot be judged.
+        vgr: VGR of each; None or NaN where undefined.
+        num_generations: G.
+
+    Raises:
+        RewardError: the values are not those of whole groups.
+    """
 
     def reward(group: list[float | None], rows: range) -> list[float | None]:
         right = [i for i, row in enumerate(rows) if accuracy[row] == 1]
@@ -69,7 +84,7 @@ def vgr_hard_negative_reward(
             rewards[i] = None if rank is None else (rank - 0.5) * (len(right) > 1)
         return rewards
 
-    return _by_group(completions, vgr, num_generations, reward)
+    return _by_group(accuracy, vgr, num_generations, reward)
 
 
 def mdi_reward(

@@ -1,0 +1,1 @@
+"""Where the signals are hung in verl 0.9.1; imports verl."""

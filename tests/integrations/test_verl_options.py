@@ -1,0 +1,67 @@
+"""Options inside verl: names of the notes and ours, and what is refused."""
+
+import pytest
+
+from vgr_trl.errors import ConfigError
+from vgr_trl.integrations.verl.options import SignalOptions
+from vgr_trl.integrations.verl.presets import options_of
+from vgr_trl.integrations.verl.seams import Point, check_points
+
+
+def test_names_of_the_notes():
+    given = {
+        "enable_token_weights": True, "token_weight_clip": (0.5, 2.0), "token_weight_smooth_sigma": 1.5,
+        "token_weight_last_k_layers": 4, "token_weight_topk_ratio": 0.3, "positive_only": True,
+    }  # fmt: skip
+    options = SignalOptions.read(given)
+    assert options.token_weights
+    assert options.token_weights_clip == [0.5, 2.0]
+    assert (options.token_weights_smooth_sigma, options.token_weights_last_k_layers) == (1.5, 4)
+    assert (options.token_weights_topk_ratio, options.token_weights_positive_only) == (0.3, True)
+    assert options.measures_attention
+    assert SignalOptions.read(options.to_dict()) == options
+    assert not SignalOptions.read(given | {"collect_attentions": True}).measures_attention
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"blur_radius": 3}, "blur_radius is not known here"),
+        ({"token_weights": True, "enable_token_weights": True}, "token_weights is given twice"),
+        ({"token_weight_topk_ratio": 2.0}, "topk_ratio is 2.0"),
+        ({"collect_attentions": True}, "without enable_token_weights"),
+        ({"apply_to": "mask"}, "without enable_token_weights"),
+        ({"apply_to": "loss", "token_weights": True}, "apply_to is 'loss'"),
+    ],
+)
+def test_what_is_refused(given, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        SignalOptions.read(given)
+
+
+def test_options_without_effect_are_refused():
+    assert options_of("vgr_vppo", {}).enable_trajectory_reweighting
+    assert not options_of("vgr_vppo", {"enable_trajectory_reweighting": False}).enable_trajectory_reweighting
+    assert options_of("grpo", {"use_entropy_penalty": True}, "vgr_vppo").use_entropy_penalty
+    for estimator, given, loss, sentence in (
+        ("grpo", {"token_weights": True}, None, "adv_estimator is 'grpo', which does not read"),
+        ("vgr", {"use_entropy_penalty": True}, "vanilla", "loss_mode is 'vanilla', which does not read"),
+        ("vgr", {}, "vgr_papo", "perception_loss_weight is 0"),
+        ("vgr", {"token_weight_last_k_layers": 2}, None, "enable_token_weights is off"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            options_of(estimator, given, loss)
+
+
+def test_seams_that_are_not_there_are_named():
+    there = Point("json", "JSONDecoder.decode", ("s",))
+    check_points([there], "a package")
+    points = [
+        there,
+        Point("json", "JSONDecoder.read"),
+        Point("no_such_module", "x"),
+        Point("json", "loads", ("s", "q")),
+    ]
+    points[3] = Point("json", "scanner.py_make_scanner", ("context", "other"))
+    with pytest.raises(ConfigError, match=r"lacks json.JSONDecoder.read; no_such_module .*scanner\(other\): install a"):
+        check_points(points, "a package")

@@ -1,0 +1,189 @@
+"""Estimators and policy losses, found by name in verl's own registries."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from verl.trainer.ppo import core_algos
+
+from vgr_trl.batch.signals import AttentionMass, RolloutSignals
+from vgr_trl.credit import CreditOptions, perception_loss, shape_advantages
+from vgr_trl.credit.advantages import estimate_advantages
+from vgr_trl.errors import ConfigError
+from vgr_trl.integrations.verl.at_hand import SignalsAtHand, lay_at_hand
+from vgr_trl.integrations.verl.inside_verl.registered import register
+from vgr_trl.integrations.verl.losses import TermsAtHand, lay_terms_at_hand
+from vgr_trl.integrations.verl.presets import options_of
+from vgr_trl.integrations.verl.seams import OF_VERL, check_points
+from vgr_trl.signals import visual_dependency
+
+GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "vppo.json"
+cases = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else []
+needs_golden = pytest.mark.skipif(not cases, reason="needs ../shared/golden/vppo.json")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    check_points(OF_VERL, "verl 0.9.1")
+    register()
+    register()  # a second time changes nothing
+
+
+def actor_config():
+    values = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.3, "clip_ratio_c": 3.0}
+    return SimpleNamespace(**values, global_batch_info={}, get=lambda name, default=None: values.get(name, default))
+
+
+def policy_loss(name, options, logps, old, advantages, mask, perturbed=None):
+    with lay_terms_at_hand(TermsAtHand(options, perturbed)):
+        return core_algos.get_policy_loss_fn(name)(
+            old_log_prob=old,
+            log_prob=logps,
+            advantages=advantages,
+            response_mask=mask,
+            loss_agg_mode="token-mean",
+            config=actor_config(),
+        )
+
+
+@needs_golden
+@pytest.mark.parametrize("index", range(8))
+def test_gradients_of_the_published_code(index):
+    case = cases[index]
+    names = ("old_logps", "perturbed_logps", "entropies", "logps", "advantages")
+    old, perturbed, entropies, logps, advantages = (torch.tensor(case[name]) for name in names)
+    mask = torch.arange(old.size(1)) < torch.tensor(case["lengths"]).unsqueeze(1)
+
+    def given(token_level_rewards, response_mask, index, **_):
+        each = advantages.unsqueeze(1) * response_mask
+        return each, each
+
+    core_algos.ADV_ESTIMATOR_REGISTRY["given"] = given
+    stated = {"enable_perception_filtering": False, "enable_trajectory_reweighting": False, "estimator": "given"}
+    options = options_of("vgr_vppo", stated | case["options"], "vgr_vppo")
+    columns = {"vgr_dependency": visual_dependency(old, perturbed), "entropies": entropies}
+    with lay_at_hand(SignalsAtHand(options, columns)) as found:
+        shaped, _ = core_algos.get_adv_estimator_fn("vgr_vppo")(
+            token_level_rewards=torch.zeros_like(old), response_mask=mask.long(), index=np.arange(len(old)), config=None
+        )
+    logps.requires_grad_()
+    loss, metrics = policy_loss("vgr_vppo", options, logps, old, shaped, mask)
+    loss.backward()
+    assert (logps.grad - torch.tensor(case["grad"])).abs().max() <= 1e-6
+    assert logps.grad.abs().max() > 1e-3
+    recorded = [name for name in case["metrics"] if f"vgr/{name}" in found.metrics]
+    assert len(recorded) >= 4
+    for name in recorded:
+        assert found.metrics[f"vgr/{name}"] == pytest.approx(case["metrics"][name], abs=1e-6), name
+    assert ("actor/entropy_penalty" in metrics) == options.use_entropy_penalty
+
+
+def rollout(seed=0, groups=3, size=4, length=6):
+    generator = torch.Generator().manual_seed(seed)
+    count = groups * size
+    lengths = torch.randint(1, length + 1, (count,), generator=generator)
+    mask = torch.arange(length) < lengths.unsqueeze(1)
+    rewards = torch.zeros(count, length)
+    rewards[torch.arange(count), lengths - 1] = torch.rand(count, generator=generator).round(decimals=1)
+    rewards[:size] = 0  # a dead group
+    columns = {name: torch.rand(count, length, generator=generator) + 0.1 for name in ("vgr_vision", "vgr_instruction")}
+    columns["vgr_dependency"] = torch.rand(count, length, generator=generator)
+    return mask, rewards, np.array([f"prompt {row // size}" for row in range(count)], dtype=object), columns
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_advantages_are_those_of_the_trainer(shuffled):
+    """In whatever order the rows come: TRL's are prompt-major, verl balances its batches."""
+    mask, rewards, index, columns = rollout()
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(1)) if shuffled else torch.arange(12)
+    given = {"enable_token_weights": True, "token_weight_clip": [0.5, 2.0], "positive_only": True}
+    options = options_of("vgr_vppo", given)
+    with lay_at_hand(SignalsAtHand(options, {name: value[order] for name, value in columns.items()})):
+        found, _ = core_algos.get_adv_estimator_fn("vgr_vppo")(
+            token_level_rewards=rewards[order], response_mask=mask[order].long(), index=index[order], config=None
+        )
+    one = torch.ones(12, dtype=torch.long)
+    mass = AttentionMass(columns["vgr_vision"][None], columns["vgr_instruction"][None], one, one, mask)
+    nan = torch.full(mask.shape, torch.nan)
+    signals = RolloutSignals(nan, nan, mask, mass, columns["vgr_dependency"])
+    advantages = estimate_advantages(rewards.sum(1), 4)
+    own = CreditOptions(
+        token_weights=True,
+        token_weights_clip=[0.5, 2.0],
+        token_weights_positive_only=True,
+        enable_perception_filtering=True,
+        enable_trajectory_reweighting=True,
+    )
+    expected, _ = shape_advantages(advantages, signals, own, shaped=torch.arange(12) >= 4)
+    # verl adds 1e-6 to the deviation, TRL 1e-4
+    assert torch.allclose(found, (expected * mask)[order], rtol=2e-3, atol=1e-6)
+    assert found.abs().max() > 0.5
+
+
+def test_rewards_made_of_attention_are_compared_within_a_prompt():
+    """VGR 1, 2, 3, 4 in each group: rewards 1, 5/6, 1/6, 0 (definitions), whatever the order of rows."""
+    mask, index = torch.ones(8, 2), np.array(list("abababab"))
+    vgr = torch.tensor([1.0, 4.0, 2.0, 3.0, 3.0, 2.0, 4.0, 1.0]).unsqueeze(1).expand(8, 2)
+    columns = {"vgr_vision": torch.ones(8, 2), "vgr_instruction": vgr}
+    options = options_of("vgr", {"vgr_reward_weight": 2.0})
+    seen = {}
+
+    def keeps(token_level_rewards, response_mask, index, **_):
+        seen["rewards"] = token_level_rewards.sum(1)
+        return token_level_rewards, token_level_rewards
+
+    core_algos.ADV_ESTIMATOR_REGISTRY["keeps"] = keeps
+    options.estimator = "keeps"
+    with lay_at_hand(SignalsAtHand(options, columns)) as found:
+        core_algos.get_adv_estimator_fn("vgr")(
+            token_level_rewards=torch.zeros(8, 2), response_mask=mask, index=index, config=None
+        )
+    ranks = {1.0: 2.0, 2.0: 2 * 5 / 6, 3.0: 2 / 6, 4.0: 0.0}
+    assert seen["rewards"].tolist() == pytest.approx([ranks[value] for value in vgr[:, 0].tolist()])
+    assert found.metrics["rewards/vgr/mean"] == pytest.approx(0.5)
+
+
+def test_loss_of_papo():
+    mask, _, _, _ = rollout()
+    generator = torch.Generator().manual_seed(2)
+    old, logps, perturbed = (-torch.rand(mask.shape, generator=generator) - 0.1 for _ in range(3))
+    advantages = torch.randn(mask.shape, generator=generator)
+    options = options_of("grpo", {"perception_loss_weight": 0.02, "der_loss_weight2": 0.03}, "vgr_papo")
+    gradients = {}
+    for name in ("vgr_papo", "vanilla"):
+        both = [tensor.clone().requires_grad_() for tensor in (logps, perturbed)]
+        loss, _ = policy_loss(name, options, both[0], old, advantages, mask, both[1])
+        if name == "vanilla":
+            terms = perception_loss(*both, mask, coefficient=0.02, perturbed_entropy_coefficient=0.03)
+            loss = loss + terms.sum() / mask.sum()
+        loss.backward()
+        gradients[name] = [tensor.grad for tensor in both]
+    for ours, expected in zip(gradients["vgr_papo"], gradients["vanilla"], strict=True):
+        assert torch.allclose(ours, expected, atol=1e-7)
+        assert expected.abs().max() > 1e-4
+
+
+def test_weights_of_a_reward():
+    mask, rewards, index, _ = rollout()
+    options = options_of("vgr_token_weights", {"collect_attentions": True})
+    weights = torch.rand(12, 6, generator=torch.Generator().manual_seed(3)) + 0.5
+    with lay_at_hand(SignalsAtHand(options, {}, weights)):
+        estimator = core_algos.get_adv_estimator_fn("vgr_token_weights")
+        found, _ = estimator(token_level_rewards=rewards, response_mask=mask.long(), index=index, config=None)
+    plain, _ = core_algos.compute_grpo_outcome_advantage(rewards, mask.long(), index)
+    mean = (weights * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+    assert torch.allclose(found, plain * weights / mean * mask, atol=1e-6)
+    with lay_at_hand(SignalsAtHand(options, {})), pytest.warns(UserWarning, match="all weights are 1"):
+        unweighted, _ = estimator(token_level_rewards=rewards, response_mask=mask.long(), index=index, config=None)
+    assert torch.allclose(unweighted, plain, atol=1e-6)
+
+
+def test_names_that_get_no_signals():
+    mask, rewards, index, _ = rollout()
+    with pytest.raises(ConfigError, match=r"set trainer.v1.trainer_mode=vgr_sync"):
+        core_algos.get_adv_estimator_fn("vgr")(token_level_rewards=rewards, response_mask=mask, index=index)
+    with pytest.raises(ConfigError, match="VERL_ENGINE_VENDOR=vgr"):
+        core_algos.get_policy_loss_fn("vgr")(rewards, rewards, rewards, mask, config=actor_config())
