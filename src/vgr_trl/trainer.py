@@ -16,6 +16,7 @@ from vgr_trl.config import DAPOConfig
 from vgr_trl.reporting.views.card.model_card import TAGS, TRL_PAPER, method_tags
 from vgr_trl.sharing import replaced
 from vgr_trl.training.checkpoints.resumable import ResumableTrainer
+from vgr_trl.training.generation.noisy import as_generated
 from vgr_trl.training.host import TRLHost
 from vgr_trl.training.kl import constructed_with_reference, scored_by_reference
 from vgr_trl.training.perceive import perceive
@@ -126,7 +127,7 @@ class DAPOTrainer(ResumableTrainer):
             self.stages.critic.judge(rollout)
         self.stages.kl.keep_reference(rollout)
         with self.stages.clock.stage("perceive"):
-            return perceive(rollout, self.host, self.stages.measurement)
+            return as_generated(perceive(rollout, self.host, self.stages.measurement), self.host)
 
     def _choose(self, rollout: Rollout) -> tuple[Rollout, Rollout]:
         """The rollout that is trained on, before and after its advantages are spread over tokens."""
@@ -157,12 +158,14 @@ class DAPOTrainer(ResumableTrainer):
         return prompt_ids, None if images is None else [row_images or [] for row_images in images], fields
 
     def _generate_single_turn(
-        self, prompt_ids: Any, images: Any, multimodal_fields: Any, *args: Any, **kwargs: Any
+        self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *args: Any, **kwargs: Any
     ) -> Any:
         """Add to TRL's: keep the prompts, compute each once, measure attention meanwhile; sampling of evaluations."""
         plain = super()._generate_single_turn
         prompts = Prompts(prompt_ids, images, multimodal_fields)
-        return self.stages.generation.run(self._rollout, prompts, lambda *batch: plain(*batch, *args, **kwargs))
+        return self.stages.generation.run(
+            self._rollout, prompts, num_generations, lambda *batch: plain(*batch, *args, **kwargs)
+        )
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
         """Add to TRL's: measure completions, give rewards the signals, set this step's weights, check rewards."""

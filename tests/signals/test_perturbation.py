@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from vgr_trl.config.perceive import PERTURBATIONS as NAMES
-from vgr_trl.config.perceive import PerceiveOptions
+from vgr_trl.config.perceive import REMOVE_IMAGE, PerceiveOptions
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.signals.perturbation.images import (
     PERTURBATIONS,
@@ -318,9 +318,9 @@ def test_known_pattern():
     assert ["".join("#" if value == 0 else "." for value in row) for row in np.asarray(result)] == KNOWN_PATTERN
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PERTURBATIONS)
 def test_the_options_of_a_run_are_accepted(name):
-    assert tuple(PERTURBATIONS) == NAMES
+    assert (*PERTURBATIONS, REMOVE_IMAGE) == NAMES
     check_perturbation(name, PerceiveOptions(perturbation=name).perturbation_parameters)
 
 
@@ -339,7 +339,7 @@ def test_perturbations_are_chosen_by_name_with_parameters():
         (
             "darken",
             {},
-            "There is no perturbation 'darken': give one of add_gaussian_noise, blacken_patches, crop_image, gaussian",
+            "There is no perturbation 'darken': give one of add_gaussian_noise, blacken_patches, crop_image, diffusio",
         ),
         ("mask_image", {"seed": 1}, "The perturbation mask_image got the parameter 'seed': it accepts value."),
         (

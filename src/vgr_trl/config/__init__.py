@@ -1,8 +1,9 @@
 """Every option, one file per stage; `help` is its description.
 
-Read `dapo.py`, which composes them, then the stages in the order of data: `measure.py`, `perceive.py`, `choose.py`,
-`kl.py`, `critic.py`, `credit.py`, `skip.py`, `report.py`, `evaluate.py`. `plugins.py` names what comes from outside,
-`ranges.py` checks values, `effects.py` names options that steer nothing. `foreign/` has what others call them.
+Read `dapo.py`, which composes them, then the stages in the order of data: `noisy.py`, `measure.py`, `perceive.py`,
+`choose.py`, `kl.py`, `critic.py`, `credit.py`, `skip.py`, `report.py`, `evaluate.py`. `plugins.py` names what comes
+from outside, `ranges.py` checks values, `effects.py` names options that steer nothing. `foreign/` has what others call
+them.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from vgr_trl.config.evaluate import EvaluateOptions
 from vgr_trl.config.foreign.aliases import AliasOptions
 from vgr_trl.config.kl import KLOptions
 from vgr_trl.config.measure import MeasureOptions
+from vgr_trl.config.noisy import NoisyOptions
 from vgr_trl.config.perceive import PerceiveOptions
 from vgr_trl.config.plugins import PluginOptions
 from vgr_trl.config.report import ReportOptions
@@ -31,6 +33,7 @@ __all__ = [
     "EvaluateOptions",
     "KLOptions",
     "MeasureOptions",
+    "NoisyOptions",
     "PerceiveOptions",
     "PluginOptions",
     "ReportOptions",

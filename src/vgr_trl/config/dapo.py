@@ -13,6 +13,7 @@ from vgr_trl.config import (
     EvaluateOptions,
     KLOptions,
     MeasureOptions,
+    NoisyOptions,
     PerceiveOptions,
     PluginOptions,
     ReportOptions,
@@ -50,15 +51,16 @@ class DAPOConfig(
     CreditOptions,
     CriticOptions,
     KLOptions,
+    NoisyOptions,
     PerceiveOptions,
     MeasureOptions,
     PluginOptions,
     GRPOConfig,
 ):
     """Options of `DAPOTrainer`: those of TRL's `GRPOConfig`, with the defaults of DAPO, those of the stages
-    (`MeasureOptions`, `PerceiveOptions`, `KLOptions`, `CriticOptions`, `CreditOptions`, `ChooseOptions`,
-    `SkipOptions`, `ReportOptions`, `EvaluateOptions`), what names plug-ins (`PluginOptions`), other names of some
-    (`AliasOptions`), and the ones below.
+    (`MeasureOptions`, `PerceiveOptions`, `NoisyOptions`, `KLOptions`, `CriticOptions`, `CreditOptions`,
+    `ChooseOptions`, `SkipOptions`, `ReportOptions`, `EvaluateOptions`), what names plug-ins (`PluginOptions`), other
+    names of some (`AliasOptions`), and the ones below.
 
     Changed defaults: `epsilon_high=0.28` (DAPO's clip-higher; https://huggingface.co/papers/2503.14476). TRL's own
     defaults already are `loss_type="dapo"` and `beta=0.0`.
@@ -172,6 +174,7 @@ class DAPOConfig(
         self._check_ranges()
         self.check_measure()
         self.check_perceive()
+        self.check_noisy()
         self.check_kl()
         self.check_critic()
         self.check_plugins()

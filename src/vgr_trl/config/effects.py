@@ -72,12 +72,26 @@ def _no_filter_share(args: Any) -> str | None:
 
 
 def _no_perturbation(args: Any) -> str | None:
-    return None if _perturbed(args) else "nothing is measured on perturbed images"
+    return None if _scored(args) else "nothing is measured on perturbed images"
 
 
-def _perturbed(args: Any) -> set[str]:
-    """Perturbations that are made."""
+def _unscored_perturbation(args: Any) -> str | None:
+    return _no_perturbation(args) or (
+        None if args.perturbation in _scored(args) else f"images are perturbed by {' and '.join(sorted(_scored(args)))}"
+    )
+
+
+def _scored(args: Any) -> set[str]:
+    """Perturbations that completions are scored under."""
     return {*args.read_views(args.needs_dependency), *([args.perturbation] if args.uses_perception_loss else [])}
+
+
+def _no_decay(args: Any) -> str | None:
+    return _off("noisy_generations")(args) or ("noisy_decay is none" if args.noisy_decay == "none" else None)
+
+
+def _other_decay(*kinds: str) -> Reason:
+    return lambda args: _no_decay(args) or (None if args.noisy_decay in kinds else f"noisy_decay is {args.noisy_decay}")
 
 
 def _no_dependency(args: Any) -> str | None:
@@ -94,10 +108,10 @@ def _one_view(args: Any) -> str | None:
 
 def _other_perturbation(*names: str) -> Reason:
     def reason(args: Any) -> str | None:
-        made = _perturbed(args)
-        return _no_perturbation(args) or (
-            None if made & set(names) else f"images are perturbed by {' and '.join(sorted(made))}"
-        )
+        made = _scored(args) | set(args.noisy_perturbations)
+        if not made:
+            return _no_perturbation(args)
+        return None if made & set(names) else f"images are perturbed by {' and '.join(sorted(made))}"
 
     return reason
 
@@ -160,12 +174,17 @@ _RULES: dict[tuple[str, ...], Reason] = {
      "cliprange_value"): _no_critic,
     ("kl_penalty", "use_kl_loss", "kl_type"): _off("kl_coef"),
     ("kl_target", "kl_horizon"): _no_adaptive_kl,
-    ("perturbation",): lambda args: _other_perturbation(args.perturbation)(args),
+    ("perturbation",): _unscored_perturbation,
     ("perturb_per",): _no_perturbation,
     ("further_perturbations",): _no_views,
     ("dependency_over",): _one_view,
     ("patch_size",): _other_perturbation("blacken_patches", "shuffle_patches"),
     ("black_prob",): _other_perturbation("blacken_patches"),
+    ("diffusion_steps",): _other_perturbation("diffusion_noise"),
+    ("noisy_perturbation", "noisy_importance", "noisy_decay"): _off("noisy_generations"),
+    ("noisy_decay_of",): _no_decay,
+    ("noisy_decay_coef",): _other_decay("power", "exponential", "sigmoid"),
+    ("noisy_decay_midpoint",): _other_decay("sigmoid"),
     ("crop_share",): _other_perturbation("crop_image"),
     ("noise_std",): _other_perturbation("add_gaussian_noise"),
     ("blur_radius",): _other_perturbation("gaussian_blur"),

@@ -24,6 +24,7 @@ class PerceiveOptions(PluginOptions):
         black_prob: probability that a square is blackened, in [0, 1].
         noise_std: standard deviation of `add_gaussian_noise` on the scale 0 to 255, in [0, 1e6].
         blur_radius: radius of `gaussian_blur` in pixels, in [0, 1e6].
+        diffusion_steps: of `diffusion_noise`, in [0, 999].
         crop_share: share of the area that `crop_image` keeps, in (0, 1].
         mask_value: grey value of `mask_image`, in [0, 255].
         perturb_per: one perturbed image per `prompt`, which its completions share, or one per `completion`.
@@ -56,6 +57,7 @@ class PerceiveOptions(PluginOptions):
         default=189.0, metadata={"help": "Standard deviation of add_gaussian_noise, on the scale 0 to 255."}
     )
     blur_radius: float = field(default=6.0, metadata={"help": "Radius of gaussian_blur, in pixels."})
+    diffusion_steps: int = field(default=500, metadata={"help": "Steps of diffusion_noise, 0 to 999."})
     crop_share: float = field(default=0.5, metadata={"help": "Share of an image that crop_image keeps, in (0, 1]."})
     mask_value: int = field(default=128, metadata={"help": "Grey value of mask_image, 0 to 255."})
     perturb_per: str = field(
@@ -108,6 +110,7 @@ class PerceiveOptions(PluginOptions):
             "mask_image": {"value": self.mask_value},
             "shuffle_patches": {"patch_size": self.patch_size},
             "crop_image": {"share": self.crop_share},
+            "diffusion_noise": {"steps": self.diffusion_steps},
             REMOVE_IMAGE: {},
         }
         if name in parameters:
@@ -135,6 +138,8 @@ class PerceiveOptions(PluginOptions):
         check_choice("dependency_over", self.dependency_over, ("mean", "min"))
         check_choice("perturb_per", self.perturb_per, ("prompt", "completion"))
         check_integer("patch_size", self.patch_size, 1)
+        check_integer("diffusion_steps", self.diffusion_steps, 0)
+        check_number("diffusion_steps", self.diffusion_steps, 0, 999, "in [0, 999]")
         check_fraction("crop_share", self.crop_share)
         check_number("black_prob", self.black_prob, 0, 1, "in [0, 1]")
         check_integer("mask_value", self.mask_value, 0)

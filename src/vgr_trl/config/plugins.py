@@ -19,6 +19,7 @@ RULES: Mapping[str, Mapping[str, Any]] = {  # name of a rule of this library -> 
 REMOVE_IMAGE = "remove_image"  # the only one that changes the prompt, not the image
 PERTURBATIONS = (  # of this library
     "blacken_patches", "add_gaussian_noise", "gaussian_blur", "mask_image", "shuffle_patches", "crop_image",
+    "diffusion_noise",
     REMOVE_IMAGE,
 )  # fmt: skip
 
@@ -101,7 +102,7 @@ class PluginOptions:
     def _plugins(self) -> Iterator[tuple[Registry, str]]:
         yield from ((registries.credit_rules, name) for name in self.plugin_rules)
         yield from ((registries.signals, name) for name in self.signals or ())
-        for name in getattr(self, "views", ()):
+        for name in dict.fromkeys([*getattr(self, "views", ()), *getattr(self, "noisy_perturbations", ())]):
             if name not in PERTURBATIONS:
                 yield registries.perturbations, name
 

@@ -50,6 +50,23 @@ class Verdict:
 
 
 @dataclass
+class Noise:
+    """How completions of a rollout were sampled from perturbed images.
+
+    Attributes:
+        rows: of this process, whether each was.
+        generations: completions of each prompt that were.
+        strength: of the perturbation, in [0, 1].
+        prompts: as they were given to generation, perturbed ones among them; None if there were none.
+    """
+
+    rows: list[bool]
+    generations: int
+    strength: float
+    prompts: Prompts | None = None
+
+
+@dataclass
 class Rollout:
     """One rollout batch of this process, from its rows to its advantages.
 
@@ -62,7 +79,8 @@ class Rollout:
         judging: whether its rewards are being computed, or have been.
         greedy: whether there is one greedy completion per row, of which nothing is logged (ReMax).
         messages: the prompts as conversations with their images.
-        prompts: as they were given to the first generation of the batch.
+        prompts: of the first generation of the batch, with their own images.
+        noise: how some were perturbed for generation; None: they were not.
         generated_mass: attention measured while generating.
         prompt_mass: attention of the prompt's own instruction tokens, (L, N, 1).
         maps: row -> attention over its vision tokens, (layers that rewards read, T, V).
@@ -87,6 +105,7 @@ class Rollout:
     judging: bool = False
     messages: list[Any] | None = None
     prompts: Prompts | None = None
+    noise: Noise | None = None
     generated_mass: AttentionMass | None = None
     prompt_mass: AttentionMass | None = None
     maps: dict[int, torch.Tensor] | None = None

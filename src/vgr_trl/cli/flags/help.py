@@ -22,6 +22,7 @@ from vgr_trl.config import (
     EvaluateOptions,
     KLOptions,
     MeasureOptions,
+    NoisyOptions,
     PerceiveOptions,
     PluginOptions,
     ReportOptions,
@@ -38,6 +39,7 @@ _STAGES: dict[type, tuple[str, str]] = {  # in the order of the help
     DAPOConfig: ("training", "Training"),
     MeasureOptions: ("measure", "Measuring what was looked at"),
     PerceiveOptions: ("perceive", "Dependence on the image"),
+    NoisyOptions: ("noisy", "Completions sampled from a perturbed image"),
     KLOptions: ("kl", "KL to the reference"),
     CriticOptions: ("critic", "Critic"),
     CreditOptions: ("credit", "Credit per token"),
@@ -50,6 +52,7 @@ _STAGES: dict[type, tuple[str, str]] = {  # in the order of the help
 }
 _NAMED_ONLY = (  # unless asked for
     PerceiveOptions,
+    NoisyOptions,
     KLOptions,
     CriticOptions,
     SkipOptions,

@@ -16,6 +16,7 @@ from vgr_trl import registries
 from vgr_trl.config.plugins import REMOVE_IMAGE
 from vgr_trl.config.ranges import check_integer, check_number
 from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.signals.perturbation.diffusion import diffusion_noise
 from vgr_trl.signals.perturbation.layout import crop_image, shuffle_patches
 from vgr_trl.signals.perturbation.modes import (
     blurred,
@@ -128,7 +129,15 @@ def mask_image(image: Image.Image, *, value: int = 128) -> Image.Image:
 
 PERTURBATIONS: dict[str, Callable[..., Image.Image]] = {
     function.__name__: function
-    for function in (blacken_patches, add_gaussian_noise, gaussian_blur, mask_image, shuffle_patches, crop_image)
+    for function in (
+        blacken_patches,
+        add_gaussian_noise,
+        gaussian_blur,
+        mask_image,
+        shuffle_patches,
+        crop_image,
+        diffusion_noise,
+    )
 }
 
 

@@ -9,6 +9,8 @@ from vgr_trl.sharing import Place
 from vgr_trl.signals import Measurement
 from vgr_trl.training.constructed import ConstructedTrainer
 from vgr_trl.training.generation.eval_sampling import sampling_of_mode
+from vgr_trl.training.generation.noisy import with_noise
+from vgr_trl.training.host import Host
 from vgr_trl.training.metrics.clock import StageClock
 from vgr_trl.training.passes.around import Passes
 from vgr_trl.training.rollout import Rollout
@@ -19,6 +21,7 @@ class Generation:
 
     Args:
         trainer: constructed.
+        host: as which the stages see it.
         measurement: what is measured of rollout batches.
         passes: what is around each pass.
         place: whether they share prompts.
@@ -29,27 +32,39 @@ class Generation:
     def __init__(
         self,
         trainer: ConstructedTrainer,
+        host: Host,
         measurement: Measurement,
         passes: Passes,
         place: Place,
         vllm_images: VLLMImages | None,
         clock: StageClock,
     ) -> None:
-        self._trainer, self._measurement, self._vllm_images = trainer, measurement, vllm_images
+        self._trainer, self._host = trainer, host
+        self._measurement, self._vllm_images = measurement, vllm_images
         self._passes, self._place, self._clock = passes, place, clock
 
-    def run(self, rollout: Rollout | None, prompts: Prompts, plain: Callable[[Any, Any, Any], Any]) -> Any:
+    def run(
+        self,
+        rollout: Rollout | None,
+        prompts: Prompts,
+        num_generations: int,
+        plain: Callable[[Any, Any, Any, int], Any],
+    ) -> Any:
         """Return what TRL's `_generate_single_turn` does; the rollout keeps the prompts of its first turn.
 
         Args:
             rollout: at hand.
             prompts: of this turn.
-            plain: TRL's method, on tokens, images and fields.
+            num_generations: completions of each prompt, which are adjacent and alike to a server of vLLM.
+            plain: TRL's method, on tokens, images, fields and that number.
         """
         model = self._trainer.model
         first_turn = rollout is not None and rollout.prompts is None
         if rollout is not None and first_turn:
             rollout.prompts = prompts
+            prompts = with_noise(rollout, self._host)
+            if rollout.noise is not None:
+                num_generations = 1
         ids, images = prompts.ids, prompts.images
         if self._vllm_images is not None:
             ids, images = self._vllm_images.prepared(ids, images, prompts.fields)
@@ -59,8 +74,8 @@ class Generation:
             sampling_of_mode(self._trainer),
         ):
             if rollout is None or not (first_turn and self._measurement.in_generation):
-                return plain(ids, images, prompts.fields)
+                return plain(ids, images, prompts.fields, num_generations)
             with self._measurement.generation_probe(model) as probe:
-                generated = plain(ids, images, prompts.fields)
+                generated = plain(ids, images, prompts.fields, num_generations)
             rollout.generated_mass = probe.mass
             return generated

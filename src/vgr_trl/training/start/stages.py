@@ -15,6 +15,7 @@ from vgr_trl.training.choice.further_prompts import FurtherPrompts
 from vgr_trl.training.critic.critic import Critic
 from vgr_trl.training.full_kl import FullKL
 from vgr_trl.training.generation.generate import Generation
+from vgr_trl.training.generation.noisy import refuse_unfit_noise
 from vgr_trl.training.host import TRLHost
 from vgr_trl.training.judge import Judge
 from vgr_trl.training.kl import KLControl
@@ -96,6 +97,7 @@ def build_stages(trainer: ResumableTrainer, host: TRLHost, schedule: RewardSched
     sharing, has_images = plan_sharing(trainer), data_has_images(trainer)
     refuse_unfit_choice(trainer, sharing.sharded)
     refuse_unfit_budget(trainer)
+    refuse_unfit_noise(trainer, has_images)
     passes = Passes(sharing, plan_vision(trainer, has_images), trainer.accelerator)
     vllm_images = plan_vllm_images(trainer, has_images)
     choice = GroupChoice(host, measurement.wanted, _further_prompts(trainer, host))
@@ -112,7 +114,7 @@ def build_stages(trainer: ResumableTrainer, host: TRLHost, schedule: RewardSched
         sharing,
         skipping,
         passes,
-        generation=Generation(trainer, measurement, passes, sharing.generation, vllm_images, clock),
+        generation=Generation(trainer, host, measurement, passes, sharing.generation, vllm_images, clock),
         scoring=ScoringPasses(host, measurement, sharing, passes, live, budget, clock),
         judge=Judge(host, trainer, schedule, measurement, kl),
         kl=kl,

@@ -1,0 +1,142 @@
+"""Options of completions that are sampled from a perturbed image, and trained on the clean one (NoisyRollout)."""
+
+import inspect
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from vgr_trl import registries
+from vgr_trl.config.perceive import PerceiveOptions
+from vgr_trl.config.plugins import PERTURBATIONS, REMOVE_IMAGE
+from vgr_trl.config.ranges import check_choice, check_integer, check_number
+from vgr_trl.errors import ConfigError
+
+DECAYS = ("none", "linear", "power", "exponential", "sigmoid")
+_STRENGTHS = {  # perturbation -> the argument that grows with its strength
+    "blacken_patches": "black_prob", "add_gaussian_noise": "std", "gaussian_blur": "radius", "diffusion_noise": "steps",
+}  # fmt: skip
+
+
+@dataclass
+class NoisyOptions(PerceiveOptions):
+    """Completions sampled from a perturbed image (NoisyRollout, https://huggingface.co/papers/2504.13055).
+
+    Args:
+        noisy_generations: of the completions of each prompt, how many are sampled so, in [0, num_generations]; 0: none.
+        noisy_perturbation: how their image is perturbed, as `perturbation`; one image per prompt.
+        noisy_importance: under which image the old log-probabilities of the importance ratio are: `clean`, as the
+            published code has it, or `perturbed`, those of the policy that generated (a scoring pass more).
+        noisy_decay: how the noise falls over the run: `none`, `linear`, `power`, `exponential` or `sigmoid`.
+        noisy_decay_of: what falls: the `strength` of the perturbation, the number of `generations`, or `both`.
+        noisy_decay_coef: c of the decay, above 0; below 1 for `exponential`.
+        noisy_decay_midpoint: step at which `sigmoid` is 1/2.
+    """
+
+    noisy_generations: int = field(
+        default=0,
+        metadata={
+            "help": "Completions of each prompt that are sampled from a perturbed image and trained on the clean one "
+            "(NoisyRollout), 0 to num_generations."
+        },
+    )
+    noisy_perturbation: str = field(
+        default="diffusion_noise", metadata={"help": "How images are perturbed for noisy_generations, as perturbation."}
+    )
+    noisy_importance: str = field(
+        default="clean",
+        metadata={
+            "help": "Image of the old log-probabilities of noisy_generations: clean, as published, or perturbed, that "
+            "of the policy that generated (a scoring pass more)."
+        },
+    )
+    noisy_decay: str = field(
+        default="none",
+        metadata={"help": "How the noise falls over the run: none, linear, power, exponential or sigmoid."},
+    )
+    noisy_decay_of: str = field(
+        default="strength", metadata={"help": "What noisy_decay lowers: strength, generations, or both."}
+    )
+    noisy_decay_coef: float = field(
+        default=30.0,
+        metadata={"help": "c of noisy_decay: 1 - s^c (power), 1 - c^(steps left), 1 - sigmoid(c (s - midpoint))."},
+    )
+    noisy_decay_midpoint: float = field(default=40.0, metadata={"help": "Step at which the sigmoid decay is 1/2."})
+
+    @property
+    def noisy_perturbations(self) -> list[str]:
+        """What images are perturbed by for generation: one perturbation, or none."""
+        return [self.noisy_perturbation] if self.noisy_generations else []
+
+    def noise_left(self, step: int, total: int) -> float:
+        """Return how much of the noise is left in a step, in [0, 1].
+
+        Args:
+            step: from 1.
+            total: steps of the run.
+        """
+        return decay(self.noisy_decay, step, total, self.noisy_decay_coef, self.noisy_decay_midpoint)
+
+    def noisy_parameters(self, strength: float) -> dict[str, Any]:
+        """Return the keyword arguments of the perturbation at a share of its strength, in [0, 1]."""
+        parameters = dict(self.parameters_of(self.noisy_perturbation))
+        if self.noisy_perturbation == "crop_image":
+            parameters["share"] = 1 - (1 - parameters["share"]) * strength
+        elif (name := _STRENGTHS.get(self.noisy_perturbation)) is not None:
+            weaker = parameters[name] * strength
+            parameters[name] = int(weaker) if name == "steps" else weaker
+        elif self._takes_strength():
+            parameters["strength"] = strength
+        return parameters
+
+    def _takes_strength(self) -> bool:
+        function = registries.perturbations.load(self.noisy_perturbation)
+        return "strength" in inspect.signature(function).parameters
+
+    def check_noisy(self) -> None:
+        """Raise `ConfigError` for values out of range."""
+        check_integer("noisy_generations", self.noisy_generations, 0)
+        check_choice("noisy_importance", self.noisy_importance, ("clean", "perturbed"))
+        check_choice("noisy_decay", self.noisy_decay, DECAYS)
+        check_choice("noisy_decay_of", self.noisy_decay_of, ("strength", "generations", "both"))
+        check_number("noisy_decay_coef", self.noisy_decay_coef, 1e-9, 1e6, "above 0")
+        check_number("noisy_decay_midpoint", self.noisy_decay_midpoint, 0, 1e9, "of at least 0")
+        if self.noisy_decay == "exponential" and self.noisy_decay_coef >= 1:
+            raise ConfigError(
+                f"noisy_decay_coef is {self.noisy_decay_coef} with noisy_decay exponential: give a number below 1, "
+                "such as 0.95."
+            )
+        name = self.noisy_perturbation
+        if name == REMOVE_IMAGE:
+            raise ConfigError(f"noisy_perturbation is {name}, which changes the prompt: give one that changes images.")
+        if name not in PERTURBATIONS:
+            registries.perturbations.load(name)
+        falls = self.noisy_generations and self.noisy_decay != "none" and self.noisy_decay_of != "generations"
+        if falls and name not in (*_STRENGTHS, "crop_image") and not self._takes_strength():
+            raise ConfigError(
+                f"noisy_perturbation is {name}, which has no strength that noisy_decay could lower: give "
+                "noisy_decay_of generations, or another perturbation."
+            )
+
+
+def decay(kind: str, step: int, total: int, coefficient: float, midpoint: float) -> float:
+    """Return how much of the noise is left in a step, in [0, 1], as the code of NoisyRollout has it.
+
+    With s = step / total: 1 (`none`), 1 - s (`linear`), 1 - s^c (`power`), 1 - c^(total - step) (`exponential`), or
+    1 - 1 / (1 + exp(-c (s - midpoint / total))) (`sigmoid`).
+
+    Args:
+        kind: of `DECAYS`.
+        step: from 1 to total.
+        total: steps of the run.
+        coefficient: c.
+        midpoint: step.
+    """
+    share = step / total
+    left = {
+        "none": lambda: 1.0,
+        "linear": lambda: 1 - share,
+        "power": lambda: 1 - share**coefficient,
+        "exponential": lambda: 1 - coefficient ** (total - step),
+        "sigmoid": lambda: 1 / (1 + math.exp(min(coefficient * (share - midpoint / total), 700))),
+    }[kind]()
+    return min(max(left, 0.0), 1.0)

@@ -1,0 +1,134 @@
+"""Completions sampled from a perturbed image, and trained on the clean one."""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from vgr_trl.batch.inputs import Prompts, joined, pixels_of_rows, scoring_inputs
+from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.signals import perturb_images
+from vgr_trl.signals.perturbation.prompts import perturbed_prompts
+from vgr_trl.training.choice.replay import OLD_LOGPS
+from vgr_trl.training.constructed import ConstructedTrainer
+from vgr_trl.training.host import Host
+from vgr_trl.training.rollout import Noise, Rollout
+
+
+def refuse_unfit_noise(trainer: ConstructedTrainer, has_images: bool) -> None:
+    """Raise `ConfigError` if noisy generations are on and the constructed `trainer` cannot have them."""
+    args, size = trainer.args, int(trainer.num_generations)
+    if not args.noisy_generations:
+        return
+    if args.noisy_generations > size:
+        raise ConfigError(
+            f"noisy_generations is {args.noisy_generations} with num_generations {size}: give at most that many."
+        )
+    for is_so, why in (
+        (not has_images, "the data have no images; add some, or switch it off."),
+        (bool(trainer.rollout_func or trainer.tools), "of rollout_func and tools; switch one of the two off."),
+        (
+            args.attention_source == "generate",
+            'attention_source is "generate", which would measure noise; use "scoring".',
+        ),
+        (
+            trainer.use_vllm and trainer.vllm_importance_sampling_correction,
+            "vllm_importance_sampling_correction would weigh perturbed against clean images; set it to False.",
+        ),
+    ):
+        if is_so:
+            raise ConfigError(f"noisy_generations cannot be used here: {why}")
+
+
+def with_noise(rollout: Rollout, host: Host) -> Prompts:
+    """Return the prompts of a rollout as they are to be generated from; the rollout keeps them.
+
+    The last completions of each prompt get one perturbed image, whichever process they are on.
+
+    Args:
+        rollout: with its conversations and prompts, as it begins.
+        host: where it runs.
+
+    Raises:
+        DataError: a perturbed image makes other tokens than the image itself.
+    """
+    args, prompts = host.args, rollout.prompts
+    assert prompts is not None
+    if not args.noisy_generations or host.mode != "train" or rollout.greedy or prompts.images is None:
+        return prompts
+    assert rollout.messages is not None
+    step = host.state.global_step + 1
+    left = args.noise_left(step, max(host.state.max_steps, step))
+    count, strength = args.noisy_generations, 1.0
+    if args.noisy_decay_of != "strength":
+        count = round(count * left)
+    if args.noisy_decay_of != "generations":
+        strength = left
+    first = host.accelerator.process_index * len(rollout.rows)
+    noisy = noisy_rows(len(rollout.rows), host.num_generations, count, first)
+    rollout.noise = Noise(noisy, count, strength)
+    if not any(noisy):
+        return prompts
+    perturb = partial(
+        perturb_images,
+        name=args.noisy_perturbation,
+        parameters=args.noisy_parameters(strength),
+        seed=args.seed,
+        step=step,
+    )
+    numbers = [(first + row) // host.num_generations for row in range(len(rollout.rows))]
+    perturbed, own = perturbed_prompts(rollout.messages, numbers, perturb)
+    seen = [
+        perturbed[own[row]] if is_noisy else conversation
+        for row, (conversation, is_noisy) in enumerate(zip(rollout.messages, noisy, strict=True))
+    ]
+    shown = host.tokenize(seen)
+    if [list(ids) for ids in shown.ids] != [list(ids) for ids in prompts.ids]:
+        raise DataError(
+            f"Images perturbed by {args.noisy_perturbation} make other tokens than the images themselves: switch "
+            "noisy_generations off for this processor."
+        )
+    rollout.noise.prompts = shown
+    return shown
+
+
+def noisy_rows(rows: int, generations: int, count: int, first: int) -> list[bool]:
+    """Return which rows of a process are noisy: the last `count` completions of each prompt.
+
+    Args:
+        rows: of the process.
+        generations: completions of a prompt.
+        count: of them that are noisy.
+        first: number of the first row among those of all processes.
+    """
+    return [(first + row) % generations >= generations - count for row in range(rows)]
+
+
+def as_generated(rollout: Rollout, host: Host) -> Rollout:
+    """Return the rollout with the old log-probabilities that `noisy_importance` says, and metrics of the noise.
+
+    Args:
+        rollout: judged.
+        host: where it runs.
+    """
+    noise = rollout.noise
+    if noise is None:
+        return rollout
+    if noise.prompts is not None and host.args.noisy_importance == "perturbed":
+        images = noise.prompts.images or ()
+        pixels = pixels_of_rows(noise.prompts.fields, images, range(len(rollout.rows)), rollout.batch)
+        seen = rollout.batch | {"pixel_values": joined(pixels)}
+        rollout.batch = {**rollout.batch, OLD_LOGPS: host.score(scoring_inputs(seen))}
+    return replace(rollout, metrics=rollout.metrics | _metrics(rollout, host, noise))
+
+
+def _metrics(rollout: Rollout, host: Host, noise: Noise) -> dict[str, float]:
+    found = {"noisy/generations": float(noise.generations), "noisy/strength": noise.strength}
+    if rollout.rewards is None or not noise.generations:
+        return found
+    rewards = (rollout.rewards * host.reward_weights.to(rollout.rewards)).nansum(1)  # (N of all,)
+    noisy = torch.tensor(noisy_rows(len(rewards), host.num_generations, noise.generations, 0), device=rewards.device)
+    return found | {
+        "noisy/reward": rewards[noisy].mean().item(),
+        "noisy/reward_clean": rewards[~noisy].mean().item(),
+    }

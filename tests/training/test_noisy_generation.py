@@ -1,0 +1,204 @@
+"""Completions sampled from a perturbed image and trained on the clean one: what is shown where, and ratios."""
+
+from typing import ClassVar
+
+import pytest
+import torch
+from support.trainers import config, letters_reward, logged, prompts, train_file, vision_trainer
+from trl.trainer import grpo_trainer
+
+from vgr_trl import DAPOConfig
+from vgr_trl.config.noisy import decay
+from vgr_trl.errors import ConfigError
+from vgr_trl.training.generation import noisy
+
+NOISE = {"noisy_generations": 3, "max_steps": 1}
+
+
+@pytest.fixture
+def make(model_folder, question_files, tmp_path):
+    def build(**options):
+        rows = prompts(train_file(question_files))
+        return vision_trainer(model_folder, letters_reward, config(tmp_path, **NOISE | options), rows)
+
+    return build
+
+
+def trained(run, monkeypatch):
+    """The pixels that are generated from, those of each training pass, and the rollout once it is judged."""
+    seen, batches, rollouts = [], [], []
+    generate, generated = run.model.generate, noisy.as_generated
+    loss = run._loss_of_part
+
+    def keep(rollout, host):
+        rollouts.append(generated(rollout, host))
+        return rollouts[-1]
+
+    monkeypatch.setattr(run.model, "generate", lambda **inputs: seen.append(inputs) or generate(**inputs))
+    monkeypatch.setattr(run, "_loss_of_part", lambda model, inputs: batches.append(inputs) or loss(model, inputs))
+    monkeypatch.setattr("vgr_trl.trainer.as_generated", keep)
+    run.train()
+    return seen[0], batches, rollouts[0]
+
+
+def rows_of(pixels, grid):
+    return pixels.split(grid.prod(-1).tolist())
+
+
+def test_the_last_of_each_group_are_sampled_from_noise_and_all_train_on_the_image(make, monkeypatch):
+    run = make(diffusion_steps=800)
+    generated, batches, rollout = trained(run, monkeypatch)
+    clean = run.host.tokenize(rollout.messages)
+    grid = generated["image_grid_thw"]
+    shown = rows_of(generated["pixel_values"], grid)
+    expected = rows_of(torch.as_tensor(clean.fields["pixel_values"]), grid)
+    same = [torch.equal(one, other) for one, other in zip(shown, expected, strict=True)]
+    assert same == [True, False, False, False] * 2
+    assert torch.equal(shown[1], shown[2]), "one perturbed image for a prompt"
+    assert rollout.noise.rows == [False, True, True, True] * 2
+    assert torch.equal(rollout.batch["pixel_values"], torch.cat(expected))
+    trained_on = torch.cat([batch["pixel_values"] for batch in batches])
+    clean_rows = {one.numpy().tobytes() for one in expected}
+    assert {one.numpy().tobytes() for one in rows_of(trained_on, grid)} == clean_rows
+    assert "old_per_token_logps" not in rollout.batch, "as published, the ratio of the first pass is 1"
+    rewards = run._logs["rewards"]["letters_reward"]
+    of_noise = [value for row, value in enumerate(rewards) if row % 4]
+    assert logged(run, "noisy/reward") == [pytest.approx(sum(of_noise) / 6)]
+    assert logged(run, "noisy/reward_clean") == [pytest.approx((rewards[0] + rewards[4]) / 2)]
+    assert (logged(run, "noisy/generations"), logged(run, "noisy/strength")) == ([3.0], [1.0])
+
+
+@pytest.mark.parametrize("steps_per_generation", [1, 2])
+def test_the_ratio_to_the_policy_that_generated(steps_per_generation, make, monkeypatch):
+    """Old log-probabilities are those given the pixels that each row was generated from."""
+    run = make(
+        noisy_importance="perturbed", diffusion_steps=900, learning_rate=0.0, signals=["logps"],
+        steps_per_generation=steps_per_generation, per_device_train_batch_size=8 // steps_per_generation,
+    )  # fmt: skip
+    generated, batches, rollout = trained(run, monkeypatch)
+    batch = rollout.batch
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    length = batch["completion_ids"].size(1)
+    types = torch.nn.functional.pad(generated["mm_token_type_ids"], (0, length))
+    with torch.no_grad():
+        logits = run.model(
+            input_ids=ids, attention_mask=mask, pixel_values=generated["pixel_values"],
+            image_grid_thw=generated["image_grid_thw"], mm_token_type_ids=types,
+        ).logits[:, -length - 1 : -1]  # fmt: skip
+    logps = (logits / run.temperature).log_softmax(-1).gather(-1, batch["completion_ids"][..., None])[..., 0]
+    valid = batch["completion_mask"].bool()
+    old = batch["old_per_token_logps"]
+    assert torch.allclose(old[valid], logps[valid], atol=1e-5)
+    clean = rollout.signals.logps
+    assert torch.allclose(old[[0, 4]][valid[[0, 4]]], clean[[0, 4]][valid[[0, 4]]], atol=1e-5)
+    assert (old - clean)[[1, 2, 3]][valid[[1, 2, 3]]].abs().max() > 1e-3
+    read = torch.cat([part["old_per_token_logps"].flatten() for part in batches])
+    assert not read.isnan().any()
+
+
+class Sampler:
+    """In place of vLLM: notes what it is given, and draws completions by itself."""
+
+    calls: ClassVar[list] = []
+
+    def __init__(self, *args, **kwargs):
+        self.generator = torch.Generator().manual_seed(5)
+
+    def sync_weights(self):
+        """It has no weights."""
+
+    def generate(self, prompts, images, num_generations, profiler):
+        self.calls.append((images, num_generations))
+        completions = [torch.randint(300, 310, (4,), generator=self.generator).tolist() for _ in prompts]
+        return prompts, completions, [[[-2.5]] * 4 for _ in completions], None
+
+
+def test_vllm_gets_the_perturbed_images_each_for_one_completion(make, monkeypatch):
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Sampler)
+    monkeypatch.setattr(Sampler, "calls", [])
+    run = make(use_vllm=True, vllm_importance_sampling_correction=False, noisy_perturbation="mask_image")
+    run.train()
+    ((images, num_generations),) = Sampler.calls
+    grey = [image.getcolors(1) == [(image.width * image.height, (128, 128, 128))] for (image,) in images]
+    assert grey == [False, True, True, True] * 2
+    assert num_generations == 1, "a server would sample all completions of a prompt from the image of the first"
+
+
+def test_evaluations_and_their_images_are_clean(make, question_files, monkeypatch):
+    run = make()
+    monkeypatch.setattr(run.host.__class__, "mode", property(lambda host: "eval"))
+    rollout = type("R", (), {"prompts": object(), "greedy": False})()
+    assert noisy.with_noise(rollout, run.host) is rollout.prompts
+
+
+def test_a_schedule_of_the_number(make, monkeypatch):
+    """Two of four are left at half of a run of two steps, none at its end."""
+    run = make(noisy_generations=4, noisy_decay="linear", noisy_decay_of="both", max_steps=2)
+    run.train()
+    assert logged(run, "noisy/generations") == [2.0, 0.0]
+    assert logged(run, "noisy/strength") == [0.5, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "coefficient", "expected"),
+    [  # recorded from NoisyRollout's code at steps 1, 20, 40, 60 and 100 of 100
+        ("sigmoid", 30.0, [0.9999917062496261, 0.9975273768433652, 0.5, 0.002472623156634657, 1.5229979499764568e-08]),
+        ("exponential", 0.95, [0.9937678639785958, 0.9834846256149864, 0.953930201013048, 0.8714878434348969, 0.0]),
+        ("power", 2.0, [0.9999, 0.96, 0.84, 0.64, 0.0]),
+        ("linear", 30.0, [0.99, 0.8, 0.6, 0.4, 0.0]),
+        ("none", 30.0, [1.0] * 5),
+    ],
+)
+def test_decays_as_published(kind, coefficient, expected):
+    found = [decay(kind, step, 100, coefficient, 40) for step in (1, 20, 40, 60, 100)]
+    assert found == pytest.approx(expected, rel=1e-9, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("perturbation", "expected"),
+    [
+        ("diffusion_noise", {"steps": 125}),
+        ("blacken_patches", {"patch_size": 14, "black_prob": 0.125}),
+        ("gaussian_blur", {"radius": 1.5}),
+        ("add_gaussian_noise", {"std": 47.25}),
+        ("crop_image", {"share": 0.875}),
+        ("mask_image", {"value": 128}),
+    ],
+)
+def test_a_quarter_of_the_strength(perturbation, expected, tmp_path):
+    options = DAPOConfig(str(tmp_path), use_cpu=True, bf16=False, noisy_perturbation=perturbation)
+    assert options.noisy_parameters(0.25) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"noisy_generations": 5}, "noisy_generations is 5 with num_generations 4: give at most that many"),
+        ({"attention_source": "generate"}, 'noisy_generations cannot be used here: attention_source is "generate"'),
+        ({"noisy_perturbation": "remove_image"}, "noisy_perturbation is remove_image, which changes the prompt"),
+        ({"noisy_perturbation": "darken"}, "There is no perturbation 'darken'"),
+        ({"noisy_perturbation": "mask_image", "noisy_decay": "linear"}, "mask_image, which has no strength"),
+        (
+            {"noisy_decay": "exponential"},
+            "noisy_decay_coef is 30.0 with noisy_decay exponential: give a number below 1",
+        ),
+        ({"noisy_importance": "dirty"}, "noisy_importance is 'dirty': give clean or perturbed"),
+        ({"noisy_decay": "cosine"}, "noisy_decay is 'cosine': give none, linear,"),
+        ({"diffusion_steps": 1000}, r"diffusion_steps is 1000: give a number in \[0, 999\]"),
+    ],
+)
+def test_what_is_refused(options, message, make):
+    with pytest.raises(ConfigError, match=message):
+        make(**options)
+
+
+def test_idle_options(make):
+    run = make(noisy_decay_coef=3.0, black_prob=0.1)
+    assert run.idle_options == {
+        "noisy_decay_coef": "noisy_decay is none",
+        "black_prob": "images are perturbed by diffusion_noise",
+    }
+    assert make(noisy_generations=0, noisy_importance="perturbed").idle_options == {
+        "noisy_importance": "noisy_generations is 0"
+    }
