@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name in LOADING and os.environ.get("RANK", "0") == "0" and not {"-h", "--help", "--help-all"} & set(rest):
             print(f"vgr-trl {__version__}: {name}; loading torch, transformers and TRL", file=sys.stderr, flush=True)
         with warnings_once():
-            return importlib.import_module(f"vgr_trl.cli.{name}").main(rest)
+            return int(importlib.import_module(f"vgr_trl.cli.{name}").main(rest))
     except VGRError as error:
         print(f"vgr-trl {name}: {error}", file=sys.stderr)
         return 1

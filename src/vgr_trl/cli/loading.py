@@ -82,7 +82,7 @@ def _adapter(name: str, revision: str | None) -> PeftConfig | None:
     with _refusing(name):
         if find_adapter_config_file(name, revision=revision) is None:
             return None
-        adapter = PeftConfig.from_pretrained(name, revision=revision)
+        adapter: PeftConfig = PeftConfig.from_pretrained(name, revision=revision)
     if not adapter.base_model_name_or_path:
         raise ConfigError(f"The adapter in {name} does not say which base model it belongs to.")
     return adapter

@@ -36,7 +36,8 @@ def average_as_loss(
     total = (per_token * mask).sum()
     if args.loss_type in _PER_WINDOW:
         tokens = inputs["num_items_in_batch"].clamp(min=1.0) / num_processes
-        return total / (tokens * accumulation_steps / args.steps_per_generation)
+        of_window: torch.Tensor = tokens * accumulation_steps / args.steps_per_generation
+        return total / of_window
     if args.loss_type in _PER_COMPLETION:
         means = (per_token * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)  # (N,)
         return means.mean() / accumulation_steps

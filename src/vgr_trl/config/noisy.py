@@ -139,4 +139,4 @@ def decay(kind: str, step: int, total: int, coefficient: float, midpoint: float)
         "exponential": lambda: 1 - coefficient ** (total - step),
         "sigmoid": lambda: 1 / (1 + math.exp(min(coefficient * (share - midpoint / total), 700))),
     }[kind]()
-    return min(max(left, 0.0), 1.0)
+    return float(min(max(left, 0.0), 1.0))

@@ -174,7 +174,8 @@ def _is_answer(processor: Any, labels: torch.Tensor) -> torch.Tensor:
     opening, closing = processor.tokenizer.convert_tokens_to_ids(["<answer>", "</answer>"])
     opened = (labels == opening).cumsum(1) > 0
     closed = (labels == closing).cumsum(1) > 0
-    return opened & ~closed & (labels != opening)
+    inside: torch.Tensor = opened & ~closed & (labels != opening)
+    return inside
 
 
 def _steps(

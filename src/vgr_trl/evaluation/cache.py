@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import AutoConfig
 
@@ -15,6 +15,7 @@ from vgr_trl.evaluation.scores import Evaluation, Scores
 from vgr_trl.files import write_whole
 
 _TEXTS = ("prompt", "problem", "choices", "solution", "label_idx")
+Kind = TypeVar("Kind", Scores, Evaluation)
 
 
 class Cache:
@@ -72,8 +73,9 @@ def rows_identity(rows: Sequence[Mapping[str, Any]]) -> str:
     return digest.hexdigest()
 
 
-def _scores(kind: Any, values: Mapping[str, Any]) -> Any:
+def _scores(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
     known = {field.name for field in fields(kind)}
-    return kind(
-        **{name: tuple(value) if name == "interval" else value for name, value in values.items() if name in known}
-    )
+    given: Any = {
+        name: tuple(value) if name == "interval" else value for name, value in values.items() if name in known
+    }
+    return kind(**given)

@@ -70,7 +70,7 @@ class Writer:
         )
         with _only_these_settings(self.model, settings):
             ids = self.model.generate(**inputs, generation_config=settings)
-        return self.tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        return list(self.tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
     def _pad_id(self) -> int:
         pad = self.tokenizer.pad_token_id

@@ -55,7 +55,8 @@ def _column(name: str, values: Any, count: int) -> Sequence[Any]:
             repr(values)[:80] if isinstance(values, str) or not hasattr(values, "__len__") else f"{len(values)} values"
         )
         raise RewardError(f"{name} is {given} for {count} completions: give a list with one value per completion.")
-    return values
+    found: Sequence[Any] = values
+    return found
 
 
 def states_answer(text: str, solution: Solution) -> bool:

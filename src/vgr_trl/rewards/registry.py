@@ -129,7 +129,9 @@ def _shown(reward: Any) -> str:
     return str(getattr(reward, "__name__", type(reward).__name__))
 
 
-def _limited(reward: Any, shown: str, max_completion_length: int | None, soft_punish_cache: int | None) -> Any:
+def _limited(
+    reward: Callable[..., Any], shown: str, max_completion_length: int | None, soft_punish_cache: int | None
+) -> Callable[..., Any]:
     if reward is get_soft_overlong_punishment:
         if max_completion_length is None:
             raise RewardError(

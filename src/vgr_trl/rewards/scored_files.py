@@ -219,7 +219,8 @@ def _rows(completions: Sequence[Any], columns: Mapping[str, Any], images: Any) -
 
 def _asked(prompt: Any) -> str | None:
     if not isinstance(prompt, list):
-        return prompt
+        text: str | None = prompt
+        return text
     questions = [message for message in prompt if message.get("role") == "user"]
     return completion_text([{**questions[-1], "role": "assistant"}]) if questions else None
 

@@ -203,7 +203,8 @@ class TRLHost:
         narrowed = nullcontext() if head else head_of_rows(scored, rows)
         plainly = disable_gradient_checkpointing(trainer.model, checkpointing)
         with torch.no_grad(), plainly, narrowed:
-            return trainer._get_per_token_logps_and_entropies(scored, batch_size=chunk, **inputs)[0]
+            logps: torch.Tensor = trainer._get_per_token_logps_and_entropies(scored, batch_size=chunk, **inputs)[0]
+            return logps
 
     def tokenize(self, prompts: list[Any]) -> Prompts:
         """Tokenize as TRL does, past the hook that keeps the prompts of a rollout."""
@@ -220,7 +221,8 @@ class TRLHost:
         trainer = self.trainer
         with unlogged(trainer), self._greedy(), self._begin(rows, greedy=True):
             _, completion_ids, _, completions, *_ = trainer._generate(messages)
-            return trainer._calculate_rewards(rows, messages, completions, completion_ids)
+            rewards: torch.Tensor = trainer._calculate_rewards(rows, messages, completions, completion_ids)
+            return rewards
 
     @contextmanager
     def _greedy(self) -> Iterator[None]:

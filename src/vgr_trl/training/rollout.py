@@ -150,4 +150,5 @@ class TrainingPass:
 
 def valid_tokens(inputs: dict[str, Any]) -> torch.Tensor:
     """Return the mask (N, T) of the tokens of a batch that count in the loss."""
-    return inputs["completion_mask"] * inputs.get("tool_mask", 1)
+    mask: torch.Tensor = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+    return mask

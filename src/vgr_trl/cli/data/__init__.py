@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         raise ConfigError(f"There is no data command {name!r}: the commands are {', '.join(COMMANDS)}.")
     try:
-        return importlib.import_module(f"vgr_trl.cli.data.{name}").main(rest)
+        return int(importlib.import_module(f"vgr_trl.cli.data.{name}").main(rest))
     except KeyboardInterrupt:
         print(f"\nvgr-trl data {name}: interrupted; the same command continues what is unfinished.", file=sys.stderr)
         return 130

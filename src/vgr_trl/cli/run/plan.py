@@ -91,7 +91,7 @@ def print_plan(rows: list[tuple[str, str]]) -> None:
 
 def _size(parameter: Any) -> int:
     """Elements of a parameter, also where ZeRO-3 has left nothing of it on this process."""
-    return getattr(parameter, "ds_numel", parameter.numel())
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _rows(dataset: Any) -> str:

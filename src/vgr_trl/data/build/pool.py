@@ -35,7 +35,7 @@ Encode = Callable[[Iterable[tuple[Item, Sequence[Any]]]], Iterator[tuple[Item, "
 
 
 @contextmanager
-def encoder(encoding: Encoding, workers: int) -> Iterator[Encode]:
+def encoder(encoding: Encoding, workers: int) -> Iterator[Encode[Any]]:
     """Yield a function that takes (item, images) pairs and yields (item, encoded images, or why one cannot be used).
 
     Order is kept. At most `ROWS_PER_TASK * TASKS_PER_WORKER * workers` rows are held at a time.

@@ -51,7 +51,7 @@ def count_rows(paths: Sequence[Path]) -> int | None:
     if any(path.suffix.lower() != ".parquet" for path in paths):
         return None
     try:
-        return sum(pyarrow.parquet.read_metadata(path).num_rows for path in paths)
+        return sum(int(pyarrow.parquet.read_metadata(path).num_rows) for path in paths)
     except (ArrowException, OSError, ValueError):
         return None  # the reader says why
 

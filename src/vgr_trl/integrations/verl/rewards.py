@@ -96,7 +96,7 @@ def mdi_score(data_source: str, solution_str: str, ground_truth: Any, extra_info
 def vgr_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None) -> float | None:
     """Return the VGR reward of one completion, from `group_vgr` and its own `group_index` of `extra_info`."""
     group = list(_given(extra_info, "group_vgr", "vgr"))
-    return vgr_reward([""] * len(group), group, len(group))[_given(extra_info, "group_index", "vgr")]
+    return vgr_reward([""] * len(group), group, len(group))[int(_given(extra_info, "group_index", "vgr"))]
 
 
 def hard_negative_score(
@@ -106,7 +106,7 @@ def hard_negative_score(
     group = list(_given(extra_info, "group_vgr", "vgr_hard_negative"))
     accuracy = list(_given(extra_info, "group_accuracy", "vgr_hard_negative"))
     rewards = hard_negative_rewards(accuracy, group, len(group))
-    return rewards[_given(extra_info, "group_index", "vgr_hard_negative")]
+    return rewards[int(_given(extra_info, "group_index", "vgr_hard_negative"))]
 
 
 SCORES: Mapping[str, Callable[..., float | None]] = {

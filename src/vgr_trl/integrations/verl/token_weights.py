@@ -151,7 +151,8 @@ def _valid(tokens: torch.Tensor, tokenizer: Any) -> torch.Tensor:
     """Which generated tokens (N, T) count: up to the first end of sequence, which counts itself."""
     ended = (tokens == tokenizer.eos_token_id).long()
     padding = (tokens == tokenizer.pad_token_id) & (tokens != tokenizer.eos_token_id)
-    return (ended.cumsum(1) - ended == 0) & ~padding
+    valid: torch.Tensor = (ended.cumsum(1) - ended == 0) & ~padding
+    return valid
 
 
 def _check_grid(

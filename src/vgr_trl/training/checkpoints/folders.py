@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import distributed
 from transformers.utils import logging
@@ -137,7 +136,7 @@ def _answer_of_the_first_process(ask: Callable[[], str | None]) -> str | None:
     """What one process sees holds for all: they do not read every file again, nor decide differently."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return ask()
-    answer: list[Any] = [None]
+    answer: list[str | VGRError | None] = [None]
     if distributed.get_rank() == 0:
         try:
             answer = [ask()]

@@ -261,8 +261,9 @@ def _verdict(rollout: Rollout) -> Verdict:
 
 def _completion_means(batch: dict[str, Any]) -> torch.Tensor:
     """Mean of the advantages of the tokens of each completion, (N,); 0 for one without."""
-    advantages, mask = batch["token_advantages"].nan_to_num(), valid_tokens(batch)
-    return (advantages * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+    advantages: torch.Tensor = batch["token_advantages"]
+    mask = valid_tokens(batch)
+    return (advantages.nan_to_num() * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
 
 
 def _starts_anew(folder: Path, what: str, option: str) -> str:

@@ -31,7 +31,8 @@ class ValueHead(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(N, T) float32, for hidden states (N, T, D)."""
         with torch.autocast(hidden.device.type, enabled=False):
-            return self.linear(hidden.float()).squeeze(-1)
+            values: torch.Tensor = self.linear(hidden.float())  # (N, T, 1)
+            return values.squeeze(-1)
 
 
 class HeadReader:

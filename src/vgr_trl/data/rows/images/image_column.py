@@ -69,4 +69,4 @@ def _fingerprint(dataset: Dataset, options: VideoOptions, root: Path, columns: l
             if isinstance(path, str) and (root / path).is_file():
                 state = (root / path).stat()
                 states.append((path, state.st_size, state.st_mtime_ns))
-    return Hasher.hash([dataset._fingerprint, options.fps, options.max_frames, str(root), states])
+    return str(Hasher.hash([dataset._fingerprint, options.fps, options.max_frames, str(root), states]))

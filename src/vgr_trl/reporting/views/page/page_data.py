@@ -180,7 +180,8 @@ class PageData:
 def _record_as_json(record: Record) -> dict[str, Any]:
     """Without attention maps."""
     bare = [replace(completion, attention=None) for completion in record.completions]
-    return json.loads(encode_record(replace(record, completions=bare)))
+    content: dict[str, Any] = json.loads(encode_record(replace(record, completions=bare)))
+    return content
 
 
 def _notes(page: PageRun, run: Run | None, rounded: bool) -> list[str]:
