@@ -12,7 +12,7 @@ from vgr_trl.demo.shapes import draw_questions
 from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.errors import ConfigError, DataError, RewardError
 from vgr_trl.evaluation import blank_image, evaluate
-from vgr_trl.evaluation.evaluate import _conversation
+from vgr_trl.evaluation.asking import conversation_of
 from vgr_trl.evaluation.generation import Writer
 from vgr_trl.evaluation.scores import majority, wilson
 from vgr_trl.rewards import mdi_reward
@@ -191,7 +191,7 @@ def test_rows_with_and_without_images_share_a_batch(model_folder):
 
     def last_logits(chosen, blank=False):
         with torch.no_grad():
-            return model(**writer.prompt([_conversation(row, blank, None) for row in chosen])).logits[:, -1]
+            return model(**writer.prompt([conversation_of(row, blank, None) for row in chosen])).logits[:, -1]
 
     together = last_logits(rows)
     for index, row in enumerate(rows):

@@ -1,9 +1,11 @@
 """Accuracy of a model on questions, without training.
 
-Read `evaluate.py`, `generation.py` (what it asks of the model), `scores.py` (what it found).
+Read `evaluate.py`, `asking.py` and `generation.py` (what it asks of the model), `judging.py` and `scores.py` (what the
+answers are worth).
 """
 
-from vgr_trl.evaluation.evaluate import blank_image, evaluate
+from vgr_trl.evaluation.asking import blank_image
+from vgr_trl.evaluation.evaluate import evaluate
 from vgr_trl.evaluation.scores import Evaluation, Scores
 
 __all__ = ["Evaluation", "Scores", "blank_image", "evaluate"]

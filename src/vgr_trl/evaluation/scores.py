@@ -1,7 +1,7 @@
 """What an evaluation found, in numbers."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -47,6 +47,26 @@ class Evaluation(Scores):
         if not records:
             del values["records"]
         return values
+
+
+def evaluation_of(records: list[dict[str, Any]], groups: Sequence[str] | None = None) -> Evaluation:
+    """Return the scores of all records with a solution, one at least, and of each of their groups.
+
+    Args:
+        records: of the questions, as `judged` makes them.
+        groups: of each of them; None: there are none.
+    """
+    scored = [record for record in records if record["correct"] is not None]
+    members = defaultdict(list)
+    for record, group in zip(records, groups or (), strict=groups is not None):
+        if record["correct"] is not None:
+            members[group].append(record)
+    return Evaluation(
+        **asdict(scores_of(scored)),
+        skipped=len(records) - len(scored),
+        groups={name: scores_of(of_group) for name, of_group in sorted(members.items())},
+        records=records,
+    )
 
 
 def scores_of(records: Sequence[dict[str, Any]]) -> Scores:
