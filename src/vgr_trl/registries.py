@@ -16,7 +16,7 @@ from vgr_trl.importing import file_form, import_file, import_module
 
 Plugin = TypeVar("Plugin")
 # Signals that are not made of others. Beside them, `logps:gaussian_blur` is what its name says, of any perturbation.
-MEASUREMENTS = ("attention", "dependency", "entropies", "logps", "regions", "similarity", "views")
+MEASUREMENTS = ("attention", "dependency", "entropies", "logps", "regions", "shift", "similarity", "views")
 VIEW = "logps:"
 
 
@@ -198,7 +198,7 @@ def is_measurement(name: str) -> bool:
 
 def is_late(name: str) -> bool:
     """Whether a measurement is made after the rewards, in the pass over perturbed images."""
-    return name in ("dependency", "views") or name.startswith(VIEW)
+    return name in ("dependency", "shift", "views") or name.startswith(VIEW)
 
 
 def measurements(names: Iterable[str]) -> list[str]:

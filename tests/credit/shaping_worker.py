@@ -19,7 +19,7 @@ OPTIONS = CreditOptions(
     enable_entropy_filtering=True,
     enable_trajectory_reweighting=True,
 )
-WEIGHTINGS = {"filter": None, "soft": None, "plug-in": ["halved"], "vgpo": ["vgpo"]}
+WEIGHTINGS = {"filter": None, "soft": None, "plug-in": ["halved"], "vgpo": ["vgpo"], "vepo": ["vepo"]}
 PROMPTS = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2])  # of which the second has completions on both of two processes
 
 
@@ -51,6 +51,8 @@ def shaped(rank, world, gather):
         attention,
         dependency=5 * draws[3][here] ** 4,
         similarity=2 * draws[0][here] - 1,
+        jsd=draws[0][here] / 2,
+        perturbed_entropies=draws[3][here],
     )
     results = {}
     for weighting, rules in WEIGHTINGS.items():

@@ -13,7 +13,7 @@ from vgr_trl.credit import CreditOptions, entropy_penalty, kl_penalty, perceptio
 from vgr_trl.recipes import load_recipe
 from vgr_trl.registries import credit_rules
 from vgr_trl.rewards import get_soft_overlong_punishment, mdi_reward, vgr_reward
-from vgr_trl.signals.dependency import visual_dependency
+from vgr_trl.signals.dependency import jensen_shannon, visual_dependency
 
 LOSS = ("loss_type", "epsilon", "epsilon_high", "delta")
 RECORDED = Path(__file__).parent / "recorded"
@@ -167,6 +167,20 @@ def test_pgpo_by_hand():
     credit, _ = shape_advantages(torch.tensor([-0.5]), signals, credit_options(recipe))
     assert torch.allclose(credit, torch.tensor([[0.0, -1.5, 0.0]]), atol=1e-6)
     assert (recipe["pgpo_threshold"], recipe["pgpo_boost"], recipe["perturbation"]) == (0.4, 2.0, "remove_image")
+
+
+def test_vepo_keeps_the_tokens_of_the_published_code(stock):
+    recipe, (case, mask) = load_recipe("vepo"), recorded("vepo")
+    divergence = jensen_shannon(case["logits"], case["perturbed_logits"])
+    assert (divergence - case["jsd"])[mask].abs().max() <= 1e-6
+    old, logps = case["old_logps"], case["logps"].requires_grad_()
+    signals = RolloutSignals(
+        old, case["entropies"], mask, jsd=divergence, perturbed_entropies=case["perturbed_entropies"]
+    )
+    credit, _ = shape_advantages(case["advantages"], signals, credit_options(recipe))
+    assert (credit != 0)[mask].tolist() == case["kept"].bool()[mask].tolist()
+    loss_of(stock(recipe), credit, logps, mask, old).backward()
+    assert (logps.grad - case["gradient"]).abs().max() <= 1e-6
 
 
 def test_anchor_tokens_by_hand():

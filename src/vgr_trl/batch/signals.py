@@ -46,6 +46,9 @@ class RolloutSignals:
             one, None if it was not measured.
         views: name of a perturbation -> (N, T) float32, log-probabilities of the tokens given images so perturbed; NaN
             without an image.
+        jsd: (N, T) float32 in [0, ln 2], Jensen-Shannon divergence of what a token is drawn from given the image, and
+            given the perturbed one; NaN without an image, None if it was not measured.
+        perturbed_entropies: (N, T) float32, in nats, of what it is drawn from given the perturbed image, likewise.
     """
 
     logps: torch.Tensor
@@ -56,12 +59,19 @@ class RolloutSignals:
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
     similarity: torch.Tensor | None = None
     views: dict[str, torch.Tensor] = field(default_factory=dict)
+    jsd: torch.Tensor | None = None
+    perturbed_entropies: torch.Tensor | None = None
 
     def measured(self, need: str) -> Any:
         """Return a measurement by its name among the needs of plug-ins, None if it was not made."""
         if need.startswith(VIEW):
             return self.views.get(need.removeprefix(VIEW))
         return (self.views or None) if need == "views" else getattr(self, need)
+
+    @property
+    def shift(self) -> torch.Tensor | None:
+        """`jsd`, which is measured together with `perturbed_entropies`."""
+        return self.jsd
 
     @property
     def regions(self) -> torch.Tensor | None:

@@ -55,6 +55,8 @@ TOKEN_COLUMNS = {
     "signals.mask": Column("completion"),
     "signals.similarity": Column("completion"),
     "signals.dependency": Column("completion"),
+    "signals.jsd": Column("completion"),
+    "signals.perturbed_entropies": Column("completion"),
     "signals.attention.vision": Column("completion"),  # (N, L, T)
     "signals.attention.instruction": Column("completion"),  # (N, L, T)
     "signals.attention.region": Column("completion"),  # (N, L, T)

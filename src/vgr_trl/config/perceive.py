@@ -92,7 +92,7 @@ class PerceiveOptions(PluginOptions):
             depends: whether something reads the dependency.
         """
         readers = self.readers()
-        own = self.perturbations if depends or "views" in readers else []
+        own = self.perturbations if depends or "views" in readers else [self.perturbation] * ("shift" in readers)
         read = [need.removeprefix(VIEW) for need in readers if need.startswith(VIEW)]
         return list(dict.fromkeys([*own, *read]))
 

@@ -1,5 +1,7 @@
 """How much each generated token depends on what the image shows."""
 
+import math
+
 import torch
 
 from vgr_trl.errors import DataError
@@ -29,3 +31,20 @@ def visual_dependency(logps: torch.Tensor, perturbed_logps: torch.Tensor) -> tor
         )
     difference = (perturbed_logps.float() - logps.float()).clamp(-20, 20)  # (N, T)
     return (torch.expm1(difference) - difference).clamp(0, 10)
+
+
+def jensen_shannon(logits: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """Return the Jensen-Shannon divergence of two distributions, half the KL of each from their mean, in [0, ln 2].
+
+    Args:
+        logits: (..., vocabulary), of one.
+        others: (..., vocabulary), of the other.
+
+    Returns:
+        (...) float32, in nats.
+    """
+    one, other = torch.log_softmax(logits.float(), -1), torch.log_softmax(others.float(), -1)
+    mean = torch.logaddexp(one, other) - math.log(2)
+    lowest = torch.finfo(mean.dtype).min  # of words that both forbid, which add nothing
+    halves = [(each.exp() * (each.clamp(min=lowest) - mean.clamp(min=lowest))).sum(-1) for each in (one, other)]
+    return ((halves[0] + halves[1]) / 2).clamp(0, math.log(2))

@@ -11,6 +11,7 @@ from vgr_trl.errors import ConfigError
 from vgr_trl.sharing import replaced
 from vgr_trl.sharing.backbone import causal_model
 from vgr_trl.signals.decoder import find_decoder
+from vgr_trl.signals.dependency import jensen_shannon
 
 if TYPE_CHECKING:
     from trl.trainer.utils import FusedCausalLMOutput
@@ -77,6 +78,33 @@ class Head:
             parts = zip(hidden[mask].split(count), tokens[mask].split(count), strict=True)
             scores[:, mask] = torch.cat([self._score(*part, temperature) for part in parts], dim=1)
         return scores[0], scores[1]
+
+    def shift(
+        self, hidden: torch.Tensor, others: torch.Tensor, mask: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return how far two passes differ in what tokens are drawn from, and the entropies of the other pass.
+
+        Args:
+            hidden: (N, T, D), of the queries that emit the tokens.
+            others: (N, T, D), of the same queries in the other pass.
+            mask: (N, T) bool.
+            temperature: logits are divided by it.
+
+        Returns:
+            (N, T) float32 each, the Jensen-Shannon divergence and entropies, in nats; 0 where `mask` is False.
+        """
+        count = max(LOGITS_AT_A_TIME.get(hidden.device.type, 2**23) // (2 * self.vocabulary), 1)
+        found = torch.zeros(2, *mask.shape, device=hidden.device)
+        if mask.any():
+            parts = zip(hidden[mask].split(count), others[mask].split(count), strict=True)
+            found[:, mask] = torch.cat([self._shift(*part, temperature) for part in parts], dim=1)
+        return found[0], found[1]
+
+    def _shift(self, hidden: torch.Tensor, others: torch.Tensor, temperature: float) -> torch.Tensor:
+        logits, other = (self.logits(states).float() / temperature for states in (hidden, others))
+        logps = torch.log_softmax(other, dim=-1)
+        entropies = -torch.linalg.vecdot(logps.exp(), logps.clamp(min=torch.finfo(logps.dtype).min))
+        return torch.stack([jensen_shannon(logits, other), entropies])
 
     def _score(self, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
         logits = self.logits(hidden).float()  # (C, vocabulary)

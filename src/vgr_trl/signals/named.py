@@ -179,6 +179,14 @@ def dependency(signals: RolloutSignals, options: Any) -> torch.Tensor:
     return signals.dependency
 
 
+@registries.signals.register("jsd")
+@declares(needs=("shift",))
+def jsd(signals: RolloutSignals, options: Any) -> torch.Tensor:
+    """Return how far what each token is drawn from differs under the perturbation, in [0, ln 2]."""
+    assert signals.jsd is not None
+    return signals.jsd
+
+
 @registries.signals.register("stability")
 @declares(needs=("views",))
 def stability(signals: RolloutSignals, options: Any) -> torch.Tensor:

@@ -32,6 +32,7 @@ class Wanted:
         dependency: names of those that need the dependency on the image.
         logps: names of those that need log-probabilities.
         similarity: names of those that need the similarity of hidden states to the image.
+        shift: names of those that need how distributions differ under the perturbation.
         views: names of those that need log-probabilities under perturbations.
         regions: names of those that need attention on what the question is about, which implies attention.
         values: names of those that need a pass, whatever it is for.
@@ -42,6 +43,7 @@ class Wanted:
     dependency: tuple[str, ...] = ()
     logps: tuple[str, ...] = ()
     similarity: tuple[str, ...] = ()
+    shift: tuple[str, ...] = ()
     views: tuple[str, ...] = ()
     regions: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
@@ -54,7 +56,7 @@ class Wanted:
     @property
     def head(self) -> bool:
         """Whether that pass has to go through the model's head, for log-probabilities or entropies."""
-        return bool(self.entropies or self.dependency or self.logps)
+        return bool(self.entropies or self.dependency or self.shift or self.logps)
 
 
 @dataclass(frozen=True)

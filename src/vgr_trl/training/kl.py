@@ -101,7 +101,7 @@ class KLControl:
             assert rollout.reference_hidden is not None
             with torch.no_grad():
                 kl = self.full.between(rollout.hidden, rollout.reference_hidden, mask)
-            rollout.hidden = rollout.reference_hidden = None
+            rollout.reference_hidden = None
         rollout.kl_penalty = -self.controller.coefficient * kl
         return {"kl_penalty": rollout.kl_penalty.sum(dim=1).tolist()}, self._measured(kl, mask)
 
@@ -127,7 +127,7 @@ class KLControl:
         """Put the reference's hidden states into the batch of a judged rollout, if a loss over all words needs them."""
         if self.full is not None and rollout.reference_hidden is not None:
             rollout.batch["reference_hidden"] = rollout.reference_hidden.transpose(1, 2).contiguous()  # (N, D, T)
-        rollout.hidden = rollout.reference_hidden = None
+        rollout.reference_hidden = None
 
     def term(self, passed: TrainingPass) -> tuple[torch.Tensor | None, dict[str, float]]:
         """Return the loss of every token of a micro-batch (N, T), 0 outside its mask, and metrics.

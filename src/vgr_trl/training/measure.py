@@ -30,7 +30,10 @@ def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
     attention = features["attention"]
     demanded = bool(attention)
     perceiving = (
-        features["dependency"] + features["views"] + _on(args.perception_loss_weight > 0, "perception_loss_weight")
+        features["dependency"]
+        + features["shift"]
+        + features["views"]
+        + _on(args.perception_loss_weight > 0, "perception_loss_weight")
     )
     perceiving += _on(args.der_loss_weight2 > 0, "der_loss_weight2")
     scored = features["entropies"] + features["logps"] + _on(args.uses_critic, "advantage_estimator gae")

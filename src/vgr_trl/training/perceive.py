@@ -37,6 +37,7 @@ def perceive(rollout: Rollout, host: Host, measurement: Measurement) -> Rollout:
         if "pixel_values" in inputs[name]:
             batch["perturbed_pixel_values"] = inputs[name]["pixel_values"]
     if not measurement.views:
+        rollout.hidden = None
         return rollout
     rollout.signals = signals = rollout.signals or unmeasured(valid_tokens(batch).bool())
     logps = host.score(stacked_inputs([inputs[name] for name in measurement.views]))
@@ -51,6 +52,9 @@ def perceive(rollout: Rollout, host: Host, measurement: Measurement) -> Rollout:
         seen = torch.stack([views[name] for name in args.perturbations])
         each = visual_dependency(signals.logps.expand_as(seen), seen)
         signals.dependency = each.mean(0) if args.dependency_over == "mean" else each.amin(0)
+    if rollout.shift is not None:
+        signals.jsd, signals.perturbed_entropies = (each.masked_fill(blind, torch.nan) for each in rollout.shift)
+    rollout.hidden = rollout.shift = None
     rollout.metrics = named_metrics(add_named(measurement.named, signals), signals, host.accelerator.gather)
     return rollout
 

@@ -86,7 +86,8 @@ class Rollout:
         maps: row -> attention over its vision tokens, (layers that rewards read, T, V).
         signals: of the completions.
         reference_logps: (N, T), of the completions under the reference.
-        hidden, reference_hidden: (N, T, D) of the positions that emit them, where a KL over all words is wanted.
+        hidden, reference_hidden: (N, T, D) of the positions that emit them, where whole distributions are compared.
+        shift: how these differ under the perturbation, and their entropies under it, (N, T) each.
         values: (N, T), that a critic has read off the pass over the completions.
         kl_penalty: (N, T), at most 0 for most kinds: what the KL adds to the reward of each token.
         perturbed_images: of each row, as they were perturbed for the dependency.
@@ -113,6 +114,7 @@ class Rollout:
     reference_logps: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
     reference_hidden: torch.Tensor | None = None
+    shift: tuple[torch.Tensor, torch.Tensor] | None = None
     values: torch.Tensor | None = None
     kl_penalty: torch.Tensor | None = None
     perturbed_images: list[list[Any]] | None = None

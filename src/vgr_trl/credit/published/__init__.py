@@ -6,6 +6,16 @@ has a name of its own.
 
 from vgr_trl.credit.published.anchors import AnchorOptions, anchor_tokens
 from vgr_trl.credit.published.pgpo import PGPOOptions, pgpo
+from vgr_trl.credit.published.vepo import VEPOOptions, vepo
 from vgr_trl.credit.published.vgpo import VGPOOptions, vgpo
 
-__all__ = ["AnchorOptions", "PGPOOptions", "VGPOOptions", "anchor_tokens", "pgpo", "vgpo"]
+__all__ = [
+    "AnchorOptions",
+    "PGPOOptions",
+    "VEPOOptions",
+    "VGPOOptions",
+    "anchor_tokens",
+    "pgpo",
+    "vepo",
+    "vgpo",
+]

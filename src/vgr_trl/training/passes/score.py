@@ -11,6 +11,7 @@ from vgr_trl.compat.token_types import with_causal_completions
 from vgr_trl.sharing import SharingPlan, whole_groups
 from vgr_trl.sharing.backbone import causal_model
 from vgr_trl.signals import Measurement
+from vgr_trl.signals.head import Head
 from vgr_trl.training.host import Host
 from vgr_trl.training.metrics.clock import StageClock
 from vgr_trl.training.passes.around import Passes
@@ -117,6 +118,19 @@ class ScoringPasses:
                 rollout.values, rollout.hidden = self._passes.values(), self._passes.hidden()
                 return scored
             scored = score()
+            if rollout is not None and by_policy and rollout.hidden is not None and self._measurement.wanted.shift:
+                rollout.shift = self._shift(model, rollout)
             if rollout is not None and whose == "reference":
                 rollout.reference_logps, rollout.reference_hidden = scored[0], self._passes.hidden()
             return scored
+
+    def _shift(self, model: Any, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
+        """How the latest pass, whose first rows are under the perturbation, differs from that over the rollout."""
+        hidden, others, reader = rollout.hidden, self._passes.hidden(), self._passes.hidden_reader
+        assert hidden is not None
+        assert others is not None
+        assert reader is not None
+        assert rollout.signals is not None
+        head = Head(causal_model(model), reader.output_type)
+        mask = rollout.signals.mask.bool()
+        return head.shift(hidden, others[: len(mask)], mask, self._host.args.temperature)

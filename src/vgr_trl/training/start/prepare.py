@@ -294,6 +294,11 @@ def refuse_unfit_choice(trainer: ConstructedTrainer, sharded: bool) -> None:
             "kl_penalty is full with ZeRO-3 or FSDP, which do not gather the heads it runs again: use low_var_kl, or "
             "ZeRO-2."
         )
+    if "shift" in args.readers() and sharded:
+        raise ConfigError(
+            f"{args.readers()['shift'][0]} compares whole distributions, which ZeRO-3 and FSDP do not gather the head "
+            "for: use ZeRO-2, or a rule that reads the dependency."
+        )
     if args.uses_critic and args.critic == "model" and sharded:
         raise ConfigError(
             "critic is model with ZeRO-3 or FSDP, of whose parameters no process has a whole copy: use critic head, or "

@@ -13,7 +13,7 @@ from vgr_trl.training.checkpoints.resumable import ResumableTrainer, Resumed
 from vgr_trl.training.choice.choose import GroupChoice
 from vgr_trl.training.choice.further_prompts import FurtherPrompts
 from vgr_trl.training.critic.critic import Critic
-from vgr_trl.training.full_kl import FullKL
+from vgr_trl.training.full_kl import FullKL, HiddenReader
 from vgr_trl.training.generation.generate import Generation
 from vgr_trl.training.generation.noisy import refuse_unfit_noise
 from vgr_trl.training.host import TRLHost
@@ -105,7 +105,9 @@ def build_stages(trainer: ResumableTrainer, host: TRLHost, schedule: RewardSched
     live = LivePasses(skipping, host, choice.replay, passes, sharing.training)
     budget = TokenBudget(host, live, sharing.training.reason_off is None)
     full = FullKL(trainer.model, trainer.ref_model, trainer.temperature) if args.needs_full_kl else None
-    kl, passes.hidden_reader = KLControl(host, full), None if full is None else full.reader
+    kl = KLControl(host, full)
+    if full is not None or measurement.wanted.shift:
+        passes.hidden_reader = HiddenReader() if full is None else full.reader
     critic = Critic(host, trainer.model) if args.uses_critic else None
     passes.reader = None if critic is None else critic.reader
     return Stages(
