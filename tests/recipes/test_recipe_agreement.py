@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.trl_loss import loss_of, make_trainer
 
+from vgr_trl import DAPOConfig
 from vgr_trl.batch.signals import AttentionMass, RolloutSignals
 from vgr_trl.credit import CreditOptions, entropy_penalty, kl_penalty, perception_loss, shape_advantages
 from vgr_trl.recipes import load_recipe
@@ -181,6 +182,15 @@ def test_vepo_keeps_the_tokens_of_the_published_code(stock):
     assert (credit != 0)[mask].tolist() == case["kept"].bool()[mask].tolist()
     loss_of(stock(recipe), credit, logps, mask, old).backward()
     assert (logps.grad - case["gradient"]).abs().max() <= 1e-6
+
+
+def test_noisyrollout_has_the_noise_of_the_published_code():
+    """Steps of noise in a run of 60, recorded from John-AI-Lab/NoisyRollout 000b58d (image_aug.py, augment)."""
+    recipe = load_recipe("noisyrollout")
+    config = DAPOConfig(use_cpu=True, bf16=False, **{name: recipe[name] for name in recipe if name != "reward_funcs"})
+    steps = [config.noisy_parameters(config.noise_left(step, 60))["steps"] for step in (1, 20, 35, 40, 45, 60)]
+    assert steps == [499, 499, 462, 250, 37, 0]
+    assert (config.num_generations, config.noisy_generations, config.noisy_importance) == (12, 6, "clean")
 
 
 def test_anchor_tokens_by_hand():

@@ -17,6 +17,7 @@ TINY = (
     "--report_to none --disable_tqdm true --compute_attention_metrics false --eval_strategy no "
     "--skip_dead_rows off"  # passes are counted by their rows
 )
+SMALLER = {"soft_punish_cache": 2, "noisy_generations": 2}
 ROWS = 8
 
 
@@ -48,8 +49,7 @@ def test_a_step(name, model_folder, question_files, tmp_path, monkeypatch, passe
     recipe = read_recipe(name)
     flags = f"--recipe {name} --model_name_or_path {model_folder} --data_files {question_files} {TINY}"
     flags += f" --output_dir {tmp_path / 'run'} --system_prompt_file {no_system_prompt}"
-    if "soft_punish_cache" in recipe.options:
-        flags += " --soft_punish_cache 2"
+    flags += "".join(f" --{name} {value}" for name, value in SMALLER.items() if name in recipe.options)
     assert main(["train", *flags.split()]) == 0
     history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
     assert history[0]["grad_norm"] > 0
