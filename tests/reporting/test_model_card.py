@@ -1,8 +1,8 @@
 """What the model card says of a run: in front of what TRL says of frameworks, and in a form that Markdown keeps."""
 
 import re
+from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,8 +36,13 @@ def test_without_options_it_says_so_and_cites_nothing_more() -> None:
 def test_what_is_on_is_named_with_its_options_and_paper() -> None:
     on = options(enable_perception_filtering=True, top_p_perception_tokens=0.3, reward_weights=[2.5, 0.5])
     section = method_section(on, ["accuracy_reward", "think_format_reward"])
-    (row,) = [line for line in section.splitlines() if "`top_p_perception_tokens=0.3`" in line]
-    assert VPPO.link in row
+    rows = [line for line in section.splitlines() if line.startswith("| `")][2:]
+    helps = {option.name: option.metadata["help"] for option in fields(DAPOConfig)}
+    assert rows[0] == f"| `enable_perception_filtering=True` | {helps['enable_perception_filtering']} | {VPPO.link} |"
+    assert f"| `top_p_perception_tokens=0.3` | {helps['top_p_perception_tokens']} |  |" in rows
+    named = [row[3:].partition("=")[0] for row in rows]
+    assert {"perception_weighting", "perturbation", "patch_size", "black_prob"} <= set(named), "what belongs to it"
+    assert not {"token_weights_clip", "noise_std", "learning_rate", "rollout_log_samples"} & set(named)
     assert "| `accuracy_reward` | 2.5 |" in section
     assert "| `think_format_reward` | 0.5 |" in section
     assert "token_weights" not in section
@@ -83,7 +88,7 @@ def test_methods_of_one_paper_cite_it_once_and_dapo_is_left_to_trl() -> None:
     assert re.findall(r"@misc\{(\w+),", cited) == ["wu2025language", "huang2025spotlight"]
     section = method_section(on, ["vgr_reward"])
     assert DAPO.link in section
-    assert "| `replay_buffer_size=8` |  |" in section
+    assert re.search(r"\| `replay_buffer_size=8` \| .+ \|  \|", section)
 
 
 def test_bibtex_has_balanced_braces_and_one_field_per_line() -> None:
@@ -113,7 +118,7 @@ def test_a_card_without_the_expected_heading_gets_the_section_at_its_end() -> No
 
 
 def test_a_name_cannot_end_its_table_cell() -> None:
-    section = method_section(SimpleNamespace(**vars(options())), ["org/a|b`c\n| x"])
+    section = method_section(options(), ["org/a|b`c\n| x"])
     (row,) = [line for line in section.splitlines() if "org/" in line]
     assert row == r"| `org/a\|b'c \| x` | 1 |"
 

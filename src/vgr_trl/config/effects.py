@@ -1,6 +1,6 @@
 """Options that were given but steer nothing, because what they belong to is off."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
@@ -32,6 +32,26 @@ def options_without_effect(args: Any, circumstances: Circumstances) -> dict[str,
     reasons = {name: why for names, reason in _RULES.items() for name in names if (why := reason(args))}
     reasons |= _circumstantial(circumstances)
     return {name: reasons[name] for name in changed_options(args) if name in reasons}
+
+
+def options_in_effect(args: Any, names: Collection[str]) -> dict[str, str]:
+    """Return the `help` of the options that steer a run beyond its defaults, by name.
+
+    Those are options that are not at their defaults, and behind them those that belong to one of them, whatever their
+    value.
+
+    Args:
+        args: of the run.
+        names: options to look at.
+    """
+    rules = {name: reason for names, reason in _RULES.items() for name in names}
+    helps = {option.name: option.metadata["help"] for option in fields(args) if option.name in names}
+    steering = {
+        name for name in helps if getattr(args, name) is not None and (name not in rules or rules[name](args) is None)
+    }
+    changed = [name for name in helps if name in changed_options(args) and name in steering]
+    belonging = [name for name in helps if name in rules and name in steering and name not in changed]
+    return {name: helps[name] for name in (*changed, *belonging)}
 
 
 def _circumstantial(given: Circumstances) -> dict[str, str]:

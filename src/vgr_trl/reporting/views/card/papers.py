@@ -111,3 +111,12 @@ ESTIMATORS = {
         "2503.19595",
     ),
 }
+PAPERS = {  # option -> where what it switches on comes from
+    "token_weights": MDI,
+    **dict.fromkeys(("enable_perception_filtering", "enable_trajectory_reweighting", "use_entropy_penalty"), VPPO),
+    **dict.fromkeys(("perception_loss_weight", "der_loss_weight1", "der_loss_weight2"), PAPO),
+    "enable_entropy_filtering": HIGH_ENTROPY,
+    "dynamic_sampling": DAPO,
+    "online_filtering": PRIME,
+}
+TAG_OF = {MDI: "vision-gain-ratio", VPPO: "vppo", PAPO: "papo"}
