@@ -18,6 +18,7 @@ Plugin = TypeVar("Plugin")
 # Signals that are not made of others. Beside them, `logps:gaussian_blur` is what its name says, of any perturbation.
 MEASUREMENTS = ("attention", "dependency", "entropies", "logps", "regions", "shift", "similarity", "views")
 VIEW = "logps:"
+BLIND_ANSWERS = "blind_answers"  # which rewards may need: generated, not measured
 
 
 class Registry:

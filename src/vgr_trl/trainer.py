@@ -88,7 +88,7 @@ class DAPOTrainer(ResumableTrainer):
         self.stages = stages = build_stages(self, self.host, schedule)
         self.sharing, self.skipping, self.resumed = stages.sharing, stages.skipping, stages.resumed(self)
         self.collapse_watch = add_callbacks(self, self.host, stages)
-        self.idle_options = find_idle_options(self, stages.measurement.wanted, schedule.changes)
+        self.idle_options = find_idle_options(self, stages.measurement, schedule.changes)
         if self.accelerator.is_main_process:
             announce(self, stages.sharing, stages.passes.vision.plan, stages.skipping, self.idle_options)
 

@@ -9,7 +9,7 @@ from vgr_trl.config.effects import Circumstances, changed_options, options_witho
 
 def idle(tmp_path, attention=True, changes=True, evaluates=True, rewards=("soft_overlong_punishment_reward",), **given):
     config = DAPOConfig(str(tmp_path), use_cpu=True, bf16=False, **given)
-    return options_without_effect(config, Circumstances(attention, False, changes, evaluates, list(rewards)))
+    return options_without_effect(config, Circumstances(attention, False, False, changes, evaluates, list(rewards)))
 
 
 NOTHING_PERTURBED = "nothing is measured on perturbed images"

@@ -76,8 +76,8 @@ def test_several_in_order():
 def test_unknown_name_lists_names_and_forms():
     with pytest.raises(
         RewardError,
-        match=r"^There is no reward 'acuracy': give one of accuracy, accuracy_reward, format, .*length,.*, or a dotted "
-        r"path or file such as my_package\.rewards\.my_reward or my_rewards\.py:my_reward\.$",
+        match=r"^There is no reward 'acuracy': give one of accuracy, accuracy_reward, blind_.*, format, .*length,.*, "
+        r"or a dotted path or file such as my_package\.rewards\.my_reward or my_rewards\.py:my_reward\.$",
     ):
         load_reward("acuracy")
 

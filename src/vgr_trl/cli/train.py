@@ -28,11 +28,11 @@ from vgr_trl.data.rows.columns import image_columns, images_of, undecoded
 from vgr_trl.data.rows.naming import FLAGS
 from vgr_trl.data.rows.skipped import append_skipped, report_skipped
 from vgr_trl.errors import CollapseError, ConfigError, DataError
-from vgr_trl.rewards import accuracy_reward, load_rewards
+from vgr_trl.rewards import load_rewards
 from vgr_trl.rewards.registry import hardened
+from vgr_trl.rewards.signatures import reads_solution
 from vgr_trl.trainer import DAPOTrainer
 from vgr_trl.training.checkpoints.folders import refuse_finished, resolve_checkpoint, resume_mode
-from vgr_trl.training.start.ready_data import unwrapped
 
 FIRST_ROWS = 16  # of a stream, which say whether it has images
 
@@ -129,7 +129,7 @@ def _build_trainer(
     )
     if rewards.reward_model_name_or_path:
         reward_funcs.insert(0, rewards.reward_model_name_or_path)
-    needs_solution = any(unwrapped(reward) is accuracy_reward for reward in reward_funcs)
+    needs_solution = any(map(reads_solution, reward_funcs))
     skipped_file = Path(config.output_dir or "trainer_output") / "skipped.jsonl"
     on_skipped = partial(append_skipped, path=skipped_file) if config.process_index == 0 else lambda row: None
     processor = cache(

@@ -82,13 +82,13 @@ def as_one_batch(trainer: GRPOTrainer, completions: int) -> Iterator[list[int]]:
 @contextmanager
 def unlogged(trainer: GRPOTrainer) -> Iterator[None]:
     """Generate and reward in this block without a trace in metrics, tables and counts."""
-    before = {name: list(values) for name, values in trainer._metrics["train"].items()}
+    logs = *trainer._metrics.values(), trainer._pending_extra_logs, trainer._pending_metrics
+    before = [{name: list(values) for name, values in log.items()} for log in logs]
     tokens = trainer.state.num_input_tokens_seen
     try:
         yield
     finally:
-        trainer._metrics["train"].clear()
-        trainer._metrics["train"].update(before)
+        for log, kept in zip(logs, before, strict=True):
+            log.clear()
+            log.update(kept)
         trainer.state.num_input_tokens_seen = tokens
-        trainer._pending_extra_logs.clear()
-        trainer._pending_metrics.clear()

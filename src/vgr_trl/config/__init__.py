@@ -1,13 +1,14 @@
 """Every option, one file per stage; `help` is its description.
 
-Read `dapo.py`, which composes them, then the stages in the order of data: `noisy.py`, `measure.py`, `perceive.py`,
-`choose.py`, `kl.py`, `critic.py`, `credit.py`, `skip.py`, `report.py`, `evaluate.py`. `plugins.py` names what comes
-from outside, `ranges.py` checks values, `effects.py` names options that steer nothing. `foreign/` has what others call
-them.
+Read `dapo.py`, which composes them, then the stages in the order of data: `noisy.py`, `blind.py`, `measure.py`,
+`perceive.py`, `choose.py`, `kl.py`, `critic.py`, `credit.py`, `skip.py`, `report.py`, `evaluate.py`. `plugins.py` names
+what comes from outside, `ranges.py` checks values, `effects.py` names options that steer nothing. `foreign/` has what
+others call them.
 """
 
 from typing import TYPE_CHECKING, Any
 
+from vgr_trl.config.blind import BlindOptions
 from vgr_trl.config.choose import ChooseOptions
 from vgr_trl.config.credit import CreditOptions
 from vgr_trl.config.critic import CriticOptions
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AliasOptions",
+    "BlindOptions",
     "ChooseOptions",
     "CreditOptions",
     "CriticOptions",

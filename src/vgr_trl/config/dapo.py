@@ -7,6 +7,7 @@ from trl import GRPOConfig
 
 from vgr_trl.config import (
     AliasOptions,
+    BlindOptions,
     ChooseOptions,
     CreditOptions,
     CriticOptions,
@@ -51,6 +52,7 @@ class DAPOConfig(
     CreditOptions,
     CriticOptions,
     KLOptions,
+    BlindOptions,
     NoisyOptions,
     PerceiveOptions,
     MeasureOptions,
@@ -58,7 +60,7 @@ class DAPOConfig(
     GRPOConfig,
 ):
     """Options of `DAPOTrainer`: those of TRL's `GRPOConfig`, with the defaults of DAPO, those of the stages
-    (`MeasureOptions`, `PerceiveOptions`, `NoisyOptions`, `KLOptions`, `CriticOptions`, `CreditOptions`,
+    (`MeasureOptions`, `PerceiveOptions`, `NoisyOptions`, `BlindOptions`, `KLOptions`, `CriticOptions`, `CreditOptions`,
     `ChooseOptions`, `SkipOptions`, `ReportOptions`, `EvaluateOptions`), what names plug-ins (`PluginOptions`), other
     names of some (`AliasOptions`), and the ones below.
 
@@ -175,6 +177,7 @@ class DAPOConfig(
         self.check_measure()
         self.check_perceive()
         self.check_noisy()
+        self.check_blind()
         self.check_kl()
         self.check_critic()
         self.check_plugins()

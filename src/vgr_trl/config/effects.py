@@ -22,6 +22,7 @@ class Circumstances:
 
     measures_attention: bool
     measures_similarity: bool
+    answers_blindly: bool
     weights_change: bool
     evaluates: bool
     reward_names: Sequence[str]
@@ -63,6 +64,9 @@ def _circumstantial(given: Circumstances) -> dict[str, str]:
     if not given.measures_similarity:
         of_similarity = ("hidden_similarity_layer", "hidden_similarity_over")
         found |= dict.fromkeys(of_similarity, "no reward, rule of credit or signal reads the similarity")
+    if not given.answers_blindly:
+        of_answers = ("blind_tag", "blind_without_tag", "blind_prompt")
+        found |= dict.fromkeys(of_answers, "no reward reads blind answers")
     if not given.weights_change:
         found["early_reward_weights"] = "they equal reward_weights"
     if not given.evaluates:

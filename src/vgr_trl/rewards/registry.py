@@ -11,6 +11,7 @@ from vgr_trl import registries
 from vgr_trl.errors import RewardError
 from vgr_trl.rewards.accuracy import accuracy_reward
 from vgr_trl.rewards.attention import mdi_reward, vgr_hard_negative_reward, vgr_reward
+from vgr_trl.rewards.blind import blind_accuracy_reward
 from vgr_trl.rewards.format import tag_count_reward, think_format_reward
 from vgr_trl.rewards.length import get_soft_overlong_punishment
 from vgr_trl.rewards.region import region_reward
@@ -24,6 +25,7 @@ for _names, _reward in (
     (("vgr_hard_negative", "vgr_hard_negative_reward"), vgr_hard_negative_reward),
     (("mdi", "mdi_reward"), mdi_reward),
     (("region", "region_reward"), region_reward),
+    (("blind_accuracy", "blind_accuracy_reward"), blind_accuracy_reward),
     (("length", "soft_overlong", "get_soft_overlong_punishment"), get_soft_overlong_punishment),
 ):
     registries.rewards.register(*_names)(_reward)

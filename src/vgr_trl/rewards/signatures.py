@@ -6,9 +6,17 @@ from typing import Any
 
 from vgr_trl.errors import RewardError
 from vgr_trl.rewards.accuracy import accuracy_reward
+from vgr_trl.rewards.blind import blind_accuracy_reward
 from vgr_trl.rewards.groups import WholeGroups
 
 ALWAYS_PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+
+
+def reads_solution(reward: Any) -> bool:
+    """Whether a reward compares an answer with what the data say is right."""
+    while hasattr(reward, "func"):
+        reward = reward.func
+    return reward in (accuracy_reward, blind_accuracy_reward)
 
 
 def check_callable(reward: Any, columns: Iterable[str]) -> None:
@@ -38,10 +46,7 @@ def check_callable(reward: Any, columns: Iterable[str]) -> None:
 
 
 def _missing(reward: Any, columns: list[str]) -> str | None:
-    unwrapped = reward
-    while hasattr(unwrapped, "func"):
-        unwrapped = unwrapped.func
-    if unwrapped is accuracy_reward and not {"solution", "label_idx"} & set(columns):
+    if reads_solution(reward) and not {"solution", "label_idx"} & set(columns):
         return "solution"
     if isinstance(reward, WholeGroups):
         return next((name for name in reward.required if name not in {*columns, *ALWAYS_PASSED}), None)

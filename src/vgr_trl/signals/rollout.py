@@ -9,6 +9,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from vgr_trl.batch.signals import AttentionMass, RolloutSignals, unmeasured
+from vgr_trl.registries import BLIND_ANSWERS
 from vgr_trl.signals.attention.generated import GenerationProbe
 from vgr_trl.signals.attention.probe import AttentionProbe
 from vgr_trl.signals.decoder import count_attention_layers
@@ -89,6 +90,7 @@ class Measurement:
         similarity_layer, similarity_over: as `SimilarityProbe` takes them.
         views: perturbations under which completions are scored.
         named: signals that are asked for by name, or read by plug-ins.
+        blind: whether rewards get blind answers.
     """
 
     wanted: Wanted
@@ -100,12 +102,14 @@ class Measurement:
     similarity_over: str = "max"
     views: tuple[str, ...] = ()
     named: tuple[NamedSignal, ...] = ()
+    blind: bool = False
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns that rewards get beside those of the data."""
         of_attention = (*SIGNAL_COLUMNS, "mdi_balance_ratio") if self.wanted.attention else ()
-        return (*of_attention, *(signal.name for signal in self.named if not signal.is_late))
+        answers = (BLIND_ANSWERS,) if self.blind else ()
+        return (*of_attention, *answers, *(signal.name for signal in self.named if not signal.is_late))
 
     @property
     def reads_pass(self) -> bool:

@@ -15,6 +15,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from vgr_trl.batch.inputs import Prompts
 from vgr_trl.compat.round_logs import as_one_batch, replace_newest, unlogged
 from vgr_trl.config import DAPOConfig
+from vgr_trl.rewards.answers.text import completion_text
 from vgr_trl.signals.head import head_of_rows
 from vgr_trl.signals.rollout import policy_is_active
 from vgr_trl.training.constructed import ConstructedTrainer
@@ -113,6 +114,14 @@ class Host(Protocol):
 
     def earn_greedily(self, rows: list[dict[str, Any]], messages: list[Any]) -> torch.Tensor:
         """Return the rewards of a greedy completion of each row, (N of all, F); nothing of it is logged."""
+
+    def answer(self, rows: list[dict[str, Any]], conversations: list[Any]) -> list[str]:
+        """Return one completion of each conversation, sampled as those of rollouts; nothing of it is logged.
+
+        Args:
+            rows: of the data that they belong to.
+            conversations: without images.
+        """
 
     def as_one_batch(self, completions: int) -> AbstractContextManager[list[int]]:
         """Let what is logged of further rounds in this block count as one batch with the rollout at hand.
@@ -223,6 +232,13 @@ class TRLHost:
             _, completion_ids, _, completions, *_ = trainer._generate(messages)
             rewards: torch.Tensor = trainer._calculate_rewards(rows, messages, completions, completion_ids)
             return rewards
+
+    def answer(self, rows: list[dict[str, Any]], conversations: list[Any]) -> list[str]:
+        """Generate as TRL does, unlogged."""
+        trainer = self.trainer
+        with unlogged(trainer), self._begin(rows, blind=True):
+            _, _, _, completions, *_ = trainer._generate(conversations)
+        return [completion_text(completion) for completion in completions]
 
     @contextmanager
     def _greedy(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from vgr_trl.rewards.outcome import checked
 from vgr_trl.rewards.schedule import RewardSchedule
 from vgr_trl.signals import Measurement
 from vgr_trl.signals.reward_columns import SINGLE_COLUMNS
+from vgr_trl.training.generation.blind import blind_answers
 from vgr_trl.training.host import Host
 from vgr_trl.training.kl import KLControl
 from vgr_trl.training.measure import score_completions, signals_as_columns
@@ -51,6 +52,14 @@ class Judge:
         self._set_weights()
         if rollout is None:
             return {}, {}
+        columns, metrics = blind_answers(rollout, self.host, completion_ids) if self._measurement.blind else ({}, {})
+        self.host.show_columns(columns)
+        measured, of_signals = self._measure(rollout, completion_ids)
+        return columns | measured, metrics | of_signals
+
+    def _measure(
+        self, rollout: Rollout, completion_ids: list[list[int]]
+    ) -> tuple[dict[str, list[Any]], dict[str, float]]:
         rollout.judging = True
         if not self._measurement.wanted.scoring:
             return {}, {}

@@ -6,7 +6,7 @@ from vgr_trl.batch.inputs import build_scoring_batch
 from vgr_trl.credit.rules import active_rules
 from vgr_trl.data.rows.regions import COLUMNS
 from vgr_trl.errors import ConfigError
-from vgr_trl.registries import MEASUREMENTS, VIEW, is_late, measurements, needs_of
+from vgr_trl.registries import BLIND_ANSWERS, MEASUREMENTS, VIEW, is_late, measurements, needs_of
 from vgr_trl.signals import Measurement, Wanted, signals_of_generation
 from vgr_trl.signals.decoder import count_attention_layers, find_decoder, why_not_measurable
 from vgr_trl.signals.modality import special_token_ids, vision_token_ids
@@ -37,9 +37,10 @@ def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
     )
     perceiving += _on(args.der_loss_weight2 > 0, "der_loss_weight2")
     scored = features["entropies"] + features["logps"] + _on(args.uses_critic, "advantage_estimator gae")
+    blind = _blind_readers(trainer)
     seeing = attention + features["similarity"]
-    _refuse(seeing + scored + perceiving, _why_no_rollout(trainer))
-    _refuse(seeing + perceiving, _why_no_images(trainer))
+    _refuse(seeing + scored + perceiving + blind, _why_no_rollout(trainer))
+    _refuse(seeing + perceiving + blind, _why_no_images(trainer))
     _refuse(features["regions"], _why_no_regions(trainer))
     ids = tuple(args.vision_token_ids or ()) or _found_vision_tokens(trainer)
     if features["similarity"]:
@@ -60,6 +61,7 @@ def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
         args.hidden_similarity_over,
         tuple(args.read_views(bool(features["dependency"]))),
         _named(trainer),
+        bool(blind),
     )
 
 
@@ -112,10 +114,14 @@ def signals_as_columns(
 
 
 def _named(trainer: ConstructedTrainer) -> tuple[NamedSignal, ...]:
-    found = named_signals(trainer.args, [need for reward in trainer.reward_funcs for need in needs_of(reward)])
+    found = named_signals(trainer.args, [need for reward in trainer.reward_funcs for need in _signals_of(reward)])
     if any(signal.name == "stability" for signal in found) and not trainer.args.further_perturbations:
         raise ConfigError("The signal stability compares perturbations: name others as further_perturbations.")
     return found
+
+
+def _signals_of(reward: Any) -> list[str]:
+    return [need for need in needs_of(reward) if need != BLIND_ANSWERS]
 
 
 def _readers(trainer: ConstructedTrainer) -> dict[str, tuple[str, ...]]:
@@ -126,7 +132,7 @@ def _readers(trainer: ConstructedTrainer) -> dict[str, tuple[str, ...]]:
     for name, reward in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True):
         if columns_needed_by(reward) - data_columns:
             found["attention"].append(f"the reward {name}")
-        for need in measurements(needs_of(reward)):
+        for need in measurements(_signals_of(reward)):
             if is_late(need):
                 raise ConfigError(
                     f"The reward {name} needs {need}, measured after the rewards: let a signal or rule read it."
@@ -142,6 +148,11 @@ def _readers(trainer: ConstructedTrainer) -> dict[str, tuple[str, ...]]:
     found["logps"] += _on(args.penalises_kl, "kl_coef")
     found["values"] = list(_on(args.uses_critic and args.critic == "head", "advantage_estimator gae"))
     return {name: tuple(readers) for name, readers in found.items()}
+
+
+def _blind_readers(trainer: ConstructedTrainer) -> tuple[str, ...]:
+    pairs = zip(trainer.reward_func_names, trainer.reward_funcs, strict=True)
+    return tuple(f"the reward {name}" for name, reward in pairs if BLIND_ANSWERS in needs_of(reward))
 
 
 def _on(value: bool, name: str) -> tuple[str, ...]:

@@ -78,6 +78,7 @@ class Rollout:
             batch is recorded in any process.
         judging: whether its rewards are being computed, or have been.
         greedy: whether there is one greedy completion per row, of which nothing is logged (ReMax).
+        blind: whether questions are answered without their images, for rewards of another rollout.
         messages: the prompts as conversations with their images.
         prompts: of the first generation of the batch, with their own images.
         noise: how some were perturbed for generation; None: they were not.
@@ -104,6 +105,7 @@ class Rollout:
     recorded: tuple[int, ...] | None = None
     greedy: bool = False
     judging: bool = False
+    blind: bool = False
     messages: list[Any] | None = None
     prompts: Prompts | None = None
     noise: Noise | None = None

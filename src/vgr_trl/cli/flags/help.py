@@ -15,6 +15,7 @@ from vgr_trl.cli.flags.arguments import DataArguments, RewardArguments, RunArgum
 from vgr_trl.cli.flags.evaluation import EvaluationArguments
 from vgr_trl.config import (
     AliasOptions,
+    BlindOptions,
     ChooseOptions,
     CreditOptions,
     CriticOptions,
@@ -40,6 +41,7 @@ _STAGES: dict[type, tuple[str, str]] = {  # in the order of the help
     MeasureOptions: ("measure", "Measuring what was looked at"),
     PerceiveOptions: ("perceive", "Dependence on the image"),
     NoisyOptions: ("noisy", "Completions sampled from a perturbed image"),
+    BlindOptions: ("blind", "Answers without the image"),
     KLOptions: ("kl", "KL to the reference"),
     CriticOptions: ("critic", "Critic"),
     CreditOptions: ("credit", "Credit per token"),
@@ -53,6 +55,7 @@ _STAGES: dict[type, tuple[str, str]] = {  # in the order of the help
 _NAMED_ONLY = (  # unless asked for
     PerceiveOptions,
     NoisyOptions,
+    BlindOptions,
     KLOptions,
     CriticOptions,
     SkipOptions,

@@ -63,7 +63,7 @@ class Generation:
         if rollout is not None and first_turn:
             rollout.prompts = prompts
             prompts = with_noise(rollout, self._host)
-            if rollout.noise is not None:
+            if rollout.noise is not None or rollout.blind:
                 num_generations = 1
         ids, images = prompts.ids, prompts.images
         if self._vllm_images is not None:
@@ -73,7 +73,7 @@ class Generation:
             self._passes.around(self._place, model),
             sampling_of_mode(self._trainer),
         ):
-            if rollout is None or not (first_turn and self._measurement.in_generation):
+            if rollout is None or rollout.blind or not (first_turn and self._measurement.in_generation):
                 return plain(ids, images, prompts.fields, num_generations)
             with self._measurement.generation_probe(model) as probe:
                 generated = plain(ids, images, prompts.fields, num_generations)

@@ -22,7 +22,7 @@ from vgr_trl.rewards.schedule import RewardSchedule
 from vgr_trl.rewards.signatures import check_callable
 from vgr_trl.sampling import filter_index
 from vgr_trl.sharing import SharingPlan
-from vgr_trl.signals import Wanted
+from vgr_trl.signals import Measurement
 from vgr_trl.skipping import SkippingPlan, VisionPlan
 from vgr_trl.training.constructed import ConstructedTrainer
 from vgr_trl.training.kl import kl_penalty_reward
@@ -92,10 +92,10 @@ def check_data(trainer: ConstructedTrainer, measured_columns: Iterable[str], on_
     refuse_too_few_prompts(trainer)
 
 
-def find_idle_options(trainer: ConstructedTrainer, wanted: Wanted, weights_change: bool) -> dict[str, str]:
+def find_idle_options(trainer: ConstructedTrainer, measurement: Measurement, weights_change: bool) -> dict[str, str]:
     """Return why each option of the trainer that is not at its default has no effect, by name."""
     evaluates, names = trainer.eval_dataset is not None, trainer.reward_func_names
-    measures = bool(wanted.attention), bool(wanted.similarity)
+    measures = bool(measurement.wanted.attention), bool(measurement.wanted.similarity), measurement.blind
     return options_without_effect(trainer.args, Circumstances(*measures, weights_change, evaluates, names))
 
 

@@ -14,7 +14,7 @@ from vgr_trl.data.rows.scan import scan
 from vgr_trl.data.rows.schema import prepare_rows
 from vgr_trl.data.rows.text.special import first_special, special_tokens
 from vgr_trl.errors import DataError
-from vgr_trl.rewards import accuracy_reward
+from vgr_trl.rewards.signatures import reads_solution
 from vgr_trl.training.constructed import ConstructedTrainer
 
 logger = logging.get_logger(__name__)
@@ -37,7 +37,7 @@ def make_data_ready(trainer: ConstructedTrainer) -> None:
     if trainer.environment_factories is not None or trainer.rollout_func is not None:
         return  # prompts are made elsewhere
     special = special_tokens(trainer.processing_class)
-    needs_solution = any(unwrapped(reward) is accuracy_reward for reward in trainer.reward_funcs)
+    needs_solution = any(map(reads_solution, trainer.reward_funcs))
 
     def ready(dataset: Any, split: str) -> Any:
         if isinstance(dataset, dict):
@@ -96,10 +96,3 @@ def _tell(split: str, dataset: Any, left_out: int, reason: str) -> None:
         )
     if left_out:
         logger.warning(f"Left out {left_out} rows of the {split} data; the first: {reason}.")
-
-
-def unwrapped(reward: Any) -> Any:
-    """Return the function behind partial applications of a reward."""
-    while hasattr(reward, "func"):
-        reward = reward.func
-    return reward

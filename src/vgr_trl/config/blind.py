@@ -1,0 +1,51 @@
+"""Options of blind answers: questions answered again from what a completion says of the image."""
+
+import re
+from dataclasses import dataclass, field
+
+from vgr_trl.config.ranges import check_choice
+from vgr_trl.errors import ConfigError
+
+BLIND_PROMPT = (
+    "This is what was written about an image that you cannot see:\n{description}\n\nQuestion: {question}\n\nAnswer the "
+    "question from this description alone. Write your reasoning between <think> and </think>, then only the final "
+    "answer between <answer> and </answer>. For a multiple-choice question the final answer is the letter of the right "
+    "option."
+)
+
+
+@dataclass
+class BlindOptions:
+    """How a question is asked again without its image (Vision-SR1, https://huggingface.co/papers/2508.19652).
+
+    Args:
+        blind_tag: name of the tag that holds the description in a completion.
+        blind_without_tag: what a completion without it is worth: `wrong`, or that the whole `completion` is taken for
+            the description, answer included, as the published code does.
+        blind_prompt: what is asked, with {description} and {question}.
+    """
+
+    blind_tag: str = field(
+        default="description",
+        metadata={"help": "Tag of a completion between which it describes the image, for blind answers."},
+    )
+    blind_without_tag: str = field(
+        default="wrong",
+        metadata={
+            "help": "Blind answers of completions without a description: wrong, or from the whole completion, as "
+            "published."
+        },
+    )
+    blind_prompt: str = field(
+        default=BLIND_PROMPT,
+        metadata={"help": "What is asked for a blind answer, a text with {description} and {question}."},
+    )
+
+    def check_blind(self) -> None:
+        """Raise `ConfigError` for values that cannot be used."""
+        if not isinstance(self.blind_tag, str) or not re.fullmatch(r"\w+", self.blind_tag):
+            raise ConfigError(f"blind_tag is {self.blind_tag!r}: give the name of a tag, such as description.")
+        check_choice("blind_without_tag", self.blind_without_tag, ("wrong", "completion"))
+        for name in ("{description}", "{question}"):
+            if name not in self.blind_prompt:
+                raise ConfigError(f"blind_prompt has no {name}: put it where that is to stand.")

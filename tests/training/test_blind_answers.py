@@ -1,0 +1,193 @@
+"""A second answer, without the image, from what a completion says of it: what is asked, what is earned and logged."""
+
+from functools import wraps
+from typing import ClassVar
+
+import pytest
+import torch
+from support.trainers import config, logged, prompts, train_file, vision_trainer
+from trl.trainer import grpo_trainer
+
+from vgr_trl.errors import ConfigError, RewardError
+from vgr_trl.rewards import load_reward
+from vgr_trl.rewards.blind import blind_accuracy_reward
+from vgr_trl.training.generation.blind import blind_conversation, description_in, question_of
+
+
+def test_descriptions():
+    assert description_in("<description> a red\ncircle </description><answer>B</answer>", "description", False) == (
+        "a red\ncircle"
+    )
+    assert description_in("<see>x</see> <see>y</see>", "see", False) == "x"
+    assert description_in("<answer>B</answer>", "description", False) is None
+    assert description_in("<answer>B</answer>", "description", True) == "<answer>B</answer>"
+
+
+def test_questions():
+    assert question_of({"problem": "<image>What is it?", "choices": ["red", "blue"]}) == (
+        "What is it?\nA. red\nB. blue"
+    )
+    image = {"type": "image"}
+    prompt = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [image, {"type": "text", "text": "Which?"}]},
+    ]
+    assert question_of({"prompt": prompt}) == "Which?"
+    assert question_of({"prompt": "Why? <image>"}) == "Why?"
+
+
+def test_what_is_asked_takes_nothing_of_a_description_for_a_place():
+    (message,) = blind_conversation("D: {description} Q: {question}", "2 {description}?", "it says {question}")
+    assert message == {"role": "user", "content": "D: it says {question} Q: 2 {description}?"}
+
+
+def test_rewards_by_hand():
+    answers = ["<answer>B</answer>", "<answer>A</answer>", None, "<answer>A</answer>"]
+    columns = {"solution": ["B", "B", "B", None], "choices": [["x", "y"]] * 4, "label_idx": [None] * 4}
+    assert blind_accuracy_reward(["<answer>B</answer>"] * 4, answers, **columns) == [1.0, 0.0, 0.0, None]
+
+
+class Speaker:
+    """In place of the model's `generate`: describes images by a word of its own, and answers without them."""
+
+    def __init__(self, trainer):
+        self.trainer, self.asked = trainer, []
+
+    def __call__(self, input_ids, **inputs):
+        tokenizer = self.trainer.processing_class.tokenizer
+        self.asked.append((tokenizer.batch_decode(input_ids, skip_special_tokens=True), inputs))
+        texts = []
+        for row in range(len(input_ids)):
+            if "pixel_values" in inputs:
+                texts.append(f"<description>blue {row}</description><answer>A</answer>" if row % 2 else "no words")
+            else:
+                texts.append(f"<answer>{'ABCD'[row % 4]}</answer>")
+        made = [tokenizer(text).input_ids + [tokenizer.eos_token_id] for text in texts]
+        length = max(map(len, made))
+        padded = [ids + [tokenizer.pad_token_id] * (length - len(ids)) for ids in made]
+        return torch.cat([input_ids, torch.tensor(padded)], dim=1)
+
+
+@pytest.fixture
+def make(model_folder, question_files, tmp_path):
+    def build(reward_funcs=("blind_accuracy",), **options):
+        options = {"max_steps": 1, "max_completion_length": 64} | options
+        rewards = [load_reward(name) for name in reward_funcs]
+        rows = prompts(train_file(question_files))
+        run = vision_trainer(model_folder, rewards, config(tmp_path, **options), rows, rows)
+        run.model.generate = Speaker(run)
+        return run
+
+    return build
+
+
+def test_one_more_generation_without_images(make, monkeypatch):
+    run, seen = make(), []
+    reward = run.reward_funcs[0]
+
+    @wraps(reward)
+    def noted(**columns):
+        seen.append(columns)
+        return reward(**columns)
+
+    monkeypatch.setattr(run, "reward_funcs", [noted])
+    run.train()
+    (_, first), (asked, second) = run.model.generate.asked
+    assert "pixel_values" in first
+    assert "pixel_values" not in second
+    assert len(asked) == 8
+    for row, text in enumerate(asked):
+        assert (f"blue {row}" in text) == bool(row % 2)
+        assert "Question:" in text
+    answers = list(run._logs["extra"]["blind_answers"])
+    assert answers == [f"<answer>{'ABCD'[row % 4]}</answer>" if row % 2 else None for row in range(8)]
+    rewards = list(run._logs["rewards"]["blind_accuracy_reward"])
+    assert rewards[::2] == [0.0] * 4
+    (columns,) = seen
+    for row in range(1, 8, 2):
+        assert columns["problem"][row].replace("<image>", "") in asked[row]
+        right = columns["solution"][row]
+        assert right in "ABCD"
+        assert rewards[row] == float(right == "ABCD"[row % 4])
+    assert logged(run, "blind/described") == [0.5]
+
+
+def test_the_run_counts_and_logs_its_own_completions_alone(make):
+    """Lengths and tokens are those of a run without the reward."""
+    found = []
+    for rewards in (("blind_accuracy",), ("accuracy",)):
+        run = make(rewards)
+        run.train()
+        names = ("completions/mean_length", "completions/max_length", "num_tokens")
+        found.append([logged(run, name) for name in names])
+        calls = len(run.model.generate.asked)
+        assert calls == 1 + (rewards == ("blind_accuracy",))
+    assert found[0] == found[1]
+
+
+def test_in_evaluations_too(make):
+    run = make()
+    metrics = run.evaluate()
+    assert metrics["eval_blind/described"] == 0.5
+    assert metrics["eval_rewards/blind_accuracy_reward/mean"] < 1
+    lengths = metrics["eval_completions/max_length"]
+    tokenizer = run.processing_class.tokenizer
+    assert lengths == len(tokenizer("<description>blue 1</description><answer>A</answer>").input_ids) + 1
+
+
+def test_as_published_the_whole_completion_describes(make):
+    run = make(blind_without_tag="completion", blind_prompt="Text {description} Asked {question}")
+    run.train()
+    asked, _ = run.model.generate.asked[1]
+    assert "Text no words Asked" in asked[0]
+    assert logged(run, "blind/described") == [1.0]
+
+
+class Sampler:
+    """In place of vLLM: notes what it is given, and draws completions by itself."""
+
+    calls: ClassVar[list] = []
+
+    def __init__(self, *args, **kwargs):
+        self.generator = torch.Generator().manual_seed(5)
+
+    def sync_weights(self):
+        """It has no weights."""
+
+    def generate(self, prompts, images, num_generations, profiler):
+        self.calls.append((len(prompts), images, num_generations))
+        completions = [torch.randint(300, 310, (4,), generator=self.generator).tolist() for _ in prompts]
+        return prompts, completions, [[[-2.5]] * 4 for _ in completions], None
+
+
+def test_with_vllm_each_description_is_a_prompt_of_its_own(make, monkeypatch):
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Sampler)
+    monkeypatch.setattr(Sampler, "calls", [])
+    make(use_vllm=True).train()
+    (rows, images, num_generations), blind = Sampler.calls
+    assert (rows, num_generations) == (8, 4)
+    assert images is not None
+    assert blind == (8, None, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"blind_tag": "<x>"}, "blind_tag is '<x>': give the name of a tag"),
+        ({"blind_without_tag": "right"}, "blind_without_tag is 'right': give wrong or completion"),
+        ({"blind_prompt": "{question}"}, "blind_prompt has no {description}: put it where that is to stand"),
+    ],
+)
+def test_what_is_refused(options, message, make):
+    with pytest.raises(ConfigError, match=message):
+        make(**options)
+
+
+def test_data_without_solutions(model_folder, question_files, tmp_path):
+    rows = prompts(train_file(question_files)).remove_columns("solution")
+    with pytest.raises(RewardError, match="blind_accuracy_reward needs the column 'solution'"):
+        vision_trainer(model_folder, load_reward("blind_accuracy"), config(tmp_path), rows)
+
+
+def test_idle_options(make):
+    assert make(("accuracy",), blind_tag="see").idle_options == {"blind_tag": "no reward reads blind answers"}
