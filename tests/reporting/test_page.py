@@ -144,7 +144,7 @@ def test_the_first_screen_says_how_each_run_went(opened: Open) -> None:
     expect(strips.first.locator(".spark polyline")).to_have_count(1)
     expect(strips.first.get_by_text("No red flag.")).to_be_visible()
     assert page.locator(".charts.first strong").all_inner_texts() == [
-        "Accuracy reward, mean", "Reward", "VGR – smaller: looks more", "Entropy",
+        "Accuracy reward, mean", "Reward", "VGR – smaller: looks more (late layers)", "Entropy",
     ]  # fmt: skip
     assert page.evaluate("document.documentElement.scrollHeight") <= 3 * 900
 
@@ -212,6 +212,17 @@ def test_segments_of_layers_are_lines_of_one_chart(opened: Open) -> None:
     assert len(set(strokes)) == 4
 
 
+def test_of_several_runs_the_first_screen_has_the_late_layers_and_the_section_all(opened: Open) -> None:
+    page = opened("two")
+    first = page.locator(".charts.first .chart").filter(has=page.get_by_text("attention/*/vgr", exact=True))
+    expect(first.locator(".reading")).to_have_text([re.compile(r"^one 1\.\d+$"), re.compile(r"^two 1\.\d+$")])
+    assert len({line.get_attribute("stroke-dasharray") for line in first.locator(".reading line").all()}) == 2
+    expect(first.locator("strong")).to_have_text(re.compile(r"\(late layers\)$"))
+    page.get_by_role("button", name="Vision gain ratio").click()
+    whole = page.locator(".curves .chart").filter(has=page.get_by_text("attention/*/vgr", exact=True))
+    expect(whole.locator(".reading")).to_have_count(8)
+
+
 def test_a_chart_is_read_with_the_keyboard_and_the_cursor(opened: Open) -> None:
     page = opened("one")
     entropy = chart(page, "entropy")
@@ -248,15 +259,15 @@ def test_curves_are_found_by_name_and_smoothed(opened: Open) -> None:
 
 def test_of_thousands_of_curves_those_are_drawn_that_are_seen(browser: Browser, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=1)
-    entries = [LogEntry(step, "train", 0.0, {f"many/{i}": float(step * i) for i in range(1, 3001)}) for step in (1, 2)]
+    entries = [LogEntry(step, "train", 0.0, {f"many/{i}": float(step * i) for i in range(1, 5001)}) for step in (1, 2)]
     (run / "rollouts/logs.jsonl").write_text("".join(encode_log(entry) + "\n" for entry in entries), "utf-8")
     write_report([run], tmp_path / "page.html")
     page = browser.new_page(viewport={"width": 1280, "height": 900})
     page.goto(f"{(tmp_path / 'page.html').as_uri()}#open=Other")
     expect(page.locator(".chart").first).to_be_visible()
-    expect(page.get_by_role("button", name="2940 more")).to_be_attached()  # 60 are laid out
+    expect(page.get_by_role("button", name="4940 more")).to_be_attached()  # 60 are laid out
     assert page.locator("canvas").count() < 30
-    page.get_by_role("button", name="2940 more").scroll_into_view_if_needed()
+    page.get_by_role("button", name="4940 more").scroll_into_view_if_needed()
     expect(page.locator("canvas")).not_to_have_count(0)
     assert page.locator("canvas").count() < 30
     page.close()
@@ -358,7 +369,7 @@ def test_attention_of_the_chosen_token_is_drawn_on_its_cell(opened: Open) -> Non
     whose = page.locator(".whose")
     expect(whose).to_contain_text("the whole completion looked: 12 %")  # 0.02 · 6, the mean
     # Cell 11 of 12 gets 0.02 · 11 / 11 of a mass of 0.12: 2 times an even share.
-    expect(page.locator(".heatbar")).to_contain_text("more: 2 × an even share")
+    expect(page.locator(".heatbar")).to_contain_text("× to 2 × an even share")
     tokens(page).nth(6).click()
     expect(whose).to_contain_text("“</think>” (token 7) looked: 14 %")
     assert heat(page) == [0] * 6 + [255] + [0] * 5

@@ -109,9 +109,10 @@ function Bar({ span: { low, high }, looks, opacity }: { span: Span; looks: Look[
   if (!(high > low)) return <p class="muted">It looks everywhere alike.</p>;
   return (
     <p class="heatbar">
-      <span>looks less: {number(low / mean, 2)} ×</span>
+      <span>looks less</span>
       <i style={{ backgroundImage: `linear-gradient(90deg, transparent, rgb(${HEAT.join(" ")} / ${opacity}))` }} />
-      <span>more: {number(high / mean, 2)} × an even share{looks.length > 1 && " of both"}</span>
+      <span>looks more</span>
+      <span class="muted">{number(low / mean, 2)} × to {number(high / mean, 2)} × an even share{looks.length > 1 && " of both"}</span>
     </p>
   );
 }

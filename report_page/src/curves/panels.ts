@@ -150,6 +150,13 @@ export function whatMatters(all: Section[]): Panel[] {
   const panels = all.flatMap((section) => [...section.panels, ...section.minor]);
   return MATTERS.flatMap((patterns) => {
     const found = patterns.flatMap((pattern) => panels.find(({ name }) => pattern.test(name)) ?? []);
-    return found.slice(0, 1);
+    return found.slice(0, 1).map(ofLateLayers);
   });
+}
+
+/** Of several runs, the late layers alone: four lines of each, and as many of evaluations, cannot be told apart. */
+function ofLateLayers(panel: Panel): Panel {
+  const late = panel.lines.filter(({ part }) => part === "late");
+  const several = new Set(panel.lines.map(({ run }) => run)).size > 1;
+  return several && late.length ? { ...panel, title: `${panel.title} (late layers)`, lines: late.map((line) => ({ ...line, part: "" })) } : panel;
 }

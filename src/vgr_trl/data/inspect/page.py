@@ -30,7 +30,8 @@ p { margin: .25rem 0; }
 .soft { color: var(--soft); }
 .bad { color: var(--bad); font-weight: 600; }
 .card { background: var(--card); border-radius: 10px; padding: 10px 14px; min-width: 0; }
-.tables { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 17rem), 1fr)); gap: 1rem; }
+.tables { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 17rem), 1fr)); gap: 1rem;
+  align-items: start; }
 .questions { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 22rem), 1fr)); gap: 1rem; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: .925rem; }
 td, th { padding: .15rem .5rem .15rem 0; vertical-align: top; text-align: left; font-weight: 400;
