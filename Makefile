@@ -82,6 +82,34 @@ $(VLLM)/.installed: pyproject.toml tests/with_vllm/requirements.txt
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@
 
+# Inside verl and EasyR1 on a CPU, in environments of their own; by hand. EASYR1 may be a folder with its sources.
+VERL := .venv-verl
+EASYR1_VENV := .venv-easyr1
+EASYR1 ?= git+https://github.com/hiyouga/EasyR1@b44b311b669bf1fd1aa2fc36f2251482ba33cb16
+ROOMS := tests/batch tests/credit tests/rewards tests/sharing tests/signals
+IN_VERL := -c tests/with_verl/pytest.ini --rootdir .
+.PHONY: verl-tests
+verl-tests: $(VERL)/.installed $(EASYR1_VENV)/.installed
+	for venv in $(VERL) $(EASYR1_VENV); do \
+	  PYTHONPATH=tests $$venv/bin/python -m pytest $(IN_VERL) tests/with_verl && \
+	  PYTHONPATH=tests/with_verl $$venv/bin/python -m pytest -p no:asyncio -p no:rerunfailures -p rooms_without_trl $(ROOMS) \
+	  || exit 1; done
+
+$(VERL)/.installed: pyproject.toml tests/with_verl/requirements-verl.txt
+	$(PYTHON) -m venv $(VERL)
+	$(VERL)/bin/python -m pip install --quiet "$(TORCH)"
+	$(VERL)/bin/python -m pip install --quiet -r tests/with_verl/requirements-verl.txt
+	$(VERL)/bin/python -m pip install --quiet --no-deps --editable .
+	@touch $@
+
+$(EASYR1_VENV)/.installed: pyproject.toml tests/with_verl/requirements-easyr1.txt
+	$(PYTHON) -m venv $(EASYR1_VENV)
+	$(EASYR1_VENV)/bin/python -m pip install --quiet "$(TORCH)"
+	$(EASYR1_VENV)/bin/python -m pip install --quiet -r tests/with_verl/requirements-easyr1.txt
+	$(EASYR1_VENV)/bin/python -m pip install --quiet --no-deps "$(EASYR1)"
+	$(EASYR1_VENV)/bin/python -m pip install --quiet --no-deps --editable .
+	@touch $@
+
 # On a GPU: tests, benchmarks, and benchmarks/results/gpu.md of what came out. Each target below takes at most ten minutes
 # and continues where it ended. With the torch and transformers that the machine has; `make gpu-wheels` beforehand, where
 # there is a network, carries the other packages along.

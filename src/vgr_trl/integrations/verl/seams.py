@@ -59,6 +59,8 @@ OF_VERL = (
         "FSDPEngineWithLMHead.forward_step",
         ("micro_batch", "loss_function", "forward_only"),
     ),
+    Point("verl.models.transformers.qwen2_vl", "_custom_flash_attention_forward"),
+    Point("verl.models.transformers.monkey_patch", "is_trl_available"),
     Point("verl.workers.utils.padding", "no_padding_2_padding"),
     Point("verl.trainer.ppo.v1.trainer_base", "register_trainer"),
     Point("verl.trainer.ppo.v1.trainer_sync", "PPOTrainerSync._compute_old_log_prob", ("batch", "metrics")),

@@ -40,6 +40,7 @@ class AttentionProbe:
             the mean over heads, with V the vision tokens of that row in order.
         keep_layers: of the L layers with attention, those whose attention is kept; None: all.
         measure_prompt: measure the queries of the instruction tokens too, for `prompt_mass`.
+        packed: a row may be several sequences, whose positions start anew; `masks` are then of whole sequences.
 
     Raises:
         ConfigError: the attention of the model cannot be measured, or other rows or positions pass through it than
@@ -54,6 +55,7 @@ class AttentionProbe:
         keep_rows: Sequence[int] = (),
         measure_prompt: bool = False,
         keep_layers: Sequence[int] | None = None,
+        packed: bool = False,
     ) -> None:
         refuse_unmeasurable(model)
         sets = [masks.vision, masks.instruction, masks.region]
@@ -62,7 +64,7 @@ class AttentionProbe:
         if any(not 0 <= row < count for row in keep_rows):
             raise ConfigError(f"keep_rows of the probe is {list(keep_rows)}: give rows in [0, {count}).")
         self.plan = PassPlan(self.sets, rows, measure_prompt)
-        self.keep_rows = tuple(keep_rows)
+        self.keep_rows, self.packed = tuple(keep_rows), packed
         self._base: Any = causal_model(model).base_model
         self._decoder: Any = find_decoder(model)
         self._attention = [module for module in self._decoder.modules() if is_attention(module)]
@@ -150,7 +152,7 @@ class AttentionProbe:
             if (at_hand := self._due(module)) is not None:
                 options = dict(zip(("attention_mask",), args, strict=False)) | kwargs
                 if outputs[1] is None or options.get("dropout"):
-                    self._measure(module, at_hand, AttentionCall(attention, module, query, key, options))
+                    self._measure(module, at_hand, AttentionCall(attention, module, query, key, options, self.packed))
                 else:
                     self._measure(module, at_hand, AttentionWeights(outputs[1]))
             return outputs

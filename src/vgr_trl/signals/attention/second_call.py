@@ -54,6 +54,8 @@ class AttentionCall:
         key: (B, H of keys, K, D).
         options: the other arguments of the call; `attention_mask` among them is (B or 1, 1 or H, Q, K), for flash
             attention (B, K), or None.
+        packed: several sequences may stand in one row, which flash attention tells apart by their positions: the
+            function is asked again for all queries.
     """
 
     function: Callable[..., Any]
@@ -61,6 +63,7 @@ class AttentionCall:
     query: torch.Tensor
     key: torch.Tensor
     options: dict[str, Any]
+    packed: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -86,6 +89,8 @@ class AttentionCall:
 
     def _outputs(self, sets: torch.Tensor, queries: Queries, rows: slice) -> torch.Tensor:
         """The function run on at most D sets: (B', T', C)."""
+        if self.packed:
+            return self._whole(sets, queries, rows)
         flash = "flash" in (getattr(self.module.config, "_attn_implementation", None) or "")
         # Causal kernels align the last query with the last key, so the keys end with those of the last query.
         last = queries.stop if self._is_causal() else self.query.size(2)
@@ -104,6 +109,18 @@ class AttentionCall:
         )  # (B', T' or more, H, D)
         mass: torch.Tensor = outputs[..., : sets.size(-1)].mean(2, dtype=torch.float32)
         return mass[:, queries.index - queries.first] if flash else mass
+
+    def _whole(self, sets: torch.Tensor, queries: Queries, rows: slice) -> torch.Tensor:
+        """As `_outputs`, with every argument of the call but the values as it was."""
+        values = torch.nn.functional.pad(sets.to(self.key.dtype), (0, self.key.size(-1) - sets.size(-1)))
+        heads = self.key.size(1)
+        options = {**self.options, "dropout": 0.0}
+        mask = options.pop("attention_mask", None)
+        outputs, _ = self.function(
+            self.module, self.query, self.key, values.unsqueeze(1).expand(-1, heads, -1, -1), mask, **options
+        )
+        mass: torch.Tensor = outputs[..., : sets.size(-1)].mean(2, dtype=torch.float32)
+        return mass[rows, queries.index]
 
     def _options(self, chosen: slice | torch.Tensor, stop: int, rows: slice, flash: bool) -> dict[str, Any]:
         if any(self.options.get(name) is not None for name in _PACKED):

@@ -1,0 +1,89 @@
+"""Attention in a pass whose sequences are packed into one row, and in one with a sequence per row."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "with_verl"))
+from tiny_rollout import rollout, tiny_model
+
+from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.integrations.verl.measured_pass import MeasuredPass, packed_layout, padded_layout
+from vgr_trl.integrations.verl.options import SignalOptions
+from vgr_trl.integrations.verl.perturbed import black_of, perturb_row
+from vgr_trl.signals.modality import special_token_ids
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    model, processor = tiny_model()
+    return model.eval(), processor, *rollout(model, processor)
+
+
+def test_packed_and_padded_agree(tiny):
+    model, processor, tensors, pixels = tiny
+    options = SignalOptions(token_weights=True, token_weights_last_k_layers=1)
+    special = special_token_ids(processor)
+    images = {name: torch.cat([row[name] for row in pixels]) for name in ("pixel_values", "image_grid_thw")}
+    ids, present = tensors["input_ids"], tensors["attention_mask"].bool()
+    prompt = present & (torch.arange(ids.size(1)) < tensors["prompts"].size(1))
+    padded = MeasuredPass(model, padded_layout(ids, present, prompt), options, special)
+    with torch.no_grad(), padded.active():
+        model(
+            input_ids=ids, attention_mask=present.long(), position_ids=tensors["position_ids"].transpose(0, 1), **images
+        )
+    assert padded.report.prompts_per_row == 0.5
+
+    tokens, positions = ids[present], tensors["position_ids"].transpose(0, 1)[:, present]  # (total,), (4, total)
+    layout = packed_layout(tokens, present.sum(1).tolist(), prompt.sum(1).tolist(), pad=3)
+    packed = MeasuredPass(model, layout, options, special)
+    end = torch.arange(3).expand(4, -1)
+    with torch.no_grad(), packed.active():
+        model(
+            input_ids=layout.input_ids, position_ids=torch.cat([positions, end], 1)[:, None], use_cache=False, **images
+        )
+    emitting = (present & ~prompt).roll(-1, 1)  # what stands at a position belongs to the next token
+    assert emitting.sum() == tensors["response_mask"].sum()
+    for name in ("vgr_vision", "vgr_instruction", "vgr_token"):
+        along = torch.full(ids.shape, torch.nan)
+        along[present] = packed.columns[name][0, :-3]
+        assert torch.allclose(along[emitting], padded.columns[name][emitting], atol=1e-6), name
+    assert padded.columns["vgr_vision"][emitting].std() > 1e-3
+
+
+def test_perturbed_pixels_depend_on_the_image_the_step_and_the_seed(tiny):
+    _, processor, _, pixels = tiny
+    black = black_of(processor)
+    options = SignalOptions(black_prob=0.5, seed=1)
+    first, same, other = (perturb_row(pixels[row], options, 7, black)["pixel_values"] for row in (0, 1, 2))
+    assert torch.equal(first, same)  # completions of one prompt
+    assert not torch.equal(first == pixels[0]["pixel_values"], other == pixels[2]["pixel_values"])
+    later = perturb_row(pixels[0], options, 8, black)["pixel_values"]
+    assert not torch.equal(first, later)
+    dark = (first != pixels[0]["pixel_values"]).any(1)
+    assert 0 < dark.sum() < len(dark)
+    value = torch.tensor(black).repeat_interleave(first.size(1) // 3)
+    assert torch.allclose(first[dark], value.expand(int(dark.sum()), -1))
+    all_dark = perturb_row(pixels[0], SignalOptions(black_prob=1.0), 7, black)["pixel_values"]
+    assert torch.allclose(all_dark, value.expand_as(all_dark))
+
+
+def test_pixels_of_whole_images():
+    image = torch.arange(2 * 3 * 30 * 20.0).view(2, 3, 30, 20) + 1
+    dark = perturb_row({"pixel_values": image}, SignalOptions(), 0, [0.0, -1.0, -2.0])["pixel_values"]
+    changed = (dark != image).any(1)  # (2, 30, 20)
+    for square in (changed[:, :14, :14], changed[:, 14:28, :14], changed[:, 28:, 14:]):
+        assert all(each.all() or not each.any() for each in square)
+    assert changed.any()
+    assert (dark[:, 1][changed] == -1).all()
+    with pytest.raises(DataError, match="shape"):
+        perturb_row({"pixel_values": image[:, :2]}, SignalOptions(), 0, [0.0, 0.0, 0.0])
+    assert perturb_row({"image_grid_thw": 1}, SignalOptions(), 0, [0.0]) == {"image_grid_thw": 1}
+
+
+def test_a_model_without_image_tokens(text_model):
+    layout = packed_layout(torch.arange(5), [5], [3])
+    with pytest.raises(ConfigError, match="has no image token in its configuration: give vision_token_ids"):
+        MeasuredPass(text_model, layout, SignalOptions(), [0])
