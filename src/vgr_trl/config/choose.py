@@ -10,27 +10,7 @@ ESTIMATORS = ("grpo", "rloo", "remax", "reinforce_plus_plus", "grpo_passk", "gae
 
 @dataclass
 class ChooseOptions:
-    """How completions of a prompt are compared, and what happens to groups without a gradient (dead groups).
-
-    Args:
-        advantage_estimator: `grpo`, `rloo`, `remax`, `reinforce_plus_plus` or `grpo_passk`; or `gae`, by a
-            critic (`CriticOptions`), token by token.
-        replay_buffer_size: groups kept to replace dead ones, at least 0; 0: no buffer.
-        replay_var_epsilon: a group whose largest |advantage| (for `grpo`: standard deviation of the rewards) is at most
-            this is dead; at least 0.
-        filter_min_reward: mean reward that a group needs to enter the buffer. None: any.
-        replay_max_age: steps after which a group in the buffer is dropped, at least 1. None: never.
-        dynamic_sampling: `resample` draws further prompts while there are dead groups. None: no.
-        dynamic_sampling_max_rounds: how often further prompts are drawn for a batch, at least 1.
-        online_filtering: groups whose mean of `filter_key` lies outside (filter_low, filter_high) are dead too.
-        filter_key: name of a reward function, or a part of it (`accuracy` for `accuracy_reward`), whose unweighted
-            values are looked at; or `overall`, the weighted sum of all.
-        filter_mode: `bounds`: `filter_low` and `filter_high` are values that a group's mean has to lie between;
-            `quantile`: they are quantiles of the means of all groups of the rollout, which it must not lie outside of.
-        filter_low: lower bound, exclusive, in the units of `filter_key`; or quantile, in [0, 1].
-        filter_high: upper bound, exclusive, likewise: the defaults fit rewards from 0 to 1, so `overall` takes bounds
-            of its own; or quantile, in [0, 1].
-    """
+    """How completions of a prompt are compared, and what happens to groups without a gradient (dead groups)."""
 
     advantage_estimator: str = field(
         default="grpo", metadata={"help": f"How completions of a prompt are compared: {', '.join(ESTIMATORS)}."}
@@ -39,7 +19,10 @@ class ChooseOptions:
         default=0, metadata={"help": "Groups kept to replace groups without a gradient; 0: none."}
     )
     replay_var_epsilon: float = field(
-        default=1e-6, metadata={"help": "Standard deviation of rewards up to which a group has no gradient."}
+        default=1e-6,
+        metadata={
+            "help": "Largest |advantage| (grpo: standard deviation of the rewards) of a group without a gradient."
+        },
     )
     filter_min_reward: float | None = field(
         default=None, metadata={"help": "Mean reward that a group needs to enter the replay buffer. None: any."}
@@ -54,25 +37,29 @@ class ChooseOptions:
         default=3, metadata={"help": "How often further prompts are drawn for a batch, at most."}
     )
     online_filtering: bool = field(
-        default=False, metadata={"help": "Drop groups whose mean reward lies outside (filter_low, filter_high)."}
+        default=False, metadata={"help": "Drop groups whose mean of filter_key lies outside (filter_low, filter_high)."}
     )
     filter_key: str = field(
         default="accuracy",
         metadata={
-            "help": "Reward function that online filtering looks at, unweighted; or overall, the weighted sum of all."
+            "help": "Reward function, or a part of its name (accuracy for accuracy_reward), whose unweighted values "
+            "online filtering looks at; or overall, the weighted sum of all."
         },
     )
     filter_mode: str = field(
         default="bounds",
-        metadata={"help": "bounds: filter_low and filter_high are values of filter_key; quantile: of the rollout."},
+        metadata={
+            "help": "bounds: filter_low and filter_high are values of filter_key, exclusive; quantile: quantiles of "
+            "the means of all groups of the rollout, inclusive."
+        },
     )
     filter_low: float = field(
         default=0.01,
-        metadata={"help": "Lower bound of online filtering, exclusive, in units of filter_key; or quantile."},
+        metadata={"help": "Lower bound of online filtering, in units of filter_key; or quantile, in [0, 1]."},
     )
     filter_high: float = field(
         default=0.99,
-        metadata={"help": "Upper bound of online filtering, exclusive, in units of filter_key; or quantile."},
+        metadata={"help": "Upper bound of online filtering, likewise; the default fits rewards from 0 to 1."},
     )
 
     @property

@@ -20,34 +20,18 @@ _SWITCHES = (
 
 @dataclass
 class CreditOptions(PluginOptions):
-    """Which tokens get the advantage of their completion, and how much of it.
-
-    Args:
-        token_weights: weigh tokens by how much they look at the image (VGR per token).
-        token_weights_topk_ratio: share of the tokens that keep a weight, in (0, 1]; the others get weight 1. None: all.
-        token_weights_clip: smallest and largest weight before normalisation, 0 <= low <= 1 <= high.
-        token_weights_smooth_sigma: standard deviation of the smoothing along the tokens, at least 0.
-        token_weights_last_k_layers: weigh by the last so many layers. None: the late segment.
-        token_weights_positive_only: only completions with a positive advantage are weighted.
-        enable_perception_filtering: only tokens that depend on the image get credit.
-        top_p_perception_tokens: share of each completion's tokens that are kept for it, in (0, 1].
-        perception_weighting: `filter` drops the other tokens, `soft` weighs tokens by their dependency.
-        enable_entropy_filtering: only tokens of high entropy get credit; with both filters, the union.
-        top_p_entropy_tokens: share of each completion's tokens that are kept for it, in (0, 1].
-        enable_trajectory_reweighting: scale completions by their mean dependency on the image.
-        trajectory_scaling_min: smallest scale, in [0, 1].
-        use_entropy_penalty: add `entropy_penalty_coef` times the mean of -log p of the valid tokens to the loss.
-        entropy_penalty_coef: its weight, at least 0.
-    """
+    """Which tokens get the advantage of their completion, and how much of it."""
 
     token_weights: bool = field(
         default=False, metadata={"help": "Weigh tokens by how much they look at the image (VGR per token)."}
     )
     token_weights_topk_ratio: float | None = field(
-        default=None, metadata={"help": "Share of tokens that keep a weight; the others get weight 1. None: all."}
+        default=None,
+        metadata={"help": "Share of tokens that keep a weight, in (0, 1]; the others get weight 1. None: all."},
     )
     token_weights_clip: list[float] = field(
-        default_factory=lambda: [0.2, 3.0], metadata={"help": "Smallest and largest weight, before normalisation."}
+        default_factory=lambda: [0.2, 3.0],
+        metadata={"help": "Smallest and largest weight before normalisation, 0 <= low <= 1 <= high."},
     )
     token_weights_smooth_sigma: float = field(
         default=0.0, metadata={"help": "Standard deviation of the smoothing of weights along the tokens; 0: none."}
@@ -69,7 +53,8 @@ class CreditOptions(PluginOptions):
         metadata={"help": "filter: tokens outside the share get no credit; soft: weights from the dependency instead."},
     )
     enable_entropy_filtering: bool = field(
-        default=False, metadata={"help": "Give credit only to the tokens of highest entropy."}
+        default=False,
+        metadata={"help": "Give credit only to the tokens of highest entropy; with both filters, to the union."},
     )
     top_p_entropy_tokens: float = field(
         default=0.2, metadata={"help": "Share of a completion's tokens that the entropy filter keeps, in (0, 1]."}

@@ -9,24 +9,16 @@ LEARNING_RATES = {"head": 1e-3, "model": 1e-5}
 
 @dataclass
 class CriticOptions:
-    """How the values of tokens are learned and what becomes of them.
-
-    Args:
-        gamma: discount, in [0, 1].
-        lam: λ of generalised advantage estimation, in [0, 1].
-        critic: `head`, on the policy's last hidden states, which it does not train; or `model`, a copy of the policy
-            with a scalar head, which trains the parameters that the policy trains, an adapter for instance.
-        critic_learning_rate: above 0. None: 1e-3 for a head, 1e-5 for a model.
-        critic_warmup_steps: steps over which that rises from 0, at least 0.
-        critic_warmup: steps in the beginning in which only the critic is trained, at least 0.
-        cliprange_value: how far a value may move from that of the rollout before its loss stops following; above 0.
-    """
+    """How the values of tokens are learned and what becomes of them."""
 
     gamma: float = field(default=1.0, metadata={"help": "Discount of advantage_estimator gae, in [0, 1]."})
     lam: float = field(default=1.0, metadata={"help": "Lambda of advantage_estimator gae, in [0, 1]."})
     critic: str = field(
         default="head",
-        metadata={"help": "head: on the policy's last hidden states, or model: a copy of the policy that is trained."},
+        metadata={
+            "help": "head: on the policy's last hidden states, which it does not train; model: a copy of the policy "
+            "with a scalar head, of which those parameters are trained that the policy trains."
+        },
     )
     critic_learning_rate: float | None = field(
         default=None, metadata={"help": "Learning rate of the critic. None: 1e-3 for a head, 1e-5 for a model."}
@@ -38,7 +30,8 @@ class CriticOptions:
         default=0, metadata={"help": "Steps in the beginning in which only the critic is trained."}
     )
     cliprange_value: float = field(
-        default=0.5, metadata={"help": "How far a value may move from that of the rollout in the value loss."}
+        default=0.5,
+        metadata={"help": "How far a value may move from that of the rollout before its loss stops following."},
     )
 
     def check_critic(self) -> None:

@@ -62,29 +62,10 @@ class DAPOConfig(
     """Options of `DAPOTrainer`: those of TRL's `GRPOConfig`, with the defaults of DAPO, those of the stages
     (`MeasureOptions`, `PerceiveOptions`, `NoisyOptions`, `BlindOptions`, `KLOptions`, `CriticOptions`, `CreditOptions`,
     `ChooseOptions`, `SkipOptions`, `ReportOptions`, `EvaluateOptions`), what names plug-ins (`PluginOptions`), other
-    names of some (`AliasOptions`), and the ones below.
+    names of some (`AliasOptions`), and the ones below. What an option does is its `help` (`vgr-trl train --help`).
 
     Changed defaults: `epsilon_high=0.28` (DAPO's clip-higher; https://huggingface.co/papers/2503.14476). TRL's own
     defaults already are `loss_type="dapo"` and `beta=0.0`.
-
-    Args:
-        max_prompt_length: rows whose prompt, image tokens included, is longer are left out and counted, never
-            truncated; at least 1 token. `None`: no limit.
-        share_prompts: compute each prompt once for its G completions. `auto`: wherever that changes nothing; `on`: also
-            where keeping the completions of a prompt in one micro-batch changes a normaliser of the loss, and where
-            parameters are sharded (ZeRO-3, FSDP); `off`.
-        vision_cache_megabytes: features of images that are kept on the device, in MiB, so that vision tower and merger
-            compute each image once per rollout where they get no gradient, at least 0; what does not fit is computed in
-            every pass. 0: everything is.
-        warmup_ratio: share of all steps that warm the learning rate up, in [0, 1). `TrainingArguments` expresses it
-            as `warmup_steps` below 1, which this option sets.
-        early_reward_weights: weights of the rewards while the global step is below the warm-up steps, or below the
-            first 10 % of all steps if there is no warm-up; one per reward function. `None`: `reward_weights` always.
-        vgr_hard_negative: `vgr_hard_negative_reward` takes the place of `vgr_reward` among the reward functions.
-        soft_punish_cache: tokens before `max_completion_length` over which the length reward of the command line falls
-            from 0 to -1, in [0, max_completion_length]; `None`: a fifth of it.
-
-        stop_on_collapse: end the training at the first sign of collapse, of which every run warns once.
 
     Raises:
         ConfigError: an option is out of range or contradicts its alias.
@@ -142,7 +123,10 @@ class DAPOConfig(
 
     # Judge
     warmup_ratio: float | None = field(
-        default=None, metadata={"help": "Share of all steps that warm the learning rate up, in [0, 1)."}
+        default=None,
+        metadata={
+            "help": "Share of all steps that warm the learning rate up, in [0, 1), as warmup_steps below 1 does."
+        },
     )
     early_reward_weights: list[float] | None = field(
         default=None,

@@ -10,16 +10,13 @@ from vgr_trl.errors import ConfigError
 class EvaluateOptions:
     """How completions are sampled in evaluations, where that differs from training.
 
-    Args:
-        eval_temperature: at least 0, where 0 is greedy; None: `temperature`. Log-probabilities are those of
-            `temperature` all the same.
-        eval_top_p: in (0, 1]; None: `top_p`.
+    Log-probabilities are those of `temperature` all the same.
     """
 
     eval_temperature: float | None = field(
         default=None, metadata={"help": "Sampling temperature in evaluations, 0: greedy. None: temperature."}
     )
-    eval_top_p: float | None = field(default=None, metadata={"help": "top_p in evaluations. None: top_p."})
+    eval_top_p: float | None = field(default=None, metadata={"help": "top_p in evaluations, in (0, 1]. None: top_p."})
 
     def check_evaluate(self) -> None:
         """Raise `ConfigError` for values out of range."""

@@ -9,27 +9,20 @@ KL_KINDS = ("kl", "abs", "mse", "low_var_kl", "full")
 
 @dataclass
 class KLOptions:
-    """What keeps the policy near its reference; TRL's `beta` is another way to do so, and never goes with these.
-
-    Args:
-        kl_coef: coefficient of the KL, at the start if `kl_type` is `adaptive`; at least 0; 0: none.
-        kl_penalty: estimate of the KL of a token: `kl`, `abs`, `mse` or `low_var_kl`; see `kl_penalty` in credit. Or
-            `full`, over all words: both heads run again, and the loss keeps the reference's last hidden states.
-        use_kl_loss: add it to the loss; else take it from the reward of the completion, token by token.
-        kl_type: `fixed`, or `adaptive` towards `kl_target`.
-        kl_target: KL to be kept, in nats per token, above 0.
-        kl_horizon: completions over which an adaptive coefficient follows, above 0.
-    """
+    """What keeps the policy near its reference; TRL's `beta` is another way to do so, and never goes with these."""
 
     kl_coef: float = field(
         default=0.0,
-        metadata={"help": "Coefficient of the KL to the reference model, besides TRL's beta; 0: none."},
+        metadata={
+            "help": "Coefficient of the KL to the reference model, besides TRL's beta; its start where kl_type is "
+            "adaptive; 0: none."
+        },
     )
     kl_penalty: str = field(
         default="low_var_kl", metadata={"help": f"Estimate of the KL of a token: {', '.join(KL_KINDS)}."}
     )
     use_kl_loss: bool = field(
-        default=True, metadata={"help": "Add the KL to the loss; False: take it from the rewards."}
+        default=True, metadata={"help": "Add the KL to the loss; False: take it from the rewards, token by token."}
     )
     kl_type: str = field(default="fixed", metadata={"help": "fixed, or adaptive: kl_coef follows kl_target."})
     kl_target: float = field(

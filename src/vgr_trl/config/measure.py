@@ -8,29 +8,13 @@ from vgr_trl.config.ranges import check_choice, check_integer, check_number
 
 @dataclass
 class MeasureOptions(PluginOptions):
-    """How much attention the generated tokens pay to the image and to the instruction.
-
-    Args:
-        compute_attention_metrics: log VGR, AEI and MDI balance of every segment of layers. None: in multimodal runs
-            whose model can be measured. Rewards and token weights that need attention measure it in any case.
-        attention_source: `scoring` measures in one pass without gradients over the rollout batch, whatever kernel and
-            generation backend is used; `generate` measures while transformers generates, with eager attention.
-        attention_segments: `thirds` splits the decoder layers into early, middle and late thirds; `ends` takes the
-            first, the middle and the last two.
-        vision_token_ids: ids of the placeholder tokens of images and videos. None: found from the model's configuration
-            and its processor.
-        hidden_similarity_layer: whose hidden states are compared with those of the image tokens, as transformers counts
-            `output_hidden_states`: 0 is what goes into the first layer, -1 the last.
-        hidden_similarity_over: of a token's cosines to the image tokens their `max` or `mean`; or `centre`, the cosine
-            to the mean of the image tokens' hidden states.
-        mdi_balance_ratio: R of the MDI balance, above 1: VGR at which the balance is 0.
-    """
+    """How much attention the generated tokens pay to the image and to the instruction."""
 
     compute_attention_metrics: bool | None = field(
         default=None,
         metadata={
             "help": "Log how attention is shared between image and instruction (VGR, AEI, MDI balance, by segment of "
-            "layers). None: in multimodal runs."
+            "layers). None: in multimodal runs whose model can be measured."
         },
     )
     attention_source: str = field(

@@ -19,18 +19,7 @@ _STRENGTHS = {  # perturbation -> the argument that grows with its strength
 
 @dataclass
 class NoisyOptions(PerceiveOptions):
-    """Completions sampled from a perturbed image (NoisyRollout, https://huggingface.co/papers/2504.13055).
-
-    Args:
-        noisy_generations: of the completions of each prompt, how many are sampled so, in [0, num_generations]; 0: none.
-        noisy_perturbation: how their image is perturbed, as `perturbation`; one image per prompt.
-        noisy_importance: under which image the old log-probabilities of the importance ratio are: `clean`, as the
-            published code has it, or `perturbed`, those of the policy that generated (a scoring pass more).
-        noisy_decay: how the noise falls over the run: `none`, `linear`, `power`, `exponential` or `sigmoid`.
-        noisy_decay_of: what falls: the `strength` of the perturbation, the number of `generations`, or `both`.
-        noisy_decay_coef: c of the decay, above 0; below 1 for `exponential`.
-        noisy_decay_midpoint: step at which `sigmoid` is 1/2.
-    """
+    """Completions sampled from a perturbed image (NoisyRollout, https://huggingface.co/papers/2504.13055)."""
 
     noisy_generations: int = field(
         default=0,
@@ -58,7 +47,10 @@ class NoisyOptions(PerceiveOptions):
     )
     noisy_decay_coef: float = field(
         default=30.0,
-        metadata={"help": "c of noisy_decay: 1 - s^c (power), 1 - c^(steps left), 1 - sigmoid(c (s - midpoint))."},
+        metadata={
+            "help": "c of noisy_decay, above 0: 1 - s^c (power), 1 - c^(steps left), with c below 1 (exponential), 1 - "
+            "sigmoid(c (s - midpoint))."
+        },
     )
     noisy_decay_midpoint: float = field(default=40.0, metadata={"help": "Step at which the sigmoid decay is 1/2."})
 

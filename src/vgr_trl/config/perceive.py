@@ -12,28 +12,7 @@ from vgr_trl.registries import VIEW
 
 @dataclass
 class PerceiveOptions(PluginOptions):
-    """How an image is perturbed to see which tokens depend on it.
-
-    Args:
-        perturbation: one of `PERTURBATIONS`, or the name of a plug-in, a dotted path or a file. `remove_image` asks the
-            question alone: the prompt without the image's tokens.
-        further_perturbations: names of others, whose dependency is measured in the same pass.
-        dependency_over: what the dependency of a token is of those under each perturbation: their `mean`, or `min`.
-        patch_size: side of the squares that `blacken_patches` and `shuffle_patches` cut the image into, in pixels, at
-            least 1.
-        black_prob: probability that a square is blackened, in [0, 1].
-        noise_std: standard deviation of `add_gaussian_noise` on the scale 0 to 255, in [0, 1e6].
-        blur_radius: radius of `gaussian_blur` in pixels, in [0, 1e6].
-        diffusion_steps: of `diffusion_noise`, in [0, 999].
-        crop_share: share of the area that `crop_image` keeps, in (0, 1].
-        mask_value: grey value of `mask_image`, in [0, 255].
-        perturb_per: one perturbed image per `prompt`, which its completions share, or one per `completion`.
-        perception_loss_weight: weight of the KL divergence from the perturbed to the original image that the loss
-            rewards (gamma of PAPO, https://huggingface.co/papers/2507.06448), at least 0; 0: no such term. It takes a
-            gradient pass of its own.
-        der_loss_weight1: weight of the entropy of the original tokens in the same loss (eta 1 of PAPO), at least 0.
-        der_loss_weight2: weight of the entropy of the tokens given the perturbed image (eta 2 of PAPO), at least 0.
-    """
+    """How an image is perturbed to see which tokens depend on it."""
 
     perturbation: str = field(
         default="blacken_patches",
@@ -66,13 +45,17 @@ class PerceiveOptions(PluginOptions):
     )
     perception_loss_weight: float = field(
         default=0.0,
-        metadata={"help": "Weight of the implicit perception loss of PAPO (a gradient pass of its own); 0: none."},
+        metadata={
+            "help": "Weight of the implicit perception loss of PAPO, its gamma (a gradient pass of its own); 0: none."
+        },
     )
     der_loss_weight1: float = field(
-        default=0.0, metadata={"help": "Weight of the entropy term on the original image, for PAPO's double entropy."}
+        default=0.0,
+        metadata={"help": "Weight of the entropy term on the original image, eta 1 of PAPO's double entropy."},
     )
     der_loss_weight2: float = field(
-        default=0.0, metadata={"help": "Weight of the entropy term on the perturbed image, for PAPO's double entropy."}
+        default=0.0,
+        metadata={"help": "Weight of the entropy term on the perturbed image, eta 2 of PAPO's double entropy."},
     )
 
     @property

@@ -26,14 +26,7 @@ PERTURBATIONS = (  # of this library
 
 @dataclass
 class PluginOptions:
-    """What is added from outside; docs/extending.md says how.
-
-    Args:
-        credit_rules: names of credit rules: of this library (`RULES`), of installed packages, dotted paths, or files.
-        signals: names of signals, likewise, that are measured, logged and given to rewards as columns.
-        plugin_options: values of the options that the named plug-ins have, or JSON of them. On the command line and in
-            YAML they are options like any other.
-    """
+    """What is added from outside; docs/extending.md says how."""
 
     credit_rules: list[str] | None = field(
         default=None,

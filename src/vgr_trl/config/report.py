@@ -10,39 +10,30 @@ LOG_OPTIONS = ("rollout_log_path", "eval_log_path", "attention_diag_log_path", "
 
 @dataclass
 class ReportOptions:
-    """What is recorded of the rollouts, for `vgr-trl report` and for the eye.
-
-    Args:
-        rollout_log_steps: completions are recorded in `output_dir/rollouts` at the first rollout of every so many
-            steps, and at every evaluation; 0: never.
-        rollout_log_samples: completions per record, at least 1: the first two of each prompt.
-        rollout_log_max_megabytes: bound of records and thumbnails, at least 1; beyond it the oldest records after the
-            first ones are removed.
-        markdown_logs: the recorded completions, with their token weights, also stand in Markdown, in
-            `output_dir/training_logs`: `rollout_results_*.md`, `eval_results_*.md` and `attention_diagnostics_*.md`,
-            with the time of the start in the names.
-        rollout_log_path: another Markdown file for the recorded completions of training, which are appended.
-        eval_log_path: likewise for evaluations.
-        attention_diag_log_path: likewise for attention: all segments of layers, and the measures of each completion.
-        token_weights_log_path: Markdown file for token weights alone; None: none.
-        realtime_rollout_logging: append to the Markdown files as soon as a rollout is judged, not when the trainer
-            logs.
-        prompt_preview_length: characters of a prompt that the Markdown files show, at least 1; None: all.
-        completion_preview_length: likewise of a completion.
-        metric_names: under which names trackers get the metrics: `trl`, or `verl`, as in dashboards of verl, EasyR1
-            and MTRL; files of the run and the terminal have those of `trl`.
-        colorize_output: print the recorded completions on the terminal, the tokens coloured by their weight or VGR.
-    """
+    """What is recorded of the rollouts, for `vgr-trl report` and for the eye."""
 
     rollout_log_steps: int = field(
-        default=10, metadata={"help": "Record completions in output_dir/rollouts every so many steps; 0: never."}
+        default=10,
+        metadata={
+            "help": "Record completions in output_dir/rollouts at the first rollout of every so many steps and at each "
+            "evaluation; 0: never."
+        },
     )
-    rollout_log_samples: int = field(default=4, metadata={"help": "Completions per record, two of each prompt."})
+    rollout_log_samples: int = field(
+        default=4, metadata={"help": "Completions per record: the first two of each prompt."}
+    )
     rollout_log_max_megabytes: float = field(
-        default=512, metadata={"help": "Bound of the records; beyond it the oldest but the first ones are removed."}
+        default=512,
+        metadata={
+            "help": "Bound of records and thumbnails; beyond it the oldest records but the first ones are removed."
+        },
     )
     markdown_logs: bool = field(
-        default=True, metadata={"help": "Write the recorded completions as Markdown to output_dir/training_logs too."}
+        default=True,
+        metadata={
+            "help": "Write the recorded completions, with their token weights, as Markdown to output_dir/training_logs "
+            "too."
+        },
     )
     rollout_log_path: str | None = field(
         default=None, metadata={"help": "Another Markdown file for the recorded completions of training."}
@@ -52,7 +43,7 @@ class ReportOptions:
     )
     attention_diag_log_path: str | None = field(
         default=None,
-        metadata={"help": "Another Markdown file for the attention of the recorded completions, by segment."},
+        metadata={"help": "Another Markdown file for the attention of the recorded completions, by segment of layers."},
     )
     token_weights_log_path: str | None = field(
         default=None, metadata={"help": "Markdown file for token weights, for instance token_weights.md."}

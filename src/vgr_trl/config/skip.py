@@ -11,17 +11,6 @@ class SkipOptions:
 
     Each is `auto`: on wherever nothing but rounding changes, with one line at the start that says where and why not
     elsewhere; or `off`.
-
-    Args:
-        skip_dead_rows: completions whose advantages are all zero do not run.
-        skip_dead_tokens: the head scores no token whose advantage is zero.
-        skip_padding: no column runs that is padding in all rows, or lies behind the last token that is scored.
-        deal_by_length: the rows of an optimizer step are dealt to its micro-batches by their length.
-        reuse_first_pass: old log-probabilities that TRL would score before training are those of the first training
-            pass, wherever the policy has not changed in between.
-        max_tokens_per_micro_batch: tokens, padding included, that a pass of training or scoring computes at most, as
-            far as single rows allow: the rows of `per_device_train_batch_size` then run in as many parts as that takes.
-            None: in one.
     """
 
     skip_dead_rows: str = field(
@@ -64,7 +53,8 @@ class SkipOptions:
         default=None,
         metadata={
             "help": "Run the rows of per_device_train_batch_size in as many parts as it takes for no pass of training "
-            "or scoring to compute more tokens than this; the update is the same. None: in one."
+            "or scoring to compute more tokens than this, padding included, as far as single rows allow; the update "
+            "is the same. None: in one."
         },
     )
 
