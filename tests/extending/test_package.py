@@ -12,6 +12,7 @@ from vgr_trl import DAPOConfig, registries
 from vgr_trl.batch.signals import AttentionMass, RolloutSignals
 from vgr_trl.cli.__main__ import main
 from vgr_trl.credit import CreditOptions, shape_advantages
+from vgr_trl.credit.rules import per_token
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.rewards import load_reward
 from vgr_trl.signals.named import add_named, named_signals
@@ -120,6 +121,21 @@ def test_what_a_rule_must_not_return(returned, message, monkeypatch):
     monkeypatch.setitem(registries.credit_rules._own, "odd", lambda *given: returned)
     with pytest.raises(DataError, match=message):
         shape_advantages(torch.ones(2), measured(), options(credit_rules=["odd"]))
+
+
+@pytest.mark.parametrize("advantages", [torch.tensor([2.0, -1.0]), torch.tensor([[2.0, 2.0, 2.0], [-1.0, -1.0, -1.0]])])
+def test_a_rule_gets_one_advantage_per_completion_or_one_per_token_of_a_critic(advantages, monkeypatch):
+    """Twice the credit of what did well; 4 for the first completion, -1 for the second."""
+    shapes = []
+
+    def praise(advantages, signals, mask, options):
+        shapes.append(tuple(advantages.shape))
+        return 1 + (per_token(advantages) > 0).float().expand(mask.shape), {}
+
+    monkeypatch.setitem(registries.credit_rules._own, "praise", praise)
+    shaped, _ = shape_advantages(advantages, measured(), options(credit_rules=["praise"]))
+    assert shaped.tolist() == [[4.0] * 3, [-1.0] * 3]
+    assert shapes == [tuple(advantages.shape)]
 
 
 def test_what_nothing_reads_is_not_measured(installed):

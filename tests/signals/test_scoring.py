@@ -5,14 +5,15 @@ import inspect
 import pytest
 import torch
 from compare import checkpointed, with_head
-from eager_reference import SPECIAL_IDS, VISION, VISION_IDS, difference, reference
+from eager_reference import SPECIAL_IDS, VISION, VISION_IDS, difference, masks_of, reference
 from families import FAMILIES, IMAGE, build, make_batch
 from other_families import OTHERS
 from peft import LoraConfig, get_peft_model
 
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.sharing import share_prompts
-from vgr_trl.signals import RolloutScorer
+from vgr_trl.signals import AttentionProbe, RolloutScorer
+from vgr_trl.signals.similarity import SimilarityProbe
 
 # InternVL's random model is very sure of itself; the linear attention of Qwen3.5 computes in blocks.
 LOGPS = {"internvl": 2e-5, "qwen3_5": 2e-5}
@@ -230,6 +231,8 @@ def test_signature():
         "completion_mask",
         "num_generations",
         "attention",
+        "similarity",
+        "regions",
         "num_images",
         "num_tiles",
         "image_inputs",
@@ -324,3 +327,37 @@ def test_vision_ids_are_those_of_the_batches():
     """What the comparisons above rest on."""
     assert IMAGE in VISION_IDS
     assert set(VISION) < set(FAMILIES)
+
+
+@pytest.mark.parametrize("batch_size", [None, 3])
+@pytest.mark.parametrize("shares", ["on", "off"])
+def test_regions_and_similarity(shares, batch_size):
+    """In chunks and shared, what the probes measure of the whole batch in one plain pass."""
+    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl", images=COUNTS["images"])
+    masks = masks_of(batch)
+    masks.region = masks.vision & (masks.vision.cumsum(1) % 2 == 1)
+    with (
+        torch.no_grad(),
+        AttentionProbe(model, masks) as probe,
+        SimilarityProbe(model, masks.vision, 1, "mean") as near,
+    ):
+        model(**batch.inputs)
+    tensors, named = arguments(batch, num_images=COUNTS["num_images"], regions=masks.region, similarity=True)
+    scorer = scorer_of(model, share_prompts=shares, batch_size=batch_size, similarity_layer=1, similarity_over="mean")
+    signals = scorer.score(*tensors, **named)
+    valid = signals.mask
+    assert difference(signals.attention.region, probe.mass.region, valid) < 1e-5
+    assert torch.equal(signals.attention.num_region, probe.mass.num_region)
+    assert torch.allclose(signals.similarity[valid], near.similarity[valid], atol=1e-5, equal_nan=True)
+    assert signals.similarity[3:].isnan().all(), "rows without images"
+    assert not signals.similarity[:3][valid[:3]].isnan().any()
+
+
+def test_regions_that_fit_no_prompt():
+    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
+    tensors, named = arguments(batch)
+    scorer = scorer_of(model)
+    with pytest.raises(DataError, match="regions has the shape .* give one value for each token of a prompt"):
+        scorer.score(*tensors, **named, regions=tensors[0][:, 1:] > 0)
+    with pytest.raises(DataError, match="and attention=True"):
+        scorer.score(*tensors, **named, regions=tensors[0] > 0, attention=False)

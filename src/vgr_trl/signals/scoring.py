@@ -17,7 +17,8 @@ from vgr_trl.signals.attention.probe import AttentionProbe
 from vgr_trl.signals.decoder import adds_virtual_tokens
 from vgr_trl.signals.head import Head
 from vgr_trl.signals.image_chunks import cut_images
-from vgr_trl.signals.modality import build_modality_masks, vision_token_ids
+from vgr_trl.signals.modality import ModalityMasks, build_modality_masks, vision_token_ids
+from vgr_trl.signals.similarity import SimilarityProbe
 
 _NOTHING_TO_SHARE = "no prompt occurs twice"
 
@@ -37,6 +38,7 @@ class RolloutScorer:
         share_prompts: `auto` computes each prompt once where that is exact, `on` raises where it is not, `off` never.
         batch_size: rows that pass at a time, made whole groups where prompts are shared. None: all.
         temperature: logits are divided by it; above 0.
+        similarity_layer, similarity_over: hidden states that are compared, and how, as `SimilarityProbe` takes them.
 
     Raises:
         ConfigError: an argument is not accepted.
@@ -51,6 +53,8 @@ class RolloutScorer:
         share_prompts: str = "auto",
         batch_size: int | None = None,
         temperature: float = 1.0,
+        similarity_layer: int = -1,
+        similarity_over: str = "max",
     ) -> None:
         if share_prompts not in ("auto", "on", "off"):
             raise ConfigError(f"share_prompts is {share_prompts!r}: give auto, on or off.")
@@ -69,6 +73,7 @@ class RolloutScorer:
             raise ConfigError(f"{type(self.causal).__name__} reads prompts in an encoder: give a decoder with a head.")
         self.vision_token_ids, self.special_token_ids = vision_token_ids, special_token_ids
         self.share_prompts, self.batch_size, self.temperature = share_prompts, batch_size, temperature
+        self.similarity_layer, self.similarity_over = similarity_layer, similarity_over
 
     def score(
         self,
@@ -79,6 +84,8 @@ class RolloutScorer:
         *,
         num_generations: int = 1,
         attention: bool = True,
+        similarity: bool = False,
+        regions: torch.Tensor | None = None,
         num_images: Sequence[int] | None = None,
         num_tiles: Sequence[int] | None = None,
         **image_inputs: torch.Tensor,
@@ -93,6 +100,8 @@ class RolloutScorer:
                 of a completion that is left out.
             num_generations: G.
             attention: measure attention mass.
+            similarity: measure the similarity of hidden states to the image.
+            regions: (N, P) bool, vision tokens whose attention is measured apart; None: none.
             num_images: (N,) images of each row, where rows pass in chunks. None: as many as its tokens are worth.
             num_tiles: (N,) entries of `pixel_values` of each row, where images are cut into tiles and `num_images` is
                 given.
@@ -101,7 +110,7 @@ class RolloutScorer:
                 which a completion sees its own future; `DAPOTrainer` corrects that).
 
         Returns:
-            Log-probabilities and entropies (0 where the mask is), and the attention mass.
+            Log-probabilities and entropies (0 where the mask is), the attention mass and the similarity.
 
         Raises:
             DataError: the shapes do not fit together, or images cannot be assigned to the rows of a chunk.
@@ -123,11 +132,17 @@ class RolloutScorer:
         if images and (step < count or num_images is not None):
             is_image = is_image_token(prompt_ids, self.causal.config) & prompt_mask.bool()  # (N, P)
             images_of = cut_images(images, is_image, num_images, num_tiles, chunks)
+        if regions is not None and (not attention or regions.shape != prompt_ids.shape):
+            raise DataError(
+                f"regions has the shape {tuple(regions.shape)} for prompts {tuple(prompt_ids.shape)}, with attention "
+                f"{attention}: give one value for each token of a prompt, and attention=True."
+            )
         parts = []
         with torch.no_grad(), _evaluating(self.model):
             for rows, own in zip(chunks, images_of, strict=True):
                 inputs = {name: value[rows] for name, value in batch.items()} | own
-                parts.append(self._score_rows(inputs, length, attention))
+                region = None if regions is None else regions[rows].bool().to(device)
+                parts.append(self._score_rows(inputs, length, attention, similarity, region))
         return _joined(parts)
 
     def _rows_at_a_time(self, count: int, num_generations: int) -> int:
@@ -135,10 +150,24 @@ class RolloutScorer:
             return count
         return self.batch_size if self.share_prompts == "off" else whole_groups(self.batch_size, num_generations)
 
-    def _score_rows(self, inputs: dict[str, torch.Tensor], length: int, attention: bool) -> RolloutSignals:
+    def _score_rows(
+        self,
+        inputs: dict[str, torch.Tensor],
+        length: int,
+        attention: bool,
+        similarity: bool,
+        region: torch.Tensor | None,
+    ) -> RolloutSignals:
         mask = inputs["attention_mask"][:, -length:].bool()  # (B, T)
-        probe = self._probe(inputs, length) if attention else None
-        with self._shared(length), probe if probe is not None else nullcontext():
+        probe, similar = None, None
+        if attention:
+            masks = self._masks(inputs, length, self._special_tokens())
+            masks.region = None if region is None else region & masks.vision
+            probe = AttentionProbe(self.causal, masks)
+        if similarity:
+            vision = self._masks(inputs, length, ()).vision
+            similar = SimilarityProbe(self.causal, vision, self.similarity_layer, self.similarity_over)
+        with self._shared(length), probe or nullcontext(), similar or nullcontext():
             outputs = self.causal.base_model(**inputs, use_cache=False, return_dict=True)
         hidden = outputs.last_hidden_state[:, -length - 1 : -1]  # (B, T, D)
         tokens = inputs["input_ids"][:, -length:]
@@ -147,20 +176,28 @@ class RolloutScorer:
         if probe is not None:
             mass = probe.mass
             mass.mask = mask
-        return RolloutSignals(logps, entropies, mask, mass)
+        return RolloutSignals(logps, entropies, mask, mass, similarity=None if similar is None else similar.similarity)
 
-    def _probe(self, inputs: dict[str, torch.Tensor], length: int) -> AttentionProbe:
+    def _special_tokens(self) -> Sequence[int]:
+        if self.special_token_ids is None:
+            raise ConfigError(
+                "Attention cannot be measured without special_token_ids: give a list of ids, or attention=False."
+            )
+        return self.special_token_ids
+
+    def _masks(self, inputs: dict[str, torch.Tensor], length: int, special: Sequence[int]) -> ModalityMasks:
         vision = self.vision_token_ids if self.vision_token_ids is not None else vision_token_ids(self.causal)
-        if not vision or self.special_token_ids is None:
-            name = "special_token_ids" if vision else "vision_token_ids"
-            raise ConfigError(f"Attention cannot be measured without {name}: give a list of ids, or attention=False.")
-        masks = build_modality_masks(
+        if not vision:
+            raise ConfigError(
+                "Attention and similarity cannot be measured without vision_token_ids: give a list of ids, or "
+                "attention=False and similarity=False."
+            )
+        return build_modality_masks(
             inputs["input_ids"][:, :-length],
             inputs["attention_mask"][:, :-length],
             vision_token_ids=vision,
-            special_token_ids=self.special_token_ids,
+            special_token_ids=special,
         )
-        return AttentionProbe(self.causal, masks)
 
     @contextmanager
     def _shared(self, length: int) -> Iterator[None]:
@@ -242,11 +279,19 @@ def _joined(parts: list[RolloutSignals]) -> RolloutSignals:
             num_vision=torch.cat([one.num_vision for one in masses]),
             num_instruction=torch.cat([one.num_instruction for one in masses]),
             mask=torch.cat([one.mask for one in masses]),
+            region=_cat([one.region for one in masses], dim=1),
+            num_region=_cat([one.num_region for one in masses]),
         )
     logps, entropies, mask = (
         torch.cat([getattr(part, name) for part in parts]) for name in ("logps", "entropies", "mask")
     )
-    return RolloutSignals(logps, entropies, mask, mass)
+    return RolloutSignals(logps, entropies, mask, mass, similarity=_cat([part.similarity for part in parts]))
+
+
+def _cat(parts: Sequence[torch.Tensor | None], dim: int = 0) -> torch.Tensor | None:
+    """Parts of which all are there, or none."""
+    present = [part for part in parts if part is not None]
+    return torch.cat(present, dim=dim) if present else None
 
 
 def _is_sharded(model: Any) -> bool:
