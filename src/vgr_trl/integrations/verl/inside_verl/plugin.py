@@ -1,0 +1,26 @@
+"""Hangs this library in verl, in every process that imports verl with `VERL_USE_EXTERNAL_MODULES` naming this module.
+
+Estimators and losses get their names (`registered.py`), the trainer the mode `vgr_sync`, and the engine the vendor
+`vgr`, which `VERL_ENGINE_VENDOR=vgr` chooses.
+"""
+
+from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, register_trainer
+from verl.workers.engine.base import EngineRegistry
+
+from vgr_trl.integrations.verl.inside_verl import registered
+from vgr_trl.integrations.verl.inside_verl.engine import SignalEngine
+from vgr_trl.integrations.verl.inside_verl.trainer import SignalTrainer
+from vgr_trl.integrations.verl.inside_verl.trl_release import hide_newer_trl
+from vgr_trl.integrations.verl.seams import OF_VERL, check_points
+
+TESTED = "verl 0.9.1"
+MODE, VENDOR = "vgr_sync", "vgr"
+
+check_points(OF_VERL, TESTED)
+hide_newer_trl()
+registered.register()
+if MODE not in TRAINER_REGISTRY:
+    register_trainer(MODE)(SignalTrainer)
+    EngineRegistry.register(
+        model_type="language_model", backend=["fsdp", "fsdp2"], device=["cuda", "npu", "cpu"], vendor=VENDOR
+    )(SignalEngine)
