@@ -16,14 +16,7 @@ BLIND_PROMPT = (
 
 @dataclass
 class BlindOptions:
-    """How a question is asked again without its image (Vision-SR1, https://huggingface.co/papers/2508.19652).
-
-    Args:
-        blind_tag: name of the tag that holds the description in a completion.
-        blind_without_tag: what a completion without it is worth: `wrong`, or that the whole `completion` is taken for
-            the description, answer included, as the published code does.
-        blind_prompt: what is asked, with {description} and {question}.
-    """
+    """How a question is asked again without its image (Vision-SR1, https://huggingface.co/papers/2508.19652)."""
 
     blind_tag: str = field(
         default="description",

@@ -49,17 +49,14 @@ class ChooseOptions:
     filter_mode: str = field(
         default="bounds",
         metadata={
-            "help": "bounds: filter_low and filter_high are values of filter_key, exclusive; quantile: quantiles of "
-            "the means of all groups of the rollout, inclusive."
+            "help": "bounds: filter_low and filter_high are values of filter_key; quantile: of the rollout's groups."
         },
     )
     filter_low: float = field(
-        default=0.01,
-        metadata={"help": "Lower bound of online filtering, in units of filter_key; or quantile, in [0, 1]."},
+        default=0.01, metadata={"help": "Lower bound of online filtering, exclusive; or quantile, inclusive."}
     )
     filter_high: float = field(
-        default=0.99,
-        metadata={"help": "Upper bound of online filtering, likewise; the default fits rewards from 0 to 1."},
+        default=0.99, metadata={"help": "Upper bound of online filtering; the default fits rewards from 0 to 1."}
     )
 
     @property

@@ -27,7 +27,7 @@ class CreditOptions(PluginOptions):
     )
     token_weights_topk_ratio: float | None = field(
         default=None,
-        metadata={"help": "Share of tokens that keep a weight, in (0, 1]; the others get weight 1. None: all."},
+        metadata={"help": "Share of tokens that keep a weight; the others get weight 1. None: all."},
     )
     token_weights_clip: list[float] = field(
         default_factory=lambda: [0.2, 3.0],
@@ -54,7 +54,7 @@ class CreditOptions(PluginOptions):
     )
     enable_entropy_filtering: bool = field(
         default=False,
-        metadata={"help": "Give credit only to the tokens of highest entropy; with both filters, to the union."},
+        metadata={"help": "Give credit only to tokens of highest entropy; both filters: the union."},
     )
     top_p_entropy_tokens: float = field(
         default=0.2, metadata={"help": "Share of a completion's tokens that the entropy filter keeps, in (0, 1]."}

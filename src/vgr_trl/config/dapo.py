@@ -123,10 +123,7 @@ class DAPOConfig(
 
     # Judge
     warmup_ratio: float | None = field(
-        default=None,
-        metadata={
-            "help": "Share of all steps that warm the learning rate up, in [0, 1), as warmup_steps below 1 does."
-        },
+        default=None, metadata={"help": "Share of all steps that warm the learning rate up, in [0, 1)."}
     )
     early_reward_weights: list[float] | None = field(
         default=None,

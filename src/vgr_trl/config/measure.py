@@ -14,7 +14,7 @@ class MeasureOptions(PluginOptions):
         default=None,
         metadata={
             "help": "Log how attention is shared between image and instruction (VGR, AEI, MDI balance, by segment of "
-            "layers). None: in multimodal runs whose model can be measured."
+            "layers). None: wherever it can be."
         },
     )
     attention_source: str = field(

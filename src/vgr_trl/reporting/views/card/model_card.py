@@ -3,16 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import fields
 
-from vgr_trl.config import (
-    ChooseOptions,
-    CreditOptions,
-    CriticOptions,
-    DAPOConfig,
-    KLOptions,
-    MeasureOptions,
-    NoisyOptions,
-    PerceiveOptions,
-)
+from trl import GRPOConfig
+
+from vgr_trl.config import AliasOptions, DAPOConfig, EvaluateOptions, ReportOptions, SkipOptions
 from vgr_trl.config.effects import options_in_effect
 from vgr_trl.reporting.views.card.model_use import About, introduced
 from vgr_trl.reporting.views.card.papers import DAPO, ESTIMATORS, MDI, PAPERS, TAG_OF, Paper
@@ -21,10 +14,8 @@ TAGS = ("dapo", "vgr_trl")
 TRL_PAPER = {"title": DAPO.title, "id": DAPO.arxiv, "citation": DAPO.bibtex}  # the form in which TRL wants the paper
 ATTENTION_REWARDS = ("vgr_reward", "vgr_hard_negative_reward", "mdi_reward")
 BEFORE = "### Framework versions"  # heading of TRL's card that follows on the procedure
-_GROUPS = (
-    ChooseOptions, CreditOptions, CriticOptions, KLOptions, NoisyOptions, PerceiveOptions, MeasureOptions,
-)  # fmt: skip
-OF_THE_METHOD = {option.name for group in _GROUPS for option in fields(group)}
+_ASIDE = (AliasOptions, ReportOptions, EvaluateOptions, SkipOptions, GRPOConfig)  # which steer no method
+OF_THE_METHOD = {option.name for group in DAPOConfig.__bases__ if group not in _ASIDE for option in fields(group)}
 OF_THE_METHOD |= {"early_reward_weights", "vgr_hard_negative"}
 
 
