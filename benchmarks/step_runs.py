@@ -250,6 +250,8 @@ def take_peak(device: str) -> int:
 class Operations(Counter[str]):
     """Operations so far, forward and backward: `attention`, `head`, and `products`, which are all others.
 
+    Attention is counted over all keys of a call, but for calls without a mask that are causal by themselves.
+
     Args:
         shape: of the model; a product that has the width of the vocabulary is one of the head.
     """
@@ -269,6 +271,9 @@ class Operations(Counter[str]):
     def _attention(self, count: Any) -> Callable[..., int]:
         def counted(*shapes: Any, **options: Any) -> int:
             found = count(*shapes)
+            if any(value is True for value in shapes):  # is_causal: kernels pass over keys that no query sees
+                queries = shapes[0][-2]
+                found = found * (queries + 1) // (2 * queries)
             self["attention"] += found
             return found
 

@@ -26,6 +26,7 @@ from vgr_trl.sharing import (
     leave_out_empty_images,
     prefix_cache,
     share_prompts,
+    stages,
     why_not_share,
 )
 
@@ -62,7 +63,7 @@ def test_reentrant_checkpointing(case, monkeypatch):
     assert report.plain == {"the model kept the prompt without its gradients": 1}
     assert largest_relative(plain, shared) < SAME
 
-    monkeypatch.setattr(forward, "check_written", nothing)
+    monkeypatch.setattr(stages, "check_written", nothing)
     shared, report = shared_gradients(model, batch)
     assert not report.plain
     assert largest_relative(plain, shared) > WRONG
@@ -78,15 +79,15 @@ def test_a_cache_cut_off_from_the_graph(layer, case, monkeypatch):
         cut = self is caches[0].layers[attention.layer_idx]
         update(self, keys.detach() if cut else keys, values.detach() if cut else values)
 
-    caches, make = [], forward.prefix_to_write
-    monkeypatch.setattr(forward, "prefix_to_write", lambda config: caches.insert(0, make(config)) or caches[0])
+    caches, make = [], stages.prefix_to_write
+    monkeypatch.setattr(stages, "prefix_to_write", lambda config: caches.insert(0, make(config)) or caches[0])
     monkeypatch.setattr(prefix_cache.StoredKeys, "lazy_initialization", detached)
     plain = gradients(model, batch)
     shared, report = shared_gradients(model, batch)
     if layer == 1:
         assert report.plain == {"the model kept the prompt without its gradients": 1}
         assert largest_relative(plain, shared) < SAME
-    monkeypatch.setattr(forward, "check_written", nothing)
+    monkeypatch.setattr(stages, "check_written", nothing)
     shared, _ = shared_gradients(model, batch)
     assert largest_relative(plain, shared) > WRONG
 
@@ -95,16 +96,16 @@ def test_checkpoints_that_drop_the_cache(case, monkeypatch):
     model, batch = case
     checkpointed(model)
     plain = gradients(model, batch)
-    monkeypatch.setattr(forward, "_cache_through_checkpoints", lambda base: nullcontext())
+    monkeypatch.setattr(stages, "_cache_through_checkpoints", lambda base: nullcontext())
     shared, report = shared_gradients(model, batch)
     assert report.plain == {"the model did not keep the whole prompt in its cache": 1}
     assert largest_relative(plain, shared) < SAME
 
-    monkeypatch.setattr(forward, "check_written", nothing)
+    monkeypatch.setattr(stages, "check_written", nothing)
     _, report = shared_gradients(model, batch)
     assert report.plain == {"the model did not read the prompt from its cache": 1}
 
-    monkeypatch.setattr(forward, "check_read", nothing)
+    monkeypatch.setattr(stages, "check_read", nothing)
     monkeypatch.setattr(prefix_cache.StoredKeys, "length", lambda self: 0)
     shared, report = shared_gradients(model, batch)
     assert not report.plain
@@ -114,10 +115,10 @@ def test_checkpoints_that_drop_the_cache(case, monkeypatch):
 def test_a_model_found_unfit_is_not_tried_again(case, monkeypatch):
     model, batch = case
     checkpointed(model)
-    monkeypatch.setattr(forward, "_cache_through_checkpoints", lambda base: nullcontext())
+    monkeypatch.setattr(stages, "_cache_through_checkpoints", lambda base: nullcontext())
     tries = []
-    make = forward.prefix_to_write
-    monkeypatch.setattr(forward, "prefix_to_write", lambda config: tries.append(1) or make(config))
+    make = stages.prefix_to_write
+    monkeypatch.setattr(stages, "prefix_to_write", lambda config: tries.append(1) or make(config))
     with share_prompts(model, 12) as report:
         gradients(model, batch)
         gradients(model, batch)
@@ -368,11 +369,9 @@ def test_the_whole_mask_is_needed_behind_a_prompt(monkeypatch):
     model, batch = with_head(build("llama")), make_batch("llama")
     with torch.no_grad():
         plain, _ = scored(model, batch)
-        two_stages = forward.SharedForward._two_stages
+        two_stages = stages.two_stages
 
-        def cropped(self, inputs, found):
-            base_pass = self.plain
-
+        def cropped(base, base_pass, inputs, found, **options):
             def crop(**given):
                 if given["past_key_values"].get_seq_length():
                     visible = given["attention_mask"].clone()
@@ -380,10 +379,9 @@ def test_the_whole_mask_is_needed_behind_a_prompt(monkeypatch):
                     given["attention_mask"] = visible
                 return base_pass(**given)
 
-            self.plain = crop
-            return two_stages(self, inputs, found)
+            return two_stages(base, crop, inputs, found, **options)
 
-        monkeypatch.setattr(forward.SharedForward, "_two_stages", cropped)
+        monkeypatch.setattr(forward, "two_stages", cropped)
         with share_prompts(model, 12):
             shared, _ = scored(model, batch)
     assert (plain - shared).abs().max() > WRONG
@@ -435,7 +433,7 @@ def test_positions_that_skip_the_padding_of_a_model_that_does_not(monkeypatch):
         def skipping(inputs, cut, offsets):
             return (inputs["attention_mask"].cumsum(-1) - 1)[:, cut.split : cut.stop]
 
-        monkeypatch.setattr(forward, "_positions", skipping)
+        monkeypatch.setattr(stages, "_positions", skipping)
         with share_prompts(model, 12) as report:
             shared, _ = scored(model, batch)
     assert not report.plain
@@ -574,7 +572,7 @@ def test_two_threads_with_one_model(monkeypatch):
     model = with_head(build("qwen2_vl"))
     batches = make_batch("qwen2_vl", images=(1, 3)), make_batch("qwen2_vl", images=(4, 0))
     first_is_inside, second_is_done = Event(), Event()
-    check = forward.check_written
+    check = stages.check_written
 
     def wait(*args):
         if not first_is_inside.is_set():
@@ -593,7 +591,7 @@ def test_two_threads_with_one_model(monkeypatch):
         return logps
 
     expected = [score(batch) for batch in batches]
-    monkeypatch.setattr(forward, "check_written", wait)
+    monkeypatch.setattr(stages, "check_written", wait)
     with share_prompts(model, 12) as report:
         shared = in_threads(lambda: score(batches[0]), second)
     assert not report.plain

@@ -38,7 +38,7 @@ def share_prompts(
     Args:
         model: transformers model, also wrapped by DDP, DeepSpeed or PEFT, or patched by TRL.
         completion_length: T, the number of columns behind the prompts in every batch of the block, at least 1. Of
-            the outputs only those that score completions can be used then: hidden states of the other columns are 0,
+            the outputs only those that score completions can be used then: hidden states of prompts and padding are 0,
             and TRL's fused head returns T columns.
             None: rows may be anything; their longest common beginnings are shared, and all outputs are there.
         agree: given an answer of this process, returns whether it is that of all; needed where all processes have to

@@ -7,14 +7,13 @@ from threading import RLock
 from typing import Any
 
 import torch
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from vgr_trl.sharing.backbone import is_tracing, shards_layers
-from vgr_trl.sharing.cut import Cut, constants, find_cut
+from vgr_trl.sharing.cut import find_cut
 from vgr_trl.sharing.fitness import refuse_unfit_model
 from vgr_trl.sharing.image_inputs import images_as_tensors, without_empty_images
-from vgr_trl.sharing.prefix_cache import check_read, check_written, prefix_to_read, prefix_to_write
 from vgr_trl.sharing.report import CannotShare, SharingReport
+from vgr_trl.sharing.stages import two_stages
 
 
 class SharedForward:
@@ -41,6 +40,7 @@ class SharedForward:
     ) -> None:
         self.base, self.plain, self.report = base, plain, report
         self.completion_length, self.agree = completion_length, agree
+        self.alike = sharded and agree is not None
         self.names = list(signature(plain).parameters)
         self.agree_on_images = agree if sharded and "pixel_values" in self.names else None
         self.calls = 0
@@ -74,7 +74,7 @@ class SharedForward:
             cut, reason = None, "no prompt occurs twice"
         if cut is not None:
             try:
-                outputs = self._two_stages(given, cut)
+                outputs = two_stages(self.base, self.plain, given, cut, whole=self._wants_whole(), alike=self.alike)
             except CannotShare as error:
                 self.refused[torch.is_grad_enabled()] = reason = str(error)
             else:
@@ -108,96 +108,6 @@ class SharedForward:
         if (gradients := torch.is_grad_enabled()) in self.refused:
             raise CannotShare(self.refused[gradients])
 
-    def _two_stages(self, inputs: dict[str, Any], cut: Cut) -> Any:
-        """Prompts, then the rest of every row behind its prompt; the outputs for all rows and columns."""
-        ids, mask = inputs["input_ids"], inputs.get("attention_mask")
-        index = torch.tensor(cut.groups, device=ids.device)  # (N,)
-        common = {**constants(inputs), "use_cache": False, "return_dict": True}
-        common.pop("logits_to_keep", None)  # Gemma 4 would keep that many of each stage
-        prefix = prefix_to_write(self.base.config)
-        prefix.groups = cut.groups
-        with _cache_through_checkpoints(self.base), _own_offsets(self.base) as offsets:
-            prompts = self.plain(**common, **cut.prompt_inputs(inputs), past_key_values=prefix)
-            if not hasattr(prompts, "last_hidden_state"):
-                raise CannotShare("a model that does not return its last hidden states")
-            check_written(prefix, cut.split, prompts.last_hidden_state)
-            offsets.expand(index)
-            behind = prefix_to_read(prefix, index)
-            rest = self.plain(
-                **common,
-                input_ids=ids[:, cut.split : cut.stop],
-                attention_mask=None if mask is None else mask[:, : cut.stop],
-                position_ids=_positions(inputs, cut, offsets),
-                past_key_values=behind,
-            )
-            check_read(behind)
-        hidden = rest.last_hidden_state  # (N, stop - split, D)
-        # FSDP2 gathers a layer's weights when a gradient reaches its output: there the outputs of prompts are kept too.
-        if self.completion_length is None or (torch.is_grad_enabled() and shards_layers(self.base)):
-            hidden = torch.cat([prompts.last_hidden_state.index_select(0, index), hidden], dim=1)
-        missing = (ids.size(1) - cut.stop, cut.stop - hidden.size(1))  # columns behind, columns before
-        hidden = torch.nn.functional.pad(hidden, (0, 0, missing[1], missing[0]))
-        return type(rest)(last_hidden_state=hidden)  # (N, S, D)
-
-
-class _Offsets:
-    """What a Qwen-VL model adds to the positions of the tokens behind its images; nothing for other models."""
-
-    def __init__(self, base: Any) -> None:
-        self.base = base
-        self.exist = hasattr(base, "rope_deltas")
-        self.per_row: torch.Tensor | None = None  # (N, 1)
-
-    def expand(self, index: torch.Tensor) -> None:
-        """Take over what the pass over the prompts has found, for rows whose prompts are `index`."""
-        if self.exist and self.base.rope_deltas is not None:
-            self.per_row = self.base.rope_deltas.index_select(0, index.to(self.base.rope_deltas.device))
-
-
-@contextmanager
-def _own_offsets(base: Any) -> Iterator[_Offsets]:
-    """Make the model find its offsets anew, and leave it with those of all rows, as a plain pass does."""
-    offsets = _Offsets(base)
-    before = getattr(base, "rope_deltas", None)
-    if offsets.exist:
-        base.rope_deltas = None
-    try:
-        yield offsets
-    except BaseException:
-        offsets.per_row = None
-        raise
-    finally:
-        if offsets.exist:
-            base.rope_deltas = before if offsets.per_row is None else offsets.per_row
-
-
-def _positions(inputs: dict[str, Any], cut: Cut, offsets: _Offsets) -> torch.Tensor | None:
-    """Position ids of the second stage; None where the model counts on from its cache, as in its plain pass."""
-    given: torch.Tensor | None = inputs.get("position_ids")
-    if given is not None:
-        return given[..., cut.split : cut.stop]
-    if not offsets.exist:
-        return None
-    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
-    if offsets.per_row is None:  # the plain pass of these models does not skip padding unless there are images
-        return torch.arange(cut.split, cut.stop, device=ids.device).expand(len(ids), -1)  # (N, T)
-    mask = torch.ones_like(ids) if mask is None else mask
-    positions = mask.long().cumsum(-1)[:, cut.split : cut.stop] - 1 + offsets.per_row.to(ids.device)
-    return positions.expand(3, -1, -1)  # (3, N, T): time, height, width
-
-
-@contextmanager
-def _cache_through_checkpoints(base: torch.nn.Module) -> Iterator[None]:
-    """Let checkpointed layers use a cache: ours is not changed by a recomputation."""
-    layers = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
-    before = [vars(layer).get("_can_checkpoint_with_cache") for layer in layers]
-    for layer in layers:
-        layer._can_checkpoint_with_cache = True
-    try:
-        yield
-    finally:
-        for layer, value in zip(layers, before, strict=True):
-            if value is None:
-                del layer._can_checkpoint_with_cache
-            else:
-                layer._can_checkpoint_with_cache = value
+    def _wants_whole(self) -> bool:
+        """Whether outputs of prompts are wanted; FSDP2 gathers a layer's weights when a gradient reaches its output."""
+        return self.completion_length is None or (torch.is_grad_enabled() and shards_layers(self.base))

@@ -26,11 +26,16 @@ _KEY_SHARING_FAMILIES = {"gemma3n_text", "gemma4_text"}
 _IMAGES_SEE_THEMSELVES = {("gemma4_text", "vision")}
 
 
+class PromptsStored(Exception):
+    """Raised in a pass over prompts that has stored all that completions read."""
+
+
 class Prefix(Cache):
     """The layers below, one per layer of the model: all written or all read."""
 
     layers: list[Any]
     groups: list[int] | None = None  # of a written one: row of the batch -> number of its prompt
+    rows: list[int] | None = None  # of a read one: rows of the batch that read it, if not all do
 
 
 class StoredKeys(CacheLayerMixin):
@@ -43,6 +48,7 @@ class StoredKeys(CacheLayerMixin):
         super().__init__()
         self.is_sliding = is_sliding
         self.written_with_grad = False
+        self.ends_pass = False
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.keys, self.values = key_states, value_states  # (U, H, P - 1, D)
@@ -54,6 +60,8 @@ class StoredKeys(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if self.ends_pass:
+            raise PromptsStored
         return key_states, value_states
 
     def length(self) -> int:
@@ -238,6 +246,11 @@ def _stored(layer: Any, kind: str) -> Any:
     return StoredKeys(layer.is_sliding)
 
 
+def ends_with_keys(written: Prefix) -> bool:
+    """Whether keys and values of the last layer are the last thing that completions read of their prompts."""
+    return type(written.layers[-1]) is StoredKeys
+
+
 def prefix_to_read(written: Prefix, index: torch.Tensor) -> Prefix:
     """The written prefix for a batch whose row i continues prompt `index[i]`; index (N,), int64."""
     return Prefix(layers=[_expanded(layer, index) for layer in written.layers])
@@ -253,13 +266,13 @@ def _keeping(cache: Prefix) -> list[Any]:
     return [layer for layer in cache.layers if not _keeps_nothing(layer)]
 
 
-def check_written(written: Prefix, length: int, hidden: torch.Tensor) -> None:
+def check_written(written: Prefix, length: int, hidden: torch.Tensor | None) -> None:
     """Raise `CannotShare` unless every layer holds the whole prompt, and in the graph if gradients are wanted.
 
     Args:
         written: the prefix after its pass.
         length: positions it has to hold.
-        hidden: (U, P - 1, D) last hidden states of that pass.
+        hidden: (U, P - 1, D) last hidden states of that pass; None: it ended with the last layer's keys and values.
     """
     for layer in _keeping(written):
         complete = layer.is_complete() if isinstance(layer, StoredState) else layer.length() == length
@@ -268,10 +281,11 @@ def check_written(written: Prefix, length: int, hidden: torch.Tensor) -> None:
     if not torch.is_grad_enabled():
         return
     # From the first trained weight on, everything is in the graph: a later layer that is not has been cut off from it.
-    in_graph = [layer.in_graph() for layer in _keeping(written)] + [hidden.requires_grad]
+    trained = hidden is None or hidden.requires_grad
+    in_graph = [*(layer.in_graph() for layer in _keeping(written)), trained]
     if not all(layer.written_with_grad for layer in _keeping(written)) or in_graph != sorted(in_graph):
         raise CannotShare("the model kept the prompt without its gradients")
-    if hidden.requires_grad and not any(in_graph[:-1]):
+    if trained and not any(in_graph[:-1]):
         raise CannotShare("only weights behind the last cache are trained")
 
 

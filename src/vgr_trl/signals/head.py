@@ -148,6 +148,7 @@ def head_of_rows(model: Any, rows: Sequence[int] | None) -> Iterator[None]:
             log_probs=_among(shape[0], chosen, outputs.log_probs), entropy=_among(shape[0], chosen, outputs.entropy)
         )
 
+    forward.of_rows = True  # type: ignore[attr-defined]
     with replaced(causal, "forward", forward):
         yield
 

@@ -115,7 +115,7 @@ class SimilarityProbe:
         assert self._images is not None
         prompts, images = self._images
         emitting = states[:, at_hand.emitting.index]  # (B, T', D)
-        numbers = [prompts.index_of(row) for row in range(at_hand.start, at_hand.stop)]
+        numbers = [prompts.index_of(row) for row in at_hand.numbers]
         values = [
             cosine_similarity(row, images[number], self.over)
             for row, number in zip(emitting, numbers, strict=True)

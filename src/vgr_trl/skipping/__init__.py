@@ -12,7 +12,7 @@ changed).
 
 from vgr_trl.skipping.dealing import deal_by_length, pack_rows, tokens_of
 from vgr_trl.skipping.head import only_tokens
-from vgr_trl.skipping.live import Extent, Window, extents_of, find_window, live_tokens
+from vgr_trl.skipping.live import Extent, Window, extents_of, find_text, find_window, live_tokens
 from vgr_trl.skipping.narrow import narrowed, take_rows, widened
 from vgr_trl.skipping.plan import SkippingPlan
 from vgr_trl.skipping.vision import VisionOnce
@@ -26,6 +26,7 @@ __all__ = [
     "Window",
     "deal_by_length",
     "extents_of",
+    "find_text",
     "find_window",
     "live_tokens",
     "narrowed",

@@ -12,7 +12,7 @@ from vgr_trl.replacing import replaced, replaced_method
 
 
 @contextmanager
-def only_tokens(causal: Any, base: Any, wanted: torch.Tensor) -> Iterator[None]:
+def only_tokens(causal: Any, base: Any, wanted: torch.Tensor | None) -> Iterator[None]:
     """Let TRL's fused head score these tokens alone: all others have log-probability and entropy 0, and no gradient.
 
     TRL leaves out positions only where it has Triton, and scores all that have a label.
@@ -20,7 +20,7 @@ def only_tokens(causal: Any, base: Any, wanted: torch.Tensor) -> Iterator[None]:
     Args:
         causal: transformers model with TRL's fused head.
         base: base model that it calls.
-        wanted: (N, T) bool, of the last T columns of every batch that passes in this block.
+        wanted: (N, T) bool, of the last T columns of every batch that passes in this block. None: all with a label.
     """
     forward: Callable[..., Any] = causal.forward
 
@@ -37,8 +37,9 @@ def only_tokens(causal: Any, base: Any, wanted: torch.Tensor) -> Iterator[None]:
             given = {"fused_lm_head": fused_lm_head or None, "labels": labels, "shift_labels": shift_labels}
             return forward(*args, **{name: value for name, value in given.items() if value is not None}, **kwargs)
         scored = next_tokens != -100
-        scored[:, : -wanted.size(1)] = False
-        scored[:, -wanted.size(1) :] &= wanted
+        if wanted is not None:
+            scored[:, : -wanted.size(1)] = False
+            scored[:, -wanted.size(1) :] &= wanted
         plain, mine = base.forward, get_ident()
 
         @wraps(plain)

@@ -14,11 +14,13 @@ class Window:
         rows: numbers of the rows, ascending, at least one.
         prompt: last columns of the prompts, in [1, P].
         completion: first columns of the completions, in [1, T].
+        images: whether those of the rows run.
     """
 
     rows: list[int]
     prompt: int
     completion: int
+    images: bool = True
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def find_window(
     Args:
         live: (N, T) bool.
         prompt_mask: (N, P), padded on the left.
-        num_images: images of each row; None: there are none.
+        num_images: images of each row; None: there are none, or none has to run.
         rows: whether rows may be left out.
         padding: whether columns may be.
         multiple: of which the columns of prompts and of completions are kept, as far as there are.
@@ -81,6 +83,22 @@ def find_window(
     columns = live.any(0).nonzero().flatten().tolist()
     completion = _up_to_multiple(max(columns, default=0) + 1, multiple, live.size(1))
     return Window(kept, _up_to_multiple(int(lengths[kept].max()), multiple, prompt_mask.size(1)), completion)
+
+
+def find_text(is_image: torch.Tensor, completion: int, multiple: int | None = None) -> Window | None:
+    """Return the end of a prompt and the beginning of its completion, to run without images; None if they are some.
+
+    Two tokens of the prompt: where others share prompts, this process can do as they do.
+
+    Args:
+        is_image: (N, P + T) bool, tokens that stand for images.
+        completion: T.
+        multiple: as `find_window` takes it.
+    """
+    prompt = is_image.size(1) - completion
+    before, behind = _up_to_multiple(2, multiple, prompt), _up_to_multiple(1, multiple, completion)
+    rows = (~is_image[:, prompt - before : prompt + behind]).all(1).nonzero().flatten().tolist()
+    return Window(rows[:1], before, behind, images=False) if rows else None
 
 
 def extents_of(live: torch.Tensor, prompt_mask: torch.Tensor, *, rows: bool, padding: bool) -> list[Extent]:

@@ -11,14 +11,16 @@ from vgr_trl.batch.row_images import PERTURBED, split_images, stack_images
 from vgr_trl.skipping.live import Window
 
 _PER_TOKEN = ("input_ids", "attention_mask", *TOKEN_TYPES)
+_OF_IMAGES = {*IMAGE_INPUTS, "num_images", "num_tiles"}
 
 
-def narrowed(inputs: Mapping[str, Any], window: Window) -> dict[str, Any]:
+def narrowed(inputs: Mapping[str, Any], window: Window, live: torch.Tensor | None = None) -> dict[str, Any]:
     """Return the inputs of TRL's `_get_per_token_logps_and_entropies` for a part of its rows and columns.
 
     Args:
         inputs: its named arguments but for the model: `logits_to_keep` is T; None where there is nothing.
         window: the part.
+        live: (N, T) bool; behind the last live token of a row there is padding then. None: there is what there is.
 
     Raises:
         DataError: pixel inputs cannot be assigned to rows, some of which are left out.
@@ -31,6 +33,11 @@ def narrowed(inputs: Mapping[str, Any], window: Window) -> dict[str, Any]:
     for name in _PER_TOKEN:
         if inputs.get(name) is not None:
             part[name] = (inputs[name] if every else inputs[name][window.rows])[:, columns]
+    if live is not None:
+        read = live[window.rows, : window.completion].flip(1).cumsum(1).flip(1) > 0  # (rows, columns)
+        part["attention_mask"] = part["attention_mask"] * torch.nn.functional.pad(read, (window.prompt, 0), value=True)
+    if not window.images:
+        return {name: value for name, value in part.items() if name not in _OF_IMAGES}
     if every:
         return part
     return _with_images_of(window.rows, inputs, part, len(ids))

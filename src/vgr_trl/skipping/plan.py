@@ -24,6 +24,7 @@ class SkippingPlan:
         head: whether the head scores live tokens only.
         dealing: rows dealt to micro-batches by length.
         old_logps: old log-probabilities taken from the first training pass.
+        images: whether images have to run in every pass that is given some, read or not.
         window: rows of this process that change places with each other: those of a rollout within an optimizer step.
     """
 
@@ -33,6 +34,7 @@ class SkippingPlan:
     head: bool
     dealing: Place
     old_logps: Place
+    images: bool
     window: int
 
     def __str__(self) -> str:

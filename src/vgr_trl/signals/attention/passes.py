@@ -18,6 +18,7 @@ class Pass:
 
     Attributes:
         start, stop: rows of the batch that what is measured belongs to.
+        some: numbers of those rows, if not all that stand between are meant.
         groups: where prompts pass once for several rows, row - `start` -> its number among the B; else None.
         shape: B, and the positions Q that pass.
         seen: positions of these rows that are in a cache, in front of those that pass.
@@ -35,17 +36,25 @@ class Pass:
     emitting: Queries | None
     columns: slice
     instruction: Queries | None
+    some: list[int] | None = None
     done: set[int] = field(default_factory=set)
 
     @property
-    def rows(self) -> slice:
+    def rows(self) -> slice | list[int]:
         """Of the batch."""
-        return slice(self.start, self.stop)
+        return slice(self.start, self.stop) if self.some is None else self.some
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """Those of these rows."""
+        return range(self.start, self.stop) if self.some is None else self.some
 
     def index_of(self, row: int) -> int | None:
         """Which of the B rows stands for a row of the batch, None if none does."""
-        if not self.start <= row < self.stop:
+        if row not in self.numbers:
             return None
+        if self.some is not None:
+            return self.some.index(row)
         return row - self.start if self.groups is None else self.groups[row - self.start]
 
     def own(self, sets: torch.Tensor) -> torch.Tensor:
@@ -109,6 +118,7 @@ class PassPlan:
         self.next_row = 0
         self._length: int | None = None
         self._base_seen = False
+        self._to_come = self._passed = 0  # rows that come in several passes; those of them that have come
 
     def begin_batch(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before rows pass through the whole model: find out which positions are wanted."""
@@ -159,7 +169,9 @@ class PassPlan:
         cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
         seen = _positions_seen(cache)
         groups: list[int] | None = getattr(cache, "groups", None)
-        stop = self.next_row + (count if groups is None else len(groups))
+        some: list[int] | None = getattr(cache, "rows", None)
+        self._to_come = len(groups) if groups is not None else self._to_come if some is not None else count
+        stop = self.next_row + self._to_come
         if stop > len(self.sets):
             raise ConfigError(
                 f"The probe has masks for {len(self.sets)} rows, but {stop} pass through the model: give masks of the "
@@ -176,9 +188,13 @@ class PassPlan:
             emitting=_queries(self.positions[columns], seen, hidden.device),
             columns=columns,
             instruction=_queries(instruction, seen, hidden.device),
+            some=None if some is None else [self.next_row + row for row in some],
         )
-        if groups is None:  # else the same rows are still to come, behind their prompts
-            self.next_row = stop
+        if groups is not None:  # the same rows are still to come, behind their prompts
+            return
+        self._passed += count
+        if self._passed == self._to_come:
+            self.next_row, self._passed = stop, 0
 
 
 def _queries(positions: list[int], seen: int, device: torch.device) -> Queries | None:

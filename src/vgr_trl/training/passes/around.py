@@ -12,10 +12,10 @@ from torch import nn
 from vgr_trl.sharing import Place, SharedPasses, SharingPlan, has_active_dropout, why_not_regroup, why_not_share
 from vgr_trl.sharing.backbone import base_of, causal_model, is_compiled, recomputes_without_graph
 from vgr_trl.signals import Wanted
-from vgr_trl.skipping import SkippingPlan, VisionOnce, VisionPlan
+from vgr_trl.skipping import SkippingPlan, VisionOnce, VisionPlan, only_tokens
 from vgr_trl.skipping.plan import why_padding_counts
 from vgr_trl.skipping.vision_plan import why_not_once
-from vgr_trl.skipping.vision_tower import tower_trains
+from vgr_trl.skipping.vision_tower import parts_of_tower, tower_trains
 from vgr_trl.training.constructed import ConstructedTrainer
 from vgr_trl.training.critic.values import HeadReader
 from vgr_trl.training.full_kl import HiddenReader
@@ -42,7 +42,9 @@ class Passes:
         """Leave out of passes of this block what can be; the arguments are those of `SharedPasses.around`."""
         read = nullcontext() if self.reader is None else self.reader.around(model, completion_length)
         kept = nullcontext() if self.hidden_reader is None else self.hidden_reader.around(model, completion_length)
-        with self.vision.around(model), self._shared.around(place, model, completion_length), read, kept:
+        scores = completion_length is not None and not torch.is_grad_enabled()
+        head = _head_without_padding(model) if scores else nullcontext()
+        with self.vision.around(model), head, self._shared.around(place, model, completion_length), read, kept:
             yield
 
     def values(self) -> torch.Tensor | None:
@@ -64,6 +66,15 @@ class Passes:
 
 def _all_agree(accelerator: Accelerator, shares: bool) -> bool:
     return bool(accelerator.gather(torch.tensor([shares], device=accelerator.device)).all())
+
+
+def _head_without_padding(model: Any) -> AbstractContextManager[None]:
+    """TRL's head scores padding too where it has no Triton; a head of some rows wants whole ones."""
+    causal = causal_model(model)
+    base = base_of(causal)
+    if base is causal or is_compiled(model) or hasattr(causal.forward, "of_rows"):
+        return nullcontext()
+    return only_tokens(causal, base, None)
 
 
 def plan_sharing(trainer: ConstructedTrainer) -> SharingPlan:
@@ -166,6 +177,7 @@ def plan_skipping(trainer: ConstructedTrainer, wanted: Wanted) -> SkippingPlan:
         head=(off["skip_dead_tokens"] or compiled or headless) is None,
         dealing=Place(off["deal_by_length"] or _why_not_deal(trainer)),
         old_logps=Place(off["reuse_first_pass"] or _why_old_logps_are_scored(trainer, wanted)),
+        images=_is_sharded(trainer) or not parts_of_tower(base) or tower_trains(base),
         window=trainer.args.per_device_train_batch_size * min(accumulated, generated),
     )
 

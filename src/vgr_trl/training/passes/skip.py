@@ -12,11 +12,14 @@ from vgr_trl.errors import DataError
 from vgr_trl.sharing import Place
 from vgr_trl.sharing.backbone import base_of, causal_model
 from vgr_trl.sharing.grouping import shuffle_by_group
+from vgr_trl.sharing.image_inputs import is_image_token
 from vgr_trl.skipping import (
     Extent,
     SkippingPlan,
+    Window,
     deal_by_length,
     extents_of,
+    find_text,
     find_window,
     live_tokens,
     narrowed,
@@ -69,19 +72,13 @@ class LivePasses:
             inputs: its named arguments but for the model.
         """
         live = self._live(passed.inputs)
-        window = find_window(
-            live,
-            inputs["attention_mask"][:, : -inputs["logits_to_keep"]],
-            inputs.get("num_images"),
-            rows=self._skips_rows,
-            padding=self._skips_padding,
-            multiple=self._host.pad_to_multiple_of,
-        )
+        window = self._window(model, live, inputs)
+        cut = live if self._skips_padding else None
         try:
-            part = narrowed(inputs, window)
+            part = narrowed(inputs, window, cut)
         except DataError:  # whose pixels belong to which row is not known: none is left out
             window = replace(window, rows=list(range(len(live))))
-            part = narrowed(inputs, window)
+            part = narrowed(inputs, window, cut)
         passed.live, passed.rows_run = live, len(window.rows)
         with (
             self._head(model, live[window.rows, : window.completion]),
@@ -97,6 +94,22 @@ class LivePasses:
             if self._replay is not None:
                 self._replay.first_pass(passed)
         return logps, None if entropies is None else widened(entropies, window, live, None), aux_loss
+
+    def _window(self, model: Any, live: torch.Tensor, inputs: dict[str, Any]) -> Window:
+        completion, multiple = inputs["logits_to_keep"], self._host.pad_to_multiple_of
+        runs_images = self.plan.images and inputs.get("pixel_values") is not None
+        if self._skips_rows and self._skips_padding and not runs_images and not live.any():
+            is_image = is_image_token(inputs["input_ids"], causal_model(model).config)
+            if (window := find_text(is_image, completion, multiple)) is not None:
+                return window
+        return find_window(
+            live,
+            inputs["attention_mask"][:, :-completion],
+            inputs.get("num_images") if runs_images else None,
+            rows=self._skips_rows,
+            padding=self._skips_padding,
+            multiple=multiple,
+        )
 
     def gives_old_logps(self, rollout: Rollout) -> bool:
         """Whether what TRL scores of a rollout by the policy before its rewards comes from the first training pass."""
