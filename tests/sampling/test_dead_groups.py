@@ -111,3 +111,10 @@ def test_a_key_that_names_none_or_several(key, count):
         ConfigError, match=f"filter_key is '{key}', which names {count} reward functions: give overall or one of accur"
     ):
         filter_index(key, NAMES)
+
+
+def test_the_name_of_a_function_is_nearer_than_a_part_of_it():
+    """The default, accuracy, is the accuracy reward, although that of blind answers has it in its name."""
+    assert filter_index("accuracy", ["blind_accuracy_reward", "accuracy_reward"]) == 1
+    assert filter_index("accuracy", ["blind_accuracy_reward", "think_format_reward"]) == 0
+    assert filter_index("blind_accuracy", ["accuracy_reward", "blind_accuracy_reward"]) == 1

@@ -101,8 +101,8 @@ def filter_rewards(
     """Return the rewards that online filtering looks at, (num_groups * G,).
 
     Args:
-        key: `overall`, the name of a reward function, or a part of it between underscores (`accuracy` for
-            `accuracy_reward`) that no other has.
+        key: `overall`, the name of a reward function with or without its last part (`accuracy` for `accuracy_reward`),
+            or a part of it between underscores that no other has.
         names: of the reward functions.
         rewards_per_func: unweighted, (num_groups * G, number of functions).
         rewards: weighted sums, (num_groups * G,).
@@ -118,7 +118,7 @@ def filter_index(key: str, names: Sequence[str]) -> int | None:
     """Return the position of the reward function that `key` names, None for `overall`; see `filter_rewards`."""
     if key == "overall":
         return None
-    found = [index for index, name in enumerate(names) if name == key]
+    found = [index for index, name in enumerate(names) if name in (key, f"{key}_reward")]
     found = found or [index for index, name in enumerate(names) if key in name.split("_")]
     if len(found) != 1:
         raise ConfigError(

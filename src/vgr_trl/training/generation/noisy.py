@@ -31,6 +31,7 @@ def refuse_unfit_noise(trainer: ConstructedTrainer, has_images: bool) -> None:
             args.attention_source == "generate",
             'attention_source is "generate", which would measure noise; use "scoring".',
         ),
+        (trainer.use_transformers_continuous_batching, "continuous batching shows no images; switch it off."),
         (
             trainer.use_vllm and trainer.vllm_importance_sampling_correction,
             "vllm_importance_sampling_correction would weigh perturbed against clean images; set it to False.",
