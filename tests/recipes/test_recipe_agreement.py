@@ -13,7 +13,7 @@ from vgr_trl.batch.signals import AttentionMass, RolloutSignals
 from vgr_trl.credit import CreditOptions, entropy_penalty, kl_penalty, perception_loss, shape_advantages
 from vgr_trl.recipes import load_recipe
 from vgr_trl.registries import credit_rules
-from vgr_trl.rewards import get_soft_overlong_punishment, mdi_reward, vgr_reward
+from vgr_trl.rewards import get_soft_overlong_punishment, load_reward, mdi_reward, vgr_reward
 from vgr_trl.signals.dependency import jensen_shannon, visual_dependency
 
 LOSS = ("loss_type", "epsilon", "epsilon_high", "delta")
@@ -191,6 +191,19 @@ def test_noisyrollout_has_the_noise_of_the_published_code():
     steps = [config.noisy_parameters(config.noise_left(step, 60))["steps"] for step in (1, 20, 35, 40, 45, 60)]
     assert steps == [499, 499, 462, 250, 37, 0]
     assert (config.num_generations, config.noisy_generations, config.noisy_importance) == (12, 6, "clean")
+
+
+def test_vision_sr1_by_hand():
+    """0.9 for a right answer, 0.1 for its form, 1 for a right blind answer: 2, 1, 1.1 and 0.1."""
+    recipe = load_recipe("vision_sr1")
+    says = "<think><description>Two cats.</description> So B.</think><answer>{}</answer>"
+    completions = [says.format("B"), says.format("B"), says.format("A"), says.format("A")]
+    blind = ["<answer>B</answer>", None, "The answer is B.", "<answer>A</answer>"]
+    columns = {"solution": ["B"] * 4, "choices": [["one", "two"]] * 4, "blind_answers": blind}
+    earned = [load_reward(name)(completions=completions, **columns) for name in recipe["reward_funcs"]]
+    weights = recipe["reward_weights"]
+    sums = [sum(w * r for w, r in zip(weights, row, strict=True)) for row in zip(*earned, strict=True)]
+    assert sums == pytest.approx([2, 1, 1.1, 0.1])
 
 
 def test_anchor_tokens_by_hand():

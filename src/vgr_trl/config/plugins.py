@@ -31,8 +31,8 @@ class PluginOptions:
     credit_rules: list[str] | None = field(
         default=None,
         metadata={
-            "help": f"Rules that give tokens their credit: {', '.join(RULES)}, those of installed packages, dotted "
-            "paths (my_package.my_rules.my_rule) or files (my_rules.py:my_rule)."
+            "help": f"Rules that give tokens their credit: {', '.join(RULES)}; vgpo, pgpo, vepo, anchor_tokens "
+            "(docs/recipes.md); those of installed packages, dotted paths or files (my_rules.py:my_rule)."
         },
     )
     signals: list[str] | None = field(
