@@ -2,17 +2,34 @@
 
 from typing import Any
 
+from trl.data_utils import prepare_multimodal_messages
+
+from vgr_trl.cli.flags.arguments import DataArguments
+from vgr_trl.cli.loading import system_prompt_of
+from vgr_trl.data.rows.schema import ready_row
 from vgr_trl.data.rows.text.prompts import build_prompt
 from vgr_trl.rewards import accuracy_reward
 
 
+def messages(row: dict[str, Any], lmms_eval_specific_kwargs: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    """Return the conversation as training puts it, with its system prompt or that of `system_prompt_file`."""
+    given = DataArguments(system_prompt_file=(lmms_eval_specific_kwargs or {}).get("system_prompt_file"))
+    ready = ready_row(row, system_prompt=system_prompt_of(given))
+    conversation = prepare_multimodal_messages(ready["prompt"], ready["images"])
+    return [{**message, "content": [_part(part) for part in message["content"]]} for message in conversation]
+
+
+def _part(part: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "image", "url": part["image"]} if part["type"] == "image" else part
+
+
 def images(row: dict[str, Any]) -> list[Any]:
-    """Return the images of a row."""
+    """Return the images of a row, for models that take no conversation."""
     return [image.convert("RGB") for image in row.get("images") or [row["image"]]]
 
 
 def text(row: dict[str, Any], options: dict[str, Any] | None = None) -> str:
-    """Return the question with its choices, as training puts it."""
+    """Return the question with its choices, for models that take no conversation."""
     (message,) = build_prompt(row["problem"], row.get("choices"), system_prompt=None)
     content = message["content"]
     return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
