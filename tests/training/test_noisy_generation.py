@@ -8,9 +8,11 @@ from support.trainers import config, letters_reward, logged, prompts, train_file
 from trl.trainer import grpo_trainer
 
 from vgr_trl import DAPOConfig
+from vgr_trl.batch.inputs import Prompts
 from vgr_trl.config.noisy import decay
 from vgr_trl.errors import ConfigError
 from vgr_trl.training.generation import noisy
+from vgr_trl.training.rollout import Rollout
 
 NOISE = {"noisy_generations": 3, "max_steps": 1}
 
@@ -61,6 +63,7 @@ def test_the_last_of_each_group_are_sampled_from_noise_and_all_train_on_the_imag
     clean_rows = {one.numpy().tobytes() for one in expected}
     assert {one.numpy().tobytes() for one in rows_of(trained_on, grid)} == clean_rows
     assert "old_per_token_logps" not in rollout.batch, "as published, the ratio of the first pass is 1"
+    assert list(run._logs["extra"]["noisy"]) == rollout.noise.rows
     rewards = run._logs["rewards"]["letters_reward"]
     of_noise = [value for row, value in enumerate(rewards) if row % 4]
     assert logged(run, "noisy/reward") == [pytest.approx(sum(of_noise) / 6)]
@@ -128,8 +131,25 @@ def test_vllm_gets_the_perturbed_images_each_for_one_completion(make, monkeypatc
 def test_evaluations_and_their_images_are_clean(make, question_files, monkeypatch):
     run = make()
     monkeypatch.setattr(run.host.__class__, "mode", property(lambda host: "eval"))
-    rollout = type("R", (), {"prompts": object(), "greedy": False})()
+    rollout = Rollout([], prompts=Prompts([], None, {}))
     assert noisy.with_noise(rollout, run.host) is rollout.prompts
+    assert rollout.noise is None
+
+
+def test_a_process_without_images_keeps_pace_with_the_others(make):
+    """It says which rows would be noisy, since a server of vLLM is asked for all processes in one way, and scores."""
+    run = make(noisy_importance="perturbed")
+    run.model.train()
+    rollout = Rollout([{}] * 8, prompts=Prompts([[1]] * 8, None, {}))
+    assert noisy.with_noise(rollout, run.host) is rollout.prompts
+    assert rollout.noise.rows == [False, True, True, True] * 2
+    rollout.batch = {
+        "prompt_ids": torch.full((8, 2), 7), "prompt_mask": torch.ones(8, 2, dtype=torch.long),
+        "completion_ids": torch.full((8, 3), 9), "completion_mask": torch.ones(8, 3, dtype=torch.long),
+    }  # fmt: skip
+    judged = noisy.as_generated(rollout, run.host)
+    assert judged.batch["old_per_token_logps"].shape == (8, 3)
+    assert judged.metrics == {"noisy/generations": 3.0, "noisy/strength": 1.0}
 
 
 def test_a_schedule_of_the_number(make, monkeypatch):

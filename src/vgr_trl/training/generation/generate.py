@@ -63,7 +63,7 @@ class Generation:
         if rollout is not None and first_turn:
             rollout.prompts = prompts
             prompts = with_noise(rollout, self._host)
-            if rollout.noise is not None or rollout.blind:
+            if rollout.noise is not None or rollout.blind:  # what is asked differs within a group
                 num_generations = 1
         ids, images = prompts.ids, prompts.images
         if self._vllm_images is not None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -55,9 +56,8 @@ def with_noise(rollout: Rollout, host: Host) -> Prompts:
     """
     args, prompts = host.args, rollout.prompts
     assert prompts is not None
-    if not args.noisy_generations or host.mode != "train" or rollout.greedy or prompts.images is None:
+    if not args.noisy_generations or host.mode != "train" or rollout.greedy or rollout.blind:
         return prompts
-    assert rollout.messages is not None
     step = host.state.global_step + 1
     left = args.noise_left(step, max(host.state.max_steps, step))
     count, strength = args.noisy_generations, 1.0
@@ -68,8 +68,10 @@ def with_noise(rollout: Rollout, host: Host) -> Prompts:
     first = host.accelerator.process_index * len(rollout.rows)
     noisy = noisy_rows(len(rollout.rows), host.num_generations, count, first)
     rollout.noise = Noise(noisy, count, strength)
-    if not any(noisy):
+    host.show_columns({"noisy": noisy})
+    if not any(noisy) or prompts.images is None:  # another process may have images
         return prompts
+    assert rollout.messages is not None
     perturb = partial(
         perturb_images,
         name=args.noisy_perturbation,
@@ -115,12 +117,18 @@ def as_generated(rollout: Rollout, host: Host) -> Rollout:
     noise = rollout.noise
     if noise is None:
         return rollout
-    if noise.prompts is not None and host.args.noisy_importance == "perturbed":
-        images = noise.prompts.images or ()
-        pixels = pixels_of_rows(noise.prompts.fields, images, range(len(rollout.rows)), rollout.batch)
-        seen = rollout.batch | {"pixel_values": joined(pixels)}
-        rollout.batch = {**rollout.batch, OLD_LOGPS: host.score(scoring_inputs(seen))}
+    if noise.generations and host.args.noisy_importance == "perturbed":
+        rollout.batch = {**rollout.batch, OLD_LOGPS: host.score(scoring_inputs(_as_shown(rollout, noise)))}
     return replace(rollout, metrics=rollout.metrics | _metrics(rollout, host, noise))
+
+
+def _as_shown(rollout: Rollout, noise: Noise) -> dict[str, Any]:
+    """The batch with the images that each row was generated from."""
+    if noise.prompts is None or noise.prompts.images is None:
+        return rollout.batch
+    rows = range(len(rollout.rows))
+    pixels = pixels_of_rows(noise.prompts.fields, noise.prompts.images, rows, rollout.batch)
+    return rollout.batch | {"pixel_values": joined(pixels)}
 
 
 def _metrics(rollout: Rollout, host: Host, noise: Noise) -> dict[str, float]:
