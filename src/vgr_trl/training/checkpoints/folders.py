@@ -15,7 +15,7 @@ from vgr_trl.training.checkpoints.shares import KINDS, missing_shares
 logger = logging.get_logger(__name__)
 
 TRACES = ("trainer_state.json", "model.safetensors", "model.safetensors.index.json", "adapter_config.json")
-SHARDED = ("latest", "pytorch_model_fsdp_0", "optimizer_0")  # DeepSpeed and FSDP keep the optimizer in these
+SHARDED = ("latest", "optimizer_0", "optimizer.bin")  # where DeepSpeed and FSDP (sharded, whole) have the optimizer
 
 
 class WholeCheckpoint(str):
