@@ -160,6 +160,11 @@ $(GPU_SITE): $(wildcard $(GPU_WHEELS)/*.whl)
 	$(if $^,$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target $@ $^)
 	@touch $@
 
+# Every engine in two processes on a CPU, several minutes; the shortest part is in `make test`, too.
+.PHONY: engines
+engines: $(DEV)
+	$(BIN)/python -m pytest -m "minutes or not minutes" tests/engines
+
 # Small changes of the code that no test notices; by hand, about an hour. MUTANTS="--rooms credit --per-room 50" for a part.
 MUTANTS ?=
 .PHONY: mutants

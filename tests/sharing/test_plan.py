@@ -28,17 +28,12 @@ def test_everything_is_on_by_default(make):
     assert str(make().sharing) == f"share_prompts=auto: {ON}"
 
 
-SHARDED = "off (sharded parameters, not tested on a GPU: share_prompts=on shares there too)"
-
-
 @pytest.mark.parametrize(
     ("mode", "changed", "places"),
     [
-        ("auto", {"zero": 3}, (SHARDED, SHARDED, SHARDED)),
-        ("on", {"zero": 3}, ("on", "on", "on")),
+        ("auto", {"zero": 3}, ("on", "on", "on")),
         ("auto", {"zero": 2}, ("on", "on", "on")),
-        ("auto", {"fsdp": 2}, (SHARDED, SHARDED, SHARDED)),
-        ("on", {"fsdp": 2}, ("off (FSDP)", "on", "on")),
+        ("auto", {"fsdp": 2}, ("off (FSDP)", "on", "on")),
         ("on", {"fsdp": 1}, ("off (FSDP)", "on", "off (the first version of FSDP)")),
         ("auto", {"compile": "INDUCTOR"}, ("on", "off (torch.compile)", "off (torch.compile)")),
         ("auto", {"vllm": True}, ("off (vLLM shares prompts itself)", "on", "on")),

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -19,19 +20,25 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **more}
 
 
-def launch(script: Path, *arguments: object, processes: int, status: int = 0) -> None:
-    """Run a script in the processes of one group, as torchrun does but without its own start; all end with `status`."""
+def launch(
+    script: Path, *arguments: object, processes: int, status: int = 0, engine: Mapping[str, str] | None = None
+) -> None:
+    """Run a script in the processes of one group, as torchrun does but without its own start; all end with `status`.
+
+    `engine`: what tells accelerate how the processes train together; None: DDP on a CPU.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(processes)}
+    engine = {"ACCELERATE_USE_CPU": "true"} if engine is None else engine
     command = [sys.executable, str(script), *map(str, arguments)]
     with ExitStack() as stack:
         errors = [stack.enter_context(TemporaryFile("w+")) for _ in range(processes)]
         started = [
             subprocess.Popen(
                 command,
-                env=environment(ACCELERATE_USE_CPU="true", **group, RANK=str(rank), LOCAL_RANK=str(rank)),
+                env=environment(**engine, **group, RANK=str(rank), LOCAL_RANK=str(rank)),
                 stdout=subprocess.DEVNULL,
                 stderr=errors[rank],
             )

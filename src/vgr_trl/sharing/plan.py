@@ -57,10 +57,12 @@ class SharedPasses:
     Args:
         plan: of the run.
         agree: as `share_prompts` takes it.
+        evens_images: whether the caller lets the vision tower run in every process if it does in one.
     """
 
-    def __init__(self, plan: SharingPlan, agree: Callable[[bool], bool]) -> None:
+    def __init__(self, plan: SharingPlan, agree: Callable[[bool], bool], evens_images: bool = False) -> None:
         self.plan, self._agree = plan, agree
+        self._refuses_uneven = plan.sharded and not evens_images
         self._report = SharingReport()
 
     @contextmanager
@@ -72,14 +74,14 @@ class SharedPasses:
             model: as `share_prompts` takes it.
             completion_length: T of a scored batch; None where the model generates.
         """
-        sharded = self.plan.sharded
+        refuses = self._refuses_uneven
         if place.reason_off is not None:
             generates = completion_length is None
-            with leave_out_empty_images(model, agree=self._agree if sharded and not generates else None):
+            with leave_out_empty_images(model, agree=self._agree if refuses and not generates else None):
                 yield
             return
-        alike = sharded or (self.plan.in_order and torch.is_grad_enabled())
-        with share_prompts(model, completion_length, agree=self._agree if alike else None, sharded=sharded) as report:
+        alike = self.plan.sharded or (self.plan.in_order and torch.is_grad_enabled())
+        with share_prompts(model, completion_length, agree=self._agree if alike else None, sharded=refuses) as report:
             yield
         self._report.add(report)
 

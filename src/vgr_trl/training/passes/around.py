@@ -20,6 +20,7 @@ from vgr_trl.training.constructed import ConstructedTrainer
 from vgr_trl.training.critic.values import HeadReader
 from vgr_trl.training.full_kl import HiddenReader
 from vgr_trl.training.loss import what_reads_every_token
+from vgr_trl.training.passes.blank_image import BlankImage
 
 
 class Passes:
@@ -29,11 +30,15 @@ class Passes:
         sharing: where prompts are computed once.
         vision: where image features are.
         accelerator: whose processes agree on what they share.
+        blank: for processes without images among others; None where there are none.
     """
 
-    def __init__(self, sharing: SharingPlan, vision: VisionPlan, accelerator: Accelerator) -> None:
+    def __init__(
+        self, sharing: SharingPlan, vision: VisionPlan, accelerator: Accelerator, blank: BlankImage | None = None
+    ) -> None:
         self.vision = VisionOnce(vision)
-        self._shared = SharedPasses(sharing, partial(_all_agree, accelerator))
+        self._blank = blank
+        self._shared = SharedPasses(sharing, partial(_all_agree, accelerator), evens_images=blank is not None)
         self.reader: HeadReader | None = None  # of a critic
         self.hidden_reader: HiddenReader | None = None  # of a KL over all words
 
@@ -44,7 +49,9 @@ class Passes:
         kept = nullcontext() if self.hidden_reader is None else self.hidden_reader.around(model, completion_length)
         scores = completion_length is not None and not torch.is_grad_enabled()
         head = _head_without_padding(model) if scores else nullcontext()
-        with self.vision.around(model), head, self._shared.around(place, model, completion_length), read, kept:
+        tower = nullcontext() if self._blank is None else self._blank.around(model, completion_length is None)
+        shared = self._shared.around(place, model, completion_length)
+        with self.vision.around(model), head, shared, read, kept, tower:
             yield
 
     def values(self) -> torch.Tensor | None:
@@ -91,8 +98,6 @@ def plan_sharing(trainer: ConstructedTrainer) -> SharingPlan:
     )
     model = trainer.model
     everywhere = "share_prompts=off" if mode == "off" else None
-    if everywhere is None and sharded and mode == "auto":
-        everywhere = "sharded parameters, not tested on a GPU: share_prompts=on shares there too"
     generation = everywhere or _why_not_generate(trainer) or why_not_share(model, gradients=False)
     compiled = "torch.compile" if _compiles(trainer) else None
     scoring = everywhere or compiled or why_not_share(model, gradients=False)
@@ -132,6 +137,21 @@ def _why_not_train(trainer: ConstructedTrainer) -> str | None:
     if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version == 1:
         return "the first version of FSDP"
     return None
+
+
+def plan_blank_image(trainer: ConstructedTrainer, has_images: bool) -> BlankImage | None:
+    """Return what takes part in the vision tower where only other processes have images; None: nothing need.
+
+    Args:
+        trainer: constructed.
+        has_images: whether its data have any.
+    """
+    base = base_of(causal_model(trainer.model))
+    processor = getattr(trainer.processing_class, "image_processor", None)
+    alone = trainer.accelerator.num_processes == 1 or not (has_images and trainer._is_vlm)
+    if alone or processor is None or not hasattr(base, "get_image_features") or _compiles(trainer):
+        return None
+    return BlankImage(processor, trainer.accelerator, _is_sharded(trainer))
 
 
 def plan_vision(trainer: ConstructedTrainer, has_images: bool) -> VisionPlan:

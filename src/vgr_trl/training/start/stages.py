@@ -25,7 +25,7 @@ from vgr_trl.training.metrics.clock import OptimizerClock, StageClock
 from vgr_trl.training.metrics.collapse_watch import CollapseWatch
 from vgr_trl.training.metrics.step_metrics import StepMetrics
 from vgr_trl.training.metrics.trackers import name_for_trackers
-from vgr_trl.training.passes.around import Passes, plan_sharing, plan_skipping, plan_vision
+from vgr_trl.training.passes.around import Passes, plan_blank_image, plan_sharing, plan_skipping, plan_vision
 from vgr_trl.training.passes.budget import TokenBudget, refuse_unfit_budget
 from vgr_trl.training.passes.score import ScoringPasses
 from vgr_trl.training.passes.skip import LivePasses
@@ -98,7 +98,8 @@ def build_stages(trainer: ResumableTrainer, host: TRLHost, schedule: RewardSched
     refuse_unfit_choice(trainer, sharing.sharded)
     refuse_unfit_budget(trainer)
     refuse_unfit_noise(trainer, has_images)
-    passes = Passes(sharing, plan_vision(trainer, has_images), trainer.accelerator)
+    blank = plan_blank_image(trainer, has_images)
+    passes = Passes(sharing, plan_vision(trainer, has_images), trainer.accelerator, blank)
     vllm_images = plan_vllm_images(trainer, has_images)
     choice = GroupChoice(host, measurement.wanted, _further_prompts(trainer, host))
     skipping = plan_skipping(trainer, measurement.wanted)

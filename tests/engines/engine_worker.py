@@ -1,0 +1,167 @@
+"""Run by the tests of this folder in the processes of an engine: three steps with every feature on.
+
+engine_worker.py KIND MODEL QUESTIONS OUTPUT WHAT …     a case, saved, "from CHECKPOINT" or generation
+"""
+
+import json
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import engines
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from PIL import Image
+from support.trainers import BIG_STEPS, config, prompts, vision_trainer
+
+from vgr_trl.rewards import accuracy_reward, vgr_hard_negative_reward
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+from dealt_completions import generate_by_prompt
+
+SIZES = ((56, 56), (84, 56), (56, 112), (112, 84))  # of images, in turn
+EVERYTHING = {
+    "early_reward_weights": [1.0, 0.5],
+    "reward_weights": [1.0, 1.0],
+    "warmup_steps": 1,
+    "token_weights": True,
+    "enable_perception_filtering": True,
+    "enable_entropy_filtering": True,
+    "enable_trajectory_reweighting": True,
+    "use_entropy_penalty": True,
+    "replay_buffer_size": 4,
+    "dynamic_sampling": "resample",
+    "dynamic_sampling_max_rounds": 1,
+    "rollout_log_steps": 1,
+}
+
+
+@dataclass
+class Case:
+    """What is trained."""
+
+    options: dict = field(default_factory=lambda: EVERYTHING)
+    rewards: tuple = (accuracy_reward, vgr_hard_negative_reward)
+    lora: bool = False
+    without_images: bool = False
+
+
+GAE = {"advantage_estimator": "gae", "lam": 0.9, "critic_learning_rate": 1e-2, "token_weights": True}
+CASES = {
+    "everything": Case(),
+    "mixed": Case(without_images=True),
+    "mixed lora": Case(lora=True, without_images=True),
+    "lora": Case(lora=True),
+    "remax": Case({"advantage_estimator": "remax"}, (accuracy_reward,)),
+    "critic head": Case(GAE | {"critic": "head"}, (accuracy_reward,)),
+    "critic model": Case(GAE | {"critic": "model"}, (accuracy_reward,)),
+}
+
+
+def no_reward(completions, **kwargs):
+    return [0.0] * len(completions)
+
+
+def rows_of(file: str, case: Case) -> Dataset:
+    """Questions with images of several sizes; of a mixed case every fourth has none."""
+    rows = [dict(row) for row in prompts(file)]
+    name = "image" if "image" in rows[0] else "images"
+    for number, row in enumerate(rows):
+        size = SIZES[number % len(SIZES)]
+        images = row[name] if isinstance(row[name], list) else [row[name]]
+        changed = [image.resize(size, Image.Resampling.NEAREST) for image in images]
+        row[name] = changed if name == "images" else changed[0]
+        if case.without_images and number % 4 == 3:
+            row[name] = None
+    return Dataset.from_list(rows, prompts(file).features)
+
+
+def trainer_of(kind: str, case: Case, data: tuple[str, str], output: Path, **changed):
+    """The trainer of a case; each of two processes has half of the rows that one alone has."""
+    options = {"max_steps": 3, "gradient_accumulation_steps": 2} | BIG_STEPS | case.options
+    options |= {"per_device_train_batch_size": 4 if kind == "one" else 2}
+    adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"]) if case.lora else None
+    options = config(output, **options | engines.options_of(kind) | changed)
+    torch.manual_seed(0)  # an adapter is drawn
+    rows = rows_of(data[1], case)
+    trainer = vision_trainer(data[0], list(case.rewards), options, rows, model=data[0], peft_config=adapter)
+    trainer.model.generate = generate_by_prompt(trainer)
+    if kind in engines.SHARDED:  # the model itself cannot generate for rows with and without images there
+        trainer.stages.passes._blank._refuse_uneven = lambda inputs: None
+    return trainer
+
+
+def outcome(trainer, start: dict[str, torch.Tensor]) -> dict:
+    """How far the parameters moved, and what was logged."""
+    end = engines.whole_parameters(trainer)
+    return {
+        "moved": {name: end[name] - start[name] for name in start},
+        "history": [entry for entry in trainer.state.log_history if "reward" in entry],
+        "rewards": {key: list(values) for key, values in trainer._logs["rewards"].items()},
+        "advantages": list(trainer._logs["advantages"]),
+    }
+
+
+def run(kind: str, name: str, data: tuple[str, str], output: Path) -> dict:
+    """Train a case, and return its outcome."""
+    trainer = trainer_of(kind, CASES[name], data, output / f"{kind} {name}")
+    start = engines.whole_parameters(trainer)
+    trainer.train()
+    assert engines.found_engine(trainer) == kind
+    return outcome(trainer, start)
+
+
+def run_saved(kind: str, data: tuple[str, str], output: Path, resumed: str | None = None) -> dict:
+    """Four steps, saved after the second and at the end; or the last two of them, from a checkpoint."""
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 1e-3}
+    folder = output / f"{kind} {'resumed' if resumed else 'saved'}"
+    trainer = trainer_of(kind, CASES["mixed"], data, folder, **options)
+    start = engines.whole_parameters(trainer)
+    trainer.train(resume_from_checkpoint=resumed)
+    trainer.save_model(str(folder / "model"))
+    found = outcome(trainer, start)
+    found["end"] = engines.whole_parameters(trainer)
+    return found
+
+
+def run_generation(kind: str, data: tuple[str, str], output: Path) -> dict:
+    """Two steps with a real `generate`, thrice: as it comes; one process ends at once; all end at once, all dead."""
+    found = {}
+    for name in ("free", "one silent", "all silent"):
+        case = Case(without_images=kind not in engines.SHARDED)  # which refuse uneven images in generation
+        if name == "all silent":
+            case = replace(case, rewards=(no_reward, vgr_hard_negative_reward))
+        trainer = trainer_of(kind, case, data, output / f"{kind} {name}", max_steps=2, max_completion_length=8)
+        del trainer.model.generate
+        if name == "all silent" or (name == "one silent" and trainer.accelerator.process_index == 1):
+            words = len(trainer.processing_class.tokenizer)
+            eos = trainer.processing_class.tokenizer.eos_token_id
+            trainer.generation_config.suppress_tokens = [token for token in range(words) if token != eos]
+        trainer.train()
+        lengths = [
+            [entry[f"completions/{which}_length"] for which in ("min", "max")]
+            for entry in trainer.state.log_history
+            if "reward" in entry
+        ]
+        found[name] = {"steps": trainer.state.global_step, "lengths": lengths}
+    return found
+
+
+if __name__ == "__main__":
+    kind, data, folder = sys.argv[1], (sys.argv[2], sys.argv[3]), Path(sys.argv[4])
+    engines.prepare(kind)
+    for name in sys.argv[5:]:
+        if name == "generation":
+            found = run_generation(kind, data, folder)
+        elif name == "saved":
+            found = run_saved(kind, data, folder)
+        elif name.startswith("from "):
+            found = run_saved(kind, data, folder, name.removeprefix("from "))
+            name = "resumed"
+        else:
+            found = run(kind, name, data, folder)
+        if engines.is_main():
+            for part in {"moved", "end"} & set(found):
+                torch.save(found.pop(part), folder / f"{kind} {name} {part}.pt")
+            (folder / f"{kind} {name}.json").write_text(json.dumps(found))

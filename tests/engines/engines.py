@@ -1,0 +1,86 @@
+"""The engines of the tests of this folder, on a CPU: what starts them, and what gets at whole parameters."""
+
+import os
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from torch.distributed.tensor import DTensor
+
+DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu", "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false"}
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+}
+VARIABLES = {
+    "one": {"ACCELERATE_USE_CPU": "true"},
+    "ddp": {"ACCELERATE_USE_CPU": "true"},
+    "zero2": {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
+    "zero3": {
+        **DEEPSPEED,
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
+    },
+    "offload": {**DEEPSPEED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(Path(__file__).with_name("offload.json"))},
+    "fsdp2": FSDP2,
+}
+SHARDED = ("zero3", "offload", "fsdp2")
+
+
+def options_of(kind: str) -> dict:
+    """Options of `DAPOConfig` that the engine needs."""
+    if kind in ("one", "ddp"):
+        return {}
+    return {"use_cpu": False, "ddp_backend": "gloo"}  # DeepSpeed chooses the device itself
+
+
+def take_cpus_for_gpus() -> None:
+    """Let accelerate shard by its FSDP2 on a CPU, where it would fall back to DDP: it asks for the kind of device."""
+
+    def gloo(state: PartialState, *args: object) -> tuple[str, DistributedType]:
+        return "gloo", DistributedType.MULTI_GPU
+
+    def cpu(state: PartialState) -> None:
+        state.device = torch.device("cpu")
+
+    PartialState._prepare_backend, PartialState.set_device = gloo, cpu
+
+
+def prepare(kind: str) -> None:
+    """Before anything of accelerate is constructed."""
+    torch.set_num_threads(1)
+    if kind == "fsdp2":
+        take_cpus_for_gpus()
+
+
+def found_engine(trainer) -> str:
+    """Which engine the trainer runs under."""
+    state = trainer.accelerator.state
+    if trainer.is_deepspeed_enabled:
+        offloads = state.deepspeed_plugin.deepspeed_config["zero_optimization"].get("offload_optimizer", {})
+        return "offload" if offloads.get("device", "none") != "none" else f"zero{state.deepspeed_plugin.zero_stage}"
+    if trainer.is_fsdp_enabled:
+        return f"fsdp{state.fsdp_plugin.fsdp_version}"
+    return "ddp" if trainer.accelerator.num_processes > 1 else "one"
+
+
+def whole_parameters(trainer) -> dict[str, torch.Tensor]:
+    """Copies of the parameters by name, whole in every process."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    named = dict(model.named_parameters())
+    if trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3:
+        from deepspeed import zero
+
+        with zero.GatheredParameters(list(named.values())):
+            return {name: value.detach().clone() for name, value in named.items()}
+    parts = {name: value.detach() for name, value in named.items()}
+    return {name: (part.full_tensor() if isinstance(part, DTensor) else part).clone() for name, part in parts.items()}
+
+
+def is_main() -> bool:
+    return os.environ.get("RANK", "0") == "0"

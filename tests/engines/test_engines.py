@@ -1,0 +1,112 @@
+"""Two processes under each engine train as one process does on the same batches: every feature on, uneven images."""
+
+import json
+import math
+from pathlib import Path
+
+import engines
+import pytest
+import torch
+from support.launching import launch
+from support.trainers import train_file
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+WORKER = Path(__file__).with_name("engine_worker.py")
+OF_ENGINES = (  # what may differ: rates, and what is computed once
+    "perf/", "timing/", "step_time", "sharing/", "vision/", "skipped/", "replay/megabytes", "grad_norm", "loss",
+    "epoch", "clip_ratio",
+)  # fmt: skip
+ENGINES = ("ddp", "zero2", "zero3", "fsdp2")
+
+
+@pytest.fixture(scope="module")
+def train(model_folder, question_files, tmp_path_factory):
+    """Run the worker once for a kind of engine and what it is to do; the folder of the outcomes."""
+    folder, done = tmp_path_factory.mktemp("engines"), set()
+
+    def train(kind: str, *what: str) -> Path:
+        if missing := [each for each in what if (kind, each) not in done]:
+            data = model_folder, train_file(question_files)
+            processes = 1 if kind == "one" else 2
+            launch(WORKER, kind, *data, folder, *missing, processes=processes, engine=engines.VARIABLES[kind])
+            done.update((kind, each) for each in missing)
+        return folder
+
+    return train
+
+
+def outcome(folder: Path, kind: str, what: str, part: str = "moved"):
+    return json.loads((folder / f"{kind} {what}.json").read_text()), torch.load(folder / f"{kind} {what} {part}.pt")
+
+
+def largest(tensors) -> float:
+    return max(float(tensor.detach().abs().max()) for tensor in tensors)
+
+
+def check_equal(folder: Path, kind: str, what: str) -> None:
+    """Updates, rewards, advantages and metrics are those of one process."""
+    (expected, moves), (found, others) = (outcome(folder, each, what) for each in ("one", kind))
+    assert largest(moves.values()) > 1e-3
+    assert largest(moves[name] - others[name] for name in moves) < 2e-5 * largest(moves.values())
+    assert found["rewards"].keys() == expected["rewards"].keys()
+    for name, values in expected["rewards"].items():
+        assert found["rewards"][name] == pytest.approx(values, abs=1e-4, nan_ok=True), name
+    assert found["advantages"] == pytest.approx(expected["advantages"], abs=1e-3)
+    for theirs, ours in zip(expected["history"], found["history"], strict=True):
+        for name, value in theirs.items():
+            if not name.startswith(OF_ENGINES) and isinstance(value, float) and not math.isnan(value):
+                assert ours[name] == pytest.approx(value, rel=2e-3, abs=2e-4), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ENGINES)
+def test_every_feature_trains_as_in_one_process(kind, train):
+    """Every fourth row has no image, so that some micro-batches of a process have none, or those of both."""
+    train("one", "mixed")
+    folder = train(kind, "mixed")
+    check_equal(folder, kind, "mixed")
+    history = outcome(folder, kind, "mixed")[0]["history"]
+    assert [entry["replay/replaced_fraction"] for entry in history] == [0, 0, 0.5]
+    assert [entry["dynamic_sampling/generated_groups"] for entry in history] == [0, 0, 1]
+    assert [entry["reward_weights/vgr_hard_negative_reward"] for entry in history] == [0.5, 1, 1]
+    assert all(entry["sharing/prompts_per_row"] < 1 for entry in history), "prompts are shared by default"
+    assert list((folder / f"{kind} mixed" / "rollouts").glob("records-*.jsonl"))
+
+
+@pytest.mark.minutes
+@pytest.mark.parametrize("kind", [*ENGINES, "offload"])
+def test_full_and_adapted_models_and_critics_train_as_in_one_process(kind, train):
+    what = ["everything", "lora", "mixed lora", "remax", "critic head"]
+    what += ["critic model"] if kind not in engines.SHARDED else []
+    train("one", *what)
+    folder = train(kind, *what)
+    for each in what:
+        check_equal(folder, kind, each)
+    values = [entry["critic/value_mean"] for entry in outcome(folder, kind, "critic head")[0]["history"]]
+    assert values[0] == 0
+    assert values[-1] != 0
+
+
+@pytest.mark.minutes
+@pytest.mark.parametrize("kind", [*ENGINES, "offload"])
+def test_a_checkpoint_is_continued_and_the_model_loads(kind, train):
+    folder = train(kind, "saved")
+    train(kind, f"from {folder / f'{kind} saved' / 'checkpoint-2'}")
+    (whole, end), (rest, resumed_end) = (outcome(folder, kind, what, "end") for what in ("saved", "resumed"))
+    assert [entry["reward"] for entry in rest["history"]] == [entry["reward"] for entry in whole["history"]]
+    assert largest(end[name] - resumed_end[name] for name in end) < 1e-6
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / f"{kind} saved" / "model")
+    loaded = dict(model.named_parameters())
+    assert largest(end[name] - loaded[name] for name in end) == 0
+
+
+@pytest.mark.minutes
+@pytest.mark.parametrize("kind", ENGINES)
+def test_no_process_waits_for_another_that_has_ended(kind, train):
+    """A real `generate`: prompts and images of uneven sizes; one process says nothing; all say nothing and are dead."""
+    found = json.loads((train(kind, "generation") / f"{kind} generation.json").read_text())
+    assert {name: each["steps"] for name, each in found.items()} == dict.fromkeys(
+        ("free", "one silent", "all silent"), 2
+    )
+    assert found["one silent"]["lengths"] == [[1, 8], [1, 8]]
+    assert found["all silent"]["lengths"] == [[1, 1], [1, 1]]
