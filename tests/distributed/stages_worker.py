@@ -37,6 +37,13 @@ CASES = {
         "enable_trajectory_reweighting": True,
         "use_entropy_penalty": True,
     },
+    "published credit": {
+        "reward_funcs": [accuracy_reward, vgr_reward],
+        "credit_rules": ["vgpo", "vepo"],
+        "hidden_similarity_over": "centre",
+        "hidden_similarity_layer": 1,
+        "max_steps": 2,
+    },
     "replay": {"reward_funcs": [coarse_reward], "replay_buffer_size": 4, "max_steps": 5},
     "replay without measuring": {
         "reward_funcs": [coarse_reward],
