@@ -7,6 +7,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from vgr_trl.replacing import replaced_method
 from vgr_trl.sharing.backbone import base_of, causal_model, is_tracing
@@ -15,6 +16,8 @@ from vgr_trl.skipping.vision_images import Fingerprints, ImageCall, read_call
 from vgr_trl.skipping.vision_plan import VisionPlan
 from vgr_trl.skipping.vision_store import FeatureStore
 from vgr_trl.skipping.vision_tower import Towers, tower_trains
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -124,6 +127,10 @@ class VisionOnce:
         known = split(outputs, len(missing))
         self._forms[kind] = None if known is None else known[0]
         if known is None:
+            logger.warning_once(
+                f"Image features of {kind} are computed in every pass after all: this version of transformers returns "
+                "them in a form that cannot be told apart by image."
+            )
             return False
         for key, features in zip(missing, known[1], strict=True):
             found[key] = features

@@ -11,6 +11,7 @@ from vgr_trl.batch.image_parts import IMAGE_INPUTS, UnknownParts, find_layout
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an element -> as an integer
 _MAKES_MORE = ("output_hidden_states", "output_attentions")
+_OF_DECODERS = ("use_cache",)  # which some models hand on to their tower
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ def read_call(arguments: Mapping[str, Any], config: Any) -> ImageCall | None:
     if any(not isinstance(value, bool | int | float | str | list | tuple) for value in options.values()):
         return None
     told = {name: value for name, value in options.items() if value and value != getattr(config, name, None)}
+    told = {name: value for name, value in told.items() if name not in _OF_DECODERS}
     try:
         images = _images(given)
     except UnknownParts:
