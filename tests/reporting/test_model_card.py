@@ -58,6 +58,8 @@ def test_what_is_on_is_named_with_its_options_and_paper() -> None:
         ({"enable_trajectory_reweighting": True}, [], "2510.09285", "vppo"),
         ({"use_entropy_penalty": True}, [], "2510.09285", "vppo"),
         ({"perception_loss_weight": 0.01}, [], "2507.06448", "papo"),
+        ({"noisy_generations": 2}, [], "2504.13055", None),
+        ({}, ["blind_accuracy_reward"], "2508.19652", None),
         ({"der_loss_weight1": 0.03}, [], "2507.06448", "papo"),
         ({"enable_entropy_filtering": True}, [], "2506.01939", None),
         ({"online_filtering": True}, [], "2502.01456", None),

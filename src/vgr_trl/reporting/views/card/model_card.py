@@ -8,11 +8,10 @@ from trl import GRPOConfig
 from vgr_trl.config import AliasOptions, DAPOConfig, EvaluateOptions, ReportOptions, SkipOptions
 from vgr_trl.config.effects import options_in_effect
 from vgr_trl.reporting.views.card.model_use import About, introduced
-from vgr_trl.reporting.views.card.papers import DAPO, ESTIMATORS, MDI, PAPERS, TAG_OF, Paper
+from vgr_trl.reporting.views.card.papers import DAPO, ESTIMATORS, PAPERS, REWARDS, TAG_OF, Paper
 
 TAGS = ("dapo", "vgr_trl")
 TRL_PAPER = {"title": DAPO.title, "id": DAPO.arxiv, "citation": DAPO.bibtex}  # the form in which TRL wants the paper
-ATTENTION_REWARDS = ("vgr_reward", "vgr_hard_negative_reward", "mdi_reward")
 BEFORE = "### Framework versions"  # heading of TRL's card that follows on the procedure
 _ASIDE = (AliasOptions, ReportOptions, EvaluateOptions, SkipOptions, GRPOConfig)  # which steer no method
 OF_THE_METHOD = {option.name for group in DAPOConfig.__bases__ if group not in _ASIDE for option in fields(group)}
@@ -94,7 +93,7 @@ def _paper(options: DAPOConfig, name: str) -> Paper | None:
 
 def _papers(options: DAPOConfig, rewards: Sequence[str]) -> list[Paper]:
     found = [_paper(options, name) for name in _in_effect(options)]
-    found += [MDI] if set(rewards) & set(ATTENTION_REWARDS) else []
+    found += [REWARDS.get(name) for name in rewards]
     return list(dict.fromkeys(paper for paper in found if paper is not None))
 
 

@@ -60,6 +60,20 @@ PAPO = Paper(
     2025,
     "2507.06448",
 )
+NOISY_ROLLOUT = Paper(
+    "liu2025noisyrollout",
+    "NoisyRollout: Reinforcing Visual Reasoning with Data Augmentation",
+    "Liu, Xiangyan and Ni, Jinjie and Wu, Zijian and Du, Chao and Dou, Longxu and Wang, Haonan and others",
+    2025,
+    "2504.13055",
+)
+VISION_SR1 = Paper(
+    "li2025self",
+    "Self-Rewarding Vision-Language Model via Reasoning Decomposition",
+    "Li, Zongxia and Yu, Wenhao and Huang, Chengsong and Liu, Rui and Liang, Zhenwen and others",
+    2025,
+    "2508.19652",
+)
 HIGH_ENTROPY = Paper(
     "wang2025beyond",
     "Beyond the 80/20 Rule: High-Entropy Minority Tokens Drive Effective Reinforcement Learning for LLM Reasoning",
@@ -115,8 +129,13 @@ PAPERS = {  # option -> where what it switches on comes from
     "token_weights": MDI,
     **dict.fromkeys(("enable_perception_filtering", "enable_trajectory_reweighting", "use_entropy_penalty"), VPPO),
     **dict.fromkeys(("perception_loss_weight", "der_loss_weight1", "der_loss_weight2"), PAPO),
+    "noisy_generations": NOISY_ROLLOUT,
     "enable_entropy_filtering": HIGH_ENTROPY,
     "dynamic_sampling": DAPO,
     "online_filtering": PRIME,
+}
+REWARDS = {  # reward -> where it comes from
+    **dict.fromkeys(("vgr_reward", "vgr_hard_negative_reward", "mdi_reward"), MDI),
+    "blind_accuracy_reward": VISION_SR1,
 }
 TAG_OF = {MDI: "vision-gain-ratio", VPPO: "vppo", PAPO: "papo"}
