@@ -191,3 +191,16 @@ def test_data_without_solutions(model_folder, question_files, tmp_path):
 
 def test_idle_options(make):
     assert make(("accuracy",), blind_tag="see").idle_options == {"blind_tag": "no reward reads blind answers"}
+
+
+@pytest.mark.parametrize(
+    "options", [{"advantage_estimator": "remax"}, {"dynamic_sampling": "resample", "max_steps": 2}]
+)
+def test_greedy_completions_and_further_rounds_are_answered_blindly_too(options, make):
+    run = make(**options)
+    run.train()
+    shown = ["pixel_values" in inputs for _, inputs in run.model.generate.asked]
+    assert shown == [True, False] * (len(shown) // 2)
+    assert len(shown) > 2
+    assert logged(run, "blind/described") == [0.5] * run.args.max_steps
+    assert len(run._logs["extra"]["blind_answers"]) == len(run._logs["rewards"]["blind_accuracy_reward"])

@@ -222,3 +222,25 @@ def test_idle_options(make):
     assert make(noisy_generations=0, noisy_importance="perturbed").idle_options == {
         "noisy_importance": "noisy_generations is 0"
     }
+
+
+def test_groups_of_further_rounds_and_of_the_buffer_keep_their_old_log_probabilities(make, monkeypatch):
+    """What replaces a dead group was sampled from noise too, and all of a batch has the ratio to what sampled it."""
+    run = make(
+        noisy_importance="perturbed", dynamic_sampling="resample", dynamic_sampling_max_rounds=1, replay_buffer_size=4,
+        max_steps=3, learning_rate=0.0,
+    )  # fmt: skip
+    calls = []
+
+    def sometimes(completions, **columns):
+        calls.append(len(completions))
+        return [float(row % 2 and len(calls) % 2) for row in range(len(completions))]
+
+    monkeypatch.setattr(run, "reward_funcs", [sometimes])
+    batches, loss = [], run._loss_of_part
+    monkeypatch.setattr(run, "_loss_of_part", lambda model, inputs: batches.append(inputs) or loss(model, inputs))
+    run.train()
+    assert len(calls) > 3, "further rounds were drawn"
+    for batch in batches:
+        old = batch["old_per_token_logps"]
+        assert not old[batch["completion_mask"].bool()].isnan().any()

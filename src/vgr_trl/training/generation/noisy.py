@@ -1,6 +1,5 @@
 """Completions sampled from a perturbed image, and trained on the clean one."""
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -119,7 +118,8 @@ def as_generated(rollout: Rollout, host: Host) -> Rollout:
         return rollout
     if noise.generations and host.args.noisy_importance == "perturbed":
         rollout.batch = {**rollout.batch, OLD_LOGPS: host.score(scoring_inputs(_as_shown(rollout, noise)))}
-    return replace(rollout, metrics=rollout.metrics | _metrics(rollout, host, noise))
+    rollout.metrics = rollout.metrics | _metrics(rollout, host, noise)
+    return rollout
 
 
 def _as_shown(rollout: Rollout, noise: Noise) -> dict[str, Any]:
