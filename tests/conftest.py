@@ -92,6 +92,21 @@ def text_rows() -> Dataset:
 
 
 @pytest.fixture
+def text_trainer(text_model: Qwen2ForCausalLM, text_tokenizer: PreTrainedTokenizerFast, text_rows: Dataset, tmp_path):
+    """Builds trainers of the tiny text model, of this library or, with `classes=STOCK`, of TRL; options by name."""
+    from support import trainers  # takes seconds, which tests of pure functions need not wait for
+
+    def build(rewards=trainers.letters_reward, rows=text_rows, eval_rows=None, *, model=text_model,
+              classes=trainers.OURS, peft_config=None, **changed):  # fmt: skip
+        trainer, kind = classes
+        options = trainers.config(changed.pop("output_dir", tmp_path / "run"), kind, **changed)
+        more = {"processing_class": text_tokenizer, "peft_config": peft_config}
+        return trainer(model, rewards, options, rows, eval_rows, **more)
+
+    return build
+
+
+@pytest.fixture
 def png(tmp_path: Path) -> Path:
     path = tmp_path / "image.png"
     Image.new("RGB", (8, 8), (255, 0, 0)).save(path)
@@ -139,12 +154,12 @@ def vision_trainer(model_folder: Path, question_files: str, tmp_path: Path):
     rows = trainers.prompts(trainers.train_file(question_files))
 
     def build(
-        rewards=trainers.letters_reward, rows=rows, eval_rows=None, *, rollout_func=None, peft_config=None, **changed
-    ):
+        rewards=trainers.letters_reward, rows=rows, eval_rows=None, *, model=None, rollout_func=None,
+        peft_config=None, **changed
+    ):  # fmt: skip
         options = trainers.config(changed.pop("output_dir", tmp_path / "run"), **changed)
-        return trainers.vision_trainer(
-            model_folder, rewards, options, rows, eval_rows, rollout_func=rollout_func, peft_config=peft_config
-        )
+        more = {"model": model, "rollout_func": rollout_func, "peft_config": peft_config}
+        return trainers.vision_trainer(model_folder, rewards, options, rows, eval_rows, **more)
 
     build.rows = rows
     return build

@@ -3,25 +3,19 @@ import logging
 import math
 import re
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
-from datasets import Dataset, Features, List, load_dataset
+from datasets import Dataset, Features, List
 from datasets import Image as ImageFeature
 from PIL import Image
-from transformers import Qwen2_5_VLForConditionalGeneration
-from trl import GRPOConfig, GRPOTrainer
+from support.trainers import STOCK, letters_reward, logged, tiny_model
+from trl import GRPOConfig
 
 from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.data.rows.schema import prepare_rows
-from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.errors import ConfigError, DataError, RewardError
 from vgr_trl.training.start.prepare import prompt_length
-
-
-def letters_reward(completions, **kwargs):
-    """Many different values, so that no group is dead."""
-    return [sum(map(ord, completion[0]["content"])) % 7 / 7 for completion in completions]
 
 
 def length_reward(completion_ids, **kwargs):
@@ -35,58 +29,17 @@ class ConfigOnCPU(DAPOConfig):
         super().__init__(output_dir, use_cpu=True, bf16=False)
 
 
-def options(tmp_path, **changed):
-    defaults = {
-        "output_dir": str(tmp_path),
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": 6,
-        "max_steps": 2,
-        "learning_rate": 0.1,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-    return {**defaults, **changed}
+LONGER = {"max_steps": 2, "learning_rate": 0.1}
 
 
 @pytest.fixture
-def build(tmp_path, text_model, text_tokenizer, text_rows):
-    def make(rewards=letters_reward, rows=None, trainer=DAPOTrainer, config=DAPOConfig, model=None, **changed):
-        evaluated = changed.pop("eval_dataset", None)
-        return trainer(
-            model=text_model if model is None else model,
-            reward_funcs=rewards,
-            args=config(**options(tmp_path, **changed)),
-            train_dataset=text_rows if rows is None else rows,
-            eval_dataset=evaluated,
-            processing_class=text_tokenizer,
-        )
-
-    return make
+def build(text_trainer, tmp_path):
+    return partial(text_trainer, output_dir=tmp_path, **LONGER)
 
 
 @pytest.fixture
-def vision(model_folder, question_files, tmp_path):
-    processor = load_processor(model_folder)
-    file = question_files.split(",")[0].removeprefix("train=")
-    rows, _ = prepare_rows(load_dataset("parquet", data_files=file, split="train"), system_prompt=None)
-
-    def make(rows=rows, model=None, **changed):
-        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder) if model is None else model
-        return DAPOTrainer(
-            model, letters_reward, DAPOConfig(**options(tmp_path, **changed)), rows, processing_class=processor
-        )
-
-    return make, rows
-
-
-def logged(trainer, name):
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
+def vision(vision_trainer, tmp_path):
+    return partial(vision_trainer, output_dir=tmp_path, **LONGER), vision_trainer.rows
 
 
 @pytest.mark.parametrize("changed", [{}, {"num_iterations": 2}, {"gradient_accumulation_steps": 2, "max_steps": 1}])
@@ -95,7 +48,7 @@ def test_with_its_options_off_it_trains_exactly_as_trl(build, text_model, change
     off = dict.fromkeys(("share_prompts", *names), "off")
     ours = build(model=copy.deepcopy(text_model), optim="sgd", **off, **changed)
     ours.train()
-    stock = {"trainer": GRPOTrainer, "config": GRPOConfig, "epsilon_high": 0.28}
+    stock = {"classes": STOCK, "epsilon_high": 0.28}
     theirs = build(model=copy.deepcopy(text_model), optim="sgd", **stock, **changed)
     theirs.train()
     before = dict(text_model.named_parameters())
@@ -211,7 +164,7 @@ def test_long_prompts_are_left_out_and_counted(build, text_rows, monkeypatch):
     monkeypatch.setattr("vgr_trl.data.rows.lengths.logger.warning", warnings.append)
     long = [{"role": "user", "content": "what colour is the shape ? " * 3}]
     rows = Dataset.from_list([*text_rows, {"prompt": long, "solution": "red"}])
-    trainer = build(rows=rows, max_prompt_length=15, eval_dataset=rows)
+    trainer = build(rows=rows, max_prompt_length=15, eval_rows=rows)
     assert len(trainer.train_dataset) == len(text_rows)
     assert len(trainer.eval_dataset) == len(text_rows)
     lengths = [prompt_length(trainer, row) for row in rows]
@@ -256,7 +209,7 @@ def test_async_rewards_and_evaluation(build, text_rows):
 
     trainer = build(
         [patient_reward, letters_reward],
-        eval_dataset=text_rows.select(range(4)),
+        eval_rows=text_rows.select(range(4)),
         eval_num_generations=2,
         per_device_eval_batch_size=4,
     )
@@ -280,7 +233,7 @@ def test_a_run_continues_from_a_checkpoint(build, text_model, tmp_path):
 
 def test_a_config_of_trl_is_refused(build):
     with pytest.raises(ConfigError, match="args is a GRPOConfig: give a DAPOConfig"):
-        build(config=GRPOConfig)
+        build(classes=(DAPOTrainer, GRPOConfig))
 
 
 @pytest.mark.parametrize("missing", [range(0, 16, 2), range(16)], ids=["some", "all"])
@@ -300,7 +253,7 @@ def test_a_checkpoint_of_a_vision_language_model_is_really_loaded(vision, model_
     first = make(max_steps=1, save_strategy="steps", save_steps=1, learning_rate=0.01, lr_scheduler_type="constant")
     first.train()
     trained = {name: value.clone() for name, value in first.model.state_dict().items()}
-    start = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder)
+    start = tiny_model(model_folder)
     moved = max((trained[name] - value).abs().max().item() for name, value in start.state_dict().items())
     assert moved > 1e-3
     resumed = make(model=start, max_steps=1, learning_rate=0.01)

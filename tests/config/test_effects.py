@@ -2,7 +2,7 @@
 
 import pytest
 
-from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl import DAPOConfig
 from vgr_trl.cli.run.plan import describe_run
 from vgr_trl.config.effects import Circumstances, changed_options, options_without_effect
 
@@ -78,20 +78,13 @@ def test_what_has_no_effect_and_why(tmp_path, given, expected):
     assert idle(tmp_path, **given) == expected
 
 
-def test_a_trainer_names_them_at_the_start_and_the_plan_does_not_show_them_as_on(
-    text_model, text_tokenizer, text_rows, tmp_path, monkeypatch
-):
+def test_a_trainer_names_them_at_the_start_and_the_plan_does_not_show_them_as_on(text_trainer, monkeypatch):
     warnings = []
     monkeypatch.setattr("vgr_trl.training.start.prepare.logger.warning", warnings.append)
-    config = DAPOConfig(
-        str(tmp_path), use_cpu=True, bf16=False, num_generations=4, filter_low=0.1, replay_buffer_size=8, max_steps=1
-    )
-    trainer = DAPOTrainer(
-        text_model, lambda completions, **kwargs: [0.0] * 4, config, text_rows, processing_class=text_tokenizer
-    )
+    trainer = text_trainer(filter_low=0.1, replay_buffer_size=8, max_steps=1)
     assert "filter_low is without effect because online_filtering is False." in warnings
     plan = dict(describe_run(trainer, "here", None))
     assert plan["on"] == "replay_buffer_size=8"
     assert plan["without effect"] == "filter_low=0.1 because online_filtering is False"
-    assert set(changed_options(config)) >= {"filter_low", "replay_buffer_size"}
-    assert "token_weights_clip" not in changed_options(config)
+    assert set(changed_options(trainer.args)) >= {"filter_low", "replay_buffer_size"}
+    assert "token_weights_clip" not in changed_options(trainer.args)

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
-from trl import GRPOConfig, GRPOTrainer
+from support.trainers import STOCK
 
 from vgr_trl.credit.advantages import ESTIMATORS, estimate_advantages
 from vgr_trl.errors import ConfigError, DataError
@@ -134,7 +133,7 @@ def test_bad_input_is_one_sentence(arguments, error, message):
         estimate(*arguments)
 
 
-def test_grpo_is_what_trl_computes(text_model, text_tokenizer, text_rows: Dataset, tmp_path):
+def test_grpo_is_what_trl_computes(text_trainer):
     """Two steps of TRL's trainer, with weights, ties, a completion and a group without any reward."""
     draw = torch.Generator().manual_seed(0)
 
@@ -145,12 +144,8 @@ def test_grpo_is_what_trl_computes(text_model, text_tokenizer, text_rows: Datase
     def style(completions, **kwargs):
         return [None, *[0.5, 0.25] * 3, 0.5, *[None] * 4, *torch.rand(len(completions) - 12, generator=draw).tolist()]
 
-    options = GRPOConfig(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, num_generations=4,
-        per_device_train_batch_size=16, max_completion_length=4, max_steps=2, reward_weights=[2.5, 0.5],
-        report_to="none", save_strategy="no", disable_tqdm=True, scale_rewards="group",
-    )  # fmt: skip
-    trainer = GRPOTrainer(text_model, [quality, style], options, text_rows, processing_class=text_tokenizer)
+    options = {"reward_weights": [2.5, 0.5], "scale_rewards": "group", "max_steps": 2, "max_completion_length": 4}
+    trainer = text_trainer([quality, style], classes=STOCK, per_device_train_batch_size=16, **options)
     trainer.train()
     logged = [torch.tensor(list(trainer._logs["rewards"][name])) for name in ("quality", "style")]
     rewards = torch.stack(logged, dim=1)

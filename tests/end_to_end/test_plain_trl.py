@@ -5,31 +5,14 @@ import subprocess
 import sys
 
 import pytest
-from trl import GRPOConfig, GRPOTrainer
+from support.trainers import STOCK
 
 from vgr_trl.rewards import accuracy_reward, get_soft_overlong_punishment, think_format_reward
 
 
-def test_rewards_in_trls_trainer(text_model, text_tokenizer, text_rows, tmp_path):
-    trainer = GRPOTrainer(
-        text_model,
-        [accuracy_reward, think_format_reward, get_soft_overlong_punishment(6, 2)],
-        GRPOConfig(
-            output_dir=str(tmp_path),
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            num_generations=4,
-            max_completion_length=6,
-            max_steps=1,
-            logging_steps=1,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-        ),
-        text_rows,
-        processing_class=text_tokenizer,
-    )
+def test_rewards_in_trls_trainer(text_trainer):
+    rewards = [accuracy_reward, think_format_reward, get_soft_overlong_punishment(6, 2)]
+    trainer = text_trainer(rewards, classes=STOCK, max_steps=1)
     trainer.train()
     logged = trainer.state.log_history[0]
     assert logged["rewards/accuracy_reward/mean"] == 0.0, "a random model states no answer"

@@ -4,15 +4,11 @@ import sys
 from pathlib import Path
 
 import torch
-from datasets import load_dataset
-from transformers import Qwen2_5_VLForConditionalGeneration
+from support.trainers import OPTIONS, config, prompts, vision_trainer
 
-from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.data.rows.schema import prepare_rows
-from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.rewards import accuracy_reward, vgr_reward
 
-GENERATIONS = 4
+GENERATIONS = OPTIONS["num_generations"]
 
 
 def length_reward(completions, **kwargs):
@@ -39,25 +35,16 @@ def generate_by_prompt(trainer, processor):
 
 def run(model_folder, question_file, output, rows_per_process):
     """Train, evaluate, and leave the records in `output`."""
-    rows, _ = prepare_rows(load_dataset("parquet", data_files=question_file, split="train"), system_prompt=None)
-    processor = load_processor(model_folder)
-    config = DAPOConfig(
-        output_dir=str(output), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
-        per_device_train_batch_size=rows_per_process, per_device_eval_batch_size=rows_per_process,
-        num_generations=GENERATIONS, max_completion_length=64, max_steps=2, learning_rate=0.0, save_strategy="no",
-        logging_steps=1, disable_tqdm=True, token_weights=True, rollout_log_steps=1, rollout_log_samples=6,
-        eval_strategy="steps", eval_steps=9,
-        rollout_log_path=str(output / "rollouts.md"), enable_perception_filtering=True,
+    rows = prompts(question_file)
+    options = config(
+        output, max_steps=2, learning_rate=0.0, per_device_train_batch_size=rows_per_process,
+        per_device_eval_batch_size=rows_per_process, max_completion_length=64, token_weights=True,
+        enable_perception_filtering=True, rollout_log_steps=1, rollout_log_samples=6, eval_strategy="steps",
+        eval_steps=9, rollout_log_path=str(output / "rollouts.md"),
     )  # fmt: skip
-    trainer = DAPOTrainer(
-        Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder),
-        [accuracy_reward, vgr_reward, length_reward],
-        config,
-        rows,
-        rows.select(range(4)),
-        processing_class=processor,
-    )
-    trainer.model.generate = generate_by_prompt(trainer, processor)
+    rewards = [accuracy_reward, vgr_reward, length_reward]
+    trainer = vision_trainer(model_folder, rewards, options, rows, rows.select(range(4)))
+    trainer.model.generate = generate_by_prompt(trainer, trainer.processing_class)
     trainer.train()
     trainer.evaluate()
     trainer.stages.recorder.sink.close()

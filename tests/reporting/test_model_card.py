@@ -9,7 +9,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl import DAPOConfig
 from vgr_trl.cli.__main__ import main
 from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.reporting.views.card.model_card import citations, extended_card, method_section, method_tags
@@ -125,25 +125,12 @@ def test_a_name_cannot_end_its_table_cell() -> None:
     assert row == r"| `org/a\|b'c \| x` | 1 |"
 
 
-def test_the_trainer_writes_the_card(tmp_path: Path, text_model: Any, text_tokenizer: Any, text_rows: Any) -> None:
+def test_the_trainer_writes_the_card(tmp_path: Path, text_trainer: Any) -> None:
     def length_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
         return [float(len(ids)) for ids in completion_ids]
 
-    trainer = DAPOTrainer(
-        text_model,
-        length_reward,
-        DAPOConfig(
-            str(tmp_path),
-            use_cpu=True,
-            bf16=False,
-            per_device_train_batch_size=4,
-            num_generations=4,
-            max_completion_length=4,
-            enable_entropy_filtering=True,
-        ),
-        text_rows,
-        processing_class=text_tokenizer,
-    )
+    sizes = {"per_device_train_batch_size": 4, "max_completion_length": 4}
+    trainer = text_trainer(length_reward, output_dir=tmp_path, enable_entropy_filtering=True, **sizes)
     trainer.create_model_card("tiny", tags="mine")
     trainer.create_model_card("tiny", tags="mine")  # at every checkpoint again: what ours adds stands there once
     card = (tmp_path / "README.md").read_text()

@@ -1,32 +1,17 @@
 """Two processes that hold half of each group record what one process records."""
 
-import os
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import recording_worker
+from support.launching import launch
 
 from vgr_trl.reporting.records.reading import read_run
 
 SCRIPT = Path(recording_worker.__file__)
 NUMBERS = ("weights", "dependency", "vgr", "advantages", "entropies", "logps", "changes", "metrics", "rewards",
            "reward", "advantage")  # fmt: skip
-
-
-def launch(model_folder, question_file, output):
-    """Run the worker in two processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*command, str(SCRIPT), str(model_folder), question_file, str(output), "4"],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def close(found, expected):
@@ -43,7 +28,7 @@ def close(found, expected):
 @pytest.mark.slow
 def test_one_process_and_two_record_the_same(model_folder, question_files, tmp_path):
     question_file = question_files.split(",")[0].removeprefix("train=")
-    launch(model_folder, question_file, tmp_path / "two")
+    launch(SCRIPT, model_folder, question_file, tmp_path / "two", 4, processes=2)
     recording_worker.run(str(model_folder), question_file, tmp_path / "one", rows_per_process=8)
     one, two = read_run(tmp_path / "one"), read_run(tmp_path / "two")
     text, other = ((tmp_path / name / "rollouts.md").read_text(encoding="utf-8") for name in ("one", "two"))

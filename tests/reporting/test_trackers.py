@@ -1,7 +1,6 @@
 """What reaches the trackers through `report_to`, read back from where they keep it."""
 
 import json
-import os
 import subprocess
 import sys
 from collections import deque
@@ -14,6 +13,7 @@ import pytest
 from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageFeature
 from PIL import Image
+from support.launching import environment
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from vgr_trl import DAPOConfig, DAPOTrainer
@@ -31,9 +31,8 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         pytest.skip("neither tensorboard nor trackio is installed")
     folder = tmp_path_factory.mktemp("trackers")
     worker = Path(__file__).with_name("trackers_worker.py")
-    environment = {**os.environ, "TRACKIO_DIR": str(folder / "trackio")}
     command = [sys.executable, str(worker), str(folder), *TRACKERS]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    run = subprocess.run(command, capture_output=True, text=True, env=environment(TRACKIO_DIR=str(folder / "trackio")))
     assert run.returncode == 0, run.stderr[-4000:]
     return json.loads((folder / "held.json").read_text())
 

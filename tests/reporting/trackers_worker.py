@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.trainers import config
 
-from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl import DAPOTrainer
 from vgr_trl.demo.rows import as_dataset, words_of
 from vgr_trl.demo.shapes import draw_questions
 from vgr_trl.demo.tiny_vlm import build_tiny_vlm
@@ -26,34 +27,15 @@ def main(trackers: list[str]) -> None:
     """Train, then collect the trainer's logs and what each tracker holds."""
     rows = draw_questions(12, seed=0, split="train", multiple_choice=False)
     model, processor = build_tiny_vlm(words_of(rows), hidden_size=32, vision_depth=1)
-    config = DAPOConfig(
-        str(FOLDER / "out"),
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        per_device_train_batch_size=8,
-        per_device_eval_batch_size=8,
-        num_generations=4,
-        max_completion_length=4,
-        max_steps=2,
-        logging_steps=1,
-        eval_strategy="steps",
-        eval_steps=2,
-        save_strategy="no",
-        disable_tqdm=True,
-        log_completions=True,
-        num_completions_to_print=0,
-        token_weights=True,
-        replay_buffer_size=2,
-        report_to=trackers,
-        project="tiny",
-        run_name="first",
-        trackio_static_space_id=False,
-    )
+    options = config(
+        FOLDER / "out", max_steps=2, max_completion_length=4, per_device_eval_batch_size=8, eval_strategy="steps",
+        eval_steps=2, log_completions=True, num_completions_to_print=0, token_weights=True, replay_buffer_size=2,
+        report_to=trackers, project="tiny", run_name="first", trackio_static_space_id=False,
+    )  # fmt: skip
     trainer = DAPOTrainer(
         model,
         [accuracy_reward, vgr_reward],
-        config,
+        options,
         as_dataset(rows[:8]),
         eval_dataset=as_dataset(rows[8:]),
         processing_class=processor,

@@ -6,8 +6,9 @@ import pytest
 import torch
 from datasets import Dataset
 from PIL import Image
+from support.trainers import config
 
-from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl import DAPOTrainer
 from vgr_trl.demo.tiny_vlm import build_tiny_vlm
 from vgr_trl.sampling import Placement, correct_num_items, groups_from_batch, write_groups_into_batch
 
@@ -37,12 +38,10 @@ def trainer(tmp_path_factory):
             parameter.data = torch.randn(parameter.shape, generator=draw) * parameter[0].numel() ** -0.5
     ids = processor.tokenizer
     allowed = {ids.eos_token_id, *ids(WORDS)["input_ids"][:4]}  # so few that completions end at different lengths
-    options = DAPOConfig(
-        output_dir=str(tmp_path_factory.mktemp("run")), use_cpu=True, bf16=False, gradient_checkpointing=False,
-        per_device_train_batch_size=6, num_generations=GROUP, max_completion_length=8, num_iterations=2, beta=0.1,
-        reuse_first_pass="off",
+    options = config(
+        tmp_path_factory.mktemp("run"), per_device_train_batch_size=6, num_generations=GROUP, max_completion_length=8,
+        num_iterations=2, beta=0.1, reuse_first_pass="off", temperature=3.0, seed=3,
         generation_kwargs={"suppress_tokens": sorted(set(range(len(ids))) - allowed)},
-        report_to="none", disable_tqdm=True, temperature=3.0, seed=3,
     )  # fmt: skip
     # Two iterations and beta above 0: batches have old and reference log-probabilities, which nothing fills in later.
     folder = tmp_path_factory.mktemp("model")

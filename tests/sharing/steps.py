@@ -4,14 +4,13 @@ import copy
 from contextlib import contextmanager
 
 import torch
+from support import trainers
 from tiny_questions import WORDS
-from trl import GRPOConfig, GRPOTrainer
 
-from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.sharing import SharingReport, plan, replaced, share_prompts
 
 PLACES = ("generation", "scoring", "training")
-DAPO, STOCK = (DAPOTrainer, DAPOConfig), (GRPOTrainer, GRPOConfig)
+DAPO, STOCK = trainers.OURS, trainers.STOCK
 
 
 def uneven_reward(completion_ids, **kwargs):
@@ -19,30 +18,15 @@ def uneven_reward(completion_ids, **kwargs):
     return [sum(ids) % 17 / 17 for ids in completion_ids]
 
 
+STEPS = trainers.BIG_STEPS | {
+    "max_completion_length": 8, "max_steps": 3, "learning_rate": 0.2, "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2, "seed": 7, "temperature": 3.0,
+}  # fmt: skip
+
+
 def options(folder, **changed):
     """Three steps of SGD in float32 over two prompts with four completions each."""
-    defaults = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "num_generations": 4,
-        "max_completion_length": 8,
-        "max_steps": 3,
-        "learning_rate": 0.2,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 1e9,
-        "optim": "sgd",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "seed": 7,
-        "temperature": 3.0,
-    }
-    return {**defaults, **changed}
+    return trainers.OPTIONS | {"output_dir": str(folder), **STEPS, **changed}
 
 
 def build_trainer(classes, model, processor, rows, settings, **more):

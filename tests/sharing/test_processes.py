@@ -1,6 +1,5 @@
 """Two processes on one machine, over gloo."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -8,16 +7,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from support.launching import outputs
+from support.launching import environment, outputs
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
 
 
-def run_two(worker, *arguments, **environment):
+def run_two(worker, *arguments, **more):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = {**os.environ, **environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    common = {**environment(**more), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     workers = [
         subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name(worker)), str(rank), *arguments],

@@ -8,7 +8,6 @@ from families import IMAGE, build, make_batch
 from other_families import OTHERS
 from test_scoring import arguments
 
-from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.batch.token_columns import causal_type
 from vgr_trl.compat.token_types import with_causal_completions
 from vgr_trl.signals import RolloutScorer
@@ -63,10 +62,9 @@ def test_token_types_of_completions(case):
     assert causal_type(model.config, "mm_token_type_ids") == 0
 
 
-def test_the_trainer_corrects_what_trl_pads(case, text_model, text_tokenizer, text_rows, tmp_path):
+def test_the_trainer_corrects_what_trl_pads(case, text_trainer):
     """TRL gives completions the token type 0, under which they see their own future."""
-    args = DAPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", num_generations=4, max_steps=1)
-    trainer = DAPOTrainer(text_model, lambda **kwargs: [0.0], args, text_rows, processing_class=text_tokenizer)
+    trainer = text_trainer()
     model, batch = case
     expected, _ = scored(with_head(model), batch)
     inputs = {"pixel_values": batch.inputs["pixel_values"], "num_images": [1] * 6}

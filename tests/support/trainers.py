@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from datasets import Dataset, load_dataset
 from transformers import Qwen2_5_VLForConditionalGeneration
+from trl import GRPOConfig, GRPOTrainer
 
 from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.data.rows.schema import prepare_rows
@@ -40,9 +41,12 @@ def letters_reward(completions, **kwargs):
     return [sum(map(ord, completion[0]["content"])) % 7 / 7 for completion in completions]
 
 
-def config(output_dir, **changed):
+OURS, STOCK = (DAPOTrainer, DAPOConfig), (GRPOTrainer, GRPOConfig)
+
+
+def config(output_dir, kind=DAPOConfig, **changed):
     """The options of a small run on a CPU of which nothing is kept."""
-    return DAPOConfig(output_dir=str(output_dir), **OPTIONS | changed)
+    return kind(output_dir=str(output_dir), **OPTIONS | changed)
 
 
 def train_file(question_files):

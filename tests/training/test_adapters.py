@@ -4,7 +4,6 @@ import pytest
 from peft import LoraConfig
 from trl import ModelConfig
 
-from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.cli.flags.parsing import parse
 from vgr_trl.cli.train import _separate_lora_modules
 from vgr_trl.errors import ConfigError
@@ -33,19 +32,8 @@ def test_commas_are_separators(typed, modules):
 
 
 @pytest.fixture
-def build(text_model, text_tokenizer, text_rows, tmp_path):
-    def make(targets):
-        config = DAPOConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=4, max_steps=1)
-        return DAPOTrainer(
-            text_model,
-            lambda completions, **kwargs: [0.0] * len(completions),
-            config,
-            text_rows,
-            processing_class=text_tokenizer,
-            peft_config=LoraConfig(r=2, target_modules=targets),
-        )
-
-    return make
+def build(text_trainer):
+    return lambda targets: text_trainer(peft_config=LoraConfig(r=2, target_modules=targets), max_steps=1)
 
 
 def test_a_target_without_a_module_is_refused(build):

@@ -5,7 +5,6 @@ from itertools import repeat
 
 import pytest
 
-from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.reporting.signs import Course, describe, find_signs
 
 WEIGHTS = {"accuracy_reward": 2.5, "vgr_reward": 1.0, "think_format_reward": 0.5}
@@ -111,21 +110,11 @@ def failing_format_reward(completions, trainer_state, **kwargs):
 
 
 @pytest.mark.parametrize("stop", [False, True])
-def test_a_run_warns_once_and_ends_where_it_shall(stop, text_model, text_tokenizer, text_rows, tmp_path, monkeypatch):
+def test_a_run_warns_once_and_ends_where_it_shall(stop, text_trainer, monkeypatch):
     warnings = []
     monkeypatch.setattr("vgr_trl.training.metrics.collapse_watch.logger.warning", warnings.append)
-    options = {
-        "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "per_device_train_batch_size": 4,
-        "num_generations": 4, "max_completion_length": 3, "max_steps": 30, "logging_steps": 100, "report_to": "none",
-        "save_strategy": "no", "disable_tqdm": True, "rollout_log_steps": 0,
-    }  # fmt: skip
-    trainer = DAPOTrainer(
-        text_model,
-        failing_format_reward,
-        DAPOConfig(str(tmp_path), stop_on_collapse=stop, **options),
-        text_rows,
-        processing_class=text_tokenizer,
-    )
+    sizes = {"per_device_train_batch_size": 4, "max_completion_length": 3, "max_steps": 30, "logging_steps": 100}
+    trainer = text_trainer(failing_format_reward, stop_on_collapse=stop, rollout_log_steps=0, **sizes)
     trainer.train()
     # The mean of 8 steps is below half of the highest once 5 of them are 0: steps 17 to 21; without step 4, which has
     # no value, the 16th value is that of step 17.

@@ -1,20 +1,17 @@
 """The trainer in Python takes the folder and the rows that the command line takes."""
 
+from functools import partial
+
 import pytest
 from datasets import Dataset, IterableDataset, load_dataset
+from support import trainers
 
-from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl import DAPOTrainer
 from vgr_trl.compat.image_processor import TinyProcessor
 from vgr_trl.errors import DataError
 from vgr_trl.rewards import accuracy_reward, think_format_reward
 
-
-def config(folder, **changed):
-    options = {
-        "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4, "max_steps": 1,
-        "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none", "save_strategy": "no",
-    }  # fmt: skip
-    return DAPOConfig(output_dir=str(folder), **(options | changed))
+config = partial(trainers.config, per_device_train_batch_size=4, max_completion_length=4, max_steps=1)
 
 
 @pytest.fixture

@@ -2,12 +2,12 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.errors import ConfigError
 from vgr_trl.training.checkpoints.folders import (
     complete_checkpoints,
@@ -151,7 +151,7 @@ def test_a_finished_run_is_not_trained_one_step_too_far(tmp_path):
         refuse_finished(str(path), 4)
 
 
-def test_true_from_python_is_latest_of_the_command_line(text_model, text_tokenizer, text_rows, tmp_path, monkeypatch):
+def test_true_from_python_is_latest_of_the_command_line(text_trainer, tmp_path, monkeypatch):
     """The newest checkpoint was being written anew when the run ended, so it mixes two saves."""
     said: list[str] = []
     monkeypatch.setattr("vgr_trl.training.checkpoints.folders.logger.warning", said.append)
@@ -161,29 +161,16 @@ def test_true_from_python_is_latest_of_the_command_line(text_model, text_tokeniz
         steps.append(trainer_state.global_step)
         return [float(len(completion[0]["content"]) % 2) for completion in completions]
 
-    def build(max_steps):
-        config = DAPOConfig(
-            output_dir=str(tmp_path),
-            use_cpu=True,
-            bf16=False,
-            per_device_train_batch_size=4,
-            num_generations=4,
-            max_completion_length=4,
-            max_steps=max_steps,
-            save_steps=2,
-            report_to="none",
-            disable_tqdm=True,
-        )
-        return DAPOTrainer(text_model, reward, config, text_rows, processing_class=text_tokenizer)
-
-    build(4).train()
+    sizes = {"per_device_train_batch_size": 4, "max_completion_length": 4, "save_strategy": "steps", "save_steps": 2}
+    build = partial(text_trainer, reward, output_dir=tmp_path, **sizes)
+    build(max_steps=4).train()
     remove_manifest(tmp_path / "checkpoint-4")
     steps.clear()
-    trainer = build(6)
+    trainer = build(max_steps=6)
     trainer.train(resume_from_checkpoint=True)
     assert steps == [2, 3, 4, 5]
     assert len(said) == 1
     assert re.search("passes over .*checkpoint-4, which is not complete", said[0])
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     with pytest.raises(ConfigError, match="The run is finished: .*checkpoint-6 was saved at step 6 of 6"):
-        build(6).train(resume_from_checkpoint="latest")
+        build(max_steps=6).train(resume_from_checkpoint="latest")
