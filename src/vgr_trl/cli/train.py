@@ -33,6 +33,7 @@ from vgr_trl.rewards.registry import hardened
 from vgr_trl.rewards.signatures import reads_solution
 from vgr_trl.trainer import DAPOTrainer
 from vgr_trl.training.checkpoints.folders import refuse_finished, resolve_checkpoint, resume_mode
+from vgr_trl.training.checkpoints.termination import EXIT_STATUS, SaveOnTermination
 
 FIRST_ROWS = 16  # of a stream, which say whether it has images
 
@@ -47,8 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         with one_sentence():
             dry_run(config, _source(data), partial(_build_trainer, data, rewards, config, model, eval_follows))
         return 0
-    train(data, rewards, config, model, eval_follows)
-    return 0
+    trainer = train(data, rewards, config, model, eval_follows)
+    return EXIT_STATUS if was_terminated(trainer) else 0
+
+
+def was_terminated(trainer: DAPOTrainer) -> bool:
+    """Whether SIGTERM has ended the training."""
+    return any(isinstance(each, SaveOnTermination) and each.stopped for each in trainer.callback_handler.callbacks)
 
 
 def _check(model: ModelConfig) -> None:
@@ -85,6 +91,7 @@ def train(
     refuse_finished(checkpoint, total_steps(trainer))
     print_steps_as_lines(trainer)
     trainer.add_callback(last_evaluation := LastEvaluation())
+    trainer.add_callback(SaveOnTermination(trainer.accelerator))
     if trainer.accelerator.is_main_process:
         write_identity(output_dir, identity)
         print_plan(describe_run(trainer, _source(data), checkpoint))
@@ -92,6 +99,11 @@ def train(
         trainer.train(resume_from_checkpoint=checkpoint)
     if trainer.state.global_step == 0:
         raise DataError("Nothing was trained: the data gave no whole rollout; see the rows left out above.")
+    if was_terminated(trainer):
+        if trainer.accelerator.is_main_process:
+            print(f"Stopped by SIGTERM at step {trainer.state.global_step}: --resume_from_checkpoint continues.")
+        _end(trainer)
+        return trainer
     if config.stop_on_collapse and trainer.collapse_watch.found is not None:
         trainer.save_state()
         _end(trainer)

@@ -109,7 +109,7 @@ class DAPOConfig(
         metadata={
             "help": "Compute each prompt once for its completions, in generation, scoring and training. auto: wherever "
             "that changes nothing; on: also where bringing the completions of a prompt into one micro-batch changes a "
-            "normaliser of the loss, and under sharded parameters; off."
+            "normaliser of the loss; off."
         },
     )
 

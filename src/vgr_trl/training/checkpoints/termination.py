@@ -1,0 +1,49 @@
+"""A scheduler's SIGTERM: the step at hand is finished and saved, and the run ends so that it can be continued."""
+
+import signal
+from types import FrameType
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+EXIT_STATUS = 128 + signal.SIGTERM  # what a shell says of a process that the signal has ended
+
+
+class SaveOnTermination(TrainerCallback):
+    """Saves a checkpoint at the end of the step in which any process got SIGTERM, and stops the training there.
+
+    A second signal ends the process at once. Only in the main thread, where Python takes signals.
+
+    Args:
+        accelerator: the processes, which stop together.
+
+    Attributes:
+        stopped: whether the training was ended by it.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.stopped = False
+        self._accelerator, self._asked, self._before = accelerator, False, signal.getsignal(signal.SIGTERM)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self._asked = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        logger.warning("SIGTERM: the run saves a checkpoint at the end of this step and stops.")
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Listen."""
+        self._before = signal.signal(signal.SIGTERM, self._ask)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Save and stop if any process was asked to."""
+        asked = torch.tensor([self._asked], device=self._accelerator.device)
+        if self._accelerator.gather(asked).any():
+            self.stopped = control.should_save = control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Leave signals as they were."""
+        signal.signal(signal.SIGTERM, self._before)

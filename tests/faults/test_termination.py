@@ -1,0 +1,67 @@
+"""SIGTERM as from a scheduler: the step is saved, the status says so, and the run goes on from there."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.launching import environment, outputs
+from support.trainers import train_file
+
+from vgr_trl.training.checkpoints.folders import complete_checkpoints
+
+ROOT = Path(__file__).parents[2]
+
+
+def command(model, question_files, output, empty, processes, *more):
+    launch = "-m torch.distributed.run --standalone --nproc_per_node=2" if processes > 1 else ""
+    flags = (
+        f"examples/train_grpo_vlm.py --model_name_or_path {model} --data_files {train_file(question_files)} --use_cpu "
+        f"--output_dir {output} --system_prompt_file {empty} --bf16 false --gradient_checkpointing false "
+        f"--per_device_train_batch_size {8 // processes} --num_generations 4 --max_completion_length 6 "
+        "--logging_steps 1 --report_to none --save_strategy no"
+    )
+    return [sys.executable, *launch.split(), *flags.split(), *more]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_that_is_asked_to_end_saves_and_goes_on(processes, model_folder, question_files, tmp_path):
+    empty, output = tmp_path / "empty.txt", tmp_path / "run"
+    empty.touch()
+    start = model_folder, question_files, output, empty, processes
+    run = subprocess.Popen(
+        command(*start, "--max_steps", "1000"),
+        cwd=ROOT,
+        env=environment(ACCELERATE_USE_CPU="true", PYTHONUNBUFFERED="1"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for line in run.stdout:
+        if line.startswith("step    3/1000"):
+            break
+    pids = subprocess.run(["ps", "--ppid", str(run.pid), "-o", "pid="], capture_output=True, text=True).stdout.split()
+    os.kill(int(pids[0]) if processes > 1 else run.pid, signal.SIGTERM)  # of one process of two
+    began = time.monotonic()
+    ((said, errors),) = outputs(run)
+    assert "Stopped by SIGTERM at step" in said, errors[-3000:]
+    assert (run.returncode == 143) if processes == 1 else run.returncode != 0
+    assert time.monotonic() - began < 120
+    (checkpoint,) = complete_checkpoints(output)
+    step = int(checkpoint.name.removeprefix("checkpoint-"))
+    assert step >= 3
+    assert not (output / "model.safetensors").exists()
+    rest = subprocess.run(
+        command(*start, "--max_steps", str(step + 1), "--resume_from_checkpoint"),
+        cwd=ROOT,
+        env=environment(ACCELERATE_USE_CPU="true"),
+        capture_output=True,
+        text=True,
+    )
+    assert rest.returncode == 0, rest.stderr[-3000:]
+    assert json.loads((output / "trainer_state.json").read_text())["global_step"] == step + 1
