@@ -12,7 +12,7 @@ from vgr_trl.errors import ConfigError
 from vgr_trl.integrations.verl.options import SignalOptions
 from vgr_trl.integrations.verl.token_weights import weighted_layers
 from vgr_trl.sharing import SharingReport, share_prompts
-from vgr_trl.sharing.backbone import causal_model
+from vgr_trl.sharing.backbone import causal_model, flattens_layers
 from vgr_trl.signals.attention.probe import AttentionProbe
 from vgr_trl.signals.modality import ModalityMasks, build_modality_masks, vision_token_ids
 from vgr_trl.signals.ratios import late_layers
@@ -104,7 +104,8 @@ class MeasuredPass:
         first, stop = self._emitting()
         probe = AttentionProbe(self.model, self.masks, slice(first, stop), packed=self.layout.packed)
         with ExitStack() as stack:
-            if self.options.share_prompts != "off" and not self.layout.packed:
+            apart = not self.layout.packed and not flattens_layers(self.model)  # FSDP 1 has not been tried
+            if self.options.share_prompts != "off" and apart:
                 self.report = stack.enter_context(share_prompts(self.model, agree=self.agree))
             with probe:
                 yield self

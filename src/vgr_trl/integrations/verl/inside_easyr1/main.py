@@ -1,0 +1,65 @@
+"""`python -m vgr_trl.integrations.verl.inside_easyr1.main`, in place of `python -m verl.trainer.main`.
+
+It takes what EasyR1 takes, and options of this library as `vgr.NAME=VALUE`. EasyR1 names its worker and trainer in its
+module; these names are replaced in the process that runs it.
+"""
+
+import sys
+from typing import Any
+
+import yaml
+
+from vgr_trl.integrations.verl.inside_easyr1.transformers5 import put_back_moved_names
+from vgr_trl.integrations.verl.seams import OF_EASYR1, check_points
+from vgr_trl.replacing import replaced
+
+PREFIX = "vgr."
+TESTED = "EasyR1 at b44b311"
+
+
+def split_arguments(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """Return EasyR1's arguments, and the options of this library."""
+    own = [argument for argument in arguments if argument.startswith(PREFIX)]
+    pairs = (argument.removeprefix(PREFIX).partition("=") for argument in own)
+    return [each for each in arguments if each not in own], {name: yaml.safe_load(value) for name, _, value in pairs}
+
+
+def runner_with(options: dict[str, Any]) -> Any:
+    """Return EasyR1's runner, which in its own process runs with our worker and trainer."""
+    import ray
+    from verl.trainer import main as theirs
+
+    plain = theirs.Runner.__ray_metadata__.modified_class
+
+    class SignalRunner(plain):  # type: ignore[misc, valid-type]
+        def run(self, config: Any) -> None:
+            put_back_moved_names()
+            from verl.trainer import main
+
+            from vgr_trl.integrations.verl.inside_easyr1 import registered
+            from vgr_trl.integrations.verl.inside_easyr1.hooks import SignalTrainer, SignalWorker
+
+            registered.register()
+            trainer = type("SignalTrainer", (SignalTrainer,), {"signal_options": options})
+            with replaced(main, "FSDPWorker", SignalWorker), replaced(main, "RayPPOTrainer", trainer):
+                super().run(config)
+
+    return ray.remote(num_cpus=1)(SignalRunner)
+
+
+def main() -> None:
+    """Train as the command line says."""
+    put_back_moved_names()
+    check_points(OF_EASYR1, TESTED)
+    sys.argv[1:], options = split_arguments(sys.argv[1:])
+    from verl.trainer import main as theirs
+
+    from vgr_trl.integrations.verl.inside_easyr1.hooks import read_options
+
+    read_options(options, "grpo")  # what is wrong with them is said before Ray starts
+    with replaced(theirs, "Runner", runner_with(options)):
+        theirs.main()
+
+
+if __name__ == "__main__":
+    main()

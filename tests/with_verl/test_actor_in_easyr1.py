@@ -1,0 +1,208 @@
+"""EasyR1's actor, estimators and losses with signals, on a CPU.
+
+With `padding_free`, EasyR1 uses functions of flash-attn that only move tokens; they are replaced by ones of plain
+torch, and the attention is sdpa, for which transformers tells packed sequences apart.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from einops import rearrange
+from tiny_rollout import GROUP, rollout, tiny_model
+from verl.protocol import DataProto
+from verl.trainer import core_algos
+from verl.workers.actor import dp_actor
+from verl.workers.actor.config import ActorConfig
+
+from vgr_trl.credit import entropy_penalty, perception_loss
+from vgr_trl.integrations.verl.at_hand import SignalsAtHand, lay_at_hand
+from vgr_trl.integrations.verl.inside_easyr1.actor import SignalActor
+from vgr_trl.integrations.verl.inside_easyr1.registered import register
+from vgr_trl.integrations.verl.losses import TermsAtHand, token_terms
+from vgr_trl.integrations.verl.options import SignalOptions
+from vgr_trl.integrations.verl.perturbed import black_of, perturb_row
+from vgr_trl.integrations.verl.presets import options_of
+from vgr_trl.integrations.verl.seams import ACTOR_OF_EASYR1, check_points
+from vgr_trl.signals import RolloutScorer, visual_dependency
+from vgr_trl.signals.modality import special_token_ids
+from vgr_trl.signals.ratios import token_vision_gain_ratio
+
+GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "vppo.json"
+cases = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else []
+WANTED = {
+    "enable_token_weights": True,
+    "enable_perception_filtering": True,
+    "use_entropy_penalty": True,
+    "perception_loss_weight": 0.5,
+    "der_loss_weight2": 0.1,
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def seams():
+    check_points(ACTOR_OF_EASYR1, "EasyR1 at b44b311")
+    register()
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    model, processor = tiny_model()
+    return model.eval(), processor, *rollout(model, processor, prompts=4)
+
+
+@pytest.fixture
+def without_flash(monkeypatch):
+    def unpad_input(hidden, mask):
+        indices = mask.flatten().nonzero().flatten()
+        return hidden.flatten(0, 1)[indices], indices, None, None
+
+    def pad_input(hidden_states, indices, batch, seqlen):
+        full = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
+        return full.index_copy(0, indices, hidden_states).view(batch, seqlen, *hidden_states.shape[1:])
+
+    for name, function in (
+        ("unpad_input", unpad_input),
+        ("pad_input", pad_input),
+        ("index_first_axis", lambda values, indices: values[indices]),
+        ("rearrange", rearrange),
+    ):
+        monkeypatch.setattr(dp_actor, name, function, raising=False)
+
+
+def actor(model, **changed):
+    config = ActorConfig(
+        use_torch_compile=False, padding_free=False, micro_batch_size_per_device_for_experience=2,
+        micro_batch_size_per_device_for_update=2, dynamic_batching=False, max_grad_norm=1e9,
+    )  # fmt: skip
+    config.global_batch_size_per_device = 8
+    for name, value in changed.items():
+        setattr(config, name, value)
+    return SignalActor(config, model, torch.optim.SGD(model.parameters(), lr=1.0))
+
+
+def data_of(tensors, pixels, processor, options=WANTED):
+    rows = np.empty(len(pixels), dtype=object)
+    rows[:] = pixels
+    data = DataProto.from_single_dict({**tensors, "multi_modal_inputs": rows})
+    told = {
+        "options": SignalOptions.read(options).to_dict(),
+        "step": 3,
+        "special_token_ids": special_token_ids(processor),
+        "black": black_of(processor),
+    }
+    data.meta_info.update(temperature=1.0, vgr=told)
+    return data
+
+
+def scored(tiny, pixels):
+    model, processor, tensors, _ = tiny
+    images = {name: torch.cat([row[name] for row in pixels]) for name in ("pixel_values", "image_grid_thw")}
+    prompt, mask = tensors["prompts"].size(1), tensors["attention_mask"]
+    scorer = RolloutScorer(model, special_token_ids=special_token_ids(processor))
+    return scorer.score(
+        tensors["prompts"], mask[:, :prompt], tensors["responses"], mask[:, prompt:], num_generations=GROUP,
+        mm_token_type_ids=(tensors["prompts"] == model.config.image_token_id).long(), **images,
+    )  # fmt: skip
+
+
+def dark(tiny):
+    options = SignalOptions.read(WANTED)
+    return [perturb_row(row, options, 3, black_of(tiny[1])) for row in tiny[3]]
+
+
+@pytest.mark.parametrize(
+    "changed", [{}, {"dynamic_batching": True}, {"padding_free": True}], ids=["padded", "dynamic", "padding free"]
+)
+def test_signals_beside_log_probabilities(tiny, changed, without_flash):
+    model, processor, tensors, pixels = tiny
+    mask = tensors["response_mask"].bool()
+    measuring = actor(model, **changed)
+    logps = measuring.compute_log_prob(data_of(tensors, pixels, processor))
+    plain, other = scored(tiny, pixels), scored(tiny, dark(tiny))
+    assert (logps - plain.logps)[mask].abs().max() < 1e-5
+    columns = measuring.columns
+    ratio = columns["vgr_instruction"] / columns["vgr_vision"]
+    assert torch.allclose(ratio[mask], token_vision_gain_ratio(plain.attention, [3])[mask], rtol=1e-4)
+    dependency = visual_dependency(plain.logps, other.logps)
+    assert (columns["vgr_dependency"] - dependency)[mask].abs().max() < 1e-4
+    assert dependency[mask].max() > 1e-2
+    reference = dp_actor.DataParallelPPOActor(measuring.config, model, None)
+    assert torch.equal(reference.compute_log_prob(data_of(tensors, pixels, processor)), logps)
+
+
+def test_a_step_with_the_terms_of_the_loss(tiny, tmp_path):
+    model, processor, tensors, pixels = tiny
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    mask = tensors["response_mask"].bool()
+    advantages = torch.randn(mask.shape, generator=torch.Generator().manual_seed(9)) * mask
+    old = scored(tiny, pixels).logps
+    batch = {**tensors, "advantages": advantages, "old_log_probs": old}
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        metrics = actor(model).update_policy(data_of(batch, pixels, processor))
+        stepped = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    finally:
+        torch.distributed.destroy_process_group()
+        model.eval()
+        for name, parameter in model.named_parameters():
+            parameter.data = before[name].clone()
+    assert {"actor/entropy_penalty", "actor/perception_loss"} <= set(metrics)
+    model.zero_grad()
+    logps, blind = (log_probabilities(model, tensors, rows) for rows in (pixels, dark(tiny)))
+    objective = -(logps - old).masked_fill(~mask, 0).exp() * advantages
+    terms = entropy_penalty(logps, mask, 0.06) + perception_loss(
+        logps, blind, mask, coefficient=0.5, perturbed_entropy_coefficient=0.1
+    )
+    ((objective + terms) * mask).sum().div(mask.sum()).backward()
+    largest = max(float(parameter.grad.abs().max()) for parameter in model.parameters() if parameter.grad is not None)
+    assert largest > 1e-3
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            assert (before[name] - stepped[name] - parameter.grad).abs().max() < 1e-5 * largest + 1e-6, name
+
+
+def log_probabilities(model, tensors, pixels):
+    images = {name: torch.cat([row[name] for row in pixels]) for name in ("pixel_values", "image_grid_thw")}
+    types = (tensors["input_ids"] == model.config.image_token_id).long()
+    given = {name: tensors[name] for name in ("input_ids", "attention_mask")}
+    logits = model(**given, mm_token_type_ids=types, **images).logits
+    length = tensors["responses"].size(1)
+    logps = logits[:, -length - 1 : -1].log_softmax(-1)
+    return logps.gather(-1, tensors["responses"].unsqueeze(-1)).squeeze(-1)
+
+
+@pytest.mark.skipif(not cases, reason="needs ../shared/golden/vppo.json")
+@pytest.mark.parametrize("index", range(8))
+def test_gradients_of_the_published_code(index):
+    case = cases[index]
+    names = ("old_logps", "perturbed_logps", "entropies", "logps", "advantages")
+    old, perturbed, entropies, logps, advantages = (torch.tensor(case[name]) for name in names)
+    mask = torch.arange(old.size(1)) < torch.tensor(case["lengths"]).unsqueeze(1)
+
+    def given(response_mask, **_):
+        each = advantages.unsqueeze(1) * response_mask
+        return each, each
+
+    core_algos.ADV_ESTIMATOR_MAP["given"] = given
+    stated = {"enable_perception_filtering": False, "enable_trajectory_reweighting": False, "estimator": "given"}
+    options = options_of("vgr_vppo", stated | case["options"])
+    columns = {"vgr_dependency": visual_dependency(old, perturbed), "entropies": entropies}
+    with lay_at_hand(SignalsAtHand(options, columns)):
+        shaped, _ = core_algos.compute_advantage_return(
+            "vgr_vppo", token_level_rewards=torch.zeros_like(old), response_mask=mask.long(), index=np.arange(len(old)),
+            gamma=1.0, lam=1.0,
+        )  # fmt: skip
+    logps.requires_grad_()
+    loss, _ = core_algos.compute_policy_loss(
+        old_log_probs=old, log_probs=logps, advantages=shaped, response_mask=mask, clip_ratio_low=0.2,
+        clip_ratio_high=0.3, clip_ratio_dual=3.0, tau_positive=1.0, tau_negative=1.0, loss_type="default",
+        loss_avg_mode="token",
+    )  # fmt: skip
+    for term in token_terms(TermsAtHand(options), logps, mask).values():
+        loss = loss + core_algos.average_loss(term, mask, mode="token")
+    loss.backward()
+    assert (logps.grad - torch.tensor(case["grad"])).abs().max() <= 1e-6
+    assert logps.grad.abs().max() > 1e-3
