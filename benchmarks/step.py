@@ -1,6 +1,6 @@
 """Optimizer steps against TRL's `GRPOTrainer`: seconds, peak memory, operations; writes `results/step.md` and `.json`.
 
-On a CPU with nothing else running, about twelve minutes; operations and memory do not mind company (`--only counts`):
+On a CPU with nothing else running, ten minutes; operations and memory do not mind company (`--only counts`):
 
     python benchmarks/step.py
     python benchmarks/step.py --quick --output /tmp/step
@@ -14,6 +14,8 @@ of its own.
 
 import argparse
 import json
+import shlex
+import sys
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from typing import Any
 from demo_seeds import describe_machine
 from stage_passes import run_again_for_timing
 from step_cases import cases
-from step_results import page
+from step_results import page, table
 from step_runs import Place, count_elsewhere, time_in_turns
 
 RESULTS = Path(__file__).parent / "results" / "step"
@@ -33,6 +35,7 @@ def main() -> None:
     path = flags.output.with_suffix(".json")
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() and not flags.anew else {"cases": {}}
     found |= {"machine": describe_machine(place.threads), "place": asdict(place)}
+    found["command"] = shlex.join(["python", "benchmarks/step.py", *sys.argv[1:]])
     for name in flags.cases:
         case = place.case(name)
         of_case = found["cases"].setdefault(name, {})
@@ -46,6 +49,7 @@ def main() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(found, indent=1) + "\n")
         path.with_suffix(".md").write_text(page(found, place))
+    print("\n".join(table(found, place)))
 
 
 def _read_flags() -> tuple[argparse.Namespace, Place]:

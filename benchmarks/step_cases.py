@@ -85,9 +85,9 @@ FILTER: dict[str, Any] = {**NONE, "enable_perception_filtering": True, "top_p_pe
 def cases(*, quick: bool = False, shape: str | None = None) -> dict[str, Case]:
     """The rollouts by name; on a GPU of one of `MODEL_SHAPES`, else of models that a CPU trains in seconds."""
     # A head that is to the layers as that of a 3B model; no other side of a matrix is as long as the vocabulary.
-    small = replace(ModelShape.square(256, 4), vocabulary=8208)
+    small = replace(ModelShape.square(256, 4), vocabulary=1663)
     as_before, long = Size(768, 512, 128, 8), Size(768, 512, 512, 8)
-    large = replace(ModelShape.square(512, 8), vocabulary=1040)
+    large = replace(ModelShape.square(512, 4), vocabulary=1040)
     if quick:
         small = replace(ModelShape.square(64, 2), vocabulary=2080)
         as_before, long, large = Size(96, 64, 16, 4), Size(96, 64, 48, 4), small

@@ -67,6 +67,15 @@ def step_limit(case: Case) -> int:
     return generation + sum(update_limit(case).values())
 
 
+def signals_limit(case: Case) -> int:
+    """Operations of a step that also scores every completion given another image."""
+    heads = sum(case.lengths)
+    tokens = Tokens(case.prompts, case.lengths, heads)
+    view = sum(_layers(case.shape, case.size, tokens)) + _head(case.shape, heads)
+    view += _adapters(case.shape, case.size, tokens) if case.adapters else 0
+    return step_limit(case) + view + case.prompts * sum(_tower(case.shape, case.size).values())
+
+
 def _count(size: Size, tokens: Tokens) -> int:
     """Tokens that enter the language model: the last of a completion does not."""
     return tokens.prompts * size.prompt + sum(length - 1 for length in tokens.lengths)

@@ -4,23 +4,29 @@ from statistics import median
 from typing import Any
 
 from step_cases import Case
-from step_limit import step_limit, update_limit
+from step_limit import signals_limit, step_limit, update_limit
 from step_runs import Place
 
 INTRODUCTION = """\
 Ours divided by TRL's `GRPOTrainer` (signals: divided by the step without any): smaller is better; in brackets the
 other → ours. Times are medians of turns; the other columns are read in a process of its own, memory above that of
 libraries, model and trainer. An update is all training passes of one rollout and the optimizer; a step is generation
-by transformers, whatever is measured, and the update. Operations are counted by PyTorch, attention over all keys of a
-pass, seen or not. The limit is worked out on paper (`step_limit.py`): every token once for all rows that begin with it,
-keys that are seen, nothing for padding, dead rows, frozen weights and tokens without credit."""
+by transformers, whatever is measured, and the update. Operations are counted by PyTorch, attention over the keys that
+kernels pass over: all, or for calls without padding those that are seen. The limit is worked out on paper
+(`step_limit.py`): every token once for all rows that begin with it, keys that are seen, nothing for padding, dead rows,
+frozen weights and tokens without credit."""
+LIMIT_OF_SIGNALS = """\
+The limit of a step with every signal, and of c, has one pass more than that without any: dependence on the image is
+the difference of two log-probabilities of each token, and the second, given another image, is in no other pass. The
+first ones and attention it takes from generation; here a scoring pass gives them. All rows are generated up to T, which
+counts against ours and TRL's alike, and is no part of the limit."""
 COLUMNS = ("rollout", "", "time", "goal", "peak memory", "goal", "operations", "limit", "ours / limit", "goal")
 
 
 COUNTED = """\
-Ours and the limit, in 10⁹: products with the matrices of layers, adapters and tower; attention, which is counted over
-all keys; the head, whose logits TRL computes again for their gradients. Products of a prompt in the last layer, but for
-keys and values, are above the limit too."""
+Ours and the limit, in 10⁹: products with the matrices of layers, adapters and tower; attention; the head, whose logits
+TRL computes again for their gradients. What is above the limit besides: completions of unequal length that pass
+together, and the keys that they do not see."""
 
 
 def page(found: dict[str, Any], place: Place) -> str:
@@ -28,15 +34,11 @@ def page(found: dict[str, Any], place: Place) -> str:
     machine = ", ".join(f"{name} {value}" for name, value in found["machine"].items())
     flags = [name for name in ("quick", "checkpointing") if found["place"][name]]
     lines = ["# Steps against TRL's", "", INTRODUCTION, "", f"{machine}. {_place(found['place'])}", ""]
+    lines += [f"`{found['command']}`", ""] if "command" in found else []
     lines += ["Sizes are those of `--quick`: they say nothing about times.", ""] if "quick" in flags else []
-    lines += [f"| {' | '.join(COLUMNS)} |", "|---|---|" + "---:|" * (len(COLUMNS) - 2)]
     measured = {name: (place.case(name), of_case) for name, of_case in found["cases"].items()}
-    for name, (case, of_case) in measured.items():
-        other, *_, ours = case.variants
-        lines += [_row(name, case, of_case, part, other, ours) for part in ("update", "step")]
-        for variant in [*case.variants][1:-1]:
-            lines.append(_row(name, case, of_case, "step", other, variant))
-    lines += ["", "## Rollouts", ""]
+    lines += table(found, place)
+    lines += ["", LIMIT_OF_SIGNALS, "", "## Rollouts", ""]
     lines += [f"- {_describe(case)}" for case, _ in measured.values()]
     lines += [
         "",
@@ -51,6 +53,17 @@ def page(found: dict[str, Any], place: Place) -> str:
         counted = of_case.get("counts", {}).get(ours, {}).get("operations", {}).get("update")
         lines += [] if counted is None else [f"| {name} | " + " | ".join(_parts(case, counted)) + " |"]
     return "\n".join(lines) + "\n"
+
+
+def table(found: dict[str, Any], place: Place) -> list[str]:
+    """Lines of the table of all rollouts."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---|---|" + "---:|" * (len(COLUMNS) - 2)]
+    for name, of_case in found["cases"].items():
+        case = place.case(name)
+        other, *ours = case.variants
+        parts = ("update", "step") if other == "trl" else ("step",)
+        lines += [_row(name, case, of_case, part, other, variant) for variant in ours for part in parts]
+    return lines
 
 
 PARTS = ("products", "attention", "head", "together")
@@ -81,6 +94,8 @@ def _row(name: str, case: Case, of_case: dict[str, Any], part: str, other: str, 
     seconds, counts = (of_case.get(kind, {}) for kind in ("seconds", "counts"))
     goals = case.goals if ours == [*case.variants][-1] else {}
     limit = sum(update_limit(case).values()) if part == "update" else step_limit(case)
+    if part == "step" and (ours == "signals" or case.scored_share < 1):
+        limit = signals_limit(case)
     operations = [counts[one]["operations"][part]["together"] for one in pair if one in counts]
     peaks = [counts[one]["bytes"][part] for one in pair if one in counts]
     cells = [

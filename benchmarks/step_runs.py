@@ -37,7 +37,7 @@ class Place:
     device: str = "cpu"
     dtype: str = "float32"
     attention: str = "sdpa"
-    threads: int = 1
+    threads: int = 2
     quick: bool = False
     shape: str | None = None
     checkpointing: bool = False

@@ -42,7 +42,9 @@ def test_the_limit_of_one_prompt_by_hand(module):
     case = cases.Case("", models.Size(5, 0, 3, 2), 1, 0, False, False, shape, {})
     weights, attention = limit._layers(shape, case.size, limit.Tokens(1, [3, 3], heads=6))
     head = 2 * 8 * 32 * 6
-    assert sum(limit.update_limit(case).values()) == 3 * (weights + attention + head)
+    assert sum(limit.update_limit(case).values()) == 3 * (weights + head) + 3.5 * attention
+    tower = case.prompts * sum(limit._tower(shape, case.size).values())
+    assert limit.signals_limit(case) - limit.step_limit(case) == weights + attention + head + tower
 
 
 def test_a_step_is_counted_and_near_its_limit(module):
