@@ -151,6 +151,14 @@ class DAPOConfig(
         },
     )
 
+    reward_timeout: float | None = field(
+        default=None,
+        metadata={
+            "help": "Seconds that a reward function may take for a batch of a process; one that has not returned then "
+            "ends the run, by name. None: any number; asynchronous rewards and reward models are not limited."
+        },
+    )
+
     def __post_init__(self) -> None:
         self.resolve_aliases()
         self._resolve_warmup()
@@ -240,6 +248,8 @@ class DAPOConfig(
             value = getattr(self, name)
             if value is not None:
                 check_number(name, value, low, high, meaning)
+        if self.reward_timeout is not None and not (is_number(self.reward_timeout) and self.reward_timeout > 0):
+            raise ConfigError(f"reward_timeout is {self.reward_timeout!r}: give a number of seconds above 0, or None.")
         check_switch("stop_on_collapse", self.stop_on_collapse)
         check_switch("vgr_hard_negative", self.vgr_hard_negative)
         check_choice("share_prompts", self.share_prompts, ("auto", "on", "off"))

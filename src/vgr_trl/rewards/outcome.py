@@ -7,9 +7,16 @@ from numbers import Real
 from typing import Any
 
 from vgr_trl.errors import RewardError
+from vgr_trl.rewards.limit import at_most
 
 
-def checked(reward: Any, name: str, on_nan: Callable[[str, int], None], trainer: object = None) -> Callable[..., Any]:
+def checked(
+    reward: Any,
+    name: str,
+    on_nan: Callable[[str, int], None],
+    trainer: object = None,
+    seconds: float | None = None,
+) -> Callable[..., Any]:
     """Return `reward`, asynchronous if it is, such that it returns a list of floats and Nones or fails with its name.
 
     Args:
@@ -18,6 +25,7 @@ def checked(reward: Any, name: str, on_nan: Callable[[str, int], None], trainer:
         on_nan: called with the name and the number of NaN that the reward returned, if there are any.
         trainer: passed as `trainer` to a reward that takes it, by name or among `**kwargs`, and does not hand on its
             own; None: to none.
+        seconds: that one call may take; None: any number. Asynchronous rewards, which limit themselves, may take any.
     """
     given = {"trainer": trainer} if trainer is not None and _takes(reward, "trainer") else {}
     if inspect.iscoroutinefunction(_innermost(reward)) or inspect.iscoroutinefunction(
@@ -36,12 +44,13 @@ def checked(reward: Any, name: str, on_nan: Callable[[str, int], None], trainer:
         return call_async
 
     def call(**kwargs: Any) -> list[float | None]:
-        try:
-            returned = reward(**given | kwargs)
-        except TypeError as error:
-            if not _brings_its_own(error, given):
-                raise
-            returned = reward(**kwargs)
+        with at_most(seconds, name):
+            try:
+                returned = reward(**given | kwargs)
+            except TypeError as error:
+                if not _brings_its_own(error, given):
+                    raise
+                returned = reward(**kwargs)
         return _read(returned, len(kwargs["completions"]), name, on_nan)
 
     return call

@@ -94,7 +94,7 @@ class Judge:
     def _guarded(self, reward: RewardFunc, name: str) -> RewardFunc:
         if isinstance(reward, torch.nn.Module):
             return reward
-        return checked(reward, name, self._warn_of_nan, trainer=self.trainer)
+        return checked(reward, name, self._warn_of_nan, self.trainer, self.host.args.reward_timeout)
 
     def check(
         self,
