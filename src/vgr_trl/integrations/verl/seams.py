@@ -96,7 +96,7 @@ def check_points(points: Iterable[Point], tested: str) -> None:
         points: that are relied on.
         tested: package and version that have them.
     """
-    lacking = [missing for point in points if (missing := point.missing()) is not None]
+    lacking = list(dict.fromkeys(missing for point in points if (missing := point.missing()) is not None))
     if lacking:
         from importlib.metadata import PackageNotFoundError, version
 
