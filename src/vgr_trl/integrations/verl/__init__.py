@@ -1,4 +1,4 @@
-"""The signals of this library inside verl and EasyR1; knows neither TRL nor `training/`.
+"""The signals of this library inside verl and EasyR1; knows neither TRL nor `training/`. Guide: docs/verl.md.
 
 Read `token_weights.py` (weights of a batch, from matrices or from the probe), `options.py`, `presets.py`, then what
 becomes of signals: `at_hand.py` (on their way to estimators), `credit.py`, `group_rewards.py`, `losses.py`,

@@ -1,0 +1,55 @@
+"""Whether token weights work where this is run: in an environment of verl, of EasyR1, or of neither.
+
+python -m pytest tests/integrations/test_vgr_integration.py
+"""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from vgr_trl.batch.signals import AttentionMass
+from vgr_trl.integrations.verl import token_vgr_weights
+from vgr_trl.integrations.verl.at_hand import SignalsAtHand
+from vgr_trl.integrations.verl.credit import shape
+from vgr_trl.integrations.verl.presets import options_of
+from vgr_trl.integrations.verl.seams import ACTOR_OF_EASYR1, OF_VERL, check_points
+
+
+def test_what_is_relied_on_is_installed():
+    if find_spec("verl") is None:
+        pytest.skip("neither verl nor EasyR1 is installed")
+    is_easyr1 = find_spec("verl.workers.actor") is not None
+    check_points(ACTOR_OF_EASYR1 if is_easyr1 else OF_VERL, "EasyR1 at b44b311" if is_easyr1 else "verl 0.9.1")
+
+
+def test_a_token_that_looks_at_the_image_gets_more_weight():
+    """VGR 1, 2, 4: weights 12/7, 6/7, 3/7 (definitions); advantages are multiplied, the mask stays."""
+    count = torch.tensor([2])
+    vision = torch.full((1, 1, 3), 0.2)
+    mass = AttentionMass(vision, vision * torch.tensor([1.0, 2.0, 4.0]), count, count, torch.ones(1, 3) > 0)
+    weights, info = token_vgr_weights(mass, clip=None)
+    assert weights[0].tolist() == pytest.approx([12 / 7, 6 / 7, 3 / 7])
+    assert info["vgr"].item() == pytest.approx(7 / 3)
+
+
+@pytest.mark.parametrize("apply_to", ["advantages", "mask"])
+def test_weights_of_a_reward_reach_the_loss(apply_to):
+    options = options_of("vgr_token_weights", {"apply_to": apply_to, "collect_attentions": True})
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    found = SignalsAtHand(options, token_weights=torch.tensor([[1.0, 3.0, 9.0], [1.0, 1.0, 4.0]]))
+    shaped = shape(torch.tensor([[2.0, 2.0, 2.0], [-1.0, -1.0, -1.0]]), mask, found)
+    weights = torch.tensor([[0.5, 1.5, 0.0], [0.5, 0.5, 2.0]])
+    if apply_to == "advantages":
+        assert torch.allclose(shaped, weights * torch.tensor([[2.0], [-1.0]]))
+        assert found.response_mask is None
+    else:
+        assert shaped.tolist() == [[2, 2, 0], [-1, -1, -1]]
+        assert torch.allclose(found.response_mask, weights)
+
+
+def test_positive_advantages_alone():
+    options = options_of("vgr_token_weights", {"positive_only": True, "collect_attentions": True})
+    found = SignalsAtHand(options, token_weights=torch.tensor([[1.0, 3.0], [1.0, 3.0]]))
+    shaped = shape(torch.tensor([[1.0, 1.0], [-1.0, -1.0]]), torch.ones(2, 2), found)
+    assert shaped.tolist() == [[0.5, 1.5], [-1, -1]]
