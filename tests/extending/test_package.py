@@ -157,10 +157,10 @@ def test_a_perturbation_and_its_option(installed):
     image = Image.new("RGB", (2, 1))
     image.putpixel((0, 0), (255, 0, 0))
     config = DAPOConfig("out", use_cpu=True, perturbation="mirror")
-    (found,) = perturb_images([image], "mirror", config.perturbation_parameters, seed=0, step=0, index=0)
+    (found,) = perturb_images([image], "mirror", config.parameters_of("mirror"), seed=0, step=0, index=0)
     assert [found.getpixel((0, 0)), found.getpixel((1, 0))] == [(0, 0, 0), (255, 0, 0)]
     turned = DAPOConfig("out", use_cpu=True, perturbation="mirror", plugin_options='{"mirror_upside_down": true}')
-    assert turned.perturbation_parameters == {"mirror_upside_down": True}
+    assert turned.parameters_of("mirror") == {"mirror_upside_down": True}
 
 
 def test_the_options_of_a_reward(installed):

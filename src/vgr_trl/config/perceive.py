@@ -79,11 +79,6 @@ class PerceiveOptions(PluginOptions):
         read = [need.removeprefix(VIEW) for need in readers if need.startswith(VIEW)]
         return list(dict.fromkeys([*own, *read]))
 
-    @property
-    def perturbation_parameters(self) -> dict[str, Any]:
-        """Keyword arguments of the chosen perturbation."""
-        return self.parameters_of(self.perturbation)
-
     def parameters_of(self, name: str) -> dict[str, Any]:
         """Return the keyword arguments of a perturbation."""
         parameters: dict[str, dict[str, Any]] = {

@@ -150,12 +150,6 @@ for _name, _function in (PERTURBATIONS | {REMOVE_IMAGE: remove_image}).items():
     registries.perturbations.register(_name)(_function)
 
 
-def check_perturbation(name: str, parameters: Mapping[str, Any] | None = None) -> None:
-    """Raise ConfigError unless `perturb_images` accepts this name and these parameters."""
-    function, is_random = _find(name, parameters or {})
-    function(Image.new("L", (1, 1)), **(parameters or {}), **({"seed": 0} if is_random else {}))
-
-
 def perturb_images(
     images: Sequence[Image.Image],
     name: str,
