@@ -15,7 +15,7 @@ from packaging.version import Version
 sys.modules["trl"] = None  # type: ignore[assignment]
 
 IMPORTS_TRL = re.compile(
-    r"^\s*(from|import) (trl\b|(support\.)?trl_loss|steps\b)|\bDAPO(Config|Trainer)\b|vision_trainer",
+    r"^\s*(from|import) (trl\b|support\.tr|trl_loss|steps\b)|\bDAPO(Config|Trainer)\b|vision_trainer",
     re.MULTILINE,
 )
 IS_OLD = Version(transformers.__version__) < Version("5.17")
@@ -37,5 +37,7 @@ def pytest_ignore_collect(collection_path, config):
 
 def pytest_collection_modifyitems(items):
     for item in items:
+        if "test_the_trainer_corrects_what_trl_pads" in item.nodeid:
+            item.add_marker(pytest.mark.skip(reason="trains with TRL"))
         if IS_OLD and NEEDS_NEWER.search(item.nodeid):
             item.add_marker(pytest.mark.skip(reason=f"not in transformers {transformers.__version__}"))
