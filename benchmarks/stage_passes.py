@@ -1,4 +1,4 @@
-"""What the benchmarks of scoring and perception compare: passes over one batch, and optimizer steps of one rollout."""
+"""What the benchmarks of scoring, recipes and GPUs compare: passes over one batch, and steps of one rollout."""
 
 import argparse
 import copy
