@@ -17,7 +17,7 @@ def test_two_processes_show_what_one_run_would_take(model_folder, question_files
         --max_completion_length 6 --num_train_epochs 3 --token_weights"""
     launch(Path(__file__).with_name("dry_run_worker.py"), printed, *flags.split(), processes=2)
     first, second = ((printed / f"printed_{rank}.txt").read_text() for rank in (0, 1))
-    assert second == ""
+    assert not re.search("prompt|completion", second)
     # 2 completions on each process, groups of 4: three rounds are three prompts, each of which is on both.
     assert len(re.findall(r"^prompt \d: \d+x\d+ px \(\d+x\d+ tokens\); right: ", first, re.M)) == 3
     assert len(re.findall("^  completion$", first, re.M)) == 6

@@ -21,7 +21,7 @@ from vgr_trl.training.start.ready_data import make_data_ready
 
 
 class TestJudge:
-    host = SimpleNamespace(reward_names=["model", "vgr"])
+    host = SimpleNamespace(reward_names=["model", "vgr"], args=SimpleNamespace(reward_timeout=None))
 
     def guarded(self, greedy):
         rewards = [torch.nn.Linear(1, 1), WholeGroups(vgr_reward, lambda rows: rows, 0, 1, lambda: 2)]
