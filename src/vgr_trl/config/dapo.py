@@ -132,9 +132,7 @@ class DAPOConfig(
             "order of the reward functions; reward_weights hold afterwards."
         },
     )
-    vgr_hard_negative: bool = field(
-        default=False, metadata={"help": "Give the reward vgr to right completions only (vgr_hard_negative)."}
-    )
+    vgr_hard_negative: bool = field(default=False, metadata={"help": "Give the reward vgr to right completions only."})
     soft_punish_cache: int | None = field(
         default=None,
         metadata={
@@ -146,16 +144,16 @@ class DAPOConfig(
     stop_on_collapse: bool = field(
         default=False,
         metadata={
-            "help": "End the training at the first sign of collapse (accuracy, format or length fallen, entropy at 0 "
-            "or soaring, groups with equal rewards); without it there is a warning."
+            "help": "End at the first sign of collapse (accuracy, format or length fallen, entropy at 0 or soaring, "
+            "groups with equal rewards) instead of a warning."
         },
     )
 
     reward_timeout: float | None = field(
         default=None,
         metadata={
-            "help": "Seconds that a reward function may take for a batch of a process; one that has not returned then "
-            "ends the run, by name. None: any number; asynchronous rewards and reward models are not limited."
+            "help": "Seconds that a reward function may take for a batch, then it ends the run, by name (not "
+            "asynchronous rewards and reward models). None: any number."
         },
     )
 

@@ -112,11 +112,11 @@ def render_help(
         return "\n".join(line for part in sections if part.key == stage for line in _full(part, width, default_of))
     lines = [f"usage: vgr-trl {command} [--config FILE.yaml] [--flag value ...]", ""]
     if DAPOConfig in groups and not everything:
-        lines += ["The flags of this library and the commonest of TRL's. --help STAGE describes those that are only"]
-        lines += ["named here, --help-all lists all.", ""]
+        lines += ["The flags of this library and, in a sentence each, the commonest of TRL's. --help STAGE describes"]
+        lines += ["those that are only named here, --help training TRL's in full, --help-all lists all.", ""]
     for section in sections:
         if everything or not section.rare:
-            lines += [*_full(section, width, default_of), ""]
+            lines += [*_full(section, width, default_of, whole=everything), ""]
         elif section.group not in (None, AliasOptions):
             names = ", ".join(option.name for option in section.options)
             lines += [f"{section.title} (described by --help {section.key}):"]
@@ -166,13 +166,18 @@ def _declared(base: type, fields: dict[str, Any]) -> list[str]:
     return [name for name in inspect.get_annotations(base) if name in fields]
 
 
-def _full(section: _Section, width: int, default_of: Default) -> list[str]:
-    described = (line for option in section.options for line in _described(option, width, default_of(option.name)))
-    return [f"{section.title}:", *described]
+def _full(section: _Section, width: int, default_of: Default, *, whole: bool = True) -> list[str]:
+    """Describe all options; unless `whole`, those of TRL by their first sentence."""
+    lines = [f"{section.title}:"]
+    for option in section.options:
+        ours = option.name not in _OFTEN_USED.get(section.group or object, ())
+        lines += _described(option, width, default_of(option.name), whole=whole or ours)
+    return lines
 
 
-def _described(option: dataclasses.Field[Any], width: int, default: Any) -> list[str]:
+def _described(option: dataclasses.Field[Any], width: int, default: Any, *, whole: bool) -> list[str]:
     text = " ".join(str(option.metadata.get("help", "")).split())
+    text = text if whole else text.split(". ")[0].removesuffix(".") + "."
     default = option.default if default is None else default
     if default not in (dataclasses.MISSING, None, ""):
         text += f" (default {getattr(default, 'value', default)})"

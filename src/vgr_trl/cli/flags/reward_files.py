@@ -15,7 +15,7 @@ class RewardFileArguments:
 
     reward_type: str | None = field(
         default=None,
-        metadata={"help": "Form of reward files of EasyR1: batch or sequential. Default: as REWARD_TYPE in them says."},
+        metadata={"help": "Form of reward files of EasyR1: batch or sequential (else as they say)."},
     )
     reward_num_cpus: int = field(
         default=1, metadata={"help": "Processes that a sequential reward file of EasyR1 is called in."}
