@@ -13,8 +13,9 @@ from trl import GRPOTrainer
 
 from vgr_trl.cli.__main__ import main as command_line
 from vgr_trl.cli.data.inspect import main
-from vgr_trl.data.inspect.lengths import Budget, cost, histogram, prompt_tokens
+from vgr_trl.data.inspect.lengths import Budget, cost, histogram
 from vgr_trl.data.inspect.page import without_options
+from vgr_trl.data.inspect.prompt_tokens import prompt_tokens
 from vgr_trl.data.inspect.report import tables
 from vgr_trl.data.inspect.rows import Checks, inspect_rows
 from vgr_trl.data.inspect.sample import sampled

@@ -12,9 +12,10 @@ from typing import Any
 from rich.console import Console
 
 from vgr_trl.cli.evaluation_table import scores_table
+from vgr_trl.cli.flags.advice import one_sentence
 from vgr_trl.cli.flags.arguments import DataArguments
 from vgr_trl.cli.flags.evaluation import CACHE, EvaluationArguments
-from vgr_trl.cli.flags.parsing import one_sentence, parse
+from vgr_trl.cli.flags.parsing import parse
 from vgr_trl.cli.loading import load_for_inference, load_processor_for_inference, load_rows, tested
 from vgr_trl.data.rows.skipped import report_skipped
 from vgr_trl.errors import ConfigError

@@ -12,8 +12,9 @@ from typing import Any
 from datasets import IterableDataset
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
+from vgr_trl.cli.flags.advice import one_sentence
 from vgr_trl.cli.flags.arguments import DataArguments, DefaultRewards, RewardArguments, RunArguments
-from vgr_trl.cli.flags.parsing import one_sentence, parse
+from vgr_trl.cli.flags.parsing import parse
 from vgr_trl.cli.loading import load_processor, load_rows, tested
 from vgr_trl.cli.run.dry_run import dry_run
 from vgr_trl.cli.run.evaluated import is_stated, rows_to_evaluate

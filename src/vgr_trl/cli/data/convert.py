@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from vgr_trl.cli.flags.parsing import one_sentence
+from vgr_trl.cli.flags.advice import one_sentence
 from vgr_trl.data.build.convert import ROWS_PER_FILE, Output, convert
 from vgr_trl.data.build.plot import figures_for, plot
 from vgr_trl.data.build.pool import Encoding

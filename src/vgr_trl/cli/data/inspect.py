@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from vgr_trl.cli.flags.advice import one_sentence
 from vgr_trl.cli.flags.arguments import DataArguments
-from vgr_trl.cli.flags.parsing import one_sentence
 from vgr_trl.cli.loading import load_processor, system_prompt_of
-from vgr_trl.data.inspect.lengths import Budget, prompt_tokens
+from vgr_trl.data.inspect.lengths import Budget
 from vgr_trl.data.inspect.page import page
+from vgr_trl.data.inspect.prompt_tokens import prompt_tokens
 from vgr_trl.data.inspect.report import report
 from vgr_trl.data.inspect.rows import Checks, Findings, inspect_rows
 from vgr_trl.data.load import load_path, readable

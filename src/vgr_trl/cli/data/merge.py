@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from vgr_trl.cli.data.convert import add_output_flags, limits_of, refuse_within, show
-from vgr_trl.cli.flags.parsing import one_sentence
+from vgr_trl.cli.flags.advice import one_sentence
 from vgr_trl.data.build.convert import Output
 from vgr_trl.data.build.merge import MergeOptions, merge
 from vgr_trl.data.build.plot import figures_for

@@ -1,36 +1,21 @@
-"""From flags, or the file of `--config`, to groups of options; what is refused on the way, in one sentence."""
+"""From flags, or the file of `--config`, to groups of options."""
 
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, cast
 
 import yaml
-from pyarrow.lib import ArrowException
 from trl import TrlParser
 
+from vgr_trl.cli.flags.advice import with_advice
 from vgr_trl.cli.flags.config_file import config_apart
 from vgr_trl.cli.flags.help import ShowHelp
 from vgr_trl.cli.flags.plugins import option_classes
 from vgr_trl.cli.flags.recipe import recipe_options
 from vgr_trl.errors import ConfigError, VGRError
 
-_ADVICE = (  # part of an error of the libraries below, what to do
-    ("support bf16/gpu", "No GPU here computes in bfloat16: give --bf16 false, and --use_cpu where there is none."),
-    ("DeepSpeed is not installed", 'The configuration asks for DeepSpeed: pip install "vgr_trl[deepspeed]".'),
-    ("requires deepspeed", 'The configuration asks for DeepSpeed: pip install "vgr_trl[deepspeed]".'),
-    ("requires the following packages that were not found", "A package is missing: install it as named below."),
-    ("vLLM is not available", 'use_vllm is on: pip install "vgr_trl[vllm]", or give --use_vllm false.'),
-    (
-        "not used by the HfArgumentParser",
-        "A word stands among the flags that belongs to none: take it out, or quote it.",
-    ),
-    ("fail_with_unknown_args", "The configuration file has a key that is no option: --help-all lists them."),
-    ("bitsandbytes", "Quantised weights or 8-bit optimizers need bitsandbytes: pip install bitsandbytes."),
-    ("CUDA out of memory", "Not enough GPU memory: lower per_device_train_batch_size or max_completion_length."),
-)
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {"train": {"logging_steps": 1}}  # of a command, not of its dataclasses
 
 
@@ -72,7 +57,7 @@ def parse(groups: Sequence[Any], command: str, argv: Sequence[str] | None) -> tu
     except VGRError:
         raise
     except (ValueError, TypeError, OSError, yaml.YAMLError) as error:
-        raise ConfigError(_with_advice(str(error))) from error
+        raise ConfigError(with_advice(str(error))) from error
 
 
 def _joined(argv: Sequence[str], flag: str) -> list[str]:
@@ -90,30 +75,3 @@ def _joined(argv: Sequence[str], flag: str) -> list[str]:
             takes = False
             kept.append(argument)
     return [*kept, flag, ",".join(values)] if values else kept
-
-
-@contextmanager
-def one_sentence() -> Iterator[None]:
-    """Turn what the libraries below refuse before any work is done into a `ConfigError` of their words."""
-    try:
-        yield
-    except VGRError:
-        raise
-    except (
-        ArrowException,
-        AttributeError,
-        ImportError,
-        KeyError,
-        OSError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
-        raise ConfigError(_with_advice(f"{type(error).__name__}: {error}"[:500])) from error
-
-
-def _with_advice(error: str) -> str:
-    """Return the text of an error, behind one sentence that says which flag to use if that is known."""
-    text = " ".join(error.split())
-    advice = next((sentence for part, sentence in _ADVICE if part.lower() in text.lower()), None)
-    return text if advice is None else f"{advice} ({text})"

@@ -1,1 +1,3 @@
-"""A data set looked at before training: `rows.py`, `lengths.py`, `sample.py`, shown by `report.py` and `page.py`."""
+"""A data set looked at before training: `rows.py`, `prompt_tokens.py`, `lengths.py`, `sample.py`, shown by `report.py`
+and `page.py`.
+"""

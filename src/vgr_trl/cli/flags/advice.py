@@ -1,0 +1,50 @@
+"""What the libraries below refuse, in one sentence, behind what to do about it where that is known."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from pyarrow.lib import ArrowException
+
+from vgr_trl.errors import ConfigError, VGRError
+
+_ADVICE = (  # part of an error of the libraries below, what to do
+    ("support bf16/gpu", "No GPU here computes in bfloat16: give --bf16 false, and --use_cpu where there is none."),
+    ("DeepSpeed is not installed", 'The configuration asks for DeepSpeed: pip install "vgr_trl[deepspeed]".'),
+    ("requires deepspeed", 'The configuration asks for DeepSpeed: pip install "vgr_trl[deepspeed]".'),
+    ("requires the following packages that were not found", "A package is missing: install it as named below."),
+    ("vLLM is not available", 'use_vllm is on: pip install "vgr_trl[vllm]", or give --use_vllm false.'),
+    (
+        "not used by the HfArgumentParser",
+        "A word stands among the flags that belongs to none: take it out, or quote it.",
+    ),
+    ("fail_with_unknown_args", "The configuration file has a key that is no option: --help-all lists them."),
+    ("bitsandbytes", "Quantised weights or 8-bit optimizers need bitsandbytes: pip install bitsandbytes."),
+    ("CUDA out of memory", "Not enough GPU memory: lower per_device_train_batch_size or max_completion_length."),
+)
+
+
+@contextmanager
+def one_sentence() -> Iterator[None]:
+    """Turn what the libraries below refuse before any work is done into a `ConfigError` of their words."""
+    try:
+        yield
+    except VGRError:
+        raise
+    except (
+        ArrowException,
+        AttributeError,
+        ImportError,
+        KeyError,
+        OSError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise ConfigError(with_advice(f"{type(error).__name__}: {error}"[:500])) from error
+
+
+def with_advice(error: str) -> str:
+    """Return the text of an error, behind one sentence that says which flag to use if that is known."""
+    text = " ".join(error.split())
+    advice = next((sentence for part, sentence in _ADVICE if part.lower() in text.lower()), None)
+    return text if advice is None else f"{advice} ({text})"
