@@ -55,6 +55,28 @@ def test_a_misspelt_flag_is_told_before_torch_is_imported(tmp_path):
     assert "Did you mean --learning_rate?" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        ("data convert --help", 0),
+        ("data merge --help", 0),
+        ("data inspect --help", 0),
+        ("data inspect rows.jsonl --modle x", 2),
+        ("demo --help", 0),
+        ("demo --stesp 3", 2),
+    ],
+)
+def test_commands_with_few_flags_answer_without_importing_torch(tmp_path, arguments, status):
+    code = (
+        "import sys\nfrom vgr_trl.cli.__main__ import main\n"
+        f"try:\n    main({arguments.split()})\nexcept SystemExit as end:\n    assert end.code == {status}, end.code\n"
+        "assert not {'torch', 'transformers', 'trl'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "usage" in done.stdout + done.stderr
+
+
 def help_of(capsys, command, *flags):
     with pytest.raises(SystemExit):
         main([command, *flags])

@@ -24,7 +24,7 @@ def comparison(before: float, after: float) -> Comparison:
 
 @pytest.mark.parametrize(("after", "status"), [(0.6, 0), (0.5, 1), (0.4, 1)])
 def test_exit_status_says_whether_accuracy_rose(monkeypatch, tmp_path, after, status):
-    monkeypatch.setattr(command, "run_demo", lambda options, output_dir: comparison(0.5, after))
+    monkeypatch.setattr(demo, "run_demo", lambda options, output_dir: comparison(0.5, after))
     assert command.main(["--seed", "3", "--output_dir", str(tmp_path)]) == status
 
 

@@ -4,9 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from vgr_trl.cli.run.folder import claim_again, write_identity
 from vgr_trl.demo.options import Options
-from vgr_trl.demo.run import run_demo
 
 IDENTITY = {"command": "demo"}  # a demo may be run again in its own folder, not in another run's
 
@@ -19,6 +17,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=Options.steps, help=f"of reinforcement (default {Options.steps})")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
     flags = parser.parse_args(argv)
+    # After the flags: these import torch.
+    from vgr_trl.cli.run.folder import claim_again, write_identity
+    from vgr_trl.demo.run import run_demo
+
     claim_again(flags.output_dir, IDENTITY)
     write_identity(flags.output_dir, IDENTITY)
     comparison = run_demo(Options(seed=flags.seed, steps=flags.steps, threads=flags.threads), flags.output_dir)
