@@ -240,7 +240,7 @@ def test_text_that_is_no_unicode_does_not_stop_the_page():
         (["rows.jsonl", "--samples", "-1"], "samples is -1: give an integer of at least 0"),
         (["rows.jsonl", "--tiny", "--model", "x"], "model and tiny are both given: drop one"),
         (["rows.jsonl", "--max_prompt_length", "9"], "no model to count tokens with: add --model"),
-        (["rows.jsonl", "--model", "nowhere"], "nowhere cannot be loaded"),
+        (["rows.jsonl", "--model", "nowhere"], "There is no model folder nowhere: give a model folder or a hub name"),
         (["rows.jsonl", "--image_dir", "nowhere"], "image_dir is nowhere, which is not a folder"),
         (["rows.jsonl", "--page", "nowhere/a.html"], "nowhere/a.html cannot be written"),
         (["rows.jsonl", "--page", "empty"], "empty cannot be written"),

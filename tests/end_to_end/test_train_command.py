@@ -142,7 +142,7 @@ def test_another_run_in_the_folder_is_refused_and_resume_continues_it(model_fold
         (["--num_generations", "3"], "generation_batch_size (8) must be divisible by num_generations (3)"),
         (["--config", "/nowhere.yaml"], "--config is /nowhere.yaml, which is no file"),
         (["--dataset_streaming", "--max_steps", "-1"], "so the number of steps is not known: give max_steps"),
-        (["--model_name_or_path", "/nowhere/model"], "/nowhere/model cannot be loaded"),
+        (["--model_name_or_path", "/nowhere/model"], "There is no model folder /nowhere/model: give a"),
         (["--use_peft", "--lora_target_modules", "nonsense"], "nonsense"),
         (["--attn_implementation", "bogus"], "bogus"),
         (["--config"], "--config is given without a file"),
@@ -166,7 +166,7 @@ def test_bad_input_is_one_sentence_and_trains_nothing(model_folder, question_fil
         (["--group_by", "famly"], "group_by is 'famly': give one of the columns"),
         (["--temperature", "0"], "temperature is 0.0: give a number above 0"),
         (["--dtype", "float8"], "dtype is 'float8': give one of auto, bfloat16, float16, float32"),
-        (["--model_name_or_path", "/nowhere/model"], "/nowhere/model cannot be loaded"),
+        (["--model_name_or_path", "/nowhere/model"], "There is no model folder /nowhere/model: give a"),
         (["--dataset_test_split", "validation"], "but the split 'validation' is asked for"),
     ],
 )
@@ -174,6 +174,26 @@ def test_bad_input_to_evaluate_is_one_sentence(model_folder, question_files, cap
     fixed = ["--model_name_or_path", str(model_folder), "--data_files", question_files]
     assert main(["evaluate", *fixed, *more]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "data inspect"])
+def test_a_mistyped_model_folder_is_told_with_the_nearest(model_folder, question_files, tmp_path, capsys, command):
+    mistyped = model_folder.with_name(f"{model_folder.name}x")
+    given = {
+        "train": flags(mistyped, question_files, tmp_path / "run"),
+        "evaluate": ["--model_name_or_path", str(mistyped), "--data_files", question_files],
+        "data inspect": [question_files.split("=")[-1], "--model", str(mistyped), "--samples", "0"],
+    }[command]
+    assert main([*command.split(), *given]) == 1
+    said = f"There is no model folder {mistyped}. Did you mean {model_folder}?"
+    assert capsys.readouterr().err.splitlines()[-1].partition(": ")[2].startswith(said)
+
+
+def test_a_home_that_no_shell_has_spelled_out_is_named(model_folder, question_files, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(model_folder.parent))
+    given = ["--model_name_or_path", f"~/{model_folder.name}", "--data_files", question_files]
+    assert main(["evaluate", *given]) == 1
+    assert f"There is no model folder ~/{model_folder.name}: write {model_folder}" in capsys.readouterr().err
 
 
 def test_the_help_lists_commands_and_an_unknown_one_is_named(capsys):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,19 @@ def _refusing(name: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if not Path(name).exists():
+            raise ConfigError(f"There is no model folder {name}{_meant(name)} (from the hub: {cause})") from error
         raise ConfigError(f"{name} cannot be loaded ({cause}): give a model folder or a hub name.") from error
+
+
+def _meant(name: str) -> str:
+    """What a path that does not exist may stand for: the same with a spelled-out home, or the nearest beside it."""
+    path = Path(name)
+    if (expanded := path.expanduser()) != path and expanded.exists():
+        return f": write {expanded}, since only a shell knows what ~ is."
+    beside = {entry.name for entry in path.parent.iterdir() if entry.is_dir()} if path.parent.is_dir() else set()
+    nearest = get_close_matches(path.name, beside, n=1)
+    return f". Did you mean {path.parent / nearest[0]}?" if nearest else ": give a model folder or a hub name."
 
 
 def system_prompt_of(arguments: DataArguments) -> str | SystemTemplate | None:
