@@ -1,10 +1,5 @@
 """The KL over all words, from the last hidden states of policy and reference."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import wraps
-from typing import Any
-
 import torch
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
@@ -12,50 +7,9 @@ from torch.utils.checkpoint import checkpoint
 
 from vgr_trl.credit import kl_penalty
 from vgr_trl.errors import ConfigError
-from vgr_trl.replacing import replaced
-from vgr_trl.sharing.backbone import base_of, causal_model
+from vgr_trl.sharing.backbone import causal_model
 from vgr_trl.signals.head import LOGITS_AT_A_TIME, Head
-
-
-class HiddenReader:
-    """Keeps the hidden states of the positions that emit completions, of the latest pass.
-
-    Attributes:
-        output_type: class of what base models return.
-    """
-
-    def __init__(self) -> None:
-        self._found: list[torch.Tensor] = []
-        self.output_type: Any = None
-
-    @contextmanager
-    def around(self, model: nn.Module, completion_length: int | None) -> Iterator[None]:
-        """Read passes of this block.
-
-        Args:
-            model: passed through.
-            completion_length: T; None where the model generates, of which nothing is read.
-        """
-        if completion_length is None:
-            yield
-            return
-        base = base_of(causal_model(model))
-        plain, self._found = base.forward, []
-
-        @wraps(plain)
-        def read(*args: Any, **kwargs: Any) -> Any:
-            outputs = plain(*args, **kwargs)
-            self.output_type = type(outputs)
-            self._found.append(outputs.last_hidden_state[:, -completion_length - 1 : -1])  # (N, T, D)
-            return outputs
-
-        with replaced(base, "forward", read):
-            yield
-
-    def take(self) -> torch.Tensor | None:
-        """Return the hidden states (N, T, D) of the latest block, once."""
-        found, self._found = self._found, []
-        return torch.cat(found) if found else None
+from vgr_trl.training.passes.emitted import EmittedReader
 
 
 class FullKL:
@@ -81,7 +35,7 @@ class FullKL:
                 "leave the head out of modules_to_save, or use low_var_kl."
             )
         self._policy, self._reference = causal, causal if reference is None else causal_model(reference)
-        self._temperature, self.reader = temperature, HiddenReader()
+        self._temperature, self.reader = temperature, EmittedReader()
 
     def between(self, hidden: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return the divergence at every position (N, T), 0 where `mask` is False; with gradients of the policy.

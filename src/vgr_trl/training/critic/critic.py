@@ -16,7 +16,7 @@ from vgr_trl.credit.gae import gae, token_rewards, value_loss, whiten
 from vgr_trl.credit.totals import Totals
 from vgr_trl.errors import ConfigError
 from vgr_trl.training.critic.learning import Learner
-from vgr_trl.training.critic.values import HeadReader, ValueHead, ValueModel, hidden_width
+from vgr_trl.training.critic.values import ValueHead, ValueModel, hidden_width, value_reader
 from vgr_trl.training.host import Host
 from vgr_trl.training.rollout import Rollout, TrainingPass, valid_tokens
 
@@ -36,7 +36,7 @@ class Critic:
     def __init__(self, host: Host, policy: Any) -> None:
         self.host = host
         head = ValueHead(hidden_width(policy)).to(host.accelerator.device)
-        self.reader = HeadReader(policy, head) if host.args.critic == "head" else None
+        self.reader = value_reader(policy, head) if host.args.critic == "head" else None
         self.module: nn.Module = head
         if self.reader is None:
             model = ValueModel(policy, head)

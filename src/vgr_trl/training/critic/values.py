@@ -1,18 +1,15 @@
 """Values of tokens from hidden states: of the policy's own passes, or of a model beside it."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import deepcopy
-from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
 from trl.trainer.utils import FusedCausalLMOutput
 
-from vgr_trl.replacing import replaced
 from vgr_trl.sharing.backbone import base_of, causal_model
 from vgr_trl.signals.rollout import policy_is_active
+from vgr_trl.training.passes.emitted import EmittedReader
 
 
 class ValueHead(nn.Module):
@@ -35,47 +32,17 @@ class ValueHead(nn.Module):
             return values.squeeze(-1)
 
 
-class HeadReader:
-    """Reads values off the passes of a policy, which they do not train.
+def value_reader(policy: nn.Module, head: ValueHead) -> EmittedReader:
+    """Return what reads values (N, T) off the passes of a policy, which they do not train, and off no reference's.
 
     Args:
         policy: the model, also wrapped.
         head: of the values.
     """
-
-    def __init__(self, policy: Any, head: ValueHead) -> None:
-        self._causal, self._head = causal_model(policy), head
-        self._found: list[torch.Tensor] = []
-
-    @contextmanager
-    def around(self, model: Any, completion_length: int | None) -> Iterator[None]:
-        """Read the values of the tokens that each pass of this block through the policy emits.
-
-        Args:
-            model: passed through; nothing is read of references.
-            completion_length: T; None where the model generates, of which nothing is read.
-        """
-        causal = causal_model(model)
-        if completion_length is None or causal is not self._causal or not policy_is_active(model):
-            yield
-            return
-        base = base_of(causal)
-        plain, self._found = base.forward, []
-
-        @wraps(plain)
-        def read(*args: Any, **kwargs: Any) -> Any:
-            outputs = plain(*args, **kwargs)
-            hidden = outputs.last_hidden_state[:, -completion_length - 1 : -1]  # (N, T, D)
-            self._found.append(self._head(hidden.detach()))
-            return outputs
-
-        with replaced(base, "forward", read):
-            yield
-
-    def take(self) -> torch.Tensor | None:
-        """Return the values (N, T) of the latest block in which something was read, once."""
-        found, self._found = self._found, []
-        return torch.cat(found) if found else None
+    causal = causal_model(policy)
+    return EmittedReader(
+        lambda hidden: head(hidden.detach()), lambda model: causal_model(model) is causal and policy_is_active(model)
+    )
 
 
 class ValueModel(nn.Module):

@@ -1,5 +1,6 @@
 """What passes of a model compute, and what they leave out.
 
-Read `score.py` (which passes there are), `around.py` (prompts and images once, for every pass), `skip.py` (training
-passes over what the loss reads), `budget.py` (micro-batches by number of tokens).
+Read `skip.py` (passes with gradients, over what the loss reads), `score.py` (those without), `around.py` (prompts and
+images once, for every pass) with `blank_image.py` and `emitted.py` (what is read off beside), `budget.py` (micro-batches
+by number of tokens).
 """

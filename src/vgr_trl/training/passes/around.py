@@ -17,10 +17,9 @@ from vgr_trl.skipping.plan import why_padding_counts
 from vgr_trl.skipping.vision_plan import why_not_once
 from vgr_trl.skipping.vision_tower import parts_of_tower, tower_trains
 from vgr_trl.training.constructed import ConstructedTrainer
-from vgr_trl.training.critic.values import HeadReader
-from vgr_trl.training.full_kl import HiddenReader
 from vgr_trl.training.loss import what_reads_every_token
 from vgr_trl.training.passes.blank_image import BlankImage
+from vgr_trl.training.passes.emitted import EmittedReader
 
 
 class Passes:
@@ -39,28 +38,19 @@ class Passes:
         self.vision = VisionOnce(vision)
         self._blank = blank
         self._shared = SharedPasses(sharing, partial(_all_agree, accelerator), evens_images=blank is not None)
-        self.reader: HeadReader | None = None  # of a critic
-        self.hidden_reader: HiddenReader | None = None  # of a KL over all words
+        self.values = EmittedReader(reads=lambda model: False)  # of a critic's head, where there is one
+        self.hidden = EmittedReader(reads=lambda model: False)  # for what compares whole distributions
 
     @contextmanager
     def around(self, place: Place, model: nn.Module, completion_length: int | None = None) -> Iterator[None]:
         """Leave out of passes of this block what can be; the arguments are those of `SharedPasses.around`."""
-        read = nullcontext() if self.reader is None else self.reader.around(model, completion_length)
-        kept = nullcontext() if self.hidden_reader is None else self.hidden_reader.around(model, completion_length)
+        values, hidden = (reader.around(model, completion_length) for reader in (self.values, self.hidden))
         scores = completion_length is not None and not torch.is_grad_enabled()
         head = _head_without_padding(model) if scores else nullcontext()
         tower = nullcontext() if self._blank is None else self._blank.around(model, completion_length is None)
         shared = self._shared.around(place, model, completion_length)
-        with self.vision.around(model), head, shared, read, kept, tower:
+        with self.vision.around(model), head, shared, values, hidden, tower:
             yield
-
-    def values(self) -> torch.Tensor | None:
-        """Return what a critic's head has read off the latest pass (N, T), None without one."""
-        return None if self.reader is None else self.reader.take()
-
-    def hidden(self) -> torch.Tensor | None:
-        """Return the hidden states (N, T, D) of the latest pass, None where nothing wants them."""
-        return None if self.hidden_reader is None else self.hidden_reader.take()
 
     def rollout(self, trains: bool) -> AbstractContextManager[None]:
         """Around generation and scoring of a rollout, as `VisionOnce.rollout`."""

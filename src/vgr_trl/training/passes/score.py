@@ -115,22 +115,21 @@ class ScoringPasses:
                 )
                 rollout.signals, rollout.prompt_mass = measured.signals, measured.prompt_mass
                 rollout.maps = measured.maps
-                rollout.values, rollout.hidden = self._passes.values(), self._passes.hidden()
+                rollout.values, rollout.hidden = self._passes.values.take(), self._passes.hidden.take()
                 return scored
             scored = score()
             if rollout is not None and by_policy and rollout.hidden is not None and self._measurement.wanted.shift:
                 rollout.shift = self._shift(model, rollout)
             if rollout is not None and whose == "reference":
-                rollout.reference_logps, rollout.reference_hidden = scored[0], self._passes.hidden()
+                rollout.reference_logps, rollout.reference_hidden = scored[0], self._passes.hidden.take()
             return scored
 
     def _shift(self, model: Any, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
         """How the latest pass, whose first rows are under the perturbation, differs from that over the rollout."""
-        hidden, others, reader = rollout.hidden, self._passes.hidden(), self._passes.hidden_reader
+        hidden, others = rollout.hidden, self._passes.hidden.take()
         assert hidden is not None
         assert others is not None
-        assert reader is not None
         assert rollout.signals is not None
-        head = Head(causal_model(model), reader.output_type)
+        head = Head(causal_model(model), self._passes.hidden.output_type)
         mask = rollout.signals.mask.bool()
         return head.shift(hidden, others[: len(mask)], mask, self._host.args.temperature)

@@ -87,10 +87,10 @@ class LivePasses:
             logps, entropies, aux_loss = plain(model, **part)
         logps = widened(logps, window, live, passed.inputs.get(OLD_LOGPS))
         if passed.logps is None:
-            values = self._passes.values()
+            values = self._passes.values.take()
             complete_old_logps(passed.inputs, logps)
             passed.logps, passed.values = logps, None if values is None else widened(values, window, live, None)
-            passed.hidden = self._passes.hidden()
+            passed.hidden = self._passes.hidden.take()
             if self._replay is not None:
                 self._replay.first_pass(passed)
         return logps, None if entropies is None else widened(entropies, window, live, None), aux_loss

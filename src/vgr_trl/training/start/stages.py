@@ -13,7 +13,7 @@ from vgr_trl.training.checkpoints.resumable import ResumableTrainer, Resumed
 from vgr_trl.training.choice.choose import GroupChoice
 from vgr_trl.training.choice.further_prompts import FurtherPrompts
 from vgr_trl.training.critic.critic import Critic
-from vgr_trl.training.full_kl import FullKL, HiddenReader
+from vgr_trl.training.full_kl import FullKL
 from vgr_trl.training.generation.generate import Generation
 from vgr_trl.training.generation.noisy import refuse_unfit_noise
 from vgr_trl.training.host import TRLHost
@@ -27,6 +27,7 @@ from vgr_trl.training.metrics.step_metrics import StepMetrics
 from vgr_trl.training.metrics.trackers import name_for_trackers
 from vgr_trl.training.passes.around import Passes, plan_blank_image, plan_sharing, plan_skipping, plan_vision
 from vgr_trl.training.passes.budget import TokenBudget, refuse_unfit_budget
+from vgr_trl.training.passes.emitted import EmittedReader
 from vgr_trl.training.passes.score import ScoringPasses
 from vgr_trl.training.passes.skip import LivePasses
 from vgr_trl.training.recording.before import RecordBefore
@@ -108,9 +109,10 @@ def build_stages(trainer: ResumableTrainer, host: TRLHost, schedule: RewardSched
     full = FullKL(trainer.model, trainer.ref_model, trainer.temperature) if args.needs_full_kl else None
     kl = KLControl(host, full)
     if full is not None or measurement.wanted.shift:
-        passes.hidden_reader = HiddenReader() if full is None else full.reader
+        passes.hidden = EmittedReader() if full is None else full.reader
     critic = Critic(host, trainer.model) if args.uses_critic else None
-    passes.reader = None if critic is None else critic.reader
+    if critic is not None and critic.reader is not None:
+        passes.values = critic.reader
     return Stages(
         clock,
         measurement,
