@@ -12,9 +12,11 @@ from vgr_trl.batch.inputs import Prompts, with_perturbed_rows
 from vgr_trl.compat.completion_tables import in_texts
 from vgr_trl.compat.gloo_exit import close_group_at_exit
 from vgr_trl.compat.logged_images import images_logged_by_all
+from vgr_trl.compat.token_types import with_causal_completions
 from vgr_trl.config import DAPOConfig
 from vgr_trl.reporting.views.card.model_card import TAGS, TRL_PAPER, method_tags
 from vgr_trl.sharing import replaced
+from vgr_trl.sharing.backbone import causal_model
 from vgr_trl.training.checkpoints.resumable import ResumableTrainer
 from vgr_trl.training.generation.noisy import as_generated
 from vgr_trl.training.host import TRLHost
@@ -190,8 +192,11 @@ class DAPOTrainer(ResumableTrainer):
     ) -> Any:
         """Add to TRL's: compute each prompt once; measure the policy's pass over a rollout; train what is live."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": logits_to_keep, **kwargs}
-        plain = super()._get_per_token_logps_and_entropies
-        return self.stages.scoring.run(model, plain, inputs, batch_size, self._rollout, self._pass)
+        plain, passes = super()._get_per_token_logps_and_entropies, self.stages
+        inputs = with_causal_completions(inputs, causal_model(model).config, logits_to_keep)
+        if torch.is_grad_enabled():
+            return passes.live.run(model, plain, inputs, batch_size, self._pass)
+        return passes.scoring.run(model, plain, inputs, batch_size, self._rollout)
 
     # A micro-batch
 
@@ -204,6 +209,8 @@ class DAPOTrainer(ResumableTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
         """Add to TRL's: the terms that are no advantages; metrics of the step; parts of few enough tokens."""
+        if self.stages.budget is None or not self.model.training:
+            return self._loss_of_part(model, inputs)
         return self.stages.budget.loss(model, inputs, self._loss_of_part)
 
     def _loss_of_part(self, model: Any, inputs: dict[str, Any]) -> Any:

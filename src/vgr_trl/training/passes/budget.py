@@ -25,14 +25,14 @@ class TokenBudget:
     """Computes losses of micro-batches part by part; gradients of all parts but the last are added on the way.
 
     Args:
+        most: tokens of a part, `max_tokens_per_micro_batch`.
         host: where it runs.
         passes: what of each row runs.
         shares: whether the prompt of a group is computed once.
     """
 
-    def __init__(self, host: Host, passes: LivePasses, shares: bool) -> None:
-        self._host, self._passes, self._shares = host, passes, shares
-        self.most: int | None = host.args.max_tokens_per_micro_batch
+    def __init__(self, most: int, host: Host, passes: LivePasses, shares: bool) -> None:
+        self.most, self._host, self._passes, self._shares = most, host, passes, shares
 
     def loss(self, model: nn.Module, inputs: dict[str, Any], compute: Loss) -> torch.Tensor:
         """Return the loss of a micro-batch, through which the gradient of its last part is still to come.
@@ -42,8 +42,6 @@ class TokenBudget:
             inputs: as TRL's `_compute_loss` takes them; what a pass adds to its part is added to them.
             compute: TRL's `_compute_loss`, or more.
         """
-        if self.most is None or self._host.mode != "train":
-            return compute(model, inputs)
         *parts, last = self._parts(inputs)
         before: torch.Tensor | float = 0.0
         for rows in parts:
@@ -62,8 +60,6 @@ class TokenBudget:
             completion: T.
             num_generations: completions per prompt.
         """
-        if self.most is None:
-            return batch_size
         longest = torch.tensor([columns, completion], device=self._host.accelerator.device)
         columns, completion = self._host.accelerator.gather(longest).view(-1, 2).amax(0).tolist()
         if self._shares:
@@ -84,7 +80,7 @@ class TokenBudget:
         device = self._host.accelerator.device
         of_all = self._host.accelerator.gather(torch.tensor(mine, device=device)).view(-1, count, 4).tolist()
         processes = [([Extent(*row[:3]) for row in rows], [row[3] for row in rows]) for rows in of_all]
-        return pack_rows(count, lambda rows: max(tokens_of(rows, *each) for each in processes), self.most or 0)
+        return pack_rows(count, lambda rows: max(tokens_of(rows, *each) for each in processes), self.most)
 
     def _loss_of(self, rows: list[int], model: nn.Module, inputs: dict[str, Any], compute: Loss) -> torch.Tensor:
         every = len(inputs["prompt_ids"])

@@ -1,4 +1,4 @@
-"""Every pass that TRL asks log-probabilities of: over a rollout, for the loss, or over anything else."""
+"""Passes without gradients that TRL asks log-probabilities of: over a rollout, or over anything else."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from vgr_trl.compat.token_types import with_causal_completions
 from vgr_trl.sharing import SharingPlan, whole_groups
 from vgr_trl.sharing.backbone import causal_model
 from vgr_trl.signals import Measurement
@@ -18,13 +17,13 @@ from vgr_trl.training.passes.around import Passes
 from vgr_trl.training.passes.budget import TokenBudget
 from vgr_trl.training.passes.skip import LivePasses, Scored
 from vgr_trl.training.regions import region_mask
-from vgr_trl.training.rollout import Rollout, TrainingPass
+from vgr_trl.training.rollout import Rollout
 
 _STAGES = {"policy": "old_logps", "reference": "reference", "other": "values"}
 
 
 class ScoringPasses:
-    """Computes each prompt once; measures the policy's pass over a rollout; trains what is live.
+    """Computes each prompt once; measures the policy's pass over a rollout.
 
     Args:
         host: where it runs.
@@ -32,7 +31,7 @@ class ScoringPasses:
         sharing: where prompts are computed once.
         passes: what is around each pass.
         live: those of the loss.
-        budget: of tokens in a pass.
+        budget: of tokens in a pass; None: there is none.
         clock: of the run.
     """
 
@@ -43,7 +42,7 @@ class ScoringPasses:
         sharing: SharingPlan,
         passes: Passes,
         live: LivePasses,
-        budget: TokenBudget,
+        budget: TokenBudget | None,
         clock: StageClock,
     ) -> None:
         self._host, self._measurement, self._sharing = host, measurement, sharing
@@ -56,37 +55,28 @@ class ScoringPasses:
         inputs: dict[str, Any],
         batch_size: int | None,
         rollout: Rollout | None,
-        passed: TrainingPass | None,
     ) -> Scored:
-        """Return what TRL's `_get_per_token_logps_and_entropies` does.
+        """Return what TRL's `_get_per_token_logps_and_entropies` does, without gradients.
 
         Args:
             model: passed through.
             plain: TRL's method.
-            inputs: its named arguments but for these two; token types that let completions see their future are
-                corrected.
-            batch_size: rows of a chunk; a pass without gradients takes whole groups, so that there is something to
-                share.
+            inputs: its named arguments but for these two.
+            batch_size: rows of a chunk, made whole groups, so that there is something to share.
             rollout: at hand.
-            passed: the micro-batch whose loss is computed.
         """
-        completion = inputs["logits_to_keep"]
-        inputs = with_causal_completions(inputs, causal_model(model).config, completion)
-        if not torch.is_grad_enabled():
-            whose = self._host.whose(model)
-            with self._clock.stage(_STAGES[whose], self._host.mode == "train"):
-                score = partial(plain, model, **inputs, batch_size=batch_size and self._chunk(inputs, batch_size))
-                return self._score(rollout, whose, model, inputs, score)
-        if passed is not None and model is passed.model:
-            return self._live.run(passed, model, plain, inputs)
-        with self._passes.around(self._sharing.training, model, completion):
-            return plain(model, **inputs, batch_size=batch_size)
+        whose = self._host.whose(model)
+        with self._clock.stage(_STAGES[whose], self._host.mode == "train"):
+            score = partial(plain, model, **inputs, batch_size=batch_size and self._chunk(inputs, batch_size))
+            return self._score(rollout, whose, model, inputs, score)
 
     def _chunk(self, inputs: dict[str, Any], batch_size: int) -> int:
         """Rows of a chunk, of which TRL takes `batch_size`."""
         size = self._host.num_generations
         if self._sharing.scoring.reason_off is None:
             batch_size = whole_groups(batch_size, size)
+        if self._budget is None:
+            return batch_size
         return self._budget.scored_rows(batch_size, inputs["input_ids"].size(1), inputs["logits_to_keep"], size)
 
     def _score(
@@ -97,32 +87,37 @@ class ScoringPasses:
         inputs: dict[str, Any],
         score: Callable[..., Scored],
     ) -> Scored:
-        ids, mask, completion = inputs["input_ids"], inputs["attention_mask"], inputs["logits_to_keep"]
-        by_policy = whose == "policy"
-        if rollout is not None and by_policy and self._live.gives_old_logps(rollout):
+        ids, completion = inputs["input_ids"], inputs["logits_to_keep"]
+        measured = rollout if whose == "policy" else None
+        if measured is not None and self._live.gives_old_logps(measured):
             return torch.full((len(ids), completion), torch.nan, device=ids.device), None, None
         with self._passes.around(self._sharing.scoring, model, completion):
-            if rollout is not None and by_policy and rollout.signals is None and self._measurement.wanted.scoring:
-                scored, measured = self._measurement.measure(
-                    model,
-                    ids,
-                    mask,
-                    completion,
-                    partial(score, compute_entropy=True),
-                    generated_mass=rollout.generated_mass,
-                    rows_with_maps=rollout.recorded or (),
-                    region=region_mask(rollout, self._host, self._measurement, ids[:, :-completion]),
-                )
-                rollout.signals, rollout.prompt_mass = measured.signals, measured.prompt_mass
-                rollout.maps = measured.maps
-                rollout.values, rollout.hidden = self._passes.values.take(), self._passes.hidden.take()
-                return scored
+            if measured is not None and measured.signals is None and self._measurement.wanted.scoring:
+                return self._measure(measured, model, inputs, score)
             scored = score()
-            if rollout is not None and by_policy and rollout.hidden is not None and self._measurement.wanted.shift:
-                rollout.shift = self._shift(model, rollout)
+            if measured is not None and measured.hidden is not None and self._measurement.wanted.shift:
+                measured.shift = self._shift(model, measured)
             if rollout is not None and whose == "reference":
                 rollout.reference_logps, rollout.reference_hidden = scored[0], self._passes.hidden.take()
             return scored
+
+    def _measure(
+        self, rollout: Rollout, model: nn.Module, inputs: dict[str, Any], score: Callable[..., Scored]
+    ) -> Scored:
+        ids, completion = inputs["input_ids"], inputs["logits_to_keep"]
+        scored, found = self._measurement.measure(
+            model,
+            ids,
+            inputs["attention_mask"],
+            completion,
+            partial(score, compute_entropy=True),
+            generated_mass=rollout.generated_mass,
+            rows_with_maps=rollout.recorded or (),
+            region=region_mask(rollout, self._host, self._measurement, ids[:, :-completion]),
+        )
+        rollout.signals, rollout.prompt_mass, rollout.maps = found.signals, found.prompt_mass, found.maps
+        rollout.values, rollout.hidden = self._passes.values.take(), self._passes.hidden.take()
+        return scored
 
     def _shift(self, model: Any, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
         """How the latest pass, whose first rows are under the perturbation, differs from that over the rollout."""

@@ -59,18 +59,27 @@ class LivePasses:
         self._skips_rows, self._skips_tokens, self._skips_padding = (found.reason_off is None for found in places)
 
     def run(
-        self, passed: TrainingPass, model: nn.Module, plain: Callable[..., Scored], inputs: dict[str, Any]
+        self,
+        model: nn.Module,
+        plain: Callable[..., Scored],
+        inputs: dict[str, Any],
+        batch_size: int | None,
+        passed: TrainingPass | None,
     ) -> Scored:
-        """Return what a pass gives for the live tokens of a micro-batch, and constants for the others.
+        """Return what a pass with gradients gives for the live tokens of a micro-batch, and constants for the others.
 
         Those are the old log-probabilities, or 0, and an entropy of 0: with an advantage of 0 their loss is 0.
 
         Args:
-            passed: the micro-batch; it learns which tokens are live, and what its first pass gives.
             model: passed through.
             plain: TRL's `_get_per_token_logps_and_entropies`.
-            inputs: its named arguments but for the model.
+            inputs: its named arguments but for the model and the size of its chunks.
+            batch_size: this size, of passes that are not over the micro-batch.
+            passed: the micro-batch; it learns which tokens are live, and what its first pass gives.
         """
+        if passed is None or model is not passed.model:
+            with self._passes.around(self._place, model, inputs["logits_to_keep"]):
+                return plain(model, **inputs, batch_size=batch_size)
         live = self._live(passed.inputs)
         window = self._window(model, live, inputs)
         cut = live if self._skips_padding else None

@@ -45,13 +45,13 @@ class Stages:
         sharing: where prompts are computed once.
         skipping: what training passes leave out.
         passes: what is around each pass.
-        generation, scoring: of completions.
+        generation, scoring: of completions, without gradients.
         judge: of rewards.
         kl: from the reference.
         critic: None without one.
         choice: of the groups that are trained on.
-        live: training passes.
-        budget: of tokens in a pass.
+        live: passes with gradients.
+        budget: of tokens in a pass; None without one.
         loss: what is added to TRL's.
         steps: metrics of training steps.
         recorder: of completions, for people to look at.
@@ -69,7 +69,7 @@ class Stages:
     critic: Critic | None
     choice: GroupChoice
     live: LivePasses
-    budget: TokenBudget
+    budget: TokenBudget | None
     loss: AddedLoss
     steps: StepMetrics
     recorder: RolloutRecorder
@@ -105,7 +105,8 @@ def build_stages(trainer: ResumableTrainer, host: TRLHost, schedule: RewardSched
     choice = GroupChoice(host, measurement.wanted, _further_prompts(trainer, host))
     skipping = plan_skipping(trainer, measurement.wanted)
     live = LivePasses(skipping, host, choice.replay, passes, sharing.training)
-    budget = TokenBudget(host, live, sharing.training.reason_off is None)
+    most = args.max_tokens_per_micro_batch
+    budget = None if most is None else TokenBudget(most, host, live, sharing.training.reason_off is None)
     full = FullKL(trainer.model, trainer.ref_model, trainer.temperature) if args.needs_full_kl else None
     kl = KLControl(host, full)
     if full is not None or measurement.wanted.shift:
