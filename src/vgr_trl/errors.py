@@ -29,5 +29,9 @@ class CollapseError(VGRError, RuntimeError):
     """Training was ended because the run showed signs of collapse."""
 
 
+class NotFiniteError(VGRError, ArithmeticError):
+    """What the model computes is NaN or infinite, so that it cannot be trained on."""
+
+
 class DiskFullError(VGRError, OSError):
     """A disk or a quota is full; what was being written is not whole."""

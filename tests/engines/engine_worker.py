@@ -1,6 +1,6 @@
 """Run by the tests of this folder in the processes of an engine: three steps with every feature on.
 
-engine_worker.py KIND MODEL QUESTIONS OUTPUT WHAT …     a case, saved, "from CHECKPOINT" or generation
+engine_worker.py KIND MODEL QUESTIONS OUTPUT WHAT …     a case, saved, "from CHECKPOINT", generation or nan
 """
 
 import json
@@ -14,6 +14,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from PIL import Image
 from support.trainers import BIG_STEPS, config, prompts, vision_trainer
+from transformers import TrainerCallback
 
 from vgr_trl.rewards import accuracy_reward, vgr_hard_negative_reward
 
@@ -148,12 +149,48 @@ def run_generation(kind: str, data: tuple[str, str], output: Path) -> dict:
     return found
 
 
+class Moves(TrainerCallback):
+    """Whether each step has changed anything.
+
+    Args:
+        trainer: whose parameters all processes bring together.
+    """
+
+    def __init__(self, trainer) -> None:
+        self.trainer, self.moved = trainer, []
+        self.before = engines.whole_parameters(trainer)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        now = engines.whole_parameters(self.trainer)
+        self.moved.append(not all(torch.equal(now[name], self.before[name]) for name in now))
+        self.before = now
+
+
+def run_with_nan(kind: str, data: tuple[str, str], output: Path) -> dict:
+    """Three steps, in the second of which one process computes NaN in its training pass."""
+    trainer = trainer_of(kind, CASES["everything"], data, output / f"{kind} nan", max_grad_norm=1.0)
+    moves = Moves(trainer)
+    trainer.add_callback(moves)
+
+    def spoil(module, args, output):
+        spoils = torch.is_grad_enabled() and trainer.state.global_step == 1 and trainer.accelerator.process_index == 1
+        return output * torch.nan if spoils else output
+
+    base = trainer.accelerator.unwrap_model(trainer.model).model
+    base.language_model.norm.register_forward_hook(spoil)
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "reward" in entry]
+    return {"has_moved": moves.moved, "left_out": [entry.get("skipped/updates", 0) for entry in entries]}
+
+
 if __name__ == "__main__":
     kind, data, folder = sys.argv[1], (sys.argv[2], sys.argv[3]), Path(sys.argv[4])
     engines.prepare(kind)
     for name in sys.argv[5:]:
         if name == "generation":
             found = run_generation(kind, data, folder)
+        elif name == "nan":
+            found = run_with_nan(kind, data, folder)
         elif name == "saved":
             found = run_saved(kind, data, folder)
         elif name.startswith("from "):

@@ -110,3 +110,10 @@ def test_no_process_waits_for_another_that_has_ended(kind, train):
     )
     assert found["one silent"]["lengths"] == [[1, 8], [1, 8]]
     assert found["all silent"]["lengths"] == [[1, 1], [1, 1]]
+
+
+@pytest.mark.minutes
+@pytest.mark.parametrize("kind", ENGINES)
+def test_an_update_that_one_process_has_made_nan_is_left_out_by_all(kind, train):
+    found = json.loads((train(kind, "nan") / f"{kind} nan.json").read_text())
+    assert found == {"has_moved": [True, False, True], "left_out": [0, 1, 0]}

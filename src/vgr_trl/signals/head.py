@@ -153,6 +153,11 @@ def head_of_rows(model: Any, rows: Sequence[int] | None) -> Iterator[None]:
         yield
 
 
+def leaves_rows_out(model: Any) -> bool:
+    """Whether passes of a model leave out the head for some rows, by `head_of_rows`."""
+    return hasattr(causal_model(model).forward, "of_rows")
+
+
 def _narrowed(forward: Callable[..., Any], rows: list[int]) -> Callable[..., Any]:
     """A base model's pass over all rows that returns the hidden states of some."""
 

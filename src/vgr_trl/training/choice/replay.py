@@ -102,7 +102,7 @@ class Replay:
     def first_pass(self, passed: TrainingPass) -> None:
         """Take the log-probabilities (N, T) of the first training pass for those of the policy that generated.
 
-        They complete the groups that wait to enter the buffer.
+        They complete the groups that wait to enter the buffer; one of which they are NaN does not enter.
         """
         inputs, logps = passed.inputs, passed.logps
         assert logps is not None
@@ -114,9 +114,18 @@ class Replay:
         self._rows_seen += len(logps)
         if self._rows_seen == self._waiting_placement.rows:
             known = with_old_logps(self._waiting, self._first_logps, self._waiting_placement, gather_object)
-            for group in known.values():
-                self.buffer.add(group)
+            undefined = self._undefined(self._first_logps, self._waiting_placement)
+            for number, group in known.items():
+                if not undefined[number]:
+                    self.buffer.add(group)
             self._waiting, self._first_logps = {}, None
+
+    def _undefined(self, logps: torch.Tensor, placement: Placement) -> list[bool]:
+        """Whether each group of the batch, whose rows here have `logps`, has any that is NaN."""
+        counts = torch.zeros(placement.num_groups, device=logps.device)
+        for group in self._waiting:
+            counts[group] = logps[[row for row, _ in placement.here(group)]].isnan().sum()
+        return [count > 0 for count in self.host.accelerator.reduce(counts, reduction="sum").tolist()]
 
     def metrics(self, replaced_fraction: float) -> dict[str, float]:
         """Return what is logged of the buffer, the same on every process, which all call it.

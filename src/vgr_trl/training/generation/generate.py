@@ -1,10 +1,12 @@
 """Completions of a rollout, as TRL generates them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vgr_trl.batch.inputs import Prompts
 from vgr_trl.compat.vllm_images import VLLMImages
+from vgr_trl.errors import NotFiniteError
 from vgr_trl.sharing import Place
 from vgr_trl.signals import Measurement
 from vgr_trl.training.constructed import ConstructedTrainer
@@ -71,6 +73,7 @@ class Generation:
         with (
             self._clock.stage("generation", model.training),
             self._passes.around(self._place, model),
+            _finite_logits(self._host.state.global_step + 1),
             sampling_of_mode(self._trainer),
         ):
             if rollout is None or rollout.blind or not (first_turn and self._measurement.in_generation):
@@ -79,3 +82,17 @@ class Generation:
                 generated = plain(ids, images, prompts.fields, num_generations)
             rollout.generated_mass = probe.mass
             return generated
+
+
+@contextmanager
+def _finite_logits(step: int) -> Iterator[None]:
+    """Say in one sentence what sampling says of NaN; on a GPU the error is one of CUDA, which says nothing of it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "probability tensor contains" not in str(error):
+            raise
+        raise NotFiniteError(
+            f"The model's logits are NaN or infinite in generation, at step {step}: its weights are broken, or what it "
+            "computes overflows, so look at the newest checkpoint, or use bfloat16 instead of float16."
+        ) from error

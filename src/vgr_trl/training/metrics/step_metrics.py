@@ -94,10 +94,15 @@ class StepMetrics:
         self._live: list[float] = []  # those of them that were scored
         self._tokens = self._samples = self._skipped_rows = self._skipped_tokens = 0.0
         self._prompts_too_long = 0  # of streams, in the whole run
+        self._updates_left_out = 0
 
     def count_prompt_too_long(self) -> None:
         """Count a prompt of a stream that is left out."""
         self._prompts_too_long += 1
+
+    def count_update_left_out(self) -> None:
+        """Count a step that changes nothing because its gradient is not finite."""
+        self._updates_left_out += 1
 
     def measure(self, passed: TrainingPass, of_trl: MutableMapping[str, list[float]] | None = None) -> dict[str, float]:
         """Count a micro-batch, over all processes, and return its metrics, which are means over its live tokens.
@@ -148,7 +153,10 @@ class StepMetrics:
             "skipped/tokens": self._skipped_tokens,
             **{f"reward_weights/{name}": weight for name, weight in weights},
         }
+        if self._updates_left_out:
+            found["skipped/updates"] = self._updates_left_out
         if self._prompts_too_long:
             found["data/prompts_too_long"] = self._prompts_too_long
         self._tokens = self._samples = self._skipped_rows = self._skipped_tokens = 0.0
+        self._updates_left_out = 0
         return found

@@ -12,6 +12,7 @@ from torch import nn
 from vgr_trl.sharing import Place, SharedPasses, SharingPlan, has_active_dropout, why_not_regroup, why_not_share
 from vgr_trl.sharing.backbone import base_of, causal_model, is_compiled, recomputes_without_graph
 from vgr_trl.signals import Wanted
+from vgr_trl.signals.head import leaves_rows_out
 from vgr_trl.skipping import SkippingPlan, VisionOnce, VisionPlan, only_tokens
 from vgr_trl.skipping.plan import why_padding_counts
 from vgr_trl.skipping.vision_plan import why_not_once
@@ -69,7 +70,7 @@ def _head_without_padding(model: Any) -> AbstractContextManager[None]:
     """TRL's head scores padding too where it has no Triton; a head of some rows wants whole ones."""
     causal = causal_model(model)
     base = base_of(causal)
-    if base is causal or is_compiled(model) or hasattr(causal.forward, "of_rows"):
+    if base is causal or is_compiled(model) or leaves_rows_out(model):
         return nullcontext()
     return only_tokens(causal, base, None)
 

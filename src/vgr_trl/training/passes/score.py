@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from vgr_trl.errors import NotFiniteError
 from vgr_trl.sharing import SharingPlan, whole_groups
 from vgr_trl.sharing.backbone import causal_model
 from vgr_trl.signals import Measurement
-from vgr_trl.signals.head import Head
+from vgr_trl.signals.head import Head, leaves_rows_out
 from vgr_trl.training.host import Host
 from vgr_trl.training.metrics.clock import StageClock
 from vgr_trl.training.passes.around import Passes
@@ -67,7 +68,8 @@ class ScoringPasses:
         """
         whose = self._host.whose(model)
         with self._clock.stage(_STAGES[whose], self._host.mode == "train"):
-            score = partial(plain, model, **inputs, batch_size=batch_size and self._chunk(inputs, batch_size))
+            rows = batch_size and self._chunk(inputs, batch_size)
+            score = partial(self._without_nan, partial(plain, model, **inputs, batch_size=rows), model, inputs)
             return self._score(rollout, whose, model, inputs, score)
 
     def _chunk(self, inputs: dict[str, Any], batch_size: int) -> int:
@@ -117,6 +119,20 @@ class ScoringPasses:
         )
         rollout.signals, rollout.prompt_mass, rollout.maps = found.signals, found.prompt_mass, found.maps
         rollout.values, rollout.hidden = self._passes.values.take(), self._passes.hidden.take()
+        return scored
+
+    def _without_nan(
+        self, score: Callable[..., Scored], model: nn.Module, inputs: dict[str, Any], **options: Any
+    ) -> Scored:
+        """Refuse log-probabilities that are NaN: signals of them would be taken for those of rows without images."""
+        scored = score(**options)
+        valid = inputs["attention_mask"][:, -inputs["logits_to_keep"] :].bool()
+        if not leaves_rows_out(model) and (count := int((scored[0].isnan() & valid).any(dim=1).sum())):
+            raise NotFiniteError(
+                f"The model's log-probabilities of {count} of {len(valid)} completions are NaN, at step "
+                f"{self._host.state.global_step + 1}: its weights are broken, or what it computes overflows, so look "
+                "at the newest checkpoint, or use bfloat16 instead of float16."
+            )
         return scored
 
     def _shift(self, model: Any, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:

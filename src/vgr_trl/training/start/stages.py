@@ -13,6 +13,7 @@ from vgr_trl.training.checkpoints.resumable import ResumableTrainer, Resumed
 from vgr_trl.training.choice.choose import GroupChoice
 from vgr_trl.training.choice.further_prompts import FurtherPrompts
 from vgr_trl.training.critic.critic import Critic
+from vgr_trl.training.finite_updates import FiniteUpdates
 from vgr_trl.training.full_kl import FullKL
 from vgr_trl.training.generation.generate import Generation
 from vgr_trl.training.generation.noisy import refuse_unfit_noise
@@ -147,6 +148,7 @@ def add_callbacks(trainer: ResumableTrainer, host: TRLHost, stages: Stages) -> C
     watch, recorder = CollapseWatch(host), stages.recorder
     trainer.add_callback(watch)
     trainer.add_callback(OptimizerClock(stages.clock))
+    trainer.add_callback(FiniteUpdates(trainer.accelerator, stages.steps.count_update_left_out))
     name_for_trackers(trainer)
     if recorder.is_on:
         trainer.add_callback(FlushRecords(recorder))
