@@ -143,3 +143,19 @@ def test_nothing_is_written_where_nothing_is_asked_for(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["rollouts", "evaluations", "attention", "token_weights"])
 def test_one_file_is_enough_to_be_wanted(name):
     assert MarkdownLogs(**{name: "a.md"}).wanted
+
+
+def test_a_file_that_is_full_says_so_once_and_stays(tmp_path):
+    """Also for a run that goes on, which begins with the file as it is."""
+    path, text = tmp_path / "rollouts.md", completion(text="x" * 400)
+    for _ in range(2):
+        logs = MarkdownLogs(rollouts=str(path), max_bytes=2000)
+        for step in range(10):
+            logs.add(record(step, "train", text), SUMMARY)
+    written = path.read_text()
+    section = len(rollout_section(record(0, "train", text), SUMMARY, Lengths()).encode())
+    assert 2000 <= path.stat().st_size < 2000 + section + 200
+    assert written.count("vgr-trl report") == 1
+    assert written.rstrip().endswith("shows the completions that came later.")
+    assert "## Training, step 0\n" in written
+    assert "## Training, step 9\n" not in written

@@ -25,7 +25,8 @@ class ReportOptions:
     rollout_log_max_megabytes: float = field(
         default=512,
         metadata={
-            "help": "Bound of records and thumbnails; beyond it the oldest records but the first ones are removed."
+            "help": "Bound of records and thumbnails, whose oldest but the first ones go beyond it; and of each "
+            "Markdown file, to which nothing is added then."
         },
     )
     markdown_logs: bool = field(

@@ -15,6 +15,7 @@ from vgr_trl.reporting.views.markdown.sections import (
 )
 
 FOLDER = "training_logs"
+FULL = "\n\nThis file has reached rollout_log_max_megabytes: `vgr-trl report` shows the completions that came later.\n"
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class MarkdownLogs:
         attention: attention by segment of layers, of both.
         token_weights: of training.
         lengths: of what is shown.
+        max_bytes: about as long as a file becomes; None: any length.
     """
 
     rollouts: str | None = None
@@ -33,6 +35,7 @@ class MarkdownLogs:
     attention: str | None = None
     token_weights: str | None = None
     lengths: Lengths = field(default_factory=Lengths)
+    max_bytes: int | None = None
 
     @property
     def wanted(self) -> bool:
@@ -44,11 +47,23 @@ class MarkdownLogs:
         in_training = record.mode == "train"
         path = self.rollouts if in_training else self.evaluations
         if path is not None:
-            _append(path, "Rollouts" if in_training else "Evaluations", rollout_section(record, summary, self.lengths))
+            self._append(
+                path, "Rollouts" if in_training else "Evaluations", rollout_section(record, summary, self.lengths)
+            )
         if self.attention is not None:
-            _append(self.attention, "Attention", attention_section(record, summary))
+            self._append(self.attention, "Attention", attention_section(record, summary))
         if self.token_weights is not None and in_training:
-            _append(self.token_weights, "Token weights", token_weights_section(record, summary))
+            self._append(self.token_weights, "Token weights", token_weights_section(record, summary))
+
+    def _append(self, path: str, title: str, section: str) -> None:
+        file = Path(path)
+        size = file.stat().st_size if file.exists() else 0
+        if self.max_bytes is not None and size >= self.max_bytes:
+            return
+        data = section.encode("utf-8")
+        if self.max_bytes is not None and size + len(data) >= self.max_bytes:
+            data += FULL.encode("utf-8")
+        append_whole(file, data, head=f"# {title}\n\n".encode())
 
 
 def markdown_logs(options: Any, started: str, attention: bool) -> MarkdownLogs:
@@ -71,8 +86,5 @@ def markdown_logs(options: Any, started: str, attention: bool) -> MarkdownLogs:
         path(options.attention_diag_log_path, "attention_diagnostics", attention),
         options.token_weights_log_path,
         Lengths(options.prompt_preview_length, options.completion_preview_length),
+        int(options.rollout_log_max_megabytes * 1e6),
     )
-
-
-def _append(path: str, title: str, section: str) -> None:
-    append_whole(Path(path), section.encode("utf-8"), head=f"# {title}\n\n".encode())
