@@ -33,5 +33,9 @@ class NotFiniteError(VGRError, ArithmeticError):
     """What the model computes is NaN or infinite, so that it cannot be trained on."""
 
 
+class VLLMServerError(VGRError, ConnectionError):
+    """A server of vLLM does not answer, or cannot do what is asked."""
+
+
 class DiskFullError(VGRError, OSError):
     """A disk or a quota is full; what was being written is not whole."""

@@ -6,6 +6,7 @@ from datasets import Dataset
 from families import build as build_model
 from peft import LoraConfig
 from steps import DAPO, STOCK, largest_relative_update, options, texts_of, trained
+from support.vllm import NoVLLM
 from trl.trainer import grpo_trainer
 
 # TRL 1.16 switches checkpointing off around a rollout by the old name of the method.
@@ -122,14 +123,12 @@ def test_a_text_model(text_tokenizer, tmp_path):
     assert ours.places["training"].prompts_per_row == 1 / 4
 
 
-class Sampler:
+class Sampler(NoVLLM):
     """In place of vLLM: draws completions by itself, with log-probabilities that are not quite the model's."""
 
     def __init__(self, *args, **kwargs):
+        super().__init__()
         self.generator = torch.Generator().manual_seed(5)
-
-    def sync_weights(self):
-        """It has no weights."""
 
     def generate(self, prompts, images, num_generations, profiler):
         lengths = torch.randint(4, 9, (len(prompts),), generator=self.generator).tolist()

@@ -6,6 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 from support.trainers import config, logged, prompts, train_file, vision_trainer
+from support.vllm import NoVLLM
 from trl.trainer import grpo_trainer
 
 from vgr_trl.errors import ConfigError, RewardError
@@ -143,16 +144,14 @@ def test_as_published_the_whole_completion_describes(make):
     assert logged(run, "blind/described") == [1.0]
 
 
-class Sampler:
+class Sampler(NoVLLM):
     """In place of vLLM: notes what it is given, and draws completions by itself."""
 
     calls: ClassVar[list] = []
 
     def __init__(self, *args, **kwargs):
+        super().__init__()
         self.generator = torch.Generator().manual_seed(5)
-
-    def sync_weights(self):
-        """It has no weights."""
 
     def generate(self, prompts, images, num_generations, profiler):
         self.calls.append((len(prompts), images, num_generations))

@@ -5,6 +5,7 @@ from typing import ClassVar
 import pytest
 import torch
 from support.trainers import config, letters_reward, logged, prompts, train_file, vision_trainer
+from support.vllm import NoVLLM
 from trl.trainer import grpo_trainer
 
 from vgr_trl import DAPOConfig
@@ -100,16 +101,14 @@ def test_the_ratio_to_the_policy_that_generated(steps_per_generation, make, monk
     assert not read.isnan().any()
 
 
-class Sampler:
+class Sampler(NoVLLM):
     """In place of vLLM: notes what it is given, and draws completions by itself."""
 
     calls: ClassVar[list] = []
 
     def __init__(self, *args, **kwargs):
+        super().__init__()
         self.generator = torch.Generator().manual_seed(5)
-
-    def sync_weights(self):
-        """It has no weights."""
 
     def generate(self, prompts, images, num_generations, profiler):
         self.calls.append((images, num_generations))

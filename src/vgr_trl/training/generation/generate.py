@@ -12,6 +12,7 @@ from vgr_trl.signals import Measurement
 from vgr_trl.training.constructed import ConstructedTrainer
 from vgr_trl.training.generation.eval_sampling import sampling_of_mode
 from vgr_trl.training.generation.noisy import with_noise
+from vgr_trl.training.generation.server import named_server
 from vgr_trl.training.host import Host
 from vgr_trl.training.metrics.clock import StageClock
 from vgr_trl.training.passes.around import Passes
@@ -59,6 +60,9 @@ class Generation:
             prompts: of this turn.
             num_generations: completions of each prompt, which are adjacent and alike to a server of vLLM.
             plain: TRL's method, on tokens, images, fields and that number.
+
+        Raises:
+            VLLMServerError: the server of vLLM does not answer.
         """
         model = self._trainer.model
         first_turn = rollout is not None and rollout.prompts is None
@@ -75,6 +79,7 @@ class Generation:
             self._passes.around(self._place, model),
             _finite_logits(self._host.state.global_step + 1),
             sampling_of_mode(self._trainer),
+            named_server(self._trainer),
         ):
             if rollout is None or rollout.blind or not (first_turn and self._measurement.in_generation):
                 return plain(ids, images, prompts.fields, num_generations)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from vgr_trl.compat.round_logs import let_tables_hold
+from vgr_trl.compat.vllm_encoder_cache import forget_with_new_weights
 from vgr_trl.compat.vllm_images import plan_vllm_images
 from vgr_trl.rewards.schedule import RewardSchedule
 from vgr_trl.sharing import SharingPlan
@@ -103,6 +104,7 @@ def build_stages(trainer: ResumableTrainer, host: TRLHost, schedule: RewardSched
     blank = plan_blank_image(trainer, has_images)
     passes = Passes(sharing, plan_vision(trainer, has_images), trainer.accelerator, blank)
     vllm_images = plan_vllm_images(trainer, has_images)
+    forget_with_new_weights(trainer)
     choice = GroupChoice(host, measurement.wanted, _further_prompts(trainer, host))
     skipping = plan_skipping(trainer, measurement.wanted)
     live = LivePasses(skipping, host, choice.replay, passes, sharing.training)

@@ -1,0 +1,74 @@
+"""What vLLM is told beside what TRL tells it, and a server that dies while it is asked."""
+
+from types import SimpleNamespace
+
+import pytest
+from requests.exceptions import ConnectionError as NoAnswer
+from support.trainers import config, prompts, train_file, vision_trainer
+from support.vllm import NoVLLM
+from trl.trainer import grpo_trainer
+
+from vgr_trl.errors import VLLMServerError
+from vgr_trl.rewards import accuracy_reward
+
+
+class Speaker(NoVLLM):
+    """Says the same to everything; its server answers with `status`, and dies in its second rollout if it is to."""
+
+    dies, status = False, 200
+
+    def __init__(self, model, accelerator, *args, mode, **kwargs):
+        super().__init__()
+        self.accelerator, self.mode = accelerator, mode
+        self.vllm_client = SimpleNamespace(base_url="http://host:8000", session=SimpleNamespace(post=self.post))
+
+    def post(self, url):
+        self.done.append(url)
+        return SimpleNamespace(status_code=self.status)
+
+    def generate(self, prompts, images, num_generations, profiler):
+        if self.dies and "generate" in self.done:
+            raise NoAnswer("Max retries exceeded\nwith url: /inference/v1/generate")
+        self.done.append("generate")
+        return prompts, [[300, 301, 302]] * len(prompts), [[[-2.5]] * 3] * len(prompts), None
+
+
+@pytest.fixture
+def run(model_folder, question_files, tmp_path, monkeypatch):
+    def make(mode, **said):
+        monkeypatch.setattr(grpo_trainer, "VLLMGeneration", type("Said", (Speaker,), said))
+        uncorrected = {"vllm_importance_sampling_correction": False}
+        options = config(tmp_path, max_steps=2, use_vllm=True, vllm_mode=mode, **uncorrected)
+        return vision_trainer(model_folder, [accuracy_reward], options, prompts(train_file(question_files)))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("mode", "forgets"), [("colocate", "forget"), ("server", "http://host:8000/reset_encoder_cache")]
+)
+def test_images_are_forgotten_with_every_new_weights(run, mode, forgets):
+    trainer = run(mode)
+    trainer.train()
+    assert trainer.vllm_generation.done == ["sync", forgets, "generate"] * 2
+
+
+def test_a_server_that_cannot_forget_is_refused(run):
+    with pytest.raises(VLLMServerError, match="at http://host:8000 answers reset_encoder_cache with 404, and would go"):
+        run("server", status=404).train()
+
+
+def test_a_server_that_dies_is_named(run):
+    trainer = run("server", dies=True)
+    with pytest.raises(VLLMServerError) as raised:
+        trainer.train()
+    assert str(raised.value) == (
+        "The vLLM server at http://host:8000 did not answer in step 2 (Max retries exceeded with url: "
+        "/inference/v1/generate): start it again, then continue with --resume_from_checkpoint."
+    )
+    assert trainer.state.global_step == 1
+
+
+def test_other_errors_stay(run):
+    with pytest.raises(NoAnswer):
+        run("colocate", dies=True).train()
