@@ -36,8 +36,8 @@ def parse_flags(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
-    parser.add_argument("--tuning_seeds", type=int, nargs="+", default=[TUNING, TUNING + 1])
-    parser.add_argument("--learning_rates", type=float, nargs="+", default=[3e-5, 1e-4, 3e-4])
+    parser.add_argument("--tuning_seeds", type=int, nargs="+", default=[TUNING])
+    parser.add_argument("--learning_rates", type=float, nargs="+", default=[1.5e-4, 3e-4, 6e-4])
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after that")
     parser.add_argument("--write", action="store_true", help="write the leaderboard of what there is, run nothing")
     for part in fields(Settings):
@@ -56,7 +56,7 @@ def run_missing(flags: argparse.Namespace, settings: Settings) -> None:
                     if time.monotonic() > ends:
                         return
                     start = start or Start(TASKS[task], seed, settings)
-                    found = start.run(METHODS[method], rate)
+                    found = start.run(METHODS[method], rate, closely=seed < TUNING)
                     keep(Run(task, method, seed, rate, found), settings)
 
 

@@ -1,12 +1,13 @@
 """The methods of the bench: a name, what it changes of the trainer's options, the rewards beside accuracy."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from methods.tasks import Task
+from methods.tasks import STYLE, Task
 from vgr_trl.demo.shapes import FAMILIES
 
 CONTROLS = Path(__file__).with_name("controls.py")
@@ -20,7 +21,7 @@ class Method:
         options: of `DAPOConfig`.
         rewards: reward -> weight, beside accuracy (1) and format (0.2).
         keeps: the option that takes the share of tokens that are kept, if there is one: the oracle's share.
-        knows: whether it is told which tokens are read off the image.
+        knows: whether it is told which tokens are read off the image, and which are style.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -34,13 +35,15 @@ class Method:
         if self.keeps is not None:
             chosen[self.keeps] = (len(FAMILIES) + 1) / task.plain_length  # the answer is one of them
         if self.knows:
-            chosen["plugin_options"] = {"perceived_ids": perceived_ids(tokenizer)}
+            chosen["plugin_options"] = {
+                "perceived_ids": ids_of([word for _, family in FAMILIES.values() for word in family], tokenizer),
+                "style_ids": ids_of(STYLE, tokenizer),
+            }
         return chosen
 
 
-def perceived_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens of the words that are read off an image, in a thought and in an answer."""
-    words = [word for _, family in FAMILIES.values() for word in family]
+def ids_of(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens of words, with and without a space before them."""
     found = [tokenizer(text, add_special_tokens=False).input_ids for word in words for text in (word, f" {word}")]
     return sorted({ids[0] for ids in found if len(ids) == 1})
 
@@ -60,6 +63,7 @@ METHODS = {
     "entropy filter": Method({"enable_entropy_filtering": True}, keeps="top_p_entropy_tokens"),
     "token weights": Method({"token_weights": True}),
     "oracle": Method({"credit_rules": [f"{CONTROLS}:oracle"]}, knows=True),
+    "no style": Method({"credit_rules": [f"{CONTROLS}:no_style"]}, knows=True),
     "random": Method({"credit_rules": [f"{CONTROLS}:at_random"]}, knows=True),
     "VGR reward": Method(rewards={"vgr": 0.2}),
     "MDI reward": Method(rewards={"mdi": 0.2}),

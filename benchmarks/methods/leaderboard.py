@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -11,12 +10,16 @@ from typing import Any
 
 from demo_seeds import describe_machine
 
+from methods.plots import plot_course, plot_doses
 from methods.runs import Settings
+from methods.seeds import interval, resampled, token_share
+from methods.tasks import TASKS
 
 RESULTS = Path(os.environ.get("RESULTS", Path(__file__).parents[1] / "results")) / "methods"
 BASELINE = "plain"
 TUNING = 100  # seeds from here on choose learning rates and measure nothing else
-MEASURES = ("accuracy", "thoughts", "blanked", "late VGR", "dependency", "CPU seconds per step")
+FINDINGS = Path(__file__).with_name("findings.md")
+MEASURES = ("thoughts", "asked", "follows", "blanked", "late VGR", "dependency", "CPU seconds per step")
 
 
 @dataclass(frozen=True)
@@ -38,72 +41,83 @@ def read(settings: Settings) -> list[Run]:
     return [Run(**line) for line in chosen]
 
 
-def interval(values: Sequence[float], draws: int = 10_000) -> tuple[float, float]:
-    """Return the 95 % interval of the mean by bootstrap over seeds (percentiles of the means of resamples)."""
-    rng = random.Random(0)
-    means = sorted(statistics.mean(rng.choices(values, k=len(values))) for _ in range(draws))
-    return means[int(0.025 * draws)], means[int(0.975 * draws) - 1]
-
-
-def tokens_to(course: Sequence[Sequence[float]], accuracy: float) -> float | None:
-    """Return after how many generated tokens a course reaches an accuracy, between points on a line; None: never."""
-    before: Sequence[float] | None = None
-    for point in course:
-        if point[2] >= accuracy:
-            if before is None or point[2] == before[2]:
-                return point[1]
-            share = (accuracy - before[2]) / (point[2] - before[2])
-            return before[1] + share * (point[1] - before[1])
-        before = point
-    return None
-
-
 def write(runs: Sequence[Run], settings: Settings) -> None:
-    """Write `methods.md` and a plot of every task."""
+    """Write `methods.md`, a plot of every task, and one against the dose."""
     measured = [run for run in runs if run.seed < TUNING]
-    tasks = list(dict.fromkeys(run.task for run in measured))
+    tasks = [task for task in TASKS if any(run.task == task for run in measured)]
     machine = describe_machine(1)
     values = asdict(settings)
     lines = [
         "# Methods side by side",
         "",
         "Command: `PYTHONPATH=src:benchmarks python -m methods --tasks "
-        f"{' '.join(tasks)}`; runs that are there are not repeated.",
+        f"{' '.join(tasks)}`; runs that `methods.jsonl` holds are not repeated.",
         "",
         ", ".join(f"{name} {value}" for name, value in machine.items()) + ". Other work shared the cores; CPU seconds.",
         "",
         f"Models of a third of a million parameters, warm-started to a sampled accuracy of {values['start']}, then "
         f"{values['steps']} steps of {values['prompts']} prompts x {values['generations']} completions; accuracy 1 and "
-        "format 0.2 are the rewards. Each method has the learning rate that did best on seeds of its own, out of the "
-        "same few. `style-K`: K words of every thought are sampled style, three are read off the image. `hinted`: the "
-        "question begins with a word that is the answer in 70 % of training rows and 25 % of test rows. The filters "
-        "keep as many tokens as the oracle, VPPO its published 40 %. `oracle` gives credit to the words that are read "
-        "off the image alone, `random` to as many others. Accuracy, over 320 held-out questions of 4 sampled answers, "
-        "with the 95 % interval of a bootstrap over seeds; gain is over the same start. `thoughts`: share of the words "
-        "of sampled thoughts that are right. `tokens`: generated until the accuracy of plain DAPO's end is reached, in "
-        "plain DAPO's; seeds that never reach it are counted behind.",
+        "format 0.2 are the rewards. Each method has the learning rate that did best on a seed of its own, out of the "
+        "same few. `style-K`: K words of every thought are sampled style, three are read off the image; the thoughts "
+        "that the start learned from name each of the three wrong two times in five, so that there is much to gain. "
+        "`hinted`: the question begins with a word that is the answer in 70 % of training rows and 25 % of test rows.",
+        "",
+        "The filters keep as many tokens as the oracle, VPPO its published 40 %. `oracle` gives credit to the words "
+        "that are read off the image alone, in thought and answer, `no style` to all but words of style, `random` to "
+        "as many tokens as the oracle.",
+        "",
+        "Accuracy: over 320 held-out questions of 4 sampled answers, with the 95 % interval of a bootstrap over seeds; "
+        "gain: over the start; against plain: the difference to plain DAPO of the same seeds. Tokens: after which the "
+        "mean course over seeds reaches the accuracy with which plain DAPO's ends, in plain DAPO's tokens, with an "
+        "interval over seeds; `never`: not within these steps. Thoughts: share of the words to be read off the "
+        "image that a thought has; "
+        "asked: thoughts that have the word asked for; follows: answers that repeat the thought's word.",
         "",
     ]
     for task in tasks:
         of_task = [run for run in measured if run.task == task]
         lines += [f"## {task}", "", *table(of_task), "", f"![accuracy against tokens](methods_{task}.png)", ""]
-        plot(of_task, RESULTS.with_name(f"methods_{task}.png"))
-    RESULTS.with_suffix(".md").write_text("\n".join(lines).rstrip() + "\n")
+        plot_course(courses_of(of_task), RESULTS.with_name(f"methods_{task}.png"))
+    doses = dose_accuracies(measured)
+    if len({dose for points in doses.values() for dose in points}) > 1:
+        lines += ["## Dose and response", "", "![accuracy against words of style](methods_doses.png)", ""]
+        plot_doses(doses, RESULTS.with_name("methods_doses.png"))
+    RESULTS.with_suffix(".md").write_text("\n".join([*lines, FINDINGS.read_text()]).rstrip() + "\n")
+
+
+def courses_of(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """Return the courses of every method."""
+    return {
+        name: [run.found["course"] for run in runs if run.method == name]
+        for name in dict.fromkeys(run.method for run in runs)
+    }
+
+
+def dose_accuracies(runs: Sequence[Run]) -> dict[str, dict[int, list[float]]]:
+    """Return method -> words of style -> accuracies of the seeds, of the methods that ran on more than one dose."""
+    found: dict[str, dict[int, list[float]]] = {"start": {}}
+    for run in sorted((run for run in runs if run.task.startswith("style-")), key=lambda run: int(run.task[6:])):
+        dose = int(run.task[6:])
+        found.setdefault(run.method, {}).setdefault(dose, []).append(run.found["accuracy"])
+        if run.method == BASELINE:
+            found["start"].setdefault(dose, []).append(run.found["course"][0][2])
+    return {name: points for name, points in found.items() if len(points) > 1}
 
 
 def table(runs: Sequence[Run]) -> list[str]:
     """Return a row for every method, best first."""
     methods = {name: [run for run in runs if run.method == name] for name in dict.fromkeys(run.method for run in runs)}
     hints = sorted({name for run in runs for name in run.found if name.startswith("hint ")})
-    heads = ["method", "rate", "seeds", "accuracy", "interval", "gain", "tokens", *MEASURES[1:], *hints]
+    heads = ["method", "rate", "seeds", "accuracy", "interval", "gain", f"against {BASELINE}", "tokens", *MEASURES]
+    heads += hints
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
     plain = {run.seed: run for run in methods.get(BASELINE, [])}
     for name, own in sorted(methods.items(), key=lambda item: -mean(item[1], "accuracy")):
         low, high = interval([run.found["accuracy"] for run in own])
         gain = statistics.mean(run.found["accuracy"] - run.found["course"][0][2] for run in own)
         cells = [name, f"{own[0].learning_rate:g}", str(len(own)), f"{mean(own, 'accuracy'):.3f}"]
-        cells += [f"{low:.3f} to {high:.3f}", f"{gain:+.3f}", tokens(own, plain)]
-        cells += [f"{mean(own, measure):.3f}" for measure in (*MEASURES[1:], *hints)]
+        cells += [f"{low:.3f} to {high:.3f}", f"{gain:+.3f}", *against(own, plain)]
+        cells += [f"{mean(own, measure):.3f}" for measure in (*MEASURES, *hints)]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
@@ -113,39 +127,18 @@ def mean(runs: Sequence[Run], name: str) -> float:
     return statistics.mean(run.found[name] for run in runs)
 
 
-def tokens(runs: Sequence[Run], plain: dict[int, Run]) -> str:
-    """Return the median over seeds of the tokens to the baseline's accuracy, and how many seeds never reach it."""
-    shares = []
-    for run in runs:
-        if run.seed in plain:
-            course = plain[run.seed].found["course"]
-            needed = tokens_to(run.found["course"], course[-1][2])
-            shares.append(float("inf") if needed is None else needed / course[-1][1])
-    if not shares:
-        return "–"
-    never = sum(share == float("inf") for share in shares)
-    middle = statistics.median_low(shares)
-    return ("–" if middle == float("inf") else f"{middle:.2f}") + (f" ({never} never)" if never else "")
+def against(runs: Sequence[Run], plain: dict[int, Run]) -> list[str]:
+    """Return the gain over the baseline of the same seeds, and the tokens to its last accuracy, with intervals."""
+    pairs = [(run.found, plain[run.seed].found) for run in runs if run.seed in plain]
+    if not pairs:
+        return ["–", "–"]
+    gains = [own["accuracy"] - baseline["accuracy"] for own, baseline in pairs]
 
+    def share(chosen: Sequence[int]) -> float:
+        return token_share(*([pairs[index][side]["course"] for index in chosen] for side in (0, 1)))
 
-def plot(runs: Sequence[Run], file: Path) -> None:
-    """Draw mean accuracy against generated tokens, one line per method."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    for method in dict.fromkeys(run.method for run in runs):
-        courses = [run.found["course"] for run in runs if run.method == method]
-        points = [
-            [statistics.mean(course[index][part] for course in courses) for index in range(len(courses[0]))]
-            for part in (1, 2)
-        ]
-        axes.plot([count / 1000 for count in points[0]], points[1], marker="o", markersize=3, label=method)
-    axes.set_xlabel("generated tokens, thousands")
-    axes.set_ylabel("accuracy of sampled answers")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(file, dpi=110)
-    pyplot.close(figure)
+    low, high = interval(gains)
+    shares = [share(range(len(pairs))), *resampled(len(pairs), share, draws=2000)]
+    middle, least, most = ("never" if each == float("inf") else f"{each:.2f}" for each in shares)
+    reached = "never" if least == "never" else f"{middle} ({least} to {most})"
+    return [f"{statistics.mean(gains):+.3f} ({low:+.3f} to {high:+.3f})", reached]

@@ -49,6 +49,30 @@ def test_hints_are_true_as_often_as_said(module):
         assert sum(true) / len(true) == pytest.approx(share, abs=4 * (share * (1 - share) / len(true)) ** 0.5)
 
 
+def test_a_start_learns_from_thoughts_that_are_wrong_as_often_as_said(module):
+    """Of 9,000 words 0.4 are others of their families, within four standard deviations; answers repeat thoughts."""
+    tasks = module("methods.tasks")
+    questions = tasks.TASKS["style-8"].questions(0)
+    wrong = []
+    for row, doubtful in zip(questions.train, questions.text, strict=True):
+        pairs = list(zip(row["thought"].split(), doubtful["thought"].split(), strict=True))
+        wrong += [said != word for word, said in pairs if word in tasks.OTHERS]
+        assert all(said in (word, *tasks.OTHERS.get(word, ())) for word, said in pairs)
+        assert (row["solution"], doubtful["solution"]) in pairs
+    assert len(wrong) == 9000
+    assert sum(wrong) / 9000 == pytest.approx(tasks.DOUBT, abs=4 * (0.24 / 9000) ** 0.5)
+
+
+def test_thoughts_and_answers_are_judged_apart(module):
+    """Of two texts one has all three words and answers red; one has two, and answers the red that it thought of."""
+    rows = [{"thought": "a blue cross southeast", "family": "colour", "solution": "blue"}]
+    texts = ["a so blue cross southeast</think><answer>red", "a red cross southeast</think><answer>red"]
+    sampled = [f"<think>{text}</answer>" for text in texts]
+    seen = SimpleNamespace(records=[{"sampled": sampled}])
+    found = module("methods.thoughts").in_thoughts(seen, rows)
+    assert found == {"thoughts": round(5 / 6, 4), "asked": 0.5, "follows": 0.5}
+
+
 def test_controls_keep_equally_many_tokens(module):
     """Of ids 5 and 7 the first completion has two, the second one, the third none: all of it is kept."""
     controls = module("methods.controls")
@@ -58,6 +82,9 @@ def test_controls_keep_equally_many_tokens(module):
     kept, _ = controls.oracle(*given, completion_ids=ids)
     assert kept.tolist() == [[True, False, True, False], [False, True, False, False], [True, True, False, False]]
     drawn = torch.stack([controls.at_random(*given, completion_ids=ids)[0] for _ in range(200)])
+    given[-1].style_ids = [1]
+    without = controls.no_style(*given, completion_ids=ids)[0]
+    assert without.tolist() == [[True, False, True, False], [False, True, False, False], [False] * 4]
     assert (drawn.sum(2) == torch.tensor([2, 1, 2])).all()
     assert not (drawn & ~mask).any()
     assert drawn[:, 0].float().mean(0).tolist() == pytest.approx([0.5] * 4, abs=0.15)
@@ -69,16 +96,36 @@ def test_controls_keep_equally_many_tokens(module):
 def test_tokens_to_an_accuracy_lie_on_a_line_between_points(accuracy, tokens, module):
     """0.4 at 0 tokens, 0.6 at 100, 0.55 at 200, 0.75 at 300 would reach 0.65 half way from 200 to 300."""
     course = [(0, 0, 0.4), (1, 100, 0.6), (2, 200, 0.6), (3, 300, 0.7)]
-    assert module("methods.leaderboard").tokens_to(course, accuracy) == (
-        None if tokens is None else pytest.approx(tokens)
-    )
+    assert module("methods.seeds").tokens_to(course, accuracy) == (None if tokens is None else pytest.approx(tokens))
 
 
 def test_an_interval_holds_the_mean_and_widens_with_the_spread(module):
-    interval = module("methods.leaderboard").interval
+    interval = module("methods.seeds").interval
     assert interval([0.5, 0.5, 0.5]) == (0.5, 0.5)
     low, high = interval([0.4, 0.6])  # of four equally likely resamples one mean is 0.4, two 0.5, one 0.6
     assert (low, high) == (0.4, 0.6)
+
+
+def test_tokens_are_those_of_the_mean_course(module):
+    """The baseline's mean ends at 0.6; the other's is 0.4, 0.5, 0.7 at 0, 100, 200 tokens: there after 150 of 200."""
+    share = module("methods.seeds").token_share
+    baseline = [[(0, 0, 0.4), (1, 200, end)] for end in (0.5, 0.7)]
+    courses = [[(0, 0, 0.4), (1, 100, 0.4 + more), (2, 200, 0.6 + more)] for more in (0.0, 0.2)]
+    assert share(courses, baseline) == pytest.approx(0.75)
+    assert share(baseline[:1], baseline) == float("inf")
+
+
+def test_doses_are_of_methods_that_ran_on_several(module):
+    board = module("methods.leaderboard")
+    runs = [
+        board.Run(task, method, seed, 1e-3, {"accuracy": 0.5 + seed / 10, "course": [(0, 0, 0.3)]})
+        for task, methods in (("style-32", ("plain", "random")), ("style-8", ("plain",)), ("hinted", ("plain",)))
+        for method in methods
+        for seed in (0, 1)
+    ]
+    assert board.dose_accuracies(runs) == {
+        "start": {8: [0.3, 0.3], 32: [0.3, 0.3]}, "plain": {8: [0.5, 0.6], 32: [0.5, 0.6]},
+    }  # fmt: skip
 
 
 def test_a_table_ranks_methods(module):
@@ -86,14 +133,18 @@ def test_a_table_ranks_methods(module):
     board = module("methods.leaderboard")
     runs = [
         board.Run("style-0", method, 0, 1e-3, {
-            "course": [(0, 0, 0.4), (1, 50, middle), (2, 100, end)], "accuracy": end, "thoughts": 0.5, "blanked": 0.25,
-            "late VGR": 1.0, "dependency": 0.1, "CPU seconds per step": 0.2,
+            "course": [(0, 0, 0.4), (1, 50, middle), (2, 100, end)], "accuracy": end, "thoughts": 0.5, "asked": 0.5,
+            "follows": 1.0, "blanked": 0.25, "late VGR": 1.0, "dependency": 0.1, "CPU seconds per step": 0.2,
         })
         for method, middle, end in (("plain", 0.5, 0.6), ("oracle", 0.6, 0.7))
     ]  # fmt: skip
     *_, first, second = board.table(runs)
-    assert first.startswith("| oracle | 0.001 | 1 | 0.700 | 0.700 to 0.700 | +0.300 | 0.50 |")
-    assert second.startswith("| plain | 0.001 | 1 | 0.600 | 0.600 to 0.600 | +0.200 | 1.00 |")
+    assert first.startswith(
+        "| oracle | 0.001 | 1 | 0.700 | 0.700 to 0.700 | +0.300 | +0.100 (+0.100 to +0.100) | 0.50 (0.50 to 0.50) |"
+    )
+    assert second.startswith(
+        "| plain | 0.001 | 1 | 0.600 | 0.600 to 0.600 | +0.200 | +0.000 (+0.000 to +0.000) | 1.00 (1.00 to 1.00) |"
+    )
 
 
 def test_what_is_there_is_not_run_again(module, monkeypatch, tmp_path):

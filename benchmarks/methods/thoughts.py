@@ -1,0 +1,33 @@
+"""Whether thoughts are right, and answers follow from them."""
+
+import statistics
+
+from vgr_trl.demo.rows import Rows
+from vgr_trl.demo.shapes import FAMILIES
+from vgr_trl.evaluation import Evaluation
+
+WORDS = {word for _, family in FAMILIES.values() for word in family}
+
+
+def in_thoughts(seen: Evaluation, rows: Rows) -> dict[str, float]:
+    """Return shares of sampled texts, in [0, 1].
+
+    thoughts: of all words that are to be read off the images, those in the thought. asked: thoughts with the word that
+    is asked for. follows: answers that are the thought's word of the family that is asked for, right or wrong.
+    """
+    right, asked, follows = list[bool](), list[bool](), list[bool]()
+    for row, record in zip(rows, seen.records, strict=True):
+        truth, (_, family) = perceived_words(row["thought"]), FAMILIES[row["family"]]
+        for text in record["sampled"]:
+            thought, _, rest = text.removeprefix("<think>").partition("</think>")
+            said = perceived_words(thought)
+            right += [word in said for word in truth]
+            asked.append(row["solution"] in said)
+            follows.append(rest.removeprefix("<answer>").partition("</answer>")[0] in said.intersection(family))
+    shares = {"thoughts": right, "asked": asked, "follows": follows}
+    return {name: round(statistics.mean(values), 4) for name, values in shares.items()}
+
+
+def perceived_words(thought: str) -> set[str]:
+    """Return the words of a thought that are read off the image."""
+    return WORDS & set(thought.split())
