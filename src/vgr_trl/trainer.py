@@ -36,7 +36,7 @@ from vgr_trl.training.start.prepare import (
     plan_rewards,
     with_image_lists,
 )
-from vgr_trl.training.start.ready_data import with_processor
+from vgr_trl.training.start.ready_data import refuse_files_in_prompts, with_processor
 from vgr_trl.training.start.seams import check_seams
 from vgr_trl.training.start.stages import add_callbacks, build_stages
 
@@ -153,7 +153,8 @@ class DAPOTrainer(ResumableTrainer):
             return with_perturbed_rows(rollout.batch)
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
-        """Add to TRL's: keep the prompts; an empty list instead of None for a row without images among others."""
+        """Add to TRL's: keep the prompts; no file that they name is read; [] for a row without images among others."""
+        refuse_files_in_prompts(prompts)
         if self._rollout is not None and self._rollout.messages is None:
             self._rollout.messages = prompts
         prompt_ids, images, fields = super()._tokenize_prompts(prompts)

@@ -29,8 +29,9 @@ def test_columns_and_folder_of_the_users_own(tmp_path):
 
 
 def test_absolute_paths_stay(tmp_path):
-    (found,) = questions(read_rows(tmp_path, {"prompt": "q", "answer": "a", "images": "/x/a.png"}, image_dir=tmp_path))
-    assert found.images == ["/x/a.png"]
+    row = {"prompt": "q", "answer": "a", "images": f"{tmp_path}/x/a.png"}
+    (found,) = questions(read_rows(tmp_path, row, image_dir=tmp_path))
+    assert found.images == [f"{tmp_path}/x/a.png"]
 
 
 def test_a_conversation_of_one_message(tmp_path):

@@ -17,6 +17,7 @@ from transformers.utils import find_adapter_config_file
 from vgr_trl.cli.flags.arguments import DataArguments
 from vgr_trl.compat.image_processor import load_processor as load_demo_processor
 from vgr_trl.data.load import load_split, parse_data_files, readable
+from vgr_trl.data.rows.images.places import downloaded
 from vgr_trl.data.rows.images.video import VideoOptions, refuse_single_image_models
 from vgr_trl.data.rows.naming import keys_of
 from vgr_trl.data.rows.schema import prepare_rows
@@ -228,13 +229,13 @@ def load_rows(
 
 
 def image_root(arguments: DataArguments, split: str) -> Path:
-    """Return the folder that relative paths of images and videos start from."""
+    """Return the folder that relative paths of images and videos start from, and that none leads out of."""
     if arguments.image_dir is not None:
-        return Path(arguments.image_dir)
+        return Path(arguments.image_dir).absolute()
     if arguments.data_files:
         files = parse_data_files(arguments.data_files)
-        return files.get(split, next(iter(files.values())))[0].parent
-    return Path(arguments.dataset_path) if arguments.dataset_path else Path()
+        return files.get(split, next(iter(files.values())))[0].absolute().parent
+    return Path(arguments.dataset_path or downloaded()).absolute()
 
 
 def _column_names(dataset: Any) -> list[str]:

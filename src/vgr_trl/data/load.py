@@ -24,6 +24,7 @@ from pyarrow.lib import ArrowException
 
 from vgr_trl.data.build.sets import mmmu_pro
 from vgr_trl.data.joined import joined_rows, joined_source
+from vgr_trl.data.read.cards import refuse_files_elsewhere
 from vgr_trl.data.read.readers import count_rows
 from vgr_trl.data.read.sources import row_files, splits_of
 from vgr_trl.data.read.tables import stream_of, table_of
@@ -207,7 +208,7 @@ def _from_file(path: Path, streaming: bool, with_folders: bool) -> Any:
     if builder == "text":
         return (stream_of if streaming else table_of)([path], with_folders)
     rows = load_dataset(builder, data_files={"train": str(path)}, split="train", streaming=streaming)
-    rows = _keeping_types(rows, path)
+    rows = _without_folder(_keeping_types(rows, path))
     if not with_folders:
         return rows
     folder = str(path.absolute().parent)
@@ -238,6 +239,7 @@ def _from_folder(path: Path, streaming: bool) -> Any:
     _require_rows(rows)
     if rows and all(BUILDERS[file.suffix.lower()] == "text" and file.name not in METADATA for file in rows):
         return _read_here({split: list(map(str, files)) for split, files in splits_of(rows, path).items()}, streaming)
+    refuse_files_elsewhere(path)
     return _keeping_types(load_dataset(str(path), streaming=streaming), path)
 
 
@@ -290,4 +292,9 @@ def _pick(split: str, loaded: Any, source: str) -> Any:
         loaded = DatasetDict(train=loaded)
     if split not in loaded:
         raise MissingSplitError(f"{source} has the splits {sorted(loaded)}, but not {split!r}: name one of them.")
-    return loaded[split]
+    return _without_folder(loaded[split])
+
+
+def _without_folder(rows: Any) -> Any:
+    """Rows that do not say themselves where their files lie."""
+    return rows.remove_columns([FOLDER]) if FOLDER in (rows.column_names or ()) else rows

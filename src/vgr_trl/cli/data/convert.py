@@ -64,7 +64,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=0, help="of shuffle_choices (default 0)")
     add_output_flags(made)
     own = made.add_argument_group("jsonl only")
-    own.add_argument("--image_dir", type=Path, help="folder that relative paths start from (default: the files' own)")
+    own.add_argument(
+        "--image_dir", type=Path, help="folder that paths start from and stay in (default: the files' own)"
+    )
     for option in fields(Keys):
         names = dict.fromkeys((f"--{option.name}_key", f"--{FLAGS[option.name]}"))
         own.add_argument(*names, dest=f"{option.name}_key", help=f"its column (default: {' or '.join(option.default)})")  # type: ignore[arg-type]
@@ -114,7 +116,7 @@ def run(flags: argparse.Namespace) -> None:
         rows_per_file=flags.rows_per_file,
         limit=flags.subset_size,
         workers=flags.workers,
-        encoding=Encoding(source.folder(), limits_of(flags)),
+        encoding=Encoding(_files_of(flags, source), limits_of(flags)),
     )
     refuse_within(flags.output_dir, source)
     candidates = converter.read(source, **options)
@@ -184,6 +186,10 @@ def _jsonl_options(flags: argparse.Namespace) -> dict[str, Any]:
     if flags.image_dir is not None and not flags.image_dir.is_dir():
         raise ConfigError(f"image_dir is {flags.image_dir}, which is not a folder.")
     return {"keys": Keys(**keys), "image_dir": flags.image_dir}
+
+
+def _files_of(flags: argparse.Namespace, source: Source) -> Path:
+    return source.folder() if flags.image_dir is None else flags.image_dir.absolute()
 
 
 def _has_videos(flags: argparse.Namespace, source: Source, options: dict[str, Any]) -> bool:

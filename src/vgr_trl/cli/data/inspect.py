@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--dataset_config", help="configuration of a hub data set")
     made.add_argument("--dataset_streaming", action="store_true", help="read rows as they are needed, without a cache")
     made.add_argument("--max_rows", type=int, help="look at the first so many rows only")
-    made.add_argument("--image_dir", help="folder that relative paths start from (default: the data's own)")
+    made.add_argument("--image_dir", help="folder that paths start from and stay in (default: the data's own)")
     columns = made.add_argument_group("columns and images, as in training")
     for option in fields(DataArguments):
         if option.name in FLAGS.values():

@@ -17,6 +17,7 @@ from vgr_trl.data.inspect.prompt_tokens import prompt_tokens
 from vgr_trl.data.inspect.report import report
 from vgr_trl.data.inspect.rows import Checks, Findings, inspect_rows
 from vgr_trl.data.load import load_path, readable
+from vgr_trl.data.rows.images.places import downloaded
 from vgr_trl.data.rows.images.video import VideoOptions
 from vgr_trl.data.rows.naming import FLAGS, keys_of
 from vgr_trl.data.rows.skipped import SkippedRow
@@ -70,7 +71,7 @@ def checks_of(flags: argparse.Namespace) -> Checks:
     )
     processor = _processor(flags)
     return Checks(
-        root=Path(flags.image_dir) if flags.image_dir else _root(Path(flags.path)),
+        root=Path(flags.image_dir).absolute() if flags.image_dir else _root(Path(flags.path).absolute()),
         needs_solution=not flags.no_solution,
         system_prompt=system_prompt_of(data),
         videos=VideoOptions(data.video_fps, data.max_video_frames),
@@ -99,7 +100,7 @@ def _processor(flags: argparse.Namespace) -> Any:
 
 
 def _root(path: Path) -> Path:
-    return path.parent if path.is_file() else path if path.is_dir() else Path()
+    return path.parent if path.is_file() else path if path.is_dir() else downloaded()
 
 
 @contextmanager

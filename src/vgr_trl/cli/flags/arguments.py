@@ -49,7 +49,8 @@ class DataArguments:
         default=None, metadata={"help": "Column of the videos (else videos or video); none: there are none."}
     )
     image_dir: str | None = field(
-        default=None, metadata={"help": "Folder that relative paths of images and videos start from (else the data's)."}
+        default=None,
+        metadata={"help": "Folder that paths of images and videos start from and stay in (else the data's)."},
     )
     min_pixels: int | None = field(default=None, metadata={"help": "Enlarge smaller images to this area."})
     max_pixels: int | None = field(default=None, metadata={"help": "Reduce larger images to this area."})

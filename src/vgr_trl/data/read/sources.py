@@ -9,6 +9,7 @@ from typing import Any
 from pyarrow.lib import ArrowException
 
 from vgr_trl.data.read.readers import READERS, count_rows, read_files, reader_of
+from vgr_trl.data.rows.images.places import downloaded
 from vgr_trl.data.rows.questions import Origin, Record
 from vgr_trl.errors import ConfigError, DataError
 
@@ -85,10 +86,10 @@ class Source:
         }
 
     def folder(self) -> Path:
-        """Return the folder that relative image paths start from."""
+        """Return the folder that relative image paths start from, and that none leads out of."""
         if self.data_files:
-            return Path(_path_of(self.data_files[0])).parent
-        return Path(self.dataset_path or ".")
+            return Path(_path_of(self.data_files[0])).absolute().parent
+        return Path(self.dataset_path or downloaded()).absolute()
 
     def _is_saved(self) -> bool:
         return self.dataset_path is not None and any((Path(self.dataset_path) / name).exists() for name in SAVED)

@@ -50,7 +50,8 @@ def rows_of(paths: Sequence[Path], with_folders: bool = False) -> Iterator[dict[
         if isinstance(record, str):
             yield {UNREADABLE: record}
         else:
-            yield {**record, FOLDER: str(Path(origin.file).absolute().parent)} if with_folders else dict(record)
+            row = {name: value for name, value in record.items() if name != FOLDER}
+            yield {**row, FOLDER: str(Path(origin.file).absolute().parent)} if with_folders else row
 
 
 def _stored(

@@ -11,7 +11,7 @@ from typing import Any
 from vgr_trl.data.rows.columns import UNREADABLE, files_of
 from vgr_trl.data.rows.layouts import NUMBERED_IMAGES, dialogue_of, laid_out
 from vgr_trl.data.rows.questions import answer_of, options_of, text_of, value_of
-from vgr_trl.data.rows.text.marks import require_marks
+from vgr_trl.data.rows.text.marks import refuse_named_files, require_marks
 from vgr_trl.data.rows.text.prompts import LETTERS, format_question
 from vgr_trl.errors import DataError
 from vgr_trl.rewards import resolve_solution
@@ -100,6 +100,8 @@ def read_text(row: Mapping[str, Any]) -> Text:
         dialogue = dialogue_of(prompt, name)
         prompt, said = dialogue.prompt, dialogue.said
         is_whole = not isinstance(prompt, str) and prompt[0]["role"] == "system"
+    if not isinstance(prompt, str):
+        refuse_named_files(prompt)
     stated = value_of(row, *KEYS.choices)
     choices = None if stated is None or stated == [] else options_of(stated)
     answer = _stated_answer(row, choices)

@@ -23,7 +23,7 @@ from vgr_trl.data.rows.columns import (
     undecoded,
     video_columns,
 )
-from vgr_trl.data.rows.images.image_column import with_joined_images
+from vgr_trl.data.rows.images.image_column import with_joined_images, with_whole_paths
 from vgr_trl.data.rows.images.opening import open_image
 from vgr_trl.data.rows.images.sizes import ANY_SIZE, ImageRule
 from vgr_trl.data.rows.images.video import DEFAULT_VIDEO_OPTIONS, VideoOptions, frames_of, without_video_marks
@@ -164,7 +164,7 @@ def prepare_rows(
         )
     if skipped:
         dataset = dataset.select([row for row, reason in enumerate(reasons) if reason is None])
-    dataset = with_joined_images(_with_texts(dataset, system_prompt), videos, root)
+    dataset = with_whole_paths(with_joined_images(_with_texts(dataset, system_prompt), videos, root), root)
     dataset = dataset.remove_columns([name for name in (UNREADABLE, *DIALOGUES) if name in dataset.column_names])
     column = "images" if _are_several(dataset) else "image"
     return decoded(dataset).with_transform(partial(_shown, root=root, column=column, images=images)), skipped

@@ -12,6 +12,7 @@ from vgr_trl.compat.image_processor import load_processor
 from vgr_trl.data.rows.columns import image_columns
 from vgr_trl.data.rows.scan import scan
 from vgr_trl.data.rows.schema import prepare_rows
+from vgr_trl.data.rows.text.marks import refuse_named_files
 from vgr_trl.data.rows.text.special import first_special, special_tokens
 from vgr_trl.errors import DataError
 from vgr_trl.rewards.signatures import reads_solution
@@ -52,6 +53,16 @@ def make_data_ready(trainer: ConstructedTrainer) -> None:
 
     trainer.train_dataset = ready(trainer.train_dataset, "train")
     trainer.eval_dataset = ready(trainer.eval_dataset, "eval")
+
+
+def refuse_files_in_prompts(prompts: list[Any]) -> None:
+    """Raise `DataError` if a conversation names files or addresses, which its processor would read or fetch."""
+    for prompt in prompts:
+        if isinstance(prompt, list):
+            try:
+                refuse_named_files(prompt)
+            except DataError as error:
+                raise DataError(f"A row of the data cannot be used: {error}.") from None
 
 
 def _has_prompts(dataset: Any) -> bool:

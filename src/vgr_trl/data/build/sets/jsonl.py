@@ -11,6 +11,7 @@ from typing import Any
 
 from vgr_trl.data.read.sources import Source
 from vgr_trl.data.rows.images.opening import ADDRESS, read_image
+from vgr_trl.data.rows.images.places import path_within
 from vgr_trl.data.rows.naming import renamed_row
 from vgr_trl.data.rows.questions import (
     Candidate,
@@ -33,9 +34,9 @@ def read(source: Source, keys: Keys = KEYS, image_dir: Path | None = None) -> It
     Args:
         source: JSONL files (JSON and Parquet too).
         keys: names of the columns.
-        image_dir: folder that relative paths start from; None: that of the files.
+        image_dir: folder that relative paths start from and images lie in; None: that of the files.
     """
-    root = source.folder() if image_dir is None else image_dir
+    root = source.folder() if image_dir is None else image_dir.absolute()
     return to_candidates(source.records(), partial(_questions, keys=keys, root=root))
 
 
@@ -47,6 +48,10 @@ def names_videos(source: Source, keys: Keys = KEYS) -> bool:
 def _questions(origin: Origin, row: Mapping[str, Any], *, keys: Keys, root: Path) -> list[Question]:
     row = renamed_row(row, keys)
     reading = read_row(row)
+    images = [_from(root, value) for value in reading.images]
+    for path in images:
+        if isinstance(path, str) and path and not ADDRESS.match(path):
+            path_within(root, path)
     return [
         make_question(
             id=id_of(row if isinstance(row.get("id"), str | int) else {}, origin, "id"),  # no row is lost for its name
@@ -54,9 +59,9 @@ def _questions(origin: Origin, row: Mapping[str, Any], *, keys: Keys, root: Path
             problem=_question(reading.prompt),
             choices=reading.choices,
             answer=reading.answer,
-            images=[_from(root, value) for value in reading.images],
+            images=images,
             videos=[_existing(_from(root, value)) for value in reading.videos],
-            regions=_regions(row, [_from(root, value) for value in reading.images]),
+            regions=_regions(row, images),
             needs_image=False,
         )
     ]

@@ -5,11 +5,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 from accelerate import PartialState
 from datasets import Dataset, Features, Image, List, concatenate_datasets
 from datasets.fingerprint import Hasher
+from pyarrow import compute
 
-from vgr_trl.data.rows.columns import FOLDER, IMAGE_COLUMNS, VIDEO_COLUMNS, video_columns, videos_of
+from vgr_trl.data.rows.columns import FOLDER, IMAGE_COLUMNS, VIDEO_COLUMNS, is_media, video_columns, videos_of
 from vgr_trl.data.rows.images.opening import image_bytes
 from vgr_trl.data.rows.images.video import VideoOptions, frames_of
 from vgr_trl.data.rows.layouts import NUMBERED_IMAGES
@@ -52,6 +54,33 @@ def with_joined_images(dataset: Dataset, options: VideoOptions, root: Path = Pat
             desc="images and frames of videos",
         )
     return concatenate_datasets([dataset.remove_columns(shown), frames], axis=1)
+
+
+def with_whole_paths(dataset: Dataset, root: Path) -> Dataset:
+    """Return `dataset` with images that are paths alone as whole paths: `datasets` would read them from elsewhere."""
+    names = [name for name in IMAGE_COLUMNS if is_media(dataset.features.get(name)) and _has_paths(dataset, name)]
+
+    def fill(row: Mapping[str, Any]) -> dict[str, Any]:
+        start = Path(row[FOLDER]) if row.get(FOLDER) else root
+        return {name: _whole(row[name], start) for name in names}
+
+    return dataset.map(fill, features=dataset.features, desc="paths of images") if names else dataset
+
+
+def _has_paths(dataset: Dataset, name: str) -> bool:
+    column = dataset.data.column(name)
+    while pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type):
+        column = compute.list_flatten(column)
+    stored = column.drop_null()
+    return bool(compute.any(compute.is_null(compute.struct_field(stored, "bytes"))).as_py())
+
+
+def _whole(value: Any, start: Path) -> Any:
+    if isinstance(value, list):
+        return [_whole(one, start) for one in value]
+    if value is None or value["bytes"] is not None or value["path"] is None:
+        return value
+    return {"bytes": None, "path": str(start / value["path"])}
 
 
 def _encoded(frame: Any) -> bytes:

@@ -11,6 +11,7 @@ from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from vgr_trl.data.rows.images.places import path_within
 from vgr_trl.errors import DataError
 
 MOST_ELONGATED = 200  # the ratio of sides from which on Qwen's image processors refuse an image
@@ -27,7 +28,7 @@ def open_image(value: Any, root: Path = Path()) -> Image.Image:
 
     Args:
         value: an image, a path, or a dict with `bytes` or `path` as `datasets` stores undecoded images.
-        root: folder that relative paths start from.
+        root: as `path_within` takes it.
 
     Raises:
         DataError: the image is missing, unreadable, truncated, empty, too large, or of values that no mode has; the
@@ -41,7 +42,7 @@ def read_image(value: Any, root: Path = Path(), max_image_pixels: int | None = N
 
     Args:
         value: as in `open_image`.
-        root: folder that relative paths start from.
+        root: as `path_within` takes it.
         max_image_pixels: larger images are refused before they are decoded; None: Pillow's limit.
 
     Raises:
@@ -66,7 +67,7 @@ def image_bytes(value: Any, root: Path = Path()) -> bytes:
     """Return the encoded bytes of an undecoded image: bytes, a path, or a dict with `bytes` or `path`.
 
     Raises:
-        DataError: it is none of these, or the file does not exist or cannot be read.
+        DataError: it is none of these, or the file does not exist, cannot be read or lies outside of `root`.
     """
     if isinstance(value, Mapping):
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
@@ -78,13 +79,15 @@ def image_bytes(value: Any, root: Path = Path()) -> bytes:
         raise DataError("image is an empty text, not a path")
     if address := ADDRESS.match(str(value)):
         raise DataError(f"image is an address ({address[0]}…), which is not fetched: save it, and give its path")
-    path = root / value
     try:
+        path = path_within(root, value)
         if path.is_file():
             return path.read_bytes()
         is_folder = path.is_dir()
+    except DataError:
+        raise
     except (OSError, ValueError) as error:
-        raise DataError(f"image file {str(path)[:200]!r} cannot be read ({_words(error)})") from error
+        raise DataError(f"image file {str(root / value)[:200]!r} cannot be read ({_words(error)})") from error
     raise DataError(f"image file {str(path)[:200]} {'is a folder' if is_folder else 'does not exist'}")
 
 

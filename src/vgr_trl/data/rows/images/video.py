@@ -13,6 +13,7 @@ from PIL import Image
 
 from vgr_trl.data.rows.columns import videos_of
 from vgr_trl.data.rows.images.opening import MOST_ELONGATED
+from vgr_trl.data.rows.images.places import path_within
 from vgr_trl.errors import ConfigError, DataError
 
 FORMATS = "asf,avi,flv,gif,matroska,mov,mp4,mpeg,mpegts,ogg,webm"  # none of those that name other files to be read
@@ -65,7 +66,7 @@ def frames_of(row: Mapping[str, Any], options: VideoOptions, root: Path = Path()
     Args:
         row: with `videos` or `video`, undecoded.
         options: rate and limit of frames.
-        root: folder that relative paths start from.
+        root: as `path_within` takes it.
 
     Raises:
         ConfigError: PyAV is not installed.
@@ -87,7 +88,7 @@ def sample_frames(value: Any, options: VideoOptions, root: Path = Path()) -> lis
     Args:
         value: a path, bytes, or a dict with `bytes` or `path`.
         options: rate and limit of frames.
-        root: folder that relative paths start from.
+        root: as `path_within` takes it.
 
     Raises:
         ConfigError: PyAV is not installed.
@@ -166,12 +167,14 @@ def _opened(value: Any, root: Path) -> Any:
         return io.BytesIO(value)
     if not isinstance(value, str | Path):
         raise DataError(f"video is of type {type(value).__name__}, not a path or bytes")
-    path = root / value
     try:
+        path = path_within(root, value)
         if path.is_file():
             return path.open("rb")
+    except DataError:
+        raise
     except (OSError, ValueError) as error:
-        raise DataError(f"video file {str(path)[:200]!r} cannot be read ({error})") from error
+        raise DataError(f"video file {str(root / value)[:200]!r} cannot be read ({error})") from error
     raise DataError(f"video file {str(path)[:200]} does not exist")
 
 

@@ -7,6 +7,8 @@ from typing import Any
 from vgr_trl.errors import DataError
 
 IMAGE_MARK = "<image>"
+# What transformers reads a file from, or fetches it, while it writes a conversation down; an `image` may be one itself.
+NAMES = ("url", "path", "base64", "image_url", "video", "video_url", "audio", "audio_url")
 
 Part = dict[str, Any]
 
@@ -35,6 +37,17 @@ def placed(conversation: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         {**message, "content": list(chain.from_iterable(map(_split, parts)) if message["role"] == "user" else parts)}
         for message, parts in ((message, as_parts(message["content"])) for message in conversation)
     ]
+
+
+def refuse_named_files(conversation: Sequence[dict[str, Any]]) -> None:
+    """Raise `DataError` if a part of a conversation names a file or an address, which would be read or fetched."""
+    for part in _parts_of(conversation):
+        names = [name for name in NAMES if part.get(name) is not None]
+        if names or isinstance(part.get("image"), str | bytes | dict):
+            raise DataError(
+                f"a part of its prompt names a file ({(names or ['image'])[0]}), which is neither read nor fetched: "
+                "put images in the column images"
+            )
 
 
 def as_parts(content: Any) -> list[Part]:

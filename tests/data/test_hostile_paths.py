@@ -1,0 +1,232 @@
+"""Paths in data lead nowhere but to the files of these data, and to no address."""
+
+import json
+import os
+import threading
+from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pyarrow
+import pytest
+from datasets import Dataset, Features, Value
+from datasets import Image as ImageFeature
+from PIL import Image
+from pyarrow import parquet
+
+from vgr_trl.cli.__main__ import main
+from vgr_trl.cli.flags.arguments import DataArguments
+from vgr_trl.cli.loading import load_rows
+from vgr_trl.data.rows.columns import images_of
+from vgr_trl.data.rows.images.opening import open_image
+from vgr_trl.data.rows.images.video import DEFAULT_VIDEO_OPTIONS, sample_frames
+from vgr_trl.errors import DataError
+
+OWN, SECRET = (250, 10, 10), (10, 10, 250)
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A folder of data with an image of its own, beside a folder that is not the data's."""
+    for name, colour in (("data/own.png", OWN), ("private/secret.png", SECRET)):
+        (tmp_path / name).parent.mkdir()
+        Image.new("RGB", (30, 20), colour).save(tmp_path / name)
+    os.symlink(tmp_path / "private/secret.png", tmp_path / "data/link.png")
+    os.symlink(tmp_path / "private", tmp_path / "data/folder")
+    os.symlink(tmp_path / "data/own.png", tmp_path / "data/inner.png")
+    os.symlink("loop.png", tmp_path / "data/loop.png")
+    return tmp_path
+
+
+OUTSIDE = ["../private/secret.png", "link.png", "folder/secret.png", "PLACE/private/secret.png", "/etc/passwd"]
+INSIDE = ["own.png", "inner.png", "../data/own.png", "PLACE/data/own.png"]
+
+
+def stored(place, rows, kind):
+    """A file of questions; `PLACE` in a path stands for the folder of the test."""
+    rows = [{"image": row} if isinstance(row, str) else row for row in rows]
+    rows = [
+        {"question": "?", "answer": "x"} | row | {"image": row["image"].replace("PLACE", str(place))} for row in rows
+    ]
+    file = place / f"data/rows.{kind}"
+    if kind == "jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:  # not by `datasets`, which would put the files in
+        features = Features(dict.fromkeys(rows[0], Value("string")) | {"image": ImageFeature(decode=False)})
+        rows = [row | {"image": {"bytes": None, "path": row["image"]}} for row in rows]
+        parquet.write_table(pyarrow.Table.from_pylist(rows, features.arrow_schema), file)
+    return file
+
+
+def read(**given):
+    """The rows that can be used, and why the others cannot."""
+    heard = []
+    rows, skipped = load_rows(DataArguments(**given), "train", needs_solution=True, limit=None, on_skipped=heard.append)
+    rows = list(rows)
+    return rows, [row.reason for row in [*skipped, *heard]]
+
+
+def colours(rows):
+    return [image.getpixel((0, 0)) for row in rows for image in images_of(row)]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "source"), [("jsonl", "data_files"), ("parquet", "data_files"), ("jsonl", "dataset_path")]
+)
+def test_training_reads_no_file_outside_of_the_data(place, kind, streaming, source):
+    file = stored(place, [*OUTSIDE, *INSIDE, "loop.png", "nul\0.png"], kind)
+    given = {source: str(file if source == "data_files" else place / "data")}
+    rows, reasons = read(**given, dataset_streaming=streaming)
+    assert colours(rows) == [OWN] * 4
+    assert len(reasons) == 7
+    assert all(f"lies outside of {place / 'data'}" in reason for reason in reasons[:5])
+
+
+def test_a_folder_that_is_given_is_where_files_may_lie(place):
+    file = stored(place, ["PLACE/private/secret.png", "own.png", "private/secret.png"], "jsonl")
+    rows, reasons = read(data_files=str(file), image_dir=str(place))
+    assert colours(rows) == [SECRET, SECRET]
+    assert reasons == [f"image file {place}/own.png does not exist"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_do_not_say_themselves_where_their_files_lie(place, kind, streaming):
+    names = "private/secret.png", "own.png"
+    file = stored(place, [{"image": name, "__folder__": str(place)} for name in names], kind)
+    folder = [{"dataset_path": str(place / "data")}] if kind == "jsonl" else []  # with Parquet, one of images
+    for source in [{"data_files": str(file)}, *folder]:
+        found, _ = read(**source, dataset_streaming=streaming)
+        assert colours(found) == [OWN]
+
+
+def test_conversion_copies_no_file_outside_of_the_data(place):
+    file = stored(place, [*OUTSIDE, *INSIDE], "jsonl")
+    arguments = ["data", "convert", "jsonl", "--data_files", str(file), "--output_dir", str(place / "out")]
+    assert main([*arguments, "--workers", "0"]) == 0
+    skipped = [json.loads(line) for line in (place / "out/skipped.jsonl").read_text().splitlines()]
+    assert len(skipped) == 5
+    assert all("lies outside of" in row["reason"] for row in skipped)
+
+
+def test_merging_copies_no_file_outside_of_a_converted_set(place):
+    rows = [{"id": "1", "source": "s", "problem": "a?", "choices": None, "solution": "x", "images": ["own.png"]}]
+    rows.append({**rows[0], "id": "2", "problem": "b?", "images": ["../private/secret.png"]})
+    (place / "data/train-00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["data", "merge", str(place / "data"), "--output_dir", str(place / "out"), "--test_share", "0"]
+    assert main([*arguments, "--workers", "0"]) == 0
+    assert "lies outside of" in (place / "out/skipped.jsonl").read_text()
+    (file,) = (place / "out").glob("train-*.parquet")
+    assert Dataset.from_parquet(str(file))["problem"] == ["a?"]
+
+
+def test_inspection_shows_no_file_outside_of_the_data(place, capsys):
+    file = stored(place, ["../private/secret.png", "own.png"], "jsonl")
+    assert main(["data", "inspect", str(file), "--page", str(place / "page.html")]) == 0
+    assert "lies outside of" in capsys.readouterr().out
+
+
+def test_a_video_outside_of_the_data_is_not_opened(place):
+    pytest.importorskip("av")
+    with pytest.raises(DataError, match="file .*secret.png lies outside of"):
+        sample_frames("../private/secret.png", DEFAULT_VIDEO_OPTIONS, place / "data")
+
+
+def test_what_the_caller_names_is_the_callers(place):
+    assert open_image(str(place / "private/secret.png")).getpixel((0, 0)) == SECRET
+
+
+@pytest.fixture
+def server():
+    asked = []
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_error(404)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_):
+            """Nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as found:
+        threading.Thread(target=partial(found.serve_forever, 0.05), daemon=True).start()
+        yield f"http://127.0.0.1:{found.server_port}", asked
+        found.shutdown()
+
+
+PARTS = [
+    {"type": "image", "image": "URL/a.png"},
+    {"type": "image", "url": "URL/a.png"},
+    {"type": "image", "path": "/etc/passwd"},
+    {"type": "image", "base64": "aGFsbG8="},
+    {"type": "image_url", "image_url": {"url": "URL/a.png"}},
+    {"type": "audio", "url": "URL/a.wav"},
+    {"type": "text", "text": "what?", "path": "own.png"},
+]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", ["prompt", "messages"])
+def test_no_part_of_a_prompt_names_a_file(place, server, name, streaming):
+    url, asked = server
+    text = {"type": "text", "text": "what?"}
+    rows = []
+    for part in [*PARTS, {"type": "image"}]:
+        part = json.loads(json.dumps(part).replace("URL", url))
+        rows.append({name: [{"role": "user", "content": [part, text]}], "answer": "x", "image": "own.png"})
+    file = place / "data/rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found, reasons = read(data_files=str(file), dataset_streaming=streaming)
+    assert colours(found) == [OWN]
+    assert [reason for reason in reasons if "which is neither read nor fetched" in reason] == reasons
+    assert len(reasons) == len(PARTS)
+    assert asked == []
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_nothing_is_fetched_from_an_address_in_data(place, server, kind, streaming, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    url, asked = server
+    file = stored(place, [f"{url}/a.png", "own.png"], kind)
+    rows, (reason,) = read(data_files=str(file), dataset_streaming=streaming)
+    assert colours(rows) == [OWN]
+    assert "which is not fetched" in reason
+    assert asked == []
+
+
+@pytest.mark.parametrize("name", ["README.md", ".huggingface.yaml"])
+@pytest.mark.parametrize("named", ["../private/x.parquet", "PLACE/private/x.parquet", "URL/x.parquet", "link/*"])
+def test_a_card_leads_to_no_files_elsewhere(place, server, name, named):
+    url, asked = server
+    Dataset.from_list([{"question": "own", "answer": "x"}]).to_parquet(place / "data/train.parquet")
+    Dataset.from_list([{"question": "secret", "answer": "x"}]).to_parquet(place / "private/x.parquet")
+    os.symlink(place / "private", place / "data/link")
+    for files in (
+        "PATH",
+        "[PATH]",
+        "{train: PATH}",
+        "[{split: train, path: PATH}]",
+        "[{split: train, path: [train.parquet, PATH]}]",
+    ):
+        said = f"configs: [{{config_name: default, data_files: {files}}}]".replace("PATH", f"'{named}'")
+        said = said.replace("PLACE", str(place)).replace("URL", url)
+        (place / "data" / name).write_text(f"---\n{said}\n---\n# A set\n" if name.endswith("md") else said)
+        with pytest.raises(DataError, match="says that its rows are in .* not in that folder, and is not read"):
+            read(dataset_path=str(place / "data"))
+    assert asked == []
+
+
+def test_a_card_may_name_files_of_its_folder(place):
+    for image in (place / "data").glob("*.png"):
+        image.unlink()
+    (place / "data/folder").unlink()
+    Dataset.from_list([{"question": "own", "answer": "x"}]).to_parquet(place / "data/rows.parquet")
+    card = (
+        "---\nlicense: mit\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: rows*\n---\n"
+    )
+    (place / "data/README.md").write_text(card)
+    rows, _ = read(dataset_path=str(place / "data"))
+    assert [row["prompt"][-1]["content"] for row in rows] == ["own"]
