@@ -25,7 +25,7 @@ from vgr_trl.demo.tiny_processor import build_processor
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.training.start.prepare import prompt_length
 
-HOSTILE = "</p><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }} \u2028"
+HOSTILE = "</p><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }} \u2028\u202e\x1b[2J"
 
 
 @pytest.fixture
@@ -195,7 +195,7 @@ def test_the_page_shows_text_as_text_and_holds_its_images(folder, capsys):
     assert not page.handlers
     assert page.tags["img"] == 4
     assert all(source.startswith("data:image/jpeg;base64,") for source in page.sources)
-    assert HOSTILE in page.text
+    assert HOSTILE.replace("\u2028\u202e\x1b", "⟨U+2028⟩⟨U+202E⟩⟨U+001B⟩") in page.text
     for shown in ("which 1?", "forty-two", "zebra", "q6", "40 × 30", "max_prompt_length=700 leaves no row out"):
         assert shown in page.text
     listed = [json.loads(line) for line in (folder / "bad.jsonl").read_text().splitlines()]

@@ -4,26 +4,32 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from vgr_trl.reporting.views.markdown.text import printable
+
 
 def as_text(messages: Any) -> Any:
-    """Return a conversation as one text, with `<image>` for an image.
+    """Return a conversation as one text, with `<image>` for an image, and characters that do not show as their numbers.
 
     A column of a table has one type, and trackers show texts. The messages of a prompt with images are lists of parts,
     one of which has no text: wandb 0.31 refuses them, trackio 0.43 shows `[object Object]`, and Parquet cannot hold
     them beside prompts without images, whose content is a text (seen with TRL 1.16).
 
+    TRL prints the table too, and passes on what clears a terminal, renames its window or reorders a line.
+
     Args:
-        messages: with a `role` and a `content` that is a text or a list of parts; anything but a list is returned as
-            it is.
+        messages: with a `role` and a `content` that is a text or a list of parts; a text is a text, and anything else
+            is returned as it is.
 
     Returns:
         The content of a single message; of several, each behind its role.
     """
+    if isinstance(messages, str):
+        return printable(messages)
     if not isinstance(messages, list):
         return messages
     if len(messages) == 1:
-        return _content(messages[0])
-    return "\n\n".join(f"{message['role']}: {_content(message)}" for message in messages)
+        return printable(_content(messages[0]))
+    return printable("\n\n".join(f"{message['role']}: {_content(message)}" for message in messages))
 
 
 @contextmanager

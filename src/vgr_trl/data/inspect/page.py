@@ -1,11 +1,15 @@
 """What an inspection has found as one page of HTML that holds everything it shows."""
 
+import re
+from typing import Any
+
 from jinja2 import Environment, StrictUndefined
 
 from vgr_trl.data.inspect.lengths import Budget, cost, histogram
 from vgr_trl.data.inspect.report import headline, sentences, tables
 from vgr_trl.data.inspect.rows import Findings
 
+HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\u200e\u200f\u061c]")
 TEMPLATE = """<!doctype html>
 <html lang="en">
 <head>
@@ -145,7 +149,9 @@ def page(findings: Findings, budget: Budget, source: str, seed: int = 0) -> byte
         source: the title, the path of the data.
         seed: of the sample.
     """
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_shown
+    )
     environment.filters["without"] = without_options
     bins = histogram(findings.lengths) if findings.lengths else []
     text = environment.from_string(TEMPLATE).render(
@@ -160,6 +166,11 @@ def page(findings: Findings, budget: Budget, source: str, seed: int = 0) -> byte
         seed=seed,
     )
     return text.encode("utf-8", "replace")
+
+
+def _shown(value: Any) -> Any:
+    """A text with characters that a reader does not see, or that reorder others, as their numbers."""
+    return HIDDEN.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", value) if isinstance(value, str) else value
 
 
 def without_options(text: str, choices: list[tuple[str, str, bool]]) -> str:
