@@ -37,5 +37,9 @@ class VLLMServerError(VGRError, ConnectionError):
     """A server of vLLM does not answer, or cannot do what is asked."""
 
 
+class ProcessError(VGRError, RuntimeError):
+    """Another process of the run does not answer, or has ended."""
+
+
 class DiskFullError(VGRError, OSError):
     """A disk or a quota is full; what was being written is not whole."""

@@ -10,6 +10,7 @@ from trl.trainer import grpo_trainer
 
 from vgr_trl.batch.inputs import Prompts, with_perturbed_rows
 from vgr_trl.compat.completion_tables import in_texts
+from vgr_trl.compat.cpu_timeout import give_timeout
 from vgr_trl.compat.gloo_exit import close_group_at_exit
 from vgr_trl.compat.logged_images import images_logged_by_all
 from vgr_trl.compat.token_types import with_causal_completions
@@ -85,6 +86,7 @@ class DAPOTrainer(ResumableTrainer):
             super().__init__(model, rewards, args, *rest, **with_processor(model, rest, options))
         self.beta = args.beta
         close_group_at_exit()
+        give_timeout(args.ddp_timeout)
         make_ready(self, options.get("peft_config"))
         self.host = TRLHost(self, self._begin, self._judge)
         self.stages = stages = build_stages(self, self.host, schedule)

@@ -14,6 +14,7 @@ from vgr_trl.compat.resuming_weights import load_weights, whole_model
 from vgr_trl.training.checkpoints.folders import resolve_checkpoint, resume_mode
 from vgr_trl.training.checkpoints.shares import whole_checkpoint
 from vgr_trl.training.constructed import ConstructedTrainer
+from vgr_trl.training.processes import silence_named
 
 
 class Resumed(Protocol):
@@ -38,9 +39,14 @@ class ResumableTrainer(ConstructedTrainer):
     train_sampler: RepeatSampler | None = None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> TrainOutput:
-        """Add to TRL's: `True` and `latest` find the newest complete checkpoint; one that is not is refused."""
+        """Add to TRL's: `True` and `latest` find the newest complete checkpoint; one that is not is refused.
+
+        Raises:
+            ProcessError: another process does not answer, or has ended.
+        """
         checkpoint = resolve_checkpoint(resume_mode(resume_from_checkpoint), Path(str(self.args.output_dir)))
-        return super().train(checkpoint, *args, **options)
+        with silence_named(self.args.ddp_timeout, lambda: self.state.global_step + 1):
+            return super().train(checkpoint, *args, **options)
 
     def _get_train_sampler(self, dataset: Dataset | IterableDataset | None = None) -> Sampler[Any]:
         """Keep TRL's sampler."""
