@@ -26,7 +26,7 @@ from vgr_trl.training.measure import plan_measurement
 from vgr_trl.training.metrics.clock import OptimizerClock, StageClock
 from vgr_trl.training.metrics.collapse_watch import CollapseWatch
 from vgr_trl.training.metrics.step_metrics import StepMetrics
-from vgr_trl.training.metrics.trackers import name_for_trackers
+from vgr_trl.training.metrics.trackers import name_for_trackers, outlive_trackers
 from vgr_trl.training.passes.around import Passes, plan_blank_image, plan_sharing, plan_skipping, plan_vision
 from vgr_trl.training.passes.budget import TokenBudget, refuse_unfit_budget
 from vgr_trl.training.passes.emitted import EmittedReader
@@ -152,6 +152,7 @@ def add_callbacks(trainer: ResumableTrainer, host: TRLHost, stages: Stages) -> C
     trainer.add_callback(OptimizerClock(stages.clock))
     trainer.add_callback(FiniteUpdates(trainer.accelerator, stages.steps.count_update_left_out))
     name_for_trackers(trainer)
+    outlive_trackers(trainer)
     if recorder.is_on:
         trainer.add_callback(FlushRecords(recorder))
         trainer.add_callback(RecordBefore(trainer, recorder.evaluated))

@@ -1,0 +1,86 @@
+"""A tracker that cannot be reached ends a run at its start; one that fails later does not; other callbacks do."""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from support.launching import environment
+from support.trainers import train_file
+from transformers import TrainerCallback
+from transformers.integrations import TensorBoardCallback
+
+from vgr_trl.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+NOBODY = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40, "WANDB_INIT_TIMEOUT": "2"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("wandb"), reason="wandb is not installed")
+@pytest.mark.parametrize(("mode", "status"), [("online", 1), ("offline", 0)])
+def test_wandb_whose_server_does_not_answer(mode, status, model_folder, question_files, tmp_path):
+    empty, output = tmp_path / "empty.txt", tmp_path / "run"
+    empty.touch()
+    flags = (
+        f"examples/train_grpo_vlm.py --model_name_or_path {model_folder} --data_files {train_file(question_files)} "
+        f"--use_cpu --output_dir {output} --system_prompt_file {empty} --bf16 false --gradient_checkpointing false "
+        "--per_device_train_batch_size 4 --num_generations 4 --max_completion_length 4 --max_steps 1 --report_to wandb"
+    )
+    run = subprocess.run(
+        [sys.executable, *flags.split()],
+        cwd=ROOT,
+        env=environment(WANDB_DIR=str(tmp_path), WANDB_MODE=mode, **NOBODY),
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == status, run.stderr[-3000:]
+    assert "Traceback" not in run.stderr
+    assert (output / "model.safetensors").exists() == (status == 0)
+    if status:
+        assert "vgr-trl train: The tracker Wandb of report_to cannot be started (CommError: " in run.stderr
+        assert "WANDB_MODE=offline for wandb), or give report_to none." in run.stderr
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError("no route to host")
+
+    return lambda event: monkeypatch.setattr(TensorBoardCallback, event, fail)
+
+
+@pytest.mark.skipif(not find_spec("tensorboard"), reason="tensorboard is not installed")
+def test_a_tracker_that_fails_later_is_said_once_and_outlived(text_trainer, failing, caplog):
+    failing("on_log")
+    trainer = text_trainer(max_steps=3, report_to="tensorboard")
+    trainer.train()
+    assert trainer.state.global_step == 3
+    (said,) = [record.getMessage() for record in caplog.records if "has failed" in record.getMessage()]
+    assert said.startswith("The tracker TensorBoard has failed (OSError: no route to host), and training goes on")
+
+
+@pytest.mark.skipif(not find_spec("tensorboard"), reason="tensorboard is not installed")
+def test_a_tracker_that_fails_at_the_start_is_named(text_trainer, failing):
+    failing("on_train_begin")
+    with pytest.raises(
+        ConfigError, match=r"The tracker TensorBoard of report_to cannot be started \(OSError: no route"
+    ):
+        text_trainer(max_steps=1, report_to="tensorboard").train()
+
+
+def test_a_callback_that_raises_ends_the_run_which_can_be_continued(text_trainer, tmp_path):
+    class Raises(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                raise KeyError("mine")
+
+    options = {"output_dir": tmp_path / "run", "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    trainer = text_trainer(**options)
+    trainer.add_callback(Raises())
+    with pytest.raises(KeyError, match="mine"):
+        trainer.train()
+    resumed = text_trainer(**options)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 3
