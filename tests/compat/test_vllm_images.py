@@ -28,7 +28,8 @@ PAD = 9  # the placeholder token of images
     [
         ("1.16.0", "colocate", True),
         ("1.16.3", "colocate", True),
-        ("1.15.0", "colocate", False),
+        ("1.15.0", "colocate", True),
+        ("1.14.2", "colocate", False),
         ("1.17.0", "colocate", False),
         ("1.17.0.dev0", "colocate", False),
         ("1.16.0", "server", False),

@@ -6,8 +6,10 @@ import pytest
 from requests.exceptions import ConnectionError as NoAnswer
 from support.trainers import config, prompts, train_file, vision_trainer
 from support.vllm import NoVLLM
+from trl.generation import vllm_client
 from trl.trainer import grpo_trainer
 
+from vgr_trl.compat.vllm_logprobs import readable_logprobs
 from vgr_trl.errors import VLLMServerError
 from vgr_trl.rewards import accuracy_reward
 
@@ -72,3 +74,15 @@ def test_a_server_that_dies_is_named(run):
 def test_other_errors_stay(run):
     with pytest.raises(NoAnswer):
         run("colocate", dies=True).train()
+
+
+def test_log_probabilities_are_read_in_both_forms():
+    """As servers of vLLM 0.31 and 0.32 send them: the sampled token first, then the most likely ones."""
+    older = [{"token": "token_id:7", "logprob": -1.5, "top_logprobs": [{"token": "token_id:9", "logprob": -0.5}]}]
+    newer = [{"token_id": 7, "logprob": -1.5, "rank": 2, "top_logprobs": [{"token_id": 9, "logprob": -0.5, "rank": 1}]}]
+    with pytest.raises(KeyError, match="token"):
+        vllm_client.parse_logprobs([{"content": newer}])  # once this fails, `readable_logprobs` can go
+    with readable_logprobs():
+        for content in (older, newer):
+            assert vllm_client.parse_logprobs([{"content": content}]) == ([[[-0.5, -1.5]]], [[[9, 7]]])
+        assert vllm_client.parse_logprobs([None]) == (None, None)

@@ -1,8 +1,8 @@
 """Prompts with images for vLLM: one placeholder token per image where vLLM writes the others itself.
 
-TRL 1.16 gives a colocated vLLM the images, and prompts in which every image already takes n placeholder tokens. vLLM
-reads the first of them as the whole image and writes n tokens in its place, so the model is prompted with 2n - 1 of
-them, n - 1 of which stand for nothing. Nothing fails; the completions answer another prompt than the one trained on.
+TRL 1.15 and 1.16 give a colocated vLLM the images, and prompts in which every image already takes n placeholder tokens.
+vLLM reads the first of them as the whole image and writes n tokens in its place, so the model is prompted with 2n - 1
+of them, n - 1 of which stand for nothing. Nothing fails; the completions answer another prompt than the one trained on.
 See https://github.com/huggingface/trl/issues/6294.
 """
 
@@ -18,7 +18,7 @@ from trl import GRPOTrainer
 
 from vgr_trl.errors import ConfigError
 
-TRL_RELEASES = ("1.16", "1.17")  # from, up to but without
+TRL_RELEASES = ("1.15", "1.17")  # from, up to but without
 PROBE_SIZE = (64, 64)
 
 
