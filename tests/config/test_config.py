@@ -60,6 +60,7 @@ def test_aliases_set_the_fields_they_stand_for(tmp_path):
         ({"filter_mode": "share"}, "filter_mode is 'share': give bounds or quantile."),
         ({"filter_mode": "quantile", "filter_high": 2.0}, "filter_high is 2.0: give a number in [0, 1], a quantile."),
         ({"vgr_hard_negative": "yes"}, "vgr_hard_negative is 'yes': give True or False."),
+        ({"attention_reward_scale": "std"}, "attention_reward_scale is 'std': give none or accuracy."),
         ({"eval_num_generations": 0}, "num_generations_eval is 0: give an integer of at least 1."),
         ({"max_prompt_length": 0}, "max_prompt_length is 0: give an integer of at least 1."),
         ({"max_completion_length": -3}, "max_completion_length is -3: give an integer of at least 1."),

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from vgr_trl.errors import RewardError
-from vgr_trl.rewards import gather_groups, needs_whole_groups
+from vgr_trl.rewards import gather_groups, needs_whole_groups, vgr_reward
+from vgr_trl.rewards.accuracy_scale import scaled_by_accuracy
 
 GROUP = 4
 
@@ -44,7 +45,18 @@ def run(rank, world, cut):
         error = None
     except RewardError as raised:
         error = str(raised)
-    return {"rewards": rewards, "with_bonus": with_bonus, "logged": logged[: len(rows)], "error": error}
+    scaled = gather_groups(*scaled_by_accuracy([vgr_reward]), gather_object, rank, world, num_generations=GROUP)(
+        completions=[f"<answer>{'blue' if i == 2 else 'red'}</answer>" for i in rows],
+        solution=["red"] * len(rows),
+        vgr=[float(1 + i % GROUP) for i in rows],
+    )
+    return {
+        "rewards": rewards,
+        "with_bonus": with_bonus,
+        "scaled": scaled,
+        "logged": logged[: len(rows)],
+        "error": error,
+    }
 
 
 if __name__ == "__main__":

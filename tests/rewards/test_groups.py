@@ -45,8 +45,19 @@ def test_two_processes_give_what_one_gives(results, cut):
     assert first["rewards"] + second["rewards"] == [-3.5, -2.5, 0.5, 5.5, -15.5, -6.5, 4.5, 17.5]
     assert first["with_bonus"] + second["with_bonus"] == [-3.5, -2.5, 0.5, 5.5, -18.0, -9.0, 2.0, 25.0]
     assert [len(first["rewards"]), len(second["rewards"])] == [int(cut), 8 - int(cut)]
-    for key in ("rewards", "with_bonus", "logged"):
+    for key in ("rewards", "with_bonus", "scaled", "logged"):
         assert first[key] + second[key] == results[0, 1][cut][key]
+
+
+@pytest.mark.parametrize("cut", ["4", "2", "3", "8"])
+def test_accuracy_scales_a_group_that_is_spread_over_two_processes(results, cut):
+    """VGR 1 2 3 4 twice; three of the first four are right, all of the others: sqrt(3)/2 of the distance to 0.5, or 0.
+
+    The quartiles of 1 2 3 4 are 1.75 and 3.25: 1, 5/6, 1/6, 0.
+    """
+    half = 3**0.5 / 2
+    expected = [0.5 + half / 2, 0.5 + half / 3, 0.5 - half / 3, 0.5 - half / 2, 0.5, 0.5, 0.5, 0.5]
+    assert results[0, 2][cut]["scaled"] + results[1, 2][cut]["scaled"] == pytest.approx(expected)
 
 
 def test_rows_are_logged_by_the_process_that_holds_them(results):

@@ -196,7 +196,8 @@ def without_images(
 ) -> tuple[list[Any], str | None]:
     """Return the reward functions, the default ones without `vgr` where no row has an image, and a sentence on that."""
     names = rewards.reward_funcs
-    if not isinstance(names, DefaultRewards) or config.vgr_hard_negative or _has_images(rows):
+    wanted = config.vgr_hard_negative or config.attention_reward_scale != "none"
+    if not isinstance(names, DefaultRewards) or wanted or _has_images(rows):
         return functions, None
     offset = len(functions) - len(names)
     place = names.index("vgr") + offset

@@ -133,6 +133,13 @@ class DAPOConfig(
         },
     )
     vgr_hard_negative: bool = field(default=False, metadata={"help": "Give the reward vgr to right completions only."})
+    attention_reward_scale: str = field(
+        default="none",
+        metadata={
+            "help": "accuracy: the rewards vgr, vgr_hard_negative and mdi count as far as the completions of a prompt "
+            "differ in accuracy, not where all or none are right; none: everywhere alike."
+        },
+    )
     soft_punish_cache: int | None = field(
         default=None,
         metadata={
@@ -250,6 +257,7 @@ class DAPOConfig(
             raise ConfigError(f"reward_timeout is {self.reward_timeout!r}: give a number of seconds above 0, or None.")
         check_switch("stop_on_collapse", self.stop_on_collapse)
         check_switch("vgr_hard_negative", self.vgr_hard_negative)
+        check_choice("attention_reward_scale", self.attention_reward_scale, ("none", "accuracy"))
         check_choice("share_prompts", self.share_prompts, ("auto", "on", "off"))
         check_integer("vision_cache_megabytes", self.vision_cache_megabytes, 0)
         if self.temperature == 0:

@@ -16,6 +16,7 @@ from vgr_trl.credit import coefficient_warning
 from vgr_trl.data.rows.columns import IMAGE_COLUMNS, image_columns, images_of
 from vgr_trl.data.rows.lengths import drop_long_prompts
 from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.rewards.accuracy_scale import scaled_by_accuracy
 from vgr_trl.rewards.groups import gather_groups, needed_columns
 from vgr_trl.rewards.registry import hardened
 from vgr_trl.rewards.schedule import RewardSchedule
@@ -132,6 +133,8 @@ def plan_rewards(
     rewards = as_list(reward_funcs)
     if args.vgr_hard_negative:
         rewards = hardened(rewards)
+    if args.attention_reward_scale == "accuracy":
+        rewards = scaled_by_accuracy(rewards)
     schedule = RewardSchedule.for_rewards(rewards, args.reward_weights, args.early_reward_weights)
     return over_whole_groups(rewards, num_generations) + [kl_penalty_reward] * args.penalises_kl, schedule
 

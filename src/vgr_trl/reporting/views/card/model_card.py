@@ -15,7 +15,7 @@ TRL_PAPER = {"title": DAPO.title, "id": DAPO.arxiv, "citation": DAPO.bibtex}  # 
 BEFORE = "### Framework versions"  # heading of TRL's card that follows on the procedure
 _ASIDE = (AliasOptions, ReportOptions, EvaluateOptions, SkipOptions, GRPOConfig)  # which steer no method
 OF_THE_METHOD = {option.name for group in DAPOConfig.__bases__ if group not in _ASIDE for option in fields(group)}
-OF_THE_METHOD |= {"early_reward_weights", "vgr_hard_negative"}
+OF_THE_METHOD |= {"early_reward_weights", "vgr_hard_negative", "attention_reward_scale"}
 
 
 def method_tags(options: DAPOConfig, rewards: Sequence[str]) -> list[str]:
