@@ -22,6 +22,8 @@ def test_descriptions():
     assert description_in("<see>x</see> <see>y</see>", "see", False) == "x"
     assert description_in("<answer>B</answer>", "description", False) is None
     assert description_in("<answer>B</answer>", "description", True) == "<answer>B</answer>"
+    assert description_in("</see> <see>x <see>y</see>", "see", False) == "x <see>y"
+    assert description_in("<see>" * 100_000, "see", False) is None, "in no more time than the text is long"
 
 
 def test_questions():

@@ -42,9 +42,10 @@ def blind_answers(rollout: Rollout, host: Host, completion_ids: list[list[int]])
 
 def description_in(text: str, tag: str, or_all: bool) -> str | None:
     """Return what stands between the first tags of that name, stripped; None, or all of the text, without any."""
-    found = re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-    if found is not None:
-        return found[1].strip()
+    _, opened, rest = text.partition(f"<{tag}>")
+    description, closed, _ = rest.partition(f"</{tag}>")
+    if opened and closed:
+        return description.strip()
     return text if or_all else None
 
 
