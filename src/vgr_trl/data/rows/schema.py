@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, IterableDataset, Json, List
+from PIL import Image
 
 from vgr_trl.data.rows.columns import (
     FOLDER,
@@ -19,7 +20,9 @@ from vgr_trl.data.rows.columns import (
     UNREADABLE,
     VIDEO_COLUMNS,
     decoded,
+    image_columns,
     images_of,
+    is_media,
     undecoded,
     video_columns,
 )
@@ -162,12 +165,15 @@ def prepare_rows(
         raise DataError(
             f"None of the {len(dataset)} rows of the {split} data can be used; the first: {skipped[0].reason}."
         )
+    if any(not is_media(dataset.features[name]) for name in image_columns(dataset)):  # files, which may go
+        dataset = dataset.add_column(PLACE, list(range(len(dataset))))
     if skipped:
         dataset = dataset.select([row for row, reason in enumerate(reasons) if reason is None])
     dataset = with_whole_paths(with_joined_images(_with_texts(dataset, system_prompt), videos, root), root)
     dataset = dataset.remove_columns([name for name in (UNREADABLE, *DIALOGUES) if name in dataset.column_names])
     column = "images" if _are_several(dataset) else "image"
-    return decoded(dataset).with_transform(partial(_shown, root=root, column=column, images=images)), skipped
+    shown = partial(_shown, split=split, root=root, column=column, images=images)
+    return decoded(dataset).with_transform(shown), skipped
 
 
 def _first(dataset: Dataset) -> dict[str, Any]:
@@ -236,14 +242,32 @@ def _are_several(dataset: Dataset | IterableDataset, keys: Keys = KEYS) -> bool:
     return isinstance((dataset.features or {}).get(name), List | Json)
 
 
-def _shown(batch: dict[str, list[Any]], *, root: Path, column: str, images: ImageRule) -> dict[str, list[Any]]:
+def _shown(
+    batch: dict[str, list[Any]], *, split: str, root: Path, column: str, images: ImageRule
+) -> dict[str, list[Any]]:
     """Rows as TRL gets them: marks replaced by parts, images decoded."""
-    ready = {name: values for name, values in batch.items() if name not in (*IMAGE_COLUMNS, FOLDER)}
+    ready = {name: values for name, values in batch.items() if name not in (*IMAGE_COLUMNS, FOLDER, PLACE)}
     if "prompt" in batch:
         ready["prompt"] = [placed(prompt) for prompt in batch["prompt"]]
-    names = [name for name in (*IMAGE_COLUMNS, FOLDER) if name in batch]
+    names = [name for name in (*IMAGE_COLUMNS, FOLDER, PLACE) if name in batch]
     if set(names) & set(IMAGE_COLUMNS):
         rows = [dict(zip(names, values, strict=True)) for values in zip(*(batch[name] for name in names), strict=True)]
-        opened = [[images.fitted(open_image(value, _root(row, root))) for value in images_of(row)] for row in rows]
+        opened = [[_reopened(value, row, split, root, images) for value in images_of(row)] for row in rows]
         ready[column] = opened if column == "images" else [found[0] if found else None for found in opened]
     return ready
+
+
+def _reopened(value: Any, row: Mapping[str, Any], split: str, root: Path, images: ImageRule) -> Image.Image:
+    """An image that could be read when the data were checked."""
+    try:
+        return images.fitted(open_image(value, _root(row, root)))
+    except DataError as error:
+        if PLACE not in row:
+            raise
+        reason = str(error).rstrip(".")
+        name = value.get("path") if isinstance(value, Mapping) else value
+        file = "" if not isinstance(name, str) or name in reason else f" ({str(_root(row, root) / name)[:200]})"
+        raise DataError(
+            f"Row {row[PLACE]} of the {split} data could be read when the run began, and cannot be any more: {reason}"
+            f"{file}. Mend it and continue with resume_from_checkpoint; without the row a run takes another order."
+        ) from error

@@ -1,0 +1,103 @@
+"""An image that is deleted or cut after the data were checked: the row and the file are named, and the run goes on."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.launching import environment
+from support.trainers import OPTIONS, letters_reward, prompts, train_file, vision_trainer
+from transformers import TrainerCallback
+
+from vgr_trl import DAPOConfig
+from vgr_trl.data.load import load_split
+from vgr_trl.data.rows.schema import prepare_rows
+from vgr_trl.errors import DataError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def folder(question_files, tmp_path):
+    """Questions whose images are files, the second of which cannot be used."""
+    made = tmp_path / "data"
+    made.mkdir()
+    lines = []
+    for number, row in enumerate(prompts(train_file(question_files))):
+        row["image"].save(made / f"{number}.png")
+        name = "nowhere.png" if number == 1 else f"{number}.png"
+        lines.append({"problem": row["problem"], "solution": row["solution"], "choices": row["choices"], "image": name})
+    (made / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return made
+
+
+class Break(TrainerCallback):
+    """Breaks the images of all rows but the first ones after a step."""
+
+    def __init__(self, folder, cut):
+        self.folder, self.cut = folder, cut
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            for path in self.folder.glob("*.png"):
+                path.write_bytes(path.read_bytes()[:60]) if self.cut else path.unlink()
+
+
+def trainer_of(model_folder, data, output):
+    rows, _ = prepare_rows(load_split("train", data_files=str(data / "train.jsonl")), root=data, system_prompt=None)
+    options = DAPOConfig(
+        str(output), **OPTIONS | {"save_strategy": "steps", "save_steps": 1, "max_steps": 4, "rollout_log_steps": 0}
+    )
+    return vision_trainer(model_folder, letters_reward, options, rows)
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["deleted", "cut"])
+def test_the_row_and_the_file_are_named_and_the_run_goes_on(cut, model_folder, folder, tmp_path):
+    whole = trainer_of(model_folder, folder, tmp_path / "whole")
+    whole.train()
+    kept = shutil.copytree(folder, tmp_path / "kept")
+    trainer = trainer_of(model_folder, folder, tmp_path / "run")
+    trainer.add_callback(Break(folder, cut))
+    with pytest.raises(DataError) as caught:
+        trainer.train()
+    said = str(caught.value)
+    number = int(said.removeprefix("Row ").split()[0])
+    assert f"Row {number} of the train data could be read when the run began, and cannot be any more: image" in said
+    assert str(folder / f"{number}.png") in said
+    assert ("truncated" in said) == cut
+    assert trainer.state.global_step in (2, 3)  # batches are drawn one ahead
+    shutil.copytree(kept, folder, dirs_exist_ok=True)
+    resumed = trainer_of(model_folder, folder, tmp_path / "run")
+    resumed.train(resume_from_checkpoint=True)
+    assert losses(resumed) == pytest.approx(losses(whole), abs=1e-6)
+
+
+@pytest.mark.slow
+def test_the_command_says_it_in_one_sentence(model_folder, folder, tmp_path):
+    """A reward deletes the images."""
+    empty, reward = tmp_path / "empty.txt", tmp_path / "breaking.py"
+    empty.touch()
+    reward.write_text(
+        "from pathlib import Path\n"
+        "def breaking(completions, **kwargs):\n"
+        f"    for path in Path({str(folder)!r}).glob('*.png'): path.unlink()\n"
+        "    return [float(row) for row in range(len(completions))]\n"
+    )
+    flags = (
+        f"examples/train_grpo_vlm.py --model_name_or_path {model_folder} --data_files {folder / 'train.jsonl'} "
+        f"--use_cpu --output_dir {tmp_path / 'run'} --system_prompt_file {empty} --bf16 false --report_to none "
+        f"--gradient_checkpointing false --reward_funcs {reward}:breaking --per_device_train_batch_size 4 "
+        "--num_generations 4 --max_completion_length 4 --max_steps 5"
+    )
+    command = [sys.executable, *flags.split()]
+    run = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert run.returncode == 1, run.stderr[-3000:]
+    assert "vgr-trl train: Row " in run.stderr
+    assert "Traceback" not in run.stderr
+    assert not (tmp_path / "run" / "model.safetensors").exists()
