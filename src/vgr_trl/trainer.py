@@ -15,6 +15,7 @@ from vgr_trl.compat.gloo_exit import close_group_at_exit
 from vgr_trl.compat.logged_images import images_logged_by_all
 from vgr_trl.compat.token_types import with_causal_completions
 from vgr_trl.config import DAPOConfig
+from vgr_trl.data.rows.repeated import ReadOnce, reads_alike
 from vgr_trl.reporting.views.card.model_card import TAGS, TRL_PAPER, method_tags
 from vgr_trl.sharing import replaced
 from vgr_trl.sharing.backbone import causal_model
@@ -55,6 +56,7 @@ class DAPOTrainer(ResumableTrainer):
     - `_calculate_rewards`: the measured pass, signals as columns, weights of this step, checks of what rewards return.
     - `_get_per_token_logps_and_entropies`: prompts computed once; signals; training passes over live tokens only.
     - `_compute_loss`: terms that are no advantages; metrics of the step; parts of few enough tokens.
+    - `_get_dataloader`: rows that the sampler repeats are read once.
     - `_prepare_inputs`: completions of a prompt, and those of similar length, in one micro-batch.
     - `log`, `create_model_card`: metrics, tables and records; what the card says.
     - by `ResumableTrainer`, `train`, `_get_train_sampler`, `_save_checkpoint`, `_save_rng_state`,
@@ -106,6 +108,12 @@ class DAPOTrainer(ResumableTrainer):
         return outcome[0]
 
     # A rollout batch
+
+    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """Add to the parent's: rows that the sampler repeats are read once."""
+        if reads_alike(dataset):
+            dataset = ReadOnce(dataset)
+        return super()._get_dataloader(dataset, *args, **kwargs)
 
     @property
     def _rollout(self) -> Rollout | None:

@@ -172,7 +172,7 @@ def prepare_rows(
     dataset = with_whole_paths(with_joined_images(_with_texts(dataset, system_prompt), videos, root), root)
     dataset = dataset.remove_columns([name for name in (UNREADABLE, *DIALOGUES) if name in dataset.column_names])
     column = "images" if _are_several(dataset) else "image"
-    shown = partial(_shown, split=split, root=root, column=column, images=images)
+    shown = partial(show_rows, split=split, root=root, column=column, images=images)
     return decoded(dataset).with_transform(shown), skipped
 
 
@@ -242,7 +242,7 @@ def _are_several(dataset: Dataset | IterableDataset, keys: Keys = KEYS) -> bool:
     return isinstance((dataset.features or {}).get(name), List | Json)
 
 
-def _shown(
+def show_rows(
     batch: dict[str, list[Any]], *, split: str, root: Path, column: str, images: ImageRule
 ) -> dict[str, list[Any]]:
     """Rows as TRL gets them: marks replaced by parts, images decoded."""

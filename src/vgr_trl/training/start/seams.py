@@ -24,6 +24,7 @@ SEAMS = {
         "batch_size",
         "compute_entropy",
     ),
+    "_get_dataloader": ("dataset",),
     "_get_train_sampler": ("dataset",),
     "_get_eval_sampler": ("eval_dataset",),
     "_get_output_dir": ("trial",),
