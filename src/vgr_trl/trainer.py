@@ -212,11 +212,19 @@ class DAPOTrainer(ResumableTrainer):
     # A micro-batch
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """Add to TRL's: keep completions of a prompt, and rows of one length, together where that changes nothing."""
+        """Add to TRL's: keep completions of a prompt, and rows of one length, together where that changes nothing.
+
+        Pixels of a prompt are kept once until a micro-batch needs them, unless it comes back and has to remember more.
+        """
         if (shuffle := self.stages.live.shuffle(self.sharing.regroups)) is None:
             return super()._prepare_inputs(generation_batch)
-        with replaced(grpo_trainer, "shuffle_sequence_dict", shuffle):
-            return super()._prepare_inputs(generation_batch)
+        join_pixels = grpo_trainer.unsplit_pixel_values_by_grid
+        at_once = join_pixels if self.num_iterations > 1 else dict
+        with (
+            replaced(grpo_trainer, "shuffle_sequence_dict", shuffle),
+            replaced(grpo_trainer, "unsplit_pixel_values_by_grid", at_once),
+        ):
+            return join_pixels(super()._prepare_inputs(generation_batch))
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
         """Add to TRL's: the terms that are no advantages; metrics of the step; parts of few enough tokens."""

@@ -93,6 +93,9 @@ def test_the_shuffle_is_that_of_trl_with_groups_together():
     for row, pixels, grid in zip(rows, ours["pixel_values"], ours["image_grid_thw"], strict=True):
         assert torch.equal(pixels, batch["pixel_values"][int(row)])
         assert torch.equal(grid, batch["image_grid_thw"][int(row)])
+    for name in ("pixel_values", "image_grid_thw"):
+        assert len(set(map(id, ours[name]))) == 2, "one for each prompt"
+        assert all(one.untyped_storage().nbytes() == one.nbytes for one in ours[name])
     assert ours["num_items_in_batch"] == 17
     assert ours["old_per_token_logps"] is None
 

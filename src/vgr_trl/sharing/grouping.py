@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from vgr_trl.batch.image_parts import IMAGE_INPUTS
+from vgr_trl.batch.row_images import owned
 
 # Losses that divide by something that does not depend on which rows share a micro-batch (read in TRL 1.16, and tested).
 REGROUPABLE_LOSSES = frozenset({"dapo", "cispo", "vespo", "grpo", "sapo", "dr_grpo", "luspo"})
@@ -96,14 +97,19 @@ def shuffle_by_group(
 ) -> dict[str, Any]:
     """TRL's `shuffle_sequence_dict` for a generation batch, with the completions of a prompt kept together.
 
-    Draws the same random numbers. A value with no entry per row (a number, None) is kept.
+    Draws the same random numbers. A value with no entry per row (a number, None) is kept. Pixel inputs that TRL has cut
+    into rows are one object for all rows of a group, and keep no other memory.
 
     Args:
         batch: `prompt_ids` and `prompt_mask` (N, P), and tensors or lists with one entry per row.
         arrange: returns another permutation, given a random one and the number of the group of each row.
     """
-    pixels = [batch[name] for name in IMAGE_INPUTS if batch.get(name) is not None]
-    groups = find_groups(batch["prompt_ids"], batch["prompt_mask"], list(zip(*pixels, strict=True)) if pixels else None)
+    pixels = {name: batch[name] for name in IMAGE_INPUTS if batch.get(name) is not None}
+    by_row = list(zip(*pixels.values(), strict=True)) if pixels else None
+    groups = find_groups(batch["prompt_ids"], batch["prompt_mask"], by_row)
+    batch = batch | {
+        name: _one_per_group(values, groups) for name, values in pixels.items() if isinstance(values, list)
+    }
     order = arrange(torch.randperm(len(groups)).tolist(), groups)
 
     def reordered(value: Any) -> Any:
@@ -112,6 +118,11 @@ def shuffle_by_group(
         return value[order] if isinstance(value, torch.Tensor) else [value[row] for row in order]
 
     return {key: reordered(value) for key, value in batch.items()}
+
+
+def _one_per_group(values: Sequence[torch.Tensor], groups: Sequence[int]) -> list[torch.Tensor]:
+    kept = [owned(values[row], values[row].device) for row in first_rows(groups)]
+    return [kept[group] for group in groups]
 
 
 def why_not_regroup(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from datasets import IterableDataset
 from transformers.utils import logging
+from trl.trainer.utils import unsplit_pixel_values_by_grid
 
 from vgr_trl.errors import ConfigError
 from vgr_trl.training.checkpoints.manifest import read_manifest
@@ -45,7 +46,7 @@ class PromptOrder:
         state = {
             "micro_batch": trainer._step % every,
             "of": every,
-            "inputs": trainer._buffered_inputs,
+            "inputs": [unsplit_pixel_values_by_grid(inputs) for inputs in trainer._buffered_inputs],
             "waiting": self._replay is not None and self._replay.waits,
         }
         save_share(state, folder, *place, GENERATION)

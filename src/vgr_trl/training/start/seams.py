@@ -43,7 +43,7 @@ SEAMS = {
 
 
 # What ours replaces in the module of TRL's trainer while a batch is dealt to micro-batches.
-MODULE_SEAMS = ("shuffle_sequence_dict",)
+MODULE_SEAMS = ("shuffle_sequence_dict", "unsplit_pixel_values_by_grid")
 
 # What ours reads of a constructed trainer.
 ATTRIBUTES = (
