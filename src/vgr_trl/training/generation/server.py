@@ -17,7 +17,7 @@ def named_server(trainer: ConstructedTrainer) -> Iterator[None]:
     Raises:
         VLLMServerError: in the process that asks it.
     """
-    if not trainer.use_vllm or trainer.vllm_mode != "server":
+    if not trainer.use_vllm or trainer.args.vllm_mode != "server":
         yield
         return
     try:
