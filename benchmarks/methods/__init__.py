@@ -2,5 +2,5 @@
 
 Read `tasks.py` (questions), `contenders.py` (methods) with `controls.py` (credit that knows the truth, or nothing),
 `runs.py` (one model, trained by one method) with `thoughts.py`, `__main__.py` (what is missing is run),
-`leaderboard.py` (the tables) with `seeds.py` and `plots.py`. What they say is in `findings.md`.
+`leaderboard.py` (the tables) with `seeds.py` and `plots.py`. What they say is in `findings.md`; `noise.py`: why.
 """
