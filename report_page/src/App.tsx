@@ -1,6 +1,6 @@
-import { useRef, useState } from "preact/hooks";
+import { useMemo, useRef, useState } from "preact/hooks";
 import { Browser } from "./browse/Browser";
-import { Compare } from "./browse/Compare";
+import { Compare, recurs } from "./browse/Compare";
 import { Curves } from "./curves/Curves";
 import type { Data } from "./data";
 import { plural } from "./format";
@@ -12,7 +12,9 @@ type Tab = (typeof TABS)[number];
 
 export function App({ data }: { data: Data }) {
   const place = usePlace();
-  const tab = TABS.find((name) => name === place.tab) ?? "Curves";
+  const comparable = useMemo(() => recurs(data.runs), [data]);
+  const tabs = TABS.filter((name) => comparable || name !== "Same question");
+  const tab = tabs.find((name) => name === place.tab) ?? "Curves";
   const setTab = (name: Tab) => go({ tab: name === "Curves" ? null : name }, "push");
   const recorded = data.runs.findIndex((run) => run.records.length);
   const asked = place.run ? Number(place.run) - 1 : recorded;
@@ -24,7 +26,7 @@ export function App({ data }: { data: Data }) {
         <h1>{data.runs.length === 1 ? data.runs[0]!.name : plural(data.runs.length, "run")}</h1>
       </header>
       <main>
-        <Tabs tab={tab} setTab={setTab} />
+        <Tabs tabs={tabs} tab={tab} setTab={setTab} />
         <div id="panel" role="tabpanel" aria-label={tab}>
         {tab === "Curves" && <Strips runs={data.runs} />}
         {tab === "Completions" && data.runs.length > 1 && (
@@ -47,19 +49,19 @@ export function App({ data }: { data: Data }) {
   );
 }
 
-function Tabs({ tab, setTab }: { tab: Tab; setTab: (tab: Tab) => void }) {
+function Tabs({ tabs, tab, setTab }: { tabs: Tab[]; tab: Tab; setTab: (tab: Tab) => void }) {
   const box = useRef<HTMLDivElement>(null);
   function move(event: KeyboardEvent) {
-    const at = TABS.indexOf(tab);
-    const next = { ArrowRight: (at + 1) % TABS.length, ArrowLeft: (at + TABS.length - 1) % TABS.length, Home: 0, End: TABS.length - 1 }[event.key];
+    const at = tabs.indexOf(tab);
+    const next = { ArrowRight: (at + 1) % tabs.length, ArrowLeft: (at + tabs.length - 1) % tabs.length, Home: 0, End: tabs.length - 1 }[event.key];
     if (next === undefined) return;
     event.preventDefault();
-    setTab(TABS[next]!);
+    setTab(tabs[next]!);
     (box.current?.children[next] as HTMLElement).focus();
   }
   return (
     <div ref={box} class="tabs" role="tablist" aria-label="Views" onKeyDown={move}>
-      {TABS.map((name) => (
+      {tabs.map((name) => (
         <button key={name} type="button" role="tab" aria-selected={name === tab} aria-controls="panel" tabIndex={name === tab ? 0 : -1} onClick={() => setTab(name)}>
           {name}
         </button>

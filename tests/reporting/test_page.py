@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -241,6 +242,23 @@ def test_a_chart_is_read_with_the_keyboard_and_the_cursor(opened: Open) -> None:
     expect(readout).to_have_text(re.compile("step 1$"))
 
 
+def test_the_axis_of_steps_says_so(browser: Browser, pages: dict[str, Path]) -> None:
+    page = browser.new_page()
+    page.add_init_script(
+        "window.written = []; const plain = CanvasRenderingContext2D.prototype.fillText;"
+        "CanvasRenderingContext2D.prototype.fillText = function (text, ...place) "
+        "{ window.written.push(text); plain.call(this, text, ...place); };"
+    )
+    page.goto(pages["one"].as_uri())
+    expect(page.locator("canvas").first).to_be_visible()
+    assert "step" in page.evaluate("window.written")
+    shown, drawn = (page.locator(part).first.bounding_box() for part in (".plot", ".plot .uplot"))
+    assert shown is not None
+    assert drawn is not None
+    assert shown["height"] >= drawn["height"]  # nothing is cut off
+    page.close()
+
+
 def test_curves_are_found_by_name_and_smoothed(opened: Open) -> None:
     page = opened("one")
     control(page, "Find").fill("late/")
@@ -270,6 +288,29 @@ def test_of_thousands_of_curves_those_are_drawn_that_are_seen(browser: Browser, 
     page.get_by_role("button", name="4940 more").scroll_into_view_if_needed()
     expect(page.locator("canvas")).not_to_have_count(0)
     assert page.locator("canvas").count() < 30
+    page.close()
+
+
+def test_of_twenty_thousand_completions_a_hundred_are_laid_out(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1)
+    of_run = {right: completion(run / "rollouts", 0, right) for right in (True, False)}
+    bare = {"weights": None, "dependency": None, "vgr": None, "entropies": None, "logps": None, "attention": None}
+    answers = [replace(of_run[right], **bare, advantages=None) for right in (True, False)]
+    lines = [encode_record(Record(step, "train", 0.0, 50 * answers)) for step in range(1, 201)]
+    (run / "rollouts/records-000001.jsonl").write_text("".join(line + "\n" for line in lines), "utf-8")
+    write_report([run], tmp_path / "page.html")
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.set_default_timeout(20_000)
+    page.goto(f"{(tmp_path / 'page.html').as_uri()}#tab=Completions")
+    status, listed = page.get_by_role("status"), page.locator(".list li")
+    expect(status).to_have_text("20000 of 20000 completions")
+    for answer, found in (("right", 10000), ("any", 20000)):
+        control(page, "Answer").select_option(answer)
+        expect(status).to_have_text(f"{found} of 20000 completions")
+        expect(listed).to_have_count(101)  # and the button for a hundred more
+        assert page.locator("*").count() < 1500
+    control(page, "Step").select_option("train-150")
+    expect(status).to_have_text("100 of 20000 completions")
     page.close()
 
 
@@ -476,12 +517,18 @@ def test_steps_stand_side_by_side(opened: Open) -> None:
     expect(before.locator(".prompt")).to_have_text("<image> What colour is disc number 0?")
 
 
-def test_a_run_whose_questions_never_recur_says_so(browser: Browser, tmp_path: Path) -> None:
-    write_report([make_run(tmp_path / "run", steps=1)], tmp_path / "page.html")
+def test_a_run_whose_questions_never_recur_has_nothing_side_by_side(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1)
+    rewrite(run, lambda text: "".join(line for line in text.splitlines(True) if '"mode":"train"' in line))
+    write_report([run], tmp_path / "page.html")
     page = browser.new_page()
     page.set_default_timeout(20_000)
     page.goto(f"{(tmp_path / 'page.html').as_uri()}#tab=Same+question")
-    expect(page.get_by_text("No question was recorded at two steps or in two runs")).to_be_visible()
+    tabs = page.get_by_role("tab")
+    expect(tabs).to_have_text(["Curves", "Completions"])
+    expect(tabs.first).to_have_attribute("aria-selected", "true")
+    tabs.first.press("ArrowLeft")
+    expect(tabs.last).to_have_attribute("aria-selected", "true")
     page.close()
 
 

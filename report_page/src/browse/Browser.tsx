@@ -9,7 +9,7 @@ import { CompletionView, useColouring } from "./CompletionView";
 import { EVERYTHING, type Filters, fromPlace, passes, rewardOf } from "./filters";
 import { Verdict } from "./Verdict";
 
-const MOST = 200; // in the list at once
+const MOST = 100; // in the list at once
 
 export function Browser({ data, run }: { data: Data; run: Run }) {
   const all = useMemo(() => entries(run), [run]);

@@ -26,12 +26,26 @@ const share = ({ found }: Answers) => found.filter(({ completion }) => completio
 const judged = ({ found }: Answers) => found.every(({ completion }) => completion.correct !== null);
 const asPercent = (answers: Answers) => `${Math.round(100 * share(answers))} %`;
 
+const moment = (run: number, { mode, step }: Pick<Entry, "mode" | "step">) => `${run + 1}-${mode}-${step}`;
+
+/** Whether a question has answers at two steps or in two runs. */
+export function recurs(runs: Run[]): boolean {
+  const seen = new Map<string, string>();
+  return runs.some(({ records }, run) =>
+    records.some((record) => record.completions.some(({ question }) => {
+      const here = moment(run, record);
+      if (!seen.has(question)) seen.set(question, here);
+      return seen.get(question) !== here;
+    })),
+  );
+}
+
 /** Questions with an answer at two steps or in two runs at least; those that have improved most are the first. */
 function questions(runs: Run[]): Question[] {
   const all = new Map<string, Map<string, Answers>>();
   runs.forEach((run, index) => {
     for (const entry of entries(run)) {
-      const key = `${index + 1}-${entry.mode}-${entry.step}`;
+      const key = moment(index, entry);
       let answers = all.get(entry.completion.question);
       if (!answers) all.set(entry.completion.question, (answers = new Map()));
       let here = answers.get(key);
@@ -66,8 +80,7 @@ export function Compare({ data: { runs, images } }: { data: Data }) {
   const place = usePlace();
   const { quantity, lit, controls } = useColouring();
   const at = Math.max(0, all.findIndex(({ id }) => id === place.question));
-  const question = all[at];
-  if (!question) return <p class="empty">No question was recorded at two steps or in two runs: there is nothing to compare. Evaluation asks the same questions each time.</p>;
+  const question = all[at]!;
   const wanted = (place.columns ?? "").split("|").flatMap((key) => question.answers.find((item) => item.key === key) ?? []);
   const columns = wanted.length ? wanted : ends(question);
   const ask = (index: number) => go({ question: all[index]!.id, token: null }, "push");

@@ -6,7 +6,8 @@ import { number } from "../format";
 import { useDark } from "../hooks";
 import type { Line, Panel } from "./panels";
 
-const HEIGHT = 150;
+const HEIGHT = 162;
+const FONT = "11px system-ui";
 const SHARED = uPlot.sync("step");
 
 /** Exponential moving average over the steps that have a value; `amount` in [0, 1), 0 leaves the values alone. */
@@ -70,7 +71,7 @@ export function Chart({ panel, runs, smoothing }: { panel: Panel; runs: Run[]; s
     const style = getComputedStyle(element);
     const ink = style.getPropertyValue("--muted");
     const rule = style.getPropertyValue("--rule");
-    const axis = { stroke: ink, grid: { stroke: rule, width: 1 }, ticks: { show: false }, font: "11px system-ui" };
+    const axis = { stroke: ink, grid: { stroke: rule, width: 1 }, ticks: { show: false }, font: FONT };
     const made = new uPlot(
       {
         width: element.clientWidth,
@@ -80,7 +81,7 @@ export function Chart({ panel, runs, smoothing }: { panel: Panel; runs: Run[]; s
         cursor: { sync: { key: SHARED.key }, y: false, drag: { x: true, y: false } },
         scales: { x: { time: false }, y: { range } },
         axes: [
-          { ...axis, size: 24, space: 60, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? String(tick) : "")) },
+          { ...axis, size: 24, space: 60, label: "step", labelSize: 14, labelFont: FONT, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? String(tick) : "")) },
           { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => number(tick, 3)) },
         ],
         series: [
