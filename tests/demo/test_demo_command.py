@@ -12,6 +12,7 @@ from vgr_trl.demo.report import Comparison, comparison_table
 from vgr_trl.demo.shapes import draw_questions
 from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.evaluation import Evaluation
+from vgr_trl.reporting.records.reading import read_run
 
 
 def evaluation(sampled: float) -> Evaluation:
@@ -58,4 +59,9 @@ def test_a_short_run_leaves_model_metrics_and_rollouts(tmp_path, monkeypatch):
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["options"]["steps"] == 2
     assert metrics["before"]["k"] == 2
+    before, after = read_run(tmp_path).records("eval")
+    assert (before.step, after.step) == (0, 2)
+    asked = [{completion.question for completion in record.completions} for record in (before, after)]
+    assert len(asked[0]) == 8
+    assert asked[0] == asked[1]
     assert len(json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]) >= 2

@@ -11,15 +11,30 @@ from vgr_trl.demo.rows import Rows, as_dataset
 from vgr_trl.rewards import accuracy_reward, think_format_reward
 from vgr_trl.trainer import DAPOTrainer
 
+ASKED_AGAIN = 32  # questions of the evaluation, answered twice each
 
-def reinforce(model: Any, processor: Any, rows: Rows, options: Options, output_dir: Path) -> None:
-    """Train `model` in place with `DAPOTrainer`; leave model, state and rollouts in `output_dir`."""
+
+def reinforce(model: Any, processor: Any, rows: Rows, asked: Rows, options: Options, output_dir: Path) -> None:
+    """Train `model` in place with `DAPOTrainer` on `rows`; leave model, state and rollouts in `output_dir`.
+
+    The first of `asked` are answered before the first step and after the last one, for the records; in between they
+    would change what is sampled in training.
+    """
     trainer = DAPOTrainer(
         model=model,
         processing_class=processor,
         reward_funcs=[accuracy_reward, think_format_reward],
-        args=trainer_options(options, output_dir),
+        args=trainer_options(
+            options,
+            output_dir,
+            eval_strategy="steps",
+            eval_steps=options.steps,
+            num_generations_eval=2,
+            per_device_eval_batch_size=2 * ASKED_AGAIN,
+            rollout_log_samples=16,
+        ),
         train_dataset=as_dataset(rows),
+        eval_dataset=as_dataset(asked[:ASKED_AGAIN]),
     )
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(ReinforceBar())

@@ -56,7 +56,9 @@ def run(questions: Questions, options: Options, output_dir: Path) -> Comparison:
     model, processor = build_tiny_vlm(words_of(questions.train), seed=options.seed)
     seconds = {"warm_start": timed(lambda: warm_up(model, processor, questions, options))}
     before, blank_before = measure(model, processor, questions.test, options)
-    seconds["reinforce"] = timed(lambda: reinforce(model, processor, questions.train, options, output_dir))
+    seconds["reinforce"] = timed(
+        lambda: reinforce(model, processor, questions.train, questions.validation, options, output_dir)
+    )
     after, blank_after = measure(model, processor, questions.test, options)
     comparison = Comparison(before, after, blank_before, blank_after)
     seconds["total"] = time.monotonic() - started
