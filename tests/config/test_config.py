@@ -5,6 +5,7 @@ import pytest
 from trl import TrlParser
 
 from vgr_trl import DAPOConfig
+from vgr_trl.config import dapo
 from vgr_trl.config.foreign.aliases import ALIASES
 from vgr_trl.errors import ConfigError, VGRError
 
@@ -96,6 +97,16 @@ def test_refuses_values_out_of_range(tmp_path, options, message):
         config(tmp_path, **options)
     assert isinstance(caught.value, VGRError)
     assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_deepspeed_that_is_not_installed_is_told_before_it_is_looked_for(tmp_path, monkeypatch, launched):
+    monkeypatch.setattr(dapo, "find_spec", lambda name: None)
+    file = tmp_path / "zero2.json"
+    file.write_text('{"zero_optimization": {"stage": 2}}')
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", str(launched).lower())
+    with pytest.raises(ConfigError, match=r'not installed: pip install "vgr_trl\[deepspeed\]"'):
+        config(tmp_path, deepspeed=None if launched else str(file))
 
 
 def test_weights_that_are_clipped_to_1_are_within_the_range(tmp_path):

@@ -1,6 +1,8 @@
 """Every option of the trainer, grouped by the stage that it steers."""
 
+import os
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from numbers import Integral
 
 from trl import GRPOConfig
@@ -165,6 +167,7 @@ class DAPOConfig(
     )
 
     def __post_init__(self) -> None:
+        self._refuse_missing_deepspeed()
         self.resolve_aliases()
         self._resolve_warmup()
         self._check_ranges()
@@ -209,6 +212,14 @@ class DAPOConfig(
                     f"warmup_ratio is {self.warmup_ratio} and warmup_steps is {self.warmup_steps}: give one of them."
                 )
             self.warmup_steps = self.warmup_ratio
+
+    def _refuse_missing_deepspeed(self) -> None:
+        launched = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+        if (self.deepspeed or launched) and find_spec("deepspeed") is None:
+            raise ConfigError(
+                f"{'deepspeed is given' if self.deepspeed else 'the launcher asks for DeepSpeed'}, which is not "
+                'installed: pip install "vgr_trl[deepspeed]", or start with accelerate_configs/multi_gpu.yaml.'
+            )
 
     def _refuse_ignored_credit(self) -> None:
         differs = self.shapes_tokens or self.uses_critic

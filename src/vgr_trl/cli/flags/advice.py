@@ -9,8 +9,6 @@ from vgr_trl.errors import ConfigError, VGRError
 
 _ADVICE = (  # part of an error of the libraries below, what to do
     ("support bf16/gpu", "No GPU here computes in bfloat16: give --bf16 false, and --use_cpu where there is none."),
-    ("DeepSpeed is not installed", 'The configuration asks for DeepSpeed: pip install "vgr_trl[deepspeed]".'),
-    ("requires deepspeed", 'The configuration asks for DeepSpeed: pip install "vgr_trl[deepspeed]".'),
     ("requires the following packages that were not found", "A package is missing: install it as named below."),
     ("vLLM is not available", 'use_vllm is on: pip install "vgr_trl[vllm]", or give --use_vllm false.'),
     (
