@@ -115,12 +115,31 @@ def test_a_rule_by_its_name_is_what_its_options_are(name, switches):
         ((torch.ones(2, 2), {}), r"returned weights of shape \(2, 2\): give \(2, 3\)"),
         ((torch.full((2, 3), math.nan), {}), "returned weights that are not finite for valid tokens"),
         ((torch.ones(2, 3), None), "returned a tuple: return weights"),
+        ((torch.ones(2, 3), {"much": "text"}), "returned 'text' as the metric much: give a number or a tensor"),
     ],
 )
 def test_what_a_rule_must_not_return(returned, message, monkeypatch):
     monkeypatch.setitem(registries.credit_rules._own, "odd", lambda *given: returned)
     with pytest.raises(DataError, match=message):
         shape_advantages(torch.ones(2), measured(), options(credit_rules=["odd"]))
+
+
+@pytest.mark.parametrize("part", ["advantages", "mask", "logps", "vision"])
+def test_a_rule_that_changes_what_it_is_given_is_told(part, monkeypatch):
+    def careless(advantages, signals, mask, options):
+        parts = {"advantages": advantages, "mask": mask, "logps": signals.logps, "vision": signals.attention.vision}
+        parts[part].zero_()
+        return torch.ones(mask.shape), {}
+
+    monkeypatch.setitem(registries.credit_rules._own, "careless", careless)
+    with pytest.raises(DataError, match="the credit rule careless changed in place what it was given"):
+        shape_advantages(torch.ones(2), measured(), options(credit_rules=["careless"]))
+
+
+def test_a_signal_that_changes_what_it_is_given_is_told(monkeypatch):
+    monkeypatch.setitem(registries.signals._own, "careless", lambda signals, options: signals.logps.add_(1))
+    with pytest.raises(DataError, match="The signal careless changed in place what it was given"):
+        add_named(named_signals(options(signals=["careless"])), measured())
 
 
 @pytest.mark.parametrize("advantages", [torch.tensor([2.0, -1.0]), torch.tensor([[2.0, 2.0, 2.0], [-1.0, -1.0, -1.0]])])

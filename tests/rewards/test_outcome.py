@@ -35,6 +35,20 @@ def test_numbers_of_any_kind(returned):
     assert not heard
 
 
+def test_what_a_reward_does_to_its_arguments_is_undone():
+    def careless(completions, solution, **kwargs):
+        completions[0][0]["content"] = solution[0]
+        completions[1].clear()
+        solution[:] = ["x", "y", "z"]
+        return [1.0, 1.0]
+
+    completions = [[{"role": "assistant", "content": "red"}], [{"role": "assistant", "content": "blue"}]]
+    solution = ["green", "blue"]
+    assert checked(careless, "careless", print)(completions=completions, solution=solution, prompts=["", ""]) == [1, 1]
+    assert [completion[0]["content"] for completion in completions] == ["red", "blue"]
+    assert solution == ["green", "blue"]
+
+
 def test_nan_is_told_and_none_is_not():
     rewards, heard = call([math.nan, None, np.float32("nan"), 1.0], 4)
     assert [math.isnan(reward) for reward in rewards[::2]] == [True, True]

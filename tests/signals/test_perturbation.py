@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from vgr_trl import registries
 from vgr_trl.config.perceive import PERTURBATIONS as NAMES
 from vgr_trl.config.perceive import REMOVE_IMAGE, PerceiveOptions
 from vgr_trl.errors import ConfigError, DataError
@@ -308,6 +309,17 @@ def test_images_of_a_prompt_get_streams_of_their_own_that_depend_on_nothing_else
 def test_seeds_do_not_collide():
     numbers = (0, 1, 2, 255, 2**31, 2**32 - 1)
     assert len({derive_seed(*four) for four in itertools.product(numbers, repeat=4)}) == 6**4
+
+
+def test_a_plug_in_may_draw_on_the_image_that_it_is_given(monkeypatch):
+    def scribble(image):
+        image.putpixel((0, 0), 255)
+        return image
+
+    monkeypatch.setitem(registries.perturbations._own, "scribble", scribble)
+    image = Image.new("L", (2, 2))
+    perturbed = perturb_images([image], "scribble", seed=0, step=0, index=0)[0]
+    assert (image.getpixel((0, 0)), perturbed.getpixel((0, 0))) == (0, 255)
 
 
 def test_known_pattern():

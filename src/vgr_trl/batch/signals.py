@@ -1,10 +1,13 @@
 """What a scoring pass has measured for the completions of a rollout batch."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from vgr_trl.errors import DataError
 from vgr_trl.registries import VIEW
 
 
@@ -77,6 +80,30 @@ class RolloutSignals:
     def regions(self) -> torch.Tensor | None:
         """Attention on what the questions are about, (L, N, T); None if it was not measured."""
         return None if self.attention is None else self.attention.region
+
+
+@contextmanager
+def read_only(who: str, *given: Any) -> Iterator[None]:
+    """In this block a plug-in may read tensors, and what holds them, but not change them in place.
+
+    Raises:
+        DataError: it did, naming `who`.
+    """
+    before = [(tensor, tensor._version) for tensor in _tensors(given) if not tensor.is_inference()]
+    yield
+    if any(tensor._version != version for tensor, version in before):
+        raise DataError(f"{who} changed in place what it was given: make new tensors, a * 2 where a.mul_(2) stands.")
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if isinstance(value, RolloutSignals | AttentionMass):
+        value = vars(value)
+    if isinstance(value, Mapping | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(part)
 
 
 def unmeasured(mask: torch.Tensor) -> RolloutSignals:

@@ -1,10 +1,11 @@
 """From one advantage per completion to one per token: the rules of credit that are on, composed."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from vgr_trl.batch.signals import RolloutSignals
+from vgr_trl.batch.signals import RolloutSignals, read_only
 from vgr_trl.config.credit import CreditOptions
 from vgr_trl.config.ranges import check_choice
 from vgr_trl.credit.rows import check_shapes
@@ -69,7 +70,8 @@ def shape_advantages(
     for rule in active_rules(options):
         _refuse_unmeasured(rule, signals)
         context = rule.takes(shaped=shaped, groups=groups, gather=gather, completion_ids=completion_ids)
-        result = rule.function(advantages, signals, mask, rule.options, **context)
+        with read_only(rule.switch, advantages, signals, mask, *context.values()):
+            result = rule.function(advantages, signals, mask, rule.options, **context)
         weights, metrics = _checked(rule, result, mask) if rule.is_plugin else result
         if weights.dtype == torch.bool:
             kept.append(weights & mask)
@@ -120,8 +122,15 @@ def _named(rule: Rule, metrics: Mapping[str, Metric], mask: torch.Tensor) -> Tot
         elif isinstance(value, torch.Tensor) and value.shape in (mask.shape, mask.shape[:1]):
             totals.add_mean(full, value, (mask if value.ndim == 2 else mask.any(1)) & ~value.isnan())
         else:
-            totals.add_known(full, float(value))
+            totals.add_known(full, _number(rule, name, value))
     return totals
+
+
+def _number(rule: Rule, name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{rule.switch} returned {value!r} as the metric {name}: give a number or a tensor.") from error
 
 
 def _check_rows(name: str, values: torch.Tensor, mask: torch.Tensor) -> None:

@@ -2,7 +2,8 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
@@ -44,7 +45,7 @@ def checked(
         return call_async
 
     def call(**kwargs: Any) -> list[float | None]:
-        with at_most(seconds, name):
+        with at_most(seconds, name), _as_given(kwargs):
             try:
                 returned = reward(**given | kwargs)
             except TypeError as error:
@@ -54,6 +55,20 @@ def checked(
         return _read(returned, len(kwargs["completions"]), name, on_nan)
 
     return call
+
+
+@contextmanager
+def _as_given(columns: dict[str, Any]) -> Iterator[None]:
+    """After this block lists, and the messages of completions and prompts, are what they were: others read them too."""
+    lists = [value for value in columns.values() if isinstance(value, list)]
+    lists += [row for name in ("completions", "prompts") for row in columns.get(name) or () if isinstance(row, list)]
+    before = [(each, list(each), [dict(item) for item in each if isinstance(item, dict)]) for each in lists]
+    yield
+    for each, items, messages in before:
+        each[:] = items
+        for message, content in zip((item for item in items if isinstance(item, dict)), messages, strict=True):
+            message.clear()
+            message.update(content)
 
 
 def _brings_its_own(error: TypeError, given: dict[str, Any]) -> bool:

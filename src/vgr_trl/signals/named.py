@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from vgr_trl import registries
-from vgr_trl.batch.signals import RolloutSignals
+from vgr_trl.batch.signals import RolloutSignals, read_only
 from vgr_trl.config.plugins import PluginOptions
 from vgr_trl.errors import DataError
 from vgr_trl.registries import declares, is_late, is_measurement, measurements, needs_of, short_name
@@ -79,7 +79,8 @@ def add_named(named: Sequence[NamedSignal], signals: RolloutSignals) -> list[str
     for signal in named:
         if signal.name in signals.extra or not all(_is_measured(signals, need) for need in signal.requires):
             continue
-        values = signal.function(signals, signal.options)
+        with read_only(f"The signal {signal.name}", signals):
+            values = signal.function(signals, signal.options)
         if not isinstance(values, torch.Tensor) or values.shape != signals.mask.shape:
             shape = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
             raise DataError(f"The signal {signal.name} returned {shape}: return a tensor {tuple(signals.mask.shape)}.")

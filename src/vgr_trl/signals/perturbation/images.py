@@ -179,7 +179,8 @@ def perturb_images(
     perturbed = []
     for place, image in enumerate(images):
         stream = {"seed": derive_seed(seed, step, index, place)} if is_random else {}
-        perturbed.append(function(image, **(parameters or {}), **stream))
+        own = image if name in PERTURBATIONS else image.copy()  # a plug-in may draw on what it is given
+        perturbed.append(function(own, **(parameters or {}), **stream))
         if not isinstance(perturbed[-1], Image.Image) or perturbed[-1].size != image.size:
             raise DataError(f"The perturbation {name} did not return an image of the size {image.size}: return one.")
     return perturbed
