@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from transformers import TrainerState
 from trl import ModelConfig, TrlParser
 
 from vgr_trl import DAPOConfig
@@ -13,6 +14,7 @@ from vgr_trl.cli.flags.arguments import DataArguments, RewardArguments, RunArgum
 from vgr_trl.cli.flags.evaluation import EvaluationArguments
 from vgr_trl.cli.flags.names import check_flags, flag_names
 from vgr_trl.cli.flags.parsing import parse
+from vgr_trl.cli.run.step_lines import StepLines
 from vgr_trl.errors import ConfigError
 from vgr_trl.reporting.views.step_line import duration, step_line
 
@@ -174,6 +176,10 @@ def test_warnings_come_once_and_those_on_renamed_options_not_at_all():
         ("lerning_rate: 1\n", "has lerning_rate, which is no option. Did you mean learning_rate?"),
         ("- a\n", "holds no options"),
         ("a: [1\n", "is no YAML"),
+        ("learning_rate: 1e-4\nseed: 1\nlearning_rate: 1e-5\n", "the key learning_rate is given twice"),
+        ("max_steps: 010\n", "YAML reads 010 as 8: write that"),
+        ("max_steps: 1:30\n", "YAML reads 1:30 as 90: write that"),
+        ("eval_strategy: no\n", 'eval_strategy: no, which YAML reads as false: write "no" in quotes'),
     ],
 )
 def test_a_configuration_file_is_checked_by_name_and_key(tmp_path, capsys, text, message):
@@ -188,6 +194,18 @@ def test_a_configuration_file_is_checked_by_name_and_key(tmp_path, capsys, text,
     assert "which is no file" in capsys.readouterr().err
     assert main(["train", "--config"]) == 1
     assert "without a file" in capsys.readouterr().err
+
+
+def test_two_recipes_are_refused(capsys):
+    assert main(["train", "--recipe", "dapo", "--recipe=grpo"]) == 1
+    assert "--recipe is given twice: give one, and the options of the other as flags" in capsys.readouterr().err
+
+
+def test_a_recipe_of_ones_own_with_a_key_given_twice_is_refused(tmp_path, capsys):
+    file = tmp_path / "mine.yaml"
+    file.write_text("beta: 0.1\nbeta: 0.2\n")
+    assert main(["train", "--recipe", str(file)]) == 1
+    assert "the key beta is given twice" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("more", [[], ["--laptop"]])
@@ -239,6 +257,13 @@ def test_a_step_is_one_line():
         "23 min left"
     )
     assert step_line(1, 2, {}, None) == "step 1/2"
+
+
+def test_a_step_without_a_rollout_of_its_own_has_a_line_too(capsys):
+    lines, state = StepLines(), TrainerState(global_step=2, max_steps=4, is_world_process_zero=True)
+    lines.on_log(None, state, None, {"loss": 0.5})
+    lines.on_log(None, state, None, {"train_loss": 0.5, "train_runtime": 1.0})
+    assert capsys.readouterr().out == "step 2/4  loss 0.5000\n"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(45, "45 s"), (90, "2 min"), (720, "12 min"), (11_100, "3 h 05")])

@@ -72,6 +72,12 @@ def test_aliases_set_the_fields_they_stand_for(tmp_path):
         ({"temperature": None, "top_p": 2.0}, "top_p is 2.0: give a number in (0, 1]."),
         ({"top_k": -1}, "top_k is -1: give a number of at least 0, where 0 keeps all tokens."),
         ({"learning_rate": float("nan")}, "learning_rate is nan: give a number of at least 0."),
+        ({"weight_decay": float("nan")}, "weight_decay is nan: give a number of at least 0."),
+        ({"max_grad_norm": float("nan")}, "max_grad_norm is nan: give a number of at least 0, where 0 clips nothing."),
+        ({"adam_beta2": 1.0}, "adam_beta2 is 1.0: give a number in [0, 1)."),
+        ({"adam_epsilon": -1e-8}, "adam_epsilon is -1e-08: give a number of at least 0."),
+        ({"repetition_penalty": -1.0}, "repetition_penalty is -1.0: give a number above 0."),
+        ({"min_p": 2.0}, "min_p is 2.0: give a number in [0, 1]."),
         ({"loss_type": "bogus"}, "loss_type is 'bogus': give dapo, grpo, dr_grpo"),
         ({"num_iterations": 0}, "num_iterations is 0: give an integer of at least 1."),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0: give an integer of at least 1."),
@@ -107,6 +113,11 @@ def test_deepspeed_that_is_not_installed_is_told_before_it_is_looked_for(tmp_pat
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", str(launched).lower())
     with pytest.raises(ConfigError, match=r'not installed: pip install "vgr_trl\[deepspeed\]"'):
         config(tmp_path, deepspeed=None if launched else str(file))
+
+
+def test_refuses_an_output_dir_without_a_name():
+    with pytest.raises(ConfigError, match="output_dir is empty: give a folder, or leave it out"):
+        DAPOConfig(output_dir=" ", use_cpu=True, bf16=False)
 
 
 def test_weights_that_are_clipped_to_1_are_within_the_range(tmp_path):

@@ -144,6 +144,8 @@ def test_another_run_in_the_folder_is_refused_and_resume_continues_it(model_fold
         (["--dataset_streaming", "--max_steps", "-1"], "so the number of steps is not known: give max_steps"),
         (["--model_name_or_path", "/nowhere/model"], "There is no model folder /nowhere/model: give a"),
         (["--use_peft", "--lora_target_modules", "nonsense"], "nonsense"),
+        (["--reward_model_name_or_path", "/nowhere/model"], "There is no model folder /nowhere/model"),
+        (["--vision_token_ids", "999999"], "vision_token_ids has 999999, but the model has"),
         (["--attn_implementation", "bogus"], "bogus"),
         (["--config"], "--config is given without a file"),
         (["--max_train_rows", "0"], "max_train_rows is 0: give an integer of at least 1"),

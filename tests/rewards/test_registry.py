@@ -73,6 +73,12 @@ def test_several_in_order():
     assert load_rewards([]) == []
 
 
+@pytest.mark.parametrize("names", [["format", "format"], ["accuracy", "format", "accuracy_reward"], ["length"] * 2])
+def test_a_reward_named_twice(names):
+    with pytest.raises(RewardError, match=f"The reward {names[-1]} is named twice: name it once"):
+        load_rewards(names, max_completion_length=8)
+
+
 def test_unknown_name_lists_names_and_forms():
     with pytest.raises(
         RewardError,

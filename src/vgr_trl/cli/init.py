@@ -41,7 +41,7 @@ eval_steps: 50
 """
 
 LAPTOP = """\
-# vgr-trl train --config {name}        (a small model on a CPU: minutes a step, to see everything work)
+# vgr-trl train --config {name}        (a small model on a CPU: about a second a step, to see everything work)
 model_name_or_path: runs/tiny/model    # made by: python -m vgr_trl.demo.write_folder runs/tiny
 system_prompt_file: runs/tiny/no_system_prompt.txt
 data_files: train=runs/tiny/train.parquet,test=runs/tiny/test.parquet
@@ -62,6 +62,8 @@ learning_rate: 3.0e-4
 max_steps: 20
 logging_steps: 1
 save_strategy: "no"
+eval_strategy: steps
+eval_steps: 10
 """
 
 

@@ -16,7 +16,7 @@ from transformers.utils import find_adapter_config_file
 
 from vgr_trl.cli.flags.arguments import DataArguments
 from vgr_trl.compat.image_processor import load_processor as load_demo_processor
-from vgr_trl.data.load import load_split, parse_data_files, readable
+from vgr_trl.data.load import HUB_NAME, load_split, parse_data_files, readable
 from vgr_trl.data.rows.images.places import downloaded
 from vgr_trl.data.rows.images.video import VideoOptions, refuse_single_image_models
 from vgr_trl.data.rows.naming import keys_of
@@ -109,6 +109,12 @@ def _refusing(name: str) -> Iterator[None]:
         if not Path(name).exists():
             raise ConfigError(f"There is no model folder {name}{_meant(name)} (from the hub: {cause})") from error
         raise ConfigError(f"{name} cannot be loaded ({cause}): give a model folder or a hub name.") from error
+
+
+def refuse_missing_folder(name: str) -> None:
+    """Raise `ConfigError` for a path that does not exist and that can be no name on the hub."""
+    if not Path(name).exists() and not HUB_NAME.fullmatch(name):
+        raise ConfigError(f"There is no model folder {name}{_meant(name)}")
 
 
 def _meant(name: str) -> str:

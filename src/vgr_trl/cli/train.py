@@ -15,7 +15,7 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 from vgr_trl.cli.flags.advice import one_sentence
 from vgr_trl.cli.flags.arguments import DataArguments, DefaultRewards, RewardArguments, RunArguments
 from vgr_trl.cli.flags.parsing import parse
-from vgr_trl.cli.loading import load_processor, load_rows, tested
+from vgr_trl.cli.loading import load_processor, load_rows, refuse_missing_folder, tested
 from vgr_trl.cli.run.dry_run import dry_run
 from vgr_trl.cli.run.evaluated import is_stated, rows_to_evaluate
 from vgr_trl.cli.run.folder import claim, write_identity
@@ -141,6 +141,7 @@ def _build_trainer(
         options=rewards.plugin_options,
     )
     if rewards.reward_model_name_or_path:
+        refuse_missing_folder(rewards.reward_model_name_or_path)
         reward_funcs.insert(0, rewards.reward_model_name_or_path)
     needs_solution = any(map(reads_solution, reward_funcs))
     skipped_file = Path(config.output_dir or "trainer_output") / "skipped.jsonl"

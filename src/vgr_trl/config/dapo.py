@@ -38,6 +38,13 @@ _RANGES = {
     "learning_rate": (0, _LARGEST, "of at least 0"),
     "temperature": (0, _LARGEST, "above 0"),
     "top_p": (1e-9, 1, "in (0, 1]"),
+    "min_p": (0, 1, "in [0, 1]"),
+    "repetition_penalty": (1e-9, _LARGEST, "above 0"),
+    "weight_decay": (0, _LARGEST, "of at least 0"),
+    "max_grad_norm": (0, _LARGEST, "of at least 0, where 0 clips nothing"),
+    "adam_beta1": (0, 1 - 1e-9, "in [0, 1)"),
+    "adam_beta2": (0, 1 - 1e-9, "in [0, 1)"),
+    "adam_epsilon": (0, _LARGEST, "of at least 0"),
     "top_k": (0, _LARGEST, "of at least 0, where 0 keeps all tokens"),
 }
 _RATIO_LOSSES = ("dapo", "grpo", "dr_grpo", "bnpo", "sapo", "luspo")
@@ -271,6 +278,8 @@ class DAPOConfig(
         check_choice("attention_reward_scale", self.attention_reward_scale, ("none", "accuracy"))
         check_choice("share_prompts", self.share_prompts, ("auto", "on", "off"))
         check_integer("vision_cache_megabytes", self.vision_cache_megabytes, 0)
+        if self.output_dir is not None and not str(self.output_dir).strip():
+            raise ConfigError("output_dir is empty: give a folder, or leave it out.")
         if self.temperature == 0:
             raise ConfigError(f"temperature is {self.temperature}: give a number above 0.")
         check_choice("loss_type", self.loss_type, _LOSS_TYPES)

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from vgr_trl.errors import ConfigError
+from vgr_trl.yaml_file import parse_yaml
 
 FOLDER = Path(__file__).parent
 
@@ -75,7 +76,7 @@ def read_recipe(spec: str) -> Recipe:
     """
     file = recipe_file(spec)
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8-sig"))
+        values = parse_yaml(file.read_text(encoding="utf-8-sig"))
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"The recipe {file} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):

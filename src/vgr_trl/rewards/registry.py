@@ -45,7 +45,12 @@ def load_rewards(
     files: FileOptions | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> list[Callable[..., Any]]:
-    """Return the reward functions that `specs` name, in their order; see `load_reward`."""
+    """Return the reward functions that `specs` name, in their order; see `load_reward`.
+
+    Raises:
+        RewardError: one cannot be loaded, or is named twice, whose metrics would be one.
+    """
+    specs = [specs] if isinstance(specs, str) else list(specs)
     rewards = [
         load_reward(
             spec,
@@ -54,8 +59,11 @@ def load_rewards(
             files=files,
             options=options,
         )
-        for spec in ([specs] if isinstance(specs, str) else specs)
+        for spec in specs
     ]
+    for place, reward in enumerate(rewards):
+        if reward in rewards[:place] or specs[place] in specs[:place]:
+            raise RewardError(f"The reward {specs[place]} is named twice: name it once, and give it a larger weight.")
     share_scores(rewards)
     return rewards
 

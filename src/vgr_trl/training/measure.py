@@ -43,6 +43,7 @@ def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
     _refuse(seeing + perceiving + blind, _why_no_images(trainer))
     _refuse(features["regions"], _why_no_regions(trainer))
     ids = tuple(args.vision_token_ids or ()) or _found_vision_tokens(trainer)
+    _refuse_unknown_tokens(trainer)
     if features["similarity"]:
         _refuse(features["similarity"], _why_no_similarity(trainer, ids))
     if attention:
@@ -199,6 +200,15 @@ def _refuse_missing_layers(trainer: ConstructedTrainer) -> None:
             f"token_weights_last_k_layers is {last}, but {layers} layers of the model have attention: give a number in "
             f"[1, {layers}], or None for the late segment."
         )
+
+
+def _refuse_unknown_tokens(trainer: ConstructedTrainer) -> None:
+    embedded = trainer.accelerator.unwrap_model(trainer.model).get_input_embeddings().num_embeddings
+    for token in trainer.args.vision_token_ids or ():
+        if token >= embedded:
+            raise ConfigError(
+                f"vision_token_ids has {token}, but the model has {embedded} tokens: give the placeholder of images."
+            )
 
 
 def _found_vision_tokens(trainer: ConstructedTrainer) -> tuple[int, ...]:

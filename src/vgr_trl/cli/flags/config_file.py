@@ -7,6 +7,7 @@ import yaml
 
 from vgr_trl.cli.flags.names import did_you_mean, plugin_options
 from vgr_trl.errors import ConfigError
+from vgr_trl.yaml_file import parse_yaml
 
 
 def config_apart(argv: Sequence[str]) -> list[str]:
@@ -34,7 +35,7 @@ def check_config_file(argv: Sequence[str], known: Iterable[str]) -> None:
     if not file.is_file():
         raise ConfigError(f"--config is {file}, which is no file: give the path of a YAML file.")
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8-sig"))
+        values = parse_yaml(file.read_text(encoding="utf-8-sig"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
@@ -42,3 +43,5 @@ def check_config_file(argv: Sequence[str], known: Iterable[str]) -> None:
     for key in values:
         if key not in known and key not in (known := known | plugin_options(argv)):
             raise ConfigError(f"{file} has {key}, which is no option.{did_you_mean(str(key), known)}")
+        if values[key] is False and key.endswith("_strategy"):
+            raise ConfigError(f'{file} has {key}: no, which YAML reads as false: write "no" in quotes.')

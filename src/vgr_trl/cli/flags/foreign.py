@@ -14,6 +14,7 @@ from vgr_trl.cli.flags.names import flag_names
 from vgr_trl.config.foreign.dialects import THEIRS
 from vgr_trl.config.foreign.translate import Line, Translation, flat, is_theirs, translate
 from vgr_trl.errors import ConfigError
+from vgr_trl.yaml_file import StrictLoader
 
 IGNORE = "--ignore_unknown_keys"
 _OVERRIDE = re.compile(rf"\+{{0,2}}((?:{'|'.join(THEIRS)})(?:\.\w+)+)=(.*)", re.DOTALL)
@@ -21,7 +22,7 @@ _EVALUATED = {"num_generations_eval": "num_samples", "eval_temperature": "temper
 _PROJECTS = ("WANDB_PROJECT", "SWANLAB_PROJ_NAME", "MLFLOW_EXPERIMENT_NAME")
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(StrictLoader):
     """YAML in which 5e-7 is a number, as it is for OmegaConf."""
 
 

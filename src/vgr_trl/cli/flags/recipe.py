@@ -16,8 +16,10 @@ def named_recipe(argv: Sequence[str]) -> str | None:
     """Return the recipe that the flags name, or else the file of `--config` (`recipe: NAME`); None: none is named.
 
     Raises:
-        ConfigError: `--recipe` stands without a name.
+        ConfigError: `--recipe` stands without a name, or twice.
     """
+    if sum(argument.split("=")[0] == "--recipe" for argument in argv) > 1:
+        raise ConfigError("--recipe is given twice: give one, and the options of the other as flags.")
     for place, argument in enumerate(argv):
         if argument == "--recipe":
             if place + 1 == len(argv) or argv[place + 1].startswith("--"):

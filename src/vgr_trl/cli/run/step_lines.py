@@ -29,7 +29,7 @@ class StepLines(TrainerCallback):
             numbers = {"reward": "eval_reward", "accuracy": "eval_rewards/accuracy_reward/mean"}
             shown = [f"{name} {logs[key]:.3f}" for name, key in numbers.items() if key in logs]
             print(f"evaluation at step {state.global_step}  {'  '.join(shown)}", flush=True)
-        elif "reward" in logs:
+        elif "loss" in logs:
             self._times.append((state.global_step, time.monotonic()))
             (first, started), (last, now) = self._times[0], self._times[-1]
             seconds = (now - started) / (last - first) if last > first else None
