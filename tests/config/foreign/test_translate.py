@@ -136,6 +136,28 @@ def test_what_has_no_meaning_here_is_named(key, value, why):
     assert translate(ENOUGH).stopped == translate(ENOUGH).refused == {}
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("algorithm.disable_kl", "flase", "is 'flase': give true or false"),
+        ("algorithm.disable_divergence", "no", "algorithm.disable_divergence is 'no': give true or false"),
+        ("trainer.val_only", 1, "is 1: give true or false"),
+        ("algorithm.kl_coef", "much", "is 'much': give a number"),
+        ("worker.actor.optim.lr", [1e-6], "give a number"),
+        ("worker.rollout.temperature", True, "is True: give a number"),
+        ("trainer.logger", 5, "is of another kind than theirs, where run is read"),
+        ("worker.actor.optim.betas", 5, "is of another kind than theirs, where optimizer is read"),
+    ],
+)
+def test_switches_and_numbers_that_are_none(key, value, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        translate({**ENOUGH, key: value})
+
+
+def test_numbers_in_quotes_are_numbers():
+    assert translate({**ENOUGH, "algorithm.kl_coef": "1e-2"}).options["kl_coef"] == 0.01
+
+
 def test_filtering_by_another_score_makes_it_a_reward_without_weight():
     options = translated(algorithm__online_filtering=True, algorithm__filter_key="accuracy").options
     assert options["reward_funcs"] == ["./math.py:compute_score", "./math.py:compute_score[accuracy]"]

@@ -1,5 +1,6 @@
 """A configuration of EasyR1, MTRL, VPPO or verl as options of this library, key by key."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple
 
 from vgr_trl.config.foreign.dialects import THEIRS, VERL, VERL_KEYS, is_verl, known_in_verl, of_mtrl, of_verl
 from vgr_trl.config.foreign.easyr1 import TABLE, WHOLE
+from vgr_trl.config.foreign.keys import Key
 from vgr_trl.config.foreign.rules import RULES
 from vgr_trl.config.foreign.rules.values import Values
 from vgr_trl.errors import ConfigError
@@ -74,6 +76,7 @@ def translate(given: Mapping[str, Any], processes: int = 1) -> Translation:
     found = Translation(values={key: known.default for key, known in TABLE.items()})
     for key, value in stated.items():
         if key in TABLE:
+            _check_kind(names.get(key, key), value, TABLE[key])
             found.values[key] = value
         elif (known := known_in_verl(key)) is None:
             found.stopped[names.get(key, key)] = f"is unknown.{_nearest(key)}"
@@ -81,7 +84,14 @@ def translate(given: Mapping[str, Any], processes: int = 1) -> Translation:
             found.stopped[key] = f"is {value!r}: {known.why}"
     values, made = Values(found.values, processes), _Made(found.options)
     for rule in RULES:
-        rule(values, made.set)
+        try:
+            rule(values, made.set)
+        except ConfigError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"A value of the configuration is of another kind than theirs, where {rule.__name__} is read ({error})."
+            ) from error
     for key, known in TABLE.items():
         value = found.values[key]
         if known.ours is not None and value is not None:
@@ -92,6 +102,23 @@ def translate(given: Mapping[str, Any], processes: int = 1) -> Translation:
         told |= {names.get(key, key): f"is {found.values[key]!r}: {why}" for key, why in reasons.items()}
     found.lines = list(_lines(found, made, stated, names))
     return found
+
+
+def _check_kind(name: str, value: Any, known: Key) -> None:
+    """Refuse what is no switch or no number where theirs has one: a text such as "flase" would switch it on."""
+    if value is None or not (known.is_read or known.ours is not None):
+        return
+    if isinstance(known.default, bool) and not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}: give true or false.")
+    if isinstance(known.default, int | float) and not isinstance(known.default, bool) and not _is_number(value):
+        raise ConfigError(f"{name} is {value!r}: give a number.")
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return not isinstance(value, bool) and math.isfinite(float(value))
+    except (TypeError, ValueError):
+        return False
 
 
 class _Made:
