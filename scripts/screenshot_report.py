@@ -2,6 +2,9 @@
 
 vgr-trl demo --output_dir /tmp/demo && vgr-trl report /tmp/demo --output /tmp/demo.html
 python scripts/screenshot_report.py /tmp/demo.html docs/images/report.png
+
+Of the demo and not of NLVR, because the images of NLVR are others' (CC-BY-4.0), and no data of others are committed
+here, in pictures neither; the shapes of the demo are drawn by this library.
 """
 
 import argparse

@@ -9,7 +9,7 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from vgr_trl.batch.inputs import Prompts, with_perturbed_rows
-from vgr_trl.compat.completion_tables import in_texts
+from vgr_trl.compat.completion_tables import beside_training, in_texts
 from vgr_trl.compat.cpu_timeout import give_timeout
 from vgr_trl.compat.gloo_exit import close_group_at_exit
 from vgr_trl.compat.logged_images import images_logged_by_all
@@ -251,7 +251,8 @@ class DAPOTrainer(ResumableTrainer):
             logs |= stages.clock.metrics(self.accelerator, times)
         if training:
             stages.steps.merge(self._metrics["train"])
-        with in_texts(self._logs):
+        evaluated = not training and self.is_world_process_zero()
+        with in_texts(self._logs), beside_training(self.args.output_dir, self.state.global_step, evaluated):
             super().log(logs, start_time)
         stages.recorder.log(logs, "train" if training else "eval")
 

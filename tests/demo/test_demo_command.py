@@ -55,6 +55,7 @@ def test_a_short_run_leaves_model_metrics_and_rollouts(tmp_path, monkeypatch):
     assert {path.name for path in (tmp_path / "completions").iterdir()} == {
         "completions_00001.parquet",
         "completions_00002.parquet",
+        "completions_00002_eval.parquet",
     }
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["options"]["steps"] == 2

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from vgr_trl.reporting.views.markdown.text import printable
@@ -41,6 +42,30 @@ def in_texts(columns: dict[str, Any], names: Iterable[str] = ("prompt", "complet
         yield
     finally:
         columns.update(kept)
+
+
+@contextmanager
+def beside_training(output_dir: str | None, step: int, evaluates: bool) -> Iterator[None]:
+    """In this block TRL writes its table of completions; that of an evaluation then gets a name of its own, `…_eval`.
+
+    TRL 1.16 names both by the step, so that an evaluation replaced the table of training of its step.
+
+    Args:
+        output_dir: of the run.
+        step: that names the table.
+        evaluates: whether it is one of an evaluation, which this process writes.
+    """
+    file = Path(output_dir or "trainer_output", "completions", f"completions_{step:05d}.parquet")
+    kept = file.with_suffix(".training")
+    if evaluates and file.exists():
+        file.replace(kept)
+    try:
+        yield
+    finally:
+        if evaluates and file.exists():
+            file.replace(file.with_name(f"{file.stem}_eval.parquet"))
+        if evaluates and kept.exists():
+            kept.replace(file)
 
 
 def _content(message: dict[str, Any]) -> str:
