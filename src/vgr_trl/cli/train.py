@@ -29,13 +29,16 @@ from vgr_trl.data.rows.columns import image_columns, images_of, undecoded
 from vgr_trl.data.rows.naming import FLAGS
 from vgr_trl.data.rows.skipped import append_skipped, report_skipped
 from vgr_trl.errors import CollapseError, ConfigError, DataError
+from vgr_trl.files import write_whole
 from vgr_trl.rewards import load_rewards
 from vgr_trl.rewards.registry import hardened
 from vgr_trl.rewards.signatures import reads_solution
 from vgr_trl.trainer import DAPOTrainer
+from vgr_trl.training.checkpoints.finish import load_trained, only_lacks_its_model
 from vgr_trl.training.checkpoints.folders import refuse_finished, resolve_checkpoint, resume_mode
 from vgr_trl.training.checkpoints.termination import EXIT_STATUS, SaveOnTermination
 
+METRICS = "metrics.json"
 FIRST_ROWS = 16  # of a stream, which say whether it has images
 
 
@@ -89,15 +92,23 @@ def train(
     with one_sentence():
         trainer = _build_trainer(data, rewards, config, model, eval_follows)
     trainer.data_source = _source(data)
-    refuse_finished(checkpoint, total_steps(trainer))
+    written_last = output_dir / METRICS
+    is_trained = only_lacks_its_model(trainer, checkpoint, total_steps(trainer), written_last)
+    if not is_trained:
+        refuse_finished(checkpoint, total_steps(trainer))
     print_steps_as_lines(trainer)
     trainer.add_callback(last_evaluation := LastEvaluation())
     trainer.add_callback(SaveOnTermination(trainer.accelerator))
     if trainer.accelerator.is_main_process:
         write_identity(output_dir, identity)
         print_plan(describe_run(trainer, _source(data), checkpoint))
-    with readable(_source(data), "the data") if data.dataset_streaming else nullcontext():
-        trainer.train(resume_from_checkpoint=checkpoint)
+    if is_trained:
+        load_trained(trainer, str(checkpoint))
+    else:
+        trainer.accelerator.wait_for_everyone()  # all have looked for it
+        written_last.unlink(missing_ok=True)
+        with readable(_source(data), "the data") if data.dataset_streaming else nullcontext():
+            trainer.train(resume_from_checkpoint=checkpoint)
     if trainer.state.global_step == 0:
         raise DataError("Nothing was trained: the data gave no whole rollout; see the rows left out above.")
     if was_terminated(trainer):
@@ -113,7 +124,7 @@ def train(
     trainer.save_state()
     metrics = last_evaluation.of_final_model(trainer)
     if trainer.accelerator.is_main_process:
-        (output_dir / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+        write_whole(written_last, (json.dumps(metrics, indent=2) + "\n").encode())
         print(f"The model and its metrics are in {output_dir}.")
     _end(trainer)
     return trainer

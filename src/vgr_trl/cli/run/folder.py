@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vgr_trl.errors import ConfigError
+from vgr_trl.files import write_whole
 from vgr_trl.training.checkpoints.folders import TRACES
 
 RUN_FILE = "run.json"
@@ -81,4 +82,4 @@ def write_identity(output_dir: Path, identity: dict[str, Any]) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"output_dir {output_dir} cannot be made ({error}): choose another.") from error
-    (output_dir / RUN_FILE).write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
+    write_whole(output_dir / RUN_FILE, (json.dumps(identity, indent=2) + "\n").encode())

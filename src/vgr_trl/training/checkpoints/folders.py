@@ -127,8 +127,8 @@ def refuse_finished(checkpoint: str | None, max_steps: int) -> None:
     step = global_step(Path(checkpoint)) if checkpoint else None
     if step is not None and step >= max_steps > 0:
         raise ConfigError(
-            f"The run is finished: {checkpoint} was saved at step {step} of {max_steps}; raise max_steps or "
-            "num_train_epochs to train on."
+            f"The run is finished: {checkpoint}, which has its model, was saved at step {step} of {max_steps}; raise "
+            "max_steps or num_train_epochs to train on."
         )
 
 
