@@ -12,6 +12,10 @@ __all__ = ["DAPOConfig", "DAPOTrainer", "__version__"]
 
 def __getattr__(name: str) -> Any:
     """Import the trainer on first use, so that `vgr_trl.rewards` and `vgr-trl --help` do not load torch."""
+    if name in ("DAPOConfig", "DAPOTrainer"):
+        from vgr_trl.trl_release import check_release
+
+        check_release()
     if name == "DAPOConfig":
         from vgr_trl.config import DAPOConfig
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset, load_dataset
+from support.trl_head import replace_missing_head
 from transformers import Qwen2_5_VLForConditionalGeneration
 from trl import GRPOConfig, GRPOTrainer
 
@@ -89,6 +90,8 @@ def logged(trainer, name):
     """The values of a metric in the order in which they were logged."""
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
+
+replace_missing_head()
 
 # A trainer collects garbage when it starts; looking through all that is imported is half of a tiny training.
 gc.freeze()

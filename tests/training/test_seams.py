@@ -1,27 +1,33 @@
 import ast
 import inspect
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 from trl import GRPOTrainer
+from trl.trainer import utils as trl_utils
 
 import vgr_trl
 from vgr_trl import DAPOTrainer
 from vgr_trl.errors import UnsupportedTRLError
-from vgr_trl.training.start.seams import ATTRIBUTES, SEAMS, check_attributes, check_seams
+from vgr_trl.training.start.seams import ATTRIBUTES, SEAMS, check_attributes, check_head, check_seams
 
 
 def test_the_installed_trl_is_accepted():
     check_seams(GRPOTrainer)
 
 
-@pytest.mark.parametrize("version", ["1.15.0", "1.17.0", "1.17.0.dev0", "2.0", "0.29.1"])
+@pytest.mark.parametrize("version", ["1.14.2", "1.13.0", "1.17.0", "1.18.0", "1.17.0.dev0", "2.0", "0.29.1"])
 def test_an_untested_release_is_refused(version):
     with pytest.raises(UnsupportedTRLError) as caught:
         check_seams(GRPOTrainer, installed=version)
     assert str(caught.value) == (
-        f"TRL {version} is installed, but vgr_trl is tested with trl>=1.16,<1.17; install one of those: "
-        'pip install "trl>=1.16,<1.17".'
+        f"TRL {version} is installed, but vgr_trl is tested with trl>=1.15,<1.17; install one of those: "
+        'pip install "trl>=1.15,<1.17".'
     )
     assert isinstance(caught.value, RuntimeError)
 
@@ -41,6 +47,42 @@ def test_a_changed_signature_is_named():
 
     with pytest.raises(UnsupportedTRLError, match="_compute_loss has no parameter inputs"):
         check_seams(Trainer, installed="1.16.0")
+
+
+@pytest.mark.parametrize(
+    "code", ["from vgr_trl import DAPOTrainer", "from vgr_trl import DAPOConfig", "import vgr_trl.training.host"]
+)
+def test_an_untested_release_is_told_before_anything_of_it_is_imported(tmp_path, code):
+    (tmp_path / "trl-1.14.2.dist-info").mkdir()
+    (tmp_path / "trl-1.14.2.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 1.14.2\n")
+    (tmp_path / "trl.py").write_text("raise ImportError('a module that nobody has')")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert run.returncode == 1
+    assert run.stderr.splitlines()[-1] == (
+        "vgr_trl.errors.UnsupportedTRLError: TRL 1.14.2 is installed, but vgr_trl is tested with trl>=1.15,<1.17; "
+        'install one of those: pip install "trl>=1.15,<1.17".'
+    )
+
+
+@pytest.mark.parametrize(
+    ("release", "device", "kernel", "is_told"),
+    [
+        ("1.15.0", "cpu", None, True),
+        ("1.15.0", "mps", "trl.kernels.chunked_logprob", True),
+        ("1.15.0", "cuda", "trl.kernels.chunked_logprob", False),
+        ("1.15.0", "cpu", "support.trl_head", False),
+        ("1.16.0", "cpu", "trl.kernels.chunked_logprob", False),
+    ],
+)
+def test_a_head_that_needs_a_gpu_is_told_where_there_is_none(monkeypatch, release, device, kernel, is_told):
+    function = None if kernel is None else type("Function", (), {"__module__": kernel})
+    monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", function)
+    expected = pytest.raises(UnsupportedTRLError, match=f"Triton kernel, but the model is on {device}: train on a GPU")
+    with expected if is_told else nullcontext():
+        check_head(torch.device(device), installed=release)
 
 
 def test_a_missing_attribute_of_the_constructed_trainer_is_named():

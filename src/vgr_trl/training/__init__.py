@@ -5,3 +5,7 @@ order of data: `start/` (before the first generation), `generation/`, `measure.p
 `full_kl.py`, `perceive.py`, `choice/`, `critic/`, `spread.py`, `loss.py`; `passes/` around every pass; `metrics/`,
 `recording/` and `checkpoints/` beside them. `constructed.py` types the trainer.
 """
+
+from vgr_trl.trl_release import check_release
+
+check_release()  # before a stage imports what other releases do not have

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl.data_utils import prepare_multimodal_messages
 
+from vgr_trl.compat.sampled_images import suppress_image_tokens
 from vgr_trl.config import DAPOConfig
 from vgr_trl.config.effects import Circumstances, options_without_effect
 from vgr_trl.credit import coefficient_warning
@@ -28,7 +29,7 @@ from vgr_trl.skipping import SkippingPlan, VisionPlan
 from vgr_trl.training.constructed import ConstructedTrainer
 from vgr_trl.training.kl import kl_penalty_reward
 from vgr_trl.training.start.ready_data import make_data_ready
-from vgr_trl.training.start.seams import check_attributes
+from vgr_trl.training.start.seams import check_attributes, check_head
 
 logger = logging.get_logger(__name__)
 
@@ -67,11 +68,13 @@ def make_ready(trainer: ConstructedTrainer, peft_config: PeftConfig | None) -> N
         peft_config: of the adapter that was made for it, or None.
 
     Raises:
-        UnsupportedTRLError: it lacks what is relied on.
+        UnsupportedTRLError: it lacks what is relied on, or cannot score on its device.
         ConfigError: the adapter names modules that the model lacks, or the data have images that it cannot read.
         DataError: the data are not understood, or no row can be used.
     """
     check_attributes(trainer)
+    check_head(trainer.accelerator.device)
+    suppress_image_tokens(trainer)
     if peft_config is not None:
         refuse_targets_without_module(trainer.accelerator.unwrap_model(trainer.model))
     make_data_ready(trainer)

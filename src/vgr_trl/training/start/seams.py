@@ -3,12 +3,12 @@
 import inspect
 from importlib.metadata import version
 
+import torch
 from packaging.version import Version
-from trl.trainer import grpo_trainer
+from trl.trainer import grpo_trainer, utils
 
 from vgr_trl.errors import UnsupportedTRLError
-
-SUPPORTED = ("1.16", "1.17")  # from, up to but without; the tests run with these releases
+from vgr_trl.trl_release import CURE, check_release, release, supported
 
 SEAMS = {
     "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
@@ -88,9 +88,24 @@ def check_attributes(trainer: object) -> None:
     for name in ATTRIBUTES:
         if not hasattr(trainer, name):
             raise UnsupportedTRLError(
-                f"TRL {version('trl')} is installed, and its trainer has no attribute {name}; install a tested "
-                f'release: pip install "trl>={SUPPORTED[0]},<{SUPPORTED[1]}".'
+                f"TRL {version('trl')} is installed, and its trainer has no attribute {name}; {CURE}"
             )
+
+
+def check_head(device: torch.device, installed: str | None = None) -> None:
+    """Raise `UnsupportedTRLError` where TRL's fused head cannot run: before 1.16 it is a Triton kernel and no more.
+
+    Args:
+        device: of the model.
+        installed: version of TRL, that of the installed package by default.
+    """
+    kernel = getattr(utils, "_ChunkedLogProbFunction", None)
+    of_trl = kernel is None or kernel.__module__.startswith("trl.")
+    if release(installed) < Version("1.16") and of_trl and device.type not in ("cuda", "xpu"):
+        raise UnsupportedTRLError(
+            f"TRL {installed or version('trl')} scores by a Triton kernel, but the model is on {device.type}: train on "
+            'a GPU, or pip install "trl>=1.16".'
+        )
 
 
 def check_seams(trainer_class: type, installed: str | None = None) -> None:
@@ -100,22 +115,18 @@ def check_seams(trainer_class: type, installed: str | None = None) -> None:
         trainer_class: TRL's `GRPOTrainer`.
         installed: version of TRL, that of the installed package by default.
     """
-    installed = installed or version("trl")
-    first, end = SUPPORTED
-    supported = f"TRL {installed} is installed, but vgr_trl is tested with trl>={first},<{end}"
-    cure = f'install one of those: pip install "trl>={first},<{end}".'
-    if not Version(first) <= Version(Version(installed).base_version) < Version(end):
-        raise UnsupportedTRLError(f"{supported}; {cure}")
+    check_release(installed)
+    found = supported(installed)
     for name in MODULE_SEAMS:
         if not hasattr(grpo_trainer, name):
-            raise UnsupportedTRLError(f"{supported}, and its module grpo_trainer has no {name}; {cure}")
+            raise UnsupportedTRLError(f"{found}, and its module grpo_trainer has no {name}; {CURE}")
     for name, expected in SEAMS.items():
         method = getattr(trainer_class, name, None)
         if method is None:
-            raise UnsupportedTRLError(f"{supported}, and {trainer_class.__name__} has no method {name}; {cure}")
+            raise UnsupportedTRLError(f"{found}, and {trainer_class.__name__} has no method {name}; {CURE}")
         names = list(inspect.signature(method).parameters)
         missing = [parameter for parameter in expected if parameter not in names]
         if missing:
             raise UnsupportedTRLError(
-                f"{supported}, and {trainer_class.__name__}.{name} has no parameter {missing[0]}; {cure}"
+                f"{found}, and {trainer_class.__name__}.{name} has no parameter {missing[0]}; {CURE}"
             )
