@@ -1,0 +1,55 @@
+"""The environments of `make compat`, and the tests that run in each."""
+
+from dataclasses import dataclass
+
+TESTS = (
+    "tests/compat",
+    "tests/config/test_config.py",
+    "tests/credit/test_read_order.py",
+    "tests/credit/test_trl_losses.py",
+    "tests/sharing/test_scored_columns.py",
+    "tests/skipping/test_parts.py",
+    "tests/training/test_adapters.py",
+    "tests/training/test_checkpoints.py",
+    "tests/training/test_loss_terms.py",
+    "tests/training/test_seams.py",
+    "tests/test_trainer.py",
+)
+TESTING = ("pytest>=8.4", "hypothesis>=6.130")
+COMPARED = ("torch", "transformers", "accelerate", "peft", "datasets", "trl")
+CPU_BUILD = "torch==2.13.0"  # takes the build for CPUs where there is one
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What is installed beside this library, whose own bounds choose the rest.
+
+    Attributes:
+        name: of its folder and its row.
+        torch: installed first, by itself.
+        packages: requirements beside those of this library.
+        replaced: what the tests put in the place of something that cannot run here.
+        refused: a release of TRL that is laid over the environment, and has to be refused in one sentence.
+    """
+
+    name: str
+    torch: str = CPU_BUILD
+    packages: tuple[str, ...] = ()
+    replaced: str = ""
+    refused: str | None = None
+
+
+OLDEST = (
+    "accelerate==1.12.0", "datasets==4.7.0", "jinja2==3.1.2", "math-verify==0.9.0", "numpy==1.26.0", "packaging==24.0",
+    "peft==0.20.0", "pillow==11.0.0", "pyarrow==21.0.0", "pyyaml==6.0.1", "rich==14.0.0", "safetensors==0.5.0",
+    "tqdm==4.66.3", "transformers==5.9.0",
+)  # fmt: skip
+HEAD = "TRL's fused head, a Triton kernel before 1.16, by one in torch"
+
+ENVIRONMENTS = (
+    Environment("oldest", torch="torch==2.8.0", packages=("trl==1.16.0", *OLDEST)),
+    Environment("newest", torch="torch"),
+    Environment("trl-1.15", packages=("trl==1.15.0",), replaced=HEAD),
+    Environment("trl-1.14", torch="torch", refused="1.14.2"),
+    Environment("trl-1.13", torch="torch", refused="1.13.0"),
+)
