@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
-sys.path.append(str(Path(__file__).parents[1] / "with_verl"))
+sys.path.append(str(Path(__file__).parents[1] / "with_verl" / "parts"))
 from tiny_rollout import rollout, tiny_model
 
 from vgr_trl.errors import ConfigError, DataError
@@ -83,7 +84,9 @@ def test_pixels_of_whole_images():
     assert perturb_row({"image_grid_thw": 1}, SignalOptions(), 0, [0.0]) == {"image_grid_thw": 1}
 
 
-def test_a_model_without_image_tokens(text_model):
+def test_a_model_without_image_tokens():
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    text_model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=1, num_key_value_heads=1))
     layout = packed_layout(torch.arange(5), [5], [3])
     with pytest.raises(ConfigError, match="has no image token in its configuration: give vision_token_ids"):
         MeasuredPass(text_model, layout, SignalOptions(), [0])

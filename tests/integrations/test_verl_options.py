@@ -29,8 +29,17 @@ def test_names_of_the_notes():
         ({"blur_radius": 3}, "blur_radius is not known here"),
         ({"token_weights": True, "enable_token_weights": True}, "token_weights is given twice"),
         ({"token_weight_topk_ratio": 2.0}, "topk_ratio is 2.0"),
-        ({"collect_attentions": True}, "without enable_token_weights"),
-        ({"apply_to": "mask"}, "without enable_token_weights"),
+        ({"collect_attentions": True}, "collect_attentions is given, but enable_token_weights is off"),
+        ({"apply_to": "mask"}, "apply_to is given, but enable_token_weights is off"),
+        ({"token_weight_last_k_layers": 2}, "token_weights_last_k_layers is given, but token_weights is False"),
+        ({"top_p_perception_tokens": 0.4}, "but enable_perception_filtering is False"),
+        ({"black_prob": 0.3}, "but nothing is measured on perturbed images"),
+        ({"seed": 1}, "but nothing is measured on perturbed images"),
+        ({"right_from": 0.1, "vgr_reward_weight": 1.0}, "right_from is given, but hard_negative_reward_weight is 0"),
+        ({"mdi_balance_ratio": 3.0, "vgr_reward_weight": 1.0}, "but mdi_reward_weight is 0"),
+        ({"share_prompts": "off"}, "share_prompts is given, but the actor measures no attention"),
+        ({"hidden_similarity_layer": 2}, "hidden_similarity_layer is not known here"),
+        ({"credit_rules": ["vgpo"]}, "the credit rule vgpo reads similarity, which is not measured here"),
         ({"apply_to": "loss", "token_weights": True}, "apply_to is 'loss'"),
     ],
 )
@@ -47,7 +56,6 @@ def test_options_without_effect_are_refused():
         ("grpo", {"token_weights": True}, None, "adv_estimator is 'grpo', which does not read"),
         ("vgr", {"use_entropy_penalty": True}, "vanilla", "loss_mode is 'vanilla', which does not read"),
         ("vgr", {}, "vgr_papo", "perception_loss_weight is 0"),
-        ("vgr", {"token_weight_last_k_layers": 2}, None, "enable_token_weights is off"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             options_of(estimator, given, loss)

@@ -17,6 +17,13 @@ def test_score_of_verl():
     assert compute_score("set", "<answer>A</answer>", "B") == {"score": 0, "accuracy": 0, "format": 0}
 
 
+def test_a_weight_that_is_misspelt():
+    with pytest.raises(TypeError, match="formt_weight"):
+        compute_score("set", RIGHT, "B", formt_weight=0.5)
+    managed = compute_score("set", RIGHT, "B", reward_router_address="10.0.0.1", reward_model_tokenizer=None)
+    assert managed["score"] == 1
+
+
 def test_scores_of_easyr1():
     rows = [{"response": text, "response_length": 18, "ground_truth": "B"} for text in (RIGHT, "B?")]
     limits = {"length_weight": 1.0, "max_completion_len": 20, "soft_punish_cache": 4}

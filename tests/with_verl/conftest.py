@@ -1,6 +1,10 @@
 """Tests with the installed package `verl`, which may be verl or EasyR1; without one there is nothing to run."""
 
+import sys
 from importlib.util import find_spec
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).with_name("parts")))
 
 IS_INSTALLED = find_spec("verl") is not None
 IS_EASYR1 = IS_INSTALLED and find_spec("verl.workers.actor") is not None

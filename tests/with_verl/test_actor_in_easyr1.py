@@ -10,16 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from einops import rearrange
+from actor_on_cpu import actor, data_of, replace_flash_attn
 from tiny_rollout import GROUP, rollout, tiny_model
-from verl.protocol import DataProto
 from verl.trainer import core_algos
 from verl.workers.actor import dp_actor
-from verl.workers.actor.config import ActorConfig
 
 from vgr_trl.credit import entropy_penalty, perception_loss
 from vgr_trl.integrations.verl.at_hand import SignalsAtHand, lay_at_hand
-from vgr_trl.integrations.verl.inside_easyr1.actor import SignalActor
 from vgr_trl.integrations.verl.inside_easyr1.registered import register
 from vgr_trl.integrations.verl.losses import TermsAtHand, token_terms
 from vgr_trl.integrations.verl.options import SignalOptions
@@ -55,46 +52,11 @@ def tiny():
 
 @pytest.fixture
 def without_flash(monkeypatch):
-    def unpad_input(hidden, mask):
-        indices = mask.flatten().nonzero().flatten()
-        return hidden.flatten(0, 1)[indices], indices, None, None
-
-    def pad_input(hidden_states, indices, batch, seqlen):
-        full = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
-        return full.index_copy(0, indices, hidden_states).view(batch, seqlen, *hidden_states.shape[1:])
-
-    for name, function in (
-        ("unpad_input", unpad_input),
-        ("pad_input", pad_input),
-        ("index_first_axis", lambda values, indices: values[indices]),
-        ("rearrange", rearrange),
-    ):
-        monkeypatch.setattr(dp_actor, name, function, raising=False)
+    replace_flash_attn(monkeypatch)
 
 
-def actor(model, **changed):
-    config = ActorConfig(
-        use_torch_compile=False, padding_free=False, micro_batch_size_per_device_for_experience=2,
-        micro_batch_size_per_device_for_update=2, dynamic_batching=False, max_grad_norm=1e9,
-    )  # fmt: skip
-    config.global_batch_size_per_device = 8
-    for name, value in changed.items():
-        setattr(config, name, value)
-    return SignalActor(config, model, torch.optim.SGD(model.parameters(), lr=1.0))
-
-
-def data_of(tensors, pixels, processor, options=WANTED):
-    rows = np.empty(len(pixels), dtype=object)
-    rows[:] = pixels
-    data = DataProto.from_single_dict({**tensors, "multi_modal_inputs": rows})
-    told = {
-        "options": SignalOptions.read(options).to_dict(),
-        "step": 3,
-        "special_token_ids": special_token_ids(processor),
-        "black": black_of(processor),
-    }
-    data.meta_info.update(temperature=1.0, vgr=told)
-    return data
+def told(tensors, pixels, processor):
+    return data_of(tensors, pixels, processor, WANTED)
 
 
 def scored(tiny, pixels):
@@ -120,7 +82,7 @@ def test_signals_beside_log_probabilities(tiny, changed, without_flash):
     model, processor, tensors, pixels = tiny
     mask = tensors["response_mask"].bool()
     measuring = actor(model, **changed)
-    logps = measuring.compute_log_prob(data_of(tensors, pixels, processor))
+    logps = measuring.compute_log_prob(told(tensors, pixels, processor))
     plain, other = scored(tiny, pixels), scored(tiny, dark(tiny))
     assert (logps - plain.logps)[mask].abs().max() < 1e-5
     columns = measuring.columns
@@ -130,7 +92,7 @@ def test_signals_beside_log_probabilities(tiny, changed, without_flash):
     assert (columns["vgr_dependency"] - dependency)[mask].abs().max() < 1e-4
     assert dependency[mask].max() > 1e-2
     reference = dp_actor.DataParallelPPOActor(measuring.config, model, None)
-    assert torch.equal(reference.compute_log_prob(data_of(tensors, pixels, processor)), logps)
+    assert torch.equal(reference.compute_log_prob(told(tensors, pixels, processor)), logps)
 
 
 def test_a_step_with_the_terms_of_the_loss(tiny, tmp_path):
@@ -142,7 +104,7 @@ def test_a_step_with_the_terms_of_the_loss(tiny, tmp_path):
     batch = {**tensors, "advantages": advantages, "old_log_probs": old}
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        metrics = actor(model).update_policy(data_of(batch, pixels, processor))
+        metrics = actor(model).update_policy(told(batch, pixels, processor))
         stepped = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     finally:
         torch.distributed.destroy_process_group()

@@ -15,7 +15,7 @@ from vgr_trl.signals import RolloutScorer, visual_dependency
 from vgr_trl.signals.modality import special_token_ids
 from vgr_trl.signals.ratios import token_vision_gain_ratio
 
-WORKER = Path(__file__).with_name("engine_worker.py")
+WORKER = Path(__file__).parent / "parts" / "engine_worker.py"
 WANTED = {
     "enable_token_weights": True,
     "token_weight_last_k_layers": 1,

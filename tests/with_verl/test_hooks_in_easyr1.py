@@ -1,52 +1,21 @@
-"""EasyR1's worker, trainer and runner with ours in their place: what needs no GPU of it.
+"""EasyR1's worker, trainer and runner with ours in their place: what needs no GPU of it."""
 
-vLLM and what comes with it, which EasyR1 imports and a CPU lacks, are mocks; nothing of them is called.
-"""
-
-import importlib.abc
-import importlib.machinery
-import sys
-from unittest.mock import MagicMock
+import warnings
 
 import cloudpickle
 import numpy as np
 import pytest
 import torch
+from actor_on_cpu import hooks_importable, trainer
 from verl.protocol import DataProto
 
 from vgr_trl.errors import ConfigError
-from vgr_trl.integrations.verl.inside_easyr1.transformers5 import put_back_moved_names
-from vgr_trl.integrations.verl.seams import OF_EASYR1, check_points
-
-MISSING = ("vllm", "qwen_vl_utils", "msgspec", "wandb")
-
-
-class Mocked(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in MISSING:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec):
-        module = MagicMock(name=spec.name)
-        module.__spec__, module.__path__ = spec, []
-        return module
-
-    def exec_module(self, module):
-        pass
 
 
 @pytest.fixture(scope="module")
 def hooks():
-    finder = Mocked()
-    sys.meta_path.append(finder)
-    put_back_moved_names()
-    check_points(OF_EASYR1, "EasyR1 at b44b311")
-    from vgr_trl.integrations.verl.inside_easyr1 import hooks, registered
-
-    registered.register()
-    yield hooks
-    sys.meta_path.remove(finder)
+    with hooks_importable() as hooks:
+        yield hooks
 
 
 def batch():
@@ -57,13 +26,6 @@ def batch():
                for seed, name in enumerate(("vgr_vision", "vgr_instruction"))}  # fmt: skip
     tensors = {"token_level_rewards": rewards, "response_mask": mask, **columns}
     return DataProto.from_single_dict({**tensors, "uid": np.array(list("aabb"), dtype=object)})
-
-
-def trainer(hooks, **given):
-    made = object.__new__(hooks.SignalTrainer)
-    made.preset, made.options = hooks.read_options(given, "grpo")
-    made._weights, made._metrics = None, {}
-    return made
 
 
 def test_advantages_of_its_own_function(hooks):
@@ -82,10 +44,40 @@ def test_weights_of_a_reward_on_the_mask(hooks):
     from verl.trainer import ray_trainer
 
     made = trainer(hooks, preset="vgr_token_weights", apply_to="mask", collect_attentions=True)
-    made._weights = [[1.0, 1.0, 4.0], [3.0, 1.0], [1.0, 1.0, 1.0], [2.0]]
+    weights = [[1.0, 1.0, 4.0], [3.0, 1.0], [1.0, 1.0, 1.0], [2.0]]
+    assert made.without_weights({"overall": [1.0], "token_weights": weights}) == {"overall": [1.0]}
+    assert made.without_weights({"pg_loss": [2.0]}) == {"pg_loss": [2.0]}  # of another call
     data = made.advantages(ray_trainer.compute_advantage, batch(), 1.0, 1.0)
     weighted = [[0.5, 0.5, 2.0], [1.5, 0.5, 0.0], [1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]
     assert torch.allclose(data.batch["response_mask"], torch.tensor(weighted))
+
+
+def test_weights_of_rows_that_were_filtered(hooks):
+    from verl.trainer import ray_trainer
+
+    made = trainer(hooks, preset="vgr_token_weights")
+    made.config.algorithm.online_filtering = True
+    assert made.without_weights({"overall": [1.0], "token_weights": [[1.0]] * 8}) == {"overall": [1.0]}
+    measured = made.advantages(ray_trainer.compute_advantage, batch(), 1.0, 1.0).batch["advantages"]
+    expected = trainer(hooks, preset="vgr_token_weights").advantages(ray_trainer.compute_advantage, batch(), 1.0, 1.0)
+    assert torch.equal(measured, expected.batch["advantages"])
+    with pytest.raises(ConfigError, match="online_filtering drops and reorders rows"):
+        hooks.read_options({"preset": "vgr_token_weights", "collect_attentions": True}, "grpo", filters=True)
+
+
+def test_a_reward_without_weights_is_said_once(hooks):
+    from verl.trainer import ray_trainer
+
+    made = trainer(hooks, preset="vgr_token_weights", collect_attentions=True)
+    plain = batch()
+    for name in ("vgr_vision", "vgr_instruction"):
+        plain.batch.pop(name)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            made.without_weights({"overall": [1.0]})
+            made.advantages(ray_trainer.compute_advantage, plain, 1.0, 1.0)
+    assert ["all weights are 1" in str(each.message) for each in said] == [True]
 
 
 def test_entropies_are_refused(hooks):

@@ -3,16 +3,13 @@
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
-from tensordict import NonTensorStack, TensorDict
-from transfer_queue import KVBatchMeta
+from memory_store import Store, configuration, nested, trainer
+from tensordict import NonTensorStack
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
-from verl.trainer.ppo.v1 import trainer_base
 
 from vgr_trl.errors import ConfigError
 from vgr_trl.integrations.verl.inside_verl import plugin
@@ -21,50 +18,10 @@ from vgr_trl.integrations.verl.inside_verl import trainer as ours
 LENGTHS, PROMPT = (3, 2, 4, 1), 2
 
 
-def configuration(estimator="vgr_token_weights", loss_mode="vanilla", **given):
-    return OmegaConf.create(
-        {
-            "algorithm": {
-                "adv_estimator": estimator,
-                "use_kl_in_reward": False,
-                "gamma": 1.0,
-                "lam": 1.0,
-                "vgr": given,
-            },
-            "actor_rollout_ref": {
-                "actor": {
-                    "policy_loss": {"loss_mode": loss_mode},
-                    "loss_agg_mode": "token-mean",
-                    "loss_scale_factor": None,
-                },
-                "rollout": {"temperature": 1.0, "calculate_log_probs": False, "n": 2},
-            },
-        }
-    )
-
-
-class Store(dict):
-    """`kv_batch_put` and `kv_batch_get` of TransferQueue, for one partition."""
-
-    def kv_batch_put(self, keys, partition_id, fields):
-        self.update(dict(fields.items()))
-        return self.meta
-
-    def kv_batch_get(self, keys, partition_id, select_fields):
-        found = {name: self[name] for name in select_fields if name in self}
-        return TensorDict(found, batch_size=len(keys))
-
-
-def nested(rows):
-    return torch.nested.as_nested_tensor([torch.as_tensor(row) for row in rows], layout=torch.jagged)
-
-
 @pytest.fixture
 def run(monkeypatch):
-    store = Store()
-    store.meta = KVBatchMeta(partition_id="train", keys=list("abcd"), tags=[{}] * 4)
-    for module in (trainer_base, ours):
-        monkeypatch.setattr(module, "tq", store)
+    store = Store([f"{prompt}_{session}_0" for prompt in "xy" for session in "01"])
+    store.replace_transfer_queue(monkeypatch.setattr)
     generator = torch.Generator().manual_seed(0)
     whole = [PROMPT + length for length in LENGTHS]
     store["response_mask"] = nested([torch.ones(length, dtype=torch.long) for length in LENGTHS])
@@ -79,27 +36,21 @@ def run(monkeypatch):
         return batch
 
     def make(**given):
-        trainer = object.__new__(ours.SignalTrainer)
-        trainer.config = configuration(**given)
-        trainer.signal_options = ours.read_options(trainer.config)
-        trainer.actor_rollout_wg = SimpleNamespace(compute_log_prob=compute_log_prob)
-        trainer.processor, trainer.tokenizer = None, SimpleNamespace(all_special_ids=[0, 1])
-        trainer.global_steps = 7
-        return trainer
+        return trainer(configuration(**given), compute_log_prob=compute_log_prob)
 
     return make, store, asked
 
 
 def test_what_was_measured_shapes_the_advantages(run):
     make, store, asked = run
-    trainer, metrics = make(token_weight_clip=[0.5, 2.0]), {}
+    steps, metrics = make(token_weight_clip=[0.5, 2.0]), {}
     monitored = store.meta
-    batch = trainer._compute_old_log_prob(monitored, metrics)
+    batch = steps._compute_old_log_prob(monitored, metrics)
     assert asked[0]["vgr"]["options"] == {"token_weights": True, "token_weights_clip": [0.5, 2.0]}
     assert (asked[0]["vgr"]["step"], asked[0]["vgr"]["special_token_ids"]) == (7, [0, 1])
     assert "vgr" not in monitored.extra_info
     assert store["vgr_vision"].offsets().diff().tolist() == list(LENGTHS)
-    trainer._compute_advantage(batch, metrics)
+    steps._compute_advantage(batch, metrics)
     found = store["advantages"].to_padded_tensor(0)
     mask = store["response_mask"].to_padded_tensor(0)
     plain, _ = compute_grpo_outcome_advantage(store["rm_scores"].to_padded_tensor(0), mask, np.array(list("xxyy")))
@@ -112,16 +63,32 @@ def test_what_was_measured_shapes_the_advantages(run):
 
 def test_weights_of_a_reward_are_taken(run):
     make, store, _ = run
-    trainer = make(collect_attentions=True)
+    steps = make(collect_attentions=True)
     store["old_log_probs"] = nested([torch.zeros(length) for length in LENGTHS])
     weights = [[1.0, 3.0, 2.0], [1.0, 1.0], None, [2.0]]
     fields = [{"reward_extra_info": {} if row is None else {"token_weights": row}} for row in weights]
     store["extra_fields"] = NonTensorStack.from_list(fields)
     with pytest.warns(UserWarning, match="padded with 1 or cut"):  # the third row has none
-        trainer._compute_advantage(store.meta, {})
+        steps._compute_advantage(store.meta, {})
     found = store["advantages"].to_padded_tensor(0)
     assert torch.allclose(found[0, :3] / found[0, 0], torch.tensor([1.0, 3.0, 2.0]))
     assert torch.allclose(found[2], found[2, 0].expand(4))
+
+
+def test_validation_takes_no_means_of_token_weights(run):
+    make, *_ = run
+    rewards = {"reward": [1.0, 0.0], "token_weights": [[1.0, 2.0], [1.0]]}
+    found = make()._val_metrics_update(["set"] * 2, ["x", "x"], rewards, [])
+    assert found["val-core/set/reward/mean@2"] == 0.5
+    assert "token_weights" in rewards
+    assert not any("token_weights" in name for name in found)
+
+
+def test_several_outputs_of_a_session_are_refused(run):
+    make, store, _ = run
+    store.meta.keys[3] = "y_0_1"
+    with pytest.raises(ConfigError, match="several outputs of one session"):
+        make(collect_attentions=True)._compute_advantage(store.meta, {})
 
 
 def test_what_is_refused():

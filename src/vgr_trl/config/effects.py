@@ -30,9 +30,11 @@ class Circumstances:
 
 def options_without_effect(args: Any, circumstances: Circumstances) -> dict[str, str]:
     """Return why each option that is not at its default has no effect in a run, by name."""
-    reasons = {name: why for names, reason in _RULES.items() for name in names if (why := reason(args))}
+    changed = changed_options(args)
+    rules = {name: reason for names, reason in _RULES.items() for name in names if name in changed}
+    reasons = {name: why for name, reason in rules.items() if (why := reason(args))}
     reasons |= _circumstantial(circumstances)
-    return {name: reasons[name] for name in changed_options(args) if name in reasons}
+    return {name: reasons[name] for name in changed if name in reasons}
 
 
 def options_in_effect(args: Any, names: Collection[str]) -> dict[str, str]:
@@ -132,7 +134,7 @@ def _one_view(args: Any) -> str | None:
 
 def _other_perturbation(*names: str) -> Reason:
     def reason(args: Any) -> str | None:
-        made = _scored(args) | set(args.noisy_perturbations)
+        made = _scored(args) | set(getattr(args, "noisy_perturbations", ()))
         if not made:
             return _no_perturbation(args)
         return None if made & set(names) else f"images are perturbed by {' and '.join(sorted(made))}"

@@ -45,11 +45,16 @@ def estimate(
     """
     rewards = add_signal_rewards(token_level_rewards, response_mask, index, found)
     advantages, returns = base(token_level_rewards=rewards, response_mask=response_mask, index=index, **more)
-    return shape(advantages, response_mask, found, _live(advantages, response_mask, index)), returns
+    prompts = _numbered(index, advantages.device)
+    return shape(advantages, response_mask, found, _live(advantages, response_mask, prompts), prompts), returns
 
 
 def shape(
-    advantages: torch.Tensor, response_mask: torch.Tensor, found: SignalsAtHand, live: torch.Tensor | None = None
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    found: SignalsAtHand,
+    live: torch.Tensor | None = None,
+    prompts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return advantages (N, T) times what the rules that are on give to each token.
 
@@ -60,6 +65,7 @@ def shape(
         response_mask: (N, T).
         found: signals of the same batch; its metrics are filled.
         live: (N,) bool, completions that take part in the statistics of the trajectory scale; None: all.
+        prompts: (N,) numbers of the prompts, for rules that compare completions; None: all belong to one.
     """
     options, mask = found.options, response_mask.bool()
     weights = _weights_that_came(advantages, mask, found, options)
@@ -76,7 +82,7 @@ def shape(
         signals = found.signals(response_mask)
         if any("entropies" in rule.needs for rule in active_rules(rules)) and "entropies" not in found.columns:
             raise ConfigError("A rule reads entropies, which this trainer does not compute: switch it off.")
-        shaped, metrics = shape_advantages(shaped, signals, rules, shaped=live)
+        shaped, metrics = shape_advantages(shaped, signals, rules, shaped=live, groups=prompts)
         found.metrics |= {f"vgr/{name}": value for name, value in metrics.items()}
     if weights is not None:
         found.metrics["vgr/token_weight_mean"] = float(weights[mask].mean()) if bool(mask.any()) else 1.0
@@ -87,11 +93,16 @@ def shape(
     return shaped * mask
 
 
-def _live(advantages: torch.Tensor, response_mask: torch.Tensor, index: Sequence[Any]) -> torch.Tensor:
+def _numbered(index: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Numbers (N,) in place of the prompts' names."""
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(index))}
+    return torch.tensor([numbers[key] for key in index], device=device)
+
+
+def _live(advantages: torch.Tensor, response_mask: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
     """Which completions (N,) belong to a prompt whose advantages are not all 0."""
-    moved = ((advantages * response_mask) != 0).any(1).tolist()
-    prompts = {key for key, counts in zip(index, moved, strict=True) if counts}
-    return torch.tensor([key in prompts for key in index], device=advantages.device)
+    moved = ((advantages * response_mask) != 0).any(1)
+    return torch.isin(prompts, prompts[moved])
 
 
 def _measured_weights(

@@ -41,7 +41,7 @@ def add_signal_rewards(
         "vgr_hard_negative": options.hard_negative_reward_weight,
         "mdi": options.mdi_reward_weight,
     }
-    for group in _groups(index):
+    for group in _groups(index, response_mask.any(1)):
         own, accuracy = [vgr[row] for row in group], [float(right[row]) for row in group]
         for name, weight in weights.items():
             if weight:
@@ -54,7 +54,7 @@ def add_signal_rewards(
         count = found.metrics.pop(f"rewards/{name}/count", 0)
         if count:
             found.metrics[f"rewards/{name}/mean"] = found.metrics.pop(f"rewards/{name}/sum") / count
-            found.metrics[f"rewards/{name}/not_applicable"] = len(vgr) - count
+            found.metrics[f"rewards/{name}/not_applicable"] = int(response_mask.any(1).sum()) - count
     return rewards
 
 
@@ -82,8 +82,9 @@ def _add(
                 metrics[key] = metrics.get(key, 0) + amount
 
 
-def _groups(index: Sequence[Any]) -> list[list[int]]:
+def _groups(index: Sequence[Any], answered: torch.Tensor) -> list[list[int]]:
+    """Rows of each prompt, without those that verl appends to fill a batch, which have no tokens."""
     groups: dict[Any, list[int]] = {}
-    for row, key in enumerate(index):
-        groups.setdefault(key, []).append(row)
+    for row in answered.nonzero().flatten().tolist():
+        groups.setdefault(index[row], []).append(row)
     return list(groups.values())

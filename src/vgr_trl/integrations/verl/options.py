@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from vgr_trl.config.credit import CreditOptions
+from vgr_trl.config.effects import Circumstances, changed_options, options_without_effect
 from vgr_trl.config.measure import MeasureOptions
 from vgr_trl.config.perceive import PerceiveOptions
 from vgr_trl.config.ranges import check_choice, check_integer, check_number, check_switch
@@ -18,9 +19,11 @@ NAMES_OF_NOTES = {
     "token_weight_topk_ratio": "token_weights_topk_ratio",
     "positive_only": "token_weights_positive_only",
 }
+_MEASURED = ("attention", "dependency", "entropies", "logps")  # what rules of credit may read here
 _WITHOUT_MEANING = {
     "compute_attention_metrics", "attention_source", "perturbation", "further_perturbations", "dependency_over",
-    "patch_size", "noise_std", "blur_radius", "crop_share", "mask_value", "perturb_per", "signals",
+    "patch_size", "noise_std", "blur_radius", "diffusion_steps", "crop_share", "mask_value", "perturb_per", "signals",
+    "hidden_similarity_layer", "hidden_similarity_over",
 }  # fmt: skip
 
 
@@ -90,10 +93,36 @@ class SignalOptions(MeasureOptions, PerceiveOptions, CreditOptions):
         check_integer("seed", self.seed, 0)
         for name in ("vgr_reward_weight", "hard_negative_reward_weight", "mdi_reward_weight", "right_from"):
             check_number(name, getattr(self, name), -1e30, 1e30, "that is finite")
-        if self.collect_attentions and not self.token_weights:
-            raise ConfigError("collect_attentions is on without enable_token_weights, for which alone they are used.")
-        if self.apply_to == "mask" and not self.token_weights:
-            raise ConfigError("apply_to is mask without enable_token_weights, which alone it steers.")
+        for need, readers in self.readers().items():
+            if need not in _MEASURED:
+                raise ConfigError(
+                    f"{readers[0]} reads {need}, which is not measured here: give one that reads no more than "
+                    f"{', '.join(_MEASURED)}."
+                )
+        for name, why in self.without_effect().items():
+            raise ConfigError(f"{name} is given, but {why}: leave it out, or switch on what it steers.")
+
+    def without_effect(self) -> dict[str, str]:
+        """Return why each option that is not at its default steers nothing, by name."""
+        run = Circumstances(
+            measures_attention=self.measures_attention,
+            measures_similarity=False,
+            answers_blindly=False,
+            weights_change=False,
+            evaluates=False,
+            reward_names=(),
+        )
+        perturbs = self.needs_dependency or self.uses_perception_loss
+        own = {
+            "collect_attentions": None if self.token_weights else "enable_token_weights is off",
+            "apply_to": None if self.token_weights else "enable_token_weights is off",
+            "right_from": None if self.hard_negative_reward_weight else "hard_negative_reward_weight is 0",
+            "mdi_balance_ratio": None if self.mdi_reward_weight else "mdi_reward_weight is 0",
+            "share_prompts": None if self.measures_attention else "the actor measures no attention",
+            "seed": None if perturbs else "nothing is measured on perturbed images",
+        }
+        reasons = options_without_effect(self, run) | {name: why for name, why in own.items() if why}
+        return {name: reasons[name] for name in changed_options(self) if name in reasons}
 
     @property
     def rewards_attention(self) -> bool:
@@ -103,12 +132,8 @@ class SignalOptions(MeasureOptions, PerceiveOptions, CreditOptions):
     @property
     def measures_attention(self) -> bool:
         """Whether the pass for old log-probabilities measures attention."""
-        return self.rewards_attention or (self.token_weights and not self.collect_attentions)
-
-    @property
-    def measures_dependency(self) -> bool:
-        """Whether a pass over perturbed images follows it."""
-        return self.needs_dependency
+        weighs = self.token_weights and not self.collect_attentions
+        return weighs or self.rewards_attention or "attention" in self.readers()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, as `read` takes them."""

@@ -42,6 +42,4 @@ def options_of(adv_estimator: str, given: Mapping[str, Any] | None, loss_mode: s
         )
     if loss_mode == "vgr_papo" and not options.uses_perception_loss:
         raise ConfigError("loss_mode is vgr_papo, but perception_loss_weight is 0: give it a weight, such as 0.01.")
-    if options.token_weights_last_k_layers is not None and not options.token_weights:
-        raise ConfigError("token_weight_last_k_layers is given, but enable_token_weights is off.")
     return options

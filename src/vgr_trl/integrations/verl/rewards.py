@@ -26,7 +26,8 @@ def compute_score(
     length_weight: float = 0.0,
     max_completion_len: int | None = None,
     soft_punish_cache: int | None = None,
-    **others: Any,
+    reward_router_address: str | None = None,
+    reward_model_tokenizer: Any = None,
 ) -> dict[str, float]:
     """Return the weighted sum of accuracy, format and length as `score`, and each of them.
 
@@ -37,7 +38,7 @@ def compute_score(
         extra_info: of the row; `choices` of it are used, and `response_length` for the length.
         accuracy_weight, format_weight, length_weight: of the rewards.
         max_completion_len, soft_punish_cache: of the length, in tokens.
-        others: what else a reward manager passes.
+        reward_router_address, reward_model_tokenizer: passed by verl's reward managers; not used.
 
     Raises:
         RewardError: the length has a weight, and something that it needs is not given.

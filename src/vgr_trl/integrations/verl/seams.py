@@ -46,6 +46,8 @@ _ESTIMATE = ("token_level_rewards", "response_mask", "index")
 _LOSS = ("old_log_prob", "log_prob", "advantages", "response_mask", "loss_agg_mode", "config", "rollout_is_weights")
 CORE = "verl.trainer.ppo.core_algos"
 OF_VERL = (
+    Point(CORE, "ADV_ESTIMATOR_REGISTRY"),
+    Point(CORE, "POLICY_LOSS_REGISTRY"),
     Point(CORE, "register_adv_est"),
     Point(CORE, "get_adv_estimator_fn"),
     Point(CORE, "compute_grpo_outcome_advantage", _ESTIMATE),
@@ -59,13 +61,22 @@ OF_VERL = (
         "FSDPEngineWithLMHead.forward_step",
         ("micro_batch", "loss_function", "forward_only"),
     ),
+    Point("verl.workers.engine.fsdp.transformer_impl", "FSDPEngineWithLMHead._get_packed_pad_size"),
+    Point("verl.workers.engine.fsdp.transformer_impl", "FSDPEngineWithLMHead.get_data_parallel_group"),
+    Point("verl.utils.tensordict_utils", "get_non_tensor_data", ("data", "key", "default")),
+    Point("verl.utils.tensordict_utils", "assign_non_tensor_stack"),
     Point("verl.models.transformers.qwen2_vl", "_custom_flash_attention_forward"),
     Point("verl.models.transformers.monkey_patch", "is_trl_available"),
     Point("verl.workers.utils.padding", "no_padding_2_padding"),
+    Point("verl.workers.utils.padding", "response_from_nested"),
+    Point("transfer_queue", "kv_batch_get", ("keys", "partition_id", "select_fields")),
+    Point("transfer_queue", "kv_batch_put", ("keys", "partition_id", "fields")),
+    Point("verl.trainer.ppo.v1.trainer_base", "TRAINER_REGISTRY"),
     Point("verl.trainer.ppo.v1.trainer_base", "register_trainer"),
     Point("verl.trainer.ppo.v1.trainer_sync", "PPOTrainerSync._compute_old_log_prob", ("batch", "metrics")),
     Point("verl.trainer.ppo.v1.trainer_sync", "PPOTrainerSync._compute_advantage", ("batch", "metrics")),
     Point("verl.trainer.ppo.v1.trainer_sync", "PPOTrainerSync._update_actor", ("batch", "metrics")),
+    Point("verl.trainer.ppo.v1.trainer_sync", "PPOTrainerSync._val_metrics_update", ("reward_extra_infos_dict",)),
 )
 ACTOR_OF_EASYR1 = (
     Point("verl.workers.actor.dp_actor", "DataParallelPPOActor._forward_micro_batch", ("micro_batch", "temperature")),
@@ -74,9 +85,14 @@ ACTOR_OF_EASYR1 = (
     Point("verl.trainer.core_algos", "register_adv_estimator"),
     Point("verl.trainer.core_algos", "ADV_ESTIMATOR_MAP"),
     Point("verl.trainer.core_algos", "compute_policy_loss", ("old_log_probs", "log_probs", "advantages")),
+    Point("verl.trainer.core_algos", "average_loss", ("mode",)),
 )
 OF_EASYR1 = (
     *ACTOR_OF_EASYR1,
+    Point("verl.protocol", "DataProto.from_dict", ("tensors",)),
+    Point("verl.single_controller.base.decorator", "Dispatch.ONE_TO_ALL"),
+    Point("verl.single_controller.base.decorator", "Dispatch.DP_COMPUTE_PROTO"),
+    Point("verl.single_controller.base.decorator", "register", ("dispatch_mode",)),
     Point("verl.workers.fsdp_workers", "FSDPWorker.init_model"),
     Point("verl.workers.fsdp_workers", "FSDPWorker.compute_log_probs", ("data",)),
     Point("verl.trainer.ray_trainer", "RayPPOTrainer.fit"),

@@ -67,7 +67,7 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
             columns = {name: self._of_responses(column, micro_batch) for name, column in measured.columns.items()}
         else:
             logps = super()._forward_micro_batch(micro_batch, temperature)
-        if options.measures_dependency:
+        if options.needs_dependency:
             other = super()._forward_micro_batch(self._dark(micro_batch, options), temperature)
             blind = torch.tensor(["pixel_values" not in row for row in _rows_of_images(micro_batch)])
             dependency = visual_dependency(logps, other)

@@ -1,6 +1,5 @@
 """EasyR1's worker and trainer with the signals of the actor in its batches."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,15 +41,16 @@ class SignalWorker(fsdp_workers.FSDPWorker):  # type: ignore[misc]
         return output
 
 
-def read_options(given: Mapping[str, Any], estimator: str) -> tuple[str, SignalOptions]:
+def read_options(given: Mapping[str, Any], estimator: str, filters: bool = False) -> tuple[str, SignalOptions]:
     """Return the name of our estimator and the options of a run.
 
     Args:
         given: options, and under `preset` the name of our estimator, `vgr` if there is none.
         estimator: EasyR1's, whose advantages are shaped.
+        filters: whether `algorithm.online_filtering` is on.
 
     Raises:
-        ConfigError: an option is unknown or out of range.
+        ConfigError: an option is unknown, out of range, or cannot be followed in this run.
     """
     preset = given.get(PRESET, "vgr")
     options = options_of(preset, {name: value for name, value in given.items() if name != PRESET})
@@ -59,6 +59,11 @@ def read_options(given: Mapping[str, Any], estimator: str) -> tuple[str, SignalO
     if estimator == "gae" and options.rewards_attention:
         raise ConfigError(
             "Rewards made of attention are compared within a prompt: give another adv_estimator than gae."
+        )
+    if options.collect_attentions and filters:
+        raise ConfigError(
+            "algorithm.online_filtering drops and reorders rows after their rewards, so that nobody knows whose "
+            "token_weights they are: switch it off, or leave collect_attentions out, and the actor measures."
         )
     options.estimator = estimator
     return preset, options
@@ -75,7 +80,10 @@ class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.preset, self.options = read_options(self.signal_options, self.config.algorithm.adv_estimator)
+        algorithm = self.config.algorithm
+        self.preset, self.options = read_options(
+            self.signal_options, algorithm.adv_estimator, filters=algorithm.online_filtering
+        )
         self._weights: Any = None
 
     def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -93,29 +101,28 @@ class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
         """Train."""
         plain_reduce, plain_advantage = ray_trainer.reduce_metrics, ray_trainer.compute_advantage
 
-        def reduce_metrics(metrics: dict[str, Any]) -> Any:
-            if "token_weights" in metrics:
-                metrics = dict(metrics)
-                self._weights = metrics.pop("token_weights")
-            return plain_reduce(metrics)
-
         def compute_advantage(data: Any, adv_estimator: Any, gamma: float = 1.0, lam: float = 1.0) -> Any:
             return self.advantages(plain_advantage, data, gamma, lam)
 
         with (
-            replaced(ray_trainer, "reduce_metrics", reduce_metrics),
+            replaced(ray_trainer, "reduce_metrics", lambda metrics: plain_reduce(self.without_weights(metrics))),
             replaced(ray_trainer, "compute_advantage", compute_advantage),
         ):
             super().fit()
+
+    def without_weights(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Return metrics of a reward without token weights, of which EasyR1 would take means; those are kept."""
+        others = dict(metrics)
+        weights = others.pop("token_weights", None)
+        if not self.config.algorithm.online_filtering:  # which drops and reorders rows afterwards
+            self._weights = self._weights if weights is None else weights
+        return others
 
     def advantages(self, plain: Any, data: Any, gamma: float, lam: float) -> Any:
         """Return the batch with advantages by our estimator, and where `apply_to` is mask with a weighted mask."""
         mask = data.batch["response_mask"]
         weights, self._weights = self._weights, None
-        if weights is not None and len(weights) != len(mask):
-            warnings.warn("token_weights of another batch (online_filtering) are not used.", stacklevel=2)
-            weights = None
-        given = None if weights is None or not self.options.token_weights else as_weights(weights, mask)
+        given = as_weights(weights, mask) if weights is not None and self.options.token_weights else None
         with lay_at_hand(SignalsAtHand(self.options, columns_in(data.batch), given)) as found:
             data = plain(data, self.preset, gamma, lam)
         if found.response_mask is not None:

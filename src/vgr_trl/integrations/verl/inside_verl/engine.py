@@ -55,7 +55,7 @@ class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
             self.sharing = measured.report
         else:
             loss, output = super().forward_step(micro_batch, loss_function, True)
-        if options.measures_dependency:
+        if options.needs_dependency:
             perturbed = self._perturbed(micro_batch, options, given)
             _, other = super().forward_step(perturbed, loss_function, True)
             plain = output["model_output"]["log_probs"]

@@ -11,12 +11,9 @@ from vgr_trl.integrations.verl.inside_verl import registered
 from vgr_trl.integrations.verl.inside_verl.engine import SignalEngine
 from vgr_trl.integrations.verl.inside_verl.trainer import SignalTrainer
 from vgr_trl.integrations.verl.inside_verl.trl_release import hide_newer_trl
-from vgr_trl.integrations.verl.seams import OF_VERL, check_points
 
-TESTED = "verl 0.9.1"
 MODE, VENDOR = "vgr_sync", "vgr"
 
-check_points(OF_VERL, TESTED)
 hide_newer_trl()
 registered.register()
 if MODE not in TRAINER_REGISTRY:

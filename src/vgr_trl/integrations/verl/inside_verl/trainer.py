@@ -1,7 +1,6 @@
 """verl's synchronous trainer, with the signals of the actor in its batches: `trainer.v1.trainer_mode=vgr_sync`."""
 
-import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from vgr_trl.integrations.verl.presets import LOSSES, options_of
 from vgr_trl.integrations.verl.token_weights import as_weights
 from vgr_trl.signals.modality import special_token_ids
 
-_NO_WEIGHTS = "No reward has returned token_weights: weights are those measured, or 1 (this is said once)."
+WEIGHTS = "token_weights"  # of a reward
 
 
 def read_options(config: Any) -> SignalOptions:
@@ -39,7 +38,7 @@ def read_options(config: Any) -> SignalOptions:
             "it at advantages."
         )
     correction = config.algorithm.get("rollout_correction")
-    measures = options.measures_attention or options.measures_dependency
+    measures = options.measures_attention or options.needs_dependency
     if measures and correction is not None and correction.get("bypass_mode", False):
         raise ConfigError(
             "algorithm.rollout_correction.bypass_mode leaves out the pass that measures signals: switch it off."
@@ -48,11 +47,12 @@ def read_options(config: Any) -> SignalOptions:
 
 
 class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
-    """verl's trainer, and around three of its steps what signals need.
+    """verl's trainer, and around its steps what signals need.
 
     `_compute_old_log_prob`: asks the engine to measure, and keeps what it measured along the responses.
     `_compute_advantage`: lays that at hand for the registered estimators, and logs their metrics.
     `_update_actor`: tells the engine which terms the loss has.
+    `_val_metrics_update`: leaves out token weights, of which verl would take means.
     """
 
     def __init__(self, config: Any) -> None:
@@ -61,7 +61,7 @@ class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         options = self.signal_options
-        if not (options.measures_attention or options.measures_dependency):
+        if not (options.measures_attention or options.needs_dependency):
             return super()._compute_old_log_prob(batch, metrics)
         batch.extra_info[KEY] = self._told()
         after = super()._compute_old_log_prob(batch, metrics)
@@ -71,6 +71,11 @@ class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
         return after
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        if any(not key.endswith("_0") for key in batch.keys):  # PROMPT_SESSION_OUTPUT
+            raise ConfigError(
+                "An agent loop has returned several outputs of one session, which the estimators of this library "
+                "would take for several completions: let it return one."
+            )
         columns = self._columns(batch)
         weights = self._token_weights(batch, columns.pop("response_mask"))
         with lay_at_hand(SignalsAtHand(self.signal_options, columns, weights)) as found:
@@ -84,6 +89,12 @@ class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
         after = super()._update_actor(batch, metrics)
         (after.extra_info or {}).pop(KEY, None)
         return after
+
+    def _val_metrics_update(
+        self, data_sources: Any, sample_uids: Any, reward_extra_infos_dict: Mapping[str, Any], *rest: Any, **more: Any
+    ) -> Any:
+        infos = {name: values for name, values in reward_extra_infos_dict.items() if name != WEIGHTS}
+        return super()._val_metrics_update(data_sources, sample_uids, infos, *rest, **more)
 
     def _told(self) -> dict[str, Any]:
         """What the engine is told: options, and what only the processor knows."""
@@ -117,12 +128,8 @@ class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
         data = _get(batch, ["extra_fields"])
         fields: Sequence[Any] = list(data["extra_fields"]) if "extra_fields" in data else []
         infos = [(getattr(each, "data", each) or {}).get("reward_extra_info") or {} for each in fields]
-        rows = [info.get("token_weights") for info in infos]
-        if not any(row is not None for row in rows):
-            if self.signal_options.collect_attentions:
-                warnings.warn(_NO_WEIGHTS, stacklevel=2)
-            return None
-        return as_weights(rows, response_mask)
+        rows = [info.get(WEIGHTS) for info in infos]
+        return None if all(row is None for row in rows) else as_weights(rows, response_mask)
 
 
 def _get(batch: Any, fields: list[str]) -> Any:

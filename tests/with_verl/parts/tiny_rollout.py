@@ -9,6 +9,8 @@ from vgr_trl.demo.tiny_vlm import build_tiny_vlm
 
 WORDS = "what colour is this red green blue yellow which of them do you see here"
 GROUP, LENGTH = 2, 5
+SCORES = [1.0, 0.0, 0.0, 1.0, 0.5, 0.5, 0.2, 0.9]  # of four prompts, one of whose groups is dead without other rewards
+CLIP, LEARNING_RATE = (0.2, 0.28), 0.01
 
 
 def tiny_model():
@@ -21,11 +23,15 @@ def tiny_model():
     return model, processor
 
 
+def chats(prompts):
+    """A question about an image each."""
+    texts = ["what colour is this", "which of them do you see here"] * (prompts // 2)
+    return [[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}] for text in texts]
+
+
 def rollout(model, processor, prompts=2):
     """Tensors (N, ...) of `prompts` questions with two responses of unequal length each, and pixel inputs per row."""
-    texts = ["what colour is this", "which of them do you see here"] * (prompts // 2)
-    chats = [[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}] for text in texts]
-    said = [processor.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    said = [processor.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats(prompts)]
     images = [picture(number) for number in range(prompts)]
     processor.tokenizer.padding_side = "left"
     inputs = dict(processor(text=said, images=[[image] for image in images], return_tensors="pt", padding=True))

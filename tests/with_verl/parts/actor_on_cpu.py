@@ -1,0 +1,110 @@
+"""EasyR1's actor with signals on a CPU, batches for it, and its modules that import what a CPU lacks."""
+
+import importlib.abc
+import importlib.machinery
+import sys
+from contextlib import contextmanager
+from unittest.mock import MagicMock
+
+import numpy as np
+import torch
+from einops import rearrange
+from omegaconf import OmegaConf
+from verl.protocol import DataProto
+from verl.workers.actor import dp_actor
+from verl.workers.actor.config import ActorConfig
+
+from vgr_trl.integrations.verl.inside_easyr1.actor import SignalActor
+from vgr_trl.integrations.verl.inside_easyr1.registered import register
+from vgr_trl.integrations.verl.inside_easyr1.transformers5 import put_back_moved_names
+from vgr_trl.integrations.verl.options import SignalOptions
+from vgr_trl.integrations.verl.perturbed import black_of
+from vgr_trl.integrations.verl.seams import OF_EASYR1, check_points
+from vgr_trl.signals.modality import special_token_ids
+
+MISSING = ("vllm", "qwen_vl_utils", "msgspec", "wandb")
+
+
+class Mocked(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in MISSING:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        module = MagicMock(name=spec.name)
+        module.__spec__, module.__path__ = spec, []
+        return module
+
+    def exec_module(self, module):
+        pass
+
+
+@contextmanager
+def hooks_importable():
+    """Yield our hooks in EasyR1's trainer; vLLM and what comes with it are mocks, of which nothing is called."""
+    finder = Mocked()
+    sys.meta_path.append(finder)
+    try:
+        put_back_moved_names()
+        check_points(OF_EASYR1, "EasyR1 at b44b311")
+        from vgr_trl.integrations.verl.inside_easyr1 import hooks
+
+        register()
+        yield hooks
+    finally:
+        sys.meta_path.remove(finder)
+
+
+def trainer(hooks, estimator="grpo", **given):
+    """`SignalTrainer` without EasyR1's start, which needs Ray."""
+    made = object.__new__(hooks.SignalTrainer)
+    made.preset, made.options = hooks.read_options(given, estimator)
+    made.config = OmegaConf.create({"algorithm": {"online_filtering": False}})
+    made._weights, made._metrics = None, {}
+    return made
+
+
+def replace_flash_attn(monkeypatch):
+    """Functions of flash-attn that only move tokens, in plain torch."""
+
+    def unpad_input(hidden, mask):
+        indices = mask.flatten().nonzero().flatten()
+        return hidden.flatten(0, 1)[indices], indices, None, None
+
+    def pad_input(hidden_states, indices, batch, seqlen):
+        full = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
+        return full.index_copy(0, indices, hidden_states).view(batch, seqlen, *hidden_states.shape[1:])
+
+    for name, function in (
+        ("unpad_input", unpad_input),
+        ("pad_input", pad_input),
+        ("index_first_axis", lambda values, indices: values[indices]),
+        ("rearrange", rearrange),
+    ):
+        monkeypatch.setattr(dp_actor, name, function, raising=False)
+
+
+def actor(model, optimizer=None, **changed):
+    config = ActorConfig(
+        use_torch_compile=False, padding_free=False, micro_batch_size_per_device_for_experience=2,
+        micro_batch_size_per_device_for_update=2, dynamic_batching=False, max_grad_norm=1e9,
+    )  # fmt: skip
+    config.global_batch_size_per_device = 8
+    for name, value in changed.items():
+        setattr(config, name, value)
+    return SignalActor(config, model, optimizer or torch.optim.SGD(model.parameters(), lr=1.0))
+
+
+def data_of(tensors, pixels, processor, options):
+    rows = np.empty(len(pixels), dtype=object)
+    rows[:] = pixels
+    data = DataProto.from_single_dict({**tensors, "multi_modal_inputs": rows})
+    told = {
+        "options": SignalOptions.read(options).to_dict(),
+        "step": 3,
+        "special_token_ids": special_token_ids(processor),
+        "black": black_of(processor),
+    }
+    data.meta_info.update(temperature=1.0, vgr=told)
+    return data
