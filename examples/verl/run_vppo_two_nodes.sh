@@ -13,4 +13,4 @@ fi
 ray start --head --port=6379 --num-gpus=8
 echo "Start the second machine; training begins when it is there."
 until [ "$(ray status | grep -c node_)" -ge 2 ]; do sleep 2; done
-NODES=2 exec "$(dirname "$0")/run_vppo_qwen2_5_vl_7b.sh" data.train_batch_size=1024 "$@"
+NNODES=2 TRAIN_BATCH_SIZE=1024 exec "$(dirname "$0")/run_vppo_qwen2_5_vl_7b.sh" "$@"

@@ -1,0 +1,55 @@
+"""The example for EasyR1: each override is one of its own configuration or of this library, differences are marked."""
+
+from pathlib import Path
+
+import pytest
+import verl
+from actor_on_cpu import hooks_importable
+from example_scripts import EXAMPLES, check_marks, overrides
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from vgr_trl.errors import ConfigError
+from vgr_trl.integrations.verl.inside_easyr1 import main
+
+SCRIPT = EXAMPLES / "run_vppo_easyr1.sh"
+STOCK = Path(verl.__file__).parents[1] / "examples"
+needs_stock = pytest.mark.skipif(not STOCK.exists(), reason="needs EasyR1 installed in place, with its examples")
+
+
+def read(given):
+    """As EasyR1's `main` reads its command line, and ours reads the rest."""
+    theirs, own = main.split_arguments(given)
+    with hooks_importable() as hooks:
+        from verl.trainer.config import PPOConfig
+
+        cli = OmegaConf.from_dotlist(theirs)
+        file = OmegaConf.load(STOCK.parent / cli.pop("config"))
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(PPOConfig()), file, cli))
+        return config, hooks.read_options(own, config.algorithm.adv_estimator)
+
+
+@needs_stock
+def test_easyr1_takes_every_line(tmp_path):
+    module, given = overrides(SCRIPT, tmp_path)
+    assert module == main.__name__
+    config, (preset, options) = read(given)
+    assert (preset, options.estimator) == ("vgr_vppo", "grpo")
+    assert options.enable_trajectory_reweighting
+    assert (options.top_p_perception_tokens, options.trajectory_scaling_min) == (0.4, 0.9)
+    assert config.worker.reward.reward_function == "rewards.py:compute_score"
+    assert config.algorithm.disable_kl
+
+
+@needs_stock
+def test_misspelt_keys(tmp_path):
+    given = overrides(SCRIPT, tmp_path)[1]
+    with pytest.raises(OmegaConfBaseException, match="disable_k"):
+        read([*given, "algorithm.disable_k=true"])
+    with pytest.raises(ConfigError, match="top_p_perception is not known here"):
+        read([*given, "vgr.top_p_perception=0.4"])
+
+
+@needs_stock
+def test_what_differs_from_the_stock_example_is_marked(tmp_path):
+    check_marks(SCRIPT, STOCK / "qwen2_5_vl_7b_geo3k_grpo.sh", tmp_path)

@@ -1,0 +1,71 @@
+"""The examples for verl: each override is one of its own configuration or of this library, differences are marked."""
+
+import inspect
+import os
+from pathlib import Path
+
+import pytest
+import verl
+from example_scripts import EXAMPLES, check_marks, overrides, said
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException
+
+from vgr_trl.errors import ConfigError
+from vgr_trl.integrations.verl.inside_verl.plugin import MODE, VENDOR
+from vgr_trl.integrations.verl.inside_verl.trainer import read_options
+from vgr_trl.integrations.verl.rewards import compute_score
+
+SCRIPT = EXAMPLES / "run_vppo_qwen2_5_vl_7b.sh"
+STOCK = Path(os.environ.get("VERL_EXAMPLES", "")) / "grpo_trainer" / "run_qwen2_5_vl_7b_fsdp.sh"
+
+
+def composed(given):
+    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
+        return compose("ppo_trainer", given)
+
+
+def test_verl_takes_every_line(tmp_path):
+    module, given = overrides(SCRIPT, tmp_path)
+    assert module == "verl.trainer.main_ppo"
+    config = composed(given)
+    options = read_options(config)
+    assert options.enable_perception_filtering
+    assert (options.top_p_perception_tokens, options.trajectory_scaling_min) == (0.4, 0.9)
+    assert options.use_entropy_penalty
+    assert config.trainer.v1.trainer_mode == MODE
+    reward = config.reward.custom_reward_function
+    assert reward.name == compute_score.__name__
+    assert set(reward.reward_kwargs) <= set(inspect.signature(compute_score).parameters)
+
+
+def test_on_two_machines(tmp_path):
+    lines = said(EXAMPLES / "run_vppo_two_nodes.sh", tmp_path, ROLE="head")
+    assert "ray start --head --port=6379 --num-gpus=8" in lines
+    config = composed(lines[lines.index("-m") + 2 :])
+    assert (config.trainer.nnodes, config.data.train_batch_size) == (2, 1024)
+    joined = said(EXAMPLES / "run_vppo_two_nodes.sh", tmp_path, ROLE="worker", HEAD="10.0.0.1")
+    assert joined == ["ray start --address=10.0.0.1:6379 --num-gpus=8 --block"]
+
+
+@pytest.mark.parametrize("name", [SCRIPT.name, "run_vppo_two_nodes.sh"])
+def test_variables_of_the_environment(name):
+    script = (EXAMPLES / name).read_text()
+    assert "export VERL_USE_EXTERNAL_MODULES=vgr_trl.integrations.verl.inside_verl.plugin # vgr" in script
+    assert f"export VERL_ENGINE_VENDOR={VENDOR} " in script
+
+
+@pytest.mark.parametrize("line", ["actor_rollout_ref.actor.use_kl_los=False", "trainer.v1.trainer_mod=vgr_sync"])
+def test_a_misspelt_key_of_verl(line, tmp_path):
+    with pytest.raises(ConfigCompositionException, match="Could not override"):
+        composed([*overrides(SCRIPT, tmp_path)[1], line])
+
+
+def test_a_misspelt_key_of_ours(tmp_path):
+    config = composed([*overrides(SCRIPT, tmp_path)[1], "+algorithm.vgr.top_p_perception_token=0.4"])
+    with pytest.raises(ConfigError, match="top_p_perception_token is not known here"):
+        read_options(config)
+
+
+@pytest.mark.skipif(not STOCK.exists(), reason="needs VERL_EXAMPLES, the folder `examples` of verl 0.9.0")
+def test_what_differs_from_the_stock_example_is_marked(tmp_path):
+    check_marks(SCRIPT, STOCK, tmp_path)
