@@ -1,0 +1,63 @@
+"""The same rollout through `DAPOTrainer` and through EasyR1's actor and trainer: same advantages, same gradients."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from actor_on_cpu import actor, data_of, hooks_importable, replace_flash_attn, trainer
+from same_as_trl import WANTED, check
+from support.launching import launch
+from tiny_rollout import CLIP, GROUP, LEARNING_RATE, SCORES, rollout, tiny_model
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trl")
+    launch(Path(__file__).parent / "parts" / "trl_step.py", folder, json.dumps(WANTED), processes=1)
+    return torch.load(folder / "trl.pt")
+
+
+@pytest.fixture
+def group(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_advantages_and_gradients(expected, group, padding_free, monkeypatch):
+    from verl.trainer import core_algos
+
+    replace_flash_attn(monkeypatch)
+    with_epsilon_of_trl = partial(core_algos.compute_grpo_outcome_advantage, eps=1e-4)  # instead of 1e-6
+    monkeypatch.setitem(core_algos.ADV_ESTIMATOR_MAP, "grpo_of_trl", with_epsilon_of_trl)
+    model, processor = tiny_model()
+    tensors, pixels = rollout(model, processor, len(SCORES) // GROUP)
+    mask, made = tensors["response_mask"], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+
+    def keep(*_):
+        named = model.named_parameters()
+        made.append({name: each.grad.clone() for name, each in named if each.grad is not None})
+
+    optimizer.register_step_pre_hook(keep)
+    theirs = actor(
+        model, optimizer, padding_free=padding_free, ppo_epochs=2, clip_ratio_low=CLIP[0], clip_ratio_high=CLIP[1]
+    )
+    options = WANTED | {"enable_perception_filtering": True, "enable_trajectory_reweighting": True}
+    tensors["old_log_probs"] = theirs.compute_log_prob(data_of(tensors, pixels, processor, options))
+    tensors["token_level_rewards"] = torch.zeros(mask.shape)
+    tensors["token_level_rewards"][range(len(mask)), mask.sum(1) - 1] = torch.tensor(SCORES)
+    data = data_of(tensors | dict(theirs.columns), pixels, processor, options)
+    data.non_tensor_batch["uid"] = np.array([f"prompt{row // GROUP}" for row in range(len(mask))], dtype=object)
+    with hooks_importable() as hooks:
+        from verl.trainer import ray_trainer
+
+        steps = trainer(hooks, preset="vgr_vppo", estimator="grpo_of_trl", **WANTED)
+        data = steps.advantages(ray_trainer.compute_advantage, data, 1.0, 1.0)
+    theirs.update_policy(data)
+    found = {name: data.batch[name] for name in ("advantages", "old_log_probs")}
+    check(found | {"gradients": made}, expected, mask)

@@ -1,0 +1,27 @@
+"""The same rollout through `DAPOTrainer` and through verl's trainer and engine: same advantages, same gradients."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from same_as_trl import WANTED, check
+from support.launching import launch
+from tiny_rollout import GROUP, SCORES, rollout, tiny_model
+
+PARTS = Path(__file__).parent / "parts"
+OPTIONS = WANTED | {"enable_entropy_filtering": True}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trl")
+    launch(PARTS / "trl_step.py", folder, json.dumps(OPTIONS), processes=1)
+    return torch.load(folder / "trl.pt")
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_advantages_and_gradients(expected, layout, tmp_path):
+    launch(PARTS / "verl_step.py", tmp_path, layout, json.dumps(OPTIONS), processes=1)
+    tensors, _ = rollout(*tiny_model(), prompts=len(SCORES) // GROUP)
+    check(torch.load(tmp_path / "steps.pt"), expected, tensors["response_mask"])
