@@ -82,32 +82,42 @@ $(VLLM)/.installed: pyproject.toml tests/with_vllm/requirements.txt
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@
 
-# Inside verl and EasyR1 on a CPU, in environments of their own; by hand. EASYR1 may be a folder with its sources.
+# Inside verl and EasyR1 on a CPU, in environments of their own, and the rooms without TRL with the oldest and the newest
+# transformers; by hand. EASYR1 may be a git copy at hand.
 VERL := .venv-verl
 EASYR1_VENV := .venv-easyr1
-EASYR1 ?= git+https://github.com/hiyouga/EasyR1@b44b311b669bf1fd1aa2fc36f2251482ba33cb16
-ROOMS := tests/batch tests/credit tests/rewards tests/sharing tests/signals
-IN_VERL := -c tests/with_verl/pytest.ini --rootdir .
-.PHONY: verl-tests
-verl-tests: $(VERL)/.installed $(EASYR1_VENV)/.installed
-	for venv in $(VERL) $(EASYR1_VENV); do \
-	  PYTHONPATH=tests $$venv/bin/python -m pytest $(IN_VERL) tests/with_verl && \
-	  PYTHONPATH=tests/with_verl $$venv/bin/python -m pytest -p no:asyncio -p no:rerunfailures -p rooms_without_trl $(ROOMS) \
-	  || exit 1; done
+EASYR1 ?= https://github.com/hiyouga/EasyR1
+EASYR1_COMMIT := b44b311b669bf1fd1aa2fc36f2251482ba33cb16
+IN_VERL := -m pytest -c tests/with_verl/pytest.ini --rootdir . tests/with_verl tests/integrations
+ROOMS := -m pytest -p rooms_without_trl tests/batch tests/credit tests/rewards tests/sharing tests/signals
+.PHONY: verl-tests tests-in-verl tests-in-easyr1 rooms-with-oldest rooms-with-newest
+verl-tests: tests-in-verl tests-in-easyr1 rooms-with-oldest rooms-with-newest
 
-$(VERL)/.installed: pyproject.toml tests/with_verl/requirements-verl.txt
-	$(PYTHON) -m venv $(VERL)
+tests-in-verl: $(VERL)/.installed
+	PYTHONPATH=tests $(VERL)/bin/python $(IN_VERL)
+
+tests-in-easyr1: $(EASYR1_VENV)/.installed
+	PYTHONPATH=tests $(EASYR1_VENV)/bin/python $(IN_VERL)
+
+rooms-with-oldest: $(EASYR1_VENV)/.installed
+	PYTHONPATH=tests/with_verl/parts $(EASYR1_VENV)/bin/python $(ROOMS)
+
+rooms-with-newest: $(DEV)
+	PYTHONPATH=tests/with_verl/parts $(BIN)/python $(ROOMS)
+
+$(VERL)/.installed: pyproject.toml
+	$(PYTHON) -m venv --clear $(VERL)
 	$(VERL)/bin/python -m pip install --quiet "$(TORCH)"
-	$(VERL)/bin/python -m pip install --quiet -r tests/with_verl/requirements-verl.txt
-	$(VERL)/bin/python -m pip install --quiet --no-deps --editable .
+	$(VERL)/bin/python -m pip install --quiet --editable ".[verl]" hypothesis
 	@touch $@
 
 $(EASYR1_VENV)/.installed: pyproject.toml tests/with_verl/requirements-easyr1.txt
-	$(PYTHON) -m venv $(EASYR1_VENV)
+	$(PYTHON) -m venv --clear $(EASYR1_VENV)
 	$(EASYR1_VENV)/bin/python -m pip install --quiet "$(TORCH)"
-	$(EASYR1_VENV)/bin/python -m pip install --quiet -r tests/with_verl/requirements-easyr1.txt
-	$(EASYR1_VENV)/bin/python -m pip install --quiet --no-deps "$(EASYR1)"
-	$(EASYR1_VENV)/bin/python -m pip install --quiet --no-deps --editable .
+	$(EASYR1_VENV)/bin/python -m pip install --quiet --editable . -r tests/with_verl/requirements-easyr1.txt
+	git clone --quiet --no-checkout "$(EASYR1)" $(EASYR1_VENV)/EasyR1
+	git -C $(EASYR1_VENV)/EasyR1 checkout --quiet $(EASYR1_COMMIT)
+	$(EASYR1_VENV)/bin/python -m pip install --quiet --no-deps --editable $(EASYR1_VENV)/EasyR1
 	@touch $@
 
 # On a GPU: tests, benchmarks, and benchmarks/results/gpu.md of what came out. Each target below takes at most ten minutes
