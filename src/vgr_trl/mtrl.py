@@ -38,7 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _asked(arguments: Sequence[str]) -> int:
     """Processes that the configuration asks for on this machine; 1 where it cannot be read, which is told later."""
     values = {name: TABLE[f"trainer.{name}"].default for name in ("nnodes", "n_gpus_per_node", "val_only")}
-    for key, value in {**_stated(arguments), **_overrides(arguments)}.items():
+    stated = _stated(arguments)
+    if stated is None:
+        return 1
+    for key, value in {**stated, **_overrides(arguments)}.items():
         name = of_mtrl(key).removeprefix("trainer.")
         if name in values:
             values[name] = value
@@ -49,15 +52,20 @@ def _asked(arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
         raise SystemExit(1)
-    return 1 if values["val_only"] else int(values["n_gpus_per_node"])
+    processes = values["n_gpus_per_node"]
+    if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
+        print(f"trainer.n_gpus_per_node is {processes!r}: give a whole number of at least 1.", file=sys.stderr)
+        raise SystemExit(1)
+    return 1 if values["val_only"] else processes
 
 
-def _stated(arguments: Sequence[str]) -> dict[str, Any]:
+def _stated(arguments: Sequence[str]) -> dict[str, Any] | None:
+    """What the file of `config` states, None if it cannot be read."""
     file = next((argument.split("=", 1)[1] for argument in arguments if argument.startswith("--config=")), None)
     try:
         content = yaml.safe_load(Path(file).read_text(encoding="utf-8-sig")) if file else {}
     except (OSError, ValueError, yaml.YAMLError):
-        return {}
+        return None
     return flat(content) if isinstance(content, dict) else {}
 
 

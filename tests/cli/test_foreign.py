@@ -113,3 +113,17 @@ def test_unknown_keys_can_be_ignored(config, capsys):
     assert flags[flags.index("--learning_rate") + 1] == "0.0005"
     assert "raytime" not in " ".join(flags)
     assert "trainer.raytime" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", ["0", "x", "true"])
+def test_processes_that_are_no_number_are_told(tmp_path, capsys, value):
+    file = tmp_path / "theirs.yaml"
+    file.write_text("trainer: {n_gpus_per_node: 1}\n")
+    with pytest.raises(SystemExit):
+        mtrl.main([f"config={file}", f"trainer.n_gpus_per_node={value}"])
+    assert "give a whole number of at least 1" in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there_is_told_before_the_processes_it_might_ask_for(tmp_path, capsys):
+    assert mtrl.main([f"config={tmp_path / 'none.yaml'}"]) == 1
+    assert "none.yaml, which is no file" in capsys.readouterr().err
