@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
@@ -112,8 +113,10 @@ class Registry:
         if not others:
             file = file_form(self.kind)
             noun = file.partition(":")[2]
+            nearest = get_close_matches(name, self.names(), n=1)
+            meant = f". Did you mean {nearest[0]}? Else give" if nearest else ": give"
             raise self.error_type(
-                f"There is no {self.kind} {name!r}: give one of {', '.join(self.names())}, or a dotted path or file "
+                f"There is no {self.kind} {name!r}{meant} one of {', '.join(self.names())}, or a dotted path or file "
                 f"such as my_package.{noun.removeprefix('my_')}s.{noun} or {file}."
             )
         try:

@@ -265,4 +265,4 @@ def test_a_data_set_is_converted(installed, png, tmp_path, capsys):
     (written,) = out.glob("train*.jsonl")
     assert [json.loads(line)["solution"] for line in written.read_text().splitlines()] == ["red", "blue"]
     assert main(["data", "convert", "riddels", *flags]) == 1
-    assert "There is no data set 'riddels': give one of" in capsys.readouterr().err
+    assert "There is no data set 'riddels'. Did you mean riddles? Else give one of" in capsys.readouterr().err

@@ -82,7 +82,8 @@ def test_a_reward_named_twice(names):
 def test_unknown_name_lists_names_and_forms():
     with pytest.raises(
         RewardError,
-        match=r"^There is no reward 'acuracy': give one of accuracy, accuracy_reward, blind_.*, format, .*length,.*, "
+        match=r"^There is no reward 'acuracy'\. Did you mean accuracy\? Else give one of accuracy, accuracy_reward, "
+        r"blind_.*, format, .*length,.*, "
         r"or a dotted path or file such as my_package\.rewards\.my_reward or my_rewards\.py:my_reward\.$",
     ):
         load_reward("acuracy")
