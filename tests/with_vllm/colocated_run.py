@@ -1,124 +1,177 @@
-"""Three training steps with a colocated vLLM on a CPU; writes what was logged to a file.
+"""Training steps with a colocated vLLM on a CPU; writes what was logged, and what vLLM was asked, to a file.
 
-Usage: python colocated_run.py FOLDER {guarded,unguarded}
+Usage: python colocated_run.py FOLDER CASE
 """
-
-import os
-
-os.environ.update(
-    HF_HUB_OFFLINE="1",
-    TOKENIZERS_PARALLELISM="false",
-    VLLM_CPU_KVCACHE_SPACE="1",  # GiB
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    VLLM_LOGGING_LEVEL="WARNING",
-)
 
 import functools
 import json
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import plain_weights
 import torch
-from datasets import Dataset
-from PIL import Image
-from transformers import Qwen2_5_VLProcessor, Qwen2VLVideoProcessor
+from peft import LoraConfig
+from tiny_run import letter_reward, options, questions, quiet_reward, saved_model
 from trl.generation import vllm_generation
 from vllm.model_executor.layers import utils as vllm_layers
 
-from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.compat import vllm_images
-from vgr_trl.demo.shapes import FAMILIES, draw_questions
-from vgr_trl.demo.tiny_vlm import build_tiny_vlm
-from vgr_trl.rewards import vgr_reward
+from vgr_trl import DAPOTrainer
+from vgr_trl import trainer as trainer_module
+from vgr_trl.batch.inputs import scoring_inputs
+from vgr_trl.compat import vllm_encoder_cache, vllm_images
+from vgr_trl.rewards import load_reward, vgr_reward
 
-STEPS = 3
+EMBEDDINGS = "embed_tokens.weight"
 
 
-def run(folder: Path, guarded: bool) -> None:
+@dataclass
+class Case:
+    """What is trained, and how."""
+
+    options: dict = field(default_factory=lambda: {"token_weights": True})
+    rewards: tuple = (letter_reward, vgr_reward)
+    lora: bool = False
+    questions: int = 9
+
+
+EVERYTHING = {
+    "max_steps": 4,
+    "token_weights": True,
+    "enable_perception_filtering": True,
+    "enable_entropy_filtering": True,
+    "enable_trajectory_reweighting": True,
+    "use_entropy_penalty": True,
+    "perception_loss_weight": 0.01,
+    "replay_buffer_size": 4,
+    "rollout_log_steps": 1,
+    "early_reward_weights": [1.0, 0.5],
+    "vllm_importance_sampling_correction": True,
+}
+RESAMPLED = {"token_weights": True, "dynamic_sampling": "resample", "dynamic_sampling_max_rounds": 1}
+NOISY = {
+    "noisy_generations": 2,
+    "noisy_perturbation": "mask_image",
+    "noisy_importance": "perturbed",
+    "vllm_importance_sampling_correction": False,
+}
+BLIND = {"blind_without_tag": "completion", "vllm_max_model_length": 512}
+CASES = {
+    "guarded": Case(),
+    "unguarded": Case(),
+    "stale": Case(),
+    "again": Case(questions=3),
+    "remembered": Case(questions=3),
+    "everything": Case(EVERYTHING, (quiet_reward, vgr_reward)),
+    "resampled": Case(RESAMPLED, (quiet_reward, vgr_reward)),
+    "lora": Case(lora=True),
+    "noisy": Case(NOISY, (letter_reward,)),
+    "blind": Case(BLIND, (letter_reward, load_reward("blind_accuracy"))),
+}
+
+
+def run(folder: Path, name: str) -> None:
     torch.set_num_threads(1)
     make_vllm_exact_on_a_cpu()
-    if not guarded:
+    if name == "unguarded":
         vllm_images.needs_collapsing = lambda *_: False
-    model, processor = saved_model(folder)
+    if name == "remembered":
+        vllm_encoder_cache.forget_image_features = lambda _: None
+    case, (model, processor) = CASES[name], saved_model(folder)
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False)
     trainer = DAPOTrainer(
         str(model),
-        [letter_reward, vgr_reward],
-        DAPOConfig(
-            output_dir=str(folder),
-            use_vllm=True,
-            vllm_mode="colocate",
-            vllm_max_model_length=256,
-            token_weights=True,
-            num_generations=4,
-            per_device_train_batch_size=12,
-            max_completion_length=8,
-            max_steps=STEPS,
-            learning_rate=1e-3,
-            model_init_kwargs={"dtype": "float32"},
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            logging_steps=1,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-        ),
-        questions(),
+        list(case.rewards),
+        options(folder, **case.options),
+        questions(case.questions),
         processing_class=processor,
+        peft_config=adapter if case.lora else None,
     )
-    before = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+    if name == "stale":
+        trainer.vllm_generation.sync_weights = lambda: None
+    heard = listen(trainer)
+    if name == "noisy":
+        compare_with_scoring(heard)
+    before = {key: value.detach().clone() for key, value in trainer.model.named_parameters()}
     trainer.train()
-    moved = max((value.detach() - before[name]).abs().max().item() for name, value in trainer.model.named_parameters())
-    (folder / "log.json").write_text(json.dumps({"moved": moved, "steps": trainer.state.log_history[:-1]}))
+    moved = max((value.detach() - before[key]).abs().max().item() for key, value in trainer.model.named_parameters())
+    for entry in heard:
+        entry.pop("logps")
+    found = {"moved": moved, "steps": trainer.state.log_history[:-1], "heard": heard}
+    (folder / "log.json").write_text(json.dumps(found))
 
 
 def make_vllm_exact_on_a_cpu() -> None:
     """What TRL leaves to vLLM: float32; and weights that stay where TRL puts the new ones."""
     vllm_generation.LLM = functools.partial(vllm_generation.LLM, dtype="float32", enforce_eager=True)
-
-    def keep_weights(layer: torch.nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
-
-    vllm_layers.dispatch_cpu_unquantized_gemm = keep_weights
+    assert vllm_layers.dispatch_cpu_unquantized_gemm is plain_weights.keep_weights
 
 
-def saved_model(folder: Path) -> tuple[Path, Qwen2_5_VLProcessor]:
-    """A tiny model whose heads are as large as vLLM asks for, and transformers' own processor, which vLLM loads."""
-    texts = [problem for problem, _ in FAMILIES.values()] + [word for _, words in FAMILIES.values() for word in words]
-    model, tiny = build_tiny_vlm([*texts, "A. B. C. D."], hidden_size=64, num_heads=2, vision_depth=1)
-    never_say(model, [tiny.image_token_id, tiny.video_token_id])
-    processor = Qwen2_5_VLProcessor(
-        tiny.image_processor, tiny.tokenizer, Qwen2VLVideoProcessor(), chat_template=tiny.chat_template
-    )
-    model.save_pretrained(folder / "model")
-    processor.save_pretrained(folder / "model")
-    return folder / "model", processor
+def listen(trainer: DAPOTrainer) -> list[dict]:
+    """What vLLM is asked from now on: its weights then, and for prompts of text what the model says of its answers."""
+    plain, heard = trainer.vllm_generation.generate, []
+    first = embeddings_of_vllm(trainer).clone()
+
+    def generate(prompts, images, num_generations, profiler):
+        mine, theirs = embeddings_of(trainer.model), embeddings_of_vllm(trainer)
+        answer = plain(prompts, images, num_generations, profiler)
+        logps = [[values[0] for values in row] for row in answer[2]]
+        entry = {
+            "step": trainer.state.global_step,
+            "images": images if images is None else [len(row or ()) for row in images],
+            "num_generations": num_generations,
+            "behind": (mine - theirs).abs().max().item(),
+            "since_start": (theirs - first).abs().max().item(),
+            "logps": logps,
+        }
+        if images is None:
+            entry["difference"] = difference_from_model(trainer.model, prompts, answer[1], logps)
+        heard.append(entry)
+        return answer
+
+    trainer.vllm_generation.generate = generate
+    return heard
 
 
-def never_say(model: torch.nn.Module, tokens: list[int]) -> None:
-    """Make placeholders too unlikely to be drawn: TRL takes one in a completion for an image, and fails.
-
-    The first coordinate is the same in the embedding of every other token, so in every last state it is positive.
-    """
-    embeddings = model.get_input_embeddings().weight.data  # (V, hidden), also those of the output
-    embeddings[:, 0] = 1.0
-    embeddings[tokens, 0] = -1.0
+def embeddings_of(model: torch.nn.Module) -> torch.Tensor:
+    (found,) = [value for name, value in model.named_parameters() if name.endswith(EMBEDDINGS)]
+    return found.detach()
 
 
-def questions() -> Dataset:
-    """Rows with one image, with two of different sizes, and with none."""
-    rows = []
-    for number, row in enumerate(draw_questions(9, seed=0, split="train")):
-        images = [[row["image"]], [row["image"], Image.new("RGB", (84, 56), (number * 20, 90, 200))], []][number % 3]
-        content = [{"type": "image"} for _ in images] + [{"type": "text", "text": row["problem"]}]
-        rows.append({"images": images, "prompt": [{"role": "user", "content": content}]})
-    return Dataset.from_list(rows)
+def embeddings_of_vllm(trainer: DAPOTrainer) -> torch.Tensor:
+    worker = trainer.vllm_generation.llm.llm_engine.model_executor.driver_worker
+    embeddings = embeddings_of(worker.model_runner.model)
+    return embeddings[: len(embeddings_of(trainer.model))]  # vLLM pads the vocabulary
 
 
-def letter_reward(completions: list, **kwargs: object) -> list[float]:
-    """A reward that a random model gets in different amounts."""
-    return [float(len(completion[0]["content"]) % 5) for completion in completions]
+def difference_from_model(model: torch.nn.Module, prompts: list, completions: list, logps: list) -> float:
+    """Largest distance of vLLM's log-probabilities from the model's, for prompts without images."""
+    largest = 0.0
+    with torch.no_grad():
+        for prompt, completion, theirs in zip(prompts, completions, logps, strict=True):
+            logits = model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+            mine = logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+            largest = max(largest, (mine - torch.tensor(theirs)).abs().max().item())
+    return largest
+
+
+def compare_with_scoring(heard: list[dict]) -> None:
+    """Note how far vLLM's log-probabilities are from those given the images of `noisy_generations`, and given clean."""
+    plain = trainer_module.as_generated
+
+    def as_generated(rollout, host):
+        clean = host.score(scoring_inputs(rollout.batch))
+        judged = plain(rollout, host)
+        seen, mask = judged.batch["old_per_token_logps"], judged.batch["completion_mask"].bool()
+        theirs = torch.zeros_like(seen)
+        for row, values in enumerate(heard[-1]["logps"]):
+            theirs[row, : len(values)] = torch.tensor(values)
+        for name, mine in (("from_seen", seen), ("from_clean", clean)):
+            heard[-1][name] = ((mine - theirs).abs() * mask).amax(1).tolist()
+        return judged
+
+    trainer_module.as_generated = as_generated
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), guarded=sys.argv[2] == "guarded")
+    run(Path(sys.argv[1]), sys.argv[2])

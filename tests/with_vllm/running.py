@@ -1,0 +1,49 @@
+"""How the tests of this folder run a script that imports vLLM."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+METRIC = "sampling/sampling_logp_difference/mean"  # vLLM's log-probabilities against those of the model being trained
+EXACT = 5e-6  # of log-probabilities: float32 on both sides
+SECONDS = 900  # for what hangs
+
+NEEDS_VLLM = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None,
+    reason="vLLM is not installed here: tests/with_vllm/README.md says how to make an environment with it.",
+)
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of a process on one core that imports vLLM."""
+    paths = [str(HERE / "site"), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        **more,
+    }
+
+
+def outcome(folder: Path, script: str, *arguments: str) -> dict:
+    """What a script of this folder wrote to `log.json` of `folder`, its first argument."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / script), str(folder), *arguments],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads((folder / "log.json").read_text())
