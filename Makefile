@@ -175,9 +175,10 @@ $(GPU_SITE): $(wildcard $(GPU_WHEELS)/*.whl)
 engines: $(DEV)
 	$(BIN)/python -m pytest -m "minutes or not minutes" tests/engines
 
-# Thirty kills at random moments, several minutes; the other faults are in `make test`, too.
+# Kills at random moments, in each phase and at every file of a save, half an hour and more; others are in `make test`, too.
 .PHONY: faults
 faults: $(DEV)
+	$(BIN)/python -m pip install --quiet -r tests/faults/requirements.txt
 	$(BIN)/python -m pytest -m "minutes or not minutes" tests/faults
 
 # Small changes of the code that no test notices; by hand, about an hour. MUTANTS="--rooms credit --per-room 50" for a part.

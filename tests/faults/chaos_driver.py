@@ -1,0 +1,182 @@
+"""Kills a run at every file boundary of its saves, by the injector of ckpt-chaos, and judges by its rules.
+
+chaos_driver.py MODEL QUESTIONS FOLDER ENGINE REPLAY MOST    at most so many points of each process; 0: all
+
+Runs are forks of this process, which has imported everything, so that one takes a second instead of ten. A run saves
+after each of two steps and the model at the end. Its folder is `out` wherever it is, and times are left out of logs, so
+that the files of undisturbed runs have equal sizes: by these, and not by this library, a checkpoint is complete here.
+Written: `verdicts.json`, a list of [point, verdict, what happened].
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from ckpt_chaos.inject import arm
+from ckpt_chaos.invariants import ResumeOutcome, classify
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
+import engines
+import torch
+from support.trainers import config, letters_reward, prompts, vision_trainer
+from transformers import TrainerCallback
+
+from vgr_trl.training.checkpoints.finish import load_trained, only_lacks_its_model
+from vgr_trl.training.checkpoints.folders import resolve_checkpoint
+
+KILLED = 137
+LOGGED = ("step", "loss", "reward")
+GRACE = 3.0  # seconds between the end of one process and that of the others, as ckpt-chaos has it
+
+
+class Begin(TrainerCallback):
+    """Writes down where the run begins, and keeps what is timed out of the history."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            Path("began").write_text(str(state.global_step))
+
+    def on_log(self, args, state, control, **kwargs):
+        state.log_history[-1] = {name: value for name, value in state.log_history[-1].items() if name in LOGGED}
+
+
+def train(data: tuple[str, str], kind: str, replay: int) -> None:
+    """Continue where it can; the weights at the end are in `weights.pt`."""
+    options = config(
+        "out", max_steps=2, save_strategy="steps", save_steps=1, replay_buffer_size=replay, rollout_log_steps=0,
+        compute_attention_metrics=False, per_device_train_batch_size=4, optim="adamw_torch",
+        **engines.options_of(kind),
+    )  # fmt: skip
+    trainer = vision_trainer(data[0], letters_reward, options, prompts(data[1]))
+    trainer.add_callback(Begin())
+    checkpoint = resolve_checkpoint("latest", Path("out"))
+    if only_lacks_its_model(trainer, checkpoint, 2, Path("out", "last")):
+        load_trained(trainer, checkpoint)
+        Path("began").write_text("2")
+    else:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.save_model("out")
+    Path("out", "last").write_text("all is there")
+    weights = engines.whole_parameters(trainer)
+    if trainer.is_world_process_zero():
+        torch.save(weights, "weights.pt")
+
+
+def run(folder: Path, data, kind: str, replay: int, point: tuple[int, int, str] | None = None) -> list[int]:
+    """Run in forks; the status of each process.
+
+    Args:
+        folder: to run in.
+        data: model and questions.
+        kind: of engine.
+        replay: size of the buffer.
+        point: process, number of the file event, and mode in which it is killed there; None: in none.
+    """
+    folder.mkdir(exist_ok=True)
+    processes = 1 if kind == "one" else 2
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = [_fork(folder, data, kind, replay, point, rank, processes, port) for rank in range(processes)]
+    ended: dict[int, int] = {}
+    end = None
+    while len(ended) < processes:
+        for rank, pid in enumerate(started):
+            if rank not in ended and (found := os.waitpid(pid, os.WNOHANG))[0]:
+                ended[rank] = os.waitstatus_to_exitcode(found[1])
+        if any(ended.values()) and end is None:
+            end = time.monotonic() + GRACE
+        if end is not None and time.monotonic() > end:
+            for rank in set(range(processes)) - set(ended):
+                os.kill(started[rank], signal.SIGKILL)
+            end = float("inf")
+        time.sleep(0.02)
+    return [ended[rank] for rank in range(processes)]
+
+
+def _fork(folder, data, kind, replay, point, rank, processes, port) -> int:
+    if pid := os.fork():
+        return pid
+    status = 1
+    try:
+        os.chdir(folder)
+        with open(f"said_{rank}", "w") as said:
+            os.dup2(said.fileno(), 1)
+            os.dup2(said.fileno(), 2)
+        os.environ.update(engines.VARIABLES[kind])
+        if processes > 1:
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(processes))
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        engines.prepare(kind)
+        crash, mode = point[1:] if point is not None and point[0] == rank else (None, "before")
+        if point is not None or not Path("out").exists():
+            arm(os.path.abspath("out"), crash, mode, log_path=os.path.abspath(f"events_{rank}"), torn_python=True)
+        train(data, kind, replay)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def sizes(folder: Path) -> dict[str, dict[str, int]]:
+    """Files of each checkpoint."""
+    return {
+        checkpoint.name: {str(path.relative_to(checkpoint)): path.stat().st_size for path in checkpoint.rglob("*")}
+        for checkpoint in (folder / "out").glob("checkpoint-*")
+    }
+
+
+def newest_complete(whole: Path, folder: Path) -> int:
+    """The step of the newest checkpoint that is as in the undisturbed run."""
+    expected, found = sizes(whole), sizes(folder)
+    same = [name for name, files in expected.items() if found.get(name) == files]
+    return max((int(name.removeprefix("checkpoint-")) for name in same), default=0)
+
+
+def points_of(whole: Path, rank: int, most: int) -> list[tuple[int, int, str, str]]:
+    """Process, number, mode and name of the file events of a process in the undisturbed run."""
+    points = []
+    for line in (whole / f"events_{rank}").read_text().splitlines():
+        number, kind, name, tornable = line.split("\t")
+        modes = ["before", "torn"] if tornable == "1" else ["before"]
+        points += [(rank, int(number), mode, f"{kind}:{name}") for mode in modes]
+    return points if not most or len(points) <= most else [points[int(i * len(points) / most)] for i in range(most)]
+
+
+def judge(whole: Path, folder: Path, data, kind: str, replay: int, point: tuple[int, int, str]) -> tuple[str, str]:
+    """Kill a run at a point and continue it; the verdict, and what led to it."""
+    killed = run(folder, data, kind, replay, point)
+    if killed[point[0]] != KILLED:
+        return "NOT_KILLED", f"{killed}: {(folder / f'said_{point[0]}').read_text()[-2000:]}"
+    newest = newest_complete(whole, folder)
+    ended = run(folder, data, kind, replay)
+    if any(ended):
+        said = (folder / "said_0").read_text()[-2000:]
+        return classify(ResumeOutcome(f"status {ended}", None, newest, None)), said
+    expected, found = (torch.load(where / "weights.pt") for where in (whole, folder))
+    apart = max(float((expected[name] - found[name]).abs().max()) for name in expected)
+    began = int((folder / "began").read_text())
+    return classify(ResumeOutcome(None, began, newest, apart)), f"from {began} of {newest}, {apart} apart"
+
+
+if __name__ == "__main__":
+    data, folder = (sys.argv[1], sys.argv[2]), Path(sys.argv[3])
+    kind, replay, most = sys.argv[4], int(sys.argv[5]), int(sys.argv[6])
+    torch.set_num_threads(1)
+    whole = folder / "whole"
+    status = run(whole, data, kind, replay)
+    assert not any(status), (whole / "said_0").read_text()[-3000:]
+    verdicts = []
+    for rank in range(len(status)):
+        for number, point in enumerate(points_of(whole, rank, most)):
+            verdict = judge(whole, folder / f"{rank}_{number}", data, kind, replay, point[:3])
+            verdicts.append([f"process {rank}, event {point[1]} {point[3]} {point[2]}", *verdict])
+            print(*verdicts[-1][:2], verdict[1][-300:] if verdict[0] != "PASS" else verdict[1], flush=True)
+            (folder / "verdicts.json").write_text(json.dumps(verdicts))

@@ -1,0 +1,30 @@
+"""Kills at the file boundaries of a save, and torn files, by ckpt-chaos: a run that goes on ends as the undisturbed."""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from support.launching import environment
+from support.trainers import train_file
+
+DRIVER = Path(__file__).with_name("chaos_driver.py")
+
+
+@pytest.mark.minutes
+@pytest.mark.skipif(not find_spec("ckpt_chaos"), reason="ckpt-chaos (tests/faults/requirements.txt) is not installed")
+@pytest.mark.parametrize(("kind", "replay", "most"), [("one", 0, 0), ("one", 4, 0), ("zero2", 4, 12), ("fsdp2", 4, 12)])
+def test_no_kill_in_a_save_costs_more_than_what_was_not_saved(
+    kind, replay, most, model_folder, question_files, tmp_path
+):
+    """Every boundary in one process; of engines some of each of two, spread over all saves."""
+    given = [model_folder, train_file(question_files), tmp_path, kind, replay, most]
+    command = [sys.executable, "-W", "ignore", str(DRIVER), *map(str, given)]
+    run = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    verdicts = json.loads((tmp_path / "verdicts.json").read_text())
+    assert len(verdicts) >= (most or 60)
+    failed = [[*found] for found in verdicts if found[1] != "PASS"]
+    assert failed == []
