@@ -59,15 +59,13 @@ def test_both_entropy_terms_carry_gradients():
     assert perturbed.grad.tolist()[0] == pytest.approx([-0.05, 0])
 
 
-@pytest.mark.parametrize(
-    ("perturbed", "largest", "value"), [(2.0, None, 10.0), (-30.0, None, 10.0), (-1.0 - LN2, 0.1, 0.1)]
-)
-def test_a_clamped_token_has_no_gradient(perturbed, largest, value):
-    """e^3 - 4 and 29 + e^-29 - 1 are above 10, and ln 2 - 1/2 = 0.19 is above 0.1."""
+@pytest.mark.parametrize("perturbed", [2.0, -30.0])
+def test_a_clamped_token_has_no_gradient(perturbed):
+    """e^3 - 4 and 29 + e^-29 - 1 are above 10."""
     logps, perturbed = tensors([-1.0], [perturbed])
-    loss = perception_loss(logps, perturbed, torch.ones(1, 1), coefficient=1.0, largest_divergence=largest)
+    loss = perception_loss(logps, perturbed, torch.ones(1, 1), coefficient=1.0)
     loss.sum().backward()
-    assert loss.item() == pytest.approx(-value)
+    assert loss.item() == pytest.approx(-10)
     assert logps.grad.item() == perturbed.grad.item() == 0
 
 
@@ -109,9 +107,7 @@ def test_entropy_penalty():
     assert surprisal(logps, mask).tolist() == [[1.0, 3.0, 0.0]]
 
 
-@pytest.mark.parametrize(
-    "name", ["coefficient", "entropy_coefficient", "perturbed_entropy_coefficient", "largest_divergence"]
-)
+@pytest.mark.parametrize("name", ["coefficient", "entropy_coefficient", "perturbed_entropy_coefficient"])
 def test_coefficients_out_of_range(name):
     with pytest.raises(ConfigError, match=rf"^{name} is -1: give a number of at least 0\.$"):
         perception_loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), **{name: -1})

@@ -55,7 +55,6 @@ def perception_loss(
     coefficient: float = 0.01,
     entropy_coefficient: float = 0.0,
     perturbed_entropy_coefficient: float = 0.0,
-    largest_divergence: float | None = None,
 ) -> torch.Tensor:
     """Return the implicit perception loss and double entropy loss of PAPO (https://huggingface.co/papers/2507.06448).
 
@@ -71,7 +70,6 @@ def perception_loss(
         coefficient: gamma, at least 0. The paper uses 0.01 and 0.02 and saw collapse at 0.04.
         entropy_coefficient: eta_1, at least 0. The paper uses 0.03 and 0.05.
         perturbed_entropy_coefficient: eta_2, at least 0, likewise.
-        largest_divergence: clamp of the divergence per token, above which a token has no gradient; None: 10.
 
     Returns:
         (N, T) float32, the loss of each token, 0 outside `mask`.
@@ -84,9 +82,6 @@ def perception_loss(
     check_number("entropy_coefficient", entropy_coefficient, 0, _LARGEST, "of at least 0")
     check_number("perturbed_entropy_coefficient", perturbed_entropy_coefficient, 0, _LARGEST, "of at least 0")
     divergence = perception_divergence(logps, perturbed_logps, mask)
-    if largest_divergence is not None:
-        check_number("largest_divergence", largest_divergence, 0, _LARGEST, "of at least 0")
-        divergence = divergence.clamp(max=largest_divergence)
     return (
         entropy_coefficient * surprisal(logps, mask)
         + perturbed_entropy_coefficient * surprisal(perturbed_logps, mask)
