@@ -4,6 +4,7 @@ The names are those of the batch that TRL 1.16 trains on. The signals of a rollo
 that begin with `signals.`, so that one way of cutting and padding serves both.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -103,6 +104,14 @@ def signals_of_columns(columns: dict[str, Any]) -> RolloutSignals | None:
     rest["extra"] = {name.removeprefix(EXTRA): value for name, value in columns.items() if name.startswith(EXTRA)}
     rest["attention"] = AttentionMass(**mass) if mass["mask"] is not None else None
     return RolloutSignals(**rest)
+
+
+def map_signals(parts: Sequence[RolloutSignals], make: Callable[[list[torch.Tensor]], torch.Tensor]) -> RolloutSignals:
+    """Return the signals whose tensors, rows first, `make` makes of those of parts in which the same was measured."""
+    columns = [columns_of_signals(part) for part in parts]
+    made = signals_of_columns({name: make([each[name] for each in columns]) for name in columns[0]})
+    assert made is not None
+    return made
 
 
 def causal_type(config: Any, name: str) -> int:

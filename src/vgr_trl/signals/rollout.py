@@ -227,16 +227,9 @@ def _rows_that_fit(vision: torch.Tensor, queries: int, rows: Sequence[int]) -> l
 def pad_to_length(mass: AttentionMass, length: int) -> AttentionMass:
     """Return a mass of T' tokens as one of `length` tokens: those behind do not count, or are not there."""
     missing = length - mass.mask.size(1)  # the longest completion may have been cut or padded
-    pad = torch.nn.functional.pad
-    return AttentionMass(
-        pad(mass.vision, (0, missing)),
-        pad(mass.instruction, (0, missing)),
-        mass.num_vision,
-        mass.num_instruction,
-        pad(mass.mask, (0, missing), value=False),
-        None if mass.region is None else pad(mass.region, (0, missing)),
-        mass.num_region,
-    )
+    names = [name for name in ("vision", "instruction", "region", "mask") if getattr(mass, name) is not None]
+    padded: Any = {name: torch.nn.functional.pad(getattr(mass, name), (0, missing)) for name in names}
+    return replace(mass, **padded)
 
 
 def policy_is_active(model: torch.nn.Module) -> bool:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from vgr_trl.batch.inputs import TOKEN_TYPES
-from vgr_trl.batch.signals import AttentionMass, RolloutSignals
-from vgr_trl.batch.token_columns import causal_type
+from vgr_trl.batch.signals import RolloutSignals
+from vgr_trl.batch.token_columns import causal_type, map_signals
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.sharing import share_prompts, whole_groups
 from vgr_trl.sharing.backbone import causal_model, flattens_layers, shards_layers
@@ -143,7 +143,7 @@ class RolloutScorer:
                 inputs = {name: value[rows] for name, value in batch.items()} | own
                 region = None if regions is None else regions[rows].bool().to(device)
                 parts.append(self._score_rows(inputs, length, attention, similarity, region))
-        return _joined(parts)
+        return map_signals(parts, torch.cat)
 
     def _rows_at_a_time(self, count: int, num_generations: int) -> int:
         if self.batch_size is None:
@@ -267,31 +267,6 @@ def _evaluating(model: Any) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def _joined(parts: list[RolloutSignals]) -> RolloutSignals:
-    masses = [part.attention for part in parts if part.attention is not None]
-    mass = None
-    if masses:
-        mass = AttentionMass(
-            vision=torch.cat([one.vision for one in masses], dim=1),
-            instruction=torch.cat([one.instruction for one in masses], dim=1),
-            num_vision=torch.cat([one.num_vision for one in masses]),
-            num_instruction=torch.cat([one.num_instruction for one in masses]),
-            mask=torch.cat([one.mask for one in masses]),
-            region=_cat([one.region for one in masses], dim=1),
-            num_region=_cat([one.num_region for one in masses]),
-        )
-    logps, entropies, mask = (
-        torch.cat([getattr(part, name) for part in parts]) for name in ("logps", "entropies", "mask")
-    )
-    return RolloutSignals(logps, entropies, mask, mass, similarity=_cat([part.similarity for part in parts]))
-
-
-def _cat(parts: Sequence[torch.Tensor | None], dim: int = 0) -> torch.Tensor | None:
-    """Parts of which all are there, or none."""
-    present = [part for part in parts if part is not None]
-    return torch.cat(present, dim=dim) if present else None
 
 
 def _is_sharded(model: Any) -> bool:

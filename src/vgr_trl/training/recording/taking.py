@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from PIL import Image
 
-from vgr_trl.batch.signals import AttentionMass, RolloutSignals
+from vgr_trl.batch.signals import RolloutSignals
+from vgr_trl.batch.token_columns import map_signals
 from vgr_trl.reporting.records.format import AttentionMap, Numbers
 from vgr_trl.training.recording.images import Pictures, grids_of_row, images_of_row, quantised
 from vgr_trl.training.rollout import Rollout
@@ -71,7 +72,9 @@ def take_rows(
     if not chosen:
         return TakenRows([], None)
     batch = rollout.batch
-    signals = None if rollout.signals is None else signals_of_rows(rollout.signals, chosen)
+    signals = rollout.signals
+    if signals is not None:
+        signals = map_signals([signals], lambda of_rows: of_rows[0][chosen].cpu())
     counts = [None] * len(chosen)
     if signals is not None and signals.attention is not None:
         counts = signals.attention.num_vision.tolist()
@@ -119,23 +122,6 @@ def without_padding(ids: Sequence[int], mask: Sequence[int], pad_token_id: int) 
     """Return the tokens of a completion; the mask of a truncated one may be empty, then they end before the padding."""
     length = sum(mask) or max((index + 1 for index, token in enumerate(ids) if token != pad_token_id), default=0)
     return list(ids[:length])
-
-
-def signals_of_rows(signals: RolloutSignals, rows: Sequence[int]) -> RolloutSignals:
-    """Return the signals of some rows, on the CPU."""
-    chosen, mass = list(rows), signals.attention
-    return RolloutSignals(
-        signals.logps[chosen].cpu(),
-        signals.entropies[chosen].cpu(),
-        signals.mask[chosen].cpu(),
-        None if mass is None else AttentionMass(
-            mass.vision[:, chosen].cpu(), mass.instruction[:, chosen].cpu(), mass.num_vision[chosen].cpu(),
-            mass.num_instruction[chosen].cpu(), mass.mask[chosen].cpu(),
-            None if mass.region is None else mass.region[:, chosen].cpu(),
-            None if mass.num_region is None else mass.num_region[chosen].cpu(),
-        ),
-        None if signals.dependency is None else signals.dependency[chosen].cpu(),
-    )  # fmt: skip
 
 
 def add_credit(taken: TakenRows, chosen: Rollout, before: torch.Tensor, after: torch.Tensor) -> None:
