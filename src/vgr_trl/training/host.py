@@ -1,13 +1,13 @@
 """What a stage may ask of the trainer it runs in, and how TRL's trainer answers."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin, Trainer, TrainerState
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, Trainer, TrainerState
 from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
@@ -19,10 +19,10 @@ from vgr_trl.rewards.answers.text import completion_text
 from vgr_trl.signals.head import head_of_rows
 from vgr_trl.signals.rollout import policy_is_active
 from vgr_trl.training.constructed import ConstructedTrainer
+from vgr_trl.training.generation.eval_sampling import sampled
 from vgr_trl.training.rollout import Rollout
 
 logger = logging.get_logger(__name__)
-_OF_SAMPLING = {"do_sample", "temperature", "top_p", "top_k", "min_p"}
 
 
 class Host(Protocol):
@@ -228,7 +228,7 @@ class TRLHost:
     def earn_greedily(self, rows: list[dict[str, Any]], messages: list[Any]) -> torch.Tensor:
         """Generate and reward as TRL does, greedily and unlogged."""
         trainer = self.trainer
-        with unlogged(trainer), self._greedy(), self._begin(rows, greedy=True):
+        with unlogged(trainer), sampled(trainer, {"temperature": 0}), self._begin(rows, greedy=True):
             _, completion_ids, _, completions, *_ = trainer._generate(messages)
             rewards: torch.Tensor = trainer._calculate_rewards(rows, messages, completions, completion_ids)
             return rewards
@@ -239,19 +239,6 @@ class TRLHost:
         with unlogged(trainer), self._begin(rows, blind=True):
             _, _, _, completions, *_ = trainer._generate(conversations)
         return [completion_text(completion) for completion in completions]
-
-    @contextmanager
-    def _greedy(self) -> Iterator[None]:
-        trainer = self.trainer
-        config, kwargs = trainer.generation_config, trainer.generation_kwargs
-        kept = {name: value for name, value in config.to_diff_dict().items() if name not in _OF_SAMPLING}
-        trainer.generation_config = GenerationConfig(**kept, do_sample=False)
-        kept = {name: value for name, value in kwargs.items() if name not in _OF_SAMPLING}
-        trainer.generation_kwargs = {**kept, "do_sample": False}
-        try:
-            yield
-        finally:
-            trainer.generation_config, trainer.generation_kwargs = config, kwargs
 
     def as_one_batch(self, completions: int) -> AbstractContextManager[list[int]]:
         """Let what is logged of further rounds in this block count as one batch with the rollout at hand."""
