@@ -30,7 +30,7 @@ from vgr_trl.training.choice.further_prompts import FurtherPrompts
 from vgr_trl.training.choice.greedy_baseline import greedy_baseline
 from vgr_trl.training.choice.replay import OLD_LOGPS, Replay
 from vgr_trl.training.host import Host
-from vgr_trl.training.rollout import Rollout, Verdict, valid_tokens
+from vgr_trl.training.rollout import Rollout, Verdict, valid_tokens, weighted_sums
 
 logger = logging.get_logger(__name__)
 
@@ -102,7 +102,7 @@ class GroupChoice:
         assert rollout.rewards is not None
         verdict = Verdict(
             placement,
-            rewards=_weighted(rollout.rewards, host.reward_weights),
+            rewards=weighted_sums(rollout.rewards, host.reward_weights),
             advantages=accelerator.gather(rollout.batch["advantages"]),
         )
         if args.uses_critic:
@@ -268,9 +268,3 @@ def _completion_means(batch: dict[str, Any]) -> torch.Tensor:
 
 def _starts_anew(folder: Path, what: str, option: str) -> str:
     return f"{folder} has no {what}, which starts anew: the checkpoint was written without {option}."
-
-
-def _weighted(per_function: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """(N of all,), NaN where no function applied."""
-    rewards = (per_function * weights.to(per_function.device).unsqueeze(0)).nansum(dim=1)
-    return rewards.masked_fill(per_function.isnan().all(dim=1), torch.nan)

@@ -4,7 +4,7 @@ import torch
 
 from vgr_trl.batch.placement import Placement
 from vgr_trl.training.host import Host
-from vgr_trl.training.rollout import Rollout
+from vgr_trl.training.rollout import Rollout, weighted_sums
 
 
 def greedy_baseline(rollout: Rollout, host: Host, placement: Placement) -> torch.Tensor:
@@ -28,6 +28,5 @@ def greedy_baseline(rollout: Rollout, host: Host, placement: Placement) -> torch
     rows = mine + [0] * (most - len(mine))  # others generate too, so that all make the same collective calls
     assert rollout.messages is not None
     earned = host.earn_greedily([rollout.rows[row] for row in rows], [rollout.messages[row] for row in rows])
-    weights = host.reward_weights.to(earned.device)
-    sums = (earned * weights).nansum(dim=1).view(placement.num_processes, most)
+    sums = weighted_sums(earned, host.reward_weights).nan_to_num().view(placement.num_processes, most)
     return torch.cat([sums[process, : len(groups)] for process, groups in enumerate(firsts)])

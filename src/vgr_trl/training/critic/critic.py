@@ -18,7 +18,7 @@ from vgr_trl.errors import ConfigError
 from vgr_trl.training.critic.learning import Learner
 from vgr_trl.training.critic.values import ValueHead, ValueModel, hidden_width, value_reader
 from vgr_trl.training.host import Host
-from vgr_trl.training.rollout import Rollout, TrainingPass, valid_tokens
+from vgr_trl.training.rollout import Rollout, TrainingPass, valid_tokens, weighted_sums
 
 logger = logging.get_logger(__name__)
 Score = Callable[[nn.Module, dict[str, Any]], torch.Tensor]
@@ -63,7 +63,8 @@ class Critic:
             values = host.score(scoring_inputs(batch), model=self.module)
         assert values is not None
         assert rollout.rewards is not None
-        earned = outcome(rollout.rewards, host)  # (N of all,)
+        judged = rollout.rewards[:, :-1] if host.args.penalises_kl else rollout.rewards  # without the penalty of the KL
+        earned = weighted_sums(judged, host.reward_weights[: judged.size(1)])  # (N of all,)
         first = host.accelerator.process_index * len(mask)
         rewards = token_rewards(earned[first : first + len(mask)], mask, rollout.kl_penalty)
         advantages, returns = gae(rewards.nan_to_num(), values, mask, host.args.gamma, host.args.lam)
@@ -164,16 +165,3 @@ class Critic:
                 f"The critic in {folder} cannot be continued ({type(error).__name__}: {error}): give the options of "
                 "critic, model and adapter that it was saved with, or an earlier checkpoint."
             ) from error
-
-
-def outcome(rewards: torch.Tensor, host: Host) -> torch.Tensor:
-    """Return the weighted sums of the rewards (N of all,) without the penalty of the KL; NaN where none applies.
-
-    Args:
-        rewards: unweighted, (N of all, F).
-        host: of which the weights are read.
-    """
-    last = rewards.size(1) - 1 if host.args.penalises_kl else rewards.size(1)
-    judged = rewards[:, :last]
-    sums = (judged * host.reward_weights[:last].to(judged.device)).nansum(dim=1)
-    return sums.masked_fill(judged.isnan().all(dim=1), torch.nan)
