@@ -124,7 +124,7 @@ class DAPOTrainer(ResumableTrainer):
         """In this block the hooks below fill a new rollout; one within another is a further round of it."""
         self._rollouts.append(Rollout(with_image_lists(rows), **options))
         try:
-            with self.stages.passes.rollout(self.model.training):
+            with self.stages.passes.vision.rollout(self.model.training):
                 yield self._rollouts[-1]
         finally:
             self._rollouts.pop()

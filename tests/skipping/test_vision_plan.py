@@ -6,7 +6,7 @@ import pytest
 from families import build
 from peft import LoraConfig, get_peft_model
 
-from vgr_trl.training.passes.around import plan_vision
+from vgr_trl.training.start.plans import plan_vision
 
 ZERO3 = {"is_deepspeed_enabled": True, "deepspeed_plugin": SimpleNamespace(zero_stage=3)}
 ZERO2 = {"is_deepspeed_enabled": True, "deepspeed_plugin": SimpleNamespace(zero_stage=2)}

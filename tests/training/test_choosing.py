@@ -11,7 +11,7 @@ from vgr_trl.errors import ConfigError, RewardError
 from vgr_trl.rewards import accuracy_reward, vgr_reward
 from vgr_trl.training.checkpoints.folders import what_is_wrong
 from vgr_trl.training.choice.further_prompts import prompt_key
-from vgr_trl.training.start.prepare import refuse_unfit_choice
+from vgr_trl.training.start.refusals import refuse_unfit_options
 
 
 def coarse_reward(completions, **kwargs):
@@ -464,16 +464,16 @@ class TestEstimators:
         for estimator in ("rloo", "reinforce_plus_plus", "grpo_passk"):
             trainer = make(advantage_estimator=estimator)
             trainer.use_vllm = True
-            refuse_unfit_choice(trainer, sharded=trainer.sharing.sharded)
+            refuse_unfit_options(trainer, sharded=False, has_images=True)
         trainer.args.advantage_estimator = "remax"
         with pytest.raises(ConfigError, match="advantage_estimator is remax, whose greedy completions are generated"):
-            refuse_unfit_choice(trainer, sharded=trainer.sharing.sharded)
+            refuse_unfit_options(trainer, sharded=False, has_images=True)
         trainer.use_vllm = False
         trainer.rollout_func = print
         with pytest.raises(ConfigError, match="advantage_estimator is remax with rollout_func"):
-            refuse_unfit_choice(trainer, sharded=trainer.sharing.sharded)
+            refuse_unfit_options(trainer, sharded=False, has_images=True)
         trainer.args.advantage_estimator = "rloo"
-        refuse_unfit_choice(trainer, sharded=trainer.sharing.sharded)
+        refuse_unfit_options(trainer, sharded=False, has_images=True)
 
     @pytest.mark.parametrize("estimator", ["rloo", "remax", "reinforce_plus_plus", "grpo_passk"])
     def test_the_advantages_in_the_table_are_those_of_the_rewards_in_it(self, make, estimator):

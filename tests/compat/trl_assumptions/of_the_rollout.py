@@ -63,7 +63,7 @@ ASSUMPTIONS = [
     Assumption(
         "old log-probabilities are scored where the policy changes within a rollout or vLLM's are corrected, and else "
         "left out of the batch",
-        "training/passes/around.py, training/choice/replay.py",
+        "training/start/plans.py, training/choice/replay.py",
         of_the_rollout(
             "if self.args.gradient_accumulation_steps % generate_every != 0 or "
             "(self.use_vllm and self.vllm_importance_sampling_correction):",

@@ -6,39 +6,12 @@ from typing import Any
 import torch
 
 from vgr_trl.batch.inputs import Prompts, joined, pixels_of_rows, scoring_inputs
-from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.errors import DataError
 from vgr_trl.signals import perturb_images
 from vgr_trl.signals.perturbation.prompts import perturbed_prompts
 from vgr_trl.training.choice.replay import OLD_LOGPS
-from vgr_trl.training.constructed import ConstructedTrainer
 from vgr_trl.training.host import Host
-from vgr_trl.training.rollout import Noise, Rollout
-
-
-def refuse_unfit_noise(trainer: ConstructedTrainer, has_images: bool) -> None:
-    """Raise `ConfigError` if noisy generations are on and the constructed `trainer` cannot have them."""
-    args, size = trainer.args, int(trainer.num_generations)
-    if not args.noisy_generations:
-        return
-    if args.noisy_generations > size:
-        raise ConfigError(
-            f"noisy_generations is {args.noisy_generations} with num_generations {size}: give at most that many."
-        )
-    for is_so, why in (
-        (not has_images, "the data have no images; add some, or switch it off."),
-        (bool(trainer.rollout_func or trainer.tools), "of rollout_func and tools; switch one of the two off."),
-        (
-            args.attention_source == "generate",
-            'attention_source is "generate", which would measure noise; use "scoring".',
-        ),
-        (trainer.use_transformers_continuous_batching, "continuous batching shows no images; switch it off."),
-        (
-            trainer.use_vllm and trainer.vllm_importance_sampling_correction,
-            "vllm_importance_sampling_correction would weigh perturbed against clean images; set it to False.",
-        ),
-    ):
-        if is_so:
-            raise ConfigError(f"noisy_generations cannot be used here: {why}")
+from vgr_trl.training.rollout import Noise, Rollout, weighted_sums
 
 
 def with_noise(rollout: Rollout, host: Host) -> Prompts:
@@ -135,7 +108,7 @@ def _metrics(rollout: Rollout, host: Host, noise: Noise) -> dict[str, float]:
     found = {"noisy/generations": float(noise.generations), "noisy/strength": noise.strength}
     if rollout.rewards is None or not noise.generations:
         return found
-    rewards = (rollout.rewards * host.reward_weights.to(rollout.rewards)).nansum(1)  # (N of all,)
+    rewards = weighted_sums(rollout.rewards, host.reward_weights).nan_to_num()  # (N of all,)
     noisy = torch.tensor(noisy_rows(len(rewards), host.num_generations, noise.generations, 0), device=rewards.device)
     return found | {
         "noisy/reward": rewards[noisy].mean().item(),

@@ -8,12 +8,9 @@ import torch
 from accelerate import DistributedType
 from torch import nn
 
-from vgr_trl.errors import ConfigError
 from vgr_trl.sharing.grouping import find_groups
 from vgr_trl.skipping import Extent, pack_rows, take_rows, tokens_of
-from vgr_trl.training.constructed import ConstructedTrainer
 from vgr_trl.training.host import Host
-from vgr_trl.training.passes.around import why_rows_matter
 from vgr_trl.training.passes.skip import LivePasses
 from vgr_trl.training.rollout import valid_tokens
 
@@ -117,18 +114,3 @@ class TokenBudget:
     def _backward_options(self) -> dict[str, Any]:
         deepspeed = self._host.accelerator.distributed_type == DistributedType.DEEPSPEED
         return {"scale_wrt_gas": False} if deepspeed else {}
-
-
-def refuse_unfit_budget(trainer: ConstructedTrainer) -> None:
-    """Raise `ConfigError` for `max_tokens_per_micro_batch` with a loss that is not the sum of those of parts.
-
-    Parts of `bnpo` are weighed by their tokens, so what it divides by does not matter.
-    """
-    reason = why_rows_matter(trainer, "dapo" if trainer.loss_type == "bnpo" else trainer.loss_type)
-    if trainer.args.uses_critic:
-        reason = "a critic learns from whole micro-batches"
-    if trainer.args.max_tokens_per_micro_batch is not None and reason is not None:
-        raise ConfigError(
-            f"max_tokens_per_micro_batch is {trainer.args.max_tokens_per_micro_batch}, but {reason}: switch one of the "
-            "two off, or lower per_device_train_batch_size instead."
-        )

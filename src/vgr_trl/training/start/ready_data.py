@@ -40,19 +40,29 @@ def make_data_ready(trainer: ConstructedTrainer) -> None:
     special = special_tokens(trainer.processing_class)
     needs_solution = any(map(reads_solution, trainer.reward_funcs))
 
-    def ready(dataset: Any, split: str) -> Any:
-        if isinstance(dataset, dict):
-            return type(dataset)({name: ready(part, f"{split} {name}") for name, part in dataset.items()})
+    def ready(dataset: Any, split: str, part: str | None) -> Any:
         if not isinstance(dataset, Dataset | IterableDataset):
             return dataset
+        split = split if part is None else f"{split} {part}"
         if not _has_prompts(dataset):
             prepared, skipped = prepare_rows(dataset, split=split, needs_solution=needs_solution, special=special)
             _tell(split, dataset, len(skipped), skipped[0].reason if skipped else "")
             return prepared
         return _without_special(dataset, split, lambda row: first_special(special, row["prompt"]))
 
-    trainer.train_dataset = ready(trainer.train_dataset, "train")
-    trainer.eval_dataset = ready(trainer.eval_dataset, "eval")
+    change_data(trainer, ready)
+
+
+def change_data(trainer: ConstructedTrainer, change: Callable[[Any, str, str | None], Any]) -> None:
+    """Replace the data of `trainer`, called `train`, and `eval` with the name of a part if it has several."""
+
+    def changed(dataset: Any, split: str) -> Any:
+        if isinstance(dataset, dict):
+            return type(dataset)({name: change(part, split, name) for name, part in dataset.items()})
+        return None if dataset is None else change(dataset, split, None)
+
+    trainer.train_dataset = changed(trainer.train_dataset, "train")
+    trainer.eval_dataset = changed(trainer.eval_dataset, "eval")
 
 
 def refuse_files_in_prompts(prompts: list[Any]) -> None:

@@ -17,7 +17,6 @@ from vgr_trl.training.critic.critic import Critic
 from vgr_trl.training.finite_updates import FiniteUpdates
 from vgr_trl.training.full_kl import FullKL
 from vgr_trl.training.generation.generate import Generation
-from vgr_trl.training.generation.noisy import refuse_unfit_noise
 from vgr_trl.training.host import TRLHost
 from vgr_trl.training.judge import Judge
 from vgr_trl.training.kl import KLControl
@@ -27,14 +26,16 @@ from vgr_trl.training.metrics.clock import OptimizerClock, StageClock
 from vgr_trl.training.metrics.collapse_watch import CollapseWatch
 from vgr_trl.training.metrics.step_metrics import StepMetrics
 from vgr_trl.training.metrics.trackers import name_for_trackers, outlive_trackers
-from vgr_trl.training.passes.around import Passes, plan_blank_image, plan_sharing, plan_skipping, plan_vision
-from vgr_trl.training.passes.budget import TokenBudget, refuse_unfit_budget
+from vgr_trl.training.passes.around import Passes
+from vgr_trl.training.passes.budget import TokenBudget
 from vgr_trl.training.passes.emitted import EmittedReader
 from vgr_trl.training.passes.score import ScoringPasses
 from vgr_trl.training.passes.skip import LivePasses
 from vgr_trl.training.recording.before import RecordBefore
 from vgr_trl.training.recording.record import FlushRecords, RolloutRecorder
-from vgr_trl.training.start.prepare import check_data, data_has_images, model_name, refuse_unfit_choice
+from vgr_trl.training.start.plans import plan_blank_image, plan_sharing, plan_skipping, plan_vision
+from vgr_trl.training.start.prepare import check_data, data_has_images, model_name
+from vgr_trl.training.start.refusals import refuse_unfit_options
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,7 @@ def build_stages(trainer: ResumableTrainer, host: TRLHost, schedule: RewardSched
     measurement = plan_measurement(trainer)
     check_data(trainer, measurement.columns, steps.count_prompt_too_long)
     sharing, has_images = plan_sharing(trainer), data_has_images(trainer)
-    refuse_unfit_choice(trainer, sharing.sharded)
-    refuse_unfit_budget(trainer)
-    refuse_unfit_noise(trainer, has_images)
+    refuse_unfit_options(trainer, sharing.sharded, has_images)
     blank = plan_blank_image(trainer, has_images)
     passes = Passes(sharing, plan_vision(trainer, has_images), trainer.accelerator, blank)
     vllm_images = plan_vllm_images(trainer, has_images)
