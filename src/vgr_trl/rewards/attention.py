@@ -1,4 +1,4 @@
-"""Rewards made of where a completion looked: VGR within its group, VGR of right answers only, MDI balance."""
+"""Rewards made of where a completion looked: VGR within its group, VGR of right answers only, MDI balance, regions."""
 
 import math
 import statistics
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vgr_trl.errors import RewardError
+from vgr_trl.registries import declares
 from vgr_trl.rewards.accuracy import accuracy_reward
 from vgr_trl.rewards.groups import needs_whole_groups, read_num_generations
 
@@ -117,6 +118,20 @@ def mdi_reward(
 def _balance(vgr: Any, ratio: float) -> float:
     distance = abs(math.log(vgr)) if vgr > 0 else math.inf
     return 2 * min(max(1 - distance / math.log(ratio), 0.0), 1.0) - 1
+
+
+@declares(needs=("region_share",))
+def region_reward(
+    completions: Sequence[Any], region_share: Sequence[float | None], **kwargs: Any
+) -> list[float | None]:
+    """Return the share of each completion's attention on the image that goes to the boxes of its row, in [0, 1].
+
+    Args:
+        completions: N completions.
+        region_share: the signal of that name, the mean over the completion's tokens; None where there is no box.
+        kwargs: what else TRL passes.
+    """
+    return list(region_share)
 
 
 def _by_group(
