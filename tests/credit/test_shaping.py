@@ -1,6 +1,5 @@
 """Every rule of credit composed: by hand, options off, undefined signals, metrics, two processes in one."""
 
-import dataclasses
 import itertools
 import math
 
@@ -10,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vgr_trl.batch.signals import AttentionMass, RolloutSignals
+from vgr_trl.batch.token_columns import map_signals
 from vgr_trl.credit import CreditOptions, shape_advantages
 from vgr_trl.errors import ConfigError, DataError
 
@@ -53,22 +53,17 @@ def random_signals(rows, tokens, seed=0):
 
 
 def rows_of(measured, rows):
-    mass = measured.attention
-    part = AttentionMass(
-        mass.vision[:, rows],
-        mass.instruction[:, rows],
-        mass.num_vision[rows],
-        mass.num_instruction[rows],
-        mass.mask[rows],
-    )
-    return RolloutSignals(
-        measured.logps[rows], measured.entropies[rows], measured.mask[rows], part, measured.dependency[rows]
-    )
+    return map_signals([measured], lambda columns: columns[0][rows])
+
+
+def shaped(advantages, measured, **options):
+    """Advantages (N, T), and metrics."""
+    return shape_advantages(torch.tensor(advantages), measured, CreditOptions(**options))
 
 
 def test_without_a_rule_every_token_gets_the_advantage_of_its_completion():
-    shaped, metrics = shape_advantages(torch.tensor([1.5, -2.0]), signals([[1, 1, 0], [1, 0, 0]]), CreditOptions())
-    assert shaped.tolist() == [[1.5] * 3, [-2.0] * 3]
+    credit, metrics = shaped([1.5, -2.0], signals([[1, 1, 0], [1, 0, 0]]))
+    assert credit.tolist() == [[1.5] * 3, [-2.0] * 3]
     assert metrics == {}
 
 
@@ -85,7 +80,9 @@ def test_all_rules_by_hand():
         entropies=[[0.1, 0.2, 0.3, 0.4], [0.5, 0.1, 9.0, 9.0]],
         vgr=[[1.0, 2.0, 4.0, 2.0], [1.0, 1.0, NAN, NAN]],
     )
-    options = CreditOptions(
+    credit, metrics = shaped(
+        [2.0, -1.0],
+        measured,
         token_weights=True,
         enable_perception_filtering=True,
         top_p_perception_tokens=0.5,
@@ -94,10 +91,9 @@ def test_all_rules_by_hand():
         enable_trajectory_reweighting=True,
         trajectory_scaling_min=0.9,
     )
-    shaped, metrics = shape_advantages(torch.tensor([2.0, -1.0]), measured, options)
     eighth = 8 / 9
-    assert shaped[0].tolist() == pytest.approx([0, 1.8 * eighth, 0.9 * eighth, 1.8 * eighth])
-    assert shaped[1].tolist() == pytest.approx([-1.1, 0, 0, 0])
+    assert credit[0].tolist() == pytest.approx([0, 1.8 * eighth, 0.9 * eighth, 1.8 * eighth])
+    assert credit[1].tolist() == pytest.approx([-1.1, 0, 0, 0])
     assert metrics == pytest.approx(
         {
             "perception_token_fraction": 3 / 6,
@@ -123,50 +119,40 @@ def test_all_rules_by_hand():
 def test_soft_perception_weights_instead_of_a_filter():
     """s = 0, 1, 1, 6 has weights 0.2, 0.5, 0.5, 3 over 1.05; the entropy filter still filters."""
     measured = signals([[1, 1, 1, 1]], dependency=[[0.0, 1.0, 1.0, 6.0]], entropies=[[4.0, 3.0, 2.0, 1.0]])
-    options = CreditOptions(enable_perception_filtering=True, perception_weighting="soft")
-    shaped, metrics = shape_advantages(torch.tensor([2.1]), measured, options)
-    assert shaped[0].tolist() == pytest.approx([0.4, 1, 1, 6])
+    soft = {"enable_perception_filtering": True, "perception_weighting": "soft"}
+    credit, metrics = shaped([2.1], measured, **soft)
+    assert credit[0].tolist() == pytest.approx([0.4, 1, 1, 6])
     assert set(metrics) == {f"perception_weight_{part}" for part in ("mean", "variance", "min", "max")}
     assert metrics["perception_weight_max"] == pytest.approx(3 / 1.05)
-    options = dataclasses.replace(options, enable_entropy_filtering=True, top_p_entropy_tokens=0.5)
-    shaped, _ = shape_advantages(torch.tensor([2.1]), measured, options)
-    assert shaped[0].tolist() == pytest.approx([0.4, 1, 0, 0])
+    credit, _ = shaped([2.1], measured, **soft, enable_entropy_filtering=True, top_p_entropy_tokens=0.5)
+    assert credit[0].tolist() == pytest.approx([0.4, 1, 0, 0])
 
 
 def test_soft_perception_weights_are_clipped_to_the_limits_of_token_weights():
     """s = 0, 1, 1, 6 over their mean 2 is 0, 1/2, 1/2, 3; clipped to [0.5, 1.5] and over the mean 3/4: 2/3, …, 2."""
     measured = signals([[1, 1, 1, 1]], dependency=[[0.0, 1.0, 1.0, 6.0]])
-    options = CreditOptions(
-        enable_perception_filtering=True, perception_weighting="soft", token_weights_clip=[0.5, 1.5]
-    )
-    shaped, _ = shape_advantages(torch.tensor([3.0]), measured, options)
-    assert shaped[0].tolist() == pytest.approx([2, 2, 2, 6])
+    soft = {"enable_perception_filtering": True, "perception_weighting": "soft"}
+    credit, _ = shaped([3.0], measured, **soft, token_weights_clip=[0.5, 1.5])
+    assert credit[0].tolist() == pytest.approx([2, 2, 2, 6])
 
 
 def test_positive_only_leaves_completions_with_negative_advantage_alone():
     measured = signals([[1, 1, 1]] * 3, vgr=[[1.0, 2.0, 4.0]] * 3)
-    options = CreditOptions(token_weights=True, token_weights_positive_only=True)
-    shaped, _ = shape_advantages(torch.tensor([7.0, -7.0, 0.0]), measured, options)
-    assert shaped[0].tolist() == pytest.approx([12, 6, 3])
-    assert shaped[1:].tolist() == [[-7.0] * 3, [0.0] * 3]
+    credit, _ = shaped([7.0, -7.0, 0.0], measured, token_weights=True, token_weights_positive_only=True)
+    assert credit[0].tolist() == pytest.approx([12, 6, 3])
+    assert credit[1:].tolist() == [[-7.0] * 3, [0.0] * 3]
 
 
 def test_layers_of_the_token_weights():
     """VGR is uniform in the first two of three layers and 1, 2, 4 in the last, which is the late third."""
     measured = signals([[1, 1, 1]], vgr=[[1.0, 1.0, 1.0]])
     measured.attention.instruction[2] = 0.1 * torch.tensor([[1.0, 2.0, 4.0]])
-    for last, expected in ((None, [12, 6, 3]), (1, [12, 6, 3]), (3, None)):
-        shaped, _ = shape_advantages(
-            torch.tensor([7.0]), measured, CreditOptions(token_weights=True, token_weights_last_k_layers=last)
-        )
-        if expected:
-            assert shaped[0].tolist() == pytest.approx(expected)
-        else:  # mean VGR over three layers 1, 4/3, 2, and weights go with its inverse
-            assert shaped[0].tolist() == pytest.approx([21 / 2.25, 21 / 3, 21 / 4.5])
+    of_all = [21 / 2.25, 21 / 3, 21 / 4.5]  # mean VGR over three layers 1, 4/3, 2, and weights go with its inverse
+    for last, expected in ((None, [12, 6, 3]), (1, [12, 6, 3]), (3, of_all)):
+        credit, _ = shaped([7.0], measured, token_weights=True, token_weights_last_k_layers=last)
+        assert credit[0].tolist() == pytest.approx(expected)
     with pytest.raises(ConfigError, match=r"^token_weights_last_k_layers is 4, but attention was measured in 3 layers"):
-        shape_advantages(
-            torch.tensor([7.0]), measured, CreditOptions(token_weights=True, token_weights_last_k_layers=4)
-        )
+        shaped([7.0], measured, token_weights=True, token_weights_last_k_layers=4)
 
 
 def test_token_weights_read_the_late_segment_of_the_chosen_segments():
@@ -176,31 +162,26 @@ def test_token_weights_read_the_late_segment_of_the_chosen_segments():
     measured.attention.instruction[7:] = 0.1 * torch.tensor([[1.0, 2.0, 4.0]])
     options = CreditOptions(token_weights=True, token_weights_clip=[0, 10])
     options.attention_segments = "ends"
-    shaped, _ = shape_advantages(torch.tensor([7.0]), measured, options)
-    assert shaped[0].tolist() == pytest.approx([12, 6, 3])
+    credit, _ = shape_advantages(torch.tensor([7.0]), measured, options)
+    assert credit[0].tolist() == pytest.approx([12, 6, 3])
     options.attention_segments = "thirds"  # VGR 1, 5/3, 3
-    shaped, _ = shape_advantages(torch.tensor([7.0]), measured, options)
-    assert shaped[0].tolist() == pytest.approx([21 * weight / (1 + 3 / 5 + 1 / 3) for weight in (1, 3 / 5, 1 / 3)])
+    credit, _ = shape_advantages(torch.tensor([7.0]), measured, options)
+    assert credit[0].tolist() == pytest.approx([21 * weight / (1 + 3 / 5 + 1 / 3) for weight in (1, 3 / 5, 1 / 3)])
 
 
 def test_a_model_of_two_layers_is_weighed_by_both():
     measured = signals([[1, 1, 1]])
     measured.attention = attention([[1.0, 2.0, 4.0]], layers=2)
-    shaped, _ = shape_advantages(torch.tensor([7.0]), measured, CreditOptions(token_weights=True))
-    assert shaped[0].tolist() == pytest.approx([12, 6, 3])
+    assert shaped([7.0], measured, token_weights=True)[0][0].tolist() == pytest.approx([12, 6, 3])
 
 
 def test_a_completion_without_dependency_is_neither_filtered_nor_scaled():
     """Its row has no image; the others have z = 0 and 2."""
     measured = signals([[1, 1]] * 3, dependency=[[NAN, NAN], [0.0, 0.0], [4.0, 0.0]])
-    options = CreditOptions(
-        enable_perception_filtering=True,
-        top_p_perception_tokens=0.5,
-        enable_trajectory_reweighting=True,
-        trajectory_scaling_min=0.9,
-    )
-    shaped, metrics = shape_advantages(torch.tensor([1.0, 1.0, 1.0]), measured, options)
-    assert shaped.flatten().tolist() == pytest.approx([1, 1, 0.9, 0, 1.1, 0])
+    filtered = {"enable_perception_filtering": True, "top_p_perception_tokens": 0.5}
+    scaled = {"enable_trajectory_reweighting": True, "trajectory_scaling_min": 0.9}
+    credit, metrics = shaped([1.0, 1.0, 1.0], measured, **filtered, **scaled)
+    assert credit.flatten().tolist() == pytest.approx([1, 1, 0.9, 0, 1.1, 0])
     assert metrics["perception_token_fraction"] == pytest.approx(4 / 6)
     assert metrics["low_var_kl_mean_selected"] == pytest.approx(2.0)
     assert metrics["sensitivity_score_mean"] == pytest.approx(1.0)
@@ -211,8 +192,8 @@ def test_dead_rows_take_no_part_in_the_trajectory_scale():
     measured = signals([[1]] * 5, dependency=[[1.0], [0.0], [2.0], [9.0], [5.0]])
     options = CreditOptions(enable_trajectory_reweighting=True, trajectory_scaling_min=0.8)
     live = torch.tensor([True, False, True, False, True])
-    shaped, metrics = shape_advantages(torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0]), measured, options, shaped=live)
-    assert shaped.flatten().tolist() == pytest.approx([0.8, 0, 0.92, 0, 1.28])
+    credit, metrics = shape_advantages(torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0]), measured, options, shaped=live)
+    assert credit.flatten().tolist() == pytest.approx([0.8, 0, 0.92, 0, 1.28])
     assert metrics["scaling_factor_mean"] == pytest.approx(1)
     assert metrics["sensitivity_score_mean"] == pytest.approx(8 / 3)
 
@@ -222,8 +203,8 @@ def test_rows_that_take_no_part_in_the_trajectory_scale_are_scaled_within_it():
     measured = signals([[1]] * 6, dependency=[[1.0], [0.0], [2.0], [9.0], [5.0], [3.0]])
     options = CreditOptions(enable_trajectory_reweighting=True, trajectory_scaling_min=0.8)
     live = torch.tensor([True, False, True, False, True, False])
-    shaped, _ = shape_advantages(torch.ones(6), measured, options, shaped=live)
-    assert shaped.flatten().tolist() == pytest.approx([0.8, 0.8, 0.92, 1.28, 1.28, 1.04])
+    credit, _ = shape_advantages(torch.ones(6), measured, options, shaped=live)
+    assert credit.flatten().tolist() == pytest.approx([0.8, 0.8, 0.92, 1.28, 1.28, 1.04])
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
@@ -231,26 +212,19 @@ def test_no_token_at_all(tokens):
     measured = signals(
         torch.zeros(2, tokens).tolist(), dependency=torch.ones(2, tokens).tolist(), vgr=torch.ones(2, tokens)
     )
-    options = CreditOptions(
-        token_weights=True,
-        enable_perception_filtering=True,
-        enable_entropy_filtering=True,
-        enable_trajectory_reweighting=True,
-    )
-    shaped, metrics = shape_advantages(torch.tensor([1.0, -1.0]), measured, options)
-    assert shaped.shape == (2, tokens)
-    assert not shaped.any(), "padding never gets credit from a filter"
+    on = ("token_weights", "enable_perception_filtering", "enable_entropy_filtering", "enable_trajectory_reweighting")
+    credit, metrics = shaped([1.0, -1.0], measured, **dict.fromkeys(on, True))
+    assert credit.shape == (2, tokens)
+    assert not credit.any(), "padding never gets credit from a filter"
     assert metrics.pop("dynamic_scaling_max") == 1
     assert all(map(math.isnan, metrics.values()))
 
 
 def test_equal_dependencies_filter_by_position_and_scale_nothing():
     measured = signals([[1, 1, 1], [1, 0, 0]], dependency=[[2.0, 2.0, 2.0], [2.0, 0.0, 0.0]])
-    options = CreditOptions(
-        enable_perception_filtering=True, top_p_perception_tokens=0.4, enable_trajectory_reweighting=True
-    )
-    shaped, metrics = shape_advantages(torch.tensor([1.0, 1.0]), measured, options)
-    assert shaped.tolist() == [[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
+    filtered = {"enable_perception_filtering": True, "top_p_perception_tokens": 0.4}
+    credit, metrics = shaped([1.0, 1.0], measured, **filtered, enable_trajectory_reweighting=True)
+    assert credit.tolist() == [[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
     assert metrics["dynamic_scaling_max"] == metrics["scaling_factor_mean"] == 1
 
 
@@ -339,8 +313,8 @@ def test_nothing_carries_a_gradient_and_the_advantages_given_stay_as_they_were()
     advantages = torch.randn(4, requires_grad=True)
     before = advantages.detach().clone()
     options = CreditOptions(enable_perception_filtering=True, perception_weighting="soft")
-    shaped, _ = shape_advantages(advantages, measured, options)
-    assert not shaped.requires_grad
+    credit, _ = shape_advantages(advantages, measured, options)
+    assert not credit.requires_grad
     assert torch.equal(advantages, before)
 
 
@@ -348,53 +322,42 @@ def test_nothing_carries_a_gradient_and_the_advantages_given_stay_as_they_were()
     ("options", "message"),
     [
         ({"token_weights": True}, "token_weights is on, but the signals have no attention: measure it"),
-        (
-            {"enable_perception_filtering": True},
-            "enable_perception_filtering is on, but the signals have no dependency",
-        ),
-        (
-            {"enable_trajectory_reweighting": True},
-            "enable_trajectory_reweighting is on, but the signals have no depend",
-        ),
+        ({"enable_perception_filtering": True}, "enable_perception_filtering is on, but the signals have no dep"),
+        ({"enable_trajectory_reweighting": True}, "enable_trajectory_reweighting is on, but the signals have no dep"),
         ({"perception_weighting": "hard"}, "perception_weighting is 'hard': give filter or soft."),
     ],
 )
 def test_missing_signals_and_unknown_options(options, message):
     with pytest.raises(ConfigError) as error:
-        shape_advantages(torch.zeros(1), signals([[1]]), CreditOptions(**options))
+        shaped([0.0], signals([[1]]), **options)
     assert str(error.value).startswith(message)
 
 
 def test_missing_entropies():
     measured = signals([[1]])
     measured.entropies = None
-    with pytest.raises(
-        ConfigError, match=r"^enable_entropy_filtering is on, but the signals have no entropies: measure"
-    ):
-        shape_advantages(torch.zeros(1), measured, CreditOptions(enable_entropy_filtering=True))
+    with pytest.raises(ConfigError, match=r"^enable_entropy_filtering is on, but the signals have no entropies: mea"):
+        shaped([0.0], measured, enable_entropy_filtering=True)
 
 
 def test_tokens_may_have_advantages_of_their_own():
     """The two of highest entropy keep theirs."""
     measured = signals([[1, 1, 1, 0]])
     measured.entropies = torch.tensor([[0.1, 0.3, 0.2, 9.0]])
-    options = CreditOptions(enable_entropy_filtering=True, top_p_entropy_tokens=0.5)
-    credit, _ = shape_advantages(torch.tensor([[1.0, -2.0, 3.0, 0.0]]), measured, options)
+    credit, _ = shaped([[1.0, -2.0, 3.0, 0.0]], measured, enable_entropy_filtering=True, top_p_entropy_tokens=0.5)
     assert credit.tolist() == [[0, -2, 3, 0]]
 
 
 def test_shapes():
-    with pytest.raises(
-        DataError, match=r"^shape_advantages got advantages of shape \(2,\) and a mask of shape \(1, 3\)"
-    ):
-        shape_advantages(torch.zeros(2), signals([[1, 1, 1]]), CreditOptions())
-    with pytest.raises(DataError, match=r"advantages of shape \(1, 2\) and a mask of shape \(1, 3\)"):
-        shape_advantages(torch.zeros(1, 2), signals([[1, 1, 1]]), CreditOptions())
+    for advantages, shape in (([0.0, 0.0], r"\(2,\)"), ([[0.0, 0.0]], r"\(1, 2\)")):
+        message = rf"^shape_advantages got advantages of shape {shape} and a mask of shape \(1, 3\)"
+        with pytest.raises(DataError, match=message):
+            shaped(advantages, signals([[1, 1, 1]]))
     with pytest.raises(DataError, match=r"^shape_advantages got shaped of shape \(2,\) and a mask of shape \(1, 3\)"):
         shape_advantages(torch.zeros(1), signals([[1, 1, 1]]), CreditOptions(), shaped=torch.ones(2))
     measured = signals([[1, 1, 1]], dependency=[[1.0]])
     with pytest.raises(DataError, match=r"dependency of shape \(1, 1\) and a mask of shape \(1, 3\)"):
-        shape_advantages(torch.zeros(1), measured, CreditOptions(enable_perception_filtering=True))
+        shaped([0.0], measured, enable_perception_filtering=True)
 
 
 @pytest.mark.parametrize(
@@ -407,30 +370,19 @@ def test_shapes():
 )
 def test_limits_and_share_of_token_weights_are_the_options(changed, weights):
     """VGR 1, 2, 4 has raw weights 2, 1, 1/2 before limits and mean."""
-    options = CreditOptions(token_weights=True, **changed)
-    shaped, _ = shape_advantages(torch.ones(1), signals([[1, 1, 1]], vgr=[[1.0, 2.0, 4.0]]), options)
+    credit, _ = shaped([1.0], signals([[1, 1, 1]], vgr=[[1.0, 2.0, 4.0]]), token_weights=True, **changed)
     mean = sum(weights) / 3
-    assert shaped[0].tolist() == pytest.approx([weight / mean for weight in weights])
-
-
-def test_limits_of_soft_perception_weights_are_the_option():
-    """Dependencies 1, 1, 4 over their mean: 1/2, 1/2, 2; held in [0.6, 1.5]: mean 0.9."""
-    options = CreditOptions(
-        enable_perception_filtering=True, perception_weighting="soft", token_weights_clip=(0.6, 1.5)
-    )
-    shaped, _ = shape_advantages(torch.ones(1), signals([[1, 1, 1]], dependency=[[1.0, 1.0, 4.0]]), options)
-    assert shaped[0].tolist() == pytest.approx([0.6 / 0.9, 0.6 / 0.9, 1.5 / 0.9])
+    assert credit[0].tolist() == pytest.approx([weight / mean for weight in weights])
 
 
 def test_a_token_without_dependency_is_not_kept_beside_others_that_have_one():
-    options = CreditOptions(enable_perception_filtering=True, top_p_perception_tokens=0.5)
     measured = signals([[1, 1, 1, 1], [1, 1, 0, 0]], dependency=[[NAN, 1.0, 3.0, 2.0], [NAN] * 4])
-    shaped, _ = shape_advantages(torch.ones(2), measured, options)
-    assert shaped.tolist() == [[0, 0, 1, 1], [1, 1, 0, 0]]
+    credit, _ = shaped([1.0, 1.0], measured, enable_perception_filtering=True, top_p_perception_tokens=0.5)
+    assert credit.tolist() == [[0, 0, 1, 1], [1, 1, 0, 0]]
 
 
 def test_wide_smoothing_is_the_option():
     """Every token gets the mean of all: weights 1."""
-    options = CreditOptions(token_weights=True, token_weights_smooth_sigma=1000.0)
-    shaped, _ = shape_advantages(torch.ones(1), signals([[1, 1, 1]], vgr=[[1.0, 2.0, 4.0]]), options)
-    assert shaped[0].tolist() == pytest.approx([1, 1, 1], abs=1e-4)
+    measured = signals([[1, 1, 1]], vgr=[[1.0, 2.0, 4.0]])
+    credit, _ = shaped([1.0], measured, token_weights=True, token_weights_smooth_sigma=1000.0)
+    assert credit[0].tolist() == pytest.approx([1, 1, 1], abs=1e-4)

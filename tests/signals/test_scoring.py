@@ -35,6 +35,11 @@ def arguments(batch, **more):
     return tensors, {"num_generations": 3, **inputs, **more}
 
 
+def score(scorer, batch, **more):
+    tensors, options = arguments(batch, **more)
+    return scorer.score(*tensors, **options)
+
+
 def from_logits(model, batch, temperature=1.0):
     """Log-probabilities and entropies by definition, 0 in the padding."""
     length = batch.completion_length
@@ -82,8 +87,7 @@ def test_chunks_whose_images_are_told_by_the_tokens(name):
     """The second prompt's chunk has no image; the first prompt's has two, of different sizes where a family allows."""
     model, batch = build(name), make_batch(name, images=COUNTS["images"])
     logps, _ = from_logits(model, batch)
-    tensors, options = arguments(batch)
-    signals = scorer_of(model, batch_size=3).score(*tensors, **options, attention=False)
+    signals = score(scorer_of(model, batch_size=3), batch, attention=False)
     assert (signals.logps - logps).abs().max() < LOGPS.get(name, 4e-6)
 
 
@@ -94,8 +98,7 @@ def test_heads_that_scale_and_cap(name, shares):
     family = OTHERS[name]
     model, batch = build(family), make_batch(family)
     logps, entropies = from_logits(model, batch)
-    tensors, options = arguments(batch)
-    signals = RolloutScorer(model, share_prompts=shares).score(*tensors, **options, attention=False)
+    signals = score(RolloutScorer(model, share_prompts=shares), batch, attention=False)
     assert (signals.logps - logps).abs().max() < 1e-5
     assert (signals.entropies - entropies).abs().max() < 2e-5
 
@@ -104,8 +107,7 @@ def test_heads_that_scale_and_cap(name, shares):
 def test_patched_by_trl(name):
     model, batch = build(name), make_batch(name)
     logps, entropies = from_logits(model, batch)
-    tensors, options = arguments(batch)
-    signals = scorer_of(with_head(model)).score(*tensors, **options)
+    signals = score(scorer_of(with_head(model)), batch)
     assert (signals.logps - logps).abs().max() < 4e-6
     assert (signals.entropies - entropies).abs().max() < 6e-6
 
@@ -114,9 +116,8 @@ def test_inside_of_share_prompts():
     """The head's passes are none of those that are shared."""
     model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
     logps, _ = from_logits(model, batch)
-    tensors, options = arguments(batch)
     with share_prompts(model, 12) as report:
-        signals = scorer_of(model, share_prompts="off").score(*tensors, **options)
+        signals = score(scorer_of(model, share_prompts="off"), batch)
     assert (report.prompts, report.rows, dict(report.plain)) == (2, 6, {})
     assert (signals.logps - logps).abs().max() < 4e-6
 
@@ -128,11 +129,10 @@ def test_adapters(trained):
     torch.manual_seed(0)
     wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=trained, init_lora_weights=False))
     logps, _ = from_logits(wrapped, batch)
-    tensors, options = arguments(batch)
-    signals = scorer_of(wrapped).score(*tensors, **options)
+    signals = score(scorer_of(wrapped), batch)
     assert (signals.logps - logps).abs().max() < 6e-6
     with wrapped.disable_adapter():
-        without = scorer_of(wrapped).score(*tensors, **options)
+        without = score(scorer_of(wrapped), batch)
     assert (without.logps - logps).abs().max() > 1e-2
 
 
@@ -144,13 +144,12 @@ def test_mode_of_every_module_is_restored():
     model.model.visual.eval()
     model.get_decoder().layers[0].self_attn.attention_dropout = 0.5
     modes = [module.training for module in model.modules()]
-    tensors, options = arguments(batch)
-    signals = scorer_of(model).score(*tensors, **options)
+    signals = score(scorer_of(model), batch)
     assert (signals.logps - logps).abs().max() < 4e-6
     assert [module.training for module in model.modules()] == modes
     assert not signals.logps.requires_grad
     with pytest.raises(DataError):
-        scorer_of(model, batch_size=3).score(*tensors, **options, num_images=[1] * 5)
+        score(scorer_of(model, batch_size=3), batch, num_images=[1] * 5)
     assert [module.training for module in model.modules()] == modes
 
 
@@ -158,8 +157,7 @@ def test_bf16():
     model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
     expected = scorer_of(model).score(*arguments(batch)[0], **arguments(batch)[1])
     batch.inputs["pixel_values"] = batch.inputs["pixel_values"].bfloat16()
-    tensors, options = arguments(batch)
-    signals = scorer_of(model.bfloat16()).score(*tensors, **options)
+    signals = score(scorer_of(model.bfloat16()), batch)
     for one in (signals.logps, signals.entropies, signals.attention.vision):
         assert one.dtype == torch.float32
     # Log-probabilities of a random model differ by up to 4 from each other.
@@ -197,9 +195,8 @@ def test_forbidden_tokens_add_nothing_to_the_entropy():
 
 def test_ids_of_vision_tokens_from_the_configuration():
     model, batch = build("llava"), make_batch("llava")
-    tensors, options = arguments(batch)
-    found = RolloutScorer(model, special_token_ids=SPECIAL_IDS).score(*tensors, **options)
-    assert torch.equal(found.attention.vision, scorer_of(model).score(*tensors, **options).attention.vision)
+    found = score(RolloutScorer(model, special_token_ids=SPECIAL_IDS), batch)
+    assert torch.equal(found.attention.vision, score(scorer_of(model), batch).attention.vision)
     assert found.attention.num_vision.tolist() == [16] * 6
 
 
@@ -262,18 +259,16 @@ class TestRefusals:
 
     def test_attention_without_ids(self):
         model, batch = build("llava"), make_batch("llava")
-        tensors, options = arguments(batch)
         with pytest.raises(ConfigError, match="cannot be measured without special_token_ids"):
-            RolloutScorer(model).score(*tensors, **options)
+            score(RolloutScorer(model), batch)
         with pytest.raises(ConfigError, match="cannot be measured without vision_token_ids"):
             RolloutScorer(build("llama"), special_token_ids=()).score(*arguments(make_batch("llama"))[0])
 
     def test_prompts_that_cannot_be_shared(self):
         model, batch = build(OTHERS["jamba"]), make_batch("llama")
-        tensors, options = arguments(batch)
-        RolloutScorer(model).score(*tensors, **options, attention=False)
+        score(RolloutScorer(model), batch, attention=False)
         with pytest.raises(ConfigError, match="share_prompts is on, but prompts could not be shared: layers of type"):
-            RolloutScorer(model, share_prompts="on").score(*tensors, **options, attention=False)
+            score(RolloutScorer(model, share_prompts="on"), batch, attention=False)
 
     def test_nothing_to_share_is_no_error(self):
         model, batch = build("llama"), make_batch("llama", generations=1)
@@ -311,16 +306,15 @@ class TestRefusals:
 
     def test_images_of_chunks(self):
         model, batch = build("llava"), make_batch("llava")
-        tensors, options = arguments(batch)
         scorer = scorer_of(model, batch_size=3)
         for counts in ({"num_images": [1] * 5}, {"num_images": [1] * 6, "num_tiles": [1]}):
             with pytest.raises(DataError, match="for 6 rows that pass in chunks: give one number for each row"):
-                scorer.score(*tensors, **options, **counts)
+                score(scorer, batch, **counts)
         with pytest.raises(DataError, match="more than 0 where the prompt has placeholder tokens of images, else 0"):
-            scorer.score(*tensors, **options, num_images=[2, 2, 2, 0, 0, 0])
+            score(scorer, batch, num_images=[2, 2, 2, 0, 0, 0])
         with pytest.raises(DataError, match="The input other cannot be cut into chunks: score all rows at once"):
-            scorer.score(*tensors, **options, num_images=[1] * 6, other=torch.ones(6))
-        scorer_of(model).score(*tensors, **options)  # at once nobody needs to know
+            score(scorer, batch, num_images=[1] * 6, other=torch.ones(6))
+        score(scorer_of(model), batch)  # at once nobody needs to know
 
 
 def test_vision_ids_are_those_of_the_batches():
