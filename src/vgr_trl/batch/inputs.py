@@ -78,7 +78,7 @@ def build_scoring_batch(
     pad_token_id: int,
     vision_token_ids: Sequence[int] = (),
     valid: Sequence[bool] | None = None,
-    pad_to_multiple_of: Any = None,
+    pad_to_multiple_of: int | None = None,
 ) -> ScoringBatch:
     """Return the padded tensors of a rollout batch, on the CPU.
 

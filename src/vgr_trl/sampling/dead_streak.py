@@ -2,7 +2,10 @@
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vgr_trl.config import DAPOConfig
 
 LONGEST = 5  # steps in a row without a live group, after which there is a warning
 
@@ -14,9 +17,9 @@ class DeadStreak:
         args: a `DAPOConfig`.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: "DAPOConfig") -> None:
         self._args = args
-        served = args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps
+        served = (args.steps_per_generation or 1) * args.num_iterations // args.gradient_accumulation_steps
         self._steps_per_rollout = max(served, 1)
         self._start_over()
 

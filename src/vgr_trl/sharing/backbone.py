@@ -17,7 +17,7 @@ _RATES = (
 )
 
 
-def causal_model(model: Any) -> Any:
+def causal_model(model: nn.Module) -> Any:
     """The transformers model inside wrappers of DDP, DeepSpeed, PEFT and `torch.compile`.
 
     Raises:
@@ -45,7 +45,7 @@ def base_of(causal: Any) -> Any:
     return decoder if isinstance(decoder, PreTrainedModel) else base
 
 
-def is_compiled(model: Any) -> bool:
+def is_compiled(model: nn.Module) -> bool:
     """Whether `torch.compile` has been applied to the model or to a module of it."""
     return any(
         hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None

@@ -5,6 +5,8 @@ from contextlib import ExitStack, contextmanager
 from inspect import signature
 from typing import Any
 
+from torch import nn
+
 from vgr_trl.errors import ConfigError
 from vgr_trl.replacing import replaced_method
 from vgr_trl.sharing.backbone import base_of, causal_model, is_compiled
@@ -17,7 +19,7 @@ from vgr_trl.sharing.report import SharingReport
 
 @contextmanager
 def share_prompts(
-    model: Any,
+    model: nn.Module,
     completion_length: int | None = None,
     *,
     agree: Callable[[bool], bool] | None = None,
@@ -77,7 +79,7 @@ def share_prompts(
 
 
 @contextmanager
-def leave_out_empty_images(model: Any, *, agree: Callable[[bool], bool] | None = None) -> Iterator[None]:
+def leave_out_empty_images(model: nn.Module, *, agree: Callable[[bool], bool] | None = None) -> Iterator[None]:
     """Let a model run on rows without images although it is given pixel inputs; `share_prompts` does so by itself.
 
     Args:

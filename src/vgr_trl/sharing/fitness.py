@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from vgr_trl.sharing.backbone import base_of, causal_model, flattens_layers, is_compiled, recomputes_without_graph
 from vgr_trl.sharing.prefix_cache import refuse_unknown_layers
@@ -15,7 +16,7 @@ _TOKEN_TYPES_MARK_IMAGES = ("gemma3",)
 _ROPE_BY_LENGTH = {"dynamic", "longrope"}
 
 
-def why_not_share(model: Any, *, gradients: bool) -> str | None:
+def why_not_share(model: nn.Module, *, gradients: bool) -> str | None:
     """Why prompts cannot be shared by a model in its present state; None if they can.
 
     Args:
@@ -53,7 +54,7 @@ def refuse_bidirectional_attention(base: Any) -> None:
         raise CannotShare("attention that is not causal")
 
 
-def _is_attention(module: Any) -> bool:
+def _is_attention(module: nn.Module) -> bool:
     return isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "is_causal")
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch import nn
 
 from vgr_trl.sharing.context import leave_out_empty_images, share_prompts
 from vgr_trl.sharing.report import SharingReport
@@ -66,7 +66,7 @@ class SharedPasses:
         self._report = SharingReport()
 
     @contextmanager
-    def around(self, place: Place, model: Any, completion_length: int | None = None) -> Iterator[None]:
+    def around(self, place: Place, model: nn.Module, completion_length: int | None = None) -> Iterator[None]:
         """Share prompts in passes of this block.
 
         Args:

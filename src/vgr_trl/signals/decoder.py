@@ -11,7 +11,7 @@ from vgr_trl.sharing.backbone import causal_model, is_compiled
 SUPPORTED = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
 
 
-def find_decoder(model: Any) -> nn.Module:
+def find_decoder(model: nn.Module) -> nn.Module:
     """Return the language model of a transformers model, also a wrapped one (DDP, DeepSpeed, PEFT)."""
     inside: Any = causal_model(model)
     decoder = inside.get_decoder() if hasattr(inside, "get_decoder") else None
@@ -19,30 +19,30 @@ def find_decoder(model: Any) -> nn.Module:
     return found
 
 
-def layer_index(module: Any) -> int | None:
+def layer_index(module: nn.Module) -> int | None:
     """Return the number of the decoder layer that an attention module belongs to; None for vision towers."""
     index = getattr(module, "layer_idx", None)
     return index if isinstance(index, int) else None
 
 
-def count_attention_layers(model: Any) -> int:
+def count_attention_layers(model: nn.Module) -> int:
     """Return L, the layers of the language model that have attention; layers of another kind are not measured."""
     modules = find_decoder(model).modules()
     return len({layer_index(module) for module in modules if is_attention(module)})
 
 
-def is_attention(module: Any) -> bool:
+def is_attention(module: nn.Module) -> bool:
     """Whether a module is an attention layer of a language model."""
     return layer_index(module) is not None and hasattr(module, "is_causal")
 
 
-def adds_virtual_tokens(model: Any) -> bool:
+def adds_virtual_tokens(model: nn.Module) -> bool:
     """Whether the active adapter of PEFT puts learned tokens in front of every prompt, so that positions are others."""
     wrapped = (module for module in model.modules() if isinstance(module, PeftModel))
     return any(module.active_peft_config.is_prompt_learning for module in wrapped)
 
 
-def why_not_measurable(model: Any) -> str | None:
+def why_not_measurable(model: nn.Module) -> str | None:
     """Return why the attention of `model` cannot be measured, None if it can."""
     if is_compiled(model):
         return "the model is compiled, and a compiled pass calls no other attention; switch torch.compile off."
@@ -65,7 +65,7 @@ def why_not_measurable(model: Any) -> str | None:
     return None
 
 
-def refuse_unmeasurable(model: Any) -> None:
+def refuse_unmeasurable(model: nn.Module) -> None:
     """Raise `ConfigError` unless the attention of `model` can be measured."""
     if (why := why_not_measurable(model)) is not None:
         raise ConfigError(f"Attention cannot be measured: {why}")

@@ -6,6 +6,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from vgr_trl.errors import ConfigError
 from vgr_trl.sharing import replaced
@@ -118,7 +119,7 @@ class Head:
 
 
 @contextmanager
-def head_of_rows(model: Any, rows: Sequence[int] | None) -> Iterator[None]:
+def head_of_rows(model: nn.Module, rows: Sequence[int] | None) -> Iterator[None]:
     """Let passes that ask for TRL's fused head go through it with some rows only; what they return of others is NaN.
 
     Args:
@@ -153,7 +154,7 @@ def head_of_rows(model: Any, rows: Sequence[int] | None) -> Iterator[None]:
         yield
 
 
-def leaves_rows_out(model: Any) -> bool:
+def leaves_rows_out(model: nn.Module) -> bool:
     """Whether passes of a model leave out the head for some rows, by `head_of_rows`."""
     return hasattr(causal_model(model).forward, "of_rows")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
 
 from vgr_trl.batch.signals import AttentionMass, RolloutSignals, unmeasured
 from vgr_trl.registries import BLIND_ANSWERS
@@ -121,7 +122,7 @@ class Measurement:
         """Whether attention is measured while generating."""
         return bool(self.wanted.attention) and self.attention_source == "generate"
 
-    def generation_probe(self, model: Any) -> GenerationProbe:
+    def generation_probe(self, model: nn.Module) -> GenerationProbe:
         """Return a context in which `model` generates a batch, whose attention it then has as `mass`.
 
         Raises:
@@ -131,7 +132,7 @@ class Measurement:
 
     def measure(
         self,
-        model: Any,
+        model: nn.Module,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
         completion_length: int,

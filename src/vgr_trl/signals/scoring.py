@@ -5,6 +5,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
 from vgr_trl.batch.inputs import TOKEN_TYPES
 from vgr_trl.batch.signals import RolloutSignals
@@ -46,7 +47,7 @@ class RolloutScorer:
 
     def __init__(
         self,
-        model: Any,
+        model: nn.Module,
         *,
         vision_token_ids: Sequence[int] | None = None,
         special_token_ids: Sequence[int] | None = None,
@@ -258,7 +259,7 @@ def _token_types(
 
 
 @contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
+def _evaluating(model: nn.Module) -> Iterator[None]:
     """Dropout and gradient checkpointing off for the duration."""
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -269,6 +270,6 @@ def _evaluating(model: Any) -> Iterator[None]:
             module.training = True
 
 
-def _is_sharded(model: Any) -> bool:
+def _is_sharded(model: nn.Module) -> bool:
     partitioned = (hasattr(value, "ds_numel") and value.numel() != value.ds_numel for value in model.parameters())
     return shards_layers(model) or flattens_layers(model) or any(partitioned)

@@ -54,7 +54,7 @@ class SimilarityProbe:
         ConfigError: the model has no such hidden states.
     """
 
-    def __init__(self, model: Any, vision: torch.Tensor, layer: int = -1, over: str = "max") -> None:
+    def __init__(self, model: nn.Module, vision: torch.Tensor, layer: int = -1, over: str = "max") -> None:
         self.vision, self.over = vision, over
         self._plan = PassPlan(vision.unsqueeze(-1), None, measure_prompt=False)
         self._base: Any = causal_model(model).base_model

@@ -6,6 +6,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.generation import GenerationMode
 
 from vgr_trl.batch.signals import AttentionMass
@@ -38,7 +39,7 @@ class GenerationProbe:
         ConfigError: the model cannot attend eagerly, or generates with beams, an assistant or a cache of fixed length.
     """
 
-    def __init__(self, model: Any, *, vision_token_ids: Sequence[int], special_token_ids: Sequence[int]) -> None:
+    def __init__(self, model: nn.Module, *, vision_token_ids: Sequence[int], special_token_ids: Sequence[int]) -> None:
         self.causal: Any = causal_model(model)
         self.vision_token_ids, self.special_token_ids = tuple(vision_token_ids), tuple(special_token_ids)
         self._mass: AttentionMass | None = None
@@ -107,7 +108,7 @@ class GenerationProbe:
 
 
 @contextmanager
-def eager_language_model(model: Any) -> Iterator[None]:
+def eager_language_model(model: nn.Module) -> Iterator[None]:
     """Let the language model inside a transformers model attend eagerly for the duration; its vision tower does not.
 
     Raises:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.cache_utils import Cache
 
 from vgr_trl.errors import ConfigError
@@ -153,7 +154,7 @@ class PassPlan:
         if wanted != self.positions:
             self.picks = [bisect_left(self.positions, position) for position in wanted]
 
-    def begin_pass(self, attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin_pass(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before rows pass through the decoder: once for a plain batch, twice where prompts are shared."""
         if _in_backward():
             return

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
 from vgr_trl.batch.signals import AttentionMass
@@ -49,7 +50,7 @@ class AttentionProbe:
 
     def __init__(
         self,
-        model: Any,
+        model: nn.Module,
         masks: ModalityMasks,
         rows: slice | Sequence[int] | None = None,
         keep_rows: Sequence[int] = (),
@@ -147,7 +148,7 @@ class AttentionProbe:
     # The attention calls of a pass
 
     def _wrap(self, attention: Callable[..., Any]) -> Callable[..., Any]:
-        def measured(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        def measured(module: nn.Module, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
             outputs = attention(module, query, key, value, *args, **kwargs)
             if (at_hand := self._due(module)) is not None:
                 options = dict(zip(("attention_mask",), args, strict=False)) | kwargs
@@ -159,7 +160,7 @@ class AttentionProbe:
 
         return measured
 
-    def _take_weights(self, module: Any, args: Any, outputs: Any) -> None:
+    def _take_weights(self, module: nn.Module, args: Any, outputs: Any) -> None:
         """Measure a layer that calls no function of the registry, by the matrix that it returns."""
         weights = outputs[1] if isinstance(outputs, tuple) and len(outputs) > 1 else None
         if isinstance(weights, torch.Tensor) and weights.ndim == 4 and (at_hand := self._due(module)) is not None:
@@ -169,7 +170,7 @@ class AttentionProbe:
                 )
             self._measure(module, at_hand, AttentionWeights(weights))
 
-    def _due(self, module: Any) -> Pass | None:
+    def _due(self, module: nn.Module) -> Pass | None:
         """The pass at hand, if the attention of `module` is still to be measured in it."""
         at_hand = self.plan.current
         if at_hand is None or module not in self._modules or layer_index(module) in at_hand.done:
@@ -177,7 +178,7 @@ class AttentionProbe:
         return at_hand
 
     @torch.no_grad()
-    def _measure(self, module: Any, at_hand: Pass, call: AttentionCall | AttentionWeights) -> None:
+    def _measure(self, module: nn.Module, at_hand: Pass, call: AttentionCall | AttentionWeights) -> None:
         layer = layer_index(module)
         assert layer is not None
         at_hand.done.add(layer)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from vgr_trl.errors import ConfigError
 
@@ -59,7 +60,7 @@ class AttentionCall:
     """
 
     function: Callable[..., Any]
-    module: Any
+    module: nn.Module
     query: torch.Tensor
     key: torch.Tensor
     options: dict[str, Any]

@@ -33,7 +33,7 @@ class Critic:
         policy: the trainer's model, not wrapped yet.
     """
 
-    def __init__(self, host: Host, policy: Any) -> None:
+    def __init__(self, host: Host, policy: nn.Module) -> None:
         self.host = host
         head = ValueHead(hidden_width(policy)).to(host.accelerator.device)
         self.reader = value_reader(policy, head) if host.args.critic == "head" else None

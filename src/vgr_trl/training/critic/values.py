@@ -55,7 +55,7 @@ class ValueModel(nn.Module):
         head: of the values.
     """
 
-    def __init__(self, policy: Any, head: ValueHead) -> None:
+    def __init__(self, policy: nn.Module, head: ValueHead) -> None:
         super().__init__()
         self.module = deepcopy(base_of(causal_model(policy)))  # where `causal_model` looks for it
         self.head = head
@@ -68,6 +68,6 @@ class ValueModel(nn.Module):
         return FusedCausalLMOutput(log_probs=self.head(outputs.last_hidden_state[:, :-1]))
 
 
-def hidden_width(policy: Any) -> int:
+def hidden_width(policy: nn.Module) -> int:
     """Return D, the width of the last hidden states of a model, also wrapped."""
     return int(causal_model(policy).config.get_text_config(decoder=True).hidden_size)

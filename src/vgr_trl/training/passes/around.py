@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -56,7 +55,7 @@ def _all_agree(accelerator: Accelerator, shares: bool) -> bool:
     return bool(accelerator.gather(torch.tensor([shares], device=accelerator.device)).all())
 
 
-def _head_without_padding(model: Any) -> AbstractContextManager[None]:
+def _head_without_padding(model: nn.Module) -> AbstractContextManager[None]:
     """TRL's head scores padding too where it has no Triton; a head of some rows wants whole ones."""
     causal = causal_model(model)
     base = base_of(causal)

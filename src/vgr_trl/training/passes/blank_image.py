@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedType
 from PIL import Image
+from torch import nn
 
 from vgr_trl.errors import DataError
 from vgr_trl.replacing import replaced
@@ -41,7 +42,7 @@ class BlankImage:
         self._inputs = dict(made)
 
     @contextmanager
-    def around(self, model: Any, generates: bool) -> Iterator[None]:
+    def around(self, model: nn.Module, generates: bool) -> Iterator[None]:
         """Take part in the passes of this block.
 
         Args:
@@ -104,7 +105,7 @@ def nothing_added(base: Any, features: Callable[[Any], Any]) -> Iterator[None]:
         features: called with `base`, behind its embeddings.
     """
 
-    def add(module: Any, inputs: Any, embedded: torch.Tensor) -> torch.Tensor:
+    def add(module: nn.Module, inputs: Any, embedded: torch.Tensor) -> torch.Tensor:
         hook.remove()
         found = sum((tensor.float() * 0).sum() for tensor in _tensors(features(base)))
         return embedded + torch.as_tensor(found, device=embedded.device).to(embedded.dtype)

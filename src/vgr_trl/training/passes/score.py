@@ -135,7 +135,7 @@ class ScoringPasses:
             )
         return scored
 
-    def _shift(self, model: Any, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
+    def _shift(self, model: nn.Module, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
         """How the latest pass, whose first rows are under the perturbation, differs from that over the rollout."""
         hidden, others = rollout.hidden, self._passes.hidden.take()
         assert hidden is not None

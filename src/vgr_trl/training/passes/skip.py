@@ -104,7 +104,7 @@ class LivePasses:
                 self._replay.first_pass(passed)
         return logps, None if entropies is None else widened(entropies, window, live, None), aux_loss
 
-    def _window(self, model: Any, live: torch.Tensor, inputs: dict[str, Any]) -> Window:
+    def _window(self, model: nn.Module, live: torch.Tensor, inputs: dict[str, Any]) -> Window:
         completion, multiple = inputs["logits_to_keep"], self._host.pad_to_multiple_of
         runs_images = self.plan.images and inputs.get("pixel_values") is not None
         if self._skips_rows and self._skips_padding and not runs_images and not live.any():

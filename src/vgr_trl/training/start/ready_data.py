@@ -6,6 +6,7 @@ from typing import Any
 
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
+from torch import nn
 from transformers.utils import logging
 
 from vgr_trl.compat.image_processor import load_processor
@@ -21,7 +22,7 @@ from vgr_trl.training.constructed import ConstructedTrainer
 logger = logging.get_logger(__name__)
 
 
-def with_processor(model: Any, rest: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+def with_processor(model: str | Path | nn.Module, rest: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a trainer with the processor of the folder `model` where only this library can load it."""
     if len(rest) > 2 or options.get("processing_class") is not None or not isinstance(model, str | Path):
         return options
