@@ -107,24 +107,16 @@ class GroupChoice:
         )
         if args.uses_critic:
             verdict.advantages = accelerator.gather(_completion_means(rollout.batch))
-            rollout.batch = {**rollout.batch, "advantages": verdict.advantages[verdict.here]}
-            host.correct_logged_advantages(verdict.advantages.tolist())
         elif args.advantage_estimator != "grpo":
             baseline = greedy_baseline(rollout, host, placement) if args.advantage_estimator == "remax" else None
             verdict.advantages = estimate_advantages(verdict.rewards, size, args.advantage_estimator, baseline)
+        if args.advantage_estimator != "grpo":
             rollout.batch = {**rollout.batch, "advantages": verdict.advantages[verdict.here]}
             host.correct_logged_advantages(verdict.advantages.tolist())
-        dead = (
-            []
-            if args.uses_critic
-            else dead_groups(
-                verdict.advantages,
-                verdict.rewards,
-                size,
-                estimator=args.advantage_estimator,
-                epsilon=args.replay_var_epsilon,
-            )
-        )
+        dead: list[int] = []
+        if not args.uses_critic:
+            epsilon, estimator = args.replay_var_epsilon, args.advantage_estimator
+            dead = dead_groups(verdict.advantages, verdict.rewards, size, estimator=estimator, epsilon=epsilon)
         filtered: list[int] = []
         means = torch.empty(0)
         if args.online_filtering:
