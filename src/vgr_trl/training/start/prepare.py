@@ -5,7 +5,7 @@ from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import gather_object
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig
 from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl.data_utils import prepare_multimodal_messages
@@ -28,6 +28,7 @@ from vgr_trl.skipping import SkippingPlan, VisionPlan
 from vgr_trl.training.constructed import ConstructedTrainer
 from vgr_trl.training.kl import kl_penalty_reward
 from vgr_trl.training.start.ready_data import change_data, make_data_ready
+from vgr_trl.training.start.refusals import refuse_targets_without_module
 from vgr_trl.training.start.seams import check_attributes, check_head
 
 logger = logging.get_logger(__name__)
@@ -162,30 +163,6 @@ def with_image_lists(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if any(name in rows[0] for name in IMAGE_COLUMNS) and not all(map(images_of, rows)):
         return [{**row, "images": images_of(row)} for row in rows]
     return rows
-
-
-def refuse_targets_without_module(model: PeftModel) -> None:
-    """Raise `ConfigError` if an adapter names a target that is no module of the model, which PEFT passes over.
-
-    Args:
-        model: a `PeftModel` that was just made.
-    """
-    targets = getattr(next(iter(model.peft_config.values())), "target_modules", None)
-    if isinstance(targets, str) or not targets:
-        return
-    adapted = getattr(model.base_model, "targeted_module_names", [])
-    missing = sorted(target for target in targets if not any(_ends_with(name, target) for name in adapted))
-    if missing:
-        linear = {name.split(".")[-1] for name, module in model.named_modules() if hasattr(module, "in_features")}
-        names = ", ".join(sorted(linear - {"base_layer", "default"}))
-        raise ConfigError(
-            f"No module of {type(model.get_base_model()).__name__} is named {' or '.join(missing)}, which the adapter "
-            f"targets: give other names (linear modules are {names})."
-        )
-
-
-def _ends_with(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")
 
 
 def as_list(reward_funcs: Any) -> list[Any]:

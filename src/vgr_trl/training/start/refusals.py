@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from itertools import chain
 
+from peft import PeftModel
+
 from vgr_trl.errors import ConfigError
 from vgr_trl.sampling import filter_index
 from vgr_trl.training.constructed import ConstructedTrainer
@@ -111,3 +113,27 @@ def _of_noise(trainer: ConstructedTrainer, has_images: bool) -> Iterator[str]:
         "vllm_importance_sampling_correction would weigh perturbed against clean images; set it to False.": corrects,
     }
     yield from (f"noisy_generations cannot be used here: {why}" for why, is_so in reasons.items() if is_so)
+
+
+def refuse_targets_without_module(model: PeftModel) -> None:
+    """Raise `ConfigError` if an adapter names a target that is no module of the model, which PEFT passes over.
+
+    Args:
+        model: a `PeftModel` that was just made.
+    """
+    targets = getattr(next(iter(model.peft_config.values())), "target_modules", None)
+    if isinstance(targets, str) or not targets:
+        return
+    adapted = getattr(model.base_model, "targeted_module_names", [])
+    missing = sorted(target for target in targets if not any(_ends_with(name, target) for name in adapted))
+    if missing:
+        linear = {name.split(".")[-1] for name, module in model.named_modules() if hasattr(module, "in_features")}
+        names = ", ".join(sorted(linear - {"base_layer", "default"}))
+        raise ConfigError(
+            f"No module of {type(model.get_base_model()).__name__} is named {' or '.join(missing)}, which the adapter "
+            f"targets: give other names (linear modules are {names})."
+        )
+
+
+def _ends_with(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
