@@ -164,30 +164,6 @@ def _late(layers: torch.Tensor, options: Any) -> list[int]:
     return late_layers(len(layers), getattr(options, "attention_segments", "thirds"))
 
 
-@registries.signals.register("similarity")
-@declares(needs=("similarity",))
-def similarity(signals: RolloutSignals, options: Any) -> torch.Tensor:
-    """Return how similar the hidden state that emits each token is to those of the image tokens, in [-1, 1]."""
-    assert signals.similarity is not None
-    return signals.similarity
-
-
-@registries.signals.register("dependency")
-@declares(needs=("dependency",))
-def dependency(signals: RolloutSignals, options: Any) -> torch.Tensor:
-    """Return the visual dependency of each token."""
-    assert signals.dependency is not None
-    return signals.dependency
-
-
-@registries.signals.register("jsd")
-@declares(needs=("shift",))
-def jsd(signals: RolloutSignals, options: Any) -> torch.Tensor:
-    """Return how far what each token is drawn from differs under the perturbation, in [0, ln 2]."""
-    assert signals.jsd is not None
-    return signals.jsd
-
-
 @registries.signals.register("stability")
 @declares(needs=("views",))
 def stability(signals: RolloutSignals, options: Any) -> torch.Tensor:
@@ -199,15 +175,17 @@ def stability(signals: RolloutSignals, options: Any) -> torch.Tensor:
     return 1 - 2 * probabilities.std(0, correction=0)
 
 
-@registries.signals.register("entropies")
-@declares(needs=("entropies",))
-def entropies(signals: RolloutSignals, options: Any) -> torch.Tensor:
-    """Return the entropy of what each token was drawn from."""
-    return signals.entropies
+def _offer(name: str, need: str) -> None:
+    """Let what `RolloutSignals` has by that name be asked for as a signal."""
+
+    @registries.signals.register(name)
+    @declares(needs=(need,))
+    def measured(signals: RolloutSignals, options: Any) -> torch.Tensor:
+        values: torch.Tensor | None = getattr(signals, name)
+        assert values is not None
+        return values
 
 
-@registries.signals.register("logps")
-@declares(needs=("logps",))
-def logps(signals: RolloutSignals, options: Any) -> torch.Tensor:
-    """Return the log-probability of each token."""
-    return signals.logps
+for _name in ("similarity", "dependency", "entropies", "logps"):
+    _offer(_name, need=_name)
+_offer("jsd", need="shift")
