@@ -1,7 +1,7 @@
 """What a trainer leaves of its rollouts for people to look at: records, Markdown logs, lines on the terminal."""
 
 import time
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +23,22 @@ from vgr_trl.training.recording.taking import TakenRows, take_rows, with_picture
 from vgr_trl.training.rollout import Rollout
 
 
-@dataclass(frozen=True)
-class Made:
-    """A record whose rows are taken, and the batch it is of; what is left to do needs no trainer."""
+def finished(
+    record: Record, taken: list[TakenRows], completing: Completing, rewards: torch.Tensor, metrics: dict[str, float]
+) -> Finished:
+    """Return a record with its completions and thumbnails, and the batch in numbers; needs no trainer.
 
-    step: int
-    mode: str
-    time: float
-    taken: list[TakenRows]
-    completing: Completing
-    rewards: torch.Tensor  # (N of all, number of functions)
-    metrics: dict[str, float]
-
-    def finished(self) -> Finished:
-        """Return the record with its thumbnails, and the batch in numbers."""
-        rows = [row for of_process in self.taken for row in self.completing.rows(of_process)]
-        rows.sort(key=lambda row: row.place)
-        record = Record(self.step, self.mode, self.time, [row.completion for row in rows])
-        names, weights = self.completing.reward_names, torch.tensor(self.completing.reward_weights)
-        summary = summary_of(self.rewards, names, weights, self.metrics)
-        return Finished(record, [row.thumbnails for row in rows], summary)
+    Args:
+        record: without completions.
+        taken: rows of each process.
+        completing: what makes completions of them.
+        rewards: (N of all, number of functions).
+        metrics: of the batch.
+    """
+    rows = sorted((row for of_process in taken for row in completing.rows(of_process)), key=lambda row: row.place)
+    record.completions = [row.completion for row in rows]
+    summary = summary_of(rewards, completing.reward_names, torch.tensor(completing.reward_weights), metrics)
+    return Finished(record, [row.thumbnails for row in rows], summary)
 
 
 class RolloutRecorder:
@@ -135,22 +131,16 @@ class RolloutRecorder:
         if not host.accelerator.is_main_process:
             return
         assert rollout.rewards is not None
-        made = Made(
-            host.state.global_step,
-            host.mode,
-            time.time(),
-            gathered,
-            Completing(
-                self._decode,
-                self.measurement.vision_token_ids,
-                self.args,
-                list(host.reward_names),
-                host.reward_weights.tolist(),
-            ),
-            rollout.rewards.detach().clone().cpu(),
-            host.newest_metrics(),
+        completing = Completing(
+            self._decode,
+            self.measurement.vision_token_ids,
+            self.args,
+            list(host.reward_names),
+            host.reward_weights.tolist(),
         )
-        self.sink.add(made.finished)
+        record = Record(host.state.global_step, host.mode, time.time(), [])
+        rewards = rollout.rewards.detach().clone().cpu()
+        self.sink.add(partial(finished, record, gathered, completing, rewards, host.newest_metrics()))
 
     def _description(self, model: str) -> dict[str, Any]:
         return {
