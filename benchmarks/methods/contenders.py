@@ -66,5 +66,7 @@ METHODS = {
     "no style": Method({"credit_rules": [f"{CONTROLS}:no_style"]}, knows=True),
     "random": Method({"credit_rules": [f"{CONTROLS}:at_random"]}, knows=True),
     "VGR reward": Method(rewards={"vgr": 0.2}),
+    "VGR reward, scaled": Method({"attention_reward_scale": "accuracy"}, {"vgr": 0.2}),
     "MDI reward": Method(rewards={"mdi": 0.2}),
+    "noisy generations": Method({"noisy_generations": 4}),
 }

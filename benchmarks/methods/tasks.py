@@ -14,6 +14,7 @@ OTHERS = {word: [other for other in family if other != word] for _, family in FA
 STYLE = tuple("well so now then here look see just maybe next also still thus hence okay right".split())
 DOUBT = 0.4  # share of the words read off the image that are wrong in the thoughts a model starts from
 HINTED_IN_TRAINING, HINTED_IN_TEST = 0.7, 0.25  # share of the hints that are true, of four words
+MISMATCHED = 0.5  # share of a trusting start's rows that show the image of another row
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,14 @@ def with_hint(row: dict[str, Any], true: bool, rng: random.Random) -> dict[str, 
     return row | {"problem": f"{word}? {row['problem']}", "hint": "true" if true else "false"}
 
 
-def hinted() -> Task:
+def hinted(name: str, *, trusting: bool) -> Task:
     """Return the demo's open questions with a hint that is mostly true in training and as good as a guess in the test.
 
-    The warm start sees hints that are as good as a guess, so that reinforcement alone teaches to trust them.
+    Args:
+        name: of the task.
+        trusting: the warm start sees hints that are as often true as those of training, and with half of them the image
+            of another row, so that the hint is all there is to go by; else hints that are as good as a guess, so that
+            reinforcement alone could teach to trust them.
     """
 
     def questions(seed: int) -> Questions:
@@ -96,15 +101,19 @@ def hinted() -> Task:
         def hint(rows: Rows, share: float) -> Rows:
             return [with_hint(row, rng.random() < share, rng) for row in rows]
 
+        first = hint(plain.train, HINTED_IN_TRAINING if trusting else HINTED_IN_TEST)
+        if trusting:
+            first = [row | {"image": rng.choice(first)["image"]} if rng.random() < MISMATCHED else row for row in first]
         return Questions(
             train=hint(plain.train, HINTED_IN_TRAINING),
             validation=hint(plain.validation, HINTED_IN_TEST),
             test=hint(plain.test, HINTED_IN_TEST),
-            text=hint(plain.train, HINTED_IN_TEST),
-            shown=hint(plain.train, HINTED_IN_TEST),
+            text=first,
+            shown=first,
         )
 
-    return Task("hinted", 12, questions)
+    return Task(name, 12, questions, caption_loss=0.62 if trusting else Options.caption_loss)
 
 
-TASKS = {task.name: task for task in (*(styled(count) for count in (0, 8, 32, 96)), hinted())}
+HINTED = (hinted("hinted", trusting=False), hinted("hinted-start", trusting=True))
+TASKS = {task.name: task for task in (*(styled(count) for count in (0, 8, 32, 96)), *HINTED)}

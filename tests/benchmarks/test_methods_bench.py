@@ -40,10 +40,11 @@ def test_a_whole_answer_has_as_many_tokens_as_the_task_says(name, module):
     assert lengths == {task.plain_length} == {10 + int(name.removeprefix("style-"))}
 
 
-def test_hints_are_true_as_often_as_said(module):
+@pytest.mark.parametrize(("name", "in_start"), [("hinted", 0.25), ("hinted-start", 0.7)])
+def test_hints_are_true_as_often_as_said(name, in_start, module):
     """1,600 draws of 0.7 and 320 of 0.25 are within four standard deviations."""
-    questions = module("methods.tasks").TASKS["hinted"].questions(0)
-    for rows, share in ((questions.train[:1600], 0.7), (questions.test, 0.25), (questions.text[:1600], 0.25)):
+    questions = module("methods.tasks").TASKS[name].questions(0)
+    for rows, share in ((questions.train[:1600], 0.7), (questions.test, 0.25), (questions.text[:1600], in_start)):
         true = [row["problem"].split("?")[0] == row["solution"] for row in rows]
         assert [row["hint"] == "true" for row in rows] == true
         assert sum(true) / len(true) == pytest.approx(share, abs=4 * (share * (1 - share) / len(true)) ** 0.5)
