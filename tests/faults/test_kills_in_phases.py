@@ -1,15 +1,18 @@
-"""SIGKILL in generation, scoring, backward, optimizer and evaluation."""
+"""SIGKILL in generation, scoring, backward, optimizer and evaluation, of one process of two and of all."""
 
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import phase_worker
 import pytest
-from support.launching import launch
+from support.launching import environment, launch
 from support.trainers import train_file
 
 WORKER = Path(phase_worker.__file__)
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
 def last(output):
@@ -37,4 +40,23 @@ def test_a_process_that_is_killed_in_each_phase(data, tmp_path):
         engine = {"ACCELERATE_USE_CPU": "true", "DIES": f"{phase} {step} all"}
         launch(WORKER, *data, tmp_path / "killed", processes=1, engine=engine, status=-signal.SIGKILL)
     launch(WORKER, *data, tmp_path / "killed", processes=1)
+    check_same(tmp_path / "killed", tmp_path / "whole")
+
+
+@pytest.mark.minutes
+@pytest.mark.parametrize("who", ["1", "all"])
+def test_processes_that_are_killed_in_each_phase(who, data, tmp_path):
+    """Where one dies, the other ends with a sentence, or by the launcher, which ends all."""
+    launch(WORKER, *data, tmp_path / "whole", processes=2)
+    said = ""
+    for step, phase in enumerate(phase_worker.PHASES, start=2):
+        command = [*TORCHRUN, str(WORKER), *data, str(tmp_path / "killed")]
+        more = environment(ACCELERATE_USE_CPU="true", DIES=f"{phase} {step} {who}")
+        run = subprocess.run(command, env=more, capture_output=True, text=True, timeout=300)
+        assert run.returncode != 0
+        assert "SIGKILL" in run.stderr, run.stderr[-3000:]
+        said += run.stderr
+    if who == "1":
+        assert "ProcessError: Another of the 2 processes has ended at step" in said
+    launch(WORKER, *data, tmp_path / "killed", processes=2)
     check_same(tmp_path / "killed", tmp_path / "whole")
