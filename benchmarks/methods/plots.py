@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from methods.seeds import Course, interval, mean_course
 
@@ -34,10 +34,10 @@ def plot_doses(doses: Mapping[str, Mapping[int, Sequence[float]]], file: Path) -
             axes.errorbar(shifted, means, yerr=reach, marker="o", markersize=4, capsize=3, label=method)
         axes.set_xlabel("words of style in a thought")
 
-    _save(draw, file)
+    _save(draw, file, legend="center")  # the best place is found without looking at intervals
 
 
-def _save(draw: Any, file: Path) -> None:
+def _save(draw: Any, file: Path, legend: Literal["best", "center"] = "best") -> None:
     import matplotlib
 
     matplotlib.use("agg")
@@ -47,6 +47,6 @@ def _save(draw: Any, file: Path) -> None:
     draw(axes)
     axes.set_ylabel("accuracy of sampled answers")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc=legend)
     figure.savefig(file, dpi=110)
     pyplot.close(figure)
