@@ -12,6 +12,7 @@ from PIL import Image
 
 from vgr_trl.cli.data import convert as data_convert
 from vgr_trl.cli.data import inspect as data_inspect
+from vgr_trl.cli.data.inspecting import run as inspect_rows
 from vgr_trl.cli.flags.arguments import DataArguments
 from vgr_trl.cli.flags.parsing import parse
 from vgr_trl.cli.loading import load_rows
@@ -73,7 +74,7 @@ def test_columns_of_other_names(tmp_path, pictures, streaming):
 def test_inspect_and_convert_take_the_same_flags(tmp_path, pictures, capsys):
     jsonl(tmp_path / "rows.jsonl", [OTHER])
     flags = [part for name, value in FLAGS.items() for part in (f"--{name}", value)] + ["--image_dir", str(pictures)]
-    found = data_inspect.run(data_inspect.parser().parse_args([str(tmp_path / "rows.jsonl"), "--samples", "0", *flags]))
+    found = inspect_rows(data_inspect.parser().parse_args([str(tmp_path / "rows.jsonl"), "--samples", "0", *flags]))
     assert (found.usable, dict(found.letters)) == (1, {"B": 1})
     out = ["--data_files", str(tmp_path / "rows.jsonl"), "--output_dir", str(tmp_path / "out"), "--workers", "0"]
     data_convert.run(data_convert.parser().parse_args(["jsonl", *out, *flags]))
@@ -226,7 +227,7 @@ def test_arxivqa_as_on_the_hub(arxivqa, streaming):
 
 
 def test_inspect_reads_arxivqa(arxivqa, capsys):
-    found = data_inspect.run(data_inspect.parser().parse_args([arxivqa[1]["dataset_path"], "--samples", "0"]))
+    found = inspect_rows(data_inspect.parser().parse_args([arxivqa[1]["dataset_path"], "--samples", "0"]))
     assert (found.rows, found.usable) == (2, 1)
 
 

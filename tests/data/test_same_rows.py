@@ -12,6 +12,7 @@ from PIL import Image
 
 from vgr_trl.cli.data import convert as data_convert
 from vgr_trl.cli.data import inspect as data_inspect
+from vgr_trl.cli.data.inspecting import run as inspect_rows
 from vgr_trl.cli.flags.arguments import DataArguments
 from vgr_trl.cli.loading import load_rows
 from vgr_trl.data.rows.columns import images_of
@@ -235,7 +236,7 @@ class Commands:
 
     def inspect(self) -> tuple[int, dict[int, str]]:
         listed = self.folder / "inspected.jsonl"
-        found = data_inspect.run(
+        found = inspect_rows(
             data_inspect.parser().parse_args([str(self.file), "--tiny", "--samples", "0", "--skipped", str(listed)])
         )
         left_out = [json.loads(line) for line in listed.read_text(encoding="utf-8").splitlines()]
