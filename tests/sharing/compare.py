@@ -8,6 +8,8 @@ import torch
 from families import Batch
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
+from vgr_trl.sharing import share_prompts
+
 
 def with_head(model: Any) -> Any:
     """The model with TRL's head, which scores tokens without logits and wants a base model below it."""
@@ -34,6 +36,15 @@ def scored(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     labels[:, :-length] = -100
     outputs = model(**batch.inputs, labels=labels, fused_lm_head=True)
     return outputs.log_probs[:, -length:], outputs.entropy[:, -length:]
+
+
+def plain_and_shared(model: Any, batch: Batch, length: int | None = 12) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """Log-probabilities of the plain pass and of the shared one, and what the latter reports."""
+    with torch.no_grad():
+        plain, _ = scored(model, batch)
+        with share_prompts(model, length) as report:
+            shared, _ = scored(model, batch)
+    return plain, shared, report
 
 
 def loss_of(model: Any, batch: Batch) -> torch.Tensor:
@@ -65,6 +76,48 @@ def generated(model: Any, batch: Batch, *, sample: bool, **options: Any) -> torc
     inputs = batch.prompt_inputs()
     tokens = model.generate(**inputs, do_sample=sample, max_new_tokens=12, **options)
     return tokens[:, inputs["input_ids"].size(1) :]
+
+
+def assert_same_scores(model: Any, batch: Batch, length: int | None, most: float, shared_by: tuple[int, int]) -> None:
+    """Log-probabilities and entropies differ by less than `most`; `shared_by`: prompts that passed for so many rows."""
+    with torch.no_grad():
+        plain = scored(model, batch)
+        with share_prompts(model, length) as report:
+            shared = scored(model, batch)
+    assert (report.prompts, report.rows, dict(report.plain)) == (*shared_by, {})
+    for one, other in zip(plain, shared, strict=True):
+        assert (one - other).abs().max() < most
+
+
+def assert_same_gradients(model: Any, batch: Batch, most: float, checkpointing: bool = False) -> None:
+    """Gradients differ by less than `most`, relatively, in every parameter, of the vision tower too."""
+    plain = gradients(model, batch)
+    if checkpointing:
+        checkpointed(model)
+    with share_prompts(model, batch.completion_length) as report:
+        shared = gradients(model, batch)
+    assert (report.prompts, report.rows, dict(report.plain)) == (2, 6, {})
+    assert largest_relative(plain, shared) < most
+    if "pixel_values" in batch.inputs:
+        assert any("vis" in parameter and float(gradient.abs().max()) > 0 for parameter, gradient in plain.items())
+
+
+def assert_same_tokens(model: Any, batch: Batch, sample: bool) -> None:
+    plain = generated(model, batch, sample=sample)
+    with share_prompts(model) as report:
+        shared = generated(model, batch, sample=sample)
+    assert (report.prompts, report.rows, dict(report.plain)) == (2, 6, {})
+    assert torch.equal(plain, shared)
+    assert not sample or len({tuple(row) for row in plain.tolist()}) > 2
+
+
+def shortened(batch: Batch, length: int) -> Batch:
+    """The batch with the first columns of its completions only."""
+    per_token = ("input_ids", "attention_mask", "mm_token_type_ids")
+    end = length - batch.completion_length
+    batch.inputs = {key: value[:, :end] if key in per_token else value for key, value in batch.inputs.items()}
+    batch.completion_length = length
+    return batch
 
 
 def delta_rule_in_double(monkeypatch: Any) -> None:

@@ -9,7 +9,7 @@ from threading import Event
 import pytest
 import torch
 import transformers as hf
-from compare import checkpointed, generated, gradients, largest_relative, scored, with_head
+from compare import checkpointed, generated, gradients, largest_relative, plain_and_shared, scored, with_head
 from families import BODY, IMAGE, PAD, PIXEL_INPUTS, VIDEO, build, make_batch, randomise
 from other_families import OTHERS
 from tokenizers import Tokenizer
@@ -38,6 +38,29 @@ def nothing(*args, **kwargs):
     """In place of a guard."""
 
 
+def runs_plainly(model, batch, reason):
+    plain, shared, report = plain_and_shared(model, batch)
+    assert report.plain == {reason: 1}
+    assert torch.equal(plain, shared)
+
+
+def runs_plainly_twice(model, batch, reason):
+    """When it scores, and when it generates."""
+    with torch.no_grad():
+        plain, _ = scored(model, batch)
+        with share_prompts(model, 12) as report:
+            shared, _ = scored(model, batch)
+            generated(model, batch, sample=False)
+    assert report.plain == {reason: 2}
+    assert torch.equal(plain, shared)
+
+
+def goes_wrong(model, batch):
+    plain, shared, report = plain_and_shared(model, batch)
+    assert not report.plain
+    assert (plain - shared).abs().max() > WRONG
+
+
 @pytest.fixture
 def case():
     return with_head(build("qwen2_5_vl")).train(), make_batch("qwen2_5_vl")
@@ -48,21 +71,21 @@ def shared_gradients(model, batch, completion_length=12):
         return gradients(model, batch), report
 
 
+def trains_plainly(model, batch, plain, reason):
+    shared, report = shared_gradients(model, batch)
+    assert report.plain == {reason: 1}
+    assert largest_relative(plain, shared) < SAME
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 def test_reentrant_checkpointing(case, monkeypatch):
     model, batch = case
     checkpointed(model, {"use_reentrant": True})
     model.enable_input_require_grads()
     plain = gradients(model, batch)
-    shared, report = shared_gradients(model, batch)
-    assert report.plain == {"gradient checkpointing with use_reentrant=True": 1}
-    assert largest_relative(plain, shared) < SAME
-
+    trains_plainly(model, batch, plain, "gradient checkpointing with use_reentrant=True")
     monkeypatch.setattr(fitness, "recomputes_without_graph", lambda base: False)
-    shared, report = shared_gradients(model, batch)
-    assert report.plain == {"the model kept the prompt without its gradients": 1}
-    assert largest_relative(plain, shared) < SAME
-
+    trains_plainly(model, batch, plain, "the model kept the prompt without its gradients")
     monkeypatch.setattr(stages, "check_written", nothing)
     shared, report = shared_gradients(model, batch)
     assert not report.plain
@@ -83,10 +106,8 @@ def test_a_cache_cut_off_from_the_graph(layer, case, monkeypatch):
     monkeypatch.setattr(stages, "prefix_to_write", lambda config: caches.insert(0, make(config)) or caches[0])
     monkeypatch.setattr(prefix_cache.StoredKeys, "lazy_initialization", detached)
     plain = gradients(model, batch)
-    shared, report = shared_gradients(model, batch)
     if layer == 1:
-        assert report.plain == {"the model kept the prompt without its gradients": 1}
-        assert largest_relative(plain, shared) < SAME
+        trains_plainly(model, batch, plain, "the model kept the prompt without its gradients")
     monkeypatch.setattr(stages, "check_written", nothing)
     shared, _ = shared_gradients(model, batch)
     assert largest_relative(plain, shared) > WRONG
@@ -97,9 +118,7 @@ def test_checkpoints_that_drop_the_cache(case, monkeypatch):
     checkpointed(model)
     plain = gradients(model, batch)
     monkeypatch.setattr(stages, "_cache_through_checkpoints", lambda base: nullcontext())
-    shared, report = shared_gradients(model, batch)
-    assert report.plain == {"the model did not keep the whole prompt in its cache": 1}
-    assert largest_relative(plain, shared) < SAME
+    trains_plainly(model, batch, plain, "the model did not keep the whole prompt in its cache")
 
     monkeypatch.setattr(stages, "check_written", nothing)
     _, report = shared_gradients(model, batch)
@@ -160,12 +179,7 @@ def test_prompts_padded_on_the_right(case, monkeypatch):
             batch.inputs[name] = torch.stack(rows) if name != "attention_mask" else value
     mask = batch.inputs["attention_mask"]
     batch.inputs["attention_mask"] = torch.stack([torch.cat([row[:width].flip(0), row[width:]]) for row in mask])
-    with torch.no_grad():
-        plain, _ = scored(model, batch)
-        with share_prompts(model, 12) as report:
-            shared, _ = scored(model, batch)
-    assert report.plain == {"prompts that are not padded on the left": 1}
-    assert torch.equal(plain, shared)
+    runs_plainly(model, batch, "prompts that are not padded on the left")
 
 
 def test_token_types_that_open_a_prompt_to_itself(monkeypatch):
@@ -174,23 +188,12 @@ def test_token_types_that_open_a_prompt_to_itself(monkeypatch):
     types = torch.zeros_like(batch.inputs["input_ids"])
     types[:, -12:] = 1
     batch.inputs["token_type_ids"] = types
-    with torch.no_grad():
-        plain, _ = scored(model, batch)
-        with share_prompts(model, 12) as report:
-            shared, _ = scored(model, batch)
-        assert report.plain == {"bidirectional attention over text": 1}
-        assert torch.equal(plain, shared)
-        monkeypatch.setattr(fitness, "refuse_unknown_layers", nothing)
-        monkeypatch.setattr(fitness, "refuse_bidirectional_attention", nothing)
-        with share_prompts(model, 12) as report:
-            shared, _ = scored(model, batch)
-        assert report.plain == {"token_type_ids": 1}
-        assert torch.equal(plain, shared)
-        monkeypatch.setattr(fitness, "_TOKEN_TYPES_MARK_IMAGES", ("paligemma",))
-        with share_prompts(model, 12) as report:
-            shared, _ = scored(model, batch)
-    assert not report.plain
-    assert (plain - shared).abs().max() > WRONG
+    runs_plainly(model, batch, "bidirectional attention over text")
+    monkeypatch.setattr(fitness, "refuse_unknown_layers", nothing)
+    monkeypatch.setattr(fitness, "refuse_bidirectional_attention", nothing)
+    runs_plainly(model, batch, "token_type_ids")
+    monkeypatch.setattr(fitness, "_TOKEN_TYPES_MARK_IMAGES", ("paligemma",))
+    goes_wrong(model, batch)
 
 
 @pytest.mark.parametrize("wanted", ["output_hidden_states", "output_attentions"])
@@ -322,18 +325,9 @@ def test_rotary_embeddings_that_depend_on_the_length_of_the_pass(monkeypatch):
     torch.manual_seed(0)
     config = hf.LlamaConfig(**{**BODY, "max_position_embeddings": 36, "rope_parameters": rope})
     model, batch = with_head(randomise(hf.LlamaForCausalLM(config))), make_batch("llama")
-    with torch.no_grad():
-        plain, _ = scored(model, batch)
-        with share_prompts(model, 12) as report:
-            shared, _ = scored(model, batch)
-            generated(model, batch, sample=False)
-        assert report.plain == {"rotary embeddings of type dynamic": 2}
-        assert torch.equal(plain, shared)
-        monkeypatch.setattr(fitness, "refuse_rope_by_length", nothing)
-        with share_prompts(model, 12) as report:
-            shared, _ = scored(model, batch)
-    assert not report.plain
-    assert (plain - shared).abs().max() > WRONG
+    runs_plainly_twice(model, batch, "rotary embeddings of type dynamic")
+    monkeypatch.setattr(fitness, "refuse_rope_by_length", nothing)
+    goes_wrong(model, batch)
 
 
 def test_reasons_can_be_asked_for_beforehand(case):
@@ -352,56 +346,35 @@ def test_equal_prompts_at_other_positions(monkeypatch):
     positions = torch.arange(batch.inputs["input_ids"].size(1)).repeat(6, 1)
     positions[1] *= 2
     batch.inputs["position_ids"] = positions
-    with torch.no_grad():
-        plain, _ = scored(model, batch)
-        with share_prompts(model, 12) as report:
-            shared, _ = scored(model, batch)
-        assert report.plain == {"equal prompts with different position_ids": 1}
-        assert torch.equal(plain, shared)
-        monkeypatch.setattr(cut, "refuse_uneven_prompts", nothing)
-        with share_prompts(model, 12):
-            shared, _ = scored(model, batch)
-    assert (plain - shared).abs().max() > WRONG
+    runs_plainly(model, batch, "equal prompts with different position_ids")
+    monkeypatch.setattr(cut, "refuse_uneven_prompts", nothing)
+    goes_wrong(model, batch)
 
 
 def test_the_whole_mask_is_needed_behind_a_prompt(monkeypatch):
     """Cropped to the new tokens it would hide the wrong keys; this is why the second stage gets all columns."""
-    model, batch = with_head(build("llama")), make_batch("llama")
-    with torch.no_grad():
-        plain, _ = scored(model, batch)
-        two_stages = stages.two_stages
+    two_stages = stages.two_stages
 
-        def cropped(base, base_pass, inputs, found, **options):
-            def crop(**given):
-                if given["past_key_values"].get_seq_length():
-                    visible = given["attention_mask"].clone()
-                    visible[:, : found.split] = 1
-                    given["attention_mask"] = visible
-                return base_pass(**given)
+    def cropped(base, base_pass, inputs, found, **options):
+        def crop(**given):
+            if given["past_key_values"].get_seq_length():
+                visible = given["attention_mask"].clone()
+                visible[:, : found.split] = 1
+                given["attention_mask"] = visible
+            return base_pass(**given)
 
-            return two_stages(base, crop, inputs, found, **options)
+        return two_stages(base, crop, inputs, found, **options)
 
-        monkeypatch.setattr(forward, "two_stages", cropped)
-        with share_prompts(model, 12):
-            shared, _ = scored(model, batch)
-    assert (plain - shared).abs().max() > WRONG
+    monkeypatch.setattr(forward, "two_stages", cropped)
+    goes_wrong(with_head(build("llama")), make_batch("llama"))
 
 
 def test_linear_attention_that_starts_anew(monkeypatch):
     """Jamba's state-space layers go on from a state with one token only; with several they forget the prompt."""
     model, batch = with_head(build(OTHERS["jamba"])), make_batch(OTHERS["jamba"])
-    with torch.no_grad():
-        plain, _ = scored(model, batch)
-        with share_prompts(model, 12) as report:
-            shared, _ = scored(model, batch)
-            generated(model, batch, sample=False)
-        assert report.plain == {"layers of type linear_attention": 2}
-        assert torch.equal(plain, shared)
-        monkeypatch.setattr(prefix_cache, "_LINEAR_FAMILIES", {"jamba"})
-        with share_prompts(model, 12) as report:
-            shared, _ = scored(model, batch)
-    assert not report.plain
-    assert (plain - shared).abs().max() > WRONG
+    runs_plainly_twice(model, batch, "layers of type linear_attention")
+    monkeypatch.setattr(prefix_cache, "_LINEAR_FAMILIES", {"jamba"})
+    goes_wrong(model, batch)
 
 
 @pytest.mark.parametrize("kind", ["Roberta", "BigBird"])
@@ -426,18 +399,12 @@ def test_attention_that_sees_what_comes_later(kind, monkeypatch):
 
 def test_positions_that_skip_the_padding_of_a_model_that_does_not(monkeypatch):
     """Models other than Qwen-VL count padding in their plain pass; keys of the prompt carry these positions."""
-    model, batch = with_head(build("llava")), make_batch("llava")
-    with torch.no_grad():
-        plain, _ = scored(model, batch)
 
-        def skipping(inputs, cut, offsets):
-            return (inputs["attention_mask"].cumsum(-1) - 1)[:, cut.split : cut.stop]
+    def skipping(inputs, cut, offsets):
+        return (inputs["attention_mask"].cumsum(-1) - 1)[:, cut.split : cut.stop]
 
-        monkeypatch.setattr(stages, "_positions", skipping)
-        with share_prompts(model, 12) as report:
-            shared, _ = scored(model, batch)
-    assert not report.plain
-    assert (plain - shared).abs().max() > WRONG
+    monkeypatch.setattr(stages, "_positions", skipping)
+    goes_wrong(with_head(build("llava")), make_batch("llava"))
 
 
 def test_a_model_without_hidden_states():
@@ -480,9 +447,7 @@ def test_pixel_inputs_without_an_image(name):
         plain, _ = scored(model, batch)
         batch.inputs |= empty
         with leave_out_empty_images(model):
-            tolerated, _ = scored(model, batch)
-        with share_prompts(model, 12) as report:
-            shared, _ = scored(model, batch)
+            tolerated, shared, report = plain_and_shared(model, batch)
     assert report.prompts_per_row == 1 / 3
     assert torch.equal(plain, tolerated)
     assert (plain - shared).abs().max() < 1e-5
@@ -519,10 +484,7 @@ def test_a_sampled_video_token_is_a_token_like_any(name):
     """Without a video nothing stands for it; a model that has not learned yet writes such tokens."""
     model, batch = with_head(build(name)), make_batch(name)
     batch.inputs["input_ids"][1, -7] = VIDEO
-    with torch.no_grad():
-        plain, _ = scored(model, batch)
-        with share_prompts(model, 12) as report:
-            shared, _ = scored(model, batch)
+    plain, shared, report = plain_and_shared(model, batch)
     assert report.prompts_per_row == 1 / 3
     assert (plain - shared).abs().max() < 2e-5
 
@@ -553,10 +515,7 @@ def test_holes_in_the_mask_of_a_completion(name, completion_length):
     """Qwen-VL gives a hole position 0, linear attention leaves it out; behind a cache both would go on counting."""
     model, batch = with_head(build(name)), make_batch(name)
     batch.inputs["attention_mask"][2, -10:-8] = 0
-    with torch.no_grad():
-        plain, _ = scored(model, batch)
-        with share_prompts(model, completion_length) as report:
-            shared, _ = scored(model, batch)
+    plain, shared, report = plain_and_shared(model, batch, completion_length)
     assert report.plain == {"holes in the mask of a completion": 1}
     assert (plain - shared).abs().max() < SAME
 
@@ -648,10 +607,7 @@ def test_an_empty_and_a_masked_completion(name, completion_length):
     model, batch = with_head(build(name)), make_batch(name)
     batch.inputs["attention_mask"][[1, 4], -12:] = 0
     batch.inputs["input_ids"][1, -12:] = PAD
-    with torch.no_grad():
-        plain, _ = scored(model, batch)
-        with share_prompts(model, completion_length) as report:
-            shared, _ = scored(model, batch)
+    plain, shared, report = plain_and_shared(model, batch, completion_length)
     assert (report.prompts, report.rows, dict(report.plain)) == (2, 6, {})
     assert (plain - shared).abs().max() < (2e-5 if name == "qwen3_5" else 4e-6)
 

@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from compare import checkpointed, generated, gradients, largest_relative, scored, with_head
+from compare import (
+    assert_same_gradients,
+    assert_same_scores,
+    assert_same_tokens,
+    plain_and_shared,
+    scored,
+    shortened,
+    with_head,
+)
 from families import FAMILIES, TEXT, build, make_batch
 from other_families import OTHERS, gemma4
 
@@ -23,14 +31,7 @@ def case(name, **options):
 @pytest.mark.parametrize("completion_length", [12, None], ids=["given", "found"])
 @pytest.mark.parametrize("name", NAMES)
 def test_scores(name, completion_length):
-    model, batch = case(name)
-    with torch.no_grad():
-        logps, entropies = scored(model, batch)
-        with share_prompts(model, completion_length) as report:
-            shared_logps, shared_entropies = scored(model, batch)
-    assert (report.prompts, report.rows, dict(report.plain)) == (2, 6, {})
-    assert (logps - shared_logps).abs().max() < LOGPS.get(name, 4e-6)
-    assert (entropies - shared_entropies).abs().max() < LOGPS.get(name, 4e-6)
+    assert_same_scores(*case(name), completion_length, LOGPS.get(name, 4e-6), (2, 6))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
@@ -41,26 +42,13 @@ def test_gradients(name, checkpointing):
     if name not in LINEAR:
         model.double()
         batch.inputs = {key: part.double() if part.is_floating_point() else part for key, part in batch.inputs.items()}
-    plain = gradients(model, batch)
-    if checkpointing:
-        checkpointed(model)
-    with share_prompts(model, batch.completion_length) as report:
-        shared = gradients(model, batch)
-    assert (report.prompts, report.rows, dict(report.plain)) == (2, 6, {})
-    assert largest_relative(plain, shared) < LINEAR.get(name, 1e-6)
-    if "pixel_values" in batch.inputs:
-        assert any("vis" in parameter and float(gradient.abs().max()) > 0 for parameter, gradient in plain.items())
+    assert_same_gradients(model, batch, LINEAR.get(name, 1e-6), checkpointing)
 
 
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", [*NAMES, "llama4"])
 def test_tokens(name, sample):
-    model, batch = case(name)
-    plain = generated(model, batch, sample=sample)
-    with share_prompts(model) as report:
-        shared = generated(model, batch, sample=sample)
-    assert (report.prompts, report.rows, dict(report.plain)) == (2, 6, {})
-    assert torch.equal(plain, shared)
+    assert_same_tokens(*case(name), sample)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -80,14 +68,7 @@ def test_completions_depend_on_their_prompts(name):
 @pytest.mark.parametrize("completion_length", [1, 2])
 def test_short_completions(name, completion_length):
     model, batch = case(name)
-    end = completion_length - 12
-    per_token = ("input_ids", "attention_mask", "mm_token_type_ids")
-    batch.inputs = {key: part[:, :end] if key in per_token else part for key, part in batch.inputs.items()}
-    batch.completion_length = completion_length
-    with torch.no_grad():
-        plain, _ = scored(model, batch)
-        with share_prompts(model, completion_length) as report:
-            shared, _ = scored(model, batch)
+    plain, shared, report = plain_and_shared(model, shortened(batch, completion_length), completion_length)
     assert not report.plain
     assert (plain - shared).abs().max() < LOGPS.get(name, 4e-6)
 
@@ -128,11 +109,7 @@ def test_attention_over_all_text_is_refused():
 
 def test_embeddings_of_text_and_images_together():
     """Llama 4 gives them to its language model, so that scoring runs plainly; the rows are counted."""
-    model, batch = case("llama4")
-    with torch.no_grad():
-        plain, _ = scored(model, batch)
-        with share_prompts(model, 12) as report:
-            shared, _ = scored(model, batch)
+    plain, shared, report = plain_and_shared(*case("llama4"))
     assert (report.prompts, report.rows, report.plain) == (6, 6, {"inputs without input_ids": 1})
     assert torch.equal(plain, shared)
 

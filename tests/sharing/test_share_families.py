@@ -2,7 +2,18 @@
 
 import pytest
 import torch
-from compare import checkpointed, delta_rule_in_double, generated, gradients, largest_relative, scored, with_head
+from compare import (
+    assert_same_gradients,
+    assert_same_scores,
+    assert_same_tokens,
+    delta_rule_in_double,
+    generated,
+    gradients,
+    largest_relative,
+    scored,
+    shortened,
+    with_head,
+)
 from families import FAMILIES, build, make_batch
 
 from vgr_trl.sharing import share_prompts
@@ -30,58 +41,31 @@ def in_double(model, batch):
 @pytest.mark.parametrize("completion_length", [12, None], ids=["given", "found"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_scores(name, completion_length):
-    model, batch = with_head(build(name)), make_batch(name)
-    with torch.no_grad():
-        logps, entropies = scored(model, batch)
-        with share_prompts(model, completion_length) as report:
-            shared_logps, shared_entropies = scored(model, batch)
-    assert (report.prompts, report.rows, dict(report.plain)) == (2, 6, {})
-    assert (logps - shared_logps).abs().max() < LOGPS.get(name, 4e-6)
-    assert (entropies - shared_entropies).abs().max() < LOGPS.get(name, 4e-6)
+    most = LOGPS.get(name, 4e-6)
+    assert_same_scores(with_head(build(name)), make_batch(name), completion_length, most, (2, 6))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gradients(name, checkpointing, precise):
-    """In every parameter, of the vision tower too."""
     model, batch = with_head(build(name)).train(), make_batch(name)
     if name != "qwen3_vl_moe":  # whose grouped matrix product has no float64
         model, batch = precise(model, batch)
-    plain = gradients(model, batch)
-    if checkpointing:
-        checkpointed(model)
-    with share_prompts(model, batch.completion_length) as report:
-        shared = gradients(model, batch)
-    assert (report.prompts, report.rows, dict(report.plain)) == (2, 6, {})
-    assert largest_relative(plain, shared) < (1e-5 if name == "qwen3_vl_moe" else 1e-6)
-    if FAMILIES[name].picture:
-        assert any("vis" in parameter and float(gradient.abs().max()) > 0 for parameter, gradient in plain.items())
+    assert_same_gradients(model, batch, 1e-5 if name == "qwen3_vl_moe" else 1e-6, checkpointing)
 
 
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens(name, sample):
-    model, batch = build(name), make_batch(name)
-    plain = generated(model, batch, sample=sample)
-    with share_prompts(model) as report:
-        shared = generated(model, batch, sample=sample)
-    assert (report.prompts, report.rows, dict(report.plain)) == (2, 6, {})
-    assert torch.equal(plain, shared)
-    assert not sample or len({tuple(row) for row in plain.tolist()}) > 2
+    assert_same_tokens(build(name), make_batch(name), sample)
 
 
 @pytest.mark.parametrize("images", [(2, 1), (0, 2)], ids=["several", "none in some rows"])
 @pytest.mark.parametrize("name", VISION)
 def test_numbers_of_images(name, images):
     model, batch = with_head(build(name)), make_batch(name, images=images)
-    with torch.no_grad():
-        logps, _ = scored(model, batch)
-        with share_prompts(model, batch.completion_length) as report:
-            shared_logps, _ = scored(model, batch)
-            tokens = generated(model, batch, sample=True)
-    assert (report.prompts, report.rows, dict(report.plain)) == (4, 12, {})
-    assert (logps - shared_logps).abs().max() < LOGPS.get(name, 4e-6)
-    assert torch.equal(tokens, generated(model, batch, sample=True))
+    assert_same_scores(model, batch, batch.completion_length, LOGPS.get(name, 4e-6), (2, 6))
+    assert_same_tokens(model, batch, sample=True)
 
 
 @pytest.mark.parametrize("name", VISION)
@@ -106,11 +90,7 @@ def test_no_image_in_the_batch(name):
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5", "idefics3", "gemma3_text"])
 @pytest.mark.parametrize("completion_length", [1, 2])
 def test_short_completions(name, completion_length, precise):
-    model, batch = precise(with_head(build(name)).train(), make_batch(name))
-    cut = 12 - completion_length
-    per_token = ("input_ids", "attention_mask", "mm_token_type_ids")
-    batch.inputs = {key: value[:, :-cut] if key in per_token else value for key, value in batch.inputs.items()}
-    batch.completion_length = completion_length
+    model, batch = precise(with_head(build(name)).train(), shortened(make_batch(name), completion_length))
     plain = gradients(model, batch)
     with share_prompts(model, completion_length) as report:
         shared = gradients(model, batch)
@@ -120,14 +100,8 @@ def test_short_completions(name, completion_length, precise):
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "idefics3", "internvl"])
 def test_rows_of_a_prompt_that_do_not_stand_together(name):
-    model = with_head(build(name))
     batch = make_batch(name, order=[4, 0, 3, 1, 5])
-    with torch.no_grad():
-        logps, _ = scored(model, batch)
-        with share_prompts(model, batch.completion_length) as report:
-            shared_logps, _ = scored(model, batch)
-    assert (report.prompts, report.rows) == (2, 5)
-    assert (logps - shared_logps).abs().max() < LOGPS.get(name, 4e-6)
+    assert_same_scores(with_head(build(name)), batch, batch.completion_length, LOGPS.get(name, 4e-6), (2, 5))
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "llava", "idefics3"])
@@ -135,9 +109,4 @@ def test_equal_words_about_other_images_are_other_prompts(name):
     model, batch = with_head(build(name)), make_batch(name, images=(1,), text=(30,), generations=4)
     pixels = batch.inputs["pixel_values"]
     batch.inputs["pixel_values"] = torch.cat([pixels[: len(pixels) // 2], -pixels[len(pixels) // 2 :]])
-    with torch.no_grad():
-        logps, _ = scored(model, batch)
-        with share_prompts(model, batch.completion_length) as report:
-            shared_logps, _ = scored(model, batch)
-    assert (report.prompts, report.rows) == (2, 4)
-    assert (logps - shared_logps).abs().max() < 4e-6
+    assert_same_scores(model, batch, batch.completion_length, 4e-6, (2, 4))

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from compare import checkpointed, generated, gradients, largest_relative, scored, with_head
+from compare import assert_same_scores, checkpointed, generated, gradients, largest_relative, scored, with_head
 from families import FAMILIES, IMAGE, PAD, build, make_batch, randomise, text_model
 from peft import LoraConfig, get_peft_model
 from torch.nn.parallel import DataParallel
@@ -173,12 +173,7 @@ def test_bfloat16_is_as_far_from_float32_as_the_plain_pass(autocast):
 def test_attention_implementations(name, implementation):
     model, batch = with_head(build(name)), make_batch(name)
     model.set_attn_implementation(implementation)
-    with torch.no_grad():
-        plain, _ = scored(model, batch)
-        with share_prompts(model, batch.completion_length) as report:
-            shared, _ = scored(model, batch)
-    assert not report.plain
-    assert (plain - shared).abs().max() < 4e-6
+    assert_same_scores(model, batch, 12, 4e-6, (2, 6))
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "llama"])
@@ -200,12 +195,7 @@ def test_positions_of_ones_own():
     model, batch = with_head(build("llama")), make_batch("llama")
     mask = batch.inputs["attention_mask"]
     batch.inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
-    with torch.no_grad():
-        plain, _ = scored(model, batch)
-        with share_prompts(model, batch.completion_length) as report:
-            shared, _ = scored(model, batch)
-    assert not report.plain
-    assert (plain - shared).abs().max() < 4e-6
+    assert_same_scores(model, batch, 12, 4e-6, (2, 6))
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "idefics3", "qwen3"])
