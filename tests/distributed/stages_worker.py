@@ -9,7 +9,8 @@ import torch
 from dealt_completions import generate_by_prompt
 from support.trainers import BIG_STEPS, config, moves, prompts, vision_trainer
 
-from vgr_trl.rewards import accuracy_reward, mdi_reward, vgr_hard_negative_reward, vgr_reward
+from vgr_trl.registries import declares
+from vgr_trl.rewards import accuracy_reward, load_reward, mdi_reward, vgr_hard_negative_reward, vgr_reward
 
 
 def coarse_reward(completions, **kwargs):
@@ -25,6 +26,12 @@ def uneven_reward(completions, **kwargs):
 def sparse_reward(completions, **kwargs):
     """Equal within most groups."""
     return [float(len(completion[0]["content"]) % 5 == 0) for completion in completions]
+
+
+@declares(needs=("similarity",))
+def likeness_reward(completions, similarity, **kwargs):
+    """The mean similarity of each completion's tokens to the image."""
+    return similarity
 
 
 CASES = {
@@ -96,6 +103,28 @@ CASES = {
         "dynamic_sampling": "resample",
     },
     "perception loss": {"reward_funcs": [accuracy_reward], "perception_loss_weight": 0.01, "der_loss_weight2": 0.03},
+    "regions, similarity and views": {
+        "reward_funcs": [load_reward("region"), likeness_reward],
+        "hidden_similarity_layer": 1,
+        "signals": ["region_focus", "stability"],
+        "perturbation": "remove_image",
+        "further_perturbations": ["blacken_patches"],
+        "enable_perception_filtering": True,
+        "enable_trajectory_reweighting": True,
+    },
+    "noise": {
+        "reward_funcs": [accuracy_reward],
+        "noisy_generations": 2,
+        "noisy_importance": "perturbed",
+        "noisy_decay": "sigmoid",
+        "noisy_decay_coef": 3.0,
+        "noisy_decay_midpoint": 2.0,
+        "noisy_decay_of": "both",
+    },
+    "blind answers": {
+        "reward_funcs": [load_reward("blind_accuracy"), accuracy_reward],
+        "blind_without_tag": "completion",
+    },
 }
 
 
@@ -103,7 +132,11 @@ def run(name, model_folder, question_file, output, rows_per_process):
     options = {"gradient_accumulation_steps": 2, "max_steps": 3} | BIG_STEPS | CASES[name]
     rewards = options.pop("reward_funcs")
     options = config(output / name.replace(" ", "_"), per_device_train_batch_size=rows_per_process, **options)
-    trainer = vision_trainer(model_folder, rewards, options, prompts(question_file))
+    rows = prompts(question_file)
+    if name == "regions, similarity and views":
+        boxes = [[0.0, 0.0, 1.0, 0.25 * (1 + row % 3)] if row % 4 else None for row in range(len(rows))]
+        rows = rows.add_column("bbox", boxes)
+    trainer = vision_trainer(model_folder, rewards, options, rows)
     trainer.model.generate = generate_by_prompt(trainer)
     trainer.train()
     return moves(trainer, model_folder), {

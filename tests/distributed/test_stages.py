@@ -12,8 +12,8 @@ from support.launching import launch
 from support.trainers import train_file
 
 DIFFERENT = (
-    "perf/", "timing/", "step_time", "sharing/", "skipped/rows", "replay/megabytes", "grad_norm", "loss", "epoch",
-    "clip_ratio",
+    "perf/", "timing/", "step_time", "sharing/", "skipped/rows", "vision/", "replay/megabytes", "grad_norm", "loss",
+    "epoch", "clip_ratio",
 )  # fmt: skip
 
 
@@ -36,8 +36,9 @@ def test_one_process_and_two_train_the_same(name, outcomes):
     assert (moves[name] - other_moves[name]).abs().max() < 2e-4 * moves[name].abs().max()
     assert one[name]["rewards"].keys() == two[name]["rewards"].keys()
     for reward, values in one[name]["rewards"].items():
-        assert values == pytest.approx(two[name]["rewards"][reward], abs=1e-4), reward
+        assert values == pytest.approx(two[name]["rewards"][reward], abs=1e-4, nan_ok=True), reward
     assert one[name]["advantages"] == pytest.approx(two[name]["advantages"], abs=1e-3)
+    assert one[name]["extra"].get("blind_answers") == two[name]["extra"].get("blind_answers")
     for first, second in zip(one[name]["history"], two[name]["history"], strict=True):
         assert first.keys() == second.keys()
         for metric, value in first.items():
@@ -84,3 +85,12 @@ def test_the_stages_did_something(outcomes):
         assert one[name]["history"][0]["critic/value_mean"] == 0
         assert one[name]["history"][-1]["critic/value_mean"] != 0
     assert one["perception loss"]["history"][-1]["perception_loss"] < 0
+    seen = one["regions, similarity and views"]
+    assert any(0 < entry["signals/region_share"] < 1 for entry in seen["history"])
+    assert all(0 < entry["signals/stability"] < 1 for entry in seen["history"])
+    assert len({round(value, 6) for value in seen["rewards"]["likeness_reward"]}) > 3
+    noise = one["noise"]["history"]
+    assert [entry["noisy/generations"] for entry in noise] == [1.0, 1.0, 1.0]
+    assert len({entry["noisy/strength"] for entry in noise}) == 3
+    assert all(entry["noisy/reward"] != entry["noisy/reward_clean"] for entry in noise[:1])
+    assert set(one["blind answers"]["rewards"]["blind_accuracy_reward"]) == {0.0, 1.0}
