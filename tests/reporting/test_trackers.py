@@ -14,12 +14,10 @@ from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageFeature
 from PIL import Image
 from support.launching import environment
-from transformers import Qwen2_5_VLForConditionalGeneration
+from support.trainers import config, vision_trainer
 
-from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.compat.completion_tables import as_text, in_texts
 from vgr_trl.demo.shapes import draw_questions
-from vgr_trl.demo.tiny_vlm import load_processor
 
 TRACKERS = tuple(name for name in ("tensorboard", "trackio") if find_spec(name))
 OURS = {"vgr", "aei_vision", "aei_instruction"}
@@ -108,28 +106,11 @@ def table(model_folder: Path, tmp_path: Path) -> pd.DataFrame:
     def length_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
         return [float(sum(ids) % 5) for ids in completion_ids]
 
-    DAPOTrainer(
-        Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder),
-        length_reward,
-        DAPOConfig(
-            str(tmp_path),
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            per_device_train_batch_size=4,
-            num_generations=2,
-            max_completion_length=4,
-            max_steps=1,
-            logging_steps=1,
-            save_strategy="no",
-            disable_tqdm=True,
-            log_completions=True,
-            num_completions_to_print=0,
-            report_to="none",
-        ),
-        Dataset.from_list(rows, features=features),
-        processing_class=load_processor(model_folder),
-    ).train()
+    options = config(
+        tmp_path, per_device_train_batch_size=4, num_generations=2, max_completion_length=4, max_steps=1,
+        log_completions=True, num_completions_to_print=0,
+    )  # fmt: skip
+    vision_trainer(model_folder, length_reward, options, Dataset.from_list(rows, features=features)).train()
     return pd.read_parquet(tmp_path / "completions" / "completions_00001.parquet")
 
 

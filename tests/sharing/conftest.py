@@ -1,17 +1,7 @@
 """A tiny vision-language model with its processor and questions, for whole optimizer steps."""
 
 import pytest
-from tiny_questions import image_questions, picture, questions, tiny_vision_model
-
-
-@pytest.fixture(scope="session")
-def vision(tmp_path_factory):
-    return tiny_vision_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="session")
-def image_rows():
-    return image_questions()
+from tiny_questions import image_rows, picture, questions, vision  # noqa: F401
 
 
 @pytest.fixture(scope="session")

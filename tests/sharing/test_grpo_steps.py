@@ -1,13 +1,11 @@
 """Three optimizer steps of `DAPOTrainer` with shared prompts are three steps of TRL's `GRPOTrainer`."""
 
 import pytest
-import torch
 from datasets import Dataset
 from families import build as build_model
 from peft import LoraConfig
 from steps import DAPO, STOCK, largest_relative_update, options, texts_of, trained
-from support.vllm import NoVLLM
-from trl.trainer import grpo_trainer
+from support.vllm import in_place_of_vllm
 
 # TRL 1.16 switches checkpointing off around a rollout by the old name of the method.
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_(en|dis)able` is deprecated:FutureWarning")
@@ -123,22 +121,9 @@ def test_a_text_model(text_tokenizer, tmp_path):
     assert ours.places["training"].prompts_per_row == 1 / 4
 
 
-class Sampler(NoVLLM):
-    """In place of vLLM: draws completions by itself, with log-probabilities that are not quite the model's."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(5)
-
-    def generate(self, prompts, images, num_generations, profiler):
-        lengths = torch.randint(4, 9, (len(prompts),), generator=self.generator).tolist()
-        completions = [torch.randint(300, 310, (n,), generator=self.generator).tolist() for n in lengths]
-        return prompts, completions, [[[-2.5]] * len(tokens) for tokens in completions], None
-
-
 def test_passes_are_shared_whatever_wrote_the_completions(vision, image_rows, tmp_path, monkeypatch):
     """vLLM's log-probabilities are corrected by those of a scoring pass, which shares prompts as any other does."""
-    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Sampler)
+    in_place_of_vllm(monkeypatch, lengths=(4, 9))
     stock, ours = stock_and_ours(vision, image_rows, options(tmp_path, use_vllm=True))
     assert texts_of(ours) == texts_of(stock)
     assert largest_relative_update(vision[0], ours, stock) < 1e-5
@@ -151,7 +136,7 @@ def test_passes_are_shared_whatever_wrote_the_completions(vision, image_rows, tm
 
 def test_bfloat16_is_as_far_from_float32_as_stock_trl(vision, image_rows, tmp_path, monkeypatch):
     """With autocast, on given completions: rounding would choose others."""
-    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Sampler)
+    in_place_of_vllm(monkeypatch, lengths=(4, 9))
     model, processor = vision
     settings = options(tmp_path, use_vllm=True, vllm_importance_sampling_correction=False)
     exact = trained(STOCK, model, processor, image_rows, {**settings, "epsilon_high": 0.28})

@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 import torch
 from datasets import Dataset
 from PIL import Image
@@ -11,7 +12,8 @@ from vgr_trl.demo.tiny_vlm import build_tiny_vlm
 WORDS = "what colour is this red green blue yellow which of them do you see here now and there"
 
 
-def tiny_vision_model(folder):
+@pytest.fixture(scope="session")
+def vision(tmp_path_factory):
     """A Qwen2.5-VL with weights of a sensible size, and its processor."""
     model, processor = build_tiny_vlm([WORDS], hidden_size=32, num_layers=2, num_heads=2)
     generator = torch.Generator().manual_seed(0)
@@ -19,6 +21,7 @@ def tiny_vision_model(folder):
         if parameter.ndim >= 2:
             scale = 0.5 if "embed" in name else parameter[0].numel() ** -0.5
             parameter.data = torch.randn(parameter.shape, generator=generator) * scale
+    folder = tmp_path_factory.mktemp("model")
     model.save_pretrained(folder)  # TRL loads its reference model from where the policy comes from
     return type(model).from_pretrained(folder), processor
 
@@ -36,6 +39,7 @@ def questions(images_of):
     return Dataset.from_dict({"prompt": prompts, "images": [images_of(number) for number in range(8)]})
 
 
-def image_questions():
+@pytest.fixture(scope="session")
+def image_rows():
     """Two images in every third row."""
     return questions(lambda number: [picture(number), *([picture(number + 50, 84)] if number % 3 == 0 else [])])

@@ -4,7 +4,8 @@ import gc
 import sys
 
 import torch
-from text_runs import lively_reward, logged, relative_difference, train, weights_of
+from support.trainers import logged
+from text_runs import lively_reward, relative_difference, train, weights_of
 
 KIND = sys.argv[2]  # ddp, or zero2 and zero3 in the environment of accelerate launch
 CASES = {

@@ -6,6 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from steps import DAPO, STOCK, build_trainer, largest_relative_update, options, texts_of
+from support.trainers import logged
 from tiny_questions import picture, questions
 
 from vgr_trl.sharing.backbone import base_of, causal_model
@@ -48,10 +49,6 @@ def after_steps(classes, model, processor, rows, settings, reward, lora):
     tower.register_forward_pre_hook(record(trainer.images, lambda given: 1), with_kwargs=True)
     trainer.train()
     return trainer
-
-
-def logged(trainer, name):
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
 CASES = {

@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 from peft import LoraConfig
+from support.trainers import logged
 from text_runs import (
     LOSSES,
     build,
     computed_tokens,
     dead_reward,
     lively_reward,
-    logged,
     micro_batches,
     relative_difference,
     train,

@@ -192,7 +192,3 @@ def relative_difference(mine, theirs):
         update = max(update, float((other - before).detach().abs().max()))
         difference = max(difference, float((mine[name] - other).detach().abs().max()))
     return difference / update if update else difference
-
-
-def logged(trainer, name):
-    return [entry[name] for entry in trainer.state.log_history if name in entry]

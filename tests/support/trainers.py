@@ -79,11 +79,13 @@ def vision_trainer(folder, rewards, config, rows, eval_rows=None, *, model=None,
 
 def moves(trainer, folder):
     """How far every parameter has moved, in one row."""
-    start = tiny_model(folder)
-    before, after = (
-        torch.cat([parameter.detach().flatten() for parameter in each.parameters()]) for each in (start, trainer.model)
-    )
-    return after - before
+    before = [parameter.detach().flatten() for parameter in tiny_model(folder).parameters()]
+    return weights(trainer) - torch.cat(before)
+
+
+def weights(trainer):
+    """Every parameter, in one row."""
+    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
 
 
 def logged(trainer, name):

@@ -1,13 +1,11 @@
 """A second answer, without the image, from what a completion says of it: what is asked, what is earned and logged."""
 
 from functools import wraps
-from typing import ClassVar
 
 import pytest
 import torch
-from support.trainers import config, logged, prompts, train_file, vision_trainer
-from support.vllm import NoVLLM
-from trl.trainer import grpo_trainer
+from support.trainers import logged
+from support.vllm import in_place_of_vllm
 
 from vgr_trl.errors import ConfigError, RewardError
 from vgr_trl.rewards import load_reward
@@ -72,12 +70,10 @@ class Speaker:
 
 
 @pytest.fixture
-def make(model_folder, question_files, tmp_path):
+def make(vision_trainer):
     def build(reward_funcs=("blind_accuracy",), **options):
-        options = {"max_steps": 1, "max_completion_length": 64} | options
-        rewards = [load_reward(name) for name in reward_funcs]
-        rows = prompts(train_file(question_files))
-        run = vision_trainer(model_folder, rewards, config(tmp_path, **options), rows, rows)
+        rewards, rows = [load_reward(name) for name in reward_funcs], vision_trainer.rows
+        run = vision_trainer(rewards, rows, rows, **{"max_steps": 1, "max_completion_length": 64} | options)
         run.model.generate = Speaker(run)
         return run
 
@@ -146,26 +142,10 @@ def test_as_published_the_whole_completion_describes(make):
     assert logged(run, "blind/described") == [1.0]
 
 
-class Sampler(NoVLLM):
-    """In place of vLLM: notes what it is given, and draws completions by itself."""
-
-    calls: ClassVar[list] = []
-
-    def __init__(self, *args, **kwargs):
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(5)
-
-    def generate(self, prompts, images, num_generations, profiler):
-        self.calls.append((len(prompts), images, num_generations))
-        completions = [torch.randint(300, 310, (4,), generator=self.generator).tolist() for _ in prompts]
-        return prompts, completions, [[[-2.5]] * 4 for _ in completions], None
-
-
 def test_with_vllm_each_description_is_a_prompt_of_its_own(make, monkeypatch):
-    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Sampler)
-    monkeypatch.setattr(Sampler, "calls", [])
+    calls = in_place_of_vllm(monkeypatch)
     make(use_vllm=True).train()
-    (rows, images, num_generations), blind = Sampler.calls
+    (rows, images, num_generations), blind = calls
     assert (rows, num_generations) == (8, 4)
     assert images is not None
     assert blind == (8, None, 1)
@@ -184,10 +164,9 @@ def test_what_is_refused(options, message, make):
         make(**options)
 
 
-def test_data_without_solutions(model_folder, question_files, tmp_path):
-    rows = prompts(train_file(question_files)).remove_columns("solution")
+def test_data_without_solutions(vision_trainer):
     with pytest.raises(RewardError, match="blind_accuracy_reward needs the column 'solution'"):
-        vision_trainer(model_folder, load_reward("blind_accuracy"), config(tmp_path), rows)
+        vision_trainer(load_reward("blind_accuracy"), vision_trainer.rows.remove_columns("solution"))
 
 
 def test_idle_options(make):

@@ -6,6 +6,7 @@ import pandas
 import pytest
 import torch
 from datasets import concatenate_datasets
+from support.trainers import logged, weights
 
 from vgr_trl.errors import ConfigError, RewardError
 from vgr_trl.rewards import accuracy_reward, vgr_reward
@@ -23,26 +24,18 @@ def constant_reward(completions, **kwargs):
     return [1.0 for _ in completions]
 
 
-OPTIONS = {
-    "max_steps": 4,
-}
-
-
 @pytest.fixture
 def make(vision_trainer):
     def build(rewards=coarse_reward, rows=vision_trainer.rows, **changed):
-        return vision_trainer(rewards, rows, **OPTIONS | changed)
+        return vision_trainer(rewards, rows, **{"max_steps": 4} | changed)
 
     build.rows = vision_trainer.rows
     return build
 
 
-def logged(trainer, name):
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
-
-
-def weights(trainer):
-    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
+def lively_reward(completions, **kwargs):
+    """Differs within all groups."""
+    return [sum(map(ord, completion[0]["content"])) % 97 / 97 for completion in completions]
 
 
 # What is left out changes the order of additions, which Adam's first steps take up.
@@ -60,6 +53,20 @@ def trained_batches(trainer):
         return loss
 
     trainer._compute_loss = compute_loss
+    return kept
+
+
+def on_choice(trainer, see):
+    """Keep what `see` makes of each batch before groups are chosen, and of the rollout that is."""
+    choose, kept = trainer.stages.choice.choose, []
+
+    def choosing(rollout):
+        before = dict(rollout.batch)
+        chosen, metrics = choose(rollout)
+        kept.append(see(before, chosen))
+        return chosen, metrics
+
+    trainer.stages.choice.choose = choosing
     return kept
 
 
@@ -93,23 +100,18 @@ class TestReplay:
     def test_replaced_groups_of_another_length_are_counted(self, make):
         """Completions of 2 tokens in even steps and 6 in odd ones; the loss is divided by the tokens trained on."""
         trainer = make(replay_buffer_size=8, max_steps=8)
-        generate, counts = trainer.model.generate, []
+        generate = trainer.model.generate
 
         def generating(*args, **kwargs):
             found = generate(*args, **kwargs)
             return found[:, : found.size(1) - (4 if trainer.state.global_step % 2 else 0)]
 
+        def counted(before, chosen):
+            counts = before["num_items_in_batch"], chosen.batch["num_items_in_batch"], chosen.batch["completion_mask"]
+            return [int(count.sum()) for count in counts]
+
         trainer.model.generate = generating
-        choose = trainer.stages.choice.choose
-
-        def choosing(rollout):
-            before = int(rollout.batch["num_items_in_batch"])
-            chosen, metrics = choose(rollout)
-            after = chosen.batch
-            counts.append((before, int(after["num_items_in_batch"]), int(after["completion_mask"].sum())))
-            return chosen, metrics
-
-        trainer.stages.choice.choose = choosing
+        counts = on_choice(trainer, counted)
         trainer.train()
         assert all(corrected == valid for _, corrected, valid in counts)
         assert any(before != corrected for before, corrected, _ in counts), "a group of another length came in"
@@ -147,12 +149,9 @@ class TestReplay:
         assert max(logged(trainer, "replay/mean_age")) <= 1
 
     def test_a_buffer_that_is_never_needed_changes_nothing(self, make):
-        def lively(completions, **kwargs):
-            return [sum(map(ord, completion[0]["content"])) % 97 / 97 for completion in completions]
-
         moved = []
         for size in (0, 8):
-            trainer = make(rewards=lively, replay_buffer_size=size, compute_attention_metrics=False, **EXACT)
+            trainer = make(rewards=lively_reward, replay_buffer_size=size, compute_attention_metrics=False, **EXACT)
             trainer.train()
             moved.append(weights(trainer))
         assert torch.equal(*moved)
@@ -179,14 +178,7 @@ class TestReplay:
     def test_several_rollouts_in_a_step_are_counted_like_others(self, make):
         """Groups of an earlier rollout of the same step are replayed too."""
         trainer = make(replay_buffer_size=8, gradient_accumulation_steps=4, steps_per_generation=1, max_steps=3)
-        choose, replaced = trainer.stages.choice.choose, []
-
-        def choosing(rollout):
-            chosen, metrics = choose(rollout)
-            replaced.append(len(chosen.replaced) / 2)
-            return chosen, metrics
-
-        trainer.stages.choice.choose = choosing
+        replaced = on_choice(trainer, lambda before, chosen: len(chosen.replaced) / 2)
         trainer.train()
         expected = [sum(replaced[first : first + 4]) / 4 for first in (0, 4, 8)]
         assert logged(trainer, "replay/replaced_fraction") == expected
@@ -318,11 +310,8 @@ class TestFurtherPrompts:
 
 class TestFiltering:
     def test_a_group_outside_the_bounds_is_not_trained_on(self, make):
-        def lively(completions, **kwargs):
-            return [sum(map(ord, completion[0]["content"])) % 97 / 97 for completion in completions]
-
-        trainer = make(rewards=lively, online_filtering=True, filter_key="overall", filter_low=2.0, filter_high=3.0,
-                       max_steps=1)  # fmt: skip
+        bounds = {"filter_low": 2.0, "filter_high": 3.0}
+        trainer = make(lively_reward, online_filtering=True, filter_key="overall", **bounds, max_steps=1)
         before = weights(trainer)
         trainer.train()
         assert logged(trainer, "sampling/live_fraction") == [0.0]
@@ -371,7 +360,7 @@ class TestFiltering:
     )
     def test_five_steps_without_a_live_group_are_warned_of_once(self, make, monkeypatch, changed, parts):
         def large(completions, **kwargs):
-            return [2 + sum(map(ord, completion[0]["content"])) % 97 / 97 for completion in completions]
+            return [2 + reward for reward in lively_reward(completions)]
 
         warnings = []
         monkeypatch.setattr("vgr_trl.training.choice.choose.logger.warning", warnings.append)
@@ -394,15 +383,9 @@ class TestFiltering:
 
 def test_dead_groups_take_no_part_in_the_trajectory_scale_without_a_buffer_either(make):
     trainer = make(enable_trajectory_reweighting=True, max_steps=4)
-    choose, found = trainer.stages.choice.choose, []
-
-    def choosing(rollout):
-        alive = rollout.batch["advantages"].view(2, 4).abs().amax(1) > 0
-        chosen, metrics = choose(rollout)
-        found.append((alive, chosen.live.view(2, 4)))
-        return chosen, metrics
-
-    trainer.stages.choice.choose = choosing
+    found = on_choice(
+        trainer, lambda before, chosen: (before["advantages"].view(2, 4).abs().amax(1) > 0, chosen.live.view(2, 4))
+    )
     trainer.train()
     assert all(torch.equal(live, alive.unsqueeze(1).expand(2, 4)) for alive, live in found)
     assert len({tuple(alive.tolist()) for alive, _ in found}) > 1
@@ -416,18 +399,14 @@ class TestEstimators:
             advantage_estimator="reinforce_plus_plus", dynamic_sampling="resample", dynamic_sampling_max_rounds=4,
             replay_buffer_size=8, max_steps=6,
         )  # fmt: skip
-        choose, seen = trainer.stages.choice.choose, []
 
-        def choosing(rollout):
-            logs = trainer._logs
-            chosen, metrics = choose(rollout)
-            generated = len(logs["rewards"]["coarse_reward"])
-            table = torch.tensor(list(logs["advantages"])), torch.tensor(list(logs["rewards"]["coarse_reward"]))
-            assert len(table[0]) == generated
-            seen.append((chosen.batch["advantages"].view(2, 4), *table, chosen.replaced))
-            return chosen, metrics
+        def see(before, chosen):
+            logged = trainer._logs["advantages"], trainer._logs["rewards"]["coarse_reward"]
+            table = [torch.tensor(list(values)) for values in logged]
+            assert len(table[0]) == len(table[1]) == len(logged[1])
+            return chosen.batch["advantages"].view(2, 4), *table, chosen.replaced
 
-        trainer.stages.choice.choose = choosing
+        seen = on_choice(trainer, see)
         trainer.train()
         mixed = 0
         for advantages, of_table, rewards, replaced in seen:

@@ -1,12 +1,9 @@
 """Completions sampled from a perturbed image and trained on the clean one: what is shown where, and ratios."""
 
-from typing import ClassVar
-
 import pytest
 import torch
-from support.trainers import config, letters_reward, logged, prompts, train_file, vision_trainer
-from support.vllm import NoVLLM
-from trl.trainer import grpo_trainer
+from support.trainers import letters_reward, logged
+from support.vllm import in_place_of_vllm
 
 from vgr_trl import DAPOConfig
 from vgr_trl.batch.inputs import Prompts
@@ -19,12 +16,8 @@ NOISE = {"noisy_generations": 3, "max_steps": 1}
 
 
 @pytest.fixture
-def make(model_folder, question_files, tmp_path):
-    def build(**options):
-        rows = prompts(train_file(question_files))
-        return vision_trainer(model_folder, letters_reward, config(tmp_path, **NOISE | options), rows)
-
-    return build
+def make(vision_trainer):
+    return lambda **options: vision_trainer(letters_reward, **NOISE | options)
 
 
 def trained(run, monkeypatch):
@@ -101,27 +94,11 @@ def test_the_ratio_to_the_policy_that_generated(steps_per_generation, make, monk
     assert not read.isnan().any()
 
 
-class Sampler(NoVLLM):
-    """In place of vLLM: notes what it is given, and draws completions by itself."""
-
-    calls: ClassVar[list] = []
-
-    def __init__(self, *args, **kwargs):
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(5)
-
-    def generate(self, prompts, images, num_generations, profiler):
-        self.calls.append((images, num_generations))
-        completions = [torch.randint(300, 310, (4,), generator=self.generator).tolist() for _ in prompts]
-        return prompts, completions, [[[-2.5]] * 4 for _ in completions], None
-
-
 def test_vllm_gets_the_perturbed_images_each_for_one_completion(make, monkeypatch):
-    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Sampler)
-    monkeypatch.setattr(Sampler, "calls", [])
+    calls = in_place_of_vllm(monkeypatch)
     run = make(use_vllm=True, vllm_importance_sampling_correction=False, noisy_perturbation="mask_image")
     run.train()
-    ((images, num_generations),) = Sampler.calls
+    ((_, images, num_generations),) = calls
     grey = [image.getcolors(1) == [(image.width * image.height, (128, 128, 128))] for (image,) in images]
     assert grey == [False, True, True, True] * 2
     assert num_generations == 1, "a server would sample all completions of a prompt from the image of the first"

@@ -12,7 +12,8 @@ import weakref
 import pytest
 import torch
 from PIL import Image
-from support.trainers import letters_reward
+from support.launching import environment
+from support.trainers import letters_reward, logged, train_file
 from trl import GRPOTrainer
 
 from vgr_trl.errors import ConfigError
@@ -330,40 +331,23 @@ def test_training_goes_on_where_records_cannot_be_written(make, tmp_path, monkey
 
 
 FAILING = """
-import sys, torch
-from datasets import Dataset, load_dataset
-from transformers import Qwen2_5_VLForConditionalGeneration
-from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.data.rows.schema import prepare_rows
-from vgr_trl.demo.tiny_vlm import load_processor
-
-model_folder, file, output = sys.argv[1:]
-rows, _ = prepare_rows(load_dataset("parquet", data_files=file, split="train"), system_prompt=None)
+import sys
+from support.trainers import config, prompts, vision_trainer
 
 def reward(completions, trainer_state, **kwargs):
     if trainer_state.global_step == 2:
         raise RuntimeError("the reward has failed")
     return [float(row) for row in range(len(completions))]
 
-config = DAPOConfig(
-    output_dir=output, use_cpu=True, bf16=False, gradient_checkpointing=False, per_device_train_batch_size=8,
-    num_generations=4, max_completion_length=6, max_steps=5, save_strategy="no", report_to="none", disable_tqdm=True,
-    logging_steps=100, rollout_log_steps=1, rollout_log_path=output + "/rollouts.md",
-)
-model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder)
-trainer = DAPOTrainer(model, reward, config, rows, processing_class=load_processor(model_folder))
-trainer.train()
+folder, file, output = sys.argv[1:]
+records = {"logging_steps": 100, "rollout_log_steps": 1, "rollout_log_path": output + "/rollouts.md"}
+vision_trainer(folder, reward, config(output, max_steps=5, **records), prompts(file)).train()
 """
 
 
 def test_what_was_recorded_before_an_exception_is_on_disk(model_folder, question_files, tmp_path):
-    file = question_files.split(",")[0].removeprefix("train=")
-    ended = subprocess.run(
-        [sys.executable, "-c", FAILING, str(model_folder), file, str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    command = [sys.executable, "-c", FAILING, str(model_folder), train_file(question_files), str(tmp_path / "run")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment())
     assert ended.returncode == 1
     assert "the reward has failed" in ended.stderr
     run = read_run(tmp_path / "run")
@@ -404,8 +388,4 @@ def test_before_the_first_step_the_questions_of_evaluations_are_recorded(make, t
     other = make(**evaluated, output_dir=str(tmp_path / "other"), eval_on_start=False, rollout_log_steps=0)
     other.train()
     for name in ("loss", "reward", "eval_reward", "eval_completions/mean_length"):
-        with_record, without = (
-            [entry[name] for entry in each.state.log_history if name in entry] for each in (trainer, other)
-        )
-        assert with_record == without
-        assert with_record
+        assert logged(trainer, name) == logged(other, name) != []

@@ -1,7 +1,7 @@
 """Similarity of hidden states to the image in a training run: logged, and given to rewards that declare it."""
 
 import pytest
-from support.trainers import config, logged, prompts, train_file, vision_trainer
+from support.trainers import config, logged
 
 from vgr_trl.errors import ConfigError
 from vgr_trl.registries import declares
@@ -13,17 +13,20 @@ def likeness(completions, similarity, **kwargs):
     return [100 * value for value in similarity]
 
 
-def run(model_folder, question_files, tmp_path, **options):
-    options = {"max_steps": 1, "compute_attention_metrics": False} | options
-    trainer = vision_trainer(model_folder, likeness, config(tmp_path, **options), prompts(train_file(question_files)))
-    trainer.train()
-    return trainer
+@pytest.fixture
+def run(vision_trainer):
+    def trained(**options):
+        trainer = vision_trainer(likeness, **{"max_steps": 1, "compute_attention_metrics": False} | options)
+        trainer.train()
+        return trainer
+
+    return trained
 
 
-def test_the_reward_gets_what_is_logged_with_prompts_shared_or_not(model_folder, question_files, tmp_path):
+def test_the_reward_gets_what_is_logged_with_prompts_shared_or_not(run):
     found = {}
     for share in ("on", "off"):
-        trainer = run(model_folder, question_files, tmp_path, share_prompts=share, hidden_similarity_layer=1)
+        trainer = run(share_prompts=share, hidden_similarity_layer=1)
         (metric,) = logged(trainer, "signals/similarity")
         assert -1 < metric < 1
         found[share] = [metric, *(value / 100 for value in trainer._logs["rewards"]["likeness"])]
@@ -32,15 +35,14 @@ def test_the_reward_gets_what_is_logged_with_prompts_shared_or_not(model_folder,
     assert found["on"] == pytest.approx(found["off"], abs=1e-5)
 
 
-def test_the_pass_is_made_although_attention_is_measured_in_generation(model_folder, question_files, tmp_path):
-    options = {"attention_source": "generate", "compute_attention_metrics": True}
-    trainer = run(model_folder, question_files, tmp_path, **options)
+def test_the_pass_is_made_although_attention_is_measured_in_generation(run):
+    trainer = run(attention_source="generate", compute_attention_metrics=True)
     assert logged(trainer, "signals/similarity")
     assert logged(trainer, "attention/all/vgr")
 
 
-def test_what_cannot_be_measured(model_folder, question_files, tmp_path):
+def test_what_cannot_be_measured(run, tmp_path):
     with pytest.raises(ConfigError, match="hidden_similarity_layer is 9, but the model has"):
-        run(model_folder, question_files, tmp_path, hidden_similarity_layer=9)
+        run(hidden_similarity_layer=9)
     with pytest.raises(ConfigError, match="hidden_similarity_over is 'median': give max, mean or centre"):
         config(tmp_path, hidden_similarity_over="median")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.trainers import config, letters_reward, logged, prompts, train_file, vision_trainer
+from support.trainers import letters_reward, logged
 
 from vgr_trl import DAPOConfig, registries
 from vgr_trl.batch.signals import RolloutSignals
@@ -18,14 +18,11 @@ from vgr_trl.training.perceive import perceive
 VIEWS = ("mask_image", "gaussian_blur", "blacken_patches")
 
 
-def test_each_view_alone_and_all_at_once(model_folder, question_files, tmp_path, monkeypatch):
+def test_each_view_alone_and_all_at_once(vision_trainer, monkeypatch):
     """Within one rollout, mean and minimum of what three runs of the pass give, each with one perturbation."""
-    options = config(
-        tmp_path, max_completion_length=4, max_steps=1, credit_rules=["trajectory_scale"], perturbation=VIEWS[0],
-        further_perturbations=list(VIEWS[1:]),
-    )  # fmt: skip
-    run = vision_trainer(model_folder, letters_reward, options, prompts(train_file(question_files)))
-    found, passes, scored = {}, [], run.host.score
+    views = {"perturbation": VIEWS[0], "further_perturbations": list(VIEWS[1:])}
+    run = vision_trainer(max_completion_length=4, max_steps=1, credit_rules=["trajectory_scale"], **views)
+    options, found, passes, scored = run.args, {}, [], run.host.score
 
     def score(inputs, *args, **options):
         passes.append(len(inputs["input_ids"]))
@@ -101,13 +98,12 @@ def asked_without_images(run, rollout):
 
 
 @pytest.mark.parametrize("share", ["on", "off"])
-def test_the_question_without_its_image(share, model_folder, question_files, tmp_path, monkeypatch):
+def test_the_question_without_its_image(share, vision_trainer, monkeypatch):
     """In one pass with a perturbed image, and equal to each row alone, with no token of the image."""
-    options = config(
-        tmp_path, max_steps=1, credit_rules=["trajectory_scale"], signals=["stability"], share_prompts=share,
+    run = vision_trainer(
+        max_steps=1, credit_rules=["trajectory_scale"], signals=["stability"], share_prompts=share,
         perturbation="remove_image", further_perturbations=["gaussian_blur"], learning_rate=0.0,
     )  # fmt: skip
-    run = vision_trainer(model_folder, letters_reward, options, prompts(train_file(question_files)))
     passes, scored = [], run.host.score
     monkeypatch.setattr(
         run.host, "score", lambda inputs, *more, **named: passes.append(inputs) or scored(inputs, *more, **named)
@@ -134,13 +130,10 @@ def unseen(advantages, signals, mask, options):
     return kept, {"gain": signals.logps - signals.views["mask_image"]}
 
 
-def test_a_rule_reads_what_the_tokens_are_worth_under_a_perturbation(
-    model_folder, question_files, tmp_path, monkeypatch
-):
+def test_a_rule_reads_what_the_tokens_are_worth_under_a_perturbation(vision_trainer, monkeypatch):
     """One perturbation is scored, that of the rule; the one of the options is not, as nothing reads it."""
     monkeypatch.setitem(registries.credit_rules._own, "unseen", unseen)
-    options = config(tmp_path, max_steps=1, credit_rules=["unseen"], black_prob=0.9, mask_value=0, replay_buffer_size=4)
-    run = vision_trainer(model_folder, letters_reward, options, prompts(train_file(question_files)))
+    run = vision_trainer(max_steps=1, credit_rules=["unseen"], black_prob=0.9, mask_value=0, replay_buffer_size=4)
     assert set(run.idle_options) == {"black_prob"}
     rollout = rollout_of(run, monkeypatch)
     assert list(rollout.signals.views) == ["mask_image"]
@@ -164,9 +157,9 @@ def hindsight(completions, dependency=None, **columns):
         (letters_reward, {"signals": ["stability"]}, "The signal stability compares perturbations"),
     ],
 )
-def test_what_is_not_there(reward, options, message, model_folder, question_files, tmp_path):
+def test_what_is_not_there(reward, options, message, vision_trainer):
     with pytest.raises(ConfigError, match=message):
-        vision_trainer(model_folder, reward, config(tmp_path, **options), prompts(train_file(question_files)))
+        vision_trainer(reward, **options)
 
 
 def test_stability_by_hand_and_through_a_buffer():
