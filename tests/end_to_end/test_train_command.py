@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.checkpoints import complete_checkpoints
 
 from vgr_trl.cli.__main__ import main
 from vgr_trl.cli.loading import load_for_inference
-from vgr_trl.training.checkpoints.folders import complete_checkpoints
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_grpo_vlm.py"
 

@@ -9,10 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+from support.checkpoints import complete_checkpoints
 from support.launching import environment
 from support.trainers import train_file
-
-from vgr_trl.training.checkpoints.folders import complete_checkpoints
 
 ROOT = Path(__file__).parents[2]
 KILLS = int(os.environ.get("KILLS", "30"))

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.checkpoints import complete_checkpoints
 
 from vgr_trl.errors import ConfigError
 from vgr_trl.training.checkpoints.folders import (
-    complete_checkpoints,
     refuse_finished,
     resolve_checkpoint,
     resume_mode,

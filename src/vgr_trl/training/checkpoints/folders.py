@@ -80,11 +80,6 @@ def checkpoints_of(output_dir: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.split("-")[1]))
 
 
-def complete_checkpoints(output_dir: Path) -> list[Path]:
-    """Return the checkpoints of `output_dir` that a run can be continued from, oldest first."""
-    return [path for path in checkpoints_of(output_dir) if not what_is_wrong(path)]
-
-
 def what_is_wrong(checkpoint: Path) -> str | None:
     """Return why a run cannot be continued from `checkpoint`, None if it can."""
     manifest = read_manifest(checkpoint)
