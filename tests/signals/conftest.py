@@ -3,4 +3,20 @@
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 sys.path.append(str(Path(__file__).parents[1] / "sharing"))
+
+from families import build, make_batch
+from other_families import OTHERS
+
+
+@pytest.fixture
+def paligemma():
+    """Token types 0 in the prompts, which see themselves whole, and 1 in the completions."""
+    model, batch = build(OTHERS["paligemma"]), make_batch(OTHERS["paligemma"])
+    types = torch.zeros_like(batch.inputs["input_ids"])
+    types[:, -batch.completion_length :] = 1
+    batch.inputs["token_type_ids"] = types
+    return model, batch

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from compare import checkpointed, loss_of, with_head
+from compare import checkpointed, loss_of, shortened, with_head
 from eager_reference import (
     SPECIAL_IDS,
     TOLERANCE,
@@ -110,13 +110,7 @@ def test_kinds_of_attention(kind):
 
 @pytest.mark.parametrize("completions", [1, 2])
 def test_short_completions(completions):
-    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
-    cut = 12 - completions
-    batch.inputs = {
-        key: value[:, :-cut] if key in ("input_ids", "attention_mask", "mm_token_type_ids") else value
-        for key, value in batch.inputs.items()
-    }
-    batch.completion_length = completions
+    model, batch = build("qwen2_5_vl"), shortened(make_batch("qwen2_5_vl"), completions)
     expected = reference(model, batch)
     assert_agrees(run(model, batch), expected)
     with torch.no_grad(), AttentionProbe(model, expected.masks) as probe, share_prompts(model, completions):

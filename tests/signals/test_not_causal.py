@@ -4,23 +4,12 @@ import pytest
 import torch
 from eager_reference import assert_agrees, assert_prompt_agrees, reference, run
 from families import build, make_batch
-from other_families import OTHERS
-
-
-@pytest.fixture
-def case():
-    """Token types 0 in the prompts, which see themselves whole, and 1 in the completions."""
-    model, batch = build(OTHERS["paligemma"]), make_batch(OTHERS["paligemma"])
-    types = torch.zeros_like(batch.inputs["input_ids"])
-    types[:, -batch.completion_length :] = 1
-    batch.inputs["token_type_ids"] = types
-    return model, batch
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_attention_on_what_comes_later(case, implementation):
+def test_attention_on_what_comes_later(paligemma, implementation):
     """Instruction tokens in front of the image pay it attention here."""
-    model, batch = case
+    model, batch = paligemma
     expected = reference(model, batch)
     masks = expected.masks
     first_image = masks.vision.int().argmax(1)  # (N,)
@@ -35,9 +24,9 @@ def test_attention_on_what_comes_later(case, implementation):
 
 
 @pytest.mark.parametrize("name", ["paligemma", "gemma3"])
-def test_queries_in_the_middle_of_the_prompt(case, name):
+def test_queries_in_the_middle_of_the_prompt(paligemma, name):
     """The keys behind the last query of interest are measured too; in Gemma 3 an image sees itself whole."""
-    model, batch = case if name == "paligemma" else (build(name), make_batch(name))
+    model, batch = paligemma if name == "paligemma" else (build(name), make_batch(name))
     expected = reference(model, batch)
     first_image = int(expected.masks.vision[0].int().argmax())
     rows = [first_image + 1, first_image, first_image - 3]

@@ -4,23 +4,12 @@ import pytest
 import torch
 from compare import scored, with_head
 from eager_reference import SPECIAL_IDS
-from families import IMAGE, build, make_batch
-from other_families import OTHERS
+from families import IMAGE, build
 from test_scoring import arguments
 
 from vgr_trl.batch.token_columns import causal_type
 from vgr_trl.compat.token_types import with_causal_completions
 from vgr_trl.signals import RolloutScorer
-
-
-@pytest.fixture
-def case():
-    """Token types 0 in the prompts, which see themselves whole, and 1 in the completions."""
-    model, batch = build(OTHERS["paligemma"]), make_batch(OTHERS["paligemma"])
-    types = torch.zeros_like(batch.inputs["input_ids"])
-    types[:, -batch.completion_length :] = 1
-    batch.inputs["token_type_ids"] = types
-    return model, batch
 
 
 def later_logps(model, batch, column):
@@ -36,9 +25,9 @@ def later_logps(model, batch, column):
 
 
 @pytest.mark.parametrize("given", ["prompt", "whole"])
-def test_completions_do_not_see_their_future(case, given):
+def test_completions_do_not_see_their_future(paligemma, given):
     """What a token is worth does not depend on those behind it."""
-    model, batch = case
+    model, batch = paligemma
     tensors, options = arguments(batch)
     options["token_type_ids"] = batch.inputs["token_type_ids"][:, : None if given == "whole" else -12]
     scorer = RolloutScorer(model, vision_token_ids=[IMAGE], special_token_ids=SPECIAL_IDS)
@@ -49,8 +38,8 @@ def test_completions_do_not_see_their_future(case, given):
     assert (wrong.logps[:, :3] - found.logps[:, :3]).abs().max() > 1e-2, "the test sees the difference"
 
 
-def test_token_types_of_completions(case):
-    model, batch = case
+def test_token_types_of_completions(paligemma):
+    model, batch = paligemma
     inputs = {"token_type_ids": torch.zeros_like(batch.inputs["token_type_ids"]), "num_images": None}
     corrected = with_causal_completions(inputs, model.config, 12)
     assert torch.equal(corrected["token_type_ids"], batch.inputs["token_type_ids"])
@@ -62,10 +51,10 @@ def test_token_types_of_completions(case):
     assert causal_type(model.config, "mm_token_type_ids") == 0
 
 
-def test_the_trainer_corrects_what_trl_pads(case, text_trainer):
+def test_the_trainer_corrects_what_trl_pads(paligemma, text_trainer):
     """TRL gives completions the token type 0, under which they see their own future."""
     trainer = text_trainer()
-    model, batch = case
+    model, batch = paligemma
     expected, _ = scored(with_head(model), batch)
     inputs = {"pixel_values": batch.inputs["pixel_values"], "num_images": [1] * 6}
     ids, mask = batch.inputs["input_ids"], batch.inputs["attention_mask"]
