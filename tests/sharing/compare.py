@@ -102,13 +102,14 @@ def assert_same_gradients(model: Any, batch: Batch, most: float, checkpointing: 
         assert any("vis" in parameter and float(gradient.abs().max()) > 0 for parameter, gradient in plain.items())
 
 
-def assert_same_tokens(model: Any, batch: Batch, sample: bool) -> None:
+def assert_same_tokens(model: Any, batch: Batch, sample: bool) -> torch.Tensor:
+    """Return the tokens."""
     plain = generated(model, batch, sample=sample)
     with share_prompts(model) as report:
         shared = generated(model, batch, sample=sample)
     assert (report.prompts, report.rows, dict(report.plain)) == (2, 6, {})
     assert torch.equal(plain, shared)
-    assert not sample or len({tuple(row) for row in plain.tolist()}) > 2
+    return plain
 
 
 def shortened(batch: Batch, length: int) -> Batch:
