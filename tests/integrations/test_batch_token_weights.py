@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 
 from vgr_trl.batch.signals import AttentionMass
+from vgr_trl.demo.tiny_processor import SPECIAL_TOKENS
 from vgr_trl.demo.tiny_vlm import build_tiny_vlm
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.integrations.verl import build_token_vgr_weights_for_batch, token_vgr_weights
@@ -16,6 +17,11 @@ from vgr_trl.signals import RolloutScorer, token_vision_gain_ratio
 from vgr_trl.signals.modality import special_token_ids
 
 WORDS = "what colour is this red green blue yellow"
+
+
+def of_images(processor):
+    """Tokens that stand for parts of an image, which no completion may have."""
+    return [*set(processor.tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS))) - {processor.tokenizer.eos_token_id}]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +42,7 @@ def generated():
     with torch.no_grad():
         out = model.generate(
             **inputs, max_new_tokens=6, do_sample=True, temperature=5.0, num_return_sequences=2,
-            output_attentions=True, return_dict_in_generate=True,
+            output_attentions=True, return_dict_in_generate=True, suppress_tokens=of_images(processor),
         )  # fmt: skip
     return model, processor, inputs, out
 
