@@ -11,9 +11,8 @@ from functools import wraps
 from pathlib import Path
 
 import torch
+from support.checkpoints import complete_checkpoints
 from support.trainers import config, letters_reward, prompts, vision_trainer
-
-from vgr_trl.training.checkpoints.folders import complete_checkpoints
 
 PHASES = ("generation", "scoring", "backward", "optimizer", "evaluation")
 OPTIONS = {

@@ -10,10 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from support.checkpoints import complete_checkpoints
 from support.launching import environment, outputs
 from support.trainers import train_file
-
-from vgr_trl.training.checkpoints.folders import complete_checkpoints
 
 ROOT = Path(__file__).parents[2]
 

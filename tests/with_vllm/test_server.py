@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 from running import EXACT, HERE, METRIC, NEEDS_VLLM, SECONDS, environment
-
-from vgr_trl.training.checkpoints.folders import complete_checkpoints
+from support.checkpoints import complete_checkpoints
 
 pytestmark = [pytest.mark.slow, NEEDS_VLLM]
 
