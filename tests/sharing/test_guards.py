@@ -77,6 +77,16 @@ def trains_plainly(model, batch, plain, reason):
     assert largest_relative(plain, shared) < SAME
 
 
+def test_checkpoints_that_drop_caches(case, monkeypatch):
+    """As those of transformers 5.9 and 5.10, which do not know the switch that keeps them."""
+    model, _ = case
+    monkeypatch.delattr("transformers.modeling_layers.GradientCheckpointingLayer._can_checkpoint_with_cache")
+    assert why_not_share(model, gradients=True) is None
+    checkpointed(model)
+    assert "layers then drop caches" in why_not_share(model, gradients=True)
+    assert why_not_share(model, gradients=False) is None
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 def test_reentrant_checkpointing(case, monkeypatch):
     model, batch = case

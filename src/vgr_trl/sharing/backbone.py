@@ -6,6 +6,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from vgr_trl.errors import ConfigError
 
@@ -64,6 +65,19 @@ def recomputes_without_graph(model: nn.Module, *, when_training: bool = False) -
             if function is not None and getattr(function, "keywords", {}).get("use_reentrant", True):
                 return True
     return False
+
+
+DROPS_CACHES = "gradient checkpointing by a transformers whose layers then drop caches (5.23 keeps them)"
+
+
+def checkpoints_drop_caches() -> bool:
+    """Whether checkpointed layers ignore the cache they are given, as those of transformers 5.9 and 5.10 do."""
+    return not hasattr(GradientCheckpointingLayer, "_can_checkpoint_with_cache")
+
+
+def is_checkpointed(model: nn.Module) -> bool:
+    """Whether layers of a model that trains are computed again in the backward pass."""
+    return any(module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def has_active_dropout(model: nn.Module, *, when_training: bool = False) -> bool:

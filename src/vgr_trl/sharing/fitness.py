@@ -6,7 +6,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from vgr_trl.sharing.backbone import base_of, causal_model, flattens_layers, is_compiled, recomputes_without_graph
+from vgr_trl.sharing.backbone import (
+    DROPS_CACHES,
+    base_of,
+    causal_model,
+    checkpoints_drop_caches,
+    flattens_layers,
+    is_checkpointed,
+    is_compiled,
+    recomputes_without_graph,
+)
 from vgr_trl.sharing.prefix_cache import refuse_unknown_layers
 from vgr_trl.sharing.report import CannotShare
 
@@ -36,6 +45,8 @@ def refuse_unfit_model(base: Any, gradients: bool) -> None:
     """Raise `CannotShare` if a base model, in its present state, cannot go on from a prompt computed before."""
     if gradients and recomputes_without_graph(base):
         raise CannotShare("gradient checkpointing with use_reentrant=True")
+    if gradients and checkpoints_drop_caches() and is_checkpointed(base):
+        raise CannotShare(DROPS_CACHES)
     if gradients and flattens_layers(base):
         raise CannotShare("the first version of FSDP")
     if getattr(base.config, "is_encoder_decoder", False):

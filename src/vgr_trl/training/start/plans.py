@@ -5,7 +5,14 @@ from typing import Any
 from torch import nn
 
 from vgr_trl.sharing import Place, SharingPlan, has_active_dropout, why_not_regroup, why_not_share
-from vgr_trl.sharing.backbone import base_of, causal_model, is_compiled, recomputes_without_graph
+from vgr_trl.sharing.backbone import (
+    DROPS_CACHES,
+    base_of,
+    causal_model,
+    checkpoints_drop_caches,
+    is_compiled,
+    recomputes_without_graph,
+)
 from vgr_trl.signals import Wanted
 from vgr_trl.skipping import SkippingPlan, VisionPlan
 from vgr_trl.skipping.plan import why_padding_counts
@@ -64,6 +71,8 @@ def _why_not_train(trainer: ConstructedTrainer) -> str | None:
         reentrant = recomputes_without_graph(trainer.model, when_training=True)
     if reentrant:
         return "gradient checkpointing with use_reentrant=True"
+    if trainer.args.gradient_checkpointing and checkpoints_drop_caches():
+        return DROPS_CACHES
     if trainer.aux_loss_enabled:
         return "the load-balancing loss needs the router of every token"
     if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version == 1:
