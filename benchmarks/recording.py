@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 from trl.kernels import ChunkedLogProbFunction
 
 from vgr_trl import DAPOTrainer
-from vgr_trl.config.report import ReportOptions
+from vgr_trl.config.stages.report import ReportOptions
 from vgr_trl.demo.options import Options
 from vgr_trl.demo.reinforce import trainer_options
 from vgr_trl.demo.rows import as_dataset, words_of

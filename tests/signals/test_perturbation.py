@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from vgr_trl import registries
-from vgr_trl.config.perceive import PERTURBATIONS as NAMES
-from vgr_trl.config.perceive import REMOVE_IMAGE, PerceiveOptions
+from vgr_trl.config.stages.perceive import PERTURBATIONS as NAMES
+from vgr_trl.config.stages.perceive import REMOVE_IMAGE, PerceiveOptions
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.signals.perturbation.images import (
     PERTURBATIONS,

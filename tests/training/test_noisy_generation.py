@@ -7,7 +7,7 @@ from support.vllm import in_place_of_vllm
 
 from vgr_trl import DAPOConfig
 from vgr_trl.batch.inputs import Prompts
-from vgr_trl.config.noisy import decay
+from vgr_trl.config.stages.noisy import decay
 from vgr_trl.errors import ConfigError
 from vgr_trl.training.generation import noisy
 from vgr_trl.training.rollout import Rollout

@@ -1,7 +1,7 @@
 """Every option of the trainer, grouped by the stage that it steers."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from numbers import Integral
 
@@ -22,31 +22,10 @@ from vgr_trl.config import (
     ReportOptions,
     SkipOptions,
 )
-from vgr_trl.config.ranges import check_choice, check_integer, check_number, check_switch, is_number
+from vgr_trl.config.option import option
+from vgr_trl.config.ranges import check_choice, check_integer, check_options_of_trl, check_switch, is_number
 from vgr_trl.errors import ConfigError
 
-_WHOLE_NUMBERS = (
-    "max_prompt_length", "max_completion_length", "num_generations_eval", "num_iterations", "steps_per_generation",
-    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
-)  # fmt: skip
-_LARGEST = 1e30
-_RANGES = {
-    "beta": (0, _LARGEST, "of at least 0"),
-    "epsilon": (0, _LARGEST, "of at least 0"),
-    "epsilon_high": (0, _LARGEST, "of at least 0"),
-    "delta": (0, _LARGEST, "above 1 + epsilon_high"),
-    "learning_rate": (0, _LARGEST, "of at least 0"),
-    "temperature": (0, _LARGEST, "above 0"),
-    "top_p": (1e-9, 1, "in (0, 1]"),
-    "min_p": (0, 1, "in [0, 1]"),
-    "repetition_penalty": (1e-9, _LARGEST, "above 0"),
-    "weight_decay": (0, _LARGEST, "of at least 0"),
-    "max_grad_norm": (0, _LARGEST, "of at least 0, where 0 clips nothing"),
-    "adam_beta1": (0, 1 - 1e-9, "in [0, 1)"),
-    "adam_beta2": (0, 1 - 1e-9, "in [0, 1)"),
-    "adam_epsilon": (0, _LARGEST, "of at least 0"),
-    "top_k": (0, _LARGEST, "of at least 0, where 0 keeps all tokens"),
-}
 _RATIO_LOSSES = ("dapo", "grpo", "dr_grpo", "bnpo", "sapo", "luspo")
 _LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 
@@ -68,10 +47,8 @@ class DAPOConfig(
     PluginOptions,
     GRPOConfig,
 ):
-    """Options of `DAPOTrainer`: those of TRL's `GRPOConfig`, with the defaults of DAPO, those of the stages
-    (`MeasureOptions`, `PerceiveOptions`, `NoisyOptions`, `BlindOptions`, `KLOptions`, `CriticOptions`, `CreditOptions`,
-    `ChooseOptions`, `SkipOptions`, `ReportOptions`, `EvaluateOptions`), what names plug-ins (`PluginOptions`), other
-    names of some (`AliasOptions`), and the ones below. What an option does is its `help` (`vgr-trl train --help`).
+    """Options of `DAPOTrainer`: those of TRL's `GRPOConfig` with the defaults of DAPO, those of the stages, and the
+    ones below. What an option does is its `help` (`vgr-trl train --help`).
 
     Changed defaults: `epsilon_high=0.28` (DAPO's clip-higher; https://huggingface.co/papers/2503.14476). TRL's own
     defaults already are `loss_type="dapo"` and `beta=0.0`.
@@ -81,96 +58,68 @@ class DAPOConfig(
     """
 
     # The parent's default, restated so that a change of TRL's cannot change what this class trains.
-    loss_type: str = field(
-        default="dapo",
-        metadata={
-            "help": "Loss of TRL's GRPOTrainer: dapo, grpo, dr_grpo, bnpo, cispo, sapo, luspo or vespo, as TRL defines "
-            "them."
-        },
+    loss_type: str = option(
+        "dapo",
+        "Loss of TRL's GRPOTrainer: dapo, grpo, dr_grpo, bnpo, cispo, sapo, luspo or vespo, as TRL defines them.",
     )
-    beta: float = field(
-        default=0.0, metadata={"help": "Weight of the KL term to the reference model, at least 0; DAPO uses none."}
-    )
-    epsilon_high: float | None = field(
-        default=0.28, metadata={"help": "Upper clip range of the importance ratio; DAPO's clip-higher is 0.28."}
-    )
+    beta: float = option(0.0, "Weight of the KL term to the reference model, at least 0; DAPO uses none.")
+    epsilon_high: float | None = option(0.28, "Upper clip range of the importance ratio; DAPO's clip-higher is 0.28.")
 
-    resume_from_checkpoint: str | None = field(
-        default=None,
-        metadata={
-            "nargs": "?",
-            "const": "latest",
-            "help": "Continue from this checkpoint; without a path, or with latest, from the newest complete one.",
-        },
+    resume_from_checkpoint: str | None = option(
+        None,
+        "Continue from this checkpoint; without a path, or with latest, from the newest complete one.",
+        nargs="?",
+        const="latest",
     )
 
     # Generate
-    max_prompt_length: int | None = field(
-        default=None,
-        metadata={
-            "help": "Leave out rows whose prompt has more tokens than this, image tokens included; nothing is "
-            "truncated. None: no limit."
-        },
+    max_prompt_length: int | None = option(
+        None,
+        "Leave out rows whose prompt has more tokens than this, image tokens included; nothing is truncated. None: no "
+        "limit.",
     )
 
-    share_prompts: str = field(
-        default="auto",
-        metadata={
-            "help": "Compute each prompt once for its completions, in generation, scoring and training. auto: wherever "
-            "that changes nothing; on: also where bringing the completions of a prompt into one micro-batch changes a "
-            "normaliser of the loss; off."
-        },
+    share_prompts: str = option(
+        "auto",
+        "Compute each prompt once for its completions, in generation, scoring and training. auto: wherever that "
+        "changes nothing; on: also where bringing the completions of a prompt into one micro-batch changes a "
+        "normaliser of the loss; off.",
     )
 
-    vision_cache_megabytes: int = field(
-        default=1024,
-        metadata={
-            "help": "Compute the features of an image once per rollout, for generation, scoring and training, where "
-            "the vision tower gets no gradient; as many MiB of them are kept. 0: in every pass."
-        },
+    vision_cache_megabytes: int = option(
+        1024,
+        "Compute the features of an image once per rollout, for generation, scoring and training, where the vision "
+        "tower gets no gradient; as many MiB of them are kept. 0: in every pass.",
     )
 
     # Judge
-    warmup_ratio: float | None = field(
-        default=None, metadata={"help": "Share of all steps that warm the learning rate up, in [0, 1)."}
+    warmup_ratio: float | None = option(None, "Share of all steps that warm the learning rate up, in [0, 1).")
+    early_reward_weights: list[float] | None = option(
+        None,
+        "Reward weights during the warm-up steps (without warm-up: the first tenth of all steps), in the order of the "
+        "reward functions; reward_weights hold afterwards.",
     )
-    early_reward_weights: list[float] | None = field(
-        default=None,
-        metadata={
-            "help": "Reward weights during the warm-up steps (without warm-up: the first tenth of all steps), in the "
-            "order of the reward functions; reward_weights hold afterwards."
-        },
+    vgr_hard_negative: bool = option(False, "Give the reward vgr to right completions only.")
+    attention_reward_scale: str = option(
+        "none",
+        "accuracy: the rewards vgr, vgr_hard_negative and mdi count as far as the completions of a prompt differ in "
+        "accuracy, not where all or none are right; none: everywhere alike.",
     )
-    vgr_hard_negative: bool = field(default=False, metadata={"help": "Give the reward vgr to right completions only."})
-    attention_reward_scale: str = field(
-        default="none",
-        metadata={
-            "help": "accuracy: the rewards vgr, vgr_hard_negative and mdi count as far as the completions of a prompt "
-            "differ in accuracy, not where all or none are right; none: everywhere alike."
-        },
-    )
-    soft_punish_cache: int | None = field(
-        default=None,
-        metadata={
-            "help": "Tokens before max_completion_length over which the length reward falls from 0 to -1; None: a "
-            "fifth of it."
-        },
+    soft_punish_cache: int | None = option(
+        None,
+        "Tokens before max_completion_length over which the length reward falls from 0 to -1; None: a fifth of it.",
     )
 
-    stop_on_collapse: bool = field(
-        default=False,
-        metadata={
-            "help": "End at the first sign of collapse (accuracy, format or length fallen, entropy at 0 or soaring, "
-            "groups with equal rewards) instead of a warning."
-        },
+    stop_on_collapse: bool = option(
+        False,
+        "End at the first sign of collapse (accuracy, format or length fallen, entropy at 0 or soaring, groups with "
+        "equal rewards) instead of a warning.",
     )
 
-    reward_timeout: float | None = field(
-        default=None,
-        metadata={
-            "help": "Seconds that a reward function may take for a batch, then it ends the run, by name (not "
-            "asynchronous rewards and reward models). None: any number."
-        },
+    reward_timeout: float | None = option(
+        None,
+        "Seconds that a reward function may take for a batch, then it ends the run, by name (not asynchronous rewards "
+        "and reward models). None: any number.",
     )
 
     def __post_init__(self) -> None:
@@ -263,14 +212,7 @@ class DAPOConfig(
             )
 
     def _check_ranges(self) -> None:
-        for name in _WHOLE_NUMBERS:
-            value = getattr(self, name)
-            if value is not None:
-                check_integer(name, value, 1)
-        for name, (low, high, meaning) in _RANGES.items():
-            value = getattr(self, name)
-            if value is not None:
-                check_number(name, value, low, high, meaning)
+        check_options_of_trl(self)
         if self.reward_timeout is not None and not (is_number(self.reward_timeout) and self.reward_timeout > 0):
             raise ConfigError(f"reward_timeout is {self.reward_timeout!r}: give a number of seconds above 0, or None.")
         check_switch("stop_on_collapse", self.stop_on_collapse)
@@ -294,14 +236,12 @@ class DAPOConfig(
                 f"max_steps is {self.max_steps} and num_train_epochs {self.num_train_epochs}, so nothing would be "
                 "trained: give max_steps of at least 1, or more epochs."
             )
-        if self.soft_punish_cache is not None:
-            longest = self.max_completion_length
-            if (
-                not isinstance(self.soft_punish_cache, Integral)
-                or self.soft_punish_cache < 0
-                or (longest is not None and self.soft_punish_cache > longest)
-            ):
-                raise ConfigError(
-                    f"soft_punish_cache is {self.soft_punish_cache}: give a number of tokens in "
-                    f"[0, max_completion_length = {longest}]."
-                )
+        self._check_soft_punish_cache()
+
+    def _check_soft_punish_cache(self) -> None:
+        tokens, longest = self.soft_punish_cache, self.max_completion_length
+        if tokens is None or (isinstance(tokens, Integral) and tokens >= 0 and (longest is None or tokens <= longest)):
+            return
+        raise ConfigError(
+            f"soft_punish_cache is {tokens}: give a number of tokens in [0, max_completion_length = {longest}]."
+        )

@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from vgr_trl import registries
+from vgr_trl.config.option import option
 from vgr_trl.errors import ConfigError
 from vgr_trl.registries import Registry, needs_of, option_class, option_values, short_name
 
@@ -28,22 +29,18 @@ PERTURBATIONS = (  # of this library
 class PluginOptions:
     """What is added from outside; docs/extending.md says how."""
 
-    credit_rules: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": f"Rules that give tokens their credit: {', '.join(RULES)}; vgpo, pgpo, vepo, anchor_tokens "
-            "(docs/recipes.md); those of installed packages, dotted paths or files (my_rules.py:my_rule)."
-        },
+    credit_rules: list[str] | None = option(
+        None,
+        f"Rules that give tokens their credit: {', '.join(RULES)}; vgpo, pgpo, vepo, anchor_tokens "
+        "(docs/recipes.md); those of installed packages, dotted paths or files (my_rules.py:my_rule).",
     )
-    signals: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Signals per token that are measured, logged and given to rewards: names, dotted paths or files "
-            "(my_signals.py:my_signal)."
-        },
+    signals: list[str] | None = option(
+        None,
+        "Signals per token that are measured, logged and given to rewards: names, dotted paths or files "
+        "(my_signals.py:my_signal).",
     )
-    plugin_options: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Options of plug-ins as JSON, where they are not given as flags of their own."}
+    plugin_options: dict[str, Any] | str | None = option(
+        None, "Options of plug-ins as JSON, where they are not given as flags of their own."
     )
 
     @property
@@ -101,7 +98,7 @@ class PluginOptions:
 
     def _known_options(self) -> set[str]:
         classes = [option_class(registry.load(name), name) for registry, name in self._plugins()]
-        return {option.name for options in classes if options is not None for option in fields(options)}
+        return {each.name for options in classes if options is not None for each in fields(options)}
 
     def check_plugins(self) -> None:
         """Switch the named rules of this library on; raise `ConfigError` for plug-ins that cannot be used."""
@@ -115,17 +112,16 @@ class PluginOptions:
                     f"plugin_options has {name!r}, which no plug-in that is named has: give "
                     f"{', '.join(sorted(known)) or 'none, as they have no options'}."
                 )
-        for option in ("credit_rules", "signals"):
-            names = [short_name(name) for name in getattr(self, option) or ()]
+        for kind in ("credit_rules", "signals"):
+            names = [short_name(name) for name in getattr(self, kind) or ()]
             if len(set(names)) < len(names):
-                raise ConfigError(f"{option} is {getattr(self, option)}, two of which have one name: rename one.")
+                raise ConfigError(f"{kind} is {getattr(self, kind)}, two of which have one name: rename one.")
         self.readers()
 
     def _switch_on(self) -> None:
         named = [name for name in self.credit_rules or () if name in RULES]
         if {"perception_filter", "perception_weights"} <= set(named):
             raise ConfigError("credit_rules has perception_filter and perception_weights: give one of them.")
-        for name in named:
-            for option, value in RULES[name].items():
-                if hasattr(self, option):
-                    setattr(self, option, value)
+        for switch, value in (pair for name in named for pair in RULES[name].items()):
+            if hasattr(self, switch):
+                setattr(self, switch, value)

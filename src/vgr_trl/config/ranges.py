@@ -7,6 +7,29 @@ from typing import Any
 
 from vgr_trl.errors import ConfigError
 
+_WHOLE_NUMBERS_OF_TRL = (
+    "max_prompt_length", "max_completion_length", "num_generations_eval", "num_iterations", "steps_per_generation",
+    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
+)  # fmt: skip
+_LARGEST = 1e30
+_RANGES_OF_TRL = {
+    "beta": (0, _LARGEST, "of at least 0"),
+    "epsilon": (0, _LARGEST, "of at least 0"),
+    "epsilon_high": (0, _LARGEST, "of at least 0"),
+    "delta": (0, _LARGEST, "above 1 + epsilon_high"),
+    "learning_rate": (0, _LARGEST, "of at least 0"),
+    "temperature": (0, _LARGEST, "above 0"),
+    "top_p": (1e-9, 1, "in (0, 1]"),
+    "min_p": (0, 1, "in [0, 1]"),
+    "repetition_penalty": (1e-9, _LARGEST, "above 0"),
+    "weight_decay": (0, _LARGEST, "of at least 0"),
+    "max_grad_norm": (0, _LARGEST, "of at least 0, where 0 clips nothing"),
+    "adam_beta1": (0, 1 - 1e-9, "in [0, 1)"),
+    "adam_beta2": (0, 1 - 1e-9, "in [0, 1)"),
+    "adam_epsilon": (0, _LARGEST, "of at least 0"),
+    "top_k": (0, _LARGEST, "of at least 0, where 0 keeps all tokens"),
+}
+
 
 def is_number(value: Any) -> bool:
     """Whether `value` is a finite number and not a bool."""
@@ -49,6 +72,16 @@ def check_interval(name: str, value: Any, low: float, within: float | None, mean
     inside = pair and low <= value[0]
     if not (inside and (value[0] < value[1] if within is None else value[0] <= within <= value[1])):
         raise ConfigError(f"{name} is {value!r}: give two numbers {meaning}.")
+
+
+def check_options_of_trl(options: Any) -> None:
+    """Raise `ConfigError` for options of TRL's or transformers' that are out of range."""
+    for name in _WHOLE_NUMBERS_OF_TRL:
+        if (value := getattr(options, name)) is not None:
+            check_integer(name, value, 1)
+    for name, (low, high, meaning) in _RANGES_OF_TRL.items():
+        if (value := getattr(options, name)) is not None:
+            check_number(name, value, low, high, meaning)
 
 
 def _listed(choices: Sequence[str | None]) -> str:

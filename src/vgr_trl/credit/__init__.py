@@ -6,7 +6,7 @@ what they are made of: `token_weights.py`, `filters.py`, `trajectory.py`. Beside
 processes).
 """
 
-from vgr_trl.config.credit import CreditOptions
+from vgr_trl.config.stages.credit import CreditOptions
 from vgr_trl.credit.collapse import coefficient_warning, collapse_warning
 from vgr_trl.credit.filters import top_fraction_mask
 from vgr_trl.credit.gae import gae, value_loss, whiten

@@ -14,7 +14,7 @@ import torch
 
 from vgr_trl import registries
 from vgr_trl.batch.signals import AttentionMass, RolloutSignals
-from vgr_trl.config.credit import CreditOptions
+from vgr_trl.config.stages.credit import CreditOptions
 from vgr_trl.credit import published as published  # which registers itself
 from vgr_trl.credit.filters import top_fraction_mask
 from vgr_trl.credit.rows import check_shapes

@@ -9,9 +9,15 @@ from pathlib import Path
 from vgr_trl.errors import ConfigError
 
 _OWN = {
-    "train": ("cli/flags/arguments.py", "cli/flags/reward_files.py", "config/*.py", "config/foreign/aliases.py"),
+    "train": (
+        "cli/flags/arguments.py",
+        "cli/flags/reward_files.py",
+        "config/*.py",
+        "config/stages/*.py",
+        "config/foreign/aliases.py",
+    ),
     "evaluate": ("cli/flags/arguments.py", "cli/flags/reward_files.py", "cli/flags/evaluation.py"),
-}
+}  # fmt: skip
 _OTHERS = {
     "train": {
         "trl": ("trainer/base_config.py", "trainer/grpo_config.py", "trainer/model_config.py"),

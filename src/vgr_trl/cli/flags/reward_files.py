@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from vgr_trl.config.option import option
 from vgr_trl.errors import ConfigError
 from vgr_trl.rewards.scored_files import FileOptions
 
@@ -13,16 +14,9 @@ from vgr_trl.rewards.scored_files import FileOptions
 class RewardFileArguments:
     """How functions of files in the form of EasyR1 are called; of other rewards, the options that they declare."""
 
-    reward_type: str | None = field(
-        default=None,
-        metadata={"help": "Form of reward files of EasyR1: batch or sequential (else as they say)."},
-    )
-    reward_num_cpus: int = field(
-        default=1, metadata={"help": "Processes that a sequential reward file of EasyR1 is called in."}
-    )
-    reward_function_kwargs: str | None = field(
-        default=None, metadata={"help": "Further arguments of reward files of EasyR1, as JSON."}
-    )
+    reward_type: str | None = option(None, "Form of reward files of EasyR1: batch or sequential (else as they say).")
+    reward_num_cpus: int = option(1, "Processes that a sequential reward file of EasyR1 is called in.")
+    reward_function_kwargs: str | None = option(None, "Further arguments of reward files of EasyR1, as JSON.")
 
     plugin_options: dict[str, Any] = field(default_factory=dict, init=False)
 

@@ -1,8 +1,9 @@
 """Other names of options, those of our users' scripts, in one place."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from vgr_trl.config.option import option
 from vgr_trl.config.ranges import check_choice
 from vgr_trl.errors import ConfigError
 
@@ -24,23 +25,21 @@ class AliasOptions:
     """Each option means the one that `ALIASES` names, and `loss_avg_mode` one of two loss types; None: that one is left
     as it is."""
 
-    eval_num_generations: int | None = field(default=None, metadata={"help": "Alias of num_generations_eval."})
-    prompt_preview_chars: int | None = field(default=None, metadata={"help": "Alias of prompt_preview_length."})
-    completion_preview_chars: int | None = field(default=None, metadata={"help": "Alias of completion_preview_length."})
-    out_dir: str | None = field(default=None, metadata={"help": "Alias of output_dir."})
-    clip_ratio_low: float | None = field(default=None, metadata={"help": "Alias of epsilon."})
-    clip_ratio_high: float | None = field(default=None, metadata={"help": "Alias of epsilon_high."})
-    clip_ratio_dual: float | None = field(
-        default=None,
-        metadata={"help": "Alias of delta: largest ratio of a token with negative advantage (dual clip), often 3.0."},
+    eval_num_generations: int | None = option(None, "Alias of num_generations_eval.")
+    prompt_preview_chars: int | None = option(None, "Alias of prompt_preview_length.")
+    completion_preview_chars: int | None = option(None, "Alias of completion_preview_length.")
+    out_dir: str | None = option(None, "Alias of output_dir.")
+    clip_ratio_low: float | None = option(None, "Alias of epsilon.")
+    clip_ratio_high: float | None = option(None, "Alias of epsilon_high.")
+    clip_ratio_dual: float | None = option(
+        None, "Alias of delta: largest ratio of a token with negative advantage (dual clip), often 3.0."
     )
-    loss_avg_mode: str | None = field(
-        default=None,
-        metadata={"help": "token: loss_type dapo, the mean over all tokens; sequence (or seq): loss_type grpo."},
+    loss_avg_mode: str | None = option(
+        None, "token: loss_type dapo, the mean over all tokens; sequence (or seq): loss_type grpo."
     )
-    late_reward_weights: list[float] | None = field(default=None, metadata={"help": "Alias of reward_weights."})
-    use_segmented_reward_weights: bool = field(
-        default=False, metadata={"help": "Of no effect: early_reward_weights hold at first wherever they are given."}
+    late_reward_weights: list[float] | None = option(None, "Alias of reward_weights.")
+    use_segmented_reward_weights: bool = option(
+        False, "Of no effect: early_reward_weights hold at first wherever they are given."
     )
 
     def resolve_aliases(self) -> None:

@@ -1,14 +1,15 @@
 """The options of this library inside verl and EasyR1: those of its stages that mean something there, by both names."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
-from vgr_trl.config.credit import CreditOptions
 from vgr_trl.config.effects import Circumstances, changed_options, options_without_effect
-from vgr_trl.config.measure import MeasureOptions
-from vgr_trl.config.perceive import PerceiveOptions
+from vgr_trl.config.option import option
 from vgr_trl.config.ranges import check_choice, check_integer, check_number, check_switch
+from vgr_trl.config.stages.credit import CreditOptions
+from vgr_trl.config.stages.measure import MeasureOptions
+from vgr_trl.config.stages.perceive import PerceiveOptions
 from vgr_trl.errors import ConfigError
 
 NAMES_OF_NOTES = {
@@ -43,22 +44,17 @@ class SignalOptions(MeasureOptions, PerceiveOptions, CreditOptions):
         seed: of the perturbed images.
     """
 
-    estimator: str = field(default="grpo", metadata={"help": "Advantage estimator whose advantages are shaped."})
-    apply_to: str = field(
-        default="advantages", metadata={"help": "Token weights multiply advantages, or the response mask."}
+    estimator: str = option("grpo", "Advantage estimator whose advantages are shaped.")
+    apply_to: str = option("advantages", "Token weights multiply advantages, or the response mask.")
+    collect_attentions: bool = option(
+        False, "Token weights come with the rollout; the actor measures no attention for them."
     )
-    collect_attentions: bool = field(
-        default=False,
-        metadata={"help": "Token weights come with the rollout; the actor measures no attention for them."},
-    )
-    vgr_reward_weight: float = field(default=0.0, metadata={"help": "Weight of the VGR reward."})
-    hard_negative_reward_weight: float = field(
-        default=0.0, metadata={"help": "Weight of the VGR reward among right answers."}
-    )
-    mdi_reward_weight: float = field(default=0.0, metadata={"help": "Weight of the MDI reward."})
-    right_from: float = field(default=0.5, metadata={"help": "A reward of at least this is a right answer."})
-    share_prompts: str = field(default="auto", metadata={"help": "auto or off: prompts of the measured pass once."})
-    seed: int = field(default=42, metadata={"help": "Seed of the perturbed images."})
+    vgr_reward_weight: float = option(0.0, "Weight of the VGR reward.")
+    hard_negative_reward_weight: float = option(0.0, "Weight of the VGR reward among right answers.")
+    mdi_reward_weight: float = option(0.0, "Weight of the MDI reward.")
+    right_from: float = option(0.5, "A reward of at least this is a right answer.")
+    share_prompts: str = option("auto", "auto or off: prompts of the measured pass once.")
+    seed: int = option(42, "Seed of the perturbed images.")
 
     @classmethod
     def read(cls, given: Mapping[str, Any] | None) -> "SignalOptions":

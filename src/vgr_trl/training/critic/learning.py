@@ -7,12 +7,17 @@ import torch
 from accelerate.utils import broadcast
 from torch import nn
 
-from vgr_trl.config.critic import LEARNING_RATES
+from vgr_trl.config.stages.critic import LEARNING_RATES
 from vgr_trl.training.host import Host
 
 
 class Learner:
-    """Trains a module that each process has whole: gradients are averaged over processes, then clipped."""
+    """Trains a module that each process has whole: gradients are averaged over processes, then clipped.
+
+    Args:
+        module: the critic.
+        host: whose processes and options are read.
+    """
 
     def __init__(self, module: nn.Module, host: Host) -> None:
         self.host, args = host, host.args

@@ -9,7 +9,7 @@ import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
-from vgr_trl.config.report import LOG_OPTIONS
+from vgr_trl.config.stages.report import LOG_OPTIONS
 from vgr_trl.errors import ConfigError
 from vgr_trl.reporting.records.format import LogEntry, Record
 from vgr_trl.reporting.records.reading import FOLDER
@@ -30,6 +30,10 @@ def finished(
 
     Args:
         record: without completions.
+        taken: rows of each process.
+        completing: what makes completions of them.
+        rewards: (N of all, number of functions).
+        metrics: of the batch.
     """
     rows = sorted((row for of_process in taken for row in completing.rows(of_process)), key=lambda row: row.place)
     record.completions = [row.completion for row in rows]
@@ -41,6 +45,11 @@ class RolloutRecorder:
     """Records a few completions of rollouts, in a thread of the main process.
 
     Every process takes part in what is gathered, at the same steps.
+
+    Args:
+        host: where it runs.
+        measurement: what is measured of rollout batches.
+        model: its name.
 
     Raises:
         ConfigError: a file or folder cannot be written, or a log is asked for that nothing is measured for.

@@ -1,7 +1,8 @@
 """Options of the credit that each token gets."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from vgr_trl.config.option import option
 from vgr_trl.config.plugins import PluginOptions
 from vgr_trl.config.ranges import (
     check_choice,
@@ -22,51 +23,37 @@ _SWITCHES = (
 class CreditOptions(PluginOptions):
     """Which tokens get the advantage of their completion, and how much of it."""
 
-    token_weights: bool = field(
-        default=False, metadata={"help": "Weigh tokens by how much they look at the image (VGR per token)."}
+    token_weights: bool = option(False, "Weigh tokens by how much they look at the image (VGR per token).")
+    token_weights_topk_ratio: float | None = option(
+        None, "Share of tokens that keep a weight; the others get weight 1. None: all."
     )
-    token_weights_topk_ratio: float | None = field(
-        default=None,
-        metadata={"help": "Share of tokens that keep a weight; the others get weight 1. None: all."},
+    token_weights_clip: list[float] = option(
+        [0.2, 3.0], "Smallest and largest weight before normalisation, 0 <= low <= 1 <= high."
     )
-    token_weights_clip: list[float] = field(
-        default_factory=lambda: [0.2, 3.0],
-        metadata={"help": "Smallest and largest weight before normalisation, 0 <= low <= 1 <= high."},
+    token_weights_smooth_sigma: float = option(
+        0.0, "Standard deviation of the smoothing of weights along the tokens; 0: none."
     )
-    token_weights_smooth_sigma: float = field(
-        default=0.0, metadata={"help": "Standard deviation of the smoothing of weights along the tokens; 0: none."}
+    token_weights_last_k_layers: int | None = option(
+        None, "Weigh by the attention of the last so many layers. None: the late segment."
     )
-    token_weights_last_k_layers: int | None = field(
-        default=None, metadata={"help": "Weigh by the attention of the last so many layers. None: the late segment."}
+    token_weights_positive_only: bool = option(False, "Weigh only completions with a positive advantage.")
+    enable_perception_filtering: bool = option(False, "Give credit only to the tokens that depend most on the image.")
+    top_p_perception_tokens: float = option(
+        0.2, "Share of a completion's tokens that the perception filter keeps, in (0, 1]."
     )
-    token_weights_positive_only: bool = field(
-        default=False, metadata={"help": "Weigh only completions with a positive advantage."}
+    perception_weighting: str = option(
+        "filter", "filter: tokens outside the share get no credit; soft: weights from the dependency instead."
     )
-    enable_perception_filtering: bool = field(
-        default=False, metadata={"help": "Give credit only to the tokens that depend most on the image."}
+    enable_entropy_filtering: bool = option(
+        False, "Give credit only to tokens of highest entropy; both filters: the union."
     )
-    top_p_perception_tokens: float = field(
-        default=0.2, metadata={"help": "Share of a completion's tokens that the perception filter keeps, in (0, 1]."}
+    top_p_entropy_tokens: float = option(
+        0.2, "Share of a completion's tokens that the entropy filter keeps, in (0, 1]."
     )
-    perception_weighting: str = field(
-        default="filter",
-        metadata={"help": "filter: tokens outside the share get no credit; soft: weights from the dependency instead."},
-    )
-    enable_entropy_filtering: bool = field(
-        default=False,
-        metadata={"help": "Give credit only to tokens of highest entropy; both filters: the union."},
-    )
-    top_p_entropy_tokens: float = field(
-        default=0.2, metadata={"help": "Share of a completion's tokens that the entropy filter keeps, in (0, 1]."}
-    )
-    enable_trajectory_reweighting: bool = field(
-        default=False, metadata={"help": "Scale completions by their mean dependency on the image."}
-    )
-    trajectory_scaling_min: float = field(default=0.8, metadata={"help": "Smallest scale of a completion, in [0, 1]."})
-    use_entropy_penalty: bool = field(
-        default=False, metadata={"help": "Add entropy_penalty_coef times the mean of -log p to the loss."}
-    )
-    entropy_penalty_coef: float = field(default=0.06, metadata={"help": "Weight of the entropy penalty."})
+    enable_trajectory_reweighting: bool = option(False, "Scale completions by their mean dependency on the image.")
+    trajectory_scaling_min: float = option(0.8, "Smallest scale of a completion, in [0, 1].")
+    use_entropy_penalty: bool = option(False, "Add entropy_penalty_coef times the mean of -log p to the loss.")
+    entropy_penalty_coef: float = option(0.06, "Weight of the entropy penalty.")
 
     @property
     def needs_dependency(self) -> bool:

@@ -2,13 +2,14 @@
 
 import inspect
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from vgr_trl import registries
-from vgr_trl.config.perceive import PerceiveOptions
+from vgr_trl.config.option import option
 from vgr_trl.config.plugins import PERTURBATIONS, REMOVE_IMAGE
 from vgr_trl.config.ranges import check_choice, check_integer, check_number
+from vgr_trl.config.stages.perceive import PerceiveOptions
 from vgr_trl.errors import ConfigError
 
 DECAYS = ("none", "linear", "power", "exponential", "sigmoid")
@@ -21,38 +22,27 @@ _STRENGTHS = {  # perturbation -> the argument that grows with its strength
 class NoisyOptions(PerceiveOptions):
     """Completions sampled from a perturbed image (NoisyRollout, https://huggingface.co/papers/2504.13055)."""
 
-    noisy_generations: int = field(
-        default=0,
-        metadata={
-            "help": "Completions of each prompt that are sampled from a perturbed image and trained on the clean one "
-            "(NoisyRollout), 0 to num_generations."
-        },
+    noisy_generations: int = option(
+        0,
+        "Completions of each prompt that are sampled from a perturbed image and trained on the clean one "
+        "(NoisyRollout), 0 to num_generations.",
     )
-    noisy_perturbation: str = field(
-        default="diffusion_noise", metadata={"help": "How images are perturbed for noisy_generations, as perturbation."}
+    noisy_perturbation: str = option(
+        "diffusion_noise", "How images are perturbed for noisy_generations, as perturbation."
     )
-    noisy_importance: str = field(
-        default="clean",
-        metadata={
-            "help": "Image of the old log-probabilities of noisy_generations: clean, as published, or perturbed, that "
-            "of the policy that generated (a scoring pass more)."
-        },
+    noisy_importance: str = option(
+        "clean",
+        "Image of the old log-probabilities of noisy_generations: clean, as published, or perturbed, that of the "
+        "policy that generated (a scoring pass more).",
     )
-    noisy_decay: str = field(
-        default="none",
-        metadata={"help": "How the noise falls over the run: none, linear, power, exponential or sigmoid."},
+    noisy_decay: str = option("none", "How the noise falls over the run: none, linear, power, exponential or sigmoid.")
+    noisy_decay_of: str = option("strength", "What noisy_decay lowers: strength, generations, or both.")
+    noisy_decay_coef: float = option(
+        30.0,
+        "c of noisy_decay, above 0: 1 - s^c (power), 1 - c^(steps left), with c below 1 (exponential), 1 - sigmoid(c "
+        "(s - midpoint)).",
     )
-    noisy_decay_of: str = field(
-        default="strength", metadata={"help": "What noisy_decay lowers: strength, generations, or both."}
-    )
-    noisy_decay_coef: float = field(
-        default=30.0,
-        metadata={
-            "help": "c of noisy_decay, above 0: 1 - s^c (power), 1 - c^(steps left), with c below 1 (exponential), 1 - "
-            "sigmoid(c (s - midpoint))."
-        },
-    )
-    noisy_decay_midpoint: float = field(default=40.0, metadata={"help": "Step at which the sigmoid decay is 1/2."})
+    noisy_decay_midpoint: float = option(40.0, "Step at which the sigmoid decay is 1/2.")
 
     @property
     def noisy_perturbations(self) -> list[str]:

@@ -1,8 +1,9 @@
 """Options of blind answers: questions answered again from what a completion says of the image."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from vgr_trl.config.option import option
 from vgr_trl.config.ranges import check_choice
 from vgr_trl.errors import ConfigError
 
@@ -18,20 +19,15 @@ BLIND_PROMPT = (
 class BlindOptions:
     """How a question is asked again without its image (Vision-SR1, https://huggingface.co/papers/2508.19652)."""
 
-    blind_tag: str = field(
-        default="description",
-        metadata={"help": "Tag of a completion between which it describes the image, for blind answers."},
+    blind_tag: str = option(
+        "description", "Tag of a completion between which it describes the image, for blind answers."
     )
-    blind_without_tag: str = field(
-        default="wrong",
-        metadata={
-            "help": "Blind answers of completions without a description: wrong, or from the whole completion, as "
-            "published."
-        },
+    blind_without_tag: str = option(
+        "wrong",
+        "Blind answers of completions without a description: wrong, or from the whole completion, as published.",
     )
-    blind_prompt: str = field(
-        default=BLIND_PROMPT,
-        metadata={"help": "What is asked for a blind answer, a text with {description} and {question}."},
+    blind_prompt: str = option(
+        BLIND_PROMPT, "What is asked for a blind answer, a text with {description} and {question}."
     )
 
     def check_blind(self) -> None:

@@ -1,9 +1,10 @@
 """Options of the perturbed image, and of the loss terms that use it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from vgr_trl import registries
+from vgr_trl.config.option import option
 from vgr_trl.config.plugins import PERTURBATIONS, REMOVE_IMAGE, PluginOptions
 from vgr_trl.config.ranges import check_choice, check_fraction, check_integer, check_number
 from vgr_trl.errors import ConfigError
@@ -14,48 +15,33 @@ from vgr_trl.registries import VIEW
 class PerceiveOptions(PluginOptions):
     """How an image is perturbed to see which tokens depend on it."""
 
-    perturbation: str = field(
-        default="blacken_patches",
-        metadata={
-            "help": f"How images are perturbed: {', '.join(PERTURBATIONS)}, those of installed packages, dotted paths "
-            "or files (my_perturbations.py:my_perturbation)."
-        },
+    perturbation: str = option(
+        "blacken_patches",
+        f"How images are perturbed: {', '.join(PERTURBATIONS)}, those of installed packages, dotted paths "
+        "or files (my_perturbations.py:my_perturbation).",
     )
-    further_perturbations: list[str] | None = field(
-        default=None, metadata={"help": "Further perturbations for the dependency, in the same pass."}
+    further_perturbations: list[str] | None = option(
+        None, "Further perturbations for the dependency, in the same pass."
     )
-    dependency_over: str = field(
-        default="mean",
-        metadata={"help": "Of a token's dependencies under them, the mean or the min."},
+    dependency_over: str = option("mean", "Of a token's dependencies under them, the mean or the min.")
+    patch_size: int = option(14, "Side of the squares of blacken_patches and shuffle_patches, in pixels.")
+    black_prob: float = option(0.5, "Probability that a square is blackened, in [0, 1].")
+    noise_std: float = option(189.0, "Standard deviation of add_gaussian_noise, on the scale 0 to 255.")
+    blur_radius: float = option(6.0, "Radius of gaussian_blur, in pixels.")
+    diffusion_steps: int = option(500, "Steps of diffusion_noise, 0 to 999.")
+    crop_share: float = option(0.5, "Share of an image that crop_image keeps, in (0, 1].")
+    mask_value: int = option(128, "Grey value of mask_image, 0 to 255.")
+    perturb_per: str = option(
+        "prompt", "prompt: the completions of a prompt share one perturbed image; completion: one for each."
     )
-    patch_size: int = field(
-        default=14, metadata={"help": "Side of the squares of blacken_patches and shuffle_patches, in pixels."}
+    perception_loss_weight: float = option(
+        0.0, "Weight of the implicit perception loss of PAPO, its gamma (a gradient pass of its own); 0: none."
     )
-    black_prob: float = field(default=0.5, metadata={"help": "Probability that a square is blackened, in [0, 1]."})
-    noise_std: float = field(
-        default=189.0, metadata={"help": "Standard deviation of add_gaussian_noise, on the scale 0 to 255."}
+    der_loss_weight1: float = option(
+        0.0, "Weight of the entropy term on the original image, eta 1 of PAPO's double entropy."
     )
-    blur_radius: float = field(default=6.0, metadata={"help": "Radius of gaussian_blur, in pixels."})
-    diffusion_steps: int = field(default=500, metadata={"help": "Steps of diffusion_noise, 0 to 999."})
-    crop_share: float = field(default=0.5, metadata={"help": "Share of an image that crop_image keeps, in (0, 1]."})
-    mask_value: int = field(default=128, metadata={"help": "Grey value of mask_image, 0 to 255."})
-    perturb_per: str = field(
-        default="prompt",
-        metadata={"help": "prompt: the completions of a prompt share one perturbed image; completion: one for each."},
-    )
-    perception_loss_weight: float = field(
-        default=0.0,
-        metadata={
-            "help": "Weight of the implicit perception loss of PAPO, its gamma (a gradient pass of its own); 0: none."
-        },
-    )
-    der_loss_weight1: float = field(
-        default=0.0,
-        metadata={"help": "Weight of the entropy term on the original image, eta 1 of PAPO's double entropy."},
-    )
-    der_loss_weight2: float = field(
-        default=0.0,
-        metadata={"help": "Weight of the entropy term on the perturbed image, eta 2 of PAPO's double entropy."},
+    der_loss_weight2: float = option(
+        0.0, "Weight of the entropy term on the perturbed image, eta 2 of PAPO's double entropy."
     )
 
     @property

@@ -1,7 +1,8 @@
 """Options of the KL divergence of the policy from its reference."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from vgr_trl.config.option import option
 from vgr_trl.config.ranges import check_choice, check_number, check_switch
 
 KL_KINDS = ("kl", "abs", "mse", "low_var_kl", "full")
@@ -11,26 +12,16 @@ KL_KINDS = ("kl", "abs", "mse", "low_var_kl", "full")
 class KLOptions:
     """What keeps the policy near its reference; TRL's `beta` is another way to do so, and never goes with these."""
 
-    kl_coef: float = field(
-        default=0.0,
-        metadata={
-            "help": "Coefficient of the KL to the reference model, besides TRL's beta; its start where kl_type is "
-            "adaptive; 0: none."
-        },
+    kl_coef: float = option(
+        0.0,
+        "Coefficient of the KL to the reference model, besides TRL's beta; its start where kl_type is adaptive; 0: "
+        "none.",
     )
-    kl_penalty: str = field(
-        default="low_var_kl", metadata={"help": f"Estimate of the KL of a token: {', '.join(KL_KINDS)}."}
-    )
-    use_kl_loss: bool = field(
-        default=True, metadata={"help": "Add the KL to the loss; False: take it from the rewards, token by token."}
-    )
-    kl_type: str = field(default="fixed", metadata={"help": "fixed, or adaptive: kl_coef follows kl_target."})
-    kl_target: float = field(
-        default=6.0, metadata={"help": "KL that an adaptive coefficient is to keep, in nats per token."}
-    )
-    kl_horizon: float = field(
-        default=10_000.0, metadata={"help": "Completions over which an adaptive coefficient follows."}
-    )
+    kl_penalty: str = option("low_var_kl", f"Estimate of the KL of a token: {', '.join(KL_KINDS)}.")
+    use_kl_loss: bool = option(True, "Add the KL to the loss; False: take it from the rewards, token by token.")
+    kl_type: str = option("fixed", "fixed, or adaptive: kl_coef follows kl_target.")
+    kl_target: float = option(6.0, "KL that an adaptive coefficient is to keep, in nats per token.")
+    kl_horizon: float = option(10_000.0, "Completions over which an adaptive coefficient follows.")
 
     @property
     def penalises_kl(self) -> bool:

@@ -1,7 +1,8 @@
 """Options of the evaluations of a run."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from vgr_trl.config.option import option
 from vgr_trl.config.ranges import check_number
 from vgr_trl.errors import ConfigError
 
@@ -13,10 +14,8 @@ class EvaluateOptions:
     Log-probabilities are those of `temperature` all the same.
     """
 
-    eval_temperature: float | None = field(
-        default=None, metadata={"help": "Sampling temperature in evaluations, 0: greedy. None: temperature."}
-    )
-    eval_top_p: float | None = field(default=None, metadata={"help": "top_p in evaluations, in (0, 1]. None: top_p."})
+    eval_temperature: float | None = option(None, "Sampling temperature in evaluations, 0: greedy. None: temperature.")
+    eval_top_p: float | None = option(None, "top_p in evaluations, in (0, 1]. None: top_p.")
 
     def check_evaluate(self) -> None:
         """Raise `ConfigError` for values out of range."""

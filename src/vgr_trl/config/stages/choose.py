@@ -1,7 +1,8 @@
 """Options of the advantages, and of the groups that are trained on."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from vgr_trl.config.option import option
 from vgr_trl.config.ranges import check_choice, check_integer, check_number, check_switch, is_number
 from vgr_trl.errors import ConfigError
 
@@ -12,52 +13,32 @@ ESTIMATORS = ("grpo", "rloo", "remax", "reinforce_plus_plus", "grpo_passk", "gae
 class ChooseOptions:
     """How completions of a prompt are compared, and what happens to groups without a gradient (dead groups)."""
 
-    advantage_estimator: str = field(
-        default="grpo", metadata={"help": f"How completions of a prompt are compared: {', '.join(ESTIMATORS)}."}
+    advantage_estimator: str = option("grpo", f"How completions of a prompt are compared: {', '.join(ESTIMATORS)}.")
+    replay_buffer_size: int = option(0, "Groups kept to replace groups without a gradient; 0: none.")
+    replay_var_epsilon: float = option(
+        1e-6, "Largest |advantage| (grpo: standard deviation of the rewards) of a group without a gradient."
     )
-    replay_buffer_size: int = field(
-        default=0, metadata={"help": "Groups kept to replace groups without a gradient; 0: none."}
+    filter_min_reward: float | None = option(
+        None, "Mean reward that a group needs to enter the replay buffer. None: any."
     )
-    replay_var_epsilon: float = field(
-        default=1e-6,
-        metadata={
-            "help": "Largest |advantage| (grpo: standard deviation of the rewards) of a group without a gradient."
-        },
+    replay_max_age: int | None = option(None, "Steps after which a group leaves the replay buffer. None: never.")
+    dynamic_sampling: str | None = option(
+        None, "resample: draw further prompts while groups have no gradient. None: do not."
     )
-    filter_min_reward: float | None = field(
-        default=None, metadata={"help": "Mean reward that a group needs to enter the replay buffer. None: any."}
+    dynamic_sampling_max_rounds: int = option(3, "How often further prompts are drawn for a batch, at most.")
+    online_filtering: bool = option(
+        False, "Drop groups whose mean of filter_key lies outside (filter_low, filter_high)."
     )
-    replay_max_age: int | None = field(
-        default=None, metadata={"help": "Steps after which a group leaves the replay buffer. None: never."}
+    filter_key: str = option(
+        "accuracy",
+        "Reward function, or a part of its name (accuracy for accuracy_reward), whose unweighted values online "
+        "filtering looks at; or overall, the weighted sum of all.",
     )
-    dynamic_sampling: str | None = field(
-        default=None, metadata={"help": "resample: draw further prompts while groups have no gradient. None: do not."}
+    filter_mode: str = option(
+        "bounds", "bounds: filter_low and filter_high are values of filter_key; quantile: of the rollout's groups."
     )
-    dynamic_sampling_max_rounds: int = field(
-        default=3, metadata={"help": "How often further prompts are drawn for a batch, at most."}
-    )
-    online_filtering: bool = field(
-        default=False, metadata={"help": "Drop groups whose mean of filter_key lies outside (filter_low, filter_high)."}
-    )
-    filter_key: str = field(
-        default="accuracy",
-        metadata={
-            "help": "Reward function, or a part of its name (accuracy for accuracy_reward), whose unweighted values "
-            "online filtering looks at; or overall, the weighted sum of all."
-        },
-    )
-    filter_mode: str = field(
-        default="bounds",
-        metadata={
-            "help": "bounds: filter_low and filter_high are values of filter_key; quantile: of the rollout's groups."
-        },
-    )
-    filter_low: float = field(
-        default=0.01, metadata={"help": "Lower bound of online filtering, exclusive; or quantile, inclusive."}
-    )
-    filter_high: float = field(
-        default=0.99, metadata={"help": "Upper bound of online filtering; the default fits rewards from 0 to 1."}
-    )
+    filter_low: float = option(0.01, "Lower bound of online filtering, exclusive; or quantile, inclusive.")
+    filter_high: float = option(0.99, "Upper bound of online filtering; the default fits rewards from 0 to 1.")
 
     @property
     def chooses_groups(self) -> bool:
