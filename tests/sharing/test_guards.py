@@ -24,11 +24,11 @@ from vgr_trl.sharing import (
     forward,
     generation,
     leave_out_empty_images,
-    prefix_cache,
     share_prompts,
     stages,
     why_not_share,
 )
+from vgr_trl.sharing.caches import prefix_cache
 
 WRONG = 1e-2
 SAME = 1e-6  # a plain pass, whose head scores fewer columns

@@ -14,7 +14,8 @@ from compare import (
 from families import FAMILIES, TEXT, build, make_batch
 from other_families import OTHERS, gemma4
 
-from vgr_trl.sharing import prefix_cache, share_prompts
+from vgr_trl.sharing import share_prompts
+from vgr_trl.sharing.caches import prefix_cache
 
 # Layers that share keys, convolutions, chunks, experts, linear attention. Gemma 4 and LFM2 are sure of themselves.
 NAMES = ["gemma4", "gemma4_published", "gemma3n", "lfm2_vl", "llama4_text", "qwen3_next", "qwen3_5_moe"]

@@ -16,7 +16,7 @@ from vgr_trl.sharing.backbone import (
     is_compiled,
     recomputes_without_graph,
 )
-from vgr_trl.sharing.prefix_cache import refuse_unknown_layers
+from vgr_trl.sharing.caches.prefix_cache import refuse_unknown_layers
 from vgr_trl.sharing.report import CannotShare
 
 # Families in which these ids only mark image tokens; elsewhere they may open a whole prompt to itself (PaliGemma).

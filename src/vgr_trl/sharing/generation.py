@@ -10,6 +10,7 @@ from transformers.generation import GenerationMixin, GenerationMode
 
 from vgr_trl.batch.image_parts import IMAGE_INPUTS
 from vgr_trl.replacing import replaced
+from vgr_trl.sharing.caches.growing import grow_in_place
 from vgr_trl.sharing.cut import PER_TOKEN, refuse_uneven_prompts
 from vgr_trl.sharing.fitness import refuse_token_types
 from vgr_trl.sharing.forward import SharedForward
@@ -145,8 +146,8 @@ class SharedGeneration:
             self.plain(**prompts, **others, past_key_values=cache, generation_config=step)
         if cache.get_seq_length() != ids.size(1) - 1:
             raise CannotShare("the model did not keep the whole prompt in its cache")
-        index: Any = torch.tensor(groups, device=ids.device)
-        cache.reorder_cache(index)
+        index = torch.tensor(groups, device=ids.device)
+        grow_in_place(cache, index)
         base = self.forward.base
         if getattr(base, "rope_deltas", None) is not None:
             base.rope_deltas = base.rope_deltas.index_select(0, index.to(base.rope_deltas.device))  # (N, 1)

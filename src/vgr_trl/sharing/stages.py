@@ -8,9 +8,7 @@ import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from vgr_trl.replacing import replaced
-from vgr_trl.sharing.cut import Cut, constants
-from vgr_trl.sharing.lengths import cut_by_length, tokens_of_a_pass
-from vgr_trl.sharing.prefix_cache import (
+from vgr_trl.sharing.caches.prefix_cache import (
     Prefix,
     PromptsStored,
     check_read,
@@ -19,6 +17,8 @@ from vgr_trl.sharing.prefix_cache import (
     prefix_to_read,
     prefix_to_write,
 )
+from vgr_trl.sharing.cut import Cut, constants
+from vgr_trl.sharing.lengths import cut_by_length, tokens_of_a_pass
 from vgr_trl.sharing.report import CannotShare
 
 
