@@ -142,6 +142,16 @@ def test_families_that_write_an_image_as_one_repeated_token():
     assert not repeats_one_token(SimpleNamespace(tokenizer=None))
 
 
+def test_a_family_that_wants_another_token_in_texts(monkeypatch):
+    """As Gemma 3 in transformers 5.9, whose `image_token` is not what a text has for an image."""
+
+    def refuse(self, text, images):
+        raise ValueError("Prompt contained 0 image tokens but received 1 images.")
+
+    monkeypatch.setattr(Gemma3Processor, "__call__", refuse)
+    assert not repeats_one_token(gemma())
+
+
 def trainer_of(processor, use_vllm=True, mode="colocate") -> SimpleNamespace:
     args = SimpleNamespace(vllm_mode=mode)
     return SimpleNamespace(use_vllm=use_vllm, _is_vlm=True, args=args, processing_class=processor)

@@ -174,13 +174,17 @@ def repeats_one_token(processor: Any) -> bool:
     """Return whether `processor` writes every image as repetitions of its token `image_token`, and nothing else.
 
     True of LLaVA, LLaVA-Next and the Qwen-VL family. False of Gemma 3, InternVL, Idefics3 and SmolVLM, which add tokens
-    around an image or between its tiles, and of processors without an `image_token`.
+    around an image or between its tiles, of processors without an `image_token`, and of those that want another token
+    in a text for an image (Gemma 3 before transformers 5.11).
     """
     text = getattr(processor, "image_token", None)
     if not isinstance(text, str):
         return False
     token = processor.tokenizer.convert_tokens_to_ids(text)
     unexpanded = processor.tokenizer([text])["input_ids"][0]
-    written = processor(text=[text], images=[[Image.new("RGB", PROBE_SIZE)]])["input_ids"][0]
+    try:
+        written = processor(text=[text], images=[[Image.new("RGB", PROBE_SIZE)]])["input_ids"][0]
+    except ValueError:
+        return False
     runs = sum(is_image for is_image, _ in groupby(written, token.__eq__))
     return runs == 1 and list(_with_runs(written, token, [1])) == list(unexpanded)
