@@ -1,7 +1,8 @@
 """Run a part of the tests with the oldest and newest releases that this library takes: `make compat`.
 
-Each environment is built once, in a folder of its own below FOLDER, and built again when its requirements change; a row
-of docs/compatibility.md is written after each run.
+Each environment is built once, in a folder of its own below FOLDER, and built again when its requirements or those of
+this library change; a row of docs/compatibility.md is written after each run. Tested is this checkout, whichever one an
+environment was built from.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 from environments import COMPARED, ENVIRONMENTS, TESTING, TESTS, Environment
@@ -54,8 +56,9 @@ def build(environment: Environment, folder: Path, python: str) -> Path:
 
 
 def wanted(environment: Environment) -> list[str]:
-    """Return all requirements."""
-    return [environment.torch, *environment.packages, *TESTING]
+    """Return all requirements, those of this library among them."""
+    declared: list[str] = tomllib.loads((TREE / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
+    return [environment.torch, *environment.packages, *TESTING, *declared]
 
 
 def tested(environment: Environment, python: Path) -> tuple[str, bool]:
@@ -63,7 +66,7 @@ def tested(environment: Environment, python: Path) -> tuple[str, bool]:
     report = python.parents[1] / "report.xml"
     report.unlink(missing_ok=True)
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *TESTS]
-    subprocess.run(command, cwd=TREE, check=False, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    subprocess.run(command, cwd=TREE, check=False, env=searching(TREE / "src") | {"HF_HUB_OFFLINE": "1"})
     passed, failures, skipped = counts(report)
     found = row(environment.name, versions(python), COMPARED, [f"{passed}", f"{failures}", f"{skipped}"])
     return found, failures == 0 and passed > 0
@@ -76,13 +79,18 @@ def refusal(environment: Environment, python: Path) -> tuple[str, bool]:
     if not over.is_dir():
         install = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--target", over, f"trl=={release}"]
         subprocess.run(install, check=True)
-    paths = os.environ | {"PYTHONPATH": os.pathsep.join([str(over), str(TREE / "src")])}
     command = [python, "-c", "from vgr_trl import DAPOTrainer"]
+    paths = searching(over, TREE / "src")
     run = subprocess.run(command, cwd=TREE, env=paths, capture_output=True, text=True, check=False)
     said = (run.stderr.strip().splitlines() or ["nothing"])[-1]
     refused = said.startswith("vgr_trl.errors.UnsupportedTRLError: ")
     found = {**versions(python), "trl": release}
     return row(environment.name, found, COMPARED, ["refused" if refused else "not refused", "", ""]), refused
+
+
+def searching(*folders: Path) -> dict[str, str]:
+    """Return the environment of a process that looks for modules in these folders first."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
 
 
 def versions(python: Path) -> dict[str, str]:
