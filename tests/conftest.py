@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset, Features, List, Value, disable_progress_bars
 from datasets import Image as ImageFeature
 from PIL import Image
+from support.old_releases import replace_missing_products
 from support.trl_head import replace_missing_head
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -24,6 +25,7 @@ from vgr_trl.demo.tiny_vlm import build_tiny_vlm
 torch.set_num_threads(1)
 disable_progress_bars()
 replace_missing_head()
+replace_missing_products()
 if find_spec("hypothesis"):  # not on a machine with a GPU that takes no packages
     from hypothesis import HealthCheck, settings
 

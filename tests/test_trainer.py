@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset, Features, List
 from datasets import Image as ImageFeature
 from PIL import Image
+from support.old_releases import KEEPS_LESS
 from support.trainers import STOCK, letters_reward, logged, tiny_model
 from trl import GRPOConfig
 
@@ -86,9 +87,12 @@ def test_prompts_computed_once_train_the_same(vision, changed):
     assert largest > 1e-4
     assert max((plain[name] - shared[name]).abs().max() for name in start) < 1e-5 * largest
     per_row = logged(trainer, "sharing/prompts_per_row")
-    regroups = changed.get("loss_type") != "bnpo"
+    plain_training = KEEPS_LESS and "gradient_checkpointing" in changed
+    regroups = changed.get("loss_type") != "bnpo" and not plain_training
     assert trainer.sharing.regroups == regroups
-    if "gradient_accumulation_steps" not in changed:
+    if plain_training:
+        assert min(per_row) < 1, "in generation"
+    elif "gradient_accumulation_steps" not in changed:
         assert min(per_row) == 0.25, "two prompts for eight rows, in generation and in training"
     elif regroups:
         assert min(per_row) == pytest.approx(1 / 3), "one prompt for four rows without gradients, for two with"

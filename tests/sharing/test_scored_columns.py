@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from compare import needs_shared
 from families import FAMILIES, build, make_batch
 from trl.trainer.utils import add_fused_lm_head
 
@@ -17,6 +18,7 @@ def scored(model, batch):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_values_and_gradients_are_the_same(name):
     model, batch = build(name), make_batch(name)
+    needs_shared(model)
     length = batch.completion_length
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     plain = scored(model, batch)

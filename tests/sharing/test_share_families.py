@@ -10,6 +10,7 @@ from compare import (
     generated,
     gradients,
     largest_relative,
+    needs_shared,
     scored,
     shortened,
     with_head,
@@ -73,6 +74,7 @@ def test_numbers_of_images(name, images):
 def test_no_image_in_the_batch(name):
     """After a batch with images, whose positions must not be taken over."""
     model = with_head(build(name))
+    needs_shared(model)
     with torch.no_grad():
         scored(model, make_batch(name))
         batch = make_batch(name, images=(0, 0))
@@ -92,6 +94,7 @@ def test_no_image_in_the_batch(name):
 @pytest.mark.parametrize("completion_length", [1, 2])
 def test_short_completions(name, completion_length, precise):
     model, batch = precise(with_head(build(name)).train(), shortened(make_batch(name), completion_length))
+    needs_shared(model)
     plain = gradients(model, batch)
     with share_prompts(model, completion_length) as report:
         shared = gradients(model, batch)

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from compare import checkpointed, with_head
+from compare import checkpointed, needs_shared, with_head
 from eager_reference import SPECIAL_IDS, VISION, VISION_IDS, difference, masks_of, reference
 from families import FAMILIES, IMAGE, build, make_batch
 from other_families import OTHERS
@@ -58,6 +58,7 @@ COUNTS = {"images": (2, 0), "num_images": [2, 2, 2, 0, 0, 0]}
 def test_every_family(name):
     """Two images in some rows, none in others; at once and in chunks; shared and not."""
     model, batch = build(name), make_batch(name, images=COUNTS["images"])
+    needs_shared(model)
     logps, entropies = from_logits(model, batch, temperature=0.7)
     expected = reference(model, batch)
     counts = {"num_images": COUNTS["num_images"]} if FAMILIES[name].picture else {}
