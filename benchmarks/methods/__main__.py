@@ -3,20 +3,19 @@
     PYTHONPATH=src:benchmarks python -m methods --tasks style-0 style-32 --methods plain oracle random
 
 Every method gets the same warm-started models. Its learning rate is that which does best on the tuning seeds, of the
-same few for every method; the other seeds measure. What `results/methods.jsonl` holds is not run again, so a method is
-added by adding its runs. `--write` makes `results/methods.md` of what there is.
+same few for every method of an optimizer; the other seeds measure. What `results/methods.jsonl` holds is not run again,
+so a method is added by adding its runs. `--write` makes `results/methods.md` of what there is.
 """
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from typing import Any
 
 from methods.contenders import METHODS
-from methods.leaderboard import RESULTS, TUNING, Run, read, write
+from methods.leaderboard import RESULTS, TUNING, Run, best_rate, read, write
 from methods.runs import Settings, Start
 from methods.tasks import TASKS
 
@@ -37,7 +36,7 @@ def parse_flags(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
     parser.add_argument("--tuning_seeds", type=int, nargs="+", default=[TUNING])
-    parser.add_argument("--learning_rates", type=float, nargs="+", default=[1.5e-4, 3e-4, 6e-4])
+    parser.add_argument("--learning_rates", type=float, nargs="+", help="instead of the method's")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after that")
     parser.add_argument("--write", action="store_true", help="write the leaderboard of what there is, run nothing")
     for part in fields(Settings):
@@ -49,7 +48,7 @@ def run_missing(flags: argparse.Namespace, settings: Settings) -> None:
     """Run what is missing, the tuning first; a model is warm-started once for all methods of a task and seed."""
     ends = time.monotonic() + 60 * flags.minutes
     for task in flags.tasks:
-        for seeds, rates in ((flags.tuning_seeds, rates_to_try), (flags.seeds, best_rate)):
+        for seeds, rates in ((flags.tuning_seeds, rates_to_try), (flags.seeds, chosen_rate)):
             for seed in seeds:
                 start = None
                 for method, rate in missing(flags, settings, task, seed, rates):
@@ -74,21 +73,12 @@ def missing(
 
 def rates_to_try(flags: argparse.Namespace, runs: list[Run], task: str, method: str) -> list[float]:
     """Return every learning rate."""
-    return list(flags.learning_rates)
+    return list(flags.learning_rates or METHODS[method].learning_rates)
 
 
-def best_rate(flags: argparse.Namespace, runs: list[Run], task: str, method: str) -> list[float]:
-    """Return the learning rate of largest mean accuracy on the tuning seeds."""
-
-    def accuracy(rate: float) -> float:
-        tried = [
-            run.found["accuracy"]
-            for run in runs
-            if (run.task, run.method, run.learning_rate) == (task, method, rate) and run.seed in flags.tuning_seeds
-        ]
-        return statistics.mean(tried) if tried else -1.0
-
-    return [max(flags.learning_rates, key=accuracy)]
+def chosen_rate(flags: argparse.Namespace, runs: list[Run], task: str, method: str) -> list[float]:
+    """Return the learning rate that did best on the tuning seeds; the first where there are none."""
+    return [best_rate(runs, task, method) or rates_to_try(flags, runs, task, method)[0]]
 
 
 def keep(run: Run, settings: Settings) -> None:

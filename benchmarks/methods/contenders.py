@@ -1,7 +1,7 @@
 """The methods of the bench: a name, what it changes of the trainer's options, the rewards beside accuracy."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,18 @@ class Method:
         rewards: reward -> weight, beside accuracy (1) and format (0.2).
         keeps: the option that takes the share of tokens that are kept, if there is one: the oracle's share.
         knows: whether it is told which tokens are read off the image, and which are style.
+        learning_rates: to choose from.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
     rewards: dict[str, float] = field(default_factory=dict)
     keeps: str | None = None
     knows: bool = False
+    learning_rates: tuple[float, ...] = (1.5e-4, 3e-4, 6e-4)
+
+    def with_sgd(self) -> "Method":
+        """Return it with plain gradient descent in Adam's place."""
+        return replace(self, options=self.options | {"optim": "sgd"}, learning_rates=(1.0, 3.0, 10.0))
 
     def options_for(self, task: Task, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Return its options on a task."""
@@ -70,3 +76,4 @@ METHODS = {
     "MDI reward": Method(rewards={"mdi": 0.2}),
     "noisy generations": Method({"noisy_generations": 4}),
 }
+METHODS |= {f"{name}, SGD": METHODS[name].with_sgd() for name in ("plain", "perception filter", "oracle")}
