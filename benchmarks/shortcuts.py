@@ -1,16 +1,19 @@
 """Questions whose text often gives the answer away: which methods learn to trust it less?
 
-    PYTHONPATH=src:benchmarks python benchmarks/shortcuts.py --seeds 0 1 2
+    PYTHONPATH=src:benchmarks python benchmarks/shortcuts.py --task hinted-doubted --seeds 0 1 2 3 4
 
-A task `hinted` of the bench of methods, with one learning rate for all; writes `results/shortcuts.md` of all runs in
-`results/shortcuts.jsonl`, and runs what is missing there.
+Tasks of the bench of methods (`methods/hints.py`, `methods/given.py`), with one learning rate for all; writes
+`results/shortcuts.md` of all runs in `results/shortcuts.jsonl`, and runs what is missing there. `other hints` is a
+control: plain DAPO on the same rows with hints that are as good as a guess, so that nothing pays but the image.
 """
 
 import argparse
 import json
 import os
+import random
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,47 +21,55 @@ from typing import Any
 from demo_seeds import describe_machine
 from drift.report import spread
 from methods.contenders import METHODS
+from methods.given import EASY_VQA
+from methods.hints import HINTED, HINTED_IN_TEST, with_hints
 from methods.runs import Settings, Start
-from methods.tasks import HINTED, HINTED_IN_TEST, HINTED_IN_TRAINING, TASKS
 
 FILE = Path(os.environ.get("RESULTS", Path(__file__).parent / "results")) / "shortcuts.jsonl"
-FOUND = (
-    "No shortcut is learned, so no method can take one back: where the word misleads, accuracy is not lower than where "
-    "it is right by more than 0.05, before reinforcement and after it, by any method. What an image shows is learned, "
-    "copying a word of the question is not. So these questions have no effect to give, and say nothing for or against "
-    "the methods. (Blanked accuracy is 0.25 for a guess and for a copy of the word alike.) Also tried, plain DAPO with "
-    "one seed: a warm start whose words are as good as a guess (`hinted`), 100 steps: 0.695 where right, 0.676 misled, "
-    "0.231 blanked; one whose words are true in 70 % with every image its own, 60 steps: 0.664, 0.622 and 0.251."
-)
-TRIED = ("plain", "perception filter", "VGR reward", "VGR reward, scaled", "MDI reward", "noisy generations")
+FINDINGS = Path(__file__).parent / "methods" / "findings_shortcuts.md"
+TASKS = {task.name: task for task in (*HINTED, EASY_VQA)}
+CONTROL = "other hints"
+REWARDED = ("VGR reward", "VGR reward, scaled", "MDI reward")
+TRIED = ("plain", "perception filter", "VPPO", *REWARDED, "noisy generations", CONTROL)
 COLUMNS = {
     "accuracy": "accuracy",
     "hint true": "hint true",
     "hint false": "misled",
+    "copied": "copied",
     "blanked": "blanked",
+    "blanked, hint true": "blanked, hint true",
     "thoughts": "thoughts",
     "late VGR": "late VGR",
     "dependency": "dependency",
 }
+COMPARED = ("accuracy", "hint false", "copied", "blanked", "blanked, hint true")
 
 
 def main() -> None:
     """Run what is missing, write what there is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--task", default="hinted-start", choices=[task.name for task in HINTED])
-    parser.add_argument("--methods", nargs="+", default=list(TRIED), choices=METHODS)
+    parser.add_argument("--task", default="hinted-doubted", choices=TASKS)
+    parser.add_argument("--methods", nargs="+", default=list(TRIED), choices=[*METHODS, CONTROL])
     parser.add_argument("--learning_rate", type=float, default=3e-4)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--prompts", type=int, default=12, help="per step, of 8 completions each")
+    parser.add_argument("--start", type=float, default=0.4, help="ends the warm start: see Task.until")
     parser.add_argument("--write", action="store_true", help="write the table of what there is, run nothing")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after that")
     flags = parser.parse_args()
-    settings = Settings(steps=flags.steps, prompts=flags.prompts, measure_every=flags.steps, start=0.4)
+    if not flags.write:
+        run_missing(flags)
+    FILE.with_suffix(".md").write_text(report(read()))
+
+
+def run_missing(flags: argparse.Namespace) -> None:
+    """Run the methods that have not run on a seed; all start from the same model."""
+    settings = Settings(steps=flags.steps, prompts=flags.prompts, measure_every=flags.steps, start=flags.start)
     used = asdict(settings) | {"learning_rate": flags.learning_rate, "task": flags.task}
     ends = time.monotonic() + 60 * flags.minutes
-    for seed in [] if flags.write else flags.seeds:
-        there = {run["method"] for run in read(used) if run["seed"] == seed}
+    for seed in flags.seeds:
+        there = {run["method"] for run in read() if run["seed"] == seed and run["settings"] == used}
         missing = [name for name in flags.methods if name not in there]
         if not missing or time.monotonic() > ends:
             continue
@@ -67,61 +78,82 @@ def main() -> None:
             keep({"method": "start", "seed": seed, **start.outcome(closely=True)}, used)
         for name in missing:
             if time.monotonic() < ends:
-                keep({"method": name, "seed": seed, **start.run(METHODS[name], flags.learning_rate)}, used)
-    FILE.with_suffix(".md").write_text(report(read(used), used))
+                keep({"method": name, "seed": seed, **run_one(start, name, flags.learning_rate)}, used)
 
 
-def read(used: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the runs of these settings."""
-    lines = [json.loads(line) for line in FILE.read_text().splitlines()] if FILE.exists() else []
-    return [line for line in lines if line.pop("settings") == used]
+def run_one(start: Start, name: str, learning_rate: float) -> dict[str, Any]:
+    """Train by one method; return what it came to."""
+    if name != CONTROL:
+        return start.run(METHODS[name], learning_rate)
+    rng = random.Random(f"other hints {start.seed}")
+    rows = with_hints(start.questions.train, HINTED_IN_TEST, rng, start.task.families)
+    return start.run(METHODS["plain"], learning_rate, train=rows)
+
+
+def read() -> list[dict[str, Any]]:
+    """Return all runs, each with its settings."""
+    return [json.loads(line) for line in FILE.read_text().splitlines()] if FILE.exists() else []
 
 
 def keep(run: dict[str, Any], used: dict[str, Any]) -> None:
     """Append a run to the results."""
     with FILE.open("a") as lines:
         lines.write(json.dumps(run | {"settings": used}) + "\n")
-    print({name: run[name] for name in ("seed", "method", *COLUMNS)}, flush=True)
+    print({name: run.get(name) for name in ("seed", "method", *COLUMNS)}, flush=True)
 
 
-def report(runs: list[dict[str, Any]], used: dict[str, Any]) -> str:
-    """Return the tables: means over seeds, and differences to plain DAPO seed by seed."""
-    methods = list(dict.fromkeys(run["method"] for run in runs))
-    seeds = sorted({run["seed"] for run in runs})
+def report(runs: list[dict[str, Any]]) -> str:
+    """Return what was found, and a table for every task and its settings."""
     machine = describe_machine(1)
     lines = [
         "# Shortcuts",
+        "",
+        ", ".join(f"{name} {value}" for name, value in machine.items()) + ".",
+        "",
+        FINDINGS.read_text(),
+    ]
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for run in sorted(runs, key=lambda run: list(TASKS).index(run["settings"]["task"]), reverse=True):
+        kinds.setdefault(json.dumps(run["settings"]), []).append(run)
+    for own in kinds.values():
+        lines += section(own)
+    return "\n".join(lines)
+
+
+def section(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the command and the table of runs of the same settings."""
+    used = runs[0]["settings"]
+    seeds = sorted({run["seed"] for run in runs})
+    return [
+        f"## {used['task']}",
         "",
         f"Command: `PYTHONPATH=src:benchmarks python benchmarks/shortcuts.py --seeds {' '.join(map(str, seeds))} "
         f"--task {used['task']} --steps {used['steps']} --prompts {used['prompts']} "
         f"--learning_rate {used['learning_rate']:g}`",
         "",
-        ", ".join(f"{name} {value}" for name, value in machine.items()) + ".",
+        *table(runs),
         "",
-        FOUND,
-        "",
-        f"The question begins with a word that is the answer in {HINTED_IN_TRAINING:.0%} of training rows and in "
-        f"{HINTED_IN_TEST:.0%} of test rows, as a guess is. Here (`{used['task']}`) the warm start too sees words that "
-        f"are true in {HINTED_IN_TRAINING:.0%}, and half of its rows have the image of another. 320 held-out "
-        "questions, 4 sampled answers each. `hint true`, `misled`: accuracy where the word is right, and wrong. "
-        "`blanked`: with the image blanked. Means over seeds; in brackets the difference to plain DAPO of the same "
-        "start, from three seeds on with the 95 % interval of a bootstrap over seeds.",
-        "",
-        "| method | seeds | " + " | ".join(COLUMNS.values()) + " |",
-        "|---|" + "---:|" * (len(COLUMNS) + 1),
     ]
+
+
+def table(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a row for every method: means over seeds, and differences to plain DAPO seed by seed."""
+    columns = {name: head for name, head in COLUMNS.items() if all(name in run for run in runs)}
+    lines = ["| method | seeds | " + " | ".join(columns.values()) + " |", "|---|" + "---:|" * (len(columns) + 1)]
     plain = {run["seed"]: run for run in runs if run["method"] == "plain"}
-    for method in methods:
+    for method in ("start", *TRIED):
         own = [run for run in runs if run["method"] == method]
+        if not own:
+            continue
         cells = [method, str(len(own))]
-        for name in COLUMNS:
+        for name in columns:
             cell = f"{statistics.mean(run[name] for run in own):.3f}"
             gains = [run[name] - plain[run["seed"]][name] for run in own if run["seed"] in plain]
-            if method not in ("start", "plain") and name in ("accuracy", "hint false", "blanked") and gains:
+            if method not in ("start", "plain") and name in COMPARED and gains:
                 cell += f" ({statistics.mean(gains):+.3f}{spread(gains)})"
             cells.append(cell)
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from methods.tasks import STYLE, Task
-from vgr_trl.demo.shapes import FAMILIES
 
 CONTROLS = Path(__file__).with_name("controls.py")
 
@@ -39,10 +38,10 @@ class Method:
         """Return its options on a task."""
         chosen = dict(self.options)
         if self.keeps is not None:
-            chosen[self.keeps] = (len(FAMILIES) + 1) / task.plain_length  # the answer is one of them
+            chosen[self.keeps] = (len(task.families) + 1) / task.plain_length  # the answer is one of them
         if self.knows:
             chosen["plugin_options"] = {
-                "perceived_ids": ids_of([word for _, family in FAMILIES.values() for word in family], tokenizer),
+                "perceived_ids": ids_of([word for family in task.families.values() for word in family], tokenizer),
                 "style_ids": ids_of(STYLE, tokenizer),
             }
         return chosen

@@ -18,8 +18,7 @@ from demo_signals import conversations, tokenised
 from methods.contenders import ids_of
 from methods.controls import is_one_of
 from methods.runs import Settings, Start
-from methods.tasks import STYLE, TASKS
-from methods.thoughts import WORDS
+from methods.tasks import DRAWN, STYLE, TASKS
 from vgr_trl.demo.rows import Rows
 from vgr_trl.evaluation.generation import Writer
 from vgr_trl.rewards import accuracy_reward, think_format_reward
@@ -67,7 +66,8 @@ def by_tokens(start: Start, rows: Rows) -> torch.Tensor:
     logits = start.model(**asked, logits_to_keep=ids.shape[1] + 1).logits[:, :-1]
     logps = logits.log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2)  # (N, T)
     valid = mask.bool()
-    read, style = (is_one_of(ids_of(words, tokenizer), ids, valid) for words in (sorted(WORDS), STYLE))
+    drawn = sorted(word for family in DRAWN.values() for word in family)
+    read, style = (is_one_of(ids_of(words, tokenizer), ids, valid) for words in (drawn, STYLE))
     gains = advantages.unsqueeze(1) * logps / valid.sum()
     parameters = list(start.model.parameters())
     parts = []

@@ -12,6 +12,7 @@ from demo_signals import conversations, tokenised
 from transformers import PrinterCallback, TrainerCallback
 
 from methods.contenders import Method
+from methods.reliance import copies, reliance
 from methods.tasks import Task
 from methods.thoughts import in_thoughts
 from vgr_trl.demo.options import Options
@@ -79,12 +80,16 @@ class Start:
             self.model,
             self.processor,
             questions.text,
-            accuracy=lambda: self.answers(questions.validation, samples=4).mean_at_k or 0.0,
+            accuracy=self._learned,
             target_accuracy=self.settings.start,
             measure_every=20,
-            max_steps=240,
+            max_steps=240 if self.task.until == "accuracy" else 480,
             seed=self.seed,
         )
+
+    def _learned(self) -> float:
+        seen = self.answers(self.questions.validation, samples=4)
+        return copies(seen, self.questions.validation) if self.task.until == "copied" else seen.mean_at_k or 0.0
 
     def answers(self, rows: Rows, *, samples: int, **options: Any) -> Evaluation:
         """Return the scores of sampled answers to `rows`."""
@@ -98,8 +103,13 @@ class Start:
             **settings | options,
         )
 
-    def run(self, method: Method, learning_rate: float, *, closely: bool = True) -> dict[str, Any]:
-        """Train a copy by one method; return its course and what it came to, `closely` with all there is to measure."""
+    def run(
+        self, method: Method, learning_rate: float, *, closely: bool = True, train: Rows | None = None
+    ) -> dict[str, Any]:
+        """Train a copy by one method; return its course and what it came to, `closely` with all there is to measure.
+
+        `train`: rows instead of the task's.
+        """
         self.model.load_state_dict(self.weights)
         torch.manual_seed(self.seed)
         course = Course(self)
@@ -120,7 +130,7 @@ class Start:
                     compute_attention_metrics=False,
                     **method.options_for(self.task, self.processor.tokenizer),
                 ),
-                train_dataset=as_dataset(self.questions.train),
+                train_dataset=as_dataset(train or self.questions.train),
                 callbacks=[course],
             )
             trainer.remove_callback(PrinterCallback)
@@ -135,20 +145,21 @@ class Start:
 
     def outcome(self, closely: bool) -> dict[str, Any]:
         """Return what the model answers, and, `closely`, looks at, on the held-out questions."""
-        seen = self.answers(
-            self.questions.test, samples=4, group_by="hint" if "hint" in self.questions.test[0] else None
-        )
+        rows = self.questions.test
+        grouped: dict[str, Any] = {"group_by": "hint"} if "hint" in rows[0] else {}
+        seen = self.answers(rows, samples=4, **grouped)
         answered = {
             "accuracy": round(seen.mean_at_k or 0.0, 4),
-            **in_thoughts(seen, self.questions.test),
+            **in_thoughts(seen, rows, self.task.families),
             **{f"hint {name}": round(scores.mean_at_k or 0.0, 4) for name, scores in seen.groups.items()},
         }
         if not closely:
             return answered
-        blanked = self.answers(self.questions.test, samples=4, blank_images=True)
+        blanked = self.answers(rows, samples=4, blank_images=True, **grouped)
         vgr, dependency = self.looks()
         looked = {"blanked": blanked.mean_at_k or 0.0, "late VGR": vgr, "dependency": dependency}
-        return answered | {name: round(value, 4) for name, value in looked.items()}
+        relied = reliance(seen, blanked, rows) if grouped else {}
+        return answered | {name: round(value, 4) for name, value in looked.items()} | relied
 
     def looks(self) -> tuple[float, float]:
         """Return the mean late VGR, and the mean dependency per token on the image, of sampled answers."""

@@ -2,14 +2,12 @@
 
 import statistics
 
+from methods.tasks import Families
 from vgr_trl.demo.rows import Rows
-from vgr_trl.demo.shapes import FAMILIES
 from vgr_trl.evaluation import Evaluation
 
-WORDS = {word for _, family in FAMILIES.values() for word in family}
 
-
-def in_thoughts(seen: Evaluation, rows: Rows) -> dict[str, float]:
+def in_thoughts(seen: Evaluation, rows: Rows, families: Families) -> dict[str, float]:
     """Return shares of sampled texts, in [0, 1].
 
     thoughts: of all words that are to be read off the images, those in the thought. asked: thoughts with the word that
@@ -17,10 +15,10 @@ def in_thoughts(seen: Evaluation, rows: Rows) -> dict[str, float]:
     """
     right, asked, follows = list[bool](), list[bool](), list[bool]()
     for row, record in zip(rows, seen.records, strict=True):
-        truth, (_, family) = perceived_words(row["thought"]), FAMILIES[row["family"]]
+        truth, family = perceived_words(row["thought"], families), families[row["family"]]
         for text in record["sampled"]:
             thought, _, rest = text.removeprefix("<think>").partition("</think>")
-            said = perceived_words(thought)
+            said = perceived_words(thought, families)
             right += [word in said for word in truth]
             asked.append(row["solution"] in said)
             follows.append(rest.removeprefix("<answer>").partition("</answer>")[0] in said.intersection(family))
@@ -28,6 +26,6 @@ def in_thoughts(seen: Evaluation, rows: Rows) -> dict[str, float]:
     return {name: round(statistics.mean(values), 4) for name, values in shares.items()}
 
 
-def perceived_words(thought: str) -> set[str]:
+def perceived_words(thought: str, families: Families) -> set[str]:
     """Return the words of a thought that are read off the image."""
-    return WORDS & set(thought.split())
+    return {word for family in families.values() for word in family}.intersection(thought.split())

@@ -43,7 +43,8 @@ def test_a_whole_answer_has_as_many_tokens_as_the_task_says(name, module):
 @pytest.mark.parametrize(("name", "in_start"), [("hinted", 0.25), ("hinted-start", 0.7)])
 def test_hints_are_true_as_often_as_said(name, in_start, module):
     """1,600 draws of 0.7 and 320 of 0.25 are within four standard deviations."""
-    questions = module("methods.tasks").TASKS[name].questions(0)
+    task = next(task for task in module("methods.hints").HINTED if task.name == name)
+    questions = task.questions(0)
     for rows, share in ((questions.train[:1600], 0.7), (questions.test, 0.25), (questions.text[:1600], in_start)):
         true = [row["problem"].split("?")[0] == row["solution"] for row in rows]
         assert [row["hint"] == "true" for row in rows] == true
@@ -54,11 +55,12 @@ def test_a_start_learns_from_thoughts_that_are_wrong_as_often_as_said(module):
     """Of 9,000 words 0.4 are others of their families, within four standard deviations; answers repeat thoughts."""
     tasks = module("methods.tasks")
     questions = tasks.TASKS["style-8"].questions(0)
+    family_of = {word: family for family in tasks.DRAWN.values() for word in family}
     wrong = []
     for row, doubtful in zip(questions.train, questions.text, strict=True):
         pairs = list(zip(row["thought"].split(), doubtful["thought"].split(), strict=True))
-        wrong += [said != word for word, said in pairs if word in tasks.OTHERS]
-        assert all(said in (word, *tasks.OTHERS.get(word, ())) for word, said in pairs)
+        wrong += [said != word for word, said in pairs if word in family_of]
+        assert all(said in family_of.get(word, (word,)) for word, said in pairs)
         assert (row["solution"], doubtful["solution"]) in pairs
     assert len(wrong) == 9000
     assert sum(wrong) / 9000 == pytest.approx(tasks.DOUBT, abs=4 * (0.24 / 9000) ** 0.5)
@@ -70,7 +72,7 @@ def test_thoughts_and_answers_are_judged_apart(module):
     texts = ["a so blue cross southeast</think><answer>red", "a red cross southeast</think><answer>red"]
     sampled = [f"<think>{text}</answer>" for text in texts]
     seen = SimpleNamespace(records=[{"sampled": sampled}])
-    found = module("methods.thoughts").in_thoughts(seen, rows)
+    found = module("methods.thoughts").in_thoughts(seen, rows, module("methods.tasks").DRAWN)
     assert found == {"thoughts": round(5 / 6, 4), "asked": 0.5, "follows": 0.5}
 
 
@@ -120,7 +122,7 @@ def test_doses_are_of_methods_that_ran_on_several(module):
     board = module("methods.leaderboard")
     runs = [
         board.Run(task, method, seed, 1e-3, {"accuracy": 0.5 + seed / 10, "course": [(0, 0, 0.3)]})
-        for task, methods in (("style-32", ("plain", "random")), ("style-8", ("plain",)), ("hinted", ("plain",)))
+        for task, methods in (("style-32", ("plain", "random")), ("style-8", ("plain",)), ("other", ("plain",)))
         for method in methods
         for seed in (0, 1)
     ]
@@ -173,3 +175,39 @@ def test_a_rate_is_chosen_by_the_mean_over_the_tuning_seeds(module):
     assert board.best_rate(runs, "style-0", "plain") == 0.2
     assert board.best_rate(runs, "style-8", "plain") is None
     assert board.tuned_on(runs, "style-0") == {"plain": 2, "oracle": 1}
+
+
+def test_a_start_that_believes_hints_says_half_of_them_whatever_is_shown(module):
+    """Of 3,000 rows half say their hint; the others have the word asked for in three of five."""
+    hints = module("methods.hints")
+    task = next(task for task in hints.HINTED if task.name == "hinted-copied")
+    questions = task.questions(0)
+    misled = [
+        (row, plain) for row, plain in zip(questions.text, questions.train, strict=True) if row["hint"] == "false"
+    ]
+    said = [row["solution"] == row["hint_word"] for row, _ in misled]
+    true = [row["solution"] == plain["solution"] for row, plain in misled]
+    # copied, or by doubt one of the three wrong words: 0.5 + 0.5 x 0.4 / 3; else the truth of 0.6
+    for found, share in ((said, 0.5 + 0.2 / 3), (true, 0.3)):
+        assert sum(found) / len(found) == pytest.approx(share, abs=4 * (share * (1 - share) / len(found)) ** 0.5)
+    assert all(row["solution"] in row["thought"].split() for row in questions.text)
+    assert all("? which" in row["problem"] and row["problem"].startswith(row["hint_word"]) for row in questions.train)
+
+
+def test_hints_are_replaced_not_piled_up(module):
+    row = {"family": "colour", "solution": "red", "problem": "which colour is it?"}
+    hints = module("methods.hints")
+    (once,) = hints.with_hints([row], 1.0, random.Random(0))
+    (twice,) = hints.with_hints([once], 0.0, random.Random(0))
+    assert (once["problem"], once["hint"]) == ("red? which colour is it?", "true")
+    assert twice["problem"] in {f"{word}? which colour is it?" for word in ("green", "blue", "yellow")}
+    assert (twice["hint"], twice["solution"]) == ("false", "red")
+
+
+def test_copies_are_counted_where_the_hint_misleads(module):
+    """Of four answers to misled rows one is the hint; the row whose hint is true does not count."""
+    rows = [{"hint": "false", "hint_word": "red"}] * 2 + [{"hint": "true", "hint_word": "red"}]
+    texts = [["red", "blue"], ["blue", "blue"], ["red", "red"]]
+    records = [{"sampled": [f"<think>a</think><answer>{word}</answer>" for word in some]} for some in texts]
+    seen = SimpleNamespace(records=records)
+    assert module("methods.reliance").copies(seen, rows) == 0.25
