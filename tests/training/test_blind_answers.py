@@ -9,7 +9,7 @@ from support.vllm import in_place_of_vllm
 
 from vgr_trl.errors import ConfigError, RewardError
 from vgr_trl.rewards import load_reward
-from vgr_trl.rewards.blind import blind_accuracy_reward
+from vgr_trl.rewards.accuracy import blind_accuracy_reward
 from vgr_trl.training.generation.blind import blind_conversation, description_in, question_of
 
 

@@ -1,7 +1,7 @@
 """What a completion earned: rewards for TRL's `reward_funcs`, by name or path, weighted by step.
 
 Read `accuracy.py` and `answers/`, which it stands on. Then `format.py`, `length.py`, and rewards within a group:
-`groups.py`, `attention.py`, `finite.py`. How they come to a trainer: `registry.py`, `signatures.py`,
+`groups.py`, `attention.py`, `accuracy_scale.py`. How they come to a trainer: `registry.py`, `signatures.py`,
 `schedule.py`, `outcome.py`; files of EasyR1: `scored_files.py`.
 """
 

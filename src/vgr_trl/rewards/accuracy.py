@@ -1,9 +1,10 @@
-"""Accuracy: 1 for a right answer, 0 for a wrong one."""
+"""Accuracy: 1 for a right answer, 0 for a wrong one; of a completion, or of what is answered by it alone."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from vgr_trl.errors import RewardError
+from vgr_trl.registries import BLIND_ANSWERS, declares
 from vgr_trl.rewards.answers.letters import LETTERS, read_labelled, read_letter
 from vgr_trl.rewards.answers.open_answers import same_open_answer
 from vgr_trl.rewards.answers.solutions import Solution, resolve_solution
@@ -45,6 +46,26 @@ def accuracy_reward(
         else:
             rewards.append(float(is_right(text, right)))
     return rewards
+
+
+@declares(needs=(BLIND_ANSWERS,))
+def blind_accuracy_reward(
+    completions: Sequence[Any], blind_answers: Sequence[str | None], **kwargs: Any
+) -> list[float | None]:
+    """Return the accuracy of the answers given from each completion's description of the image alone, 0 or 1.
+
+    Args:
+        completions: N completions, of which nothing else counts.
+        blind_answers: what was answered; None, which earns 0: the completion describes nothing.
+        kwargs: the other columns, as `accuracy_reward` takes them.
+
+    Returns:
+        N rewards; None where the row does not say what is right.
+
+    Raises:
+        RewardError: as `accuracy_reward`.
+    """
+    return accuracy_reward([answer or "" for answer in blind_answers], **kwargs)
 
 
 def _column(name: str, values: Any, count: int) -> Sequence[Any]:

@@ -33,7 +33,6 @@ def tag_count_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
 
     Args:
         completions: N completions as TRL passes them, lists of messages or strings.
-        kwargs: what else TRL passes; not used.
 
     Raises:
         RewardError: a completion is no text.

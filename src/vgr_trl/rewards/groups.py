@@ -190,9 +190,20 @@ def _name(reward: Any) -> str:
     return str(getattr(reward, "__name__", None) or getattr(_marked(reward), "__name__", type(reward).__name__))
 
 
+def innermost(reward: Any) -> Any:
+    """Return the function within `functools.partial` and its like."""
+    while hasattr(reward, "func"):
+        reward = reward.func
+    return reward
+
+
+def is_asynchronous(called: Any) -> bool:
+    """Whether calling a function, or an object, gives something to wait for."""
+    return any(map(inspect.iscoroutinefunction, (called, getattr(called, "__call__", None))))  # noqa: B004
+
+
 def _refuse_async(reward: Any) -> None:
-    called = _marked(reward)
-    if inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(getattr(called, "__call__", None)):  # noqa: B004
+    if is_asynchronous(_marked(reward)):
         raise RewardError(
             f"{_name(reward)} is asynchronous, which rewards of whole groups cannot be: all processes gather in the "
             "same order, so make it an ordinary function."

@@ -2,13 +2,17 @@
 
 import inspect
 import math
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from numbers import Real
+from types import FrameType
 from typing import Any
 
 from vgr_trl.errors import RewardError
-from vgr_trl.rewards.limit import at_most
+from vgr_trl.rewards.answers.text import shown
+from vgr_trl.rewards.groups import innermost, is_asynchronous
 
 
 def checked(
@@ -22,16 +26,13 @@ def checked(
 
     Args:
         reward: called with keywords only, `completions` among them.
-        name: of the reward, for messages.
         on_nan: called with the name and the number of NaN that the reward returned, if there are any.
         trainer: passed as `trainer` to a reward that takes it, by name or among `**kwargs`, and does not hand on its
             own; None: to none.
         seconds: that one call may take; None: any number. Asynchronous rewards, which limit themselves, may take any.
     """
     given = {"trainer": trainer} if trainer is not None and _takes(reward, "trainer") else {}
-    if inspect.iscoroutinefunction(_innermost(reward)) or inspect.iscoroutinefunction(
-        getattr(_innermost(reward), "__call__", None)  # noqa: B004
-    ):
+    if is_asynchronous(innermost(reward)):
 
         async def call_async(**kwargs: Any) -> list[float | None]:
             try:
@@ -45,7 +46,7 @@ def checked(
         return call_async
 
     def call(**kwargs: Any) -> list[float | None]:
-        with at_most(seconds, name), _as_given(kwargs):
+        with _at_most(seconds, name), _as_given(kwargs):
             try:
                 returned = reward(**given | kwargs)
             except TypeError as error:
@@ -55,6 +56,42 @@ def checked(
         return _read(returned, len(kwargs["completions"]), name, on_nan)
 
     return call
+
+
+class _TimeUp(BaseException):
+    """No `Exception`, which a reward may catch."""
+
+
+@contextmanager
+def _at_most(seconds: float | None, name: str) -> Iterator[None]:
+    """Interrupt what this block waits for or computes in Python.
+
+    Args:
+        seconds: the limit, above 0; None: there is none, nor outside of the main thread, where Python takes no
+            signals, or on Windows.
+
+    Raises:
+        RewardError: the limit is reached.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if seconds is None or not is_main or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise _TimeUp
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    except _TimeUp:
+        raise RewardError(
+            f"The reward {name} has not returned within reward_timeout={seconds:g} seconds: mend it, or allow more."
+        ) from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @contextmanager
@@ -90,16 +127,10 @@ def _takes(reward: Any, name: str) -> bool:
     return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
-def _innermost(reward: Any) -> Any:
-    while hasattr(reward, "func"):
-        reward = reward.func
-    return reward
-
-
 def _read(returned: Any, count: int, name: str, on_nan: Callable[[str, int], None]) -> list[float | None]:
     expected = f"return a list of one number per completion ({count}), None where it does not apply"
     if isinstance(returned, str | bytes | Mapping | Set) or not hasattr(returned, "__iter__"):
-        raise RewardError(f"The reward {name} returned {_shown(returned)} ({type(returned).__name__}): {expected}.")
+        raise RewardError(f"The reward {name} returned {shown(returned)} ({type(returned).__name__}): {expected}.")
     values = list(returned)
     if len(values) != count:
         raise RewardError(f"The reward {name} returned {len(values)} rewards: {expected}.")
@@ -115,12 +146,7 @@ def _number(value: Any, row: int, name: str) -> float | None:
     number = value.item() if getattr(value, "shape", None) == () else value
     if not isinstance(number, Real):
         raise RewardError(
-            f"The reward {name} returned {_shown(value)} ({type(value).__name__}) for completion {row}: give a number, "
+            f"The reward {name} returned {shown(value)} ({type(value).__name__}) for completion {row}: give a number, "
             "or None where it does not apply."
         )
     return float(number)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -9,9 +9,8 @@ from typing import Any
 
 from vgr_trl import registries
 from vgr_trl.errors import RewardError
-from vgr_trl.rewards.accuracy import accuracy_reward
+from vgr_trl.rewards.accuracy import accuracy_reward, blind_accuracy_reward
 from vgr_trl.rewards.attention import mdi_reward, region_reward, vgr_hard_negative_reward, vgr_reward
-from vgr_trl.rewards.blind import blind_accuracy_reward
 from vgr_trl.rewards.format import tag_count_reward, think_format_reward
 from vgr_trl.rewards.length import get_soft_overlong_punishment
 from vgr_trl.rewards.scored_files import OVERALL, FileOptions, is_scored, scored_reward, share_scores

@@ -35,7 +35,6 @@ class RewardSchedule:
         """Return the schedule for `rewards`, in their order.
 
         Args:
-            rewards: reward functions, or models or their names.
             reward_weights: one finite weight per reward; None: 1 each.
             early_reward_weights: one finite weight per reward, for the early steps; None: `reward_weights` always.
 
@@ -53,12 +52,7 @@ class RewardSchedule:
         return self.early is not None and self.early != self.regular
 
     def early_steps(self, warmup_steps: int, total_steps: int) -> int:
-        """Return for how many steps the early weights hold: the warm-up, else the first 10 % of all, rounded up.
-
-        Args:
-            warmup_steps: steps of the learning rate's warm-up, 0 for none.
-            total_steps: all steps of the run.
-        """
+        """Return for how many steps the early weights hold: the warm-up, else the first 10 % of all, rounded up."""
         return int(warmup_steps) if warmup_steps > 0 else max(-(-int(total_steps) // 10), 0)
 
     def weights_at(self, step: int, early_steps: int) -> list[float]:

@@ -84,12 +84,7 @@ def share_scores(rewards: Sequence[Any]) -> None:
 
 
 class ScoredFile:
-    """One of the scores of a function as a reward; the others are logged by that of `overall`.
-
-    Args:
-        scores: of the function.
-        key: which of them.
-    """
+    """One of the scores of a function as a reward; the others are logged by that of `overall`."""
 
     def __init__(self, scores: "_Scores", key: str) -> None:
         self.scores, self.key = scores, key

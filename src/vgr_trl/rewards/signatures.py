@@ -5,18 +5,15 @@ from collections.abc import Iterable
 from typing import Any
 
 from vgr_trl.errors import RewardError
-from vgr_trl.rewards.accuracy import accuracy_reward
-from vgr_trl.rewards.blind import blind_accuracy_reward
-from vgr_trl.rewards.groups import WholeGroups
+from vgr_trl.rewards.accuracy import accuracy_reward, blind_accuracy_reward
+from vgr_trl.rewards.groups import WholeGroups, innermost
 
 ALWAYS_PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
 def reads_solution(reward: Any) -> bool:
     """Whether a reward compares an answer with what the data say is right."""
-    while hasattr(reward, "func"):
-        reward = reward.func
-    return reward in (accuracy_reward, blind_accuracy_reward)
+    return innermost(reward) in (accuracy_reward, blind_accuracy_reward)
 
 
 def check_callable(reward: Any, columns: Iterable[str]) -> None:

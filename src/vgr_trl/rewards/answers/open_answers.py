@@ -35,10 +35,6 @@ def same_open_answer(gold: str, answer: str) -> bool:
     Numbers are compared as exact values. math-verify decides only where both sides are formulas: it would take the last
     number out of any text ("3 dogs" and "3 cats") and words for products of letters ("on" and "no"). Everything else is
     compared without differences of case, white space and final punctuation.
-
-    Args:
-        gold: the right answer, any text.
-        answer: the stated answer, any text.
     """
     gold, answer = unwrap_open(gold), unwrap_open(answer)
     if not normalise(answer):

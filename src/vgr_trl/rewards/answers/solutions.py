@@ -9,7 +9,7 @@ from typing import Any
 from vgr_trl.errors import RewardError
 from vgr_trl.rewards.answers.letters import LETTERS, read_labelled, read_letter
 from vgr_trl.rewards.answers.stated import answer_tag
-from vgr_trl.rewards.answers.text import half_width, normalise
+from vgr_trl.rewards.answers.text import half_width, normalise, shown
 
 FEWEST_CHOICES, MOST_CHOICES = 2, len(LETTERS)
 LARGEST_INTEGER = 10**18
@@ -56,7 +56,7 @@ def resolve_solution(solution: Any, choices: Any = None, label_idx: Any = None) 
     if isinstance(solution, Integral) and abs(int(solution)) >= LARGEST_INTEGER:
         raise RewardError("solution is an integer of more than 18 digits: give it as a text")
     if not isinstance(solution, str | Real) or _is_bool(solution):
-        raise RewardError(f"solution is {_shown(solution)} ({type(solution).__name__}): give {_accepted(options)}")
+        raise RewardError(f"solution is {shown(solution)} ({type(solution).__name__}): give {_accepted(options)}")
     if not options and isinstance(solution, float) and math.isinf(solution):
         raise RewardError(f"solution is {solution}: give a finite number, or a text")
     if not options and isinstance(solution, str):
@@ -72,7 +72,7 @@ def resolve_solution(solution: Any, choices: Any = None, label_idx: Any = None) 
 
 def _letter_at(label_idx: Any) -> Solution:
     if label_idx not in range(MOST_CHOICES):
-        raise RewardError(f"label_idx is {_shown(label_idx)}: without choices give an index 0 to {MOST_CHOICES - 1}")
+        raise RewardError(f"label_idx is {shown(label_idx)}: without choices give an index 0 to {MOST_CHOICES - 1}")
     return Solution(LETTERS[int(label_idx)], index=int(label_idx))
 
 
@@ -87,7 +87,7 @@ def _options(choices: Any) -> tuple[str, ...]:
     if hasattr(choices, "tolist"):
         choices = choices.tolist()
     if not isinstance(choices, Sequence) or isinstance(choices, str):
-        raise RewardError(f"choices is {_shown(choices)} ({type(choices).__name__}): give a list of option texts")
+        raise RewardError(f"choices is {shown(choices)} ({type(choices).__name__}): give a list of option texts")
     if not FEWEST_CHOICES <= len(choices) <= MOST_CHOICES:
         raise RewardError(
             f"choices has {len(choices)} options: give {FEWEST_CHOICES} to {MOST_CHOICES}, or None for an open question"
@@ -100,7 +100,7 @@ def _options(choices: Any) -> tuple[str, ...]:
     for position, text in enumerate(folded):
         if (first := folded.index(text)) != position:
             raise RewardError(
-                f"options {LETTERS[first]} and {LETTERS[position]} of choices are both {_shown(texts[first])} "
+                f"options {LETTERS[first]} and {LETTERS[position]} of choices are both {shown(texts[first])} "
                 "(case and white space aside): give options that differ"
             )
     return tuple(texts)
@@ -123,7 +123,7 @@ def _index_of_text(solution: str, options: tuple[str, ...]) -> int:
         raise RewardError(
             f"solution is the letter {letter}, but there are {len(options)} choices: give {_accepted(options)}"
         )
-    raise RewardError(f"solution is {_shown(solution)}, which is none of the choices: give {_accepted(options)}")
+    raise RewardError(f"solution is {shown(solution)}, which is none of the choices: give {_accepted(options)}")
 
 
 def _index_of_number(solution: Any, options: tuple[str, ...]) -> int:
@@ -144,9 +144,9 @@ def _accepted(options: tuple[str, ...]) -> str:
 
 
 def _ambiguous(solution: str, indices: list[int], options: tuple[str, ...]) -> RewardError:
-    meanings = " or ".join(f"{LETTERS[index]} ({_shown(options[index])})" for index in indices)
+    meanings = " or ".join(f"{LETTERS[index]} ({shown(options[index])})" for index in indices)
     return RewardError(
-        f"solution is {_shown(solution)}, which could mean option {meanings}: give the index of the right option"
+        f"solution is {shown(solution)}, which could mean option {meanings}: give the index of the right option"
     )
 
 
@@ -173,8 +173,3 @@ def _number_text(value: Any) -> str:
 
 def _plain(text: str) -> str:
     return half_width(text).strip()
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -73,7 +73,6 @@ def last_statement(text: str, *, options: bool) -> Statement | None:
     """Return the last explicit statement of an answer in `text`, None if there is none.
 
     Args:
-        text: without thoughts.
         options: whether `选项 X` counts, which only states one of several options.
     """
     plain = half_width(text)

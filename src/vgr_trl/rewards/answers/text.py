@@ -48,6 +48,12 @@ def _content_text(content: Any) -> str:
     )
 
 
+def shown(value: Any) -> str:
+    """Return a value as messages show it, in at most 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def half_width(text: str) -> str:
     """Return `text` with full-width letters, digits, punctuation and spaces as ASCII, of the same length."""
     return text.translate(_FULL_WIDTH)
