@@ -143,9 +143,7 @@ def test_over_all_words_in_the_loss(make, adapter):
     expected = {name: value.grad for name, value in trainer.model.named_parameters() if value.grad is not None}
     trainer.model.zero_grad(set_to_none=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "vgr_trl.training.full_kl.LOGITS_AT_A_TIME", {"cpu": 3 * trainer.model.config.text_config.vocab_size}
-        )
+        patch.setattr("vgr_trl.signals.head.LOGITS_AT_A_TIME", {"cpu": 3 * trainer.model.config.text_config.vocab_size})
         trainer._compute_loss(trainer.model, inputs).backward()
     assert trainer._metrics["train"]["kl/mean"] == [
         pytest.approx((kl.sum() / valid_tokens(inputs).sum()).item(), rel=1e-4)

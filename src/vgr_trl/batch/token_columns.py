@@ -4,13 +4,15 @@ The names are those of the batch that TRL 1.16 trains on. The signals of a rollo
 that begin with `signals.`, so that one way of cutting and padding serves both.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
 
+from vgr_trl.batch.inputs import TOKEN_TYPES
 from vgr_trl.batch.signals import AttentionMass, RolloutSignals
+from vgr_trl.errors import DataError
 
 PAD_TOKEN = None  # padding of token ids: the tokenizer's pad token
 # In these families 0 opens a token to everything of that type, before and behind it; what is generated gets this one.
@@ -118,7 +120,24 @@ def causal_type(config: Any, name: str) -> int:
     """Return the token type under which the tokens of a completion see only what comes before them.
 
     Args:
-        config: of a transformers model.
         name: `token_type_ids` or `mm_token_type_ids`.
     """
     return _CAUSAL_TYPE.get(config.model_type, 0) if name == "token_type_ids" else 0
+
+
+def with_completion_types(
+    inputs: Mapping[str, torch.Tensor], config: Any, count: int, prompt_length: int, completion_length: int
+) -> dict[str, torch.Tensor]:
+    """Return token types (N, P + T); where only prompts have some, completions get the one that keeps them causal."""
+    types = {name: inputs[name] for name in TOKEN_TYPES if name in inputs}
+    columns = prompt_length + completion_length
+    for name, value in types.items():
+        if value.ndim != 2 or len(value) != count or value.size(1) not in (prompt_length, columns):
+            raise DataError(
+                f"{name} has the shape {tuple(value.shape)}: give {(count, prompt_length)}, for the "
+                f"prompts, or {(count, columns)}."
+            )
+    return {
+        name: torch.nn.functional.pad(value, (0, columns - value.size(1)), value=causal_type(config, name))
+        for name, value in types.items()
+    }

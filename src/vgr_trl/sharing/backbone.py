@@ -112,6 +112,12 @@ def flattens_layers(model: nn.Module) -> bool:
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
+def has_sharded_parameters(model: nn.Module) -> bool:
+    """Whether this process has parts of parameters only: FSDP, or ZeRO-3."""
+    partitioned = (hasattr(value, "ds_numel") and value.numel() != value.ds_numel for value in model.parameters())
+    return shards_layers(model) or flattens_layers(model) or any(partitioned)
+
+
 def is_tracing() -> bool:
     """Whether this call is being traced by `torch.compile` or exported."""
     return torch.compiler.is_compiling()

@@ -32,7 +32,7 @@ class Head:
 
     def __init__(self, causal: Any, output_type: Callable[..., Any]) -> None:
         self.causal, self.output_type = causal, output_type
-        self.vocabulary = causal.config.get_text_config(decoder=True).vocab_size
+        self.vocabulary: int = causal.config.get_text_config(decoder=True).vocab_size
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(C, vocabulary), for hidden states (C, D).
@@ -73,12 +73,7 @@ class Head:
         Returns:
             (N, T) float32 each, entropies in nats.
         """
-        count = max(LOGITS_AT_A_TIME.get(hidden.device.type, 2**23) // self.vocabulary, 1)
-        scores = torch.zeros(2, *mask.shape, device=hidden.device)
-        if mask.any():
-            parts = zip(hidden[mask].split(count), tokens[mask].split(count), strict=True)
-            scores[:, mask] = torch.cat([self._score(*part, temperature) for part in parts], dim=1)
-        return scores[0], scores[1]
+        return self._by_position(self._score, mask, temperature, hidden, tokens)
 
     def shift(
         self, hidden: torch.Tensor, others: torch.Tensor, mask: torch.Tensor, temperature: float
@@ -94,11 +89,27 @@ class Head:
         Returns:
             (N, T) float32 each, the Jensen-Shannon divergence and entropies, in nats; 0 where `mask` is False.
         """
-        count = max(LOGITS_AT_A_TIME.get(hidden.device.type, 2**23) // (2 * self.vocabulary), 1)
-        found = torch.zeros(2, *mask.shape, device=hidden.device)
+        return self._by_position(self._shift, mask, temperature, hidden, others, passes=2)
+
+    def positions_at_a_time(self, device: torch.device, passes: int = 1) -> int:
+        """Return for how many positions there is room for logits of so many passes."""
+        return max(LOGITS_AT_A_TIME.get(device.type, LOGITS_AT_A_TIME["cpu"]) // (passes * self.vocabulary), 1)
+
+    def _by_position(
+        self,
+        measure: Callable[..., torch.Tensor],
+        mask: torch.Tensor,
+        temperature: float,
+        *of_tokens: torch.Tensor,
+        passes: int = 1,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The two numbers of each position of the mask, some at a time, 0 elsewhere."""
+        device = of_tokens[0].device
+        count = self.positions_at_a_time(device, passes)
+        found = torch.zeros(2, *mask.shape, device=device)
         if mask.any():
-            parts = zip(hidden[mask].split(count), others[mask].split(count), strict=True)
-            found[:, mask] = torch.cat([self._shift(*part, temperature) for part in parts], dim=1)
+            parts = zip(*(values[mask].split(count) for values in of_tokens), strict=True)
+            found[:, mask] = torch.cat([measure(*part, temperature) for part in parts], dim=1)
         return found[0], found[1]
 
     def _shift(self, hidden: torch.Tensor, others: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -123,7 +134,6 @@ def head_of_rows(model: nn.Module, rows: Sequence[int] | None) -> Iterator[None]
     """Let passes that ask for TRL's fused head go through it with some rows only; what they return of others is NaN.
 
     Args:
-        model: transformers model, also wrapped, or patched by TRL.
         rows: of the batch, whose chunks pass in order; None: no row. Where there are rows, each chunk takes at least
             one, so that processes which share a sharded head call it equally often.
     """

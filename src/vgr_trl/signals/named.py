@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from vgr_trl import registries
-from vgr_trl.batch.signals import RolloutSignals, read_only
+from vgr_trl.batch.signals import AttentionMass, RolloutSignals, read_only
 from vgr_trl.config.plugins import PluginOptions
 from vgr_trl.errors import DataError
 from vgr_trl.registries import declares, is_late, is_measurement, measurements, needs_of, short_name
@@ -44,7 +44,6 @@ def named_signals(options: PluginOptions, further: Sequence[str] = ()) -> tuple[
     """Return the signals that a run asks for, and those that plug-in rules read, each behind what it is made of.
 
     Args:
-        options: of the run.
         further: names of signals that rewards read, measurements among them.
 
     Raises:
@@ -120,8 +119,7 @@ def named_metrics(
 @declares(needs=("attention",))
 def image_attention(signals: RolloutSignals, options: Any) -> torch.Tensor:
     """Return the attention on all image tokens together, the mean over the late layers, in [0, 1]."""
-    mass = signals.attention
-    assert mass is not None
+    mass = _mass(signals)
     return mass.vision[_late(mass.vision, options)].mean(0)
 
 
@@ -129,8 +127,7 @@ def image_attention(signals: RolloutSignals, options: Any) -> torch.Tensor:
 @declares(needs=("attention",))
 def token_vgr(signals: RolloutSignals, options: Any) -> torch.Tensor:
     """Return the VGR of each token, of the late layers."""
-    mass = signals.attention
-    assert mass is not None
+    mass = _mass(signals)
     return token_vision_gain_ratio(mass, _late(mass.vision, options))
 
 
@@ -141,8 +138,7 @@ def region_share(signals: RolloutSignals, options: Any) -> torch.Tensor:
 
     NaN for rows that name no box.
     """
-    mass = signals.attention
-    assert mass is not None
+    mass = _mass(signals)
     assert mass.region is not None
     assert mass.num_region is not None
     layers = _late(mass.vision, options)
@@ -154,10 +150,14 @@ def region_share(signals: RolloutSignals, options: Any) -> torch.Tensor:
 @declares(needs=("region_share",))
 def region_focus(signals: RolloutSignals, options: Any) -> torch.Tensor:
     """Return `region_share` over the region's share of the image's tokens: above 1, more than an average token gets."""
-    mass = signals.attention
-    assert mass is not None
+    mass = _mass(signals)
     assert mass.num_region is not None
     return signals.extra["region_share"] / (mass.num_region / mass.num_vision).unsqueeze(1)
+
+
+def _mass(signals: RolloutSignals) -> AttentionMass:
+    assert signals.attention is not None
+    return signals.attention
 
 
 def _late(layers: torch.Tensor, options: Any) -> list[int]:

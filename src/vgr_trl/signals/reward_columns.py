@@ -70,7 +70,6 @@ def attention_metrics(
 
     Args:
         segments: as `measure_segments` returns them.
-        gather: concatenates a tensor over processes along its first dimension.
         prompt: likewise for the queries of the prompt's instruction tokens, for `attention/prompt/late/vgr` and so on;
             None: not measured, on no process.
     """

@@ -26,18 +26,10 @@ Scored = tuple[torch.Tensor, torch.Tensor | None, Any]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a rollout batch is measured for; empty tuples: nothing.
+    """What a rollout batch is measured for: per measurement, the names of the options, rewards and rules that read it.
 
-    Attributes:
-        attention: names of the options and rewards that need attention mass.
-        entropies: names of those that need entropies.
-        dependency: names of those that need the dependency on the image.
-        logps: names of those that need log-probabilities.
-        similarity: names of those that need the similarity of hidden states to the image.
-        shift: names of those that need how distributions differ under the perturbation.
-        views: names of those that need log-probabilities under perturbations.
-        regions: names of those that need attention on what the question is about, which implies attention.
-        values: names of those that need a pass, whatever it is for.
+    `shift` is how distributions differ under the perturbation, `views` log-probabilities under perturbations, `regions`
+    attention on what the question is about, which implies `attention`, `values` a pass, whatever it is for.
     """
 
     attention: tuple[str, ...] = ()
@@ -145,7 +137,6 @@ class Measurement:
         """Run `score`, which passes the batch through `model`; return what it returns, and what was measured.
 
         Args:
-            model: the policy.
             input_ids, attention_mask: (N, P + T).
             completion_length: T.
             score: returns log-probabilities (N, T), entropies (N, T) and anything.
@@ -196,12 +187,7 @@ class Measurement:
 
 
 def signals_of_generation(mass: AttentionMass, completion_mask: torch.Tensor) -> RolloutSignals:
-    """Return attention measured in generation as the signals of a batch, where no others are needed.
-
-    Args:
-        mass: of the batch.
-        completion_mask: (N, T), 0 for tokens that do not count.
-    """
+    """Return attention measured in generation as the signals of a batch, where no others are needed."""
     mask = completion_mask.bool()
     mass = pad_to_length(mass, mask.size(1))
     mass.mask = mask
@@ -214,7 +200,6 @@ def _rows_that_fit(vision: torch.Tensor, queries: int, rows: Sequence[int]) -> l
     Args:
         vision: (N, P) bool, vision tokens of the prompts.
         queries: of a row, those of every layer counted.
-        rows: wanted.
     """
     fitting, used = [], 0
     for row in rows:

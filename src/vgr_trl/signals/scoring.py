@@ -1,18 +1,18 @@
 """Log-probabilities, entropies and attention of completions, in one pass without gradients per chunk of rows."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from vgr_trl.batch.inputs import TOKEN_TYPES
 from vgr_trl.batch.signals import RolloutSignals
-from vgr_trl.batch.token_columns import causal_type, map_signals
+from vgr_trl.batch.token_columns import map_signals, with_completion_types
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.sharing import share_prompts, whole_groups
-from vgr_trl.sharing.backbone import causal_model, flattens_layers, shards_layers
+from vgr_trl.sharing.backbone import causal_model, has_sharded_parameters
 from vgr_trl.sharing.image_inputs import is_image_token
 from vgr_trl.signals.attention.probe import AttentionProbe
 from vgr_trl.signals.decoder import adds_virtual_tokens
@@ -20,8 +20,6 @@ from vgr_trl.signals.head import Head
 from vgr_trl.signals.image_chunks import cut_images
 from vgr_trl.signals.modality import ModalityMasks, build_modality_masks, vision_token_ids
 from vgr_trl.signals.similarity import SimilarityProbe
-
-_NOTHING_TO_SHARE = "no prompt occurs twice"
 
 
 class RolloutScorer:
@@ -64,7 +62,7 @@ class RolloutScorer:
         if not temperature > 0:
             raise ConfigError(f"temperature is {temperature}: give a number above 0.")
         self.model, self.causal = model, causal_model(model)
-        if _is_sharded(model):
+        if has_sharded_parameters(model):
             raise ConfigError("The parameters of the model are sharded: score in DAPOTrainer, or gather them before.")
         if adds_virtual_tokens(model):
             raise ConfigError("An adapter of the model adds virtual tokens to prompts: use one that changes weights.")
@@ -118,7 +116,7 @@ class RolloutScorer:
             ConfigError: attention is wanted and cannot be measured, or `share_prompts` is `on` and prompts cannot be
                 shared.
         """
-        count, length = self._check(prompt_ids, prompt_mask, completion_ids, completion_mask, num_generations)
+        count, length = _checked(num_generations, prompt_ids, prompt_mask, completion_ids, completion_mask)
         device = self.causal.get_input_embeddings().weight.device
         batch = {
             "input_ids": torch.cat([prompt_ids, completion_ids], dim=1).to(device),  # (N, P + T)
@@ -126,8 +124,10 @@ class RolloutScorer:
         }
         given = {name: value.to(device) for name, value in image_inputs.items() if value is not None}
         images = {name: value for name, value in given.items() if name not in TOKEN_TYPES}
-        batch |= _token_types(given, self.causal.config, count, prompt_ids.size(1), length)
-        step = self._rows_at_a_time(count, num_generations)
+        batch |= with_completion_types(given, self.causal.config, count, prompt_ids.size(1), length)
+        step = count if self.batch_size is None else self.batch_size
+        if step < count and self.share_prompts != "off":
+            step = whole_groups(step, num_generations)
         chunks = [slice(start, min(start + step, count)) for start in range(0, count, step)]
         images_of = [images] * len(chunks)
         if images and (step < count or num_images is not None):
@@ -146,11 +146,6 @@ class RolloutScorer:
                 parts.append(self._score_rows(inputs, length, attention, similarity, region))
         return map_signals(parts, torch.cat)
 
-    def _rows_at_a_time(self, count: int, num_generations: int) -> int:
-        if self.batch_size is None:
-            return count
-        return self.batch_size if self.share_prompts == "off" else whole_groups(self.batch_size, num_generations)
-
     def _score_rows(
         self,
         inputs: dict[str, torch.Tensor],
@@ -161,32 +156,25 @@ class RolloutScorer:
     ) -> RolloutSignals:
         mask = inputs["attention_mask"][:, -length:].bool()  # (B, T)
         probe, similar = None, None
-        if attention:
-            masks = self._masks(inputs, length, self._special_tokens())
+        masks = self._masks(inputs, length, attention) if attention or similarity else None
+        if masks is not None and attention:
             masks.region = None if region is None else region & masks.vision
             probe = AttentionProbe(self.causal, masks)
-        if similarity:
-            vision = self._masks(inputs, length, ()).vision
-            similar = SimilarityProbe(self.causal, vision, self.similarity_layer, self.similarity_over)
+        if masks is not None and similarity:
+            similar = SimilarityProbe(self.causal, masks.vision, self.similarity_layer, self.similarity_over)
         with self._shared(length), probe or nullcontext(), similar or nullcontext():
             outputs = self.causal.base_model(**inputs, use_cache=False, return_dict=True)
         hidden = outputs.last_hidden_state[:, -length - 1 : -1]  # (B, T, D)
         tokens = inputs["input_ids"][:, -length:]
         logps, entropies = Head(self.causal, type(outputs)).score(hidden, tokens, mask, self.temperature)
-        mass = None
-        if probe is not None:
-            mass = probe.mass
-            mass.mask = mask
+        mass = None if probe is None else replace(probe.mass, mask=mask)
         return RolloutSignals(logps, entropies, mask, mass, similarity=None if similar is None else similar.similarity)
 
-    def _special_tokens(self) -> Sequence[int]:
-        if self.special_token_ids is None:
+    def _masks(self, inputs: dict[str, torch.Tensor], length: int, attention: bool) -> ModalityMasks:
+        if attention and self.special_token_ids is None:
             raise ConfigError(
                 "Attention cannot be measured without special_token_ids: give a list of ids, or attention=False."
             )
-        return self.special_token_ids
-
-    def _masks(self, inputs: dict[str, torch.Tensor], length: int, special: Sequence[int]) -> ModalityMasks:
         vision = self.vision_token_ids if self.vision_token_ids is not None else vision_token_ids(self.causal)
         if not vision:
             raise ConfigError(
@@ -197,7 +185,7 @@ class RolloutScorer:
             inputs["input_ids"][:, :-length],
             inputs["attention_mask"][:, :-length],
             vision_token_ids=vision,
-            special_token_ids=special,
+            special_token_ids=self.special_token_ids or (),
         )
 
     @contextmanager
@@ -207,55 +195,33 @@ class RolloutScorer:
             return
         with share_prompts(self.model, length) as report:
             yield
-        reasons = report.plain.keys() - {_NOTHING_TO_SHARE}
+        reasons = report.plain.keys() - {"no prompt occurs twice"}
         if self.share_prompts == "on" and reasons:
             raise ConfigError(f"share_prompts is on, but prompts could not be shared: {min(reasons)}; use auto or off.")
 
-    def _check(
-        self,
-        prompt_ids: torch.Tensor,
-        prompt_mask: torch.Tensor,
-        completion_ids: torch.Tensor,
-        completion_mask: torch.Tensor,
-        num_generations: int,
-    ) -> tuple[int, int]:
-        shapes = [tuple(value.shape) for value in (prompt_ids, prompt_mask, completion_ids, completion_mask)]
-        prompt, completion = shapes[0], shapes[2]
-        fit = len(prompt) == len(completion) == 2 and prompt[0] == completion[0] and 0 not in prompt + completion
-        if not fit or shapes != [prompt, prompt, completion, completion]:
-            raise DataError(
-                f"prompt_ids, prompt_mask, completion_ids and completion_mask have the shapes {shapes}: give (N, P) "
-                "twice and (N, T) twice, with at least one row and token."
-            )
-        count, length = completion
-        if num_generations < 1 or count % num_generations:
-            raise DataError(f"There are {count} completions with num_generations {num_generations}: give whole groups.")
-        if not bool(prompt_mask[:, -1].all()):
-            raise DataError("A prompt ends with padding: pad prompts on the left, so that completions follow them.")
-        if bool((completion_mask[:, 1:] > completion_mask[:, :-1]).any()):
-            raise DataError(
-                "completion_mask has a 0 in front of a 1: what it leaves out no other token sees, so give 1 for every "
-                "token of the completion, and leave tokens out of what is returned."
-            )
-        return count, length
 
-
-def _token_types(
-    inputs: Mapping[str, torch.Tensor], config: Any, count: int, prompt_length: int, completion_length: int
-) -> dict[str, torch.Tensor]:
-    """Token types (N, P + T); where only prompts have some, completions get the one that keeps them causal."""
-    types = {name: inputs[name] for name in TOKEN_TYPES if name in inputs}
-    columns = prompt_length + completion_length
-    for name, value in types.items():
-        if value.ndim != 2 or len(value) != count or value.size(1) not in (prompt_length, columns):
-            raise DataError(
-                f"{name} has the shape {tuple(value.shape)}: give {(count, prompt_length)}, for the "
-                f"prompts, or {(count, columns)}."
-            )
-    return {
-        name: torch.nn.functional.pad(value, (0, columns - value.size(1)), value=causal_type(config, name))
-        for name, value in types.items()
-    }
+def _checked(num_generations: int, *batch: torch.Tensor) -> tuple[int, int]:
+    """N and T of prompts, completions and their masks that fit together."""
+    shapes = [tuple(value.shape) for value in batch]
+    _, prompt_mask, _, completion_mask = batch
+    prompt, completion = shapes[0], shapes[2]
+    fit = len(prompt) == len(completion) == 2 and prompt[0] == completion[0] and 0 not in prompt + completion
+    if not fit or shapes != [prompt, prompt, completion, completion]:
+        raise DataError(
+            f"prompt_ids, prompt_mask, completion_ids and completion_mask have the shapes {shapes}: give (N, P) "
+            "twice and (N, T) twice, with at least one row and token."
+        )
+    count, length = completion
+    if num_generations < 1 or count % num_generations:
+        raise DataError(f"There are {count} completions with num_generations {num_generations}: give whole groups.")
+    if not bool(prompt_mask[:, -1].all()):
+        raise DataError("A prompt ends with padding: pad prompts on the left, so that completions follow them.")
+    if bool((completion_mask[:, 1:] > completion_mask[:, :-1]).any()):
+        raise DataError(
+            "completion_mask has a 0 in front of a 1: what it leaves out no other token sees, so give 1 for every "
+            "token of the completion, and leave tokens out of what is returned."
+        )
+    return count, length
 
 
 @contextmanager
@@ -268,8 +234,3 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    partitioned = (hasattr(value, "ds_numel") and value.numel() != value.ds_numel for value in model.parameters())
-    return shards_layers(model) or flattens_layers(model) or any(partitioned)

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from vgr_trl.credit import kl_penalty
 from vgr_trl.errors import ConfigError
 from vgr_trl.sharing.backbone import causal_model
-from vgr_trl.signals.head import LOGITS_AT_A_TIME, Head
+from vgr_trl.signals.head import Head
 from vgr_trl.training.passes.emitted import EmittedReader
 
 
@@ -48,7 +48,7 @@ class FullKL:
         found = torch.zeros(mask.shape, device=hidden.device)
         mine = hidden[mask[:, : hidden.size(1)]]  # (K, D)
         heads = Head(self._policy, self.reader.output_type), Head(self._reference, self.reader.output_type)
-        size = max(LOGITS_AT_A_TIME.get(hidden.device.type, 2**23) // heads[0].vocabulary, 1)
+        size = heads[0].positions_at_a_time(hidden.device)
         parts = [
             checkpoint(self._of_positions, *heads, *part, use_reentrant=False)
             for part in zip(mine.split(size), reference[mask].split(size), strict=True)

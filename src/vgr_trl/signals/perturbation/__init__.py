@@ -1,1 +1,1 @@
-"""Images made harder to see: `images.py` with `modes.py`, then `prompts.py` (conversations that show them)."""
+"""Images made harder to see: read `images.py`, `layout.py` and `diffusion.py` with `modes.py`, then `prompts.py`."""

@@ -4,8 +4,7 @@ import numpy as np
 from PIL import Image
 
 from vgr_trl.config.ranges import check_integer, check_number
-from vgr_trl.errors import DataError
-from vgr_trl.signals.perturbation.modes import colours, from_array, white_level, with_colours
+from vgr_trl.signals.perturbation.modes import check_image, colours, from_array, white_level, with_colours
 
 STEPS = 1000
 
@@ -25,8 +24,7 @@ def diffusion_noise(image: Image.Image, *, steps: int = 500, seed: int) -> Image
         ConfigError: a parameter is out of range.
         DataError: `image` is no PIL image.
     """
-    if not isinstance(image, Image.Image):
-        raise DataError(f"A perturbation got a value of type {type(image).__name__}: give a PIL image.")
+    check_image(image)
     check_integer("seed", seed, 0)
     check_integer("diffusion_steps", steps, 0)
     check_number("diffusion_steps", steps, 0, STEPS - 1, f"in [0, {STEPS - 1}]")

@@ -20,6 +20,7 @@ from vgr_trl.signals.perturbation.diffusion import diffusion_noise
 from vgr_trl.signals.perturbation.layout import crop_image, shuffle_patches
 from vgr_trl.signals.perturbation.modes import (
     blurred,
+    check_image,
     colours,
     from_array,
     is_wide,
@@ -47,7 +48,7 @@ def blacken_patches(image: Image.Image, *, patch_size: int = 14, black_prob: flo
         ConfigError: a parameter is out of range.
         DataError: `image` is no PIL image.
     """
-    _check_image(image)
+    check_image(image)
     check_integer("patch_size", patch_size, 1)
     check_number("black_prob", black_prob, 0, 1, "in [0, 1]")
     side = min(patch_size, max(*image.size, 1))
@@ -76,7 +77,7 @@ def add_gaussian_noise(image: Image.Image, *, std: float = 189.0, seed: int) -> 
         ConfigError: a parameter is out of range.
         DataError: `image` is no PIL image.
     """
-    _check_image(image)
+    check_image(image)
     check_number("std", std, 0, _LARGEST, "in [0, 1e6]")
     generator, shown, white = _generator(seed), colours(image), white_level(image)
     before = np.asarray(shown)
@@ -100,7 +101,7 @@ def gaussian_blur(image: Image.Image, *, radius: float = 6.0) -> Image.Image:
         ConfigError: `radius` is out of range.
         DataError: `image` is no PIL image.
     """
-    _check_image(image)
+    check_image(image)
     check_number("radius", radius, 0, _LARGEST, "in [0, 1e6]")
     shown = colours(image)
     if is_wide(image):
@@ -119,7 +120,7 @@ def mask_image(image: Image.Image, *, value: int = 128) -> Image.Image:
         ConfigError: `value` is out of range.
         DataError: `image` is no PIL image.
     """
-    _check_image(image)
+    check_image(image)
     check_integer("value", value, 0)
     check_number("value", value, 0, 255, "in [0, 255]")
     result, grey = opaque_grey(image, value)
@@ -213,8 +214,3 @@ def derive_seed(seed: int, step: int, index: int, image: int = 0) -> int:
 def _generator(seed: int) -> np.random.Generator:
     check_integer("seed", seed, 0)
     return np.random.default_rng(int(seed))
-
-
-def _check_image(image: object) -> None:
-    if not isinstance(image, Image.Image):
-        raise DataError(f"A perturbation got a value of type {type(image).__name__}: give a PIL image.")

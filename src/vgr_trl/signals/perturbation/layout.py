@@ -6,7 +6,7 @@ import numpy as np
 from PIL import Image
 
 from vgr_trl.config.ranges import check_integer, check_number
-from vgr_trl.errors import DataError
+from vgr_trl.signals.perturbation.modes import check_image
 
 
 def shuffle_patches(image: Image.Image, *, patch_size: int = 14, seed: int) -> Image.Image:
@@ -21,7 +21,8 @@ def shuffle_patches(image: Image.Image, *, patch_size: int = 14, seed: int) -> I
         ConfigError: a parameter is out of range.
         DataError: `image` is no PIL image.
     """
-    _check(image, seed)
+    check_image(image)
+    check_integer("seed", seed, 0)
     check_integer("patch_size", patch_size, 1)
     rows, columns = image.height // patch_size, image.width // patch_size
     places = [(column * patch_size, row * patch_size) for row in range(rows) for column in range(columns)]
@@ -44,7 +45,8 @@ def crop_image(image: Image.Image, *, share: float = 0.5, seed: int) -> Image.Im
         ConfigError: a parameter is out of range.
         DataError: `image` is no PIL image.
     """
-    _check(image, seed)
+    check_image(image)
+    check_integer("seed", seed, 0)
     check_number("share", share, 1e-9, 1, "in (0, 1]")
     if not min(image.size):
         return image.copy()
@@ -55,9 +57,3 @@ def crop_image(image: Image.Image, *, share: float = 0.5, seed: int) -> Image.Im
     result = image.crop((left, top, left + wide, top + high)).resize(image.size, Image.Resampling.NEAREST)
     result.info = dict(image.info)
     return result
-
-
-def _check(image: object, seed: int) -> None:
-    if not isinstance(image, Image.Image):
-        raise DataError(f"A perturbation got a value of type {type(image).__name__}: give a PIL image.")
-    check_integer("seed", seed, 0)

@@ -5,8 +5,16 @@ import math
 import numpy as np
 from PIL import Image
 
+from vgr_trl.errors import DataError
+
 _WIDE = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")  # one channel of more than 8 bits
 _PREMULTIPLIED = {"La": "LA", "RGBa": "RGBA"}
+
+
+def check_image(image: object) -> None:
+    """Raise `DataError` unless it is a PIL image."""
+    if not isinstance(image, Image.Image):
+        raise DataError(f"A perturbation got a value of type {type(image).__name__}: give a PIL image.")
 
 
 def is_wide(image: Image.Image) -> bool:
@@ -35,7 +43,6 @@ def opaque_grey(image: Image.Image, grey: int) -> tuple[Image.Image, float | tup
     pixels of the rarest entry take the colour closest to theirs.
 
     Args:
-        image: of any mode.
         grey: brightness in [0, 255]; in a black-and-white image, 128 and more are white.
     """
     copy = image.copy()
@@ -127,7 +134,6 @@ def with_colours(image: Image.Image, changed: Image.Image) -> Image.Image:
     A palette image gets a new palette of up to 256 colours.
 
     Args:
-        image: of any mode.
         changed: of the same size, in the mode that `colours(image)` has.
     """
     mode = image.mode
