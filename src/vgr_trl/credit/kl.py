@@ -53,11 +53,7 @@ def kl_penalty(logps: torch.Tensor, ref_logps: torch.Tensor, kind: str = "low_va
 
 
 class FixedKLController:
-    """A coefficient that stays as it is.
-
-    Args:
-        coefficient: at least 0.
-    """
+    """A coefficient that stays as it is."""
 
     def __init__(self, coefficient: float) -> None:
         check_number("The coefficient of KL", coefficient, 0, 1e30, "of at least 0")

@@ -178,13 +178,7 @@ def scale_completions(
 
 
 def attention_weights(attention: AttentionMass, mask: torch.Tensor, options: CreditOptions) -> torch.Tensor:
-    """Return the token weights (N, T) that `shape_advantages` gives, whatever the advantages are.
-
-    Args:
-        attention: of N completions.
-        mask: (N, T) bool, valid tokens.
-        options: the rules that are on, and their numbers.
-    """
+    """Return the token weights (N, T) that `shape_advantages` gives, whatever the advantages are."""
     vgr = token_vision_gain_ratio(attention, _weighted_layers(len(attention.vision), options))  # (N, T)
     return token_weights(
         vgr,

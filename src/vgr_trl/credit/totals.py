@@ -77,8 +77,6 @@ def add_filter(
     The threshold of a completion is the smallest score that it keeps.
 
     Args:
-        totals: where it is added.
-        filter_name: of the filter, for the name of the fraction.
         score_name: of the scores, for the other names.
         scores: (N, T).
         kept: (N, T) bool, within `mask`.

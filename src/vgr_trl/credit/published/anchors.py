@@ -15,11 +15,7 @@ from vgr_trl.signals.ratios import late_layers
 
 @dataclass
 class AnchorOptions:
-    """Which tokens are anchors.
-
-    Args:
-        top_p_anchor_tokens: share of each completion's tokens, in (0, 1].
-    """
+    """Which tokens are anchors."""
 
     top_p_anchor_tokens: float = field(
         default=0.15, metadata={"help": "Share of a completion's tokens that are kept as anchors, in (0, 1]."}
@@ -38,12 +34,6 @@ def anchor_tokens(
 
     AT-RL (https://huggingface.co/papers/2602.11455) finds that some 15 % of the tokens carry the connection to the
     image. It also clusters them by their attention and weighs the clusters, which is not done here.
-
-    Args:
-        advantages: (N,).
-        signals: with `attention`.
-        mask: (N, T) bool, valid tokens.
-        options: the share.
     """
     mass = signals.attention
     assert mass is not None

@@ -13,12 +13,7 @@ from vgr_trl.registries import declares
 
 @dataclass
 class PGPOOptions:
-    """Numbers of PGPO.
-
-    Args:
-        pgpo_threshold: tau, importance above which a token's weight grows faster, in (0, 1).
-        pgpo_boost: beta, what the weight of the most important token is above 1, at least 0.
-    """
+    """Numbers of PGPO."""
 
     pgpo_threshold: float = field(
         default=0.4, metadata={"help": "Importance above which tokens are amplified, in (0, 1); PGPO's tau."}
@@ -44,10 +39,7 @@ def pgpo(
     and 7.
 
     Args:
-        advantages: (N,).
         signals: with `dependency` (N, T), for PGPO under the perturbation `remove_image`.
-        mask: (N, T) bool, valid tokens.
-        options: the numbers.
     """
     assert signals.dependency is not None
     check_shapes("pgpo", mask, dependency=signals.dependency)

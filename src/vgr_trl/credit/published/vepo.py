@@ -15,12 +15,7 @@ from vgr_trl.registries import declares
 
 @dataclass
 class VEPOOptions:
-    """Numbers of VEPO.
-
-    Args:
-        top_p_vepo_tokens: share of each completion's tokens that are kept, in (0, 1].
-        vepo_alpha: how much the divergence counts against the change of entropy, in [0, 1].
-    """
+    """Numbers of VEPO."""
 
     top_p_vepo_tokens: float = field(
         default=0.2, metadata={"help": "Share of a completion's tokens that VEPO keeps, in (0, 1]."}
@@ -52,11 +47,7 @@ def vepo(
     https://huggingface.co/papers/2606.03937 and its code.
 
     Args:
-        advantages: (N,).
         signals: with `entropies`, `jsd` and `perturbed_entropies` (N, T).
-        mask: (N, T) bool, valid tokens.
-        options: the numbers.
-        gather: returns the concatenation of a 1-D tensor over all processes; None: there is one.
     """
     assert signals.jsd is not None
     assert signals.perturbed_entropies is not None

@@ -17,13 +17,7 @@ COMPLETION_CLAMP = (0.9, 2.0)
 
 @dataclass
 class VGPOOptions:
-    """Numbers of VGPO.
-
-    Args:
-        vgpo_compensation: beta, by how much the score of a completion's last token is raised, at least 0.
-        vgpo_gate_share: kappa, share of the late tokens whose score is raised, in (0, 1].
-        vgpo_gate_start: share of a completion behind which tokens are late, in [0, 1).
-    """
+    """Numbers of VGPO."""
 
     vgpo_compensation: float = field(
         default=0.3, metadata={"help": "By how much the score of a completion's last token is raised; VGPO's beta."}
@@ -61,12 +55,8 @@ def vgpo(
     `COMPLETION_CLAMP`. Source: https://huggingface.co/papers/2604.09349 and its code.
 
     Args:
-        advantages: (N,).
         signals: with `similarity` (N, T); weights are 1 where a completion has none.
-        mask: (N, T) bool, valid tokens.
-        options: the numbers.
         groups: (N,) which prompt each completion belongs to, over all processes; None: all belong to one.
-        gather: returns the concatenation of a 1-D tensor over all processes; None: there is one.
     """
     assert signals.similarity is not None
     check_shapes("vgpo", mask, similarity=signals.similarity)
