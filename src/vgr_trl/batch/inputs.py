@@ -83,9 +83,6 @@ def build_scoring_batch(
     """Return the padded tensors of a rollout batch, on the CPU.
 
     Args:
-        prompts: N prompts.
-        completion_ids: N lists of tokens.
-        pad_token_id: token that padding is made of.
         vision_token_ids: placeholder tokens of images, from which the tiles of a row are counted.
         valid: per row, whether its tokens count; None: all do.
         pad_to_multiple_of: P and T are made multiples of it.
@@ -123,11 +120,6 @@ def scoring_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 def text_inputs(batch: Mapping[str, Any], prompts: Prompts, pad_token_id: int) -> dict[str, Any]:
     """Return the arguments of TRL's scoring of the completions of a batch behind other prompts, which have no images.
-
-    Args:
-        batch: of TRL, N rows.
-        prompts: of these rows.
-        pad_token_id: token that padding is made of.
 
     Raises:
         DataError: a prompt is longer than those of the batch.

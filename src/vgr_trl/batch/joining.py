@@ -19,7 +19,6 @@ def join_rows(parts: Sequence[Rows], *, pad_token_id: int, pad_to_multiple_of: i
 
     Args:
         parts: at least one; tensors of the result lie where those of the first part do.
-        pad_token_id: token that pads prompts and completions.
         pad_to_multiple_of: P and T become multiples of it.
 
     Raises:

@@ -21,7 +21,6 @@ def split_images(batch: Mapping[str, Any], count: int) -> tuple[list[Images], bo
 
     Args:
         batch: as TRL trains on it; `num_images` and `num_tiles` are lists with one number per row.
-        count: rows, N.
 
     Raises:
         DataError: an input cannot be assigned to rows.
@@ -57,7 +56,6 @@ def stack_images(rows: Sequence[Images], one_per_row: bool) -> Images:
     Sizes that differ between rows (padding to the largest image, the most patches or the most images) are padded.
 
     Args:
-        rows: image inputs of each row.
         one_per_row: rows without images get an entry of zeros.
     """
     names = [name for name in ROW_INPUTS if any(name in row for row in rows)]

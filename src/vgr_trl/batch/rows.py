@@ -49,7 +49,6 @@ class Rows:
 
         Args:
             batch: what `_generate_and_score_completions` returns.
-            signals: of the same N rows.
 
         Raises:
             DataError: an entry of the batch cannot be assigned to rows.

@@ -51,8 +51,6 @@ def beside_training(output_dir: str | None, step: int, evaluates: bool) -> Itera
     TRL 1.16 names both by the step, so that an evaluation replaced the table of training of its step.
 
     Args:
-        output_dir: of the run.
-        step: that names the table.
         evaluates: whether it is one of an evaluation, which this process writes.
     """
     file = Path(output_dir or "trainer_output", "completions", f"completions_{step:05d}.parquet")

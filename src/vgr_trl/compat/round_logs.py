@@ -65,7 +65,6 @@ def as_one_batch(trainer: GRPOTrainer, completions: int) -> Iterator[list[int]]:
     """Let what TRL logs of rollout batches generated in this block belong to the one before it.
 
     Args:
-        trainer: of which metrics and table are read.
         completions: of that batch, on this process.
 
     Yields:

@@ -18,7 +18,6 @@ def suppress_image_tokens(trainer: GRPOTrainer, installed: str | None = None) ->
 
     Args:
         trainer: with transformers' generation; one with vLLM's is left alone, as by TRL.
-        installed: version of TRL, that of the installed package by default.
     """
     model: Any = trainer.model
     token = getattr(model.config, "image_token_id", None)

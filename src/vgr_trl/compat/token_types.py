@@ -15,8 +15,6 @@ def with_causal_completions(inputs: Mapping[str, Any], config: Any, completion_l
 
     Args:
         inputs: by name; those without token types are returned as they are.
-        config: of the model they are for.
-        completion_length: T.
     """
     changed = dict(inputs)
     value = changed.get("token_type_ids")

@@ -30,9 +30,6 @@ def forget_with_new_weights(trainer: GRPOTrainer) -> None:
 def forget_image_features(generation: Any) -> None:
     """Empty the cache of image features of vLLM, by the process that speaks to it.
 
-    Args:
-        generation: TRL's `VLLMGeneration`.
-
     Raises:
         VLLMServerError: the server refuses.
     """

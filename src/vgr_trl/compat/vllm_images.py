@@ -117,8 +117,6 @@ class VLLMImages:
         """Return prompts and images as TRL has to hand them to vLLM.
 
         Args:
-            prompt_ids: tokens of N prompts.
-            images: the images of each of the N prompts, or None.
             fields: what the processor made beside the tokens; `image_grid_thw`, if there is one, is (images, 3).
 
         Raises:
@@ -142,10 +140,6 @@ class VLLMImages:
 
 def plan_vllm_images(trainer: GRPOTrainer, has_images: bool) -> VLLMImages | None:
     """Return what stands between the prompts and vLLM in the constructed `trainer`; None if nothing does.
-
-    Args:
-        trainer: constructed.
-        has_images: whether its data have images.
 
     Raises:
         ConfigError: prompts with images have to be collapsed, but the processor does not write images as repetitions

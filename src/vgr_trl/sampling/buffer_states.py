@@ -37,8 +37,6 @@ def split_state(state: Mapping[str, Any], process_index: int, num_processes: int
 
     Args:
         state: with the rows of all groups, as `merge_states` returns it.
-        process_index: which process.
-        num_processes: how many there are now.
     """
     groups = []
     for index, group in enumerate(state["groups"]):

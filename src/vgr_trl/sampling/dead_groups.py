@@ -26,8 +26,6 @@ def dead_groups(
     Args:
         advantages: (num_groups * G,).
         rewards: weighted sums, (num_groups * G,), NaN for a completion without any.
-        num_generations: G.
-        estimator: of the advantages.
         epsilon: at least 0.
     """
     return _numbers(~(signal(advantages, rewards, num_generations, estimator=estimator) > epsilon))
@@ -46,12 +44,7 @@ def signal(
 
 
 def group_std(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
-    """Return the standard deviation (n - 1) of each group's rewards, (num_groups,); NaN left out, 0 for fewer than two.
-
-    Args:
-        rewards: (num_groups * G,).
-        num_generations: G.
-    """
+    """Return the standard deviation (n - 1) of rewards per group, (num_groups,): NaN left out, 0 for fewer than 2."""
     groups = rewards.detach().double().view(-1, num_generations)
     count = (~groups.isnan()).sum(dim=1)
     squares = (groups - groups.nanmean(dim=1, keepdim=True)).square().nansum(dim=1)
@@ -67,9 +60,6 @@ def filtered_groups(
 
     Args:
         rewards: one number per completion, (num_groups * G,), NaN for one without; see `filter_rewards`.
-        num_generations: G.
-        low: lower bound.
-        high: upper bound.
         inclusive: whether a mean at a bound is between them.
     """
     means = group_means(rewards, num_generations)
@@ -82,7 +72,6 @@ def quantile_bounds(rewards: torch.Tensor, num_generations: int, *, low: float, 
 
     Args:
         rewards: as for `filtered_groups`, of the groups that are compared.
-        num_generations: G.
         low: in [0, 1].
         high: in [0, 1].
     """
@@ -103,7 +92,6 @@ def filter_rewards(
     Args:
         key: `overall`, the name of a reward function with or without its last part (`accuracy` for `accuracy_reward`),
             or a part of it between underscores that no other has.
-        names: of the reward functions.
         rewards_per_func: unweighted, (num_groups * G, number of functions).
         rewards: weighted sums, (num_groups * G,).
 

@@ -11,11 +11,7 @@ LONGEST = 5  # steps in a row without a live group, after which there is a warni
 
 
 class DeadStreak:
-    """Counts the steps for which every generated group was dead, and what made them so.
-
-    Args:
-        args: a `DAPOConfig`.
-    """
+    """Counts the steps for which every generated group was dead, and what made them so."""
 
     def __init__(self, args: "DAPOConfig") -> None:
         self._args = args

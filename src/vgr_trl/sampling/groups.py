@@ -71,12 +71,8 @@ def groups_from_batch(
     Args:
         batch: the local rows, as TRL's `_generate_and_score_completions` returns them.
         wanted: numbers of groups, the same on every process.
-        placement: of the batch.
         advantages: of all processes, (num_groups * G,); those of `batch` are not read.
         rewards: weighted sums, likewise.
-        pad_token_id: token that pads prompts and completions.
-        step: global step.
-        signals: of the local rows.
         gather: over the processes; None if there is one.
 
     Raises:
@@ -125,8 +121,6 @@ def with_old_logps(
     Args:
         groups: number in the batch -> group; the same numbers on every process.
         old_per_token_logps: of the local rows of that batch, in its order, (N, T).
-        placement: of that batch.
-        gather: over the processes; None if there is one.
     """
     pieces = {}
     for group in groups:

@@ -169,13 +169,5 @@ class ReplayBuffer:
 
 
 def priority(advantages: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
-    """Return the sum of |advantages| times the standard deviation of the rewards of each group.
-
-    Args:
-        advantages: (num_groups, G).
-        rewards: (num_groups, G).
-
-    Returns:
-        (num_groups,) float64.
-    """
+    """Return the sum of |advantages| (num_groups, G) times the deviation of the rewards, (num_groups,) float64."""
     return advantages.double().abs().sum(dim=-1) * group_std(rewards.flatten(), rewards.size(-1))

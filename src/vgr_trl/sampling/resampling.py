@@ -16,8 +16,6 @@ class Resampling:
 
     Attributes:
         missing: numbers of the groups of the batch without a gradient, in order.
-        max_rounds: rounds of further prompts at most.
-        rounds: done so far.
         generated: groups generated in them.
         used: groups of them that went into the batch.
     """
@@ -60,8 +58,6 @@ def prompts_of_round(missing: int, num_generations: int, num_processes: int) -> 
 
     Args:
         missing: groups to replace, at least 1.
-        num_generations: completions per prompt.
-        num_processes: that generate together.
     """
     step = num_processes // gcd(num_processes, num_generations)
     return -(-missing // step) * step
@@ -74,9 +70,6 @@ def rows_of_process(
 
     Args:
         prompts: rows of the data set, as many as `prompts_of_round` says; the same on every process.
-        num_generations: G.
-        process_index: this process.
-        num_processes: that generate together.
     """
     repeated = [dict(prompt) for prompt in prompts for _ in range(num_generations)]
     rows = len(repeated) // num_processes

@@ -36,11 +36,7 @@ def write_groups_into_batch(
         batch: the local rows, as TRL's `_generate_and_score_completions` returns them, with advantages (N,).
         replacements: number of a group of the batch -> the group that takes its place; the same on every process. It
             may come from a buffer or from another batch.
-        placement: of the batch.
-        pad_token_id: token that pads prompts and completions.
         pad_to_multiple_of: P and T become multiples of it.
-        signals: of the local rows.
-        gather: over the processes; None if there is one.
 
     Raises:
         DataError: a group has another number of completions or lacks what the batch has, or `gather` is missing.
@@ -96,7 +92,6 @@ def correct_num_items(batch: Mapping[str, Any], gather: Callable[[torch.Tensor],
     """Return the batch with `num_items_in_batch` counted anew, as TRL counts it: valid tokens of all processes.
 
     Args:
-        batch: the local rows.
         gather: returns a number of each process as one tensor, as accelerate's function of this name does; called once.
     """
     valid = batch["completion_mask"] * batch.get("tool_mask", 1)  # (N, T)

@@ -32,9 +32,7 @@ def pack_rows(count: int, tokens: Callable[[Sequence[int]], int], most: int) -> 
     """Return rows in order, cut into parts of at most so many tokens, and of one row at least.
 
     Args:
-        count: N.
         tokens: that a pass over some rows computes.
-        most: tokens of a part.
     """
     parts: list[list[int]] = [[0]]
     for row in range(1, count):
@@ -52,7 +50,6 @@ def tokens_of(rows: Sequence[int], extents: Sequence[Extent], groups: Sequence[i
     Prompts, as wide as the longest, are computed once per group, and completions, as wide as the longest.
 
     Args:
-        rows: their numbers.
         extents: (N,) what of each row runs.
         groups: (N,) number of the prompt of each row; None: every row computes its own.
     """

@@ -19,7 +19,6 @@ def only_tokens(causal: Any, base: Any, wanted: torch.Tensor | None) -> Iterator
 
     Args:
         causal: transformers model with TRL's fused head.
-        base: base model that it calls.
         wanted: (N, T) bool, of the last T columns of every batch that passes in this block. None: all with a label.
     """
     forward: Callable[..., Any] = causal.forward

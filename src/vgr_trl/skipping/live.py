@@ -66,8 +66,6 @@ def find_window(
         live: (N, T) bool.
         prompt_mask: (N, P), padded on the left.
         num_images: images of each row; None: there are none, or none has to run.
-        rows: whether rows may be left out.
-        padding: whether columns may be.
         multiple: of which the columns of prompts and of completions are kept, as far as there are.
     """
     lengths = _prompt_lengths(prompt_mask)
@@ -92,8 +90,6 @@ def find_text(is_image: torch.Tensor, completion: int, multiple: int | None = No
 
     Args:
         is_image: (N, P + T) bool, tokens that stand for images.
-        completion: T.
-        multiple: as `find_window` takes it.
     """
     prompt = is_image.size(1) - completion
     before, behind = _up_to_multiple(2, multiple, prompt), _up_to_multiple(1, multiple, completion)

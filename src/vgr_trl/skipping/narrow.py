@@ -19,7 +19,6 @@ def narrowed(inputs: Mapping[str, Any], window: Window, live: torch.Tensor | Non
 
     Args:
         inputs: its named arguments but for the model: `logits_to_keep` is T; None where there is nothing.
-        window: the part.
         live: (N, T) bool; behind the last live token of a row there is padding then. None: there is what there is.
 
     Raises:
@@ -45,10 +44,6 @@ def narrowed(inputs: Mapping[str, Any], window: Window, live: torch.Tensor | Non
 
 def take_rows(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
     """Return some rows of a micro-batch of TRL; what belongs to no row stays.
-
-    Args:
-        batch: as TRL's `_compute_loss` takes it.
-        rows: their numbers.
 
     Raises:
         DataError: pixel inputs cannot be assigned to rows.
@@ -80,7 +75,6 @@ def widened(values: torch.Tensor, window: Window, live: torch.Tensor, rest: torc
 
     Args:
         values: (rows, columns) of the part.
-        window: the part.
         live: (N, T) bool.
         rest: (N, T), values of the other tokens; None: 0.
     """

@@ -29,11 +29,7 @@ class VisionCounts:
 
 
 class VisionOnce:
-    """Computes the features of each image of a rollout once, where a plan says so.
-
-    Args:
-        plan: of the run.
-    """
+    """Computes the features of each image of a rollout once, where a plan says so."""
 
     def __init__(self, plan: VisionPlan) -> None:
         self.plan = plan

@@ -35,7 +35,6 @@ def read_call(arguments: Mapping[str, Any], config: Any) -> ImageCall | None:
     """Return the images of a call; None if they cannot be told apart, or if more is wanted than their features.
 
     Args:
-        arguments: of the call, by name.
         config: of the model, whose fields are the defaults of options.
     """
     given = {name: value for name, value in arguments.items() if name in IMAGE_INPUTS and value is not None}
