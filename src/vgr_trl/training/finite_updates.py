@@ -22,10 +22,6 @@ class FiniteUpdates(TrainerCallback):
 
     DeepSpeed leaves them out itself, and is asked whether it has. With fp16 nothing is done here: by such steps the
     scaler of the loss looks for its scale.
-
-    Args:
-        accelerator: the processes, which decide together.
-        count: called for each update that is left out.
     """
 
     def __init__(self, accelerator: Accelerator, count: Callable[[], None]) -> None:

@@ -19,9 +19,7 @@ class FullKL:
         reader: of the hidden states.
 
     Args:
-        policy: the trainer's model.
         reference: likewise; None: the policy without its adapter, which must leave the head as it is.
-        temperature: logits are divided by it.
 
     Raises:
         ConfigError: the adapter changes the head.

@@ -40,7 +40,7 @@ class Host(Protocol):
         processor: of prompts, a tokenizer where there are no images.
         end_token_ids: tokens that a finished completion ends with.
         pad_to_multiple_of: of prompt and completion lengths.
-        accumulation_steps: micro-batches of the optimizer step at hand.
+        accumulation_steps: micro-batches of the optimizer step at hand; the last one of an epoch may have fewer.
     """
 
     @property
@@ -108,7 +108,6 @@ class Host(Protocol):
         """Return another rollout batch, within the one at hand: generated, measured, rewarded and perceived.
 
         Args:
-            rows: of the data.
             verdict: called with the rollout before it ends.
         """
 
@@ -116,12 +115,7 @@ class Host(Protocol):
         """Return the rewards of a greedy completion of each row, (N of all, F); nothing of it is logged."""
 
     def answer(self, rows: list[dict[str, Any]], conversations: list[Any]) -> list[str]:
-        """Return one completion of each conversation, sampled as those of rollouts; nothing of it is logged.
-
-        Args:
-            rows: of the data that they belong to.
-            conversations: without images.
-        """
+        """Return one completion of each conversation without images, sampled as in rollouts; none of it is logged."""
 
     def as_one_batch(self, completions: int) -> AbstractContextManager[list[int]]:
         """Let what is logged of further rounds in this block count as one batch with the rollout at hand.
@@ -141,7 +135,6 @@ class TRLHost:
     """TRL's `GRPOTrainer` as a `Host`.
 
     Args:
-        trainer: a constructed `DAPOTrainer`.
         begin: the trainer's context in which its hooks fill a new rollout of the rows given.
         fill: generates, measures and judges a rollout that has begun.
     """
@@ -162,28 +155,23 @@ class TRLHost:
         self.end_token_ids = frozenset({*trainer.eos_token_ids, self.tokenizer.pad_token_id})
 
     @property
-    def state(self) -> TrainerState:
-        """Of the run; the trainer replaces it when it resumes."""
+    def state(self) -> TrainerState:  # which the trainer replaces when it resumes
         return self.trainer.state
 
     @property
     def mode(self) -> str:
-        """`train` or `eval`."""
         return "train" if self.trainer.model.training else "eval"
 
     @property
     def num_generations(self) -> int:
-        """Completions per prompt."""
         return int(self.trainer.num_generations if self.mode == "train" else self.trainer.num_generations_eval)
 
     @property
     def reward_weights(self) -> torch.Tensor:
-        """(F,), those of this step."""
         return self.trainer.reward_weights
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro-batches of the optimizer step at hand; the last one of an epoch may have fewer."""
         return self.trainer.current_gradient_accumulation_steps
 
     def whose(self, model: nn.Module) -> str:
@@ -193,7 +181,6 @@ class TRLHost:
         return "policy" if model is self.trainer.model else "other"
 
     def newest_metrics(self) -> dict[str, float]:
-        """Return the last value of everything that waits to be logged in this mode."""
         return {name: values[-1] for name, values in self.trainer._metrics[self.mode].items() if values}
 
     def score(
@@ -220,7 +207,6 @@ class TRLHost:
         return Prompts(*GRPOTrainer._tokenize_prompts(self.trainer, prompts))
 
     def judge(self, rows: list[dict[str, Any]], verdict: Callable[[Rollout], object]) -> Rollout:
-        """Return another rollout batch, within the one at hand."""
         with self._begin(rows) as rollout:
             verdict(self._fill(rollout))
             return rollout
@@ -241,14 +227,11 @@ class TRLHost:
         return [completion_text(completion) for completion in completions]
 
     def as_one_batch(self, completions: int) -> AbstractContextManager[list[int]]:
-        """Let what is logged of further rounds in this block count as one batch with the rollout at hand."""
         return as_one_batch(self.trainer, completions)
 
     def show_columns(self, columns: Mapping[str, list[Any]]) -> None:
-        """Add columns to the table of completions."""
         for name, values in columns.items():
             self.trainer._log_completion_extra(name, values)
 
     def correct_logged_advantages(self, advantages: Sequence[float]) -> None:
-        """Put advantages in the place of the newest in the table of completions."""
         replace_newest(self.trainer._logs["advantages"], list(advantages))

@@ -26,11 +26,7 @@ class Judge:
     """Gives the rewards of a run what they read, and checks what they return.
 
     Args:
-        host: whose reward functions they are.
         trainer: what rewards with an argument `trainer` get.
-        schedule: of the weights of all rewards but those that are added to them.
-        measurement: what is measured of rollout batches.
-        kl: of the run.
     """
 
     def __init__(
@@ -47,7 +43,6 @@ class Judge:
 
         Args:
             rollout: at hand, which is measured if TRL has not scored it; None: outside of one nothing is measured.
-            completion_ids: tokens of the N completions.
         """
         self._set_weights()
         if rollout is None:
@@ -82,7 +77,6 @@ class Judge:
         """Return the reward functions such that they return one number or None per completion, or fail by name.
 
         Args:
-            reward_funcs: as TRL has them; reward models stay as they are.
             rollout: at hand; one greedy completion has no others to be compared with, and earns 0 there.
         """
         alone = rollout is not None and rollout.greedy
@@ -107,9 +101,6 @@ class Judge:
 
         Args:
             rewards: of all processes, (N of all, F).
-            reward_funcs: in their order.
-            rollout: at hand.
-            rows: of the data, of this process.
 
         Raises:
             RewardError: a reward is infinite.

@@ -25,13 +25,7 @@ logger = logging.get_logger(__name__)
 def kl_penalty_reward(
     completions: list[Any], kl_penalty: list[float] | None = None, **columns: Any
 ) -> list[float | None]:
-    """Return what the KL takes from each completion's reward, None where no reference was asked (evaluation).
-
-    Args:
-        completions: of the batch.
-        kl_penalty: column that the trainer makes.
-        columns: others, which are not read.
-    """
+    """Return what the KL takes from each completion's reward, None where no reference was asked (evaluation)."""
     return [None] * len(completions) if kl_penalty is None else list(kl_penalty)
 
 
@@ -65,12 +59,7 @@ def scored_by_reference(trainer: ConstructedTrainer) -> Iterator[None]:
 
 
 class KLControl:
-    """Takes the KL of a run from its rewards, or adds it to its loss, and lets the coefficient follow.
-
-    Args:
-        host: where it runs.
-        full: of a `kl_penalty` over all words.
-    """
+    """Takes the KL of a run from its rewards, or adds it to its loss, and lets the coefficient follow."""
 
     def __init__(self, host: Host, full: FullKL | None) -> None:
         self.host, self.full, args = host, full, host.args
@@ -130,11 +119,7 @@ class KLControl:
         rollout.reference_hidden = None
 
     def term(self, passed: TrainingPass) -> tuple[torch.Tensor | None, dict[str, float]]:
-        """Return the loss of every token of a micro-batch (N, T), 0 outside its mask, and metrics.
-
-        Args:
-            passed: with log-probabilities.
-        """
+        """Return the loss of every token of a micro-batch (N, T), 0 outside its mask, and metrics."""
         if not self.host.args.has_kl_loss:
             return None, {}
         assert passed.logps is not None

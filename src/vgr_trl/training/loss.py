@@ -15,17 +15,11 @@ from vgr_trl.training.host import Host
 from vgr_trl.training.kl import KLControl
 from vgr_trl.training.rollout import TrainingPass, valid_tokens
 
-Score = Callable[..., Any]
+Score = Callable[..., Any]  # as TRL's `_get_per_token_logps_and_entropies`
 
 
 def what_reads_every_token(args: DAPOConfig) -> str | None:
-    """Return the option by which tokens that have no advantage are trained on too, by a term of the loss or a critic.
-
-    None: there is none.
-
-    Args:
-        args: of the trainer.
-    """
+    """Return the option by which tokens that have no advantage are trained on too, a term of the loss or a critic."""
     terms = {
         "beta": args.beta != 0,
         "entropy_coef": args.entropy_coef != 0,
@@ -42,25 +36,13 @@ def what_reads_every_token(args: DAPOConfig) -> str | None:
 
 
 class AddedLoss:
-    """Adds the terms that are no advantages, and lets a critic learn.
-
-    Args:
-        host: whose loss it is.
-        kl: of the run.
-        critic: likewise; None without one.
-    """
+    """Adds the terms that are no advantages, and lets a critic learn."""
 
     def __init__(self, host: Host, kl: KLControl, critic: Critic | None) -> None:
         self._host, self._kl, self._critic = host, kl, critic
 
     def complete(self, loss: torch.Tensor, passed: TrainingPass, score: Score) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return the loss of a micro-batch, 0 while only the critic is trained, and metrics.
-
-        Args:
-            loss: TRL's.
-            passed: with log-probabilities.
-            score: as TRL's `_get_per_token_logps_and_entropies`.
-        """
+        """Return the loss of a micro-batch, 0 while only the critic is trained, and metrics."""
         terms, metrics = self._terms(passed, score)
         loss = loss + terms
         if self._critic is None:
@@ -88,13 +70,7 @@ class AddedLoss:
 
 
 def entropy_term(passed: TrainingPass, args: DAPOConfig, totals: Totals) -> torch.Tensor | None:
-    """Return the entropy penalty of every token of a micro-batch (N, T); None if it is off.
-
-    Args:
-        passed: with log-probabilities.
-        args: of the trainer.
-        totals: take in its mean.
-    """
+    """Return the entropy penalty of every token of a micro-batch (N, T), None if it is off; `totals` get its mean."""
     if not args.use_entropy_penalty:
         return None
     assert passed.logps is not None
@@ -108,12 +84,6 @@ def perception_term(passed: TrainingPass, args: DAPOConfig, totals: Totals, scor
     """Return the perception loss of PAPO of every token of a micro-batch (N, T); None if it is off.
 
     It is the one term that takes another pass with gradients, through the perturbed images.
-
-    Args:
-        passed: with log-probabilities.
-        args: of the trainer.
-        totals: take in its mean, and that of the entropy given no image.
-        score: as TRL's `_get_per_token_logps_and_entropies`.
     """
     if not (args.uses_perception_loss or args.der_loss_weight1 > 0):
         return None

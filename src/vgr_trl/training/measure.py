@@ -67,14 +67,7 @@ def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
 
 
 def score_completions(rollout: Rollout, host: Host, measurement: Measurement, completion_ids: list[list[int]]) -> None:
-    """Make the measured pass over a rollout, as TRL makes its own for old log-probabilities, as far as it is needed.
-
-    Args:
-        rollout: with its prompts; the trainer's hook around the pass fills in the signals.
-        host: where it runs.
-        measurement: what is wanted.
-        completion_ids: tokens of the N completions.
-    """
+    """Make the measured pass over a rollout, as TRL makes its own for old log-probabilities, as far as it is needed."""
     finished = [ids[-1] in host.end_token_ids for ids in completion_ids]
     assert rollout.prompts is not None
     inputs = build_scoring_batch(

@@ -27,8 +27,6 @@ def perceive(rollout: Rollout, host: Host, measurement: Measurement) -> Rollout:
 
     Args:
         rollout: judged; its batch gets `perturbed_pixel_values` where the perception loss is on.
-        host: where it runs.
-        measurement: what is wanted.
     """
     args, batch, wanted = host.args, rollout.batch, measurement.wanted
     shown = [args.perturbation] if args.uses_perception_loss else []

@@ -25,12 +25,6 @@ def region_mask(
     """Return the vision tokens of each row's boxes, (N, P) bool; None if nothing reads them.
 
     A row without a box, or with several images, has none.
-
-    Args:
-        rollout: with its rows and conversations.
-        host: whose processor shows where in its pixels a box is.
-        measurement: what is wanted.
-        prompt_ids: (N, P).
     """
     if not measurement.wanted.regions or rollout.messages is None:
         return None

@@ -11,12 +11,7 @@ from vgr_trl.training.rollout import Rollout, valid_tokens
 
 
 def spread(rollout: Rollout, host: Host) -> tuple[Rollout, dict[str, float]]:
-    """Return the rollout with advantages (N, T) instead of (N,), if a rule of credit is on, and metrics.
-
-    Args:
-        rollout: whose groups are chosen.
-        host: where it runs.
-    """
+    """Return the rollout with advantages (N, T) instead of (N,), if a rule of credit is on, and metrics."""
     if not host.args.shapes_advantages:
         return rollout, rollout.metrics
     assert rollout.live is not None

@@ -13,8 +13,6 @@ def only_lacks_its_model(trainer: ResumableTrainer, checkpoint: str | None, max_
 
     Args:
         trainer: constructed; with ZeRO or FSDP the answer is no, as only a training loads their checkpoints.
-        checkpoint: from which the run would be continued.
-        max_steps: of the run.
         written_last: the file that a run ends with.
     """
     step = global_step(Path(checkpoint)) if checkpoint else None
@@ -23,12 +21,7 @@ def only_lacks_its_model(trainer: ResumableTrainer, checkpoint: str | None, max_
 
 
 def load_trained(trainer: ResumableTrainer, checkpoint: str) -> None:
-    """Give the trainer weights and state of a checkpoint that has all steps behind it, or the best weights if asked.
-
-    Args:
-        trainer: constructed, whole on each process.
-        checkpoint: complete.
-    """
+    """Give the trainer weights and state of a checkpoint that has all steps behind it, or the best weights if asked."""
     trainer.state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
     trainer.state.is_local_process_zero = trainer.is_local_process_zero()
     trainer.state.is_world_process_zero = trainer.is_world_process_zero()

@@ -16,7 +16,6 @@ def write_manifest(folder: str | Path, num_processes: int = 1) -> None:
     Call it by hand on a checkpoint of TRL or of vgr_trl before 0.2 that is known to be whole.
 
     Args:
-        folder: the checkpoint.
         num_processes: how many saved it.
     """
     folder = Path(folder)

@@ -26,8 +26,6 @@ def whole_checkpoint(folder: Path, accelerator: Accelerator, writes: bool) -> It
     Older checkpoints are deleted after that, so that a kill in between leaves one to continue from.
 
     Args:
-        folder: the checkpoint.
-        accelerator: of the trainer; all processes call this.
         writes: whether this process writes what processes share.
 
     Raises:
@@ -54,9 +52,6 @@ def save_share(state: dict[str, Any], folder: Path, process_index: int, num_proc
 
     Args:
         state: tensors, numbers, texts, lists and dictionaries.
-        folder: the checkpoint.
-        process_index: in [0, num_processes).
-        num_processes: how many write a share.
         kind: one of `KINDS`.
     """
     path = folder / SHARE.format(kind, process_index, num_processes)
@@ -77,8 +72,6 @@ def load_shares(folder: Path, kind: str, only: int | None = None) -> list[dict[s
     """Return the shares in a checkpoint folder, in the order of their processes; none if none was written.
 
     Args:
-        folder: the checkpoint.
-        kind: one of `KINDS`.
         only: the one process whose share is read.
 
     Raises:

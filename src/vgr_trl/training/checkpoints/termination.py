@@ -18,9 +18,6 @@ class SaveOnTermination(TrainerCallback):
 
     A second signal ends the process at once. Only in the main thread, where Python takes signals.
 
-    Args:
-        accelerator: the processes, which stop together.
-
     Attributes:
         stopped: whether the training was ended by it.
     """

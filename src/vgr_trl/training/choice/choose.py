@@ -36,13 +36,7 @@ logger = logging.get_logger(__name__)
 
 
 class GroupChoice:
-    """Replaces dead groups of rollout batches, and keeps what replay and resampling need over steps.
-
-    Args:
-        host: where it runs.
-        wanted: what is measured of rollout batches.
-        prompts: where further prompts come from; None: there are none.
-    """
+    """Replaces dead groups of rollout batches, and keeps what replay and resampling need over steps."""
 
     def __init__(self, host: Host, wanted: Wanted, prompts: FurtherPrompts | None) -> None:
         self.host, self.args, self.wanted = host, host.args, wanted

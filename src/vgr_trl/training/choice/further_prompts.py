@@ -15,13 +15,7 @@ from vgr_trl.training.host import Host
 
 
 class FurtherPrompts:
-    """Draws prompts for further rounds of rollout batches, the same on every process.
-
-    Args:
-        host: with `dynamic_sampling`.
-        dataset: the training data.
-        shuffles: whether TRL reads them in a random order.
-    """
+    """Draws prompts for further rounds of rollout batches, the same on every process."""
 
     def __init__(self, host: Host, dataset: Dataset | IterableDataset, shuffles: bool) -> None:
         self.host, args = host, host.args
@@ -56,22 +50,12 @@ class FurtherPrompts:
         return -(-before // passes) + self._of_step[1] - 1
 
     def begin(self, rows: Sequence[Mapping[str, Any]], placement: Placement) -> None:
-        """Take in the prompts of a batch, which no further round draws again.
-
-        Args:
-            rows: of this process; every process calls.
-            placement: of the batch.
-        """
+        """Take in the prompts of a batch, which no further round draws again."""
         firsts = [row for group in range(placement.num_groups) for row, place in placement.here(group) if place == 0]
         self._taken = set(gather_object([prompt_key(rows[row]) for row in firsts]))
 
     def draw(self, missing: int, placement: Placement) -> tuple[list[dict[str, Any]], int]:
-        """Return this process's rows of a round, and how many prompts the round has; none where the data has no more.
-
-        Args:
-            missing: groups to replace, at least 1.
-            placement: of the batch.
-        """
+        """Return this process's rows of a round, and how many prompts it has; none where the data has no more."""
         size = placement.num_generations, placement.num_processes
         prompts = self.stream.draw(prompts_of_round(missing, *size), self._rollout(), self._take)
         count = len(prompts) // prompts_of_round(1, *size) * prompts_of_round(1, *size)

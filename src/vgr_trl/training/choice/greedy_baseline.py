@@ -12,11 +12,6 @@ def greedy_baseline(rollout: Rollout, host: Host, placement: Placement) -> torch
 
     The process with a prompt's first completion generates it. Rewards that compare a group count as 0. Every process
     generates equally often and equally much; nothing of it is logged.
-
-    Args:
-        rollout: after its rewards.
-        host: where it runs.
-        placement: of the rollout batch.
     """
     firsts = [
         [group for group in range(placement.num_groups) if placement.holder(group) == process]

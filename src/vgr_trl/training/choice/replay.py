@@ -28,10 +28,6 @@ class Replay:
 
     Where neither TRL nor a measurement has scored a rollout batch, its groups wait for the first training pass over
     them, which knows the log-probabilities of the policy that generated them.
-
-    Args:
-        host: with a `replay_buffer_size` above 0.
-        wanted: what is measured of rollout batches.
     """
 
     def __init__(self, host: Host, wanted: Wanted) -> None:
@@ -69,7 +65,6 @@ class Replay:
 
         Args:
             groups: number in the batch that is trained on -> group.
-            placement: of that batch.
             scored: whether their log-probabilities came with them, from TRL or from the measurement.
         """
         if scored:
@@ -146,10 +141,6 @@ class Replay:
         """Continue with the buffer that the processes of a run have saved, as many as they were.
 
         It starts empty, with a warning, if its groups cannot be trained on with the options of this run.
-
-        Args:
-            states: of their buffers.
-            folder: the checkpoint, for the warning.
         """
         accelerator = self.host.accelerator
         merged = merge_states(states)
@@ -161,13 +152,7 @@ class Replay:
 
 
 def why_unusable(state: Mapping[str, Any], host: Host, wanted: Wanted) -> str | None:
-    """Return why the groups of a saved buffer cannot be trained on with the options of a trainer, None if they can.
-
-    Args:
-        state: with the rows of all groups.
-        host: of the run.
-        wanted: what it measures of rollout batches.
-    """
+    """Return why the groups of a saved buffer cannot be trained on with the options of a trainer, None if they can."""
     args, needed = host.args, _needed_columns(host, wanted)
     if state.get("estimator", args.advantage_estimator) != args.advantage_estimator:
         return f"advantage_estimator is {args.advantage_estimator}, and was {state['estimator']}"

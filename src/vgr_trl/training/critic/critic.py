@@ -29,7 +29,6 @@ class Critic:
     """Learns the values of tokens beside a policy.
 
     Args:
-        host: where it runs, with `advantage_estimator gae`.
         policy: the trainer's model, not wrapped yet.
     """
 
@@ -51,9 +50,6 @@ class Critic:
         """Put values, returns and advantages of the tokens (N, T) into the batch of a rollout.
 
         Completions that no reward applies to get NaN, and train nothing.
-
-        Args:
-            rollout: with rewards; its own values, where a head has read them.
         """
         host, batch = self.host, rollout.batch
         mask = valid_tokens(batch).bool()
@@ -74,11 +70,7 @@ class Critic:
         batch["token_advantages"] = advantages.masked_fill(unscored, torch.nan)
 
     def estimate(self, rollout: Rollout) -> tuple[Rollout, dict[str, float]]:
-        """Return the rollout with advantages (N, T), whitened over what is trained on in all processes, and metrics.
-
-        Args:
-            rollout: whose groups are chosen.
-        """
+        """Return the rollout with advantages (N, T), whitened over what is trained on in all processes, and metrics."""
         assert rollout.live is not None
         batch = dict(rollout.batch)
         advantages = batch.pop("token_advantages")
@@ -110,7 +102,6 @@ class Critic:
         """Take in the value loss of a micro-batch, step at the end of an optimizer step, and return metrics.
 
         Args:
-            passed: with values, where a head has read them.
             score: passes inputs through a model with gradients, and returns (N, T).
         """
         inputs, host = passed.inputs, self.host

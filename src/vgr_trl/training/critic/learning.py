@@ -12,12 +12,7 @@ from vgr_trl.training.host import Host
 
 
 class Learner:
-    """Trains a module that each process has whole: gradients are averaged over processes, then clipped.
-
-    Args:
-        module: the critic.
-        host: whose processes and options are read.
-    """
+    """Trains a module that each process has whole: gradients are averaged over processes, then clipped."""
 
     def __init__(self, module: nn.Module, host: Host) -> None:
         self.host, args = host, host.args

@@ -13,11 +13,7 @@ from vgr_trl.training.passes.emitted import EmittedReader
 
 
 class ValueHead(nn.Module):
-    """One number for each hidden state, in float32 whatever the passes run in; 0 before it is trained.
-
-    Args:
-        width: D, of the hidden states.
-    """
+    """One number for each hidden state, in float32 whatever the passes run in; 0 before it is trained."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -33,12 +29,7 @@ class ValueHead(nn.Module):
 
 
 def value_reader(policy: nn.Module, head: ValueHead) -> EmittedReader:
-    """Return what reads values (N, T) off the passes of a policy, which they do not train, and off no reference's.
-
-    Args:
-        policy: the model, also wrapped.
-        head: of the values.
-    """
+    """Return what reads values (N, T) off the passes of a policy, which they do not train, and off no reference's."""
     causal = causal_model(policy)
     return EmittedReader(
         lambda hidden: head(hidden.detach()), lambda model: causal_model(model) is causal and policy_is_active(model)
@@ -52,7 +43,6 @@ class ValueModel(nn.Module):
 
     Args:
         policy: the model, not wrapped by DDP yet.
-        head: of the values.
     """
 
     def __init__(self, policy: nn.Module, head: ValueHead) -> None:

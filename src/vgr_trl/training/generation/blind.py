@@ -20,11 +20,6 @@ def blind_answers(rollout: Rollout, host: Host, completion_ids: list[list[int]])
 
     All of a process are generated at once, one for each completion, as its own completions are; they are not trained
     on, and not counted among the tokens of the run.
-
-    Args:
-        rollout: with its completions generated.
-        host: where it runs.
-        completion_ids: tokens of the N completions.
     """
     args = host.args
     texts = host.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)

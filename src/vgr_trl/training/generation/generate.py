@@ -23,13 +23,7 @@ class Generation:
     """Generates with each prompt computed once, and measures attention meanwhile where that is its source.
 
     Args:
-        trainer: constructed.
-        host: as which the stages see it.
-        measurement: what is measured of rollout batches.
-        passes: what is around each pass.
-        place: whether they share prompts.
         vllm_images: how a colocated vLLM gets images; None: as they are.
-        clock: of the run.
     """
 
     def __init__(
@@ -56,10 +50,7 @@ class Generation:
         """Return what TRL's `_generate_single_turn` does; the rollout keeps the prompts of its first turn.
 
         Args:
-            rollout: at hand.
-            prompts: of this turn.
             num_generations: completions of each prompt, which are adjacent and alike to a server of vLLM.
-            plain: TRL's method, on tokens, images, fields and that number.
 
         Raises:
             VLLMServerError: the server of vLLM does not answer.

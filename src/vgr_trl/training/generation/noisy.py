@@ -19,10 +19,6 @@ def with_noise(rollout: Rollout, host: Host) -> Prompts:
 
     The last completions of each prompt get one perturbed image, whichever process they are on.
 
-    Args:
-        rollout: with its conversations and prompts, as it begins.
-        host: where it runs.
-
     Raises:
         DataError: a perturbed image makes other tokens than the image itself.
     """
@@ -71,21 +67,13 @@ def noisy_rows(rows: int, generations: int, count: int, first: int) -> list[bool
     """Return which rows of a process are noisy: the last `count` completions of each prompt.
 
     Args:
-        rows: of the process.
-        generations: completions of a prompt.
-        count: of them that are noisy.
         first: number of the first row among those of all processes.
     """
     return [(first + row) % generations >= generations - count for row in range(rows)]
 
 
 def as_generated(rollout: Rollout, host: Host) -> Rollout:
-    """Return the rollout with the old log-probabilities that `noisy_importance` says, and metrics of the noise.
-
-    Args:
-        rollout: judged.
-        host: where it runs.
-    """
+    """Return the rollout with the old log-probabilities that `noisy_importance` says, and metrics of the noise."""
     noise = rollout.noise
     if noise is None:
         return rollout

@@ -27,7 +27,6 @@ class StageClock:
         """Count the time in this block; kernels that are under way end with the stage that they were started in.
 
         Args:
-            name: of the stage.
             counts: False: it is one of an evaluation, and counts nowhere.
         """
         if not counts or (self._running and self._running[-1] == _OF_TWO):
@@ -53,7 +52,6 @@ class StageClock:
         """Return the mean seconds of a step in each stage, of the process that took longest, and start anew.
 
         Args:
-            accelerator: the processes, all of which call this.
             step_times: seconds of the steps since the last log, without the optimizer's.
         """
         seconds, self.seconds = self.seconds, defaultdict(float)

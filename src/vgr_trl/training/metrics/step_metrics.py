@@ -55,8 +55,6 @@ def over_live_tokens(
     """Make the newest means over valid tokens, of which those that are not live count as 0, means over live tokens.
 
     Args:
-        metrics: values by name.
-        names: of the metrics that are means over tokens.
         valid, live: tokens of the newest micro-batch, over all processes; of no live token the mean is NaN.
     """
     for name in names:
@@ -69,7 +67,6 @@ def weigh_by_tokens(metrics: MutableMapping[str, list[float]], names: Iterable[s
 
     Args:
         metrics: values by name; those that do not have one value for each micro-batch stay as they are.
-        names: of the metrics that are means over tokens.
         counts: tokens of each micro-batch, over all processes.
     """
     for name in names:
@@ -82,11 +79,7 @@ def weigh_by_tokens(metrics: MutableMapping[str, list[float]], names: Iterable[s
 
 
 class StepMetrics:
-    """Counts and means of the micro-batches since the last log.
-
-    Args:
-        host: of which processes and options are read.
-    """
+    """Counts and means of the micro-batches since the last log."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -108,7 +101,6 @@ class StepMetrics:
         """Count a micro-batch, over all processes, and return its metrics, which are means over its live tokens.
 
         Args:
-            passed: with log-probabilities.
             of_trl: TRL's metrics, of which the newest values are made such means, too.
         """
         assert passed.logps is not None

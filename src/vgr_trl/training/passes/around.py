@@ -20,9 +20,6 @@ class Passes:
     """The passes of a run, as its plans say.
 
     Args:
-        sharing: where prompts are computed once.
-        vision: where image features are.
-        accelerator: whose processes agree on what they share.
         blank: for processes without images among others; None where there are none.
     """
 

@@ -31,8 +31,6 @@ class BlankImage:
     parameters and gradients come in the same order.
 
     Args:
-        processor: of images.
-        accelerator: the processes.
         sharded: whether passes without gradients need the tower, too.
     """
 
@@ -46,7 +44,6 @@ class BlankImage:
         """Take part in the passes of this block.
 
         Args:
-            model: passed through.
             generates: whether the passes are those of `generate`, in which that cannot be had.
 
         Raises:
@@ -101,7 +98,6 @@ def nothing_added(base: Any, features: Callable[[Any], Any]) -> Iterator[None]:
     """Add 0 times what `features` returns to the first embeddings of this block.
 
     Args:
-        base: whose embeddings.
         features: called with `base`, behind its embeddings.
     """
 

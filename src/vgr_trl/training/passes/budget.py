@@ -23,8 +23,6 @@ class TokenBudget:
 
     Args:
         most: tokens of a part, `max_tokens_per_micro_batch`.
-        host: where it runs.
-        passes: what of each row runs.
         shares: whether the prompt of a group is computed once.
     """
 
@@ -35,9 +33,7 @@ class TokenBudget:
         """Return the loss of a micro-batch, through which the gradient of its last part is still to come.
 
         Args:
-            model: passed through.
             inputs: as TRL's `_compute_loss` takes them; what a pass adds to its part is added to them.
-            compute: TRL's `_compute_loss`, or more.
         """
         *parts, last = self._parts(inputs)
         before: torch.Tensor | float = 0.0
@@ -52,10 +48,8 @@ class TokenBudget:
         """Return how many rows a pass without gradients takes, at most `batch_size`, whole groups if they fit.
 
         Args:
-            batch_size: of TRL.
             columns: P + T.
             completion: T.
-            num_generations: completions per prompt.
         """
         longest = torch.tensor([columns, completion], device=self._host.accelerator.device)
         columns, completion = self._host.accelerator.gather(longest).view(-1, 2).amax(0).tolist()

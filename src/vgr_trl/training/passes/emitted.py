@@ -35,7 +35,6 @@ class EmittedReader:
         """Read passes of this block.
 
         Args:
-            model: passed through.
             completion_length: T; None where the model generates, of which nothing is read.
         """
         if completion_length is None or not (self._reads is None or self._reads(model)):

@@ -24,17 +24,7 @@ _STAGES = {"policy": "old_logps", "reference": "reference", "other": "values"}
 
 
 class ScoringPasses:
-    """Computes each prompt once; measures the policy's pass over a rollout.
-
-    Args:
-        host: where it runs.
-        measurement: what is measured of rollout batches.
-        sharing: where prompts are computed once.
-        passes: what is around each pass.
-        live: those of the loss.
-        budget: of tokens in a pass; None: there is none.
-        clock: of the run.
-    """
+    """Computes each prompt once; measures the policy's pass over a rollout."""
 
     def __init__(
         self,
@@ -60,11 +50,7 @@ class ScoringPasses:
         """Return what TRL's `_get_per_token_logps_and_entropies` does, without gradients.
 
         Args:
-            model: passed through.
-            plain: TRL's method.
-            inputs: its named arguments but for these two.
             batch_size: rows of a chunk, made whole groups, so that there is something to share.
-            rollout: at hand.
         """
         whose = self._host.whose(model)
         with self._clock.stage(_STAGES[whose], self._host.mode == "train"):

@@ -35,15 +35,7 @@ Scored = tuple[torch.Tensor, torch.Tensor | None, Any]
 
 
 class LivePasses:
-    """Runs the part of a micro-batch that has a gradient.
-
-    Args:
-        plan: of the run.
-        host: where it runs.
-        replay: what else reads log-probabilities; None: nothing does.
-        passes: what is around each pass.
-        place: where they are.
-    """
+    """Runs the part of a micro-batch that has a gradient."""
 
     def __init__(
         self,
@@ -71,9 +63,6 @@ class LivePasses:
         Those are the old log-probabilities, or 0, and an entropy of 0: with an advantage of 0 their loss is 0.
 
         Args:
-            model: passed through.
-            plain: TRL's `_get_per_token_logps_and_entropies`.
-            inputs: its named arguments but for the model and the size of its chunks.
             batch_size: this size, of passes that are not over the micro-batch.
             passed: the micro-batch; it learns which tokens are live, and what its first pass gives.
         """

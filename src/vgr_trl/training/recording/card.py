@@ -16,13 +16,7 @@ def rewards_of(trainer: ConstructedTrainer) -> list[str]:
 
 
 def extend_card(trainer: ConstructedTrainer, name: str | None, data: str | None) -> None:
-    """Add to the card that TRL has written: rewards, the options that were on, the papers to cite; origin and use.
-
-    Args:
-        trainer: constructed.
-        name: of the model; None: that of its folder.
-        data: what it was trained on; None: not known.
-    """
+    """Add to the card that TRL has written: rewards, the options that were on, the papers to cite; origin and use."""
     file = Path(str(trainer.args.output_dir), "README.md")
     card = extended_card(
         file.read_text(encoding="utf-8"), trainer.args, rewards_of(trainer), about_trainer(trainer, name, data)

@@ -30,10 +30,6 @@ def finished(
 
     Args:
         record: without completions.
-        taken: rows of each process.
-        completing: what makes completions of them.
-        rewards: (N of all, number of functions).
-        metrics: of the batch.
     """
     rows = sorted((row for of_process in taken for row in completing.rows(of_process)), key=lambda row: row.place)
     record.completions = [row.completion for row in rows]
@@ -45,11 +41,6 @@ class RolloutRecorder:
     """Records a few completions of rollouts, in a thread of the main process.
 
     Every process takes part in what is gathered, at the same steps.
-
-    Args:
-        host: where it runs.
-        measurement: what is measured of rollout batches.
-        model: its name.
 
     Raises:
         ConfigError: a file or folder cannot be written, or a log is asked for that nothing is measured for.

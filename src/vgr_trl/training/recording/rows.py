@@ -43,8 +43,6 @@ def rows_to_record(samples: int, num_generations: int, total: int) -> list[int]:
     Two completions of a prompt can be compared; a third tells less than another prompt.
 
     Args:
-        samples: wanted rows.
-        num_generations: completions per prompt.
         total: rows of all processes.
     """
     return sorted(islice(_pair_by_pair(num_generations, total), min(samples, total)))
@@ -147,7 +145,6 @@ def measures_of_rows(signals: RolloutSignals, lengths: Sequence[int], options: D
     Args:
         signals: of R rows, (R, T).
         lengths: tokens of each completion, at most T.
-        options: `DAPOConfig`.
     """
     columns = {"logps": signals.logps, "entropies": signals.entropies, "dependency": signals.dependency}
     metrics: list[Any] = [None] * len(lengths)
@@ -182,7 +179,6 @@ def summary_of(
 
     Args:
         rewards: (N of all processes, number of functions), NaN where one does not apply.
-        names: of the functions.
         weights: of the functions, (number of functions,).
         metrics: of the batch, by the names under which they are logged.
     """

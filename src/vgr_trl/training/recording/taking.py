@@ -62,10 +62,7 @@ def take_rows(
     """Return the recorded rows of a judged rollout, before groups are replaced and credit is spread.
 
     Args:
-        rollout: of this process.
         first: place of its first row among those of all.
-        num_generations: G.
-        pad_token_id: token behind completions.
         merge_size: patches per vision token along a side, where processors of the Qwen family have one.
     """
     chosen = list(rollout.recorded or ())
@@ -128,8 +125,6 @@ def add_credit(taken: TakenRows, chosen: Rollout, before: torch.Tensor, after: t
     """Add to recorded rows what the loss reads of them.
 
     Args:
-        taken: as `take_rows` returned them.
-        chosen: the rollout, groups replaced.
         before: its advantages, (N,), or (N, T) of a critic, whose mean is recorded as the completion's.
         after: likewise with credit spread, (N,) or (N, T).
     """

@@ -27,11 +27,9 @@ def plan_sharing(trainer: ConstructedTrainer) -> SharingPlan:
     """Return where the constructed `trainer` shares prompts, by its option `share_prompts` and its model."""
     mode = trainer.args.share_prompts
     sharded = _is_sharded(trainer)
-    regroup_reason = why_not_regroup(
-        loss_type=trainer.loss_type,
-        entropy_bonus=trainer._entropy_bonus_enabled,
-        top_entropy_quantile=trainer.top_entropy_quantile,
-        router_loss=trainer.aux_loss_enabled,
+    regroup_reason = why_rows_matter(
+        trainer,
+        trainer.loss_type,
         steps_per_generation=trainer.args.steps_per_generation or 1,
         gradient_accumulation_steps=trainer.args.gradient_accumulation_steps,
     )
@@ -81,12 +79,7 @@ def _why_not_train(trainer: ConstructedTrainer) -> str | None:
 
 
 def plan_blank_image(trainer: ConstructedTrainer, has_images: bool) -> BlankImage | None:
-    """Return what takes part in the vision tower where only other processes have images; None: nothing need.
-
-    Args:
-        trainer: constructed.
-        has_images: whether its data have any.
-    """
+    """Return what takes part in the vision tower where only other processes have images; None: nothing need."""
     base = base_of(causal_model(trainer.model))
     processor = getattr(trainer.processing_class, "image_processor", None)
     alone = trainer.accelerator.num_processes == 1 or not (has_images and trainer._is_vlm)
@@ -115,12 +108,7 @@ def _why_not_once(trainer: ConstructedTrainer, base: nn.Module) -> str | None:
 
 
 def plan_skipping(trainer: ConstructedTrainer, wanted: Wanted) -> SkippingPlan:
-    """Return what the constructed `trainer` leaves out of its passes, by its options, its loss and its model.
-
-    Args:
-        trainer: constructed.
-        wanted: what it measures of rollout batches.
-    """
+    """Return what the constructed `trainer` leaves out of its passes, by its options, its loss and its model."""
     causal = causal_model(trainer.model)
     base = base_of(causal)
     options = ("skip_dead_rows", "skip_dead_tokens", "skip_padding", "deal_by_length", "reuse_first_pass")
@@ -151,13 +139,14 @@ def _why_not_deal(trainer: ConstructedTrainer) -> str | None:
     return why_rows_matter(trainer, trainer.loss_type)
 
 
-def why_rows_matter(trainer: ConstructedTrainer, loss_type: str) -> str | None:
-    """Why a loss depends on which rows of an optimizer step share a micro-batch; None if it does not."""
+def why_rows_matter(trainer: ConstructedTrainer, loss_type: str, **windows: int) -> str | None:
+    """Why a loss depends on which rows share a micro-batch, in an optimizer step by default; None if it does not."""
     return why_not_regroup(
         loss_type=loss_type,
         entropy_bonus=trainer._entropy_bonus_enabled,
         top_entropy_quantile=trainer.top_entropy_quantile,
         router_loss=trainer.aux_loss_enabled,
+        **windows,
     )
 
 

@@ -35,12 +35,7 @@ logger = logging.get_logger(__name__)
 
 
 def check_config(args: object, options: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for arguments of the trainer that do not fit each other.
-
-    Args:
-        args: of the trainer.
-        options: its other named arguments.
-    """
+    """Raise `ConfigError` for arguments of the trainer that do not fit each other."""
     if not isinstance(args, DAPOConfig):
         raise ConfigError(f"args is a {type(args).__name__}: give a DAPOConfig, which takes the same options.")
     if args.max_prompt_length is not None and options.get("environment_factory") is not None:
@@ -63,10 +58,6 @@ def model_name(model: PreTrainedModel) -> str:
 def make_ready(trainer: ConstructedTrainer, peft_config: PeftConfig | None) -> None:
     """Check what TRL has constructed, and make prompts of its data.
 
-    Args:
-        trainer: just constructed.
-        peft_config: of the adapter that was made for it, or None.
-
     Raises:
         UnsupportedTRLError: it lacks what is relied on, or cannot score on its device.
         ConfigError: the adapter names modules that the model lacks, or the data have images that it cannot read.
@@ -85,8 +76,6 @@ def check_data(trainer: ConstructedTrainer, measured_columns: Iterable[str], on_
     """Refuse rewards and data that cannot be trained with; leave out prompts over `max_prompt_length`.
 
     Args:
-        trainer: constructed.
-        measured_columns: that rewards get beside those of the data.
         on_streamed: called for each prompt of a stream that is left out.
     """
     check_rewards(trainer, measured_columns)
@@ -126,13 +115,7 @@ def announce(
 def plan_rewards(
     reward_funcs: Any, args: DAPOConfig, num_generations: Callable[[], int]
 ) -> tuple[list[Any], RewardSchedule]:
-    """Return the rewards as TRL gets them, and the schedule of the weights of those that were given.
-
-    Args:
-        reward_funcs: one or several, as a user gives them.
-        args: of the trainer.
-        num_generations: as `over_whole_groups` takes it.
-    """
+    """Return the rewards as TRL gets them, and the schedule of the weights of those that were given."""
     rewards = as_list(reward_funcs)
     if args.vgr_hard_negative:
         rewards = hardened(rewards)
@@ -146,7 +129,6 @@ def over_whole_groups(rewards: Sequence[Any], num_generations: Callable[[], int]
     """Return rewards of which those that compare the completions of a prompt see whole groups.
 
     Args:
-        rewards: functions, or models or their names.
         num_generations: completions per prompt, asked for at each call.
     """
     state = PartialState()

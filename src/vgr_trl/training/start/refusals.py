@@ -12,13 +12,7 @@ from vgr_trl.training.start.plans import why_rows_matter
 
 
 def refuse_unfit_options(trainer: ConstructedTrainer, sharded: bool, has_images: bool) -> None:
-    """Raise `ConfigError` for the first option that does not go with a trainer, a `filter_key` without reward too.
-
-    Args:
-        trainer: constructed.
-        sharded: whether its parameters are.
-        has_images: whether its data have any.
-    """
+    """Raise `ConfigError` for the first option that does not go with a trainer, a `filter_key` without reward too."""
     sentences = chain(_of_choice(trainer), _of_shards(trainer, sharded), _of_makers(trainer), _of_budget(trainer),
                       _of_noise(trainer, has_images))  # fmt: skip
     if (sentence := next(sentences, None)) is not None:
@@ -116,11 +110,7 @@ def _of_noise(trainer: ConstructedTrainer, has_images: bool) -> Iterator[str]:
 
 
 def refuse_targets_without_module(model: PeftModel) -> None:
-    """Raise `ConfigError` if an adapter names a target that is no module of the model, which PEFT passes over.
-
-    Args:
-        model: a `PeftModel` that was just made.
-    """
+    """Raise `ConfigError` if an adapter names a target that is no module of the model, which PEFT passes over."""
     targets = getattr(next(iter(model.peft_config.values())), "target_modules", None)
     if isinstance(targets, str) or not targets:
         return

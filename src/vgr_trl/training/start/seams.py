@@ -96,7 +96,6 @@ def check_head(device: torch.device, installed: str | None = None) -> None:
     """Raise `UnsupportedTRLError` where TRL's fused head cannot run: before 1.16 it is a Triton kernel and no more.
 
     Args:
-        device: of the model.
         installed: version of TRL, that of the installed package by default.
     """
     kernel = getattr(utils, "_ChunkedLogProbFunction", None)
@@ -109,12 +108,7 @@ def check_head(device: torch.device, installed: str | None = None) -> None:
 
 
 def check_seams(trainer_class: type, installed: str | None = None) -> None:
-    """Raise `UnsupportedTRLError` unless `trainer_class`, TRL's trainer, has the methods that ours extends.
-
-    Args:
-        trainer_class: TRL's `GRPOTrainer`.
-        installed: version of TRL, that of the installed package by default.
-    """
+    """Raise `UnsupportedTRLError` unless `trainer_class`, TRL's trainer, has the methods that ours extends."""
     check_release(installed)
     found = supported(installed)
     for name in MODULE_SEAMS:

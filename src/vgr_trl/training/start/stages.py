@@ -86,11 +86,6 @@ class Stages:
 def build_stages(trainer: ResumableTrainer, host: TRLHost, schedule: RewardSchedule) -> Stages:
     """Return the stages of a constructed trainer whose data are ready; prompts that are too long are left out of them.
 
-    Args:
-        trainer: constructed.
-        host: as which the stages see it.
-        schedule: of the weights of its rewards.
-
     Raises:
         ConfigError: an option does not fit the rewards, the model or the data.
         DataError: too few rows are within `max_prompt_length`.
