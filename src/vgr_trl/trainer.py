@@ -19,6 +19,7 @@ from vgr_trl.data.rows.repeated import ReadOnce, reads_alike
 from vgr_trl.reporting.views.card.model_card import TAGS, TRL_PAPER, method_tags
 from vgr_trl.sharing import replaced
 from vgr_trl.sharing.backbone import causal_model
+from vgr_trl.skipping import images_processed_once
 from vgr_trl.training.checkpoints.resumable import ResumableTrainer
 from vgr_trl.training.generation.noisy import as_generated
 from vgr_trl.training.host import TRLHost
@@ -131,7 +132,8 @@ class DAPOTrainer(ResumableTrainer):
 
     def _judge(self, rollout: Rollout) -> Rollout:
         """TRL's generation and judgement of a rollout, and when training the pass over perturbed images."""
-        with images_logged_by_all(self, rollout.rows), scored_by_reference(self):
+        once = images_processed_once(self.processing_class)
+        with images_logged_by_all(self, rollout.rows), scored_by_reference(self), once:
             rollout.batch = super()._generate_and_score_completions(rollout.rows)
         if not self.model.training:
             return rollout

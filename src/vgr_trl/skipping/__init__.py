@@ -7,11 +7,12 @@ Rows, tokens and padding: read `live.py` (which tokens the loss reads, and which
 Images: read `vision.py` (image features of a model computed once per rollout), `vision_plan.py` (where, and why not
 elsewhere), `vision_images.py` (the images of a call, and what they are recognised by), `vision_features.py` (the
 features of each), `vision_store.py` (how many are kept), `vision_tower.py` (what computes them, and whether it has
-changed).
+changed); `image_processing.py` (pixel inputs made once per rollout, whatever the model).
 """
 
 from vgr_trl.skipping.dealing import deal_by_length, pack_rows, tokens_of
 from vgr_trl.skipping.head import only_tokens
+from vgr_trl.skipping.image_processing import images_processed_once
 from vgr_trl.skipping.live import Extent, Window, extents_of, find_text, find_window, live_tokens
 from vgr_trl.skipping.narrow import narrowed, take_rows, widened
 from vgr_trl.skipping.plan import SkippingPlan
@@ -28,6 +29,7 @@ __all__ = [
     "extents_of",
     "find_text",
     "find_window",
+    "images_processed_once",
     "live_tokens",
     "narrowed",
     "only_tokens",
