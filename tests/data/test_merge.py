@@ -186,7 +186,7 @@ def test_regions_are_carried_on_in_the_form_of_converted_sets(tmp_path):
         "d0": [],
     }
     (left_out,) = skipped_in(tmp_path / "out")
-    assert (left_out["row"], "give bbox as left, top, right and bottom" in left_out["reason"]) == (2, True)
+    assert (left_out["row"], "in its column bbox: give left, top, right and bottom" in left_out["reason"]) == (2, True)
     merged(tmp_path, sources[2:], name="none", test_share=0)
     assert "regions" not in rows_in(tmp_path / "none")[0]
 

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from datasets import IterableDataset
+from support.trainers import letters_reward
 
-from vgr_trl.errors import ConfigError
+from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.rewards import load_reward
 from vgr_trl.training.passes import score
 from vgr_trl.training.recording.images import images_of_row
@@ -50,6 +52,47 @@ def test_data_without_boxes(make):
         make(None)
     with pytest.raises(ConfigError, match='attention_source is "generate", which does not know regions'):
         make([[0.0, 0.0, 1.0, 0.5]], attention_source="generate")
+
+
+@pytest.mark.parametrize(
+    ("box", "said"),
+    [
+        (
+            [0.0, 0.0, 2.0, 0.5],
+            r"has the box \(0.0, 0.0, 2.0, 0.5\) in its column bbox: give left, top, right and bottom",
+        ),
+        ([0.5, 0.0, 0.5, 0.5], ".* with left < right and top < bottom"),
+        ([0.5, 0.0, 1.0], r"has \[0.5, 0.0, 1.0\] in its column bbox: give four numbers"),
+    ],
+)
+def test_a_box_beyond_its_image_is_told_by_its_row_before_the_first_step(make, box, said):
+    with pytest.raises(DataError, match=f"^Row 1 of the train data {said}"):
+        make([[0.0, 0.0, 1.0, 0.5], box], signals=["region_focus"])
+
+
+def test_a_region_beyond_its_image_in_pixels(vision_trainer):
+    rows = vision_trainer.rows
+    wide, high = rows[0]["image"].size
+    boxes = [[[0.0, 0.0, 1.0, 0.5]]] * 2 + [[[0.0, 0.0, wide + 1.0, high]]] * (len(rows) - 2)
+    with pytest.raises(
+        DataError, match=f"^Row 2 of the train data .* column regions: .* pixels of its {wide} x {high}"
+    ):
+        vision_trainer(load_reward("region"), rows.add_column("regions", boxes))
+
+
+def test_a_box_of_a_stream_is_told_by_its_id(vision_trainer):
+    boxes = [[0.0, 0.0, 2.0, 0.5]] * len(vision_trainer.rows)
+    rows = vision_trainer.rows.add_column("bbox", boxes)
+    stream = IterableDataset.from_generator(lambda: iter(rows))
+    run = vision_trainer(load_reward("region"), stream, max_completion_length=4, max_steps=1)
+    with pytest.raises(DataError, match=r"^The row with the id .+ has the box \(0.0, 0.0, 2.0, 0.5\)"):
+        run.train()
+
+
+def test_boxes_that_nothing_reads_are_not_looked_at(vision_trainer):
+    rows = vision_trainer.rows
+    rows = rows.add_column("bbox", [[0.0, 0.0, 200.0, 300.0]] * len(rows))
+    assert vision_trainer(letters_reward, rows, max_steps=1).train_dataset
 
 
 def test_the_report_gets_the_box_in_pixels(png):

@@ -1,5 +1,6 @@
 """Which vision tokens of a rollout batch stand for what its questions are about."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ from PIL import Image
 from vgr_trl.batch.image_parts import image_inputs_of, parts_by_counts, tiles_by_tokens
 from vgr_trl.batch.inputs import image_tensors
 from vgr_trl.data.rows.regions import Box, boxes_of
+from vgr_trl.data.rows.text.marks import texts_of
 from vgr_trl.signals import Measurement
 from vgr_trl.signals.perturbation.prompts import images_in, perturbed_prompts
 from vgr_trl.signals.region_boxes import drawn
@@ -36,7 +38,7 @@ def region_mask(
     members: dict[int, list[int]] = {}
     for row in range(rows):
         images = images_in(rollout.messages[row])
-        if len(images) == 1 and (found := boxes_of(rollout.rows[row], images[0].size)):
+        if len(images) == 1 and (found := boxes_of(rollout.rows[row], images[0].size, _name(rollout.rows[row]))):
             number = (first + row) // size
             boxes[number] = found
             members.setdefault(number, []).append(row)
@@ -64,6 +66,14 @@ def region_mask(
         for row in members[number]:
             region[row, vision[row]] = chosen
     return region
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    if row.get("id") is not None:
+        return f"The row with the id {row['id']!r}"
+    prompt = row["prompt"]
+    text = prompt if isinstance(prompt, str) else " ".join(texts_of(prompt[-1:]))
+    return f"The row with the prompt {text[:100]!r}"
 
 
 def _painted(boxes: dict[int, list[Box]], images: list[Image.Image], *, index: int) -> list[Any]:

@@ -10,9 +10,12 @@ from torch import nn
 from transformers.utils import logging
 
 from vgr_trl.compat.image_processor import load_processor
-from vgr_trl.data.rows.columns import image_columns
+from vgr_trl.data.rows.columns import IMAGE_COLUMNS, image_columns, undecoded
+from vgr_trl.data.rows.regions import COLUMNS as BOX_COLUMNS
+from vgr_trl.data.rows.regions import box_problem
 from vgr_trl.data.rows.scan import scan
 from vgr_trl.data.rows.schema import prepare_rows
+from vgr_trl.data.rows.streams import PLACE
 from vgr_trl.data.rows.text.marks import refuse_named_files
 from vgr_trl.data.rows.text.special import first_special, special_tokens
 from vgr_trl.errors import DataError
@@ -64,6 +67,25 @@ def change_data(trainer: ConstructedTrainer, change: Callable[[Any, str, str | N
 
     trainer.train_dataset = changed(trainer.train_dataset, "train")
     trainer.eval_dataset = changed(trainer.eval_dataset, "eval")
+
+
+def refuse_bad_boxes(trainer: ConstructedTrainer) -> None:
+    """Raise `DataError` for the first row of a data set whose boxes are none, or beyond its image; reads no stream."""
+
+    def checked(dataset: Any, split: str, part: str | None) -> Any:
+        names = dataset.column_names if isinstance(dataset, Dataset) else []
+        if not set(BOX_COLUMNS) & set(names):
+            return dataset
+        split = split if part is None else f"{split} {part}"
+        read = [name for name in names if name in (*BOX_COLUMNS, *IMAGE_COLUMNS, PLACE)]
+        rows = undecoded(dataset.with_format(None).select_columns(read))
+        problems = scan(rows, box_problem, f"check boxes ({split})")
+        if (bad := next((row for row, problem in enumerate(problems) if problem is not None), None)) is not None:
+            place = rows[bad].get(PLACE, bad)
+            raise DataError(box_problem(rows[bad], f"Row {place} of the {split} data"))
+        return dataset
+
+    change_data(trainer, checked)
 
 
 def refuse_files_in_prompts(prompts: list[Any]) -> None:
