@@ -215,8 +215,8 @@ def report(samples: Sequence[Mapping[str, float]], flags: argparse.Namespace) ->
         f"Sampled every {EVERY} steps; slopes from step {later[0]['step']} on, ± one standard error.",
         "",
         "Memory in use is what malloc has given out; the history of logs, which transformers keeps, is in it. Records "
-        "hold `logs.jsonl` too, a line per log, which has no bound. Markdown logs have the bound of the records, each "
-        "by itself. The output folder also has two checkpoints and TRL's tables of completions, one per log.",
+        "hold `logs.jsonl` too, a line per log. It and Markdown logs have the bound of the records, each by itself. "
+        "The output folder also has two checkpoints and TRL's tables of completions, one per log.",
         "",
         f"| | at step {samples[0]['step']} | at step {later[0]['step']} | at the end | largest "
         f"| change per {flags.steps} steps |",

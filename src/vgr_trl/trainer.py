@@ -9,7 +9,7 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from vgr_trl.batch.inputs import Prompts, with_perturbed_rows
-from vgr_trl.compat.completion_tables import beside_training, in_texts
+from vgr_trl.compat.completion_tables import beside_training, in_texts, remove_oldest_tables
 from vgr_trl.compat.cpu_timeout import give_timeout
 from vgr_trl.compat.gloo_exit import close_group_at_exit
 from vgr_trl.compat.logged_images import images_logged_by_all
@@ -256,6 +256,8 @@ class DAPOTrainer(ResumableTrainer):
         evaluated = not training and self.is_world_process_zero()
         with in_texts(self._logs), beside_training(self.args.output_dir, self.state.global_step, evaluated):
             super().log(logs, start_time)
+        if self.log_completions and self.is_world_process_zero():
+            remove_oldest_tables(self.args.output_dir, self.args.rollout_log_max_megabytes * 1e6)
         stages.recorder.log(logs, "train" if training else "eval")
 
     def create_model_card(  # type: ignore[override]  # TRL's differs from its parent's

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vgr_trl.compat.completion_tables import beside_training
+from vgr_trl.compat.completion_tables import beside_training, remove_oldest_tables
 
 
 @pytest.fixture
@@ -34,3 +34,16 @@ def test_without_a_table_nothing_is_written(folder):
     with beside_training(str(folder.parent), 2, True):
         pass
     assert list(folder.iterdir()) == []
+
+
+def test_beyond_the_bound_the_oldest_tables_but_the_first_go(folder):
+    names = [f"completions_{step:05d}{kind}.parquet" for step in (0, 9, 10, 99_999, 100_000) for kind in ("", "_eval")]
+    for name in names:
+        (folder / name).write_bytes(b"x" * 100)
+    (folder / "mine.parquet").write_bytes(b"x" * 10_000)
+    remove_oldest_tables(str(folder.parent), 1000)
+    assert len(list(folder.iterdir())) == 11
+    remove_oldest_tables(str(folder.parent), 450)
+    assert {path.name for path in folder.iterdir()} == {names[0], *names[-3:], "mine.parquet"}
+    remove_oldest_tables(str(folder.parent), 1)
+    assert {path.name for path in folder.iterdir()} == {names[0], names[-1], "mine.parquet"}

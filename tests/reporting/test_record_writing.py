@@ -2,6 +2,7 @@
 
 import json
 import os
+from itertools import pairwise
 
 import pytest
 from made_records import completion, record
@@ -93,6 +94,44 @@ def test_the_bound_counts_what_an_earlier_process_has_left(tmp_path):
     assert {path.name for path in (folder / "images").iterdir()} == {
         image_name(step) for step, _ in read_run(tmp_path).steps()
     }
+
+
+def logged(folder, steps, max_bytes):
+    """The steps of training and of evaluations that are there after a log of each, and the size of their file."""
+    written = files(folder, max_bytes)
+    for step in steps:
+        written.log(LogEntry(step, "eval" if step % 10 == 0 else "train", 1.0, {"loss": step}))
+    size = (folder / "rollouts/logs.jsonl").stat().st_size
+    entries = read_run(folder).logs()
+    assert [entry.values["loss"] for entry in entries] == [entry.step for entry in entries]
+    assert not list((folder / "rollouts").glob(".*"))
+    return [[entry.step for entry in entries if entry.mode == mode] for mode in ("train", "eval")], size
+
+
+def test_beyond_the_bound_every_second_log_of_training_goes(tmp_path):
+    """A line has 72 to 76 bytes; 50 have 3,750."""
+    (train, evaluated), size = logged(tmp_path, range(1, 500), max_bytes=7500)
+    assert 3750 < size <= 7500
+    assert evaluated == list(range(10, 500, 10))
+    assert train[0] == 1
+    assert train[-1] == 499
+    gaps = [later - earlier for earlier, later in pairwise(train)]
+    assert gaps[-1] <= 2 < 10 < gaps[0], "the oldest are the sparsest"
+
+
+def test_a_log_of_evaluations_alone_has_the_bound_too(tmp_path):
+    (train, evaluated), size = logged(tmp_path, range(0, 5000, 10), max_bytes=7500)
+    assert 3750 < size <= 7500
+    assert train == []
+    assert (evaluated[0], evaluated[-1]) == (0, 4990)
+
+
+def test_a_log_that_is_continued_counts_what_is_there(tmp_path):
+    for step in range(300):
+        files(tmp_path, 7500, resumed=step > 0).log(LogEntry(step, "train", 1.0, {"loss": 0.5}))
+    assert (tmp_path / "rollouts/logs.jsonl").stat().st_size <= 7500
+    steps = [entry.step for entry in read_run(tmp_path).logs()]
+    assert (steps[0], steps[-1]) == (0, 299)
 
 
 def test_one_record_larger_than_the_bound_is_kept(tmp_path):

@@ -7,6 +7,8 @@ from typing import Any
 
 from vgr_trl.reporting.views.markdown.text import printable
 
+TABLES = "completions_[0-9]*.parquet"
+
 
 def as_text(messages: Any) -> Any:
     """Return a conversation as one text, with `<image>` for an image, and characters that do not show as their numbers.
@@ -53,7 +55,7 @@ def beside_training(output_dir: str | None, step: int, evaluates: bool) -> Itera
     Args:
         evaluates: whether it is one of an evaluation, which this process writes.
     """
-    file = Path(output_dir or "trainer_output", "completions", f"completions_{step:05d}.parquet")
+    file = _folder(output_dir) / f"completions_{step:05d}.parquet"
     kept = file.with_suffix(".training")
     if evaluates and file.exists():
         file.replace(kept)
@@ -64,6 +66,25 @@ def beside_training(output_dir: str | None, step: int, evaluates: bool) -> Itera
             file.replace(file.with_name(f"{file.stem}_eval.parquet"))
         if evaluates and kept.exists():
             kept.replace(file)
+
+
+def remove_oldest_tables(output_dir: str | None, max_bytes: float) -> None:
+    """Remove the oldest tables of completions, except the first, until all have at most `max_bytes` together."""
+    sizes = {path: path.stat().st_size for path in sorted(_folder(output_dir).glob(TABLES), key=_step)}
+    total = sum(sizes.values())
+    for path in list(sizes)[1:-1]:
+        if total <= max_bytes:
+            return
+        path.unlink(missing_ok=True)
+        total -= sizes[path]
+
+
+def _folder(output_dir: str | None) -> Path:
+    return Path(output_dir or "trainer_output", "completions")
+
+
+def _step(path: Path) -> tuple[int, str]:
+    return int(path.stem.split("_")[1]), path.name
 
 
 def _content(message: dict[str, Any]) -> str:

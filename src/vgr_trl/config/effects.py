@@ -86,6 +86,10 @@ def _off(option: str) -> Reason:
     return lambda args: None if getattr(args, option) else f"{option} is {getattr(args, option)!r}"
 
 
+def _no_files(args: Any) -> str | None:
+    return None if args.log_completions else _off("rollout_log_steps")(args)
+
+
 def _no_soft_weights(args: Any) -> str | None:
     soft = args.enable_perception_filtering and args.perception_weighting == "soft"
     return None if args.token_weights or soft else "token_weights is False"
@@ -215,7 +219,8 @@ _RULES: dict[tuple[str, ...], Reason] = {
     ("noise_std",): _other_perturbation("add_gaussian_noise"),
     ("blur_radius",): _other_perturbation("gaussian_blur"),
     ("mask_value",): _other_perturbation("mask_image"),
-    ("rollout_log_samples", "rollout_log_max_megabytes"): _off("rollout_log_steps"),
+    ("rollout_log_samples",): _off("rollout_log_steps"),
+    ("rollout_log_max_megabytes",): _no_files,
     ("realtime_rollout_logging", "prompt_preview_length", "completion_preview_length"): _no_markdown,
     ("epsilon",): _no_lower_clip,
     ("epsilon_high",): _other_loss("sapo", "vespo"),

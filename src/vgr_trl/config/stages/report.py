@@ -21,8 +21,9 @@ class ReportOptions:
     rollout_log_samples: int = option(4, "Completions per record: the first two of each prompt.")
     rollout_log_max_megabytes: float = option(
         512,
-        "Bound of records and thumbnails, whose oldest but the first ones go beyond it; and of each Markdown file, to "
-        "which nothing is added then.",
+        "Bound of records and thumbnails, whose oldest but the first ones go beyond it; of the tables of "
+        "log_completions likewise; of rollouts/logs.jsonl, of which every second entry goes then; and of each Markdown "
+        "file, to which nothing is added.",
     )
     markdown_logs: bool = option(
         True, "Write the recorded completions, with their token weights, as Markdown to output_dir/training_logs too."

@@ -12,7 +12,8 @@ from typing import Any
 from vgr_trl.errors import ConfigError
 from vgr_trl.files import append_whole, write_whole
 from vgr_trl.reporting.records.format import LogEntry, Record
-from vgr_trl.reporting.records.json_lines import VERSION, encode_log, encode_record
+from vgr_trl.reporting.records.json_lines import VERSION, encode_record
+from vgr_trl.reporting.records.log_file import LogFile
 from vgr_trl.reporting.records.reading import FOLDER, LOGS_FILE, RECORDS, RUN_FILE
 
 _IMAGE = re.compile(rb'"images/([0-9a-f]{40}\.webp)"')
@@ -24,12 +25,12 @@ class RecordFiles:
 
     A record is a line, appended by one call, so a kill costs at most the last one. Records of an earlier process stay
     and a new file is begun. Beyond the bound the oldest file is removed with the thumbnails that only it shows, except
-    the first file, which shows how the run began. What the trainer logs, a few kilobytes at a time, always stays.
+    the first file, which shows how the run began. What the trainer logs has the same bound, by itself (`LogFile`).
 
     Args:
         output_dir: of the run.
         description: content of `run.json` besides version and time.
-        max_bytes: bound of records and thumbnails together.
+        max_bytes: bound of records and thumbnails together, and of the log.
         resumed: whether the run goes on; else records that are already there are moved aside.
     """
 
@@ -43,7 +44,7 @@ class RecordFiles:
         self._images: dict[Path, set[str]] = {path: _image_names(path) for path in paths}  # that a file shows
         self._sizes = {path: path.stat().st_size for path in [*paths, *(self.folder / "images").iterdir()]}
         self._current: Path | None = None
-        _end_last_line(self.folder / LOGS_FILE)
+        self._log = LogFile(self.folder / LOGS_FILE, max_bytes)
         self._describe(description)
 
     def add(self, record: Record, thumbnails: Mapping[str, bytes]) -> None:
@@ -63,7 +64,7 @@ class RecordFiles:
 
     def log(self, entry: LogEntry) -> None:
         """Append what the trainer has logged."""
-        append_whole(self.folder / LOGS_FILE, encode_log(entry).encode("utf-8") + b"\n")
+        self._log.add(entry)
 
     def _file_for(self, size: int) -> Path:
         current = self._current
@@ -99,15 +100,6 @@ def refuse_unwritable(path: Path, option: str, is_folder: bool = False) -> None:
             if existing.is_dir() != wants_folder or not os.access(existing, os.W_OK):
                 raise ConfigError(f"{option} is {path}, but {existing} cannot be written to: choose another place.")
             return
-
-
-def _end_last_line(path: Path) -> None:
-    """A line that a kill has cut must not swallow the next one."""
-    if path.is_file() and path.stat().st_size:
-        with path.open("rb+") as file:
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
 
 
 def _image_names(path: Path) -> set[str]:
