@@ -94,3 +94,22 @@ def test_numbers(value, expected):
 def test_previews():
     assert preview("abcdef", 3) == "abc\n[… 3 more characters]"
     assert preview("abc", 3) == preview("abc", None) == "abc"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("".join(chr(0xE0000 + ord(letter)) for letter in "hi"), r"\U000e0068\U000e0069"),  # tags, that mirror ASCII
+        ("a\u200bb\u2060c\ufeffd\xade", r"a\u200bb\u2060c\ufeffd\xade"),
+        ("\ufff9a\ufffab\ufffb\u206e", r"\ufff9a\ufffab\ufffb\u206e"),
+        ("\u3164\uffa0\u180e\U0001d173", r"\u3164\uffa0\u180e\U0001d173"),
+        ("\U000e0101\U000e01ef", r"\U000e0101\U000e01ef"),  # variation selectors, a byte each
+    ],
+)
+def test_text_that_does_not_show_is_written_as_its_numbers(text, shown):
+    assert printable(text) == shown
+
+
+def test_what_emoji_and_scripts_are_joined_with_stays():
+    for text in ("\U0001f469\u200d\U0001f52c", "\u2764\ufe0f", "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645"):
+        assert printable(text) == text
