@@ -1,8 +1,13 @@
 """The errors of this library: one family, and every member is also the built-in that callers expect."""
 
+from vgr_trl.printable import printable
+
 
 class VGRError(Exception):
-    """Base of every error this library raises on purpose."""
+    """Base of every error this library raises on purpose; its text, in which data may be named, can be printed."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class ConfigError(VGRError, ValueError):

@@ -82,6 +82,14 @@ def test_training_reads_no_file_outside_of_the_data(place, kind, streaming, sour
     assert all(f"lies outside of {place / 'data'}" in reason for reason in reasons[:5])
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_reason_that_names_a_path_does_nothing_to_a_terminal(place, streaming):
+    name = "\x1b[2J\x1b]0;title\x07\x9b31m\u202e\U000e0068.png"
+    _, (reason,) = read(data_files=str(stored(place, ["own.png", name], "jsonl")), dataset_streaming=streaming)
+    shown = r"\x1b[2J\x1b]0;title\x07\x9b31m\u202e\U000e0068.png"
+    assert reason == f"image file {place}/data/{shown} does not exist"
+
+
 def test_a_folder_that_is_given_is_where_files_may_lie(place):
     file = stored(place, ["PLACE/private/secret.png", "own.png", "private/secret.png"], "jsonl")
     rows, reasons = read(data_files=str(file), image_dir=str(place))

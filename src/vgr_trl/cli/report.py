@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from vgr_trl.reporting.views.markdown.text import printable
+from vgr_trl.printable import printable
 from vgr_trl.reporting.views.page.html import MEGABYTE, write_report
 
 

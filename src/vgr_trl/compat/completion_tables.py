@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vgr_trl.reporting.views.markdown.text import printable
+from vgr_trl.printable import printable
 
 TABLES = "completions_[0-9]*.parquet"
 

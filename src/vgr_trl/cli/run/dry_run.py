@@ -15,9 +15,9 @@ from transformers import PrinterCallback, ProgressCallback
 
 from vgr_trl.cli.run.plan import describe_run, print_plan
 from vgr_trl.config import DAPOConfig
+from vgr_trl.printable import printable
 from vgr_trl.reporting.records.format import Completion
 from vgr_trl.reporting.records.reading import read_run
-from vgr_trl.reporting.views.markdown.text import printable
 from vgr_trl.reporting.views.step_line import duration
 from vgr_trl.trainer import DAPOTrainer
 
