@@ -1,6 +1,7 @@
 """Images that are larger than they look, and files that are no images, whatever they are called."""
 
 import io
+import os
 import struct
 import tracemalloc
 import zlib
@@ -59,6 +60,13 @@ def test_a_bomb_is_refused_before_it_is_unpacked(name):
         open_image(BOMBS[name])
     assert tracemalloc.get_traced_memory()[1] < 5e6
     tracemalloc.stop()
+
+
+def test_a_file_of_a_terabyte_of_nothing_is_not_read(tmp_path):
+    (tmp_path / "a.png").write_bytes(png(8, 8))
+    os.truncate(tmp_path / "a.png", 2**40)
+    with pytest.raises(DataError, match="has 1099511627776 bytes: at most 1073741824 are read"):
+        open_image("a.png", tmp_path)
 
 
 @pytest.mark.parametrize("kind", [b"zTXt", b"iCCP", b"iTXt"])

@@ -14,6 +14,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from vgr_trl.data.rows.images.places import path_within
 from vgr_trl.errors import DataError
 
+LARGEST_FILE = 2**30  # bytes; more than Pillow's limit of pixels takes without compression, and read as a whole
 MOST_ELONGATED = 200  # the ratio of sides from which on Qwen's image processors refuse an image
 DEEP_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 # Formats that are recognised by their first bytes; of the others, some take any bytes for an image (TGA), some run a
@@ -82,6 +83,8 @@ def image_bytes(value: Any, root: Path = Path()) -> bytes:
     try:
         path = path_within(root, value)
         if path.is_file():
+            if (size := path.stat().st_size) > LARGEST_FILE:
+                raise DataError(f"image file {str(path)[:200]} has {size} bytes: at most {LARGEST_FILE} are read")
             return path.read_bytes()
         is_folder = path.is_dir()
     except DataError:
