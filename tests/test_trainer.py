@@ -15,6 +15,7 @@ from support.trainers import STOCK, letters_reward, logged, tiny_model
 from trl import GRPOConfig
 
 from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.config.stages.skip import SWITCHES
 from vgr_trl.errors import ConfigError, DataError, RewardError
 from vgr_trl.training.start.prepare import prompt_length
 
@@ -45,8 +46,7 @@ def vision(vision_trainer, tmp_path):
 
 @pytest.mark.parametrize("changed", [{}, {"num_iterations": 2}, {"gradient_accumulation_steps": 2, "max_steps": 1}])
 def test_with_its_options_off_it_trains_exactly_as_trl(build, text_model, changed):
-    names = ("skip_dead_rows", "skip_dead_tokens", "skip_padding", "deal_by_length", "reuse_first_pass")
-    off = dict.fromkeys(("share_prompts", *names), "off")
+    off = dict.fromkeys(("share_prompts", *SWITCHES), "off")
     ours = build(model=copy.deepcopy(text_model), optim="sgd", **off, **changed)
     ours.train()
     stock = {"classes": STOCK, "epsilon_high": 0.28}

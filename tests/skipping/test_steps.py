@@ -18,6 +18,7 @@ from text_runs import (
     weights_of,
 )
 
+from vgr_trl.config.stages.skip import SWITCHES
 from vgr_trl.errors import ConfigError
 
 TWICE = {"num_iterations": 2}  # the second time the policy is not the one that wrote the completions
@@ -164,6 +165,5 @@ def test_when_old_log_probabilities_are_scored():
 
 
 def test_switches():
-    options = ("skip_dead_rows", "skip_dead_tokens", "skip_padding", "deal_by_length", "reuse_first_pass")
-    ours = build(False, **dict.fromkeys(options, "off"))
-    assert str(ours.skipping) == "; ".join(f"{option}: off ({option}=off)" for option in options)
+    ours = build(False, **dict.fromkeys(SWITCHES, "off"))
+    assert str(ours.skipping) == "; ".join(f"{option}: off ({option}=off)" for option in SWITCHES)

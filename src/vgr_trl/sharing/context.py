@@ -24,6 +24,7 @@ def share_prompts(
     *,
     agree: Callable[[bool], bool] | None = None,
     sharded: bool = True,
+    packs: bool = False,
 ) -> Iterator[SharingReport]:
     """Compute equal prompts of a batch once, in `forward`, backward and `generate` of `model`, with the same results.
 
@@ -47,6 +48,8 @@ def share_prompts(
             share a batch or none: with sharded parameters, whose forward passes have to be equally many, and under
             DeepSpeed, which adds up gradients in the order in which they come.
         sharded: whether parameters are; a pass in which some processes have images and others none is refused then.
+        packs: whether completions pass behind their prompts as one row without padding, where `completion_length` is
+            given. Only where `why_not_pack` of the model gives no reason.
 
     Yields:
         Counts of rows and prompts, and the reasons of the calls that ran plainly, until the end of the block.
@@ -64,7 +67,7 @@ def share_prompts(
         yield report
         return
     base = base_of(causal)
-    forward = SharedForward(base, base.forward, report, completion_length, agree, sharded)
+    forward = SharedForward(base, base.forward, report, completion_length, agree, sharded, packs)
     with ExitStack() as stack:
         stack.enter_context(replaced_method(base, "forward", forward))
         if base is not causal:

@@ -27,6 +27,7 @@ class SharedForward:
             beginnings of the rows itself.
         agree: given an answer of this process, says whether it is that of all; where passes have to be alike in all.
         sharded: whether they have to be alike in their images, too.
+        packs: whether completions pass behind their prompts without padding; the model has to be one that can.
     """
 
     def __init__(
@@ -37,8 +38,9 @@ class SharedForward:
         completion_length: int | None,
         agree: Callable[[bool], bool] | None,
         sharded: bool = True,
+        packs: bool = False,
     ) -> None:
-        self.base, self.plain, self.report = base, plain, report
+        self.base, self.plain, self.report, self.packs = base, plain, report, packs
         self.completion_length, self.agree = completion_length, agree
         self.alike = sharded and agree is not None
         self.names = list(signature(plain).parameters)
@@ -74,7 +76,8 @@ class SharedForward:
             cut, reason = None, "no prompt occurs twice"
         if cut is not None:
             try:
-                outputs = two_stages(self.base, self.plain, given, cut, whole=self._wants_whole(), alike=self.alike)
+                passes = {"whole": self._wants_whole(), "alike": self.alike, "packs": self.packs}
+                outputs = two_stages(self.base, self.plain, given, cut, **passes)
             except CannotShare as error:
                 self.refused[torch.is_grad_enabled()] = reason = str(error)
             else:

@@ -66,13 +66,16 @@ class SharedPasses:
         self._report = SharingReport()
 
     @contextmanager
-    def around(self, place: Place, model: nn.Module, completion_length: int | None = None) -> Iterator[None]:
+    def around(
+        self, place: Place, model: nn.Module, completion_length: int | None = None, *, packs: bool = False
+    ) -> Iterator[None]:
         """Share prompts in passes of this block.
 
         Args:
             place: of the plan.
             model: as `share_prompts` takes it.
             completion_length: T of a scored batch; None where the model generates.
+            packs: as `share_prompts` takes it.
         """
         refuses = self._refuses_uneven
         if place.reason_off is not None:
@@ -81,7 +84,8 @@ class SharedPasses:
                 yield
             return
         alike = self.plan.sharded or (self.plan.in_order and torch.is_grad_enabled())
-        with share_prompts(model, completion_length, agree=self._agree if alike else None, sharded=refuses) as report:
+        agree = self._agree if alike else None
+        with share_prompts(model, completion_length, agree=agree, sharded=refuses, packs=packs) as report:
             yield
         self._report.add(report)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +20,19 @@ from vgr_trl.sharing.caches.prefix_cache import (
 )
 from vgr_trl.sharing.cut import Cut, constants
 from vgr_trl.sharing.lengths import cut_by_length, tokens_of_a_pass
+from vgr_trl.sharing.packing import find_packing, packed_pass
 from vgr_trl.sharing.report import CannotShare
 
 
 def two_stages(
-    base: Any, plain: Callable[..., Any], inputs: dict[str, Any], cut: Cut, *, whole: bool, alike: bool
+    base: Any,
+    plain: Callable[..., Any],
+    inputs: dict[str, Any],
+    cut: Cut,
+    *,
+    whole: bool,
+    alike: bool,
+    packs: bool = False,
 ) -> Any:
     """Return the outputs of a base model for all rows and columns; those of padding behind completions are 0.
 
@@ -34,6 +43,7 @@ def two_stages(
         cut: where the batch is cut.
         whole: whether outputs of prompts and of padding are wanted, which are 0 otherwise.
         alike: whether all processes have to make equally many passes.
+        packs: whether completions pass as one row without padding, unless outputs of padding are wanted.
 
     Raises:
         CannotShare: the model turns out not to keep its prompts, or not to read them.
@@ -51,24 +61,43 @@ def two_stages(
         check_written(prefix, cut.split, None if prompts is None else _hidden(prompts))
         offsets.expand(index)
         positions = _positions(inputs, cut, offsets)
-        lengths = [cut.stop - cut.split] * len(ids) if whole or alike else _lengths(inputs, cut)
-        passes = cut_by_length(lengths, tokens_of_a_pass(ids.device.type))
-        parts = []
-        for rows in passes:
-            behind = prefix_to_read(prefix, index if len(passes) == 1 else index[rows])
-            behind.rows = None if len(passes) == 1 else rows
-            stop = cut.split + max(lengths[row] for row in rows)
-            part = plain(**common, **_columns(inputs, cut, rows, stop, positions), past_key_values=behind)
-            check_read(behind)
-            missing = cut.stop - stop
-            parts.append(torch.nn.functional.pad(_hidden(part), (0, 0, 0, missing)))
-    hidden = parts[0] if len(passes) == 1 else torch.cat(parts)[_places(passes)]  # (N, stop - split, D)
+        if packs and not whole:
+            packing = find_packing(cut, _lengths(inputs, cut), inputs.get("attention_mask"), ids.device)
+            part = packed_pass(plain, ids, cut, packing, prefix, position_ids=positions, **common)
+            hidden = part.last_hidden_state  # (N, stop - split, D)
+        else:
+            lengths = [cut.stop - cut.split] * len(ids) if whole or alike else _lengths(inputs, cut)
+            hidden, part = _padded_passes(partial(plain, **common), inputs, cut, prefix, positions, lengths)
     if whole:
         assert prompts is not None
         hidden = torch.cat([_hidden(prompts).index_select(0, index), hidden], dim=1)
     missing = cut.stop - hidden.size(1)
     hidden = torch.nn.functional.pad(hidden, (0, 0, missing, ids.size(1) - cut.stop))
     return type(part)(last_hidden_state=hidden)  # (N, S, D)
+
+
+def _padded_passes(
+    plain: Callable[..., Any],
+    inputs: dict[str, Any],
+    cut: Cut,
+    prefix: Prefix,
+    positions: torch.Tensor | None,
+    lengths: list[int],
+) -> tuple[torch.Tensor, Any]:
+    """Completions behind the prompts, each pass as wide as its longest: hidden states, and the outputs of one pass."""
+    ids = inputs["input_ids"]
+    index = torch.tensor(cut.groups, device=ids.device)  # (N,)
+    passes = cut_by_length(lengths, tokens_of_a_pass(ids.device.type))
+    parts = []
+    for rows in passes:
+        behind = prefix_to_read(prefix, index if len(passes) == 1 else index[rows])
+        behind.rows = None if len(passes) == 1 else rows
+        stop = cut.split + max(lengths[row] for row in rows)
+        part = plain(**_columns(inputs, cut, rows, stop, positions), past_key_values=behind)
+        check_read(behind)
+        missing = cut.stop - stop
+        parts.append(torch.nn.functional.pad(_hidden(part), (0, 0, 0, missing)))
+    return parts[0] if len(passes) == 1 else torch.cat(parts)[_places(passes)], part
 
 
 def _hidden(outputs: Any) -> torch.Tensor:

@@ -22,6 +22,7 @@ class SkippingPlan:
         tokens: tokens without one.
         padding: columns that are padding in all rows, or behind the last live token.
         head: whether the head scores live tokens only.
+        packing: padding between completions of unequal length that pass behind shared prompts.
         dealing: rows dealt to micro-batches by length.
         old_logps: old log-probabilities taken from the first training pass.
         images: whether images have to run in every pass that is given some, read or not.
@@ -31,6 +32,7 @@ class SkippingPlan:
     rows: Place
     tokens: Place
     padding: Place
+    packing: Place
     head: bool
     dealing: Place
     old_logps: Place
@@ -40,7 +42,7 @@ class SkippingPlan:
     def __str__(self) -> str:
         return (
             f"skip_dead_rows: {self.rows}; skip_dead_tokens: {self.tokens}; skip_padding: {self.padding}; "
-            f"deal_by_length: {self.dealing}; reuse_first_pass: {self.old_logps}"
+            f"pack_completions: {self.packing}; deal_by_length: {self.dealing}; reuse_first_pass: {self.old_logps}"
         )
 
 

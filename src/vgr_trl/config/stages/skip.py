@@ -5,6 +5,11 @@ from dataclasses import dataclass
 from vgr_trl.config.option import option
 from vgr_trl.config.ranges import check_choice, check_integer
 
+SWITCHES = (
+    *("skip_dead_rows", "skip_dead_tokens", "skip_padding"),
+    *("pack_completions", "deal_by_length", "reuse_first_pass"),
+)
+
 
 @dataclass
 class SkipOptions:
@@ -30,6 +35,11 @@ class SkipOptions:
         "positions do not count padding; off.",
     )
 
+    pack_completions: str = option(
+        "auto",
+        "Let completions of unequal length pass behind shared prompts in one row without padding, in training. auto: "
+        "wherever attention is flash and positions do not count padding; off.",
+    )
     deal_by_length: str = option(
         "auto",
         "Deal the rows of an optimizer step to its micro-batches by length, groups together. auto: wherever the loss "
@@ -49,7 +59,7 @@ class SkipOptions:
 
     def check_skip(self) -> None:
         """Raise `ConfigError` for values that are none."""
-        for name in ("skip_dead_rows", "skip_dead_tokens", "skip_padding", "deal_by_length", "reuse_first_pass"):
+        for name in SWITCHES:
             check_choice(name, getattr(self, name), ("auto", "off"))
         if self.max_tokens_per_micro_batch is not None:
             check_integer("max_tokens_per_micro_batch", self.max_tokens_per_micro_batch, 1)

@@ -1,1 +1,3 @@
-"""What completions read of their prompts: `prefix_cache.py` in scoring and training, `growing.py` in generation."""
+"""What completions read of their prompts: in scoring and training `prefix_cache.py`, or `packed_keys.py` where they are
+packed in one row; in generation `growing.py`.
+"""

@@ -33,13 +33,15 @@ class Passes:
         self.hidden = EmittedReader(reads=lambda model: False)  # for what compares whole distributions
 
     @contextmanager
-    def around(self, place: Place, model: nn.Module, completion_length: int | None = None) -> Iterator[None]:
+    def around(
+        self, place: Place, model: nn.Module, completion_length: int | None = None, *, packs: bool = False
+    ) -> Iterator[None]:
         """Leave out of passes of this block what can be; the arguments are those of `SharedPasses.around`."""
         values, hidden = (reader.around(model, completion_length) for reader in (self.values, self.hidden))
         scores = completion_length is not None and not torch.is_grad_enabled()
         head = _head_without_padding(model) if scores else nullcontext()
         tower = nullcontext() if self._blank is None else self._blank.around(model, completion_length is None)
-        shared = self._shared.around(place, model, completion_length)
+        shared = self._shared.around(place, model, completion_length, packs=packs)
         with self.vision.around(model), head, shared, values, hidden, tower:
             yield
 

@@ -80,7 +80,7 @@ class LivePasses:
         passed.live, passed.rows_run = live, len(window.rows)
         with (
             self._head(model, live[window.rows, : window.completion]),
-            self._passes.around(self._place, model, window.completion),
+            self._passes.around(self._place, model, window.completion, packs=self.plan.packing.reason_off is None),
         ):
             logps, entropies, aux_loss = plain(model, **part)
         logps = widened(logps, window, live, passed.inputs.get(OLD_LOGPS))

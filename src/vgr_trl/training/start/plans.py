@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from vgr_trl.config.stages.skip import SWITCHES
 from vgr_trl.sharing import Place, SharingPlan, has_active_dropout, why_not_regroup, why_not_share
 from vgr_trl.sharing.backbone import (
     DROPS_CACHES,
@@ -13,6 +14,7 @@ from vgr_trl.sharing.backbone import (
     is_compiled,
     recomputes_without_graph,
 )
+from vgr_trl.sharing.packing import why_not_pack
 from vgr_trl.signals import Wanted
 from vgr_trl.skipping import SkippingPlan, VisionPlan
 from vgr_trl.skipping.plan import why_padding_counts
@@ -107,12 +109,11 @@ def _why_not_once(trainer: ConstructedTrainer, base: nn.Module) -> str | None:
     return why_not_once(base)
 
 
-def plan_skipping(trainer: ConstructedTrainer, wanted: Wanted) -> SkippingPlan:
+def plan_skipping(trainer: ConstructedTrainer, wanted: Wanted, sharing: SharingPlan) -> SkippingPlan:
     """Return what the constructed `trainer` leaves out of its passes, by its options, its loss and its model."""
     causal = causal_model(trainer.model)
     base = base_of(causal)
-    options = ("skip_dead_rows", "skip_dead_tokens", "skip_padding", "deal_by_length", "reuse_first_pass")
-    off = {name: _switched_off(trainer, name) for name in options}
+    off = {name: _switched_off(trainer, name) for name in SWITCHES}
     accumulated, generated = trainer.args.gradient_accumulation_steps, trainer.args.steps_per_generation or 1
     compiled = "torch.compile" if _compiles(trainer) or is_compiled(trainer.model) else None
     router = "the load-balancing loss reads all tokens" if trainer.aux_loss_enabled else None
@@ -123,12 +124,20 @@ def plan_skipping(trainer: ConstructedTrainer, wanted: Wanted) -> SkippingPlan:
         rows=Place(off["skip_dead_rows"] or read),
         tokens=Place(off["skip_dead_tokens"] or read or headless or _why_completions_are_read(trainer)),
         padding=Place(off["skip_padding"] or compiled or router or why_padding_counts(base)),
+        packing=Place(off["pack_completions"] or _why_not_pack(trainer, base, sharing)),
         head=(off["skip_dead_tokens"] or compiled or headless) is None,
         dealing=Place(off["deal_by_length"] or _why_not_deal(trainer)),
         old_logps=Place(off["reuse_first_pass"] or _why_old_logps_are_scored(trainer, wanted)),
         images=_is_sharded(trainer) or not parts_of_tower(base) or tower_trains(base),
         window=trainer.args.per_device_train_batch_size * min(accumulated, generated),
     )
+
+
+def _why_not_pack(trainer: ConstructedTrainer, base: nn.Module, sharing: SharingPlan) -> str | None:
+    """Why completions do not pass behind their prompts without padding; None if they do."""
+    if sharing.training.reason_off is not None:
+        return "training does not share prompts"
+    return why_not_pack(base) or ("FSDP" if trainer.is_fsdp_enabled else None) or why_padding_counts(base)
 
 
 def _why_not_deal(trainer: ConstructedTrainer) -> str | None:

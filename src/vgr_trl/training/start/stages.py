@@ -103,7 +103,7 @@ def build_stages(trainer: ResumableTrainer, host: TRLHost, schedule: RewardSched
     vllm_images = plan_vllm_images(trainer, has_images)
     forget_with_new_weights(trainer)
     choice = GroupChoice(host, measurement.wanted, _further_prompts(trainer, host))
-    skipping = plan_skipping(trainer, measurement.wanted)
+    skipping = plan_skipping(trainer, measurement.wanted, sharing)
     live = LivePasses(skipping, host, choice.replay, passes, sharing.training)
     most = args.max_tokens_per_micro_batch
     budget = None if most is None else TokenBudget(most, host, live, sharing.training.reason_off is None)
