@@ -52,18 +52,20 @@ def train(data: tuple[str, str], kind: str, replay: int) -> None:
         compute_attention_metrics=False, per_device_train_batch_size=4, optim="adamw_torch",
         **engines.options_of(kind),
     )  # fmt: skip
-    trainer = vision_trainer(data[0], letters_reward, options, prompts(data[1]))
+    trainer = vision_trainer(data[0], letters_reward, options, prompts(data[1]), model=data[0])
     trainer.add_callback(Begin())
     checkpoint = resolve_checkpoint("latest", Path("out"))
-    if only_lacks_its_model(trainer, checkpoint, 2, Path("out", "last")):
+    lacks_its_model = only_lacks_its_model(trainer, checkpoint, 2, Path("out", "last"))
+    trainer.accelerator.wait_for_everyone()  # all have looked for it
+    if lacks_its_model:
         load_trained(trainer, checkpoint)
         Path("began").write_text("2")
     else:
         trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model("out")
-    Path("out", "last").write_text("all is there")
     weights = engines.whole_parameters(trainer)
     if trainer.is_world_process_zero():
+        Path("out", "last").write_text("all is there")
         torch.save(weights, "weights.pt")
 
 

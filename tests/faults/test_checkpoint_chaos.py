@@ -11,12 +11,20 @@ from support.launching import environment
 from support.trainers import train_file
 
 DRIVER = Path(__file__).with_name("chaos_driver.py")
+CASES = [
+    ("one", 0, 0),
+    ("one", 4, 0),
+    ("ddp", 4, 12),
+    ("zero2", 4, 12),
+    ("zero3", 4, 8),
+    ("fsdp2", 4, 12),
+]  # kind of engine, size of the replay buffer, most points of each process (0: all)
 END = "The run is finished"  # of a kill after the last checkpoint: nothing is left to do
 
 
 @pytest.mark.minutes
 @pytest.mark.skipif(not find_spec("ckpt_chaos"), reason="ckpt-chaos (tests/faults/requirements.txt) is not installed")
-@pytest.mark.parametrize(("kind", "replay", "most"), [("one", 0, 0), ("one", 4, 0), ("zero2", 4, 12), ("fsdp2", 4, 12)])
+@pytest.mark.parametrize(("kind", "replay", "most"), CASES)
 def test_no_kill_in_a_save_costs_more_than_what_was_not_saved(
     kind, replay, most, model_folder, question_files, tmp_path
 ):
