@@ -102,10 +102,10 @@ def train(
     if trainer.accelerator.is_main_process:
         write_identity(output_dir, identity)
         print_plan(describe_run(trainer, _source(data), checkpoint))
+    trainer.accelerator.wait_for_everyone()  # all have looked for what is written last
     if is_trained:
         load_trained(trainer, str(checkpoint))
     else:
-        trainer.accelerator.wait_for_everyone()  # all have looked for it
         written_last.unlink(missing_ok=True)
         with readable(_source(data), "the data") if data.dataset_streaming else nullcontext():
             trainer.train(resume_from_checkpoint=checkpoint)
