@@ -12,6 +12,7 @@ from support.checkpoints import complete_checkpoints
 from vgr_trl.errors import ConfigError
 from vgr_trl.training.checkpoints.folders import (
     refuse_finished,
+    refuse_other_number,
     resolve_checkpoint,
     resume_mode,
     what_is_wrong,
@@ -75,6 +76,17 @@ def test_a_named_checkpoint_must_exist_and_be_whole(tmp_path):
     remove_manifest(half)
     with pytest.raises(ConfigError, match=r"which is not complete \(no readable manifest.json, .*\): give an earlier"):
         resolve_checkpoint(str(half), tmp_path)
+
+
+def test_what_zero_has_divided_is_continued_by_as_many_processes(tmp_path):
+    saved = checkpoint(tmp_path, 3)
+    write_manifest(saved, 2)
+    refuse_other_number(str(saved), 2)
+    refuse_other_number(None, 1)
+    with pytest.raises(
+        ConfigError, match="was saved by 2 processes, between which ZeRO has divided .* 3 would .* start 2"
+    ):
+        refuse_other_number(str(saved), 3)
 
 
 @pytest.mark.parametrize("value", [None, False, "false", "False", "none", ""])

@@ -127,6 +127,21 @@ def refuse_finished(checkpoint: str | None, max_steps: int) -> None:
         )
 
 
+def refuse_other_number(checkpoint: str | None, processes: int) -> None:
+    """Refuse to continue a checkpoint of ZeRO with another number of processes than saved it, as DeepSpeed does later.
+
+    Raises:
+        ConfigError: naming both numbers.
+    """
+    manifest = read_manifest(Path(checkpoint)) if checkpoint else None
+    if manifest is not None and manifest["num_processes"] != processes:
+        raise ConfigError(
+            f"{checkpoint} was saved by {manifest['num_processes']} processes, between which ZeRO has divided the "
+            f"optimizer, and {processes} would continue it: start {manifest['num_processes']}, or convert it with "
+            "DeepSpeed's ds_to_universal and set load_universal in its configuration."
+        )
+
+
 def _answer_of_the_first_process(ask: Callable[[], str | None]) -> str | None:
     """What one process sees holds for all: they do not read every file again, nor decide differently."""
     if not (distributed.is_available() and distributed.is_initialized()):

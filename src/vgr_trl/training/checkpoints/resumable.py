@@ -11,7 +11,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from trl.trainer.utils import RepeatSampler
 
 from vgr_trl.compat.resuming_weights import load_weights, whole_model
-from vgr_trl.training.checkpoints.folders import resolve_checkpoint, resume_mode
+from vgr_trl.training.checkpoints.folders import refuse_other_number, resolve_checkpoint, resume_mode
 from vgr_trl.training.checkpoints.shares import whole_checkpoint
 from vgr_trl.training.constructed import ConstructedTrainer
 from vgr_trl.training.processes import silence_named
@@ -42,11 +42,22 @@ class ResumableTrainer(ConstructedTrainer):
         """Add to TRL's: `True` and `latest` find the newest complete checkpoint; one that is not is refused.
 
         Raises:
+            ConfigError: the checkpoint is not complete, or ZeRO has divided it between another number of processes.
             ProcessError: another process does not answer, or has ended.
         """
         checkpoint = resolve_checkpoint(resume_mode(resume_from_checkpoint), Path(str(self.args.output_dir)))
+        if self._divides_optimizer():
+            refuse_other_number(checkpoint, self.accelerator.num_processes)
         with silence_named(self.args.ddp_timeout, lambda: self.state.global_step + 1):
             return super().train(checkpoint, *args, **options)
+
+    def _divides_optimizer(self) -> bool:
+        """Whether DeepSpeed reads a part of the optimizer in each process, and no universal checkpoint."""
+        if not self.is_deepspeed_enabled:
+            return False
+        plugin = self.accelerator.state.deepspeed_plugin
+        is_universal = plugin.deepspeed_config.get("checkpoint", {}).get("load_universal", False)
+        return plugin.zero_stage > 0 and not is_universal
 
     def _get_train_sampler(self, dataset: Dataset | IterableDataset | None = None) -> Sampler[Any]:
         """Keep TRL's sampler."""
