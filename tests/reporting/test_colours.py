@@ -6,7 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vgr_trl.reporting.views.colours import HIGH, LOW, MIDDLE, colour_at, contrast, css, positions, text_colour
+from vgr_trl.reporting.views.colours import HIGH, LOW, MIDDLE, colour_at, css, positions, text_colour
+
+
+def contrast(one: tuple[int, int, int], other: tuple[int, int, int]) -> float:
+    """The contrast ratio of WCAG 2 (relative luminance of sRGB), from 1 to 21."""
+
+    def luminance(colour: tuple[int, int, int]) -> float:
+        parts = (channel / 255 for channel in colour)
+        red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    darker, lighter = sorted(map(luminance, (one, other)))
+    return (lighter + 0.05) / (darker + 0.05)
 
 
 def test_positions_of_ratios_are_those_of_their_logarithms() -> None:

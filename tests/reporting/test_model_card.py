@@ -11,7 +11,7 @@ from PIL import Image
 
 from vgr_trl import DAPOConfig
 from vgr_trl.cli.__main__ import main
-from vgr_trl.demo.tiny_vlm import load_processor
+from vgr_trl.compat.image_processor import load_processor
 from vgr_trl.reporting.views.card.model_card import citations, extended_card, method_section, method_tags
 from vgr_trl.reporting.views.card.papers import DAPO, VPPO
 

@@ -8,7 +8,8 @@ import pytest
 from made_records import completion, record
 
 from vgr_trl.errors import ConfigError, DiskFullError
-from vgr_trl.reporting.records.reading import LogEntry, RecordedImage, read_run
+from vgr_trl.reporting.records.format import LogEntry, RecordedImage
+from vgr_trl.reporting.records.reading import read_run
 from vgr_trl.reporting.records.writing import RecordFiles, refuse_unwritable
 
 BOUND = 10**7

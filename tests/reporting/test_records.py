@@ -9,7 +9,9 @@ from made_records import completion, record
 
 from vgr_trl.errors import DataError
 from vgr_trl.reporting.records import reading as records
-from vgr_trl.reporting.records.reading import LogEntry, encode_log, encode_record, read_run
+from vgr_trl.reporting.records.format import LogEntry
+from vgr_trl.reporting.records.json_lines import encode_log, encode_record
+from vgr_trl.reporting.records.reading import read_run
 
 
 @pytest.fixture

@@ -50,7 +50,6 @@ def in_verl(logs: Mapping[str, Any], processes: int = 1) -> dict[str, Any]:
     `timing_s/update_actor` passes and optimizer together.
 
     Args:
-        logs: as the trainer logs them.
         processes: of the run.
     """
     found: dict[str, Any] = {}

@@ -52,10 +52,8 @@ class RecordSink:
     """Takes records from the training thread and writes them in another.
 
     Args:
-        output_dir: of the run.
         description: of the run, for `run.json`.
         max_bytes: bound of records and thumbnails.
-        logs: Markdown files.
         at_once: whether Markdown files and terminal get a record when it comes, not at the next log.
         print_length: characters of prompts on the terminal, None: all.
         prints: whether records are printed.

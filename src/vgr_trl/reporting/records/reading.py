@@ -8,20 +8,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from vgr_trl.errors import DataError
-from vgr_trl.reporting.records.format import MODES, AttentionMap, Completion, LogEntry, Record, RecordedImage
-from vgr_trl.reporting.records.json_lines import (
-    VERSION,
-    check_version,
-    decode_log,
-    decode_record,
-    encode_log,
-    encode_record,
-)
-
-__all__ = [
-    "FOLDER", "LOGS_FILE", "MODES", "RECORDS", "RUN_FILE", "VERSION", "AttentionMap", "Completion", "LogEntry",
-    "Record", "RecordedImage", "Run", "decode_log", "decode_record", "encode_log", "encode_record", "read_run",
-]  # fmt: skip
+from vgr_trl.reporting.records.format import MODES, LogEntry, Record
+from vgr_trl.reporting.records.json_lines import check_version, decode_log, decode_record
 
 FOLDER, RUN_FILE, LOGS_FILE = "rollouts", "run.json", "logs.jsonl"
 RECORDS = "records-{:06d}.jsonl"

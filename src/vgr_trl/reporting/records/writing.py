@@ -28,7 +28,6 @@ class RecordFiles:
     the first file, which shows how the run began. What the trainer logs has the same bound, by itself (`LogFile`).
 
     Args:
-        output_dir: of the run.
         description: content of `run.json` besides version and time.
         max_bytes: bound of records and thumbnails together, and of the log.
         resumed: whether the run goes on; else records that are already there are moved aside.

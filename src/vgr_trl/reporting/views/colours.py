@@ -73,12 +73,6 @@ def text_colour(background: Colour) -> Colour:
     return (0, 0, 0) if (luminance + 0.05) / 0.05 >= 1.05 / (luminance + 0.05) else (255, 255, 255)
 
 
-def contrast(one: Colour, other: Colour) -> float:
-    """Return the contrast ratio of WCAG 2, from 1 to 21."""
-    darker, lighter = sorted((_luminance(one), _luminance(other)))
-    return (lighter + 0.05) / (darker + 0.05)
-
-
 def css(colour: Colour) -> str:
     """Return the colour as CSS and SVG write it."""
     return "#{:02x}{:02x}{:02x}".format(*colour)

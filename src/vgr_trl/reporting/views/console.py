@@ -20,7 +20,6 @@ def print_record(record: Record, console: Console | None = None, prompt_length: 
     """Print the completions of a record; on what is no terminal the colours are left out.
 
     Args:
-        record: to be shown.
         console: where; None: standard output.
         prompt_length: characters of a prompt that are shown; None: all.
     """

@@ -3,50 +3,21 @@
 import base64
 import unicodedata
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment
+from jinja2 import Environment, Template
 
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.reporting.records.format import Completion, Numbers
 from vgr_trl.reporting.records.reading import FOLDER
 from vgr_trl.reporting.views.colours import QUANTITIES, colour_at, css, positions, text_colour
+from vgr_trl.reporting.views.page.run_sources import read_thumbnail
 
 SHOWN = 224  # pixels of the longer side of an image
 DARKEST = 0.8  # opacity over a cell without attention
-_TEMPLATE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
-    """\
-<div style="background:#fff;color:#111;padding:8px;max-width:60em;overflow-wrap:anywhere">
-<p style="white-space:pre-wrap;margin:0 0 6px">{{ prompt }}</p>
-<p style="margin:0 0 6px"><b>Reward</b> {{ reward }} ({{ rewards }}){% if solution is not none %} · \
-<b>solution</b> {{ solution }}{% endif %}{% if right is not none %} · {{ right }}{% endif %}</p>
-<div role="group" aria-label="{{ title }} of each token" style="white-space:pre-wrap;font-family:monospace;\
-line-height:1.9">{% for token in tokens %}<span title="{{ token.title }}" style="{{ token.style }}">\
-{{ token.text }}</span>{% endfor %}</div>
-<p style="font-size:smaller;margin:6px 0">{% if measured %}{{ below }} <i aria-hidden="true" \
-style="display:inline-block;width:9em;height:0.9em;vertical-align:middle;border:1px solid #ddd;border-radius:3px;\
-background:linear-gradient(to right,{{ colours }})"></i> {{ above }} · {% endif %}{{ legend }}</p>
-{% for image in images %}
-<figure style="margin:0 0 6px;display:inline-block">
-<svg role="img" aria-label="{{ image.label }}" width="{{ image.shown[0] * 2 + 8 }}" height="{{ image.shown[1] }}" \
-viewBox="0 0 {{ image.shown[0] * 2 + 8 }} {{ image.shown[1] }}" style="max-width:100%;height:auto">
-{% for left in (0, image.shown[0] + 8) %}
-{% if image.data %}<image href="{{ image.data }}" x="{{ left }}" width="{{ image.shown[0] }}" \
-height="{{ image.shown[1] }}" preserveAspectRatio="none"/>
-{% else %}<rect x="{{ left }}" width="{{ image.shown[0] }}" height="{{ image.shown[1] }}" fill="#999"/>
-{% endif %}
-{% endfor %}
-{% for cell in image.cells %}<rect x="{{ cell.x }}" y="{{ cell.y }}" width="{{ cell.width }}" \
-height="{{ cell.height }}" fill="#000" fill-opacity="{{ cell.opacity }}"><title>{{ cell.title }}</title></rect>
-{% endfor %}
-</svg>
-<figcaption style="font-size:smaller">{{ image.label }}</figcaption>
-</figure>
-{% endfor %}
-</div>
-"""
-)
+_TEMPLATE = Path(__file__).with_name("completion.html")
 
 
 @dataclass(frozen=True)
@@ -87,7 +58,7 @@ def show_completion(
         raise DataError(f"The completion has {count} tokens and {len(values)} values of {color_by}: log it again.")
     rewards = ", ".join(f"{name} {_number(value)}" for name, value in completion.rewards.items())
     return CompletionView(
-        _TEMPLATE.render(
+        _template().render(
             prompt=_visible(completion.prompt),
             solution=None if completion.solution is None else _visible(completion.solution),
             reward=_number(completion.reward),
@@ -99,6 +70,12 @@ def show_completion(
             images=_images(completion, Path(run_folder) / FOLDER, token),
         )
     )
+
+
+@cache
+def _template() -> Template:
+    source = _TEMPLATE.read_text(encoding="utf-8")
+    return Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
 
 
 def _tokens(tokens: list[str], values: Numbers | None, color_by: str) -> list[dict[str, str]]:
@@ -186,10 +163,8 @@ def _cells(
 
 def _data_uri(folder: Path, file: str | None) -> str | None:
     """The thumbnail as a data URI; None if it is missing or lies elsewhere than the run's thumbnails."""
-    path = (folder / (file or "")).resolve()
-    if path.parent != (folder / "images").resolve() or not path.is_file():
-        return None
-    return "data:image/webp;base64," + base64.b64encode(path.read_bytes()).decode()
+    content = None if file is None else read_thumbnail(folder, file)
+    return None if content is None else "data:image/webp;base64," + base64.b64encode(content).decode()
 
 
 def _visible(text: str) -> str:

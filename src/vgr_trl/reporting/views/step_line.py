@@ -17,7 +17,6 @@ def step_line(step: int, total: int, logs: Mapping[str, float], seconds_per_step
     """Return step, reward, accuracy, length, VGR, live groups, seconds per step and the time that is left.
 
     Args:
-        step: global step.
         total: steps of the run.
         logs: what the trainer logged at this step; quantities that are not in it are left out.
         seconds_per_step: mean of the last steps; None: not known yet.

@@ -7,7 +7,7 @@ from trl import GRPOConfig
 
 from vgr_trl.config import AliasOptions, DAPOConfig, EvaluateOptions, ReportOptions, SkipOptions
 from vgr_trl.config.effects import options_in_effect
-from vgr_trl.reporting.views.card.model_use import About, introduced
+from vgr_trl.reporting.views.card.model_use import About, code, introduced
 from vgr_trl.reporting.views.card.papers import DAPO, ESTIMATORS, PAPERS, REWARDS, TAG_OF, Paper
 
 TAGS = ("dapo", "vgr_trl")
@@ -28,7 +28,6 @@ def method_section(options: DAPOConfig, rewards: Sequence[str]) -> str:
     """Return, as Markdown, the rewards with their weights and the options that steered the method.
 
     Args:
-        options: of the run.
         rewards: names of the reward functions, in the order of their weights.
     """
     weights = options.reward_weights or [1.0] * len(rewards)
@@ -68,8 +67,6 @@ def extended_card(card: str, options: DAPOConfig, rewards: Sequence[str], about:
 
     Args:
         card: Markdown as TRL writes it.
-        options: of the run.
-        rewards: names of the reward functions, in the order of their weights.
         about: takes the place of what TRL's card says of origin and use; None: TRL's stays.
     """
     section = method_section(options, rewards)
@@ -103,8 +100,7 @@ def _stated(options: DAPOConfig, name: str) -> str:
 
 def _code(text: str) -> str:
     """Return `text` as code that can end neither its span nor its table cell."""
-    text = " ".join(text.replace("`", "'").split())
-    return _cell(f"`{text}`")
+    return _cell(code(text))
 
 
 def _cell(text: str) -> str:

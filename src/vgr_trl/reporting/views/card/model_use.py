@@ -67,7 +67,7 @@ def introduced(card: str, about: About) -> str:
     """Return TRL's card with its sentence on origin and its example replaced by those of the model."""
     source = f"trained from {_linked(about.base)}" if about.base else "trained"
     rows = f"{about.rows:,} rows" if about.rows is not None else "a stream"
-    on = f" on {rows} of {_code(about.data)}" if about.data else f" on {rows}"
+    on = f" on {rows} of {code(about.data)}" if about.data else f" on {rows}"
     origin = (
         f"This {'vision-language ' if about.reads_images else ''}model was {source}{on}, by reinforcement learning."
     )
@@ -81,8 +81,9 @@ def introduced(card: str, about: About) -> str:
 
 
 def _linked(name: str) -> str:
-    return _code(name) if Path(name).exists() else f"[{name}](https://huggingface.co/{name})"
+    return code(name) if Path(name).exists() else f"[{name}](https://huggingface.co/{name})"
 
 
-def _code(text: str) -> str:
+def code(text: str) -> str:
+    """Return `text` as code whose span it cannot end."""
     return f"`{' '.join(text.replace('`', chr(39)).split())}`"

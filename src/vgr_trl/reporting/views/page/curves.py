@@ -10,7 +10,9 @@ from sys import intern
 from typing import Any, BinaryIO
 
 from vgr_trl.errors import DataError
-from vgr_trl.reporting.records.reading import LOGS_FILE, LogEntry, decode_log
+from vgr_trl.reporting.records.format import LogEntry
+from vgr_trl.reporting.records.json_lines import decode_log
+from vgr_trl.reporting.records.reading import LOGS_FILE
 from vgr_trl.reporting.signs import first_signs
 
 STATE_FILE = "trainer_state.json"
@@ -73,7 +75,6 @@ def read_curves(output_dir: Path, records: Path) -> Curves:
 
     Args:
         output_dir: of the run; `trainer_state.json` may be there or in a checkpoint.
-        records: folder of the records.
 
     Raises:
         DataError: the log was written by a later release.
