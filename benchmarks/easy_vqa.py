@@ -18,8 +18,7 @@ from typing import Any
 
 from datasets import load_dataset
 from demo_seeds import RESULTS, describe_machine
-
-from vgr_trl.demo.easy_vqa import (
+from easy_vqa_rows import (
     FAMILIES,
     balanced_rows,
     commonest_answer_accuracy,
@@ -27,6 +26,7 @@ from vgr_trl.demo.easy_vqa import (
     text_rows,
     vocabulary,
 )
+
 from vgr_trl.demo.options import Options
 from vgr_trl.demo.run import Questions
 from vgr_trl.demo.run import run as run_questions

@@ -4,10 +4,10 @@ import random
 from pathlib import Path
 
 from datasets import load_dataset
+from easy_vqa_rows import balanced_rows, vocabulary
 
 from methods.hints import copying
 from methods.tasks import Families, Task
-from vgr_trl.demo.easy_vqa import balanced_rows, vocabulary
 from vgr_trl.demo.rows import Rows
 from vgr_trl.demo.run import Questions
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 from transformers import Qwen2_5_VLForConditionalGeneration
 
+from vgr_trl.compat.image_processor import load_processor
 from vgr_trl.data.rows.text.prompts import format_question
 from vgr_trl.demo.shapes import draw_questions
-from vgr_trl.demo.tiny_vlm import build_tiny_vlm, load_processor
+from vgr_trl.demo.tiny_vlm import build_tiny_vlm
 from vgr_trl.demo.warm_start import encode, learn_answers, learn_captions, supervised_loss, target_text, warm_start
 
 

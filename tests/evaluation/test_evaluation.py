@@ -8,8 +8,8 @@ from datasets import Dataset
 from PIL import Image
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
 
+from vgr_trl.compat.image_processor import load_processor
 from vgr_trl.demo.shapes import draw_questions
-from vgr_trl.demo.tiny_vlm import load_processor
 from vgr_trl.errors import ConfigError, DataError, RewardError
 from vgr_trl.evaluation import blank_image, evaluate
 from vgr_trl.evaluation.asking import conversation_of

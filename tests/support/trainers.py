@@ -12,8 +12,8 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from trl import GRPOConfig, GRPOTrainer
 
 from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.compat.image_processor import load_processor
 from vgr_trl.data.rows.schema import prepare_rows
-from vgr_trl.demo.tiny_vlm import load_processor
 
 OPTIONS = {
     "use_cpu": True,

@@ -2,6 +2,5 @@
 
 Read `run.py` (the whole demo on one page) with its `options.py`, then what it calls: `shapes.py` (questions),
 `rows.py`, `tiny_vlm.py` and `tiny_processor.py` (the model), `warm_start.py`, `reinforce.py`, `report.py`.
-`easy_vqa.py` brings questions of others to the same path, `write_folder.py` leaves the model as files for other
-commands.
+`write_folder.py` leaves the model as files for other commands.
 """

@@ -5,10 +5,8 @@ from collections.abc import Iterable
 import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from vgr_trl.compat.image_processor import TinyProcessor, load_processor
+from vgr_trl.compat.image_processor import TinyProcessor
 from vgr_trl.demo.tiny_processor import EOS, PAD, build_processor
-
-__all__ = ["TinyProcessor", "build_tiny_vlm", "load_processor"]
 
 
 def build_tiny_vlm(
@@ -26,9 +24,6 @@ def build_tiny_vlm(
         texts: what the model will read and write; every word in it becomes one token.
         hidden_size: of language model and vision tower, a multiple of 4 x `num_heads`.
         num_layers: of the language model; below 3 there is no late third of the layers.
-        num_heads: of language model and vision tower.
-        vision_depth: layers of the vision tower.
-        seed: of the weights.
     """
     processor = build_processor(texts)
     model_config = _config(processor, hidden_size, num_layers, num_heads, vision_depth)

@@ -52,8 +52,6 @@ def supervised_loss(
     """Return the mean loss over target tokens, and that over answer tokens alone.
 
     Args:
-        model: a Qwen2.5-VL model.
-        processor: its processor.
         rows: with problem, choices (or None), thought, solution, and image if `images`.
         images: whether the model sees the images.
         thought_weight: weight of the tokens that are not the answer; theirs and the answer's mean are added.
@@ -147,15 +145,11 @@ def warm_start(
 
     Args:
         model: a Qwen2.5-VL model, best after `learn_answers` and `learn_captions`.
-        processor: its processor.
         rows: with image, problem, choices (or None), thought and solution.
         accuracy: measures the model on questions that are not used for anything else.
         target_accuracy: stop here, so that something is left to reinforce; in [0, 1].
         measure_every: steps between measurements, at least 1.
         max_steps: stop here at the latest.
-        batch_size: questions per step.
-        learning_rate: of AdamW.
-        seed: of the order of the questions.
     """
     history: list[tuple[int, float]] = []
     steps = _steps(model, rows, max_steps, batch_size, learning_rate, seed, "warm start (images)")

@@ -33,10 +33,7 @@ def write_folder(folder: Path, *, train: int = 256, test: int = 8, text_steps: i
 
     Args:
         folder: where to; it appears when it is complete.
-        train: questions to train on.
-        test: questions to evaluate on.
         text_steps: supervised steps, 0.02 s each on a CPU core.
-        seed: of questions and weights.
     """
     if folder.exists():
         return

@@ -1,24 +1,20 @@
 """easy-VQA becomes rows: what an image shows is told by its own questions, and families are balanced."""
 
+import importlib
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from datasets import load_dataset
 
-from vgr_trl.demo.easy_vqa import (
-    FAMILIES,
-    balanced_rows,
-    commonest_answer_accuracy,
-    family_of,
-    mismatch_images,
-    text_rows,
-    thought_of,
-    vocabulary,
-)
-
 WORDS = {"colour": {"blue", "red"}, "shape": {"circle", "triangle"}}
 DATA = Path(__file__).parents[3] / "shared" / "data" / "easy_vqa"
+
+
+@pytest.fixture
+def easy(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    return importlib.import_module("easy_vqa_rows")
 
 
 def image(*pairs: tuple[str, str]) -> dict:
@@ -35,8 +31,8 @@ def image(*pairs: tuple[str, str]) -> dict:
         ("is there not a blue shape?", "no", "yes/no"),
     ],
 )
-def test_family(problem, answer, family):
-    assert family_of(problem, answer) == family
+def test_family(easy, problem, answer, family):
+    assert easy.family_of(problem, answer) == family
 
 
 @pytest.mark.parametrize(
@@ -48,39 +44,39 @@ def test_family(problem, answer, family):
         ([("is there a red shape?", "no"), ("what shape is present?", "circle")], None),
     ],
 )
-def test_what_the_questions_tell(pairs, thought):
-    assert thought_of(image(*pairs), WORDS) == thought
+def test_what_the_questions_tell(easy, pairs, thought):
+    assert easy.thought_of(image(*pairs), WORDS) == thought
 
 
-def test_commonest_answer_is_taken_from_train():
-    train = [{"family": family, "solution": "a"} for family in FAMILIES]
+def test_commonest_answer_is_taken_from_train(easy):
+    train = [{"family": family, "solution": "a"} for family in easy.FAMILIES]
     test = [{"family": "colour", "solution": "a"}, {"family": "shape", "solution": "b"}]
-    assert commonest_answer_accuracy(train, test) == {"colour": 1.0, "shape": 0.0, "all": 0.5}
+    assert easy.commonest_answer_accuracy(train, test) == {"colour": 1.0, "shape": 0.0, "all": 0.5}
 
 
-def test_commonest_answer_to_the_same_question():
+def test_commonest_answer_to_the_same_question(easy):
     train = [{"family": "yes/no", "problem": problem, "solution": "no"} for problem in ("a?", "b?")]
     train += [{"family": "yes/no", "problem": "a?", "solution": "yes"}] * 2
     test = [{"family": "yes/no", "problem": problem, "solution": "yes"} for problem in ("a?", "b?", "new?")]
-    assert commonest_answer_accuracy(train, test, by="problem") == {"yes/no": 1 / 3, "all": 1 / 3}
+    assert easy.commonest_answer_accuracy(train, test, by="problem") == {"yes/no": 1 / 3, "all": 1 / 3}
 
 
-def test_mismatched_rows_keep_question_thought_and_answer():
+def test_mismatched_rows_keep_question_thought_and_answer(easy):
     rows = [{"image": number, "problem": number, "thought": number, "solution": number} for number in range(1000)]
-    mixed = mismatch_images(rows, 0.5, seed=0)
+    mixed = easy.mismatch_images(rows, 0.5, seed=0)
     assert [{**row, "image": number} for number, row in enumerate(mixed)] == rows
     assert 400 < sum(row["image"] != number for number, row in enumerate(mixed)) < 600
-    assert mismatch_images(rows, 0.0, seed=0) == rows
+    assert easy.mismatch_images(rows, 0.0, seed=0) == rows
 
 
-def test_real_data():
+def test_real_data(easy):
     if not DATA.is_dir():
         pytest.skip("needs ../shared/data/easy_vqa")
     images = list(load_dataset("parquet", data_files=str(DATA / "test.parquet"), split="train").select(range(300)))
-    words = vocabulary(images)
+    words = easy.vocabulary(images)
     assert (len(words["colour"]), len(words["shape"])) == (8, 3)
-    rows = balanced_rows(images, 90, words=words, seed=0, split="test")
-    assert Counter(row["family"] for row in rows) == dict.fromkeys(FAMILIES, 30)
+    rows = easy.balanced_rows(images, 90, words=words, seed=0, split="test")
+    assert Counter(row["family"] for row in rows) == dict.fromkeys(easy.FAMILIES, 30)
     assert all(row["solution"] in row["thought"] for row in rows if row["family"] != "yes/no")
     assert len({row["id"] for row in rows}) == 90
-    assert len(text_rows(images, words=words)) > 2000
+    assert len(easy.text_rows(images, words=words)) > 2000
