@@ -42,10 +42,6 @@ def options_in_effect(args: Any, names: Collection[str]) -> dict[str, str]:
 
     Those are options that are not at their defaults, and behind them those that belong to one of them, whatever their
     value.
-
-    Args:
-        args: of the run.
-        names: options to look at.
     """
     rules = {name: reason for names, reason in _RULES.items() for name in names}
     helps = {option.name: option.metadata["help"] for option in fields(args) if option.name in names}

@@ -57,7 +57,6 @@ class PluginOptions:
         """Return the values of a plug-in's own options, all options of the run if it has none.
 
         Args:
-            plugin: loaded.
             shown: its name for messages.
         """
         options = option_class(plugin, shown)

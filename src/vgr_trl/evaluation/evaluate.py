@@ -37,7 +37,6 @@ def evaluate(
     """Generate one greedy and `num_samples` sampled completions per question and score them.
 
     Args:
-        model: a transformers model that generates.
         processor: its processor, or its tokenizer for a text-only model.
         rows: questions with `prompt` (a conversation) or `problem` (text) and `choices`; `solution`; `image`/`images`.
         num_samples: k of mean@k and pass@k; 0 for greedy only.
@@ -49,7 +48,6 @@ def evaluate(
         reward_funcs: whose means over the greedy completions are given too; called with completions and columns.
         group_by: a column; scores are also given for each of its values.
         system_prompt: put before rows that have a `problem` and no `prompt`; None for none.
-        seed: of sampling.
 
     Raises:
         ConfigError: an option is out of range, or `group_by` is no column.

@@ -13,7 +13,6 @@ class Writer:
     """Writes completions with a model and its processor (or tokenizer).
 
     Args:
-        model: a transformers model that generates, also inside a PEFT model.
         processor: its processor, or its tokenizer for a text-only model.
         max_completion_length: in tokens, at least 1.
     """

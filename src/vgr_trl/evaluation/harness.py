@@ -23,9 +23,6 @@ def write_harness(folder: Path, model: str, task: str, result: Evaluation, setti
 
     Args:
         folder: of all models.
-        model: name or folder.
-        task: name of the questions.
-        result: of the model on them.
         settings: of the evaluation, as JSON.
     """
     named = {task: result, **{f"{task}_{_plain(name)}": scores for name, scores in result.groups.items()}}

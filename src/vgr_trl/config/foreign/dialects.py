@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from vgr_trl.config.foreign.keys import Key, moot, only, read
+from vgr_trl.config.foreign.keys import moot, only, read
 
 SECTIONS = {"dataset": "data", "optimization": "algorithm", "training": "trainer"}  # of MTRL
 THEIRS = ("data", "algorithm", "worker", "trainer", *SECTIONS, "actor_rollout_ref", "critic", "custom_reward_function")
@@ -159,8 +159,3 @@ def of_verl(stated: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
 def is_verl(stated: dict[str, Any]) -> bool:
     """Whether keys are those of verl."""
     return any(key.startswith("actor_rollout_ref.") for key in stated)
-
-
-def known_in_verl(key: str) -> Key | None:
-    """Return what is known of a key that verl has and EasyR1 has not."""
-    return VERL_KEYS.get(key)

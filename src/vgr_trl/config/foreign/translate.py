@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
-from vgr_trl.config.foreign.dialects import THEIRS, VERL, VERL_KEYS, is_verl, known_in_verl, of_mtrl, of_verl
+from vgr_trl.config.foreign.dialects import THEIRS, VERL, VERL_KEYS, is_verl, of_mtrl, of_verl
 from vgr_trl.config.foreign.easyr1 import TABLE, WHOLE
 from vgr_trl.config.foreign.keys import Key
 from vgr_trl.config.foreign.rules import RULES
@@ -78,7 +78,7 @@ def translate(given: Mapping[str, Any], processes: int = 1) -> Translation:
         if key in TABLE:
             _check_kind(names.get(key, key), value, TABLE[key])
             found.values[key] = value
-        elif (known := known_in_verl(key)) is None:
+        elif (known := VERL_KEYS.get(key)) is None:
             found.stopped[names.get(key, key)] = f"is unknown.{_nearest(key)}"
         elif known.fits is not None and value not in known.fits:
             found.stopped[key] = f"is {value!r}: {known.why}"

@@ -54,7 +54,6 @@ class NoisyOptions(PerceiveOptions):
 
         Args:
             step: from 1.
-            total: steps of the run.
         """
         return decay(self.noisy_decay, step, total, self.noisy_decay_coef, self.noisy_decay_midpoint)
 

@@ -33,12 +33,10 @@ def estimate(
     """Return advantages per token and returns: those of `base` on rewards with signals, shaped by the rules in use.
 
     Args:
-        base: estimator of the trainer.
         found: signals of the batch; its metrics are filled.
         token_level_rewards: (N, T).
         response_mask: (N, T).
         index: (N,), the same for completions of one prompt.
-        more: what else the trainer gives to an estimator.
 
     Raises:
         ConfigError: a rule or reward that is on needs a signal that was not measured.

@@ -45,7 +45,6 @@ def with_terms(base: Callable[..., Loss], aggregate: Callable[..., torch.Tensor]
     """Return a policy loss of verl that is `base` plus the terms at hand, divided as `base` divides.
 
     Args:
-        base: policy loss.
         aggregate: verl's `agg_loss`.
         name: that it is registered under, for messages.
     """
@@ -89,7 +88,6 @@ def token_terms(terms: TermsAtHand, logps: torch.Tensor, mask: torch.Tensor) -> 
     """Return the terms that are on, (N, T) each, 0 outside the mask.
 
     Args:
-        terms: at hand.
         logps: (N, T) with gradients.
         mask: (N, T).
 

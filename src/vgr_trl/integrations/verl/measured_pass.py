@@ -71,8 +71,6 @@ class MeasuredPass:
 
     Args:
         model: of the actor, also wrapped by FSDP.
-        layout: of the micro-batch.
-        options: of the run.
         special_token_ids: tokens that belong to no modality.
         agree: as `share_prompts` takes it.
     """

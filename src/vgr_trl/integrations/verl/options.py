@@ -30,30 +30,20 @@ _WITHOUT_MEANING = {
 
 @dataclass
 class SignalOptions(MeasureOptions, PerceiveOptions, CreditOptions):
-    """What is measured in the actor, and what becomes of it; beside its own options those of the three stages.
+    """What is measured in the actor, and what becomes of it; beside its own options those of the three stages."""
 
-    Args:
-        estimator: advantage estimator of verl or EasyR1 whose advantages are shaped.
-        apply_to: `advantages` are multiplied by token weights, or, as in the notes, the response `mask`.
-        collect_attentions: token weights come with the rollout, from matrices of generate; the actor measures none.
-        vgr_reward_weight: weight of the VGR reward, compared within each prompt.
-        hard_negative_reward_weight: weight of the VGR reward among right answers.
-        mdi_reward_weight: weight of the MDI reward.
-        right_from: a reward of at least this is a right answer, for the hard negative reward.
-        share_prompts: compute each prompt of the measured pass once, where that is possible.
-        seed: of the perturbed images.
-    """
-
-    estimator: str = option("grpo", "Advantage estimator whose advantages are shaped.")
+    estimator: str = option("grpo", "Advantage estimator of verl or EasyR1 whose advantages are shaped.")
     apply_to: str = option("advantages", "Token weights multiply advantages, or the response mask.")
     collect_attentions: bool = option(
         False, "Token weights come with the rollout; the actor measures no attention for them."
     )
-    vgr_reward_weight: float = option(0.0, "Weight of the VGR reward.")
+    vgr_reward_weight: float = option(0.0, "Weight of the VGR reward, compared within each prompt.")
     hard_negative_reward_weight: float = option(0.0, "Weight of the VGR reward among right answers.")
     mdi_reward_weight: float = option(0.0, "Weight of the MDI reward.")
-    right_from: float = option(0.5, "A reward of at least this is a right answer.")
-    share_prompts: str = option("auto", "auto or off: prompts of the measured pass once.")
+    right_from: float = option(0.5, "A reward of at least this is a right answer, for the hard negative reward.")
+    share_prompts: str = option(
+        "auto", "auto: each prompt of the measured pass is computed once, where it can be; off."
+    )
     seed: int = option(42, "Seed of the perturbed images.")
 
     @classmethod

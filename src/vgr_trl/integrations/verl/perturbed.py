@@ -9,6 +9,7 @@ import torch
 
 from vgr_trl.errors import DataError
 from vgr_trl.integrations.verl.options import SignalOptions
+from vgr_trl.signals.modality import special_token_ids
 
 
 def perturb_row(
@@ -22,7 +23,6 @@ def perturb_row(
     Args:
         inputs: of one row; `pixel_values` is (patches, C x time x p x p), a patch per row and channels first, or
             (..., C, H, W).
-        options: of the run.
         step: of the optimizer.
         black: per channel, what black is after the processor's normalisation.
         patch_size: of the squares, in pixels of (..., C, H, W); where patches are rows they are the squares.
@@ -51,6 +51,16 @@ def perturb_row(
     dark = torch.from_numpy(generator.random(grid) < options.black_prob).to(pixels.device)
     dark = dark.repeat_interleave(patch_size, -2).repeat_interleave(patch_size, -1)[..., :height, :width]
     return {**inputs, "pixel_values": torch.where(dark, colours.view(-1, 1, 1), pixels)}
+
+
+def told(options: SignalOptions, step: int, processor: Any) -> dict[str, Any]:
+    """Return what the actor is told with a batch: options, and what only the processor knows."""
+    return {
+        "options": options.to_dict(),
+        "step": step,
+        "special_token_ids": list(special_token_ids(processor)),
+        "black": black_of(processor),
+    }
 
 
 def black_of(processor: Any) -> list[float]:

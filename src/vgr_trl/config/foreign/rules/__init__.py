@@ -1,7 +1,8 @@
 """Options that several keys of EasyR1 make together.
 
 A rule takes the values of all keys, where it runs, and `set`, which notes an option, its value and the keys it is made
-of. Read `batches.py` first: their steps are rollouts, ours are updates.
+of (`values.py`). Read `batches.py` first: their steps are rollouts, ours are updates; then `data.py`, `model.py`,
+`learning.py` and `run.py`.
 """
 
 from vgr_trl.config.foreign.rules.batches import batches, evaluations, schedule

@@ -13,11 +13,10 @@ from vgr_trl.errors import ConfigError
 from vgr_trl.integrations.verl.at_hand import SignalsAtHand, columns_in, lay_at_hand
 from vgr_trl.integrations.verl.inside_easyr1.actor import KEY, SignalActor
 from vgr_trl.integrations.verl.options import SignalOptions
-from vgr_trl.integrations.verl.perturbed import black_of
+from vgr_trl.integrations.verl.perturbed import told
 from vgr_trl.integrations.verl.presets import options_of
 from vgr_trl.integrations.verl.token_weights import as_weights
 from vgr_trl.replacing import replaced
-from vgr_trl.signals.modality import special_token_ids
 
 PRESET = "preset"
 
@@ -89,12 +88,7 @@ class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
     def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         super()._balance_batch(batch, metrics, *args, **kwargs)
         processor = self.processor if self.processor is not None else self.tokenizer
-        batch.meta_info[KEY] = {
-            "options": self.options.to_dict(),
-            "step": int(self.global_step),
-            "special_token_ids": list(special_token_ids(processor)),
-            "black": black_of(processor),
-        }
+        batch.meta_info[KEY] = told(self.options, int(self.global_step), processor)
         self._metrics = metrics
 
     def fit(self) -> None:

@@ -14,10 +14,9 @@ from vgr_trl.errors import ConfigError
 from vgr_trl.integrations.verl.at_hand import COLUMNS, SignalsAtHand, lay_at_hand
 from vgr_trl.integrations.verl.inside_verl.engine import KEY
 from vgr_trl.integrations.verl.options import SignalOptions
-from vgr_trl.integrations.verl.perturbed import black_of
+from vgr_trl.integrations.verl.perturbed import told
 from vgr_trl.integrations.verl.presets import LOSSES, options_of
 from vgr_trl.integrations.verl.token_weights import as_weights
-from vgr_trl.signals.modality import special_token_ids
 
 WEIGHTS = "token_weights"  # of a reward
 
@@ -99,12 +98,7 @@ class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
     def _told(self) -> dict[str, Any]:
         """What the engine is told: options, and what only the processor knows."""
         processor = self.processor if self.processor is not None else self.tokenizer
-        return {
-            "options": self.signal_options.to_dict(),
-            "step": int(self.global_steps),
-            "special_token_ids": list(special_token_ids(processor)),
-            "black": black_of(processor),
-        }
+        return told(self.signal_options, int(self.global_steps), processor)
 
     def _keep_along_responses(self, batch: Any) -> None:
         """Cut the columns, which the engine returns along whole sequences, to the responses."""
