@@ -57,6 +57,20 @@ def test_gradients_are_those_of_padded_passes(name, checkpointing, packed):
     assert len(set(lengths)) > 1
 
 
+def test_processes_that_have_to_make_equally_many_passes_make_one(packed):
+    """As under ZeRO-3, where a pass over the prompts ends with the last layer."""
+    model, batch = with_head(build("qwen2_5_vl")), make_batch("qwen2_5_vl")
+    expected = gradients(model, batch)
+    decoder = as_flash(model).model.language_model
+    passes = []
+    decoder.register_forward_hook(lambda *call: passes.append(1))
+    with share_prompts(model, batch.completion_length, agree=lambda shares: shares, packs=True) as report:
+        found = gradients(model, batch)
+    assert not report.plain
+    assert len(passes) == 2
+    assert largest_relative(expected, found) < 1e-5
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_steps_are_those_of_trl(loss, vision, image_rows, tmp_path, packed):
     settings = options(tmp_path, **{"epsilon_high": 0.28, **LOSSES[loss]}, num_iterations=2)
