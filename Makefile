@@ -188,7 +188,7 @@ mutants: $(DEV)
 	$(BIN)/python scripts/mutants $(MUTANTS)
 
 # A part of the tests with the oldest and newest releases that are taken, in environments of their own, several GB and about
-# five minutes each; writes the table of docs/compatibility.md. COMPAT="oldest trl-1.15" for some.
+# ten minutes each; writes the table of docs/compatibility.md. COMPAT="oldest trl-1.15" for some.
 COMPAT ?=
 COMPAT_ENVS ?= .venv-compat
 .PHONY: compat
