@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 
 from vgr_trl.demo.rows import words_of
 from vgr_trl.demo.tiny_processor import build_processor
@@ -194,6 +195,19 @@ def test_a_start_that_believes_hints_says_half_of_them_whatever_is_shown(module)
     assert all("? which" in row["problem"] and row["problem"].startswith(row["hint_word"]) for row in questions.train)
 
 
+@pytest.mark.skipif(not (ROOT / "../shared/data/easy_vqa").is_dir(), reason="easy-VQA is not at ../shared/data")
+def test_hints_of_easy_vqa_are_of_the_family_that_is_asked_for(module, monkeypatch):
+    """Two families of three are kept of 4,500, 192 and 480 rows; validation images do nothing else."""
+    given = module("methods.given")
+    monkeypatch.setattr(given, "DATA", ROOT / "../shared/data/easy_vqa")
+    questions = given.believing(0)
+    assert [len(questions.train), len(questions.validation), len(questions.test)] == [3000, 128, 320]
+    for row in questions.train + questions.test:
+        assert {row["hint_word"], row["solution"]} <= set(given.SEEN[row["family"]])
+    drawn = [{row["id"].split("-")[1] for row in rows} for rows in (questions.train, questions.validation)]
+    assert drawn[0].isdisjoint(drawn[1])
+
+
 def test_hints_are_replaced_not_piled_up(module):
     row = {"family": "colour", "solution": "red", "problem": "which colour is it?"}
     hints = module("methods.hints")
@@ -211,3 +225,14 @@ def test_copies_are_counted_where_the_hint_misleads(module):
     records = [{"sampled": [f"<think>a</think><answer>{word}</answer>" for word in some]} for some in texts]
     seen = SimpleNamespace(records=records)
     assert module("methods.reliance").copies(seen, rows) == 0.25
+
+
+def test_boxes_are_put_in_another_order(module):
+    """Columns of a box go with it, the bars between boxes stay."""
+    image = Image.new("RGB", (400, 100))
+    for place, colour in ((0, "red"), (100, "grey"), (150, "lime"), (250, "grey"), (300, "blue")):
+        image.paste(colour, (place, 0, min(400, place + 100), 100))
+    drawn = module("nlvr").reordered(image, (2, 0, 1))
+    looked = [drawn.getpixel((place, 50)) for place in (0, 99, 120, 150, 249, 270, 300, 399)]
+    red, lime, blue, grey = (255, 0, 0), (0, 255, 0), (0, 0, 255), (128, 128, 128)
+    assert looked == [blue, blue, grey, red, red, grey, lime, lime]
