@@ -3,6 +3,11 @@
 from vgr_trl.printable import printable
 
 
+def words_of(error: BaseException, most: int = 200) -> str:
+    """Return what an error says, on one line of at most so many characters; its type where it says nothing."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
+
+
 class VGRError(Exception):
     """Base of every error this library raises on purpose; its text, in which data may be named, can be printed."""
 

@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 from made import jsonl, parquet, picture, questions, reasons
 
-from vgr_trl.data.build.sets.arxivqa import count, read
+from vgr_trl.data.build.registry import CONVERTERS
+from vgr_trl.data.build.sets.arxivqa import read
 from vgr_trl.data.read.sources import Source
 
 FIGURES = {f"1501.0000{number}_1.jpg": picture((number, 0, 0)) for number in range(1, 5)}
@@ -41,7 +42,7 @@ def test_questions_get_their_figures(tmp_path):
     assert [question.solution for question in found] == ["B", "D", "B", "B", "B"]
     assert found[0].choices == ["It rises", "It falls", "It stays", "It vanishes"]
     assert (found[0].source, found[0].problem) == ("ArxivQA", "What does curve 0 do?")
-    assert count(source) == 5
+    assert CONVERTERS["arxivqa"].count(source) == 5
 
 
 @pytest.mark.parametrize(
@@ -137,4 +138,4 @@ def test_files_are_named_by_configuration(tmp_path):
     candidates = list(read(source))
     assert [question.id for question in questions(candidates)] == ["q0"]
     assert [row for row, _ in reasons(candidates)] == [0, 2, 1, 2]
-    assert count(source) is None
+    assert CONVERTERS["arxivqa"].count(source) is None

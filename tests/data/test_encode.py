@@ -218,6 +218,19 @@ def test_random_bytes_are_no_image(data):
 
 
 @pytest.mark.parametrize("kind", sorted(WHOLE))
+def test_files_are_read_by_any_name_of_them(kind, tmp_path):
+    path = tmp_path / "image"
+    path.write_bytes(WHOLE[kind])
+    for value in (path, str(path), {"bytes": WHOLE[kind], "path": None}, {"bytes": None, "path": str(path)}):
+        assert open_image(value).size == (24, 17)
+
+
+def test_an_image_without_pixels_is_refused():
+    with pytest.raises(DataError, match="image has size 0x5"):
+        open_image(Image.new("RGB", (0, 5)))
+
+
+@pytest.mark.parametrize("kind", sorted(WHOLE))
 def test_truncated_files_are_refused(kind):
     for share in (0.3, 0.6, 0.9):
         data = WHOLE[kind][: int(share * len(WHOLE[kind]))]

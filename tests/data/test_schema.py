@@ -4,12 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
-from datasets import Dataset, Features, Image, IterableDataset, List, Value, load_dataset
+from datasets import Dataset, Features, Image, IterableDataset, List, Value
 from PIL import Image as PILImage
 
 from vgr_trl.data.rows.schema import prepare_rows, row_problem
 from vgr_trl.data.rows.skipped import report_skipped
-from vgr_trl.data.rows.text.prompts import SYSTEM_PROMPT, build_prompt
+from vgr_trl.data.rows.text.prompts import SYSTEM_PROMPT
 from vgr_trl.data.rows.text.special import special_tokens
 from vgr_trl.demo.tiny_processor import build_processor
 from vgr_trl.errors import DataError
@@ -52,12 +52,6 @@ def test_prepared_rows_can_be_built_upon_with_their_features():
     assert again[0]["image"].size == (40, 30)
 
 
-def test_a_prompt_of_the_rows_own_is_kept():
-    rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": "hello"}]], "solution": ["hi"]})
-    prepared, _ = prepare_rows(rows)
-    assert prepared["prompt"][0] == [{"role": "user", "content": "hello"}]
-
-
 def test_bad_rows_are_left_out_and_listed(tmp_path):
     made = dataset(
         solution=["A", "green", None, "B"], image=[png(), png(), png(), png(damaged=True)], problem=["q", "q", "q", "q"]
@@ -92,18 +86,6 @@ def test_missing_columns_are_named():
     assert len(rows) == 1
 
 
-def test_image_paths_as_jsonl_has_them(tmp_path):
-    PILImage.new("RGB", (8, 9)).save(tmp_path / "a.png")
-    made = Dataset.from_dict({"problem": ["q", "q"], "solution": ["x", "y"], "image": ["a.png", "missing.png"]})
-    rows, skipped = prepare_rows(made, root=tmp_path)
-    assert rows[0]["image"].size == (8, 9)
-    assert len(skipped) == 1
-    assert skipped[0].reason.endswith("missing.png does not exist")
-    lists = Dataset.from_dict({"problem": ["q"], "solution": ["x"], "images": [["a.png", "a.png"]]})
-    rows, _ = prepare_rows(lists, root=tmp_path)
-    assert [image.size for image in rows[0]["images"]] == [(8, 9), (8, 9)]
-
-
 def test_image_paths_from_a_relative_folder(tmp_path, monkeypatch):
     (tmp_path / "set").mkdir()
     PILImage.new("RGB", (8, 9)).save(tmp_path / "set" / "a.png")
@@ -120,39 +102,12 @@ def test_rows_without_image_among_rows_with_one_are_kept():
     assert (len(rows), skipped) == (4, [])
 
 
-def test_a_stream_is_checked_as_it_is_read():
-    made = dataset(solution=["A", "green", "B", "A"], image=[png(), png(), png(), png()])
-    stream, skipped = prepare_rows(made.to_iterable_dataset(), system_prompt=None)
-    rows = list(stream)
-    assert skipped == []
-    assert [row["solution"] for row in rows] == ["A", "B", "A"]
-    assert rows[0]["prompt"] == build_prompt("which colour?", ["red", "blue"], system_prompt=None)
-
-
 @pytest.mark.parametrize("row", [{}, {"problem": "  "}, {"prompt": []}, {"problem": None, "prompt": None}])
 def test_a_row_without_a_question(row):
     assert re.fullmatch(
         r"its (prompt \(or problem or question\)|problem) is (None|\[\]|'  '): it must be a text",
         row_problem({**row, "solution": "x"}) or "",
     )
-
-
-def test_a_stream_with_a_damaged_image_leaves_that_row_out_and_names_it_once():
-    made = dataset(image=[png(), png(damaged=True), png(), png()])
-    heard = []
-    stream, _ = prepare_rows(made.to_iterable_dataset(), on_skipped=heard.append)
-    for _ in range(2):
-        assert [row["image"].size for row in stream] == [(40, 30)] * 3
-    assert [(row.row, row.split) for row in heard] == [(1, "train")]
-    assert "truncated or damaged" in heard[0].reason
-
-
-def test_a_stream_of_image_paths_is_decoded(tmp_path):
-    PILImage.new("RGB", (8, 9)).save(tmp_path / "a.png")
-    (tmp_path / "rows.jsonl").write_text('{"problem": "q", "solution": "x", "image": "a.png"}\n' * 2)
-    raw = load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), split="train", streaming=True)
-    stream, _ = prepare_rows(raw, root=tmp_path)
-    assert [row["image"].size for row in stream] == [(8, 9), (8, 9)]
 
 
 def test_a_stream_without_columns_rows_or_usable_rows_is_an_error():
@@ -176,24 +131,11 @@ def test_images_as_other_writers_store_them():
         prepare_rows(Dataset.from_dict({"problem": ["q"], "solution": ["x"], "image": [3]}))
 
 
-def test_a_missing_image_within_a_list_is_a_reason(tmp_path):
-    PILImage.new("RGB", (8, 9)).save(tmp_path / "a.png")
-    made = Dataset.from_dict({"problem": ["q", "r"], "solution": ["x", "y"], "images": [["a.png", None], ["a.png"]]})
-    rows, skipped = prepare_rows(made, root=tmp_path)
-    assert (len(rows), [row.row for row in skipped]) == (1, [0])
-
-
 def test_prompts_that_only_some_rows_have():
     own = [{"role": "user", "content": "hello"}]
     made = Dataset.from_dict({"prompt": [own, None], "problem": ["q", "r"], "solution": ["x", "y"]})
     rows, _ = prepare_rows(made, system_prompt=None)
     assert rows["prompt"] == [own, [{"role": "user", "content": "r"}]]
-
-
-def test_a_text_prompt_is_a_question():
-    made = Dataset.from_dict({"prompt": ["look", "see"], "solution": ["x", "y"]})
-    rows, _ = prepare_rows(made, system_prompt=None)
-    assert rows["prompt"][1] == [{"role": "user", "content": "see"}]
 
 
 def test_more_options_than_letters_is_a_reason_without_an_accuracy_reward_too():

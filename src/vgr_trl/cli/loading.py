@@ -16,7 +16,9 @@ from transformers.utils import find_adapter_config_file
 
 from vgr_trl.cli.flags.arguments import DataArguments
 from vgr_trl.compat.image_processor import load_processor as load_demo_processor
-from vgr_trl.data.load import HUB_NAME, load_split, parse_data_files, readable
+from vgr_trl.data.load import HUB_NAME, load_split
+from vgr_trl.data.read.data_files import parse_data_files
+from vgr_trl.data.read.failures import readable
 from vgr_trl.data.rows.images.places import downloaded
 from vgr_trl.data.rows.images.video import VideoOptions, refuse_single_image_models
 from vgr_trl.data.rows.naming import keys_of
@@ -60,10 +62,7 @@ def load_for_inference(
     """Return the model and the processor of a checkpoint, a LoRA adapter (on its base model) or a hub name.
 
     Args:
-        name: folder or hub name.
         dtype: auto, bfloat16, float16 or float32.
-        revision: branch, tag or commit of a hub name.
-        trust_remote_code: whether a model may bring its own code.
 
     Raises:
         ConfigError: it does not exist or cannot be loaded.
@@ -188,9 +187,6 @@ def load_rows(
     """Return the usable rows of a split, with prompts, and the rows left out.
 
     Args:
-        arguments: which data, and how.
-        split: its name.
-        needs_solution: whether a row must say what is right.
         limit: the first so many rows only.
         processor: gives the model's processor, whose special tokens no text of a row may hold, and which must take
             several images if the data have videos.

@@ -18,20 +18,18 @@ from vgr_trl.cli.flags.parsing import parse
 from vgr_trl.cli.loading import load_processor, load_rows, refuse_missing_folder, tested
 from vgr_trl.cli.run.dry_run import dry_run
 from vgr_trl.cli.run.evaluated import is_stated, rows_to_evaluate
-from vgr_trl.cli.run.folder import claim, write_identity
+from vgr_trl.cli.run.folder import claim, identity_of, write_identity
 from vgr_trl.cli.run.last_evaluation import LastEvaluation
 from vgr_trl.cli.run.plan import describe_run, print_plan, total_steps
 from vgr_trl.cli.run.step_lines import print_steps_as_lines
 from vgr_trl.compat.gloo_exit import let_gloo_finish
 from vgr_trl.config import DAPOConfig
-from vgr_trl.data.load import parse_data_files, readable
+from vgr_trl.data.read.failures import readable
 from vgr_trl.data.rows.columns import image_columns, images_of, undecoded
-from vgr_trl.data.rows.naming import FLAGS
 from vgr_trl.data.rows.skipped import append_skipped, report_skipped
 from vgr_trl.errors import CollapseError, ConfigError, DataError
 from vgr_trl.files import write_whole
 from vgr_trl.rewards import load_rewards
-from vgr_trl.rewards.registry import hardened
 from vgr_trl.rewards.signatures import reads_solution
 from vgr_trl.trainer import DAPOTrainer
 from vgr_trl.training.checkpoints.finish import load_trained, only_lacks_its_model
@@ -84,7 +82,7 @@ def train(
     """
     _check(model)
     output_dir = Path(config.output_dir or "trainer_output")
-    identity = _identity(data, rewards, config, model)
+    identity = identity_of(data, rewards, config, model)
     resume = resume_mode(config.resume_from_checkpoint)
     claim(output_dir, identity, resume)
     checkpoint = resolve_checkpoint(resume, output_dir)
@@ -231,16 +229,6 @@ def _source(data: DataArguments) -> str:
     return str(data.dataset_name or data.dataset_path or data.data_files)
 
 
-def _resolved(data: DataArguments) -> str:
-    """The source of the data, however its path is spelled, and which of its columns are read."""
-    named = "".join(f" {flag}={getattr(data, flag)}" for flag in FLAGS.values() if getattr(data, flag) is not None)
-    if data.data_files:
-        files = parse_data_files(data.data_files)
-        resolved = {split: "+".join(str(path.resolve()) for path in files[split]) for split in sorted(files)}
-        return ",".join(f"{split}={paths}" for split, paths in resolved.items()) + named
-    return str(data.dataset_name or Path(str(data.dataset_path)).resolve()) + named
-
-
 def _separate_lora_modules(model: ModelConfig) -> None:
     """Take commas between names, and spaces, as separators; a text with other signs is a pattern of PEFT's.
 
@@ -252,16 +240,3 @@ def _separate_lora_modules(model: ModelConfig) -> None:
     if isinstance(modules, list):
         names = [name for text in modules for name in re.split(r"[,\s]+", text.strip()) if name]
         model.lora_target_modules = names
-
-
-def _identity(data: DataArguments, rewards: RewardArguments, config: DAPOConfig, model: ModelConfig) -> dict[str, Any]:
-    """What must be the same for a run to be continued."""
-    return {
-        "model": model.model_name_or_path,
-        "data": _resolved(data),
-        "dataset_config": data.dataset_config,
-        "dataset_train_split": data.dataset_train_split,
-        "reward_funcs": hardened(rewards.reward_funcs) if config.vgr_hard_negative else rewards.reward_funcs,
-        "reward_model": rewards.reward_model_name_or_path,
-        "lora": [model.lora_r, model.lora_target_modules, model.use_dora] if model.use_peft else None,
-    }

@@ -8,7 +8,7 @@ from typing import Any
 from datasets import Dataset
 
 from vgr_trl.data.build.merge_plan import Row, split
-from vgr_trl.data.rows.columns import FOLDER, IMAGE_COLUMNS, images_of, undecoded
+from vgr_trl.data.rows.columns import FOLDER, IMAGE_COLUMNS, folder_of, images_of, undecoded
 from vgr_trl.data.rows.images.opening import image_bytes
 from vgr_trl.data.rows.text.marks import texts_of
 from vgr_trl.errors import DataError
@@ -22,7 +22,6 @@ def hold_out(dataset: Dataset, seed: int, root: Path = Path()) -> tuple[Dataset,
     Args:
         dataset: as `prepare_rows` gives it.
         seed: of the choice, which depends on nothing else but the images.
-        root: folder that relative paths start from.
 
     Raises:
         DataError: all rows share images.
@@ -41,7 +40,6 @@ def hold_out(dataset: Dataset, seed: int, root: Path = Path()) -> tuple[Dataset,
 
 
 def _digests(row: Mapping[str, Any], root: Path) -> tuple[str, ...]:
-    start = Path(row[FOLDER]) if row.get(FOLDER) else root
-    shown = [image_bytes(value, start) for value in images_of(row)]
+    shown = [image_bytes(value, folder_of(row, root)) for value in images_of(row)]
     what = shown or ["\0".join(texts_of(row["prompt"][-1:])).encode()]
     return tuple(hashlib.sha256(data).hexdigest() for data in what)

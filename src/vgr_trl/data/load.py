@@ -1,10 +1,8 @@
 """Loading a data set from the hub, a folder or files."""
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
-from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +17,18 @@ from datasets import (
     load_dataset,
     load_from_disk,
 )
-from datasets.exceptions import DataFilesNotFoundError, DatasetGenerationError, DatasetNotFoundError
-from pyarrow.lib import ArrowException
 
 from vgr_trl.data.build.sets import mmmu_pro
 from vgr_trl.data.joined import joined_rows, joined_source
 from vgr_trl.data.read.cards import refuse_files_elsewhere
+from vgr_trl.data.read.data_files import parse_data_files
+from vgr_trl.data.read.failures import readable
 from vgr_trl.data.read.readers import count_rows
 from vgr_trl.data.read.sources import row_files, splits_of
 from vgr_trl.data.read.tables import stream_of, table_of
 from vgr_trl.data.rows.columns import FOLDER
 from vgr_trl.data.rows.reading import KEYS
-from vgr_trl.errors import ConfigError, DataError, MissingSplitError, VGRError
+from vgr_trl.errors import ConfigError, DataError, MissingSplitError
 
 # `datasets` reads the columns of texts as if all were of one type (pandas makes numbers of digits and nothing of `NA`).
 BUILDERS = {".parquet": "parquet", ".jsonl": "text", ".json": "text", ".csv": "text", ".arrow": "arrow"}
@@ -52,12 +50,8 @@ def load_split(
     """Return one split of the data set that one of the three sources names.
 
     Args:
-        split: its name, `train` for example.
-        dataset_name: name on the hub.
-        dataset_config: configuration of a hub data set.
         dataset_path: folder with files of one kind, with images and metadata, or written by `save_to_disk`.
         data_files: as `parse_data_files` takes it. Parquet, JSON, JSONL, CSV or Arrow.
-        streaming: read rows as they are needed.
         with_folders: whether rows name the folder of their file in the column `FOLDER` where files of a split lie in
             several.
 
@@ -93,8 +87,6 @@ def load_path(
     Args:
         path: a file as in `load_split`, a folder as there, or a name on the hub where there is neither.
         split: its name; None: `train`, or the only one. A file has one, of any name.
-        config: configuration of a hub data set.
-        streaming: read rows as they are needed.
 
     Raises:
         DataError: there is nothing at `path`, it cannot be read, or the split is not known.
@@ -116,65 +108,6 @@ def load_path(
         if split is None and chosen != "train" and len(splits) > 1:
             raise DataError(f"{path} has the splits {sorted(splits)}: name one of them.")
         return chosen, _pick(chosen, loaded, path)
-
-
-@contextmanager
-def readable(source: str | None, name: str, only_reads: bool = False) -> Iterator[None]:
-    """Turn what reading `source` raises, at the start or in the midst of a stream, into a `DataError`.
-
-    Args:
-        source: where the data come from.
-        name: of the option that says so.
-        only_reads: whether nothing else happens in the block, so that errors of values are the data's too.
-    """
-    try:
-        yield
-    except VGRError:
-        raise
-    except (DatasetNotFoundError, ConnectionError) as error:
-        raise DataError(f"No data set is found at {source} ({_words(error)}): check {name}.") from error
-    except (DatasetGenerationError, ArrowException, UnicodeError, DataFilesNotFoundError) as error:
-        cause = error.__cause__ or error
-        raise DataError(f"{source} cannot be read ({_words(cause)}): check that the file is whole.") from error
-    except OSError as error:
-        if error.errno is not None:  # of the system, a full disk for example; pyarrow's of damaged files have none
-            raise
-        raise DataError(f"{source} cannot be read ({_words(error)}): check that the file is whole.") from error
-    except (ValueError, RecursionError, StopIteration) as error:  # of damaged JSON, by its reader in `datasets`
-        if not only_reads:
-            raise
-        raise DataError(f"{source} cannot be read ({_words(error)}): check {name}, and that it is whole.") from error
-
-
-def _words(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
-
-
-def parse_data_files(text: str) -> dict[str, list[Path]]:
-    """Return split → files of `train=a.jsonl+b.jsonl,test=c.parquet`; a split may be named again for another file.
-
-    A file without a split is of the split `train`. A name with `*` or `?` stands for the files that it fits.
-
-    Raises:
-        ConfigError: a split or a file has no name.
-    """
-    files: dict[str, list[Path]] = {}
-    for part in text.split(","):
-        name, path = part.split("=", 1) if "=" in part else ("train", part)
-        names = [path.strip()] if Path(path.strip()).exists() else [one.strip() for one in path.split("+")]
-        if not name.strip() or not path.strip() or not all(names):
-            raise ConfigError(f"data_files is {text!r}: give train=a.jsonl+b.jsonl,test=c.parquet.")
-        for one in names:
-            files.setdefault(name.strip(), []).extend(_matching(one))
-    for split, paths in files.items():
-        if len({path.resolve() for path in paths}) != len(paths):
-            raise ConfigError(f"data_files is {text!r}, which names a file of {split} twice: name each once.")
-    return files
-
-
-def _matching(path: str) -> list[Path]:
-    found = sorted(glob(path)) if set(path) & set("*?") else []
-    return [Path(name) for name in found or [path]]
 
 
 def _from_hub(name: str, config: str | None, streaming: bool) -> Any:
@@ -244,9 +177,8 @@ def _from_folder(path: Path, streaming: bool) -> Any:
 
 
 def _read_here(files: dict[str, list[str]], streaming: bool) -> DatasetDict | IterableDatasetDict:
-    if streaming:
-        return IterableDatasetDict({split: stream_of(list(map(Path, names))) for split, names in files.items()})
-    return DatasetDict({split: table_of(list(map(Path, names))) for split, names in files.items()})
+    read, whole = (stream_of, IterableDatasetDict) if streaming else (table_of, DatasetDict)
+    return whole({split: read([Path(name) for name in names]) for split, names in files.items()})
 
 
 def _require_rows(paths: Sequence[Path]) -> None:

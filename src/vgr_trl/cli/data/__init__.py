@@ -1,4 +1,7 @@
-"""`vgr-trl data convert | merge | inspect`: question sets to one schema, merged, and checked."""
+"""`vgr-trl data convert | merge | inspect`: question sets to one schema, merged, and checked.
+
+Read `convert.py`, `merge.py`, and `inspect.py` with `inspecting.py` (what it does once its flags are read).
+"""
 
 import importlib
 import sys

@@ -19,18 +19,14 @@ from vgr_trl.data.build.sets.jsonl import Keys
 from vgr_trl.data.build.shuffle import shuffle_choices
 from vgr_trl.data.build.statistics import report
 from vgr_trl.data.build.write import PARTS
-from vgr_trl.data.read.sources import Source, has_config
+from vgr_trl.data.read.sources import MEANT, Source, has_config
 from vgr_trl.data.rows.images.sizes import MAX_SHORT_SIDE, ImageLimits
 from vgr_trl.data.rows.naming import FLAGS
 from vgr_trl.errors import ConfigError
 from vgr_trl.files import write_whole
 
 REPORT = "report.txt"
-OUTPUT_SPLITS = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test", "testing"),
-}
+OUTPUT_SPLITS = tuple(dict.fromkeys(MEANT.values()))
 JSONL_FLAGS = ("image_dir", *(f"{option.name}_key" for option in fields(Keys)))
 
 
@@ -153,10 +149,9 @@ def output_split(split: str) -> str:
     Raises:
         ConfigError: it knows no such split.
     """
-    for name, meant in OUTPUT_SPLITS.items():
-        if split in meant:
-            return name
-    raise ConfigError(f"The split is {split!r}: say what it becomes by --output_split {' | '.join(OUTPUT_SPLITS)}.")
+    if split not in MEANT:
+        raise ConfigError(f"The split is {split!r}: say what it becomes by --output_split {' | '.join(OUTPUT_SPLITS)}.")
+    return MEANT[split]
 
 
 def show(folder: Path, picture: Path | None) -> None:

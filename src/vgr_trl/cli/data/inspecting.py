@@ -16,7 +16,8 @@ from vgr_trl.data.inspect.page import page
 from vgr_trl.data.inspect.prompt_tokens import prompt_tokens
 from vgr_trl.data.inspect.report import report
 from vgr_trl.data.inspect.rows import Checks, Findings, inspect_rows
-from vgr_trl.data.load import load_path, readable
+from vgr_trl.data.load import load_path
+from vgr_trl.data.read.failures import readable
 from vgr_trl.data.rows.images.places import downloaded
 from vgr_trl.data.rows.images.video import VideoOptions
 from vgr_trl.data.rows.naming import FLAGS, keys_of

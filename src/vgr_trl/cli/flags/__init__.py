@@ -1,5 +1,6 @@
 """What stands on a command line.
 
-Read `names.py` (misspelt flags, before torch is imported), `config_file.py`, `arguments.py` and `evaluation.py` (flags
+Read `names.py` (misspelt flags, before torch is imported), `config_file.py`, `recipe.py`, `plugins.py` and `foreign.py`
+(what a file, a recipe, a plug-in and another trainer add), `arguments.py`, `reward_files.py` and `evaluation.py` (flags
 that are no options of the trainer), `parsing.py`, `advice.py` and `help.py`.
 """

@@ -93,7 +93,6 @@ def render_help(
 
     Args:
         groups: dataclasses of its options.
-        command: its name.
         default_of: gives the default of an option where the command has another than the dataclass.
         everything: also the options of TRL and transformers that are seldom used.
         stage: the stage to describe alone; None: all.

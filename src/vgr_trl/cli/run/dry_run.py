@@ -61,7 +61,6 @@ def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer]) -
 
     Args:
         config: of the run; it is changed, so that the step is small and writes to a folder that is removed.
-        source: where the data come from.
         build: makes the trainer from `config`.
     """
     with tempfile.TemporaryDirectory(prefix="vgr_trl_dry_run_") as folder, _small(config, folder) as sizes:
@@ -138,7 +137,6 @@ def estimates(whole: Whole, config: DAPOConfig, seconds: float, peak: int, row_b
     """Return lines on the memory and the time of the whole run.
 
     Args:
-        whole: its sizes.
         config: of the small step.
         seconds: of the small step, the first, in which kernels are chosen and memory is taken.
         peak: bytes of memory of this process at most, during the small step.

@@ -13,7 +13,7 @@ from vgr_trl.cli.flags.recipe import config_values, recipe_options
 from vgr_trl.cli.loading import image_root
 from vgr_trl.config import DAPOConfig
 from vgr_trl.data.held_out import hold_out
-from vgr_trl.data.load import parse_data_files
+from vgr_trl.data.read.data_files import parse_data_files
 from vgr_trl.data.rows.skipped import SkippedRow
 from vgr_trl.errors import DataError, MissingSplitError
 
@@ -45,9 +45,7 @@ def rows_to_evaluate(data: DataArguments, config: DAPOConfig, train: Any, load: 
     """Return what is evaluated on, and let `eval_strategy` follow where the user has left it open.
 
     Args:
-        data: where the rows come from.
         config: the options of the run; `eval_strategy` is changed.
-        train: the rows to train on.
         load: gives the rows of the split to evaluate on.
         follows: whether `eval_strategy` was not stated, so that it is on where a hub data set or a folder has rows for
             it.

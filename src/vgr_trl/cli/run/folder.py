@@ -5,18 +5,49 @@ import os
 from pathlib import Path
 from typing import Any
 
+from trl import ModelConfig
+
+from vgr_trl.cli.flags.arguments import DataArguments, RewardArguments
+from vgr_trl.config import DAPOConfig
+from vgr_trl.data.read.data_files import parse_data_files
+from vgr_trl.data.rows.naming import FLAGS
 from vgr_trl.errors import ConfigError
 from vgr_trl.files import write_whole
+from vgr_trl.rewards.registry import hardened
 from vgr_trl.training.checkpoints.folders import TRACES
 
 RUN_FILE = "run.json"
+
+
+def identity_of(
+    data: DataArguments, rewards: RewardArguments, config: DAPOConfig, model: ModelConfig
+) -> dict[str, Any]:
+    """Return what must be the same for a run to be continued."""
+    return {
+        "model": model.model_name_or_path,
+        "data": _resolved(data),
+        "dataset_config": data.dataset_config,
+        "dataset_train_split": data.dataset_train_split,
+        "reward_funcs": hardened(rewards.reward_funcs) if config.vgr_hard_negative else rewards.reward_funcs,
+        "reward_model": rewards.reward_model_name_or_path,
+        "lora": [model.lora_r, model.lora_target_modules, model.use_dora] if model.use_peft else None,
+    }
+
+
+def _resolved(data: DataArguments) -> str:
+    """The source of the data, however its path is spelled, and which of its columns are read."""
+    named = "".join(f" {flag}={getattr(data, flag)}" for flag in FLAGS.values() if getattr(data, flag) is not None)
+    if data.data_files:
+        files = parse_data_files(data.data_files)
+        resolved = {split: "+".join(str(path.resolve()) for path in files[split]) for split in sorted(files)}
+        return ",".join(f"{split}={paths}" for split, paths in resolved.items()) + named
+    return str(data.dataset_name or Path(str(data.dataset_path)).resolve()) + named
 
 
 def claim(output_dir: Path, identity: dict[str, Any], resume: str | None) -> None:
     """Refuse a folder that holds another run, and refuse to continue a run with another model, data set or rewards.
 
     Args:
-        output_dir: of this run.
         identity: what makes the run the same one: model, data, reward functions.
         resume: as `resume_mode` returns it.
 

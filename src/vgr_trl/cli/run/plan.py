@@ -26,8 +26,6 @@ def describe_run(trainer: DAPOTrainer, source: str, checkpoint: str | None) -> l
     """Return what the run is going to do as (what, value) pairs.
 
     Args:
-        trainer: a constructed `DAPOTrainer`.
-        source: where the data come from.
         checkpoint: where the run continues, or None.
     """
     args = trainer.args

@@ -1,8 +1,8 @@
 """Questions become files: images encoded, rows written part by part, rows that cannot be used listed."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from vgr_trl.data.build.pool import Encoding, encoder
 from vgr_trl.data.build.progress import SKIPPED, Progress, SkippedLog, alone_in
 from vgr_trl.data.build.statistics import Statistics
 from vgr_trl.data.build.write import PARTS, Part
-from vgr_trl.data.rows.questions import Candidate, Origin, Question
+from vgr_trl.data.rows.questions import Candidate, Origin, Question, with_images
 from vgr_trl.errors import ConfigError, DataError
 
 ROWS_PER_FILE = 2000
@@ -64,7 +64,6 @@ def convert(candidates: Iterable[Candidate], output: Output, identity: Any, tota
 
     Args:
         candidates: questions and reasons, the same and in the same order each time.
-        output: where and how.
         identity: what the candidates depend on, as JSON; a folder begun with another is refused.
         total: source rows, for the progress bar; None: not known.
 
@@ -104,8 +103,8 @@ def _nothing_left(progress: Progress, log: Path) -> str:
 def _write(candidates: Iterable[Candidate], output: Output, progress: Progress, total: int | None) -> Progress:
     bar = tqdm(total=total, desc=f"convert ({output.split})", unit=" rows", delay=1)
     with bar, encoder(output.encoding, output.workers) as encode, closing(_Run(output, progress)) as run:
-        waiting = ((candidate, _images_of(candidate)) for candidate in islice(_shown(candidates, bar), run.taken, None))
-        for (origin, candidate), found in encode(waiting):
+        waiting = islice(_shown(candidates, bar), run.taken, None)
+        for (origin, candidate), found in encode(with_images(waiting)):
             run.take(origin, candidate, found)
             if run.is_full():
                 break
@@ -155,7 +154,8 @@ class _Run:
         """Finish the file and write down how far the conversion has come."""
         if self.part is not None:
             self.part.finish()
-        self.progress = self.progress.after(
+        self.progress = replace(
+            self.progress,
             parts=self.progress.parts + (self.part is not None),
             rows=self.progress.rows + self.rows,
             counts=self.statistics.as_dict(),
@@ -176,11 +176,6 @@ class _Run:
     def _skip(self, origin: Origin, reason: str) -> None:
         self.log.add(origin, reason)
         self.statistics.skip(reason)
-
-
-def _images_of(candidate: Candidate) -> Sequence[Any]:
-    found = candidate[1]
-    return [] if isinstance(found, str) else found.images
 
 
 def _shown(candidates: Iterable[Candidate], bar: Any) -> Iterator[Candidate]:

@@ -34,8 +34,6 @@ def encode_image(value: Any, root: Path, limits: ImageLimits, *, with_digest: bo
     Args:
         value: an image, a path, or a dict with `bytes` or `path`.
         root: folder that relative paths start from.
-        limits: of the size.
-        with_digest: whether to compute the hash of the pixels.
 
     Raises:
         DataError: the image cannot be used; the message is the reason.

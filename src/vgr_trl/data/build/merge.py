@@ -20,7 +20,7 @@ from vgr_trl.data.build.pool import encoder
 from vgr_trl.data.build.sets import jsonl
 from vgr_trl.data.build.shuffle import shuffle_choices
 from vgr_trl.data.read.sources import Source
-from vgr_trl.data.rows.questions import Candidate, Origin, Question
+from vgr_trl.data.rows.questions import Candidate, Origin, Question, with_images
 from vgr_trl.data.rows.text.prompts import LETTERS
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.files import write_whole
@@ -79,7 +79,6 @@ def merge(sources: Sequence[Source], output: Output, options: MergeOptions, iden
     Args:
         sources: sets in the schema, as `convert` writes them; JSONL of the user's own too.
         output: where and how; its split and number of images are not read.
-        options: how.
         identity: what the result depends on, as JSON.
 
     Raises:
@@ -153,8 +152,7 @@ def _seen(sources: Sequence[Source], output: Output) -> Iterator[tuple[Origin, R
     with encoder(replace(output.encoding, with_digest=True), output.workers) as encode:
         for number, source in enumerate(sources):
             bar = tqdm(jsonl.read(source), desc=f"look at {source}", total=source.count(), unit=" rows", delay=1)
-            pairs = ((candidate, _images_of(candidate)) for candidate in bar)
-            for position, ((origin, candidate), images) in enumerate(encode(pairs)):
+            for position, ((origin, candidate), images) in enumerate(encode(with_images(bar))):
                 if isinstance(candidate, str):
                     yield origin, candidate
                 elif isinstance(images, str):
@@ -188,10 +186,6 @@ def _file_digest(path: str) -> str:
         while block := file.read(2**20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _images_of(candidate: Candidate) -> Sequence[Any]:
-    return [] if isinstance(candidate[1], str) else candidate[1].images
 
 
 def _picked(sources: Sequence[Source], rows: Sequence[tuple[int, int]]) -> Iterator[Candidate]:

@@ -62,7 +62,6 @@ def weighted(rows: Sequence[Row], weights: Sequence[float] | None, seed: int) ->
     Args:
         rows: without duplicates.
         weights: above 0, one for each source.
-        seed: of the choice.
 
     Raises:
         DataError: a source has no rows.
@@ -90,7 +89,6 @@ def split(rows: Sequence[Row], test_share: float, seed: int) -> tuple[list[Row],
     Args:
         rows: without duplicates.
         test_share: of the rows to test on, from 0 (none) up to below 1; met as nearly as rows that share images allow.
-        seed: of the choice.
 
     Raises:
         DataError: there is no way to split the rows.

@@ -41,7 +41,6 @@ def encoder(encoding: Encoding, workers: int) -> Iterator[Encode[Any]]:
     Order is kept. At most `ROWS_PER_TASK * TASKS_PER_WORKER * workers` rows are held at a time.
 
     Args:
-        encoding: how.
         workers: processes; 0: this one.
 
     Raises:

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +86,6 @@ class Progress:
     def save(self, folder: Path, split: str) -> None:
         """Write it down, at once or not at all."""
         write_whole(_path(folder, split), json.dumps(asdict(self)).encode())
-
-    def after(self, **changed: Any) -> "Progress":
-        """Return it with some values changed."""
-        return replace(self, **changed)
 
 
 class SkippedLog:

@@ -34,7 +34,7 @@ class Converter:
 
 CONVERTERS = {
     "aokvqa": Converter(aokvqa.read, hub_name=aokvqa.HUB_NAME),
-    "arxivqa": Converter(arxivqa.read, hub_name=arxivqa.HUB_NAME, count=arxivqa.count),
+    "arxivqa": Converter(arxivqa.read, hub_name=arxivqa.HUB_NAME, count=lambda source: source.count("queries")),
     "mmmu_pro": Converter(
         mmmu_pro.read, several_images=True, hub_name=mmmu_pro.HUB_NAME, config=mmmu_pro.HUB_CONFIG, split="test"
     ),

@@ -23,9 +23,6 @@ class ChoiceShuffler:
     """Shuffles the options of question after question; right letters come equally often.
 
     Among the questions with n options, every n in a row have each letter once as the right one.
-
-    Args:
-        seed: of the order.
     """
 
     def __init__(self, seed: int) -> None:

@@ -119,17 +119,16 @@ def tables(statistics: Statistics, answers: Collection[str] | None = None) -> di
     """Return the counts under their titles, each in the order a person expects.
 
     Args:
-        statistics: of a set.
         answers: to open questions, which are shown; None: the commonest.
     """
     shown = dict(commonest(statistics.answers)) if answers is None else among(statistics.answers, answers)
     return {
         "rows by source": dict(statistics.sources.most_common()),
-        "rows by number of choices": _ordered(statistics.choices, [*map(str, range(2, len(LETTERS) + 1)), OPEN]),
-        "multiple-choice rows by right letter": _ordered(statistics.letters, LETTERS),
+        "rows by number of choices": ordered(statistics.choices, [*map(str, range(2, len(LETTERS) + 1)), OPEN]),
+        "multiple-choice rows by right letter": ordered(statistics.letters, LETTERS),
         ANSWERS: shown,
         "rows by number of images": dict(sorted(statistics.images.items(), key=lambda pair: int(pair[0]))),
-        "images by pixels of the shorter side": _ordered(statistics.sizes, _classes()),
+        "images by pixels of the shorter side": ordered(statistics.sizes, _classes()),
         "left out": dict(statistics.reasons.most_common()),
     }
 
@@ -138,5 +137,6 @@ def _classes() -> list[str]:
     return [size_class(side, side) for side in (1, *SIDES)]
 
 
-def _ordered(counts: Mapping[str, int], order: Sequence[Any]) -> dict[str, int]:
+def ordered(counts: Mapping[str, int], order: Sequence[Any]) -> dict[str, int]:
+    """Return those of the counts that are above 0, in an order."""
     return {name: counts[name] for name in order if counts.get(name)}

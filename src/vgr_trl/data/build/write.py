@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -20,19 +20,6 @@ from vgr_trl.files import publish, sync_files, unfinished
 ROW_GROUP_ROWS = 100  # what a stream reads at a time
 ROW_GROUP_BYTES = 32 * 2**20  # a row group with larger images has fewer rows
 IMAGES_FOLDER = "images"
-
-
-class Part(Protocol):
-    """A file in the making."""
-
-    def add(self, question: Question, images: Sequence[Encoded]) -> None:
-        """Add a row."""
-
-    def finish(self) -> None:
-        """Make the file whole and give it its name."""
-
-    def drop(self) -> None:
-        """Give the file up."""
 
 
 class ParquetPart:
@@ -120,7 +107,8 @@ class JsonlPart:
         return relative.as_posix()
 
 
-PARTS: dict[str, type[ParquetPart] | type[JsonlPart]] = {"parquet": ParquetPart, "jsonl": JsonlPart}
+Part = ParquetPart | JsonlPart
+PARTS: dict[str, type[Part]] = {"parquet": ParquetPart, "jsonl": JsonlPart}
 
 
 @cache

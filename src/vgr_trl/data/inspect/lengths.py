@@ -63,7 +63,6 @@ def cost(lengths: Mapping[int, int], budget: Budget) -> Cost:
 
     Args:
         lengths: at least one.
-        budget: limits, and completions of a prompt.
     """
     limit = math.inf if budget.max_prompt_length is None else budget.max_prompt_length
     kept = {length: rows for length, rows in lengths.items() if length <= limit}

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from vgr_trl.data.build.answers import MOST_LINES, commonest
-from vgr_trl.data.build.statistics import ANSWERS, OPEN, on_one_line
+from vgr_trl.data.build.statistics import ANSWERS, OPEN, on_one_line, ordered
 from vgr_trl.data.inspect.lengths import Budget, Cost, cost, histogram
 from vgr_trl.data.inspect.rows import Findings
 from vgr_trl.data.rows.text.prompts import LETTERS
@@ -41,12 +41,8 @@ def tables(findings: Findings) -> dict[str, list[tuple[str, int]]]:
         return {}
     found = {
         "rows by source": _shortened(findings.sources),
-        "rows by number of choices": [
-            (name, findings.choices[name])
-            for name in (*map(str, range(len(LETTERS) + 1)), OPEN)
-            if findings.choices[name]
-        ],
-        "rows by right letter": [(name, findings.letters[name]) for name in LETTERS if findings.letters[name]],
+        "rows by number of choices": [*ordered(findings.choices, [*map(str, range(len(LETTERS) + 1)), OPEN]).items()],
+        "rows by right letter": [*ordered(findings.letters, LETTERS).items()],
         ANSWERS: _shortened(findings.answers),
         "rows by number of images": _shortened({str(name): count for name, count in sorted(findings.images.items())}),
     }

@@ -22,7 +22,7 @@ from vgr_trl.data.rows.reading import KEYS, Keys
 from vgr_trl.data.rows.schema import ready_row, row_problem
 from vgr_trl.data.rows.skipped import SkippedRow
 from vgr_trl.data.rows.text.prompts import LETTERS, SYSTEM_PROMPT, SystemTemplate
-from vgr_trl.errors import DataError
+from vgr_trl.errors import DataError, words_of
 from vgr_trl.rewards import resolve_solution
 
 EXAMPLES = 3  # bad rows that are shown per reason
@@ -107,10 +107,7 @@ def inspect_rows(
 
     Args:
         dataset: as `vgr_trl.data.load` gives it.
-        checks: what a row must satisfy.
-        split: its name, for messages.
         samples: usable rows to draw, each with the same chance.
-        seed: of the drawing.
         on_skipped: called for each row that cannot be used.
 
     Raises:
@@ -154,7 +151,7 @@ def _count(row: Mapping[str, Any], index: int, checks: Checks, findings: Finding
         try:
             length = checks.length_of(ready)
         except Exception as error:  # processors raise whatever a prompt leads them to
-            return f"the model's processor refuses its prompt ({' '.join(str(error).split())[:200]})"
+            return f"the model's processor refuses its prompt ({words_of(error)})"
         findings.lengths[length] += 1
     findings.usable += 1
     findings.sources[str(row.get("source") or "not stated")] += 1

@@ -11,7 +11,6 @@ from PIL import Image
 from vgr_trl.data.rows.columns import images_of
 from vgr_trl.data.rows.images.opening import to_rgb
 from vgr_trl.data.rows.text.prompts import LETTERS
-from vgr_trl.errors import DataError
 
 LONGEST_SIDE = 640  # pixels of a shown image; twelve questions stay far below 10 MB
 MOST_IMAGES = 8  # of one question
@@ -84,10 +83,7 @@ def picture(image: Image.Image) -> Picture:
     """Return a small JPEG of `image`, what is transparent white, as a data URL."""
     width, height = image.size
     scale = min(1.0, LONGEST_SIDE / max(width, height))
-    try:
-        small = to_rgb(image).resize((max(1, round(width * scale)), max(1, round(height * scale))), reducing_gap=2.0)
-    except DataError:
-        small = image.convert("RGB").resize((max(1, round(width * scale)), max(1, round(height * scale))))
+    small = to_rgb(image).resize((max(1, round(width * scale)), max(1, round(height * scale))), reducing_gap=2.0)
     buffer = io.BytesIO()
     small.save(buffer, "JPEG", quality=QUALITY)
     return Picture("data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode(), width, height)

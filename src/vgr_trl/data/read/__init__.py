@@ -1,1 +1,5 @@
-"""Rows from where they lie: `readers.py` (files), `sources.py` (folders and the hub), `tables.py` (as data sets)."""
+"""Rows from where they lie.
+
+Read `readers.py` (files), `sources.py` (folders and the hub), `tables.py` (as data sets), `data_files.py` (a flag),
+`cards.py` and `failures.py` (what is not read, and what cannot be).
+"""

@@ -10,7 +10,7 @@ import pyarrow.parquet
 from pyarrow.lib import ArrowException
 
 from vgr_trl.data.rows.questions import Origin, Record
-from vgr_trl.errors import DataError
+from vgr_trl.errors import DataError, words_of
 
 BATCH_ROWS = 16
 LONGEST_LINE = 64 * 2**20  # bytes of one JSONL row; without a limit a file without line ends would fill the memory
@@ -196,8 +196,7 @@ def _not_unicode(value: Any) -> str | None:
 
 
 def _unreadable(path: Path, row: int, error: Exception) -> DataError:
-    words = " ".join(str(error).split())[:200]
-    return DataError(f"The file {path} cannot be read beyond row {row} ({words}): check that it is whole.")
+    return DataError(f"The file {path} cannot be read beyond row {row} ({words_of(error)}): check that it is whole.")
 
 
 READERS: dict[str, Callable[[Path], Iterator[Record]]] = {

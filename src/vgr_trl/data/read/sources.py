@@ -11,12 +11,12 @@ from pyarrow.lib import ArrowException
 from vgr_trl.data.read.readers import READERS, count_rows, read_files, reader_of
 from vgr_trl.data.rows.images.places import downloaded
 from vgr_trl.data.rows.questions import Origin, Record
-from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.errors import ConfigError, DataError, words_of
 
 SAVED = ("dataset_dict.json", "dataset_info.json")  # what `save_to_disk` leaves in a folder
-MEANT = {"train": "train", "training": "train", "test": "test", "testing": "test"}
+MEANT = dict.fromkeys(("train", "training"), "train")  # word of a name -> split, as `datasets` calls it
 MEANT |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
-SPLITS = tuple(MEANT)
+MEANT |= dict.fromkeys(("test", "testing"), "test")
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def files_in(folder: Path, config: str | None, split: str) -> list[Path]:
             raise DataError(f"{folder} has no {' or '.join(READERS)} file of {config!r} in a subfolder of that name.")
     if not files:
         raise DataError(f"{folder} has no {' or '.join(READERS)} file.")
-    splits = {file: _words_of(file.relative_to(folder)) & set(SPLITS) for file in files}
+    splits = {file: _words_of(file.relative_to(folder)) & set(MEANT) for file in files}
     if not any(splits.values()):
         return files
     chosen = [file for file in files if split in splits[file]]
@@ -134,14 +134,14 @@ def files_in(folder: Path, config: str | None, split: str) -> list[Path]:
 
 def splits_in(folder: Path) -> list[str]:
     """Return the splits that the names of the files in `folder` say, none where they say nothing."""
-    return sorted({word for file in row_files(folder) for word in _words_of(file.relative_to(folder)) & set(SPLITS)})
+    return sorted({word for file in row_files(folder) for word in _words_of(file.relative_to(folder)) & set(MEANT)})
 
 
 def splits_of(files: Sequence[Path], folder: Path) -> dict[str, list[Path]]:
     """Return split → files, as `datasets` names the splits; all are `train` where the names say nothing."""
     found: dict[str, list[Path]] = {}
     for file in files:
-        for split in sorted({MEANT[word] for word in _words_of(file.relative_to(folder)) & set(SPLITS)}):
+        for split in sorted({MEANT[word] for word in _words_of(file.relative_to(folder)) & set(MEANT)}):
             found.setdefault(split, []).append(file)
     return found or {"train": list(files)}
 
@@ -185,13 +185,15 @@ def _hub_records(name: str, config: str | None, split: str) -> Iterator[Record]:
             yield Origin(name, number), row
     except (DatasetsError, OSError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"{name} cannot be read beyond row {number} ({_words(error)}): check name and network."
+            f"{name} cannot be read beyond row {number} ({words_of(error, 300)}): check name and network."
         ) from error
 
 
 def _saved_records(folder: str, split: str) -> Iterator[Record]:
     import datasets
     from datasets.exceptions import DatasetsError
+
+    from vgr_trl.data.rows.columns import undecoded
 
     number = 0
     try:
@@ -200,26 +202,11 @@ def _saved_records(folder: str, split: str) -> Iterator[Record]:
             if split not in saved:
                 raise DataError(f"{folder} has the splits {sorted(saved)}, but not {split!r}: name one of them.")
             saved = saved[split]
-        for number, row in enumerate(_undecoded(saved)):
+        for number, row in enumerate(undecoded(saved)):
             yield Origin(folder, number), row
     except DataError:
         raise
     except (DatasetsError, ArrowException, AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise DataError(
-            f"{folder} cannot be read beyond row {number} ({_words(error)}): check that it is whole."
+            f"{folder} cannot be read beyond row {number} ({words_of(error, 300)}): check that it is whole."
         ) from error
-
-
-def _undecoded(dataset: Any) -> Any:
-    from datasets import Image, List
-
-    for name, feature in dataset.features.items():
-        if isinstance(feature, Image):
-            dataset = dataset.cast_column(name, Image(decode=False))
-        elif isinstance(feature, List) and isinstance(feature.feature, Image):
-            dataset = dataset.cast_column(name, List(Image(decode=False)))
-    return dataset
-
-
-def _words(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

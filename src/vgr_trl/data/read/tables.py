@@ -16,7 +16,6 @@ def table_of(paths: Sequence[Path], with_folders: bool = False) -> Dataset:
     """Return the rows of JSON, JSONL and CSV files; a broken one has its reason in the column `UNREADABLE`.
 
     Args:
-        paths: the files.
         with_folders: whether each row names the folder of its file in the column `FOLDER`.
 
     Raises:

@@ -1,6 +1,7 @@
 """Columns of a data set: which ones are needed, and which are images or videos."""
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from datasets import Image, List, Video
@@ -9,6 +10,7 @@ IMAGE_COLUMNS = ("image", "images")
 VIDEO_COLUMNS = ("video", "videos")
 UNREADABLE = "__unreadable__"  # the column that says why there is no row at this place of a file
 FOLDER = "__folder__"  # the column that says where a row's relative paths start, where files lie in several folders
+PLACE = "__place__"  # the column in which rows carry their number on the way
 
 
 def image_columns(dataset: Any) -> list[str]:
@@ -38,6 +40,11 @@ def video_columns(names: Iterable[str]) -> list[str]:
 def videos_of(row: Mapping[str, Any]) -> list[Any]:
     """Return the videos of `row`, undecoded, in order; `videos` counts before `video`."""
     return files_of(row, "videos", "video")
+
+
+def folder_of(row: Mapping[str, Any], root: Path) -> Path:
+    """Return the folder that relative paths of `row` start from: `root`, where it does not say another."""
+    return Path(row[FOLDER]) if row.get(FOLDER) else root
 
 
 def undecoded(dataset: Any) -> Any:

@@ -25,10 +25,8 @@ def drop_long_prompts(
     A `Dataset` is measured once, at the start, and what was left out is logged; a stream is measured as it is read.
 
     Args:
-        dataset: rows with a prompt.
         length_of: tokens of a row's prompt, image tokens included.
         limit: `max_prompt_length`, in tokens.
-        name: of the data set, for the messages.
         on_dropped: called for each row that a stream leaves out.
 
     Raises:

@@ -69,9 +69,7 @@ def require_columns(
 
     Args:
         row: the first that can be read.
-        split: its name, for messages.
         needs_solution: whether a row must say what is right.
-        keys: names of the columns, as the flags give them.
         features: types of the columns where they are known.
     """
     names = [name for name in row if name not in (UNREADABLE, FOLDER)]

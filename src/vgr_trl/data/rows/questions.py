@@ -66,6 +66,12 @@ def to_candidates(
             yield origin, str(error).rstrip(".")
 
 
+def with_images(candidates: Iterable[Candidate]) -> Iterator[tuple[Candidate, Sequence[Any]]]:
+    """Yield each candidate with the images of its question, none where it is a reason."""
+    for origin, found in candidates:
+        yield (origin, found), () if isinstance(found, str) else found.images
+
+
 def try_question(**fields: Any) -> Question | str:
     """Return `make_question(**fields)`, or why there is none: for rows that hold several questions."""
     try:

@@ -65,7 +65,6 @@ def read_row(row: Mapping[str, Any], *, needs_answer: bool = True) -> Reading:
 
     Args:
         row: with undecoded or decoded images, its columns under names of `KEYS`, or as a known set lays them out.
-        needs_answer: whether it must say what is right.
 
     Raises:
         DataError, RewardError: it cannot be understood; the message is the reason.

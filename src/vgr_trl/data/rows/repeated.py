@@ -1,12 +1,49 @@
-"""Rows that a sampler asks for again and again, read once."""
+"""Rows as a run reads them: images decoded, once for all copies that a sampler asks for."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from PIL import Image
 
-from vgr_trl.data.rows.schema import show_rows
+from vgr_trl.data.rows.columns import FOLDER, IMAGE_COLUMNS, PLACE, folder_of, images_of
+from vgr_trl.data.rows.images.opening import open_image
+from vgr_trl.data.rows.images.sizes import ImageRule
+from vgr_trl.data.rows.text.marks import placed
+from vgr_trl.errors import DataError
+
+
+def show_rows(
+    batch: dict[str, list[Any]], *, split: str, root: Path, column: str, images: ImageRule
+) -> dict[str, list[Any]]:
+    """Rows as TRL gets them: marks replaced by parts, images decoded."""
+    ready = {name: values for name, values in batch.items() if name not in (*IMAGE_COLUMNS, FOLDER, PLACE)}
+    if "prompt" in batch:
+        ready["prompt"] = [placed(prompt) for prompt in batch["prompt"]]
+    names = [name for name in (*IMAGE_COLUMNS, FOLDER, PLACE) if name in batch]
+    if set(names) & set(IMAGE_COLUMNS):
+        rows = [dict(zip(names, values, strict=True)) for values in zip(*(batch[name] for name in names), strict=True)]
+        opened = [[_reopened(value, row, split, root, images) for value in images_of(row)] for row in rows]
+        ready[column] = opened if column == "images" else [found[0] if found else None for found in opened]
+    return ready
+
+
+def _reopened(value: Any, row: Mapping[str, Any], split: str, root: Path, images: ImageRule) -> Image.Image:
+    """An image that could be read when the data were checked."""
+    try:
+        return images.fitted(open_image(value, folder_of(row, root)))
+    except DataError as error:
+        if PLACE not in row:
+            raise
+        reason = str(error).rstrip(".")
+        name = value.get("path") if isinstance(value, Mapping) else value
+        file = "" if not isinstance(name, str) or name in reason else f" ({str(folder_of(row, root) / name)[:200]})"
+        raise DataError(
+            f"Row {row[PLACE]} of the {split} data could be read when the run began, and cannot be any more: {reason}"
+            f"{file}. Mend it and continue with resume_from_checkpoint; without the row a run takes another order."
+        ) from error
 
 
 class ReadOnce:

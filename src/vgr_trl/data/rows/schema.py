@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, IterableDataset, Json, List
-from PIL import Image
 
 from vgr_trl.data.rows.columns import (
     FOLDER,
     IMAGE_COLUMNS,
+    PLACE,
     UNREADABLE,
     VIDEO_COLUMNS,
     decoded,
+    folder_of,
     image_columns,
-    images_of,
     is_media,
     undecoded,
     video_columns,
@@ -34,9 +34,10 @@ from vgr_trl.data.rows.kinds import with_column
 from vgr_trl.data.rows.layouts import NUMBERED_IMAGES
 from vgr_trl.data.rows.naming import renamed, require_columns
 from vgr_trl.data.rows.reading import DIALOGUES, KEYS, Keys, Text, images_in, read_row, read_text
+from vgr_trl.data.rows.repeated import show_rows
 from vgr_trl.data.rows.scan import scan
 from vgr_trl.data.rows.skipped import SkippedRow
-from vgr_trl.data.rows.streams import PLACE, prepare_stream
+from vgr_trl.data.rows.streams import prepare_stream
 from vgr_trl.data.rows.text.marks import as_parts, placed, texts_of
 from vgr_trl.data.rows.text.prompts import SYSTEM_PROMPT, QuestionTemplate, SystemTemplate, build_prompt, system_message
 from vgr_trl.data.rows.text.special import first_special
@@ -59,10 +60,8 @@ def row_problem(
 
     Args:
         row: with undecoded or decoded images.
-        root: folder that relative image paths start from.
         needs_solution: whether a row must say what is right (an accuracy reward is on).
         system_prompt: put before a `problem`; a template may fail on the row.
-        videos: rate and limit of the frames of videos.
         special: finds the special tokens of the model's tokenizer, which no text of a row may hold.
         images: whether large images are left out.
 
@@ -75,8 +74,8 @@ def row_problem(
         if (found := first_special(special, _conversation(row, reading, None))) is not None:
             return f"its text has {found!r}, which the model's tokenizer reads as a special token: take it out"
         for value in reading.images:
-            images.check(open_image(value, _root(row, root)))
-        frames_of(row, videos, _root(row, root))
+            images.check(open_image(value, folder_of(row, root)))
+        frames_of(row, videos, folder_of(row, root))
     except (DataError, RewardError) as error:
         return str(error).rstrip(".")
     return None
@@ -95,11 +94,9 @@ def ready_row(
 
     Args:
         row: with undecoded or decoded images.
-        root, system_prompt, videos: as in `row_problem`.
         several: whether there may be several images, which are then in `images`, in every row alike.
-        images: the sizes that images are brought to.
     """
-    text, root = read_text(row), _root(row, root)
+    text, root = read_text(row), folder_of(row, root)
     ready = {name: value for name, value in row.items() if name not in GONE}
     ready["prompt"] = placed(_conversation(row, text, system_prompt))
     ready |= {name: value for name, value in _stated(text).items() if value is not None or name in row}
@@ -130,17 +127,11 @@ def prepare_rows(
 
     Args:
         dataset: rows as described at the top of this file.
-        split: name of the split, for messages.
-        root: folder that relative image paths start from.
         needs_solution: whether a row must have a usable `solution` or `label_idx`.
         system_prompt: put before each `problem`; rows with a `prompt` of their own keep it.
-        videos: rate and limit of the frames of videos.
         on_skipped: called for each row of a stream that is left out; None: a warning.
         shuffle_seed: of a stream: draw each row from the next 1000, which wait with their images undecoded, in a
             small part of the memory that shuffling the result takes. None: keep the order.
-        special: as in `row_problem`.
-        keys: names of the columns.
-        images: the sizes that images may have, and are brought to.
 
     Raises:
         ConfigError: there are videos, and PyAV is not installed.
@@ -184,10 +175,6 @@ def _first(dataset: Dataset) -> dict[str, Any]:
     return dict(dataset[place])
 
 
-def _root(row: Mapping[str, Any], root: Path) -> Path:
-    return Path(row[FOLDER]) if row.get(FOLDER) else root
-
-
 def _conversation(
     row: Mapping[str, Any], text: Text, system_prompt: str | SystemTemplate | None
 ) -> list[dict[str, Any]]:
@@ -213,20 +200,18 @@ def _with_texts(dataset: Dataset, system_prompt: str | SystemTemplate | None) ->
     names = {*KEYS.prompt, *KEYS.choices, *KEYS.answer, *NUMBERED_IMAGES, *VIDEO_COLUMNS, "label", "source"}
     if "subject" in dataset.column_names:
         names |= {"image", "subject"}  # which tell rows of MMMU-Pro
-    conversations, stated, before = [], [], []
+    conversations, stated = [], []
     for row in dataset.select_columns(sorted(names & set(dataset.column_names))):
         text = read_text(row)
         conversations.append(_conversation(row, text, system_prompt))
         stated.append(_stated(text))
-        before.append({name: row.get(name) for name in ("choices", "solution")})
     if not all(isinstance(message["content"], str) for messages in conversations for message in messages):
         conversations = [
             [{**message, "content": as_parts(message["content"])} for message in messages] for messages in conversations
         ]
     for name in ("choices", "solution"):
         values = [row[name] for row in stated]
-        is_there = name in dataset.column_names or any(value is not None for value in values)
-        if is_there and values != [row[name] for row in before]:
+        if values != (list(dataset[name]) if name in dataset.column_names else [None] * len(values)):
             dataset = with_column(dataset, name, values)
     return with_column(dataset, "prompt", conversations)
 
@@ -240,34 +225,3 @@ def _are_several(dataset: Dataset | IterableDataset, keys: Keys = KEYS) -> bool:
     if video_columns(names) or set(keys.video) & set(names):
         return True
     return isinstance((dataset.features or {}).get(name), List | Json)
-
-
-def show_rows(
-    batch: dict[str, list[Any]], *, split: str, root: Path, column: str, images: ImageRule
-) -> dict[str, list[Any]]:
-    """Rows as TRL gets them: marks replaced by parts, images decoded."""
-    ready = {name: values for name, values in batch.items() if name not in (*IMAGE_COLUMNS, FOLDER, PLACE)}
-    if "prompt" in batch:
-        ready["prompt"] = [placed(prompt) for prompt in batch["prompt"]]
-    names = [name for name in (*IMAGE_COLUMNS, FOLDER, PLACE) if name in batch]
-    if set(names) & set(IMAGE_COLUMNS):
-        rows = [dict(zip(names, values, strict=True)) for values in zip(*(batch[name] for name in names), strict=True)]
-        opened = [[_reopened(value, row, split, root, images) for value in images_of(row)] for row in rows]
-        ready[column] = opened if column == "images" else [found[0] if found else None for found in opened]
-    return ready
-
-
-def _reopened(value: Any, row: Mapping[str, Any], split: str, root: Path, images: ImageRule) -> Image.Image:
-    """An image that could be read when the data were checked."""
-    try:
-        return images.fitted(open_image(value, _root(row, root)))
-    except DataError as error:
-        if PLACE not in row:
-            raise
-        reason = str(error).rstrip(".")
-        name = value.get("path") if isinstance(value, Mapping) else value
-        file = "" if not isinstance(name, str) or name in reason else f" ({str(_root(row, root) / name)[:200]})"
-        raise DataError(
-            f"Row {row[PLACE]} of the {split} data could be read when the run began, and cannot be any more: {reason}"
-            f"{file}. Mend it and continue with resume_from_checkpoint; without the row a run takes another order."
-        ) from error

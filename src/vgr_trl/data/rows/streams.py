@@ -7,7 +7,7 @@ from typing import Any
 from datasets import IterableDataset
 from transformers.utils import logging
 
-from vgr_trl.data.rows.columns import UNREADABLE, undecoded
+from vgr_trl.data.rows.columns import PLACE, UNREADABLE, undecoded
 from vgr_trl.data.rows.naming import renamed_row, require_columns
 from vgr_trl.data.rows.reading import Keys
 from vgr_trl.data.rows.skipped import SkippedRow
@@ -15,7 +15,6 @@ from vgr_trl.errors import DataError
 
 logger = logging.get_logger(__name__)
 
-PLACE = "__place__"  # the column in which the rows of a stream carry their number on the way
 SHUFFLE_BUFFER = 1000  # rows of a stream that wait, their images undecoded
 
 
@@ -33,10 +32,6 @@ def prepare_stream(
     """Return `dataset` with its rows made ready, and without those that cannot be used.
 
     Args:
-        dataset: rows with or without known columns.
-        split: its name, for messages.
-        needs_solution: whether a row must say what is right.
-        keys: names of the columns.
         examine: tells why an undecoded row cannot be used, None if it can.
         ready: makes a usable undecoded row ready.
         gone: columns that a ready row does not have, unless it has them anew.

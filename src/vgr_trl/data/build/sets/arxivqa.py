@@ -58,11 +58,6 @@ def read(source: Source) -> Iterator[Candidate]:
         yield origin, f"its figure {figure_of[query_id][:80]!a} is not in the corpus"
 
 
-def count(source: Source) -> int | None:
-    """Return the number of questions where it is known without reading them."""
-    return source.count("queries")
-
-
 def _kept_by_id(source: Source, config: str, name: str, kept: Rows) -> Iterator[Candidate]:
     """Put the rows into `kept`, and yield those that have no id of their own."""
     rows: dict[str, list[tuple[Origin, Mapping[str, Any]]]] = defaultdict(list)

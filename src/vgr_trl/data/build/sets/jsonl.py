@@ -32,8 +32,6 @@ def read(source: Source, keys: Keys = KEYS, image_dir: Path | None = None) -> It
     """Yield the questions of `source`, or why a row is none.
 
     Args:
-        source: JSONL files (JSON and Parquet too).
-        keys: names of the columns.
         image_dir: folder that relative paths start from and images lie in; None: that of the files.
     """
     root = source.folder() if image_dir is None else image_dir.absolute()

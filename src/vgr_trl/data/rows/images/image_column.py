@@ -11,7 +11,15 @@ from datasets import Dataset, Features, Image, List, concatenate_datasets
 from datasets.fingerprint import Hasher
 from pyarrow import compute
 
-from vgr_trl.data.rows.columns import FOLDER, IMAGE_COLUMNS, VIDEO_COLUMNS, is_media, video_columns, videos_of
+from vgr_trl.data.rows.columns import (
+    FOLDER,
+    IMAGE_COLUMNS,
+    VIDEO_COLUMNS,
+    folder_of,
+    is_media,
+    video_columns,
+    videos_of,
+)
 from vgr_trl.data.rows.images.opening import image_bytes
 from vgr_trl.data.rows.images.video import VideoOptions, frames_of
 from vgr_trl.data.rows.layouts import NUMBERED_IMAGES
@@ -28,8 +36,6 @@ def with_joined_images(dataset: Dataset, options: VideoOptions, root: Path = Pat
 
     Args:
         dataset: with undecoded images and videos that can be read.
-        options: rate and limit of frames.
-        root: folder that relative paths of videos start from.
     """
     columns = video_columns(dataset.column_names)
     if not columns and not set(NUMBERED_IMAGES) & set(dataset.column_names):
@@ -39,7 +45,7 @@ def with_joined_images(dataset: Dataset, options: VideoOptions, root: Path = Pat
     folder = [FOLDER] if FOLDER in dataset.column_names else []
 
     def fill(row: Mapping[str, Any]) -> dict[str, Any]:
-        start = Path(row[FOLDER]) if row.get(FOLDER) else root
+        start = folder_of(row, root)
         frames = [{"bytes": _encoded(frame), "path": None} for frame in frames_of(row, options, start)]
         return {"images": [*({"bytes": image_bytes(value, start), "path": None} for value in images_in(row)), *frames]}
 
@@ -61,7 +67,7 @@ def with_whole_paths(dataset: Dataset, root: Path) -> Dataset:
     names = [name for name in IMAGE_COLUMNS if is_media(dataset.features.get(name)) and _has_paths(dataset, name)]
 
     def fill(row: Mapping[str, Any]) -> dict[str, Any]:
-        start = Path(row[FOLDER]) if row.get(FOLDER) else root
+        start = folder_of(row, root)
         return {name: _whole(row[name], start) for name in names}
 
     return dataset.map(fill, features=dataset.features, desc="paths of images") if names else dataset

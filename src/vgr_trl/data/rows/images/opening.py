@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from vgr_trl.data.rows.images.places import path_within
-from vgr_trl.errors import DataError
+from vgr_trl.errors import DataError, words_of
 
 LARGEST_FILE = 2**30  # bytes; more than Pillow's limit of pixels takes without compression, and read as a whole
 MOST_ELONGATED = 200  # the ratio of sides from which on Qwen's image processors refuse an image
@@ -42,8 +42,6 @@ def read_image(value: Any, root: Path = Path(), max_image_pixels: int | None = N
     """Return `value` as a fully decoded image of any mode, turned as its EXIF data say.
 
     Args:
-        value: as in `open_image`.
-        root: as `path_within` takes it.
         max_image_pixels: larger images are refused before they are decoded; None: Pillow's limit.
 
     Raises:
@@ -60,7 +58,7 @@ def read_image(value: Any, root: Path = Path(), max_image_pixels: int | None = N
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
         raise DataError(f"image has too many pixels (more than {Image.MAX_IMAGE_PIXELS}): scale it down") from error
     except Exception as error:  # Pillow's decoders raise whatever damaged bytes lead them to
-        raise DataError(f"image is unreadable: {_words(error)}") from error
+        raise DataError(f"image is unreadable: {words_of(error)}") from error
     return _decoded(image, max_image_pixels)
 
 
@@ -90,7 +88,7 @@ def image_bytes(value: Any, root: Path = Path()) -> bytes:
     except DataError:
         raise
     except (OSError, ValueError) as error:
-        raise DataError(f"image file {str(root / value)[:200]!r} cannot be read ({_words(error)})") from error
+        raise DataError(f"image file {str(root / value)[:200]!r} cannot be read ({words_of(error)})") from error
     raise DataError(f"image file {str(path)[:200]} {'is a folder' if is_folder else 'does not exist'}")
 
 
@@ -126,13 +124,13 @@ def _decoded(image: Image.Image, max_image_pixels: int | None) -> Image.Image:
         with _quietly():
             image.load()
     except Exception as error:  # as above
-        raise DataError(f"image is truncated or damaged: {_words(error)}") from error
+        raise DataError(f"image is truncated or damaged: {words_of(error)}") from error
     try:
         with _quietly():
             turned = image.getexif().get(ORIENTATION, 1) in range(2, 9)
             return ImageOps.exif_transpose(image) if turned else image
     except Exception as error:  # as above
-        raise DataError(f"image has damaged EXIF data: {_words(error)}") from error
+        raise DataError(f"image has damaged EXIF data: {words_of(error)}") from error
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
@@ -163,7 +161,3 @@ def _quietly() -> Iterator[None]:
         warnings.simplefilter("ignore")
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         yield
-
-
-def _words(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

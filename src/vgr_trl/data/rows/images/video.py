@@ -14,7 +14,7 @@ from PIL import Image
 from vgr_trl.data.rows.columns import videos_of
 from vgr_trl.data.rows.images.opening import MOST_ELONGATED
 from vgr_trl.data.rows.images.places import path_within
-from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.errors import ConfigError, DataError, words_of
 
 FORMATS = "asf,avi,flv,gif,matroska,mov,mp4,mpeg,mpegts,ogg,webm"  # none of those that name other files to be read
 MARK = re.compile(r"[ \t]*<video>[ \t]*\n?")
@@ -65,8 +65,6 @@ def frames_of(row: Mapping[str, Any], options: VideoOptions, root: Path = Path()
 
     Args:
         row: with `videos` or `video`, undecoded.
-        options: rate and limit of frames.
-        root: as `path_within` takes it.
 
     Raises:
         ConfigError: PyAV is not installed.
@@ -87,8 +85,6 @@ def sample_frames(value: Any, options: VideoOptions, root: Path = Path()) -> lis
 
     Args:
         value: a path, bytes, or a dict with `bytes` or `path`.
-        options: rate and limit of frames.
-        root: as `path_within` takes it.
 
     Raises:
         ConfigError: PyAV is not installed.
@@ -105,7 +101,7 @@ def sample_frames(value: Any, options: VideoOptions, root: Path = Path()) -> lis
     except DataError:
         raise
     except Exception as error:  # decoders raise whatever damaged bytes lead them to
-        raise DataError(f"video cannot be decoded ({' '.join(str(error).split())[:200]})") from error
+        raise DataError(f"video cannot be decoded ({words_of(error)})") from error
     if not frames:
         raise DataError("video has no pictures")
     if len(frames) > options.max_frames:
@@ -125,18 +121,14 @@ def without_video_marks(prompt: Any) -> Any:
 
 
 def refuse_single_image_models(processor: Any) -> None:
-    """Raise `ConfigError` unless `processor` gives two images of a prompt more tokens than one.
-
-    Args:
-        processor: of a vision-language model, with a chat template.
-    """
+    """Raise `ConfigError` unless `processor` gives two images of a prompt more tokens than one."""
     name = type(processor).__name__
     try:
         one, two = (_length(processor, number) for number in (1, 2))
     except Exception as error:  # a processor for one image says so in its own way
         raise ConfigError(
             f"The data have videos, which become several images, but {name} does not take several "
-            f"({' '.join(str(error).split())[:200]}): use a model for several images, or remove the videos."
+            f"({words_of(error)}): use a model for several images, or remove the videos."
         ) from error
     if two <= one:
         raise ConfigError(

@@ -18,7 +18,6 @@ def require_marks(prompt: str | Sequence[Part], images: int, has_videos: bool = 
 
     Args:
         prompt: with marks in the texts of the user, or parts of type `image`.
-        images: how many the row has.
         has_videos: whether it has videos, whose frames come before the text.
     """
     marks = prompt.count(IMAGE_MARK) if isinstance(prompt, str) else sum(map(_is_image, _parts_of(placed(prompt))))

@@ -6,7 +6,7 @@ from typing import Any
 from jinja2 import StrictUndefined, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.errors import ConfigError, DataError, words_of
 
 LETTERS = "ABCDEFGHIJ"
 
@@ -32,7 +32,6 @@ class SystemTemplate:
     it is.
 
     Args:
-        text: the template.
         name: what messages call it, the path of its file for example.
 
     Raises:
@@ -48,7 +47,7 @@ class SystemTemplate:
             unknown = meta.find_undeclared_variables(environment.parse(text)) - set(self.variables)
             self._template = environment.from_string(text)
         except (TemplateError, RecursionError, MemoryError) as error:
-            raise ConfigError(f"{name} is not a Jinja2 template ({_words(error)}): correct it there.") from error
+            raise ConfigError(f"{name} is not a Jinja2 template ({words_of(error)}): correct it there.") from error
         unknown -= set(environment.globals)
         if unknown:
             raise ConfigError(
@@ -70,7 +69,7 @@ class SystemTemplate:
         try:
             text = self._template.render(**values)
         except Exception as error:  # expressions of a template raise whatever Python's do
-            raise DataError(f"{self.name} cannot be filled in for it ({_words(error)})") from error
+            raise DataError(f"{self.name} cannot be filled in for it ({words_of(error)})") from error
         return text.strip() or None
 
 
@@ -117,7 +116,6 @@ def build_prompt(
     """Return the conversation that asks `problem`; images travel beside it in the column `image` or `images`.
 
     Args:
-        problem: the question.
         choices: its options, at most ten.
         system_prompt: the message put first, a text or a template that is filled in; None: none. Of a
             `QuestionTemplate` it is what the user says.
@@ -140,7 +138,3 @@ def system_message(
     if isinstance(system_prompt, SystemTemplate):
         system_prompt = system_prompt.render(problem, choices, source)
     return [{"role": "system", "content": system_prompt}] if system_prompt else []
-
-
-def _words(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
