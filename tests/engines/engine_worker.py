@@ -1,9 +1,10 @@
 """Run by the tests of this folder in the processes of an engine: three steps with every feature on.
 
-engine_worker.py KIND MODEL QUESTIONS OUTPUT WHAT …     a case, saved, "from CHECKPOINT", generation or nan
+engine_worker.py KIND MODEL QUESTIONS OUTPUT WHAT …     a case, "saved CASE", "CASE from CHECKPOINT", generation or nan
 """
 
 import json
+import os
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from PIL import Image
 from support.trainers import BIG_STEPS, config, prompts, vision_trainer
 from transformers import TrainerCallback
 
+from vgr_trl.errors import ConfigError
 from vgr_trl.rewards import accuracy_reward, vgr_hard_negative_reward
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
@@ -81,14 +83,15 @@ def rows_of(file: str, case: Case) -> Dataset:
 def trainer_of(kind: str, case: Case, data: tuple[str, str], output: Path, **changed):
     """The trainer of a case; each of two processes has half of the rows that one alone has."""
     options = {"max_steps": 3, "gradient_accumulation_steps": 2} | BIG_STEPS | case.options
-    options |= {"per_device_train_batch_size": 4 if kind == "one" else 2}
+    options |= {"per_device_train_batch_size": 4 // int(os.environ.get("WORLD_SIZE", "1"))}
     adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"]) if case.lora else None
     options = config(output, **options | engines.options_of(kind) | changed)
     torch.manual_seed(0)  # an adapter is drawn
     rows = rows_of(data[1], case)
     trainer = vision_trainer(data[0], list(case.rewards), options, rows, model=data[0], peft_config=adapter)
     trainer.model.generate = generate_by_prompt(trainer)
-    if kind in engines.SHARDED:  # the model itself cannot generate for rows with and without images there
+    if kind in engines.SHARDED and trainer.accelerator.num_processes > 1:
+        # the model itself cannot generate for rows with and without images there
         trainer.stages.passes._blank._refuse_uneven = lambda inputs: None
     return trainer
 
@@ -113,13 +116,16 @@ def run(kind: str, name: str, data: tuple[str, str], output: Path) -> dict:
     return outcome(trainer, start)
 
 
-def run_saved(kind: str, data: tuple[str, str], output: Path, resumed: str | None = None) -> dict:
-    """Four steps, saved after the second and at the end; or the last two of them, from a checkpoint."""
+def run_saved(kind: str, case: str, data: tuple[str, str], output: Path, resumed: str | None = None) -> dict:
+    """Four steps, saved after the second and at the end; or the last two of them, from a checkpoint, unless refused."""
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 1e-3}
-    folder = output / f"{kind} {'resumed' if resumed else 'saved'}"
-    trainer = trainer_of(kind, CASES["mixed"], data, folder, **options)
+    folder = output / f"{kind} {'resumed' if resumed else 'saved'} {case}"
+    trainer = trainer_of(kind, CASES[case], data, folder, **options)
     start = engines.whole_parameters(trainer)
-    trainer.train(resume_from_checkpoint=resumed)
+    try:
+        trainer.train(resume_from_checkpoint=resumed)
+    except ConfigError as error:
+        return {"refused": str(error)}
     trainer.save_model(str(folder / "model"))
     found = outcome(trainer, start)
     found["end"] = engines.whole_parameters(trainer)
@@ -191,11 +197,12 @@ if __name__ == "__main__":
             found = run_generation(kind, data, folder)
         elif name == "nan":
             found = run_with_nan(kind, data, folder)
-        elif name == "saved":
-            found = run_saved(kind, data, folder)
-        elif name.startswith("from "):
-            found = run_saved(kind, data, folder, name.removeprefix("from "))
-            name = "resumed"
+        elif name.startswith("saved "):
+            found = run_saved(kind, name.removeprefix("saved "), data, folder)
+        elif " from " in name:
+            case, checkpoint = name.split(" from ")
+            found = run_saved(kind, case, data, folder, checkpoint)
+            name = f"resumed {case}"
         else:
             found = run(kind, name, data, folder)
         if engines.is_main():

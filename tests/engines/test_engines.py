@@ -7,6 +7,7 @@ from pathlib import Path
 import engines
 import pytest
 import torch
+from peft import PeftModel
 from support.launching import launch
 from support.trainers import train_file
 from transformers import Qwen2_5_VLForConditionalGeneration
@@ -17,6 +18,7 @@ OF_ENGINES = (  # what may differ: rates, and what is computed once
     "epoch", "clip_ratio",
 )  # fmt: skip
 ENGINES = ("ddp", "zero2", "zero3", "fsdp2")
+SAVED = [(kind, "mixed") for kind in (*ENGINES, "offload")] + [(kind, "lora") for kind in ("zero2", "zero3", "fsdp2")]
 
 
 @pytest.fixture(scope="module")
@@ -24,11 +26,11 @@ def train(model_folder, question_files, tmp_path_factory):
     """Run the worker once for a kind of engine and what it is to do; the folder of the outcomes."""
     folder, done = tmp_path_factory.mktemp("engines"), set()
 
-    def train(kind: str, *what: str) -> Path:
+    def train(kind: str, *what: str, processes: int | None = None) -> Path:
         if missing := [each for each in what if (kind, each) not in done]:
             data = model_folder, train_file(question_files)
-            processes = 1 if kind == "one" else 2
-            launch(WORKER, kind, *data, folder, *missing, processes=processes, engine=engines.VARIABLES[kind])
+            number = (1 if kind == "one" else 2) if processes is None else processes
+            launch(WORKER, kind, *data, folder, *missing, processes=number, engine=engines.VARIABLES[kind])
             done.update((kind, each) for each in missing)
         return folder
 
@@ -87,17 +89,43 @@ def test_full_and_adapted_models_and_critics_train_as_in_one_process(kind, train
     assert values[-1] != 0
 
 
+def checkpoint_of(folder: Path, kind: str, case: str) -> Path:
+    return folder / f"{kind} saved {case}" / "checkpoint-2"
+
+
 @pytest.mark.minutes
-@pytest.mark.parametrize("kind", [*ENGINES, "offload"])
-def test_a_checkpoint_is_continued_and_the_model_loads(kind, train):
-    folder = train(kind, "saved")
-    train(kind, f"from {folder / f'{kind} saved' / 'checkpoint-2'}")
-    (whole, end), (rest, resumed_end) = (outcome(folder, kind, what, "end") for what in ("saved", "resumed"))
+@pytest.mark.parametrize(("kind", "case"), SAVED)
+def test_a_checkpoint_is_continued_and_the_model_loads(kind, case, train, model_folder):
+    folder = train(kind, f"saved {case}")
+    train(kind, f"{case} from {checkpoint_of(folder, kind, case)}")
+    (whole, end), (rest, resumed_end) = (
+        outcome(folder, kind, f"{what} {case}", "end") for what in ("saved", "resumed")
+    )
     assert [entry["reward"] for entry in rest["history"]] == [entry["reward"] for entry in whole["history"]]
     assert largest(end[name] - resumed_end[name] for name in end) < 1e-6
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / f"{kind} saved" / "model")
+    written = folder / f"{kind} saved {case}" / "model"
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder if case == "lora" else written)
+    model = PeftModel.from_pretrained(model, written) if case == "lora" else model
     loaded = dict(model.named_parameters())
     assert largest(end[name] - loaded[name] for name in end) == 0
+
+
+@pytest.mark.minutes
+@pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
+def test_another_number_of_processes(kind, train):
+    """One process goes on where two have saved: with FSDP2, which saves the optimizer whole; ZeRO refuses."""
+    folder = train(kind, "saved everything")
+    checkpoint = checkpoint_of(folder, kind, "everything")
+    train(kind, f"everything from {checkpoint}", processes=1)
+    found = json.loads((folder / f"{kind} resumed everything.json").read_text())
+    if kind != "fsdp2":
+        assert found["refused"].startswith(f"{checkpoint} was saved by 2 processes, between which ZeRO has divided")
+        return
+    (whole, end), (_, resumed_end) = (
+        outcome(folder, kind, f"{what} everything", "end") for what in ("saved", "resumed")
+    )
+    assert [entry["reward"] for entry in found["history"]] == [entry["reward"] for entry in whole["history"]]
+    assert largest(end[name] - resumed_end[name] for name in end) < 1e-5
 
 
 @pytest.mark.minutes
