@@ -16,7 +16,7 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 WIDTH = 1180
-PARTS = {"": 580, "#tab=Completions&answer=right&token=3": 730}  # place in the page → pixels that are shown of it
+PARTS = {"": 650, "#tab=Completions&answer=right&token=3": 730}  # place in the page → pixels that are shown of it
 
 
 def screenshots(page: Page, report: Path) -> list[Image.Image]:
