@@ -325,8 +325,8 @@ def test_compiled_models_run_plainly(case):
 def test_an_unknown_kind_of_layer_is_refused():
     config = hf.LlamaConfig(**BODY)
     config.layer_types = ["full_attention", "indexed_attention"]
-    with pytest.raises(prefix_cache.CannotShare, match="indexed_attention"):
-        prefix_cache.refuse_unknown_layers(config)
+    with pytest.raises(fitness.CannotShare, match="indexed_attention"):
+        fitness.refuse_unknown_layers(config)
 
 
 def test_rotary_embeddings_that_depend_on_the_length_of_the_pass(monkeypatch):
@@ -383,7 +383,7 @@ def test_linear_attention_that_starts_anew(monkeypatch):
     """Jamba's state-space layers go on from a state with one token only; with several they forget the prompt."""
     model, batch = with_head(build(OTHERS["jamba"])), make_batch(OTHERS["jamba"])
     runs_plainly_twice(model, batch, "layers of type linear_attention")
-    monkeypatch.setattr(prefix_cache, "_LINEAR_FAMILIES", {"jamba"})
+    monkeypatch.setattr(fitness, "_LINEAR_FAMILIES", {"jamba"})
     goes_wrong(model, batch)
 
 

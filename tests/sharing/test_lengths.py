@@ -8,7 +8,7 @@ from compare import gradients, largest_relative, scored, with_head
 from families import FAMILIES, build, make_batch
 
 from vgr_trl.sharing import share_prompts, stages
-from vgr_trl.sharing.lengths import cut_by_length
+from vgr_trl.sharing.grouping import cut_by_length
 from vgr_trl.signals.attention.probe import AttentionProbe
 from vgr_trl.signals.modality import build_modality_masks
 

@@ -16,8 +16,7 @@ from families import FAMILIES, TEXT, build, make_batch
 from other_families import OTHERS, gemma4
 from support.old_releases import KEEPS_LESS
 
-from vgr_trl.sharing import share_prompts
-from vgr_trl.sharing.caches import prefix_cache
+from vgr_trl.sharing import fitness, share_prompts
 
 # Layers that share keys, convolutions, chunks, experts, linear attention. Gemma 4 and LFM2 are sure of themselves.
 NAMES = ["gemma4", "gemma4_published", "gemma3n", "lfm2_vl", "llama4_text", "qwen3_next", "qwen3_5_moe"]
@@ -127,7 +126,7 @@ def test_embeddings_of_text_and_images_together():
 def test_what_only_a_known_family_may_do(families, reason, monkeypatch):
     if KEEPS_LESS and families == "_KEY_SHARING_FAMILIES":
         pytest.skip("the layers of a cache are those that keep keys")
-    monkeypatch.setattr(prefix_cache, families, set())
+    monkeypatch.setattr(fitness, families, set())
     model, batch = case("gemma4_published")
     with torch.no_grad(), share_prompts(model, 12) as report:
         scored(model, batch)

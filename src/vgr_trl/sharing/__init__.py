@@ -1,9 +1,9 @@
 """How a prompt is computed once for its G completions: in scoring, in training and in generation, exactly.
 
 Read `context.py` (`share_prompts`), `forward.py` (prompts first, then completions behind them), `cut.py`, `grouping.py`
-and `image_inputs.py` (where a batch is cut), `caches/` (what completions read of prompts), `generation.py`.
-What it stands on: `backbone.py`, `fitness.py` (which models can), `replacing.py`, `report.py`. Around it:
-`heads.py`, `plan.py` (where a run shares, and why not elsewhere).
+and `image_inputs.py` (where a batch is cut), `stages.py` and `packing.py` (its two stages; the second without padding),
+`caches/` (what completions read of prompts), `generation.py`. What it stands on: `backbone.py`, `fitness.py` (which
+models can), `report.py`. Around it: `heads.py`, `plan.py` (where a run shares, and why not elsewhere).
 """
 
 from vgr_trl.replacing import replaced

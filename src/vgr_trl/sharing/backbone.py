@@ -46,6 +46,17 @@ def base_of(causal: Any) -> Any:
     return decoder if isinstance(decoder, PreTrainedModel) else base
 
 
+def layer_index(module: nn.Module) -> int | None:
+    """Return the number of the decoder layer that an attention module belongs to; None for vision towers."""
+    index = getattr(module, "layer_idx", None)
+    return index if isinstance(index, int) else None
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module is an attention layer of a language model."""
+    return layer_index(module) is not None and hasattr(module, "is_causal")
+
+
 def is_compiled(model: nn.Module) -> bool:
     """Whether `torch.compile` has been applied to the model or to a module of it."""
     return any(

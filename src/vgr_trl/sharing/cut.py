@@ -56,8 +56,6 @@ def find_cut(inputs: Mapping[str, Any], config: Any, completion_length: int | No
     """The cut of a batch; its last column is left out if the completion length is given.
 
     Args:
-        inputs: of a base model's forward pass, by name.
-        config: of that model.
         completion_length: T, or None to find the cut that saves most.
         alone: whether a batch in which no prompt occurs twice is cut as well, if T is given.
 

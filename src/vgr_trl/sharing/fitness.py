@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from vgr_trl.sharing.backbone import (
     DROPS_CACHES,
@@ -12,13 +14,22 @@ from vgr_trl.sharing.backbone import (
     causal_model,
     checkpoints_drop_caches,
     flattens_layers,
+    is_attention,
     is_checkpointed,
     is_compiled,
     recomputes_without_graph,
 )
-from vgr_trl.sharing.caches.prefix_cache import refuse_unknown_layers
+from vgr_trl.sharing.caches.prefix_cache import keeps_nothing
 from vgr_trl.sharing.report import CannotShare
 
+_SHAREABLE = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv"}
+# Linear attention that goes on from a state with several tokens; elsewhere it starts anew, in silence (Jamba).
+_LINEAR_FAMILIES = {"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2"}
+# Layers that take their keys and values from another one, out of the pass and not out of its cache.
+_KEY_SHARING_FAMILIES = {"gemma3n_text", "gemma4_text"}
+# Two-way attention that the family keeps to the tokens of each image.
+_IMAGES_SEE_THEMSELVES = {("gemma4_text", "vision")}
 # Families in which these ids only mark image tokens; elsewhere they may open a whole prompt to itself (PaliGemma).
 _TOKEN_TYPES_MARK_IMAGES = ("gemma3",)
 # Rotary embeddings whose angles depend on the longest position of a pass.
@@ -29,7 +40,6 @@ def why_not_share(model: nn.Module, *, gradients: bool) -> str | None:
     """Why prompts cannot be shared by a model in its present state; None if they can.
 
     Args:
-        model: as `share_prompts` takes it.
         gradients: whether for passes with gradients.
     """
     if is_compiled(model):
@@ -56,17 +66,43 @@ def refuse_unfit_model(base: Any, gradients: bool) -> None:
     refuse_bidirectional_attention(base)
 
 
+def refuse_unknown_layers(config: PretrainedConfig) -> None:
+    """Raise `CannotShare` if a layer of the language model keeps something else than keys and values or states."""
+    text_config = config.get_text_config(decoder=True)
+    types = set(getattr(text_config, "layer_types", None) or ())
+    if unknown := types - _LAYER_TYPES:
+        raise CannotShare(f"layers of type {min(unknown)}")
+    layers = DynamicCache(config=config).layers
+    if unknown := {type(layer).__name__ for layer in layers if not _is_shareable(layer)}:
+        raise CannotShare(f"layers of type {min(unknown)}")
+    linear = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
+    if linear and (text_config.model_type not in _LINEAR_FAMILIES or len(linear) == len(layers)):
+        raise CannotShare("layers of type linear_attention")
+    if any(keeps_nothing(layer) for layer in layers) and text_config.model_type not in _KEY_SHARING_FAMILIES:
+        raise CannotShare("layers that take their keys and values from another")
+    sees_both_ways = getattr(text_config, "use_bidirectional_attention", None)
+    if sees_both_ways and (text_config.model_type, sees_both_ways) not in _IMAGES_SEE_THEMSELVES:
+        raise CannotShare("bidirectional attention over text")
+    if not layers:  # transformers 5.9 makes none for a Gemma 3n whose layers share no keys
+        raise CannotShare("a cache without layers")
+
+
+def _is_shareable(layer: Any) -> bool:
+    # Linear attention goes on from a state with several tokens only in releases whose layers have these attributes.
+    if isinstance(layer, LinearAttentionLayer) and not (
+        hasattr(layer, "number_of_states") and hasattr(layer, "record_past")
+    ):
+        return False
+    return type(layer) in _SHAREABLE or keeps_nothing(layer)
+
+
 def refuse_bidirectional_attention(base: Any) -> None:
     """Raise `CannotShare` if a token sees what comes after it, as in encoders that have a head for the next token."""
     decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
-    causal = {module.is_causal for module in decoder.modules() if _is_attention(module)}
+    causal = {module.is_causal for module in decoder.modules() if is_attention(module)}
     is_decoder = getattr(base.config.get_text_config(decoder=True), "is_decoder", True)
     if False in causal or (not is_decoder and True not in causal):
         raise CannotShare("attention that is not causal")
-
-
-def _is_attention(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "is_causal")
 
 
 def refuse_rope_by_length(config: Any) -> None:

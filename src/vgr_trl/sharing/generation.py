@@ -10,6 +10,7 @@ from transformers.generation import GenerationMixin, GenerationMode
 
 from vgr_trl.batch.image_parts import IMAGE_INPUTS
 from vgr_trl.replacing import replaced
+from vgr_trl.sharing.backbone import is_checkpointed
 from vgr_trl.sharing.caches.growing import grow_in_place
 from vgr_trl.sharing.cut import PER_TOKEN, refuse_uneven_prompts
 from vgr_trl.sharing.fitness import refuse_token_types
@@ -109,7 +110,7 @@ class SharedGeneration:
         if getattr(self.plain, "__func__", None) is not _GENERATE:
             raise CannotShare("a generate that is not that of transformers")
         self.forward.refuse_unfit_model(gradients=False)
-        if any(module.training and getattr(module, "gradient_checkpointing", False) for module in self.model.modules()):
+        if is_checkpointed(self.model):
             raise CannotShare("generate with gradient checkpointing on")
 
     def _refuse_unfit_config(self, inputs: dict[str, Any]) -> int:

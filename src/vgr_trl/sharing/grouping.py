@@ -1,4 +1,4 @@
-"""Which rows share a prompt, where a batch can be cut into prompt and rest, and which rows are trained together."""
+"""Which rows share a prompt, where a batch is cut into prompt and rest, and which rows pass or are trained together."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,6 +10,9 @@ from vgr_trl.batch.row_images import owned
 
 # Losses that divide by something that does not depend on which rows share a micro-batch (read in TRL 1.16, and tested).
 REGROUPABLE_LOSSES = frozenset({"dapo", "cispo", "vespo", "grpo", "sapo", "dr_grpo", "luspo"})
+# Tokens that a device computes in the time that a pass of its own takes more than a part of one.
+_OF_A_PASS = {"cpu": 32}
+_ON_OTHERS = 256
 
 
 def find_groups(
@@ -19,8 +22,6 @@ def find_groups(
 
     Args:
         ids: (N, P) tokens of the prompts.
-        mask: (N, P) attention mask.
-        pixels: per row, its pixel inputs.
     """
     texts = ids.tolist() if mask is None else torch.stack([ids, mask.to(ids.dtype)], dim=1).flatten(1).tolist()
     candidates: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # text -> (group, its first row)
@@ -55,8 +56,6 @@ def best_split(
     """Where to cut a batch whose prompt lengths are not known, so that the fewest tokens are computed.
 
     Args:
-        ids: (N, S) tokens.
-        mask: (N, S) attention mask.
         pixels: per row, its pixel inputs; rows with different ones share nothing.
         earliest: first column at which the batch may be cut, at least 1.
         latest: last such column, below S. None: S - 1.
@@ -160,3 +159,31 @@ def why_not_regroup(
 def inputs_of_rows(inputs: Mapping[str, Any], parts: Mapping[str, Sequence[slice]], row: int) -> list[torch.Tensor]:
     """The pixel inputs of one row; `parts` as `rows_of_images` returns it."""
     return [inputs[name][slices[row]] for name, slices in parts.items()]
+
+
+def tokens_of_a_pass(device: str) -> int:
+    """Return what a further pass costs on a type of device, in tokens."""
+    return _OF_A_PASS.get(device, _ON_OTHERS)
+
+
+def cut_by_length(lengths: Sequence[int], of_a_pass: int) -> list[list[int]]:
+    """Return the rows of each pass, of which every row is as long as the longest, such that together they cost least.
+
+    Rows stand by length, the longest first, unless one pass is cheapest: it has them as they are.
+
+    Args:
+        lengths: (N,) tokens of each row.
+        of_a_pass: what a pass costs besides its tokens, in tokens.
+    """
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    falls = [place for place in range(1, len(order)) if lengths[order[place]] < lengths[order[place - 1]]]
+    best = {len(order): (0, 0)}  # place -> cost of the rows from there on, end of the first pass over them
+    for start in [*reversed(falls), 0]:
+        longest = lengths[order[start]]
+        best[start] = min((of_a_pass + (end - start) * longest + cost, end) for end, (cost, _) in best.items())
+    passes, start = [], 0
+    while start < len(order):
+        end = best[start][1]
+        passes.append(order[start:end])
+        start = end
+    return passes if len(passes) > 1 else [list(range(len(lengths)))]

@@ -24,7 +24,6 @@ def with_unseen_counted(forward: Callable[..., Any], shared: SharedForward) -> C
     OPT, Bart and Whisper call the decoder inside of it.
 
     Args:
-        forward: of the causal model.
         shared: what its base model's forward pass has been replaced by.
     """
 
@@ -54,8 +53,6 @@ def with_scored_columns(
 
     Args:
         forward: of a model, patched by TRL's `add_fused_lm_head` or not.
-        base: base model that it calls.
-        completion_length: T.
         lock: held while the base model is made to return fewer columns.
     """
 

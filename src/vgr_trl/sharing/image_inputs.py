@@ -32,7 +32,6 @@ def without_empty_images(inputs: Mapping[str, Any], agree: Callable[[bool], bool
     fail.
 
     Args:
-        inputs: of a forward pass, by name.
         agree: as `share_prompts` takes it, where parameters are sharded: the vision tower then runs in every process
             or in none.
 
@@ -67,10 +66,6 @@ def images_as_tensors(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 def rows_of_images(inputs: Mapping[str, Any], is_image: torch.Tensor) -> Parts:
     """Per pixel input, the slice of its first dimension that belongs to each row.
-
-    Args:
-        inputs: inputs of a forward pass; the pixel inputs among them are the ones that are not None.
-        is_image: (N, S) bool, placeholder tokens.
 
     Raises:
         CannotShare: the pixel inputs cannot be assigned to rows with certainty.

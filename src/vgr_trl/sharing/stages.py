@@ -19,7 +19,7 @@ from vgr_trl.sharing.caches.prefix_cache import (
     prefix_to_write,
 )
 from vgr_trl.sharing.cut import Cut, constants
-from vgr_trl.sharing.lengths import cut_by_length, tokens_of_a_pass
+from vgr_trl.sharing.grouping import cut_by_length, tokens_of_a_pass
 from vgr_trl.sharing.packing import find_packing, packed_pass
 from vgr_trl.sharing.report import CannotShare
 
@@ -37,10 +37,6 @@ def two_stages(
     """Return the outputs of a base model for all rows and columns; those of padding behind completions are 0.
 
     Args:
-        base: base model.
-        plain: its forward pass.
-        inputs: of that pass, by name.
-        cut: where the batch is cut.
         whole: whether outputs of prompts and of padding are wanted, which are 0 otherwise.
         alike: whether all processes have to make equally many passes.
         packs: whether completions pass as one row without padding, unless outputs of padding are wanted.

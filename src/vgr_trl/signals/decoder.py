@@ -6,7 +6,7 @@ from peft import PeftModel
 from torch import nn
 
 from vgr_trl.errors import ConfigError
-from vgr_trl.sharing.backbone import causal_model, is_compiled
+from vgr_trl.sharing.backbone import causal_model, is_attention, is_compiled, layer_index
 
 SUPPORTED = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
 
@@ -19,21 +19,10 @@ def find_decoder(model: nn.Module) -> nn.Module:
     return found
 
 
-def layer_index(module: nn.Module) -> int | None:
-    """Return the number of the decoder layer that an attention module belongs to; None for vision towers."""
-    index = getattr(module, "layer_idx", None)
-    return index if isinstance(index, int) else None
-
-
 def count_attention_layers(model: nn.Module) -> int:
     """Return L, the layers of the language model that have attention; layers of another kind are not measured."""
     modules = find_decoder(model).modules()
     return len({layer_index(module) for module in modules if is_attention(module)})
-
-
-def is_attention(module: nn.Module) -> bool:
-    """Whether a module is an attention layer of a language model."""
-    return layer_index(module) is not None and hasattr(module, "is_causal")
 
 
 def adds_virtual_tokens(model: nn.Module) -> bool:

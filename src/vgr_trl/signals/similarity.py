@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.functional import normalize
 
 from vgr_trl.errors import ConfigError
-from vgr_trl.sharing.backbone import causal_model
+from vgr_trl.sharing.backbone import causal_model, is_attention
 from vgr_trl.signals.attention.passes import Pass, PassPlan
-from vgr_trl.signals.decoder import find_decoder, is_attention
+from vgr_trl.signals.decoder import find_decoder
 
 
 def cosine_similarity(emitting: torch.Tensor, image: torch.Tensor, over: str) -> torch.Tensor:

@@ -8,22 +8,11 @@ from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
     DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
 )
 
 from vgr_trl.sharing.report import CannotShare
-
-_SHAREABLE = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
-_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv"}
-# Linear attention that goes on from a state with several tokens; elsewhere it starts anew, in silence (Jamba).
-_LINEAR_FAMILIES = {"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2"}
-# Layers that take their keys and values from another one, out of the pass and not out of its cache.
-_KEY_SHARING_FAMILIES = {"gemma3n_text", "gemma4_text"}
-# Two-way attention that the family keeps to the tokens of each image.
-_IMAGES_SEE_THEMSELVES = {("gemma4_text", "vision")}
 
 
 class PromptsStored(Exception):
@@ -146,11 +135,8 @@ class StoredState(LinearAttentionCacheLayerMixin):
         return recurrent_states
 
     def _states(self) -> list[Any]:
-        states: list[Any] = []
-        states.extend(self.conv_states.values())
-        if self.is_recurrent:
-            states.extend(self.recurrent_states.values())
-        return states
+        recurrent = self.recurrent_states.values() if self.is_recurrent else ()
+        return [*self.conv_states.values(), *recurrent]
 
     def is_complete(self) -> bool:
         return all(state is not None for state in self._states())
@@ -178,8 +164,7 @@ class ExpandedState(LinearAttentionCacheLayerMixin):
 
     def __init__(self, stored: StoredState, index: torch.Tensor) -> None:
         super().__init__(stored.number_of_states)
-        self.expanded = _Expanded(stored.conv_states, index)
-        self.conv_states = self.expanded
+        self.conv_states: dict[int, Any] = _Expanded(stored.conv_states, index)
         self.recurrent_states = _Expanded(stored.recurrent_states, index)
         self.has_previous_state = dict.fromkeys(range(stored.number_of_states), True)
         self.record_past = True  # a completion of one token must not take the path that writes states in place
@@ -190,43 +175,13 @@ class ExpandedState(LinearAttentionCacheLayerMixin):
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         self.was_read = True
-        return torch.cat([self.expanded[state_idx], conv_states], dim=-1)
+        return torch.cat([self.conv_states[state_idx], conv_states], dim=-1)
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         return recurrent_states
 
 
-def refuse_unknown_layers(config: PretrainedConfig) -> None:
-    """Raise `CannotShare` if a layer of the language model keeps something else than keys and values or states."""
-    text_config = config.get_text_config(decoder=True)
-    types = set(getattr(text_config, "layer_types", None) or ())
-    if unknown := types - _LAYER_TYPES:
-        raise CannotShare(f"layers of type {min(unknown)}")
-    layers = DynamicCache(config=config).layers
-    if unknown := {type(layer).__name__ for layer in layers if not _is_shareable(layer)}:
-        raise CannotShare(f"layers of type {min(unknown)}")
-    linear = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
-    if linear and (text_config.model_type not in _LINEAR_FAMILIES or len(linear) == len(layers)):
-        raise CannotShare("layers of type linear_attention")
-    if any(_keeps_nothing(layer) for layer in layers) and text_config.model_type not in _KEY_SHARING_FAMILIES:
-        raise CannotShare("layers that take their keys and values from another")
-    sees_both_ways = getattr(text_config, "use_bidirectional_attention", None)
-    if sees_both_ways and (text_config.model_type, sees_both_ways) not in _IMAGES_SEE_THEMSELVES:
-        raise CannotShare("bidirectional attention over text")
-    if not layers:  # transformers 5.9 makes none for a Gemma 3n whose layers share no keys
-        raise CannotShare("a cache without layers")
-
-
-def _is_shareable(layer: Any) -> bool:
-    # Linear attention goes on from a state with several tokens only in releases whose layers have these attributes.
-    if isinstance(layer, LinearAttentionLayer) and not (
-        hasattr(layer, "number_of_states") and hasattr(layer, "record_past")
-    ):
-        return False
-    return type(layer) in _SHAREABLE or _keeps_nothing(layer)
-
-
-def _keeps_nothing(layer: Any) -> bool:
+def keeps_nothing(layer: Any) -> bool:
     """Whether the layer takes its keys and values from another layer of a pass; older releases have none such."""
     return type(layer).__name__ == "DummyLayer"
 
@@ -239,7 +194,7 @@ def prefix_to_write(config: PretrainedConfig) -> Prefix:
 
 
 def _stored(layer: Any, kind: str) -> Any:
-    if _keeps_nothing(layer):
+    if keeps_nothing(layer):
         return layer
     if isinstance(layer, LinearAttentionLayer):
         return StoredState(layer.number_of_states, is_recurrent=kind != "conv")
@@ -257,13 +212,13 @@ def prefix_to_read(written: Prefix, index: torch.Tensor) -> Prefix:
 
 
 def _expanded(layer: Any, index: torch.Tensor) -> Any:
-    if _keeps_nothing(layer):
+    if keeps_nothing(layer):
         return layer
     return ExpandedState(layer, index) if isinstance(layer, StoredState) else ExpandedKeys(layer, index)
 
 
 def _keeping(cache: Prefix) -> list[Any]:
-    return [layer for layer in cache.layers if not _keeps_nothing(layer)]
+    return [layer for layer in cache.layers if not keeps_nothing(layer)]
 
 
 def check_written(written: Prefix, length: int, hidden: torch.Tensor | None) -> None:

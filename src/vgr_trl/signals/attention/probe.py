@@ -15,10 +15,10 @@ from transformers.modeling_utils import AttentionInterface
 
 from vgr_trl.batch.signals import AttentionMass
 from vgr_trl.errors import ConfigError
-from vgr_trl.sharing.backbone import causal_model, has_active_dropout
+from vgr_trl.sharing.backbone import causal_model, has_active_dropout, is_attention, layer_index
 from vgr_trl.signals.attention.passes import Pass, PassPlan
 from vgr_trl.signals.attention.second_call import AttentionCall, AttentionWeights
-from vgr_trl.signals.decoder import find_decoder, is_attention, layer_index, refuse_unmeasurable
+from vgr_trl.signals.decoder import find_decoder, refuse_unmeasurable
 from vgr_trl.signals.modality import ModalityMasks
 
 

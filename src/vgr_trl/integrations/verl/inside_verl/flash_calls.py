@@ -12,7 +12,8 @@ from typing import Any
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vgr_trl.replacing import replaced
-from vgr_trl.signals.decoder import find_decoder, is_attention
+from vgr_trl.sharing.backbone import is_attention
+from vgr_trl.signals.decoder import find_decoder
 
 MODULES = ("verl.models.transformers.qwen2_vl", "verl.models.transformers.glm4v")
 NAME = "_custom_flash_attention_forward"
