@@ -10,8 +10,6 @@ from trl.trainer import grpo_trainer
 
 from vgr_trl.batch.inputs import Prompts, with_perturbed_rows
 from vgr_trl.compat.completion_tables import beside_training, in_texts, remove_oldest_tables
-from vgr_trl.compat.cpu_timeout import give_timeout
-from vgr_trl.compat.gloo_exit import close_group_at_exit
 from vgr_trl.compat.logged_images import images_logged_by_all
 from vgr_trl.compat.token_types import with_causal_completions
 from vgr_trl.config import DAPOConfig
@@ -32,8 +30,7 @@ from vgr_trl.training.spread import spread
 from vgr_trl.training.start.prepare import (
     announce,
     as_list,
-    check_config,
-    default_config,
+    checked_config,
     find_idle_options,
     make_ready,
     plan_rewards,
@@ -52,13 +49,12 @@ class DAPOTrainer(ResumableTrainer):
     Takes the arguments of `GRPOTrainer`; `args` is a `DAPOConfig`. With its own options at their defaults it trains as
     `GRPOTrainer` does with `loss_type="dapo"`, `epsilon_high=0.28` and `beta=0`. It overrides, and adds to:
 
-    - `_generate_and_score_completions`: the stages perceive, choose and spread; records.
+    - `_generate_and_score_completions`: the stages perceive, choose and spread; records; images processed once.
     - `_tokenize_prompts`, `_generate_single_turn`: keep the prompts; prompts computed once; attention in generation.
     - `_calculate_rewards`: the measured pass, signals as columns, weights of this step, checks of what rewards return.
     - `_get_per_token_logps_and_entropies`: prompts computed once; signals; training passes over live tokens only.
     - `_compute_loss`: terms that are no advantages; metrics of the step; parts of few enough tokens.
-    - `_get_dataloader`: rows that the sampler repeats are read once.
-    - `_prepare_inputs`: completions of a prompt, and those of similar length, in one micro-batch.
+    - `_get_dataloader`, `_prepare_inputs`: rows read once; those of a prompt and of one length in one micro-batch.
     - `log`, `create_model_card`: metrics, tables and records; what the card says.
     - by `ResumableTrainer`, `train`, `_get_train_sampler`, `_save_checkpoint`, `_save_rng_state`,
       `_load_optimizer_and_scheduler`, `_load_from_checkpoint`, `_load_best_model`: complete checkpoints, from which a
@@ -80,24 +76,20 @@ class DAPOTrainer(ResumableTrainer):
     ) -> None:
         """Check seams and options before TRL loads a model; check the data once its processor is known."""
         check_seams(GRPOTrainer)
-        args = default_config(model) if args is None else args
-        check_config(args, options)
+        args = checked_config(args, model, options)
         rewards, schedule = plan_rewards(reward_funcs, args, lambda: self.host.num_generations)
         self._rollouts: list[Rollout] = []  # the one at hand, behind those it is a further round of
         self._pass: TrainingPass | None = None
         with constructed_with_reference(args):
             super().__init__(model, rewards, args, *rest, **with_processor(model, rest, options))
         self.beta = args.beta
-        close_group_at_exit()
-        give_timeout(args.ddp_timeout)
         make_ready(self, options.get("peft_config"))
         self.host = TRLHost(self, self._begin, self._judge)
         self.stages = stages = build_stages(self, self.host, schedule)
         self.sharing, self.skipping, self.resumed = stages.sharing, stages.skipping, stages.resumed(self)
         self.collapse_watch = add_callbacks(self, self.host, stages)
         self.idle_options = find_idle_options(self, stages.measurement, schedule.changes)
-        if self.accelerator.is_main_process:
-            announce(self, stages.sharing, stages.passes.vision.plan, stages.skipping, self.idle_options)
+        announce(self, stages.sharing, stages.passes.vision.plan, stages.skipping, self.idle_options)
 
     def _log_all(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -112,8 +104,7 @@ class DAPOTrainer(ResumableTrainer):
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Add to the parent's: rows that the sampler repeats are read once."""
-        if reads_alike(dataset):
-            dataset = ReadOnce(dataset)
+        dataset = ReadOnce(dataset) if reads_alike(dataset) else dataset
         return super()._get_dataloader(dataset, *args, **kwargs)
 
     @property
@@ -264,7 +255,6 @@ class DAPOTrainer(ResumableTrainer):
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
         """Add to TRL's: tags, rewards, the options that were on, and the papers to cite."""
-        tags = [*as_list(tags), *method_tags(self.args, rewards_of(self))]
-        super().create_model_card(model_name, dataset_name, tags)
+        super().create_model_card(model_name, dataset_name, [*as_list(tags), *method_tags(self.args, rewards_of(self))])
         if self.is_world_process_zero():
             extend_card(self, model_name, dataset_name or self.data_source)

@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from transformers.utils import logging
 
 from vgr_trl.credit.advantages import estimate_advantages
+from vgr_trl.credit.rows import masked_mean
 from vgr_trl.sampling import (
     DeadStreak,
     Group,
@@ -100,7 +100,8 @@ class GroupChoice:
             advantages=accelerator.gather(rollout.batch["advantages"]),
         )
         if args.uses_critic:
-            verdict.advantages = accelerator.gather(_completion_means(rollout.batch))
+            of_tokens = rollout.batch["token_advantages"].nan_to_num()  # (N, T)
+            verdict.advantages = accelerator.gather(masked_mean(of_tokens, valid_tokens(rollout.batch)).squeeze(1))
         elif args.advantage_estimator != "grpo":
             baseline = greedy_baseline(rollout, host, placement) if args.advantage_estimator == "remax" else None
             verdict.advantages = estimate_advantages(verdict.rewards, size, args.advantage_estimator, baseline)
@@ -243,13 +244,6 @@ class GroupChoice:
 def _verdict(rollout: Rollout) -> Verdict:
     assert rollout.verdict is not None
     return rollout.verdict
-
-
-def _completion_means(batch: dict[str, Any]) -> torch.Tensor:
-    """Mean of the advantages of the tokens of each completion, (N,); 0 for one without."""
-    advantages: torch.Tensor = batch["token_advantages"]
-    mask = valid_tokens(batch)
-    return (advantages.nan_to_num() * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
 
 
 def _starts_anew(folder: Path, what: str, option: str) -> str:

@@ -1,1 +1,5 @@
-"""What a run leaves for people to look at: read `record.py`, then what it calls; `card.py` is the model card."""
+"""What a run leaves for people to look at.
+
+Read `record.py`, then what it calls: `taking.py` (rows as training leaves them), `rows.py` and `images.py` (what
+becomes of them). `before.py` is the record of step 0, `card.py` the model card.
+"""

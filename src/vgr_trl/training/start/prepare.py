@@ -10,6 +10,8 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl.data_utils import prepare_multimodal_messages
 
+from vgr_trl.compat.cpu_timeout import give_timeout
+from vgr_trl.compat.gloo_exit import close_group_at_exit
 from vgr_trl.compat.sampled_images import suppress_image_tokens
 from vgr_trl.config import DAPOConfig
 from vgr_trl.config.effects import Circumstances, options_without_effect
@@ -34,20 +36,18 @@ from vgr_trl.training.start.seams import check_attributes, check_head
 logger = logging.get_logger(__name__)
 
 
-def check_config(args: object, options: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for arguments of the trainer that do not fit each other."""
+def checked_config(args: DAPOConfig | None, model: str | PreTrainedModel, options: Mapping[str, Any]) -> DAPOConfig:
+    """Return the options of a trainer; raise `ConfigError` if they do not fit its other named arguments."""
+    if args is None:
+        name = model if isinstance(model, str) else model.config._name_or_path
+        return DAPOConfig(f"{name.rstrip('/').split('/')[-1]}-DAPO")
     if not isinstance(args, DAPOConfig):
         raise ConfigError(f"args is a {type(args).__name__}: give a DAPOConfig, which takes the same options.")
     if args.max_prompt_length is not None and options.get("environment_factory") is not None:
         raise ConfigError(
             "max_prompt_length needs prompts from the data, but environment_factory makes them: drop one."
         )
-
-
-def default_config(model: str | PreTrainedModel) -> DAPOConfig:
-    """Return the options of a trainer that is given none."""
-    name = model if isinstance(model, str) else model.config._name_or_path
-    return DAPOConfig(f"{name.rstrip('/').split('/')[-1]}-DAPO")
+    return args
 
 
 def model_name(model: PreTrainedModel) -> str:
@@ -63,6 +63,8 @@ def make_ready(trainer: ConstructedTrainer, peft_config: PeftConfig | None) -> N
         ConfigError: the adapter names modules that the model lacks, or the data have images that it cannot read.
         DataError: the data are not understood, or no row can be used.
     """
+    close_group_at_exit()
+    give_timeout(trainer.args.ddp_timeout)
     check_attributes(trainer)
     check_head(trainer.accelerator.device)
     suppress_image_tokens(trainer)
@@ -99,7 +101,9 @@ def announce(
     skipping: SkippingPlan,
     idle_options: Mapping[str, str],
 ) -> None:
-    """Say what passes leave out and compute once, and which options are risky or without effect."""
+    """Let the main process say what passes leave out and compute once, and which options are risky or idle."""
+    if not trainer.accelerator.is_main_process:
+        return
     args = trainer.args
     logger.warning(str(sharing))
     if trainer._is_vlm:
