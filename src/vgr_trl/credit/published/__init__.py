@@ -1,7 +1,7 @@
 """Rules of credit of published methods, one file each, under the names of their papers; recipes name them.
 
-Like plug-ins they declare what they read and the options that they have. `anchors.py` is a part of a method only, and
-has a name of its own.
+Like plug-ins they declare what they read and the options that they have: `pgpo.py`, `vepo.py`, `vgpo.py`. `anchors.py`
+is a part of a method only, and has a name of its own.
 """
 
 from vgr_trl.credit.published.anchors import AnchorOptions, anchor_tokens
