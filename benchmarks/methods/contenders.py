@@ -32,7 +32,7 @@ class Method:
 
     def with_sgd(self) -> "Method":
         """Return it with plain gradient descent in Adam's place."""
-        return replace(self, options=self.options | {"optim": "sgd"}, learning_rates=(1.0, 3.0, 10.0))
+        return replace(self, options=self.options | {"optim": "sgd"}, learning_rates=(0.1, 0.3, 0.6))
 
     def options_for(self, task: Task, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Return its options on a task."""
