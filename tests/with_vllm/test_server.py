@@ -31,19 +31,18 @@ def model(tmp_path_factory) -> Path:
 
 @contextmanager
 def served(model: Path, log: Path) -> Iterator[tuple[str, int]]:
-    """A server as `trl vllm-serve` starts it, without NCCL: its address, and its group of processes."""
+    """A server that `trl vllm-serve` has started: its address, and its group of processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     flags = (
-        f"serve {model} --host 127.0.0.1 --port {port} --dtype float32 --enforce-eager --max-model-len 256 "
-        "--enable-scale-out --logprobs-mode processed_logprobs --max-logprobs -1 "
-        "--worker-extension-cls plain_weights.WeightsFromFile"
+        f"vllm-serve --model {model} --host 127.0.0.1 --port {port} --dtype float32 --enforce_eager true "
+        "--max_model_len 256 --worker-extension-cls plain_weights.WeightsFromFile"
     )
     with log.open("w") as output:
         server = subprocess.Popen(
-            [sys.executable, str(HERE / "serve.py"), *flags.split()],
-            env=environment(VLLM_SERVER_DEV_MODE="1"),
+            [Path(sys.executable).with_name("trl"), *flags.split()],
+            env=environment(),
             stdout=output,
             stderr=output,
             start_new_session=True,
