@@ -14,7 +14,10 @@ libraries, model and trainer. An update is all training passes of one rollout an
 by transformers, whatever is measured, and the update. Operations are counted by PyTorch, attention over the keys that
 kernels pass over: all, or for calls without padding those that are seen. The limit is worked out on paper
 (`step_limit.py`): every token once for all rows that begin with it, keys that are seen, nothing for padding, dead rows,
-frozen weights and tokens without credit."""
+frozen weights and tokens without credit.
+
+On a CPU memory is one: images that TRL's loader decodes anew for each completion and each micro-batch count, which
+would not be in a GPU's memory, and so do the pixels of every completion, which would."""
 LIMIT_OF_SIGNALS = """\
 The limit of a step with every signal, and of c, has one pass more than that without any: dependence on the image is
 the difference of two log-probabilities of each token, and the second, given another image, is in no other pass. The
