@@ -1,5 +1,7 @@
 """The parts of a possibly wrapped model at which prompts are shared."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -7,8 +9,10 @@ from torch import distributed, nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import AttentionInterface
 
 from vgr_trl.errors import ConfigError
+from vgr_trl.replacing import replaced
 
 # Attributes by which layers of transformers hold the rate of a dropout, or the width of the noise of a router.
 _RATES = (
@@ -132,3 +136,15 @@ def has_sharded_parameters(model: nn.Module) -> bool:
 def is_tracing() -> bool:
     """Whether this call is being traced by `torch.compile` or exported."""
     return torch.compiler.is_compiling()
+
+
+@contextmanager
+def attention_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Wrap what models get when they look up their attention function, eager ones and local overrides included."""
+    look_up = AttentionInterface.get_interface
+
+    def get_interface(interface: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        return wrap(look_up(interface, name, default))
+
+    with replaced(AttentionInterface, "get_interface", get_interface):
+        yield

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_flash_attention_utils import flash_attn_supports_top_left_mask, lazy_import_flash_attention
-from transformers.modeling_utils import AttentionInterface
 
-from vgr_trl.replacing import replaced
+from vgr_trl.sharing.backbone import attention_wrapped
 from vgr_trl.sharing.caches.packed_keys import packed_prefix
 from vgr_trl.sharing.caches.prefix_cache import Prefix
 from vgr_trl.sharing.cut import Cut
@@ -132,11 +131,8 @@ def packed_pass(
 def _told(bounds: torch.Tensor) -> Iterator[list[None]]:
     """An entry for each attention of this block, which has to be told these bounds."""
     calls: list[None] = []
-    look_up = AttentionInterface.get_interface
 
-    def get_interface(interface: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        attend = look_up(interface, name, default)
-
+    def wrap(attend: Callable[..., Any]) -> Callable[..., Any]:
         def told(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("cu_seq_lens_k") is not bounds:
                 raise CannotShare(_UNTOLD)
@@ -145,5 +141,5 @@ def _told(bounds: torch.Tensor) -> Iterator[list[None]]:
 
         return told
 
-    with replaced(AttentionInterface, "get_interface", get_interface):
+    with attention_wrapped(wrap):
         yield calls

@@ -5,17 +5,16 @@ is active, every attention call of the language model runs as always, and then o
 with two indicator columns as values. No (H, T, S) matrix is made, unless the model itself makes one (eager attention).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.modeling_utils import AttentionInterface
 
 from vgr_trl.batch.signals import AttentionMass
 from vgr_trl.errors import ConfigError
-from vgr_trl.sharing.backbone import causal_model, has_active_dropout, is_attention, layer_index
+from vgr_trl.sharing.backbone import attention_wrapped, causal_model, has_active_dropout, is_attention, layer_index
 from vgr_trl.signals.attention.passes import Pass, PassPlan
 from vgr_trl.signals.attention.second_call import AttentionCall, AttentionWeights
 from vgr_trl.signals.decoder import find_decoder, refuse_unmeasurable
@@ -82,7 +81,7 @@ class AttentionProbe:
             self._stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for module in self._attention:
             self._stack.callback(module.register_forward_hook(self._take_weights).remove)
-        self._stack.enter_context(_attention_wrapped(self._wrap))
+        self._stack.enter_context(attention_wrapped(self._wrap))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -220,18 +219,3 @@ class AttentionProbe:
             self._maps[row, layer] = torch.zeros(len(self.plan.positions), vision, device=sets.device)
         # Keys that a cache with a window has dropped are the first ones, and get no attention.
         self._maps[row, layer][at_hand.columns, vision - len(keys) :] = attention
-
-
-@contextmanager
-def _attention_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Wrap what models get when they look up their attention function, eager ones and local overrides included."""
-    look_up = AttentionInterface.get_interface
-
-    def get_interface(interface: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        return wrap(look_up(interface, name, default))
-
-    AttentionInterface.get_interface = get_interface  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        AttentionInterface.get_interface = look_up  # type: ignore[method-assign]
