@@ -23,14 +23,14 @@ import torch
 from demo_seeds import describe_machine
 from demo_signals import add
 
+from vgr_trl.demo.dataset import as_dataset, words_of
 from vgr_trl.demo.options import Options
 from vgr_trl.demo.reinforce import trainer_options
-from vgr_trl.demo.rows import as_dataset, words_of
 from vgr_trl.demo.run import draw, set_up_process, warm_up
 from vgr_trl.demo.tiny_vlm import build_tiny_vlm
 from vgr_trl.evaluation import evaluate
 from vgr_trl.rewards import accuracy_reward, get_soft_overlong_punishment, think_format_reward, vgr_reward
-from vgr_trl.rewards.groups import needs_whole_groups
+from vgr_trl.rewards.whole_groups import needs_whole_groups
 from vgr_trl.trainer import DAPOTrainer
 from vgr_trl.training.metrics.collapse_watch import Course, find_signs
 

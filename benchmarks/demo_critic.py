@@ -19,9 +19,9 @@ import torch
 from demo_replay import accuracy
 from demo_seeds import describe_machine
 
+from vgr_trl.demo.dataset import as_dataset, words_of
 from vgr_trl.demo.options import Options
 from vgr_trl.demo.reinforce import trainer_options
-from vgr_trl.demo.rows import as_dataset, words_of
 from vgr_trl.demo.run import draw, set_up_process, warm_up
 from vgr_trl.demo.tiny_vlm import build_tiny_vlm
 from vgr_trl.rewards import accuracy_reward

@@ -22,12 +22,12 @@ import torch
 from demo_seeds import describe_machine
 
 from vgr_trl.data.rows.text.prompts import build_prompt
+from vgr_trl.demo.dataset import as_dataset, words_of
 from vgr_trl.demo.options import Options
 from vgr_trl.demo.reinforce import trainer_options
-from vgr_trl.demo.rows import as_dataset, words_of
 from vgr_trl.demo.run import Questions, draw, set_up_process, warm_up
 from vgr_trl.demo.tiny_vlm import build_tiny_vlm
-from vgr_trl.evaluation.generation import Writer
+from vgr_trl.evaluation.writer import Writer
 from vgr_trl.rewards import accuracy_reward, get_soft_overlong_punishment, think_format_reward, vgr_reward
 from vgr_trl.signals import RolloutScorer, blacken_patches, split_layers, vision_gain_ratio, visual_dependency
 from vgr_trl.signals.modality import special_token_ids

@@ -20,8 +20,8 @@ from datasets import load_dataset
 from demo_seeds import describe_machine
 from PIL import Image
 
+from vgr_trl.demo.dataset import Rows, words_of
 from vgr_trl.demo.options import Options
-from vgr_trl.demo.rows import Rows, words_of
 from vgr_trl.demo.run import set_up_process
 from vgr_trl.demo.tiny_vlm import build_tiny_vlm
 from vgr_trl.demo.warm_start import warm_start

@@ -21,9 +21,9 @@ from demo_seeds import describe_machine
 from transformers import TrainerCallback
 
 from vgr_trl import DAPOTrainer
+from vgr_trl.demo.dataset import as_dataset, words_of
 from vgr_trl.demo.options import Options
 from vgr_trl.demo.reinforce import trainer_options
-from vgr_trl.demo.rows import as_dataset, words_of
 from vgr_trl.demo.run import draw, set_up_process
 from vgr_trl.demo.tiny_vlm import build_tiny_vlm
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from demo_signals import conversations, tokenised
 
-from vgr_trl.demo.rows import Rows
+from vgr_trl.demo.dataset import Rows
 from vgr_trl.demo.shapes import FAMILIES
-from vgr_trl.evaluation.generation import Writer
+from vgr_trl.evaluation.writer import Writer
 from vgr_trl.rewards import accuracy_reward, vgr_reward
 from vgr_trl.signals import RolloutScorer, split_layers, vision_gain_ratio
 from vgr_trl.signals.modality import special_token_ids

@@ -8,7 +8,7 @@ from easy_vqa_rows import balanced_rows, vocabulary
 
 from methods.hints import copying
 from methods.tasks import Families, Task
-from vgr_trl.demo.rows import Rows
+from vgr_trl.demo.dataset import Rows
 from vgr_trl.demo.run import Questions
 
 DATA = Path("../shared/data/easy_vqa")

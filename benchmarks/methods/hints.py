@@ -4,8 +4,8 @@ import random
 from typing import Any
 
 from methods.tasks import DOUBT, DRAWN, Families, Task, with_doubt
+from vgr_trl.demo.dataset import Rows
 from vgr_trl.demo.options import Options
-from vgr_trl.demo.rows import Rows
 from vgr_trl.demo.run import Questions, draw
 
 HINTED_IN_TRAINING, HINTED_IN_TEST = 0.7, 0.25  # share of the hints that are true; of four words a guess is in 0.25

@@ -19,8 +19,8 @@ from methods.contenders import ids_of
 from methods.controls import is_one_of
 from methods.runs import Settings, Start
 from methods.tasks import DRAWN, STYLE, TASKS
-from vgr_trl.demo.rows import Rows
-from vgr_trl.evaluation.generation import Writer
+from vgr_trl.demo.dataset import Rows
+from vgr_trl.evaluation.writer import Writer
 from vgr_trl.rewards import accuracy_reward, think_format_reward
 
 CREDIT = {"all tokens": (0, 1, 2), "words read off": (0,), "style": (1,), "all but style": (0, 2)}

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vgr_trl.demo.rows import Rows
+from vgr_trl.demo.dataset import Rows
 from vgr_trl.evaluation import Evaluation
 
 

@@ -15,14 +15,14 @@ from methods.contenders import Method
 from methods.reliance import copies, reliance
 from methods.tasks import Task
 from methods.thoughts import in_thoughts
+from vgr_trl.demo.dataset import Rows, as_dataset, words_of
 from vgr_trl.demo.options import Options
 from vgr_trl.demo.reinforce import trainer_options
-from vgr_trl.demo.rows import Rows, as_dataset, words_of
 from vgr_trl.demo.run import Questions, set_up_process
 from vgr_trl.demo.tiny_vlm import build_tiny_vlm
 from vgr_trl.demo.warm_start import learn_answers, learn_captions, warm_start
 from vgr_trl.evaluation import Evaluation, evaluate
-from vgr_trl.evaluation.generation import Writer
+from vgr_trl.evaluation.writer import Writer
 from vgr_trl.rewards import load_rewards
 from vgr_trl.signals import RolloutScorer, split_layers, vision_gain_ratio, visual_dependency
 from vgr_trl.signals.modality import special_token_ids

@@ -3,7 +3,7 @@
 import statistics
 
 from methods.tasks import Families
-from vgr_trl.demo.rows import Rows
+from vgr_trl.demo.dataset import Rows
 from vgr_trl.evaluation import Evaluation
 
 

@@ -165,7 +165,7 @@ rewards = Registry(
     "a function that takes completions and returns one number or None for each", RewardError,
 )  # fmt: skip
 datasets = Registry(
-    "data set", "vgr_trl.datasets", "vgr_trl.data.build.registry",
+    "data set", "vgr_trl.datasets", "vgr_trl.data.build.converters",
     "a function that takes a Source and yields questions",
 )  # fmt: skip
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vgr_trl.demo.rows import words_of
+from vgr_trl.demo.dataset import words_of
 from vgr_trl.demo.tiny_processor import build_processor
 
 ROOT = Path(__file__).resolve().parents[2]

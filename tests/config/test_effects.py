@@ -3,7 +3,7 @@
 import pytest
 
 from vgr_trl import DAPOConfig
-from vgr_trl.cli.run.plan import describe_run
+from vgr_trl.cli.run.describe import describe_run
 from vgr_trl.config.effects import Circumstances, changed_options, options_without_effect
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from made import jsonl, parquet, picture, questions, reasons
 
-from vgr_trl.data.build.registry import CONVERTERS
+from vgr_trl.data.build.converters import CONVERTERS
 from vgr_trl.data.build.sets.arxivqa import read
 from vgr_trl.data.read.sources import Source
 

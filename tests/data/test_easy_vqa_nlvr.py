@@ -6,7 +6,7 @@ import json
 from made import parquet, picture, questions, reasons
 from PIL import Image
 
-from vgr_trl.data.build.registry import CONVERTERS
+from vgr_trl.data.build.converters import CONVERTERS
 from vgr_trl.data.read.sources import Source
 
 EASY = {"image_id": 7, "image": picture(), "questions": ["what colour?", "is it red?"], "answers": ["red", "yes"]}

@@ -13,12 +13,12 @@ from trl import GRPOTrainer
 
 from vgr_trl.cli.__main__ import main as command_line
 from vgr_trl.cli.data.inspect import main
-from vgr_trl.data.inspect.lengths import Budget, cost, histogram
+from vgr_trl.data.inspect.cost import Budget, cost, histogram
+from vgr_trl.data.inspect.findings import Checks, inspect_rows
 from vgr_trl.data.inspect.page import without_options
 from vgr_trl.data.inspect.prompt_tokens import prompt_tokens
-from vgr_trl.data.inspect.report import tables
-from vgr_trl.data.inspect.rows import Checks, inspect_rows
 from vgr_trl.data.inspect.sample import sampled
+from vgr_trl.data.inspect.tables import tables
 from vgr_trl.data.load import load_path
 from vgr_trl.data.rows.text.prompts import SYSTEM_PROMPTS, build_prompt
 from vgr_trl.demo.tiny_processor import build_processor

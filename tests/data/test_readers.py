@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made import IMAGE, parquet, picture, questions, reasons, written
 
-from vgr_trl.data.build.registry import CONVERTERS
+from vgr_trl.data.build.converters import CONVERTERS
 from vgr_trl.data.read import readers
 from vgr_trl.data.read.readers import count_rows, read_files
 from vgr_trl.data.read.sources import Source

@@ -10,7 +10,7 @@ from made import rows_in, skipped_in
 from PIL import Image
 
 from vgr_trl.cli.__main__ import main
-from vgr_trl.data.build.registry import CONVERTERS
+from vgr_trl.data.build.converters import CONVERTERS
 from vgr_trl.data.load import load_split
 from vgr_trl.data.read.sources import Source
 from vgr_trl.data.rows.schema import prepare_rows

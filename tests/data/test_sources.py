@@ -5,7 +5,7 @@ from datasets import Dataset, DatasetDict
 from made import jsonl, picture, rows_in, written
 from PIL import Image
 
-from vgr_trl.data.build.registry import CONVERTERS
+from vgr_trl.data.build.converters import CONVERTERS
 from vgr_trl.data.build.sets import nlvr
 from vgr_trl.data.read.sources import Source, splits_in
 from vgr_trl.data.rows.questions import Origin, Question

@@ -6,7 +6,7 @@ from PIL import Image
 
 from vgr_trl.cli.flags.arguments import DataArguments
 from vgr_trl.cli.loading import load_rows
-from vgr_trl.data.inspect.rows import Checks, inspect_rows
+from vgr_trl.data.inspect.findings import Checks, inspect_rows
 from vgr_trl.data.load import load_split
 from vgr_trl.data.read.failures import readable
 from vgr_trl.data.rows.schema import prepare_rows

@@ -13,8 +13,8 @@ from vgr_trl.demo.shapes import draw_questions
 from vgr_trl.errors import ConfigError, DataError, RewardError
 from vgr_trl.evaluation import blank_image, evaluate
 from vgr_trl.evaluation.asking import conversation_of
-from vgr_trl.evaluation.generation import Writer
 from vgr_trl.evaluation.scores import majority, wilson
+from vgr_trl.evaluation.writer import Writer
 from vgr_trl.rewards import mdi_reward
 
 

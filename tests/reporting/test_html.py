@@ -18,7 +18,7 @@ from made_run import completion, make_run
 
 from vgr_trl.cli.__main__ import main
 from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.reporting.records.format import AttentionMap
+from vgr_trl.reporting.records.record import AttentionMap
 from vgr_trl.reporting.views.page import curves, page_data
 from vgr_trl.reporting.views.page.choosing_records import ends_first, interleaved
 from vgr_trl.reporting.views.page.curves import Curve, Curves

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from vgr_trl.printable import printable
-from vgr_trl.reporting.views.markdown.text import fenced, fenced_json, inline, number, preview, table
+from vgr_trl.reporting.views.markdown.elements import fenced, fenced_json, inline, number, preview, table
 
 PARSER = MarkdownIt("commonmark").enable("table")
 # Pieces that mean something to Markdown, HTML, terminals and editors, beside any character at all.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.reporting.records.format import AttentionMap, Completion, RecordedImage
+from vgr_trl.reporting.records.record import AttentionMap, Completion, RecordedImage
 from vgr_trl.reporting.views.colours import HIGH, LOW, css
 from vgr_trl.reporting.views.notebook import show_completion
 

@@ -14,8 +14,8 @@ from made_run import completion, make_run
 from PIL import Image
 
 from vgr_trl.data.rows.text.prompts import SYSTEM_PROMPT
-from vgr_trl.reporting.records.format import LogEntry, Record
 from vgr_trl.reporting.records.json_lines import encode_log, encode_record
+from vgr_trl.reporting.records.record import LogEntry, Record
 from vgr_trl.reporting.views.page.html import PLACE, page_template, write_report
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")

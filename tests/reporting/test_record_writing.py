@@ -8,9 +8,9 @@ import pytest
 from made_records import completion, record
 
 from vgr_trl.errors import ConfigError, DiskFullError
-from vgr_trl.reporting.records.format import LogEntry, RecordedImage
-from vgr_trl.reporting.records.reading import read_run
-from vgr_trl.reporting.records.writing import RecordFiles, refuse_unwritable
+from vgr_trl.reporting.records.record import LogEntry, RecordedImage
+from vgr_trl.reporting.records.record_files import RecordFiles, refuse_unwritable
+from vgr_trl.reporting.records.recorded_run import read_run
 
 BOUND = 10**7
 

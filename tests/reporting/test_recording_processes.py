@@ -7,7 +7,7 @@ import pytest
 import recording_worker
 from support.launching import launch
 
-from vgr_trl.reporting.records.reading import read_run
+from vgr_trl.reporting.records.recorded_run import read_run
 
 SCRIPT = Path(recording_worker.__file__)
 NUMBERS = ("weights", "dependency", "vgr", "advantages", "entropies", "logps", "changes", "metrics", "rewards",

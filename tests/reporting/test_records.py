@@ -8,10 +8,10 @@ import pytest
 from made_records import completion, record
 
 from vgr_trl.errors import DataError
-from vgr_trl.reporting.records import reading as records
-from vgr_trl.reporting.records.format import LogEntry
+from vgr_trl.reporting.records import recorded_run as records
 from vgr_trl.reporting.records.json_lines import encode_log, encode_record
-from vgr_trl.reporting.records.reading import read_run
+from vgr_trl.reporting.records.record import LogEntry
+from vgr_trl.reporting.records.recorded_run import read_run
 
 
 @pytest.fixture

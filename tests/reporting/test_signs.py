@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from vgr_trl.reporting.records.format import LogEntry
+from vgr_trl.reporting.records.record import LogEntry
 from vgr_trl.reporting.signs import first_signs
 
 

@@ -14,7 +14,7 @@ import torch
 from support.trainers import config
 
 from vgr_trl import DAPOTrainer
-from vgr_trl.demo.rows import as_dataset, words_of
+from vgr_trl.demo.dataset import as_dataset, words_of
 from vgr_trl.demo.shapes import draw_questions
 from vgr_trl.demo.tiny_vlm import build_tiny_vlm
 from vgr_trl.rewards import accuracy_reward, vgr_reward

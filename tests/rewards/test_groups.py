@@ -11,7 +11,7 @@ from support.launching import outputs
 
 from vgr_trl.errors import RewardError
 from vgr_trl.rewards import accuracy_reward, gather_groups, needs_whole_groups
-from vgr_trl.rewards.groups import needed_columns
+from vgr_trl.rewards.whole_groups import needed_columns
 
 
 @needs_whole_groups("value")

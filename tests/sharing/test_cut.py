@@ -4,10 +4,10 @@ import pytest
 import torch
 from families import IMAGE, build
 
+from vgr_trl.sharing.counts import CannotShare, SharingReport
 from vgr_trl.sharing.cut import find_cut
 from vgr_trl.sharing.forward import SharedForward
 from vgr_trl.sharing.generation import SharedGeneration
-from vgr_trl.sharing.report import CannotShare, SharingReport
 
 CONFIG = build("qwen2_5_vl").config
 

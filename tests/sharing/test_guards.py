@@ -25,7 +25,7 @@ from vgr_trl.sharing import (
     generation,
     leave_out_empty_images,
     share_prompts,
-    stages,
+    two_stages,
     why_not_share,
 )
 from vgr_trl.sharing.caches import prefix_cache
@@ -96,7 +96,7 @@ def test_reentrant_checkpointing(case, monkeypatch):
     trains_plainly(model, batch, plain, "gradient checkpointing with use_reentrant=True")
     monkeypatch.setattr(fitness, "recomputes_without_graph", lambda base: False)
     trains_plainly(model, batch, plain, "the model kept the prompt without its gradients")
-    monkeypatch.setattr(stages, "check_written", nothing)
+    monkeypatch.setattr(two_stages, "check_written", nothing)
     shared, report = shared_gradients(model, batch)
     assert not report.plain
     assert largest_relative(plain, shared) > WRONG
@@ -112,13 +112,13 @@ def test_a_cache_cut_off_from_the_graph(layer, case, monkeypatch):
         cut = self is caches[0].layers[attention.layer_idx]
         update(self, keys.detach() if cut else keys, values.detach() if cut else values)
 
-    caches, make = [], stages.prefix_to_write
-    monkeypatch.setattr(stages, "prefix_to_write", lambda config: caches.insert(0, make(config)) or caches[0])
+    caches, make = [], two_stages.prefix_to_write
+    monkeypatch.setattr(two_stages, "prefix_to_write", lambda config: caches.insert(0, make(config)) or caches[0])
     monkeypatch.setattr(prefix_cache.StoredKeys, "lazy_initialization", detached)
     plain = gradients(model, batch)
     if layer == 1:
         trains_plainly(model, batch, plain, "the model kept the prompt without its gradients")
-    monkeypatch.setattr(stages, "check_written", nothing)
+    monkeypatch.setattr(two_stages, "check_written", nothing)
     shared, _ = shared_gradients(model, batch)
     assert largest_relative(plain, shared) > WRONG
 
@@ -127,14 +127,14 @@ def test_checkpoints_that_drop_the_cache(case, monkeypatch):
     model, batch = case
     checkpointed(model)
     plain = gradients(model, batch)
-    monkeypatch.setattr(stages, "_cache_through_checkpoints", lambda base: nullcontext())
+    monkeypatch.setattr(two_stages, "_cache_through_checkpoints", lambda base: nullcontext())
     trains_plainly(model, batch, plain, "the model did not keep the whole prompt in its cache")
 
-    monkeypatch.setattr(stages, "check_written", nothing)
+    monkeypatch.setattr(two_stages, "check_written", nothing)
     _, report = shared_gradients(model, batch)
     assert report.plain == {"the model did not read the prompt from its cache": 1}
 
-    monkeypatch.setattr(stages, "check_read", nothing)
+    monkeypatch.setattr(two_stages, "check_read", nothing)
     monkeypatch.setattr(prefix_cache.StoredKeys, "length", lambda self: 0)
     shared, report = shared_gradients(model, batch)
     assert not report.plain
@@ -144,10 +144,10 @@ def test_checkpoints_that_drop_the_cache(case, monkeypatch):
 def test_a_model_found_unfit_is_not_tried_again(case, monkeypatch):
     model, batch = case
     checkpointed(model)
-    monkeypatch.setattr(stages, "_cache_through_checkpoints", lambda base: nullcontext())
+    monkeypatch.setattr(two_stages, "_cache_through_checkpoints", lambda base: nullcontext())
     tries = []
-    make = stages.prefix_to_write
-    monkeypatch.setattr(stages, "prefix_to_write", lambda config: tries.append(1) or make(config))
+    make = two_stages.prefix_to_write
+    monkeypatch.setattr(two_stages, "prefix_to_write", lambda config: tries.append(1) or make(config))
     with share_prompts(model, 12) as report:
         gradients(model, batch)
         gradients(model, batch)
@@ -363,7 +363,7 @@ def test_equal_prompts_at_other_positions(monkeypatch):
 
 def test_the_whole_mask_is_needed_behind_a_prompt(monkeypatch):
     """Cropped to the new tokens it would hide the wrong keys; this is why the second stage gets all columns."""
-    two_stages = stages.two_stages
+    whole = two_stages.two_stages
 
     def cropped(base, base_pass, inputs, found, **options):
         def crop(**given):
@@ -373,7 +373,7 @@ def test_the_whole_mask_is_needed_behind_a_prompt(monkeypatch):
                 given["attention_mask"] = visible
             return base_pass(**given)
 
-        return two_stages(base, crop, inputs, found, **options)
+        return whole(base, crop, inputs, found, **options)
 
     monkeypatch.setattr(forward, "two_stages", cropped)
     goes_wrong(with_head(build("llama")), make_batch("llama"))
@@ -413,7 +413,7 @@ def test_positions_that_skip_the_padding_of_a_model_that_does_not(monkeypatch):
     def skipping(inputs, cut, offsets):
         return (inputs["attention_mask"].cumsum(-1) - 1)[:, cut.split : cut.stop]
 
-    monkeypatch.setattr(stages, "_positions", skipping)
+    monkeypatch.setattr(two_stages, "_positions", skipping)
     goes_wrong(with_head(build("llava")), make_batch("llava"))
 
 
@@ -541,7 +541,7 @@ def test_two_threads_with_one_model(monkeypatch):
     model = with_head(build("qwen2_vl"))
     batches = make_batch("qwen2_vl", images=(1, 3)), make_batch("qwen2_vl", images=(4, 0))
     first_is_inside, second_is_done = Event(), Event()
-    check = stages.check_written
+    check = two_stages.check_written
 
     def wait(*args):
         if not first_is_inside.is_set():
@@ -560,7 +560,7 @@ def test_two_threads_with_one_model(monkeypatch):
         return logps
 
     expected = [score(batch) for batch in batches]
-    monkeypatch.setattr(stages, "check_written", wait)
+    monkeypatch.setattr(two_stages, "check_written", wait)
     with share_prompts(model, 12) as report:
         shared = in_threads(lambda: score(batches[0]), second)
     assert not report.plain

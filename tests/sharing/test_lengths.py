@@ -7,7 +7,7 @@ import torch
 from compare import gradients, largest_relative, scored, with_head
 from families import FAMILIES, build, make_batch
 
-from vgr_trl.sharing import share_prompts, stages
+from vgr_trl.sharing import share_prompts, two_stages
 from vgr_trl.sharing.grouping import cut_by_length
 from vgr_trl.signals.attention.probe import AttentionProbe
 from vgr_trl.signals.modality import build_modality_masks
@@ -43,7 +43,7 @@ def many_passes(monkeypatch):
         counted.append(len(passes := cut_by_length(lengths, 0)))
         return passes
 
-    monkeypatch.setattr(stages, "cut_by_length", cut)
+    monkeypatch.setattr(two_stages, "cut_by_length", cut)
     return counted
 
 

@@ -17,7 +17,7 @@ from support.trainers import letters_reward, logged, train_file
 from trl import GRPOTrainer
 
 from vgr_trl.errors import ConfigError
-from vgr_trl.reporting.records.reading import read_run
+from vgr_trl.reporting.records.recorded_run import read_run
 from vgr_trl.rewards import accuracy_reward, vgr_reward
 
 
@@ -322,7 +322,7 @@ def test_training_goes_on_where_records_cannot_be_written(make, tmp_path, monkey
     monkeypatch.setattr("vgr_trl.reporting.records.background.logger.warning", warnings.append)
     (tmp_path / "run").mkdir(exist_ok=True)
     (tmp_path / "run" / "rollouts").write_text("a file in the way of the folder")
-    monkeypatch.setattr("vgr_trl.reporting.records.writing._free_name", lambda folder: folder / "nowhere")
+    monkeypatch.setattr("vgr_trl.reporting.records.record_files._free_name", lambda folder: folder / "nowhere")
     trainer.train()
     assert trainer.state.global_step == 2
     assert len(warnings) == 2

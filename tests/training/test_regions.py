@@ -8,7 +8,7 @@ from support.trainers import letters_reward
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.rewards import load_reward
 from vgr_trl.training.passes import score
-from vgr_trl.training.recording.images import images_of_row
+from vgr_trl.training.recording.pictures import images_of_row
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from vgr_trl import DAPOConfig
 from vgr_trl.errors import ConfigError
 from vgr_trl.rewards import vgr_reward
-from vgr_trl.rewards.groups import WholeGroups
+from vgr_trl.rewards.whole_groups import WholeGroups
 from vgr_trl.signals import Wanted
 from vgr_trl.training.checkpoints.order import _behind
 from vgr_trl.training.choice.replay import why_unusable

@@ -16,11 +16,11 @@ from vgr_trl.cli.flags.advice import one_sentence
 from vgr_trl.cli.flags.arguments import DataArguments, DefaultRewards, RewardArguments, RunArguments
 from vgr_trl.cli.flags.parsing import parse
 from vgr_trl.cli.loading import load_processor, load_rows, refuse_missing_folder, tested
+from vgr_trl.cli.run.describe import describe_run, print_plan, total_steps
 from vgr_trl.cli.run.dry_run import dry_run
 from vgr_trl.cli.run.evaluated import is_stated, rows_to_evaluate
 from vgr_trl.cli.run.folder import claim, identity_of, write_identity
 from vgr_trl.cli.run.last_evaluation import LastEvaluation
-from vgr_trl.cli.run.plan import describe_run, print_plan, total_steps
 from vgr_trl.cli.run.step_lines import print_steps_as_lines
 from vgr_trl.compat.gloo_exit import let_gloo_finish
 from vgr_trl.config import DAPOConfig

@@ -2,8 +2,8 @@
 
 Read `advantages.py` (completions compared), `shaping.py` (the rules that are on, composed), `rules.py` (the rules), and
 what they are made of: `token_weights.py`, `filters.py`, `trajectory.py`. Rules of papers: `published/`. Beside them
-`perception_loss.py`, `kl.py` and `gae.py`; `collapse.py` (signs of it). What they share: `rows.py` (shapes and means),
-`totals.py` (metrics over processes).
+`perception_loss.py`, `kl.py` and `gae.py`; `collapse.py` (signs of it). What they share: `masked.py` (shapes and
+means), `totals.py` (metrics over processes).
 """
 
 from vgr_trl.config.stages.credit import CreditOptions

@@ -5,7 +5,7 @@ from fractions import Fraction
 import torch
 
 from vgr_trl.config.ranges import check_number
-from vgr_trl.credit.rows import check_shapes
+from vgr_trl.credit.masked import check_shapes
 
 
 def top_fraction_mask(scores: torch.Tensor, mask: torch.Tensor, fraction: float) -> torch.Tensor:

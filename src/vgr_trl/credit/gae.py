@@ -3,7 +3,7 @@
 import torch
 
 from vgr_trl.config.ranges import check_number
-from vgr_trl.credit.rows import check_shapes
+from vgr_trl.credit.masked import check_shapes
 from vgr_trl.credit.trajectory import Gather
 
 

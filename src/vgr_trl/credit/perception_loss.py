@@ -6,7 +6,7 @@ All are per token, (N, T), and 0 on invalid tokens: the caller sums and divides 
 import torch
 
 from vgr_trl.config.ranges import check_number
-from vgr_trl.credit.rows import check_shapes
+from vgr_trl.credit.masked import check_shapes
 from vgr_trl.signals.dependency import visual_dependency
 
 _LARGEST = 1e30

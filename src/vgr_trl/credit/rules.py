@@ -17,7 +17,7 @@ from vgr_trl.batch.signals import AttentionMass, RolloutSignals
 from vgr_trl.config.stages.credit import CreditOptions
 from vgr_trl.credit import published as published  # which registers itself
 from vgr_trl.credit.filters import top_fraction_mask
-from vgr_trl.credit.rows import check_shapes
+from vgr_trl.credit.masked import check_shapes
 from vgr_trl.credit.token_weights import dependency_weights, token_weights
 from vgr_trl.credit.totals import Totals, add_filter, add_weights
 from vgr_trl.credit.trajectory import Gather, largest_scale, mean_dependency, scale_means, trajectory_statistics

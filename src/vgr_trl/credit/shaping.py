@@ -8,7 +8,7 @@ import torch
 from vgr_trl.batch.signals import RolloutSignals, read_only
 from vgr_trl.config.ranges import check_choice
 from vgr_trl.config.stages.credit import CreditOptions
-from vgr_trl.credit.rows import check_shapes
+from vgr_trl.credit.masked import check_shapes
 from vgr_trl.credit.rules import Metric, Rule, active_rules, per_token
 from vgr_trl.credit.totals import Totals, add_weights
 from vgr_trl.credit.trajectory import Gather

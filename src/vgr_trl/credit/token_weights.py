@@ -7,7 +7,7 @@ import torch
 
 from vgr_trl.config.ranges import check_fraction, check_number
 from vgr_trl.credit.filters import top_fraction_mask
-from vgr_trl.credit.rows import check_shapes, masked_mean, with_mean_one
+from vgr_trl.credit.masked import check_shapes, masked_mean, with_mean_one
 from vgr_trl.errors import ConfigError
 
 _LARGEST_LOG = 60.0  # e^60 times any number of tokens is finite in float32

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from vgr_trl.config.ranges import check_number
-from vgr_trl.credit.rows import check_shapes, masked_mean
+from vgr_trl.credit.masked import check_shapes, masked_mean
 from vgr_trl.errors import DataError
 
 Gather = Callable[[torch.Tensor], torch.Tensor]

@@ -6,8 +6,8 @@ from typing import Any
 from transformers import ProgressCallback
 
 from vgr_trl.config import DAPOConfig
+from vgr_trl.demo.dataset import Rows, as_dataset
 from vgr_trl.demo.options import Options
-from vgr_trl.demo.rows import Rows, as_dataset
 from vgr_trl.rewards import accuracy_reward, think_format_reward
 from vgr_trl.trainer import DAPOTrainer
 

@@ -12,10 +12,10 @@ from datasets import disable_progress_bars
 from rich.console import Console
 from transformers.utils import logging
 
+from vgr_trl.demo.comparison import Comparison, comparison_table, write_metrics
+from vgr_trl.demo.dataset import Rows, words_of
 from vgr_trl.demo.options import Options
 from vgr_trl.demo.reinforce import reinforce
-from vgr_trl.demo.report import Comparison, comparison_table, write_metrics
-from vgr_trl.demo.rows import Rows, words_of
 from vgr_trl.demo.shapes import draw_questions
 from vgr_trl.demo.tiny_vlm import build_tiny_vlm
 from vgr_trl.demo.warm_start import learn_answers, learn_captions, warm_start

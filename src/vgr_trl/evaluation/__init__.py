@@ -1,6 +1,6 @@
 """Accuracy of a model on questions, without training.
 
-Read `evaluate.py`, `asking.py` and `generation.py` (what it asks of the model), `judging.py` and `scores.py` (what the
+Read `evaluate.py`, `asking.py` and `writer.py` (what it asks of the model), `judging.py` and `scores.py` (what the
 answers are worth); then `cache.py` (evaluations made before) and `harness.py` (results as another tool reads them).
 """
 

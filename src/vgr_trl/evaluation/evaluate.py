@@ -11,9 +11,9 @@ from vgr_trl.data.rows.columns import images_of
 from vgr_trl.data.rows.text.prompts import SYSTEM_PROMPT
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.evaluation.asking import conversation_of
-from vgr_trl.evaluation.generation import Writer
 from vgr_trl.evaluation.judging import correct_of, judged, rewards_of, solution_of
 from vgr_trl.evaluation.scores import Evaluation, evaluation_of
+from vgr_trl.evaluation.writer import Writer
 from vgr_trl.rewards.signatures import check_callable
 
 

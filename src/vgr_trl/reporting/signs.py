@@ -7,7 +7,7 @@ from itertools import islice
 from statistics import mean
 from typing import NamedTuple
 
-from vgr_trl.reporting.records.format import LogEntry
+from vgr_trl.reporting.records.record import LogEntry
 
 WINDOW = 8  # steps whose mean is compared with the means of earlier ones
 

@@ -10,9 +10,9 @@ from weakref import WeakMethod
 from PIL import Image
 
 from vgr_trl.reporting.records.background import Background
-from vgr_trl.reporting.records.format import LogEntry, Record
+from vgr_trl.reporting.records.record import LogEntry, Record
+from vgr_trl.reporting.records.record_files import RecordFiles
 from vgr_trl.reporting.records.thumbnails import thumbnail_file
-from vgr_trl.reporting.records.writing import RecordFiles
 from vgr_trl.reporting.views.console import print_record
 from vgr_trl.reporting.views.markdown.logs import MarkdownLogs
 from vgr_trl.reporting.views.markdown.sections import Summary

@@ -9,7 +9,7 @@ from typing import Any
 from vgr_trl.errors import RewardError
 from vgr_trl.rewards.accuracy import accuracy_reward
 from vgr_trl.rewards.attention import mdi_reward, vgr_hard_negative_reward, vgr_reward
-from vgr_trl.rewards.groups import needs_whole_groups, read_num_generations
+from vgr_trl.rewards.whole_groups import needs_whole_groups, read_num_generations
 
 _MIDDLES: dict[Any, float] = {vgr_reward: 0.5, vgr_hard_negative_reward: 0.0, mdi_reward: 0.0}
 

@@ -8,7 +8,7 @@ from typing import Any
 from vgr_trl.errors import RewardError
 from vgr_trl.registries import declares
 from vgr_trl.rewards.accuracy import accuracy_reward
-from vgr_trl.rewards.groups import needs_whole_groups, read_num_generations
+from vgr_trl.rewards.whole_groups import needs_whole_groups, read_num_generations
 
 _SMALLEST_SPREAD = 1e-8
 

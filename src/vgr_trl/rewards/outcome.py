@@ -12,7 +12,7 @@ from typing import Any
 
 from vgr_trl.errors import RewardError
 from vgr_trl.rewards.answers.text import shown
-from vgr_trl.rewards.groups import innermost, is_asynchronous
+from vgr_trl.rewards.whole_groups import innermost, is_asynchronous
 
 
 def checked(

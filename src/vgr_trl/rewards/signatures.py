@@ -6,7 +6,7 @@ from typing import Any
 
 from vgr_trl.errors import RewardError
 from vgr_trl.rewards.accuracy import accuracy_reward, blind_accuracy_reward
-from vgr_trl.rewards.groups import WholeGroups, innermost
+from vgr_trl.rewards.whole_groups import WholeGroups, innermost
 
 ALWAYS_PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 

@@ -1,18 +1,18 @@
 """How a prompt is computed once for its G completions: in scoring, in training and in generation, exactly.
 
 Read `context.py` (`share_prompts`), `forward.py` (prompts first, then completions behind them), `cut.py`, `grouping.py`
-and `image_inputs.py` (where a batch is cut), `stages.py` and `packing.py` (its two stages; the second without padding),
-`caches/` (what completions read of prompts), `generation.py`. What it stands on: `backbone.py`, `fitness.py` (which
-models can), `report.py`. Around it: `heads.py`, `plan.py` (where a run shares, and why not elsewhere).
+and `image_inputs.py` (where a batch is cut), `two_stages.py` and `packing.py` (its two stages; the second without
+padding), `caches/` (what completions read of prompts), `generation.py`. What it stands on: `backbone.py`, `fitness.py`
+(which models can), `counts.py`. Around it: `heads.py`, `plan.py` (where a run shares, and why not elsewhere).
 """
 
 from vgr_trl.replacing import replaced
 from vgr_trl.sharing.backbone import has_active_dropout
 from vgr_trl.sharing.context import leave_out_empty_images, share_prompts
+from vgr_trl.sharing.counts import SharingReport
 from vgr_trl.sharing.fitness import why_not_share
 from vgr_trl.sharing.grouping import shuffle_by_group, whole_groups, why_not_regroup
 from vgr_trl.sharing.plan import Place, SharedPasses, SharingPlan
-from vgr_trl.sharing.report import SharingReport
 
 __all__ = [
     "Place",

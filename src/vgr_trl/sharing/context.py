@@ -10,11 +10,11 @@ from torch import nn
 from vgr_trl.errors import ConfigError
 from vgr_trl.replacing import replaced_method
 from vgr_trl.sharing.backbone import base_of, causal_model, is_compiled
+from vgr_trl.sharing.counts import SharingReport
 from vgr_trl.sharing.forward import SharedForward
 from vgr_trl.sharing.generation import SharedGeneration
 from vgr_trl.sharing.heads import with_scored_columns, with_unseen_counted
 from vgr_trl.sharing.image_inputs import without_empty_images
-from vgr_trl.sharing.report import SharingReport
 
 
 @contextmanager

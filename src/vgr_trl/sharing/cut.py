@@ -8,10 +8,10 @@ import torch
 
 from vgr_trl.batch.image_parts import IMAGE_INPUTS
 from vgr_trl.batch.inputs import TOKEN_TYPES
+from vgr_trl.sharing.counts import CannotShare
 from vgr_trl.sharing.fitness import refuse_token_types
 from vgr_trl.sharing.grouping import best_split, find_groups, first_rows, inputs_of_rows
 from vgr_trl.sharing.image_inputs import image_token_ids, is_image_token, rows_of_images
-from vgr_trl.sharing.report import CannotShare
 
 PER_TOKEN = ("input_ids", "attention_mask", *TOKEN_TYPES)
 _KNOWN = {*PER_TOKEN, *IMAGE_INPUTS, "position_ids"}

@@ -20,7 +20,7 @@ from vgr_trl.sharing.backbone import (
     recomputes_without_graph,
 )
 from vgr_trl.sharing.caches.prefix_cache import keeps_nothing
-from vgr_trl.sharing.report import CannotShare
+from vgr_trl.sharing.counts import CannotShare
 
 _SHAREABLE = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv"}

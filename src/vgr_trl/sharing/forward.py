@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from vgr_trl.sharing.backbone import is_tracing, shards_layers
+from vgr_trl.sharing.counts import CannotShare, SharingReport
 from vgr_trl.sharing.cut import find_cut
 from vgr_trl.sharing.fitness import refuse_unfit_model
 from vgr_trl.sharing.image_inputs import images_as_tensors, without_empty_images
-from vgr_trl.sharing.report import CannotShare, SharingReport
-from vgr_trl.sharing.stages import two_stages
+from vgr_trl.sharing.two_stages import two_stages
 
 
 class SharedForward:

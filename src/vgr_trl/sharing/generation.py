@@ -12,12 +12,12 @@ from vgr_trl.batch.image_parts import IMAGE_INPUTS
 from vgr_trl.replacing import replaced
 from vgr_trl.sharing.backbone import is_checkpointed
 from vgr_trl.sharing.caches.growing import grow_in_place
+from vgr_trl.sharing.counts import CannotShare, SharingReport
 from vgr_trl.sharing.cut import PER_TOKEN, refuse_uneven_prompts
 from vgr_trl.sharing.fitness import refuse_token_types
 from vgr_trl.sharing.forward import SharedForward
 from vgr_trl.sharing.grouping import find_groups, first_rows, inputs_of_rows
 from vgr_trl.sharing.image_inputs import images_as_tensors, is_image_token, rows_of_images, without_empty_images
-from vgr_trl.sharing.report import CannotShare, SharingReport
 
 _GENERATE = GenerationMixin.generate
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)

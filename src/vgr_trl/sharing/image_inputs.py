@@ -8,7 +8,7 @@ import torch
 
 from vgr_trl.batch.image_parts import IMAGE_INPUTS, Parts, UnknownParts, image_inputs_of, parts_by_tokens
 from vgr_trl.errors import DataError
-from vgr_trl.sharing.report import CannotShare
+from vgr_trl.sharing.counts import CannotShare
 
 
 def image_token_ids(config: Any) -> tuple[int, ...]:

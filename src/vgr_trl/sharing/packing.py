@@ -12,9 +12,9 @@ from transformers.modeling_flash_attention_utils import flash_attn_supports_top_
 from vgr_trl.sharing.backbone import attention_wrapped
 from vgr_trl.sharing.caches.packed_keys import packed_prefix
 from vgr_trl.sharing.caches.prefix_cache import Prefix
+from vgr_trl.sharing.counts import CannotShare
 from vgr_trl.sharing.cut import Cut
 from vgr_trl.sharing.grouping import first_rows
-from vgr_trl.sharing.report import CannotShare
 
 _LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer"}
 _UNTOLD = "a model that does not tell its attention where packed completions begin"

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from vgr_trl.sharing.context import leave_out_empty_images, share_prompts
-from vgr_trl.sharing.report import SharingReport
+from vgr_trl.sharing.counts import SharingReport
 
 
 @dataclass(frozen=True)

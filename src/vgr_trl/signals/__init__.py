@@ -3,7 +3,7 @@
 Read `modality.py` (which tokens are the image), `ratios.py` (what is made of attention), then how it is measured:
 `attention/`, `decoder.py` (where, and whether it can be). Hidden states: `similarity.py`. Regions of an image:
 `region_boxes.py`, `region_tokens.py`. Dependence: `dependency.py`, `perturbation/`. A batch: `scoring.py` with
-`head.py` and `image_chunks.py` (any model), `rollout.py` (in a trainer), `named.py` and `reward_columns.py` (what
+`head.py` and `image_chunks.py` (any model), `measurement.py` (in a trainer), `named.py` and `reward_columns.py` (what
 rewards and metrics see).
 """
 
@@ -11,6 +11,7 @@ from vgr_trl.batch.signals import AttentionMass, RolloutSignals
 from vgr_trl.signals.attention.generated import GenerationProbe
 from vgr_trl.signals.attention.probe import AttentionProbe
 from vgr_trl.signals.dependency import visual_dependency
+from vgr_trl.signals.measurement import Measurement, Wanted, signals_of_generation
 from vgr_trl.signals.modality import ModalityMasks, build_modality_masks
 from vgr_trl.signals.perturbation.images import (
     add_gaussian_noise,
@@ -26,7 +27,6 @@ from vgr_trl.signals.ratios import (
     token_vision_gain_ratio,
     vision_gain_ratio,
 )
-from vgr_trl.signals.rollout import Measurement, Wanted, signals_of_generation
 from vgr_trl.signals.scoring import RolloutScorer
 
 __all__ = [

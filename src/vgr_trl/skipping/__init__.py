@@ -1,8 +1,8 @@
 """What changes no parameter and is left out, exactly.
 
 Rows, tokens and padding: read `live.py` (which tokens the loss reads, and which part of a micro-batch has them),
-`narrow.py` (inputs of that part, and its outputs for all rows and columns), `head.py` (a head for those tokens alone),
-`dealing.py` (which rows run together), `plan.py` (where, and why not elsewhere).
+`narrow.py` (inputs of that part, and its outputs for all rows and columns), `fused_head.py` (a head for those tokens
+alone), `dealing.py` (which rows run together), `plan.py` (where, and why not elsewhere).
 
 Images: read `vision.py` (image features of a model computed once per rollout), `vision_plan.py` (where, and why not
 elsewhere), `vision_images.py` (the images of a call, and what they are recognised by), `vision_features.py` (the
@@ -11,7 +11,7 @@ changed); `image_processing.py` (pixel inputs made once per rollout, whatever th
 """
 
 from vgr_trl.skipping.dealing import deal_by_length, pack_rows, tokens_of
-from vgr_trl.skipping.head import only_tokens
+from vgr_trl.skipping.fused_head import only_tokens
 from vgr_trl.skipping.image_processing import images_processed_once
 from vgr_trl.skipping.live import Extent, Window, extents_of, find_text, find_window, live_tokens
 from vgr_trl.skipping.narrow import narrowed, take_rows, widened

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+from vgr_trl.sharing.counts import CannotShare
 from vgr_trl.sharing.fitness import refuse_bidirectional_attention
 from vgr_trl.sharing.plan import Place
-from vgr_trl.sharing.report import CannotShare
 
 # Layers and rotary embeddings to which only the distance of two tokens matters.
 _RELATIVE_LAYERS = {"full_attention", "sliding_attention"}

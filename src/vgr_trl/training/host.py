@@ -17,7 +17,7 @@ from vgr_trl.compat.round_logs import as_one_batch, replace_newest, unlogged
 from vgr_trl.config import DAPOConfig
 from vgr_trl.rewards.answers.text import completion_text
 from vgr_trl.signals.head import head_of_rows
-from vgr_trl.signals.rollout import policy_is_active
+from vgr_trl.signals.measurement import policy_is_active
 from vgr_trl.training.constructed import ConstructedTrainer
 from vgr_trl.training.generation.eval_sampling import sampled
 from vgr_trl.training.rollout import Rollout

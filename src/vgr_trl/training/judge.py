@@ -8,9 +8,9 @@ from transformers.utils import logging
 from trl.trainer.grpo_trainer import RewardFunc
 
 from vgr_trl.errors import RewardError
-from vgr_trl.rewards.groups import WholeGroups
 from vgr_trl.rewards.outcome import checked
 from vgr_trl.rewards.schedule import RewardSchedule
+from vgr_trl.rewards.whole_groups import WholeGroups
 from vgr_trl.signals import Measurement
 from vgr_trl.signals.reward_columns import SINGLE_COLUMNS
 from vgr_trl.training.generation.blind import blind_answers

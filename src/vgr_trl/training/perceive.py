@@ -17,7 +17,7 @@ from vgr_trl.batch.signals import unmeasured
 from vgr_trl.config.plugins import REMOVE_IMAGE
 from vgr_trl.signals import Measurement, perturb_images, visual_dependency
 from vgr_trl.signals.named import add_named, named_metrics
-from vgr_trl.signals.perturbation.prompts import images_in, perturbed_prompts, without_images
+from vgr_trl.signals.perturbation.conversations import images_in, perturbed_prompts, without_images
 from vgr_trl.training.host import Host
 from vgr_trl.training.rollout import Rollout, valid_tokens
 

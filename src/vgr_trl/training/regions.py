@@ -12,7 +12,7 @@ from vgr_trl.batch.inputs import image_tensors
 from vgr_trl.data.rows.regions import Box, boxes_of
 from vgr_trl.data.rows.text.marks import texts_of
 from vgr_trl.signals import Measurement
-from vgr_trl.signals.perturbation.prompts import images_in, perturbed_prompts
+from vgr_trl.signals.perturbation.conversations import images_in, perturbed_prompts
 from vgr_trl.signals.region_boxes import drawn
 from vgr_trl.signals.region_tokens import in_region, lit_share, token_shares
 from vgr_trl.training.host import Host

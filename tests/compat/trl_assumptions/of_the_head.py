@@ -6,7 +6,7 @@ from trl_assumptions import TRAINER, UTILS, Assumption, Source
 from trl_assumptions.reading import calls, parameters, says, values_returned
 
 SCORING = "_get_per_token_logps_and_entropies"
-HEADS = "skipping/head.py, sharing/heads.py"
+HEADS = "skipping/fused_head.py, sharing/heads.py"
 
 
 def of_scoring(*texts: str):

@@ -82,7 +82,7 @@ ASSUMPTIONS = [
     ),
     Assumption(
         "num_items_in_batch counts the tokens of the loss of the whole rollout, over all processes",
-        "sampling/writing.py, compat/loss_normaliser.py",
+        "sampling/replacing.py, compat/loss_normaliser.py",
         of_the_rollout(
             "loss_mask = completion_mask if tool_mask is None else completion_mask * tool_mask",
             "num_items_in_batch = self.accelerator.gather(loss_mask.sum()).sum()",
@@ -102,7 +102,7 @@ ASSUMPTIONS = [
     ),
     Assumption(
         "rewards are asked of self.reward_funcs in the order of their names and gathered from all processes",
-        "training/judge.py, rewards/groups.py",
+        "training/judge.py, rewards/whole_groups.py",
         of_method(
             "_calculate_rewards",
             "zip(self.reward_funcs, self.reward_processing_classes, self.reward_func_names, strict=True)",

@@ -9,10 +9,10 @@ from typing import Any
 
 from vgr_trl.cli.flags.advice import one_sentence
 from vgr_trl.data.build.convert import ROWS_PER_FILE, Output, convert
+from vgr_trl.data.build.converters import CONVERTERS, Converter, load_converter
 from vgr_trl.data.build.plot import figures_for, plot
 from vgr_trl.data.build.pool import Encoding
 from vgr_trl.data.build.progress import SKIPPED, statistics_in
-from vgr_trl.data.build.registry import CONVERTERS, Converter, load_converter
 from vgr_trl.data.build.select import IdFilter, read_ids
 from vgr_trl.data.build.sets import jsonl
 from vgr_trl.data.build.sets.jsonl import Keys

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vgr_trl.cli.flags.advice import one_sentence
 from vgr_trl.cli.flags.arguments import DataArguments
-from vgr_trl.data.inspect.lengths import Budget
+from vgr_trl.data.inspect.cost import Budget
 from vgr_trl.data.rows.naming import FLAGS
 from vgr_trl.errors import DataError
 

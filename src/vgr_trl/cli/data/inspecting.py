@@ -11,11 +11,11 @@ from typing import Any
 
 from vgr_trl.cli.flags.arguments import DataArguments
 from vgr_trl.cli.loading import load_processor, system_prompt_of
-from vgr_trl.data.inspect.lengths import Budget
+from vgr_trl.data.inspect.cost import Budget
+from vgr_trl.data.inspect.findings import Checks, Findings, inspect_rows
 from vgr_trl.data.inspect.page import page
 from vgr_trl.data.inspect.prompt_tokens import prompt_tokens
-from vgr_trl.data.inspect.report import report
-from vgr_trl.data.inspect.rows import Checks, Findings, inspect_rows
+from vgr_trl.data.inspect.tables import report
 from vgr_trl.data.load import load_path
 from vgr_trl.data.read.failures import readable
 from vgr_trl.data.rows.images.places import downloaded

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from transformers import PrinterCallback, ProgressCallback
 
-from vgr_trl.cli.run.plan import describe_run, print_plan
+from vgr_trl.cli.run.describe import describe_run, print_plan
 from vgr_trl.config import DAPOConfig
 from vgr_trl.printable import printable
-from vgr_trl.reporting.records.format import Completion
-from vgr_trl.reporting.records.reading import read_run
+from vgr_trl.reporting.records.record import Completion
+from vgr_trl.reporting.records.recorded_run import read_run
 from vgr_trl.reporting.views.step_line import duration
 from vgr_trl.trainer import DAPOTrainer
 

@@ -8,7 +8,7 @@ from vgr_trl import registries
 from vgr_trl.batch.signals import RolloutSignals
 from vgr_trl.config.ranges import check_fraction
 from vgr_trl.credit.filters import top_fraction_mask
-from vgr_trl.credit.rows import check_shapes
+from vgr_trl.credit.masked import check_shapes
 from vgr_trl.registries import declares
 from vgr_trl.signals.ratios import late_layers
 

@@ -7,7 +7,7 @@ import torch
 from vgr_trl import registries
 from vgr_trl.batch.signals import RolloutSignals
 from vgr_trl.config.ranges import check_number
-from vgr_trl.credit.rows import check_shapes, min_max, with_mean_one
+from vgr_trl.credit.masked import check_shapes, min_max, with_mean_one
 from vgr_trl.registries import declares
 
 

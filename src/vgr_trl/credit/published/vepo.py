@@ -8,7 +8,7 @@ from vgr_trl import registries
 from vgr_trl.batch.signals import RolloutSignals
 from vgr_trl.config.ranges import check_fraction, check_number
 from vgr_trl.credit.filters import top_fraction_mask
-from vgr_trl.credit.rows import check_shapes, min_max
+from vgr_trl.credit.masked import check_shapes, min_max
 from vgr_trl.credit.trajectory import Gather
 from vgr_trl.registries import declares
 

@@ -7,7 +7,7 @@ import torch
 from vgr_trl import registries
 from vgr_trl.batch.signals import RolloutSignals
 from vgr_trl.config.ranges import check_fraction, check_number
-from vgr_trl.credit.rows import SMALLEST_RANGE, check_shapes, masked_mean, min_max
+from vgr_trl.credit.masked import SMALLEST_RANGE, check_shapes, masked_mean, min_max
 from vgr_trl.credit.trajectory import Gather
 from vgr_trl.registries import declares
 

@@ -1,3 +1,3 @@
-"""A data set looked at before training: `rows.py`, `prompt_tokens.py`, `lengths.py`, `sample.py`, shown by `report.py`
+"""A data set looked at before training: `findings.py`, `prompt_tokens.py`, `cost.py`, `sample.py`, shown by `tables.py`
 and `page.py`.
 """

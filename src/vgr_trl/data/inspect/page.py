@@ -6,9 +6,9 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from vgr_trl.data.inspect.lengths import Budget, cost, histogram
-from vgr_trl.data.inspect.report import headline, sentences, tables
-from vgr_trl.data.inspect.rows import Findings
+from vgr_trl.data.inspect.cost import Budget, cost, histogram
+from vgr_trl.data.inspect.findings import Findings
+from vgr_trl.data.inspect.tables import headline, sentences, tables
 
 HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\u200e\u200f\u061c]")
 TEMPLATE = Path(__file__).with_name("page.html")

@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from vgr_trl.errors import DataError
-from vgr_trl.reporting.records.format import MODES, AttentionMap, Completion, LogEntry, Record, RecordedImage
+from vgr_trl.reporting.records.record import MODES, AttentionMap, Completion, LogEntry, Record, RecordedImage
 
 VERSION = 1
 _DAMAGED = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from vgr_trl.disk_full import disk_full_named
 from vgr_trl.files import append_whole, unfinished
-from vgr_trl.reporting.records.format import LogEntry
 from vgr_trl.reporting.records.json_lines import encode_log
+from vgr_trl.reporting.records.record import LogEntry
 
 _EVALUATION = b'"mode":"eval"'  # in the head of a line, which `encode_log` writes first
 _HEAD = 100  # bytes

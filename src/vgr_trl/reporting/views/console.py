@@ -9,8 +9,8 @@ from rich.panel import Panel
 from rich.text import Text
 
 from vgr_trl.printable import printable
-from vgr_trl.reporting.records.format import Completion, Record
-from vgr_trl.reporting.views.markdown.text import number, preview
+from vgr_trl.reporting.records.record import Completion, Record
+from vgr_trl.reporting.views.markdown.elements import number, preview
 
 # From little to much of the image, told apart by readers who do not see red and green alike (viridis, light half).
 _SHADES = ("#8a8a8a", "#3b8ac4", "#21a5a5", "#5ec962", "#fde725")

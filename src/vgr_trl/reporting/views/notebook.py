@@ -10,8 +10,8 @@ from typing import Any
 from jinja2 import Environment, Template
 
 from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.reporting.records.format import Completion, Numbers
-from vgr_trl.reporting.records.reading import FOLDER
+from vgr_trl.reporting.records.record import Completion, Numbers
+from vgr_trl.reporting.records.recorded_run import FOLDER
 from vgr_trl.reporting.views.colours import QUANTITIES, colour_at, css, positions, text_colour
 from vgr_trl.reporting.views.page.run_sources import read_thumbnail
 
@@ -39,7 +39,7 @@ def show_completion(
     get, relative to the cell that gets most.
 
     Args:
-        completion: of a record that `vgr_trl.reporting.records.reading.read_run` gives.
+        completion: of a record that `vgr_trl.reporting.records.recorded_run.read_run` gives.
         run_folder: the run's `output_dir`, for the thumbnails.
         color_by: `vgr`, `weights`, `dependency`, `advantages`, `entropies` or `logps`.
         token: whose attention to show, counted from 0, or from the end if negative; None: the mean over all tokens.

@@ -12,7 +12,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from vgr_trl.sharing.report import CannotShare
+from vgr_trl.sharing.counts import CannotShare
 
 
 class PromptsStored(Exception):

@@ -1,1 +1,4 @@
-"""Images made harder to see: read `images.py`, `layout.py` and `diffusion.py` with `modes.py`, then `prompts.py`."""
+"""Images made harder to see.
+
+Read `images.py`, `layout.py` and `diffusion.py` with `modes.py`, then `conversations.py`.
+"""

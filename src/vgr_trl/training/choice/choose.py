@@ -9,7 +9,7 @@ from accelerate.utils import gather_object
 from transformers.utils import logging
 
 from vgr_trl.credit.advantages import estimate_advantages
-from vgr_trl.credit.rows import masked_mean
+from vgr_trl.credit.masked import masked_mean
 from vgr_trl.sampling import (
     DeadStreak,
     Group,

@@ -8,7 +8,7 @@ from torch import nn
 from trl.trainer.utils import FusedCausalLMOutput
 
 from vgr_trl.sharing.backbone import base_of, causal_model
-from vgr_trl.signals.rollout import policy_is_active
+from vgr_trl.signals.measurement import policy_is_active
 from vgr_trl.training.passes.emitted import EmittedReader
 
 

@@ -8,7 +8,7 @@ import torch
 from vgr_trl.batch.inputs import Prompts, joined, pixels_of_rows, scoring_inputs
 from vgr_trl.errors import DataError
 from vgr_trl.signals import perturb_images
-from vgr_trl.signals.perturbation.prompts import perturbed_prompts
+from vgr_trl.signals.perturbation.conversations import perturbed_prompts
 from vgr_trl.training.choice.replay import OLD_LOGPS
 from vgr_trl.training.host import Host
 from vgr_trl.training.rollout import Noise, Rollout, weighted_sums

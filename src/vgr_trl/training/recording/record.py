@@ -11,14 +11,14 @@ from transformers import TrainerCallback
 
 from vgr_trl.config.stages.report import LOG_OPTIONS
 from vgr_trl.errors import ConfigError
-from vgr_trl.reporting.records.format import LogEntry, Record
-from vgr_trl.reporting.records.reading import FOLDER
-from vgr_trl.reporting.records.writing import refuse_unwritable
+from vgr_trl.reporting.records.record import LogEntry, Record
+from vgr_trl.reporting.records.record_files import refuse_unwritable
+from vgr_trl.reporting.records.recorded_run import FOLDER
 from vgr_trl.reporting.sink import Finished, RecordSink
 from vgr_trl.reporting.views.markdown.logs import markdown_logs
 from vgr_trl.signals import Measurement
 from vgr_trl.training.host import Host
-from vgr_trl.training.recording.rows import Completing, OwnDecoder, rows_to_record, summary_of
+from vgr_trl.training.recording.recorded_rows import Completing, OwnDecoder, rows_to_record, summary_of
 from vgr_trl.training.recording.taking import TakenRows, take_rows, with_pictures
 from vgr_trl.training.rollout import Rollout
 

@@ -10,8 +10,8 @@ from PIL import Image
 
 from vgr_trl.batch.signals import RolloutSignals
 from vgr_trl.batch.token_columns import map_signals
-from vgr_trl.reporting.records.format import AttentionMap, Numbers
-from vgr_trl.training.recording.images import Pictures, grids_of_row, images_of_row, quantised
+from vgr_trl.reporting.records.record import AttentionMap, Numbers
+from vgr_trl.training.recording.pictures import Pictures, grids_of_row, images_of_row, quantised
 from vgr_trl.training.rollout import Rollout
 
 

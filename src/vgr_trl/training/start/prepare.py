@@ -20,10 +20,10 @@ from vgr_trl.data.rows.columns import IMAGE_COLUMNS, image_columns, images_of
 from vgr_trl.data.rows.lengths import drop_long_prompts
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.rewards.accuracy_scale import scaled_by_accuracy
-from vgr_trl.rewards.groups import gather_groups, needed_columns
 from vgr_trl.rewards.registry import hardened
 from vgr_trl.rewards.schedule import RewardSchedule
 from vgr_trl.rewards.signatures import check_callable
+from vgr_trl.rewards.whole_groups import gather_groups, needed_columns
 from vgr_trl.sharing import SharingPlan
 from vgr_trl.signals import Measurement
 from vgr_trl.skipping import SkippingPlan, VisionPlan

@@ -19,7 +19,7 @@ from vgr_trl.integrations.verl.measured_pass import Layout, MeasuredPass, packed
 from vgr_trl.integrations.verl.options import SignalOptions
 from vgr_trl.integrations.verl.perturbed import perturb_row
 from vgr_trl.signals.dependency import visual_dependency
-from vgr_trl.signals.rollout import policy_is_active
+from vgr_trl.signals.measurement import policy_is_active
 
 KEY = "vgr"  # of the batch
 

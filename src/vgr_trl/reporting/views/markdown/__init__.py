@@ -1,1 +1,1 @@
-"""Rollouts as Markdown: `text.py` (what must not become Markdown), `sections.py`, `logs.py` (files of a run)."""
+"""Rollouts as Markdown: `elements.py` (what must not become Markdown), `sections.py`, `logs.py` (files of a run)."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from vgr_trl.files import append_whole
-from vgr_trl.reporting.records.format import Record
+from vgr_trl.reporting.records.record import Record
 from vgr_trl.reporting.views.markdown.sections import (
     Lengths,
     Summary,

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vgr_trl.reporting.records.format import Completion, Record
-from vgr_trl.reporting.views.markdown.text import fenced, fenced_json, inline, number, preview, table
+from vgr_trl.reporting.records.record import Completion, Record
+from vgr_trl.reporting.views.markdown.elements import fenced, fenced_json, inline, number, preview, table
 
 Segments = dict[str, dict[str, float | None]]  # segment -> quantity -> value
 _COLUMNS = {

@@ -10,9 +10,9 @@ from sys import intern
 from typing import Any, BinaryIO
 
 from vgr_trl.errors import DataError
-from vgr_trl.reporting.records.format import LogEntry
 from vgr_trl.reporting.records.json_lines import decode_log
-from vgr_trl.reporting.records.reading import LOGS_FILE
+from vgr_trl.reporting.records.record import LogEntry
+from vgr_trl.reporting.records.recorded_run import LOGS_FILE
 from vgr_trl.reporting.signs import first_signs
 
 STATE_FILE = "trainer_state.json"

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from vgr_trl.reporting.records.format import Record
 from vgr_trl.reporting.records.json_lines import encode_record
-from vgr_trl.reporting.records.reading import Run
+from vgr_trl.reporting.records.record import Record
+from vgr_trl.reporting.records.recorded_run import Run
 from vgr_trl.reporting.views.page.choosing_records import ends_first, interleaved
 from vgr_trl.reporting.views.page.curves import Curves, read_curves
 from vgr_trl.reporting.views.page.run_sources import (

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vgr_trl.errors import DataError
-from vgr_trl.reporting.records.reading import FOLDER, LOGS_FILE, Run, read_run
+from vgr_trl.reporting.records.recorded_run import FOLDER, LOGS_FILE, Run, read_run
 from vgr_trl.reporting.views.page.curves import find_state
 
 LARGEST_THUMBNAIL = 2**20

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from vgr_trl.errors import DataError
-from vgr_trl.reporting.records.format import MODES, LogEntry, Record
 from vgr_trl.reporting.records.json_lines import check_version, decode_log, decode_record
+from vgr_trl.reporting.records.record import MODES, LogEntry, Record
 
 FOLDER, RUN_FILE, LOGS_FILE = "rollouts", "run.json", "logs.jsonl"
 RECORDS = "records-{:06d}.jsonl"

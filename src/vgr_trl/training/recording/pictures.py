@@ -12,7 +12,7 @@ from vgr_trl.data.rows.columns import images_of
 from vgr_trl.data.rows.images.opening import open_image
 from vgr_trl.data.rows.regions import boxes_of
 from vgr_trl.errors import DataError
-from vgr_trl.reporting.records.format import AttentionMap, RecordedImage
+from vgr_trl.reporting.records.record import AttentionMap, RecordedImage
 from vgr_trl.reporting.records.thumbnails import shrunk
 from vgr_trl.signals.region_boxes import in_pixels
 

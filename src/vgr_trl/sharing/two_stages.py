@@ -18,10 +18,10 @@ from vgr_trl.sharing.caches.prefix_cache import (
     prefix_to_read,
     prefix_to_write,
 )
+from vgr_trl.sharing.counts import CannotShare
 from vgr_trl.sharing.cut import Cut, constants
 from vgr_trl.sharing.grouping import cut_by_length, tokens_of_a_pass
 from vgr_trl.sharing.packing import find_packing, packed_pass
-from vgr_trl.sharing.report import CannotShare
 
 
 def two_stages(

@@ -11,10 +11,10 @@ from typing import Any
 
 from vgr_trl.errors import ConfigError
 from vgr_trl.files import append_whole, write_whole
-from vgr_trl.reporting.records.format import LogEntry, Record
 from vgr_trl.reporting.records.json_lines import VERSION, encode_record
 from vgr_trl.reporting.records.log_file import LogFile
-from vgr_trl.reporting.records.reading import FOLDER, LOGS_FILE, RECORDS, RUN_FILE
+from vgr_trl.reporting.records.record import LogEntry, Record
+from vgr_trl.reporting.records.recorded_run import FOLDER, LOGS_FILE, RECORDS, RUN_FILE
 
 _IMAGE = re.compile(rb'"images/([0-9a-f]{40}\.webp)"')
 _FILES = 16  # into which the records are cut: one at a time is removed where they get too large

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from vgr_trl.config import DAPOConfig
 from vgr_trl.credit import attention_weights
-from vgr_trl.reporting.records.format import Completion
 from vgr_trl.reporting.records.pieces import prompt_text, token_pieces
+from vgr_trl.reporting.records.record import Completion
 from vgr_trl.reporting.records.thumbnails import shrunk
 from vgr_trl.reporting.views.markdown.sections import Segments, Summary
 from vgr_trl.signals import RolloutSignals, token_vision_gain_ratio
