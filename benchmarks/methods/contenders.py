@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from methods.tasks import STYLE, Task
+from methods.tasks import Task
 
 CONTROLS = Path(__file__).with_name("controls.py")
 
@@ -20,7 +20,7 @@ class Method:
         options: of `DAPOConfig`.
         rewards: reward -> weight, beside accuracy (1) and format (0.2).
         keeps: the option that takes the share of tokens that are kept, if there is one: the oracle's share.
-        knows: whether it is told which tokens are read off the image, and which are style.
+        knows: whether it is told which tokens are read off the image, and which are filler.
         learning_rates: to choose from.
     """
 
@@ -38,11 +38,11 @@ class Method:
         """Return its options on a task."""
         chosen = dict(self.options)
         if self.keeps is not None:
-            chosen[self.keeps] = (len(task.families) + 1) / task.plain_length  # the answer is one of them
+            chosen[self.keeps] = task.perceived_length / task.plain_length
         if self.knows:
             chosen["plugin_options"] = {
-                "perceived_ids": ids_of([word for family in task.families.values() for word in family], tokenizer),
-                "style_ids": ids_of(STYLE, tokenizer),
+                "perceived_ids": ids_of(task.perceived_words, tokenizer),
+                "filler_ids": ids_of(task.filler, tokenizer),
             }
         return chosen
 
@@ -68,7 +68,7 @@ METHODS = {
     "entropy filter": Method({"enable_entropy_filtering": True}, keeps="top_p_entropy_tokens"),
     "token weights": Method({"token_weights": True}),
     "oracle": Method({"credit_rules": [f"{CONTROLS}:oracle"]}, knows=True),
-    "no style": Method({"credit_rules": [f"{CONTROLS}:no_style"]}, knows=True),
+    "no filler": Method({"credit_rules": [f"{CONTROLS}:no_filler"]}, knows=True),
     "random": Method({"credit_rules": [f"{CONTROLS}:at_random"]}, knows=True),
     "VGR reward": Method(rewards={"vgr": 0.2}),
     "VGR reward, scaled": Method({"attention_reward_scale": "accuracy"}, {"vgr": 0.2}),

@@ -12,7 +12,7 @@ class TruthOptions:
     """Options of the controls."""
 
     perceived_ids: list[int] = field(default_factory=list, metadata={"help": "Tokens that are read off the image."})
-    style_ids: list[int] = field(default_factory=list, metadata={"help": "Tokens of words of style."})
+    filler_ids: list[int] = field(default_factory=list, metadata={"help": "Tokens of words of filler."})
 
 
 @declares(options=TruthOptions)
@@ -23,9 +23,9 @@ def oracle(advantages, signals, mask, options, *, completion_ids):
 
 
 @declares(options=TruthOptions)
-def no_style(advantages, signals, mask, options, *, completion_ids):
-    """Keep all but the words of style: beside what the oracle keeps, the tags and the end of an answer."""
-    return mask & ~is_one_of(options.style_ids, completion_ids, mask), {}
+def no_filler(advantages, signals, mask, options, *, completion_ids):
+    """Keep all but the words of filler: the words read off the image first, the answer, tags and the end."""
+    return mask & ~is_one_of(options.filler_ids, completion_ids, mask), {}
 
 
 @declares(options=TruthOptions)

@@ -19,7 +19,7 @@ RESULTS = Path(os.environ.get("RESULTS", Path(__file__).parents[1] / "results"))
 BASELINE = "plain"
 TUNING = 100  # seeds from here on choose learning rates and measure nothing else
 FINDINGS = Path(__file__).with_name("findings.md")
-MEASURES = ("thoughts", "asked", "follows", "blanked", "late VGR", "dependency", "CPU seconds per step")
+MEASURES = ("thoughts", "asked", "follows", "filler", "blanked", "late VGR", "dependency", "CPU seconds per step")
 
 
 @dataclass(frozen=True)
@@ -58,20 +58,27 @@ def write(runs: Sequence[Run], settings: Settings) -> None:
         f"Models of a third of a million parameters, warm-started to a sampled accuracy of {values['start']}, then "
         f"{values['steps']} steps of {values['prompts']} prompts x {values['generations']} completions; accuracy 1 and "
         "format 0.2 are the rewards. Each method has the learning rate that did best on seeds that measure nothing "
-        "else (`tuned on`: how many), out of the same few. `style-K`: K words of every thought are sampled style, "
-        "three are read off the image; the thoughts that the start learned from name each of the three wrong two times "
-        "in five, so that there is much to gain. SGD: without momentum, with rates of its own to choose from.",
+        "else (`tuned on`: how many), out of the same few. Three words of every "
+        "thought are read off the image; the thoughts that the start learned from name each of the three wrong two "
+        "times in five, so that there is much to gain. Further words are filler, by which tasks are named, with their "
+        "number. `style`: sampled, whatever is shown, before the words that are read off. `paraphrase`: every one of "
+        "the three is said again behind it, in other words after a word of style each; where the start learned from, "
+        "each is wrong two times in five of itself, so it takes another look. `arithmetic`: sums of the three words' "
+        "numbers behind them, which follow from what was said, right or wrong. SGD: without momentum, with rates of "
+        "its own to choose from.",
         "",
         "The filters keep as many tokens as the oracle, VPPO its published 40 %. `oracle` gives credit to the words "
-        "that are read off the image alone, in thought and answer, `no style` to all but words of style, `random` to "
-        "as many tokens as the oracle.",
+        "whose value needs the image, in thought and answer: paraphrases are among them, sums, which the words before "
+        "them settle, are not. `no filler` gives it to all but filler, paraphrases too, `random` to as many tokens as "
+        "the oracle.",
         "",
         "Accuracy: over 320 held-out questions of 4 sampled answers, with the 95 % interval of a bootstrap over seeds; "
         "gain: over the start; against plain: the difference to plain DAPO of the same seeds. Tokens: after which the "
         "mean course over seeds reaches the accuracy with which plain DAPO's ends, in plain DAPO's tokens, with an "
         "interval over seeds; `never`: not within these steps. Thoughts: share of the words to be read off the "
         "image that a thought has; "
-        "asked: thoughts that have the word asked for; follows: answers that repeat the thought's word.",
+        "asked: thoughts that have the word asked for; follows: answers that repeat the thought's word; "
+        "filler: paraphrases that are right of the image, or sums that are due after the thought's words.",
         "",
     ]
     for task in tasks:
@@ -132,6 +139,7 @@ def dose_accuracies(runs: Sequence[Run]) -> dict[str, dict[int, list[float]]]:
 def table(runs: Sequence[Run], tuned: Mapping[str, int]) -> list[str]:
     """Return a row for every method, best first; `tuned`: method -> seeds its learning rate was chosen on."""
     methods = {name: [run for run in runs if run.method == name] for name in dict.fromkeys(run.method for run in runs)}
+    measures = [name for name in MEASURES if all(name in run.found for run in runs)]
     heads = [
         "method",
         "rate",
@@ -142,7 +150,7 @@ def table(runs: Sequence[Run], tuned: Mapping[str, int]) -> list[str]:
         "gain",
         f"against {BASELINE}",
         "tokens",
-        *MEASURES,
+        *measures,
     ]
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
     plain = {run.seed: run for run in methods.get(BASELINE, [])}
@@ -157,7 +165,7 @@ def table(runs: Sequence[Run], tuned: Mapping[str, int]) -> list[str]:
             f"{mean(own, 'accuracy'):.3f}",
         ]
         cells += [f"{low:.3f} to {high:.3f}", f"{gain:+.3f}", *against(own, plain)]
-        cells += [f"{mean(own, measure):.3f}" for measure in MEASURES]
+        cells += [f"{mean(own, measure):.3f}" for measure in measures]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 

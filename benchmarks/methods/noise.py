@@ -2,7 +2,7 @@
 
     PYTHONPATH=src:benchmarks python -m methods.noise --tasks style-0 style-8 style-32 --seeds 0 1 2
 
-The policy gradient is a sum over tokens, so that of the words read off the image, of the words of style and of the rest
+The policy gradient is a sum over tokens, so that of the words read off the image, of words of filler and of the rest
 are measured apart, in many batches of the size of a step; credit for some of them is the sum of theirs. `signal`: the
 mean product of the gradients of two batches over the mean square of one, at most 1, where batches agree; 0 where they
 have nothing in common. Once as it is, and once divided, number by number, by the root of its mean square over batches,
@@ -18,12 +18,12 @@ from demo_signals import conversations, tokenised
 from methods.contenders import ids_of
 from methods.controls import is_one_of
 from methods.runs import Settings, Start
-from methods.tasks import DRAWN, STYLE, TASKS
+from methods.tasks import TASKS
 from vgr_trl.demo.dataset import Rows
 from vgr_trl.evaluation.writer import Writer
 from vgr_trl.rewards import accuracy_reward, think_format_reward
 
-CREDIT = {"all tokens": (0, 1, 2), "words read off": (0,), "style": (1,), "all but style": (0, 2)}
+CREDIT = {"all tokens": (0, 1, 2), "words read off": (0,), "filler": (1,), "all but filler": (0, 2)}
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def gradients_of(start: Start, batches: int) -> torch.Tensor:
-    """Return (B, 3, P): in B batches, the gradient through words that are read off, words of style, and the rest."""
+    """Return (B, 3, P): in B batches, the gradient through words that are read off, words of filler, and the rest."""
     torch.manual_seed(start.seed)
     draw, prompts = random.Random(start.seed), start.settings.prompts
     return torch.stack([by_tokens(start, draw.sample(start.questions.train, prompts)) for _ in range(batches)])
@@ -66,12 +66,12 @@ def by_tokens(start: Start, rows: Rows) -> torch.Tensor:
     logits = start.model(**asked, logits_to_keep=ids.shape[1] + 1).logits[:, :-1]
     logps = logits.log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2)  # (N, T)
     valid = mask.bool()
-    drawn = sorted(word for family in DRAWN.values() for word in family)
-    read, style = (is_one_of(ids_of(words, tokenizer), ids, valid) for words in (drawn, STYLE))
+    drawn = sorted(word for family in start.task.families.values() for word in family)
+    read, filler = (is_one_of(ids_of(words, tokenizer), ids, valid) for words in (drawn, start.task.filler))
     gains = advantages.unsqueeze(1) * logps / valid.sum()
     parameters = list(start.model.parameters())
     parts = []
-    for tokens in (read, style, valid & ~read & ~style):
+    for tokens in (read, filler, valid & ~read & ~filler):
         found = torch.autograd.grad((gains * tokens).sum(), parameters, retain_graph=True, materialize_grads=True)
         parts.append(torch.cat([each.flatten() for each in found]))
     return torch.stack(parts)

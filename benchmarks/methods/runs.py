@@ -150,7 +150,7 @@ class Start:
         seen = self.answers(rows, samples=4, **grouped)
         answered = {
             "accuracy": round(seen.mean_at_k or 0.0, 4),
-            **in_thoughts(seen, rows, self.task.families),
+            **in_thoughts(seen, rows, self.task),
             **{f"hint {name}": round(scores.mean_at_k or 0.0, 4) for name, scores in seen.groups.items()},
         }
         if not closely:

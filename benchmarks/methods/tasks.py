@@ -1,17 +1,28 @@
-"""Drawn questions whose thoughts are mostly style."""
+"""Drawn questions whose thoughts are mostly filler."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from methods.fillers import (
+    ARITHMETIC,
+    MEANT,
+    SAID_AGAIN,
+    STYLE,
+    right_paraphrases,
+    right_sums,
+    with_paraphrases,
+    with_style,
+    with_sums,
+)
 from vgr_trl.demo.options import Options
 from vgr_trl.demo.run import Questions, draw
 from vgr_trl.demo.shapes import FAMILIES
 
+Row = dict[str, Any]
 Families = Mapping[str, Sequence[str]]  # what is asked for -> the words it can be
 DRAWN: Families = {name: words for name, (_, words) in FAMILIES.items()}
-STYLE = tuple("well so now then here look see just maybe next also still thus hence okay right".split())
 DOUBT = 0.4  # share of the words read off the image that are wrong in the thoughts a model starts from
 
 
@@ -26,6 +37,9 @@ class Task:
         caption_loss: at which that step ends, in nats; below 0.2 nothing is left to be learned about what is seen.
         families: all are read off the image in a thought, one is asked for.
         until: whose share ends the warm start: right answers, or answers that are a hint that misleads.
+        filler: words of a thought that answer nothing; `again`: those among them that take another look at the image,
+            and how many of them a thought has.
+        filler_right: (a thought's words, the true thought's) -> of what can be right or wrong of the filler, whether.
     """
 
     name: str
@@ -34,24 +48,27 @@ class Task:
     caption_loss: float = Options.caption_loss
     families: Families = field(default_factory=lambda: DRAWN)
     until: Literal["accuracy", "copied"] = "accuracy"
+    filler: Sequence[str] = ()
+    again: tuple[Sequence[str], int] = ((), 0)
+    filler_right: Callable[[Sequence[str], Sequence[str]], list[bool]] | None = None
 
     @property
     def plain_length(self) -> int:
         """Tokens of a whole answer."""
         return self.completion_length - 2
 
+    @property
+    def perceived_words(self) -> list[str]:
+        """The words whose value needs the image, wherever they stand."""
+        return [word for family in self.families.values() for word in family] + list(self.again[0])
 
-def with_style(row: dict[str, Any], count: int, rng: random.Random) -> dict[str, Any]:
-    """Return `row` with `count` words of style in its thought, spread before its words that are read off the image."""
-    first, *perceived = row["thought"].split()
-    words = [first]
-    for index, word in enumerate(perceived):
-        share = count // len(perceived) + (index < count % len(perceived))
-        words += [*rng.choices(STYLE, k=share), word]
-    return row | {"thought": " ".join(words)}
+    @property
+    def perceived_length(self) -> int:
+        """Tokens of a whole answer that are such words; the answer itself is one."""
+        return len(self.families) + 1 + self.again[1]
 
 
-def with_doubt(row: dict[str, Any], share: float, rng: random.Random, families: Families = DRAWN) -> dict[str, Any]:
+def with_doubt(row: Row, share: float, rng: random.Random, families: Families = DRAWN) -> Row:
     """Return `row` with a share of its perceived words replaced by others of their families; its solution follows."""
     family_of = {word: family for family in families.values() for word in family}
     words = row["thought"].split()
@@ -62,23 +79,68 @@ def with_doubt(row: dict[str, Any], share: float, rng: random.Random, families: 
     return row | {"thought": " ".join(words), "solution": next(word for word in words if word in asked)}
 
 
-def styled(count: int) -> Task:
-    """Return the demo's open questions with `count` words of style in every thought.
+def filled(name: str, count: int, fill: Callable[..., Row], doubt: Callable[..., Row], **others: Any) -> Task:
+    """Return the demo's open questions with `count` words of filler in every thought.
 
     The start has learned to see, from captions, and then to say what it sees about three times in five, from thoughts
     that are often wrong: so all three words are in reach of reinforcement. A start that has seen little instead, and
     answers half of the questions, knew every colour with 32 words of style, and was at chance with shapes and corners.
+
+    Args:
+        name: of the kind of filler.
+        count: words.
+        fill: (row, draw) -> the row with filler.
+        doubt: (row with filler, draw) -> the row that the start learns from.
+        others: of `Task`.
     """
 
     def questions(seed: int) -> Questions:
-        plain, rng = draw(seed), random.Random(f"style {count} {seed}")
+        plain, rng = draw(seed), random.Random(f"{name} {count} {seed}")
         train, validation, test = (
-            [with_style(row, count, rng) for row in rows] for rows in (plain.train, plain.validation, plain.test)
+            [fill(row, rng) for row in rows] for rows in (plain.train, plain.validation, plain.test)
         )
-        doubtful = [with_doubt(row, DOUBT, rng) for row in train]
-        return Questions(train, validation, test, text=doubtful, shown=plain.train)
+        return Questions(train, validation, test, text=[doubt(row, rng) for row in train], shown=plain.train)
 
-    return Task(f"style-{count}", count + 12, questions, caption_loss=0.12)
+    return Task(f"{name}-{count}", count + 12, questions, caption_loss=0.12, **others)
 
 
-TASKS = {task.name: task for task in (styled(count) for count in (0, 8, 32, 96))}
+def styled(count: int) -> Task:
+    """Return questions with `count` words of style, drawn whatever is shown."""
+    return filled(
+        "style",
+        count,
+        lambda row, rng: with_style(row, count, rng),
+        lambda row, rng: with_doubt(row, DOUBT, rng),
+        filler=STYLE,
+    )
+
+
+def paraphrased(count: int) -> Task:
+    """Return questions with `count` words that say again what was read; every other one takes another look.
+
+    Where the start's thoughts are wrong, they are wrong word by word: what was said does not settle a paraphrase.
+    """
+    return filled(
+        "paraphrase",
+        count,
+        lambda row, rng: with_paraphrases(row, count // 2, rng),
+        lambda row, rng: with_doubt(row, DOUBT, rng, {**DRAWN, **SAID_AGAIN}),
+        filler=(*STYLE, *MEANT),
+        again=(tuple(MEANT), count // 2),
+        filler_right=right_paraphrases,
+    )
+
+
+def summed(count: int) -> Task:
+    """Return questions with `count` words of sums, which follow from what was said, right or wrong."""
+    return filled(
+        "arithmetic",
+        count,
+        lambda row, rng: with_sums(row, count // 4),
+        lambda row, rng: with_sums(with_doubt(row, DOUBT, rng), count // 4),
+        filler=ARITHMETIC,
+        filler_right=right_sums,
+    )
+
+
+TASKS = {task.name: task for task in (*map(styled, (0, 8, 32, 96)), paraphrased(32), summed(32))}

@@ -23,22 +23,95 @@ def module(monkeypatch):
 
 @pytest.mark.parametrize(("count", "before"), [(0, (0, 0, 0)), (8, (3, 3, 2)), (32, (11, 11, 10))])
 def test_style_stands_before_the_words_that_are_read_off(count, before, module):
-    tasks = module("methods.tasks")
-    thought = tasks.with_style({"thought": "a red cross southeast"}, count, random.Random(0))["thought"].split()
+    fillers = module("methods.fillers")
+    thought = fillers.with_style({"thought": "a red cross southeast"}, count, random.Random(0))["thought"].split()
     places = [thought.index(word) for word in ("red", "cross", "southeast")]
     assert thought[0] == "a"
     assert tuple(end - start - 1 for start, end in zip([0, *places], places, strict=False)) == before
-    assert all(word in tasks.STYLE for place, word in enumerate(thought) if place not in (0, *places))
+    assert all(word in fillers.STYLE for place, word in enumerate(thought) if place not in (0, *places))
 
 
-@pytest.mark.parametrize("name", ["style-0", "style-8", "style-32"])
+def test_paraphrases_stand_behind_what_they_say_again(module):
+    """Sixteen are six, five and five: a word of style and another word for the one before."""
+    fillers = module("methods.fillers")
+    words = fillers.with_paraphrases({"thought": "a red cross southeast"}, 16, random.Random(0))["thought"].split()
+    assert [words[place] for place in (0, 1, 14, 25)] == ["a", "red", "cross", "southeast"]
+    spans = (words[2:14], words[15:25], words[26:])
+    assert [len(span) for span in spans] == [12, 10, 10]
+    assert {word for span in spans for word in span[::2]} <= set(fillers.STYLE)
+    for word, span in zip(("red", "cross", "southeast"), spans, strict=True):
+        assert set(span[1::2]) <= set(fillers.OTHER_WORDS[word])
+
+
+def test_sums_follow_from_the_words_that_were_read(module):
+    """Red, cross and southeast are 1, 4 and 4: 1, 5, 9, and 10 of which the last digit counts."""
+    fillers = module("methods.fillers")
+    due = "a red cross southeast plus 1 makes 1 plus 4 makes 5 plus 4 makes 9 plus 1 makes 0"
+    assert fillers.with_sums({"thought": "a red cross southeast"}, 4)["thought"] == due
+    said = due.replace("makes 5", "makes 6").split()
+    assert fillers.right_sums(said, ["whatever", "is", "shown"]) == [True, False, True, True]
+    assert fillers.right_sums("a red plus 1 makes".split(), []) == [False]
+
+
+def test_a_paraphrase_is_right_of_the_image_not_of_the_word_before(module):
+    right = module("methods.fillers").right_paraphrases("a red so ruby so azure".split(), "a blue cross".split())
+    assert right == [False, True]
+
+
+def test_words_of_filler_are_no_words_that_are_read_off(module):
+    """But for paraphrases, every one of which says one word."""
+    fillers, tasks = module("methods.fillers"), module("methods.tasks")
+    drawn = {word for family in tasks.DRAWN.values() for word in family}
+    assert len(fillers.MEANT) == 36
+    assert drawn.isdisjoint((*fillers.STYLE, *fillers.MEANT, *fillers.ARITHMETIC))
+    assert set(fillers.MEANT).isdisjoint(fillers.STYLE)
+
+
+def test_a_start_doubts_paraphrases_and_not_sums(module):
+    """Of 48,000 paraphrases 0.4 are wrong, and as many where the word before is right; sums follow what is said."""
+    tasks = module("methods.tasks")
+    again = tasks.TASKS["paraphrase-32"]
+    questions = again.questions(0)
+    wrong, after_right = [], []
+    for row, doubtful in zip(questions.train, questions.text, strict=True):
+        truth, said = row["thought"].split(), doubtful["thought"].split()
+        assert all(again.filler_right(truth, truth))
+        right = again.filler_right(said, truth)
+        wrong += [not each for each in right]
+        after_right += [not each for each in right[:6] if said[1] == truth[1]]
+    assert len(wrong) == 48000
+    for found in (wrong, after_right):
+        assert sum(found) / len(found) == pytest.approx(0.4, abs=4 * (0.24 / len(found)) ** 0.5)
+    summed = tasks.TASKS["arithmetic-32"]
+    for row, doubtful in zip(summed.questions(0).train, summed.questions(0).text, strict=True):
+        said = doubtful["thought"].split()
+        assert all(summed.filler_right(said, row["thought"].split()))
+        assert doubtful["solution"] in said[1:4]
+
+
+def test_the_oracle_keeps_what_needs_the_image(module):
+    """Of 42 tokens the three words and the answer; sixteen paraphrases more, and no sum. The filters keep as many."""
+    tasks, contenders = module("methods.tasks").TASKS, module("methods.contenders")
+    for name, number in (("style-32", 4), ("arithmetic-32", 4), ("paraphrase-32", 20)):
+        task = tasks[name]
+        row = task.questions(0).test[0]
+        tokenizer = build_processor(words_of([row])).tokenizer
+        ids = tokenizer(words_of([row])[1]).input_ids
+        known = contenders.METHODS["oracle"].options_for(task, tokenizer)["plugin_options"]
+        assert sum(each in known["perceived_ids"] for each in ids) == number
+        assert sum(each in known["filler_ids"] for each in ids) == 32
+        kept = contenders.METHODS["perception filter"].options_for(task, tokenizer)["top_p_perception_tokens"]
+        assert kept == pytest.approx(number / 42)
+
+
+@pytest.mark.parametrize("name", ["style-0", "style-8", "style-32", "paraphrase-32", "arithmetic-32"])
 def test_a_whole_answer_has_as_many_tokens_as_the_task_says(name, module):
     """`<think>`, a, three words, `</think><answer>`, the answer, `</answer>` and the end are 10 without style."""
     task = module("methods.tasks").TASKS[name]
     rows = task.questions(0).test[:20]
     tokenizer = build_processor(words_of(rows)).tokenizer
     lengths = {len(tokenizer(words_of([row])[1]).input_ids) for row in rows}
-    assert lengths == {task.plain_length} == {10 + int(name.removeprefix("style-"))}
+    assert lengths == {task.plain_length} == {10 + int(name.partition("-")[2])}
 
 
 @pytest.mark.parametrize(("name", "in_start"), [("hinted", 0.25), ("hinted-start", 0.7)])
@@ -73,8 +146,11 @@ def test_thoughts_and_answers_are_judged_apart(module):
     texts = ["a so blue cross southeast</think><answer>red", "a red cross southeast</think><answer>red"]
     sampled = [f"<think>{text}</answer>" for text in texts]
     seen = SimpleNamespace(records=[{"sampled": sampled}])
-    found = module("methods.thoughts").in_thoughts(seen, rows, module("methods.tasks").DRAWN)
+    tasks = module("methods.tasks").TASKS
+    found = module("methods.thoughts").in_thoughts(seen, rows, tasks["style-8"])
     assert found == {"thoughts": round(5 / 6, 4), "asked": 0.5, "follows": 0.5}
+    none = module("methods.thoughts").in_thoughts(seen, rows, tasks["arithmetic-32"])
+    assert none == found | {"filler": 0}
 
 
 def test_controls_keep_equally_many_tokens(module):
@@ -86,8 +162,8 @@ def test_controls_keep_equally_many_tokens(module):
     kept, _ = controls.oracle(*given, completion_ids=ids)
     assert kept.tolist() == [[True, False, True, False], [False, True, False, False], [True, True, False, False]]
     drawn = torch.stack([controls.at_random(*given, completion_ids=ids)[0] for _ in range(200)])
-    given[-1].style_ids = [1]
-    without = controls.no_style(*given, completion_ids=ids)[0]
+    given[-1].filler_ids = [1]
+    without = controls.no_filler(*given, completion_ids=ids)[0]
     assert without.tolist() == [[True, False, True, False], [False, True, False, False], [False] * 4]
     assert (drawn.sum(2) == torch.tensor([2, 1, 2])).all()
     assert not (drawn & ~mask).any()

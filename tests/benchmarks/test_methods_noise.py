@@ -25,7 +25,7 @@ def test_signal_is_what_two_batches_have_in_common(gradients, share, noise):
 
 
 def test_credit_is_the_sum_of_its_tokens(noise):
-    """Words read off always say (3, 0), style (0, 4) or (0, -4): a product of two batches' sums is 9 - 16, a square 25.
+    """Words read off always say (3, 0), filler (0, 4) or (0, -4): a product of two sums is 9 - 16, a square 25.
 
     Divided by roots of mean squares, 3 and 4, the sums are (1, 1) and (1, -1), at right angles.
     """
@@ -33,7 +33,7 @@ def test_credit_is_the_sum_of_its_tokens(noise):
     found = noise.measures(gradients)
     assert found["all tokens"] == pytest.approx([5, -7 / 25, 0])
     assert found["words read off"] == pytest.approx([3, 1, 1])
-    assert found["style"] == pytest.approx([4, -1, -1])
+    assert found["filler"] == pytest.approx([4, -1, -1])
 
 
 def test_rewards_are_compared_within_a_prompt(noise):
