@@ -12,11 +12,11 @@ DESIGN = Path(__file__).parents[1] / "docs" / "design.md"
 FACE = {"__init__"}  # hands names on, at the package's root
 
 
-def floors() -> dict[str, float]:
+def floors() -> dict[str, int]:
     """Return the floor of every room of the table in the design, by name without ending."""
-    table = re.findall(r"^\| ([\d.]+) \| (.+?) \|", DESIGN.read_text(encoding="utf-8"), re.MULTILINE)
+    table = re.findall(r"^\| (\d+) \| (.+?) \|", DESIGN.read_text(encoding="utf-8"), re.MULTILINE)
     return {
-        room.removesuffix("/").removesuffix(".py"): float(floor)
+        room.removesuffix("/").removesuffix(".py"): int(floor)
         for floor, rooms in table
         for room in re.findall(r"`([\w./]+)`", rooms)
     }
@@ -32,7 +32,7 @@ def imports(file: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{node.module}.{alias.name}"
 
 
-def room_of(dotted: str, known: dict[str, float]) -> str | None:
+def room_of(dotted: str, known: dict[str, int]) -> str | None:
     """Return the most exact room of the design that holds a module, None for the package itself."""
     parts = dotted.split(".")[1:]
     names = ["/".join(parts[:length]) for length in range(len(parts), 0, -1)]
