@@ -20,7 +20,7 @@ from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageFeature
 from sharing_measure import ATTENTION_ON_CPU
 from sharing_models import Size, build_model, make_processor, make_question
-from stage_passes import Setting, _options
+from stage_passes import Setting, _options, uneven_reward
 from torch.utils.flop_counter import FlopCounterMode
 
 from vgr_trl import DAPOConfig, DAPOTrainer
@@ -37,11 +37,6 @@ OF_THE_RUN = (  # the same for all recipes here, or without a part in a step tha
     "filter_high", "filter_min_reward", "replay_buffer_size", "replay_var_epsilon",
 )  # fmt: skip
 MEASURED = ("vgr", "mdi")  # rewards that read what is measured; all others are one that differs between completions
-
-
-def uneven_reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """Another value for nearly every completion, so that there is something to learn."""
-    return [sum(ids) % 17 / 17 for ids in completion_ids]
 
 
 class Beside:

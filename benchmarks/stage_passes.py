@@ -1,25 +1,19 @@
-"""What the benchmarks of scoring, recipes and GPUs compare: passes over one batch, and steps of one rollout."""
+"""What the benchmarks of steps, recipes and GPUs compare: scoring one batch, and steps of one rollout."""
 
-import argparse
 import copy
-import json
 import os
-import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageFeature
 from peft import LoraConfig, get_peft_model
-from sharing_measure import MEMORY_ENVIRONMENT, resident_peak
 from sharing_models import MODEL_SHAPES, ModelShape, Size, build_model, make_batch, make_processor, make_question
 from sharing_passes import now
 from transformers import PrinterCallback, TrainerCallback
@@ -30,7 +24,7 @@ from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.demo.tiny_processor import SPECIAL_TOKENS
 from vgr_trl.rewards import vgr_reward
 from vgr_trl.sharing import share_prompts
-from vgr_trl.signals import AttentionProbe, RolloutScorer, build_modality_masks
+from vgr_trl.signals import AttentionProbe, build_modality_masks
 
 Run = Callable[[], float]  # -> seconds
 # Memory that is freed stays with the process: else a third of a step on a CPU is page faults, and varies.
@@ -40,12 +34,9 @@ TIMING_ENVIRONMENT = {
     "MALLOC_TOP_PAD_": str(2**26),
 }
 LORA = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
-SCORING = ("trl", "shared", "shared + probe", "plain + probe", "scorer", "eager")
 STEPS: dict[str, dict[str, Any]] = {
     "trl": {},
     "ours": {"compute_attention_metrics": False},
-    "metrics": {"compute_attention_metrics": True},
-    "scored": {"compute_attention_metrics": True, "enable_entropy_filtering": True},
     "vgr": {"token_weights": True},
     "perception": {
         "compute_attention_metrics": True,
@@ -53,7 +44,6 @@ STEPS: dict[str, dict[str, Any]] = {
         "enable_trajectory_reweighting": True,
         "use_entropy_penalty": True,
     },
-    "perception loss": {"compute_attention_metrics": False, "perception_loss_weight": 0.01},
 }
 
 
@@ -80,31 +70,6 @@ class Setting:
         if self.shape != "square":
             return MODEL_SHAPES[self.shape]
         return replace(ModelShape.square(self.hidden, self.layers), vocabulary=self.vocabulary)
-
-
-def read_flags(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Setting]:
-    """Return the flags of a command, those of `Setting` added, and the setting; the command may start anew for it."""
-    parser.add_argument("--only", choices=["seconds", "bytes"], help="the others are kept as they were")
-    parser.add_argument("--page_faults", action="store_true", help="let freed memory go back to the system, as usual")
-    for option in fields(Setting):
-        if option.type is bool:
-            parser.add_argument(f"--{option.name}", action="store_true")
-        else:
-            parser.add_argument(f"--{option.name}", type=type(option.default), default=option.default)
-    flags = parser.parse_args()
-    if flags.only != "bytes" and not flags.page_faults:
-        run_again_for_timing()
-    return flags, Setting(**{option.name: getattr(flags, option.name) for option in fields(Setting)})
-
-
-def command(script: str, path: Path, found: dict[str, Any]) -> str:
-    """The command whose results are in `path`: flags of `Setting` that are not at their defaults, and where they go."""
-    usual = asdict(Setting())
-    given = {name: value for name, value in found["setting"].items() if value != usual[name]}
-    given |= {"page_faults": True} if found["page_faults"] else {}
-    given |= {"output": path.stem} if path.stem != script else {}
-    flags = [f" --{name}" if value is True else f" --{name} {value}" for name, value in given.items()]
-    return f"python benchmarks/{script}.py" + "".join(flags)
 
 
 def make_runs(setting: Setting, size: Size, names: Sequence[str], kind: str) -> dict[str, Run]:
@@ -136,10 +101,6 @@ def _scoring(setting: Setting, size: Size, model: Any, processor: Any, name: str
         vision_token_ids=[model.config.image_token_id],
         special_token_ids=[],
     )
-    if name == "eager":
-        return _eager(setting, size, copy.deepcopy(model), batch, masks.vision)
-    if name == "scorer":
-        return _scorer(setting, size, model, batch)
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     labels = ids.clone()
     labels[:, : -size.completion] = -100
@@ -154,38 +115,6 @@ def _scoring(setting: Setting, size: Size, model: Any, processor: Any, name: str
             model(**batch, labels=labels, fused_lm_head=True)
             if probe is not None:
                 _ = probe.mass
-        return now(setting.device) - started
-
-    return run
-
-
-def _scorer(setting: Setting, size: Size, model: Any, batch: dict[str, torch.Tensor]) -> Run:
-    """The same by `RolloutScorer`, which needs no head of TRL's."""
-    inputs: dict[str, Any] = dict(batch)
-    ids, mask = inputs.pop("input_ids"), inputs.pop("attention_mask")
-    prompt, completion = slice(0, size.prompt), slice(size.prompt, None)
-    tensors = (ids[:, prompt], mask[:, prompt], ids[:, completion], mask[:, completion])
-    scorer = RolloutScorer(model, special_token_ids=())
-
-    def run() -> float:
-        started = now(setting.device)
-        scorer.score(*tensors, num_generations=size.generations, **inputs)
-        return now(setting.device) - started
-
-    return run
-
-
-def _eager(setting: Setting, size: Size, model: Any, batch: dict[str, torch.Tensor], vision: torch.Tensor) -> Run:
-    """A pass that returns every attention matrix, and the mass on vision tokens summed from them."""
-    model.set_attn_implementation({"text_config": "eager"})
-    rows = slice(size.prompt - 1, batch["input_ids"].size(1) - 1)
-
-    def run() -> float:
-        started = now(setting.device)
-        with torch.no_grad():
-            outputs = model(**batch, output_attentions=True, logits_to_keep=size.completion + 1)
-            for attention in outputs.attentions:
-                attention[:, :, rows, : size.prompt].mean(1) @ vision[0].to(attention.dtype)
         return now(setting.device) - started
 
     return run
@@ -268,54 +197,3 @@ def run_again_for_timing() -> None:
     """Start this command anew with `TIMING_ENVIRONMENT`, unless it has it; for all that is compared alike."""
     if not os.environ.keys() >= TIMING_ENVIRONMENT.keys():
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **TIMING_ENVIRONMENT})
-
-
-def measure_seconds(
-    setting: Setting, size: Size, names: Sequence[str], kind: str, repeats: int
-) -> dict[str, list[float]]:
-    """Timed runs of all names in turns, after one of each that warms up; the order changes from turn to turn."""
-    runs = make_runs(setting, size, names, kind)
-    for run in runs.values():
-        run()
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(repeats):
-        for name in [*names[turn % len(names) :], *names[: turn % len(names)]]:
-            seconds[name].append(round(runs[name](), 4))
-    return seconds
-
-
-def measure_bytes(setting: Setting, size: Size, names: Sequence[str], kind: str) -> dict[str, int]:
-    """Peak memory of one run above that of libraries, model and batch, each in a process of its own."""
-    idle = _peak_elsewhere(setting, size, None, kind)
-    return {name: _peak_elsewhere(setting, size, name, kind) - idle for name in names}
-
-
-def _peak_elsewhere(setting: Setting, size: Size, name: str | None, kind: str) -> int:
-    task = {"setting": asdict(setting), "size": str(size), "name": name, "kind": kind}
-    output = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, json.dumps(task)],
-        env={**os.environ, **MEMORY_ENVIRONMENT},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return int(output.stdout.split()[-1])
-
-
-def _report_peak(task: dict[str, Any]) -> None:
-    """In the process of its own: print the peak after one run, or after none."""
-    setting = Setting(**task["setting"])
-    name = task["name"]
-    runs = make_runs(setting, Size.parse(task["size"]), [name or "trl"], task["kind"])
-    if name is not None:
-        runs[name]()
-    print(torch.cuda.max_memory_allocated() if setting.device.startswith("cuda") else resident_peak())
-
-
-def medians(seconds: dict[str, list[float]]) -> dict[str, float]:
-    """Median of the runs of each name."""
-    return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-if __name__ == "__main__":
-    _report_peak(json.loads(sys.argv[1]))
