@@ -5,7 +5,8 @@ chaos_driver.py MODEL QUESTIONS FOLDER ENGINE REPLAY MOST    at most so many poi
 Runs are forks of this process, which has imported everything, so that one takes a second instead of ten. A run saves
 after each of two steps and the model at the end. Its folder is `out` wherever it is, and times are left out of logs, so
 that the files of undisturbed runs have equal sizes: by these, and not by this library, a checkpoint is complete here.
-Written: `verdicts.json`, a list of [point, verdict, what happened].
+Written: `verdicts.json`, a list of [point, verdict, what happened]. Verdicts are those of ckpt-chaos, and FINISHED of a
+kill after the last checkpoint, which is refused as finished and has the model of the undisturbed run.
 """
 
 import json
@@ -30,6 +31,8 @@ from vgr_trl.training.checkpoints.finish import load_trained, only_lacks_its_mod
 from vgr_trl.training.checkpoints.folders import resolve_checkpoint
 
 KILLED = 137
+STEPS = 2
+FINISHED = "The run is finished"  # said of a checkpoint that has all steps behind it: it has the model of the run
 LOGGED = ("step", "loss", "reward")
 GRACE = 3.0  # seconds between the end of one process and that of the others, as ckpt-chaos has it
 
@@ -48,18 +51,18 @@ class Begin(TrainerCallback):
 def train(data: tuple[str, str], kind: str, replay: int) -> None:
     """Continue where it can; the weights at the end are in `weights.pt`."""
     options = config(
-        "out", max_steps=2, save_strategy="steps", save_steps=1, replay_buffer_size=replay, rollout_log_steps=0,
+        "out", max_steps=STEPS, save_strategy="steps", save_steps=1, replay_buffer_size=replay, rollout_log_steps=0,
         compute_attention_metrics=False, per_device_train_batch_size=4, optim="adamw_torch",
         **engines.options_of(kind),
     )  # fmt: skip
     trainer = vision_trainer(data[0], letters_reward, options, prompts(data[1]), model=data[0])
     trainer.add_callback(Begin())
     checkpoint = resolve_checkpoint("latest", Path("out"))
-    lacks_its_model = only_lacks_its_model(trainer, checkpoint, 2, Path("out", "last"))
+    lacks_its_model = only_lacks_its_model(trainer, checkpoint, STEPS, Path("out", "last"))
     trainer.accelerator.wait_for_everyone()  # all have looked for it
     if lacks_its_model:
         load_trained(trainer, checkpoint)
-        Path("began").write_text("2")
+        Path("began").write_text(str(STEPS))
     else:
         trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model("out")
@@ -142,13 +145,19 @@ def newest_complete(whole: Path, folder: Path) -> int:
     return max((int(name.removeprefix("checkpoint-")) for name in same), default=0)
 
 
+def model_of(folder: Path) -> bytes:
+    """The weights in the checkpoint of the last step."""
+    return (folder / "out" / f"checkpoint-{STEPS}" / "model.safetensors").read_bytes()
+
+
 def points_of(whole: Path, rank: int, most: int) -> list[tuple[int, int, str, str]]:
-    """Process, number, mode and name of the file events of a process in the undisturbed run."""
+    """Process, number, mode and name of the file events of a process in the undisturbed run; torn files come last."""
     points = []
     for line in (whole / f"events_{rank}").read_text().splitlines():
         number, kind, name, tornable = line.split("\t")
         modes = ["before", "torn"] if tornable == "1" else ["before"]
         points += [(rank, int(number), mode, f"{kind}:{name}") for mode in modes]
+    points.sort(key=lambda point: point[2])
     return points if not most or len(points) <= most else [points[int(i * len(points) / most)] for i in range(most)]
 
 
@@ -161,6 +170,8 @@ def judge(whole: Path, folder: Path, data, kind: str, replay: int, point: tuple[
     ended = run(folder, data, kind, replay)
     if any(ended):
         said = (folder / "said_0").read_text()[-2000:]
+        if FINISHED in said and newest == STEPS and model_of(folder) == model_of(whole):
+            return "FINISHED", f"{newest} of {STEPS} steps, the model of the checkpoint as undisturbed"
         return classify(ResumeOutcome(f"status {ended}", None, newest, None)), said
     expected, found = (torch.load(where / "weights.pt") for where in (whole, folder))
     apart = max(float((expected[name] - found[name]).abs().max()) for name in expected)
@@ -180,5 +191,5 @@ if __name__ == "__main__":
         for number, point in enumerate(points_of(whole, rank, most)):
             verdict = judge(whole, folder / f"{rank}_{number}", data, kind, replay, point[:3])
             verdicts.append([f"process {rank}, event {point[1]} {point[3]} {point[2]}", *verdict])
-            print(*verdicts[-1][:2], verdict[1][-300:] if verdict[0] != "PASS" else verdict[1], flush=True)
+            print(*verdicts[-1][:2], verdict[1][-300:], flush=True)
             (folder / "verdicts.json").write_text(json.dumps(verdicts))
