@@ -27,7 +27,7 @@ CASES = [
 def test_no_kill_in_a_save_costs_more_than_what_was_not_saved(
     kind, replay, most, model_folder, question_files, tmp_path
 ):
-    """Every boundary in one process; of engines some of each of two, spread over all saves, a third of them torn files."""
+    """Every boundary in one process; of engines some of each of two, spread over all saves, some of them torn files."""
     given = [model_folder, train_file(question_files), tmp_path, kind, replay, most]
     command = [sys.executable, "-W", "ignore", str(DRIVER), *map(str, given)]
     run = subprocess.run(command, env=environment(), capture_output=True, text=True)

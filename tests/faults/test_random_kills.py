@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import time
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -55,9 +56,8 @@ def test_a_run_that_is_killed_again_and_again(model_folder, question_files, tmp_
             if moments.random() < 0.25:  # in its start, or in its first steps
                 time.sleep(moments.uniform(2, 8))
             else:
-                for line in run.stdout:
-                    if line.startswith("step"):
-                        break
+                steps = (line for line in run.stdout if line.startswith("step"))
+                list(islice(steps, moments.randint(1, 6)))
                 time.sleep(moments.uniform(0, 1))
             run.kill()
         found = [int(each.name.removeprefix("checkpoint-")) for each in complete_checkpoints(output)]
@@ -66,6 +66,7 @@ def test_a_run_that_is_killed_again_and_again(model_folder, question_files, tmp_
         resume = ["--resume_from_checkpoint"] if reached else ["--resume_from_checkpoint", "latest"]
         if reached >= STEPS - 6:
             break
+    assert reached >= KILLS, "most kills hit a run that had been continued"
     last = start(*given, output, empty, *resume)
     last.communicate()
     assert last.returncode == 0
