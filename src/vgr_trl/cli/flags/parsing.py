@@ -12,6 +12,7 @@ from trl import TrlParser
 from vgr_trl.cli.flags.advice import with_advice
 from vgr_trl.cli.flags.config_file import config_apart
 from vgr_trl.cli.flags.help import ShowHelp
+from vgr_trl.cli.flags.kinds import as_options_take_them
 from vgr_trl.cli.flags.plugins import option_classes
 from vgr_trl.cli.flags.recipe import recipe_options
 from vgr_trl.errors import ConfigError, VGRError
@@ -20,11 +21,14 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {"train": {"logging_steps": 1}}  # o
 
 
 class _Parser(TrlParser):
-    """Tells a value that a flag does not take in a sentence, where argparse prints hundreds of flags first."""
+    """Tells a value that an option does not take in a sentence, where argparse prints hundreds of flags first."""
 
     def error(self, message: str) -> NoReturn:
         said = re.sub(r"^argument (?:-\w/)?(--\w+)[^:]*", r"\1", message)
         raise ConfigError(f"{said}; {self.prog} --help describes the flags.")
+
+    def set_defaults_with_config(self, **values: Any) -> list[str]:
+        return list(super().set_defaults_with_config(**as_options_take_them(values, tuple(self.dataclass_types))))
 
 
 def parse(groups: Sequence[Any], command: str, argv: Sequence[str] | None) -> tuple[Any, ...]:

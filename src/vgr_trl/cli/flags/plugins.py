@@ -50,8 +50,9 @@ def _named(argv: Sequence[str]) -> Iterator[tuple[Registry, str]]:
     arguments = config_apart(argv)
     given = recipe_options(arguments) | config_values(arguments) | _in_flags(arguments)
     for option, registry in NAMING.items():
-        names = given.get(option) or ()
-        yield from ((registry, str(name)) for name in ([names] if isinstance(names, str) else names))
+        names = given.get(option) or []
+        texts = [name for name in (names if isinstance(names, list) else [names]) if isinstance(name, str)]
+        yield from ((registry, name) for name in texts)
 
 
 def _in_flags(argv: Sequence[str]) -> dict[str, list[str]]:
