@@ -1,15 +1,19 @@
-"""The floors of docs/design.md: a room imports only rooms below it."""
+"""The floors of docs/design.md: a room imports only rooms below it, and has few files."""
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 import vgr_trl
 
 ROOT = Path(vgr_trl.__file__).parent
 DESIGN = Path(__file__).parents[1] / "docs" / "design.md"
 FACE = {"__init__"}  # hands names on, at the package's root
+MOST = 14  # files of a room
 
 
 def floors() -> dict[str, int]:
@@ -55,3 +59,9 @@ def test_imports_run_downwards() -> None:
             if there is not None and there != here and known[there] >= known[here]:
                 upwards.append(f"{file.relative_to(ROOT)}:{line}: {here} ({known[here]}) -> {there} ({known[there]})")
     assert upwards == []
+
+
+@pytest.mark.parametrize("root", [ROOT, Path(__file__).parent], ids=["src", "tests"])
+def test_no_folder_has_many_files(root: Path) -> None:
+    files = Counter(file.parent.relative_to(root).as_posix() for file in root.rglob("*.py"))
+    assert {folder: count for folder, count in files.items() if count > MOST} == {}

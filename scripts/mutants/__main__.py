@@ -19,7 +19,7 @@ from running import Calls, load_packages, notice, record_calls
 
 TREE = Path(__file__).parents[2]
 ROOMS = {
-    room: (f"src/vgr_trl/{room}/**/*.py", (f"tests/{room}/test_*.py", *more))
+    room: (f"src/vgr_trl/{room}/**/*.py", (f"tests/{room}/**/test_*.py", *more))
     for room, *more in (
         ("credit",),
         ("rewards",),
@@ -27,7 +27,7 @@ ROOMS = {
         ("batch", "tests/sampling/test_*.py"),
         ("signals",),
         ("sharing",),
-        ("training", "tests/test_trainer.py", "tests/reporting/test_record*.py"),
+        ("training", "tests/test_trainer.py", "tests/reporting/records/test_record*.py"),
     )
 }
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from datasets import load_dataset
-from made import jsonl, parquet, picture, rows_in, skipped_in
+from support.made_sets import jsonl, parquet, picture, rows_in, skipped_in
 
 from vgr_trl.cli.__main__ import main
 from vgr_trl.data.load import load_split

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import torch
-from dealt_completions import generate_by_prompt
+from support.dealt_completions import generate_by_prompt
 from support.trainers import BIG_STEPS, config, moves, prompts, vision_trainer
 
 

@@ -14,14 +14,12 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from PIL import Image
+from support.dealt_completions import generate_by_prompt
 from support.trainers import BIG_STEPS, config, prompts, vision_trainer
 from transformers import TrainerCallback
 
 from vgr_trl.errors import ConfigError
 from vgr_trl.rewards import accuracy_reward, vgr_hard_negative_reward
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-from dealt_completions import generate_by_prompt
 
 SIZES = ((56, 56), (84, 56), (56, 112), (112, 84))  # of images, in turn
 EVERYTHING = {

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-TESTS = Path(__file__).resolve().parents[1]
-sys.path += [str(TESTS / "sharing"), str(TESTS / "signals"), str(TESTS.parent / "benchmarks")]
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 
 def pytest_collection_modifyitems(items):

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from compare import checkpointed, generated, gradients, with_head
-from families import build, make_batch
 from peft import LoraConfig, get_peft_model
 from places import DTYPES, attention, on_both, tf32, to
+from support.models.compare import checkpointed, generated, gradients, with_head
+from support.models.families import build, make_batch
 
 from vgr_trl.sharing import share_prompts
 from vgr_trl.sharing.backbone import causal_model

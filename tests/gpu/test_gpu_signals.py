@@ -6,12 +6,12 @@ import pytest
 import torch
 from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageFeature
-from eager_reference import SPECIAL_IDS, VISION_IDS, difference, masks_of, reference
-from families import build, make_batch
 from peft import LoraConfig
 from places import DTYPES, attention, on_both, to
 from sharing_models import MODEL_SHAPES, Size, build_model, make_processor, make_question
 from stage_passes import LORA, uneven_reward
+from support.models.eager_reference import SPECIAL_IDS, VISION_IDS, difference, masks_of, reference
+from support.models.families import build, make_batch
 
 from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.demo.tiny_processor import SPECIAL_TOKENS

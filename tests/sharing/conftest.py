@@ -1,7 +1,7 @@
 """A tiny vision-language model with its processor and questions, for whole optimizer steps."""
 
 import pytest
-from tiny_questions import image_rows, picture, questions, vision  # noqa: F401
+from support.models.tiny_questions import image_rows, picture, questions, vision  # noqa: F401
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from families import IMAGE, build
+from support.models.families import IMAGE, build
 
 from vgr_trl.sharing.counts import CannotShare, SharingReport
 from vgr_trl.sharing.cut import find_cut

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import build
-from steps import largest_relative_update, options, uneven_reward
-from tiny_questions import WORDS
+from support.models.families import build
+from support.models.tiny_questions import WORDS
+from support.steps import largest_relative_update, options, uneven_reward
 from trl import GRPOConfig, RLOOConfig
 
 from vgr_trl import sharing

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from compare import checkpointed, gradients, largest_relative, scored, with_head
-from families import build, make_batch
+from support.models.compare import checkpointed, gradients, largest_relative, scored, with_head
+from support.models.families import build, make_batch
 
 from vgr_trl.sharing import share_prompts
 

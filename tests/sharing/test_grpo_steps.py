@@ -2,10 +2,10 @@
 
 import pytest
 from datasets import Dataset
-from families import build as build_model
 from peft import LoraConfig
-from steps import DAPO, STOCK, largest_relative_update, options, texts_of, trained
+from support.models.families import build as build_model
 from support.old_releases import KEEPS_LESS
+from support.steps import DAPO, STOCK, largest_relative_update, options, texts_of, trained
 from support.vllm import in_place_of_vllm
 
 # TRL 1.16 switches checkpointing off around a rollout by the old name of the method.

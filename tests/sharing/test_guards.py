@@ -9,9 +9,17 @@ from threading import Event
 import pytest
 import torch
 import transformers as hf
-from compare import checkpointed, generated, gradients, largest_relative, plain_and_shared, scored, with_head
-from families import BODY, IMAGE, PAD, PIXEL_INPUTS, VIDEO, build, make_batch, randomise
-from other_families import OTHERS
+from support.models.compare import (
+    checkpointed,
+    generated,
+    gradients,
+    largest_relative,
+    plain_and_shared,
+    scored,
+    with_head,
+)
+from support.models.families import BODY, IMAGE, PAD, PIXEL_INPUTS, VIDEO, build, make_batch, randomise
+from support.models.other_families import OTHERS
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import BPE

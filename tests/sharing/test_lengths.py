@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-from compare import gradients, largest_relative, scored, with_head
-from families import FAMILIES, build, make_batch
+from support.models.compare import gradients, largest_relative, scored, with_head
+from support.models.families import FAMILIES, build, make_batch
 
 from vgr_trl.sharing import share_prompts, two_stages
 from vgr_trl.sharing.grouping import cut_by_length

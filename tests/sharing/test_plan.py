@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
-from families import build as build_model
 from peft import LoraConfig
-from steps import DAPO, STOCK, build_trainer, largest_relative_update, options, trained
+from support.models.families import build as build_model
+from support.steps import DAPO, STOCK, build_trainer, largest_relative_update, options, trained
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from vgr_trl.training.start.plans import plan_sharing

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from families import build, make_batch
+from support.models.families import build, make_batch
 
 from vgr_trl.sharing import SharingReport, share_prompts
 from vgr_trl.sharing.forward import SharedForward

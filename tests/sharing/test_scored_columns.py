@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from compare import needs_shared
-from families import FAMILIES, build, make_batch
+from support.models.compare import needs_shared
+from support.models.families import FAMILIES, build, make_batch
 from trl.trainer.utils import add_fused_lm_head
 
 from vgr_trl.sharing import share_prompts

@@ -4,9 +4,17 @@ import copy
 
 import pytest
 import torch
-from compare import assert_same_scores, checkpointed, generated, gradients, largest_relative, scored, with_head
-from families import FAMILIES, IMAGE, PAD, build, make_batch, randomise, text_model
 from peft import LoraConfig, get_peft_model
+from support.models.compare import (
+    assert_same_scores,
+    checkpointed,
+    generated,
+    gradients,
+    largest_relative,
+    scored,
+    with_head,
+)
+from support.models.families import FAMILIES, IMAGE, PAD, build, make_batch, randomise, text_model
 from torch.nn.parallel import DataParallel
 
 from vgr_trl.errors import ConfigError

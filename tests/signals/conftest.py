@@ -1,15 +1,9 @@
 """The tiny models of the tests of prompt sharing."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parents[1] / "sharing"))
-
-from families import build, make_batch
-from other_families import OTHERS
+from support.models.families import build, make_batch
+from support.models.other_families import OTHERS
 
 
 @pytest.fixture

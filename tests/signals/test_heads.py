@@ -2,7 +2,7 @@
 
 import pytest
 import transformers as hf
-from decoders import DECODERS, LLAMA, SPEECH, case
+from support.models.decoders import DECODERS, LLAMA, SPEECH, case
 from test_scoring import arguments, from_logits
 from transformers.modeling_outputs import CausalLMOutput
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from eager_reference import SPECIAL_IDS, VISION_IDS, difference, reference
-from families import CLOSE, EOS, IMAGE, OPEN, VIDEO, build, make_batch
+from support.models.eager_reference import SPECIAL_IDS, VISION_IDS, difference, reference
+from support.models.families import CLOSE, EOS, IMAGE, OPEN, VIDEO, build, make_batch
 
 from vgr_trl.sharing import share_prompts
 from vgr_trl.signals import AttentionMass, Measurement, Wanted, signals_of_generation

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from eager_reference import VISION
-from families import IMAGE, PAD, VIDEO, build
+from support.models.eager_reference import VISION
+from support.models.families import IMAGE, PAD, VIDEO, build
 
 from vgr_trl.demo.tiny_processor import SPECIAL_TOKENS, TAGS, build_processor
 from vgr_trl.errors import ConfigError, DataError

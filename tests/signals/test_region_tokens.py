@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from families import FAMILIES, build
 from PIL import Image
+from support.models.families import FAMILIES, build
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil

@@ -4,11 +4,11 @@ import inspect
 
 import pytest
 import torch
-from compare import checkpointed, needs_shared, with_head
-from eager_reference import SPECIAL_IDS, VISION, VISION_IDS, difference, masks_of, reference
-from families import FAMILIES, IMAGE, build, make_batch
-from other_families import OTHERS
 from peft import LoraConfig, get_peft_model
+from support.models.compare import checkpointed, needs_shared, with_head
+from support.models.eager_reference import SPECIAL_IDS, VISION, VISION_IDS, difference, masks_of, reference
+from support.models.families import FAMILIES, IMAGE, build, make_batch
+from support.models.other_families import OTHERS
 
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.sharing import share_prompts

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from eager_reference import VISION_IDS, masks_of
-from families import build, make_batch
+from support.models.eager_reference import VISION_IDS, masks_of
+from support.models.families import build, make_batch
 
 from vgr_trl.batch.signals import RolloutSignals
 from vgr_trl.batch.token_columns import columns_of_signals, signals_of_columns

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from eager_reference import VISION
-from families import PAD, PIXEL_INPUTS, TEXT, build, make_batch
+from support.models.eager_reference import VISION
+from support.models.families import PAD, PIXEL_INPUTS, TEXT, build, make_batch
 
 from vgr_trl.batch.inputs import Prompts, scoring_inputs, stacked_inputs, text_inputs
 from vgr_trl.errors import DataError

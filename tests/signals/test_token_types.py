@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from compare import scored, with_head
-from eager_reference import SPECIAL_IDS
-from families import IMAGE, build
+from support.models.compare import scored, with_head
+from support.models.eager_reference import SPECIAL_IDS
+from support.models.families import IMAGE, build
 from test_scoring import arguments
 
 from vgr_trl.batch.token_columns import causal_type

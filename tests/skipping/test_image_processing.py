@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from steps import DAPO, STOCK, build_trainer, options
+from support.steps import DAPO, STOCK, build_trainer, options
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from trl import GRPOTrainer
 

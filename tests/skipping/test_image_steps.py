@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig
-from steps import DAPO, STOCK, build_trainer, largest_relative_update, options, texts_of
+from support.models.tiny_questions import picture, questions
+from support.steps import DAPO, STOCK, build_trainer, largest_relative_update, options, texts_of
 from support.trainers import logged
-from tiny_questions import picture, questions
 
 from vgr_trl.sharing.backbone import base_of, causal_model
 from vgr_trl.skipping.vision_tower import parameters_of_tower, parts_of_tower

@@ -4,9 +4,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from compare import why_plain
-from families import EOS, FAMILIES, build, make_batch
-from other_families import OTHERS
+from support.models.compare import why_plain
+from support.models.families import EOS, FAMILIES, build, make_batch
+from support.models.other_families import OTHERS
 
 from vgr_trl.sharing import share_prompts
 from vgr_trl.sharing.backbone import base_of

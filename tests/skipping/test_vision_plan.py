@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
-from families import build
 from peft import LoraConfig, get_peft_model
+from support.models.families import build
 
 from vgr_trl.training.start.plans import plan_vision
 

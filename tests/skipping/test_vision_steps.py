@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 from peft import LoraConfig
-from steps import DAPO, STOCK, build_trainer, largest_relative_update, options, texts_of
+from support.steps import DAPO, STOCK, build_trainer, largest_relative_update, options, texts_of
 
 from vgr_trl.sharing.backbone import base_of, causal_model
 from vgr_trl.skipping.vision_tower import parameters_of_tower, parts_of_tower

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from families import build, make_batch
+from support.models.families import build, make_batch
 
 from vgr_trl.errors import ConfigError
 from vgr_trl.sharing.backbone import base_of

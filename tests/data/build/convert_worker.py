@@ -1,0 +1,27 @@
+"""A slow conversion with two decoding processes, to be killed: convert_worker.py FOLDER ROWS SECONDS_PER_ROW."""
+
+import sys
+import time
+from pathlib import Path
+
+from support.made_sets import picture
+
+from vgr_trl.data.build.convert import Output, convert
+from vgr_trl.data.rows.questions import Origin, Question
+
+
+def candidates(count: int, seconds: float = 0.0):
+    for number in range(count):
+        time.sleep(seconds)
+        if number % 7 == 3:
+            yield Origin("made", number), f"row {number} is bad"
+        else:
+            yield Origin("made", number), Question(f"q{number}", "made", "What?", "x", [picture((number, 0, 0))])
+
+
+def output(folder: Path, workers: int = 0) -> Output:
+    return Output(folder, rows_per_file=20, workers=workers)
+
+
+if __name__ == "__main__":
+    convert(candidates(int(sys.argv[2]), float(sys.argv[3])), output(Path(sys.argv[1]), workers=2), "the same")

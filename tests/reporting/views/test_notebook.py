@@ -1,0 +1,238 @@
+"""What a notebook shows of a completion: parsed as HTML, so that escaping and structure are those a browser sees."""
+
+import base64
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.reporting.records.record import AttentionMap, Completion, RecordedImage
+from vgr_trl.reporting.views.colours import HIGH, LOW, css
+from vgr_trl.reporting.views.notebook import show_completion
+
+NOTEBOOK = Path(__file__).parents[3] / "examples" / "notebooks" / "look_at_a_rollout.ipynb"
+
+
+class Elements(HTMLParser):
+    """Elements in order, with their attributes and the text directly in them."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.found: list[tuple[str, dict[str, str | None], list[str]]] = []
+        self._open: list[int] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs), []))
+        self._open.append(len(self.found) - 1)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs), []))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.found[self._open.pop()][0] == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open:
+            self.found[self._open[-1]][2].append(data)
+
+    def all(self, tag: str) -> list[tuple[dict[str, str | None], str]]:
+        assert not self._open, "an element is not closed"
+        return [(attributes, "".join(text)) for name, attributes, text in self.found if name == tag]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    images = folder / "rollouts" / "images"
+    images.mkdir(parents=True)
+    Image.new("RGB", (30, 20), (255, 0, 0)).save(images / "red.webp")
+    (folder / "secret.webp").write_bytes(b"not for the notebook")
+    return folder
+
+
+def completion(**changed: Any) -> Completion:
+    values: dict[str, Any] = {
+        "question": "q",
+        "group": 0,
+        "prompt": "<image> which colour?",
+        "text": "red one",
+        "tokens": ["red", " one", "<|im_end|>"],
+        "solution": "red",
+        "vgr": [0.5, 1.0, 2.0],
+        "advantages": [1.0, None, -0.5],
+        "rewards": {"accuracy": 1.0, "vgr": None},
+        "reward": 1.0,
+        "correct": True,
+        # 30 x 20 pixels, 1 row of 2 cells. Token 0 has 0.2 and 0.4 on them, token 1 0.3 and 0, token 2 nothing.
+        "images": [RecordedImage("images/red.webp", 30, 20, (1, 2))],
+        "attention": AttentionMap([0.4, 0.3, 0.0], bytes([127, 255, 255, 0, 0, 0])),
+    }
+    return Completion(**values | changed)
+
+
+def shown(run: Path, color_by: str = "vgr", token: int | None = None, **changed: Any) -> Elements:
+    return Elements(show_completion(completion(**changed), run, color_by, token)._repr_html_())
+
+
+def test_every_token_has_its_colour_and_says_its_value(run: Path) -> None:
+    tokens = shown(run).all("span")
+    assert [text for _, text in tokens] == ["red", " one", "<|im_end|>"]
+    assert [attributes["title"] for attributes, _ in tokens] == [f"vision gain ratio {v}" for v in ("0.5", "1", "2")]
+    styles = [attributes["style"] or "" for attributes, _ in tokens]
+    assert [f"background:{css(LOW)}" in style for style in styles] == [True, False, False]
+    assert [f"background:{css(HIGH)}" in style for style in styles] == [False, False, True]
+
+
+def test_what_is_missing_has_no_colour_and_says_so(run: Path) -> None:
+    tokens = shown(run, "advantages").all("span")
+    assert [attributes["title"] for attributes, _ in tokens] == [
+        "advantage 1",
+        "advantage not measured",
+        "advantage -0.5",
+    ]
+    assert "background" not in (tokens[1][0]["style"] or "")
+    page = shown(run, "weights")
+    assert "The weight was not measured." in [text for _, text in page.all("p")]
+    assert len(page.all("span")) == 3
+
+
+def test_reward_solution_and_whether_it_is_right_are_told(run: Path) -> None:
+    (line,) = [text for _, text in shown(run).all("p") if "accuracy" in text]
+    assert "1 (accuracy 1, vgr not measured)" in line
+    assert line.endswith("red · right")
+    assert "wrong" in shown(run, correct=False).all("p")[1][1]
+    assert not shown(run, correct=None, solution=None).all("p")[1][1].count("·")
+
+
+def test_cells_are_dark_where_nobody_looked(run: Path) -> None:
+    # Mean over the three tokens: (0.4 * 127/255 + 0.3) / 3 = 0.1664 and 0.4 / 3 = 0.1333; share 0.5552 and 0.4448.
+    cells = [attributes for attributes, _ in shown(run).all("rect")]
+    assert [float(cell["fill-opacity"] or "") for cell in cells] == pytest.approx(
+        [0, 0.8 * (1 - 0.1333 / 0.1664)], abs=1e-3
+    )
+    titles = [text for _, text in shown(run).all("title")]
+    assert titles == [
+        "row 1, column 1: 55.5% of the attention on the images",
+        "row 1, column 2: 44.5% of the attention on the images",
+    ]
+    # The image is shown 224 x 149 px twice, 8 px apart: two cells of 112 px from 232 on.
+    assert [(cell["x"], cell["y"], cell["width"], cell["height"]) for cell in cells] == [
+        ("232.0", "0.0", "112.0", "149.0"),
+        ("344.0", "0.0", "112.0", "149.0"),
+    ]
+
+
+def test_the_attention_of_one_token_is_shown(run: Path) -> None:
+    page = shown(run, token=1)
+    assert [text.split(": ")[1][:6] for _, text in page.all("title")] == ["100.0%", "0.0% o"]
+    assert page.all("figcaption")[0][1] == "Image 1: as it is, and lit where token 1 looked"
+    assert shown(run, token=-2).all("title") == page.all("title")
+    assert shown(run, token=2).all("rect") == []  # it looked nowhere
+
+
+def test_cells_run_over_several_images_in_row_order(run: Path) -> None:
+    images = [RecordedImage("images/red.webp", 10, 10, (1, 1)), RecordedImage("images/red.webp", 20, 10, (2, 1))]
+    attention = AttentionMap([0.6] * 3, bytes([255, 0, 85] * 3))
+    titles = [text for _, text in shown(run, images=images, attention=attention).all("title")]
+    assert [title.split(" of ")[0] for title in titles] == [
+        "row 1, column 1: 75.0%",
+        "row 1, column 1: 0.0%",
+        "row 2, column 1: 25.0%",
+    ]
+
+
+def test_the_view_holds_its_images_and_asks_for_nothing_else(run: Path) -> None:
+    page = shown(run)
+    (original, lit) = [attributes["href"] or "" for attributes, _ in page.all("image")]
+    kind, data = original.split(",")
+    assert kind == "data:image/webp;base64"
+    assert base64.b64decode(data) == (run / "rollouts" / "images" / "red.webp").read_bytes()
+    assert lit == original
+    assert {name for name, _, _ in page.found}.isdisjoint({"script", "link", "img", "iframe", "style"})
+
+
+@pytest.mark.parametrize("file", [None, "images/none.webp", "../secret.webp", "images/../../secret.webp"])
+def test_a_thumbnail_that_is_missing_or_elsewhere_is_left_out(run: Path, file: str | None) -> None:
+    page = shown(run, images=[RecordedImage(file, 30, 20, (1, 2))])
+    assert page.all("image") == []
+    assert "its thumbnail is missing" in page.all("figcaption")[0][1]
+
+
+def test_without_a_grid_or_attention_the_image_is_shown_alone(run: Path) -> None:
+    assert shown(run, attention=None).all("rect") == []
+    assert shown(run, images=[RecordedImage("images/red.webp", 30, 20)]).all("rect") == []
+    assert shown(run, images=[], attention=None).all("svg") == []
+
+
+@given(text=st.text(), token=st.text())
+def test_no_text_changes_the_structure(run: Path, text: str, token: str) -> None:
+    page = shown(run, prompt=text, solution=text, tokens=[token, text, "end"], rewards={text: 1.0})
+    plain = shown(run)
+    assert [(name, list(attributes)) for name, attributes, _ in page.found] == [
+        (name, list(attributes)) for name, attributes, _ in plain.found
+    ]
+
+
+def test_text_that_looks_like_markup_is_text(run: Path) -> None:
+    page = shown(run, prompt='</p><script>alert("1")</script>', tokens=["<b", '">', "\n\u202e\x00"])
+    assert page.all("p")[0][1] == '</p><script>alert("1")</script>'
+    assert [text for _, text in page.all("span")] == ["<b", '">', "↵\n⟨U+202E⟩⟨U+0000⟩"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changed", "error", "names"),
+    [
+        ({"color_by": "reward"}, {}, ConfigError, "color_by is 'reward'"),
+        ({"token": 3}, {}, ConfigError, "token is 3, and the completion has 3 tokens"),
+        ({}, {"vgr": [1.0]}, DataError, "3 tokens and 1 values of vgr"),
+        ({}, {"attention": AttentionMap([1.0] * 3, bytes(3))}, DataError, "2 cells of images, but 3 values"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    run: Path, arguments: dict[str, Any], changed: dict[str, Any], error: type[Exception], names: str
+) -> None:
+    with pytest.raises(error, match=names):
+        shown(run, **arguments, **changed)
+
+
+def test_the_notebook_is_committed_without_outputs() -> None:
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert len(code) >= 5
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")  # of jupyter's packages
+def test_the_notebook_trains_and_shows_what_was_looked_at(tmp_path: Path) -> None:
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    client = nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    views = [Elements(output.data["text/html"]) for output in outputs if "text/html" in output.get("data", {})]
+    titles = [
+        attributes["aria-label"] for view in views for attributes, _ in view.all("div") if "aria-label" in attributes
+    ]
+    assert titles == [
+        "vision gain ratio of each token",
+        "dependency on the image of each token",
+        "weight of each token",
+    ]
+    for view in views:
+        values = [attributes["title"] or "" for attributes, _ in view.all("span")]
+        assert values
+        assert not any("not measured" in value for value in values)
+        assert len(view.all("image")) == 2
+        assert len(view.all("rect")) == 4  # a 56 x 56 image has 2 x 2 vision tokens
+    printed = "".join(output.get("text", "") for output in outputs)
+    assert "step 4: 8 completions recorded" in printed

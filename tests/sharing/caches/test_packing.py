@@ -1,0 +1,127 @@
+"""Completions that pass behind shared prompts without padding, in one row, are those of padded passes."""
+
+import copy
+
+import pytest
+import torch
+from support.models.compare import checkpointed, gradients, largest_relative, with_head
+from support.models.families import FAMILIES, build, make_batch
+from support.models.flash_on_cpu import as_flash, with_kernels
+from support.models.other_families import OTHERS
+from support.steps import DAPO, STOCK, largest_relative_update, options, texts_of, trained
+from test_grpo_steps import LOSSES
+
+from vgr_trl.sharing import share_prompts
+from vgr_trl.sharing.backbone import base_of, causal_model
+from vgr_trl.sharing.cut import Cut
+from vgr_trl.sharing.packing import find_packing, why_not_pack
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    return with_kernels(monkeypatch)
+
+
+def test_where_tokens_and_keys_lie():
+    """Two prompts of 3 columns, the second with one of padding; rows of 2, 1 and 3 tokens, of 4 columns each."""
+    cut = Cut(split=3, stop=7, groups=[0, 1, 1], pixels={})
+    mask = torch.tensor([[1, 1, 1], [0, 1, 1], [0, 1, 1]])
+    found = find_packing(cut, [2, 1, 3], mask, torch.device("cpu"))
+    assert found.tokens.tolist() == [0, 1, 4, 8, 9, 10]
+    assert found.keys.tolist() == [0, 1, 2, 6, 7, 4, 5, 8, 4, 5, 9, 10, 11]  # 6 keys of prompts, then the tokens
+    assert found.bounds["cu_seq_lens_q"].tolist() == [0, 2, 3, 6]
+    assert found.bounds["cu_seq_lens_k"].tolist() == [0, 5, 8, 13]
+    assert (found.bounds["max_length_q"], found.bounds["max_length_k"]) == (3, 5)
+
+
+FOUND = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "internvl", "qwen3", "llama", "gemma3_text", "mistral"]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", FOUND)
+def test_gradients_are_those_of_padded_passes(name, checkpointing, packed):
+    """Windows of 24 tokens are shorter than prompts and completions together; images of unequal number."""
+    model = with_head(build(name)).train(checkpointing)
+    batch = make_batch(name, images=(1, 2) if FAMILIES[name].picture else (0, 0))
+    expected = gradients(checkpointed(model) if checkpointing else model, batch)
+    as_flash(model)
+    with share_prompts(model, batch.completion_length, packs=True) as report:
+        found = gradients(model, batch)
+    assert report.prompts_per_row == 1 / 3
+    assert not report.plain
+    assert largest_relative(expected, found) < 1e-5
+    lengths = batch.inputs["attention_mask"][:, -batch.completion_length :].sum(1).tolist()
+    behind = [queries for queries, _ in packed if len(queries) == len(lengths)]
+    layers = model.config.get_text_config().num_hidden_layers
+    assert behind == [lengths] * layers * (2 if checkpointing else 1)
+    assert len(set(lengths)) > 1
+
+
+def test_processes_that_have_to_make_equally_many_passes_make_one(packed):
+    """As under ZeRO-3, where a pass over the prompts ends with the last layer."""
+    model, batch = with_head(build("qwen2_5_vl")), make_batch("qwen2_5_vl")
+    expected = gradients(model, batch)
+    decoder = as_flash(model).model.language_model
+    passes = []
+    decoder.register_forward_hook(lambda *call: passes.append(1))
+    with share_prompts(model, batch.completion_length, agree=lambda shares: shares, packs=True) as report:
+        found = gradients(model, batch)
+    assert not report.plain
+    assert len(passes) == 2
+    assert largest_relative(expected, found) < 1e-5
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_steps_are_those_of_trl(loss, vision, image_rows, tmp_path, packed):
+    settings = options(tmp_path, **{"epsilon_high": 0.28, **LOSSES[loss]}, num_iterations=2)
+    model, processor = vision
+    stock = trained(STOCK, model, processor, image_rows, settings)
+    assert not packed
+    flash = as_flash(copy.deepcopy(model))
+    ours = trained(DAPO, flash, processor, image_rows, settings)
+    assert "pack_completions: on" in str(ours.skipping)
+    assert texts_of(ours) == texts_of(stock)
+    assert largest_relative_update(model, ours, stock) < 1e-5
+    assert any(queries != keys and len(set(queries)) > 1 for queries, keys in packed)
+
+
+def test_packed_passes_are_off_where_they_are_not_wanted(vision, image_rows, tmp_path, packed):
+    flash = as_flash(copy.deepcopy(vision[0]))
+    settings = options(tmp_path, max_steps=1)
+    off = trained(DAPO, flash, vision[1], image_rows, settings | {"pack_completions": "off"})
+    assert "pack_completions: off (pack_completions=off)" in str(off.skipping)
+    alone = trained(DAPO, flash, vision[1], image_rows, settings | {"share_prompts": "off"})
+    assert "pack_completions: off (training does not share prompts)" in str(alone.skipping)
+    sdpa = trained(DAPO, *vision, image_rows, settings)
+    assert "pack_completions: off (sdpa attention; flash attention packs them)" in str(sdpa.skipping)
+
+
+def test_without_a_kernel():
+    model = build("llama")
+    assert why_not_pack(base_of(model)) == "sdpa attention; flash attention packs them"
+    reason = why_not_pack(base_of(as_flash(model)))
+    assert reason.startswith("the kernel of flash_attention_2 cannot be imported: ")
+
+
+def test_layers_that_keep_other_things_than_keys(packed):
+    assert why_not_pack(base_of(as_flash(build("qwen3_5")))) == "layers of type LinearAttentionLayer"
+    assert why_not_pack(base_of(as_flash(build(OTHERS["gemma3n"])))) == "layers of type DummyLayer"
+    assert why_not_pack(base_of(as_flash(build("gemma3_text")))) is None
+
+
+def test_a_model_that_does_not_tell_its_attention_runs_plainly(packed):
+    """What flash attention is not told, it would take for one long completion."""
+    model = with_head(build("llama"))
+    batch = make_batch("llama", images=(0, 0))
+    expected = gradients(model, batch)
+    attention = as_flash(causal_model(model)).model.layers[1].self_attn
+    plain = attention.forward
+
+    def silent(*args, cu_seq_lens_q=None, cu_seq_lens_k=None, **kwargs):
+        return plain(*args, **kwargs)
+
+    attention.forward = silent
+    with share_prompts(model, batch.completion_length, packs=True) as report:
+        found = gradients(model, batch)
+    assert report.plain == {"a model that does not tell its attention where packed completions begin": 1}
+    assert largest_relative(expected, found) < 1e-5

@@ -1,0 +1,117 @@
+"""One of two processes over gloo: gradients of DDP, FSDP2 and FSDP with shared prompts against those without."""
+
+import sys
+import warnings
+
+import torch
+import torch.distributed as dist
+from support.models.compare import checkpointed, gradients, largest_relative, scored, with_head
+from support.models.families import build, make_batch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+
+from vgr_trl.sharing import share_prompts
+from vgr_trl.sharing.backbone import base_of, causal_model
+from vgr_trl.skipping import VisionOnce, VisionPlan
+from vgr_trl.skipping.vision_tower import parameters_of_tower
+
+
+def all_agree(mine: bool) -> bool:
+    votes = torch.tensor(int(mine))
+    dist.all_reduce(votes, dist.ReduceOp.MIN)
+    return bool(votes)
+
+
+def whole(values):
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in values.items()}
+
+
+def compare(model, batch, **options):
+    plain = whole(gradients(model, batch))
+    with share_prompts(model, batch.completion_length, **options) as report:
+        shared = whole(gradients(model, batch))
+    return largest_relative(plain, shared), report
+
+
+def frozen(model):
+    """The model without gradients in tower and merger."""
+    for parameter in parameters_of_tower(base_of(causal_model(model))):
+        parameter.requires_grad_(False)
+    return model
+
+
+def difference_with_images_once(rank, model, batch, gradients) -> float:
+    """Against a pass that computes its images; one of the processes has computed them before, the other has not."""
+    once = VisionOnce(VisionPlan(64, None))
+    plain = gradients(model, batch)
+    with once.around(model):
+        if rank:
+            with torch.no_grad():
+                causal_model(model)(**batch.inputs)
+        once.metrics()
+        difference = largest_relative(plain, gradients(model, batch))
+    computed = once.metrics()["vision/computed_per_image"]
+    assert computed == 0 if rank else computed > 0, computed
+    return difference
+
+
+def run(rank: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mine = make_batch("qwen2_5_vl", seed=rank, images=(1, 2 - rank))
+    alone = make_batch("qwen2_5_vl", seed=9, generations=1)
+
+    model = torch.nn.parallel.DistributedDataParallel(with_head(build("qwen2_5_vl")).train())
+    difference, report = compare(model, mine)
+    assert difference < 1e-5, difference
+    assert report.prompts_per_row == 1 / 3, report
+    difference, report = compare(model, alone if rank else mine)  # the processes make different passes, DDP allows it
+    assert difference < 1e-5, difference
+    assert bool(report.plain) == bool(rank), report
+
+    model = torch.nn.parallel.DistributedDataParallel(with_head(frozen(build("qwen2_5_vl"))).train())
+    difference = difference_with_images_once(rank, model, mine, gradients)
+    assert difference < 1e-5, difference
+
+    for checkpointing in (False, True):
+        model = with_head(build("qwen2_5_vl")).train()
+        if checkpointing:
+            checkpointed(model)
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in [*model.model.language_model.layers, *model.model.visual.blocks]:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        assert isinstance(model, FSDPModule)
+        difference, report = compare(model, mine, agree=all_agree)
+        assert difference < 1e-5, difference
+        assert report.prompts_per_row == 1 / 3, report
+        difference, report = compare(model, alone if rank else mine, agree=all_agree)
+        assert difference < 1e-5, difference
+        assert report.prompts_per_row == (1 if rank else 1 / 3), report
+
+    model = with_head(build("qwen3")).train()
+    policy = ModuleWrapPolicy({type(model.model.layers[0])})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is the first version
+        model = FullyShardedDataParallel(
+            model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True
+        )
+    text = make_batch("qwen3", seed=rank)
+    with share_prompts(model, text.completion_length, agree=all_agree) as report:
+        with torch.no_grad():
+            shared, _ = scored(model, text)
+        assert report.prompts_per_row == 1 / 3, report
+        plain_gradients = gradients(model, text)
+        assert report.plain == {"the first version of FSDP": 1}, report
+    with torch.no_grad():
+        plain, _ = scored(model, text)
+    assert (plain - shared).abs().max() < 4e-6
+    assert max(float(gradient.abs().max()) for gradient in plain_gradients.values() if gradient.numel()) > 0
+    print(f"rank {rank} passed")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run(int(sys.argv[1]))

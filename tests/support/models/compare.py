@@ -1,0 +1,158 @@
+"""Scoring, training and generating with one model, for the comparison of shared and plain passes."""
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from support.models.families import Batch
+from support.old_releases import KEEPS_LESS
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+from vgr_trl.sharing import SharingReport, share_prompts
+from vgr_trl.sharing.backbone import DROPS_CACHES
+
+
+def with_head(model: Any) -> Any:
+    """The model with TRL's head, which scores tokens without logits and wants a base model below it."""
+    if getattr(model, "base_model", None) is model:
+        return model
+    pytest.importorskip("trl.trainer.utils").add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    return model
+
+
+def checkpointed(model: Any, *options: dict[str, Any]) -> Any:
+    """The model with gradient checkpointing on; transformers 5.20 has renamed the method."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(*options)
+    return model
+
+
+def why_plain(model: Any, checkpointing: bool = False) -> str | None:
+    """Why the installed transformers has nothing to share for such a model; None from 5.17 on."""
+    text = model.config.get_text_config(decoder=True)
+    if not KEEPS_LESS:
+        return None
+    if checkpointing:
+        return DROPS_CACHES
+    if {"linear_attention", "conv"} & set(getattr(text, "layer_types", None) or ()):
+        return "layers of type LinearAttentionLayer"
+    return "a cache without layers" if getattr(text, "num_kv_shared_layers", None) == 0 else None
+
+
+def needs_shared(model: Any, checkpointing: bool = False) -> None:
+    """Skip a test of what only shared passes do."""
+    if reason := why_plain(model, checkpointing):
+        pytest.skip(f"plain passes: {reason}")
+
+
+def assert_shared_by(report: SharingReport, prompts: int, rows: int, model: Any, checkpointing: bool = False) -> None:
+    """So many prompts passed for so many rows, or every row by itself, for the reason that `why_plain` has."""
+    reason = why_plain(model, checkpointing)
+    expected = (prompts, rows, {}) if reason is None else (rows, rows, {reason: 1})
+    assert (report.prompts, report.rows, dict(report.plain)) == expected
+
+
+def scored(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies of the completions, 0 where they are padding; (N, T) each."""
+    ids, mask, length = batch.inputs["input_ids"], batch.inputs["attention_mask"], batch.completion_length
+    if getattr(model, "base_model", None) is model:
+        logps = model(**batch.inputs).logits[:, -length - 1 : -1].log_softmax(-1) * mask[:, -length:, None]
+        return logps.gather(-1, ids[:, -length:, None]).squeeze(-1), -(logps.exp() * logps).sum(-1)
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :-length] = -100
+    outputs = model(**batch.inputs, labels=labels, fused_lm_head=True)
+    return outputs.log_probs[:, -length:], outputs.entropy[:, -length:]
+
+
+def plain_and_shared(model: Any, batch: Batch, length: int | None = 12) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """Log-probabilities of the plain pass and of the shared one, and what the latter reports."""
+    with torch.no_grad():
+        plain, _ = scored(model, batch)
+        with share_prompts(model, length) as report:
+            shared, _ = scored(model, batch)
+    return plain, shared, report
+
+
+def loss_of(model: Any, batch: Batch) -> torch.Tensor:
+    """A sum with another weight for every token, so that no error cancels."""
+    logps, _ = scored(model, batch)
+    weights = torch.randn(logps.shape, generator=torch.Generator().manual_seed(5)).to(logps.device)
+    return (logps * weights).sum() / logps.size(0)
+
+
+def gradients(model: Any, batch: Batch) -> dict[str, torch.Tensor]:
+    """The gradient of `loss_of` in every trained parameter; 0 where it does not arrive."""
+    model.zero_grad(set_to_none=True)
+    loss_of(model, batch).backward()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in trained.items()}
+
+
+def largest_relative(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
+    """The largest difference in any parameter, relative to the largest entry of that parameter's gradient."""
+    scale = max(value.abs().max() for value in some.values())
+    return max(
+        float((some[name] - others[name]).abs().max() / max(some[name].abs().max(), 1e-3 * scale)) for name in some
+    )
+
+
+def generated(model: Any, batch: Batch, *, sample: bool, **options: Any) -> torch.Tensor:
+    """New tokens of every row, with the same random numbers at every call."""
+    torch.manual_seed(11)
+    inputs = batch.prompt_inputs()
+    tokens = model.generate(**inputs, do_sample=sample, max_new_tokens=12, **options)
+    return tokens[:, inputs["input_ids"].size(1) :]
+
+
+def assert_same_scores(model: Any, batch: Batch, length: int | None, most: float, shared_by: tuple[int, int]) -> None:
+    """Log-probabilities and entropies differ by less than `most`; `shared_by`: prompts that passed for so many rows."""
+    with torch.no_grad():
+        plain = scored(model, batch)
+        with share_prompts(model, length) as report:
+            shared = scored(model, batch)
+    assert_shared_by(report, *shared_by, model)
+    for one, other in zip(plain, shared, strict=True):
+        assert (one - other).abs().max() < most
+
+
+def assert_same_gradients(model: Any, batch: Batch, most: float, checkpointing: bool = False) -> None:
+    """Gradients differ by less than `most`, relatively, in every parameter, of the vision tower too."""
+    plain = gradients(model, batch)
+    if checkpointing:
+        checkpointed(model)
+    with share_prompts(model, batch.completion_length) as report:
+        shared = gradients(model, batch)
+    assert_shared_by(report, 2, 6, model, checkpointing)
+    assert largest_relative(plain, shared) < most
+    if "pixel_values" in batch.inputs:
+        assert any("vis" in parameter and float(gradient.abs().max()) > 0 for parameter, gradient in plain.items())
+
+
+def assert_same_tokens(model: Any, batch: Batch, sample: bool) -> torch.Tensor:
+    """Return the tokens."""
+    plain = generated(model, batch, sample=sample)
+    with share_prompts(model) as report:
+        shared = generated(model, batch, sample=sample)
+    assert_shared_by(report, 2, 6, model)
+    assert torch.equal(plain, shared)
+    return plain
+
+
+def shortened(batch: Batch, length: int) -> Batch:
+    """The batch with the first columns of its completions only."""
+    per_token = ("input_ids", "attention_mask", "mm_token_type_ids")
+    end = length - batch.completion_length
+    batch.inputs = {key: value[:, :end] if key in per_token else value for key, value in batch.inputs.items()}
+    batch.completion_length = length
+    return batch
+
+
+def delta_rule_in_double(monkeypatch: Any) -> None:
+    """Let the linear attention of Qwen3.5 keep float64; it computes in float32, in blocks, whatever it is given."""
+    for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
+        rule = inspect.unwrap(getattr(modeling_qwen3_5, name))
+        source = inspect.getsource(rule).replace("torch.float32", "torch.float64").replace(".float()", ".double()")
+        names = dict(vars(modeling_qwen3_5))
+        exec(source[source.index("def ") :], names)
+        monkeypatch.setattr(modeling_qwen3_5, name, names[name])

@@ -1,0 +1,88 @@
+"""Training for a few optimizer steps, and what two trainings have in common."""
+
+import copy
+from contextlib import contextmanager
+
+import torch
+from support import trainers
+from support.models.tiny_questions import WORDS
+
+from vgr_trl.sharing import SharingReport, plan, replaced, share_prompts
+
+PLACES = ("generation", "scoring", "training")
+DAPO, STOCK = trainers.OURS, trainers.STOCK
+
+
+def uneven_reward(completion_ids, **kwargs):
+    """Another value for nearly every completion, so that no group is dead."""
+    return [sum(ids) % 17 / 17 for ids in completion_ids]
+
+
+STEPS = trainers.BIG_STEPS | {
+    "max_completion_length": 8, "max_steps": 3, "learning_rate": 0.2, "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2, "seed": 7, "temperature": 3.0,
+}  # fmt: skip
+
+
+def options(folder, **changed):
+    """Three steps of SGD in float32 over two prompts with four completions each."""
+    return trainers.OPTIONS | {"output_dir": str(folder), **STEPS, **changed}
+
+
+def build_trainer(classes, model, processor, rows, settings, **more):
+    """A trainer, of classes (trainer, config), with few tokens to choose from: completions end at different lengths."""
+    trainer_class, config_class = classes
+    tokenizer = getattr(processor, "tokenizer", processor)
+    allowed = {tokenizer.eos_token_id, *tokenizer(WORDS)["input_ids"][:6]}
+    others = sorted(set(range(len(tokenizer))) - allowed)
+    return trainer_class(
+        model=copy.deepcopy(model),
+        reward_funcs=uneven_reward,
+        args=config_class(**settings, generation_kwargs={"suppress_tokens": others}),
+        train_dataset=rows,
+        processing_class=processor,
+        **more,
+    )
+
+
+def trained(classes, model, processor, rows, settings, **more):
+    """The trainer after its steps; `trainer.places` has the reports of `DAPOTrainer`."""
+    trainer = build_trainer(classes, model, processor, rows, settings, **more)
+    with reports_by_place() as trainer.places:
+        trainer.train()
+    return trainer
+
+
+@contextmanager
+def reports_by_place():
+    """What `DAPOTrainer` shares meanwhile, in generation, scoring and training."""
+    found = {place: SharingReport() for place in PLACES}
+
+    @contextmanager
+    def recording(model, completion_length=None, **more):
+        place = "generation" if completion_length is None else "training" if torch.is_grad_enabled() else "scoring"
+        with share_prompts(model, completion_length, **more) as report:
+            yield report
+        found[place].add(report)
+
+    with replaced(plan, "share_prompts", recording):
+        yield found
+
+
+def texts_of(trainer):
+    """The completions of the latest rollouts."""
+    return [item if isinstance(item, str) else item[0]["content"] for item in trainer._logs["completion"]]
+
+
+def largest_relative_update(start, ours, theirs):
+    """Largest difference of any two weights, relative to the largest update of any weight."""
+    start, mine = dict(start.named_parameters()), dict(ours.model.named_parameters())
+    update, difference = 0.0, 0.0
+    for name, other in theirs.model.named_parameters():
+        before = start.get(name.replace("base_model.model.", "").replace(".base_layer", ""), other)
+        if "lora_B" in name:
+            before = torch.zeros_like(other)
+        update = max(update, float((other - before).detach().abs().max()))
+        difference = max(difference, float((mine[name] - other).detach().abs().max()))
+    assert update > 0
+    return difference / update
