@@ -6,7 +6,7 @@ The policy gradient is a sum over tokens, so that of the words read off the imag
 are measured apart, in many batches of the size of a step; credit for some of them is the sum of theirs. `signal`: the
 mean product of the gradients of two batches over the mean square of one, at most 1, where batches agree; 0 where they
 have nothing in common. Once as it is, and once divided, number by number, by the root of its mean square over batches,
-as Adam does.
+as Adam does. Under each start: what its thoughts say.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from methods.contenders import ids_of
 from methods.controls import is_one_of
 from methods.runs import Settings, Start
 from methods.tasks import TASKS
+from methods.thoughts import in_thoughts
 from vgr_trl.demo.dataset import Rows
 from vgr_trl.evaluation.writer import Writer
 from vgr_trl.rewards import accuracy_reward, think_format_reward
@@ -36,9 +37,11 @@ def main() -> None:
     print("| task | seed | credit | norm | signal | signal, Adam |\n|---|" + "---:|" * 5)
     for task in flags.tasks:
         for seed in flags.seeds:
-            gradients = gradients_of(Start(TASKS[task], seed, Settings()), flags.batches)
-            for name, numbers in measures(gradients).items():
+            start = Start(TASKS[task], seed, Settings())
+            for name, numbers in measures(gradients_of(start, flags.batches)).items():
                 print(f"| {task} | {seed} | {name} | " + " | ".join(f"{number:.3f}" for number in numbers) + " |")
+            rows = start.questions.test
+            print(task, seed, in_thoughts(start.answers(rows, samples=4), rows, start.task), flush=True)
 
 
 def gradients_of(start: Start, batches: int) -> torch.Tensor:
