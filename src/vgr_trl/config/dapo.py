@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from numbers import Integral
+from typing import Annotated
 
 from trl import GRPOConfig
 
@@ -23,7 +24,14 @@ from vgr_trl.config import (
     SkipOptions,
 )
 from vgr_trl.config.option import option
-from vgr_trl.config.ranges import check_choice, check_integer, check_options_of_trl, check_switch, is_number
+from vgr_trl.config.ranges import (
+    Natural,
+    Switch,
+    check_options_of_trl,
+    check_values,
+    is_number,
+    one_of,
+)
 from vgr_trl.errors import ConfigError
 
 _RATIO_LOSSES = ("dapo", "grpo", "dr_grpo", "bnpo", "sapo", "luspo")
@@ -58,7 +66,7 @@ class DAPOConfig(
     """
 
     # The parent's default, restated so that a change of TRL's cannot change what this class trains.
-    loss_type: str = option(
+    loss_type: Annotated[str, one_of(*_LOSS_TYPES)] = option(
         "dapo",
         "Loss of TRL's GRPOTrainer: dapo, grpo, dr_grpo, bnpo, cispo, sapo, luspo or vespo, as TRL defines them.",
     )
@@ -79,14 +87,14 @@ class DAPOConfig(
         "limit.",
     )
 
-    share_prompts: str = option(
+    share_prompts: Annotated[str, one_of("auto", "on", "off")] = option(
         "auto",
         "Compute each prompt once for its completions, in generation, scoring and training. auto: wherever that "
         "changes nothing; on: also where bringing the completions of a prompt into one micro-batch changes a "
         "normaliser of the loss; off.",
     )
 
-    vision_cache_megabytes: int = option(
+    vision_cache_megabytes: Natural = option(
         1024,
         "Compute the features of an image once per rollout, for generation, scoring and training, where the vision "
         "tower gets no gradient; as many MiB of them are kept. 0: in every pass.",
@@ -99,8 +107,8 @@ class DAPOConfig(
         "Reward weights during the warm-up steps (without warm-up: the first tenth of all steps), in the order of the "
         "reward functions; reward_weights hold afterwards.",
     )
-    vgr_hard_negative: bool = option(False, "Give the reward vgr to right completions only.")
-    attention_reward_scale: str = option(
+    vgr_hard_negative: Switch = option(False, "Give the reward vgr to right completions only.")
+    attention_reward_scale: Annotated[str, one_of("none", "accuracy")] = option(
         "none",
         "accuracy: the rewards vgr, vgr_hard_negative and mdi count as far as the completions of a prompt differ in "
         "accuracy, not where all or none are right; none: everywhere alike.",
@@ -110,7 +118,7 @@ class DAPOConfig(
         "Tokens before max_completion_length over which the length reward falls from 0 to -1; None: a fifth of it.",
     )
 
-    stop_on_collapse: bool = option(
+    stop_on_collapse: Switch = option(
         False,
         "End at the first sign of collapse (accuracy, format or length fallen, entropy at 0 or soaring, groups with "
         "equal rewards) instead of a warning.",
@@ -127,16 +135,12 @@ class DAPOConfig(
         self.resolve_aliases()
         self._resolve_warmup()
         self._check_ranges()
-        self.check_measure()
+        check_values(self)
         self.check_perceive()
         self.check_noisy()
         self.check_blind()
-        self.check_kl()
-        self.check_critic()
         self.check_plugins()
-        self.check_credit()
         self.check_choose()
-        self.check_skip()
         self.check_report()
         self.check_evaluate()
         self._refuse_ignored_credit()
@@ -215,16 +219,10 @@ class DAPOConfig(
         check_options_of_trl(self)
         if self.reward_timeout is not None and not (is_number(self.reward_timeout) and self.reward_timeout > 0):
             raise ConfigError(f"reward_timeout is {self.reward_timeout!r}: give a number of seconds above 0, or None.")
-        check_switch("stop_on_collapse", self.stop_on_collapse)
-        check_switch("vgr_hard_negative", self.vgr_hard_negative)
-        check_choice("attention_reward_scale", self.attention_reward_scale, ("none", "accuracy"))
-        check_choice("share_prompts", self.share_prompts, ("auto", "on", "off"))
-        check_integer("vision_cache_megabytes", self.vision_cache_megabytes, 0)
         if self.output_dir is not None and not str(self.output_dir).strip():
             raise ConfigError("output_dir is empty: give a folder, or leave it out.")
         if self.temperature == 0:
             raise ConfigError(f"temperature is {self.temperature}: give a number above 0.")
-        check_choice("loss_type", self.loss_type, _LOSS_TYPES)
         highest = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
         if self.delta is not None and self.delta <= highest:
             raise ConfigError(

@@ -1,12 +1,15 @@
 """Checks of option values, each an error of one sentence."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from numbers import Integral, Real
-from typing import Any
+from types import NoneType
+from typing import Annotated, Any, get_args, get_type_hints
 
 from vgr_trl.errors import ConfigError
 
+Check = Callable[[str, Any], None]  # of an option's name and value; stands in `Annotated` behind the option's type
 _WHOLE_NUMBERS_OF_TRL = (
     "max_prompt_length", "max_completion_length", "num_generations_eval", "num_iterations", "steps_per_generation",
     "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
@@ -72,6 +75,49 @@ def check_interval(name: str, value: Any, low: float, within: float | None, mean
     inside = pair and low <= value[0]
     if not (inside and (value[0] < value[1] if within is None else value[0] <= within <= value[1])):
         raise ConfigError(f"{name} is {value!r}: give two numbers {meaning}.")
+
+
+def in_range(low: float, high: float, meaning: str) -> Check:
+    """Return the check for a number in [low, high], described by `meaning`."""
+    return partial(check_number, low=low, high=high, meaning=meaning)
+
+
+def at_least(low: int) -> Check:
+    """Return the check for an integer."""
+    return partial(check_integer, low=low)
+
+
+def one_of(*choices: str | None) -> Check:
+    """Return the check for one of some texts."""
+    return partial(check_choice, choices=choices)
+
+
+def each(check: Check) -> Check:
+    """Return the check for a list of what passes another."""
+
+    def check_all(name: str, values: Sequence[Any]) -> None:
+        for value in values:
+            check(name, value)
+
+    return check_all
+
+
+Fraction = Annotated[float, check_fraction]
+Switch = Annotated[bool, check_switch]
+Natural = Annotated[int, at_least(0)]
+PositiveInt = Annotated[int, at_least(1)]
+Share = Annotated[float, in_range(0, 1, "in [0, 1]")]
+Weight = Annotated[float, in_range(0, _LARGEST, "of at least 0")]
+Positive = Annotated[float, in_range(1e-30, _LARGEST, "above 0")]
+
+
+def check_values(options: Any) -> None:
+    """Raise `ConfigError` for the first field of a dataclass that a check behind its type refuses; None is none."""
+    for name, hint in get_type_hints(type(options), include_extras=True).items():
+        checks = getattr(hint, "__metadata__", ())
+        if checks and not (getattr(options, name) is None and NoneType in get_args(hint.__origin__)):
+            for check in checks:
+                check(name, getattr(options, name))
 
 
 def check_options_of_trl(options: Any) -> None:

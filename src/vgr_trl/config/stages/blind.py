@@ -2,9 +2,10 @@
 
 import re
 from dataclasses import dataclass
+from typing import Annotated
 
 from vgr_trl.config.option import option
-from vgr_trl.config.ranges import check_choice
+from vgr_trl.config.ranges import one_of
 from vgr_trl.errors import ConfigError
 
 BLIND_PROMPT = (
@@ -22,7 +23,7 @@ class BlindOptions:
     blind_tag: str = option(
         "description", "Tag of a completion between which it describes the image, for blind answers."
     )
-    blind_without_tag: str = option(
+    blind_without_tag: Annotated[str, one_of("wrong", "completion")] = option(
         "wrong",
         "Blind answers of completions without a description: wrong, or from the whole completion, as published.",
     )
@@ -34,7 +35,6 @@ class BlindOptions:
         """Raise `ConfigError` for values that cannot be used."""
         if not isinstance(self.blind_tag, str) or not re.fullmatch(r"\w+", self.blind_tag):
             raise ConfigError(f"blind_tag is {self.blind_tag!r}: give the name of a tag, such as description.")
-        check_choice("blind_without_tag", self.blind_without_tag, ("wrong", "completion"))
         for name in ("{description}", "{question}"):
             if name not in self.blind_prompt:
                 raise ConfigError(f"blind_prompt has no {name}: put it where that is to stand.")

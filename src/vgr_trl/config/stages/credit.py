@@ -1,59 +1,61 @@
 """Options of the credit that each token gets."""
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
 
 from vgr_trl.config.option import option
 from vgr_trl.config.plugins import PluginOptions
 from vgr_trl.config.ranges import (
-    check_choice,
+    Fraction,
+    Share,
+    Switch,
+    Weight,
+    at_least,
     check_fraction,
-    check_integer,
     check_interval,
-    check_number,
-    check_switch,
+    in_range,
+    one_of,
 )
 
-_SWITCHES = (
-    "token_weights", "token_weights_positive_only", "enable_perception_filtering", "enable_entropy_filtering",
-    "enable_trajectory_reweighting", "use_entropy_penalty",
-)  # fmt: skip
+_CLIP = partial(check_interval, low=0, within=1, meaning="low <= 1 <= high, with low at least 0")
 
 
 @dataclass
 class CreditOptions(PluginOptions):
     """Which tokens get the advantage of their completion, and how much of it."""
 
-    token_weights: bool = option(False, "Weigh tokens by how much they look at the image (VGR per token).")
-    token_weights_topk_ratio: float | None = option(
+    token_weights: Switch = option(False, "Weigh tokens by how much they look at the image (VGR per token).")
+    token_weights_topk_ratio: Annotated[float | None, check_fraction] = option(
         None, "Share of tokens that keep a weight; the others get weight 1. None: all."
     )
-    token_weights_clip: list[float] = option(
+    token_weights_clip: Annotated[list[float], _CLIP] = option(
         [0.2, 3.0], "Smallest and largest weight before normalisation, 0 <= low <= 1 <= high."
     )
-    token_weights_smooth_sigma: float = option(
+    token_weights_smooth_sigma: Annotated[float, in_range(0, 1e6, "of at least 0")] = option(
         0.0, "Standard deviation of the smoothing of weights along the tokens; 0: none."
     )
-    token_weights_last_k_layers: int | None = option(
+    token_weights_last_k_layers: Annotated[int | None, at_least(1)] = option(
         None, "Weigh by the attention of the last so many layers. None: the late segment."
     )
-    token_weights_positive_only: bool = option(False, "Weigh only completions with a positive advantage.")
-    enable_perception_filtering: bool = option(False, "Give credit only to the tokens that depend most on the image.")
-    top_p_perception_tokens: float = option(
+    token_weights_positive_only: Switch = option(False, "Weigh only completions with a positive advantage.")
+    enable_perception_filtering: Switch = option(False, "Give credit only to the tokens that depend most on the image.")
+    top_p_perception_tokens: Fraction = option(
         0.2, "Share of a completion's tokens that the perception filter keeps, in (0, 1]."
     )
-    perception_weighting: str = option(
+    perception_weighting: Annotated[str, one_of("filter", "soft")] = option(
         "filter", "filter: tokens outside the share get no credit; soft: weights from the dependency instead."
     )
-    enable_entropy_filtering: bool = option(
+    enable_entropy_filtering: Switch = option(
         False, "Give credit only to tokens of highest entropy; both filters: the union."
     )
-    top_p_entropy_tokens: float = option(
+    top_p_entropy_tokens: Fraction = option(
         0.2, "Share of a completion's tokens that the entropy filter keeps, in (0, 1]."
     )
-    enable_trajectory_reweighting: bool = option(False, "Scale completions by their mean dependency on the image.")
-    trajectory_scaling_min: float = option(0.8, "Smallest scale of a completion, in [0, 1].")
-    use_entropy_penalty: bool = option(False, "Add entropy_penalty_coef times the mean of -log p to the loss.")
-    entropy_penalty_coef: float = option(0.06, "Weight of the entropy penalty.")
+    enable_trajectory_reweighting: Switch = option(False, "Scale completions by their mean dependency on the image.")
+    trajectory_scaling_min: Share = option(0.8, "Smallest scale of a completion, in [0, 1].")
+    use_entropy_penalty: Switch = option(False, "Add entropy_penalty_coef times the mean of -log p to the loss.")
+    entropy_penalty_coef: Weight = option(0.06, "Weight of the entropy penalty.")
 
     @property
     def needs_dependency(self) -> bool:
@@ -71,19 +73,3 @@ class CreditOptions(PluginOptions):
     def shapes_advantages(self) -> bool:
         """Whether any rule of credit is on."""
         return self.shapes_tokens or self.enable_trajectory_reweighting
-
-    def check_credit(self) -> None:
-        """Raise `ConfigError` for values out of range."""
-        for name in _SWITCHES:
-            check_switch(name, getattr(self, name))
-        if self.token_weights_topk_ratio is not None:
-            check_fraction("token_weights_topk_ratio", self.token_weights_topk_ratio)
-        check_interval("token_weights_clip", self.token_weights_clip, 0, 1, "low <= 1 <= high, with low at least 0")
-        check_number("token_weights_smooth_sigma", self.token_weights_smooth_sigma, 0, 1e6, "of at least 0")
-        if self.token_weights_last_k_layers is not None:
-            check_integer("token_weights_last_k_layers", self.token_weights_last_k_layers, 1)
-        check_fraction("top_p_perception_tokens", self.top_p_perception_tokens)
-        check_fraction("top_p_entropy_tokens", self.top_p_entropy_tokens)
-        check_number("trajectory_scaling_min", self.trajectory_scaling_min, 0, 1, "in [0, 1]")
-        check_number("entropy_penalty_coef", self.entropy_penalty_coef, 0, 1e30, "of at least 0")
-        check_choice("perception_weighting", self.perception_weighting, ("filter", "soft"))

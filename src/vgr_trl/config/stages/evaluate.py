@@ -1,9 +1,10 @@
 """Options of the evaluations of a run."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from vgr_trl.config.option import option
-from vgr_trl.config.ranges import check_number
+from vgr_trl.config.ranges import in_range
 from vgr_trl.errors import ConfigError
 
 
@@ -14,15 +15,15 @@ class EvaluateOptions:
     Log-probabilities are those of `temperature` all the same.
     """
 
-    eval_temperature: float | None = option(None, "Sampling temperature in evaluations, 0: greedy. None: temperature.")
-    eval_top_p: float | None = option(None, "top_p in evaluations, in (0, 1]. None: top_p.")
+    eval_temperature: Annotated[float | None, in_range(0, 1e30, "of at least 0")] = option(
+        None, "Sampling temperature in evaluations, 0: greedy. None: temperature."
+    )
+    eval_top_p: Annotated[float | None, in_range(1e-9, 1, "in (0, 1]")] = option(
+        None, "top_p in evaluations, in (0, 1]. None: top_p."
+    )
 
     def check_evaluate(self) -> None:
-        """Raise `ConfigError` for values out of range."""
-        if self.eval_temperature is not None:
-            check_number("eval_temperature", self.eval_temperature, 0, 1e30, "of at least 0")
-        if self.eval_top_p is not None:
-            check_number("eval_top_p", self.eval_top_p, 1e-9, 1, "in (0, 1]")
+        """Raise `ConfigError` where the completions of a prompt would be alike."""
         every = [getattr(self, name, None) for name in ("num_generations_eval", "num_generations")]
         completions = next((count for count in every if count), 1)
         if self.eval_temperature == 0 and completions > 1:

@@ -3,12 +3,12 @@
 import inspect
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from vgr_trl import registries
 from vgr_trl.config.option import option
 from vgr_trl.config.plugins import PERTURBATIONS, REMOVE_IMAGE
-from vgr_trl.config.ranges import check_choice, check_integer, check_number
+from vgr_trl.config.ranges import Natural, in_range, one_of
 from vgr_trl.config.stages.perceive import PerceiveOptions
 from vgr_trl.errors import ConfigError
 
@@ -22,7 +22,7 @@ _STRENGTHS = {  # perturbation -> the argument that grows with its strength
 class NoisyOptions(PerceiveOptions):
     """Completions sampled from a perturbed image (NoisyRollout, https://huggingface.co/papers/2504.13055)."""
 
-    noisy_generations: int = option(
+    noisy_generations: Natural = option(
         0,
         "Completions of each prompt that are sampled from a perturbed image and trained on the clean one "
         "(NoisyRollout), 0 to num_generations.",
@@ -30,19 +30,25 @@ class NoisyOptions(PerceiveOptions):
     noisy_perturbation: str = option(
         "diffusion_noise", "How images are perturbed for noisy_generations, as perturbation."
     )
-    noisy_importance: str = option(
+    noisy_importance: Annotated[str, one_of("clean", "perturbed")] = option(
         "clean",
         "Image of the old log-probabilities of noisy_generations: clean, as published, or perturbed, that of the "
         "policy that generated (a scoring pass more).",
     )
-    noisy_decay: str = option("none", "How the noise falls over the run: none, linear, power, exponential or sigmoid.")
-    noisy_decay_of: str = option("strength", "What noisy_decay lowers: strength, generations, or both.")
-    noisy_decay_coef: float = option(
+    noisy_decay: Annotated[str, one_of(*DECAYS)] = option(
+        "none", "How the noise falls over the run: none, linear, power, exponential or sigmoid."
+    )
+    noisy_decay_of: Annotated[str, one_of("strength", "generations", "both")] = option(
+        "strength", "What noisy_decay lowers: strength, generations, or both."
+    )
+    noisy_decay_coef: Annotated[float, in_range(1e-9, 1e6, "above 0")] = option(
         30.0,
         "c of noisy_decay, above 0: 1 - s^c (power), 1 - c^(steps left), with c below 1 (exponential), 1 - sigmoid(c "
         "(s - midpoint)).",
     )
-    noisy_decay_midpoint: float = option(40.0, "Step at which the sigmoid decay is 1/2.")
+    noisy_decay_midpoint: Annotated[float, in_range(0, 1e9, "of at least 0")] = option(
+        40.0, "Step at which the sigmoid decay is 1/2."
+    )
 
     @property
     def noisy_perturbations(self) -> list[str]:
@@ -74,13 +80,7 @@ class NoisyOptions(PerceiveOptions):
         return "strength" in inspect.signature(function).parameters
 
     def check_noisy(self) -> None:
-        """Raise `ConfigError` for values out of range."""
-        check_integer("noisy_generations", self.noisy_generations, 0)
-        check_choice("noisy_importance", self.noisy_importance, ("clean", "perturbed"))
-        check_choice("noisy_decay", self.noisy_decay, DECAYS)
-        check_choice("noisy_decay_of", self.noisy_decay_of, ("strength", "generations", "both"))
-        check_number("noisy_decay_coef", self.noisy_decay_coef, 1e-9, 1e6, "above 0")
-        check_number("noisy_decay_midpoint", self.noisy_decay_midpoint, 0, 1e9, "of at least 0")
+        """Raise `ConfigError` for values that do not go together."""
         if self.noisy_decay == "exponential" and self.noisy_decay_coef >= 1:
             raise ConfigError(
                 f"noisy_decay_coef is {self.noisy_decay_coef} with noisy_decay exponential: give a number below 1, "

@@ -1,14 +1,16 @@
 """Options of the perturbed image, and of the loss terms that use it."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from vgr_trl import registries
 from vgr_trl.config.option import option
 from vgr_trl.config.plugins import PERTURBATIONS, REMOVE_IMAGE, PluginOptions
-from vgr_trl.config.ranges import check_choice, check_fraction, check_integer, check_number
+from vgr_trl.config.ranges import Fraction, PositiveInt, Share, Weight, at_least, in_range, one_of
 from vgr_trl.errors import ConfigError
 from vgr_trl.registries import VIEW
+
+_Strength = Annotated[float, in_range(0, 1e6, "in [0, 1e6]")]
 
 
 @dataclass
@@ -23,24 +25,30 @@ class PerceiveOptions(PluginOptions):
     further_perturbations: list[str] | None = option(
         None, "Further perturbations for the dependency, in the same pass."
     )
-    dependency_over: str = option("mean", "Of a token's dependencies under them, the mean or the min.")
-    patch_size: int = option(14, "Side of the squares of blacken_patches and shuffle_patches, in pixels.")
-    black_prob: float = option(0.5, "Probability that a square is blackened, in [0, 1].")
-    noise_std: float = option(189.0, "Standard deviation of add_gaussian_noise, on the scale 0 to 255.")
-    blur_radius: float = option(6.0, "Radius of gaussian_blur, in pixels.")
-    diffusion_steps: int = option(500, "Steps of diffusion_noise, 0 to 999.")
-    crop_share: float = option(0.5, "Share of an image that crop_image keeps, in (0, 1].")
-    mask_value: int = option(128, "Grey value of mask_image, 0 to 255.")
-    perturb_per: str = option(
+    dependency_over: Annotated[str, one_of("mean", "min")] = option(
+        "mean", "Of a token's dependencies under them, the mean or the min."
+    )
+    patch_size: PositiveInt = option(14, "Side of the squares of blacken_patches and shuffle_patches, in pixels.")
+    black_prob: Share = option(0.5, "Probability that a square is blackened, in [0, 1].")
+    noise_std: _Strength = option(189.0, "Standard deviation of add_gaussian_noise, on the scale 0 to 255.")
+    blur_radius: _Strength = option(6.0, "Radius of gaussian_blur, in pixels.")
+    diffusion_steps: Annotated[int, at_least(0), in_range(0, 999, "in [0, 999]")] = option(
+        500, "Steps of diffusion_noise, 0 to 999."
+    )
+    crop_share: Fraction = option(0.5, "Share of an image that crop_image keeps, in (0, 1].")
+    mask_value: Annotated[int, at_least(0), in_range(0, 255, "in [0, 255]")] = option(
+        128, "Grey value of mask_image, 0 to 255."
+    )
+    perturb_per: Annotated[str, one_of("prompt", "completion")] = option(
         "prompt", "prompt: the completions of a prompt share one perturbed image; completion: one for each."
     )
-    perception_loss_weight: float = option(
+    perception_loss_weight: Weight = option(
         0.0, "Weight of the implicit perception loss of PAPO, its gamma (a gradient pass of its own); 0: none."
     )
-    der_loss_weight1: float = option(
+    der_loss_weight1: Weight = option(
         0.0, "Weight of the entropy term on the original image, eta 1 of PAPO's double entropy."
     )
-    der_loss_weight2: float = option(
+    der_loss_weight2: Weight = option(
         0.0, "Weight of the entropy term on the perturbed image, eta 2 of PAPO's double entropy."
     )
 
@@ -88,7 +96,7 @@ class PerceiveOptions(PluginOptions):
         return self.perception_loss_weight > 0 or self.der_loss_weight2 > 0
 
     def check_perceive(self) -> None:
-        """Raise `ConfigError` for values out of range."""
+        """Raise `ConfigError` for perturbations that cannot be used."""
         for name in self.views:
             if name not in PERTURBATIONS:
                 registries.perturbations.load(name)
@@ -99,16 +107,3 @@ class PerceiveOptions(PluginOptions):
                 f"perturbation is {REMOVE_IMAGE} with perception_loss_weight or der_loss_weight2, whose pass takes the "
                 "same prompts with other images: give another perturbation, and this one as further_perturbations."
             )
-        check_choice("dependency_over", self.dependency_over, ("mean", "min"))
-        check_choice("perturb_per", self.perturb_per, ("prompt", "completion"))
-        check_integer("patch_size", self.patch_size, 1)
-        check_integer("diffusion_steps", self.diffusion_steps, 0)
-        check_number("diffusion_steps", self.diffusion_steps, 0, 999, "in [0, 999]")
-        check_fraction("crop_share", self.crop_share)
-        check_number("black_prob", self.black_prob, 0, 1, "in [0, 1]")
-        check_integer("mask_value", self.mask_value, 0)
-        check_number("mask_value", self.mask_value, 0, 255, "in [0, 255]")
-        for name in ("noise_std", "blur_radius"):
-            check_number(name, getattr(self, name), 0, 1e6, "in [0, 1e6]")
-        for name in ("perception_loss_weight", "der_loss_weight1", "der_loss_weight2"):
-            check_number(name, getattr(self, name), 0, 1e30, "of at least 0")

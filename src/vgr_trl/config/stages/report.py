@@ -1,9 +1,10 @@
 """Options of what is recorded of a run, and of the logs that people read."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from vgr_trl.config.option import option
-from vgr_trl.config.ranges import check_choice, check_integer, check_number, check_switch
+from vgr_trl.config.ranges import Natural, PositiveInt, Switch, at_least, in_range, one_of
 from vgr_trl.errors import ConfigError
 
 LOG_OPTIONS = ("rollout_log_path", "eval_log_path", "attention_diag_log_path", "token_weights_log_path")
@@ -13,19 +14,19 @@ LOG_OPTIONS = ("rollout_log_path", "eval_log_path", "attention_diag_log_path", "
 class ReportOptions:
     """What is recorded of the rollouts, for `vgr-trl report` and for the eye."""
 
-    rollout_log_steps: int = option(
+    rollout_log_steps: Natural = option(
         10,
         "Record completions in output_dir/rollouts at the first rollout of every so many steps and at each evaluation; "
         "0: never.",
     )
-    rollout_log_samples: int = option(4, "Completions per record: the first two of each prompt.")
-    rollout_log_max_megabytes: float = option(
+    rollout_log_samples: PositiveInt = option(4, "Completions per record: the first two of each prompt.")
+    rollout_log_max_megabytes: Annotated[float, in_range(1, 1e9, "of at least 1")] = option(
         512,
         "Bound of records and thumbnails, whose oldest but the first ones go beyond it; of the tables of "
         "log_completions likewise; of rollouts/logs.jsonl, of which every second entry goes then; and of each Markdown "
         "file, to which nothing is added.",
     )
-    markdown_logs: bool = option(
+    markdown_logs: Switch = option(
         True, "Write the recorded completions, with their token weights, as Markdown to output_dir/training_logs too."
     )
     rollout_log_path: str | None = option(None, "Another Markdown file for the recorded completions of training.")
@@ -37,21 +38,19 @@ class ReportOptions:
     realtime_rollout_logging: bool = option(
         False, "Append to the Markdown files as soon as a rollout is judged, not when the trainer logs."
     )
-    prompt_preview_length: int | None = option(600, "Characters of a prompt in the Markdown files. None: all.")
-    completion_preview_length: int | None = option(2000, "Characters of a completion in the Markdown files. None: all.")
-    metric_names: str = option("trl", "Names of metrics in trackers (wandb, TensorBoard, …): trl or verl.")
+    prompt_preview_length: Annotated[int | None, at_least(1)] = option(
+        600, "Characters of a prompt in the Markdown files. None: all."
+    )
+    completion_preview_length: Annotated[int | None, at_least(1)] = option(
+        2000, "Characters of a completion in the Markdown files. None: all."
+    )
+    metric_names: Annotated[str, one_of("trl", "verl")] = option(
+        "trl", "Names of metrics in trackers (wandb, TensorBoard, …): trl or verl."
+    )
     colorize_output: bool = option(False, "Print the recorded completions on the terminal, with coloured tokens.")
 
     def check_report(self) -> None:
-        """Raise `ConfigError` for values out of range, and for logs that nothing would be written to."""
-        check_integer("rollout_log_steps", self.rollout_log_steps, 0)
-        check_switch("markdown_logs", self.markdown_logs)
-        check_choice("metric_names", self.metric_names, ("trl", "verl"))
-        check_integer("rollout_log_samples", self.rollout_log_samples, 1)
-        check_number("rollout_log_max_megabytes", self.rollout_log_max_megabytes, 1, 1e9, "of at least 1")
-        for name in ("prompt_preview_length", "completion_preview_length"):
-            if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), 1)
+        """Raise `ConfigError` for logs that nothing would be written to."""
         given = {name: getattr(self, name) for name in LOG_OPTIONS if getattr(self, name) is not None}
         for name, path in given.items():
             if not isinstance(path, str) or not path.strip():

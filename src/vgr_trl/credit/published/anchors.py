@@ -1,12 +1,13 @@
 """Credit for the tokens that look at the image most: the part of AT-RL that what is public of it is enough for."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from vgr_trl import registries
 from vgr_trl.batch.signals import RolloutSignals
-from vgr_trl.config.ranges import check_fraction
+from vgr_trl.config.option import option
+from vgr_trl.config.ranges import Fraction, check_values
 from vgr_trl.credit.filters import top_fraction_mask
 from vgr_trl.credit.masked import check_shapes
 from vgr_trl.registries import declares
@@ -17,12 +18,10 @@ from vgr_trl.signals.ratios import late_layers
 class AnchorOptions:
     """Which tokens are anchors."""
 
-    top_p_anchor_tokens: float = field(
-        default=0.15, metadata={"help": "Share of a completion's tokens that are kept as anchors, in (0, 1]."}
-    )
+    top_p_anchor_tokens: Fraction = option(0.15, "Share of a completion's tokens that are kept as anchors, in (0, 1].")
 
     def __post_init__(self) -> None:
-        check_fraction("top_p_anchor_tokens", self.top_p_anchor_tokens)
+        check_values(self)
 
 
 @registries.credit_rules.register("anchor_tokens")

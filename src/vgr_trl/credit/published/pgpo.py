@@ -1,12 +1,14 @@
 """PGPO: advantages weighed by how much tokens depend on the image, above and below a threshold."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
 from vgr_trl import registries
 from vgr_trl.batch.signals import RolloutSignals
-from vgr_trl.config.ranges import check_number
+from vgr_trl.config.option import option
+from vgr_trl.config.ranges import check_values, in_range
 from vgr_trl.credit.masked import check_shapes, min_max, with_mean_one
 from vgr_trl.registries import declares
 
@@ -15,16 +17,15 @@ from vgr_trl.registries import declares
 class PGPOOptions:
     """Numbers of PGPO."""
 
-    pgpo_threshold: float = field(
-        default=0.4, metadata={"help": "Importance above which tokens are amplified, in (0, 1); PGPO's tau."}
+    pgpo_threshold: Annotated[float, in_range(1e-6, 1 - 1e-6, "in (0, 1)")] = option(
+        0.4, "Importance above which tokens are amplified, in (0, 1); PGPO's tau."
     )
-    pgpo_boost: float = field(
-        default=2.0, metadata={"help": "How far the most important token is amplified; PGPO's beta."}
+    pgpo_boost: Annotated[float, in_range(0, 1e6, "of at least 0")] = option(
+        2.0, "How far the most important token is amplified; PGPO's beta."
     )
 
     def __post_init__(self) -> None:
-        check_number("pgpo_threshold", self.pgpo_threshold, 1e-6, 1 - 1e-6, "in (0, 1)")
-        check_number("pgpo_boost", self.pgpo_boost, 0, 1e6, "of at least 0")
+        check_values(self)
 
 
 @registries.credit_rules.register("pgpo")

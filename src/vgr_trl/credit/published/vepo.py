@@ -1,12 +1,13 @@
 """VEPO: credit for tokens whose distribution changes with the image and that are uncertain."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from vgr_trl import registries
 from vgr_trl.batch.signals import RolloutSignals
-from vgr_trl.config.ranges import check_fraction, check_number
+from vgr_trl.config.option import option
+from vgr_trl.config.ranges import Fraction, Share, check_values
 from vgr_trl.credit.filters import top_fraction_mask
 from vgr_trl.credit.masked import check_shapes, min_max
 from vgr_trl.credit.trajectory import Gather
@@ -17,16 +18,11 @@ from vgr_trl.registries import declares
 class VEPOOptions:
     """Numbers of VEPO."""
 
-    top_p_vepo_tokens: float = field(
-        default=0.2, metadata={"help": "Share of a completion's tokens that VEPO keeps, in (0, 1]."}
-    )
-    vepo_alpha: float = field(
-        default=0.7, metadata={"help": "How much the divergence counts against the change of entropy, in [0, 1]."}
-    )
+    top_p_vepo_tokens: Fraction = option(0.2, "Share of a completion's tokens that VEPO keeps, in (0, 1].")
+    vepo_alpha: Share = option(0.7, "How much the divergence counts against the change of entropy, in [0, 1].")
 
     def __post_init__(self) -> None:
-        check_fraction("top_p_vepo_tokens", self.top_p_vepo_tokens)
-        check_number("vepo_alpha", self.vepo_alpha, 0, 1, "in [0, 1]")
+        check_values(self)
 
 
 @registries.credit_rules.register("vepo")

@@ -1,12 +1,14 @@
 """VGPO: advantages weighed by how much tokens, and completions of a prompt, resemble the image."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
 from vgr_trl import registries
 from vgr_trl.batch.signals import RolloutSignals
-from vgr_trl.config.ranges import check_fraction, check_number
+from vgr_trl.config.option import option
+from vgr_trl.config.ranges import Fraction, check_values, in_range
 from vgr_trl.credit.masked import SMALLEST_RANGE, check_shapes, masked_mean, min_max
 from vgr_trl.credit.trajectory import Gather
 from vgr_trl.registries import declares
@@ -19,20 +21,16 @@ COMPLETION_CLAMP = (0.9, 2.0)
 class VGPOOptions:
     """Numbers of VGPO."""
 
-    vgpo_compensation: float = field(
-        default=0.3, metadata={"help": "By how much the score of a completion's last token is raised; VGPO's beta."}
+    vgpo_compensation: Annotated[float, in_range(0, 1e6, "of at least 0")] = option(
+        0.3, "By how much the score of a completion's last token is raised; VGPO's beta."
     )
-    vgpo_gate_share: float = field(
-        default=0.2, metadata={"help": "Share of the late tokens whose score is raised, in (0, 1]; VGPO's kappa."}
-    )
-    vgpo_gate_start: float = field(
-        default=0.5, metadata={"help": "Share of a completion behind which tokens are late, in [0, 1)."}
+    vgpo_gate_share: Fraction = option(0.2, "Share of the late tokens whose score is raised, in (0, 1]; VGPO's kappa.")
+    vgpo_gate_start: Annotated[float, in_range(0, 1 - 1e-9, "in [0, 1)")] = option(
+        0.5, "Share of a completion behind which tokens are late, in [0, 1)."
     )
 
     def __post_init__(self) -> None:
-        check_number("vgpo_compensation", self.vgpo_compensation, 0, 1e6, "of at least 0")
-        check_fraction("vgpo_gate_share", self.vgpo_gate_share)
-        check_number("vgpo_gate_start", self.vgpo_gate_start, 0, 1 - 1e-9, "in [0, 1)")
+        check_values(self)
 
 
 @registries.credit_rules.register("vgpo")

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
 from vgr_trl.config.effects import Circumstances, changed_options, options_without_effect
 from vgr_trl.config.option import option
-from vgr_trl.config.ranges import check_choice, check_integer, check_number, check_switch
+from vgr_trl.config.ranges import Natural, Switch, check_values, in_range, one_of
 from vgr_trl.config.stages.credit import CreditOptions
 from vgr_trl.config.stages.measure import MeasureOptions
 from vgr_trl.config.stages.perceive import PerceiveOptions
@@ -20,6 +20,7 @@ NAMES_OF_NOTES = {
     "token_weight_topk_ratio": "token_weights_topk_ratio",
     "positive_only": "token_weights_positive_only",
 }
+_Finite = Annotated[float, in_range(-1e30, 1e30, "that is finite")]
 _MEASURED = ("attention", "dependency", "entropies", "logps")  # what rules of credit may read here
 _WITHOUT_MEANING = {
     "compute_attention_metrics", "attention_source", "perturbation", "further_perturbations", "dependency_over",
@@ -33,18 +34,20 @@ class SignalOptions(MeasureOptions, PerceiveOptions, CreditOptions):
     """What is measured in the actor, and what becomes of it; beside its own options those of the three stages."""
 
     estimator: str = option("grpo", "Advantage estimator of verl or EasyR1 whose advantages are shaped.")
-    apply_to: str = option("advantages", "Token weights multiply advantages, or the response mask.")
-    collect_attentions: bool = option(
+    apply_to: Annotated[str, one_of("advantages", "mask")] = option(
+        "advantages", "Token weights multiply advantages, or the response mask."
+    )
+    collect_attentions: Switch = option(
         False, "Token weights come with the rollout; the actor measures no attention for them."
     )
-    vgr_reward_weight: float = option(0.0, "Weight of the VGR reward, compared within each prompt.")
-    hard_negative_reward_weight: float = option(0.0, "Weight of the VGR reward among right answers.")
-    mdi_reward_weight: float = option(0.0, "Weight of the MDI reward.")
-    right_from: float = option(0.5, "A reward of at least this is a right answer, for the hard negative reward.")
-    share_prompts: str = option(
+    vgr_reward_weight: _Finite = option(0.0, "Weight of the VGR reward, compared within each prompt.")
+    hard_negative_reward_weight: _Finite = option(0.0, "Weight of the VGR reward among right answers.")
+    mdi_reward_weight: _Finite = option(0.0, "Weight of the MDI reward.")
+    right_from: _Finite = option(0.5, "A reward of at least this is a right answer, for the hard negative reward.")
+    share_prompts: Annotated[str, one_of("auto", "off")] = option(
         "auto", "auto: each prompt of the measured pass is computed once, where it can be; off."
     )
-    seed: int = option(42, "Seed of the perturbed images.")
+    seed: Natural = option(42, "Seed of the perturbed images.")
 
     @classmethod
     def read(cls, given: Mapping[str, Any] | None) -> "SignalOptions":
@@ -69,16 +72,9 @@ class SignalOptions(MeasureOptions, PerceiveOptions, CreditOptions):
 
     def check(self) -> None:
         """Raise `ConfigError` for values out of range, and for options that would have no effect."""
-        self.check_measure()
+        check_values(self)
         self.check_perceive()
-        self.check_credit()
         self.check_plugins()
-        check_choice("apply_to", self.apply_to, ("advantages", "mask"))
-        check_choice("share_prompts", self.share_prompts, ("auto", "off"))
-        check_switch("collect_attentions", self.collect_attentions)
-        check_integer("seed", self.seed, 0)
-        for name in ("vgr_reward_weight", "hard_negative_reward_weight", "mdi_reward_weight", "right_from"):
-            check_number(name, getattr(self, name), -1e30, 1e30, "that is finite")
         for need, readers in self.readers().items():
             if need not in _MEASURED:
                 raise ConfigError(
