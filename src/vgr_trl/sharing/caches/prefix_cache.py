@@ -88,9 +88,10 @@ class ExpandedKeys(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.was_read = True
-        keys = torch.cat([self.stored.keys.index_select(0, self.index), key_states], dim=-2)
-        values = torch.cat([self.stored.values.index_select(0, self.index), value_states], dim=-2)
-        return keys, values
+        return self._behind(self.stored.keys, key_states), self._behind(self.stored.values, value_states)
+
+    def _behind(self, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        return torch.cat([stored.index_select(0, self.index), new], dim=-2)
 
     def get_seq_length(self) -> int:
         return self.stored.length()
