@@ -1,12 +1,14 @@
 """Completions of a model for a batch of conversations, prompted as TRL prompts it during training."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
 from trl.data_utils import prepare_multimodal_messages
+
+from vgr_trl.replacing import replaced
 
 
 class Writer:
@@ -86,16 +88,10 @@ class Writer:
         return [image_id] if isinstance(image_id, int) and self.tokenizer is not self.processor else None
 
 
-@contextmanager
-def _only_these_settings(model: Any, settings: GenerationConfig) -> Iterator[None]:
+def _only_these_settings(model: Any, settings: GenerationConfig) -> AbstractContextManager[None]:
     """Keep what the checkpoint prefers (beams, a smaller top_k, …) from filling in what `settings` leaves open."""
     owner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    before = owner.generation_config
-    owner.generation_config = settings
-    try:
-        yield
-    finally:
-        owner.generation_config = before
+    return replaced(owner, "generation_config", settings)
 
 
 def _left_padded(rows: Sequence[Sequence[int]], value: int) -> torch.Tensor:

@@ -1,13 +1,14 @@
 """Each prompt of a batch computed once: the prompts first, then all completions behind them."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from inspect import signature
 from threading import RLock
 from typing import Any
 
 import torch
 
+from vgr_trl.replacing import replaced
 from vgr_trl.sharing.backbone import is_tracing, shards_layers
 from vgr_trl.sharing.counts import CannotShare, SharingReport
 from vgr_trl.sharing.cut import find_cut
@@ -92,14 +93,9 @@ class SharedForward:
         """Whether this process, or where that matters every process, would share the batch at hand."""
         return mine if self.agree is None else self.agree(mine)
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self) -> AbstractContextManager[None]:
         """Run plainly for the duration, uncounted: `generate` makes its own arrangements."""
-        before, self.paused = self.paused, True
-        try:
-            yield
-        finally:
-            self.paused = before
+        return replaced(self, "paused", True)
 
     def refuse_unfit_model(self, gradients: bool) -> None:
         """Raise `CannotShare` if the model, in its present state, cannot go on from a prompt computed before."""

@@ -1,7 +1,7 @@
 """A batch in two stages: its prompts, then its completions behind them, those of similar length at a time."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -216,15 +216,7 @@ def _has_hooks(base: torch.nn.Module, name: str) -> bool:
 @contextmanager
 def _cache_through_checkpoints(base: torch.nn.Module) -> Iterator[None]:
     """Let checkpointed layers use a cache: ours is not changed by a recomputation."""
-    layers = list(_checkpoints(base).values())
-    before = [vars(layer).get("_can_checkpoint_with_cache") for layer in layers]
-    for layer in layers:
-        layer._can_checkpoint_with_cache = True
-    try:
+    with ExitStack() as stack:
+        for layer in _checkpoints(base).values():
+            stack.enter_context(replaced(layer, "_can_checkpoint_with_cache", True))
         yield
-    finally:
-        for layer, value in zip(layers, before, strict=True):
-            if value is None:
-                del layer._can_checkpoint_with_cache
-            else:
-                layer._can_checkpoint_with_cache = value
