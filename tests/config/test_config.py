@@ -91,6 +91,7 @@ def test_aliases_set_the_fields_they_stand_for(tmp_path):
         ({"blur_radius": 1e29}, "blur_radius is 1e+29: give a number in [0, 1e6]."),
         ({"token_weights_clip": [2, 3]}, "token_weights_clip is [2, 3]: give two numbers low <= 1 <= high"),
         ({"share_prompts": "yes"}, "share_prompts is 'yes': give auto, on or off."),
+        ({"skip_padding": "yes"}, "skip_padding is 'yes': give auto or off."),
         ({"max_steps": 0}, "so nothing would be trained: give max_steps of at least 1, or more epochs."),
         (
             {"soft_punish_cache": 600, "max_completion_length": 512},
@@ -103,6 +104,12 @@ def test_refuses_values_out_of_range(tmp_path, options, message):
         config(tmp_path, **options)
     assert isinstance(caught.value, VGRError)
     assert isinstance(caught.value, ValueError)
+
+
+def test_on_and_off_may_be_what_yaml_reads_them_as(tmp_path):
+    assert config(tmp_path, share_prompts=False).share_prompts == "off"
+    assert config(tmp_path, share_prompts=True).share_prompts == "on"
+    assert config(tmp_path, skip_dead_rows=False).skip_dead_rows == "off"
 
 
 @pytest.mark.parametrize("launched", [True, False])

@@ -32,6 +32,7 @@ from vgr_trl.config.ranges import (
     is_number,
     one_of,
 )
+from vgr_trl.config.stages.skip import SWITCHES
 from vgr_trl.errors import ConfigError
 
 _RATIO_LOSSES = ("dapo", "grpo", "dr_grpo", "bnpo", "sapo", "luspo")
@@ -133,6 +134,7 @@ class DAPOConfig(
     def __post_init__(self) -> None:
         self._refuse_missing_deepspeed()
         self.resolve_aliases()
+        self._resolve_words()
         self._resolve_warmup()
         self._check_ranges()
         check_values(self)
@@ -162,6 +164,13 @@ class DAPOConfig(
     def has_token_advantages(self) -> bool:
         """Whether the loss gets advantages (N, T)."""
         return self.shapes_advantages or self.uses_critic
+
+    def _resolve_words(self) -> None:
+        """Take True and False, as which YAML reads on and off, for these words."""
+        words = {True: "on", False: "off"}
+        for name in ("share_prompts", *SWITCHES):
+            if isinstance(value := getattr(self, name), bool):
+                setattr(self, name, words[value])
 
     def _resolve_warmup(self) -> None:
         if self.warmup_ratio is not None:
