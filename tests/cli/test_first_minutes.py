@@ -196,6 +196,18 @@ def test_a_configuration_file_is_checked_by_name_and_key(tmp_path, capsys, text,
     assert "without a file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--per_device_train_batch_size 6 --num_generations 4", "A rollout is no whole number of groups: change"),
+        ("--eval_strategy steps --per_device_eval_batch_size 3", "or give --num_generations_eval"),
+    ],
+)
+def test_batches_of_broken_groups_are_told_with_the_flags_to_change(tmp_path, flags, told):
+    with pytest.raises(ConfigError, match=told):
+        parse((DAPOConfig,), "train", f"--output_dir {tmp_path} --bf16 false --use_cpu {flags}".split())
+
+
 def test_two_recipes_are_refused(capsys):
     assert main(["train", "--recipe", "dapo", "--recipe=grpo"]) == 1
     assert "--recipe is given twice: give one, and the options of the other as flags" in capsys.readouterr().err

@@ -92,6 +92,10 @@ def test_aliases_set_the_fields_they_stand_for(tmp_path):
         ({"token_weights_clip": [2, 3]}, "token_weights_clip is [2, 3]: give two numbers low <= 1 <= high"),
         ({"share_prompts": "yes"}, "share_prompts is 'yes': give auto, on or off."),
         ({"skip_padding": "yes"}, "skip_padding is 'yes': give auto or off."),
+        ({"num_generations": 0}, "num_generations is 0: give an integer of at least 2."),
+        ({"num_generations": None}, "num_generations is None: give an integer of at least 2."),
+        ({"save_steps": 0}, "save_steps is 0: give a number above 0, or save_strategy no."),
+        ({"eval_strategy": "steps", "eval_steps": 0}, "eval_steps is 0: give a number above 0, or eval_strategy no."),
         ({"max_steps": 0}, "so nothing would be trained: give max_steps of at least 1, or more epochs."),
         (
             {"soft_punish_cache": 600, "max_completion_length": 512},

@@ -125,6 +125,10 @@ def check_options_of_trl(options: Any) -> None:
     for name in _WHOLE_NUMBERS_OF_TRL:
         if (value := getattr(options, name)) is not None:
             check_integer(name, value, 1)
+    check_integer("num_generations", options.num_generations, 2)
+    for name in (f"{what}_steps" for what in ("save", "eval") if getattr(options, f"{what}_strategy") == "steps"):
+        if (value := getattr(options, name)) is not None and not (is_number(value) and value > 0):
+            raise ConfigError(f"{name} is {value!r}: give a number above 0, or {name[:4]}_strategy no.")
     for name, (low, high, meaning) in _RANGES_OF_TRL.items():
         if (value := getattr(options, name)) is not None:
             check_number(name, value, low, high, meaning)

@@ -17,6 +17,16 @@ _ADVICE = (  # part of an error of the libraries below, what to do
     ),
     ("fail_with_unknown_args", "The configuration file has a key that is no option: --help-all lists them."),
     ("bitsandbytes", "Quantised weights or 8-bit optimizers need bitsandbytes: pip install bitsandbytes."),
+    (
+        "must be divisible by num_generations",
+        "A rollout is no whole number of groups: change num_generations or per_device_train_batch_size, which is "
+        "multiplied by the processes and, unless steps_per_generation is given, by gradient_accumulation_steps.",
+    ),
+    (
+        "generations used for evaluation",
+        "An evaluation batch is no whole number of groups: change per_device_eval_batch_size, or give "
+        "--num_generations_eval.",
+    ),
     ("CUDA out of memory", "Not enough GPU memory: lower per_device_train_batch_size or max_completion_length."),
 )
 
