@@ -143,7 +143,12 @@ def test_another_run_in_the_folder_is_refused_and_resume_continues_it(model_fold
         (["--config", "/nowhere.yaml"], "--config is /nowhere.yaml, which is no file"),
         (["--dataset_streaming", "--max_steps", "-1"], "so the number of steps is not known: give max_steps"),
         (["--model_name_or_path", "/nowhere/model"], "There is no model folder /nowhere/model: give a"),
-        (["--use_peft", "--lora_target_modules", "nonsense"], "nonsense"),
+        (["--use_peft", "--lora_target_modules", "nonsense"], "lora_target_modules gives: give all-linear, or names"),
+        (["--use_peft"], "knows no modules of this model: give --lora_target_modules all-linear"),
+        (
+            ["--lora_r", "8", "--max_train_rows", "1"],
+            "lora_r is without effect because use_peft is False",
+        ),
         (["--reward_model_name_or_path", "/nowhere/model"], "There is no model folder /nowhere/model"),
         (["--vision_token_ids", "999999"], "vision_token_ids has 999999, but the model has"),
         (["--attn_implementation", "bogus"], "bogus"),

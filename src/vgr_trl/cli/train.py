@@ -24,6 +24,7 @@ from vgr_trl.cli.run.last_evaluation import LastEvaluation
 from vgr_trl.cli.run.step_lines import print_steps_as_lines
 from vgr_trl.compat.gloo_exit import let_gloo_finish
 from vgr_trl.config import DAPOConfig
+from vgr_trl.config.effects import changed_options
 from vgr_trl.data.read.failures import readable
 from vgr_trl.data.rows.columns import image_columns, images_of, undecoded
 from vgr_trl.data.rows.skipped import append_skipped, report_skipped
@@ -182,7 +183,7 @@ def _build_trainer(
     skipped += evaluated.skipped
     reward_funcs, left_out = without_images(rewards, config, reward_funcs, evaluated.train)
     if config.process_index == 0:
-        for said in filter(None, (evaluated.said, left_out)):
+        for said in filter(None, (evaluated.said, left_out, _idle_adapter(model))):
             print(said, file=sys.stderr)
         report_skipped(skipped, skipped_file)
     loading = {"revision": model.model_revision, "attn_implementation": model.attn_implementation, "dtype": model.dtype}
@@ -217,6 +218,16 @@ def without_images(
             setattr(config, option, [weight for number, weight in enumerate(weights) if number != place])
     kept = [function for number, function in enumerate(functions) if number != place]
     return kept, "The data have no images: the reward vgr, which needs them, is left out, and its weight with it."
+
+
+def _idle_adapter(model: ModelConfig) -> str | None:
+    """Which options of an adapter are given without one."""
+    of_adapters = ("lora_", "use_rslora", "use_dora")
+    idle = [name for name in changed_options(model) if name.startswith(of_adapters)]
+    if model.use_peft or not idle:
+        return None
+    names = f"{' and '.join(idle)} {'is' if len(idle) == 1 else 'are'}"
+    return f"{names} without effect because use_peft is False, so all weights train: add --use_peft."
 
 
 def _has_images(rows: Any) -> bool:

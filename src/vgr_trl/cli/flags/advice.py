@@ -27,6 +27,16 @@ _ADVICE = (  # part of an error of the libraries below, what to do
         "An evaluation batch is no whole number of groups: change per_device_eval_batch_size, or give "
         "--num_generations_eval.",
     ),
+    (
+        "Please specify `target_modules`",
+        "use_peft is on, and PEFT knows no modules of this model: give --lora_target_modules all-linear, or names such "
+        "as q_proj v_proj.",
+    ),
+    (
+        "not found in the base model",
+        "No module of the model has a name that lora_target_modules gives: give all-linear, or names such as q_proj "
+        "v_proj.",
+    ),
     ("CUDA out of memory", "Not enough GPU memory: lower per_device_train_batch_size or max_completion_length."),
 )
 
