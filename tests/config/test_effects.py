@@ -50,6 +50,15 @@ FILTER = {"enable_perception_filtering": True}
          {"dynamic_sampling": "advantage_estimator is gae, by which no group is dead, and online_filtering is False",
           "scale_rewards": "advantage_estimator is gae"}),
         ({"advantage_estimator": "gae", "dynamic_sampling": "resample", "online_filtering": True}, {}),
+        ({"vllm_mode": "server", "vllm_gpu_memory_utilization": 0.5}, dict.fromkeys(
+            ("vllm_mode", "vllm_gpu_memory_utilization"), "use_vllm is False")),
+        ({"vllm_mode": "server", "use_vllm": True}, {}),
+        ({"ref_model_sync_steps": 8}, {"ref_model_sync_steps": "sync_ref_model is False"}),
+        ({"entropy_target": 0.4, "use_adaptive_entropy": False}, {"entropy_target": "use_adaptive_entropy is False"}),
+        ({"num_completions_to_print": 2}, {"num_completions_to_print": "log_completions is False"}),
+        ({"sapo_temperature_neg": 2.0, "loss_type": "sapo"}, {}),
+        ({"sapo_temperature_neg": 2.0, "vespo_k_pos": 3.0}, dict.fromkeys(
+            ("sapo_temperature_neg", "vespo_k_pos"), "loss_type is dapo")),
         ({"patch_size": 8}, {"patch_size": NOTHING_PERTURBED}),
         ({"patch_size": 8, "der_loss_weight2": 0.03}, {}),
         ({"patch_size": 8, "perturbation": "mask_image", "perception_loss_weight": 0.01},

@@ -152,6 +152,10 @@ def _other_loss(*losses: str) -> Reason:
     return lambda args: f"loss_type is {args.loss_type}" if args.loss_type in losses else None
 
 
+def _loss_other_than(loss: str) -> Reason:
+    return lambda args: None if args.loss_type == loss else f"loss_type is {args.loss_type}"
+
+
 def _no_lower_clip(args: Any) -> str | None:
     unused = ("sapo", "vespo") if args.epsilon_high is None else ("cispo", "sapo", "vespo")
     return _other_loss(*unused)(args)
@@ -198,6 +202,16 @@ _RULES: dict[tuple[str, ...], Reason] = {
     ("dynamic_sampling",): _never_dead,
     ("gamma", "lam", "critic", "critic_learning_rate", "critic_warmup_steps", "critic_warmup",
      "cliprange_value"): _no_critic,
+    ("vllm_mode", "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_structured_outputs_regex", "vllm_server_base_url",
+     "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port", "vllm_gpu_memory_utilization",
+     "vllm_max_model_length", "vllm_tensor_parallel_size", "vllm_importance_sampling_correction",
+     "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_min",
+     "vllm_importance_sampling_clip_max"): _off("use_vllm"),
+    ("ref_model_sync_steps", "ref_model_mixup_alpha"): _off("sync_ref_model"),
+    ("entropy_target", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"): _off("use_adaptive_entropy"),
+    ("num_completions_to_print", "log_unique_prompts"): _off("log_completions"),
+    ("sapo_temperature_neg", "sapo_temperature_pos"): _loss_other_than("sapo"),
+    ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"): _loss_other_than("vespo"),
     ("kl_penalty", "use_kl_loss", "kl_type"): _off("kl_coef"),
     ("kl_target", "kl_horizon"): _no_adaptive_kl,
     ("perturbation",): _unscored_perturbation,
