@@ -65,6 +65,14 @@ def test_several_files_of_a_split(tmp_path):
         assert [row["problem"] for row in load_split("train", data_files=text, streaming=True)] == problems
 
 
+def test_files_of_one_split_with_other_types_are_refused(tmp_path):
+    Dataset.from_dict({"problem": [1, 2]}).to_parquet(tmp_path / "a.parquet")
+    Dataset.from_dict({"problem": [[1.5]]}).to_parquet(tmp_path / "b.parquet")
+    files = f"train={tmp_path}/a.parquet+{tmp_path}/b.parquet"
+    with pytest.raises(DataError, match="b.parquet have columns of different types, so they are no one split"):
+        load_split("train", data_files=files)
+
+
 def test_csv_is_not_typed(tmp_path):
     (tmp_path / "a.csv").write_text("\ufeffproblem,solution,choices\n\"1, 2?\",007,\nq,NA,\"['1', '2']\"\n\nq\n")
     rows = load_split("train", data_files=str(tmp_path / "a.csv"))
@@ -93,6 +101,10 @@ def test_exactly_one_source_is_needed(tmp_path):
         (lambda folder: {"dataset_path": f"{folder}/no"}, "which is not a folder; for single files use data_files"),
         (lambda folder: {"dataset_path": f"{folder}/empty"}, "empty, which is empty"),
         (lambda folder: {"data_files": f"{folder}/zero.parquet"}, "zero.parquet is empty"),
+        (
+            lambda folder: {"data_files": f"train={folder}/empty"},
+            "empty of data_files is a folder: give it as dataset_p",
+        ),
         (lambda folder: {"data_files": f"{folder}/text.txt"}, "text.txt is none of .parquet, .jsonl"),
         (lambda folder: {"data_files": f"{folder}/broken.parquet"}, "broken.parquet cannot be read"),
         (lambda folder: {"data_files": f"{folder}/blank.jsonl"}, "blank.jsonl has no rows"),

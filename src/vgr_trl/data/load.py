@@ -123,10 +123,18 @@ def _from_files(paths: Sequence[Path], streaming: bool, with_folders: bool = Tru
     if all(BUILDERS[path.suffix.lower()] == "text" for path in paths):
         return (stream_of if streaming else table_of)(paths, with_folders)
     tables = [_from_file(path, streaming, with_folders) for path in paths]
-    return concatenate_datasets(tables) if len(tables) > 1 else tables[0]
+    try:
+        return concatenate_datasets(tables) if len(tables) > 1 else tables[0]
+    except ValueError as error:
+        raise DataError(
+            f"{', '.join(map(str, paths))} have columns of different types, so they are no one split "
+            f"({str(error)[:300]}): bring them to one schema by vgr-trl data convert, and join them by merge."
+        ) from error
 
 
 def _require_file(path: Path) -> None:
+    if path.is_dir():
+        raise DataError(f"{path} of data_files is a folder: give it as dataset_path, or the files in it ({path}/*).")
     if not path.is_file():
         raise DataError(f"The file {path} of data_files does not exist.")
     if path.suffix.lower() not in BUILDERS:
