@@ -45,6 +45,14 @@ def test_checkpoints_stand_side_by_side_by_family(run, model_folder, tmp_path, c
         assert heading in shown
 
 
+def test_a_model_that_is_missing_is_told_before_another_is_asked(model_folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "load_for_inference", pytest.fail)
+    flags = ["--model_name_or_path", str(model_folder), "nowhere", "--dataset_path", str(tmp_path)]
+    (tmp_path / "test.jsonl").write_text('{"problem": "1 + 1?", "solution": "2"}')
+    assert main(["evaluate", *flags]) == 1
+    assert "There is no model folder nowhere" in capsys.readouterr().err
+
+
 def test_the_same_model_data_and_settings_are_not_measured_again(run, model_folder, tmp_path, capsys):
     mine = shutil.copytree(model_folder, tmp_path / "mine")
     numbers, loaded = run(mine)

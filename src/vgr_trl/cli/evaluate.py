@@ -76,9 +76,10 @@ def run(data: DataArguments, options: EvaluationArguments) -> dict[str, Evaluati
     ]
     cache = Cache((Path(options.cache_dir) if options.cache_dir else CACHE) if options.use_cache else None)
     left_out: list[Any] = []
-    results = {}
-    for name in dict.fromkeys(options.model_name_or_path):
-        loading: dict[str, Any] = {"revision": options.model_revision, "trust_remote_code": options.trust_remote_code}
+    questions: dict[str, tuple[Any, str]] = {}
+    results: dict[str, Evaluation] = {}
+    loading: dict[str, Any] = {"revision": options.model_revision, "trust_remote_code": options.trust_remote_code}
+    for name in dict.fromkeys(options.model_name_or_path):  # all, before the first is asked
         with one_sentence():
             rows, skipped = load_rows(
                 tested(data),
@@ -93,6 +94,8 @@ def run(data: DataArguments, options: EvaluationArguments) -> dict[str, Evaluati
                 rows_identity(rows),
                 _settings(options) | {"rewards": sources},
             )
+        questions[name] = rows, key
+    for name, (rows, key) in questions.items():
         result = cache.find(key)
         if result is None:
             with one_sentence():
