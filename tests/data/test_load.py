@@ -105,6 +105,10 @@ def test_exactly_one_source_is_needed(tmp_path):
             lambda folder: {"data_files": f"train={folder}/empty"},
             "empty of data_files is a folder: give it as dataset_p",
         ),
+        (
+            lambda folder: {"dataset_path": f"{folder}/two"},
+            "two/b.parquet, are no one set: name those to read by data_fi",
+        ),
         (lambda folder: {"data_files": f"{folder}/text.txt"}, "text.txt is none of .parquet, .jsonl"),
         (lambda folder: {"data_files": f"{folder}/broken.parquet"}, "broken.parquet cannot be read"),
         (lambda folder: {"data_files": f"{folder}/blank.jsonl"}, "blank.jsonl has no rows"),
@@ -113,6 +117,9 @@ def test_exactly_one_source_is_needed(tmp_path):
 )
 def test_missing_and_unreadable_sources_are_named(tmp_path, make, message):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "two").mkdir()
+    ROWS.to_parquet(tmp_path / "two" / "b.parquet")
+    ROWS.to_json(tmp_path / "two" / "a.jsonl")
     (tmp_path / "zero.parquet").touch()
     (tmp_path / "text.txt").write_text("hello")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 this is no parquet file PAR1")

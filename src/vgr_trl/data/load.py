@@ -20,7 +20,7 @@ from datasets import (
 
 from vgr_trl.data.build.sets import mmmu_pro
 from vgr_trl.data.joined import joined_rows, joined_source
-from vgr_trl.data.read.cards import refuse_files_elsewhere
+from vgr_trl.data.read.cards import names_files, refuse_files_elsewhere
 from vgr_trl.data.read.data_files import parse_data_files
 from vgr_trl.data.read.failures import readable
 from vgr_trl.data.read.readers import count_rows
@@ -181,7 +181,16 @@ def _from_folder(path: Path, streaming: bool) -> Any:
     if rows and all(BUILDERS[file.suffix.lower()] == "text" and file.name not in METADATA for file in rows):
         return _read_here({split: list(map(str, files)) for split, files in splits_of(rows, path).items()}, streaming)
     refuse_files_elsewhere(path)
+    _refuse_two_kinds(path, rows)
     return _keeping_types(load_dataset(str(path), streaming=streaming), path)
+
+
+def _refuse_two_kinds(folder: Path, rows: Sequence[Path]) -> None:
+    """Refuse files of which `datasets` would read one kind only; a JSON file may be about the others."""
+    kinds = {BUILDERS[file.suffix.lower()]: file for file in rows if file.suffix.lower() != ".json"}
+    if len(kinds) > 1 and not names_files(folder) and not any(file.name in METADATA for file in rows):
+        named = " and ".join(sorted(str(file) for file in kinds.values()))
+        raise DataError(f"Files of different kinds, {named}, are no one set: name those to read by data_files.")
 
 
 def _read_here(files: dict[str, list[str]], streaming: bool) -> DatasetDict | IterableDatasetDict:

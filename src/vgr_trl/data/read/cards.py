@@ -14,6 +14,11 @@ HEAD = re.compile(r"\s*---\n+(.*?)\n+---(?:\n|$)", re.DOTALL)
 CARDS = ("README.md", ".huggingface.yaml")
 
 
+def names_files(folder: Path) -> bool:
+    """Whether a card in `folder` says which files its rows are in."""
+    return any(True for name in CARDS for _ in _files(_said(folder / name)))
+
+
 def refuse_files_elsewhere(folder: Path) -> None:
     """Raise `DataError` if a card in `folder` names files outside of it, or addresses."""
     for name in CARDS:
