@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from vgr_trl.batch.signals import AttentionMass, RolloutSignals
 from vgr_trl.batch.token_columns import map_signals
 from vgr_trl.credit import CreditOptions, shape_advantages
+from vgr_trl.credit.totals import Totals, add_weights
 from vgr_trl.errors import ConfigError, DataError
 
 NAN = math.nan
@@ -386,3 +387,14 @@ def test_wide_smoothing_is_the_option():
     measured = signals([[1, 1, 1]], vgr=[[1.0, 2.0, 4.0]])
     credit, _ = shaped([1.0], measured, token_weights=True, token_weights_smooth_sigma=1000.0)
     assert credit[0].tolist() == pytest.approx([1, 1, 1], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("weights", "variance"), [([2.0, 2.0, 2.0], 0.0), ([1.0, 3.0, 2.0], 2 / 3), ([0.5, 1.5], 0.25)]
+)
+def test_the_variance_of_weights_is_about_their_own_mean(weights, variance):
+    totals, given = Totals(), torch.tensor([[*weights, 9.0]])
+    add_weights(totals, "weight", given, given < 9)
+    metrics = totals.metrics(lambda row: torch.cat([row, row]))  # two processes with the same
+    assert metrics["weight_mean"] == pytest.approx(sum(weights) / len(weights))
+    assert metrics["weight_variance"] == pytest.approx(variance, abs=1e-7)

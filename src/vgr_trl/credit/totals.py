@@ -14,6 +14,9 @@ class Totals:
         self.means: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # name -> sum, count
         self.largest: dict[str, tuple[torch.Tensor, int]] = {}  # name -> largest value times a sign, that sign
         self.known: dict[str, float] = {}
+        self.about_one: dict[
+            str, str
+        ] = {}  # name of a mean of (x - 1)², which becomes the variance of x -> of its mean
 
     def add(self, other: "Totals") -> None:
         """Add everything that another one has."""
@@ -60,6 +63,8 @@ class Totals:
         extremes = rows[:, split:].amax(dim=0).tolist()
         for (name, (_, sign)), value in zip(self.largest.items(), extremes, strict=True):
             results[name] = math.nan if value == -math.inf else sign * value
+        for name, mean in self.about_one.items():
+            results[name] = max(results[name] - (results[mean] - 1) ** 2, 0.0)
         return results | self.known
 
 
@@ -93,8 +98,9 @@ def add_filter(
 
 
 def add_weights(totals: Totals, name: str, weights: torch.Tensor, mask: torch.Tensor) -> None:
-    """Add mean, variance, smallest and largest of (N, T) weights, whose mean is 1, over the valid tokens `mask`."""
+    """Add mean, variance, smallest and largest of (N, T) weights over the valid tokens `mask`."""
     totals.add_mean(f"{name}_mean", weights, mask)
     totals.add_mean(f"{name}_variance", (weights - 1) ** 2, mask)
+    totals.about_one[f"{name}_variance"] = f"{name}_mean"
     totals.add_smallest(f"{name}_min", weights, mask)
     totals.add_largest(f"{name}_max", weights, mask)
