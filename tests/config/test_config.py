@@ -96,6 +96,12 @@ def test_aliases_set_the_fields_they_stand_for(tmp_path):
         ({"num_generations": None}, "num_generations is None: give an integer of at least 2."),
         ({"save_steps": 0}, "save_steps is 0: give a number above 0, or save_strategy no."),
         ({"eval_strategy": "steps", "eval_steps": 0}, "eval_steps is 0: give a number above 0, or eval_strategy no."),
+        ({"credit_rules": "vgpo"}, "credit_rules is 'vgpo': give a list, ['vgpo']."),
+        ({"signals": "entropies"}, "signals is 'entropies': give a list, ['entropies']."),
+        (
+            {"further_perturbations": "mask_image"},
+            "further_perturbations is 'mask_image': give a list, ['mask_image'].",
+        ),
         ({"max_steps": 0}, "so nothing would be trained: give max_steps of at least 1, or more epochs."),
         (
             {"soft_punish_cache": 600, "max_completion_length": 512},

@@ -49,6 +49,8 @@ def test_wrong_number_of_weights_names_the_functions_in_order():
         ConfigError, match=r"^reward_weights has 0 values but there is 1 reward function \(accuracy_reward\)"
     ):
         RewardSchedule.for_rewards(REWARDS[:1], [])
+    with pytest.raises(ConfigError, match=r"^reward_weights is 1: give a list with a number per function \(accuracy_r"):
+        RewardSchedule.for_rewards(REWARDS[:1], 1)
 
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), None, "1", True])

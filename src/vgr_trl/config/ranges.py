@@ -69,6 +69,12 @@ def check_switch(name: str, value: Any) -> None:
         raise ConfigError(f"{name} is {value!r}: give True or False.")
 
 
+def check_list(name: str, value: Any) -> None:
+    """Raise `ConfigError` for a text, whose letters would be taken for a list of names."""
+    if isinstance(value, str):
+        raise ConfigError(f"{name} is {value!r}: give a list, [{value!r}].")
+
+
 def check_interval(name: str, value: Any, low: float, within: float | None, meaning: str) -> None:
     """Raise `ConfigError` unless `value` is a pair low <= a <= within <= b; `within` None: a < b."""
     pair = isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2 and all(map(is_number, value))

@@ -64,6 +64,8 @@ def _checked(option: str, weights: Sequence[float] | None, names: list[str]) -> 
     if weights is None:
         return None
     listed = ", ".join(names)
+    if not isinstance(weights, list | tuple):
+        raise ConfigError(f"{option} is {weights!r}: give a list with a number per function ({listed}).")
     if len(weights) != len(names):
         raise ConfigError(
             f"{option} has {_count(len(weights), 'value')} but there {'is' if len(names) == 1 else 'are'} "

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from vgr_trl import registries
 from vgr_trl.config.option import option
 from vgr_trl.config.plugins import PERTURBATIONS, REMOVE_IMAGE, PluginOptions
-from vgr_trl.config.ranges import Fraction, PositiveInt, Share, Weight, at_least, in_range, one_of
+from vgr_trl.config.ranges import Fraction, PositiveInt, Share, Weight, at_least, check_list, in_range, one_of
 from vgr_trl.errors import ConfigError
 from vgr_trl.registries import VIEW
 
@@ -96,7 +96,9 @@ class PerceiveOptions(PluginOptions):
         return self.perception_loss_weight > 0 or self.der_loss_weight2 > 0
 
     def check_perceive(self) -> None:
-        """Raise `ConfigError` for perturbations that cannot be used."""
+        """Raise `ConfigError` for perturbations that cannot be used, and for a text in the place of names."""
+        for name in ("credit_rules", "signals", "further_perturbations"):
+            check_list(name, getattr(self, name))
         for name in self.views:
             if name not in PERTURBATIONS:
                 registries.perturbations.load(name)
