@@ -175,7 +175,7 @@ $(GPU_SITE): $(wildcard $(GPU_WHEELS)/*.whl)
 engines: $(DEV)
 	$(BIN)/python -m pytest -m "minutes or not minutes" tests/engines
 
-# Kills at random moments, in each phase and at every file of a save, half an hour and more; others are in `make test`, too.
+# Kills at random moments, in each phase and at every file of a save, up to an hour; others are in `make test`, too.
 .PHONY: faults
 faults: $(DEV)
 	$(BIN)/python -m pip install --quiet -r tests/faults/requirements.txt
