@@ -4,6 +4,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial, wraps
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -33,6 +34,15 @@ _HARD: dict[Any, Any] = {
     "vgr_reward": "vgr_hard_negative_reward",
 }
 _KEY = re.compile(r"(.*?)(?:\[(\w+)\])?", re.DOTALL)
+
+
+def is_reward_name(spec: Any) -> bool:
+    """Whether a text names a reward, not a reward model: a known name, a file's or a dotted path, and no folder."""
+    if not isinstance(spec, str) or Path(spec).is_dir():
+        return False
+    name = str(spec).strip().partition("[")[0]
+    dotted = "." in name and all(part.isidentifier() for part in re.split("[.:]", name))
+    return ".py:" in name or dotted or name in registries.rewards.names()
 
 
 def load_rewards(

@@ -1,6 +1,7 @@
 """What `DAPOTrainer` makes sure of before the first generation: rewards, columns, prompts."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from accelerate import PartialState
@@ -20,7 +21,7 @@ from vgr_trl.data.rows.columns import IMAGE_COLUMNS, image_columns, images_of
 from vgr_trl.data.rows.lengths import drop_long_prompts
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.rewards.accuracy_scale import scaled_by_accuracy
-from vgr_trl.rewards.registry import hardened
+from vgr_trl.rewards.registry import hardened, is_reward_name, load_reward
 from vgr_trl.rewards.schedule import RewardSchedule
 from vgr_trl.rewards.signatures import check_callable
 from vgr_trl.rewards.whole_groups import gather_groups, needed_columns
@@ -119,8 +120,11 @@ def announce(
 def plan_rewards(
     reward_funcs: Any, args: DAPOConfig, num_generations: Callable[[], int]
 ) -> tuple[list[Any], RewardSchedule]:
-    """Return the rewards as TRL gets them, and the schedule of the weights of those that were given."""
-    rewards = as_list(reward_funcs)
+    """Return the rewards as TRL gets them, and the schedule of the weights of those that were given, some by name."""
+    loaded = partial(
+        load_reward, max_completion_length=args.max_completion_length, soft_punish_cache=args.soft_punish_cache
+    )
+    rewards = [loaded(each) if is_reward_name(each) else each for each in as_list(reward_funcs)]
     if args.vgr_hard_negative:
         rewards = hardened(rewards)
     if args.attention_reward_scale == "accuracy":
