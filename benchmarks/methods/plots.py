@@ -34,10 +34,10 @@ def plot_doses(doses: Mapping[str, Mapping[int, Sequence[float]]], file: Path) -
             axes.errorbar(shifted, means, yerr=reach, marker="o", markersize=4, capsize=3, label=method)
         axes.set_xlabel("words of style in a thought")
 
-    _save(draw, file, legend="center")  # the best place is found without looking at intervals
+    _save(draw, file, legend="upper right")  # the best place is found without looking at intervals
 
 
-def _save(draw: Any, file: Path, legend: Literal["best", "center"] = "best") -> None:
+def _save(draw: Any, file: Path, legend: Literal["best", "upper right"] = "best") -> None:
     import matplotlib
 
     matplotlib.use("agg")
