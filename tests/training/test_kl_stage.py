@@ -8,12 +8,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from vgr_trl import DAPOConfig
-from vgr_trl.batch.inputs import scoring_inputs
+from vgr_trl.batch.inputs import scoring_inputs, valid_tokens
 from vgr_trl.errors import ConfigError
 from vgr_trl.training.full_kl import FullKL
 from vgr_trl.training.kl import PENALTY
 from vgr_trl.training.loss import what_reads_every_token
-from vgr_trl.training.rollout import valid_tokens
 
 OPTIONS = {
     "per_device_train_batch_size": 4,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from vgr_trl.batch.inputs import valid_tokens
 from vgr_trl.compat.loss_normaliser import average_as_loss
-from vgr_trl.training.rollout import valid_tokens
 
 LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 

@@ -107,6 +107,12 @@ def build_scoring_batch(
     return batch
 
 
+def valid_tokens(batch: Mapping[str, Any]) -> torch.Tensor:
+    """Return the mask (N, T) of the tokens of a batch of TRL that count in the loss."""
+    mask: torch.Tensor = batch["completion_mask"] * batch.get("tool_mask", 1)
+    return mask
+
+
 def scoring_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments of TRL's scoring for its batch, but for the model and the size of chunks."""
     names = ("num_images", "num_tiles", *TOKEN_TYPES, *IMAGE_INPUTS)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from vgr_trl.batch.inputs import valid_tokens
 from vgr_trl.batch.joining import join_rows
 from vgr_trl.batch.placement import Gather, Placement, checked
 from vgr_trl.batch.rows import Rows
@@ -94,5 +95,4 @@ def correct_num_items(batch: Mapping[str, Any], gather: Callable[[torch.Tensor],
     Args:
         gather: returns a number of each process as one tensor, as accelerate's function of this name does; called once.
     """
-    valid = batch["completion_mask"] * batch.get("tool_mask", 1)  # (N, T)
-    return {**batch, "num_items_in_batch": gather(valid.sum()).sum()}
+    return {**batch, "num_items_in_batch": gather(valid_tokens(batch).sum()).sum()}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
+from vgr_trl.batch.inputs import valid_tokens
 from vgr_trl.config import DAPOConfig
 from vgr_trl.credit import AdaptiveKLController, FixedKLController, kl_penalty
 from vgr_trl.credit.totals import Totals
@@ -17,7 +18,7 @@ from vgr_trl.training.checkpoints.shares import load_shares, save_share
 from vgr_trl.training.constructed import ConstructedTrainer
 from vgr_trl.training.full_kl import FullKL
 from vgr_trl.training.host import Host
-from vgr_trl.training.rollout import Rollout, TrainingPass, valid_tokens
+from vgr_trl.training.rollout import Rollout, TrainingPass
 
 logger = logging.get_logger(__name__)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from vgr_trl.batch.inputs import joined, scoring_inputs
+from vgr_trl.batch.inputs import joined, scoring_inputs, valid_tokens
 from vgr_trl.compat.loss_normaliser import average_as_loss
 from vgr_trl.config import DAPOConfig
 from vgr_trl.credit import entropy_penalty, perception_divergence, perception_loss
@@ -13,7 +13,7 @@ from vgr_trl.credit.totals import Totals
 from vgr_trl.training.critic.critic import Critic
 from vgr_trl.training.host import Host
 from vgr_trl.training.kl import KLControl
-from vgr_trl.training.rollout import TrainingPass, valid_tokens
+from vgr_trl.training.rollout import TrainingPass
 
 Score = Callable[..., Any]  # as TRL's `_get_per_token_logps_and_entropies`
 

@@ -12,6 +12,7 @@ from vgr_trl.batch.inputs import (
     scoring_inputs,
     stacked_inputs,
     text_inputs,
+    valid_tokens,
 )
 from vgr_trl.batch.signals import unmeasured
 from vgr_trl.config.plugins import REMOVE_IMAGE
@@ -19,7 +20,7 @@ from vgr_trl.signals import Measurement, perturb_images, visual_dependency
 from vgr_trl.signals.named import add_named, named_metrics
 from vgr_trl.signals.perturbation.conversations import images_in, perturbed_prompts, without_images
 from vgr_trl.training.host import Host
-from vgr_trl.training.rollout import Rollout, valid_tokens
+from vgr_trl.training.rollout import Rollout
 
 
 def perceive(rollout: Rollout, host: Host, measurement: Measurement) -> Rollout:

@@ -156,9 +156,3 @@ def weighted_sums(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return the weighted sums of rewards (N, F), (N,); NaN for a completion that none applies to."""
     sums = (rewards * weights.to(rewards)).nansum(dim=1)
     return sums.masked_fill(rewards.isnan().all(dim=1), torch.nan)
-
-
-def valid_tokens(inputs: dict[str, Any]) -> torch.Tensor:
-    """Return the mask (N, T) of the tokens of a batch that count in the loss."""
-    mask: torch.Tensor = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-    return mask

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import torch
 
+from vgr_trl.batch.inputs import valid_tokens
 from vgr_trl.batch.signals import unmeasured
 from vgr_trl.credit import shape_advantages
 from vgr_trl.training.host import Host
-from vgr_trl.training.rollout import Rollout, valid_tokens
+from vgr_trl.training.rollout import Rollout
 
 
 def spread(rollout: Rollout, host: Host) -> tuple[Rollout, dict[str, float]]:

@@ -8,6 +8,7 @@ import torch
 from accelerate.utils import gather_object
 from transformers.utils import logging
 
+from vgr_trl.batch.inputs import valid_tokens
 from vgr_trl.credit.advantages import estimate_advantages
 from vgr_trl.credit.masked import masked_mean
 from vgr_trl.sampling import (
@@ -30,7 +31,7 @@ from vgr_trl.training.choice.further_prompts import FurtherPrompts
 from vgr_trl.training.choice.greedy_baseline import greedy_baseline
 from vgr_trl.training.choice.replay import OLD_LOGPS, Replay
 from vgr_trl.training.host import Host
-from vgr_trl.training.rollout import Rollout, Verdict, valid_tokens, weighted_sums
+from vgr_trl.training.rollout import Rollout, Verdict, weighted_sums
 
 logger = logging.get_logger(__name__)
 

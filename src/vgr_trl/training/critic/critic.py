@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from vgr_trl.batch.inputs import scoring_inputs
+from vgr_trl.batch.inputs import scoring_inputs, valid_tokens
 from vgr_trl.compat.loss_normaliser import average_as_loss
 from vgr_trl.credit.gae import gae, token_rewards, value_loss, whiten
 from vgr_trl.credit.totals import Totals
@@ -18,7 +18,7 @@ from vgr_trl.errors import ConfigError
 from vgr_trl.training.critic.learning import Learner
 from vgr_trl.training.critic.values import ValueHead, ValueModel, hidden_width, value_reader
 from vgr_trl.training.host import Host
-from vgr_trl.training.rollout import Rollout, TrainingPass, valid_tokens, weighted_sums
+from vgr_trl.training.rollout import Rollout, TrainingPass, weighted_sums
 
 logger = logging.get_logger(__name__)
 Score = Callable[[nn.Module, dict[str, Any]], torch.Tensor]

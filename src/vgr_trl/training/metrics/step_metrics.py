@@ -5,9 +5,10 @@ from collections.abc import Iterable, MutableMapping, Sequence
 
 import torch
 
+from vgr_trl.batch.inputs import valid_tokens
 from vgr_trl.config import DAPOConfig
 from vgr_trl.training.host import Host
-from vgr_trl.training.rollout import TrainingPass, valid_tokens
+from vgr_trl.training.rollout import TrainingPass
 
 _VALID_MEANS = (
     "entropy_penalty",

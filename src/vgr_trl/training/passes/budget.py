@@ -8,11 +8,11 @@ import torch
 from accelerate import DistributedType
 from torch import nn
 
+from vgr_trl.batch.inputs import valid_tokens
 from vgr_trl.sharing.grouping import find_groups
 from vgr_trl.skipping import Extent, pack_rows, take_rows, tokens_of
 from vgr_trl.training.host import Host
 from vgr_trl.training.passes.skip import LivePasses
-from vgr_trl.training.rollout import valid_tokens
 
 _PER_WINDOW = ("dapo", "cispo", "vespo")  # TRL divides their sums by the tokens of the optimizer step
 Loss = Callable[[nn.Module, dict[str, Any]], torch.Tensor]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vgr_trl.batch.inputs import valid_tokens
 from vgr_trl.errors import DataError
 from vgr_trl.sharing import Place
 from vgr_trl.sharing.backbone import base_of, causal_model
@@ -29,7 +30,7 @@ from vgr_trl.skipping import (
 from vgr_trl.training.choice.replay import OLD_LOGPS, Replay
 from vgr_trl.training.host import Host
 from vgr_trl.training.passes.around import Passes
-from vgr_trl.training.rollout import Rollout, TrainingPass, valid_tokens
+from vgr_trl.training.rollout import Rollout, TrainingPass
 
 Scored = tuple[torch.Tensor, torch.Tensor | None, Any]
 
