@@ -21,9 +21,8 @@ from vgr_trl.credit.masked import check_shapes
 from vgr_trl.credit.token_weights import dependency_weights, token_weights
 from vgr_trl.credit.totals import Totals, add_filter, add_weights
 from vgr_trl.credit.trajectory import Gather, largest_scale, mean_dependency, scale_means, trajectory_statistics
-from vgr_trl.errors import ConfigError
 from vgr_trl.registries import declares, needs_of, short_name
-from vgr_trl.signals.ratios import late_layers, token_vision_gain_ratio
+from vgr_trl.signals.ratios import last_layers, token_vision_gain_ratio
 
 Metric = float | torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Credit = tuple[torch.Tensor, Totals | Mapping[str, Metric]]
@@ -179,7 +178,11 @@ def scale_completions(
 
 def attention_weights(attention: AttentionMass, mask: torch.Tensor, options: CreditOptions) -> torch.Tensor:
     """Return the token weights (N, T) that `shape_advantages` gives, whatever the advantages are."""
-    vgr = token_vision_gain_ratio(attention, _weighted_layers(len(attention.vision), options))  # (N, T)
+    scheme = getattr(options, "attention_segments", "thirds")
+    layers = last_layers(
+        len(attention.vision), options.token_weights_last_k_layers, scheme, "token_weights_last_k_layers"
+    )
+    vgr = token_vision_gain_ratio(attention, layers)  # (N, T)
     return token_weights(
         vgr,
         mask,
@@ -187,18 +190,6 @@ def attention_weights(attention: AttentionMass, mask: torch.Tensor, options: Cre
         smooth_sigma=options.token_weights_smooth_sigma,
         topk_ratio=options.token_weights_topk_ratio,
     )
-
-
-def _weighted_layers(num_layers: int, options: CreditOptions) -> list[int]:
-    last = options.token_weights_last_k_layers
-    if last is not None:
-        if not 1 <= last <= num_layers:
-            raise ConfigError(
-                f"token_weights_last_k_layers is {last}, but attention was measured in {num_layers} layers: give a "
-                f"number in [1, {num_layers}], or None for the late segment."
-            )
-        return list(range(num_layers - last, num_layers))
-    return late_layers(num_layers, getattr(options, "attention_segments", "thirds"))
 
 
 def _pair(values: Sequence[float]) -> tuple[float, float]:

@@ -49,6 +49,22 @@ def late_layers(num_layers: int, scheme: str = "thirds") -> list[int]:
     return segments.get("late", segments["all"])
 
 
+def last_layers(num_layers: int, count: int | None, scheme: str, name: str) -> list[int]:
+    """Return the last `count` layers, as the option of that name says, or where it is None those of `late_layers`.
+
+    Raises:
+        ConfigError: there are not so many.
+    """
+    if count is None:
+        return late_layers(num_layers, scheme)
+    if not 1 <= count <= num_layers:
+        raise ConfigError(
+            f"{name} is {count}, but attention was measured in {num_layers} layers: give a number "
+            f"in [1, {num_layers}], or None for the late segment."
+        )
+    return list(range(num_layers - count, num_layers))
+
+
 def mean_attention(mass: AttentionMass, layers: Sequence[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return A_V and A_I of each completion, (N,) each in [0, 1]: means over the layers and over the tokens that count.
 

@@ -10,12 +10,12 @@ import torch
 from vgr_trl.batch.signals import AttentionMass
 from vgr_trl.errors import ConfigError
 from vgr_trl.integrations.verl.options import SignalOptions
-from vgr_trl.integrations.verl.token_weights import weighted_layers
+from vgr_trl.integrations.verl.token_weights import LAST_LAYERS
 from vgr_trl.sharing import SharingReport, share_prompts
 from vgr_trl.sharing.backbone import causal_model, flattens_layers
 from vgr_trl.signals.attention.probe import AttentionProbe
 from vgr_trl.signals.modality import ModalityMasks, build_modality_masks, vision_token_ids
-from vgr_trl.signals.ratios import late_layers
+from vgr_trl.signals.ratios import last_layers, late_layers
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class MeasuredPass:
             )
             columns[name] = self._along(side[late].mean(0) / of_token, first, stop)
             if options.token_weights and options.token_weights_last_k_layers is not None:
-                chosen = weighted_layers(len(side), options.token_weights_last_k_layers)
+                chosen = last_layers(len(side), options.token_weights_last_k_layers, "thirds", LAST_LAYERS)
                 columns[f"{name}_chosen"] = self._along(side[chosen].mean(0) / of_token, first, stop)
         if "vgr_vision_chosen" in columns:
             columns["vgr_token"] = columns.pop("vgr_instruction_chosen") / columns.pop("vgr_vision_chosen")

@@ -11,8 +11,9 @@ from vgr_trl.credit.token_weights import token_weights
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.signals.attention.generated import mass_of_steps
 from vgr_trl.signals.modality import build_modality_masks, special_token_ids, vision_token_ids
-from vgr_trl.signals.ratios import late_layers, token_vision_gain_ratio, vision_gain_ratio
+from vgr_trl.signals.ratios import last_layers, token_vision_gain_ratio, vision_gain_ratio
 
+LAST_LAYERS = "token_weight_last_k_layers"  # the option, as the notes name it
 _FITTED = "token_weights were padded with 1 or cut to the {} tokens of the responses (this is said once)."
 
 
@@ -93,7 +94,7 @@ def token_vgr_weights(
     Raises:
         ConfigError: an option is out of range.
     """
-    layers = weighted_layers(len(mass.vision), last_k_layers)
+    layers = last_layers(len(mass.vision), last_k_layers, "thirds", LAST_LAYERS)
     token_vgr, mask = token_vision_gain_ratio(mass, layers), mass.mask.bool()  # (N, T)
     weights = token_weights(token_vgr, mask, clip=clip, smooth_sigma=smooth_sigma, topk_ratio=topk_ratio)
     info = {
@@ -104,22 +105,6 @@ def token_vgr_weights(
         "layers": layers,
     }
     return weights, info
-
-
-def weighted_layers(num_layers: int, last: int | None, scheme: str = "thirds") -> list[int]:
-    """Return the last so many layers, or where that is None the late segment.
-
-    Raises:
-        ConfigError: there are not so many.
-    """
-    if last is None:
-        return late_layers(num_layers, scheme)
-    if not 1 <= last <= num_layers:
-        raise ConfigError(
-            f"token_weight_last_k_layers is {last}, but attention was measured in {num_layers} layers: give a number "
-            f"in [1, {num_layers}], or None for the late third."
-        )
-    return list(range(num_layers - last, num_layers))
 
 
 def as_weights(values: Any, response_mask: torch.Tensor) -> torch.Tensor:
