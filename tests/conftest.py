@@ -1,5 +1,6 @@
 """Tiny random models and questions, made here, so that no test downloads anything."""
 
+import functools
 import gc
 import os
 
@@ -108,6 +109,22 @@ def text_trainer(text_model: Qwen2ForCausalLM, text_tokenizer: PreTrainedTokeniz
         return trainer(model, rewards, options, rows, eval_rows, **more)
 
     return build
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """TRL's passes over completions: whether with gradients, and over how many rows."""
+    from trl import GRPOTrainer  # takes seconds, too
+
+    seen, score = [], GRPOTrainer._get_per_token_logps_and_entropies
+
+    @functools.wraps(score)
+    def counted(self, model, input_ids, *args, **kwargs):
+        seen.append((torch.is_grad_enabled(), len(input_ids)))
+        return score(self, model, input_ids, *args, **kwargs)
+
+    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", counted)
+    return seen
 
 
 @pytest.fixture

@@ -83,13 +83,6 @@ def is_writable(path: Path) -> bool:
     return folder.is_dir() and os.access(folder, os.W_OK)
 
 
-def in_the_way(path: Path, is_folder: bool = False) -> Path | None:
-    """Return what prevents a file (or folder) at `path` from being written to, None if nothing does."""
-    existing = next(place for place in (path, *path.absolute().parents) if place.exists())
-    fits = existing.is_dir() == (is_folder or existing != path)
-    return None if fits and os.access(existing, os.W_OK) else existing
-
-
 def sync_files(paths: Sequence[Path]) -> None:
     """Wait until files and their names are on the disk; all at once where the system can, which is much faster."""
     if hasattr(os, "sync"):

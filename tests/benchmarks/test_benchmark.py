@@ -1,19 +1,9 @@
 """The benchmark's own arithmetic, and one small run of it as on a GPU."""
 
-import importlib
 import json
 import sys
-from pathlib import Path
 
 import pytest
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def module(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module
 
 
 @pytest.mark.parametrize("largest", [0, 1, 2, 5, 8, 11, 20])

@@ -1,18 +1,11 @@
 """The arithmetic of docs/cost.md, by hand and against what was measured elsewhere."""
 
-import importlib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def module(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module
 
 
 @pytest.mark.parametrize(

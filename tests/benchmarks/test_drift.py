@@ -1,18 +1,12 @@
 """The arithmetic of the bench of the VGR reward's drift, by hand."""
 
-import importlib
-from pathlib import Path
-
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture
-def looks(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("drift.looks")
+def looks(module):
+    return module("drift.looks")
 
 
 def test_values_that_follow_the_words_are_explained_by_them(looks):

@@ -1,6 +1,5 @@
 """easy-VQA becomes rows: what an image shows is told by its own questions, and families are balanced."""
 
-import importlib
 from collections import Counter
 from pathlib import Path
 
@@ -12,9 +11,8 @@ DATA = Path(__file__).parents[3] / "shared" / "data" / "easy_vqa"
 
 
 @pytest.fixture
-def easy(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-    return importlib.import_module("easy_vqa_rows")
+def easy(module):
+    return module("easy_vqa_rows")
 
 
 def image(*pairs: tuple[str, str]) -> dict:

@@ -1,6 +1,5 @@
 """What `make gpu` runs, on a CPU with tiny models; and the arithmetic of its results by hand."""
 
-import importlib
 import json
 import subprocess
 import sys
@@ -13,12 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = (48, 16, 8, 2)
-
-
-@pytest.fixture
-def module(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,11 @@
 """The slope of a long run, by hand."""
 
-import importlib
-from pathlib import Path
-
 import pytest
 
 
 @pytest.fixture
-def long_run(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-    return importlib.import_module("long_run")
+def long_run(module):
+    return module("long_run")
 
 
 def test_the_slope_of_a_line_is_exact(long_run):

@@ -1,6 +1,5 @@
 """The bench of methods: its questions, its controls, and the arithmetic of its leaderboard, by hand."""
 
-import importlib
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +12,6 @@ from vgr_trl.demo.dataset import words_of
 from vgr_trl.demo.tiny_processor import build_processor
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def module(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module
 
 
 @pytest.mark.parametrize(("count", "before"), [(0, (0, 0, 0)), (8, (3, 3, 2)), (32, (11, 11, 10))])

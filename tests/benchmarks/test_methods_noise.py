@@ -1,18 +1,12 @@
 """What share of a step's gradient is signal, by hand."""
 
-import importlib
-from pathlib import Path
-
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture
-def noise(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("methods.noise")
+def noise(module):
+    return module("methods.noise")
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,6 @@
 """The benchmark of steps: its rollouts, its limit on paper, and one small step counted."""
 
-import importlib
-from pathlib import Path
-
 import pytest
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def module(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module
 
 
 def test_lengths_are_log_normal_with_a_mean_of_two_fifths(module):

@@ -4,9 +4,9 @@ from collections import Counter
 
 import pytest
 
+from vgr_trl.data.rows.text.prompts import LETTERS
 from vgr_trl.demo.shapes import FAMILIES, as_open_question, draw_questions
 from vgr_trl.evaluation import blank_image
-from vgr_trl.rewards.answers.letters import LETTERS
 
 
 def test_a_seed_draws_the_same_questions_again():

@@ -2,12 +2,9 @@
 
 import json
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from support.launching import environment
+from support.commands import finish, train_command
 from support.trainers import OPTIONS, letters_reward, prompts, train_file, vision_trainer
 from transformers import TrainerCallback
 
@@ -15,8 +12,6 @@ from vgr_trl import DAPOConfig
 from vgr_trl.data.load import load_split
 from vgr_trl.data.rows.schema import prepare_rows
 from vgr_trl.errors import DataError
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -81,22 +76,15 @@ def test_the_row_and_the_file_are_named_and_the_run_goes_on(cut, model_folder, f
 @pytest.mark.slow
 def test_the_command_says_it_in_one_sentence(model_folder, folder, tmp_path):
     """A reward deletes the images."""
-    empty, reward = tmp_path / "empty.txt", tmp_path / "breaking.py"
-    empty.touch()
+    reward = tmp_path / "breaking.py"
     reward.write_text(
         "from pathlib import Path\n"
         "def breaking(completions, **kwargs):\n"
         f"    for path in Path({str(folder)!r}).glob('*.png'): path.unlink()\n"
         "    return [float(row) for row in range(len(completions))]\n"
     )
-    flags = (
-        f"examples/train_grpo_vlm.py --model_name_or_path {model_folder} --data_files {folder / 'train.jsonl'} "
-        f"--use_cpu --output_dir {tmp_path / 'run'} --system_prompt_file {empty} --bf16 false --report_to none "
-        f"--gradient_checkpointing false --reward_funcs {reward}:breaking --per_device_train_batch_size 4 "
-        "--num_generations 4 --max_completion_length 4 --max_steps 5"
-    )
-    command = [sys.executable, *flags.split()]
-    run = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    flags = f"--reward_funcs {reward}:breaking --per_device_train_batch_size 4 --max_steps 5"
+    run = finish(train_command(model_folder, folder / "train.jsonl", tmp_path / "run", flags))
     assert run.returncode == 1, run.stderr[-3000:]
     assert "vgr-trl train: Row " in run.stderr
     assert "Traceback" not in run.stderr

@@ -1,19 +1,15 @@
 """A tracker that cannot be reached ends a run at its start; one that fails later does not; other callbacks do."""
 
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
-from support.launching import environment
+from support.commands import finish, train_command
 from support.trainers import train_file
 from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback
 
 from vgr_trl.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
 NOBODY = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40, "WANDB_INIT_TIMEOUT": "2"}
 
 
@@ -21,20 +17,10 @@ NOBODY = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40, "WA
 @pytest.mark.skipif(not find_spec("wandb"), reason="wandb is not installed")
 @pytest.mark.parametrize(("mode", "status"), [("online", 1), ("offline", 0)])
 def test_wandb_whose_server_does_not_answer(mode, status, model_folder, question_files, tmp_path):
-    empty, output = tmp_path / "empty.txt", tmp_path / "run"
-    empty.touch()
-    flags = (
-        f"examples/train_grpo_vlm.py --model_name_or_path {model_folder} --data_files {train_file(question_files)} "
-        f"--use_cpu --output_dir {output} --system_prompt_file {empty} --bf16 false --gradient_checkpointing false "
-        "--per_device_train_batch_size 4 --num_generations 4 --max_completion_length 4 --max_steps 1 --report_to wandb"
-    )
-    run = subprocess.run(
-        [sys.executable, *flags.split()],
-        cwd=ROOT,
-        env=environment(WANDB_DIR=str(tmp_path), WANDB_MODE=mode, **NOBODY),
-        capture_output=True,
-        text=True,
-    )
+    output = tmp_path / "run"
+    flags = "--per_device_train_batch_size 4 --max_steps 1 --report_to wandb"
+    command = train_command(model_folder, train_file(question_files), output, flags)
+    run = finish(command, WANDB_DIR=str(tmp_path), WANDB_MODE=mode, **NOBODY)
     assert run.returncode == status, run.stderr[-3000:]
     assert "Traceback" not in run.stderr
     assert (output / "model.safetensors").exists() == (status == 0)

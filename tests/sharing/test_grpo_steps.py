@@ -5,22 +5,13 @@ from datasets import Dataset
 from peft import LoraConfig
 from support.models.families import build as build_model
 from support.old_releases import KEEPS_LESS
-from support.steps import DAPO, STOCK, largest_relative_update, options, texts_of, trained
+from support.steps import DAPO, LOSSES, STOCK, largest_relative_update, options, texts_of, trained
+from support.trainers import logged
 from support.vllm import in_place_of_vllm
 
 # TRL 1.16 switches checkpointing off around a rollout by the old name of the method.
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_(en|dis)able` is deprecated:FutureWarning")
 
-LOSSES = {
-    "dapo": {},
-    "grpo": {"loss_type": "grpo"},
-    "dr_grpo": {"loss_type": "dr_grpo"},
-    "bnpo": {"loss_type": "bnpo"},
-    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
-    "sapo": {"loss_type": "sapo"},
-    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
-    "vespo": {"loss_type": "vespo"},
-}
 TWICE = {"num_iterations": 2}  # the second time the policy is not the one that wrote the completions
 STRADDLING = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
@@ -52,6 +43,7 @@ def test_steps_of_every_loss(loss, vision, image_rows, tmp_path):
     if loss != "bnpo":
         assert ours.places["training"].prompts_per_row == 1 / 4
         assert not ours.places["training"].plain
+        assert logged(ours, "sharing/prompts_per_row") == [1 / 4] * 3
 
 
 @pytest.mark.parametrize("loss", LOSSES)

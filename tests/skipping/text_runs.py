@@ -6,24 +6,14 @@ from functools import wraps
 
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3Model
+from support.steps import numbered_tokenizer, options
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 from trl import GRPOConfig, GRPOTrainer
 
 from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.replacing import replaced
 
-PAD, EOS, TEXT, VOCABULARY = 0, 1, 4, 40
-LOSSES = {
-    "dapo": {},
-    "grpo": {"loss_type": "grpo"},
-    "dr_grpo": {"loss_type": "dr_grpo"},
-    "bnpo": {"loss_type": "bnpo"},
-    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
-    "sapo": {"loss_type": "sapo"},
-    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
-    "vespo": {"loss_type": "vespo"},
-}
+PAD, EOS, VOCABULARY = 0, 1, 40
 
 
 def build_model() -> Qwen3ForCausalLM:
@@ -44,15 +34,6 @@ def build_model() -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    words = {"<pad>": PAD, "<eos>": EOS, **{f"w{number}": number for number in range(2, VOCABULARY)}}
-    backend = Tokenizer(models.WordLevel(words, unk_token="w2"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="w2", padding_side="left"
-    )
-
-
 def build_prompts() -> Dataset:
     """Of 6 to 22 tokens; the first word is w4 or w5."""
     draw = torch.Generator().manual_seed(1)
@@ -65,11 +46,6 @@ def half_dead_reward(prompts, completion_ids, **kwargs):
     patterns = {0: (0.0, 1.0, 0.5, 0.5), 1: (0.3, 0.3, 0.3, 0.3)}
     words = [int(prompt.split()[0][1:]) for prompt in prompts]
     return [patterns[word % 2][row % 4] for row, word in enumerate(words)]
-
-
-def lively_reward(completion_ids, **kwargs):
-    """Another value for nearly every completion."""
-    return [sum(ids) % 17 / 17 for ids in completion_ids]
 
 
 def dead_reward(completion_ids, **kwargs):
@@ -105,44 +81,26 @@ START = {name: parameter.detach().clone() for name, parameter in build_model().n
 
 def build(stock, *, credit=False, reward=half_dead_reward, peft=None, **changed):
     """A trainer of three steps of SGD in float32 over rollouts of two prompts with four completions each."""
-    options = {
-        "output_dir": tempfile.mkdtemp(),
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "num_generations": 4,
-        "max_completion_length": 6,
-        "max_steps": 3,
-        "learning_rate": 0.3,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 1e9,
-        "optim": "sgd",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "seed": 7,
-        "temperature": 2.0,
-        "epsilon_high": 0.28,
-        "generation_kwargs": {"suppress_tokens": [t for t in range(VOCABULARY) if t not in (EOS, *range(6, 12))]},
-    }
+    few = (EOS, *range(6, 12))
+    settings = options(
+        tempfile.mkdtemp(), max_completion_length=6, learning_rate=0.3, temperature=2.0, epsilon_high=0.28,
+        generation_kwargs={"suppress_tokens": [token for token in range(VOCABULARY) if token not in few]},
+    )  # fmt: skip
     trainers = {(True, False): GRPOTrainer, (True, True): StockWithCredit}
     trainers |= {(False, False): DAPOTrainer, (False, True): OursWithCredit}
     return trainers[stock, credit](
         model=Qwen3ForCausalLM.from_pretrained(FOLDER),
         reward_funcs=reward,
-        args=(GRPOConfig if stock else DAPOConfig)(**{**options, **changed}),
+        args=(GRPOConfig if stock else DAPOConfig)(**settings | changed),
         train_dataset=build_prompts(),
-        processing_class=build_tokenizer(),
+        processing_class=numbered_tokenizer(VOCABULARY),
         **({} if peft is None else {"peft_config": peft}),
     )
 
 
-def train(stock, **options):
+def train(stock, **changed):
     """The trainer after its steps."""
-    trainer = build(stock, **options)
+    trainer = build(stock, **changed)
     trainer.train()
     return trainer
 
@@ -181,14 +139,3 @@ def micro_batches():
 def weights_of(trainer):
     """By name, whole."""
     return dict(trainer.accelerator.unwrap_model(trainer.model).named_parameters())
-
-
-def relative_difference(mine, theirs):
-    """Largest difference of any two weights, relative to the largest update of any weight."""
-    update = difference = 0.0
-    for name, other in theirs.items():
-        before = START.get(name.replace("base_model.model.", "").replace(".base_layer", ""), other)
-        before = torch.zeros_like(other) if "lora_B" in name else before
-        update = max(update, float((other - before).detach().abs().max()))
-        difference = max(difference, float((mine[name] - other).detach().abs().max()))
-    return difference / update if update else difference

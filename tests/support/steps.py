@@ -6,11 +6,23 @@ from contextlib import contextmanager
 import torch
 from support import trainers
 from support.models.tiny_questions import WORDS
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from vgr_trl.sharing import SharingReport, plan, replaced, share_prompts
 
 PLACES = ("generation", "scoring", "training")
 DAPO, STOCK = trainers.OURS, trainers.STOCK
+LOSSES = {
+    "dapo": {},
+    "grpo": {"loss_type": "grpo"},
+    "dr_grpo": {"loss_type": "dr_grpo"},
+    "bnpo": {"loss_type": "bnpo"},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
+    "sapo": {"loss_type": "sapo"},
+    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    "vespo": {"loss_type": "vespo"},
+}
 
 
 def uneven_reward(completion_ids, **kwargs):
@@ -27,6 +39,16 @@ STEPS = trainers.BIG_STEPS | {
 def options(folder, **changed):
     """Three steps of SGD in float32 over two prompts with four completions each."""
     return trainers.OPTIONS | {"output_dir": str(folder), **STEPS, **changed}
+
+
+def numbered_tokenizer(size):
+    """Of the words w2, w3, …, which stand for their numbers; 0 pads and 1 ends."""
+    words = {"<pad>": 0, "<eos>": 1, **{f"w{number}": number for number in range(2, size)}}
+    backend = Tokenizer(models.WordLevel(words, unk_token="w2"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="w2", padding_side="left"
+    )
 
 
 def build_trainer(classes, model, processor, rows, settings, **more):
@@ -75,10 +97,14 @@ def texts_of(trainer):
 
 
 def largest_relative_update(start, ours, theirs):
-    """Largest difference of any two weights, relative to the largest update of any weight."""
-    start, mine = dict(start.named_parameters()), dict(ours.model.named_parameters())
+    """`relative_difference` of two trainers that began with the model `start`."""
+    return relative_difference(*(dict(model.named_parameters()) for model in (start, ours.model, theirs.model)))
+
+
+def relative_difference(start, mine, theirs):
+    """Largest difference of any two weights by name, relative to the largest update of any weight."""
     update, difference = 0.0, 0.0
-    for name, other in theirs.model.named_parameters():
+    for name, other in theirs.items():
         before = start.get(name.replace("base_model.model.", "").replace(".base_layer", ""), other)
         if "lora_B" in name:
             before = torch.zeros_like(other)

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -91,6 +92,21 @@ def weights(trainer):
 def logged(trainer, name):
     """The values of a metric in the order in which they were logged."""
     return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+@contextmanager
+def scored_passes(trainer):
+    """What each pass over completions gives in this block; log-probabilities, the first of it, keep their gradients."""
+    found, score = [], trainer._get_per_token_logps_and_entropies
+
+    def keep(*args, **kwargs):
+        found.append(score(*args, **kwargs))
+        found[-1][0].retain_grad()
+        return found[-1]
+
+    trainer._get_per_token_logps_and_entropies = keep
+    yield found
+    trainer._get_per_token_logps_and_entropies = score
 
 
 replace_missing_head()

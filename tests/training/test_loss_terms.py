@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.trainers import scored_passes
 
 from vgr_trl.batch.inputs import valid_tokens
 from vgr_trl.compat.loss_normaliser import average_as_loss
@@ -51,17 +52,9 @@ def test_terms_are_averaged_as_trl_averages_its_loss(make, loss_type):
         inputs["completion_mask"][0, 3:] = 0  # completions of different lengths
         mask = valid_tokens(inputs)
         inputs["advantages"] = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))
-        kept = {}
-        original = trainer._get_per_token_logps_and_entropies
-
-        def keep(*args, kept=kept, original=original, **kwargs):
-            kept["scored"] = original(*args, **kwargs)
-            return kept["scored"]
-
-        trainer._get_per_token_logps_and_entropies = keep
-        loss = trainer._compute_loss(trainer.model, inputs)
-        trainer._get_per_token_logps_and_entropies = original
-        logps = kept["scored"][0].detach()
+        with scored_passes(trainer) as scored:
+            loss = trainer._compute_loss(trainer.model, inputs)
+        logps = scored[0][0].detach()
         values = inputs["advantages"] * (logps if loss_type in ("cispo", "vespo") else 1)
         if loss_type == "sapo":  # its smooth ratio is 2 / temperature at ratio 1
             temperature = torch.where(
@@ -82,18 +75,9 @@ def test_the_entropy_penalty_pulls_every_valid_token_equally(make, loss_type):
         trainer = make(loss_type=loss_type, **changed)
         (inputs, _) = micro_batches(trainer)
         inputs["advantages"] = torch.zeros_like(inputs["advantages"])
-        logps = {}
-        original = trainer._get_per_token_logps_and_entropies
-
-        def keep(*args, logps=logps, original=original, **kwargs):
-            scored = original(*args, **kwargs)
-            scored[0].retain_grad()
-            logps["of"] = scored[0]
-            return scored
-
-        trainer._get_per_token_logps_and_entropies = keep
-        trainer._compute_loss(trainer.model, inputs).backward()
-        gradients.append(logps["of"].grad * valid_tokens(inputs))
+        with scored_passes(trainer) as scored:
+            trainer._compute_loss(trainer.model, inputs).backward()
+        gradients.append(scored[0][0].grad * valid_tokens(inputs))
     without, with_penalty = gradients
     assert without.abs().max() == 0
     count = {"dapo": inputs["num_items_in_batch"].item(), "bnpo": 2 * valid_tokens(inputs).sum().item()}
@@ -170,15 +154,8 @@ def test_the_logged_perception_loss_is_minus_the_mean_divergence_of_all_tokens(m
     total = count = 0.0
     for inputs in micro_batches(trainer):
         inputs["completion_mask"][:, 1 + int(total < 0) :] = 0  # one token a completion, then two
-        scored, original = [], trainer._get_per_token_logps_and_entropies
-
-        def keep(*args, scored=scored, original=original, **kwargs):
-            scored.append(original(*args, **kwargs))
-            return scored[-1]
-
-        trainer._get_per_token_logps_and_entropies = keep
-        trainer._compute_loss(trainer.model, inputs)
-        trainer._get_per_token_logps_and_entropies = original
+        with scored_passes(trainer) as scored:
+            trainer._compute_loss(trainer.model, inputs)
         (logps, _, _), (perturbed, _, _) = scored
         difference = (perturbed - logps).detach()[valid_tokens(inputs).bool()]
         total -= (difference.exp() - difference - 1).sum().item()
@@ -222,20 +199,11 @@ def test_the_perception_loss_has_gradients_through_both_images(make):
     trainer = make(perception_loss_weight=0.5, der_loss_weight2=0.1)
     (inputs, _) = micro_batches(trainer)
     inputs["advantages"] = torch.zeros_like(inputs["advantages"])
-    scored = []
-    original = trainer._get_per_token_logps_and_entropies
-
-    def keep(*args, **kwargs):
-        found = original(*args, **kwargs)
-        found[0].retain_grad()
-        scored.append(found[0])
-        return found
-
-    trainer._get_per_token_logps_and_entropies = keep
-    trainer._compute_loss(trainer.model, inputs).backward()
-    assert len(scored) == 2
+    with scored_passes(trainer) as scored:
+        trainer._compute_loss(trainer.model, inputs).backward()
     mask = valid_tokens(inputs).bool()
-    (logps, perturbed), tokens = scored, inputs["num_items_in_batch"].item()
+    (logps, _, _), (perturbed, _, _) = scored
+    tokens = inputs["num_items_in_batch"].item()
     difference = (perturbed - logps).detach()
     # d/dlogp of -(w (e^d - d - 1)) / M with d = perturbed - original, by hand
     assert torch.allclose(logps.grad[mask], 0.5 * (difference.exp() - 1)[mask] / tokens, atol=1e-8)

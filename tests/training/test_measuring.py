@@ -8,7 +8,6 @@ import pytest
 import torch
 from peft import LoraConfig
 from support.trainers import letters_reward, logged
-from trl import GRPOTrainer
 from trl.trainer import utils as trl_utils
 
 from vgr_trl import DAPOConfig
@@ -31,21 +30,6 @@ def make(vision_trainer):
 
     build.rows = vision_trainer.rows
     return build
-
-
-@pytest.fixture
-def passes(monkeypatch):
-    """TRL's passes over completions: whether with gradients, and over how many rows."""
-    seen = []
-    original = GRPOTrainer._get_per_token_logps_and_entropies
-
-    @functools.wraps(original)
-    def counted(self, model, input_ids, *args, **kwargs):
-        seen.append((torch.is_grad_enabled(), len(input_ids)))
-        return original(self, model, input_ids, *args, **kwargs)
-
-    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", counted)
-    return seen
 
 
 SCORING, TRAINING = (False, 8), (True, 8)

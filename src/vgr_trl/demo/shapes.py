@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from PIL import Image, ImageDraw
 
-from vgr_trl.rewards.answers.letters import LETTERS
+from vgr_trl.data.rows.text.prompts import LETTERS
 
 Split = Literal["train", "validation", "test"]
 

@@ -8,6 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, Trainer, TrainerState
+from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
@@ -20,6 +21,8 @@ from vgr_trl.signals.measurement import policy_is_active
 from vgr_trl.training.constructed import ConstructedTrainer
 from vgr_trl.training.generation.eval_sampling import sampled
 from vgr_trl.training.rollout import Rollout
+
+logger = logging.get_logger(__name__)
 
 
 class Host(Protocol):
@@ -40,13 +43,11 @@ class Host(Protocol):
         accumulation_steps: micro-batches of the optimizer step at hand; the last one of an epoch may have fewer.
     """
 
-    args: DAPOConfig
-    accelerator: Accelerator
-    reward_names: list[str]
-    tokenizer: PreTrainedTokenizerBase
-    processor: PreTrainedTokenizerBase | ProcessorMixin
-    end_token_ids: frozenset[int]
-    pad_to_multiple_of: int | None
+    @property
+    def args(self) -> DAPOConfig: ...
+
+    @property
+    def accelerator(self) -> Accelerator: ...
 
     @property
     def state(self) -> TrainerState: ...
@@ -58,7 +59,22 @@ class Host(Protocol):
     def num_generations(self) -> int: ...
 
     @property
+    def reward_names(self) -> list[str]: ...
+
+    @property
     def reward_weights(self) -> torch.Tensor: ...
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+
+    @property
+    def processor(self) -> PreTrainedTokenizerBase | ProcessorMixin: ...
+
+    @property
+    def end_token_ids(self) -> frozenset[int]: ...
+
+    @property
+    def pad_to_multiple_of(self) -> int | None: ...
 
     @property
     def accumulation_steps(self) -> int: ...

@@ -3,34 +3,15 @@
 import sys
 from pathlib import Path
 
-import torch
-from support.trainers import OPTIONS, config, prompts, vision_trainer
+from support.dealt_completions import generate_by_prompt
+from support.trainers import config, prompts, vision_trainer
 
 from vgr_trl.rewards import accuracy_reward, vgr_reward
-
-GENERATIONS = OPTIONS["num_generations"]
 
 
 def length_reward(completions, **kwargs):
     """Different within a group."""
     return [float(len(completion[0]["content"])) for completion in completions]
-
-
-def generate_by_prompt(trainer, processor):
-    """Stands for the model's `generate`: completions depend on the prompt and on the place in the group only."""
-
-    def generate(input_ids, **kwargs):
-        first = trainer.accelerator.process_index * len(input_ids)
-        words = ["the circle is blue", "is", "red", "teal circle"]
-        tokenizer = processor.tokenizer
-        texts = [f"<think>{words[(first + row) % GENERATIONS]}</think><answer>A</answer>"
-                 for row in range(len(input_ids))]  # fmt: skip
-        completions = [tokenizer(text).input_ids + [tokenizer.eos_token_id] for text in texts]
-        length = max(map(len, completions))
-        padded = [ids + [tokenizer.pad_token_id] * (length - len(ids)) for ids in completions]
-        return torch.cat([input_ids, torch.tensor(padded)], dim=1)
-
-    return generate
 
 
 def run(model_folder, question_file, output, rows_per_process):
@@ -44,7 +25,7 @@ def run(model_folder, question_file, output, rows_per_process):
     )  # fmt: skip
     rewards = [accuracy_reward, vgr_reward, length_reward]
     trainer = vision_trainer(model_folder, rewards, options, rows, rows.select(range(4)))
-    trainer.model.generate = generate_by_prompt(trainer, trainer.processing_class)
+    trainer.model.generate = generate_by_prompt(trainer)
     trainer.train()
     trainer.evaluate()
     trainer.stages.recorder.sink.close()

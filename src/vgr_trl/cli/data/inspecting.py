@@ -11,7 +11,6 @@ from typing import Any
 
 from vgr_trl.cli.flags.arguments import DataArguments
 from vgr_trl.cli.loading import load_processor, system_prompt_of
-from vgr_trl.config.ranges import check_integer
 from vgr_trl.data.inspect.cost import Budget
 from vgr_trl.data.inspect.findings import Checks, Findings, inspect_rows
 from vgr_trl.data.inspect.page import page
@@ -59,9 +58,10 @@ def run(flags: argparse.Namespace) -> Findings:
 
 def checks_of(flags: argparse.Namespace) -> Checks:
     """Return what a row must satisfy."""
-    check_integer("samples", flags.samples, 0)
-    if flags.max_rows is not None:
-        check_integer("max_rows", flags.max_rows, 1)
+    for name, least in (("max_rows", 1), ("samples", 0)):
+        value = getattr(flags, name)
+        if value is not None and value < least:
+            raise ConfigError(f"{name} is {value}: give an integer of at least {least}.")
     same = ("image_dir", "min_pixels", "max_pixels", "max_short_side", "filter_big_images", *FLAGS.values())
     data = DataArguments(
         **{name: getattr(flags, name) for name in same},

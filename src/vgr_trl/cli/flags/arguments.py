@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 from vgr_trl.cli.flags.reward_files import RewardFileArguments
 from vgr_trl.config.option import option
-from vgr_trl.config.ranges import at_least, check_values
 from vgr_trl.data.rows.images.sizes import MAX_SHORT_SIDE, ImageLimits, ImageRule
 from vgr_trl.data.rows.images.video import VideoOptions
 from vgr_trl.data.rows.naming import keys_of
@@ -53,8 +51,8 @@ class DataArguments:
     test_dataset: str | None = option(
         None, "Hub name, folder or file to evaluate on, where that is not a split of the same data."
     )
-    max_train_rows: Annotated[int | None, at_least(1)] = option(None, "Train on the first so many rows only.")
-    max_test_rows: Annotated[int | None, at_least(1)] = option(None, "Evaluate on the first so many rows only.")
+    max_train_rows: int | None = option(None, "Train on the first so many rows only.")
+    max_test_rows: int | None = option(None, "Evaluate on the first so many rows only.")
     system_prompt_file: str | None = option(
         None,
         "File whose content replaces the system prompt: a text or a Jinja2 template with problem, choices, letters and "
@@ -86,7 +84,10 @@ class DataArguments:
                 "goes without: drop one."
             )
         VideoOptions(self.video_fps, self.max_video_frames)
-        check_values(self)
+        for name in ("max_train_rows", "max_test_rows"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}: give an integer of at least 1.")
 
     def image_rule(self) -> ImageRule:
         """Return what becomes of images that are too large or too small."""

@@ -1,5 +1,6 @@
 """What a run evaluates on: the split for it, rows held out where there is none, or nothing, and why."""
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from vgr_trl.data.held_out import hold_out
 from vgr_trl.data.read.data_files import parse_data_files
 from vgr_trl.data.rows.skipped import SkippedRow
 from vgr_trl.errors import DataError, MissingSplitError
+
+logger = logging.getLogger(__name__)
 
 Load = Callable[[], tuple[Any, list[SkippedRow]]]
 

@@ -1,6 +1,7 @@
 """The folder of a run: whose it is."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from vgr_trl.config import DAPOConfig
 from vgr_trl.data.read.data_files import parse_data_files
 from vgr_trl.data.rows.naming import FLAGS
 from vgr_trl.errors import ConfigError
-from vgr_trl.files import in_the_way, write_whole
+from vgr_trl.files import write_whole
 from vgr_trl.rewards.registry import hardened
 from vgr_trl.training.checkpoints.folders import TRACES
 
@@ -85,8 +86,11 @@ def claim_again(output_dir: Path, identity: dict[str, Any]) -> None:
 
 
 def _refuse_unwritable(output_dir: Path) -> None:
-    if in_the_way(output_dir, is_folder=True):
-        raise ConfigError(f"output_dir {output_dir} cannot be written to: choose a folder.")
+    for folder in (output_dir, *output_dir.parents):
+        if folder.exists():
+            if not folder.is_dir() or not os.access(folder, os.W_OK):
+                raise ConfigError(f"output_dir {output_dir} cannot be written to: choose a folder.")
+            return
 
 
 def _traces(output_dir: Path) -> list[Path]:

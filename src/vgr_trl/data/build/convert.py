@@ -5,11 +5,10 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from tqdm.auto import tqdm
 
-from vgr_trl.config.ranges import Natural, PositiveInt, at_least, check_values
 from vgr_trl.data.build.encode import Encoded
 from vgr_trl.data.build.pool import Encoding, encoder
 from vgr_trl.data.build.progress import SKIPPED, Progress, SkippedLog, alone_in
@@ -44,9 +43,9 @@ class Output:
     several_images: bool = False
     videos: bool = False
     regions: bool = False
-    rows_per_file: PositiveInt = ROWS_PER_FILE
-    limit: Annotated[int | None, at_least(1)] = None
-    workers: Natural = 2
+    rows_per_file: int = ROWS_PER_FILE
+    limit: int | None = None
+    workers: int = 2
     encoding: Encoding = field(default_factory=Encoding)
 
     def __post_init__(self) -> None:
@@ -54,7 +53,10 @@ class Output:
             raise ConfigError(f"The output format is {self.kind!r}: give one of {', '.join(PARTS)}.")
         if not self.split.isidentifier():
             raise ConfigError(f"The output split is {self.split!r}: give a word such as train.")
-        check_values(self)
+        for name, least in (("rows_per_file", 1), ("limit", 1), ("workers", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value}: give an integer of at least {least}.")
 
 
 def convert(candidates: Iterable[Candidate], output: Output, identity: Any, total: int | None = None) -> Progress:

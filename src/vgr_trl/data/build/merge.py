@@ -21,9 +21,9 @@ from vgr_trl.data.build.sets import jsonl
 from vgr_trl.data.build.shuffle import shuffle_choices
 from vgr_trl.data.read.sources import Source
 from vgr_trl.data.rows.questions import Candidate, Origin, Question, with_images
+from vgr_trl.data.rows.text.prompts import LETTERS
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.files import write_whole
-from vgr_trl.rewards.answers.letters import LETTERS
 from vgr_trl.rewards.answers.text import normalise
 
 PLAN = ".merge.json"

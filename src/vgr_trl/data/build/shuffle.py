@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from vgr_trl.data.rows.questions import Candidate, Question
-from vgr_trl.rewards.answers.letters import LETTERS
+from vgr_trl.data.rows.text.prompts import LETTERS
 
 # Words that mean other options by their place or letter. Such options stay where they are, and so does a question that
 # names options by letter.

@@ -9,7 +9,7 @@ from typing import Any
 from vgr_trl.data.build.answers import among, commonest, count_answer
 from vgr_trl.data.build.encode import Encoded
 from vgr_trl.data.rows.questions import Question
-from vgr_trl.rewards.answers.letters import LETTERS
+from vgr_trl.data.rows.text.prompts import LETTERS
 
 OPEN = "open"
 ANSWERS = "commonest answers to open questions"

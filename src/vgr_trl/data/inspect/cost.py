@@ -3,9 +3,8 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
 
-from vgr_trl.config.ranges import PositiveInt, at_least, check_values
+from vgr_trl.errors import ConfigError
 
 MOST_BINS = 12
 
@@ -24,13 +23,15 @@ class Budget:
         ConfigError: a number is below 1.
     """
 
-    max_prompt_length: Annotated[int | None, at_least(1)] = None
-    max_completion_length: PositiveInt = 512
-    num_generations: PositiveInt = 8
-    prompts_per_step: PositiveInt = 1
+    max_prompt_length: int | None = None
+    max_completion_length: int = 512
+    num_generations: int = 8
+    prompts_per_step: int = 1
 
     def __post_init__(self) -> None:
-        check_values(self)
+        for name, value in vars(self).items():
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}: give an integer of at least 1.")
 
 
 @dataclass(frozen=True)

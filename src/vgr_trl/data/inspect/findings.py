@@ -21,10 +21,9 @@ from vgr_trl.data.rows.naming import renamed_row, require_columns
 from vgr_trl.data.rows.reading import KEYS, Keys
 from vgr_trl.data.rows.schema import ready_row, row_problem
 from vgr_trl.data.rows.skipped import SkippedRow
-from vgr_trl.data.rows.text.prompts import SYSTEM_PROMPT, SystemTemplate
+from vgr_trl.data.rows.text.prompts import LETTERS, SYSTEM_PROMPT, SystemTemplate
 from vgr_trl.errors import DataError, words_of
 from vgr_trl.rewards import resolve_solution
-from vgr_trl.rewards.answers.letters import LETTERS
 
 EXAMPLES = 3  # bad rows that are shown per reason
 

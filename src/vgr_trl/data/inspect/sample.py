@@ -10,7 +10,7 @@ from PIL import Image
 
 from vgr_trl.data.rows.columns import images_of
 from vgr_trl.data.rows.images.opening import to_rgb
-from vgr_trl.rewards.answers.letters import LETTERS
+from vgr_trl.data.rows.text.prompts import LETTERS
 
 LONGEST_SIDE = 640  # pixels of a shown image; twelve questions stay far below 10 MB
 MOST_IMAGES = 8  # of one question

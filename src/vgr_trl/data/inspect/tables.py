@@ -6,7 +6,7 @@ from vgr_trl.data.build.answers import MOST_LINES, commonest
 from vgr_trl.data.build.statistics import ANSWERS, OPEN, on_one_line, ordered
 from vgr_trl.data.inspect.cost import Budget, Cost, cost, histogram
 from vgr_trl.data.inspect.findings import Findings
-from vgr_trl.rewards.answers.letters import LETTERS
+from vgr_trl.data.rows.text.prompts import LETTERS
 
 BAR = 40  # characters of the longest bar
 LONGEST_REASON = 200

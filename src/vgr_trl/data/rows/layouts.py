@@ -11,9 +11,9 @@ from typing import Any
 
 from vgr_trl.data.rows.columns import images_of
 from vgr_trl.data.rows.questions import answer_of, options_of
+from vgr_trl.data.rows.text.prompts import LETTERS
 from vgr_trl.errors import DataError
 from vgr_trl.rewards import resolve_solution
-from vgr_trl.rewards.answers.letters import LETTERS
 
 MOST_IMAGES = 7
 NUMBERED_IMAGES = tuple(f"image_{number}" for number in range(1, MOST_IMAGES + 1))

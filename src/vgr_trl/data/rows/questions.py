@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
+from vgr_trl.data.rows.text.prompts import LETTERS
 from vgr_trl.errors import DataError, RewardError
-from vgr_trl.rewards.answers.letters import LETTERS
 from vgr_trl.rewards.answers.solutions import resolve_solution
 
 # What \alpha, \beta, \theta, \vec, \frac and \rho begin with where the text of a list was written without care.

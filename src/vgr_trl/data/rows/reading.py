@@ -12,10 +12,9 @@ from vgr_trl.data.rows.columns import UNREADABLE, files_of
 from vgr_trl.data.rows.layouts import NUMBERED_IMAGES, dialogue_of, laid_out
 from vgr_trl.data.rows.questions import answer_of, options_of, text_of, value_of
 from vgr_trl.data.rows.text.marks import refuse_named_files, require_marks
-from vgr_trl.data.rows.text.prompts import format_question
+from vgr_trl.data.rows.text.prompts import LETTERS, format_question
 from vgr_trl.errors import DataError
 from vgr_trl.rewards import resolve_solution
-from vgr_trl.rewards.answers.letters import LETTERS
 
 LABEL = "label_idx"
 INDICES = (LABEL, "correct_choice_idx")  # always an index

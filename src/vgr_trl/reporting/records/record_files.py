@@ -1,6 +1,7 @@
 """Records written into the folder of a run, in a form that survives a kill, of bounded size."""
 
 import json
+import os
 import re
 import time
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vgr_trl.errors import ConfigError
-from vgr_trl.files import append_whole, in_the_way, write_whole
+from vgr_trl.files import append_whole, write_whole
 from vgr_trl.reporting.records.json_lines import VERSION, encode_record
 from vgr_trl.reporting.records.log_file import LogFile
 from vgr_trl.reporting.records.record import LogEntry, Record
@@ -92,8 +93,12 @@ class RecordFiles:
 
 def refuse_unwritable(path: Path, option: str, is_folder: bool = False) -> None:
     """Raise `ConfigError` if a file (or folder) at `path`, which `option` names, could not be written."""
-    if (existing := in_the_way(path, is_folder)) is not None:
-        raise ConfigError(f"{option} is {path}, but {existing} cannot be written to: choose another place.")
+    for existing in (path, *path.absolute().parents):
+        if existing.exists():
+            wants_folder = is_folder or existing != path
+            if existing.is_dir() != wants_folder or not os.access(existing, os.W_OK):
+                raise ConfigError(f"{option} is {path}, but {existing} cannot be written to: choose another place.")
+            return
 
 
 def _image_names(path: Path) -> set[str]:

@@ -21,8 +21,8 @@ from vgr_trl.data.rows.questions import (
     text_of,
     to_candidates,
 )
+from vgr_trl.data.rows.text.prompts import LETTERS
 from vgr_trl.errors import DataError
-from vgr_trl.rewards.answers.letters import LETTERS
 
 HUB_NAME = "MMMU/MMMU_Pro"
 HUB_CONFIG = "standard (10 options)"

@@ -7,7 +7,8 @@ from jinja2 import StrictUndefined, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from vgr_trl.errors import ConfigError, DataError, words_of
-from vgr_trl.rewards.answers.letters import LETTERS
+
+LETTERS = "ABCDEFGHIJ"
 
 SYSTEM_PROMPT = (
     "Look at the image and reason about the question before you answer. Write your reasoning between <think> and "
