@@ -1,22 +1,16 @@
 """Two real processes shape the advantages that one shapes, and log the same metrics."""
 
-import json
-from pathlib import Path
-
 import pytest
 import shaping_worker
 import torch
-from support.launching import launch
+from support.launching import results_of
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results():
     """Of one process, then of each of two."""
-    folder = tmp_path_factory.mktemp("shaping")
-    launch(Path(shaping_worker.__file__), folder, processes=2)
-    return [shaping_worker.shaped(0, 1, lambda tensor: tensor)] + [
-        json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)
-    ]
+    alone = shaping_worker.shaped(0, 1, lambda tensor: tensor)
+    return [alone, *results_of(shaping_worker.shaped_in_group, processes=2)]
 
 
 @pytest.mark.parametrize("weighting", shaping_worker.WEIGHTINGS)

@@ -1,9 +1,6 @@
 """Run by test_group_rewards.py in one or two processes: three steps with a reward that ranks a prompt's completions."""
 
-import json
 import os
-import sys
-from pathlib import Path
 
 from datasets import Dataset
 from support.trainers import config
@@ -11,8 +8,6 @@ from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 from vgr_trl import DAPOTrainer
 from vgr_trl.rewards import load_reward, needs_whole_groups
-
-model_folder, output, batch_size = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 
 
 @needs_whole_groups("solution", "index")
@@ -26,37 +21,40 @@ def rank_reward(completions, solution, index, num_generations, log_extra, **kwar
     return [sorted(texts).index(text) / num_generations for text in texts]
 
 
-scored_file = output / f"scored_{os.environ['RANK']}.py"
-scored_file.write_text(
-    "def ranks(reward_inputs):\n    texts = [row['response'] for row in reward_inputs]\n"
-    "    return [{'overall': sorted(texts).index(text), 'rows': len(texts)} for text in texts]\n"
-)
-colours = ["red", "blue", "green", "teal"]
-rows = Dataset.from_dict(
-    {
-        "prompt": [[{"role": "user", "content": f"what colour is the shape ? {colours[i % 4]}"}] for i in range(12)],
-        "solution": [colours[i % 4] for i in range(12)],
-        "index": list(range(12)),
-    }
-)
-trainer = DAPOTrainer(
-    Qwen2ForCausalLM.from_pretrained(model_folder),
-    [rank_reward, load_reward(f"{scored_file}:ranks")],
-    config(
-        output,
-        per_device_train_batch_size=batch_size,
-        max_steps=3,
-        learning_rate=1e-6,
-        max_prompt_length=64,
-        reward_weights=[2.0, 0.0],
-        early_reward_weights=[1.0, 0.0],
-        warmup_steps=1,
-    ),
-    rows,
-    processing_class=AutoTokenizer.from_pretrained(model_folder),
-)
-trainer.train()
-if trainer.accelerator.is_main_process:
+def train(model_folder, output, batch_size):
+    """What the steps logged, and the rows of the last rollout."""
+    scored_file = output / f"scored_{os.environ['RANK']}.py"
+    scored_file.write_text(
+        "def ranks(reward_inputs):\n    texts = [row['response'] for row in reward_inputs]\n"
+        "    return [{'overall': sorted(texts).index(text), 'rows': len(texts)} for text in texts]\n"
+    )
+    colours = ["red", "blue", "green", "teal"]
+    rows = Dataset.from_dict(
+        {
+            "prompt": [
+                [{"role": "user", "content": f"what colour is the shape ? {colours[i % 4]}"}] for i in range(12)
+            ],
+            "solution": [colours[i % 4] for i in range(12)],
+            "index": list(range(12)),
+        }
+    )
+    trainer = DAPOTrainer(
+        Qwen2ForCausalLM.from_pretrained(model_folder),
+        [rank_reward, load_reward(f"{scored_file}:ranks")],
+        config(
+            output,
+            per_device_train_batch_size=batch_size,
+            max_steps=3,
+            learning_rate=1e-6,
+            max_prompt_length=64,
+            reward_weights=[2.0, 0.0],
+            early_reward_weights=[1.0, 0.0],
+            warmup_steps=1,
+        ),
+        rows,
+        processing_class=AutoTokenizer.from_pretrained(model_folder),
+    )
+    trainer.train()
     wanted = (
         "rewards/rank_reward/mean",
         "reward",
@@ -78,4 +76,4 @@ if trainer.accelerator.is_main_process:
         "scored": list(trainer._logs["rewards"]["ranks"]),
         "advantage": list(trainer._logs["advantages"]),
     }
-    Path(output, "result.json").write_text(json.dumps({"history": history, "rows": rows_of_last_rollout}))
+    return {"history": history, "rows": rows_of_last_rollout}

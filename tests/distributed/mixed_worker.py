@@ -1,44 +1,37 @@
 """Run by test_mixed_rows.py in two processes: rows with an image on one, rows without on the other."""
 
-import json
-import sys
-from pathlib import Path
-
 from support.trainers import config, prompts, vision_trainer
-
-model_folder, question_file, output = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 
 
 def length_reward(completions, **kwargs):
     return [float(len(completion[0]["content"]) % 2) for completion in completions]
 
 
-rows = prompts(question_file)
-names = rows.column_names
-questions = [{name: rows[index][name] for name in names} for index in range(4)]
-for index in (1, 2):
-    questions[index] |= {name: None for name in names if name in ("image", "images")}
-rows = type(rows).from_list(questions, rows.features)
-options = config(
-    output,
-    per_device_train_batch_size=4,
-    max_completion_length=4,
-    max_steps=2,
-    shuffle_dataset=False,
-    log_completions=True,
-    num_completions_to_print=0,
-)
-trainer = vision_trainer(model_folder, length_reward, options, rows)
-tables = []
-original = trainer.log
+def tables_of(model_folder, question_file, output):
+    """How many images each row of the tables has."""
+    rows = prompts(question_file)
+    names = rows.column_names
+    questions = [{name: rows[index][name] for name in names} for index in range(4)]
+    for index in (1, 2):
+        questions[index] |= {name: None for name in names if name in ("image", "images")}
+    rows = type(rows).from_list(questions, rows.features)
+    options = config(
+        output,
+        per_device_train_batch_size=4,
+        max_completion_length=4,
+        max_steps=2,
+        shuffle_dataset=False,
+        log_completions=True,
+        num_completions_to_print=0,
+    )
+    trainer = vision_trainer(model_folder, length_reward, options, rows)
+    tables = []
+    original = trainer.log
 
+    def log(logs, *rest):
+        tables.append([len(images) for images in trainer._logs["images"]])
+        original(logs, *rest)
 
-def log(logs, *rest):
-    tables.append([len(images) for images in trainer._logs["images"]])
-    original(logs, *rest)
-
-
-trainer.log = log
-trainer.train()
-if trainer.accelerator.is_main_process:
-    (output / "tables.json").write_text(json.dumps(tables))
+    trainer.log = log
+    trainer.train()
+    return tables

@@ -1,11 +1,8 @@
-import json
 import statistics
-from pathlib import Path
 
+import group_rewards
 import pytest
-from support.launching import launch
-
-SCRIPT = Path(__file__).with_name("group_rewards.py")
+from support.launching import results_of
 
 
 @pytest.mark.slow
@@ -14,8 +11,7 @@ def test_a_reward_sees_whole_groups_however_they_are_spread(processes, text_mode
     model_folder = tmp_path / "model"
     text_model.save_pretrained(model_folder)
     text_tokenizer.save_pretrained(model_folder)
-    launch(SCRIPT, model_folder, tmp_path, 4 // processes, processes=processes)
-    result = json.loads((tmp_path / "result.json").read_text())
+    result = results_of(group_rewards.train, model_folder, tmp_path, 4 // processes, processes=processes)[0]
     rows = result["rows"]
     texts = rows["completion"]
     assert rows["text_seen"] == texts, "each process got back its own slice, in order"

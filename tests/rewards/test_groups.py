@@ -1,13 +1,10 @@
 """Rewards of whole groups: same numbers for one and two real processes, and every error."""
 
 import functools
-import json
-import subprocess
-import sys
-from pathlib import Path
 
+import group_worker
 import pytest
-from support.launching import outputs
+from support.launching import results_of
 
 from vgr_trl.errors import RewardError
 from vgr_trl.rewards import accuracy_reward, gather_groups, needs_whole_groups
@@ -26,30 +23,24 @@ def alone(reward=best_of_group, **options):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("groups")
-    worker = Path(__file__).with_name("group_worker.py")
-    ranks = [(0, 1), (0, 2), (1, 2)]
-    started = [
-        subprocess.Popen([sys.executable, worker, str(r), str(w), folder], stderr=subprocess.PIPE) for r, w in ranks
-    ]
-    errors = [error.decode() for _, error in outputs(*started)]
-    assert [process.returncode for process in started] == [0, 0, 0], errors
-    return {rank: json.loads((folder / f"{rank[1]}-{rank[0]}.json").read_text()) for rank in ranks}
+def results():
+    """By rank and number of processes."""
+    found = {processes: results_of(group_worker.run_in_group, processes=processes) for processes in (1, 2)}
+    return {(rank, processes): result for processes, those in found.items() for rank, result in enumerate(those)}
 
 
-@pytest.mark.parametrize("cut", ["4", "2", "3", "8"])
+@pytest.mark.parametrize("cut", [4, 2, 3, 8])
 def test_two_processes_give_what_one_gives(results, cut):
     """Values 0 1 4 9 | 16 25 36 49 have the group means 3.5 and 31.5; with a bonus of 10 on the last, 34."""
     first, second = results[0, 2][cut], results[1, 2][cut]
     assert first["rewards"] + second["rewards"] == [-3.5, -2.5, 0.5, 5.5, -15.5, -6.5, 4.5, 17.5]
     assert first["with_bonus"] + second["with_bonus"] == [-3.5, -2.5, 0.5, 5.5, -18.0, -9.0, 2.0, 25.0]
-    assert [len(first["rewards"]), len(second["rewards"])] == [int(cut), 8 - int(cut)]
+    assert [len(first["rewards"]), len(second["rewards"])] == [cut, 8 - cut]
     for key in ("rewards", "with_bonus", "scaled", "logged"):
         assert first[key] + second[key] == results[0, 1][cut][key]
 
 
-@pytest.mark.parametrize("cut", ["4", "2", "3", "8"])
+@pytest.mark.parametrize("cut", [4, 2, 3, 8])
 def test_accuracy_scales_a_group_that_is_spread_over_two_processes(results, cut):
     """VGR 1 2 3 4 twice; three of the first four are right, all of the others: sqrt(3)/2 of the distance to 0.5, or 0.
 
@@ -61,13 +52,13 @@ def test_accuracy_scales_a_group_that_is_spread_over_two_processes(results, cut)
 
 
 def test_rows_are_logged_by_the_process_that_holds_them(results):
-    assert results[1, 2]["3"]["logged"] == [f"8 rows, c{i}" for i in range(3, 8)]
+    assert results[1, 2][3]["logged"] == [f"8 rows, c{i}" for i in range(3, 8)]
 
 
 def test_column_missing_on_one_process_is_an_error_on_all(results):
     message = "On process 1 above_mean needs the column 'value', which the rows lack"
-    assert results[0, 2]["2"]["error"].startswith(message)
-    assert results[0, 2]["2"]["error"] == results[1, 2]["2"]["error"]
+    assert results[0, 2][2]["error"].startswith(message)
+    assert results[0, 2][2]["error"] == results[1, 2][2]["error"]
 
 
 def test_name_and_columns_are_kept():

@@ -1,15 +1,18 @@
 """Several processes of one test, none of which outlives it."""
 
+import inspect
 import os
+import pickle
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import Any
 
 import pytest
 
@@ -66,6 +69,15 @@ def launch(
             file.seek(0)
             said.append(file.read()[-4000:])
         assert ended == [status] * processes, "\n".join(said)
+
+
+def results_of(function: Callable, *arguments: object, processes: int) -> list[Any]:
+    """What a function returns in each process of one group, which import the file it is in."""
+    with TemporaryDirectory() as made:
+        folder = Path(made)
+        (folder / "call").write_bytes(pickle.dumps((inspect.getfile(function), function.__name__, arguments)))
+        launch(Path(__file__).with_name("worker.py"), folder, processes=processes)
+        return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(processes)]
 
 
 def outputs(*started: subprocess.Popen) -> list[tuple]:

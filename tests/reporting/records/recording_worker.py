@@ -1,8 +1,5 @@
 """What test_recording_processes.py runs in one process and in two: two steps that are recorded, and an evaluation."""
 
-import sys
-from pathlib import Path
-
 from support.dealt_completions import generate_by_prompt
 from support.trainers import config, prompts, vision_trainer
 
@@ -29,7 +26,3 @@ def run(model_folder, question_file, output, rows_per_process):
     trainer.train()
     trainer.evaluate()
     trainer.stages.recorder.sink.close()
-
-
-if __name__ == "__main__":
-    run(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))

@@ -1,15 +1,14 @@
 """Two processes that hold half of each group record what one process records."""
 
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import recording_worker
-from support.launching import launch
+from support.launching import results_of
+from support.trainers import train_file
 
 from vgr_trl.reporting.records.recorded_run import read_run
 
-SCRIPT = Path(recording_worker.__file__)
 NUMBERS = ("weights", "dependency", "vgr", "advantages", "entropies", "logps", "changes", "metrics", "rewards",
            "reward", "advantage")  # fmt: skip
 
@@ -27,9 +26,9 @@ def close(found, expected):
 
 @pytest.mark.slow
 def test_one_process_and_two_record_the_same(model_folder, question_files, tmp_path):
-    question_file = question_files.split(",")[0].removeprefix("train=")
-    launch(SCRIPT, model_folder, question_file, tmp_path / "two", 4, processes=2)
-    recording_worker.run(str(model_folder), question_file, tmp_path / "one", rows_per_process=8)
+    question_file = train_file(question_files)
+    results_of(recording_worker.run, model_folder, question_file, tmp_path / "two", 4, processes=2)
+    recording_worker.run(model_folder, question_file, tmp_path / "one", rows_per_process=8)
     one, two = read_run(tmp_path / "one"), read_run(tmp_path / "two")
     text, other = ((tmp_path / name / "rollouts.md").read_text(encoding="utf-8") for name in ("one", "two"))
     assert one.steps() == two.steps() == [(0, "eval"), (0, "train"), (1, "train"), (2, "eval")]
