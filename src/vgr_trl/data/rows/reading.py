@@ -69,9 +69,10 @@ def read_row(row: Mapping[str, Any], *, needs_answer: bool = True) -> Reading:
     Raises:
         DataError, RewardError: it cannot be understood; the message is the reason.
     """
-    text = read_text(row)
+    row = _laid_out(row)
+    text = _text_of(row)
     if needs_answer:
-        text = replace(text, answer=_checked_answer(laid_out(row), text))
+        text = replace(text, answer=_checked_answer(row, text))
         resolve_solution(text.answer, text.choices)
     images, videos = images_in(row), files_of(row, *KEYS.video)
     shown: Any = format_question(text.prompt, text.choices) if isinstance(text.prompt, str) else text.prompt
@@ -85,9 +86,16 @@ def read_text(row: Mapping[str, Any]) -> Text:
     Raises:
         DataError: there is no question, or it cannot be understood.
     """
+    return _text_of(_laid_out(row))
+
+
+def _laid_out(row: Mapping[str, Any]) -> Mapping[str, Any]:
     if row.get(UNREADABLE) is not None:
         raise DataError(row[UNREADABLE])
-    row = laid_out(row)
+    return laid_out(row)
+
+
+def _text_of(row: Mapping[str, Any]) -> Text:
     name = next((name for name in KEYS.prompt if _is_given(row.get(name))), None)
     prompt: Any = None if name is None else row[name]
     said, is_whole = None, False
