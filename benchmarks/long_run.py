@@ -68,6 +68,7 @@ UNITS = {
     "seconds per step": "s",
     "tokens per step": "",
     "records": "MB",
+    "history of logs": "MB",
     "Markdown logs": "MB",
     "output folder": "MB",
 }
@@ -152,6 +153,8 @@ class Sampler(TrainerCallback):
             "seconds per step": wall / EVERY,
             "tokens per step": tokens / EVERY,
             "records": size(self._folder / "rollouts") / 1e6,
+            "history of logs": len(json.dumps(state.log_history, indent=2)) / 1e6,
+            "logs": len(state.log_history),
             "Markdown logs": size(self._folder / "training_logs") / 1e6,
             "output folder": size(self._folder) / 1e6,
         }
@@ -200,7 +203,7 @@ def slope(samples: Sequence[Mapping[str, float]], name: str) -> tuple[float, flo
 
 def report(samples: Sequence[Mapping[str, float]], flags: argparse.Namespace) -> str:
     """The table."""
-    later = samples[len(samples) // 4 :]
+    later, last = samples[len(samples) // 4 :], samples[-1]
     machine = ", ".join(f"{name} {value}" for name, value in describe_machine(1).items())
     lines = [
         "# A long run",
@@ -215,8 +218,10 @@ def report(samples: Sequence[Mapping[str, float]], flags: argparse.Namespace) ->
         f"Sampled every {EVERY} steps; slopes from step {later[0]['step']} on, ± one standard error.",
         "",
         "Memory in use is what malloc has given out; the history of logs, which transformers keeps, is in it. Records "
-        "hold `logs.jsonl` too, a line per log. It and Markdown logs have the bound of the records, each by itself. "
-        "The output folder also has two checkpoints and TRL's tables of completions, one per log.",
+        "hold `logs.jsonl` too, a line per log. It, Markdown logs and TRL's tables of completions, one per log, have "
+        "the bound of the records, each by itself; the output folder also has two checkpoints. The history of logs, "
+        f"whole in the `trainer_state.json` of each, has no bound: {last['logs']:.0f} entries at the end, "
+        f"{1e6 * last['history of logs'] / last['logs']:.0f} bytes each.",
         "",
         f"| | at step {samples[0]['step']} | at step {later[0]['step']} | at the end | largest "
         f"| change per {flags.steps} steps |",
@@ -224,7 +229,7 @@ def report(samples: Sequence[Mapping[str, float]], flags: argparse.Namespace) ->
     ]
     for name, unit in UNITS.items():
         change, error = (flags.steps * value for value in slope(later, name))
-        seen = [samples[0][name], later[0][name], samples[-1][name], max(sample[name] for sample in samples)]
+        seen = [samples[0][name], later[0][name], last[name], max(sample[name] for sample in samples)]
         cells = [f"{value:.4g} {unit}".strip() if unit else f"{value:.0f}" for value in seen]
         lines.append(f"| {name} | {' | '.join(cells)} | {change:+.3g} ± {error:.2g} {unit}".rstrip() + " |")
     return "\n".join([*lines, "", "![Every tenth step](long_run.png)", ""])
