@@ -100,17 +100,6 @@ def test_prompts_computed_once_train_the_same(vision, changed):
         assert 1 / 3 < min(per_row) < 1
 
 
-def test_sharing_says_where_it_is_off(vision):
-    make, _ = vision
-    assert str(make(share_prompts="off").sharing) == "share_prompts=off"
-    assert str(make().sharing) == (
-        "share_prompts=auto: generation on, scoring on, training on; completions of a prompt kept together"
-    )
-    assert "shuffled (the loss bnpo divides by the tokens of a micro-batch)" in str(make(loss_type="bnpo").sharing)
-    forced = str(make(loss_type="bnpo", share_prompts="on").sharing)
-    assert "kept together, although the loss bnpo divides by the tokens of a micro-batch" in forced
-
-
 def test_a_single_reward_and_no_config_are_accepted(text_model, text_tokenizer, text_rows, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("vgr_trl.training.start.prepare.DAPOConfig", ConfigOnCPU)

@@ -26,6 +26,15 @@ def make(text_tokenizer, tmp_path):
 
 def test_everything_is_on_by_default(make):
     assert str(make().sharing) == f"share_prompts=auto: {ON}"
+    assert str(make(share_prompts="off").sharing) == "share_prompts=off"
+
+
+@pytest.mark.parametrize(
+    ("mode", "order"), [("auto", "shuffled (the loss"), ("on", "kept together, although the loss")]
+)
+def test_a_loss_that_divides_by_the_micro_batch_keeps_its_order_unless_told_otherwise(mode, order, make):
+    said = str(make(loss_type="bnpo", share_prompts=mode).sharing)
+    assert f"{order} bnpo divides by the tokens of a micro-batch" in said
 
 
 @pytest.mark.parametrize(

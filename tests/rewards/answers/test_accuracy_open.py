@@ -77,9 +77,18 @@ def test_explicit_statement_of_an_open_answer(text):
 
 
 @pytest.mark.parametrize(
-    "text", ["12", "(12)", "<think>\\boxed{12}", "<answer>12", "Answer: 12 or 13", "\\boxed{12", "Answer:"]
-)
-def test_no_statement_of_an_open_answer(text):
+    "text",
+    [
+        "12", "(12)", "<think>\\boxed{12}", "<answer>12", "Answer: 12 or 13", "\\boxed{12", "Answer:",
+        "The answer is 12. Or 13.", "The answer is 12; 13.", "The answer is 12. 13 is possible.",
+        "The answer is 12 or 13",
+        "答案是12。或13。", "答案是12。也可能是13。", "\\boxed{12} or \\boxed{13}", "\\boxed{13}, \\boxed{12}",
+        "\\boxed{12, 13}",
+        "Answer: 12. Or 13.", "Answer: 12; 13", "答案：12、13", "Wrong answer: 12",
+        "<answer>12</answer><answer>13</answer>",
+    ],
+)  # fmt: skip
+def test_no_number_or_two_in_the_statement_of_an_open_answer(text):
     assert accuracy_reward([text], ["12"]) == [0.0]
 
 
@@ -211,18 +220,3 @@ def test_equality_of_short_texts_is_symmetric(first, second):
 def test_two_different_words_are_never_both_right(first, second):
     assert reward(first, first) == 1.0
     assert reward(second, first) == float(first == second)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "The answer is 12. Or 13.", "The answer is 12; 13.", "The answer is 12. 13 is possible.",
-        "The answer is 12 or 13",
-        "答案是12。或13。", "答案是12。也可能是13。", "\\boxed{12} or \\boxed{13}", "\\boxed{13}, \\boxed{12}",
-        "\\boxed{12, 13}",
-        "Answer: 12. Or 13.", "Answer: 12; 13", "答案：12、13", "Wrong answer: 12",
-        "<answer>12</answer><answer>13</answer>",
-    ],
-)  # fmt: skip
-def test_two_numbers_in_a_statement_are_not_the_first(text):
-    assert accuracy_reward([text], ["12"]) == [0.0]
