@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -48,6 +50,22 @@ def base_of(causal: Any) -> Any:
         return base
     decoder = getattr(causal.get_decoder(), "model", None)
     return decoder if isinstance(decoder, PreTrainedModel) else base
+
+
+@contextmanager
+def changed_hidden_states(base: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Let a base model return other last hidden states in this block, to this thread."""
+    plain, mine = base.forward, get_ident()
+
+    @wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        outputs = plain(*args, **kwargs)
+        if get_ident() == mine:
+            outputs.last_hidden_state = change(outputs.last_hidden_state)
+        return outputs
+
+    with replaced(base, "forward", forward):
+        yield
 
 
 def layer_index(module: nn.Module) -> int | None:

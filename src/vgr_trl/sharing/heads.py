@@ -8,13 +8,11 @@ than the prompts do, so it is given the columns that emit completions, and no ot
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
-from threading import get_ident
 from typing import Any
 
 import torch
 
-from vgr_trl.replacing import replaced
-from vgr_trl.sharing.backbone import is_tracing
+from vgr_trl.sharing.backbone import changed_hidden_states, is_tracing
 from vgr_trl.sharing.forward import SharedForward
 
 
@@ -61,18 +59,7 @@ def with_scored_columns(
         if is_tracing() or not fused_lm_head or labels is None or labels.size(1) <= completion_length:
             given = {"fused_lm_head": fused_lm_head or None, "labels": labels}
             return forward(*args, **{name: value for name, value in given.items() if value is not None}, **kwargs)
-        with lock:
-            plain, mine = base.forward, get_ident()
-
-            @wraps(plain)
-            def emitting(*inputs: Any, **options: Any) -> Any:
-                outputs = plain(*inputs, **options)
-                if get_ident() != mine:
-                    return outputs
-                outputs.last_hidden_state = outputs.last_hidden_state[:, -completion_length - 1 : -1]  # (N, T, D)
-                return outputs
-
-            with replaced(base, "forward", emitting):
-                return forward(*args, fused_lm_head=True, shift_labels=labels[:, -completion_length:], **kwargs)
+        with lock, changed_hidden_states(base, lambda hidden: hidden[:, -completion_length - 1 : -1]):  # (N, T, D)
+            return forward(*args, fused_lm_head=True, shift_labels=labels[:, -completion_length:], **kwargs)
 
     return narrow

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from vgr_trl.errors import ConfigError
 from vgr_trl.sharing import replaced
-from vgr_trl.sharing.backbone import causal_model
+from vgr_trl.sharing.backbone import causal_model, changed_hidden_states
 from vgr_trl.signals.decoder import find_decoder
 from vgr_trl.signals.dependency import jensen_shannon
 
@@ -153,7 +153,7 @@ def head_of_rows(model: nn.Module, rows: Sequence[int] | None) -> Iterator[None]
         chosen = [row - passed for row in rows if passed <= row < passed + shape[0]] or [0]
         passed += shape[0]
         own = {name: values[chosen] for name, values in labels.items()}
-        with replaced(causal.base_model, "forward", _narrowed(causal.base_model.forward, chosen)):
+        with changed_hidden_states(causal.base_model, itemgetter(chosen)):
             outputs = plain(*args, fused_lm_head=True, **own, **kwargs)
         return FusedCausalLMOutput(
             log_probs=_among(shape[0], chosen, outputs.log_probs), entropy=_among(shape[0], chosen, outputs.entropy)
@@ -167,18 +167,6 @@ def head_of_rows(model: nn.Module, rows: Sequence[int] | None) -> Iterator[None]
 def leaves_rows_out(model: nn.Module) -> bool:
     """Whether passes of a model leave out the head for some rows, by `head_of_rows`."""
     return hasattr(causal_model(model).forward, "of_rows")
-
-
-def _narrowed(forward: Callable[..., Any], rows: list[int]) -> Callable[..., Any]:
-    """A base model's pass over all rows that returns the hidden states of some."""
-
-    @wraps(forward)
-    def narrowed(*args: Any, **kwargs: Any) -> Any:
-        outputs = forward(*args, **kwargs)
-        outputs.last_hidden_state = outputs.last_hidden_state[rows]
-        return outputs
-
-    return narrowed
 
 
 def _among(count: int, rows: list[int], values: torch.Tensor) -> torch.Tensor:

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from threading import get_ident
 from typing import Any
 
 import torch
 
-from vgr_trl.replacing import replaced, replaced_method
+from vgr_trl.replacing import replaced_method
+from vgr_trl.sharing.backbone import changed_hidden_states
 
 
 @contextmanager
@@ -39,17 +39,12 @@ def only_tokens(causal: Any, base: Any, wanted: torch.Tensor | None) -> Iterator
         if wanted is not None:
             scored[:, : -wanted.size(1)] = False
             scored[:, -wanted.size(1) :] &= wanted
-        plain, mine = base.forward, get_ident()
 
-        @wraps(plain)
-        def emitting(*inputs: Any, **options: Any) -> Any:
-            outputs = plain(*inputs, **options)
-            if get_ident() == mine:
-                hidden = outputs.last_hidden_state[:, : scored.size(1)]  # (N, S, D)
-                outputs.last_hidden_state = hidden[scored.to(hidden.device)].unsqueeze(0)  # (1, K, D)
-            return outputs
+        def emitting(hidden: torch.Tensor) -> torch.Tensor:
+            """(1, K, D) of (N, S or more, D)."""
+            return hidden[:, : scored.size(1)][scored.to(hidden.device)].unsqueeze(0)
 
-        with replaced(base, "forward", emitting):
+        with changed_hidden_states(base, emitting):
             outputs = forward(*args, fused_lm_head=True, shift_labels=next_tokens[scored].unsqueeze(0), **kwargs)
         for name in ("log_probs", "entropy"):
             if (value := getattr(outputs, name)) is not None:
