@@ -30,11 +30,11 @@ FOUND = (
     "It is not noise: ranks drawn at random cost nothing (`drawn`), and a group is ranked nearly alike behind another"
     " image (`other image`). The reward ranks words. It is paid for saying those that get less attention, whatever is"
     " shown (`said`, `bias`), and so costs accuracy; how the weights look at the same words drifts too, at the weight"
-    " 0.2 as far the other way, so late VGR does not fall (`weights`). The division by the group's deviation gives it"
-    " its size: where all completions are right or all wrong, the advantages are those of VGR alone (`alike`, `reward"
-    " of VGR`). Scaled by the spread of accuracy it hardly costs accuracy, also at the weight 1.0; nor does it lower "
-    "VGR, for it still acts on words alone. Undivided, or each reward divided by itself, does as well at the weight "
-    "0.2 and not at 1.0; a floor does not (one seed each).",
+    " 0.2 further and the other way, so late VGR rises (`weights`). The division by the group's deviation gives it "
+    "its size: where all completions are right or all wrong, the advantages are those of VGR alone (`alike`, `reward "
+    "of VGR`). Scaled by the spread of accuracy it hardly costs accuracy, at the weight 1.0 a little while it trains;"
+    " nor does it lower VGR, for it still acts on words alone. Undivided, or each reward divided by itself, does as "
+    "well at the weight 0.2 and not at 1.0; a floor does not (one seed each).",
     "Also tried, with one seed: no reward where accuracy does not differ, the whole of it elsewhere (accuracy 0.659, "
     "while trained 0.792, plain 0.755 and 0.787).",
 )
