@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from vgr_trl import __version__
-from vgr_trl.cli.flags.config_file import check_config_file, config_apart
+from vgr_trl.cli.flags.config_file import check_config_file
 from vgr_trl.cli.flags.foreign import without_foreign
 from vgr_trl.cli.flags.names import check_flags, flag_names
 from vgr_trl.cli.flags.recipe import check_recipe
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name in TRANSLATED:
             name, rest = without_foreign(name, rest)
         check_flags(name, rest)
-        check_config_file(config_apart(rest), flag_names(name))
+        check_config_file(rest, flag_names(name))
         if name == "train":
             check_recipe(rest, flag_names(name))
         if name in LOADING and os.environ.get("RANK", "0") == "0" and not {"-h", "--help", "--help-all"} & set(rest):

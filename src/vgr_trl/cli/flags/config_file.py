@@ -5,33 +5,25 @@ from pathlib import Path
 
 import yaml
 
+from vgr_trl.cli.flags.argv import flags_in
 from vgr_trl.cli.flags.names import did_you_mean, plugin_options
 from vgr_trl.errors import ConfigError
 from vgr_trl.yaml_file import parse_yaml
-
-
-def config_apart(argv: Sequence[str]) -> list[str]:
-    """Return the arguments with `--config=FILE` as two of them, the form that TRL reads."""
-    return [part for argument in argv for part in _apart(argument)]
-
-
-def _apart(argument: str) -> list[str]:
-    return argument.split("=", 1) if argument.startswith("--config=") else [argument]
 
 
 def check_config_file(argv: Sequence[str], known: Iterable[str]) -> None:
     """Raise `ConfigError` unless the file of `--config`, if there is one, holds values of known options.
 
     Args:
-        argv: arguments, `--config` apart from its file.
+        argv: arguments of a command.
         known: names of the options; empty: not known, nothing is checked.
     """
-    if "--config" not in argv or not (known := set(known)):
+    given = dict(flags_in(argv)).get("config")
+    if given is None or not (known := set(known)):
         return
-    following = argv[argv.index("--config") + 1 :]
-    if not following:
+    if not given:
         raise ConfigError("--config is given without a file: give the path of a YAML file.")
-    file, known = Path(following[0]), {*known, "env"}
+    file, known = Path(given[0]), {*known, "env"}
     if not file.is_file():
         raise ConfigError(f"--config is {file}, which is no file: give the path of a YAML file.")
     try:

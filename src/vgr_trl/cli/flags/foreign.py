@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from vgr_trl.cli.flags.config_file import config_apart
+from vgr_trl.cli.flags.argv import config_apart, flags_in
 from vgr_trl.cli.flags.names import flag_names
 from vgr_trl.config.foreign.dialects import THEIRS
 from vgr_trl.config.foreign.translate import Line, Translation, flat, is_theirs, translate
@@ -48,7 +48,7 @@ def without_foreign(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
         if not overrides:
             return command, arguments
         content = {}
-    if any(argument.split("=")[0] == "--recipe" for argument in arguments):
+    if "recipe" in dict(flags_in(arguments)):
         raise ConfigError("--recipe is given with a configuration of EasyR1, which states all options: drop one.")
     given = flat(content) | {match[1]: _value(match[2]) for match in overrides}
     kept = [argument for argument in arguments if not _OVERRIDE.fullmatch(argument)]
@@ -68,10 +68,8 @@ def without_foreign(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _content(arguments: Sequence[str]) -> tuple[Any, str | None]:
-    if "--config" not in arguments[:-1]:
-        return None, None
-    file = arguments[arguments.index("--config") + 1]
-    if not Path(file).is_file():
+    file = next(iter(dict(flags_in(arguments)).get("config", ())), None)
+    if file is None or not Path(file).is_file():
         return None, None  # which is told where files of ours are read
     try:
         return yaml.load(Path(file).read_text(encoding="utf-8-sig"), _Loader), file  # a safe loader
@@ -88,7 +86,7 @@ def _value(text: str) -> Any:
 
 def _stop(found: Translation, kept: Sequence[str]) -> None:
     stopped = dict(found.stopped)
-    if any(flag.split("=")[0] == "--reward_funcs" for flag in kept):
+    if "reward_funcs" in dict(flags_in(kept)):
         stopped = {key: why for key, why in stopped.items() if not key.startswith("worker.reward.reward_f")}
     if found.refused:
         raise ConfigError(f"{_told(found.refused)} Give other values: without these something else would be trained.")

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
+from vgr_trl.cli.flags.argv import flags_in
 from vgr_trl.errors import ConfigError
 
 _OWN = {
@@ -52,10 +53,7 @@ def _fields(file: Path) -> Iterable[str]:
 def check_flags(command: str, argv: Sequence[str]) -> None:
     """Raise `ConfigError` for a flag that `command` does not have, with the nearest that it has."""
     known = flag_names(command)
-    for argument in argv if known else ():
-        if not argument.startswith("--") or argument == "--":
-            continue
-        name = argument[2:].split("=")[0].replace("-", "_")
+    for name, _ in flags_in(argv) if known else ():
         names = {name, name.removeprefix("no_")}
         if not names & known and not names & (known := known | plugin_options(argv)):
             raise ConfigError(f"there is no flag --{name}.{did_you_mean(name, known, '--')}")

@@ -10,7 +10,7 @@ import yaml
 from trl import TrlParser
 
 from vgr_trl.cli.flags.advice import with_advice
-from vgr_trl.cli.flags.config_file import config_apart
+from vgr_trl.cli.flags.argv import config_apart
 from vgr_trl.cli.flags.help import ShowHelp
 from vgr_trl.cli.flags.kinds import as_options_take_them
 from vgr_trl.cli.flags.plugins import option_classes

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 
 from vgr_trl import registries
-from vgr_trl.cli.flags.config_file import config_apart
-from vgr_trl.cli.flags.recipe import config_values, recipe_options
+from vgr_trl.cli.flags.argv import config_values, flags_in
+from vgr_trl.cli.flags.recipe import recipe_options
 from vgr_trl.errors import ConfigError
 from vgr_trl.registries import Registry, option_class
 
@@ -47,22 +47,8 @@ def option_names(argv: Sequence[str]) -> set[str]:
 
 
 def _named(argv: Sequence[str]) -> Iterator[tuple[Registry, str]]:
-    arguments = config_apart(argv)
-    given = recipe_options(arguments) | config_values(arguments) | _in_flags(arguments)
+    given = recipe_options(argv) | config_values(argv) | dict(flags_in(argv))
     for option, registry in NAMING.items():
         names = given.get(option) or []
         texts = [name for name in (names if isinstance(names, list) else [names]) if isinstance(name, str)]
         yield from ((registry, name) for name in texts)
-
-
-def _in_flags(argv: Sequence[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    option = None
-    for argument in argv:
-        if argument.startswith("--"):
-            name, equals, value = argument[2:].partition("=")
-            option = name.replace("-", "_")
-            found[option] = [value] if equals else []
-        elif option is not None:
-            found[option].append(argument)
-    return found

@@ -1,12 +1,9 @@
 """`--recipe NAME`: the options of a recipe, which the file of `--config` overrides, which flags override."""
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
-import yaml
-
-from vgr_trl.cli.flags.config_file import config_apart
+from vgr_trl.cli.flags.argv import config_values, flags_in
 from vgr_trl.cli.flags.names import did_you_mean, plugin_options
 from vgr_trl.errors import ConfigError
 from vgr_trl.recipes import load_recipe
@@ -18,16 +15,12 @@ def named_recipe(argv: Sequence[str]) -> str | None:
     Raises:
         ConfigError: `--recipe` stands without a name, or twice.
     """
-    if sum(argument.split("=")[0] == "--recipe" for argument in argv) > 1:
+    given = [values for name, values in flags_in(argv) if name == "recipe"]
+    if len(given) > 1:
         raise ConfigError("--recipe is given twice: give one, and the options of the other as flags.")
-    for place, argument in enumerate(argv):
-        if argument == "--recipe":
-            if place + 1 == len(argv) or argv[place + 1].startswith("--"):
-                raise ConfigError("--recipe is given without a name: `vgr-trl recipes` lists them.")
-            return argv[place + 1]
-        if argument.startswith("--recipe="):
-            return argument.removeprefix("--recipe=")
-    named = config_values(argv).get("recipe")
+    if given and not given[0]:
+        raise ConfigError("--recipe is given without a name: `vgr-trl recipes` lists them.")
+    named = given[0][0] if given else config_values(argv).get("recipe")
     return None if named is None else str(named)
 
 
@@ -39,17 +32,6 @@ def recipe_options(argv: Sequence[str]) -> dict[str, Any]:
     """
     name = named_recipe(argv)
     return {} if name is None else load_recipe(name)
-
-
-def config_values(argv: Sequence[str]) -> dict[str, Any]:
-    """What the file of `--config` holds, nothing if it is none: that is told elsewhere."""
-    arguments = config_apart(argv)
-    place = arguments.index("--config") + 1 if "--config" in arguments else len(arguments)
-    try:
-        values = yaml.safe_load(Path(arguments[place]).read_text(encoding="utf-8-sig"))
-    except (IndexError, OSError, UnicodeDecodeError, yaml.YAMLError):
-        return {}
-    return values if isinstance(values, dict) else {}
 
 
 def check_recipe(argv: Sequence[str], known: Iterable[str]) -> None:

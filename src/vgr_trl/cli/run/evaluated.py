@@ -9,7 +9,8 @@ from typing import Any
 from transformers.trainer_utils import IntervalStrategy
 
 from vgr_trl.cli.flags.arguments import DataArguments
-from vgr_trl.cli.flags.recipe import config_values, recipe_options
+from vgr_trl.cli.flags.argv import config_values, flags_in
+from vgr_trl.cli.flags.recipe import recipe_options
 from vgr_trl.cli.loading import image_root
 from vgr_trl.config import DAPOConfig
 from vgr_trl.data.held_out import hold_out
@@ -35,10 +36,7 @@ class Evaluated:
 def is_stated(name: str, argv: Sequence[str] | None) -> bool:
     """Return whether an option is given by a flag, in the file of `--config`, or by a recipe."""
     arguments = sys.argv[1:] if argv is None else argv
-    flags = (f"--{name}", f"--{name.replace('_', '-')}")
-    if any(argument.split("=")[0] in flags for argument in arguments):
-        return True
-    return name in config_values(arguments) or name in recipe_options(arguments)
+    return name in dict(flags_in(arguments)) | config_values(arguments) | recipe_options(arguments)
 
 
 def rows_to_evaluate(data: DataArguments, config: DAPOConfig, train: Any, load: Load, follows: bool) -> Evaluated:
