@@ -108,3 +108,7 @@ def signal(gradients: torch.Tensor) -> float:
     products, count = gradients @ gradients.T, len(gradients)
     squares = products.trace()
     return float((products.sum() - squares) / (count - 1) / squares)
+
+
+if __name__ == "__main__":
+    main()

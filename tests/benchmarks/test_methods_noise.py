@@ -1,5 +1,10 @@
 """What share of a step's gradient is signal, by hand."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,6 +12,16 @@ import torch
 @pytest.fixture
 def noise(module):
     return module("methods.noise")
+
+
+def test_it_is_a_command():
+    """Without a task it says which there are; a module that nobody calls would say nothing."""
+    root = Path(__file__).resolve().parents[2]
+    paths = os.pathsep.join(str(root / folder) for folder in ("src", "benchmarks"))
+    command = [sys.executable, "-m", "methods.noise", "--tasks", "none"]
+    told = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False)
+    assert told.returncode == 2
+    assert "style-32" in told.stderr
 
 
 @pytest.mark.parametrize(
