@@ -127,6 +127,7 @@ class Sampler(TrainerCallback):
         self.samples: list[dict[str, float]] = []
         self._folder = folder
         self._began, self._spent, self._tokens = (0.0, 0.0), (0.0, 0.0), 0
+        self._history, self._read = 0, 0  # characters of the first so many logs
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Start the clocks."""
@@ -141,6 +142,8 @@ class Sampler(TrainerCallback):
             return
         self._spent = (0.0, 0.0)
         tokens, self._tokens = state.num_input_tokens_seen - self._tokens, state.num_input_tokens_seen
+        new, self._read = state.log_history[self._read :], len(state.log_history)
+        self._history += sum(len(json.dumps([log], indent=2)) for log in new)
         gc.collect()
         looked = {
             "step": state.global_step,
@@ -153,7 +156,7 @@ class Sampler(TrainerCallback):
             "seconds per step": wall / EVERY,
             "tokens per step": tokens / EVERY,
             "records": size(self._folder / "rollouts") / 1e6,
-            "history of logs": len(json.dumps(state.log_history, indent=2)) / 1e6,
+            "history of logs": self._history / 1e6,
             "logs": len(state.log_history),
             "Markdown logs": size(self._folder / "training_logs") / 1e6,
             "output folder": size(self._folder) / 1e6,

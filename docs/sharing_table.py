@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "sharing"))
+sys.path.insert(0, str(ROOT / "tests"))
 
-from compare import generated, gradients, largest_relative, scored, with_head  # noqa: E402
-from families import FAMILIES, Batch, Family, build, make_batch  # noqa: E402
-from other_families import OTHERS  # noqa: E402
+from support.models.compare import generated, gradients, largest_relative, scored, with_head  # noqa: E402
+from support.models.families import FAMILIES, Batch, Family, build, make_batch  # noqa: E402
+from support.models.other_families import OTHERS  # noqa: E402
 
 from vgr_trl.sharing import share_prompts  # noqa: E402
 
