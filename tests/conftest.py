@@ -48,6 +48,12 @@ def imported_modules_are_no_garbage():
     gc.unfreeze()
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Whatever a test computes with, the next one rounds as if it ran alone."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def text_tokenizer() -> PreTrainedTokenizerFast:
     specials = ["<pad>", "<unk>", "<|im_start|>", "<|im_end|>"]
