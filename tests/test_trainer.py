@@ -224,6 +224,12 @@ def test_a_run_continues_from_a_checkpoint(build, text_model, tmp_path):
         assert torch.allclose(mine, other, atol=1e-6), name
 
 
+def test_what_generation_would_leave_unread_is_refused(build):
+    build(generation_kwargs={"min_new_tokens": 2, "renormalize_logits": True})
+    with pytest.raises(ConfigError, match="generation_kwargs has min_tokens, which the generation of transf"):
+        build(generation_kwargs={"min_tokens": 2})
+
+
 def test_a_config_of_trl_is_refused(build):
     with pytest.raises(ConfigError, match="args is a GRPOConfig: give a DAPOConfig"):
         build(classes=(DAPOTrainer, GRPOConfig))
