@@ -43,6 +43,7 @@ def handed_to_torchrun(monkeypatch, *arguments):
     return handed[0]
 
 
+@pytest.mark.filterwarnings("ignore:Port `29500` is already in use")  # by another run on this machine
 @pytest.mark.parametrize("name", [name for name, kind in EXPECTED.items() if kind != "NO" and name not in OF_ITS_OWN])
 def test_there_are_as_many_processes_as_gpus_unless_told_otherwise(name, monkeypatch):
     file = str(FOLDER / f"{name}.yaml")
