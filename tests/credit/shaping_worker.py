@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from vgr_trl import registries
 from vgr_trl.batch.signals import AttentionMass, RolloutSignals
+from vgr_trl.compat.gloo_exit import close_group_at_exit
 from vgr_trl.credit import CreditOptions, shape_advantages
 
 OPTIONS = CreditOptions(
@@ -70,6 +71,6 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
 def shaped_in_group():
     """The part of this process."""
     dist.init_process_group("gloo")
+    close_group_at_exit()
     results = shaped(dist.get_rank(), dist.get_world_size(), gathered)
-    dist.destroy_process_group()
     return results

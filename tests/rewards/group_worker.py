@@ -2,6 +2,7 @@
 
 import torch.distributed as dist
 
+from vgr_trl.compat.gloo_exit import close_group_at_exit
 from vgr_trl.errors import RewardError
 from vgr_trl.rewards import gather_groups, needs_whole_groups, vgr_reward
 from vgr_trl.rewards.accuracy_scale import scaled_by_accuracy
@@ -58,6 +59,6 @@ def run(rank, world, cut):
 def run_in_group():
     """Of this process, by the number of rows of the first of two."""
     dist.init_process_group("gloo")
+    close_group_at_exit()
     results = {cut: run(dist.get_rank(), dist.get_world_size(), cut) for cut in (4, 2, 3, 8)}
-    dist.destroy_process_group()
     return results

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from batches import PAD, draw_batch, draw_signals
 
 from vgr_trl.batch.token_columns import columns_of_signals, signals_of_columns
+from vgr_trl.compat.gloo_exit import let_gloo_finish
 from vgr_trl.sampling import (
     Placement,
     ReplayBuffer,
@@ -193,6 +194,7 @@ def work(rank, folder):
             results = [*(run(rank, world, team, resume_at) for resume_at in (None, 2)), exchanged(rank, world, team)]
             torch.save(results, folder / f"{world}-{rank}.pt")
     dist.barrier()
+    let_gloo_finish()
     dist.destroy_process_group()
 
 

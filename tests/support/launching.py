@@ -68,7 +68,7 @@ def launch(
         for file in errors:
             file.seek(0)
             said.append(file.read()[-4000:])
-        assert ended == [status] * processes, "\n".join(said)
+        assert ended == [status] * processes, "\n".join([f"ended with {ended}", *said])
 
 
 def results_of(function: Callable, *arguments: object, processes: int) -> list[Any]:

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
+from vgr_trl.compat.gloo_exit import close_group_at_exit
 from vgr_trl.sharing import share_prompts
 from vgr_trl.sharing.backbone import base_of, causal_model
 from vgr_trl.skipping import VisionOnce, VisionPlan
@@ -59,6 +60,7 @@ def difference_with_images_once(rank, model, batch, gradients) -> float:
 def run() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    close_group_at_exit()
     rank = dist.get_rank()
     mine = make_batch("qwen2_5_vl", seed=rank, images=(1, 2 - rank))
     alone = make_batch("qwen2_5_vl", seed=9, generations=1)
@@ -109,7 +111,6 @@ def run() -> None:
         plain, _ = scored(model, text)
     assert (plain - shared).abs().max() < 4e-6
     assert max(float(gradient.abs().max()) for gradient in plain_gradients.values() if gradient.numel()) > 0
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
+from vgr_trl.compat.gloo_exit import close_group_at_exit
 from vgr_trl.integrations.verl.inside_verl.registered import register
 from vgr_trl.integrations.verl.inside_verl.trl_release import hide_newer_trl
 from vgr_trl.integrations.verl.perturbed import black_of
@@ -25,6 +26,7 @@ from vgr_trl.signals.modality import special_token_ids
 def run(folder: Path, packed: bool, options: dict) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
+    close_group_at_exit()
     register()
     hide_newer_trl()
     rank, world = distributed.get_rank(), distributed.get_world_size()
@@ -68,7 +70,6 @@ def run(folder: Path, packed: bool, options: dict) -> None:
     if rank == 0:
         torch.save(made, folder / "gradients.pt")
     (folder / f"rank{rank}.json").write_text(json.dumps(result))
-    distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from verl.trainer.ppo import core_algos
 from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 
+from vgr_trl.compat.gloo_exit import close_group_at_exit
 from vgr_trl.integrations.verl.inside_verl import plugin  # noqa: F401  hangs itself in
 
 # TRL adds 1e-4 to the standard deviation, verl 1e-6.
@@ -30,6 +31,7 @@ core_algos.ADV_ESTIMATOR_REGISTRY["grpo_of_trl"] = partial(core_algos.compute_gr
 def run(folder: Path, packed: bool, options: dict) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
+    close_group_at_exit()
     model, processor = tiny_model()
     model.save_pretrained(folder / "model")
     engine = engine_on_cpu.build(folder / "model", packed)
@@ -80,7 +82,6 @@ def run(folder: Path, packed: bool, options: dict) -> None:
         },
         folder / "steps.pt",
     )
-    distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
