@@ -5,7 +5,7 @@ from peft import LoraConfig
 from trl import ModelConfig
 
 from vgr_trl.cli.flags.parsing import parse
-from vgr_trl.cli.train import _separate_lora_modules
+from vgr_trl.cli.run.building import separate_lora_modules
 from vgr_trl.errors import ConfigError
 
 
@@ -27,7 +27,7 @@ from vgr_trl.errors import ConfigError
 )
 def test_commas_are_separators(typed, modules):
     (model,) = parse((ModelConfig,), "train", ["--use_peft", "--lora_target_modules", *typed])
-    _separate_lora_modules(model)
+    separate_lora_modules(model)
     assert model.lora_target_modules == modules
 
 
