@@ -1,7 +1,8 @@
 """Every option, one file per stage; `help` is its description.
 
 Read `option.py`, `dapo.py`, which composes all, then `stages/` in the order of data. `plugins.py` names what comes from
-outside, `ranges.py` checks values, `effects.py` names options that steer nothing. `foreign/` has what others call them.
+outside, `ranges.py` and `of_trl.py` check values, `conflicts.py` pairs of them, `effects.py` names options that steer
+nothing. `foreign/` has what others call them.
 """
 
 from typing import TYPE_CHECKING, Any

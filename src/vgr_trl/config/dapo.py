@@ -23,19 +23,22 @@ from vgr_trl.config import (
     ReportOptions,
     SkipOptions,
 )
+from vgr_trl.config.conflicts import refuse_conflicts
+from vgr_trl.config.of_trl import check_options_of_trl
 from vgr_trl.config.option import option
 from vgr_trl.config.ranges import (
+    LARGEST,
+    SMALLEST,
     Natural,
     Switch,
-    check_options_of_trl,
     check_values,
+    in_range,
     is_number,
     one_of,
 )
 from vgr_trl.config.stages.skip import SWITCHES
 from vgr_trl.errors import ConfigError
 
-_RATIO_LOSSES = ("dapo", "grpo", "dr_grpo", "bnpo", "sapo", "luspo")
 _LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 
 
@@ -125,7 +128,7 @@ class DAPOConfig(
         "equal rewards) instead of a warning.",
     )
 
-    reward_timeout: float | None = option(
+    reward_timeout: Annotated[float | None, in_range(SMALLEST, LARGEST, "of seconds above 0, or None")] = option(
         None,
         "Seconds that a reward function may take for a batch, then it ends the run, by name (not asynchronous rewards "
         "and reward models). None: any number.",
@@ -136,7 +139,8 @@ class DAPOConfig(
         self.resolve_aliases()
         self._resolve_words()
         self._resolve_warmup()
-        self._check_ranges()
+        check_options_of_trl(self)
+        self._check_soft_punish_cache()
         check_values(self)
         self.check_perceive()
         self.check_noisy()
@@ -145,9 +149,7 @@ class DAPOConfig(
         self.check_choose()
         self.check_report()
         self.check_evaluate()
-        self._refuse_ignored_credit()
-        self._refuse_two_kinds_of_kl()
-        self._refuse_unfit_critic()
+        refuse_conflicts(self)
         super().__post_init__()
 
     @property
@@ -189,61 +191,6 @@ class DAPOConfig(
                 f"{'deepspeed is given' if self.deepspeed else 'the launcher asks for DeepSpeed'}, which is not "
                 'installed: pip install "vgr_trl[deepspeed]", or start with accelerate_configs/multi_gpu.yaml.'
             )
-
-    def _refuse_ignored_credit(self) -> None:
-        differs = self.shapes_tokens or self.uses_critic
-        if self.importance_sampling_level == "sequence" and differs and self.loss_type in _RATIO_LOSSES:
-            raise ConfigError(
-                f"importance_sampling_level is sequence with loss_type {self.loss_type}: the gradient would ignore "
-                "token weights and filters, and what a critic says of tokens, so use importance_sampling_level token, "
-                "or loss_type cispo or vespo."
-            )
-
-    def _refuse_unfit_critic(self) -> None:
-        if not self.uses_critic:
-            return
-        if self.critic_warmup > 0 and self.weight_decay > 0:
-            raise ConfigError(
-                f"critic_warmup is {self.critic_warmup} and weight_decay is {self.weight_decay}, which would move the "
-                "policy meanwhile: give weight_decay 0, or no critic_warmup."
-            )
-        if self.torch_compile:
-            raise ConfigError(
-                "advantage_estimator is gae with torch_compile, which hides what a critic reads: drop one."
-            )
-
-    def _refuse_two_kinds_of_kl(self) -> None:
-        if self.kl_coef > 0 and self.beta > 0:
-            raise ConfigError(
-                f"kl_coef is {self.kl_coef} and beta is {self.beta}: give kl_coef, or beta (low_var_kl in the loss, as "
-                "TRL has it)."
-            )
-        if self.penalises_kl and self.multi_objective_aggregation != "sum_then_normalize":
-            raise ConfigError(
-                f"multi_objective_aggregation is {self.multi_objective_aggregation} with a KL in the rewards, which it "
-                "would divide by its deviation: use sum_then_normalize, or use_kl_loss."
-            )
-
-    def _check_ranges(self) -> None:
-        check_options_of_trl(self)
-        if self.reward_timeout is not None and not (is_number(self.reward_timeout) and self.reward_timeout > 0):
-            raise ConfigError(f"reward_timeout is {self.reward_timeout!r}: give a number of seconds above 0, or None.")
-        if self.output_dir is not None and not str(self.output_dir).strip():
-            raise ConfigError("output_dir is empty: give a folder, or leave it out.")
-        if self.temperature == 0:
-            raise ConfigError(f"temperature is {self.temperature}: give a number above 0.")
-        highest = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
-        if self.delta is not None and self.delta <= highest:
-            raise ConfigError(
-                f"delta (clip_ratio_dual) is {self.delta}, which would clip ratios of up to {highest:g}, those of "
-                "tokens with positive advantage too: give a number above 1 + epsilon_high, such as 3.0."
-            )
-        if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
-            raise ConfigError(
-                f"max_steps is {self.max_steps} and num_train_epochs {self.num_train_epochs}, so nothing would be "
-                "trained: give max_steps of at least 1, or more epochs."
-            )
-        self._check_soft_punish_cache()
 
     def _check_soft_punish_cache(self) -> None:
         tokens, longest = self.soft_punish_cache, self.max_completion_length

@@ -10,28 +10,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 from vgr_trl.errors import ConfigError
 
 Check = Callable[[str, Any], None]  # of an option's name and value; stands in `Annotated` behind the option's type
-_WHOLE_NUMBERS_OF_TRL = (
-    "max_prompt_length", "max_completion_length", "num_generations_eval", "num_iterations", "steps_per_generation",
-    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
-)  # fmt: skip
-_LARGEST = 1e30
-_RANGES_OF_TRL = {
-    "beta": (0, _LARGEST, "of at least 0"),
-    "epsilon": (0, _LARGEST, "of at least 0"),
-    "epsilon_high": (0, _LARGEST, "of at least 0"),
-    "delta": (0, _LARGEST, "above 1 + epsilon_high"),
-    "learning_rate": (0, _LARGEST, "of at least 0"),
-    "temperature": (0, _LARGEST, "above 0"),
-    "top_p": (1e-9, 1, "in (0, 1]"),
-    "min_p": (0, 1, "in [0, 1]"),
-    "repetition_penalty": (1e-9, _LARGEST, "above 0"),
-    "weight_decay": (0, _LARGEST, "of at least 0"),
-    "max_grad_norm": (0, _LARGEST, "of at least 0, where 0 clips nothing"),
-    "adam_beta1": (0, 1 - 1e-9, "in [0, 1)"),
-    "adam_beta2": (0, 1 - 1e-9, "in [0, 1)"),
-    "adam_epsilon": (0, _LARGEST, "of at least 0"),
-    "top_k": (0, _LARGEST, "of at least 0, where 0 keeps all tokens"),
-}
+SMALLEST, LARGEST = 1e-30, 1e30
 
 
 def is_number(value: Any) -> bool:
@@ -113,8 +92,8 @@ Switch = Annotated[bool, check_switch]
 Natural = Annotated[int, at_least(0)]
 PositiveInt = Annotated[int, at_least(1)]
 Share = Annotated[float, in_range(0, 1, "in [0, 1]")]
-Weight = Annotated[float, in_range(0, _LARGEST, "of at least 0")]
-Positive = Annotated[float, in_range(1e-30, _LARGEST, "above 0")]
+Weight = Annotated[float, in_range(0, LARGEST, "of at least 0")]
+Positive = Annotated[float, in_range(SMALLEST, LARGEST, "above 0")]
 
 
 def check_values(options: Any) -> None:
@@ -124,20 +103,6 @@ def check_values(options: Any) -> None:
         if checks and not (getattr(options, name) is None and NoneType in get_args(hint.__origin__)):
             for check in checks:
                 check(name, getattr(options, name))
-
-
-def check_options_of_trl(options: Any) -> None:
-    """Raise `ConfigError` for options of TRL's or transformers' that are out of range."""
-    for name in _WHOLE_NUMBERS_OF_TRL:
-        if (value := getattr(options, name)) is not None:
-            check_integer(name, value, 1)
-    check_integer("num_generations", options.num_generations, 2)
-    for name in (f"{what}_steps" for what in ("save", "eval") if getattr(options, f"{what}_strategy") == "steps"):
-        if (value := getattr(options, name)) is not None and not (is_number(value) and value > 0):
-            raise ConfigError(f"{name} is {value!r}: give a number above 0, or {name[:4]}_strategy no.")
-    for name, (low, high, meaning) in _RANGES_OF_TRL.items():
-        if (value := getattr(options, name)) is not None:
-            check_number(name, value, low, high, meaning)
 
 
 def _listed(choices: Sequence[str | None]) -> str:
