@@ -37,9 +37,9 @@ def test_a_finished_run_of_trl_and_a_file_are_refused_too(tmp_path):
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ConfigError, match="holds another run \\(model.safetensors\\)"):
         claim(tmp_path, RUN, None)
-    with pytest.raises(ConfigError, match="cannot be written to: choose a folder"):
+    with pytest.raises(ConfigError, match="model.safetensors cannot be written to: choose another place"):
         claim(tmp_path / "model.safetensors", RUN, None)
-    with pytest.raises(ConfigError, match="cannot be written to: choose a folder"):
+    with pytest.raises(ConfigError, match="model.safetensors cannot be written to: choose another place"):
         claim(tmp_path / "model.safetensors" / "below", RUN, None)
     with pytest.raises(ConfigError, match="no complete checkpoint, only a finished run"):
         resolve_checkpoint("latest", tmp_path)

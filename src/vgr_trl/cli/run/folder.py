@@ -1,7 +1,6 @@
 """The folder of a run: whose it is."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from vgr_trl.data.read.data_files import parse_data_files
 from vgr_trl.data.rows.naming import FLAGS
 from vgr_trl.errors import ConfigError
 from vgr_trl.files import write_whole
+from vgr_trl.reporting.records.record_files import refuse_unwritable
 from vgr_trl.rewards.registry import hardened
 from vgr_trl.training.checkpoints.folders import TRACES
 
@@ -54,7 +54,7 @@ def claim(output_dir: Path, identity: dict[str, Any], resume: str | None) -> Non
     Raises:
         ConfigError: naming what is there, or what differs.
     """
-    _refuse_unwritable(output_dir)
+    refuse_unwritable(output_dir, "output_dir", is_folder=True)
     previous = output_dir / RUN_FILE
     if resume is None:
         if traces := _traces(output_dir):
@@ -77,20 +77,12 @@ def claim_again(output_dir: Path, identity: dict[str, Any]) -> None:
     Raises:
         ConfigError: naming what is there.
     """
-    _refuse_unwritable(output_dir)
+    refuse_unwritable(output_dir, "output_dir", is_folder=True)
     run_file = output_dir / RUN_FILE
     if (traces := _traces(output_dir)) and not (run_file.exists() and _read(run_file) == identity):
         raise ConfigError(
             f"output_dir {output_dir} holds another run ({traces[0].name}): choose another output_dir, or empty it."
         )
-
-
-def _refuse_unwritable(output_dir: Path) -> None:
-    for folder in (output_dir, *output_dir.parents):
-        if folder.exists():
-            if not folder.is_dir() or not os.access(folder, os.W_OK):
-                raise ConfigError(f"output_dir {output_dir} cannot be written to: choose a folder.")
-            return
 
 
 def _traces(output_dir: Path) -> list[Path]:
