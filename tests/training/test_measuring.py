@@ -14,8 +14,9 @@ from vgr_trl import DAPOConfig
 from vgr_trl.batch.inputs import scoring_inputs
 from vgr_trl.errors import ConfigError
 from vgr_trl.rewards import accuracy_reward, mdi_reward, vgr_reward
-from vgr_trl.training.measure import plan_measurement, score_completions
+from vgr_trl.training.measure import score_completions
 from vgr_trl.training.rollout import Rollout
+from vgr_trl.training.start.measurable import plan_measurement
 
 OPTIONS = {
     "max_steps": 2,

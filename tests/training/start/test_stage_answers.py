@@ -15,7 +15,7 @@ from vgr_trl.training.checkpoints.order import _behind
 from vgr_trl.training.choice.replay import why_unusable
 from vgr_trl.training.host import TRLHost
 from vgr_trl.training.judge import Judge
-from vgr_trl.training.measure import _why_no_attention
+from vgr_trl.training.start.measurable import _why_no_attention
 from vgr_trl.training.start.prepare import drop_prompts_over_limit
 from vgr_trl.training.start.ready_data import make_data_ready
 

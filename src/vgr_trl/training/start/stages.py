@@ -21,7 +21,6 @@ from vgr_trl.training.host import TRLHost
 from vgr_trl.training.judge import Judge
 from vgr_trl.training.kl import KLControl
 from vgr_trl.training.loss import AddedLoss
-from vgr_trl.training.measure import plan_measurement
 from vgr_trl.training.metrics.clock import OptimizerClock, StageClock
 from vgr_trl.training.metrics.collapse_watch import CollapseWatch
 from vgr_trl.training.metrics.step_metrics import StepMetrics
@@ -33,6 +32,7 @@ from vgr_trl.training.passes.score import ScoringPasses
 from vgr_trl.training.passes.skip import LivePasses
 from vgr_trl.training.recording.before import RecordBefore
 from vgr_trl.training.recording.record import FlushRecords, RolloutRecorder
+from vgr_trl.training.start.measurable import plan_measurement
 from vgr_trl.training.start.plans import plan_blank_image, plan_sharing, plan_skipping, plan_vision
 from vgr_trl.training.start.prepare import check_data, data_has_images, model_name
 from vgr_trl.training.start.ready_data import refuse_bad_boxes
