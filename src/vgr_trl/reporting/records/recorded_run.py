@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -83,11 +83,8 @@ class Run:
         if not path.is_file():
             return []
         with path.open("rb") as file:
-            for line, _ in self._lines(file):
-                _check_head(line, path)
-                try:
-                    entry = decode_log(line.decode("utf-8"))
-                except (UnicodeDecodeError, DataError):
+            for entry in decoded_logs((line for line, _ in self._lines(file)), path):
+                if entry is None:
                     self.damaged += 1
                     continue
                 before = merged.get((entry.step, entry.mode))
@@ -144,6 +141,20 @@ def read_run(path: str | Path) -> Run:
     if not run.steps() and not (folder / LOGS_FILE).is_file():
         raise DataError(f"{folder} has no records yet: wait for the first step that is recorded, or give another run.")
     return run
+
+
+def decoded_logs(lines: Iterable[bytes], path: Path) -> Iterator[LogEntry | None]:
+    """Yield the log entry in each line of a file, None for one that is damaged.
+
+    Raises:
+        DataError: an entry is of a later version.
+    """
+    for line in lines:
+        _check_head(line, path)
+        try:
+            yield decode_log(line.decode("utf-8"))
+        except (UnicodeDecodeError, DataError):
+            yield None
 
 
 def _description(path: Path) -> dict[str, Any]:

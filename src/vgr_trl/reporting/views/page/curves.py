@@ -9,10 +9,8 @@ from pathlib import Path
 from sys import intern
 from typing import Any, BinaryIO
 
-from vgr_trl.errors import DataError
-from vgr_trl.reporting.records.json_lines import decode_log
 from vgr_trl.reporting.records.record import LogEntry
-from vgr_trl.reporting.records.recorded_run import LOGS_FILE
+from vgr_trl.reporting.records.recorded_run import LOGS_FILE, decoded_logs
 from vgr_trl.reporting.signs import first_signs
 
 STATE_FILE = "trainer_state.json"
@@ -127,13 +125,12 @@ def read_state(path: Path) -> Curves:
 def _read_log(path: Path) -> tuple[list[LogEntry], list[str]]:
     size, damaged, entries = path.stat().st_size, 0, []
     with path.open("rb") as file:
-        for line in _all_lines(file) if size <= LARGEST_LOG else _sampled_lines(file, size):
-            try:
-                entries.append(_interned(decode_log(line.decode("utf-8"))))
-            except (DataError, UnicodeDecodeError) as error:
-                if _of_later_version(line):
-                    raise DataError(f"{path}: {error}") from error
+        lines = _all_lines(file) if size <= LARGEST_LOG else _sampled_lines(file, size)
+        for entry in decoded_logs(lines, path):
+            if entry is None:
                 damaged += 1
+            else:
+                entries.append(_interned(entry))
     notes = [f"{damaged} damaged log {'entry is' if damaged == 1 else 'entries are'} left out."] if damaged else []
     if size > LARGEST_LOG:
         notes.append(f"The log is {size / 2**20:.0f} MB large: curves show {len(entries)} entries at even distances.")
@@ -162,14 +159,6 @@ def _sampled_lines(file: BinaryIO, size: int) -> Iterator[bytes]:
     file.seek(max(reached, size - LONGEST_LINE))
     whole = [line for line in file.read(LONGEST_LINE).splitlines(keepends=True) if line.endswith(b"\n")]
     yield from whole[-1:]
-
-
-def _of_later_version(line: bytes) -> bool:
-    try:
-        version = json.loads(line)["version"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return False
-    return isinstance(version, int) and version > 1
 
 
 def _interned(entry: LogEntry) -> LogEntry:
