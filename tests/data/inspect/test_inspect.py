@@ -62,8 +62,8 @@ def test_bad_rows_are_counted_by_reason_and_the_others_by_what_they_are(folder, 
     assert [(row.row, row.id) for row in heard] == [(2, "q2"), (3, "q3"), (4, "q4"), (6, "q6")]
     by_rows = {tuple(row.row for row in reason.examples): reason.count for reason in found.reasons.values()}
     assert by_rows == {(2,): 1, (3, 4): 2, (6,): 1}  # zebra and giraffe are one kind of mistake
-    assert (found.choices, found.letters) == (Counter({"2": 3, "open": 1}), Counter({"B": 3}))
-    assert (found.images, found.sources) == (Counter({1: 4}), Counter({"made": 4}))
+    assert (found.counts.choices, found.counts.letters) == (Counter({"2": 3, "open": 1}), Counter({"B": 3}))
+    assert (found.counts.images, found.counts.sources) == (Counter({"1": 4}), Counter({"made": 4}))
     assert [one.row for one in found.sample] == [0, 1, 5, 7]
     assert found.sample[1].choices == [("A", "x", False), ("B", "y", True)]
     assert found.sample[2].solution == "forty-two"
@@ -81,7 +81,7 @@ def test_the_commonest_answers_to_open_questions_are_counted(monkeypatch):
     rows.append({"problem": "which?", "choices": ["x", "y"], "solution": "B"})
     data = Dataset.from_list(rows)
     found = inspect_rows(data, Checks(system_prompt=None))
-    assert found.answers == Counter({"two": 4, "bird": 2, "a cat": 1, "dog": 1})
+    assert found.counts.answers == Counter({"two": 4, "bird": 2, "a cat": 1, "dog": 1})
     assert tables(found)["commonest answers to open questions"][:2] == [("two", 4), ("bird", 2)]
     monkeypatch.setattr("vgr_trl.data.build.answers.MOST_ANSWERS", 2)  # bird and dog come too late
     found = inspect_rows(data, Checks(system_prompt=None))
@@ -286,7 +286,7 @@ def test_what_convert_writes_is_found_by_split_also_beside_many_images(folder):
     (converted / "report.txt").write_text("2 rows")
     split, rows = load_path(str(converted), "dev")
     found = inspect_rows(rows, checks(converted), split=split)
-    assert (found.split, found.usable, found.images) == ("dev", 2, Counter({1: 2}))
+    assert (found.split, found.usable, found.counts.images) == ("dev", 2, Counter({"1": 2}))
     with pytest.raises(DataError, match=re.escape("has the splits ['dev', 'extra']: name one of them")):
         load_path(str(converted))
 

@@ -75,7 +75,7 @@ def test_inspect_and_convert_take_the_same_flags(tmp_path, pictures, capsys):
     jsonl(tmp_path / "rows.jsonl", [OTHER])
     flags = [part for name, value in FLAGS.items() for part in (f"--{name}", value)] + ["--image_dir", str(pictures)]
     found = inspect_rows(data_inspect.parser().parse_args([str(tmp_path / "rows.jsonl"), "--samples", "0", *flags]))
-    assert (found.usable, dict(found.letters)) == (1, {"B": 1})
+    assert (found.usable, dict(found.counts.letters)) == (1, {"B": 1})
     out = ["--data_files", str(tmp_path / "rows.jsonl"), "--output_dir", str(tmp_path / "out"), "--workers", "0"]
     data_convert.run(data_convert.parser().parse_args(["jsonl", *out, *flags]))
     (row,), _ = load(dataset_path=str(tmp_path / "out"))

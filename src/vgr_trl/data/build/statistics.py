@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,15 +48,22 @@ class Statistics:
         return {name: dict(getattr(self, name)) for name in self.__dataclass_fields__}
 
     def add(self, question: Question, images: Sequence[Encoded]) -> None:
-        """Count a row."""
-        self.sources[question.source] += 1
-        self.choices[str(len(question.choices)) if question.choices else OPEN] += 1
-        if question.choices:
-            self.letters[question.solution] += 1
-        else:
-            count_answer(self.answers, question.solution)
-        self.images[str(len(images))] += 1
+        """Count a row, and its images by their sizes."""
+        letter, answer = (question.solution, None) if question.choices else (None, question.solution)
+        self.count(question.source, question.choices, len(images), letter, answer)
         self.sizes.update(size_class(image.width, image.height) for image in images)
+
+    def count(
+        self, source: str, choices: Sized | None, images: int, letter: str | None = None, answer: object = None
+    ) -> None:
+        """Count a row; `letter` of its right option, and `answer` to an open question, are None where not known."""
+        self.sources[source] += 1
+        self.choices[str(len(choices)) if choices else OPEN] += 1
+        self.images[str(images)] += 1
+        if letter is not None:
+            self.letters[letter] += 1
+        if answer is not None:
+            count_answer(self.answers, answer)
 
     def skip(self, reason: str) -> None:
         """Count a row that was left out."""

@@ -11,8 +11,7 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 from tqdm.auto import tqdm
 
-from vgr_trl.data.build.answers import count_answer
-from vgr_trl.data.build.statistics import OPEN, kind_of
+from vgr_trl.data.build.statistics import Statistics, kind_of
 from vgr_trl.data.inspect.sample import Sampled, sampled
 from vgr_trl.data.rows.columns import UNREADABLE, images_of, undecoded
 from vgr_trl.data.rows.images.sizes import ANY_SIZE, ImageRule
@@ -70,8 +69,7 @@ class Findings:
         rows: how many rows were looked at.
         usable: how many of them can be trained on.
         reasons: kind of reason → the rows left out for it.
-        sources, choices, letters, images: usable rows by source, number of choices, right letter, number of images.
-        answers: open usable rows by their answer, as `count_answer` counts.
+        counts: what the usable rows consist of.
         lengths: prompt length → usable rows that have it, in tokens; empty if it was not measured.
         sample: usable rows drawn at random, in their order.
     """
@@ -80,11 +78,7 @@ class Findings:
     rows: int = 0
     usable: int = 0
     reasons: dict[str, Reason] = field(default_factory=dict)
-    sources: Counter[str] = field(default_factory=Counter)
-    choices: Counter[str] = field(default_factory=Counter)
-    letters: Counter[str] = field(default_factory=Counter)
-    images: Counter[int] = field(default_factory=Counter)
-    answers: Counter[str] = field(default_factory=Counter)
+    counts: Statistics = field(default_factory=Statistics)
     lengths: Counter[int] = field(default_factory=Counter)
     sample: list[Sampled] = field(default_factory=list)
 
@@ -154,14 +148,10 @@ def _count(row: Mapping[str, Any], index: int, checks: Checks, findings: Finding
             return f"the model's processor refuses its prompt ({words_of(error)})"
         findings.lengths[length] += 1
     findings.usable += 1
-    findings.sources[str(row.get("source") or "not stated")] += 1
-    findings.images[len(images_of(ready))] += 1
+    choices = ready.get("choices")
     right = _right_letter(ready) if checks.needs_solution else None
-    findings.choices[str(len(ready["choices"])) if ready.get("choices") else OPEN] += 1
-    if checks.needs_solution and not ready.get("choices"):
-        count_answer(findings.answers, ready.get("solution"))
-    if right is not None:
-        findings.letters[right] += 1
+    answer = ready.get("solution") if checks.needs_solution and not choices else None
+    findings.counts.count(str(row.get("source") or "not stated"), choices, len(images_of(ready)), right, answer)
     if (place := draw.place()) is not None:
         draw.put(place, sampled(ready, index, right, length))
     return None

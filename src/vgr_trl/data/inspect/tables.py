@@ -39,12 +39,13 @@ def tables(findings: Findings) -> dict[str, list[tuple[str, int]]]:
     """Return what the usable rows consist of: title → lines of name and count, at most twelve."""
     if not findings.usable:
         return {}
+    counts = findings.counts
     found = {
-        "rows by source": _shortened(findings.sources),
-        "rows by number of choices": [*ordered(findings.choices, [*map(str, range(len(LETTERS) + 1)), OPEN]).items()],
-        "rows by right letter": [*ordered(findings.letters, LETTERS).items()],
-        ANSWERS: _shortened(findings.answers),
-        "rows by number of images": _shortened({str(name): count for name, count in sorted(findings.images.items())}),
+        "rows by source": _shortened(counts.sources),
+        "rows by number of choices": [*ordered(counts.choices, [*map(str, range(len(LETTERS) + 1)), OPEN]).items()],
+        "rows by right letter": [*ordered(counts.letters, LETTERS).items()],
+        ANSWERS: _shortened(counts.answers),
+        "rows by number of images": _shortened(dict(sorted(counts.images.items(), key=lambda pair: int(pair[0])))),
     }
     return {title: lines for title, lines in found.items() if lines}
 
