@@ -47,10 +47,22 @@ def credit_options(recipe):
     return CreditOptions(**chosen, plugin_options={name: recipe[name] for name in own})
 
 
-def three_tokens(*ratios):
+def perception_terms(recipe, logps, perturbed_logps, mask):
+    """PAPO's loss per token, with the coefficients of a recipe."""
+    return perception_loss(
+        logps,
+        perturbed_logps,
+        mask,
+        coefficient=recipe["perception_loss_weight"],
+        entropy_coefficient=recipe["der_loss_weight1"],
+        perturbed_entropy_coefficient=recipe["der_loss_weight2"],
+    )
+
+
+def three_tokens(*ratios, old=-1.0):
     """Two completions of two and one token with advantages 1 and -1, at given ratios of new to old probability."""
     mask = torch.tensor([[True, True], [True, False]])
-    old = torch.full((2, 2), -1.0)
+    old = torch.full((2, 2), old)
     logps = old + torch.tensor([[ratios[0], ratios[1]], [ratios[2], 1.0]]).log()
     return torch.tensor([1.0, -1.0]), logps, mask, old
 
@@ -134,14 +146,7 @@ def test_papo_has_the_gradients_of_the_published_code(stock):
     logps = case["logps"].requires_grad_()
     loss = loss_of(stock(recipe), case["advantages"], logps, mask, case["old_logps"])
     terms = recipe["kl_coef"] * kl_penalty(logps, case["ref_logps"], kind=recipe["kl_penalty"])
-    terms = terms + perception_loss(
-        logps,
-        case["perturbed_logps"],
-        mask,
-        coefficient=recipe["perception_loss_weight"],
-        entropy_coefficient=recipe["der_loss_weight1"],
-        perturbed_entropy_coefficient=recipe["der_loss_weight2"],
-    )
+    terms = terms + perception_terms(recipe, logps, case["perturbed_logps"], mask)
     (loss + (terms * mask).sum() / mask.sum()).backward()
     assert (logps.grad - case["gradient"]).abs().max() <= 1e-6
 
@@ -214,6 +219,21 @@ def test_anchor_tokens_by_hand():
     signals = RolloutSignals(torch.zeros(1, 7), torch.zeros(1, 7), mask, mass)
     credit, _ = shape_advantages(torch.tensor([2.0]), signals, credit_options(load_recipe("anchor_tokens")))
     assert credit.tolist() == [[0, 0, 2, 0, 2, 0, 0]]
+
+
+def test_papo_with_dapo_by_hand(stock):
+    """Ratios 1.5, 1 and 4 at the advantages 1, 1 and -1, clipped to 1.28, 1 and, by the dual clip, 3: (-2.28 + 3) / 3.
+
+    The masked image makes the first token half as probable: KL ½ + ln 2 - 1 = 0.1931, times -0.01. Surprisals are 2 at
+    the ratio 1: 6 - ln 1.5 - ln 4 = 4.2082 with the image, ln 2 more without, each times 0.03.
+    """
+    recipe = load_recipe("papo_dapo")
+    advantages, logps, mask, old = three_tokens(1.5, 1.0, 4.0, old=-2.0)
+    loss = loss_of(stock(recipe), advantages, logps, mask, old).item()
+    assert loss == pytest.approx(0.24)
+    masked = logps - torch.tensor([[2.0, 1.0], [1.0, 1.0]]).log()
+    terms = perception_terms(recipe, logps, masked, mask)
+    assert (terms.sum() / mask.sum()).item() == pytest.approx((0.03 * (4.2082 + 4.9014) - 0.01 * 0.1931) / 3, abs=1e-5)
 
 
 def test_papo_with_dapo_differs_by_its_numbers_alone():
