@@ -13,6 +13,7 @@ from support.checkpoints import complete_checkpoints
 
 from vgr_trl.cli.__main__ import main
 from vgr_trl.cli.loading import load_for_inference
+from vgr_trl.demo.shapes import draw_questions
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_grpo_vlm.py"
 
@@ -62,6 +63,25 @@ def test_a_multimodal_run_from_flags(model_folder, question_files, tmp_path, cap
     assert len(list((output / "completions").glob("*.parquet"))) >= 2
     assert (output / "model.safetensors").exists()
     assert (output / "processor_config.json").exists()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_with_bad_boxes_are_left_out_and_listed_where_boxes_are_read(model_folder, tmp_path, streaming):
+    boxes = [[0, 0, 1, 0.5], [0, 0, 2, 0.5], [0.5, 0, 1], None, "left", [0, 0, float("nan"), 1], [[0, 0, 1, 1]], 4]
+    with (tmp_path / "train.jsonl").open("w") as file:
+        for number, row in enumerate(draw_questions(16, seed=0, split="train")):
+            image, row["bbox"] = row.pop("image"), boxes[number % 8]
+            image.save(tmp_path / f"{number}.png")
+            file.write(json.dumps({**row, "image": f"{number}.png"}) + "\n")
+    read = f"--dataset_streaming {streaming} --max_steps 4"
+    for rewards, bad in (("region format", {1, 2, 4, 5, 7}), ("format", set())):
+        output = tmp_path / rewards.split()[0]
+        more = f"--reward_funcs {rewards} {read}".split()
+        assert main(["train", *flags(model_folder, f"train={tmp_path}/train.jsonl", output, *more)]) == 0
+        listed = output / "skipped.jsonl"
+        rows = [json.loads(line) for line in listed.read_text().splitlines()] if listed.exists() else []
+        assert {row["row"] for row in rows} == bad | {place + 8 for place in bad}
+        assert all("in its column bbox: give " in row["reason"] for row in rows)
 
 
 def test_a_run_that_collapses_ends_with_the_sign_if_it_shall(model_folder, question_files, tmp_path, capsys):

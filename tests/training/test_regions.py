@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from datasets import IterableDataset
-from support.trainers import letters_reward
+from datasets import IterableDataset, load_dataset
+from support.trainers import letters_reward, train_file
 
+from vgr_trl.data.rows.images.sizes import ImageLimits, ImageRule
+from vgr_trl.data.rows.schema import prepare_rows
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.rewards import load_reward
 from vgr_trl.training.passes import score
@@ -54,39 +56,72 @@ def test_data_without_boxes(make):
         make([[0.0, 0.0, 1.0, 0.5]], attention_source="generate")
 
 
+GOOD, BEYOND = [0.0, 0.0, 1.0, 0.5], [0.0, 0.0, 2.0, 0.5]
+
+
 @pytest.mark.parametrize(
     ("box", "said"),
     [
-        (
-            [0.0, 0.0, 2.0, 0.5],
-            r"has the box \(0.0, 0.0, 2.0, 0.5\) in its column bbox: give left, top, right and bottom",
-        ),
-        ([0.5, 0.0, 0.5, 0.5], ".* with left < right and top < bottom"),
-        ([0.5, 0.0, 1.0], r"has \[0.5, 0.0, 1.0\] in its column bbox: give four numbers"),
+        (BEYOND, r"it has the box (0.0, 0.0, 2.0, 0.5) in its column bbox: give left, top, right and bottom"),
+        ([0.0, 0.0, float("nan"), 0.5], "it has the box (0.0, 0.0, nan, 0.5) in its column bbox"),
+        ([0.5, 0.0, 0.5, 0.5], "with left < right and top < bottom."),
+        ([0.5, 0.0, 1.0], "it has [0.5, 0.0, 1.0] in its column bbox: give four numbers."),
     ],
 )
-def test_a_box_beyond_its_image_is_told_by_its_row_before_the_first_step(make, box, said):
-    with pytest.raises(DataError, match=f"^Row 1 of the train data {said}"):
-        make([[0.0, 0.0, 1.0, 0.5], box], signals=["region_focus"])
+def test_a_row_with_a_bad_box_is_left_out(make, box, said, caplog):
+    run = make([GOOD, box], signals=["region_focus"])
+    assert run.train_dataset["bbox"] == [GOOD] * 8
+    (warning,) = [warning for warning in caplog.messages if "Left out" in warning]
+    assert warning.startswith("Left out 8 rows of the train data; the first: row 1: it has ")
+    assert said in warning
 
 
-def test_a_region_beyond_its_image_in_pixels(vision_trainer):
-    rows = vision_trainer.rows
-    wide, high = rows[0]["image"].size
-    boxes = [[[0.0, 0.0, 1.0, 0.5]]] * 2 + [[[0.0, 0.0, wide + 1.0, high]]] * (len(rows) - 2)
+def test_without_a_good_box_the_run_is_refused(make):
     with pytest.raises(
-        DataError, match=f"^Row 2 of the train data .* column regions: .* pixels of its {wide} x {high}"
+        DataError, match=r"^None of the 16 rows of the train data can be used; the first: it has the box"
     ):
-        vision_trainer(load_reward("region"), rows.add_column("regions", boxes))
+        make([BEYOND], signals=["region_focus"])
 
 
-def test_a_box_of_a_stream_is_told_by_its_id(vision_trainer):
-    boxes = [[0.0, 0.0, 2.0, 0.5]] * len(vision_trainer.rows)
-    rows = vision_trainer.rows.add_column("bbox", boxes)
+def test_rows_with_a_bad_box_are_left_out_of_questions_and_of_what_is_evaluated(vision_trainer, question_files):
+    questions = load_dataset("parquet", data_files=train_file(question_files), split="train")
+    questions = questions.add_column("bbox", [GOOD, BEYOND] * 8)
+    run = vision_trainer(
+        load_reward("region"), questions, {"all": vision_trainer.rows.add_column("bbox", [BEYOND, *[GOOD] * 15])}
+    )
+    assert run.train_dataset["bbox"] == [GOOD] * 8
+    assert run.eval_dataset["all"]["bbox"] == [GOOD] * 15
+
+
+def test_boxes_in_pixels_are_of_the_image_as_it_is_trained_on(vision_trainer, question_files, caplog):
+    questions = load_dataset("parquet", data_files=train_file(question_files), split="train")
+    wide, high = questions[0]["image"].size
+    half = [0.0, 0.0, wide // 2 + 0.0, high // 2 + 0.0]
+    boxes = [[half], [[0.0, 0.0, wide // 2 + 1.0, 2.0]], [[0.0, 0.0, 1.0, 0.5]], [[0.0, 0.0, wide + 1.0, 2.0]]]
+    questions = questions.add_column("regions", boxes * 4)
+    smaller = ImageRule(ImageLimits(max_pixels=(wide // 2) * (high // 2), max_short_side=None))
+    for rows in (
+        prepare_rows(questions, images=smaller, boxes=True)[0],
+        vision_trainer(load_reward("region"), prepare_rows(questions, images=smaller)[0]).train_dataset,
+    ):
+        assert rows["regions"] == [[half], [[0.0, 0.0, 1.0, 0.5]]] * 4
+    assert f"in pixels of its {wide // 2} x {high // 2}, and within it." in " ".join(caplog.messages)
+    whole = vision_trainer(load_reward("region"), vision_trainer.rows.add_column("regions", boxes * 4)).train_dataset
+    assert whole["regions"] == boxes[:3] * 4
+
+
+def test_rows_with_a_bad_box_are_left_out_of_streams(vision_trainer, caplog):
+    rows = vision_trainer.rows.add_column("bbox", [GOOD, BEYOND] * 8)
     stream = IterableDataset.from_generator(lambda: iter(rows))
-    run = vision_trainer(load_reward("region"), stream, max_completion_length=4, max_steps=1)
-    with pytest.raises(DataError, match=r"^The row with the id .+ has the box \(0.0, 0.0, 2.0, 0.5\)"):
-        run.train()
+    run = vision_trainer(load_reward("region"), stream, max_completion_length=4, max_steps=5)
+    run.train()
+    assert run.state.global_step == 5
+    told = [warning for warning in caplog.messages if "Left out" in warning]
+    assert len(told) == 8, "each row once, however often it is read"
+    assert told[0].startswith("Left out train row 1 of the stream: it has the box (0.0, 0.0, 2.0, 0.5)")
+    bad = rows.select(range(1, 16, 2))
+    with pytest.raises(DataError, match=r"^None of the 8 rows of the train stream can be used"):
+        vision_trainer(load_reward("region"), IterableDataset.from_generator(lambda: iter(bad)), max_steps=1)
 
 
 def test_boxes_that_nothing_reads_are_not_looked_at(vision_trainer):

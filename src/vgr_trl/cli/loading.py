@@ -183,6 +183,7 @@ def load_rows(
     processor: Callable[[], Any] | None = None,
     on_skipped: Callable[[SkippedRow], None] | None = None,
     shuffle_seed: int | None = None,
+    boxes: bool = False,
 ) -> tuple[Any, list[SkippedRow]]:
     """Return the usable rows of a split, with prompts, and the rows left out.
 
@@ -192,6 +193,7 @@ def load_rows(
             several images if the data have videos.
         on_skipped: called for each row that a stream leaves out.
         shuffle_seed: of the order of a stream; None: as it is. A data set keeps its order.
+        boxes: whether something reads the boxes of rows.
 
     Raises:
         ConfigError, DataError: an option or the data cannot be used.
@@ -227,6 +229,7 @@ def load_rows(
             special=None if processor is None else special_tokens(processor()),
             keys=keys,
             images=arguments.image_rule(),
+            boxes=boxes,
         )
 
 

@@ -20,6 +20,7 @@ from vgr_trl.errors import ConfigError
 from vgr_trl.rewards import load_rewards
 from vgr_trl.rewards.signatures import reads_solution
 from vgr_trl.trainer import DAPOTrainer
+from vgr_trl.training.start.ready_data import reads_boxes
 
 FIRST_ROWS = 16  # of a stream, which say whether it has images
 
@@ -35,13 +36,18 @@ def build_trainer(
     if data.dataset_streaming and config.max_steps <= 0:
         raise ConfigError("dataset_streaming is on, so the number of steps is not known: give max_steps.")
     reward_funcs = _reward_functions(rewards, config)
-    needs_solution = any(map(reads_solution, reward_funcs))
     skipped_file = Path(config.output_dir or "trainer_output") / "skipped.jsonl"
     on_skipped = partial(append_skipped, path=skipped_file) if config.process_index == 0 else lambda row: None
     processor = cache(
         partial(load_processor, str(model.model_name_or_path), model.model_revision, config.trust_remote_code)
     )
-    load = partial(load_rows, needs_solution=needs_solution, on_skipped=on_skipped, processor=processor)
+    load = partial(
+        load_rows,
+        needs_solution=any(map(reads_solution, reward_funcs)),
+        on_skipped=on_skipped,
+        processor=processor,
+        boxes=reads_boxes(config, reward_funcs),
+    )
     order = config.seed if config.shuffle_dataset else None
     train_rows, skipped = load(data, data.dataset_train_split, limit=data.max_train_rows, shuffle_seed=order)
     if data.dataset_streaming:

@@ -5,6 +5,7 @@ from typing import Any
 
 from vgr_trl.data.rows.columns import images_of
 from vgr_trl.data.rows.images.opening import open_image
+from vgr_trl.data.rows.images.sizes import ANY_SIZE, ImageRule
 from vgr_trl.errors import DataError
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in [0, 1] of the image
@@ -45,25 +46,25 @@ def boxes_of(row: Mapping[str, Any], size: tuple[int, int], name: str = "A row")
     return found
 
 
-def box_problem(row: Mapping[str, Any], name: str = "A row") -> str | None:
+def box_problem(row: Mapping[str, Any], fitted: ImageRule = ANY_SIZE) -> str | None:
     """Return why the boxes of a row with one image cannot be read, None if they can.
 
     Args:
         row: whose image may be undecoded; boxes in pixels are not checked where it cannot be opened.
-        name: of the row, for the sentence.
+        fitted: what brings the image to the size that the model gets.
     """
     images, size = images_of(row), (1, 1)
     if len(images) != 1:
         return None
     try:
-        if in_pixels_of_its_image(row, name):
+        if in_pixels_of_its_image(row, "it"):
             try:
-                size = open_image(images[0]).size
+                size = fitted.limits.size_of(*open_image(images[0]).size)
             except DataError:
                 return None
-        boxes_of(row, size, name)
+        boxes_of(row, size, "it")
     except DataError as error:
-        return str(error)
+        return str(error).rstrip(".")
     return None
 
 

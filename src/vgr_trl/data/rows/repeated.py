@@ -10,7 +10,7 @@ from PIL import Image
 
 from vgr_trl.data.rows.columns import FOLDER, IMAGE_COLUMNS, PLACE, folder_of, images_of
 from vgr_trl.data.rows.images.opening import open_image
-from vgr_trl.data.rows.images.sizes import ImageRule
+from vgr_trl.data.rows.images.sizes import ANY_SIZE, ImageRule
 from vgr_trl.data.rows.text.marks import placed
 from vgr_trl.errors import DataError
 
@@ -77,5 +77,16 @@ def reads_alike(dataset: object) -> bool:
     """Whether rows can be read by number and are the same every time; a transform of a user's own may draw lots."""
     if not isinstance(dataset, Dataset):
         return False
+    return dataset.format["format_kwargs"].get("transform") is None or _shown(dataset) is not None
+
+
+def fitted_by(dataset: Dataset) -> ImageRule:
+    """Return what brings the images of `dataset` to the size in which a run reads them."""
+    shown = _shown(dataset)
+    return ANY_SIZE if shown is None else shown.keywords["images"]
+
+
+def _shown(dataset: Dataset) -> partial[Any] | None:
+    """The `show_rows` through which rows are read, None without."""
     transform = dataset.format["format_kwargs"].get("transform")
-    return transform is None or (isinstance(transform, partial) and transform.func is show_rows)
+    return transform if isinstance(transform, partial) and transform.func is show_rows else None

@@ -34,13 +34,14 @@ from vgr_trl.data.rows.kinds import with_column
 from vgr_trl.data.rows.layouts import NUMBERED_IMAGES
 from vgr_trl.data.rows.naming import renamed, require_columns
 from vgr_trl.data.rows.reading import DIALOGUES, KEYS, Keys, Text, images_in, read_row, read_text
+from vgr_trl.data.rows.regions import boxes_of
 from vgr_trl.data.rows.repeated import show_rows
 from vgr_trl.data.rows.scan import scan
-from vgr_trl.data.rows.skipped import SkippedRow
+from vgr_trl.data.rows.skipped import SkippedRow, skipped_rows
 from vgr_trl.data.rows.streams import prepare_stream
 from vgr_trl.data.rows.text.marks import as_parts, placed, texts_of
 from vgr_trl.data.rows.text.prompts import SYSTEM_PROMPT, QuestionTemplate, SystemTemplate, build_prompt, system_message
-from vgr_trl.data.rows.text.special import first_special
+from vgr_trl.data.rows.text.special import special_problem
 from vgr_trl.errors import DataError, RewardError
 
 GONE = (*IMAGE_COLUMNS, *NUMBERED_IMAGES, *VIDEO_COLUMNS, *DIALOGUES, PLACE, FOLDER, UNREADABLE)
@@ -55,6 +56,7 @@ def row_problem(
     videos: VideoOptions = DEFAULT_VIDEO_OPTIONS,
     special: re.Pattern[str] | None = None,
     images: ImageRule = ANY_SIZE,
+    boxes: bool = False,
 ) -> str | None:
     """Return why `row` cannot be used, in one sentence, or None if it can.
 
@@ -64,6 +66,7 @@ def row_problem(
         system_prompt: put before a `problem`; a template may fail on the row.
         special: finds the special tokens of the model's tokenizer, which no text of a row may hold.
         images: whether large images are left out.
+        boxes: whether something reads the boxes of rows with one image.
 
     Raises:
         ConfigError: the row has a video, and PyAV is not installed.
@@ -71,11 +74,14 @@ def row_problem(
     try:
         reading = read_row(row, needs_answer=needs_solution)
         _conversation(row, reading, system_prompt)
-        if (found := first_special(special, _conversation(row, reading, None))) is not None:
-            return f"its text has {found!r}, which the model's tokenizer reads as a special token: take it out"
-        for value in reading.images:
-            images.check(open_image(value, folder_of(row, root)))
-        frames_of(row, videos, folder_of(row, root))
+        if (problem := special_problem(special, _conversation(row, reading, None))) is not None:
+            return problem
+        shown = [open_image(value, folder_of(row, root)) for value in reading.images]
+        for image in shown:
+            images.check(image)
+        shown += frames_of(row, videos, folder_of(row, root))
+        if boxes and len(shown) == 1:
+            boxes_of(row, images.limits.size_of(*shown[0].size), "it")
     except (DataError, RewardError) as error:
         return str(error).rstrip(".")
     return None
@@ -118,6 +124,7 @@ def prepare_rows(
     special: re.Pattern[str] | None = None,
     keys: Keys = KEYS,
     images: ImageRule = ANY_SIZE,
+    boxes: bool = False,
 ) -> tuple[Dataset | IterableDataset, list[SkippedRow]]:
     """Return `dataset` with a column `prompt` and without the rows that cannot be used, and the list of those.
 
@@ -132,13 +139,14 @@ def prepare_rows(
         on_skipped: called for each row of a stream that is left out; None: a warning.
         shuffle_seed: of a stream: draw each row from the next 1000, which wait with their images undecoded, in a
             small part of the memory that shuffling the result takes. None: keep the order.
+        boxes: whether something reads the boxes of rows, so that rows with a bad one are left out.
 
     Raises:
         ConfigError: there are videos, and PyAV is not installed.
         DataError: the data set is empty, lacks the needed columns, or no row is left.
     """
     options: dict[str, Any] = {"root": root, "system_prompt": system_prompt, "videos": videos, "images": images}
-    examine = partial(row_problem, needs_solution=needs_solution, special=special, **options)
+    examine = partial(row_problem, needs_solution=needs_solution, special=special, boxes=boxes, **options)
     if isinstance(dataset, IterableDataset):
         ready = partial(ready_row, several=_are_several(dataset, keys), **options)
         stream = prepare_stream(dataset, split, needs_solution, keys, examine, ready, GONE, on_skipped, shuffle_seed)
@@ -150,12 +158,7 @@ def prepare_rows(
         require_columns(_first(dataset), split, needs_solution, keys, dataset.features)
     dataset = renamed(dataset, keys)
     reasons = scan(dataset, examine, f"check rows ({split})")
-    ids = dataset["id"] if "id" in dataset.column_names else range(len(dataset))
-    skipped = [SkippedRow(split, row, ids[row], reason) for row, reason in enumerate(reasons) if reason is not None]
-    if len(skipped) == len(dataset):
-        raise DataError(
-            f"None of the {len(dataset)} rows of the {split} data can be used; the first: {skipped[0].reason}."
-        )
+    skipped = skipped_rows(split, reasons, dataset["id"] if "id" in dataset.column_names else None)
     if any(not is_media(dataset.features[name]) for name in image_columns(dataset)):  # files, which may go
         dataset = dataset.add_column(PLACE, list(range(len(dataset))))
     if skipped:

@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers.utils import logging
 
+from vgr_trl.errors import DataError
+
 logger = logging.get_logger(__name__)
 
 
@@ -19,6 +21,30 @@ class SkippedRow:
     row: int
     id: Any
     reason: str
+
+
+def skipped_rows(
+    split: str, reasons: Sequence[str | None], ids: Sequence[Any] | None = None, places: Sequence[int] | None = None
+) -> list[SkippedRow]:
+    """Return the rows that something speaks against.
+
+    Args:
+        reasons: why each row of the split cannot be used, None where it can.
+        ids, places: of the rows; None: where they stand.
+
+    Raises:
+        DataError: no row is left.
+    """
+    places = range(len(reasons)) if places is None else places
+    ids = places if ids is None else ids
+    skipped = [
+        SkippedRow(split, places[row], ids[row], reason) for row, reason in enumerate(reasons) if reason is not None
+    ]
+    if len(skipped) == len(reasons):
+        raise DataError(
+            f"None of the {len(reasons)} rows of the {split} data can be used; the first: {skipped[0].reason}."
+        )
+    return skipped
 
 
 def report_skipped(skipped: Sequence[SkippedRow], path: Path) -> None:

@@ -47,30 +47,56 @@ def prepare_stream(
     first = next((row for row in undecoded(dataset) if row.get(UNREADABLE) is None), first)
     if first.get(UNREADABLE) is None:
         require_columns(first, split, needs_solution, keys, dataset.features)
-    heard: set[Any] = set()
+    sieve = Sieve(split, examine, on_skipped)
 
     def usable(row: Mapping[str, Any]) -> bool:
-        index = row[PLACE]
-        reason = examine(row)
-        if reason is None:
-            return True
-        name = index if row.get("id") is None else (str(row["id"]), reason)  # the place changes with the files' order
-        if name not in heard:
-            heard.add(name)
-            skipped = SkippedRow(split, index, row.get("id"), reason)
-            if on_skipped is not None:
-                on_skipped(skipped)
-            else:
-                logger.warning(f"Left out {split} row {index} of the stream: {reason}.")
-        return False
+        return sieve.keeps(row, row[PLACE])
 
     # Without the old columns, a map keeps those that have another name now.
     numbered = undecoded(dataset).map(partial(_numbered, keys=keys), with_indices=True, remove_columns=list(first))
-    if next(iter(numbered.filter(usable)), None) is None:
-        raise DataError(f"None of the {len(heard)} rows of the {split} stream can be used: see the reasons above.")
+    sieve.require_row(numbered.filter(usable))
     if shuffle_seed is not None:
         numbered = numbered.shuffle(seed=shuffle_seed, buffer_size=SHUFFLE_BUFFER)
     return numbered.filter(usable).map(ready, remove_columns=list(gone))
+
+
+class Sieve:
+    """What rows of a stream are left out by, each told once however often the stream is read.
+
+    Args:
+        split: its name, for messages.
+        examine, on_skipped: as in `prepare_stream`.
+    """
+
+    def __init__(
+        self,
+        split: str,
+        examine: Callable[[Mapping[str, Any]], str | None],
+        on_skipped: Callable[[SkippedRow], None] | None = None,
+    ) -> None:
+        self.split, self.examine, self.on_skipped = split, examine, on_skipped
+        self._heard: set[Any] = set()
+
+    def keeps(self, row: Mapping[str, Any], index: int) -> bool:
+        """Return whether `row` can be used; tell that the row at the place `index` is left out otherwise."""
+        reason = self.examine(row)
+        if reason is None:
+            return True
+        name = index if row.get("id") is None else (str(row["id"]), reason)  # the place changes with the files' order
+        if name not in self._heard:
+            self._heard.add(name)
+            if self.on_skipped is not None:
+                self.on_skipped(SkippedRow(self.split, index, row.get("id"), reason))
+            else:
+                logger.warning(f"Left out {self.split} row {index} of the stream: {reason}.")
+        return False
+
+    def require_row(self, kept: IterableDataset) -> None:
+        """Raise `DataError` if `kept`, what is left of the stream, has no row."""
+        if next(iter(kept), None) is None:
+            raise DataError(
+                f"None of the {len(self._heard)} rows of the {self.split} stream can be used: see the reasons above."
+            )
 
 
 def _numbered(row: Mapping[str, Any], index: int, keys: Keys) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What a user of the trainer need not do first: find the processor, make prompts of questions, take out bad texts."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,19 @@ from torch import nn
 from transformers.utils import logging
 
 from vgr_trl.compat.image_processor import load_processor
-from vgr_trl.data.rows.columns import IMAGE_COLUMNS, image_columns, undecoded
+from vgr_trl.config import DAPOConfig
+from vgr_trl.data.rows.columns import IMAGE_COLUMNS, PLACE, image_columns, undecoded
 from vgr_trl.data.rows.regions import COLUMNS as BOX_COLUMNS
 from vgr_trl.data.rows.regions import box_problem
+from vgr_trl.data.rows.repeated import fitted_by
 from vgr_trl.data.rows.scan import scan
 from vgr_trl.data.rows.schema import prepare_rows
-from vgr_trl.data.rows.streams import PLACE
+from vgr_trl.data.rows.skipped import SkippedRow, skipped_rows
+from vgr_trl.data.rows.streams import Sieve
 from vgr_trl.data.rows.text.marks import refuse_named_files
-from vgr_trl.data.rows.text.special import first_special, special_tokens
+from vgr_trl.data.rows.text.special import special_problem, special_tokens
 from vgr_trl.errors import DataError
+from vgr_trl.registries import BLIND_ANSWERS, measurements, needs_of
 from vgr_trl.rewards.signatures import reads_solution
 from vgr_trl.training.constructed import ConstructedTrainer
 
@@ -43,16 +48,22 @@ def make_data_ready(trainer: ConstructedTrainer) -> None:
         return  # prompts are made elsewhere
     special = special_tokens(trainer.processing_class)
     needs_solution = any(map(reads_solution, trainer.reward_funcs))
+    boxes = reads_boxes(trainer.args, trainer.reward_funcs)
 
     def ready(dataset: Any, split: str, part: str | None) -> Any:
         if not isinstance(dataset, Dataset | IterableDataset):
             return dataset
         split = split if part is None else f"{split} {part}"
         if not _has_prompts(dataset):
-            prepared, skipped = prepare_rows(dataset, split=split, needs_solution=needs_solution, special=special)
-            _tell(split, dataset, len(skipped), skipped[0].reason if skipped else "")
+            prepared, skipped = prepare_rows(
+                dataset, split=split, needs_solution=needs_solution, special=special, boxes=boxes
+            )
+            _tell_made(split, dataset)
+            _tell_left_out(split, skipped)
             return prepared
-        return _without_special(dataset, split, lambda row: first_special(special, row["prompt"]))
+        if isinstance(dataset, IterableDataset):
+            return _stream_without_bad_boxes(dataset, split) if boxes else dataset
+        return _without_bad_rows(dataset, split, special, boxes)
 
     change_data(trainer, ready)
 
@@ -69,23 +80,10 @@ def change_data(trainer: ConstructedTrainer, change: Callable[[Any, str, str | N
     trainer.eval_dataset = changed(trainer.eval_dataset, "eval")
 
 
-def refuse_bad_boxes(trainer: ConstructedTrainer) -> None:
-    """Raise `DataError` for the first row of a data set whose boxes are none, or beyond its image; reads no stream."""
-
-    def checked(dataset: Any, split: str, part: str | None) -> Any:
-        names = dataset.column_names if isinstance(dataset, Dataset) else []
-        if not set(BOX_COLUMNS) & set(names):
-            return dataset
-        split = split if part is None else f"{split} {part}"
-        read = [name for name in names if name in (*BOX_COLUMNS, *IMAGE_COLUMNS, PLACE)]
-        rows = undecoded(dataset.with_format(None).select_columns(read))
-        problems = scan(rows, box_problem, f"check boxes ({split})")
-        if (bad := next((row for row, problem in enumerate(problems) if problem is not None), None)) is not None:
-            place = rows[bad].get(PLACE, bad)
-            raise DataError(box_problem(rows[bad], f"Row {place} of the {split} data"))
-        return dataset
-
-    change_data(trainer, checked)
+def reads_boxes(args: DAPOConfig, rewards: Iterable[Any]) -> bool:
+    """Return whether a signal, a rule of credit or one of the rewards reads the boxes of rows."""
+    needs = {need for reward in rewards for need in needs_of(reward)} - {BLIND_ANSWERS}
+    return "regions" in {*args.readers(), *measurements(needs)}
 
 
 def refuse_files_in_prompts(prompts: list[Any]) -> None:
@@ -110,33 +108,47 @@ def _names(dataset: Any) -> list[str]:
     return list(next(iter(dataset), {}) if dataset.column_names is None else dataset.column_names)
 
 
-def _without_special(dataset: Any, split: str, find: Callable[[Any], str | None]) -> Any:
-    """The rows whose conversations hold no special token; a text is a prompt in its final form, and may."""
-    if isinstance(dataset, IterableDataset) or not dataset.column_names or len(dataset) == 0:
+def _without_bad_rows(dataset: Dataset, split: str, special: re.Pattern[str] | None, boxes: bool) -> Dataset:
+    """The rows, with prompts, whose conversations hold no special token, and whose boxes can be read.
+
+    A text is a prompt in its final form, and may hold special tokens.
+    """
+    names = set(dataset.column_names or ())
+    boxes = boxes and bool(names & set(BOX_COLUMNS))
+    read = names & {"prompt", PLACE, *(BOX_COLUMNS + IMAGE_COLUMNS if boxes else ())}
+    rows = undecoded(dataset.with_format(None).select_columns(sorted(read)))
+    texts = len(rows) > 0 and not isinstance(rows[0]["prompt"], list)
+    if len(rows) == 0 or (texts and not boxes):
         return dataset
-    prompts = dataset.with_format(None).select_columns(["prompt"])
-    if not isinstance(prompts[0]["prompt"], list):
-        return dataset
-    found = scan(prompts, find, f"check texts ({split})")
-    kept = [row for row, token in enumerate(found) if token is None]
-    if len(kept) == len(dataset):
-        return dataset
-    token = next(token for token in found if token is not None)
-    if not kept:
-        raise DataError(f"Every row of the {split} data has a special token of the tokenizer ({token!r}): take it out.")
-    _tell(
-        split, None, len(dataset) - len(kept), f"its text has {token!r}, which the tokenizer reads as a special token"
-    )
-    return dataset.select(kept)
+    fitted = fitted_by(dataset)
+
+    def problem(row: Mapping[str, Any]) -> str | None:
+        found = None if texts else special_problem(special, row["prompt"])
+        return box_problem(row, fitted) if found is None and boxes else found
+
+    reasons = scan(rows, problem, f"check prompts ({split})")
+    skipped = skipped_rows(split, reasons, places=rows[PLACE] if PLACE in read else None)
+    _tell_left_out(split, skipped)
+    return dataset.select([row for row, reason in enumerate(reasons) if reason is None]) if skipped else dataset
 
 
-def _tell(split: str, dataset: Any, left_out: int, reason: str) -> None:
-    if not PartialState().is_main_process:
-        return
-    if dataset is not None:
+def _stream_without_bad_boxes(dataset: IterableDataset, split: str) -> IterableDataset:
+    sieve = Sieve(split, box_problem)
+    kept = dataset.filter(sieve.keeps, with_indices=True)
+    sieve.require_row(kept)
+    return kept
+
+
+def _tell_left_out(split: str, skipped: Sequence[SkippedRow]) -> None:
+    if skipped and PartialState().is_main_process:
+        logger.warning(
+            f"Left out {len(skipped)} rows of the {split} data; the first: row {skipped[0].row}: {skipped[0].reason}."
+        )
+
+
+def _tell_made(split: str, dataset: Any) -> None:
+    if PartialState().is_main_process:
         logger.warning(
             f"The {split} data are questions ({', '.join(_names(dataset))}); prompts were made of them with the "
             "standard system prompt. vgr_trl.data.rows.schema.prepare_rows does so with options of your own."
         )
-    if left_out:
-        logger.warning(f"Left out {left_out} rows of the {split} data; the first: {reason}.")

@@ -35,7 +35,6 @@ from vgr_trl.training.recording.record import FlushRecords, RolloutRecorder
 from vgr_trl.training.start.measurable import plan_measurement
 from vgr_trl.training.start.plans import plan_blank_image, plan_sharing, plan_skipping, plan_vision
 from vgr_trl.training.start.prepare import check_data, data_has_images, model_name
-from vgr_trl.training.start.ready_data import refuse_bad_boxes
 from vgr_trl.training.start.refusals import refuse_unfit_options
 
 
@@ -94,8 +93,6 @@ def build_stages(trainer: ResumableTrainer, host: TRLHost, schedule: RewardSched
     args, clock, steps = host.args, StageClock(), StepMetrics(host)
     measurement = plan_measurement(trainer)
     check_data(trainer, measurement.columns, steps.count_prompt_too_long)
-    if measurement.wanted.regions:
-        refuse_bad_boxes(trainer)
     sharing, has_images = plan_sharing(trainer), data_has_images(trainer)
     refuse_unfit_options(trainer, sharing.sharded, has_images)
     blank = plan_blank_image(trainer, has_images)

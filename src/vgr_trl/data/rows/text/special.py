@@ -23,7 +23,9 @@ def special_tokens(processor: Any) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
-def first_special(special: re.Pattern[str] | None, conversation: Sequence[dict[str, Any]]) -> str | None:
-    """Return the first special token in the texts of a conversation, None if there is none."""
+def special_problem(special: re.Pattern[str] | None, conversation: Sequence[dict[str, Any]]) -> str | None:
+    """Return which special token a text of a conversation has first, in one sentence, or None if there is none."""
     found = None if special is None else next(filter(None, map(special.search, texts_of(placed(conversation)))), None)
-    return None if found is None else found[0]
+    if found is None:
+        return None
+    return f"its text has {found[0]!r}, which the model's tokenizer reads as a special token: take it out"
