@@ -1,5 +1,6 @@
 import re
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from trl import TrlParser
@@ -69,7 +70,13 @@ def test_aliases_set_the_fields_they_stand_for(tmp_path):
         ({"epsilon_high": float("nan")}, "epsilon_high is nan: give a number of at least 0."),
         ({"temperature": 0.0}, "temperature is 0.0: give a number above 0."),
         ({"temperature": float("inf")}, "temperature is inf: give a number above 0."),
-        ({"temperature": None, "top_p": 2.0}, "top_p is 2.0: give a number in (0, 1]."),
+        ({"min_p": None, "top_p": 2.0}, "top_p is 2.0: give a number in (0, 1]."),
+        ({"learning_rate": None}, "learning_rate is None: give a number of at least 0."),
+        ({"temperature": None}, "temperature is None: give a number above 0."),
+        ({"num_train_epochs": None}, "num_train_epochs is None: give a number, or leave it out for its default, 3.0."),
+        ({"max_steps": None}, "max_steps is None: give an integer, or leave it out for its default, -1."),
+        ({"seed": None}, "seed is None: give an integer, or leave it out for its default, 42."),
+        ({"gradient_accumulation_steps": None}, "gradient_accumulation_steps is None: give an integer of at least 1."),
         ({"top_k": -1}, "top_k is -1: give a number of at least 0, where 0 keeps all tokens."),
         ({"learning_rate": float("nan")}, "learning_rate is nan: give a number of at least 0."),
         ({"weight_decay": float("nan")}, "weight_decay is nan: give a number of at least 0."),
@@ -114,6 +121,15 @@ def test_refuses_values_out_of_range(tmp_path, options, message):
         config(tmp_path, **options)
     assert isinstance(caught.value, VGRError)
     assert isinstance(caught.value, ValueError)
+
+
+def test_none_is_a_number_only_where_the_type_says_so(tmp_path):
+    numbers = [name for name, hint in get_type_hints(DAPOConfig).items() if hint in (int, float)]
+    assert {"warmup_steps", "save_steps", "max_grad_norm", "mdi_balance_ratio"} <= {*numbers}
+    for name in numbers:
+        with pytest.raises(ConfigError, match=f"{name} is None"):
+            config(tmp_path, **{name: None})
+    assert config(tmp_path, epsilon_high=None, min_p=None).epsilon_high is None
 
 
 def test_on_and_off_may_be_what_yaml_reads_them_as(tmp_path):

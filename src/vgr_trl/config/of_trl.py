@@ -1,6 +1,8 @@
 """Ranges of the options of TRL and transformers, which these check late, or not at all."""
 
-from typing import TYPE_CHECKING
+from dataclasses import fields
+from types import NoneType
+from typing import TYPE_CHECKING, get_args, get_type_hints
 
 from vgr_trl.config.ranges import LARGEST, SMALLEST, check_integer, check_number, is_number
 from vgr_trl.errors import ConfigError
@@ -12,6 +14,7 @@ _WHOLE_NUMBERS_OF_TRL = (
     "max_prompt_length", "max_completion_length", "num_generations_eval", "num_iterations", "steps_per_generation",
     "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
 )  # fmt: skip
+_NUMBERS = {int: "an integer", float: "a number"}
 _RANGES_OF_TRL = {
     "beta": (0, LARGEST, "of at least 0"),
     "epsilon": (0, LARGEST, "of at least 0"),
@@ -32,17 +35,25 @@ _RANGES_OF_TRL = {
 
 
 def check_options_of_trl(options: "DAPOConfig") -> None:
-    """Raise `ConfigError` for options of TRL's or transformers' that are out of range."""
+    """Raise `ConfigError` for options of TRL's or transformers' that are out of range, or None though they may not."""
+    hints = get_type_hints(type(options), include_extras=True)
+    left_open = {name for name, hint in hints.items() if getattr(options, name) is None and NoneType in get_args(hint)}
     for name in _WHOLE_NUMBERS_OF_TRL:
-        if (value := getattr(options, name)) is not None:
-            check_integer(name, value, 1)
+        if name not in left_open:
+            check_integer(name, getattr(options, name), 1)
     check_integer("num_generations", options.num_generations, 2)
     for name in (f"{what}_steps" for what in ("save", "eval") if getattr(options, f"{what}_strategy") == "steps"):
         if (value := getattr(options, name)) is not None and not (is_number(value) and value > 0):
             raise ConfigError(f"{name} is {value!r}: give a number above 0, or {name[:4]}_strategy no.")
     for name, (low, high, meaning) in _RANGES_OF_TRL.items():
-        if (value := getattr(options, name)) is not None:
-            check_number(name, value, low, high, meaning)
+        if name not in left_open:
+            check_number(name, getattr(options, name), low, high, meaning)
+    for field in fields(options):
+        if getattr(options, field.name) is None and hints[field.name] in _NUMBERS and field.default is not None:
+            raise ConfigError(
+                f"{field.name} is None: give {_NUMBERS[hints[field.name]]}, or leave it out for its default, "
+                f"{field.default}."
+            )
     if options.output_dir is not None and not str(options.output_dir).strip():
         raise ConfigError("output_dir is empty: give a folder, or leave it out.")
     highest = 1 + (options.epsilon if options.epsilon_high is None else options.epsilon_high)

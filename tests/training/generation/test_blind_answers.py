@@ -157,6 +157,7 @@ def test_with_vllm_each_description_is_a_prompt_of_its_own(make, monkeypatch):
         ({"blind_tag": "<x>"}, "blind_tag is '<x>': give the name of a tag"),
         ({"blind_without_tag": "right"}, "blind_without_tag is 'right': give wrong or completion"),
         ({"blind_prompt": "{question}"}, "blind_prompt has no {description}: put it where that is to stand"),
+        ({"blind_prompt": None}, "blind_prompt has no {description}"),
     ],
 )
 def test_what_is_refused(options, message, make):

@@ -36,5 +36,5 @@ class BlindOptions:
         if not isinstance(self.blind_tag, str) or not re.fullmatch(r"\w+", self.blind_tag):
             raise ConfigError(f"blind_tag is {self.blind_tag!r}: give the name of a tag, such as description.")
         for name in ("{description}", "{question}"):
-            if name not in self.blind_prompt:
+            if name not in str(self.blind_prompt):
                 raise ConfigError(f"blind_prompt has no {name}: put it where that is to stand.")
