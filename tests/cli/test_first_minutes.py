@@ -29,6 +29,11 @@ def test_every_flag_of_the_parser_is_known_beforehand(command):
     actions = TrlParser(GROUPS[command])._option_string_actions
     check_flags(command, [flag for flag in actions if flag.startswith("--")])
     assert len(flag_names(command)) > 20
+    others = [flag for name in flag_names(command) if (flag := f"--no_{name}") not in actions]
+    assert "--no_seed" in others
+    for flag in others:
+        with pytest.raises(ConfigError, match=f"there is no flag {flag}"):
+            check_flags(command, [flag])
 
 
 @pytest.mark.parametrize(
@@ -36,7 +41,8 @@ def test_every_flag_of_the_parser_is_known_beforehand(command):
     [
         ("train", "--lerning_rate", "Did you mean --learning_rate?"),
         ("train", "--token-wieghts=1", "Did you mean --token_weights?"),
-        ("train", "--no_bf61", "Did you mean --no_bf16?"),
+        ("train", "--no_learning_rate", "Did you mean --learning_rate?"),
+        ("train", "--no-gradient-chekpointing", "Did you mean --no_gradient_checkpointing?"),
         ("train", "--qqqqqqqqqq", "--help lists them"),
         ("evaluate", "--num_sample", "Did you mean --num_samples?"),
     ],

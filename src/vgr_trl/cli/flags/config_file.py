@@ -33,7 +33,7 @@ def check_config_file(argv: Sequence[str], known: Iterable[str]) -> None:
     if not isinstance(values, dict):
         raise ConfigError(f"{file} holds no options: give lines of the form `learning_rate: 1e-5`.")
     for key in values:
-        if key not in known and key not in (known := known | plugin_options(argv)):
+        if key not in known and key not in (known := known.union(plugin_options(argv))):
             raise ConfigError(f"{file} has {key}, which is no option.{did_you_mean(str(key), known)}")
         if values[key] is False and key.endswith("_strategy"):
             raise ConfigError(f'{file} has {key}: no, which YAML reads as false: write "no" in quotes.')

@@ -41,9 +41,9 @@ def option_classes(argv: Sequence[str], known: Sequence[type] = ()) -> list[type
     return found
 
 
-def option_names(argv: Sequence[str]) -> set[str]:
-    """Return the names of the options of the plug-ins that are named."""
-    return {field.name for options in option_classes(argv) for field in fields(options)}
+def options_on(argv: Sequence[str]) -> dict[str, bool]:
+    """Return the options of the plug-ins that are named, and whether each is a switch that is on by default."""
+    return {field.name: field.default is True for options in option_classes(argv) for field in fields(options)}
 
 
 def _named(argv: Sequence[str]) -> Iterator[tuple[Registry, str]]:

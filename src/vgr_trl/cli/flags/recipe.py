@@ -44,7 +44,7 @@ def check_recipe(argv: Sequence[str], known: Iterable[str]) -> None:
     options = recipe_options(argv)
     known = set(known) - {"recipe", "config"}
     for key in options if known else ():
-        if key not in known and key not in (known := known | plugin_options(argv)):
+        if key not in known and key not in (known := known.union(plugin_options(argv))):
             raise ConfigError(
                 f"The recipe {named_recipe(argv)} has {key}, which is no option.{did_you_mean(str(key), known)}"
             )
