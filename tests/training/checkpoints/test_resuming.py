@@ -155,11 +155,19 @@ def test_a_checkpoint_that_was_examined_is_not_read_again(tmp_path):
         resolve_checkpoint(str(Path(checked)), tmp_path)
 
 
+def finished(checkpoint, step):
+    """What the command line and Python say alike of a run that has all its steps behind it."""
+    return (
+        f"^The run is finished: .*{checkpoint}, which has its model, was saved at step {step} of {step}; raise "
+        "max_steps or num_train_epochs to train on.$"
+    )
+
+
 def test_a_finished_run_is_not_trained_one_step_too_far(tmp_path):
     path = checkpoint(tmp_path, 4)
     refuse_finished(str(path), 5)
     refuse_finished(None, 4)
-    with pytest.raises(ConfigError, match="was saved at step 4 of 4; raise"):
+    with pytest.raises(ConfigError, match=finished("checkpoint-4", 4)):
         refuse_finished(str(path), 4)
 
 
@@ -184,5 +192,5 @@ def test_true_from_python_is_latest_of_the_command_line(text_trainer, tmp_path, 
     assert len(said) == 1
     assert re.search("passes over .*checkpoint-4, which is not complete", said[0])
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
-    with pytest.raises(ConfigError, match="The run is finished: .*checkpoint-6 was saved at step 6 of 6"):
+    with pytest.raises(ConfigError, match=finished("checkpoint-6", 6)):
         build(max_steps=6).train(resume_from_checkpoint="latest")

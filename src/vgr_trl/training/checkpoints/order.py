@@ -14,6 +14,7 @@ from transformers.utils import logging
 from trl.trainer.utils import unsplit_pixel_values_by_grid
 
 from vgr_trl.errors import ConfigError
+from vgr_trl.training.checkpoints.folders import refuse_finished
 from vgr_trl.training.checkpoints.manifest import read_manifest
 from vgr_trl.training.checkpoints.resumable import ResumableTrainer
 from vgr_trl.training.checkpoints.shares import load_shares, num_shares, remove_share, save_share
@@ -58,12 +59,8 @@ class PromptOrder:
             ConfigError: the run is finished, or its order cannot be taken up.
         """
         trainer = self._trainer
-        state, args, processes = trainer.state, trainer.args, trainer.accelerator.num_processes
-        if state.global_step >= state.max_steps:
-            raise ConfigError(
-                f"The run is finished: {folder} was saved at step {state.global_step} of {state.max_steps}; raise "
-                "max_steps or num_train_epochs to train on."
-            )
+        args, processes = trainer.args, trainer.accelerator.num_processes
+        refuse_finished(str(folder), trainer.state.max_steps)
         saved_by = (read_manifest(folder) or {"num_processes": processes})["num_processes"]
         if saved_by != processes:
             logger.warning(
