@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from support.launching import launch
 
 SCRIPT = """
 import atexit
@@ -22,9 +23,14 @@ import time, torch
 
 class Slow:
     def __del__(self):
-        time.sleep(0.1)
+        end = time.thread_time() + 0.5  # of a core that other processes may have for longer
+        while time.thread_time() < end:
+            pass
+        print("freed", flush=True)
 
 kept = distributed.group.WORLD
+large = torch.ones(2**24)
+before = [distributed.all_gather([torch.empty_like(large)], large, async_op=True) for _ in range(4)]
 tensor = torch.ones(1)
 tensor.note = Slow()
 work = distributed.all_reduce(tensor, async_op=True)
@@ -52,4 +58,22 @@ def test_the_group_is_closed_at_exit_unless_the_process_failed(end, status, said
 )
 def test_what_gloo_still_frees_is_freed_before_the_interpreter_ends(end, status, said):
     done = subprocess.run([sys.executable, "-c", SCRIPT + HELD + end], capture_output=True, text=True, timeout=900)
-    assert (done.returncode, done.stdout.split()) == (status, [said]), done.stderr
+    assert (done.returncode, done.stdout.split()) == (status, ["freed", said]), done.stderr
+
+
+COMMAND = """
+import atexit, os, sys
+from torch import distributed
+from vgr_trl.cli.__main__ import main
+
+atexit.register(lambda: distributed.is_initialized() and os._exit(5))
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.slow
+def test_a_command_that_fails_before_its_trainer_closes_the_group_too(tmp_path):
+    (tmp_path / "command.py").write_text(COMMAND)
+    (tmp_path / "rows.jsonl").write_text('{"problem": "1 + 1?", "solution": "2"}\n')
+    flags = f"--model_name_or_path {tmp_path} --data_files {tmp_path}/rows.jsonl --use_cpu true --bf16 false"
+    launch(tmp_path / "command.py", *flags.split(), "--output_dir", tmp_path / "run", processes=2, status=1)

@@ -18,7 +18,7 @@ from vgr_trl.cli.run.evaluated import is_stated
 from vgr_trl.cli.run.folder import claim, identity_of, write_identity
 from vgr_trl.cli.run.last_evaluation import LastEvaluation
 from vgr_trl.cli.run.step_lines import print_steps_as_lines
-from vgr_trl.compat.gloo_exit import let_gloo_finish
+from vgr_trl.compat.gloo_exit import close_group_at_exit, let_gloo_finish
 from vgr_trl.config import DAPOConfig
 from vgr_trl.data.read.failures import readable
 from vgr_trl.errors import CollapseError, ConfigError, DataError
@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse flags (or `--config x.yaml`, which flags override), train, and return 0."""
     groups = (RunArguments, DataArguments, RewardArguments, DAPOConfig, ModelConfig)
     how, data, rewards, config, model = parse(groups, "train", argv)
+    close_group_at_exit()
     eval_follows = not is_stated("eval_strategy", argv)
     if how.dry_run:
         _check(model)
