@@ -9,9 +9,9 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import cache
-from multiprocessing import get_context
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 from vgr_trl.errors import RewardError
 from vgr_trl.importing import import_file
 from vgr_trl.rewards.answers.text import completion_text
+from vgr_trl.worker_processes import kill_workers, pool
 
 OVERALL = "overall"
 FORMS = ("batch", "sequential")
@@ -146,7 +147,18 @@ class _Scores:
         if self.options.processes == 1:
             return [self.function(row, **arguments) for row in rows]
         where = inspect.getfile(self.function), self.function.__name__, arguments
-        return list(_pool(self.options.processes).map(_score_elsewhere, [where] * len(rows), rows, chunksize=4))
+        workers = _pool(self.options.processes)
+        try:
+            return list(workers.map(_score_elsewhere, [where] * len(rows), rows, chunksize=4))
+        except BaseException as error:  # the limit of reward_timeout among them
+            kill_workers(workers)
+            _pool.cache_clear()
+            if not isinstance(error, BrokenProcessPool):
+                raise
+            raise RewardError(
+                f"A process of {self.function.__name__} ended unexpectedly, for want of memory or by the function "
+                "itself: mend it, or lower reward_num_cpus."
+            ) from error
 
     def _read_all(self, returned: Any, count: int) -> list[dict[str, Any]]:
         if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
@@ -189,7 +201,7 @@ def _of_all_processes(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]],
 
 @cache
 def _pool(processes: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
+    return pool(processes)
 
 
 def _score_elsewhere(where: tuple[str, str, dict[str, Any]], row: dict[str, Any]) -> Any:

@@ -1,8 +1,5 @@
 """Images encoded by a few processes, in the order they were asked for, a bounded number of them at a time."""
 
-import multiprocessing
-import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -15,6 +12,7 @@ from typing import Any, TypeVar
 from vgr_trl.data.build.encode import Encoded, encode_image
 from vgr_trl.data.rows.images.sizes import ImageLimits
 from vgr_trl.errors import DataError
+from vgr_trl.worker_processes import pool
 
 Item = TypeVar("Item")
 ROWS_PER_TASK = 8
@@ -49,7 +47,7 @@ def encoder(encoding: Encoding, workers: int) -> Iterator[Encode[Any]]:
     if workers == 0:
         yield lambda rows: ((item, encode_all(images, encoding)) for item, images in rows)
         return
-    executor = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_end_with_parent)
+    executor = pool(workers)
     try:
         yield lambda rows: _spread(rows, executor, encoding, workers * TASKS_PER_WORKER)
     finally:
@@ -106,15 +104,3 @@ def _spread(
 def _size(images: Sequence[Any]) -> int:
     found = (image.get("bytes") if isinstance(image, dict) else image for image in images)
     return sum(len(data) for data in found if isinstance(data, bytes))
-
-
-def _end_with_parent() -> None:
-    """End this process when the one that started it is killed, for then nobody sends it anything, not even an end."""
-
-    def watch() -> None:
-        parent = multiprocessing.parent_process()
-        if parent is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,29 @@
+"""Processes that this one has work done in: none of them outlives it."""
+
+import multiprocessing
+import os
+import threading
+from concurrent.futures import ProcessPoolExecutor
+
+
+def pool(workers: int) -> ProcessPoolExecutor:
+    """Return a pool of processes that import anew, and that end when the process that started them is killed."""
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_end_with_parent)
+
+
+def kill_workers(executor: ProcessPoolExecutor) -> None:
+    """End the processes of a pool in the midst of what they do, which the end of the interpreter would wait for."""
+    for process in list((executor._processes or {}).values()):
+        process.kill()
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it is killed, for then nobody sends it anything, not even an end."""
+
+    def watch() -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,88 @@
+"""A sequential reward file in processes of its own: what ends them."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from support.launching import SECONDS
+
+REWARD = """
+import os, time
+def compute_score(reward_input):
+    if reward_input["response"] == "hang":
+        time.sleep(900)
+    if reward_input["response"] == "end":
+        os._exit(1)
+    return {"overall": 1.0, "process": os.getpid()}
+"""
+PROGRAM = """
+import json, sys, time
+from vgr_trl.rewards import load_rewards
+from vgr_trl.rewards.outcome import checked
+from vgr_trl.rewards.scored_files import FileOptions
+
+def score(*texts):
+    rows = [[{"role": "assistant", "content": text}] for text in texts]
+    return {"completions": rows, "prompts": ["?"] * len(rows), "solution": [None] * len(rows)}
+
+if __name__ == "__main__":
+    options = FileOptions(processes=2)
+    name = sys.argv[1] + ":compute_score"
+    overall, process = load_rewards([name, name + "[process]"], files=options)
+    print(json.dumps([int(each) for each in process(**score(*"abcdefgh"))]), flush=True)
+    if sys.argv[2] == "waits":
+        time.sleep(900)
+    checked(overall, "overall", print, seconds=float(sys.argv[3]))(**score(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "reward.py")]
+
+    def started(*given):
+        return subprocess.Popen([*command, *given], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    return started
+
+
+def runs(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_they_end_when_the_process_that_asks_them_is_killed(start):
+    process = start("waits")
+    workers = {*json.loads(process.stdout.readline())}
+    assert all(map(runs, workers))
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=SECONDS)
+    end = time.monotonic() + SECONDS
+    while any(map(runs, workers)):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("what", "seconds", "said"),
+    [
+        ("hang", "2", "RewardError: The reward overall has not returned within reward_timeout=2 seconds"),
+        ("end", "900", "RewardError: A process of compute_score ended unexpectedly"),
+    ],
+)
+def test_a_run_whose_reward_fails_there_ends(start, what, seconds, said):
+    process = start(what, seconds)
+    try:
+        _, errors = process.communicate(timeout=SECONDS)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    assert said in errors
