@@ -1,20 +1,28 @@
 """Rewards that fail in the middle of a run: what is said, and that nothing is trained on them."""
 
 import math
-import time
+import threading
 
 import pytest
 import torch
 
 from vgr_trl.errors import ConfigError, RewardError
+from vgr_trl.rewards import accuracy_reward
+from vgr_trl.rewards.answers.formulas import same_formula
 
 
 def hanging(completions, **kwargs):
     try:
-        time.sleep(60)
+        threading.Event().wait(900)
     except Exception:
         return [0.0] * len(completions)
-    return [1.0] * len(completions)
+    pytest.fail("the reward was waited for")
+
+
+def hanging_behind_formulas(completions, **kwargs):
+    same_formula.cache_clear()
+    accuracy_reward(["<answer>y^{2}+z</answer>"], ["z+y^{2}"])
+    return hanging(completions)
 
 
 def raising(completions, **kwargs):
@@ -30,20 +38,19 @@ def too_few(completions, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("reward", "error", "message"),
+    ("reward", "limit", "error", "message"),
     [
-        (hanging, RewardError, "The reward hanging has not returned within reward_timeout=0.3 seconds"),
-        (raising, ValueError, "no such column"),
-        (infinite, RewardError, "infinite"),
-        (too_few, RewardError, "The reward too_few returned 7 rewards: return a list of one number per completion"),
+        (hanging, 0.3, RewardError, "The reward hanging has not returned within reward_timeout=0.3 seconds"),
+        (hanging_behind_formulas, 5, RewardError, "The reward hanging_behind_formulas has not returned within"),
+        (raising, 900, ValueError, "no such column"),
+        (infinite, 900, RewardError, "infinite"),
+        (too_few, 900, RewardError, "The reward too_few returned 7 rewards: return a list of one number per"),
     ],
 )
-def test_the_run_ends_with_the_name(reward, error, message, vision_trainer):
-    trainer = vision_trainer([reward], max_steps=2, reward_timeout=0.3, compute_attention_metrics=False)
-    began = time.monotonic()
+def test_the_run_ends_with_the_name(reward, limit, error, message, vision_trainer):
+    trainer = vision_trainer([reward], max_steps=2, reward_timeout=limit, compute_attention_metrics=False)
     with pytest.raises(error, match=message):
         trainer.train()
-    assert time.monotonic() - began < 30
     assert trainer.state.global_step == 0
 
 

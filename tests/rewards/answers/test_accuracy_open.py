@@ -1,5 +1,6 @@
 """Open answers: numbers, formulas and texts, by hand from `Stated answer` in definitions.md."""
 
+import signal
 import sys
 import threading
 import time
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from math_verify import grader
 
 from vgr_trl.rewards import accuracy_reward
 from vgr_trl.rewards.answers import formulas
@@ -174,6 +176,36 @@ def test_slow_formula_in_another_thread_is_given_up(monkeypatch):
     thread.join(timeout=60)
     assert rewards == [0.0]
     assert sys.getprofile() is None
+
+
+@pytest.mark.parametrize("in_main_thread", [True, False])
+def test_a_machine_that_does_much_else_changes_no_reward(in_main_thread, monkeypatch):
+    """Comparing takes longer than the limit, but computes for less."""
+
+    def slowly(*args, **kwargs):
+        time.sleep(2)
+        return compared(*args, **kwargs)
+
+    compared = grader.sympy_expr_eq
+    monkeypatch.setattr(grader, "sympy_expr_eq", slowly)
+    monkeypatch.setattr(formulas, "_SECONDS", 1)
+    formulas.same_formula.cache_clear()
+    rewards = []
+    thread = threading.Thread(target=lambda: rewards.append(formulas.same_formula("y^{2}+z", "z+y^{2}")))
+    (thread.run if in_main_thread else thread.start)()
+    if not in_main_thread:
+        thread.join()
+    assert rewards == [True]
+
+
+def test_a_limit_of_computing_time_leaves_other_timers_alone():
+    formulas.same_formula.cache_clear()
+    signal.setitimer(signal.ITIMER_REAL, 1000)
+    try:
+        assert formulas.same_formula("y^{3}+z", "z+y^{3}")
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def test_other_threads_get_the_same_rewards_without_warnings(caplog):
