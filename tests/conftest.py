@@ -15,6 +15,7 @@ import torch
 from datasets import Dataset, Features, List, Value, disable_progress_bars
 from datasets import Image as ImageFeature
 from PIL import Image
+from support.launching import held_port
 from support.old_releases import replace_missing_products
 from support.trl_head import replace_missing_head
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -131,6 +132,13 @@ def passes(monkeypatch):
 
     monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", counted)
     return seen
+
+
+@pytest.fixture
+def port():
+    """One that nobody else is given."""
+    with held_port() as number:
+        yield number
 
 
 @pytest.fixture

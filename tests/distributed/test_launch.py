@@ -7,7 +7,7 @@ from support.trainers import train_file
 
 
 @pytest.mark.slow
-def test_accelerate_launch_with_two_processes(model_folder, question_files, tmp_path):
+def test_accelerate_launch_with_two_processes(model_folder, question_files, tmp_path, port):
     """Two processes train one multimodal run: a bad row and long prompts are left out alike, one process writes."""
     output = tmp_path / "run"
     questions = load_dataset("parquet", data_files=train_file(question_files), split="train")
@@ -21,7 +21,7 @@ def test_accelerate_launch_with_two_processes(model_folder, question_files, tmp_
         "--per_device_train_batch_size 2 --max_steps 2 --disable_tqdm true --max_prompt_length 100 --use_peft "
         "--lora_target_modules q_proj v_proj"
     )
-    launcher = "-m accelerate.commands.launch --main_process_port 0 --config_file accelerate_configs/cpu.yaml"
+    launcher = f"-m accelerate.commands.launch --main_process_port {port} --config_file accelerate_configs/cpu.yaml"
     done = finish(train_command(model_folder, data, output, flags, launcher))
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("13 rows to") == 1, "one process describes the run"

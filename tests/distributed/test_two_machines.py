@@ -1,7 +1,6 @@
 """Two launchers on one machine, each as if it were a machine of its own."""
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_two_machines_train_one_run(model_folder, question_files, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def test_two_machines_train_one_run(model_folder, question_files, tmp_path, port):
     (tmp_path / "empty.txt").touch()
     launcher = (
         "-m accelerate.commands.launch --config_file accelerate_configs/two_machines.yaml --mixed_precision no "

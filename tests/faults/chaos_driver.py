@@ -12,7 +12,6 @@ kill after the last checkpoint, which is refused as finished and has the model o
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -24,6 +23,7 @@ from ckpt_chaos.invariants import ResumeOutcome, classify
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 import engines
 import torch
+from support.launching import held_port
 from support.trainers import config, letters_reward, prompts, vision_trainer
 from transformers import TrainerCallback
 
@@ -84,24 +84,26 @@ def run(folder: Path, data, kind: str, replay: int, point: tuple[int, int, str] 
     """
     folder.mkdir(exist_ok=True)
     processes = 1 if kind == "one" else 2
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    started = [_fork(folder, data, kind, replay, point, rank, processes, port) for rank in range(processes)]
+    with held_port() as port:
+        return _ended([_fork(folder, data, kind, replay, point, rank, processes, port) for rank in range(processes)])
+
+
+def _ended(started: list[int]) -> list[int]:
+    """The status of each process; where one has failed, the others are killed."""
     ended: dict[int, int] = {}
     end = None
-    while len(ended) < processes:
+    while len(ended) < len(started):
         for rank, pid in enumerate(started):
             if rank not in ended and (found := os.waitpid(pid, os.WNOHANG))[0]:
                 ended[rank] = os.waitstatus_to_exitcode(found[1])
         if any(ended.values()) and end is None:
             end = time.monotonic() + GRACE
         if end is not None and time.monotonic() > end:
-            for rank in set(range(processes)) - set(ended):
+            for rank in set(range(len(started))) - set(ended):
                 os.kill(started[rank], signal.SIGKILL)
             end = float("inf")
         time.sleep(0.02)
-    return [ended[rank] for rank in range(processes)]
+    return [ended[rank] for rank in range(len(started))]
 
 
 def _fork(folder, data, kind, replay, point, rank, processes, port) -> int:

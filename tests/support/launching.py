@@ -7,13 +7,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
+import psutil
 import pytest
 
 TESTS = Path(__file__).parents[1]
@@ -30,6 +31,19 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **more}
 
 
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A port that nobody is given by chance while this block runs, and on which who is told its number can listen.
+
+    Of two sockets that may reuse an address one may listen there, if the other does not; connections that go out, and
+    servers that take any port, pass it over.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
 def launch(
     script: Path, *arguments: object, processes: int, status: int = 0, engine: Mapping[str, str] | None = None
 ) -> None:
@@ -37,13 +51,11 @@ def launch(
 
     `engine`: what tells accelerate how the processes train together; None: DDP on a CPU.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(processes)}
     engine = {"ACCELERATE_USE_CPU": "true"} if engine is None else engine
     command = [sys.executable, str(script), *map(str, arguments)]
     with ExitStack() as stack:
+        port = str(stack.enter_context(held_port()))
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(processes)}
         errors = [stack.enter_context(TemporaryFile("w+")) for _ in range(processes)]
         started = [
             subprocess.Popen(
@@ -78,6 +90,17 @@ def results_of(function: Callable, *arguments: object, processes: int) -> list[A
         (folder / "call").write_bytes(pickle.dumps((inspect.getfile(function), function.__name__, arguments)))
         launch(Path(__file__).with_name("worker.py"), folder, processes=processes)
         return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(processes)]
+
+
+def wait_for_line(run: subprocess.Popen, beginning: str) -> None:
+    """Read what a process writes to its pipe until a line begins so."""
+    if not any(line.startswith(beginning) for line in run.stdout):
+        pytest.fail(f"it ended before it said {beginning!r}: {run.communicate()[1][-3000:]}")
+
+
+def children_of(run: subprocess.Popen) -> list[int]:
+    """The processes that a launcher has started, in their order."""
+    return sorted(child.pid for child in psutil.Process(run.pid).children())
 
 
 def outputs(*started: subprocess.Popen) -> list[tuple]:

@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -30,11 +29,8 @@ def model(tmp_path_factory) -> Path:
 
 
 @contextmanager
-def served(model: Path, log: Path) -> Iterator[tuple[str, int]]:
+def served(model: Path, log: Path, port: int) -> Iterator[tuple[str, int]]:
     """A server that `trl vllm-serve` has started: its address, and its group of processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     flags = (
         f"vllm-serve --model {model} --host 127.0.0.1 --port {port} --dtype float32 --enforce_eager true "
         "--max_model_len 256 --worker-extension-cls plain_weights.WeightsFromFile"
@@ -91,15 +87,15 @@ def check(steps: list[dict]) -> None:
         assert {"attention/late/vgr", "replay/size", "token_weight_variance"} <= step.keys()
 
 
-def test_a_server_answers_with_the_weights_of_each_step(model, tmp_path):
-    with served(model, tmp_path / "server.log") as (url, _):
+def test_a_server_answers_with_the_weights_of_each_step(model, tmp_path, port):
+    with served(model, tmp_path / "server.log", port) as (url, _):
         steps = steps_of(tmp_path, train(tmp_path, url))
     assert len(steps) == 3
     check(steps)
 
 
-def test_a_server_that_dies_in_a_rollout_ends_the_run_and_a_new_one_continues_it(model, tmp_path):
-    with served(model, tmp_path / "server.log") as (url, pid):
+def test_a_server_that_dies_in_a_rollout_ends_the_run_and_a_new_one_continues_it(model, tmp_path, port):
+    with served(model, tmp_path / "server.log", port) as (url, pid):
         died = train(tmp_path, url, "--die", str(pid), "2")
     assert died.returncode != 0
     assert re.search(r"VLLMServerError: The vLLM server at \S+ did not answer", died.stderr), died.stderr[-4000:]
@@ -107,7 +103,7 @@ def test_a_server_that_dies_in_a_rollout_ends_the_run_and_a_new_one_continues_it
     records = tmp_path / "rollouts" / "records-000001.jsonl"
     assert [json.loads(line)["step"] for line in records.read_text().splitlines()] == [0, 1]
     assert not list(tmp_path.rglob("*.unfinished"))
-    with served(model, tmp_path / "again.log") as (url, _):
+    with served(model, tmp_path / "again.log", port) as (url, _):
         steps = steps_of(tmp_path, train(tmp_path, url, "--resume"))
     assert len(steps) == 3
     check(steps)
