@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.checkpoints import complete_checkpoints
+from support.launching import SECONDS
 
 from vgr_trl.cli.__main__ import main
 from vgr_trl.cli.loading import load_for_inference
@@ -238,7 +239,7 @@ def test_a_killed_run_continues(model_folder, question_files, tmp_path):
     process = subprocess.Popen(
         [sys.executable, str(SCRIPT), *arguments], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + SECONDS
     while len(complete_checkpoints(output)) < 2 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)

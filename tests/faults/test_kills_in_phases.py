@@ -8,7 +8,7 @@ from pathlib import Path
 
 import phase_worker
 import pytest
-from support.launching import environment, launch
+from support.launching import SECONDS, environment, launch
 from support.trainers import train_file
 
 WORKER = Path(phase_worker.__file__)
@@ -52,7 +52,7 @@ def test_processes_that_are_killed_in_each_phase(who, data, tmp_path):
     for step, phase in enumerate(phase_worker.PHASES, start=2):
         command = [*TORCHRUN, str(WORKER), *data, str(tmp_path / "killed")]
         more = environment(ACCELERATE_USE_CPU="true", DIES=f"{phase} {step} {who}")
-        run = subprocess.run(command, env=more, capture_output=True, text=True, timeout=300)
+        run = subprocess.run(command, env=more, capture_output=True, text=True, timeout=SECONDS)
         assert run.returncode != 0
         assert "SIGKILL" in run.stderr, run.stderr[-3000:]
         said += run.stderr

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 from support.checkpoints import complete_checkpoints
-from support.launching import environment, outputs
+from support.launching import children_of, environment, outputs, wait_for_line
 from support.trainers import train_file
 
 ROOT = Path(__file__).parents[2]
+SECONDS = 30  # more than one process ever waits for the other on a machine that does much else
 
 
 def start(model, files, output, empty, *more):
@@ -23,7 +24,7 @@ def start(model, files, output, empty, *more):
         f"examples/train_grpo_vlm.py --model_name_or_path {model} --data_files {train_file(files)} --use_cpu "
         f"--output_dir {output} --system_prompt_file {empty} --bf16 false --gradient_checkpointing false "
         "--per_device_train_batch_size 4 --num_generations 4 --max_completion_length 6 --logging_steps 1 "
-        "--report_to none --save_steps 2 --ddp_timeout 10"
+        f"--report_to none --save_steps 2 --ddp_timeout {SECONDS}"
     )
     return subprocess.Popen(
         [sys.executable, *flags.split(), *more],
@@ -35,27 +36,20 @@ def start(model, files, output, empty, *more):
     )
 
 
-def children(pid):
-    found = subprocess.run(["ps", "--ppid", str(pid), "-o", "pid="], capture_output=True, text=True)
-    return [int(each) for each in found.stdout.split()]
-
-
 @pytest.mark.minutes
 def test_a_process_that_is_stopped(model_folder, question_files, tmp_path):
     empty, output = tmp_path / "empty.txt", tmp_path / "run"
     empty.touch()
     given = model_folder, question_files, output, empty
     run = start(*given, "--max_steps", "1000")
-    for line in run.stdout:
-        if line.startswith("step    3/1000"):
-            break
-    processes = children(run.pid)
+    wait_for_line(run, "step    3/1000")
+    processes = children_of(run)
     os.kill(processes[1], signal.SIGSTOP)
     began = time.monotonic()
     ((_, errors),) = outputs(run)
     assert run.returncode != 0
-    assert 9 < time.monotonic() - began < 120, "ddp_timeout, and what the launcher waits for a stopped process"
-    said = r"vgr-trl train: Another of the 2 processes has not answered for ddp_timeout=10 seconds at step \d+: see"
+    assert time.monotonic() - began > SECONDS - 1
+    said = rf"vgr-trl train: Another of the 2 processes has not answered for ddp_timeout={SECONDS} seconds at step \d+"
     assert re.search(said, errors), errors[-3000:]
     assert not any(Path(f"/proc/{pid}").exists() for pid in processes)
     saved = int(complete_checkpoints(output)[-1].name.removeprefix("checkpoint-"))

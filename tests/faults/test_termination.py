@@ -5,12 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from support.checkpoints import complete_checkpoints
-from support.launching import environment, outputs
+from support.launching import children_of, environment, outputs, wait_for_line
 from support.trainers import train_file
 
 ROOT = Path(__file__).parents[2]
@@ -41,19 +40,14 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on(processes, model_folder, q
         stderr=subprocess.PIPE,
         text=True,
     )
-    for line in run.stdout:
-        if line.startswith("step    3/1000"):
-            break
-    pids = subprocess.run(["ps", "--ppid", str(run.pid), "-o", "pid="], capture_output=True, text=True).stdout.split()
-    os.kill(int(pids[0]) if processes > 1 else run.pid, signal.SIGTERM)  # of one process of two
-    began = time.monotonic()
+    wait_for_line(run, "step    3/1000")
+    os.kill(children_of(run)[0] if processes > 1 else run.pid, signal.SIGTERM)
     ((said, errors),) = outputs(run)
     assert "Stopped by SIGTERM at step" in said, errors[-3000:]
     assert (run.returncode == 143) if processes == 1 else run.returncode != 0
-    assert time.monotonic() - began < 120
     (checkpoint,) = complete_checkpoints(output)
     step = int(checkpoint.name.removeprefix("checkpoint-"))
-    assert step >= 3
+    assert 3 <= step < 1000
     assert not (output / "model.safetensors").exists()
     rest = subprocess.run(
         command(*start, "--max_steps", str(step + 1), "--resume_from_checkpoint"),

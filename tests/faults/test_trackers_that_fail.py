@@ -10,17 +10,18 @@ from transformers.integrations import TensorBoardCallback
 
 from vgr_trl.errors import ConfigError
 
-NOBODY = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40, "WANDB_INIT_TIMEOUT": "2"}
+NOBODY = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40, "WANDB__SERVICE_WAIT": "900"}
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not find_spec("wandb"), reason="wandb is not installed")
-@pytest.mark.parametrize(("mode", "status"), [("online", 1), ("offline", 0)])
-def test_wandb_whose_server_does_not_answer(mode, status, model_folder, question_files, tmp_path):
+@pytest.mark.parametrize(("mode", "seconds", "status"), [("online", 2, 1), ("offline", 900, 0)])
+def test_wandb_whose_server_does_not_answer(mode, seconds, status, model_folder, question_files, tmp_path):
     output = tmp_path / "run"
     flags = "--per_device_train_batch_size 4 --max_steps 1 --report_to wandb"
     command = train_command(model_folder, train_file(question_files), output, flags)
-    run = finish(command, WANDB_DIR=str(tmp_path), WANDB_MODE=mode, **NOBODY)
+    waits = {"WANDB_INIT_TIMEOUT": str(seconds)}
+    run = finish(command, WANDB_DIR=str(tmp_path), WANDB_MODE=mode, **NOBODY, **waits)
     assert run.returncode == status, run.stderr[-3000:]
     assert "Traceback" not in run.stderr
     assert (output / "model.safetensors").exists() == (status == 0)

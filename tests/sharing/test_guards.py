@@ -541,7 +541,7 @@ def test_holes_in_the_mask_of_a_completion(name, completion_length):
 def in_threads(*calls):
     """Run calls in threads of their own, started one after the other; their results."""
     with ThreadPoolExecutor(len(calls)) as pool:
-        return [future.result(timeout=60) for future in [pool.submit(call) for call in calls]]
+        return [future.result(timeout=900) for future in [pool.submit(call) for call in calls]]
 
 
 def test_two_threads_with_one_model(monkeypatch):
@@ -562,7 +562,7 @@ def test_two_threads_with_one_model(monkeypatch):
             return scored(model, batch)[0]
 
     def second():
-        first_is_inside.wait(timeout=60)
+        first_is_inside.wait(timeout=900)
         logps = score(batches[1])
         second_is_done.set()
         return logps

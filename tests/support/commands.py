@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support.launching import environment
+from support.launching import SECONDS, environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,4 +21,6 @@ def train_command(model: Path, data: str | Path, output: Path, flags: str = "", 
 
 def finish(command: list[str], **variables: str) -> subprocess.CompletedProcess:
     """Run to the end."""
-    return subprocess.run(command, cwd=ROOT, env=environment(**variables), capture_output=True, text=True)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment(**variables), capture_output=True, text=True, timeout=SECONDS
+    )

@@ -1,4 +1,4 @@
-"""A slow conversion with two decoding processes, to be killed: convert_worker.py FOLDER ROWS SECONDS_PER_ROW."""
+"""A conversion with two decoding processes that waits at a row to be killed: convert_worker.py FOLDER ROWS ROW."""
 
 import sys
 import time
@@ -10,9 +10,10 @@ from vgr_trl.data.build.convert import Output, convert
 from vgr_trl.data.rows.questions import Origin, Question
 
 
-def candidates(count: int, seconds: float = 0.0):
+def candidates(count: int, waits_at: int | None = None):
     for number in range(count):
-        time.sleep(seconds)
+        if number == waits_at:
+            time.sleep(900)
         if number % 7 == 3:
             yield Origin("made", number), f"row {number} is bad"
         else:
@@ -24,4 +25,4 @@ def output(folder: Path, workers: int = 0) -> Output:
 
 
 if __name__ == "__main__":
-    convert(candidates(int(sys.argv[2]), float(sys.argv[3])), output(Path(sys.argv[1]), workers=2), "the same")
+    convert(candidates(int(sys.argv[2]), int(sys.argv[3])), output(Path(sys.argv[1]), workers=2), "the same")

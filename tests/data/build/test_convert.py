@@ -14,7 +14,7 @@ import pytest
 from convert_worker import candidates, output
 from datasets import load_dataset
 from PIL import Image
-from support.launching import environment
+from support.launching import SECONDS, environment
 from support.made_sets import encoded, picture, rows_in, skipped_in, written
 
 from vgr_trl import files
@@ -189,14 +189,15 @@ def test_whenever_it_is_killed_the_next_run_ends_the_same(tmp_path, monkeypatch,
 
 @pytest.mark.skipif(os.name == "nt", reason="kills by signal")
 def test_a_killed_process_is_continued_and_its_workers_end(tmp_path):
-    command = [sys.executable, str(Path(__file__).with_name("convert_worker.py")), str(tmp_path / "out"), "100", "0.03"]
+    """At row 90 at most 48 rows are on their way, so that a file of 20 is there."""
+    command = [sys.executable, str(Path(__file__).with_name("convert_worker.py")), str(tmp_path / "out"), "100", "90"]
     process = subprocess.Popen(command, start_new_session=True, env=environment())
-    until(lambda: parts_in(tmp_path / "out") >= 1, 60)
+    until(lambda: parts_in(tmp_path / "out") >= 1 or process.poll() is not None)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     finished = (tmp_path / "out" / "train-00000.parquet").stat()
     assert len(rows_in(tmp_path / "out")) < 86
-    until(lambda: not alive(process.pid), 20)
+    until(lambda: not alive(process.pid))
     convert(candidates(100), output(tmp_path / "out"), "the same")
     convert(candidates(100), output(tmp_path / "plain"), "the same")
     assert rows_in(tmp_path / "out") == rows_in(tmp_path / "plain")
@@ -211,8 +212,8 @@ def parts_in(folder: Path) -> int:
     return json.loads(path.read_text())["parts"] if path.exists() else 0
 
 
-def until(reached, seconds: float) -> None:
-    end = time.monotonic() + seconds
+def until(reached) -> None:
+    end = time.monotonic() + SECONDS
     while not reached():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.02)

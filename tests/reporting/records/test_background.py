@@ -94,18 +94,18 @@ def test_jobs_that_come_too_fast_are_left_out_and_training_never_waits(warnings)
 
     def slow():
         started.set()
-        go_on.wait(10)
+        go_on.wait(900)
 
     background = Background("Records", most_waiting=2, patience=0.05)
     background.put(slow)
-    assert started.wait(10)
+    assert started.wait(900)
     for number in range(5):
         background.put(lambda number=number: done.append(number))
     background.flush()  # a disk that does not answer: gives up after its patience
     assert (background.left_out, len(warnings), done) == (3, 1, [])
     assert "faster than they can be written" in warnings[0]
     go_on.set()
-    background.patience = 10
+    background.patience = 900
     background.close()
     assert done == [0, 1]
 

@@ -24,7 +24,8 @@ if CHROMIUM is None:
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is missing: pip install playwright")
 from playwright.sync_api import Browser, Locator, Page, expect  # noqa: E402
 
-expect.set_options(timeout=20_000)
+PATIENCE = 120_000  # milliseconds, for what never comes; a machine that does much else must not reach it
+expect.set_options(timeout=PATIENCE)
 Open = Callable[..., Page]
 TABS = ("Curves", "Completions", "Same question")
 HOSTILE = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 1'>\u202eabc\x1b[31m"
@@ -74,7 +75,7 @@ def opened(browser: Browser, pages: dict[str, Path]) -> Iterator[Open]:
     def show(name: str, tab: str = "Curves", width: int = 1280, scheme: str = "light") -> Page:
         contexts.append(browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme))
         page = contexts[-1].new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(PATIENCE)
         page.on("console", lambda message: wrong.append(message.text))
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("request", lambda request: wrong.extend([request.url] if request.url.startswith("http") else []))
@@ -301,7 +302,7 @@ def test_of_twenty_thousand_completions_a_hundred_are_laid_out(browser: Browser,
     (run / "rollouts/records-000001.jsonl").write_text("".join(line + "\n" for line in lines), "utf-8")
     write_report([run], tmp_path / "page.html")
     page = browser.new_page(viewport={"width": 1280, "height": 900})
-    page.set_default_timeout(20_000)
+    page.set_default_timeout(PATIENCE)
     page.goto(f"{(tmp_path / 'page.html').as_uri()}#tab=Completions")
     status, listed = page.get_by_role("status"), page.locator(".list li")
     expect(status).to_have_text("20000 of 20000 completions")
@@ -523,7 +524,7 @@ def test_a_run_whose_questions_never_recur_has_nothing_side_by_side(browser: Bro
     rewrite(run, lambda text: "".join(line for line in text.splitlines(True) if '"mode":"train"' in line))
     write_report([run], tmp_path / "page.html")
     page = browser.new_page()
-    page.set_default_timeout(20_000)
+    page.set_default_timeout(PATIENCE)
     page.goto(f"{(tmp_path / 'page.html').as_uri()}#tab=Same+question")
     tabs = page.get_by_role("tab")
     expect(tabs).to_have_text(["Curves", "Completions"])
