@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--prompts", type=int, default=Options.prompts_per_step, help="per step, of 8 completions each")
+    parser.add_argument("--prompts", type=int, default=12, help="per step, of 8 completions each")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after that")
     parser.add_argument("--write", action="store_true", help="write the tables of what there is, run nothing")
     flags = parser.parse_args()
