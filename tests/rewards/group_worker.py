@@ -1,11 +1,14 @@
 """What `test_groups.py` runs in one process and in two."""
 
+import time
+
 import torch.distributed as dist
 
 from vgr_trl.compat.gloo_exit import close_group_at_exit
 from vgr_trl.errors import RewardError
 from vgr_trl.rewards import gather_groups, needs_whole_groups, vgr_reward
 from vgr_trl.rewards.accuracy_scale import scaled_by_accuracy
+from vgr_trl.rewards.outcome import checked
 
 GROUP = 4
 
@@ -54,6 +57,17 @@ def run(rank, world, cut):
         "logged": logged[: len(rows)],
         "error": error,
     }
+
+
+def waited_for(seconds):
+    """Rewards of each process under a limit of so many seconds; the second comes twice as late."""
+    dist.init_process_group("gloo")
+    close_group_at_exit()
+    rank = dist.get_rank()
+    if rank:
+        time.sleep(2 * seconds)
+    reward = checked(gather_groups(above_mean, gather_object, rank, 2, GROUP), "above_mean", print, seconds=seconds)
+    return reward(completions=["a", "b"], value=[[0.0, 1.0], [4.0, 9.0]][rank])
 
 
 def run_in_group():

@@ -51,6 +51,12 @@ def test_accuracy_scales_a_group_that_is_spread_over_two_processes(results, cut)
     assert results[0, 2][cut]["scaled"] + results[1, 2][cut]["scaled"] == pytest.approx(expected)
 
 
+@pytest.mark.slow
+def test_a_limit_does_not_count_what_is_waited_for_another_process():
+    """`reward_timeout` would end the run by the name of a reward that has done nothing yet; the group mean is 3.5."""
+    assert results_of(group_worker.waited_for, 3, processes=2) == [[-3.5, -2.5], [0.5, 5.5]]
+
+
 def test_rows_are_logged_by_the_process_that_holds_them(results):
     assert results[1, 2][3]["logged"] == [f"8 rows, c{i}" for i in range(3, 8)]
 

@@ -2,16 +2,14 @@
 
 import inspect
 import math
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from numbers import Real
-from types import FrameType
 from typing import Any
 
 from vgr_trl.errors import RewardError
 from vgr_trl.rewards.answers.text import shown
+from vgr_trl.rewards.time_limit import at_most
 from vgr_trl.rewards.whole_groups import innermost, is_asynchronous
 
 
@@ -46,7 +44,7 @@ def checked(
         return call_async
 
     def call(**kwargs: Any) -> list[float | None]:
-        with _at_most(seconds, name), _as_given(kwargs):
+        with at_most(seconds, name), _as_given(kwargs):
             try:
                 returned = reward(**given | kwargs)
             except TypeError as error:
@@ -56,42 +54,6 @@ def checked(
         return _read(returned, len(kwargs["completions"]), name, on_nan)
 
     return call
-
-
-class _TimeUp(BaseException):
-    """No `Exception`, which a reward may catch."""
-
-
-@contextmanager
-def _at_most(seconds: float | None, name: str) -> Iterator[None]:
-    """Interrupt what this block waits for or computes in Python.
-
-    Args:
-        seconds: the limit, above 0; None: there is none, nor outside of the main thread, where Python takes no
-            signals, or on Windows.
-
-    Raises:
-        RewardError: the limit is reached.
-    """
-    is_main = threading.current_thread() is threading.main_thread()
-    if seconds is None or not is_main or not hasattr(signal, "setitimer"):
-        yield
-        return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise _TimeUp
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    except _TimeUp:
-        raise RewardError(
-            f"The reward {name} has not returned within reward_timeout={seconds:g} seconds: mend it, or allow more."
-        ) from None
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 @contextmanager

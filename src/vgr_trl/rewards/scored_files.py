@@ -19,6 +19,7 @@ from typing import Any
 from vgr_trl.errors import RewardError
 from vgr_trl.importing import import_file
 from vgr_trl.rewards.answers.text import completion_text
+from vgr_trl.rewards.time_limit import waiting_for_others
 from vgr_trl.worker_processes import kill_workers, pool
 
 OVERALL = "overall"
@@ -196,7 +197,8 @@ def _of_all_processes(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]],
     state = PartialState()
     if state.num_processes == 1:
         return rows, 0
-    return gather_object(rows), sum(gather_object([len(rows)])[: state.process_index])
+    with waiting_for_others():
+        return gather_object(rows), sum(gather_object([len(rows)])[: state.process_index])
 
 
 @cache

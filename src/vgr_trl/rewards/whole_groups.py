@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from vgr_trl.errors import RewardError
+from vgr_trl.rewards.time_limit import waiting_for_others
 
 Gather = Callable[[list[Any]], list[Any]]
 Reward = TypeVar("Reward", bound=Callable[..., Any])
@@ -102,7 +103,8 @@ class WholeGroups:
     def __call__(self, completions: Sequence[Any], **kwargs: Any) -> list[float | None]:
         """Return the rewards of the local completions; gathers twice, on every process, whatever the rows are."""
         columns = {name: kwargs[name] for name in (*self.required, *self.optional) if kwargs.get(name) is not None}
-        states = self.gather([(len(completions), self._problem(completions, columns, kwargs), sorted(columns))])
+        problem = self._problem(completions, columns, kwargs)
+        states = self._gathered([(len(completions), problem, sorted(columns))])
         if len(states) != self.num_processes:
             raise RewardError(
                 f"{self.__name__} got rows from {len(states)} processes, but there are {self.num_processes}: call it "
@@ -116,11 +118,15 @@ class WholeGroups:
             (completion, *(columns[name][i] if name in columns else None for name in present))
             for i, completion in enumerate(completions)
         ]
-        gathered = self.gather(rows)
+        gathered = self._gathered(rows)
         lengths = [length for length, _, _ in states]
         start = sum(lengths[: self.process_index])
         here = slice(start, start + lengths[self.process_index])
         return self._compute(gathered, present, here, kwargs)
+
+    def _gathered(self, objects: list[Any]) -> list[Any]:
+        with waiting_for_others():
+            return self.gather(objects)
 
     def _compute(
         self, gathered: list[Any], present: list[str], here: slice, kwargs: dict[str, Any]
