@@ -13,8 +13,8 @@ from vgr_trl.batch.signals import AttentionMass, RolloutSignals
 from vgr_trl.cli.__main__ import main
 from vgr_trl.credit import CreditOptions, shape_advantages
 from vgr_trl.credit.rules import per_token
-from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.rewards import load_reward
+from vgr_trl.errors import ConfigError, DataError, RewardError
+from vgr_trl.rewards import load_reward, load_rewards
 from vgr_trl.signals.named import add_named, named_signals
 from vgr_trl.signals.perturbation.images import perturb_images
 
@@ -183,7 +183,7 @@ def test_a_perturbation_and_its_option(installed):
 
 
 def test_the_options_of_a_reward(installed):
-    reward = load_reward("brevity", options={"brevity_words": 1, "other": 2})
+    (reward,) = load_rewards(["brevity"], options={"brevity_words": 1, "other": 2})
     assert reward(["one two three"]) == [0.25]
     assert load_reward("brevity")(["one two three four five"]) == [0.5]
     assert reward.__name__ == "brevity"
@@ -196,6 +196,25 @@ def test_options_that_no_plug_in_has(installed):
         DAPOConfig("out", use_cpu=True, credit_rules=["focus"], plugin_options={"focus_strenght": 2})
     with pytest.raises(ConfigError, match="plugin_options is '{', which is no JSON"):
         DAPOConfig("out", use_cpu=True, credit_rules=["focus"], plugin_options="{")
+
+
+def test_options_of_a_reward_in_python(installed, model_folder, question_files, tmp_path):
+    """n / (n + words): 1 / 4 of three words, and 5 / 8 by the default."""
+    three = {"completions": ["a b c"]}
+    of_function = registries.rewards.load("brevity")
+    for spec in ("brevity", f"{installed}/sight_methods.py:brevity", of_function):
+        assert load_reward(spec)(**three) == [5 / 8]
+        assert load_reward(spec, options={"brevity_words": 1})(**three) == [1 / 4]
+    rewards = [load_reward("brevity", options={"brevity_words": 1})]
+    trainer = vision_trainer(model_folder, rewards, config(tmp_path, max_steps=1), prompts(train_file(question_files)))
+    trainer.train()
+    assert trainer.reward_funcs[0](**three) == [1 / 4]
+    assert 0 < logged(trainer, "rewards/brevity/mean")[0] <= 1
+    for spec, known in (("brevity", "brevity_words"), (of_function, "brevity_words"), ("accuracy", "none, as it")):
+        with pytest.raises(RewardError, match=f"has no option 'brevity_word': give {known}"):
+            load_reward(spec, options={"brevity_word": 1})
+    with pytest.raises(ConfigError, match="a reward's options are given to vgr_trl.rewards.load_reward"):
+        config(tmp_path, plugin_options={"brevity_words": 1})
 
 
 def test_options_are_in_the_help_once_the_plug_in_is_named(installed, capsys):

@@ -109,7 +109,8 @@ class PluginOptions:
             if name not in known:
                 raise ConfigError(
                     f"plugin_options has {name!r}, which no plug-in that is named has: give "
-                    f"{', '.join(sorted(known)) or 'none, as they have no options'}."
+                    f"{', '.join(sorted(known)) or 'none, as they have no options'}; a reward's options are given to "
+                    "vgr_trl.rewards.load_reward."
                 )
         for kind in ("credit_rules", "signals"):
             names = [short_name(name) for name in getattr(self, kind) or ()]

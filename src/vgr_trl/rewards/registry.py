@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from functools import partial, wraps
 from pathlib import Path
 from types import FunctionType
@@ -55,19 +56,15 @@ def load_rewards(
 ) -> list[Callable[..., Any]]:
     """Return the reward functions that `specs` name, in their order; see `load_reward`.
 
+    Args:
+        options: of all plug-ins of a run, from which each reward takes its own.
+
     Raises:
         RewardError: one cannot be loaded, or is named twice, whose metrics would be one.
     """
     specs = [specs] if isinstance(specs, str) else list(specs)
     rewards = [
-        load_reward(
-            spec,
-            max_completion_length=max_completion_length,
-            soft_punish_cache=soft_punish_cache,
-            files=files,
-            options=options,
-        )
-        for spec in specs
+        _loaded(spec, max_completion_length, soft_punish_cache, files or FileOptions(), options or {}) for spec in specs
     ]
     for place, reward in enumerate(rewards):
         if reward in rewards[:place] or specs[place] in specs[:place]:
@@ -89,8 +86,9 @@ def load_reward(
     Args:
         spec: a name (`accuracy`, `format`, `length`, or one that an installed package registers as entry point of the
             group `vgr_trl.rewards`), a dotted path `my_package.rewards.my_reward`, or a file
-            `my_rewards.py:my_reward`, relative to the working directory or absolute. A function is returned as it is.
-            Of a function in the form of EasyR1 it is the score `overall`, with `[accuracy]` behind it another one.
+            `my_rewards.py:my_reward`, relative to the working directory or absolute. A function is returned as it is,
+            unless `options` are given. Of a function in the form of EasyR1 it is the score `overall`, with `[accuracy]`
+            behind it another one.
         max_completion_length: tokens, for `length`.
         soft_punish_cache: tokens, for `length`; None: a fifth of `max_completion_length`, the ratio of DAPO
             (https://huggingface.co/papers/2503.14476).
@@ -98,17 +96,36 @@ def load_reward(
         options: values of the options that the reward declares, by name; the others have their defaults.
 
     Raises:
-        RewardError: nothing has this name, two packages have it, it cannot be imported, or it is not a function.
+        RewardError: nothing has this name, two packages have it, it cannot be imported, it is not a function, or it
+            declares no such option.
     """
+    reward = _loaded(spec, max_completion_length, soft_punish_cache, files or FileOptions(), options or {})
+    own = registries.option_class(reward, _shown(reward))
+    known = [] if own is None else [field.name for field in fields(own)]
+    for name in options or ():
+        if name not in known:
+            accepted = ", ".join(known) or "none, as it declares none"
+            raise RewardError(f"The reward {_shown(reward)} has no option {name!r}: give {accepted}.")
+    return reward
+
+
+def _loaded(
+    spec: Any,
+    max_completion_length: int | None,
+    soft_punish_cache: int | None,
+    files: FileOptions,
+    options: Mapping[str, Any],
+) -> Callable[..., Any]:
     if not isinstance(spec, str):
-        return _limited(registries.rewards.load(spec), repr(spec), max_completion_length, soft_punish_cache)
+        reward = _limited(registries.rewards.load(spec), repr(spec), max_completion_length, soft_punish_cache)
+        return _bound(reward, repr(spec), options) if options else reward
     name, key = _KEY.fullmatch(spec.strip()).groups()  # type: ignore[union-attr]  # the first part takes anything
     found = registries.rewards.load(name)
     if is_scored(found):
-        return scored_reward(found, key or OVERALL, files or FileOptions())
+        return scored_reward(found, key or OVERALL, files)
     if key is not None:
         raise RewardError(f"The reward {spec!r} names the score {key!r}, but {name} returns one number: drop [{key}].")
-    return _bound(_limited(found, repr(name), max_completion_length, soft_punish_cache), name, options or {})
+    return _bound(_limited(found, repr(name), max_completion_length, soft_punish_cache), name, options)
 
 
 def _bound(reward: Callable[..., Any], shown: str, given: Mapping[str, Any]) -> Callable[..., Any]:
