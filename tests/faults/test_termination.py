@@ -6,11 +6,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.checkpoints import complete_checkpoints
 from support.launching import children_of, environment, outputs, wait_for_line
 from support.trainers import train_file
+from transformers import TrainerControl
+
+from vgr_trl.training.checkpoints import termination
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,21 +31,28 @@ def command(model, question_files, output, empty, processes, *more):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_run_that_is_asked_to_end_saves_and_goes_on(processes, model_folder, question_files, tmp_path):
+@pytest.mark.parametrize(
+    ("processes", "all_of_them"),
+    [(1, False), (2, False), (2, True)],
+    ids=["one", "one of two", "two and their launcher"],
+)
+def test_a_run_that_is_asked_to_end_saves_and_goes_on(processes, all_of_them, model_folder, question_files, tmp_path):
+    """A launcher that gets the signal hands it on, so that its processes get it twice."""
     empty, output = tmp_path / "empty.txt", tmp_path / "run"
     empty.touch()
     start = model_folder, question_files, output, empty, processes
     run = subprocess.Popen(
         command(*start, "--max_steps", "1000"),
         cwd=ROOT,
-        env=environment(ACCELERATE_USE_CPU="true", PYTHONUNBUFFERED="1"),
+        env=environment(ACCELERATE_USE_CPU="true", PYTHONUNBUFFERED="1", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="900"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     wait_for_line(run, "step    3/1000")
-    os.kill(children_of(run)[0] if processes > 1 else run.pid, signal.SIGTERM)
+    asked = [run.pid] if processes == 1 else [*children_of(run), run.pid] if all_of_them else children_of(run)[:1]
+    for pid in asked:
+        os.kill(pid, signal.SIGTERM)
     ((said, errors),) = outputs(run)
     assert "Stopped by SIGTERM at step" in said, errors[-3000:]
     assert (run.returncode == 143) if processes == 1 else run.returncode != 0
@@ -58,3 +69,24 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on(processes, model_folder, q
     )
     assert rest.returncode == 0, rest.stderr[-3000:]
     assert json.loads((output / "trainer_state.json").read_text())["global_step"] == step + 1
+
+
+def test_a_second_signal_ends_the_process_unless_it_belongs_to_the_first(monkeypatch):
+    now, raised = [100.0], []
+    monkeypatch.setattr(termination.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(termination.signal, "raise_signal", raised.append)
+    callback = termination.SaveOnTermination(SimpleNamespace(device="cpu", gather=lambda asked: asked))
+    callback.on_train_begin(None, None, None)
+    try:
+        handler = signal.getsignal(signal.SIGTERM)
+        for at in (100.0, 101.0, 109.0):
+            now[0] = at
+            handler(signal.SIGTERM, None)
+        callback.on_step_end(None, None, control := TrainerControl())
+        assert (control.should_save, control.should_training_stop, raised) == (True, True, [])
+        now[0] = 111.0
+        handler(signal.SIGTERM, None)
+        assert raised == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        callback.on_train_end(None, None, None)

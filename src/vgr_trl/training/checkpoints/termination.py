@@ -1,6 +1,7 @@
 """A scheduler's SIGTERM: the step at hand is finished and saved, and the run ends so that it can be continued."""
 
 import signal
+import time
 from types import FrameType
 from typing import Any
 
@@ -11,12 +12,14 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 EXIT_STATUS = 128 + signal.SIGTERM  # what a shell says of a process that the signal has ended
+SECONDS_OF_ONE_REQUEST = 10
 
 
 class SaveOnTermination(TrainerCallback):
     """Saves a checkpoint at the end of the step in which any process got SIGTERM, and stops the training there.
 
-    A second signal ends the process at once. Only in the main thread, where Python takes signals.
+    A second signal ends the process at once, unless it comes within seconds: a scheduler signals all processes, and a
+    launcher among them signals its own once more. Only in the main thread, where Python takes signals.
 
     Attributes:
         stopped: whether the training was ended by it.
@@ -24,12 +27,16 @@ class SaveOnTermination(TrainerCallback):
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.stopped = False
-        self._accelerator, self._asked, self._before = accelerator, False, signal.getsignal(signal.SIGTERM)
+        self._accelerator, self._before = accelerator, signal.getsignal(signal.SIGTERM)
+        self._asked_at: float | None = None
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        self._asked = True
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        logger.warning("SIGTERM: the run saves a checkpoint at the end of this step and stops.")
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
+            logger.warning("SIGTERM: the run saves a checkpoint at the end of this step and stops.")
+        elif time.monotonic() - self._asked_at > SECONDS_OF_ONE_REQUEST:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Listen."""
@@ -37,7 +44,7 @@ class SaveOnTermination(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Save and stop if any process was asked to."""
-        asked = torch.tensor([self._asked], device=self._accelerator.device)
+        asked = torch.tensor([self._asked_at is not None], device=self._accelerator.device)
         if self._accelerator.gather(asked).any():
             self.stopped = control.should_save = control.should_training_stop = True
 
