@@ -2,13 +2,17 @@
 
 import multiprocessing
 import os
+import signal
 import threading
 from concurrent.futures import ProcessPoolExecutor
 
 
 def pool(workers: int) -> ProcessPoolExecutor:
-    """Return a pool of processes that import anew, and that end when the process that started them is killed."""
-    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_end_with_parent)
+    """Return a pool of processes that import anew, and that end with the process that started them, not before.
+
+    A scheduler's SIGTERM, or Ctrl-C, goes to them as well; what becomes of their work is for that process to say.
+    """
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_belong_to_parent)
 
 
 def kill_workers(executor: ProcessPoolExecutor) -> None:
@@ -17,8 +21,13 @@ def kill_workers(executor: ProcessPoolExecutor) -> None:
         process.kill()
 
 
-def _end_with_parent() -> None:
-    """End this process when the one that started it is killed, for then nobody sends it anything, not even an end."""
+def _belong_to_parent() -> None:
+    """End this process when the one that started it is killed, for then nobody sends it anything, not even an end.
+
+    Signals are passed over by a function, since what this process starts would inherit that they are ignored.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
 
     def watch() -> None:
         parent = multiprocessing.parent_process()

@@ -1,6 +1,7 @@
 """A sequential reward file in processes of its own: what ends them."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ def compute_score(reward_input):
     return {"overall": 1.0, "process": os.getpid()}
 """
 PROGRAM = """
-import json, sys, time
+import json, sys
 from vgr_trl.rewards import load_rewards
 from vgr_trl.rewards.outcome import checked
 from vgr_trl.rewards.scored_files import FileOptions
@@ -35,7 +36,9 @@ if __name__ == "__main__":
     overall, process = load_rewards([name, name + "[process]"], files=options)
     print(json.dumps([int(each) for each in process(**score(*"abcdefgh"))]), flush=True)
     if sys.argv[2] == "waits":
-        time.sleep(900)
+        sys.stdin.readline()
+        print(json.dumps([int(each) for each in process(**score(*"hgfedcba"))]), flush=True)
+        sys.exit()
     checked(overall, "overall", print, seconds=float(sys.argv[3]))(**score(sys.argv[2]))
 """
 
@@ -47,7 +50,9 @@ def start(tmp_path):
     command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "reward.py")]
 
     def started(*given):
-        return subprocess.Popen([*command, *given], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            [*command, *given], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
 
     return started
 
@@ -69,6 +74,18 @@ def test_they_end_when_the_process_that_asks_them_is_killed(start):
     while any(map(runs, workers)):
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_all_processes_leaves_them_to_the_one_that_asks(number, start):
+    """As of a scheduler, when the step at hand is still to be finished."""
+    process = start("waits")
+    workers = {*json.loads(process.stdout.readline())}
+    for pid in workers:
+        os.kill(pid, number)
+    said, errors = process.communicate("go on\n", timeout=SECONDS)
+    assert process.returncode == 0, errors
+    assert {*json.loads(said)} <= workers
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from vgr_trl.data.build.encode import Encoded, encode_image
 from vgr_trl.data.rows.images.sizes import ImageLimits
 from vgr_trl.errors import DataError
-from vgr_trl.worker_processes import pool
+from vgr_trl.worker_processes import kill_workers, pool
 
 Item = TypeVar("Item")
 ROWS_PER_TASK = 8
@@ -50,6 +50,9 @@ def encoder(encoding: Encoding, workers: int) -> Iterator[Encode[Any]]:
     executor = pool(workers)
     try:
         yield lambda rows: _spread(rows, executor, encoding, workers * TASKS_PER_WORKER)
+    except BaseException:
+        kill_workers(executor)
+        raise
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
 
