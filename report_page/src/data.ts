@@ -38,7 +38,6 @@ export interface Completion {
   metrics: Record<string, Record<string, number | null>> | null;
   images: Picture[];
   attention: { scale: number[]; values: string } | null;
-  replayed: boolean;
   replaced: boolean;
 }
 

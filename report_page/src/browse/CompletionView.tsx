@@ -45,7 +45,6 @@ export function CompletionView({ images, entry, quantity, lit, placed }: Props) 
         <span class="step">{entry.mode === "eval" ? "evaluation, " : ""}step {entry.step}</span>
         <Verdict completion={completion} />
         <span>reward {number(completion.reward)}</span>
-        {completion.replayed && <span class="tag">replayed</span>}
         {completion.replaced && <span class="tag">replaced, not trained on</span>}
       </header>
       <div class="sides">

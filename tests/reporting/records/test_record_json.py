@@ -110,7 +110,7 @@ def line_with(**changed):
         (line_with(images=[{"width": 1, "height": 1, "grid": [0, 4]}]), "an image of 1x1 pixels and (0, 4) vision"),
         (line_with(images=[{"width": -1, "height": 1}]), "an image of -1x1 pixels"),
         (line_with(correct="yes"), "'yes' in the place of true or false"),
-        (line_with(replayed={}), "{} in the place of true or false"),
+        (line_with(replaced={}), "{} in the place of true or false"),
     ],
 )
 def test_what_is_no_record_is_refused_with_a_reason(line, message):

@@ -93,7 +93,7 @@ def _completion(item: dict[str, Any]) -> Completion:
     values = {name: value for name, value in item.items() if name in known}
     values |= {name: str(item[name]) for name in ("question", "prompt", "text")}
     values |= {name: _number(item.get(name)) for name in ("reward", "advantage")}
-    values |= {name: _truth(item.get(name, False)) for name in ("replayed", "replaced")}
+    values["replaced"] = _truth(item.get("replaced", False))
     values["correct"] = None if item.get("correct") is None else _truth(item["correct"])
     values["solution"] = None if item.get("solution") is None else str(item["solution"])
     values["group"] = int(item["group"])

@@ -68,7 +68,6 @@ class Completion:
         metrics: by segment of layers, then by quantity.
         images: of the prompt, in order.
         attention: over the vision tokens of all images, the mean over heads and over the layers that rewards read.
-        replayed: whether it was not generated for this batch.
         replaced: whether another group took the place of its group, so that it was not trained on.
     """
 
@@ -92,7 +91,6 @@ class Completion:
     metrics: dict[str, dict[str, float | None]] | None = None
     images: list[RecordedImage] = field(default_factory=list)
     attention: AttentionMap | None = None
-    replayed: bool = False
     replaced: bool = False
 
 
