@@ -237,10 +237,6 @@ def test_another_conversion_is_refused(tmp_path):
     convert(given(question(1)), Output(tmp_path / "a", workers=0), {"set": "a", "seed": 0})
     with pytest.raises(ConfigError, match="holds a conversion with other seed: choose another folder"):
         convert(given(question(1)), Output(tmp_path / "a", workers=0), {"set": "a", "seed": 1})
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "train-00000.parquet").touch()
-    with pytest.raises(ConfigError, match=re.escape("has train-00000.parquet, which no conversion here made")):
-        written(given(question(1)), tmp_path / "b")
     (tmp_path / "a" / ".train.progress.json").write_text("{")
     with pytest.raises(ConfigError, match="progress.json cannot be read"):
         written(given(question(1)), tmp_path / "a")
@@ -265,7 +261,7 @@ def test_a_file_that_a_kill_left_is_not_mixed_with_another_conversion(tmp_path, 
     assert convert(given(question(1)), Output(tmp_path, workers=0), {"seed": 0}).rows == 1
 
 
-@pytest.mark.parametrize("name", ["train.parquet", "mine.jsonl", "ids.json", "test-00000.parquet", "train-00000.csv"])
+@pytest.mark.parametrize("name", ["train.parquet", "mine.jsonl", "ids.json", "train-00000.parquet", "train-00000.csv"])
 def test_a_folder_with_other_rows_is_refused(tmp_path, name):
     (tmp_path / name).touch()
     with pytest.raises(ConfigError, match=re.escape(f"has {name}, which no conversion here made, and which would be")):

@@ -158,9 +158,16 @@ UNUSABLE: dict[str, tuple[Any, str]] = {
     "null choice": ({**MC, "choices": ["red", None], "solution": "A"}, "one of its options is None"),
     "the right choice twice": ({**MC, "choices": ["red", "red"], "solution": 0}, ""),
     "choices as prose": ({**MC, "choices": "red or blue", "solution": "A"}, "its options is 'red or blue'"),
-    "no problem": ({"solution": "x", "image": "red.png"}, "its prompt (or problem or question) is None"),
+    "no problem": (
+        {"solution": "x", "image": "red.png"},
+        "its prompt (or problem or question) is None: it must be a text",
+    ),
+    "no messages": ({"prompt": [], "solution": "x"}, "its prompt (or problem or question) is []"),
     "blank problem": ({**OPEN, "problem": " \n", "solution": "x"}, "its problem is ' \\n'"),
-    "number as problem": ({**OPEN, "problem": 7, "solution": "x"}, "its prompt is a int"),
+    "number as problem": (
+        {**OPEN, "problem": 7, "solution": "x"},
+        "its prompt is a int: give a text or a conversation (a list of messages)",
+    ),
     "mark without image": ({"problem": "<image>?", "solution": "x"}, "its prompt has 1 <image> marks, but there are 0"),
     "mark for one of two": (
         {"problem": "<image>?", "solution": "x", "images": ["red.png", "blue.png"]},

@@ -77,13 +77,11 @@ def test_an_empty_data_set_is_an_error():
         prepare_rows(Dataset.from_dict({"problem": [], "solution": []}), split="test")
 
 
-def test_missing_columns_are_named():
-    with pytest.raises(DataError, match=re.escape("has the columns `text` ('a'): it needs `prompt`, or `problem`")):
-        prepare_rows(Dataset.from_dict({"text": ["a"]}))
+def test_a_solution_is_asked_for_where_a_reward_reads_it():
+    questions = Dataset.from_dict({"problem": ["a"]})
     with pytest.raises(DataError, match="the accuracy reward needs `solution`"):
-        prepare_rows(Dataset.from_dict({"problem": ["a"]}))
-    rows, _ = prepare_rows(Dataset.from_dict({"problem": ["a"]}), needs_solution=False)
-    assert len(rows) == 1
+        prepare_rows(questions)
+    assert len(prepare_rows(questions, needs_solution=False)[0]) == 1
 
 
 def test_image_paths_from_a_relative_folder(tmp_path, monkeypatch):
@@ -100,14 +98,6 @@ def test_image_paths_from_a_relative_folder(tmp_path, monkeypatch):
 def test_rows_without_image_among_rows_with_one_are_kept():
     rows, skipped = prepare_rows(dataset(image=[png(), None, png(), None]))
     assert (len(rows), skipped) == (4, [])
-
-
-@pytest.mark.parametrize("row", [{}, {"problem": "  "}, {"prompt": []}, {"problem": None, "prompt": None}])
-def test_a_row_without_a_question(row):
-    assert re.fullmatch(
-        r"its (prompt \(or problem or question\)|problem) is (None|\[\]|'  '): it must be a text",
-        row_problem({**row, "solution": "x"}) or "",
-    )
 
 
 def test_a_stream_without_columns_rows_or_usable_rows_is_an_error():

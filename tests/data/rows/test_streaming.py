@@ -121,16 +121,6 @@ def test_a_stream_that_breaks_off_is_a_sentence(tmp_path):
         list(load_split("train", data_files=str(tmp_path / "a.parquet"), streaming=True))
 
 
-def test_a_broken_line_of_a_stream_is_left_out_and_listed(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"problem": "q", "solution": "x"}\n{"problem": "q", "sol')
-    heard = []
-    stream, _ = prepare_rows(
-        load_split("train", data_files=str(tmp_path / "a.jsonl"), streaming=True), on_skipped=heard.append
-    )
-    assert [row["solution"] for row in stream] == ["x"]
-    assert [(row.row, row.reason[:20]) for row in heard] == [(1, "the line is not JSON")]
-
-
 def test_videos_of_a_stream_need_a_model_for_several_images(tmp_path):
     class Tokenizer:
         def apply_chat_template(self, *messages, **options):
