@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vgr_trl.batch.signals import AttentionMass, RolloutSignals
-from vgr_trl.batch.token_columns import map_signals
 from vgr_trl.credit import CreditOptions, shape_advantages
 from vgr_trl.credit.totals import Totals, add_weights
 from vgr_trl.errors import ConfigError, DataError
@@ -51,10 +50,6 @@ def random_signals(rows, tokens, seed=0):
     return RolloutSignals(
         -draw[0], 2 * draw[1], torch.arange(tokens) < lengths, attention(0.2 + 3 * draw[2]), 5 * draw[3] ** 4
     )
-
-
-def rows_of(measured, rows):
-    return map_signals([measured], lambda columns: columns[0][rows])
 
 
 def shaped(advantages, measured, **options):
@@ -239,36 +234,6 @@ def all_options() -> list[CreditOptions]:
             options |= rule
         found.append(CreditOptions(**options))
     return found
-
-
-@pytest.mark.parametrize("options", all_options(), ids=lambda options: "")
-def test_two_processes_get_what_one_gets(options):
-    """Rows of one process against the same rows in two, with the other's tensors played back by the gather function."""
-    whole, advantages = random_signals(8, 11, seed=3), torch.randn(8, generator=torch.Generator().manual_seed(0))
-    live = torch.tensor([True] * 6 + [False, True])
-    together, metrics = shape_advantages(advantages, whole, options, shaped=live)
-
-    halves = (slice(0, 4), slice(4, 8))
-    sent = [[], []]
-
-    def run(process, received):
-        def gather(tensor):
-            call = len(sent[process])
-            sent[process].append(tensor)
-            other = received[call] if received else tensor.new_full(tensor.shape, NAN)
-            return torch.cat([tensor, other] if process == 0 else [other, tensor])
-
-        half = halves[process]
-        return shape_advantages(advantages[half], rows_of(whole, half), options, shaped=live[half], gather=gather)
-
-    for _ in range(3):  # the second call's tensors depend on what the first has returned, and so on
-        last = [list(tensors) for tensors in sent]
-        sent = [[], []]
-        results = [run(process, last[1 - process]) for process in (0, 1)]
-    assert torch.allclose(torch.cat([shaped for shaped, _ in results]), together, atol=1e-6)
-    for _, found in results:
-        assert list(found) == list(metrics)
-        assert found == pytest.approx(metrics, abs=1e-6, nan_ok=True)
 
 
 @pytest.mark.parametrize("options", all_options(), ids=lambda options: "")
