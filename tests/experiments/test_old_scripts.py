@@ -20,9 +20,8 @@ from vgr_trl.cli.flags.names import check_flags
 from vgr_trl.cli.flags.parsing import parse
 from vgr_trl.data.load import load_split
 from vgr_trl.data.rows.schema import prepare_rows
-from vgr_trl.errors import ConfigError, RewardError
-from vgr_trl.rewards import accuracy_reward, load_rewards, vgr_hard_negative_reward, vgr_reward
-from vgr_trl.rewards.registry import hardened
+from vgr_trl.errors import ConfigError
+from vgr_trl.rewards import load_rewards
 from vgr_trl.rewards.schedule import RewardSchedule
 
 REPOSITORY = Path(__file__).parents[2]
@@ -209,11 +208,3 @@ def test_the_set_is_prepared_by_their_script_and_read(tmp_path, monkeypatch):
     }
     rows, skipped = prepare_rows(found["train"])
     assert (len(rows), skipped) == (2, [])
-
-
-def test_hard_negatives_take_the_place_of_the_attention_reward():
-    assert hardened([accuracy_reward, vgr_reward]) == [accuracy_reward, vgr_hard_negative_reward]
-    assert hardened(["accuracy", "vgr", "format"]) == ["accuracy", "vgr_hard_negative", "format"]
-    assert hardened(["vgr_hard_negative"]) == ["vgr_hard_negative"]
-    with pytest.raises(RewardError, match="vgr_hard_negative is on, but the reward functions are accuracy_reward"):
-        hardened([accuracy_reward])

@@ -11,7 +11,15 @@ import pytest
 
 from vgr_trl import registries
 from vgr_trl.errors import RewardError
-from vgr_trl.rewards import accuracy_reward, load_reward, load_rewards, registry, think_format_reward
+from vgr_trl.rewards import (
+    accuracy_reward,
+    load_reward,
+    load_rewards,
+    registry,
+    think_format_reward,
+    vgr_hard_negative_reward,
+    vgr_reward,
+)
 
 SOURCE = """
 import my_helper_{n}
@@ -229,6 +237,7 @@ def test_a_callable_is_returned_as_it_is():
 def test_hard_negatives_take_the_place_of_vgr():
     own = functools.partial(accuracy_reward)
     assert registry.hardened([own, "vgr"]) == [own, "vgr_hard_negative"]
+    assert registry.hardened([accuracy_reward, vgr_reward]) == [accuracy_reward, vgr_hard_negative_reward]
     assert registry.hardened(["vgr_hard_negative_reward"]) == ["vgr_hard_negative_reward"]
     with pytest.raises(RewardError, match="the reward functions are accuracy partial: name vgr there"):
         registry.hardened(["accuracy", own])
