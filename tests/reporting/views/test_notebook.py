@@ -4,6 +4,7 @@ import base64
 import json
 from html.parser import HTMLParser
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -215,9 +216,13 @@ def test_the_notebook_is_committed_without_outputs() -> None:
 def test_the_notebook_trains_and_shows_what_was_looked_at(tmp_path: Path) -> None:
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
+    from traitlets.config import Config
+
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    client = nbclient.NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(tmp_path)}})
-    client.execute()
+    where = {"metadata": {"path": str(tmp_path)}}
+    with TemporaryDirectory() as sockets:  # by TCP it would be told ports that another process may take before it does
+        local = Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"})
+        nbclient.NotebookClient(notebook, timeout=900, startup_timeout=900, resources=where, config=local).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     views = [Elements(output.data["text/html"]) for output in outputs if "text/html" in output.get("data", {})]
     titles = [
