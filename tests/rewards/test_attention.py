@@ -155,7 +155,7 @@ def test_names_of_rewards_that_see_whole_groups(name):
 def test_a_group_that_is_spread_over_two_processes(reward, expected, first):
     """The worked cases, with threads in the place of processes: each sends, waits, and reads what both have sent."""
     columns = {"completions": ["<answer>A</answer>"] * 4, "vgr": [1, 2, 3, 4], "solution": ["A", "A", "B", "A"]}
-    sent, barrier = {}, threading.Barrier(2, timeout=20)
+    sent, barrier = {}, threading.Barrier(2, timeout=900)
 
     def process(index, rows):
         def gather(mine):

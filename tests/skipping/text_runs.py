@@ -1,5 +1,7 @@
 """Three optimizer steps of a tiny text model, by TRL's trainer and by ours, in one process or in one of several."""
 
+import atexit
+import shutil
 import tempfile
 from contextlib import contextmanager
 from functools import wraps
@@ -75,6 +77,7 @@ class OursWithCredit(WithCredit, DAPOTrainer):
 
 
 FOLDER = tempfile.mkdtemp()  # TRL loads its reference model from where the policy comes from
+atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 build_model().save_pretrained(FOLDER)
 START = {name: parameter.detach().clone() for name, parameter in build_model().named_parameters()}
 
@@ -83,7 +86,7 @@ def build(stock, *, credit=False, reward=half_dead_reward, peft=None, **changed)
     """A trainer of three steps of SGD in float32 over rollouts of two prompts with four completions each."""
     few = (EOS, *range(6, 12))
     settings = options(
-        tempfile.mkdtemp(), max_completion_length=6, learning_rate=0.3, temperature=2.0, epsilon_high=0.28,
+        tempfile.mkdtemp(dir=FOLDER), max_completion_length=6, learning_rate=0.3, temperature=2.0, epsilon_high=0.28,
         generation_kwargs={"suppress_tokens": [token for token in range(VOCABULARY) if token not in few]},
     )  # fmt: skip
     trainers = {(True, False): GRPOTrainer, (True, True): StockWithCredit}

@@ -1,6 +1,8 @@
 """One of two processes over gloo: three steps of `DAPOTrainer` with shared prompts against those of TRL's trainer."""
 
+import atexit
 import gc
+import shutil
 import sys
 import tempfile
 
@@ -34,6 +36,7 @@ CASES = [
     ({"loss_type": "bnpo"}, WHOLE),
 ]
 FOLDER = tempfile.mkdtemp()  # TRL loads its reference model from where the policy comes from
+atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 build("qwen3").save_pretrained(FOLDER)
 START = dict(build("qwen3").named_parameters())
 
@@ -45,7 +48,7 @@ def trained(classes, changed):
         for row in range(12)
     ]
     few = [token for token in range(VOCABULARY) if token not in (EOS, *range(TEXT, TEXT + 6))]
-    settings = options(tempfile.mkdtemp(), learning_rate=1.0, epsilon_high=0.28)
+    settings = options(tempfile.mkdtemp(dir=FOLDER), learning_rate=1.0, epsilon_high=0.28)
     settings["generation_kwargs"] = {"suppress_tokens": few}
     if KIND != "ddp":
         settings |= {"use_cpu": False, "ddp_backend": "gloo"}  # DeepSpeed chooses the device itself
