@@ -218,22 +218,8 @@ def test_every_beginning_is_spread_evenly(count: int, shown: int) -> None:
         assert max(gaps) <= 2 * min(gaps) + 2
 
 
-def test_folder_that_is_missing_or_empty_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="missing is no folder: give the output_dir of a run"):
-        write_report([tmp_path / "missing"], tmp_path / "page.html")
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no folder rollouts"):
-        write_report([tmp_path], tmp_path / "page.html")
-    (tmp_path / "rollouts").mkdir()
-    with pytest.raises(DataError, match="has no records yet"):
-        write_report([tmp_path], tmp_path / "page.html")
-    assert not (tmp_path / "page.html").exists()
-
-
-@pytest.mark.parametrize("name", ["records-000001.jsonl", "logs.jsonl", "run.json"])
-def test_later_version_is_refused(tmp_path: Path, name: str) -> None:
-    make_run(tmp_path, steps=2)
-    rewrite(tmp_path, name, lambda text: re.sub(r'"version": ?1', '"version":2', text))
-    with pytest.raises(DataError, match=r"has the version 2, but this release of vgr_trl reads versions up to 1"):
         write_report([tmp_path], tmp_path / "page.html")
 
 
