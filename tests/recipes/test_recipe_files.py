@@ -10,7 +10,7 @@ import pytest
 from vgr_trl.cli.__main__ import main
 from vgr_trl.cli.flags.arguments import DataArguments, RewardArguments, RunArguments
 from vgr_trl.cli.flags.parsing import parse
-from vgr_trl.cli.flags.plugins import option_names
+from vgr_trl.cli.flags.plugins import options_on
 from vgr_trl.cli.run.evaluated import is_stated
 from vgr_trl.config import DAPOConfig
 from vgr_trl.errors import ConfigError
@@ -35,7 +35,7 @@ def test_every_recipe_says_what_it_is_and_has_options_that_there_are(name, tmp_p
     rewards, config = parsed("--recipe", name, "--output_dir", str(tmp_path))
     assert len(config.reward_weights or [1]) == len(rewards.reward_funcs)
     for option, value in recipe.options.items():
-        if option != "reward_funcs" and option not in option_names(["--recipe", name]):
+        if option != "reward_funcs" and option not in options_on(["--recipe", name]):
             assert getattr(config, option) == value, option
 
 
