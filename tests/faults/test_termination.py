@@ -32,17 +32,17 @@ def command(model, question_files, output, empty, processes, *more):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("processes", "all_of_them"),
-    [(1, False), (2, False), (2, True)],
-    ids=["one", "one of two", "two and their launcher"],
+    ("processes", "asked", "flags"),
+    [(1, "run", ""), (2, "child", ""), (2, "all", ""), (1, "all", "--dataloader_num_workers 1")],
+    ids=["one", "one of two", "two and their launcher", "one and what loads its data"],
 )
-def test_a_run_that_is_asked_to_end_saves_and_goes_on(processes, all_of_them, model_folder, question_files, tmp_path):
+def test_a_run_that_is_asked_to_end_saves_and_goes_on(processes, asked, flags, model_folder, question_files, tmp_path):
     """A launcher that gets the signal hands it on, so that its processes get it twice."""
     empty, output = tmp_path / "empty.txt", tmp_path / "run"
     empty.touch()
     start = model_folder, question_files, output, empty, processes
     run = subprocess.Popen(
-        command(*start, "--max_steps", "1000"),
+        command(*start, "--max_steps", "1000", *flags.split()),
         cwd=ROOT,
         env=environment(ACCELERATE_USE_CPU="true", PYTHONUNBUFFERED="1", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="900"),
         stdout=subprocess.PIPE,
@@ -50,8 +50,8 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on(processes, all_of_them, mo
         text=True,
     )
     wait_for_line(run, "step    3/1000")
-    asked = [run.pid] if processes == 1 else [*children_of(run), run.pid] if all_of_them else children_of(run)[:1]
-    for pid in asked:
+    children = children_of(run)
+    for pid in {"run": [run.pid], "child": children[:1], "all": [*children, run.pid]}[asked]:
         os.kill(pid, signal.SIGTERM)
     ((said, errors),) = outputs(run)
     assert "Stopped by SIGTERM at step" in said, errors[-3000:]

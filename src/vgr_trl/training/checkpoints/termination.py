@@ -2,6 +2,8 @@
 
 import signal
 import time
+from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -13,6 +15,12 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 EXIT_STATUS = 128 + signal.SIGTERM  # what a shell says of a process that the signal has ended
 SECONDS_OF_ONE_REQUEST = 10
+
+
+def _pass_over_signals(initialise: Callable[[int], None] | None, worker: int) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    if initialise is not None:
+        initialise(worker)
 
 
 class SaveOnTermination(TrainerCallback):
@@ -38,9 +46,14 @@ class SaveOnTermination(TrainerCallback):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Listen."""
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, train_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        """Listen, and let processes that load data pass over what is sent to them as well."""
         self._before = signal.signal(signal.SIGTERM, self._ask)
+        loader = getattr(train_dataloader, "base_dataloader", train_dataloader)  # that of accelerate's
+        if getattr(loader, "num_workers", 0):
+            loader.worker_init_fn = partial(_pass_over_signals, loader.worker_init_fn)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Save and stop if any process was asked to."""
