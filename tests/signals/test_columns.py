@@ -142,6 +142,11 @@ class TestMetrics:
         attention_metrics(table(early=[TWICE], late=[HALF], all=[ALL]), lambda values: calls.append(1) or values)
         assert len(calls) == 1
 
+    def test_names_are_the_same_objects_in_every_log(self):
+        logs = [attention_metrics(table(late=[HALF], all=[ALL]), partial(torch.clone)) for _ in range(2)]
+        assert len(logs[0]) == 14
+        assert all(one is other for one, other in zip(*(sorted(log) for log in logs), strict=True))
+
     def test_shares_are_those_of_the_late_segment(self):
         """Else of all layers."""
         values = {"early": one_value(NAN, NAN), "all": one_value(NAN, INF)}

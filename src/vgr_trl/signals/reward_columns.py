@@ -4,6 +4,7 @@ import inspect
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from sys import intern
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ def attention_metrics(
     finite = values.isfinite()
     means = torch.where(finite, values, 0.0).sum(0) / finite.sum(0)  # (segments, 6), NaN where nothing is finite
     metrics = {
-        f"attention/{segment}/{quantity}": means[i, j].item()
+        intern(f"attention/{segment}/{quantity}"): means[i, j].item()  # the history of logs keeps every name
         for i, segment in enumerate(names)
         for j, quantity in enumerate(QUANTITIES)
     }
