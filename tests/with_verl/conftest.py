@@ -4,6 +4,9 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+import torch
+
 sys.path.append(str(Path(__file__).with_name("parts")))
 
 IS_INSTALLED = find_spec("verl") is not None
@@ -14,3 +17,9 @@ if not IS_INSTALLED or IS_EASYR1:
     collect_ignore_glob.append("test_*_in_verl.py")
 if not IS_EASYR1:
     collect_ignore_glob.append("test_*_in_easyr1.py")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Two passes are compared bit by bit, and threads sum in another order each time."""
+    torch.set_num_threads(1)
