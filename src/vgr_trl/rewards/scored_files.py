@@ -8,7 +8,6 @@ scores, of which `overall` is the reward. Sequential: one dict in, with the `ima
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,6 +23,7 @@ from vgr_trl.worker_processes import kill_workers, pool
 
 OVERALL = "overall"
 FORMS = ("batch", "sequential")
+_pool = cache(pool)
 _PARAMETERS = {"reward_inputs": "batch", "reward_input": "sequential", "data_dict": "sequential"}
 _OF_TRL = ("prompts", "completions", "completion_ids")
 _MARKS = ("REWARD_TYPE", "REWARD_NAME")
@@ -199,11 +199,6 @@ def _of_all_processes(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]],
         return rows, 0
     with waiting_for_others():
         return gather_object(rows), sum(gather_object([len(rows)])[: state.process_index])
-
-
-@cache
-def _pool(processes: int) -> ProcessPoolExecutor:
-    return pool(processes)
 
 
 def _score_elsewhere(where: tuple[str, str, dict[str, Any]], row: dict[str, Any]) -> Any:
