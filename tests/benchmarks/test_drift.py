@@ -1,5 +1,7 @@
 """The arithmetic of the bench of the VGR reward's drift, by hand."""
 
+import sys
+
 import pytest
 import torch
 
@@ -50,3 +52,12 @@ def test_other_images_are_of_the_same_question(looks):
     shown = looks.with_other_images(rows)
     assert [row["image"] for row in shown] == [2, 3, 0, 1]
     assert [row["family"] for row in shown] == ["colour", "shape", "colour", "shape"]
+
+
+def test_the_settings_without_flags_are_those_of_the_recorded_runs(module, monkeypatch):
+    drift = module("drift.__main__")
+    settings = []
+    monkeypatch.setattr(drift, "write", settings.append)
+    monkeypatch.setattr(sys, "argv", ["drift", "--write"])
+    drift.main()
+    assert drift.read(*settings)
