@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from PIL import Image
 from transformers import (
+    PaddleOCRVLProcessor,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
 
-from vgr_trl.compat.image_processor import TinyProcessor
 from vgr_trl.demo.tiny_processor import EOS, PAD, build_processor
 
 MERGE = 2  # patches per side of a vision token
@@ -150,7 +150,7 @@ def _parts(shape: ModelShape) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]
     return *classes, text, vision
 
 
-def make_processor(patch: int = 14) -> TinyProcessor:
+def make_processor(patch: int = 14) -> PaddleOCRVLProcessor:
     """A real processor with few words, for images of any size in patches of `patch` pixels."""
     processor = build_processor(["word", " word"])
     processor.image_processor.patch_size = patch

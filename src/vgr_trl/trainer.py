@@ -36,7 +36,7 @@ from vgr_trl.training.start.prepare import (
     plan_rewards,
     with_image_lists,
 )
-from vgr_trl.training.start.ready_data import refuse_files_in_prompts, with_processor
+from vgr_trl.training.start.ready_data import refuse_files_in_prompts
 from vgr_trl.training.start.seams import check_seams
 from vgr_trl.training.start.stages import add_callbacks, build_stages
 
@@ -81,7 +81,7 @@ class DAPOTrainer(ResumableTrainer):
         self._rollouts: list[Rollout] = []  # the one at hand, behind those it is a further round of
         self._pass: TrainingPass | None = None
         with constructed_with_reference(args):
-            super().__init__(model, rewards, args, *rest, **with_processor(model, rest, options))
+            super().__init__(model, rewards, args, *rest, **options)
         self.beta = args.beta
         make_ready(self, options.get("peft_config"))
         self.host = TRLHost(self, self._begin, self._judge)

@@ -4,9 +4,9 @@ import json
 
 import pytest
 from rich.console import Console
+from transformers import AutoProcessor
 
 from vgr_trl.cli import demo as command
-from vgr_trl.compat.image_processor import load_processor
 from vgr_trl.demo import run as demo
 from vgr_trl.demo.comparison import Comparison, comparison_table
 from vgr_trl.demo.options import Options
@@ -50,7 +50,7 @@ def test_a_short_run_leaves_model_metrics_and_rollouts(tmp_path, monkeypatch):
     )
     options = Options(steps=2, prompts_per_step=2, num_generations=2, num_samples=2, threads=1)
     demo.run(questions, options, tmp_path)
-    assert load_processor(tmp_path) is not None
+    assert AutoProcessor.from_pretrained(tmp_path).image_token_id is not None
     assert (tmp_path / "model.safetensors").is_file()
     assert {path.name for path in (tmp_path / "completions").iterdir()} == {
         "completions_00001.parquet",

@@ -6,9 +6,8 @@ import pytest
 import torch
 from datasets import Dataset
 from PIL import Image
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
+from transformers import AutoProcessor, GenerationConfig, PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
 
-from vgr_trl.compat.image_processor import load_processor
 from vgr_trl.demo.shapes import draw_questions
 from vgr_trl.errors import ConfigError, DataError, RewardError
 from vgr_trl.evaluation import blank_image, evaluate
@@ -185,7 +184,7 @@ def test_a_batch_is_answered_as_its_rows_are_one_by_one(text_model, tokenizer):
 
 def test_rows_with_and_without_images_share_a_batch(model_folder):
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_folder).eval()
-    writer = Writer(model, load_processor(model_folder), 4)
+    writer = Writer(model, AutoProcessor.from_pretrained(model_folder), 4)
     first, second, third = draw_questions(3, seed=3, split="test")
     rows = [first, {**second, "image": None}, third]
 

@@ -51,6 +51,7 @@ def test_a_text_model_has_none():
 
 def test_what_a_processor_knows():
     processor = build_processor(["what colour is this"])
+    processor.video_token = "<|video_pad|>"  # as that of Qwen-VL has
     ids = processor.tokenizer.convert_tokens_to_ids
     config = SimpleNamespace()  # a model that says nothing
     assert set(vision_token_ids(config, processor)) == {ids("<|image_pad|>"), ids("<|video_pad|>")}

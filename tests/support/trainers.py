@@ -9,11 +9,10 @@ from pathlib import Path
 import torch
 from datasets import Dataset, load_dataset
 from support.trl_head import replace_missing_head
-from transformers import Qwen2_5_VLForConditionalGeneration
+from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 from trl import GRPOConfig, GRPOTrainer
 
 from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.compat.image_processor import load_processor
 from vgr_trl.data.rows.schema import prepare_rows
 
 OPTIONS = {
@@ -75,7 +74,9 @@ def tiny_model(folder):
 def vision_trainer(folder, rewards, config, rows, eval_rows=None, *, model=None, **more):
     """A `DAPOTrainer` of the tiny vision-language model in a folder."""
     model = tiny_model(folder) if model is None else model
-    return DAPOTrainer(model, rewards, config, rows, eval_rows, processing_class=load_processor(folder), **more)
+    return DAPOTrainer(
+        model, rewards, config, rows, eval_rows, processing_class=AutoProcessor.from_pretrained(folder), **more
+    )
 
 
 def moves(trainer, folder):

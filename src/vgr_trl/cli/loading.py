@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor
 from transformers.utils import find_adapter_config_file
 
 from vgr_trl.cli.flags.arguments import DataArguments
-from vgr_trl.compat.image_processor import load_processor as load_demo_processor
 from vgr_trl.data.load import HUB_NAME, load_split
 from vgr_trl.data.read.data_files import parse_data_files
 from vgr_trl.data.read.failures import readable
@@ -38,8 +37,6 @@ def load_processor(model: str, revision: str | None = None, trust_remote_code: b
     Raises:
         ConfigError: there is none.
     """
-    if (processor := load_demo_processor(model)) is not None:
-        return processor
     with _refusing(model):
         return AutoProcessor.from_pretrained(
             model, revision=revision, padding_side="left", trust_remote_code=trust_remote_code

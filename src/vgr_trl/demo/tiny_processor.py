@@ -3,10 +3,8 @@
 from collections.abc import Iterable
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PaddleOCRVLProcessor, PreTrainedTokenizerFast
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-from vgr_trl.compat.image_processor import TinyProcessor
 
 EOS, PAD = "<|im_end|>", "<|endoftext|>"
 SPECIAL_TOKENS = (
@@ -24,8 +22,12 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_processor(texts: Iterable[str]) -> TinyProcessor:
-    """Return a processor in which every word of `texts` is one token; other text falls back to bytes."""
+def build_processor(texts: Iterable[str]) -> PaddleOCRVLProcessor:
+    """Return a processor in which every word of `texts` is one token; other text falls back to bytes.
+
+    Of the classes that transformers has for Qwen2-VL's image processor, PaddleOCR-VL's has no video processor, which
+    needs torchvision; so `AutoProcessor` opens the saved one anywhere. Images become the same inputs.
+    """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -41,10 +43,11 @@ def build_processor(texts: Iterable[str]) -> TinyProcessor:
         tokenizer_object=backend,
         eos_token=EOS,
         pad_token=PAD,
-        additional_special_tokens=[token for token in SPECIAL_TOKENS if token not in (EOS, PAD)],
+        extra_special_tokens=[token for token in SPECIAL_TOKENS if token not in (EOS, PAD)],
+        model_specific_special_tokens={"image_token": "<|image_pad|>"},  # which the processor asks for
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
     tokenizer.add_tokens(list(TAGS))
     tokenizer.chat_template = CHAT_TEMPLATE
-    return TinyProcessor(Qwen2VLImageProcessorPil(), tokenizer, chat_template=CHAT_TEMPLATE)
+    return PaddleOCRVLProcessor(Qwen2VLImageProcessorPil(), tokenizer, chat_template=CHAT_TEMPLATE)

@@ -3,9 +3,8 @@
 from collections.abc import Iterable
 
 import torch
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import PaddleOCRVLProcessor, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from vgr_trl.compat.image_processor import TinyProcessor
 from vgr_trl.demo.tiny_processor import EOS, PAD, build_processor
 
 
@@ -17,7 +16,7 @@ def build_tiny_vlm(
     num_heads: int = 4,
     vision_depth: int = 2,
     seed: int = 0,
-) -> tuple[Qwen2_5_VLForConditionalGeneration, TinyProcessor]:
+) -> tuple[Qwen2_5_VLForConditionalGeneration, PaddleOCRVLProcessor]:
     """Return an untrained Qwen2.5-VL model and its processor.
 
     Args:
@@ -37,7 +36,7 @@ def build_tiny_vlm(
 
 
 def _config(
-    processor: TinyProcessor, hidden_size: int, num_layers: int, num_heads: int, vision_depth: int
+    processor: PaddleOCRVLProcessor, hidden_size: int, num_layers: int, num_heads: int, vision_depth: int
 ) -> Qwen2_5_VLConfig:
     ids = processor.tokenizer.convert_tokens_to_ids
     half_head = hidden_size // num_heads // 2

@@ -1,16 +1,13 @@
-"""What a user of the trainer need not do first: find the processor, make prompts of questions, take out bad texts."""
+"""What a user of the trainer need not do first: make prompts of questions, take out bad texts."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
-from torch import nn
 from transformers.utils import logging
 
-from vgr_trl.compat.image_processor import load_processor
 from vgr_trl.config import DAPOConfig
 from vgr_trl.data.rows.columns import IMAGE_COLUMNS, PLACE, image_columns, undecoded
 from vgr_trl.data.rows.regions import COLUMNS as BOX_COLUMNS
@@ -28,14 +25,6 @@ from vgr_trl.rewards.signatures import reads_solution
 from vgr_trl.training.constructed import ConstructedTrainer
 
 logger = logging.get_logger(__name__)
-
-
-def with_processor(model: str | Path | nn.Module, rest: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a trainer with the processor of the folder `model` where only this library can load it."""
-    if len(rest) > 2 or options.get("processing_class") is not None or not isinstance(model, str | Path):
-        return options
-    processor = load_processor(model)
-    return options if processor is None else {**options, "processing_class": processor}
 
 
 def make_data_ready(trainer: ConstructedTrainer) -> None:
