@@ -9,6 +9,7 @@ from threading import Event
 import pytest
 import torch
 import transformers as hf
+from peft import LoraConfig, get_peft_model
 from support.models.compare import (
     checkpointed,
     generated,
@@ -18,7 +19,7 @@ from support.models.compare import (
     scored,
     with_head,
 )
-from support.models.families import BODY, IMAGE, PAD, PIXEL_INPUTS, VIDEO, build, make_batch, randomise
+from support.models.families import BODY, IMAGE, PAD, PIXEL_INPUTS, TEXT, VIDEO, build, make_batch, randomise
 from support.models.other_families import OTHERS
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
@@ -328,6 +329,15 @@ def test_compiled_models_run_plainly(case):
     with torch.no_grad(), share_prompts(model, 12) as report:
         scored(model, batch)
     assert report.plain == {"torch.compile": 1}
+
+
+def test_an_adapter_that_begins_within_the_prompt():
+    """aLoRA's tokens are counted in whole rows, by PEFT, before the base model is called."""
+    config = LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[TEXT])
+    model = get_peft_model(with_head(build("qwen3")), config)
+    plain, shared, report = plain_and_shared(model, make_batch("qwen3", images=(0, 0)))
+    assert torch.equal(plain, shared)
+    assert report.plain == {"aLoRA, which begins at tokens that it looks for in whole rows": 1}
 
 
 def test_an_unknown_kind_of_layer_is_refused():

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from support.models.compare import checkpointed, needs_shared, with_head
 from support.models.eager_reference import SPECIAL_IDS, VISION, VISION_IDS, difference, masks_of, reference
 from support.models.families import FAMILIES, IMAGE, build, make_batch
@@ -135,6 +135,18 @@ def test_adapters(trained):
     with wrapped.disable_adapter():
         without = score(scorer_of(wrapped), batch)
     assert (without.logps - logps).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "prompt learning"),
+        (LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[IMAGE]), "aLoRA"),
+    ],
+)
+def test_an_adapter_that_acts_outside_the_base_model_is_refused(config, named):
+    with pytest.raises(ConfigError, match=named):
+        scorer_of(get_peft_model(build("qwen3"), config))
 
 
 def test_mode_of_every_module_is_restored():

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig
 from support.steps import LOSSES, relative_difference, uneven_reward
 from support.trainers import logged
 from text_runs import (
@@ -48,6 +48,39 @@ def test_steps_of_an_adapter_in_small_checkpointed_micro_batches(loss):
         gradient_accumulation_steps=4, peft=lora, credit=True,
     )  # fmt: skip
     assert min(logged(ours, "skipped/rows")) > 0
+
+
+TASK = {"task_type": "CAUSAL_LM"}
+READ_WHOLE_ROWS = {
+    "prompt tuning": PromptTuningConfig(**TASK, num_virtual_tokens=3),
+    "prefix tuning": PrefixTuningConfig(**TASK, num_virtual_tokens=3),
+    "p-tuning": PromptEncoderConfig(**TASK, num_virtual_tokens=3, encoder_hidden_size=8),
+    "aLoRA": LoraConfig(**TASK, r=2, target_modules=["q_proj", "v_proj"], alora_invocation_tokens=[4]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported")
+@pytest.mark.parametrize("settings", [{"credit": True}, {"beta": 0.1, **TWICE}], ids=["credit", "reference"])
+@pytest.mark.parametrize("name", READ_WHOLE_ROWS)
+def test_steps_of_other_adapters(name, settings):
+    settings = {**settings, "peft": READ_WHOLE_ROWS[name]}
+    start = weights_of(build(True, **settings))
+    stock, ours = train(True, **settings), train(False, **settings)
+    assert relative_difference(start, weights_of(ours), weights_of(stock)) < 1e-5
+    places = ours.sharing.generation, ours.sharing.scoring, ours.sharing.training, ours.skipping.padding
+    assert all(place.reason_off is not None for place in places)
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported")
+@pytest.mark.parametrize("name", READ_WHOLE_ROWS)
+def test_an_adapter_beside_its_reference_is_trained(name):
+    """By the default optimizer; the reference's log-probabilities are not taken for those of the policy."""
+    settings = {"beta": 0.1, **TWICE, "peft": READ_WHOLE_ROWS[name], "optim": "adamw_torch_fused"}
+    start = weights_of(build(False, **settings))
+    ours = train(False, **settings)
+    assert all(math.isfinite(norm) and norm > 0 for norm in logged(ours, "grad_norm"))
+    assert logged(ours, "kl")[1] > 0
+    assert any(not torch.equal(weight, start[name]) for name, weight in weights_of(ours).items())
 
 
 CASES = {

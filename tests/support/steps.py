@@ -105,7 +105,7 @@ def relative_difference(start, mine, theirs):
     """Largest difference of any two weights by name, relative to the largest update of any weight."""
     update, difference = 0.0, 0.0
     for name, other in theirs.items():
-        before = start.get(name.replace("base_model.model.", "").replace(".base_layer", ""), other)
+        before = start.get(name, start.get(name.replace("base_model.model.", "").replace(".base_layer", ""), other))
         if "lora_B" in name:
             before = torch.zeros_like(other)
         update = max(update, float((other - before).detach().abs().max()))

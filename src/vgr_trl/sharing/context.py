@@ -11,6 +11,7 @@ from vgr_trl.errors import ConfigError
 from vgr_trl.replacing import replaced_method
 from vgr_trl.sharing.backbone import base_of, causal_model, is_compiled
 from vgr_trl.sharing.counts import SharingReport
+from vgr_trl.sharing.fitness import why_adapter_reads_whole_rows
 from vgr_trl.sharing.forward import SharedForward
 from vgr_trl.sharing.generation import SharedGeneration
 from vgr_trl.sharing.heads import with_scored_columns, with_unseen_counted
@@ -62,8 +63,9 @@ def share_prompts(
         raise ConfigError(f"completion_length is {completion_length}: give an integer of at least 1, or None.")
     causal = causal_model(model)
     report = SharingReport()
-    if is_compiled(model):
-        report.plain["torch.compile"] += 1
+    reason = "torch.compile" if is_compiled(model) else why_adapter_reads_whole_rows(model)
+    if reason is not None:
+        report.plain[reason] += 1
         yield report
         return
     base = base_of(causal)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import PretrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
@@ -42,12 +43,24 @@ def why_not_share(model: nn.Module, *, gradients: bool) -> str | None:
     Args:
         gradients: whether for passes with gradients.
     """
-    if is_compiled(model):
-        return "torch.compile"
+    if (reason := "torch.compile" if is_compiled(model) else why_adapter_reads_whole_rows(model)) is not None:
+        return reason
     try:
         refuse_unfit_model(base_of(causal_model(model)), gradients)
     except CannotShare as error:
         return str(error)
+    return None
+
+
+def why_adapter_reads_whole_rows(model: nn.Module) -> str | None:
+    """Why PEFT's active adapter gives other results for other rows or columns of a batch; None if it does not."""
+    for module in model.modules():
+        if isinstance(module, PeftModel):
+            config = module.active_peft_config
+            if config.is_prompt_learning:
+                return "prompt learning, whose virtual tokens stand before the padding"
+            if getattr(config, "alora_invocation_tokens", None):
+                return "aLoRA, which begins at tokens that it looks for in whole rows"
     return None
 
 

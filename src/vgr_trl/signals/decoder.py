@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from peft import PeftModel
 from torch import nn
 
 from vgr_trl.errors import ConfigError
 from vgr_trl.sharing.backbone import causal_model, is_attention, is_compiled, layer_index
+from vgr_trl.sharing.fitness import why_adapter_reads_whole_rows
 
 SUPPORTED = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
 
@@ -25,18 +25,12 @@ def count_attention_layers(model: nn.Module) -> int:
     return len({layer_index(module) for module in modules if is_attention(module)})
 
 
-def adds_virtual_tokens(model: nn.Module) -> bool:
-    """Whether the active adapter of PEFT puts learned tokens in front of every prompt, so that positions are others."""
-    wrapped = (module for module in model.modules() if isinstance(module, PeftModel))
-    return any(module.active_peft_config.is_prompt_learning for module in wrapped)
-
-
 def why_not_measurable(model: nn.Module) -> str | None:
     """Return why the attention of `model` cannot be measured, None if it can."""
     if is_compiled(model):
         return "the model is compiled, and a compiled pass calls no other attention; switch torch.compile off."
-    if adds_virtual_tokens(model):
-        return "an adapter of the model adds virtual tokens to prompts; use one that changes weights."
+    if (adapter := why_adapter_reads_whole_rows(model)) is not None:
+        return f"the model has an adapter by {adapter}; use another method."
     if getattr(causal_model(model).config, "is_encoder_decoder", False):
         return f"{type(causal_model(model)).__name__} reads prompts in an encoder; use a model of a decoder alone."
     decoder = find_decoder(model)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft import PeftModel
 from torch import nn
 
 from vgr_trl.batch.signals import AttentionMass, RolloutSignals, unmeasured
@@ -221,6 +221,6 @@ def pad_to_length(mass: AttentionMass, length: int) -> AttentionMass:
 def policy_is_active(model: torch.nn.Module) -> bool:
     """Whether the adapters of `model`, if it has any, are those being trained: not switched off, not a reference."""
     for module in model.modules():
-        if isinstance(module, BaseTunerLayer):
-            return not module.disable_adapters and "ref" not in module.active_adapters
+        if isinstance(module, PeftModel):
+            return module.has_active_enabled_adapter and "ref" not in module.active_adapters
     return True

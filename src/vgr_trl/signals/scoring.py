@@ -13,9 +13,9 @@ from vgr_trl.batch.token_columns import map_signals, with_completion_types
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.sharing import share_prompts, whole_groups
 from vgr_trl.sharing.backbone import causal_model, has_sharded_parameters
+from vgr_trl.sharing.fitness import why_adapter_reads_whole_rows
 from vgr_trl.sharing.image_inputs import is_image_token
 from vgr_trl.signals.attention.probe import AttentionProbe
-from vgr_trl.signals.decoder import adds_virtual_tokens
 from vgr_trl.signals.head import Head
 from vgr_trl.signals.image_chunks import cut_images
 from vgr_trl.signals.modality import ModalityMasks, build_modality_masks, vision_token_ids
@@ -64,8 +64,8 @@ class RolloutScorer:
         self.model, self.causal = model, causal_model(model)
         if has_sharded_parameters(model):
             raise ConfigError("The parameters of the model are sharded: score in DAPOTrainer, or gather them before.")
-        if adds_virtual_tokens(model):
-            raise ConfigError("An adapter of the model adds virtual tokens to prompts: use one that changes weights.")
+        if (adapter := why_adapter_reads_whole_rows(model)) is not None:
+            raise ConfigError(f"The model has an adapter by {adapter}: use another method.")
         if self.causal.base_model is self.causal:
             raise ConfigError(f"{type(self.causal).__name__} has no head: give a model that returns logits.")
         if getattr(self.causal.config, "is_encoder_decoder", False):

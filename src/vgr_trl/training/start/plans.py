@@ -14,6 +14,7 @@ from vgr_trl.sharing.backbone import (
     is_compiled,
     recomputes_without_graph,
 )
+from vgr_trl.sharing.fitness import why_adapter_reads_whole_rows
 from vgr_trl.sharing.packing import why_not_pack
 from vgr_trl.signals import Wanted
 from vgr_trl.skipping import SkippingPlan, VisionPlan
@@ -120,10 +121,11 @@ def plan_skipping(trainer: ConstructedTrainer, wanted: Wanted, sharing: SharingP
     option = what_reads_every_token(trainer.args)
     read = compiled or router or (option and f"{option} reads all tokens")
     headless = "a model that is its own base" if base is causal else None
+    adapter = why_adapter_reads_whole_rows(trainer.model)
     return SkippingPlan(
         rows=Place(off["skip_dead_rows"] or read),
         tokens=Place(off["skip_dead_tokens"] or read or headless or _why_completions_are_read(trainer)),
-        padding=Place(off["skip_padding"] or compiled or router or why_padding_counts(base)),
+        padding=Place(off["skip_padding"] or compiled or router or adapter or why_padding_counts(base)),
         packing=Place(off["pack_completions"] or _why_not_pack(trainer, base, sharing)),
         head=(off["skip_dead_tokens"] or compiled or headless) is None,
         dealing=Place(off["deal_by_length"] or _why_not_deal(trainer)),
