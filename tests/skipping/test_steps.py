@@ -57,18 +57,22 @@ READ_WHOLE_ROWS = {
     "p-tuning": PromptEncoderConfig(**TASK, num_virtual_tokens=3, encoder_hidden_size=8),
     "aLoRA": LoraConfig(**TASK, r=2, target_modules=["q_proj", "v_proj"], alora_invocation_tokens=[4]),
 }
+OF_EMBEDDINGS = {
+    "LoRA on embeddings": LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"]),
+    "trainable tokens": LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[4, 5, 7]),
+}
 
 
 @pytest.mark.filterwarnings("ignore:Position ids are not supported")
 @pytest.mark.parametrize("settings", [{"credit": True}, {"beta": 0.1, **TWICE}], ids=["credit", "reference"])
-@pytest.mark.parametrize("name", READ_WHOLE_ROWS)
+@pytest.mark.parametrize("name", [*READ_WHOLE_ROWS, *OF_EMBEDDINGS])
 def test_steps_of_other_adapters(name, settings):
-    settings = {**settings, "peft": READ_WHOLE_ROWS[name]}
+    settings = {**settings, "peft": (READ_WHOLE_ROWS | OF_EMBEDDINGS)[name]}
     start = weights_of(build(True, **settings))
     stock, ours = train(True, **settings), train(False, **settings)
     assert relative_difference(start, weights_of(ours), weights_of(stock)) < 1e-5
     places = ours.sharing.generation, ours.sharing.scoring, ours.sharing.training, ours.skipping.padding
-    assert all(place.reason_off is not None for place in places)
+    assert all((place.reason_off is None) == (name in OF_EMBEDDINGS) for place in places)
 
 
 @pytest.mark.filterwarnings("ignore:Position ids are not supported")

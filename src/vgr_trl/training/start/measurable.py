@@ -150,7 +150,8 @@ def _refuse_missing_layers(trainer: ConstructedTrainer) -> None:
 
 
 def _refuse_unknown_tokens(trainer: ConstructedTrainer) -> None:
-    embedded = trainer.accelerator.unwrap_model(trainer.model).get_input_embeddings().num_embeddings
+    config = trainer.accelerator.unwrap_model(trainer.model).config
+    embedded = config.get_text_config(decoder=True).vocab_size
     for token in trainer.args.vision_token_ids or ():
         if token >= embedded:
             raise ConfigError(
