@@ -138,6 +138,24 @@ def test_what_was_never_saved_is_missed(tmp_path, leave_out, reason):
     assert what_is_wrong(path) == reason
 
 
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"num_processes": 10**12}, "no rng_state_0.pth was saved"),
+        ({"num_processes": float("inf")}, "no readable manifest.json"),
+        ({"files": {"trainer_state.json": {}}}, "no readable manifest.json"),
+        ({"files": {"trainer_state.json": 3}}, "no readable manifest.json"),
+        ({"files": 3}, "no readable manifest.json"),
+    ],
+    ids=str,
+)
+def test_a_manifest_of_something_else_is_a_sentence(tmp_path, changed, reason):
+    path = checkpoint(tmp_path, 2)
+    manifest = json.loads((path / MANIFEST).read_text())
+    (path / MANIFEST).write_text(json.dumps(manifest | changed))
+    assert what_is_wrong(path).startswith(reason)
+
+
 def test_deepspeed_keeps_the_optimizer_in_a_folder_of_its_own(tmp_path):
     path = checkpoint(tmp_path, 2)
     for name in ("optimizer.pt", "scheduler.pt"):

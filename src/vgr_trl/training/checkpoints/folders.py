@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from torch import distributed
@@ -92,10 +93,10 @@ def what_is_wrong(checkpoint: Path) -> str | None:
         return difference
     processes = manifest["num_processes"]
     needed = ["trainer_state.json"]
-    needed += [f"rng_state_{i}.pth" for i in range(processes)] if processes > 1 else ["rng_state.pth"]
     if not any((checkpoint / name).exists() for name in SHARDED):
         needed += ["optimizer.pt", "scheduler.pt"]
-    for name in needed:
+    states = (f"rng_state_{i}.pth" for i in range(processes)) if processes > 1 else ["rng_state.pth"]
+    for name in chain(needed, states):  # one by one: a damaged manifest may name any number of processes
         if name not in manifest["files"]:
             return f"no {name} was saved"
     if global_step(checkpoint) is None:

@@ -38,8 +38,11 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Return the manifest of a checkpoint, None if it has none that can be read."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        return {"num_processes": int(manifest["num_processes"]), "files": dict(manifest["files"])}
-    except (OSError, ValueError, TypeError, KeyError):
+        files = {
+            name: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for name, entry in manifest["files"].items()
+        }
+        return {"num_processes": int(manifest["num_processes"]), "files": files}
+    except (OSError, ValueError, OverflowError, TypeError, KeyError, AttributeError):
         return None
 
 
