@@ -34,6 +34,7 @@ def test_aliases_set_the_fields_they_stand_for(tmp_path):
     again = config(tmp_path, prompt_preview_chars=300, completion_preview_chars=50)
     assert (again.prompt_preview_length, again.completion_preview_length) == (300, 50)
     assert DAPOConfig(out_dir=str(tmp_path / "x"), use_cpu=True, bf16=False).output_dir == str(tmp_path / "x")
+    assert config(tmp_path, loss_type="cispo", epsilon_high=5.0, delta=3.0).delta == 3.0  # which its loss never reads
     clips = config(tmp_path, clip_ratio_low=0.1, clip_ratio_high=0.3, clip_ratio_dual=3.0)
     assert (clips.epsilon, clips.epsilon_high, clips.delta) == (0.1, 0.3, 3.0)
     modes = {mode: config(tmp_path, loss_avg_mode=mode).loss_type for mode in ("token", "seq", "sequence")}

@@ -57,7 +57,8 @@ def check_options_of_trl(options: "DAPOConfig") -> None:
     if options.output_dir is not None and not str(options.output_dir).strip():
         raise ConfigError("output_dir is empty: give a folder, or leave it out.")
     highest = 1 + (options.epsilon if options.epsilon_high is None else options.epsilon_high)
-    if options.delta is not None and options.delta <= highest:
+    reads_delta = options.loss_type not in ("cispo", "sapo", "vespo")
+    if reads_delta and options.delta is not None and options.delta <= highest:
         raise ConfigError(
             f"delta (clip_ratio_dual) is {options.delta}, which would clip ratios of up to {highest:g}, those of "
             "tokens with positive advantage too: give a number above 1 + epsilon_high, such as 3.0."
