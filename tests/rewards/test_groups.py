@@ -157,6 +157,14 @@ def test_images_are_never_gathered(column):
         needs_whole_groups("value", optional=(column,))
 
 
+def test_the_decorator_without_parentheses():
+    with pytest.raises(RewardError, match=r"@needs_whole_groups\(\)"):
+
+        @needs_whole_groups
+        def mine(completions, **kwargs):
+            return [0.0] * len(completions)
+
+
 def test_asynchronous_reward():
     async def slow(completions, **kwargs):
         return []

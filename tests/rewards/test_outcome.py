@@ -49,6 +49,10 @@ def test_what_a_reward_does_to_its_arguments_is_undone():
     assert solution == ["green", "blue"]
 
 
+def test_a_number_beyond_floats_is_infinite_which_all_processes_refuse_together():
+    assert call([10**400, -(10**400)])[0] == [math.inf, -math.inf]
+
+
 def test_nan_is_told_and_none_is_not():
     rewards, heard = call([math.nan, None, np.float32("nan"), 1.0], 4)
     assert [math.isnan(reward) for reward in rewards[::2]] == [True, True]

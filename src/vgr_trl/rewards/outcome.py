@@ -111,4 +111,7 @@ def _number(value: Any, row: int, name: str) -> float | None:
             f"The reward {name} returned {shown(value)} ({type(value).__name__}) for completion {row}: give a number, "
             "or None where it does not apply."
         )
-    return float(number)
+    try:
+        return float(number)
+    except OverflowError:  # infinite rewards are refused by all processes together
+        return math.inf if value > 0 else -math.inf

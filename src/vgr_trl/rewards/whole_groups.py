@@ -25,8 +25,10 @@ def needs_whole_groups(*columns: str, optional: Sequence[str] = ()) -> Callable[
         optional: columns that it uses if there are any.
 
     Raises:
-        RewardError: a column holds images, or the function is asynchronous.
+        RewardError: a column holds images, the function is asynchronous, or the parentheses are missing.
     """
+    if any(map(callable, columns)):
+        raise RewardError("A reward is decorated with @needs_whole_groups: write @needs_whole_groups(), with columns.")
     for column in (*columns, *optional):
         if column in _NEVER_GATHERED:
             raise RewardError(
