@@ -99,6 +99,7 @@ def line_with(**changed):
         (line_with(vgr=["x", 1]), "is damaged"),
         (line_with(attention={"scale": [1, 1], "values": "?"}), "is damaged"),
         (line_with(attention={"scale": [1, 1], "values": base64.b64encode(b"abc").decode()}), "in 3 bytes for 2"),
+        (line_with(attention={"scale": [1, float("inf")], "values": base64.b64encode(b"ab").decode()}), "[1.0, inf]"),
         (line_with(images=[{"width": 1}]), "is damaged"),
         (line_with(images=[{"file": "images/../../secret", "width": 1, "height": 1}]), "outside of the folder images"),
         (line_with(images=[{"file": "/etc/passwd", "width": 1, "height": 1}]), "outside of the folder images"),

@@ -139,6 +139,8 @@ def _attention(item: dict[str, Any], count: int) -> AttentionMap | None:
     scale, values = [float(value) for value in item["scale"]], base64.b64decode(item["values"], validate=True)
     if len(scale) != count or (count and len(values) % count):
         raise ValueError(f"attention of {len(scale)} tokens in {len(values)} bytes for {count} tokens")
+    if not all(map(math.isfinite, scale)):
+        raise ValueError(f"attention with the scale {scale}")
     return AttentionMap(scale, values) if count else None
 
 
