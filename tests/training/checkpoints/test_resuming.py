@@ -189,6 +189,22 @@ def test_a_finished_run_is_not_trained_one_step_too_far(tmp_path):
         refuse_finished(str(path), 4)
 
 
+RESUMED = {"per_device_train_batch_size": 4, "max_completion_length": 4, "save_strategy": "steps", "save_steps": 1}
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "shapes"])
+def test_an_optimizer_of_other_weights_is_refused(text_trainer, tmp_path, wrong):
+    """PyTorch's fused AdamW takes averages of other shapes, and writes past their end."""
+    text_trainer(max_steps=1, **RESUMED).train()
+    saved = tmp_path / "run" / "checkpoint-1"
+    state = torch.load(saved / "optimizer.pt", weights_only=True)
+    state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"][:1]
+    torch.save(state if wrong == "shapes" else {}, saved / "optimizer.pt")
+    write_manifest(saved)
+    with pytest.raises(ConfigError, match="checkpoint-1 is not of the weights that this run trains"):
+        text_trainer(max_steps=2, **RESUMED).train(resume_from_checkpoint=True)
+
+
 def test_true_from_python_is_latest_of_the_command_line(text_trainer, tmp_path, monkeypatch):
     """The newest checkpoint was being written anew when the run ended, so it mixes two saves."""
     said: list[str] = []

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Protocol, cast
 
+import torch
 from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.utils.data import Sampler
@@ -11,6 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from trl.trainer.utils import RepeatSampler
 
 from vgr_trl.compat.resuming_weights import load_weights, whole_model
+from vgr_trl.errors import ConfigError, words_of
 from vgr_trl.training.checkpoints.folders import refuse_other_number, resolve_checkpoint, resume_mode
 from vgr_trl.training.checkpoints.shares import whole_checkpoint
 from vgr_trl.training.constructed import ConstructedTrainer
@@ -78,8 +81,21 @@ class ResumableTrainer(ConstructedTrainer):
             part.save(Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Add to TRL's: what else is resumed."""
-        super()._load_optimizer_and_scheduler(checkpoint)
+        """Add to TRL's: what else is resumed; an optimizer of other weights is refused.
+
+        Raises:
+            ConfigError: naming the checkpoint.
+        """
+        try:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            if not self.is_fsdp_enabled:  # which has its parts in shapes of their own
+                _refuse_other_shapes(getattr(self.optimizer, "optimizer", self.optimizer))
+        except (AttributeError, KeyError, TypeError, ValueError, UnpicklingError) as error:
+            raise ConfigError(
+                f"The optimizer or scheduler in {checkpoint} is not of the weights that this run trains "
+                f"({words_of(error)}): continue with the model, the adapter and the optim that it was saved with, or "
+                "give another checkpoint."
+            ) from error
         if checkpoint is not None:
             for part in self.resumed:
                 part.load(Path(checkpoint))
@@ -97,3 +113,12 @@ class ResumableTrainer(ConstructedTrainer):
             super()._load_best_model()
         else:
             load_weights(target, str(self.state.best_model_checkpoint))
+
+
+def _refuse_other_shapes(optimizer: Any) -> None:
+    """Raise `ValueError` for averages of other weights, which fused AdamW would take, and write past their end."""
+    if isinstance(optimizer, torch.optim.Adam):
+        for weight, state in optimizer.state.items():
+            for name in ("exp_avg", "exp_avg_sq"):
+                if name in state and state[name].shape != weight.shape:
+                    raise ValueError(f"{name} of shape {tuple(state[name].shape)} for {tuple(weight.shape)}")
