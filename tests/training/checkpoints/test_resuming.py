@@ -192,6 +192,43 @@ def test_a_finished_run_is_not_trained_one_step_too_far(tmp_path):
 RESUMED = {"per_device_train_batch_size": 4, "max_completion_length": 4, "save_strategy": "steps", "save_steps": 1}
 
 
+def other_rows(rows):
+    return rows.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"][0]["content"] + " ?"}]})
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "differs"),
+    [
+        (lambda rows: rows, {}, None),
+        (lambda rows: rows.select(range(8)), {}, "prompts (12 there, 8 here)"),
+        (lambda rows: rows.select(range(11, -1, -1)), {}, "in prompts (others, or in another order)"),
+        (other_rows, {}, "in prompts (others, or in another order)"),
+        (lambda rows: rows, {"seed": 7}, "in seed (42 there, 7 here)"),
+        (lambda rows: rows, {"shuffle_dataset": False}, "in shuffle_dataset (True there, False here)"),
+    ],
+    ids=["same", "fewer", "reversed", "others", "seed", "unshuffled"],
+)
+def test_what_differs_from_the_run_that_is_continued(text_trainer, text_rows, monkeypatch, change, options, differs):
+    text_trainer(max_steps=1, **RESUMED).train()
+    said: list[str] = []
+    monkeypatch.setattr("vgr_trl.training.checkpoints.order.logger.warning", said.append)
+    text_trainer(rows=change(text_rows), max_steps=2, **RESUMED, **options).train(resume_from_checkpoint=True)
+    assert len(said) == (differs is not None)
+    assert all(differs in line for line in said)
+
+
+def test_a_checkpoint_that_does_not_say_what_it_was_saved_with(text_trainer, tmp_path, monkeypatch):
+    """As those of TRL and of earlier releases."""
+    text_trainer(max_steps=1, **RESUMED).train()
+    saved = tmp_path / "run" / "checkpoint-1"
+    (saved / "order.json").unlink()
+    write_manifest(saved)
+    said: list[str] = []
+    monkeypatch.setattr("vgr_trl.training.checkpoints.order.logger.warning", said.append)
+    text_trainer(max_steps=2, **RESUMED).train(resume_from_checkpoint=True)
+    assert said == []
+
+
 @pytest.mark.parametrize("wrong", ["nothing", "shapes"])
 def test_an_optimizer_of_other_weights_is_refused(text_trainer, tmp_path, wrong):
     """PyTorch's fused AdamW takes averages of other shapes, and writes past their end."""

@@ -5,11 +5,13 @@ says so. Neither is in its checkpoints, so a continued run would take the order 
 anew in the middle of a batch.
 """
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from transformers.utils import logging
 from trl.trainer.utils import unsplit_pixel_values_by_grid
 
@@ -24,6 +26,8 @@ from vgr_trl.training.constructed import ConstructedTrainer
 logger = logging.get_logger(__name__)
 
 GENERATION = "generation"
+ORDER = "order.json"
+COMPARED, MOST_COMPARED = ("id", "prompt", "choices", "solution"), 256  # columns and rows that tell data from others
 
 
 class PromptOrder:
@@ -38,8 +42,10 @@ class PromptOrder:
         self._trainer, self._replay = trainer, replay
 
     def save(self, folder: Path) -> None:
-        """Write the completions that this process has still to train on, if it is within a generation batch."""
+        """Write what the order depends on, and within a generation batch the completions still to be trained on."""
         trainer, every = self._trainer, _generates_every(self._trainer)
+        if trainer.args.should_save:
+            (folder / ORDER).write_text(json.dumps(_order_of(trainer)), encoding="utf-8")
         place = trainer.accelerator.process_index, trainer.accelerator.num_processes
         if trainer._step % every == 0:
             remove_share(folder, *place, GENERATION)
@@ -67,6 +73,8 @@ class PromptOrder:
                 f"{folder} was saved by {saved_by} processes and is continued by {processes}: the order of the prompts "
                 "stays, random numbers start anew."
             )
+        if trainer.accelerator.is_main_process:
+            _warn_of_another_order(trainer, folder)
         epochs, batches = _behind(trainer, folder)
         if trainer.shuffle_dataset and (sampler := trainer.train_sampler) is not None:
             for _ in range(epochs):
@@ -74,6 +82,32 @@ class PromptOrder:
         trainer._step = batches
         if not args.ignore_data_skip:
             _continue_generation(trainer, folder, batches % _generates_every(trainer))
+
+
+def _order_of(trainer: ConstructedTrainer) -> dict[str, Any]:
+    """What decides the order of the prompts: options, and of a data set its length and the texts of some rows."""
+    found: dict[str, Any] = {"seed": trainer.args.seed, "shuffle_dataset": trainer.shuffle_dataset}
+    if isinstance(dataset := trainer.train_dataset, Dataset):
+        rows = dataset.with_format(None).select(range(0, len(dataset), -(-len(dataset) // MOST_COMPARED)))
+        texts = rows.select_columns([name for name in COMPARED if name in dataset.column_names]).to_list()
+        as_json = json.dumps(texts, default=lambda value: type(value).__name__)
+        found |= {"prompts": len(dataset), "checksum": hashlib.sha256(as_json.encode()).hexdigest()}
+    return found
+
+
+def _warn_of_another_order(trainer: ConstructedTrainer, folder: Path) -> None:
+    if not (folder / ORDER).exists():  # as in checkpoints of TRL
+        return
+    there, here = json.loads((folder / ORDER).read_text(encoding="utf-8")), _order_of(trainer)
+    names = [name for name in ("seed", "shuffle_dataset", "prompts") if there.get(name) != here.get(name)]
+    differs = [f"{name} ({there.get(name)} there, {here.get(name)} here)" for name in names]
+    if "prompts" not in names and there.get("checksum") != here.get("checksum"):
+        differs.append("prompts (others, or in another order)")
+    if differs:
+        logger.warning(
+            f"The run that saved {folder} differs from this one in {', '.join(differs)}: in this epoch some prompts "
+            "may come twice, and others not at all."
+        )
 
 
 def _generates_every(trainer: ConstructedTrainer) -> int:
