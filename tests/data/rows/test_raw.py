@@ -96,6 +96,9 @@ def test_a_named_column_of_images_in_a_table(tmp_path):
         assert images_of(row) == []
 
 
+OPTIONS = {"question": "Which?", "answer": 1, "opts": ["red", "blue"]}
+
+
 @pytest.mark.parametrize(
     ("row", "flags", "words"),
     [
@@ -104,6 +107,14 @@ def test_a_named_column_of_images_in_a_table(tmp_path):
         ({"question": "Which?", "gold": "B"}, {}, "say which one holds it by --solution_key"),
         ({"question": "q", "answer": "B", "img": "a.png"}, {}, "`img` seems to hold images; say so by --image_key img"),
         ({"question": "q", "answer": "B", "imgs": ["a.png"]}, {}, "or train on the text alone by --image_key none"),
+        (OPTIONS, {}, "`opts` seems to hold the options of which the answer, 1, is one; say so by --choices_key opts"),
+        ({**OPTIONS, "answer": "1"}, {}, "or train on open questions by --choices_key none"),
+        ({**OPTIONS, "opts": "['red', 'blue']"}, {}, "say so by --choices_key opts"),
+        (
+            {"ask": "q", "opts": ["a", "b"], "gt": 0, "pic": None},
+            {"problem_key": "ask", "solution_key": "gt", "image_key": "pic"},
+            "say so by --choices_key opts",
+        ),
         ({"question": "q", "answer": "B"}, {"problem_key": "text"}, "problem_key is text, which is none of them"),
         ({"question": "q", "answer": "B"}, {"image_key": "img"}, "image_key is img, which is none of them"),
     ],
@@ -113,6 +124,27 @@ def test_columns_that_are_not_understood_are_shown_with_the_flag(tmp_path, row, 
     for streaming in (False, True):
         with pytest.raises(DataError, match=re.escape(words)):
             load(data_files=str(tmp_path / "rows.jsonl"), dataset_streaming=streaming, **flags)
+    given = [part for name, value in flags.items() for part in (f"--{name}", value)]
+    with pytest.raises(DataError, match=re.escape(words)):
+        inspect_rows(data_inspect.parser().parse_args([str(tmp_path / "rows.jsonl"), *given]))
+
+
+@pytest.mark.parametrize(
+    ("changed", "flags"),
+    [
+        ({"answer": "red"}, {}),
+        ({"answer": 3}, {}),
+        ({"opts": ["red", "red"]}, {}),  # as several people have answered
+        ({"opts": [1, 2]}, {}),
+        ({"opts": ["a.png", "b.png"], "image": None}, {}),
+        ({"choices": None}, {}),
+        ({}, {"choices_key": "none"}),
+    ],
+)
+def test_a_list_that_holds_no_options(tmp_path, changed, flags):
+    jsonl(tmp_path / "rows.jsonl", [{**OPTIONS, **changed}])
+    (row,), _ = load(data_files=str(tmp_path / "rows.jsonl"), **flags)
+    assert asked(row) == "Which?"
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -9,7 +9,9 @@ from datasets import Dataset
 
 from vgr_trl.data.rows.columns import FOLDER, UNREADABLE, is_media
 from vgr_trl.data.rows.layouts import NUMBERED_IMAGES, is_vision_only
+from vgr_trl.data.rows.questions import list_of, value_of
 from vgr_trl.data.rows.reading import KEYS, Keys
+from vgr_trl.data.rows.text.prompts import LETTERS
 from vgr_trl.errors import ConfigError, DataError
 
 FLAGS = {"prompt": "problem_key", "answer": "solution_key", "image": "image_key", "video": "video_key",
@@ -97,6 +99,26 @@ def require_columns(
                 f"{found}: none of {', '.join(keys.image)} is there, but `{likely[0]}` seems to hold images; say so by "
                 f"--image_key {likely[0]}, or train on the text alone by --image_key {NONE}."
             )
+    answer = value_of(row, *keys.answer)
+    if needs_solution and keys.choices and not set(keys.choices) & set(names):
+        likely = [name for name in names if _looks_like_options(row[name], answer)]
+        if likely:
+            raise DataError(
+                f"{found}: none of {', '.join(keys.choices)} is there, but `{likely[0]}` seems to hold the options of "
+                f"which the answer, {answer}, is one; say so by --choices_key {likely[0]}, or train on open questions "
+                f"by --choices_key {NONE}."
+            )
+
+
+def _looks_like_options(value: Any, answer: Any) -> bool:
+    """Whether a value is a list of different texts, of which the answer could be the index, from 0 or from 1."""
+    try:
+        texts = list_of(value, "options")
+    except DataError:
+        return False
+    if not all(isinstance(text, str) for text in texts) or _looks_like_image(texts) or len(set(texts)) != len(texts):
+        return False
+    return 2 <= len(texts) <= len(LETTERS) and str(answer) in map(str, range(len(texts) + 1))
 
 
 def _looks_like_image(value: Any) -> bool:
