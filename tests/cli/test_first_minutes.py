@@ -36,6 +36,14 @@ def test_every_flag_of_the_parser_is_known_beforehand(command):
             check_flags(command, [flag])
 
 
+@pytest.mark.parametrize("name", ["compute_attention_metrics", "greater_is_better", "token_weights", "shuffle_dataset"])
+@pytest.mark.parametrize(("values", "expected"), [([], True), (["true"], True), (["false"], False)])
+def test_boolean_options_stand_alone_or_with_a_value(tmp_path, name, values, expected):
+    flags = ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false", f"--{name}", *values]
+    (config,) = parse((DAPOConfig,), "train", flags)
+    assert getattr(config, name) is expected
+
+
 @pytest.mark.parametrize(
     ("command", "flag", "meant"),
     [

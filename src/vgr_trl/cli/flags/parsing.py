@@ -4,7 +4,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, cast, get_type_hints
 
 import yaml
 from trl import TrlParser
@@ -43,6 +43,10 @@ def parse(groups: Sequence[Any], command: str, argv: Sequence[str] | None) -> tu
     plugins = option_classes(argv, groups)
     groups = (*groups, *plugins)
     parser = _Parser(groups, prog=f"vgr-trl {command}", allow_abbrev=False, add_help=False)
+    hints = {name: hint for group in groups for name, hint in get_type_hints(group).items()}
+    for action in parser._actions:
+        if action.nargs is None and hints.get(action.dest) == bool | None:  # stands alone too, as `bool` does
+            action.nargs, action.const = "?", True
     defaults = DEFAULTS.get(command, {})
     parser.set_defaults(**defaults)
     show_help = partial(ShowHelp, groups=groups, command=command, default_of=defaults.get)
