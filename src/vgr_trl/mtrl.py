@@ -36,8 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _asked(arguments: Sequence[str]) -> int:
-    """Processes that the configuration asks for on this machine; 1 where it cannot be read, which is told later."""
-    values = {name: TABLE[f"trainer.{name}"].default for name in ("nnodes", "n_gpus_per_node", "val_only")}
+    """Processes that the configuration asks for on this machine, or GPUs there are where it does not say; 1 where it
+    cannot be read, which is told later."""
+    values: dict[str, Any] = {"nnodes": 1, "val_only": False, "n_gpus_per_node": None}
     stated = _stated(arguments)
     if stated is None:
         return 1
@@ -52,11 +53,19 @@ def _asked(arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
         raise SystemExit(1)
-    processes = values["n_gpus_per_node"]
+    if values["val_only"] or (values["n_gpus_per_node"] is None and _is_launched()):
+        return 1
+    processes = _gpus_by_default() if values["n_gpus_per_node"] is None else values["n_gpus_per_node"]
     if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
         print(f"trainer.n_gpus_per_node is {processes!r}: give a whole number of at least 1.", file=sys.stderr)
         raise SystemExit(1)
-    return 1 if values["val_only"] else processes
+    return processes
+
+
+def _gpus_by_default() -> int:
+    import torch
+
+    return max(1, min(torch.cuda.device_count(), int(TABLE["trainer.n_gpus_per_node"].default)))
 
 
 def _stated(arguments: Sequence[str]) -> dict[str, Any] | None:

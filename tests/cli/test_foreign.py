@@ -90,6 +90,8 @@ def test_too_few_gpus_are_told_before_anything_starts(config, capsys, monkeypatc
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert mtrl.main([f"config={config}", "trainer.n_gpus_per_node=8"]) == 1
     assert "this machine has 2 GPUs: give trainer.n_gpus_per_node=2" in capsys.readouterr().err
+    counted = f"config={config.with_name('uncounted.yaml')}"
+    config.with_name("uncounted.yaml").write_text(config.read_text().replace(", n_gpus_per_node: 1", ""))
     started = []
 
     def run(command, env, check):
@@ -104,7 +106,14 @@ def test_too_few_gpus_are_told_before_anything_starts(config, capsys, monkeypatc
     assert command[-4:] == ["-m", "vgr_trl.mtrl", f"config={config}", "trainer.n_gpus_per_node=2"]
     monkeypatch.setattr(mtrl, "run_command", lambda arguments: started.append(arguments) or 0)
     assert mtrl.main([f"config={config}", "trainer.n_gpus_per_node=2"]) == 0
-    assert started[1] == ["train", f"--config={config}", "trainer.n_gpus_per_node=2"], "what is started starts no more"
+    assert started.pop() == ["train", f"--config={config}", "trainer.n_gpus_per_node=2"], "which starts no more"
+    monkeypatch.delenv("VGR_TRL_LAUNCHED")
+    assert mtrl.main([counted]) == 0
+    assert started.pop()[-1] == counted, "as many as there are, where the file does not say"
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.delenv("VGR_TRL_LAUNCHED")
+    assert mtrl.main([counted]) == 0
+    assert started.pop() == ["train", f"--{counted}"]
 
 
 def test_unknown_keys_can_be_ignored(config, capsys):

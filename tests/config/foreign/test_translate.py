@@ -67,12 +67,12 @@ def test_batches_are_the_same_however_many_processes():
         assert (options["logging_steps"], options["num_generations"]) == (4, 5)
     with pytest.raises(ConfigError, match="An update takes 640 completions .* 3 processes with 4 at a time"):
         translated(3, **given)
-    with pytest.raises(ConfigError, match="a rollout that is a multiple"):
+    with pytest.raises(ConfigError, match="a rollout is a multiple"):
         translated(**{**given, "worker__actor__global_batch_size": 100})
 
 
 def test_defaults_are_theirs_not_ours():
-    options = translated().options
+    options = translated(worker__rollout__name="vllm").options
     assert options["learning_rate"] == 1e-6
     assert options["lr_scheduler_type"] == "constant_with_warmup"
     assert (options["epsilon"], options["epsilon_high"], options["delta"]) == (0.2, 0.3, 3.0)
@@ -269,6 +269,34 @@ def test_a_critic():
     assert {name: found.options[name] for name in expected} == expected
     other = {"worker.critic.model.model_path": "other", "worker.critic.ppo_epochs": 2}
     assert set(translate({**ENOUGH, **given, **other}).refused) == set(other)
+
+
+def test_a_default_that_nobody_wrote_stops_nothing(monkeypatch):
+    """Theirs: 256 prompts an update for a critic, 4 completions a pass, vLLM on 2 GPUs, and wandb."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    given = {"worker.actor.global_batch_size": 2, "worker.actor.ppo_epochs": 2, "worker.rollout.n": 3}
+    found = translate({**ENOUGH, **given, "algorithm.adv_estimator": "gae", "worker.actor.optim.weight_decay": 0.1})
+    assert (found.stopped, found.refused) == ({}, {})
+    assert (found.options["per_device_train_batch_size"], found.options["gradient_accumulation_steps"]) == (3, 2)
+    assert (found.options["use_vllm"], found.options["report_to"]) == (False, ["none"])
+    stated = {"worker.rollout.name": "vllm", "trainer.logger": ["wandb"]}
+    options = translate({**ENOUGH, **stated}).options
+    assert (options["use_vllm"], options["report_to"]) == (True, ["wandb"])
+    for processes, size in ((1, 1), (4, 2)):
+        options = translate({**ENOUGH, **stated, "worker.actor.global_batch_size": 64}, processes).options
+        assert options["vllm_tensor_parallel_size"] == size
+    with pytest.raises(ConfigError, match="cannot share evenly"):
+        translate({**ENOUGH, **given, "worker.actor.micro_batch_size_per_device_for_update": 4})
+
+
+def test_what_stops_names_the_key_to_add():
+    refused = translate({key: value for key, value in ENOUGH.items() if key != "worker.rollout.n"}).refused
+    assert refused.keys() == {"worker.rollout.n"}
+    assert "give worker.rollout.n=8" in refused["worker.rollout.n"]
+    with pytest.raises(ConfigError, match="add worker.actor.global_batch_size, whose default"):
+        translated(data__rollout_batch_size=128)
+    with pytest.raises(ConfigError, match="add data.rollout_batch_size, whose default"):
+        translated(worker__actor__global_batch_size=48)
 
 
 def test_verl_names_with_verl_defaults():

@@ -148,11 +148,10 @@ def of_verl(stated: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     if loss:
         found["algorithm.kl_coef"] = given[f"{_ACTOR}.kl_loss_coef"]
         found["algorithm.kl_penalty"] = given[f"{_ACTOR}.kl_loss_type"]
+        names |= {"algorithm.kl_coef": f"{_ACTOR}.kl_loss_coef", "algorithm.kl_penalty": f"{_ACTOR}.kl_loss_type"}
     for key, theirs in ((f"{_ACTOR}.loss_agg_mode", "loss_avg_mode"), (f"{_ACTOR}.policy_loss.loss_mode", "loss_type")):
         found[f"worker.actor.{theirs}"] = _MODES.get(given[key], given[key])
         names[f"worker.actor.{theirs}"] = key
-    for name in ("global_batch_size", "ppo_epochs", "max_grad_norm", "loss_avg_mode"):  # the policy's there by default
-        found.setdefault(f"worker.critic.{name}", found[f"worker.actor.{name}"])
     return found, names
 
 

@@ -1,7 +1,7 @@
 """A configuration of EasyR1, MTRL, VPPO or verl as options of this library, key by key."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, NamedTuple
@@ -72,9 +72,10 @@ def translate(given: Mapping[str, Any], processes: int = 1) -> Translation:
     Raises:
         ConfigError: a value cannot be right in theirs either, or two names of a key have different values.
     """
-    stated, names = _in_easyr1(given)
+    taken, names = _in_easyr1(given)
+    stated = {key for key in TABLE if names.get(key, key) in given}
     found = Translation(values={key: known.default for key, known in TABLE.items()})
-    for key, value in stated.items():
+    for key, value in taken.items():
         if key in TABLE:
             _check_kind(names.get(key, key), value, TABLE[key])
             found.values[key] = value
@@ -82,7 +83,7 @@ def translate(given: Mapping[str, Any], processes: int = 1) -> Translation:
             found.stopped[names.get(key, key)] = f"is unknown.{_nearest(key)}"
         elif known.fits is not None and value not in known.fits:
             found.stopped[key] = f"is {value!r}: {known.why}"
-    values, made = Values(found.values, processes), _Made(found.options)
+    values, made = Values(found.values, processes, stated), _Made(found.options)
     for rule in RULES:
         try:
             rule(values, made.set)
@@ -99,7 +100,10 @@ def translate(given: Mapping[str, Any], processes: int = 1) -> Translation:
         elif known.fits is not None and not any(value == fit for fit in known.fits):
             values.stop(key, known.why)
     for told, reasons in ((found.stopped, values.stopped), (found.refused, values.refused)):
-        told |= {names.get(key, key): f"is {found.values[key]!r}: {why}" for key, why in reasons.items()}
+        told |= {
+            names.get(key, key): f"is {found.values[key]!r}{'' if key in stated else ' by default'}: {why}"
+            for key, why in reasons.items()
+        }
     found.lines = list(_lines(found, made, stated, names))
     return found
 
@@ -149,7 +153,7 @@ def _in_easyr1(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]
     return stated, names
 
 
-def _lines(found: Translation, made: _Made, stated: Mapping[str, Any], names: Mapping[str, str]) -> Iterable[Line]:
+def _lines(found: Translation, made: _Made, stated: Collection[str], names: Mapping[str, str]) -> Iterable[Line]:
     reasons = {**found.stopped, **found.refused}
     for key, known in TABLE.items():
         shown, is_stated = names.get(key, key), key in stated

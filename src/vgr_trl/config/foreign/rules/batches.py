@@ -12,8 +12,11 @@ def batches(values: Values, set_: Set) -> None:
     """The same completions in a micro-batch, an update and a rollout, on however many processes."""
     n, micro = values.whole("worker.rollout.n"), values.whole(_MICRO)
     if n < 2:
-        values.refuse("worker.rollout.n", "TRL takes at least 2 completions of a prompt, with a critic too")
+        why = "TRL takes at least 2 completions of a prompt, with a critic too: give worker.rollout.n=8, for example"
+        values.refuse("worker.rollout.n", why)
     rollout, update = values.whole(_ROLLOUT) * n, values.whole(_UPDATE) * n
+    while _MICRO not in values.stated and micro > 1 and update % (micro * values.processes):
+        micro -= 1
     at_once = micro * values.processes
     if update % at_once:
         raise ConfigError(

@@ -44,8 +44,9 @@ def critic(values: Values, set_: Set) -> None:
     if values[f"{_CRITIC}.model.model_path"] not in (None, values["worker.actor.model.model_path"]):
         values.refuse(f"{_CRITIC}.model.model_path", "the critic starts as a copy of the policy")
     for name in _AS_THE_POLICY:
-        if values[f"{_CRITIC}.{name}"] != values[f"{_ACTOR}.{name}"]:
-            values.refuse(f"{_CRITIC}.{name}", f"the critic is trained as the policy: {values[f'{_ACTOR}.{name}']}")
+        key, policys = f"{_CRITIC}.{name}", values[f"{_ACTOR}.{name}"]
+        if key in values.stated and values[key] != policys:
+            values.refuse(key, f"the critic is trained as the policy: give {policys}, or leave it out")
 
 
 def losses(values: Values, set_: Set) -> None:
@@ -63,7 +64,7 @@ def losses(values: Values, set_: Set) -> None:
             why = "theirs bounds the ratio of cispo from below too, TRL from above alone: give null for that"
             values.refuse(f"{_ACTOR}.clip_ratio_low", why)
         if mode != "token":
-            values.refuse(f"{_ACTOR}.loss_avg_mode", "TRL's cispo is a mean over tokens")
+            values.refuse(f"{_ACTOR}.loss_avg_mode", "TRL's cispo is a mean over tokens: give token")
         return
     set_("epsilon", float(low), f"{_ACTOR}.clip_ratio_low")
     set_("loss_type", {"token": "dapo", "seq": "grpo"}[mode], f"{_ACTOR}.loss_type", f"{_ACTOR}.loss_avg_mode")
@@ -78,7 +79,7 @@ def _sapo(values: Values, set_: Set, mode: str) -> None:
     set_("sapo_temperature_pos", float(values[f"{_ACTOR}.tau_positive"]), f"{_ACTOR}.tau_positive")
     set_("sapo_temperature_neg", float(values[f"{_ACTOR}.tau_negative"]), f"{_ACTOR}.tau_negative")
     if mode != "seq":
-        values.refuse(f"{_ACTOR}.loss_avg_mode", "TRL's sapo is a mean over completions: seq")
+        values.refuse(f"{_ACTOR}.loss_avg_mode", "TRL's sapo is a mean over completions: give seq")
 
 
 def divergence(values: Values, set_: Set) -> None:

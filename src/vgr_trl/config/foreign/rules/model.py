@@ -1,6 +1,8 @@
 """The model, its optimizer, and the engine that generates."""
 
 import re
+from importlib import util
+from math import gcd
 from typing import Any
 
 from vgr_trl.config.foreign.rules.values import Set, Values
@@ -79,12 +81,15 @@ def optimizer(values: Values, set_: Set) -> None:
 
 def rollout(values: Values, set_: Set) -> None:
     """Generation by vLLM beside the training, as theirs; no ratio of its probabilities to the policy's is taken."""
-    engine = values.one_of("worker.rollout.name", "vllm", "hf")
-    set_("use_vllm", engine == "vllm", "worker.rollout.name")
+    key, parallel = "worker.rollout.name", "worker.rollout.tensor_parallel_size"
+    engine = values.one_of(key, "vllm", "hf")
+    if key not in values.stated and util.find_spec("vllm") is None:
+        engine = "hf"
+    set_("use_vllm", engine == "vllm", key)
     if engine == "vllm":
-        set_("vllm_mode", "colocate", "worker.rollout.name")
+        set_("vllm_mode", "colocate", key)
         set_("vllm_enable_sleep_mode", True)
         set_("vllm_importance_sampling_correction", False)
-        set_("vllm_tensor_parallel_size", values.whole("worker.rollout.tensor_parallel_size"),
-             "worker.rollout.tensor_parallel_size")  # fmt: skip
+        size = values.whole(parallel)
+        set_("vllm_tensor_parallel_size", size if parallel in values.stated else gcd(size, values.processes), parallel)
     set_("top_k", max(0, values["worker.rollout.top_k"]), "worker.rollout.top_k")

@@ -2,6 +2,7 @@
 
 import json
 import os
+from importlib import util
 from pathlib import Path
 
 from vgr_trl.config.foreign.rules.values import Set, Values
@@ -16,7 +17,7 @@ def reward(values: Values, set_: Set) -> None:
     given = values[_FUNCTION]
     kind = values.one_of("worker.reward.reward_type", None, "function", "batch", "sequential")
     if given is None:
-        values.stop(_FUNCTION, "there is none: give one, or --reward_funcs")
+        values.stop(_FUNCTION, "give FILE.py:FUNCTION, or --reward_funcs")
         return
     file, colon, name = str(given).rpartition(":")
     if not colon:
@@ -48,4 +49,7 @@ def run(values: Values, set_: Set) -> None:
     names = [logger] if isinstance(logger, str) else list(logger)
     if unknown := [name for name in names if name not in (*_TRACKERS, "console", "file")]:
         values.stop("trainer.logger", f"there is no {', '.join(unknown)} here, but {', '.join(_TRACKERS)}")
-    set_("report_to", [name for name in names if name in _TRACKERS] or ["none"], "trainer.logger")
+    trackers = [name for name in names if name in _TRACKERS]
+    if "trainer.logger" not in values.stated:  # a folder ./wandb has a spec too, but no origin
+        trackers = [name for name in trackers if getattr(util.find_spec(name), "origin", None)]
+    set_("report_to", trackers or ["none"], "trainer.logger")

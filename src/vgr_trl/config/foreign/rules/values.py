@@ -1,6 +1,6 @@
 """What a rule is given."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +16,14 @@ class Values:
     Args:
         by_key: the values.
         processes: of this run.
+        stated: the keys that the configuration states; the defaults of others are theirs.
         stopped: reasons by key why a value has no meaning here; rules add to them.
         refused: likewise, of values without which something else would be trained.
     """
 
     by_key: Mapping[str, Any]
     processes: int
+    stated: Collection[str] = ()
     stopped: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
@@ -53,10 +55,12 @@ class Values:
     @property
     def updates(self) -> int:
         """Updates of the policy, our steps, per rollout, their step."""
-        rollout, update = self.whole("data.rollout_batch_size"), self.whole("worker.actor.global_batch_size")
+        keys = "data.rollout_batch_size", "worker.actor.global_batch_size"
+        rollout, update = map(self.whole, keys)
         if rollout % update:
+            missing = next((key for key in keys if key not in self.stated), None)
             raise ConfigError(
-                f"data.rollout_batch_size is {rollout} and worker.actor.global_batch_size {update}: give a rollout "
-                "that is a multiple of the prompts of an update."
+                f"{keys[0]} is {rollout} and {keys[1]} {update}, but a rollout is a multiple of the prompts of an "
+                f"update: {f'add {missing}, whose default this is' if missing else 'change one of the two'}."
             )
         return rollout // update * self.whole("worker.actor.ppo_epochs")
