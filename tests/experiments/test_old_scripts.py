@@ -192,11 +192,15 @@ def test_the_set_is_prepared_by_their_script_and_read(tmp_path, monkeypatch):
             for number in range(count)
         ]
         Dataset.from_list(rows).to_parquet(raw / f"{split}-00000-of-00001.parquet")
+    monkeypatch.chdir(tmp_path)
+    runs = runpy.run_path(str(EXAMPLES / "prepare_aokvqa_for_trl.py"))["prepare"]
+    file = raw / "validation-00000-of-00001.parquet"
+    assert runs(["--dataset_path", str(file), "--out_dir", "of_a_file", "--workers", "0"]) == 0
+    assert len(load_split("validation", dataset_path="of_a_file")) == 3
     ids = tmp_path / "A-OKVQA_question_id.txt"
     ids.write_text("train0\ntrain2\ntrain3\nvalidation1\n", encoding="utf-8")
     script = "prepare_aokvqa_for_trl.py"
     line = f"{script} --dataset_path {raw} --out_dir ./aokvqa_trl_data --question_id_file {ids} --subset_size 2"
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [*line.split(), "--workers", "0"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(EXAMPLES / script), run_name="__main__")
