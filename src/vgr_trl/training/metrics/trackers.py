@@ -64,16 +64,16 @@ def _words(error: Exception) -> str:
 
 
 def name_for_trackers(trainer: ConstructedTrainer) -> None:
-    """Let the trackers of the trainer log as `metric_names` says."""
-    if trainer.args.metric_names == "trl":
-        return
+    """Let the trackers of the trainer log as `metric_names` says, and without what a step has no value of."""
+    processes = None if trainer.args.metric_names == "trl" else trainer.accelerator.num_processes
     for tracker in _trackers(trainer):
-        tracker.on_log = partial(_log, tracker.on_log, trainer.accelerator.num_processes)  # type: ignore[method-assign]
+        tracker.on_log = partial(_log, tracker.on_log, processes)  # type: ignore[method-assign]
 
 
-def _log(on_log: Any, processes: int, *args: Any, logs: Any = None, **kwargs: Any) -> Any:
-    """Log without the `train/` and `eval/` that transformers puts in front."""
-    if logs is None:
+def _log(on_log: Any, processes: int | None, *args: Any, logs: Any = None, **kwargs: Any) -> Any:
+    """Log numbers; under the names of verl without the `train/` and `eval/` that transformers puts in front."""
+    logs = logs and {name: value for name, value in logs.items() if value is not None}
+    if logs is None or processes is None:
         return on_log(*args, logs=logs, **kwargs)
     with replaced(integration_utils, "rewrite_logs", dict):
         return on_log(*args, logs=in_verl(logs, processes), **kwargs)
