@@ -100,3 +100,4 @@ def test_a_trainer_names_them_at_the_start_and_the_plan_does_not_show_them_as_on
     assert plan["without effect"] == "filter_low=0.1 because online_filtering is False"
     assert set(changed_options(trainer.args)) >= {"filter_low", "replay_buffer_size"}
     assert "token_weights_clip" not in changed_options(trainer.args)
+    assert "on" not in dict(describe_run(text_trainer(max_steps=1), "here", None))

@@ -44,7 +44,7 @@ def describe_run(trainer: DAPOTrainer, source: str, checkpoint: str | None) -> l
         ("data", f"{source}: {_rows(trainer.train_dataset)} to train on, {_rows(trainer.eval_dataset)} to evaluate on"),
         ("rewards", _rewards(trainer)),
         ("options", _values(args, ALWAYS_SHOWN)),
-        ("on", _values(args, switched_on) or "none of vgr_trl's own options"),
+        *([("on", _values(args, switched_on))] if switched_on else []),
         *[("without effect", f"{_values(args, [name])} because {why}") for name, why in idle.items()],
         ("rollout", f"{args.prompts_per_rollout} prompts x {args.num_generations} completions = "
                     f"{args.generation_batch_size}"),
