@@ -4,9 +4,12 @@ import json
 import shutil
 
 import pytest
+from huggingface_hub.errors import RepositoryNotFoundError
 
 from vgr_trl.cli import evaluate as command
+from vgr_trl.cli import loading
 from vgr_trl.cli.__main__ import main
+from vgr_trl.errors import ConfigError
 
 
 @pytest.fixture
@@ -51,6 +54,24 @@ def test_a_model_that_is_missing_is_told_before_another_is_asked(model_folder, t
     (tmp_path / "test.jsonl").write_text('{"problem": "1 + 1?", "solution": "2"}')
     assert main(["evaluate", *flags]) == 1
     assert "There is no model folder nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("hub", ["does not answer", "has it not"])
+def test_the_hub_is_asked_once_for_what_may_be_a_misspelt_path(model_folder, tmp_path, monkeypatch, hub):
+    asked = []
+
+    def ask(url, *args, **kwargs):
+        asked.append(url)
+        raise OSError("no connection") if hub == "does not answer" else error
+
+    error = RepositoryNotFoundError.__new__(RepositoryNotFoundError)
+    monkeypatch.setattr(loading, "get_hf_file_metadata", ask)
+    monkeypatch.setattr(loading.AutoProcessor, "from_pretrained", pytest.fail)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="There is no model folder runs/frist. Did you mean runs/first"):
+        loading.load_processor("runs/frist")
+    assert len(asked) == 1
 
 
 def test_the_same_model_data_and_settings_are_not_measured_again(run, model_folder, tmp_path, capsys):

@@ -9,6 +9,10 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import get_hf_file_metadata, hf_hub_url
+from huggingface_hub.constants import HF_HUB_CACHE
+from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+from huggingface_hub.file_download import repo_folder_name
 from peft import PeftConfig, PeftModel
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor
@@ -98,6 +102,7 @@ def _load_model(name: str, dtype: str, revision: str | None, trust_remote_code: 
 @contextmanager
 def _refusing(name: str) -> Iterator[None]:
     """Turn what transformers and the hub raise for a missing or broken model into one sentence."""
+    refuse_missing_folder(name)
     try:
         yield
     except (OSError, ValueError, KeyError, SafetensorError) as error:
@@ -108,9 +113,26 @@ def _refusing(name: str) -> Iterator[None]:
 
 
 def refuse_missing_folder(name: str) -> None:
-    """Raise `ConfigError` for a path that does not exist and that can be no name on the hub."""
-    if not Path(name).exists() and not HUB_NAME.fullmatch(name):
+    """Raise `ConfigError` for a path that does not exist and is no name in the cache or on the hub.
+
+    The hub is asked once: where it does not answer, its libraries ask six times for each file of a model.
+    """
+    if Path(name).exists():
+        return
+    if not HUB_NAME.fullmatch(name):
         raise ConfigError(f"There is no model folder {name}{_meant(name)}")
+    if (Path(HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")).exists():
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"))
+    except EntryNotFoundError:  # the adapters alone
+        return
+    except HfHubHTTPError as error:
+        if not isinstance(error, RepositoryNotFoundError) or isinstance(error, GatedRepoError):
+            return
+        raise ConfigError(f"There is no model folder {name}{_meant(name)} (nor one of that name on the hub)") from error
+    except Exception as error:  # no connection, by whichever library of HTTP
+        raise ConfigError(f"There is no model folder {name}{_meant(name)} (from the hub: {error})") from error
 
 
 def _meant(name: str) -> str:
