@@ -5,7 +5,8 @@ import pytest
 
 from vgr_trl.cli.run.folder import claim, claim_again, write_identity
 from vgr_trl.errors import ConfigError
-from vgr_trl.training.checkpoints.folders import resolve_checkpoint
+from vgr_trl.training.checkpoints.folders import how_to_go_on, resolve_checkpoint
+from vgr_trl.training.checkpoints.manifest import write_manifest
 
 RUN = {"model": "m", "data": "d", "reward_funcs": ["accuracy"]}
 
@@ -15,14 +16,24 @@ def test_the_folder_of_another_run_is_refused(tmp_path):
     write_identity(tmp_path, RUN)
     claim(tmp_path, RUN, None)  # a run that failed before its first checkpoint leaves nothing to lose
     (tmp_path / "checkpoint-3").mkdir()
-    with pytest.raises(ConfigError, match=re.escape("holds another run (checkpoint-3): choose another output_dir")):
+    with pytest.raises(ConfigError, match=re.escape("holds a run (checkpoint-3): choose another output_dir")):
         claim(tmp_path, RUN, None)
     claim(tmp_path, RUN, "latest")
 
 
+def test_a_run_that_is_interrupted_goes_on_from_a_checkpoint_only_if_there_is_one(tmp_path):
+    assert "--resume_from_checkpoint" not in how_to_go_on(tmp_path)
+    (tmp_path / "checkpoint-3").mkdir()
+    assert "--resume_from_checkpoint" not in how_to_go_on(tmp_path), "it was being written"
+    (tmp_path / "checkpoint-3" / "rng_state.pth").touch()
+    write_manifest(tmp_path / "checkpoint-3")
+    (tmp_path / "checkpoint-4").mkdir()
+    assert how_to_go_on(tmp_path) == f"--resume_from_checkpoint continues from {tmp_path / 'checkpoint-3'}"
+
+
 def test_checkpoints_without_a_run_file_count_as_another_run(tmp_path):
     (tmp_path / "checkpoint-7").mkdir()
-    with pytest.raises(ConfigError, match=re.escape("holds another run (checkpoint-7)")):
+    with pytest.raises(ConfigError, match=re.escape("holds a run (checkpoint-7)")):
         claim(tmp_path, RUN, None)
 
 
@@ -35,7 +46,7 @@ def test_a_run_is_not_continued_with_another_model(tmp_path):
 
 def test_a_finished_run_of_trl_and_a_file_are_refused_too(tmp_path):
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ConfigError, match="holds another run \\(model.safetensors\\)"):
+    with pytest.raises(ConfigError, match="holds a run \\(model.safetensors\\)"):
         claim(tmp_path, RUN, None)
     with pytest.raises(ConfigError, match="model.safetensors cannot be written to: choose another place"):
         claim(tmp_path / "model.safetensors", RUN, None)

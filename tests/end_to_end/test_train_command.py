@@ -52,6 +52,7 @@ def test_a_multimodal_run_from_flags(model_folder, question_files, tmp_path, cap
         "2 prompts x 4 completions = 8",
         "max_prompt_length=90",
         "processes 1, alone, on cpu, no mixed precision",
+        f"vgr-trl report {output}",
     ):
         assert part in " ".join(screen.split()), part
     history = json.loads((output / "trainer_state.json").read_text())["log_history"]
@@ -136,12 +137,28 @@ def test_lora_from_a_config_file_and_evaluation_of_the_adapter(model_folder, que
     assert "records" not in result
 
 
+@pytest.mark.parametrize("saves", [False, True])
+def test_ctrl_c_names_the_checkpoint_if_there_is_one(
+    model_folder, question_files, tmp_path, capsys, saves, monkeypatch
+):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vgr_trl.cli.run.step_lines.StepLines.on_train_end", interrupt, raising=False)
+    more = f"--reward_funcs format --save_steps {1 if saves else 9} --compute_attention_metrics false".split()
+    more += [] if saves else ["--save_strategy", "no"]
+    assert main(["train", *flags(model_folder, question_files, tmp_path, *more)]) == 130
+    said = capsys.readouterr().err
+    assert (f"interrupted; --resume_from_checkpoint continues from {tmp_path}/checkpoint-2." in said) == saves
+    assert ("--resume_from_checkpoint" in said) == saves
+
+
 def test_another_run_in_the_folder_is_refused_and_resume_continues_it(model_folder, question_files, tmp_path, capsys):
     output = tmp_path / "run"
     arguments = flags(model_folder, question_files, output, "--save_steps", "1")
     assert main(["train", *arguments]) == 0
     assert main(["train", *arguments]) == 1
-    assert "holds another run (trainer_state.json)" in capsys.readouterr().err
+    assert "holds a run (trainer_state.json)" in capsys.readouterr().err
     assert main(["train", *arguments, "--resume_from_checkpoint"]) == 1
     assert "was saved at step 2 of 2; raise max_steps" in capsys.readouterr().err
     assert main(["train", *arguments, "--max_steps", "4", "--resume_from_checkpoint"]) == 0

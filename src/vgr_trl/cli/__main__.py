@@ -71,10 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         what = getattr(error, "filename", None) or "files"
         print(f"vgr-trl {name}: disk full while writing {what}: free space, then run it again.", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print(
-            f"\nvgr-trl {name}: interrupted; a training run continues with --resume_from_checkpoint.", file=sys.stderr
-        )
+    except KeyboardInterrupt as interrupted:
+        print(f"\nvgr-trl {name}: interrupted{'; ' * bool(interrupted.args)}{interrupted}.", file=sys.stderr)
         return 130
 
 

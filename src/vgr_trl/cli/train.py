@@ -25,7 +25,7 @@ from vgr_trl.errors import CollapseError, ConfigError, DataError
 from vgr_trl.files import write_whole
 from vgr_trl.trainer import DAPOTrainer
 from vgr_trl.training.checkpoints.finish import load_trained, only_lacks_its_model
-from vgr_trl.training.checkpoints.folders import refuse_finished, resolve_checkpoint, resume_mode
+from vgr_trl.training.checkpoints.folders import how_to_go_on, refuse_finished, resolve_checkpoint, resume_mode
 from vgr_trl.training.checkpoints.termination import EXIT_STATUS, SaveOnTermination
 
 METRICS = "metrics.json"
@@ -97,8 +97,11 @@ def train(
         load_trained(trainer, str(checkpoint))
     else:
         written_last.unlink(missing_ok=True)
-        with readable(source_of(data), "the data") if data.dataset_streaming else nullcontext():
-            trainer.train(resume_from_checkpoint=checkpoint)
+        try:
+            with readable(source_of(data), "the data") if data.dataset_streaming else nullcontext():
+                trainer.train(resume_from_checkpoint=checkpoint)
+        except KeyboardInterrupt as interrupted:
+            raise KeyboardInterrupt(how_to_go_on(output_dir)) from interrupted
     if trainer.state.global_step == 0:
         raise DataError("Nothing was trained: the data gave no whole rollout; see the rows left out above.")
     if was_terminated(trainer):
@@ -115,7 +118,7 @@ def train(
     metrics = last_evaluation.of_final_model(trainer)
     if trainer.accelerator.is_main_process:
         write_whole(written_last, (json.dumps(metrics, indent=2) + "\n").encode())
-        print(f"The model and its metrics are in {output_dir}.")
+        print(f"The model and its metrics are in {output_dir}; vgr-trl report {output_dir} makes a page of them.")
     _end(trainer)
     return trainer
 

@@ -65,7 +65,7 @@ def run(questions: Questions, options: Options, output_dir: Path) -> Comparison:
     write_metrics(comparison, asdict(options), seconds, output_dir)
     console = Console()
     console.print(comparison_table(comparison))
-    console.print(f"{seconds['total']:.0f} s. Model, metrics and rollouts are in {output_dir}.")
+    console.print(f"{seconds['total']:.0f} s. Model, metrics and rollouts: vgr-trl report {output_dir}")
     if not comparison.rose:
         console.print("Held-out sampled accuracy did not rise.")
     return comparison

@@ -45,7 +45,7 @@ def _resolved(data: DataArguments) -> str:
 
 
 def claim(output_dir: Path, identity: dict[str, Any], resume: str | None) -> None:
-    """Refuse a folder that holds another run, and refuse to continue a run with another model, data set or rewards.
+    """Refuse a folder that holds a run, unless that is continued with the same model, data set and rewards.
 
     Args:
         identity: what makes the run the same one: model, data, reward functions.
@@ -59,8 +59,8 @@ def claim(output_dir: Path, identity: dict[str, Any], resume: str | None) -> Non
     if resume is None:
         if traces := _traces(output_dir):
             raise ConfigError(
-                f"output_dir {output_dir} holds another run ({traces[0].name}): choose another output_dir, or continue "
-                "that run with --resume_from_checkpoint latest."
+                f"output_dir {output_dir} holds a run ({traces[0].name}): choose another output_dir, or continue that "
+                "run with --resume_from_checkpoint latest."
             )
     elif previous.exists():
         for name, before in _read(previous).items():

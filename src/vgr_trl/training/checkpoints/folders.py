@@ -81,6 +81,13 @@ def checkpoints_of(output_dir: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.split("-")[1]))
 
 
+def how_to_go_on(output_dir: Path) -> str:
+    """Return in words how a run that was interrupted goes on."""
+    if saved := [each for each in checkpoints_of(output_dir) if read_manifest(each) is not None]:
+        return f"--resume_from_checkpoint continues from {saved[-1]}"
+    return "no checkpoint had been saved, so the same command starts again (save_steps says how often they are)"
+
+
 def what_is_wrong(checkpoint: Path) -> str | None:
     """Return why a run cannot be continued from `checkpoint`, None if it can."""
     manifest = read_manifest(checkpoint)
