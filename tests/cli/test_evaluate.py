@@ -74,6 +74,24 @@ def test_the_hub_is_asked_once_for_what_may_be_a_misspelt_path(model_folder, tmp
     assert len(asked) == 1
 
 
+def test_the_file_of_a_training_is_taken_without_what_is_of_training(model_folder, question_files, tmp_path, capsys):
+    file, numbers = tmp_path / "train.yaml", tmp_path / "numbers.json"
+    options = {
+        "model_name_or_path": str(model_folder), "data_files": question_files, "max_completion_length": 4,
+        "reward_funcs": ["accuracy", "format", "vgr"], "learning_rate": 1e-5, "num_generations": 4,
+    }  # fmt: skip
+    file.write_text(json.dumps(options))
+    flags = f"--config {file} --num_samples 0 --use_cache false --blind_baseline false --output_file {numbers}"
+    assert main(["evaluate", *flags.split()]) == 0
+    assert json.loads(numbers.read_text())["questions"] == 6
+    assert "vgr" not in json.loads(numbers.read_text())["rewards"]
+    said = capsys.readouterr().err
+    assert "Without effect on an evaluation: learning_rate, num_generations, reward_funcs.\n" in said
+    file.write_text(json.dumps({**options, "num_sample": 2}))
+    assert main(["evaluate", *flags.split()]) == 1
+    assert "has num_sample, which is no option. Did you mean num_samples?" in capsys.readouterr().err
+
+
 def test_the_same_model_data_and_settings_are_not_measured_again(run, model_folder, tmp_path, capsys):
     mine = shutil.copytree(model_folder, tmp_path / "mine")
     numbers, loaded = run(mine)

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name in TRANSLATED:
             name, rest = without_foreign(name, rest)
         check_flags(name, rest)
-        check_config_file(rest, flag_names(name))
+        check_config_file(rest, flag_names(name) | (flag_names("train") if name == "evaluate" else set()))
         if name == "train":
             check_recipe(rest, flag_names(name))
         if name in LOADING and os.environ.get("RANK", "0") == "0" and not {"-h", "--help", "--help-all"} & set(rest):

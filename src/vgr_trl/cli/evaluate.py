@@ -14,6 +14,7 @@ from rich.console import Console
 from vgr_trl.cli.evaluation_table import scores_table
 from vgr_trl.cli.flags.advice import one_sentence
 from vgr_trl.cli.flags.arguments import DataArguments
+from vgr_trl.cli.flags.argv import config_values, flags_in
 from vgr_trl.cli.flags.evaluation import CACHE, EvaluationArguments
 from vgr_trl.cli.flags.parsing import parse
 from vgr_trl.cli.loading import load_for_inference, load_processor_for_inference, load_rows, tested
@@ -29,8 +30,9 @@ GROUPS = ("family", "source")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse flags (or `--config x.yaml`), evaluate the split `--dataset_test_split`, print a table, and return 0."""
+    """Parse flags (or `--config x.yaml`, also that of a training), evaluate `--dataset_test_split`, print a table."""
     data, options = parse((DataArguments, EvaluationArguments), "evaluate", argv)
+    _leave_out_training(sys.argv[1:] if argv is None else argv, data, options)
     if isinstance(options.model_name_or_path, str):  # from a YAML file
         options.model_name_or_path = [options.model_name_or_path]
     if options.output_file:
@@ -44,6 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         for model, result in results.items():
             print(f"Wrote {write_harness(Path(options.harness_dir), model, task, result, _settings(options))}.")
     return 0
+
+
+def _leave_out_training(argv: Sequence[str], data: DataArguments, options: EvaluationArguments) -> None:
+    """Name the options of a training in the file of `--config`, and leave out its rewards, which may need one."""
+    values = config_values(argv)
+    of_training = [name for name in values if name not in {*vars(data), *vars(options), "env"}]
+    if of_training and "reward_funcs" in values and "reward_funcs" not in dict(flags_in(argv)):
+        of_training.append("reward_funcs")
+        options.reward_funcs = []
+    if of_training:
+        print(f"Without effect on an evaluation: {', '.join(of_training)}.", file=sys.stderr)
 
 
 def _refuse_unwritable(path: Path) -> None:

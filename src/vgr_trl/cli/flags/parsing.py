@@ -55,7 +55,7 @@ def parse(groups: Sequence[Any], command: str, argv: Sequence[str] | None) -> tu
     arguments = _joined(config_apart(argv), "--data_files")
     parser.set_defaults_with_config(**recipe_options(argv))  # which those of the file replace
     try:
-        parsed = parser.parse_args_and_config(args=arguments)
+        parsed = parser.parse_args_and_config(args=arguments, fail_with_unknown_args=command != "evaluate")
         own = len(groups) - len(plugins)
         values = {name: value for group in parsed[own:] for name, value in vars(group).items()}
         for group in parsed[:own]:
