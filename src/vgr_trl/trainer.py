@@ -89,7 +89,7 @@ class DAPOTrainer(ResumableTrainer):
         self.sharing, self.skipping, self.resumed = stages.sharing, stages.skipping, stages.resumed(self)
         self.collapse_watch = add_callbacks(self, self.host, stages)
         self.idle_options = find_idle_options(self, stages.measurement, schedule.changes)
-        announce(self, stages.sharing, stages.passes.vision.plan, stages.skipping, self.idle_options)
+        announce(self, stages.sharing, stages.passes.vision, stages.skipping, self.idle_options)
 
     def _log_all(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -114,10 +114,11 @@ class DAPOTrainer(ResumableTrainer):
     @contextmanager
     def _begin(self, rows: list[dict[str, Any]], **options: Any) -> Iterator[Rollout]:
         """In this block the hooks below fill a new rollout; one within another is a further round of it."""
+        if not self._rollouts:
+            self.stages.passes.vision.clear()
         self._rollouts.append(Rollout(with_image_lists(rows), **options))
         try:
-            with self.stages.passes.vision.rollout(self.model.training):
-                yield self._rollouts[-1]
+            yield self._rollouts[-1]
         finally:
             self._rollouts.pop()
 

@@ -5,17 +5,16 @@ from contextlib import contextmanager
 import pytest
 import torch
 from support.models.compare import why_plain
-from support.models.families import EOS, FAMILIES, build, make_batch
+from support.models.families import EOS, FAMILIES, build, make_batch, with_frozen_tower
 from support.models.other_families import OTHERS
 
 from vgr_trl.sharing import share_prompts
 from vgr_trl.sharing.backbone import base_of
-from vgr_trl.skipping import VisionOnce, VisionPlan
-from vgr_trl.skipping.vision_plan import FAMILIES as TYPES
-from vgr_trl.skipping.vision_plan import why_not_once
-from vgr_trl.skipping.vision_tower import parameters_of_tower, parts_of_tower
+from vgr_trl.skipping import VisionCache
+from vgr_trl.skipping.vision_cache import FAMILIES as TYPES
+from vgr_trl.skipping.vision_cache import why_not_once
+from vgr_trl.skipping.vision_tower import parts_of_tower
 
-ON = VisionPlan(64, None)
 KNOWN = {**FAMILIES, **OTHERS}
 ROWS_OF_PIXELS = {"gemma3": 3, "llava": 3, "paligemma": 3, "internvl": 1 + 1 + 3}  # tiles; images elsewhere
 
@@ -28,13 +27,6 @@ def tower_calls(model):
     hook = tower.register_forward_hook(lambda *call: calls.append(1))
     yield calls
     hook.remove()
-
-
-def frozen(name):
-    model = build(KNOWN[name])
-    for parameter in parameters_of_tower(base_of(model)):
-        parameter.requires_grad_(False)
-    return model
 
 
 def scored(model, batch, *, gradients):
@@ -60,27 +52,27 @@ def assert_close(some, others):
 
 @pytest.mark.parametrize("name", sorted(TYPES))
 def test_features_are_computed_once_for_generation_scoring_and_training(name):
-    model = frozen(name)
+    model = with_frozen_tower(build(KNOWN[name]))
     batch = make_batch(KNOWN[name], images=(1, 2), generations=2)
     options = {"max_new_tokens": 4, "do_sample": False}
     tokens = model.generate(**batch.prompt_inputs(), **options)
     logits = scored(model, batch, gradients=True)
     gradients = gradients_of(model)
 
-    once = VisionOnce(ON)
-    with tower_calls(model) as calls, once.rollout(trains=True), once.around(model):
+    cache = VisionCache(base_of(model), 64)
+    with tower_calls(model) as calls, cache.around(model):
         assert torch.equal(model.generate(**batch.prompt_inputs(), **options), tokens)
         assert len(calls) == 1
         assert_close({"": scored(model, batch, gradients=False)}, {"": logits})
     shared = share_prompts(model, batch.completion_length)
-    with tower_calls(model) as more, once.around(model), shared:  # the training pass, behind the rollout
+    with tower_calls(model) as more, cache.around(model), shared:  # the training pass
         assert_close({"": scored(model, batch, gradients=True)}, {"": logits})
     assert (len(calls), len(more)) == (1, 0)
     assert_close(gradients_of(model), gradients)
     images = ROWS_OF_PIXELS.get(name, 3)  # of two prompts
     plain = name == "paligemma" or why_plain(model) is not None
     wanted = (2 + 2 + (2 if plain else 1)) * images  # by two completions of each, or once where shared
-    assert once.metrics() == {"vision/computed_per_image": images / wanted}
+    assert cache.metrics() == {"vision/computed_per_image": images / wanted}
 
 
 @pytest.mark.parametrize("name", ["idefics3", "llama4", "lfm2_vl", "qwen3"])

@@ -4,20 +4,19 @@ from types import SimpleNamespace
 
 import pytest
 from peft import LoraConfig, get_peft_model
-from support.models.families import build
+from support.models.families import build, with_frozen_tower
 
 from vgr_trl.training.start.plans import plan_vision
 
 ZERO3 = {"is_deepspeed_enabled": True, "deepspeed_plugin": SimpleNamespace(zero_stage=3)}
 ZERO2 = {"is_deepspeed_enabled": True, "deepspeed_plugin": SimpleNamespace(zero_stage=2)}
-ONCE = "image features once per rollout, for all passes"
-TRAINS = "image features once per rollout, for generation and scoring; training passes compute them anew"
+ONCE = "image features once per rollout"
+TRAINS = "image features in every pass (the vision tower trains)"
 
 
 def plan(model, *, backend="NO", megabytes=64, images=True, fsdp=False, **distributed):
     args = SimpleNamespace(
         vision_cache_megabytes=megabytes,
-        replay_buffer_size=0,
         deepspeed_plugin=distributed.get("deepspeed_plugin"),
     )
     trainer = SimpleNamespace(
@@ -69,8 +68,16 @@ def test_reasons(adapted, changed, reason):
     assert plan(adapted, **changed).endswith(f"image features in every pass ({reason})")
 
 
+def test_frozen_adapters_in_the_tower_are_a_reason():
+    """The reference is the model without them, or with others."""
+    model = get_peft_model(build("qwen2_5_vl"), LoraConfig(target_modules=["qkv", "q_proj"]))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("q_proj.lora" in name)
+    assert plan(model).endswith("(adapters in the vision tower, which the reference may leave out)")
+
+
 def test_dropout_in_the_tower_is_a_reason(adapted):
-    model = build("gemma3")
+    model = with_frozen_tower(build("gemma3"))
     model.model.vision_tower.config.attention_dropout = 0.1
     for module in model.model.vision_tower.modules():
         if hasattr(module, "dropout"):

@@ -101,7 +101,7 @@ class DAPOConfig(
     vision_cache_megabytes: Natural = option(
         1024,
         "Compute the features of an image once per rollout, for generation, scoring and training, where the vision "
-        "tower gets no gradient; as many MiB of them are kept. 0: in every pass.",
+        "tower is frozen; as many MiB of them are kept. 0: in every pass.",
     )
 
     # Judge

@@ -4,10 +4,8 @@ Rows, tokens and padding: read `live.py` (which tokens the loss reads, and which
 `narrow.py` (inputs of that part, and its outputs for all rows and columns), `fused_head.py` (a head for those tokens
 alone), `dealing.py` (which rows run together), `plan.py` (where, and why not elsewhere).
 
-Images: read `vision.py` (image features of a model computed once per rollout), `vision_plan.py` (where, and why not
-elsewhere), `vision_images.py` (the images of a call, and what they are recognised by), `vision_features.py` (the
-features of each), `vision_store.py` (how many are kept), `vision_tower.py` (what computes them, and whether it has
-changed); `image_processing.py` (pixel inputs made once per rollout, whatever the model).
+Images: read `vision_cache.py` (image features of a frozen vision tower computed once per rollout), `vision_tower.py`
+(is it frozen); `image_processing.py` (pixel inputs made once per rollout, whatever the model).
 """
 
 from vgr_trl.skipping.dealing import deal_by_length, pack_rows, tokens_of
@@ -16,14 +14,12 @@ from vgr_trl.skipping.image_processing import images_processed_once
 from vgr_trl.skipping.live import Extent, Window, extents_of, find_text, find_window, live_tokens
 from vgr_trl.skipping.narrow import narrowed, take_rows, widened
 from vgr_trl.skipping.plan import SkippingPlan
-from vgr_trl.skipping.vision import VisionOnce
-from vgr_trl.skipping.vision_plan import VisionPlan
+from vgr_trl.skipping.vision_cache import VisionCache
 
 __all__ = [
     "Extent",
     "SkippingPlan",
-    "VisionOnce",
-    "VisionPlan",
+    "VisionCache",
     "Window",
     "deal_by_length",
     "extents_of",

@@ -5,7 +5,7 @@ import warnings
 import torch
 import torch.distributed as dist
 from support.models.compare import checkpointed, gradients, largest_relative, scored, with_head
-from support.models.families import build, make_batch
+from support.models.families import build, make_batch, with_frozen_tower
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 from vgr_trl.compat.gloo_exit import close_group_at_exit
 from vgr_trl.sharing import share_prompts
 from vgr_trl.sharing.backbone import base_of, causal_model
-from vgr_trl.skipping import VisionOnce, VisionPlan
-from vgr_trl.skipping.vision_tower import parameters_of_tower
+from vgr_trl.skipping import VisionCache
 
 
 def all_agree(mine: bool) -> bool:
@@ -35,24 +34,17 @@ def compare(model, batch, **options):
     return largest_relative(plain, shared), report
 
 
-def frozen(model):
-    """The model without gradients in tower and merger."""
-    for parameter in parameters_of_tower(base_of(causal_model(model))):
-        parameter.requires_grad_(False)
-    return model
-
-
 def difference_with_images_once(rank, model, batch, gradients) -> float:
     """Against a pass that computes its images; one of the processes has computed them before, the other has not."""
-    once = VisionOnce(VisionPlan(64, None))
+    cache = VisionCache(base_of(causal_model(model)), 64)
     plain = gradients(model, batch)
-    with once.around(model):
+    with cache.around(model):
         if rank:
             with torch.no_grad():
                 causal_model(model)(**batch.inputs)
-        once.metrics()
+        cache.metrics()
         difference = largest_relative(plain, gradients(model, batch))
-    computed = once.metrics()["vision/computed_per_image"]
+    computed = cache.metrics()["vision/computed_per_image"]
     assert computed == 0 if rank else computed > 0, computed
     return difference
 
@@ -73,7 +65,7 @@ def run() -> None:
     assert difference < 1e-5, difference
     assert bool(report.plain) == bool(rank), report
 
-    model = torch.nn.parallel.DistributedDataParallel(with_head(frozen(build("qwen2_5_vl"))).train())
+    model = torch.nn.parallel.DistributedDataParallel(with_head(with_frozen_tower(build("qwen2_5_vl"))).train())
     difference = difference_with_images_once(rank, model, mine, gradients)
     assert difference < 1e-5, difference
 

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 import transformers as hf
 
+from vgr_trl.sharing.backbone import base_of, causal_model
+from vgr_trl.skipping.vision_tower import parameters_of_tower
+
 PAD, EOS, IMAGE, OPEN, CLOSE, VIDEO, TEXT = 0, 1, 2, 3, 4, 5, 8  # TEXT: the first of the ordinary tokens
 VOCABULARY = 96
 PIXEL_INPUTS = (
@@ -310,6 +313,13 @@ def build(name: "str | Family", seed: int = 0) -> Any:
     torch.manual_seed(seed)
     family = FAMILIES[name] if isinstance(name, str) else name
     return randomise(family.build(), seed)
+
+
+def with_frozen_tower(model: Any) -> Any:
+    """The model, without gradients in vision tower and merger."""
+    for parameter in parameters_of_tower(base_of(causal_model(model))):
+        parameter.requires_grad_(False)
+    return model
 
 
 def make_batch(

@@ -11,7 +11,7 @@ from torch import nn
 from vgr_trl.sharing import Place, SharedPasses, SharingPlan
 from vgr_trl.sharing.backbone import base_of, causal_model, is_compiled
 from vgr_trl.signals.head import leaves_rows_out
-from vgr_trl.skipping import VisionOnce, VisionPlan, only_tokens
+from vgr_trl.skipping import VisionCache, only_tokens
 from vgr_trl.training.passes.blank_image import BlankImage
 from vgr_trl.training.passes.emitted import EmittedReader
 
@@ -24,9 +24,9 @@ class Passes:
     """
 
     def __init__(
-        self, sharing: SharingPlan, vision: VisionPlan, accelerator: Accelerator, blank: BlankImage | None = None
+        self, sharing: SharingPlan, vision: VisionCache, accelerator: Accelerator, blank: BlankImage | None = None
     ) -> None:
-        self.vision = VisionOnce(vision)
+        self.vision = vision
         self._blank = blank
         self._shared = SharedPasses(sharing, partial(_all_agree, accelerator), evens_images=blank is not None)
         self.values = EmittedReader(reads=lambda model: False)  # of a critic's head, where there is one

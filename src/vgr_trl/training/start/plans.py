@@ -17,9 +17,9 @@ from vgr_trl.sharing.backbone import (
 from vgr_trl.sharing.fitness import why_adapter_reads_whole_rows
 from vgr_trl.sharing.packing import why_not_pack
 from vgr_trl.signals import Wanted
-from vgr_trl.skipping import SkippingPlan, VisionPlan
+from vgr_trl.skipping import SkippingPlan, VisionCache
 from vgr_trl.skipping.plan import why_padding_counts
-from vgr_trl.skipping.vision_plan import why_not_once
+from vgr_trl.skipping.vision_cache import why_not_once
 from vgr_trl.skipping.vision_tower import parts_of_tower, tower_trains
 from vgr_trl.training.constructed import ConstructedTrainer
 from vgr_trl.training.loss import what_reads_every_token
@@ -91,13 +91,11 @@ def plan_blank_image(trainer: ConstructedTrainer, has_images: bool) -> BlankImag
     return BlankImage(processor, trainer.accelerator, _is_sharded(trainer))
 
 
-def plan_vision(trainer: ConstructedTrainer, has_images: bool) -> VisionPlan:
-    """Return where the constructed `trainer` computes image features once; `has_images`: whether its data have any."""
-    args = trainer.args
+def plan_vision(trainer: ConstructedTrainer, has_images: bool) -> VisionCache:
+    """Return the cache of the constructed `trainer`, off or on; `has_images`: whether its data have any."""
     base = base_of(causal_model(trainer.model))
     reason = _why_not_once(trainer, base) if has_images else "data without images"
-    trains = reason is None and tower_trains(base)
-    return VisionPlan(args.vision_cache_megabytes, reason, trains, lasts=not trains and args.replay_buffer_size > 0)
+    return VisionCache(base, trainer.args.vision_cache_megabytes, reason)
 
 
 def _why_not_once(trainer: ConstructedTrainer, base: nn.Module) -> str | None:

@@ -27,7 +27,7 @@ from vgr_trl.rewards.signatures import check_callable
 from vgr_trl.rewards.whole_groups import gather_groups, needed_columns
 from vgr_trl.sharing import SharingPlan
 from vgr_trl.signals import Measurement
-from vgr_trl.skipping import SkippingPlan, VisionPlan
+from vgr_trl.skipping import SkippingPlan, VisionCache
 from vgr_trl.training.constructed import ConstructedTrainer
 from vgr_trl.training.kl import kl_penalty_reward
 from vgr_trl.training.start.ready_data import change_data, make_data_ready
@@ -98,7 +98,7 @@ def find_idle_options(trainer: ConstructedTrainer, measurement: Measurement, wei
 def announce(
     trainer: ConstructedTrainer,
     sharing: SharingPlan,
-    vision: VisionPlan,
+    vision: VisionCache,
     skipping: SkippingPlan,
     idle_options: Mapping[str, str],
 ) -> None:
