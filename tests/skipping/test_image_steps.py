@@ -77,7 +77,7 @@ def test_nothing_is_live(trains, vision, rows, tmp_path):
     model, processor = copy.deepcopy(vision[0]), vision[1]
     for parameter in parameters_of_tower(base_of(model)):
         parameter.requires_grad_(trains)
-    settings = options(tmp_path, epsilon_high=0.28, optim="adamw_torch", weight_decay=0.1)
+    settings = options(tmp_path, epsilon_high=0.28, optim="adamw_torch_fused", weight_decay=0.1)
     stock = after_steps(STOCK, model, processor, rows, settings, dead, None)
     ours = after_steps(DAPO, model, processor, rows, settings, dead, None)
     assert largest_relative_update(model, ours, stock) < 1e-5

@@ -128,9 +128,17 @@ def test_whole_completions_run_where_they_are_compared(option):
     assert min(logged(ours, "skipped/rows")) >= 5
 
 
+def test_steps_with_neftune_are_trls_to_the_same_random_numbers():
+    """The scale of its noise depends on the columns of a pass: nothing is shared or cut off. Dead rows draw none."""
+    settings = {"neftune_noise_alpha": 5.0, "reward": uneven_reward, **TWICE}
+    stock, ours = train(True, **settings), train(False, **settings, deal_by_length="off", skip_dead_rows="off")
+    assert relative_difference(START, weights_of(ours), weights_of(stock)) < 1e-5
+    assert ours.sharing.training.reason_off == ours.skipping.padding.reason_off
+
+
 def test_steps_without_any_gradient():
     """Weight decay alone moves the weights; of no token there is an entropy."""
-    ours = assert_equal_steps(reward=dead_reward, optim="adamw_torch", weight_decay=0.1)
+    ours = assert_equal_steps(reward=dead_reward, optim="adamw_torch_fused", weight_decay=0.1)
     assert logged(ours, "skipped/rows") == [6, 6, 6]  # two micro-batches of four run one row each
     assert logged(ours, "entropy") == [None] * 3
     assert all(math.isfinite(norm) and norm == 0 for norm in logged(ours, "grad_norm"))

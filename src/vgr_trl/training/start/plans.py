@@ -37,7 +37,7 @@ def plan_sharing(trainer: ConstructedTrainer) -> SharingPlan:
         gradient_accumulation_steps=trainer.args.gradient_accumulation_steps,
     )
     model = trainer.model
-    everywhere = "share_prompts=off" if mode == "off" else None
+    everywhere = "share_prompts=off" if mode == "off" else _why_columns_count(trainer)
     generation = everywhere or _why_not_generate(trainer) or why_not_share(model, gradients=False)
     compiled = "torch.compile" if _compiles(trainer) else None
     scoring = everywhere or compiled or why_not_share(model, gradients=False)
@@ -53,6 +53,12 @@ def plan_sharing(trainer: ConstructedTrainer) -> SharingPlan:
         dropout=None in (generation, training) and has_active_dropout(model, when_training=True),
         in_order=bool(trainer.is_deepspeed_enabled),
     )
+
+
+def _why_columns_count(trainer: ConstructedTrainer) -> str | None:
+    """Why passes keep the columns that TRL gives them; None if they need not."""
+    neftune = "the scale of NEFTune's noise depends on the columns" if trainer.args.neftune_noise_alpha else None
+    return neftune or why_adapter_reads_whole_rows(trainer.model)
 
 
 def _why_not_generate(trainer: ConstructedTrainer) -> str | None:
@@ -119,11 +125,11 @@ def plan_skipping(trainer: ConstructedTrainer, wanted: Wanted, sharing: SharingP
     option = what_reads_every_token(trainer.args)
     read = compiled or router or (option and f"{option} reads all tokens")
     headless = "a model that is its own base" if base is causal else None
-    adapter = why_adapter_reads_whole_rows(trainer.model)
+    columns = _why_columns_count(trainer)
     return SkippingPlan(
         rows=Place(off["skip_dead_rows"] or read),
         tokens=Place(off["skip_dead_tokens"] or read or headless or _why_completions_are_read(trainer)),
-        padding=Place(off["skip_padding"] or compiled or router or adapter or why_padding_counts(base)),
+        padding=Place(off["skip_padding"] or compiled or router or columns or why_padding_counts(base)),
         packing=Place(off["pack_completions"] or _why_not_pack(trainer, base, sharing)),
         head=(off["skip_dead_tokens"] or compiled or headless) is None,
         dealing=Place(off["deal_by_length"] or _why_not_deal(trainer)),
@@ -173,7 +179,8 @@ def _why_old_logps_are_scored(trainer: ConstructedTrainer, wanted: Wanted) -> st
         return "replay_buffer_size keeps them"
     if wanted.head or wanted.values:
         return f"{[*wanted.entropies, *wanted.dependency, *wanted.logps, *wanted.values][0]} needs the pass anyway"
-    return "dropout" if has_active_dropout(trainer.model, when_training=True) else None
+    random = trainer.args.neftune_noise_alpha or has_active_dropout(trainer.model, when_training=True)
+    return "dropout, or the noise of NEFTune" if random else None
 
 
 def _why_completions_are_read(trainer: ConstructedTrainer) -> str | None:
