@@ -34,6 +34,15 @@ def test_low_variance_kl_is_bounded():
     assert logps.grad[0].tolist() == [0, 0]
 
 
+def test_rounding_noise_has_no_gradient_in_abs():
+    """Equal policies differ by rounding, whose sign would depend on how rows are batched."""
+    logps = torch.tensor([[-5e-7, 0.0, 5e-7, -2e-6, 0.5]], requires_grad=True)
+    values = kl_penalty(logps, torch.zeros(1, 5), "abs")
+    assert values[0].tolist() == pytest.approx([5e-7, 0, 5e-7, 2e-6, 0.5])
+    values.sum().backward()
+    assert logps.grad[0].tolist() == [0, 0, 0, -1, 1]
+
+
 @needs_recorded
 @pytest.mark.parametrize("index", range(NUM_CASES))
 @pytest.mark.parametrize("kind", ["kl", "abs", "mse", "low_var_kl", "full"])

@@ -8,13 +8,15 @@ from vgr_trl.errors import ConfigError, DataError
 KINDS = ("kl", "abs", "mse", "low_var_kl", "full")
 _LARGEST = 10.0  # of `low_var_kl`
 _LARGEST_DIFFERENCE = 20.0
+_ROUNDING = 1e-6  # below it the sign of a difference is that of float32 rounding
 
 
 def kl_penalty(logps: torch.Tensor, ref_logps: torch.Tensor, kind: str = "low_var_kl") -> torch.Tensor:
     """Return an estimate of KL(policy ‖ reference) for every token, as EasyR1 and verl define its kinds.
 
-    With d = log π − log π_ref of the sampled token: `kl` is d (k1), `abs` |d|, `mse` d²/2 (k2), `low_var_kl` is
-    exp(−d) + d − 1 with d clamped to ±20 and the result to 10 (k3; Schulman, http://joschu.net/blog/kl-approx.html).
+    With d = log π − log π_ref of the sampled token: `kl` is d (k1), `abs` |d| with gradient 0 where |d| < 1e-6,
+    `mse` d²/2 (k2), `low_var_kl` is exp(−d) + d − 1 with d clamped to ±20 and the result to 10 (k3; Schulman,
+    http://joschu.net/blog/kl-approx.html).
     `full` is the divergence itself, Σ_v π(v) (log π(v) − log π_ref(v)), from the logits of all words.
 
     Args:
@@ -45,7 +47,8 @@ def kl_penalty(logps: torch.Tensor, ref_logps: torch.Tensor, kind: str = "low_va
     if kind == "kl":
         return difference
     if kind == "abs":
-        return difference.abs()
+        size = difference.abs()
+        return torch.where(size < _ROUNDING, size.detach(), size)
     if kind == "mse":
         return 0.5 * difference.square()
     difference = difference.clamp(-_LARGEST_DIFFERENCE, _LARGEST_DIFFERENCE)
