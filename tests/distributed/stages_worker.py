@@ -28,6 +28,12 @@ def sparse_reward(completions, **kwargs):
     return [float(len(completion[0]["content"]) % 5 == 0) for completion in completions]
 
 
+def partial_reward(completions, **kwargs):
+    """None for the completions that answer A."""
+    texts = [completion[0]["content"] for completion in completions]
+    return [None if "<answer>A" in text else float(len(text) % 2) for text in texts]
+
+
 @declares(needs=("similarity",))
 def likeness_reward(completions, similarity, **kwargs):
     """The mean similarity of each completion's tokens to the image."""
@@ -86,7 +92,7 @@ CASES = {
         "dynamic_sampling": "resample",
     },
     "critic": {
-        "reward_funcs": [accuracy_reward],
+        "reward_funcs": [partial_reward],
         "advantage_estimator": "gae",
         "lam": 0.9,
         "critic_learning_rate": 1e-2,
@@ -131,6 +137,8 @@ CASES = {
 def run(name, model_folder, question_file, output, rows_per_process):
     options = {"gradient_accumulation_steps": 2, "max_steps": 3} | BIG_STEPS | CASES[name]
     rewards = options.pop("reward_funcs")
+    if name == "critic":  # micro-batches of four rows: two in one process, or one in each of two
+        options["gradient_accumulation_steps"], rows_per_process = rows_per_process // 2, 4
     options = config(output / name.replace(" ", "_"), per_device_train_batch_size=rows_per_process, **options)
     rows = prompts(question_file)
     if name == "regions, similarity and views":

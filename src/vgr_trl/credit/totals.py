@@ -28,8 +28,9 @@ class Totals:
         self.known[name] = value
 
     def add_mean(self, name: str, values: torch.Tensor, where: torch.Tensor) -> None:
-        """Add the mean of `values` where the bool tensor `where`, of the same shape, is true."""
-        self.means[name] = (values.float().masked_fill(~where, 0).sum(), where.sum().float())
+        """Add the mean of `values` where the bool tensor `where`, of the same shape, is true, to that so far."""
+        total, count = self.means.get(name, (0, 0))
+        self.means[name] = (total + values.float().masked_fill(~where, 0).sum(), count + where.sum().float())
 
     def add_smallest(self, name: str, values: torch.Tensor, where: torch.Tensor) -> None:
         """Add the smallest of `values` where `where` is true."""

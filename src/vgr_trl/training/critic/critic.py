@@ -43,6 +43,7 @@ class Critic:
                 model.module.gradient_checkpointing_enable(host.args.gradient_checkpointing_kwargs)
             self.module = model.to(host.accelerator.device)
         self.learner = Learner(self.module, host)
+        self.totals = Totals()  # of the micro-batches since the last optimizer step
 
     # A rollout
 
@@ -99,7 +100,7 @@ class Critic:
     # A micro-batch
 
     def learn(self, passed: TrainingPass, score: Score) -> dict[str, float]:
-        """Take in the value loss of a micro-batch, step at the end of an optimizer step, and return metrics.
+        """Take in the value loss of a micro-batch, step at the end of an optimizer step, and return its metrics.
 
         Args:
             score: passes inputs through a model with gradients, and returns (N, T).
@@ -121,12 +122,13 @@ class Critic:
             accumulation_steps=host.accumulation_steps,
             num_processes=host.accelerator.num_processes,
         ).backward()
-        totals = Totals()
-        totals.add_mean("critic/value_loss", per_token.detach(), mask)
+        self.totals.add_mean("critic/value_loss", per_token.detach(), mask)
         moved = (values.detach() - inputs["values"]).abs() > host.args.cliprange_value
-        totals.add_mean("critic/clipped", moved.float(), mask)
-        metrics = totals.metrics(host.accelerator.gather)
-        return metrics | self.learner.step() if host.accelerator.sync_gradients else metrics
+        self.totals.add_mean("critic/clipped", moved.float(), mask)
+        if not host.accelerator.sync_gradients:
+            return {}
+        metrics, self.totals = self.totals.metrics(host.accelerator.gather), Totals()
+        return metrics | self.learner.step()
 
     def holds_policy(self) -> bool:
         """Whether the policy is not trained yet."""

@@ -10,15 +10,7 @@ from vgr_trl.config import DAPOConfig
 from vgr_trl.training.host import Host
 from vgr_trl.training.rollout import TrainingPass
 
-_VALID_MEANS = (
-    "entropy_penalty",
-    "perception_loss",
-    "perturbed_entropy",
-    "kl",
-    "kl/mean",
-    "critic/value_loss",
-    "critic/clipped",
-)
+_VALID_MEANS = ("entropy_penalty", "perception_loss", "perturbed_entropy", "kl", "kl/mean")
 _RATIO_MEANS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
 
 
