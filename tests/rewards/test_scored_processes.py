@@ -34,7 +34,10 @@ if __name__ == "__main__":
     options = FileOptions(processes=2)
     name = sys.argv[1] + ":compute_score"
     overall, process = load_rewards([name, name + "[process]"], files=options)
-    print(json.dumps([int(each) for each in process(**score(*"abcdefgh"))]), flush=True)
+    answered = set()
+    while len(answered) < 2:  # a process that is slow to start leaves all rows to the other
+        answered |= {int(each) for each in process(**score(*"abcdefgh"))}
+    print(json.dumps([*answered]), flush=True)
     if sys.argv[2] == "waits":
         sys.stdin.readline()
         print(json.dumps([int(each) for each in process(**score(*"hgfedcba"))]), flush=True)
