@@ -1,6 +1,7 @@
 """What rewards return: numbers and None pass, NaN is counted, everything else is an error with the function's name."""
 
 import asyncio
+import copy
 import functools
 import math
 from fractions import Fraction
@@ -42,11 +43,24 @@ def test_what_a_reward_does_to_its_arguments_is_undone():
         solution[:] = ["x", "y", "z"]
         return [1.0, 1.0]
 
+    def careless_within_rows(choices, completion_ids, meta, **kwargs):
+        choices[0].reverse()
+        completion_ids[1][:] = []
+        meta[0]["boxes"][0].append(5)
+        return [1.0, 1.0]
+
     completions = [[{"role": "assistant", "content": "red"}], [{"role": "assistant", "content": "blue"}]]
-    solution = ["green", "blue"]
-    assert checked(careless, "careless", print)(completions=completions, solution=solution, prompts=["", ""]) == [1, 1]
-    assert [completion[0]["content"] for completion in completions] == ["red", "blue"]
-    assert solution == ["green", "blue"]
+    columns = {
+        "completions": completions, "prompts": ["", ""], "solution": ["green", "blue"], "choices": [["a", "b"]] * 2,
+        "completion_ids": [[1, 2], [3]], "meta": [{"boxes": [[1, 2, 3, 4]]}, None], "image": [object(), object()],
+    }  # fmt: skip
+    given = {name: (values, copy.copy(values), copy.deepcopy(values)) for name, values in columns.items()}
+    for reward in (careless, careless_within_rows):
+        assert checked(reward, "careless", print)(**columns) == [1, 1]
+    for name, (values, same_rows, equal_rows) in given.items():
+        assert columns[name] is values
+        assert all(row is same for row, same in zip(values, same_rows, strict=True))
+        assert name == "image" or values == equal_rows
 
 
 def test_a_number_beyond_floats_is_infinite_which_all_processes_refuse_together():

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any
@@ -11,6 +11,8 @@ from vgr_trl.errors import RewardError
 from vgr_trl.rewards.answers.text import shown
 from vgr_trl.rewards.time_limit import at_most
 from vgr_trl.rewards.whole_groups import innermost, is_asynchronous
+
+_CONTAINERS = (list, dict)
 
 
 def checked(
@@ -58,16 +60,20 @@ def checked(
 
 @contextmanager
 def _as_given(columns: dict[str, Any]) -> Iterator[None]:
-    """After this block lists, and the messages of completions and prompts, are what they were: others read them too."""
-    lists = [value for value in columns.values() if isinstance(value, list)]
-    lists += [row for name in ("completions", "prompts") for row in columns.get(name) or () if isinstance(row, list)]
-    before = [(each, list(each), [dict(item) for item in each if isinstance(item, dict)]) for each in lists]
+    """After this block all lists and dicts in the columns are what they were: others read them too."""
+    before = [(each, each.copy()) for each in _containers(list(columns.values()))]
     yield
-    for each, items, messages in before:
-        each[:] = items
-        for message, content in zip((item for item in items if isinstance(item, dict)), messages, strict=True):
-            message.clear()
-            message.update(content)
+    for each, items in before:
+        each.clear()
+        each.extend(items) if isinstance(each, list) else each.update(items)
+
+
+def _containers(items: Iterable[Any]) -> Iterator[Any]:
+    """The lists and dicts among `items`, and those in them; images and tensors are left alone."""
+    for item in items:
+        if isinstance(item, _CONTAINERS):
+            yield item
+            yield from _containers(item.values() if isinstance(item, dict) else item)
 
 
 def _brings_its_own(error: TypeError, given: dict[str, Any]) -> bool:
