@@ -1,14 +1,18 @@
 """What rewards return: numbers and None pass, NaN is counted, everything else is an error with the function's name."""
 
 import asyncio
+import contextlib
 import copy
 import functools
 import math
+import signal
+import threading
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+from math_verify import parse, verify
 
 from vgr_trl.errors import RewardError
 from vgr_trl.rewards.outcome import checked
@@ -155,3 +159,59 @@ def test_a_wrapper_that_hands_on_its_own_trainer_gets_none():
 
     with pytest.raises(TypeError, match="something else"):
         checked(broken, "broken", print, trainer=1.0)(completions=["a"])
+
+
+def hang():
+    threading.Event().wait(900)
+
+
+def after_math_verify(completions, **kwargs):
+    verify(parse("$1$"), parse("$2$"))
+    hang()
+
+
+def after_an_alarm_of_its_own(completions, **kwargs):
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.alarm(900)
+    signal.alarm(0)
+    hang()
+
+
+def catching_everything(completions, **kwargs):
+    for _ in completions:
+        with contextlib.suppress(BaseException):
+            hang()
+    return [1.0] * len(completions)
+
+
+class Hangs:
+    def __del__(self):
+        hang()
+
+
+def in_del(completions, **kwargs):
+    for _ in completions:
+        Hangs()
+    return [1.0] * len(completions)
+
+
+def in_a_generator(completions, **kwargs):
+    for _ in completions:
+        hang()
+        yield 1.0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    "reward", [after_math_verify, after_an_alarm_of_its_own, catching_everything, in_del, in_a_generator]
+)
+def test_a_limit_holds_whatever_the_reward_does(reward):
+    parse("$1$")  # the first time it takes longer than the limit
+    alarm, urgent = signal.getsignal(signal.SIGALRM), signal.getsignal(signal.SIGURG)
+    limited = checked(reward, "mine", print, seconds=0.2)
+    try:
+        with pytest.raises(RewardError, match="The reward mine has not returned within reward_timeout=0.2 seconds"):
+            limited(completions=["x"] * 3, prompts=[])
+    finally:
+        signal.signal(signal.SIGALRM, alarm)
+    assert signal.getsignal(signal.SIGURG) is urgent

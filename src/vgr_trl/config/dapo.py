@@ -130,8 +130,9 @@ class DAPOConfig(
 
     reward_timeout: Annotated[float | None, in_range(SMALLEST, LARGEST, "of seconds above 0, or None")] = option(
         None,
-        "Seconds that a reward function may take for a batch, then it ends the run, by name (not asynchronous rewards "
-        "and reward models). None: any number.",
+        "Seconds that a reward function may take for a batch, then it ends the run, by name. Not covered: asynchronous "
+        "rewards, reward models, one call of C code that keeps the interpreter to itself (a regular expression), and "
+        "loops that catch everything for ever. None: any number.",
     )
 
     def __post_init__(self) -> None:

@@ -53,7 +53,7 @@ def checked(
                 if not _brings_its_own(error, given):
                     raise
                 returned = reward(**kwargs)
-        return _read(returned, len(kwargs["completions"]), name, on_nan)
+            return _read(returned, len(kwargs["completions"]), name, on_nan)  # a generator computes here
 
     return call
 

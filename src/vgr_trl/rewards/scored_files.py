@@ -18,7 +18,7 @@ from typing import Any
 from vgr_trl.errors import RewardError
 from vgr_trl.importing import import_file
 from vgr_trl.rewards.answers.text import completion_text
-from vgr_trl.rewards.time_limit import waiting_for_others
+from vgr_trl.rewards.time_limit import without_limit
 from vgr_trl.worker_processes import kill_workers, pool
 
 OVERALL = "overall"
@@ -152,8 +152,9 @@ class _Scores:
         try:
             return list(workers.map(_score_elsewhere, [where] * len(rows), rows, chunksize=4))
         except BaseException as error:  # the limit of reward_timeout among them
-            kill_workers(workers)
-            _pool.cache_clear()
+            with without_limit():
+                kill_workers(workers)
+                _pool.cache_clear()
             if not isinstance(error, BrokenProcessPool):
                 raise
             raise RewardError(
@@ -197,7 +198,7 @@ def _of_all_processes(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]],
     state = PartialState()
     if state.num_processes == 1:
         return rows, 0
-    with waiting_for_others():
+    with without_limit():
         return gather_object(rows), sum(gather_object([len(rows)])[: state.process_index])
 
 

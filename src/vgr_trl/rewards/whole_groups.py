@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from vgr_trl.errors import RewardError
-from vgr_trl.rewards.time_limit import waiting_for_others
+from vgr_trl.rewards.time_limit import without_limit
 
 Gather = Callable[[list[Any]], list[Any]]
 Reward = TypeVar("Reward", bound=Callable[..., Any])
@@ -127,7 +127,7 @@ class WholeGroups:
         return self._compute(gathered, present, here, kwargs)
 
     def _gathered(self, objects: list[Any]) -> list[Any]:
-        with waiting_for_others():
+        with without_limit():
             return self.gather(objects)
 
     def _compute(

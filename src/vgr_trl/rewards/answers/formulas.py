@@ -41,7 +41,7 @@ def same_formula(gold: str, answer: str) -> bool:
 def _limit() -> Any:
     """What limits a block of this thread: its computing time, so that a reward does not depend on what else runs.
 
-    math-verify's own limit is SIGALRM, which would end the one of `reward_timeout`.
+    math-verify's own limit is of time that passes, and no other may be set beside it.
     """
     is_main = threading.current_thread() is threading.main_thread()
     return _by_signal if is_main and hasattr(signal, "setitimer") else _by_profile
