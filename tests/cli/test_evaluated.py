@@ -9,6 +9,7 @@ from datasets import Dataset, load_dataset
 from vgr_trl.cli.__main__ import main
 from vgr_trl.data.held_out import hold_out
 from vgr_trl.data.rows.schema import prepare_rows
+from vgr_trl.reporting.records.recorded_run import read_run
 
 HUB = Path("lujunxi57") / "DDM"
 
@@ -64,8 +65,11 @@ def test_a_folder_with_test_is_evaluated_unless_told_otherwise(train, rows, tmp_
     assert "The data have the split test. It is evaluated every epoch" in said
     assert "8 rows to train on, 2 rows to evaluate on" in said
     assert evaluated(output)
+    assert "before step 1 4 completions of the data to evaluate on" in said
+    assert (0, "eval") in read_run(output).steps()
     said, output = train("--dataset_path", "set", "--eval_strategy", "no", "--output_dir", "other")
     assert "evaluated" not in said
+    assert "before step 1" not in said
 
 
 def test_a_split_without_answers_is_no_reason_to_stop(train, rows, tmp_path):

@@ -27,6 +27,7 @@ from vgr_trl.trainer import DAPOTrainer
 from vgr_trl.training.checkpoints.finish import load_trained, only_lacks_its_model
 from vgr_trl.training.checkpoints.folders import how_to_go_on, refuse_finished, resolve_checkpoint, resume_mode
 from vgr_trl.training.checkpoints.termination import EXIT_STATUS, SaveOnTermination
+from vgr_trl.training.recording.before import RecordBefore
 
 METRICS = "metrics.json"
 
@@ -88,6 +89,7 @@ def train(
         refuse_finished(checkpoint, total_steps(trainer))
     print_steps_as_lines(trainer)
     trainer.add_callback(last_evaluation := LastEvaluation())
+    trainer.add_callback(RecordBefore(trainer, trainer.stages.recorder.evaluated))
     trainer.add_callback(SaveOnTermination(trainer.accelerator))
     if trainer.accelerator.is_main_process:
         write_identity(output_dir, identity)

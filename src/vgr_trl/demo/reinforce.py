@@ -10,6 +10,7 @@ from vgr_trl.demo.dataset import Rows, as_dataset
 from vgr_trl.demo.options import Options
 from vgr_trl.rewards import accuracy_reward, think_format_reward
 from vgr_trl.trainer import DAPOTrainer
+from vgr_trl.training.recording.before import RecordBefore
 
 ASKED_AGAIN = 32  # questions of the evaluation, answered twice each
 
@@ -38,6 +39,7 @@ def reinforce(model: Any, processor: Any, rows: Rows, asked: Rows, options: Opti
     )
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(ReinforceBar())
+    trainer.add_callback(RecordBefore(trainer, trainer.stages.recorder.evaluated))
     trainer.train()
     trainer.save_model(str(output_dir))
     trainer.save_state()

@@ -4,6 +4,7 @@ from support.dealt_completions import generate_by_prompt
 from support.trainers import config, prompts, vision_trainer
 
 from vgr_trl.rewards import accuracy_reward, vgr_reward
+from vgr_trl.training.recording.before import RecordBefore
 
 
 def length_reward(completions, **kwargs):
@@ -23,6 +24,7 @@ def run(model_folder, question_file, output, rows_per_process):
     rewards = [accuracy_reward, vgr_reward, length_reward]
     trainer = vision_trainer(model_folder, rewards, options, rows, rows.select(range(4)))
     trainer.model.generate = generate_by_prompt(trainer)
+    trainer.add_callback(RecordBefore(trainer, trainer.stages.recorder.evaluated))
     trainer.train()
     trainer.evaluate()
     trainer.stages.recorder.sink.close()

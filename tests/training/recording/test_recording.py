@@ -17,6 +17,7 @@ from support.trainers import letters_reward, logged, train_file
 from vgr_trl.errors import ConfigError
 from vgr_trl.reporting.records.recorded_run import read_run
 from vgr_trl.rewards import accuracy_reward, vgr_reward
+from vgr_trl.training.recording.before import RecordBefore
 
 
 def half_dead_reward(completions, **kwargs):
@@ -367,6 +368,7 @@ def test_options_in_the_description_hold_no_secret(make, tmp_path):
 def test_before_the_first_step_the_questions_of_evaluations_are_recorded(make, tmp_path):
     evaluated = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 2}
     trainer = make(**evaluated)
+    trainer.add_callback(RecordBefore(trainer, trainer.stages.recorder.evaluated))
     trainer.train()
     run = read_run(tmp_path / "run")
     assert run.steps() == [(0, "eval"), (0, "train"), (1, "train"), (2, "eval")]
@@ -375,7 +377,8 @@ def test_before_the_first_step_the_questions_of_evaluations_are_recorded(make, t
     assert [item.prompt for item in before.completions] == [item.prompt for item in after.completions]
     assert all(item.tokens for item in before.completions)
     # The training itself is the one without such a record, and the first evaluation is not mixed with it.
-    other = make(**evaluated, output_dir=str(tmp_path / "other"), eval_on_start=False, rollout_log_steps=0)
+    other = make(**evaluated, output_dir=str(tmp_path / "other"), rollout_log_steps=1)
     other.train()
+    assert read_run(tmp_path / "other").steps() == [(0, "train"), (1, "train"), (2, "eval")]
     for name in ("loss", "reward", "eval_reward", "eval_completions/mean_length"):
         assert logged(trainer, name) == logged(other, name) != []

@@ -13,6 +13,7 @@ from trl import GRPOConfig
 from vgr_trl.config import DAPOConfig
 from vgr_trl.config.effects import changed_options
 from vgr_trl.trainer import DAPOTrainer
+from vgr_trl.training.recording.before import is_recorded_before
 
 ALWAYS_SHOWN = (
     "loss_type", "epsilon", "epsilon_high", "beta", "learning_rate", "lr_scheduler_type", "warmup_steps",
@@ -52,9 +53,17 @@ def describe_run(trainer: DAPOTrainer, source: str, checkpoint: str | None) -> l
                  f"{args.gradient_accumulation_steps} accumulated = {per_step} completions; a rollout serves "
                  f"{steps_per_rollout:g} steps"),
         ("prompts", str(trainer.sharing)),
+        *_before(trainer, checkpoint),
         ("steps", str(total_steps(trainer))),
         ("output", f"{args.output_dir}" + (f", continued from {checkpoint}" if checkpoint else "")),
     ]  # fmt: skip
+
+
+def _before(trainer: DAPOTrainer, checkpoint: str | None) -> list[tuple[str, str]]:
+    if checkpoint is not None or not is_recorded_before(trainer):
+        return []
+    count = trainer.args.eval_batch_size * trainer.accelerator.num_processes
+    return [("before step 1", f"{count} completions of the data to evaluate on, with their rewards, for the report")]
 
 
 def describe_processes(accelerator: Accelerator) -> str:

@@ -30,7 +30,6 @@ from vgr_trl.training.passes.budget import TokenBudget
 from vgr_trl.training.passes.emitted import EmittedReader
 from vgr_trl.training.passes.score import ScoringPasses
 from vgr_trl.training.passes.skip import LivePasses
-from vgr_trl.training.recording.before import RecordBefore
 from vgr_trl.training.recording.record import FlushRecords, RolloutRecorder
 from vgr_trl.training.start.measurable import plan_measurement
 from vgr_trl.training.start.plans import plan_blank_image, plan_sharing, plan_skipping, plan_vision
@@ -149,5 +148,4 @@ def add_callbacks(trainer: ResumableTrainer, host: TRLHost, stages: Stages) -> C
     outlive_trackers(trainer)
     if recorder.is_on:
         trainer.add_callback(FlushRecords(recorder))
-        trainer.add_callback(RecordBefore(trainer, recorder.evaluated))
     return watch
