@@ -19,7 +19,18 @@ from support.models.compare import (
     scored,
     with_head,
 )
-from support.models.families import BODY, IMAGE, PAD, PIXEL_INPUTS, TEXT, VIDEO, build, make_batch, randomise
+from support.models.families import (
+    BODY,
+    FAMILIES,
+    IMAGE,
+    PAD,
+    PIXEL_INPUTS,
+    TEXT,
+    VIDEO,
+    build,
+    make_batch,
+    randomise,
+)
 from support.models.other_families import OTHERS
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
@@ -464,12 +475,18 @@ def test_generate_with_an_input_that_nobody_knows(name):
     assert report.plain == {f"the input {name}": 1}
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "internvl", "idefics3"])
-def test_pixel_inputs_without_an_image(name):
+@pytest.mark.parametrize(
+    ("name", "padded"),
+    [("qwen2_5_vl", False), ("internvl", False), ("idefics3", False), ("idefics2", True), ("idefics3", True)],
+)
+def test_pixel_inputs_without_an_image(name, padded):
     """TRL hands them to a micro-batch whose rows have no image, if others of the batch have one."""
-    model, batch = with_head(build(name)), make_batch(name, images=(0, 0))
-    pixels = make_batch(name).inputs
-    empty = {key: value[:0] for key, value in pixels.items() if key in PIXEL_INPUTS}
+    family = FAMILIES.get(name) or OTHERS[name]
+    model, batch = with_head(build(family)), make_batch(family, images=(0, 0))
+    pixels = make_batch(family).inputs
+    empty = {
+        key: torch.zeros_like(value) if padded else value[:0] for key, value in pixels.items() if key in PIXEL_INPUTS
+    }
     assert len(empty) == len(pixels.keys() & set(PIXEL_INPUTS)) > 0
     with torch.no_grad():
         plain, _ = scored(model, batch)

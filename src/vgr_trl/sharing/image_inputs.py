@@ -25,11 +25,17 @@ def is_image_token(input_ids: torch.Tensor, config: Any) -> torch.Tensor:
     return torch.isin(input_ids, torch.tensor(image_token_ids(config), device=input_ids.device, dtype=input_ids.dtype))
 
 
+def has_images(inputs: Mapping[str, Any]) -> bool:
+    """Whether the pixel inputs of a pass hold an image; Idefics has an entry of padding for a row without one."""
+    pixels, mask = inputs.get("pixel_values"), inputs.get("pixel_attention_mask")
+    return pixels is not None and len(pixels) > 0 and (mask is None or bool(mask.any()))
+
+
 def without_empty_images(inputs: Mapping[str, Any], agree: Callable[[bool], bool] | None = None) -> dict[str, Any]:
     """The inputs, without the pixel inputs if they hold no image.
 
-    TRL cuts the pixels of a batch into chunks; for a chunk whose rows have no image nothing is left, on which models
-    fail.
+    TRL cuts the pixels of a batch into chunks; for a chunk whose rows have no image nothing is left, or padding, on
+    which models fail.
 
     Args:
         agree: as `share_prompts` takes it, where parameters are sharded: the vision tower then runs in every process
@@ -38,14 +44,13 @@ def without_empty_images(inputs: Mapping[str, Any], agree: Callable[[bool], bool
     Raises:
         DataError: some processes have images and others none, which `agree` tells all of them.
     """
-    pixels = inputs.get("pixel_values")
-    empty = isinstance(pixels, torch.Tensor) and pixels.size(0) == 0
-    has_images = pixels is not None and not empty
-    if agree is not None and not agree(has_images) and not agree(not has_images):
+    mine = has_images(inputs)
+    if agree is not None and not agree(mine) and not agree(not mine):
         raise DataError(
-            f"A batch of this process has {'images' if has_images else 'no images'}, unlike that of another process, "
+            f"A batch of this process has {'images' if mine else 'no images'}, unlike that of another process, "
             "and the parameters are sharded: give every row an image, or none, or use ZeRO-2 or DDP."
         )
+    empty = inputs.get("pixel_values") is not None and not mine
     return {name: value for name, value in inputs.items() if not (empty and name in IMAGE_INPUTS)}
 
 

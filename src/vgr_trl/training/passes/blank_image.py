@@ -19,6 +19,7 @@ from torch import nn
 from vgr_trl.errors import DataError
 from vgr_trl.replacing import replaced
 from vgr_trl.sharing.backbone import base_of, causal_model
+from vgr_trl.sharing.image_inputs import has_images
 from vgr_trl.skipping.vision_tower import tower_trains
 
 SIZE = (56, 56)  # pixels; processors enlarge it to what they take
@@ -67,7 +68,7 @@ class BlankImage:
             yield
 
     def _refuse_uneven(self, inputs: Mapping[str, Any]) -> None:
-        if self._sharded and 0 < self._with_images(_has_images(inputs)) < self._accelerator.num_processes:
+        if self._sharded and 0 < self._with_images(has_images(inputs)) < self._accelerator.num_processes:
             raise DataError(
                 "The model generates for images in some processes and for text alone in others, and its parameters "
                 "are sharded: give every row an image, or none, or use vLLM, ZeRO-2 or DDP."
@@ -75,7 +76,7 @@ class BlankImage:
 
     def _is_due(self, base: Any, inputs: Mapping[str, Any]) -> bool:
         """Whether the tower is to run though the pass has no images."""
-        mine = _has_images(inputs)
+        mine = has_images(inputs)
         learns = torch.is_grad_enabled() and tower_trains(base)
         if learns and self._accelerator.distributed_type == DistributedType.DEEPSPEED:
             return not mine  # ZeRO-3 adds to what an earlier step has left where the first micro-batch has no gradient
@@ -111,11 +112,6 @@ def nothing_added(base: Any, features: Callable[[Any], Any]) -> Iterator[None]:
         yield
     finally:
         hook.remove()
-
-
-def _has_images(inputs: Mapping[str, Any]) -> bool:
-    pixels = inputs.get("pixel_values")
-    return pixels is not None and len(pixels) > 0
 
 
 def _tensors(found: Any) -> Iterator[torch.Tensor]:
