@@ -41,6 +41,7 @@ TITLES = {
     "glm4v": "GLM-4V",
     "mistral3": "Mistral 3",
     "paligemma": "PaliGemma",
+    "ovis2": "Ovis2",
     "lfm2_vl": "LFM2-VL",
     "llama4": "Llama 4",
     "qwen3": "Qwen3, text",

@@ -23,6 +23,7 @@ from support.models.families import (
     BODY,
     FAMILIES,
     IMAGE,
+    OPEN,
     PAD,
     PIXEL_INPUTS,
     TEXT,
@@ -194,6 +195,15 @@ def test_image_tokens_in_a_completion(monkeypatch):
     with share_prompts(model, 12) as report, pytest.raises(ValueError, match="do not match"):
         scored(model, batch)
     assert sum(report.plain.values()) == 1
+
+
+def test_an_indicator_of_images_in_a_completion():
+    """Ovis2 embeds it as text where the pass has no images, as behind a shared prompt."""
+    model, batch = with_head(build(OTHERS["ovis2"])), make_batch(OTHERS["ovis2"])
+    batch.inputs["input_ids"][0, -9] = OPEN
+    plain, shared, report = plain_and_shared(model, batch)
+    assert torch.equal(plain, shared)
+    assert report.plain == {"tokens whose embeddings depend on whether the pass has images": 1}
 
 
 def test_prompts_padded_on_the_right(case, monkeypatch):

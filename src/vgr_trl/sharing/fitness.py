@@ -74,6 +74,8 @@ def refuse_unfit_model(base: Any, gradients: bool) -> None:
         raise CannotShare("the first version of FSDP")
     if getattr(base.config, "is_encoder_decoder", False):
         raise CannotShare("a model without a cache of keys and values")
+    if getattr(base.config, "visual_indicator_token_ids", None):  # Ovis2; they are text in a pass without images
+        raise CannotShare("tokens whose embeddings depend on whether the pass has images")
     refuse_unknown_layers(base.config)
     refuse_rope_by_length(base.config)
     refuse_bidirectional_attention(base)

@@ -12,6 +12,7 @@ from support.models.families import (
     MARKS,
     OPEN,
     PAD,
+    VOCABULARY,
     Family,
     Picture,
     noise,
@@ -52,6 +53,19 @@ def idefics2() -> Any:
         image_token_id=IMAGE,
     )
     return hf.Idefics2ForConditionalGeneration(config)
+
+
+def ovis2() -> Any:
+    vision = {**VISION, "hidden_stride": 2, "vocab_size": 40, "num_visual_indicator_tokens": 2}
+    config = hf.Ovis2Config(
+        text_config={**BODY, "model_type": "qwen2"},
+        vision_config=vision,
+        image_token_id=IMAGE,
+        visual_indicator_token_ids=[OPEN, CLOSE],
+        vocab_size=VOCABULARY,
+        hidden_size=BODY["hidden_size"],
+    )
+    return hf.Ovis2ForConditionalGeneration(config)
 
 
 def mistral3() -> Any:
@@ -193,6 +207,7 @@ OTHERS = {
         Family("gemma4", gemma4, gemma4_picture, ("mm_token_type_ids",)),
         Family("idefics2", idefics2, row_picture, per_row=True),
         Family("mistral3", mistral3, mistral3_picture),
+        Family("ovis2", ovis2, square_picture(4)),
         Family("paligemma", paligemma, square_picture(16)),
         Family("lfm2_vl", lfm2_vl, lfm2_picture),
         Family("gemma4_published", gemma4_published, gemma4_picture, ("mm_token_type_ids",)),
