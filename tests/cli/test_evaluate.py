@@ -9,7 +9,8 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from vgr_trl.cli import evaluate as command
 from vgr_trl.cli import loading
 from vgr_trl.cli.__main__ import main
-from vgr_trl.errors import ConfigError
+from vgr_trl.data.load import load_path
+from vgr_trl.errors import ConfigError, DataError
 
 
 @pytest.fixture
@@ -65,13 +66,16 @@ def test_the_hub_is_asked_once_for_what_may_be_a_misspelt_path(model_folder, tmp
         raise OSError("no connection") if hub == "does not answer" else error
 
     error = RepositoryNotFoundError.__new__(RepositoryNotFoundError)
-    monkeypatch.setattr(loading, "get_hf_file_metadata", ask)
+    monkeypatch.setattr("vgr_trl.data.read.hub.get_hf_file_metadata", ask)
+    monkeypatch.setattr("vgr_trl.data.load.load_dataset", pytest.fail)
     monkeypatch.setattr(loading.AutoProcessor, "from_pretrained", pytest.fail)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "first").mkdir(parents=True)
     with pytest.raises(ConfigError, match="There is no model folder runs/frist. Did you mean runs/first"):
         loading.load_processor("runs/frist")
-    assert len(asked) == 1
+    with pytest.raises(DataError, match="No data set is found at rows/frist"):
+        load_path("rows/frist")
+    assert len(asked) == 2
 
 
 def test_the_file_of_a_training_is_taken_without_what_is_of_training(model_folder, question_files, tmp_path, capsys):

@@ -9,19 +9,16 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import get_hf_file_metadata, hf_hub_url
-from huggingface_hub.constants import HF_HUB_CACHE
-from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
-from huggingface_hub.file_download import repo_folder_name
 from peft import PeftConfig, PeftModel
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor
 from transformers.utils import find_adapter_config_file
 
 from vgr_trl.cli.flags.arguments import DataArguments
-from vgr_trl.data.load import HUB_NAME, load_split
+from vgr_trl.data.load import load_split
 from vgr_trl.data.read.data_files import parse_data_files
 from vgr_trl.data.read.failures import readable
+from vgr_trl.data.read.hub import HUB_NAME, why_not_on_hub
 from vgr_trl.data.rows.images.places import downloaded
 from vgr_trl.data.rows.images.video import VideoOptions, refuse_single_image_models
 from vgr_trl.data.rows.naming import keys_of
@@ -113,26 +110,13 @@ def _refusing(name: str) -> Iterator[None]:
 
 
 def refuse_missing_folder(name: str) -> None:
-    """Raise `ConfigError` for a path that does not exist and is no name in the cache or on the hub.
-
-    The hub is asked once: where it does not answer, its libraries ask six times for each file of a model.
-    """
+    """Raise `ConfigError` for a path that does not exist and is no name in the cache or on the hub."""
     if Path(name).exists():
         return
     if not HUB_NAME.fullmatch(name):
         raise ConfigError(f"There is no model folder {name}{_meant(name)}")
-    if (Path(HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")).exists():
-        return
-    try:
-        get_hf_file_metadata(hf_hub_url(name, "config.json"))
-    except EntryNotFoundError:  # the adapters alone
-        return
-    except HfHubHTTPError as error:
-        if not isinstance(error, RepositoryNotFoundError) or isinstance(error, GatedRepoError):
-            return
-        raise ConfigError(f"There is no model folder {name}{_meant(name)} (nor one of that name on the hub)") from error
-    except Exception as error:  # no connection, by whichever library of HTTP
-        raise ConfigError(f"There is no model folder {name}{_meant(name)} (from the hub: {error})") from error
+    if (why := why_not_on_hub(name, "model")) is not None:
+        raise ConfigError(f"There is no model folder {name}{_meant(name)} (from the hub: {why})")
 
 
 def _meant(name: str) -> str:

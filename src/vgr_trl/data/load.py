@@ -23,6 +23,7 @@ from vgr_trl.data.joined import joined_rows, joined_source
 from vgr_trl.data.read.cards import names_files, refuse_files_elsewhere
 from vgr_trl.data.read.data_files import parse_data_files
 from vgr_trl.data.read.failures import readable
+from vgr_trl.data.read.hub import HUB_NAME, why_not_on_hub
 from vgr_trl.data.read.readers import count_rows
 from vgr_trl.data.read.sources import row_files, splits_of
 from vgr_trl.data.read.tables import stream_of, table_of
@@ -32,7 +33,6 @@ from vgr_trl.errors import ConfigError, DataError, MissingSplitError
 
 # `datasets` reads the columns of texts as if all were of one type (pandas makes numbers of digits and nothing of `NA`).
 BUILDERS = {".parquet": "parquet", ".jsonl": "text", ".json": "text", ".csv": "text", ".arrow": "arrow"}
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 METADATA = ("metadata.jsonl", "metadata.csv")  # what `datasets` knows of the images beside it
 CONVERTED = re.compile(r"(.+)-\d{5}\.(parquet|jsonl)")  # the files that `vgr-trl data convert` writes
 
@@ -113,6 +113,8 @@ def load_path(
 def _from_hub(name: str, config: str | None, streaming: bool) -> Any:
     if config is None and name == mmmu_pro.HUB_NAME:
         config = mmmu_pro.HUB_CONFIG  # as in conversion
+    if not Path(name).exists() and HUB_NAME.fullmatch(name) and (why := why_not_on_hub(name, "dataset")) is not None:
+        raise ConnectionError(why)
     return _keeping_types(load_dataset(name, name=config, streaming=streaming), name)
 
 
