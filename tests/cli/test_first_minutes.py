@@ -237,6 +237,7 @@ def test_a_recipe_of_ones_own_with_a_key_given_twice_is_refused(tmp_path, capsys
 @pytest.mark.parametrize("more", [[], ["--laptop"]])
 def test_init_writes_options_that_exist_and_keeps_what_is_there(tmp_path, capsys, monkeypatch, more):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("vgr_trl.demo.write_folder.write_warm_folder", lambda *arguments: None)
     assert main(["init", *more]) == 0
     text = (tmp_path / "train.yaml").read_text()
     keys = [line.split(":")[0] for line in text.splitlines() if line and not line.startswith("#")]

@@ -14,6 +14,7 @@ from support.launching import SECONDS
 
 from vgr_trl.cli.__main__ import main
 from vgr_trl.cli.loading import load_for_inference
+from vgr_trl.demo.run import Questions, draw
 from vgr_trl.demo.shapes import draw_questions
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_grpo_vlm.py"
@@ -31,6 +32,25 @@ def flags(model: Path, files: str, output: Path, *more: str) -> list[str]:
 def losses(output: Path) -> list[float]:
     state = json.loads((output / "trainer_state.json").read_text())
     return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+
+
+def test_the_command_that_init_prints_for_a_laptop_trains(tmp_path, monkeypatch, capsys):
+    questions = draw(0)
+    assert len(questions.test) >= 200
+    fewer = Questions(questions.train[:32], [], questions.test[:16])
+    for name, quick in {"draw": lambda seed: fewer, "warm_up": lambda *arguments: None}.items():
+        monkeypatch.setattr(f"vgr_trl.demo.write_folder.{name}", quick)
+    monkeypatch.setattr("vgr_trl.demo.write_folder.set_up_process", lambda options: None)  # of all tests
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "--laptop"]) == 0
+    printed = capsys.readouterr().out.split("vgr-trl ")[-1].split()
+    shorter = "--max_steps 2 --eval_steps 2 --save_steps 1 --max_completion_length 4 --per_device_train_batch_size 16"
+    assert main([*printed, *shorter.split()]) == 0
+    history = json.loads(Path("runs/first/trainer_state.json").read_text())["log_history"]
+    evaluated = [entry["step"] for entry in history if "eval_rewards/accuracy_reward/mean" in entry]
+    assert evaluated == [0, 2], "accuracy can be compared"
+    assert complete_checkpoints(Path("runs/first")), "to resume from"
+    assert not any("vgr_reward" in name for entry in history for name in entry)
 
 
 def test_a_multimodal_run_from_flags(model_folder, question_files, tmp_path, capsys):

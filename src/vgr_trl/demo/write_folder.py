@@ -5,7 +5,7 @@ python -m vgr_trl.demo.write_folder OUT
 
 import argparse
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ import torch
 from datasets import Dataset, Features, Value, disable_progress_bars
 from datasets import Image as ImageFeature
 
-from vgr_trl.data.rows.text.prompts import build_prompt
+from vgr_trl.demo.dataset import Rows, words_of
+from vgr_trl.demo.options import Options
+from vgr_trl.demo.run import draw, set_up_process, warm_up
 from vgr_trl.demo.shapes import Split, draw_questions
 from vgr_trl.demo.tiny_vlm import build_tiny_vlm
-from vgr_trl.demo.warm_start import learn_answers, target_text
+from vgr_trl.demo.warm_start import learn_answers
 
 FEATURES = Features(
     {name: Value("string") for name in ("id", "source", "family", "problem", "solution", "thought")}
@@ -37,31 +39,44 @@ def write_folder(folder: Path, *, train: int = 256, test: int = 8, text_steps: i
     """
     if folder.exists():
         return
+    rows: dict[Split, Rows] = {
+        "train": draw_questions(train, seed=seed, split="train", multiple_choice=False),
+        "test": draw_questions(test, seed=seed, split="test", multiple_choice=False),
+    }
+    model, processor = build_tiny_vlm(sorted(words_of(rows["train"])), hidden_size=32, vision_depth=1, seed=seed)
+    learn_answers(model, processor, rows["train"], max_steps=text_steps, learning_rate=3e-3, seed=seed)
+    _save(folder, rows, model, processor)
+
+
+def write_warm_folder(folder: Path, options: Options) -> None:
+    """Write the same files with the questions and the model of the demo after its warm start, if `folder` is not there.
+
+    This model looks at the image, and is right about half the time: what is left is for reinforcement to teach.
+    """
+    if folder.exists():
+        return
+    set_up_process(options)
+    questions = draw(options.seed)
+    model, processor = build_tiny_vlm(words_of(questions.train), seed=options.seed)
+    warm_up(model, processor, questions, options)
+    _save(folder, {"train": questions.train, "test": questions.test}, model, processor)
+
+
+def _save(folder: Path, rows: Mapping[Split, Rows], model: Any, processor: Any) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
         written = Path(unfinished) / "written"
-        _write(written, {"train": train, "test": test}, text_steps, seed)
+        written.mkdir()
+        for split, questions in rows.items():
+            Dataset.from_list(questions, features=FEATURES).to_parquet(written / f"{split}.parquet")
+        model.save_pretrained(written / "model")
+        processor.save_pretrained(written / "model")
+        (written / NO_SYSTEM_PROMPT).touch()
         try:
             written.rename(folder)
         except OSError:  # another process was faster
             if not folder.exists():
                 raise
-
-
-def _write(folder: Path, counts: dict[Split, int], text_steps: int, seed: int) -> None:
-    folder.mkdir()
-    rows: dict[str, list[dict[str, Any]]] = {
-        split: draw_questions(count, seed=seed, split=split, multiple_choice=False) for split, count in counts.items()
-    }
-    for split, questions in rows.items():
-        Dataset.from_list(questions, features=FEATURES).to_parquet(folder / f"{split}.parquet")
-    texts = [build_prompt(row["problem"], system_prompt=None)[0]["content"] for row in rows["train"]]
-    texts += [target_text(row) for row in rows["train"]]
-    model, processor = build_tiny_vlm(sorted(set(texts)), hidden_size=32, vision_depth=1, seed=seed)
-    learn_answers(model, processor, rows["train"], max_steps=text_steps, learning_rate=3e-3, seed=seed)
-    model.save_pretrained(folder / "model")
-    processor.save_pretrained(folder / "model")
-    (folder / NO_SYSTEM_PROMPT).touch()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
