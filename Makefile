@@ -181,12 +181,6 @@ faults: $(DEV)
 	$(BIN)/python -m pip install --quiet -r tests/faults/requirements.txt
 	$(BIN)/python -m pytest -m "minutes or not minutes" tests/faults
 
-# Small changes of the code that no test notices; by hand, about an hour. MUTANTS="--rooms credit --per-room 50" for a part.
-MUTANTS ?=
-.PHONY: mutants
-mutants: $(DEV)
-	$(BIN)/python scripts/mutants $(MUTANTS)
-
 # A part of the tests with the oldest and newest releases that are taken, in environments of their own, several GB and about
 # ten minutes each; writes the table of docs/compatibility.md. COMPAT="oldest trl-1.15" for some.
 COMPAT ?=

@@ -31,7 +31,7 @@ from typing import Any
 import numpy
 import pyarrow
 import pyarrow.parquet
-from demo_seeds import describe_machine
+from machine import describe_machine
 from PIL import Image
 
 RESULTS = Path(__file__).parent / "results"

@@ -20,7 +20,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from demo_seeds import describe_machine
+from machine import describe_machine
 from stage_passes import run_again_for_timing
 from step_cases import cases
 from step_results import page, table

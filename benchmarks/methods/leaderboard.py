@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from demo_seeds import describe_machine
+from machine import describe_machine
 
 from methods.plots import plot_course, plot_doses
 from methods.runs import Settings

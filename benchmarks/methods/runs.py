@@ -3,18 +3,18 @@
 import copy
 import tempfile
 import time
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from demo_signals import conversations, tokenised
 from transformers import PrinterCallback, TrainerCallback
 
 from methods.contenders import Method
-from methods.reliance import copies, reliance
 from methods.tasks import Task
 from methods.thoughts import in_thoughts
+from vgr_trl.data.rows.text.prompts import build_prompt
 from vgr_trl.demo.dataset import Rows, as_dataset, words_of
 from vgr_trl.demo.options import Options
 from vgr_trl.demo.reinforce import trainer_options
@@ -24,7 +24,7 @@ from vgr_trl.demo.warm_start import learn_answers, learn_captions, warm_start
 from vgr_trl.evaluation import Evaluation, evaluate
 from vgr_trl.evaluation.writer import Writer
 from vgr_trl.rewards import load_rewards
-from vgr_trl.signals import RolloutScorer, split_layers, vision_gain_ratio, visual_dependency
+from vgr_trl.signals import RolloutScorer, blacken_patches, split_layers, vision_gain_ratio, visual_dependency
 from vgr_trl.signals.modality import special_token_ids
 from vgr_trl.trainer import DAPOTrainer
 
@@ -83,13 +83,13 @@ class Start:
             accuracy=self._learned,
             target_accuracy=self.settings.start,
             measure_every=20,
-            max_steps=240 if self.task.until == "accuracy" else 480,
+            max_steps=240,
             seed=self.seed,
         )
 
     def _learned(self) -> float:
         seen = self.answers(self.questions.validation, samples=4)
-        return copies(seen, self.questions.validation) if self.task.until == "copied" else seen.mean_at_k or 0.0
+        return seen.mean_at_k or 0.0
 
     def answers(self, rows: Rows, *, samples: int, **options: Any) -> Evaluation:
         """Return the scores of sampled answers to `rows`."""
@@ -146,20 +146,14 @@ class Start:
     def outcome(self, closely: bool) -> dict[str, Any]:
         """Return what the model answers, and, `closely`, looks at, on the held-out questions."""
         rows = self.questions.test
-        grouped: dict[str, Any] = {"group_by": "hint"} if "hint" in rows[0] else {}
-        seen = self.answers(rows, samples=4, **grouped)
-        answered = {
-            "accuracy": round(seen.mean_at_k or 0.0, 4),
-            **in_thoughts(seen, rows, self.task),
-            **{f"hint {name}": round(scores.mean_at_k or 0.0, 4) for name, scores in seen.groups.items()},
-        }
+        seen = self.answers(rows, samples=4)
+        answered = {"accuracy": round(seen.mean_at_k or 0.0, 4), **in_thoughts(seen, rows, self.task)}
         if not closely:
             return answered
-        blanked = self.answers(rows, samples=4, blank_images=True, **grouped)
+        blanked = self.answers(rows, samples=4, blank_images=True)
         vgr, dependency = self.looks()
         looked = {"blanked": blanked.mean_at_k or 0.0, "late VGR": vgr, "dependency": dependency}
-        relied = reliance(seen, blanked, rows) if grouped else {}
-        return answered | {name: round(value, 4) for name, value in looked.items()} | relied
+        return answered | {name: round(value, 4) for name, value in looked.items()}
 
     def looks(self) -> tuple[float, float]:
         """Return the mean late VGR, and the mean dependency per token on the image, of sampled answers."""
@@ -211,3 +205,25 @@ class Course(TrainerCallback):
         self.tokens += round(logs["completions/mean_length"] * settings.prompts * settings.generations)
         if state.global_step % settings.measure_every == 0:
             self.measure(state.global_step)
+
+
+def conversations(rows: list[dict[str, Any]], perturb: bool) -> list[Any]:
+    """Prompts with their images, blackened in patches if asked for."""
+    prompts = []
+    for row in rows:
+        seed = zlib.crc32(row["id"].encode())  # the same image for all samples of a question
+        image = blacken_patches(row["image"], seed=seed) if perturb else row["image"]
+        (message,) = build_prompt(row["problem"], None, system_prompt=None)
+        content = [{"type": "image", "image": image}, {"type": "text", "text": message["content"]}]
+        prompts.append([{"role": "user", "content": content}])
+    return prompts
+
+
+def tokenised(texts: list[str], processor: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Completions and their mask, (N, T), padded on the right, each with its end."""
+    tokenizer = processor.tokenizer
+    rows = [tokenizer(text).input_ids + [tokenizer.eos_token_id] for text in texts]
+    length = max(map(len, rows))
+    ids = torch.tensor([row + [tokenizer.pad_token_id] * (length - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows])
+    return ids, mask

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from methods.fillers import (
     ARITHMETIC,
@@ -36,7 +36,6 @@ class Task:
         questions: seed -> rows; `shown` are captions without style, of which the warm start makes the first step.
         caption_loss: at which that step ends, in nats; below 0.2 nothing is left to be learned about what is seen.
         families: all are read off the image in a thought, one is asked for.
-        until: whose share ends the warm start: right answers, or answers that are a hint that misleads.
         filler: words of a thought that answer nothing; `again`: those among them that take another look at the image,
             and how many of them a thought has.
         filler_right: (a thought's words, the true thought's) -> of what can be right or wrong of the filler, whether.
@@ -47,7 +46,6 @@ class Task:
     questions: Callable[[int], Questions]
     caption_loss: float = Options.caption_loss
     families: Families = field(default_factory=lambda: DRAWN)
-    until: Literal["accuracy", "copied"] = "accuracy"
     filler: Sequence[str] = ()
     again: tuple[Sequence[str], int] = ((), 0)
     filler_right: Callable[[Sequence[str], Sequence[str]], list[bool]] | None = None
