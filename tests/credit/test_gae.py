@@ -4,7 +4,7 @@ import pytest
 import torch
 from recorded import NUM_CASES, cases, needs_recorded, tensors
 
-from vgr_trl.credit import gae, value_loss, whiten
+from vgr_trl.credit.gae import gae, value_loss, whiten
 from vgr_trl.errors import ConfigError, DataError
 
 recorded = cases()

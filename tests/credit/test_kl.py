@@ -6,7 +6,7 @@ import pytest
 import torch
 from recorded import NUM_CASES, cases, needs_recorded, tensors
 
-from vgr_trl.credit import AdaptiveKLController, FixedKLController, kl_penalty
+from vgr_trl.credit.kl import AdaptiveKLController, FixedKLController, kl_penalty
 from vgr_trl.errors import ConfigError, DataError
 
 recorded = cases()

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from vgr_trl.credit import entropy_penalty, perception_divergence, perception_loss, surprisal
+from vgr_trl.credit.perception_loss import entropy_penalty, perception_divergence, perception_loss, surprisal
 from vgr_trl.errors import ConfigError, DataError
 
 LN2 = math.log(2)

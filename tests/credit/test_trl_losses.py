@@ -10,7 +10,8 @@ from recorded import cases as recorded_cases
 from support.trl_loss import loss_of, make_trainer
 
 from vgr_trl.batch.signals import RolloutSignals
-from vgr_trl.credit import CreditOptions, entropy_penalty, shape_advantages
+from vgr_trl.credit import CreditOptions, shape_advantages
+from vgr_trl.credit.perception_loss import entropy_penalty
 from vgr_trl.signals.dependency import visual_dependency
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "vppo.json"

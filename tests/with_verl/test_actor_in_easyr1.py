@@ -15,7 +15,7 @@ from tiny_rollout import GROUP, rollout, tiny_model
 from verl.trainer import core_algos
 from verl.workers.actor import dp_actor
 
-from vgr_trl.credit import entropy_penalty, perception_loss
+from vgr_trl.credit.perception_loss import entropy_penalty, perception_loss
 from vgr_trl.integrations.verl.at_hand import SignalsAtHand, lay_at_hand
 from vgr_trl.integrations.verl.inside_easyr1.registered import register
 from vgr_trl.integrations.verl.losses import TermsAtHand, token_terms

@@ -10,7 +10,8 @@ import torch
 from verl.trainer.ppo import core_algos
 
 from vgr_trl.batch.signals import AttentionMass, RolloutSignals
-from vgr_trl.credit import CreditOptions, perception_loss, shape_advantages
+from vgr_trl.credit import CreditOptions, shape_advantages
+from vgr_trl.credit.perception_loss import perception_loss
 from vgr_trl.credit.advantages import estimate_advantages
 from vgr_trl.errors import ConfigError
 from vgr_trl.integrations.verl.at_hand import SignalsAtHand, lay_at_hand

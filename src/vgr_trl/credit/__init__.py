@@ -7,34 +7,18 @@ means), `totals.py` (metrics over processes).
 """
 
 from vgr_trl.config.stages.credit import CreditOptions
-from vgr_trl.credit.collapse import coefficient_warning, collapse_warning
 from vgr_trl.credit.filters import top_fraction_mask
-from vgr_trl.credit.gae import gae, value_loss, whiten
-from vgr_trl.credit.kl import AdaptiveKLController, FixedKLController, kl_penalty
-from vgr_trl.credit.perception_loss import entropy_penalty, perception_divergence, perception_loss, surprisal
 from vgr_trl.credit.rules import attention_weights
 from vgr_trl.credit.shaping import shape_advantages
 from vgr_trl.credit.token_weights import dependency_weights, token_weights
 from vgr_trl.credit.trajectory import trajectory_scale
 
 __all__ = [
-    "AdaptiveKLController",
     "CreditOptions",
-    "FixedKLController",
     "attention_weights",
-    "coefficient_warning",
-    "collapse_warning",
     "dependency_weights",
-    "entropy_penalty",
-    "gae",
-    "kl_penalty",
-    "perception_divergence",
-    "perception_loss",
     "shape_advantages",
-    "surprisal",
     "token_weights",
     "top_fraction_mask",
     "trajectory_scale",
-    "value_loss",
-    "whiten",
 ]

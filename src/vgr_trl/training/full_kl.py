@@ -5,7 +5,7 @@ from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from vgr_trl.credit import kl_penalty
+from vgr_trl.credit.kl import kl_penalty
 from vgr_trl.errors import ConfigError
 from vgr_trl.sharing.backbone import causal_model
 from vgr_trl.signals.head import Head

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from vgr_trl.batch.inputs import valid_tokens
 from vgr_trl.config import DAPOConfig
-from vgr_trl.credit import AdaptiveKLController, FixedKLController, kl_penalty
+from vgr_trl.credit.kl import AdaptiveKLController, FixedKLController, kl_penalty
 from vgr_trl.credit.totals import Totals
 from vgr_trl.replacing import replaced
 from vgr_trl.training.checkpoints.shares import load_shares, save_share

@@ -8,7 +8,7 @@ import torch
 from vgr_trl.batch.inputs import joined, scoring_inputs, valid_tokens
 from vgr_trl.compat.loss_normaliser import average_as_loss
 from vgr_trl.config import DAPOConfig
-from vgr_trl.credit import entropy_penalty, perception_divergence, perception_loss
+from vgr_trl.credit.perception_loss import entropy_penalty, perception_divergence, perception_loss
 from vgr_trl.credit.totals import Totals
 from vgr_trl.training.critic.critic import Critic
 from vgr_trl.training.host import Host

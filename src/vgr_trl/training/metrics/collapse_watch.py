@@ -6,7 +6,7 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from vgr_trl.credit import collapse_warning
+from vgr_trl.credit.collapse import collapse_warning
 from vgr_trl.reporting.signs import Course, describe, find_signs
 from vgr_trl.training.host import Host
 

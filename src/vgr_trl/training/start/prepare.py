@@ -16,7 +16,7 @@ from vgr_trl.compat.gloo_exit import close_group_at_exit
 from vgr_trl.compat.sampled_images import suppress_image_tokens
 from vgr_trl.config import DAPOConfig
 from vgr_trl.config.effects import Circumstances, options_without_effect
-from vgr_trl.credit import coefficient_warning
+from vgr_trl.credit.collapse import coefficient_warning
 from vgr_trl.data.rows.columns import IMAGE_COLUMNS, image_columns, images_of
 from vgr_trl.data.rows.lengths import drop_long_prompts
 from vgr_trl.errors import ConfigError, DataError
