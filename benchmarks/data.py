@@ -148,7 +148,7 @@ def decode_and_resize(files: list[Path], encoding: bool) -> None:
 
 def measure_rates(folder: Path, root: Path, repeats: int, rows: int) -> dict[str, list[float]]:
     """Return rows per second of what is measured, in turns; every run starts its processes anew."""
-    import vgr_trl.cli.data.convert  # noqa: F401 (its import is not measured)
+    import vgr_trl.cli.data  # noqa: F401 (its import is not measured)
 
     rates: dict[str, list[float]] = {name: [] for name in MEASURED}
     for repeat in range(repeats):
@@ -165,7 +165,7 @@ def measure_rates(folder: Path, root: Path, repeats: int, rows: int) -> dict[str
 
 def measure_memory(folder: Path, out: Path) -> dict[str, float]:
     """Convert a folder in this process, and return the high-water marks in MiB, and the seconds it took."""
-    import vgr_trl.cli.data.convert  # noqa: F401
+    import vgr_trl.cli.data  # noqa: F401
 
     Path("/proc/self/clear_refs").write_text("5")
     children: dict[int, int] = {}

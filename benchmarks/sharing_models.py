@@ -13,7 +13,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from vgr_trl.demo.tiny_processor import EOS, PAD, build_processor
+from vgr_trl.demo.tiny_model import EOS, PAD, build_processor
 
 MERGE = 2  # patches per side of a vision token
 

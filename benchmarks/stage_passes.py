@@ -21,7 +21,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.demo.tiny_processor import SPECIAL_TOKENS
+from vgr_trl.demo.tiny_model import SPECIAL_TOKENS
 from vgr_trl.rewards import vgr_reward
 from vgr_trl.sharing import share_prompts
 from vgr_trl.signals import AttentionProbe, build_modality_masks

@@ -27,7 +27,7 @@ from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.demo.tiny_processor import SPECIAL_TOKENS
+from vgr_trl.demo.tiny_model import SPECIAL_TOKENS
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vgr_trl.cli.__main__ import main
-from vgr_trl.data.build.sets.aokvqa import HUB_NAME
-from vgr_trl.data.read.sources import splits_in
+from vgr_trl.data.public_sets import HUB_NAME
+from vgr_trl.data.read import splits_in
 
 SPLITS = ("train", "validation")  # the published test split has no answers
 

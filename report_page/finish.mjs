@@ -3,7 +3,7 @@ import { createHash } from "node:crypto";
 import { readFileSync, readdirSync, writeFileSync } from "node:fs";
 import { join } from "node:path";
 
-const OUTPUT = "../src/vgr_trl/reporting/views/page/page.html";
+const OUTPUT = "../src/vgr_trl/reporting/page.html";
 const LEFT_OUT = new Set(["node_modules", "dist", ".gitignore"]);
 
 // test_html.py computes the same: "path\n", content, "\n" of every file, in the order of the paths.

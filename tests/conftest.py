@@ -21,8 +21,8 @@ from support.trl_head import replace_missing_head
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from vgr_trl.demo.shapes import FAMILIES, draw_questions
-from vgr_trl.demo.tiny_vlm import build_tiny_vlm
+from vgr_trl.demo.demo import FAMILIES, draw_questions
+from vgr_trl.demo.tiny_model import build_tiny_vlm
 
 torch.set_num_threads(1)
 disable_progress_bars()

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vgr_trl import files
-from vgr_trl.disk_full import disk_full_named
-from vgr_trl.errors import DiskFullError
-from vgr_trl.files import append_whole, is_writable, write_whole
+from vgr_trl import utils as files
+from vgr_trl.utils import DiskFullError, append_whole, disk_full_named, is_writable, write_whole
 
 
 class SmallDisk(FileIO):

@@ -15,9 +15,9 @@ from support.trainers import STOCK, letters_reward, logged, tiny_model
 from trl import GRPOConfig
 
 from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.config.stages.skip import SWITCHES
-from vgr_trl.errors import ConfigError, DataError, RewardError
-from vgr_trl.training.start.prepare import prompt_length
+from vgr_trl.config import SWITCHES
+from vgr_trl.prepare import prompt_length
+from vgr_trl.utils import ConfigError, DataError, RewardError
 
 
 def length_reward(completion_ids, **kwargs):
@@ -102,7 +102,7 @@ def test_prompts_computed_once_train_the_same(vision, changed):
 
 def test_a_single_reward_and_no_config_are_accepted(text_model, text_tokenizer, text_rows, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("vgr_trl.training.start.prepare.DAPOConfig", ConfigOnCPU)
+    monkeypatch.setattr("vgr_trl.prepare.DAPOConfig", ConfigOnCPU)
     text_model.config._name_or_path = "some/model"
     trainer = DAPOTrainer(text_model, letters_reward, None, text_rows, processing_class=text_tokenizer)
     assert trainer.args.output_dir == "model-DAPO"
@@ -154,7 +154,7 @@ def test_metrics_that_users_read(build):
 
 def test_long_prompts_are_left_out_and_counted(build, text_rows, monkeypatch):
     warnings = []
-    monkeypatch.setattr("vgr_trl.data.rows.lengths.logger.warning", warnings.append)
+    monkeypatch.setattr("vgr_trl.data.rows.logger.warning", warnings.append)
     long = [{"role": "user", "content": "what colour is the shape ? " * 3}]
     rows = Dataset.from_list([*text_rows, {"prompt": long, "solution": "red"}])
     trainer = build(rows=rows, max_prompt_length=15, eval_rows=rows)

@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from vgr_trl.demo.shapes import FAMILIES
+from vgr_trl.demo.demo import FAMILIES
 
 STYLE = tuple("well so now then here look see just maybe next also still thus hence okay right".split())
 OTHER_WORDS = {

@@ -14,18 +14,24 @@ from transformers import PrinterCallback, TrainerCallback
 from methods.contenders import Method
 from methods.tasks import Task
 from methods.thoughts import in_thoughts
-from vgr_trl.data.rows.text.prompts import build_prompt
-from vgr_trl.demo.dataset import Rows, as_dataset, words_of
+from vgr_trl.data.prompts import build_prompt
+from vgr_trl.demo.demo import (
+    Questions,
+    Rows,
+    as_dataset,
+    learn_answers,
+    learn_captions,
+    set_up_process,
+    trainer_options,
+    warm_start,
+    words_of,
+)
 from vgr_trl.demo.options import Options
-from vgr_trl.demo.reinforce import trainer_options
-from vgr_trl.demo.run import Questions, set_up_process
-from vgr_trl.demo.tiny_vlm import build_tiny_vlm
-from vgr_trl.demo.warm_start import learn_answers, learn_captions, warm_start
-from vgr_trl.evaluation import Evaluation, evaluate
-from vgr_trl.evaluation.writer import Writer
+from vgr_trl.demo.tiny_model import build_tiny_vlm
+from vgr_trl.evaluation import Evaluation, Writer, evaluate
 from vgr_trl.rewards import load_rewards
 from vgr_trl.signals import RolloutScorer, blacken_patches, split_layers, vision_gain_ratio, visual_dependency
-from vgr_trl.signals.modality import special_token_ids
+from vgr_trl.signals.ratios import special_token_ids
 from vgr_trl.trainer import DAPOTrainer
 
 

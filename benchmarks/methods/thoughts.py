@@ -3,7 +3,7 @@
 import statistics
 
 from methods.tasks import Families, Task
-from vgr_trl.demo.dataset import Rows
+from vgr_trl.demo.demo import Rows
 from vgr_trl.evaluation import Evaluation
 
 

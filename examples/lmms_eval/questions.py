@@ -4,10 +4,10 @@ from typing import Any
 
 from trl.data_utils import prepare_multimodal_messages
 
-from vgr_trl.cli.flags.arguments import DataArguments
+from vgr_trl.cli.arguments import DataArguments
 from vgr_trl.cli.loading import system_prompt_of
-from vgr_trl.data.rows.schema import ready_row
-from vgr_trl.data.rows.text.prompts import build_prompt
+from vgr_trl.data.prompts import build_prompt
+from vgr_trl.data.rows import ready_row
 from vgr_trl.rewards import accuracy_reward
 
 

@@ -1,4 +1,4 @@
-// What the page shows, as src/vgr_trl/reporting/views/page/page_data.py puts it in.
+// What the page shows, as src/vgr_trl/reporting/page.py puts it in.
 
 import { visible } from "./format";
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vgr_trl.config import DAPOConfig
+    from vgr_trl.dapo_config import DAPOConfig
     from vgr_trl.trainer import DAPOTrainer
 
 __version__ = "0.1.0"
@@ -13,11 +13,11 @@ __all__ = ["DAPOConfig", "DAPOTrainer", "__version__"]
 def __getattr__(name: str) -> Any:
     """Import the trainer on first use, so that `vgr_trl.rewards` and `vgr-trl --help` do not load torch."""
     if name in ("DAPOConfig", "DAPOTrainer"):
-        from vgr_trl.trl_release import check_release
+        from vgr_trl.utils import check_release
 
         check_release()
     if name == "DAPOConfig":
-        from vgr_trl.config import DAPOConfig
+        from vgr_trl.dapo_config import DAPOConfig
 
         return DAPOConfig
     if name == "DAPOTrainer":

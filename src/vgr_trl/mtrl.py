@@ -14,9 +14,8 @@ from typing import Any
 import yaml
 
 from vgr_trl.cli.__main__ import main as run_command
-from vgr_trl.config.foreign.dialects import of_mtrl
-from vgr_trl.config.foreign.easyr1 import TABLE
-from vgr_trl.config.foreign.translate import flat
+from vgr_trl.config_converters.computed import flat
+from vgr_trl.config_converters.easyr1 import TABLE, of_mtrl
 
 _LAUNCHED = "VGR_TRL_LAUNCHED"  # set for the processes that are started here
 _SHARDED = (

@@ -1,19 +1,116 @@
-"""What can be added from outside: signals, credit rules, perturbations, rewards and data sets, by name or path.
-
-A plug-in is a function. It is named by what it is registered as (here, or as an entry point of an installed package),
-by a dotted path, or by its file: `my_rules.py:my_rule`. What it reads and which options it has, `declares` says.
-"""
+"""What can be added from outside, by name or path, and how it is imported."""
 
 import dataclasses
+import hashlib
 import importlib
+import importlib.util
 import inspect
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
-from vgr_trl.errors import ConfigError, RewardError, VGRError
-from vgr_trl.importing import file_form, import_file, import_module
+from vgr_trl.utils import ConfigError, RewardError, VGRError
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Importing the module or file that a plug-in of the user is in.
+
+
+def import_module(name: str, kind: str = "plug-in", error_type: type[VGRError] = ConfigError) -> ModuleType:
+    """Return the module with this dotted name, from the working directory too.
+
+    Args:
+        name: dotted.
+        kind: what is looked for in it, for messages.
+        error_type: raised if it does not exist, or importing it fails.
+    """
+    _make_importable(os.getcwd())
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise error_type(
+                f"There is no module {name!r} ({error}): install it, run in the folder it is in, or give the file as "
+                f"{file_form(kind)}."
+            ) from error
+        raise error_type(_failed(name, kind, error)) from error
+    except (Exception, SystemExit) as error:
+        raise error_type(_failed(name, kind, error)) from error
+
+
+def import_file(path: str, kind: str = "plug-in", error_type: type[VGRError] = ConfigError) -> ModuleType:
+    """Return the module that the Python file `path` is, the same one each time.
+
+    It is registered under its own name where that is free, so that its functions can be pickled and unpickled in a
+    process started from this one, else under a name made from its path; its folder can be imported from.
+
+    Args:
+        path: of the file.
+        kind: what is looked for in it, for messages.
+        error_type: raised if it does not exist, or running it fails.
+    """
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise error_type(f"The file {path} of a {kind} does not exist (looked for {file}): give its path.")
+    _make_importable(str(file.parent))
+    importlib.invalidate_caches()
+    name = (
+        file.stem if _is_free(file.stem, file) else f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    )
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise error_type(f"The file {path} of a {kind} is not a Python file: give one that ends in .py.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        sys.modules.pop(name, None)
+        raise error_type(_failed(str(file), kind, error)) from error
+    return module
+
+
+def _is_free(name: str, file: Path) -> bool:
+    """Return whether `import name` means `file`."""
+    if not name.isidentifier():
+        return False
+    if (loaded := sys.modules.get(name)) is not None:
+        origin = getattr(loaded, "__file__", None)
+    else:
+        spec = importlib.util.find_spec(name)
+        origin = spec.origin if spec is not None else None
+    return origin is not None and Path(origin).resolve() == file
+
+
+def _make_importable(folder: str) -> None:
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
+def file_form(kind: str) -> str:
+    """Return how a function of a file is named, for messages: `my_rewards.py:my_reward`."""
+    noun = kind.replace(" ", "_").replace("-", "_")
+    return f"my_{noun}s.py:my_{noun}"
+
+
+def _failed(where: str, kind: str, error: BaseException) -> str:
+    return f"Importing {where} for a {kind} failed with {type(error).__name__}: {error}; repair it."
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What can be added from outside: signals, credit rules, perturbations, rewards and data sets, by name or path.
+#
+# A plug-in is a function. It is named by what it is registered as (here, or as an entry point of an installed
+# package),
+# by a dotted path, or by its file: `my_rules.py:my_rule`. What it reads and which options it has, `declares` says.
+
 
 Plugin = TypeVar("Plugin")
 # Signals that are not made of others. Beside them, `logps:gaussian_blur` is what its name says, of any perturbation.
@@ -153,19 +250,19 @@ signals = Registry(
     "a function that takes the signals of a rollout and options and returns (N, T)",
 )  # fmt: skip
 credit_rules = Registry(
-    "credit rule", "vgr_trl.credit", "vgr_trl.credit.rules",
+    "credit rule", "vgr_trl.credit", "vgr_trl.credit",
     "a function that takes advantages, signals, mask and options and returns weights (N, T) and metrics",
 )  # fmt: skip
 perturbations = Registry(
-    "perturbation", "vgr_trl.perturbations", "vgr_trl.signals.perturbation.images",
+    "perturbation", "vgr_trl.perturbations", "vgr_trl.signals.perturbation",
     "a function that takes an image and returns one",
 )  # fmt: skip
 rewards = Registry(
-    "reward", "vgr_trl.rewards", "vgr_trl.rewards.registry",
+    "reward", "vgr_trl.rewards", "vgr_trl.rewards.loading",
     "a function that takes completions and returns one number or None for each", RewardError,
 )  # fmt: skip
 datasets = Registry(
-    "data set", "vgr_trl.datasets", "vgr_trl.data.build.converters",
+    "data set", "vgr_trl.datasets", "vgr_trl.data.public_sets",
     "a function that takes a Source and yields questions",
 )  # fmt: skip
 

@@ -1,44 +1,358 @@
 """`DAPOTrainer`: TRL's `GRPOTrainer` with the stages of this library between its generation and its loss."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
+from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
+from trl.trainer.grpo_trainer import RewardFunc
 
-from vgr_trl.batch.inputs import Prompts, with_perturbed_rows
-from vgr_trl.compat.completion_tables import beside_training, in_texts, remove_oldest_tables
-from vgr_trl.compat.logged_images import images_logged_by_all
-from vgr_trl.compat.token_types import with_causal_completions
-from vgr_trl.config import DAPOConfig
-from vgr_trl.data.rows.repeated import ReadOnce, reads_alike
-from vgr_trl.reporting.views.card.model_card import TAGS, TRL_PAPER, method_tags
-from vgr_trl.sharing import replaced
-from vgr_trl.sharing.backbone import causal_model
-from vgr_trl.skipping import images_processed_once
-from vgr_trl.training.checkpoints.resumable import ResumableTrainer
-from vgr_trl.training.generation.noisy import as_generated
-from vgr_trl.training.host import TRLHost
-from vgr_trl.training.kl import constructed_with_reference, scored_by_reference
-from vgr_trl.training.perceive import perceive
-from vgr_trl.training.recording.card import extend_card, rewards_of
-from vgr_trl.training.recording.taking import add_credit
-from vgr_trl.training.rollout import Rollout, TrainingPass
-from vgr_trl.training.spread import spread
-from vgr_trl.training.start.prepare import (
+from vgr_trl.added_loss import AddedLoss, FullKL, KLControl, constructed_with_reference, scored_by_reference
+from vgr_trl.batch import Prompts, unmeasured, valid_tokens, with_perturbed_rows
+from vgr_trl.callbacks import CollapseWatch, FiniteUpdates, StepMetrics, name_for_trackers, outlive_trackers
+from vgr_trl.credit import shape_advantages
+from vgr_trl.critic import Critic
+from vgr_trl.dapo_config import DAPOConfig
+from vgr_trl.data.images import ReadOnce, reads_alike
+from vgr_trl.efficiency.loss_mask import SkippingPlan
+from vgr_trl.efficiency.vision_cache import images_processed_once
+from vgr_trl.forward_passes import EmittedReader, LivePasses, Passes, ScoringPasses, TokenBudget
+from vgr_trl.generation import Generation, as_generated, blind_answers
+from vgr_trl.measure import perceive, score_completions, signals_as_columns
+from vgr_trl.metrics import OptimizerClock, StageClock
+from vgr_trl.patches import (
+    beside_training,
+    forget_with_new_weights,
+    images_logged_by_all,
+    in_texts,
+    let_tables_hold,
+    plan_vllm_images,
+    remove_oldest_tables,
+    with_causal_completions,
+)
+from vgr_trl.prepare import (
     announce,
     as_list,
+    check_data,
     checked_config,
+    data_has_images,
     find_idle_options,
     make_ready,
+    model_name,
+    plan_measurement,
     plan_rewards,
+    refuse_files_in_prompts,
     with_image_lists,
 )
-from vgr_trl.training.start.ready_data import refuse_files_in_prompts
-from vgr_trl.training.start.seams import check_seams
-from vgr_trl.training.start.stages import add_callbacks, build_stages
+from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, method_tags
+from vgr_trl.reporting.recorder import FlushRecords, RolloutRecorder, add_credit, extend_card, rewards_of
+from vgr_trl.resume import PromptOrder, ResumableTrainer, Resumed
+from vgr_trl.rewards.groups import WholeGroups
+from vgr_trl.rewards.loading import RewardSchedule, checked
+from vgr_trl.rollout import Host, Rollout, TrainingPass, TRLHost
+from vgr_trl.sampling import FurtherPrompts, GroupChoice
+from vgr_trl.sharing.model_support import causal_model
+from vgr_trl.sharing.plan import SharingPlan
+from vgr_trl.signals.named import SINGLE_COLUMNS
+from vgr_trl.signals.scoring import Measurement
+from vgr_trl.utils import RewardError, check_release, replaced
+from vgr_trl.validate import (
+    check_seams,
+    plan_blank_image,
+    plan_sharing,
+    plan_skipping,
+    plan_vision,
+    refuse_unfit_options,
+)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From one advantage per completion to one per token.
+
+
+def spread(rollout: Rollout, host: Host) -> tuple[Rollout, dict[str, float]]:
+    """Return the rollout with advantages (N, T) instead of (N,), if a rule of credit is on, and metrics."""
+    if not host.args.shapes_advantages:
+        return rollout, rollout.metrics
+    assert rollout.live is not None
+    signals = rollout.signals or unmeasured(valid_tokens(rollout.batch).bool())
+    rows = len(signals.mask)
+    first = host.accelerator.process_index * rows
+    advantages, metrics = shape_advantages(
+        rollout.batch["advantages"],
+        signals,
+        host.args,
+        shaped=rollout.live.to(signals.mask.device),
+        groups=torch.arange(first, first + rows, device=signals.mask.device) // host.num_generations,
+        gather=host.accelerator.gather,
+        completion_ids=rollout.batch["completion_ids"],
+    )
+    return replace(rollout, batch={**rollout.batch, "advantages": advantages}), rollout.metrics | metrics
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rewards as TRL calls them, and what comes back: one number per completion, finite, or none that applies.
+
+
+logger = logging.get_logger(__name__)
+
+
+class Judge:
+    """Gives the rewards of a run what they read, and checks what they return.
+
+    Args:
+        trainer: what rewards with an argument `trainer` get.
+    """
+
+    def __init__(
+        self, host: Host, trainer: object, schedule: RewardSchedule, measurement: Measurement, kl: KLControl
+    ) -> None:
+        self.host, self.trainer, self.schedule = host, trainer, schedule
+        self._measurement, self._kl = measurement, kl
+        self._with_nan: set[str] = set()
+
+    def prepare(
+        self, rollout: Rollout | None, completion_ids: list[list[int]]
+    ) -> tuple[dict[str, list[Any]], dict[str, float]]:
+        """Set the weights of this step; return the columns that rewards get of the completions, and their metrics.
+
+        Args:
+            rollout: at hand, which is measured if TRL has not scored it; None: outside of one nothing is measured.
+        """
+        self._set_weights()
+        if rollout is None:
+            return {}, {}
+        columns, metrics = blind_answers(rollout, self.host, completion_ids) if self._measurement.blind else ({}, {})
+        self.host.show_columns(columns)
+        measured, of_signals = self._measure(rollout, completion_ids)
+        return columns | measured, metrics | of_signals
+
+    def _measure(
+        self, rollout: Rollout, completion_ids: list[list[int]]
+    ) -> tuple[dict[str, list[Any]], dict[str, float]]:
+        rollout.judging = True
+        if not self._measurement.wanted.scoring:
+            return {}, {}
+        if rollout.signals is None:
+            score_completions(rollout, self.host, self._measurement, completion_ids)
+        columns, metrics = signals_as_columns(rollout, self.host, self._measurement)
+        if "vgr" in columns:
+            self.host.show_columns({name: columns[name] for name in SINGLE_COLUMNS})
+        penalties, of_kl = self._kl.penalise(rollout)
+        return columns | penalties, metrics | of_kl
+
+    def _set_weights(self) -> None:
+        if self.schedule.changes:
+            state = self.host.state
+            early = self.schedule.early_steps(self.host.args.get_warmup_steps(state.max_steps), state.max_steps)
+            weights = self.schedule.weights_at(state.global_step, early)
+            self.host.reward_weights[: len(weights)] = torch.tensor(weights)
+
+    def guarded(self, reward_funcs: Sequence[RewardFunc], rollout: Rollout | None) -> list[RewardFunc]:
+        """Return the reward functions such that they return one number or None per completion, or fail by name.
+
+        Args:
+            rollout: at hand; one greedy completion has no others to be compared with, and earns 0 there.
+        """
+        alone = rollout is not None and rollout.greedy
+        return [
+            self._guarded(_zero if alone and isinstance(reward, WholeGroups) else reward, name)
+            for reward, name in zip(reward_funcs, self.host.reward_names, strict=True)
+        ]
+
+    def _guarded(self, reward: RewardFunc, name: str) -> RewardFunc:
+        if isinstance(reward, torch.nn.Module):
+            return reward
+        return checked(reward, name, self._warn_of_nan, self.trainer, self.host.args.reward_timeout)
+
+    def check(
+        self,
+        rewards: torch.Tensor,
+        reward_funcs: Sequence[RewardFunc],
+        rollout: Rollout | None,
+        rows: Sequence[Mapping[str, Any]],
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return the rewards, and for which share of all completions each does not apply; the rollout keeps them.
+
+        Args:
+            rewards: of all processes, (N of all, F).
+
+        Raises:
+            RewardError: a reward is infinite.
+        """
+        rewards = self._kl.without_unscored(rewards)
+        refuse_infinite(rewards, self.host.reward_names, rows, len(rows) * self.host.accelerator.process_index)
+        metrics = {}
+        for reward, name, undefined in zip(reward_funcs, self.host.reward_names, rewards.isnan().T, strict=True):
+            metrics[f"rewards/{name}/not_applicable"] = undefined.float().mean().item()
+            if isinstance(reward, torch.nn.Module) and undefined.any():
+                self._warn_of_nan(name, int(undefined.sum()))
+        if rollout is not None:
+            rollout.rewards = rewards
+        return rewards, metrics
+
+    def _warn_of_nan(self, name: str, count: int) -> None:
+        if name not in self._with_nan:
+            self._with_nan.add(name)
+            logger.warning(
+                f"The reward {name} returned NaN for {count} completions: they count as not applicable, as None does "
+                f"(metric rewards/{name}/not_applicable; this is said once). Return None where that is meant."
+            )
+
+
+def _zero(completions: list[Any], **kwargs: Any) -> list[float | None]:
+    return [0.0] * len(completions)
+
+
+def refuse_infinite(rewards: torch.Tensor, names: Sequence[str], rows: Sequence[Mapping[str, Any]], first: int) -> None:
+    """Raise `RewardError` if a reward is infinite; NaN stands for one that does not apply.
+
+    Args:
+        rewards: of all processes, (N of all, number of functions); all processes raise together.
+        first: number of the first of them among all.
+    """
+    infinite = rewards.isinf().nonzero().tolist()
+    if not infinite:
+        return
+    row, function = infinite[0]
+    here = f", {_shown(rows[row - first])}" if first <= row < first + len(rows) else ""
+    raise RewardError(
+        f"The reward {names[function]} is {rewards[row, function].item()} for row {row} of the {len(rewards)} of the "
+        f"rollout batch{here}: return a finite float32 number, or None where the reward does not apply."
+    )
+
+
+def _shown(row: Mapping[str, Any]) -> str:
+    """The row's `id`, if it has one, or the text that its prompt ends with."""
+    if row.get("id") is not None:
+        return f"of the data's row with id {row['id']!r}"
+    prompt = row["prompt"]
+    content = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    if not isinstance(content, str):
+        content = " ".join(part.get("text") or "" for part in content).strip()
+    return f"whose prompt ends with {content[-80:]!r}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The stages of a run, built once, of a trainer that TRL has constructed.
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What a rollout batch goes through, and what is around, in the order of data.
+
+    Attributes:
+        clock: how long each stage takes.
+        measurement: what is measured of rollout batches.
+        sharing: where prompts are computed once.
+        skipping: what training passes leave out.
+        passes: what is around each pass.
+        generation, scoring: of completions, without gradients.
+        judge: of rewards.
+        kl: from the reference.
+        critic: None without one.
+        choice: of the groups that are trained on.
+        live: passes with gradients.
+        budget: of tokens in a pass; None without one.
+        loss: what is added to TRL's.
+        steps: metrics of training steps.
+        recorder: of completions, for people to look at.
+    """
+
+    clock: StageClock
+    measurement: Measurement
+    sharing: SharingPlan
+    skipping: SkippingPlan
+    passes: Passes
+    generation: Generation
+    scoring: ScoringPasses
+    judge: Judge
+    kl: KLControl
+    critic: Critic | None
+    choice: GroupChoice
+    live: LivePasses
+    budget: TokenBudget | None
+    loss: AddedLoss
+    steps: StepMetrics
+    recorder: RolloutRecorder
+
+    def resumed(self, trainer: ResumableTrainer) -> list[Resumed]:
+        """Return what a checkpoint of the trainer holds of its stages."""
+        order = PromptOrder(trainer, self.choice.replay)
+        return [part for part in (self.choice, self.kl, self.critic, order) if part is not None]
+
+
+def build_stages(trainer: ResumableTrainer, host: TRLHost, schedule: RewardSchedule) -> Stages:
+    """Return the stages of a constructed trainer whose data are ready; prompts that are too long are left out of them.
+
+    Raises:
+        ConfigError: an option does not fit the rewards, the model or the data.
+        DataError: too few rows are within `max_prompt_length`.
+    """
+    args, clock, steps = host.args, StageClock(), StepMetrics(host)
+    measurement = plan_measurement(trainer)
+    check_data(trainer, measurement.columns, steps.count_prompt_too_long)
+    sharing, has_images = plan_sharing(trainer), data_has_images(trainer)
+    refuse_unfit_options(trainer, sharing.sharded, has_images)
+    blank = plan_blank_image(trainer, has_images)
+    passes = Passes(sharing, plan_vision(trainer, has_images), trainer.accelerator, blank)
+    vllm_images = plan_vllm_images(trainer, has_images)
+    forget_with_new_weights(trainer)
+    choice = GroupChoice(host, measurement.wanted, _further_prompts(trainer, host))
+    skipping = plan_skipping(trainer, measurement.wanted, sharing)
+    live = LivePasses(skipping, host, choice.replay, passes, sharing.training)
+    most = args.max_tokens_per_micro_batch
+    budget = None if most is None else TokenBudget(most, host, live, sharing.training.reason_off is None)
+    full = FullKL(trainer.model, trainer.ref_model, trainer.temperature) if args.needs_full_kl else None
+    kl = KLControl(host, full)
+    if full is not None or measurement.wanted.shift:
+        passes.hidden = EmittedReader() if full is None else full.reader
+    critic = Critic(host, trainer.model) if args.uses_critic else None
+    if critic is not None and critic.reader is not None:
+        passes.values = critic.reader
+    return Stages(
+        clock,
+        measurement,
+        sharing,
+        skipping,
+        passes,
+        generation=Generation(trainer, host, measurement, passes, sharing.generation, vllm_images, clock),
+        scoring=ScoringPasses(host, measurement, sharing, passes, live, budget, clock),
+        judge=Judge(host, trainer, schedule, measurement, kl),
+        kl=kl,
+        critic=critic,
+        choice=choice,
+        live=live,
+        budget=budget,
+        loss=AddedLoss(host, kl, critic),
+        steps=steps,
+        recorder=RolloutRecorder(host, measurement, model_name(trainer.model)),
+    )
+
+
+def _further_prompts(trainer: ResumableTrainer, host: TRLHost) -> FurtherPrompts | None:
+    args = host.args
+    if args.dynamic_sampling != "resample":
+        return None
+    let_tables_hold(trainer._logs, int(args.generation_batch_size or 0) * (1 + args.dynamic_sampling_max_rounds))
+    return FurtherPrompts(host, trainer.train_dataset, bool(trainer.shuffle_dataset))
+
+
+def add_callbacks(trainer: ResumableTrainer, host: TRLHost, stages: Stages) -> CollapseWatch:
+    """Let stages hear of the steps, evaluations and checkpoints of the trainer; return what watches for a collapse."""
+    watch, recorder = CollapseWatch(host), stages.recorder
+    trainer.add_callback(watch)
+    trainer.add_callback(OptimizerClock(stages.clock))
+    trainer.add_callback(FiniteUpdates(trainer.accelerator, stages.steps.count_update_left_out))
+    name_for_trackers(trainer)
+    outlive_trackers(trainer)
+    if recorder.is_on:
+        trainer.add_callback(FlushRecords(recorder))
+    return watch
+
 
 Result = TypeVar("Result")
 
@@ -259,3 +573,6 @@ class DAPOTrainer(ResumableTrainer):
         super().create_model_card(model_name, dataset_name, [*as_list(tags), *method_tags(self.args, rewards_of(self))])
         if self.is_world_process_zero():
             extend_card(self, model_name, dataset_name or self.data_source)
+
+
+check_release()  # before a stage imports what other releases do not have

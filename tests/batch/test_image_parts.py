@@ -3,8 +3,15 @@
 import pytest
 import torch
 
-from vgr_trl.batch.image_parts import LAYOUTS, UnknownParts, find_layout, parts_by_counts, parts_by_tokens
-from vgr_trl.batch.inputs import Prompts, build_scoring_batch
+from vgr_trl.batch import (
+    LAYOUTS,
+    Prompts,
+    UnknownParts,
+    build_scoring_batch,
+    find_layout,
+    parts_by_counts,
+    parts_by_tokens,
+)
 
 IMAGE, PAD = 7, 0
 GRIDS = torch.tensor([[1, 2, 4], [1, 4, 4], [1, 2, 2]])  # 8, 16 and 4 patches, four to a token

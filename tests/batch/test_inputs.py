@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vgr_trl.batch.inputs import Prompts, build_scoring_batch, rows_with_images
+from vgr_trl.batch import Prompts, build_scoring_batch, rows_with_images
 
 IMAGE, PAD = 2, 9
 

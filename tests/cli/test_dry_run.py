@@ -6,7 +6,7 @@ import pytest
 
 from vgr_trl import DAPOConfig
 from vgr_trl.cli.__main__ import main
-from vgr_trl.cli.run.dry_run import Whole, estimates
+from vgr_trl.cli.train import Whole, estimates
 
 
 def test_three_prompts_are_shown_and_nothing_is_written(model_folder, question_files, tmp_path, monkeypatch, capsys):

@@ -10,7 +10,7 @@ from vgr_trl.cli import evaluate as command
 from vgr_trl.cli import loading
 from vgr_trl.cli.__main__ import main
 from vgr_trl.data.load import load_path
-from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.utils import ConfigError, DataError
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_the_hub_is_asked_once_for_what_may_be_a_misspelt_path(model_folder, tmp
         raise OSError("no connection") if hub == "does not answer" else error
 
     error = RepositoryNotFoundError.__new__(RepositoryNotFoundError)
-    monkeypatch.setattr("vgr_trl.data.read.hub.get_hf_file_metadata", ask)
+    monkeypatch.setattr("vgr_trl.data.read.get_hf_file_metadata", ask)
     monkeypatch.setattr("vgr_trl.data.load.load_dataset", pytest.fail)
     monkeypatch.setattr(loading.AutoProcessor, "from_pretrained", pytest.fail)
     monkeypatch.chdir(tmp_path)

@@ -7,9 +7,9 @@ import pytest
 from datasets import Dataset, load_dataset
 
 from vgr_trl.cli.__main__ import main
-from vgr_trl.data.held_out import hold_out
-from vgr_trl.data.rows.schema import prepare_rows
-from vgr_trl.reporting.records.recorded_run import read_run
+from vgr_trl.data.load import hold_out
+from vgr_trl.data.rows import prepare_rows
+from vgr_trl.reporting.records import read_run
 
 HUB = Path("lujunxi57") / "DDM"
 

@@ -3,9 +3,9 @@
 import pytest
 
 from vgr_trl import DAPOConfig
-from vgr_trl.cli.flags.arguments import DataArguments, RewardArguments
-from vgr_trl.cli.flags.parsing import parse
-from vgr_trl.errors import ConfigError
+from vgr_trl.cli.arguments import DataArguments, RewardArguments
+from vgr_trl.cli.parsing import parse
+from vgr_trl.utils import ConfigError
 
 
 @pytest.fixture

@@ -9,14 +9,13 @@ from trl import ModelConfig, TrlParser
 
 from vgr_trl import DAPOConfig
 from vgr_trl.cli.__main__ import COMMANDS, main
+from vgr_trl.cli.arguments import DataArguments, RewardArguments, RunArguments
 from vgr_trl.cli.completion import script
-from vgr_trl.cli.flags.arguments import DataArguments, RewardArguments, RunArguments
-from vgr_trl.cli.flags.evaluation import EvaluationArguments
-from vgr_trl.cli.flags.names import check_flags, flag_names
-from vgr_trl.cli.flags.parsing import parse
-from vgr_trl.cli.run.step_lines import StepLines
-from vgr_trl.errors import ConfigError
-from vgr_trl.reporting.views.step_line import duration, step_line
+from vgr_trl.cli.flags import EvaluationArguments, check_flags, flag_names
+from vgr_trl.cli.parsing import parse
+from vgr_trl.cli.train import StepLines
+from vgr_trl.reporting.markdown import duration, step_line
+from vgr_trl.utils import ConfigError
 
 GROUPS = {
     "train": (RunArguments, DataArguments, RewardArguments, DAPOConfig, ModelConfig),
@@ -170,7 +169,7 @@ def test_every_step_has_a_line_unless_it_is_asked_for_otherwise(tmp_path):
 
 def test_warnings_come_once_and_those_on_renamed_options_not_at_all():
     code = (
-        "import warnings\nfrom vgr_trl.cli.once import warnings_once\n"
+        "import warnings\nfrom vgr_trl.cli.__main__ import warnings_once\n"
         "def warn(text):\n    warnings.warn(text, FutureWarning)\n"
         "with warnings_once():\n"
         "    for _ in range(3):\n"

@@ -8,7 +8,7 @@ import pytest
 
 from vgr_trl import mtrl
 from vgr_trl.cli.__main__ import main
-from vgr_trl.cli.flags.foreign import without_foreign
+from vgr_trl.cli.flags import without_foreign
 
 CONFIG = """
 data: {{train_files: {train}, val_files: {test}, prompt_key: problem, answer_key: solution, max_prompt_length: 128,

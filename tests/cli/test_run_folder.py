@@ -3,10 +3,9 @@ import re
 
 import pytest
 
-from vgr_trl.cli.run.folder import claim, claim_again, write_identity
-from vgr_trl.errors import ConfigError
-from vgr_trl.training.checkpoints.folders import how_to_go_on, resolve_checkpoint
-from vgr_trl.training.checkpoints.manifest import write_manifest
+from vgr_trl.checkpoints import how_to_go_on, resolve_checkpoint, write_manifest
+from vgr_trl.cli.train import claim, claim_again, write_identity
+from vgr_trl.utils import ConfigError
 
 RUN = {"model": "m", "data": "d", "reward_funcs": ["accuracy"]}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vgr_trl.compat.completion_tables import beside_training, remove_oldest_tables
+from vgr_trl.patches import beside_training, remove_oldest_tables
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 from trl.trainer import utils
 
-from vgr_trl.compat.completion_tables import as_text, in_texts
+from vgr_trl.patches import as_text, in_texts
 
 HOSTILE = "a\x1b[2J\x1b]0;title\x07\x9b31m\u202e\u2066b\x00\x08\r\x0b</td><script>alert(1)</script>[link=x]"
 SHOWN = "a\\x1b[2J\\x1b]0;title\\x07\\x9b31m\\u202e\\u2066b\\x00\\x08\\x0d\\x0b</td><script>alert(1)</script>[link=x]"

@@ -3,7 +3,7 @@
 from collections import deque
 from types import SimpleNamespace
 
-from vgr_trl.compat.logged_images import images_logged_by_all
+from vgr_trl.patches import images_logged_by_all
 
 
 def test_batches_without_images_among_batches_with_some():

@@ -4,7 +4,7 @@ from collections import defaultdict, deque
 
 import pytest
 
-from vgr_trl.compat.round_logs import keep_newest, let_tables_hold, merge_rounds, replace_newest
+from vgr_trl.patches import keep_newest, let_tables_hold, merge_rounds, replace_newest
 
 NAN = float("nan")
 

@@ -1,4 +1,4 @@
-from vgr_trl.compat.sampled_images import suppress_image_tokens
+from vgr_trl.patches import suppress_image_tokens
 
 
 def test_image_tokens_are_suppressed_where_trl_does_not(vision_trainer):

@@ -15,7 +15,7 @@ from trl_assumptions import TRAINER, Assumption, Source, of_the_head, of_the_los
 from trl_assumptions.reading import installed, names_assigned, parameters
 
 import vgr_trl
-from vgr_trl.training.start.seams import ATTRIBUTES, MODULE_SEAMS, SEAMS
+from vgr_trl.validate import ATTRIBUTES, MODULE_SEAMS, SEAMS
 
 OURS = Path(vgr_trl.__file__).parent
 OF_A_BACKEND = {"generation_config", "generation_kwargs", "vllm_generation"}  # of generation; not there with the other
@@ -64,19 +64,19 @@ def test_the_method_is_there_with_its_parameters(name):
     else:
         known = parameters(method)
     missing = [parameter for parameter in SEAMS[name] if parameter not in known]
-    assert not missing, f"TRL {SOURCE.version}: {name} has no {missing[0]}; see SEAMS in training/start/seams.py"
+    assert not missing, f"TRL {SOURCE.version}: {name} has no {missing[0]}; see SEAMS in validate.py"
 
 
 def test_the_functions_that_ours_replaces_are_names_of_its_module():
     names = {alias.asname or alias.name for node in ast.walk(SOURCE.tree(TRAINER)) if isinstance(node, ast.ImportFrom)
              for alias in node.names}  # fmt: skip
-    assert set(MODULE_SEAMS) <= names, "see MODULE_SEAMS in training/start/seams.py"
+    assert set(MODULE_SEAMS) <= names, "see MODULE_SEAMS in validate.py"
 
 
 @pytest.mark.parametrize("name", [*ATTRIBUTES, *sorted(OF_A_BACKEND)])
 def test_the_attribute_is_set(name):
     assert name in names_assigned(SOURCE.owner("GRPOTrainer")), (
-        f"TRL {SOURCE.version}: GRPOTrainer sets no {name}; see ATTRIBUTES in training/start/seams.py"
+        f"TRL {SOURCE.version}: GRPOTrainer sets no {name}; see ATTRIBUTES in validate.py"
     )
 
 

@@ -10,15 +10,9 @@ from transformers import Gemma3Processor, LlavaProcessor, PreTrainedTokenizerFas
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
-from vgr_trl.compat.vllm_images import (
-    VLLMImages,
-    collapse_images,
-    needs_collapsing,
-    plan_vllm_images,
-    repeats_one_token,
-)
-from vgr_trl.demo.tiny_processor import build_processor
-from vgr_trl.errors import ConfigError
+from vgr_trl.demo.tiny_model import build_processor
+from vgr_trl.patches import VLLMImages, collapse_images, needs_collapsing, plan_vllm_images, repeats_one_token
+from vgr_trl.utils import ConfigError
 
 PAD = 9  # the placeholder token of images
 

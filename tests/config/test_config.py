@@ -6,9 +6,9 @@ import pytest
 from trl import TrlParser
 
 from vgr_trl import DAPOConfig
-from vgr_trl.config import dapo
-from vgr_trl.config.foreign.aliases import ALIASES
-from vgr_trl.errors import ConfigError, VGRError
+from vgr_trl import dapo_config as dapo
+from vgr_trl.config import ALIASES
+from vgr_trl.utils import ConfigError, VGRError
 
 
 def config(tmp_path: Path, **options: object) -> DAPOConfig:

@@ -3,8 +3,8 @@
 import pytest
 
 from vgr_trl import DAPOConfig
-from vgr_trl.cli.run.describe import describe_run
-from vgr_trl.config.effects import Circumstances, changed_options, options_without_effect
+from vgr_trl.cli.train import describe_run
+from vgr_trl.config_checks import Circumstances, changed_options, options_without_effect
 
 
 def idle(tmp_path, attention=True, changes=True, evaluates=True, rewards=("soft_overlong_punishment_reward",), **given):
@@ -92,7 +92,7 @@ def test_what_has_no_effect_and_why(tmp_path, given, expected):
 
 def test_a_trainer_names_them_at_the_start_and_the_plan_does_not_show_them_as_on(text_trainer, monkeypatch):
     warnings = []
-    monkeypatch.setattr("vgr_trl.training.start.prepare.logger.warning", warnings.append)
+    monkeypatch.setattr("vgr_trl.prepare.logger.warning", warnings.append)
     trainer = text_trainer(filter_low=0.1, replay_buffer_size=8, max_steps=1)
     assert "filter_low is without effect because online_filtering is False." in warnings
     plan = dict(describe_run(trainer, "here", None))

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 
 from vgr_trl import registries
-from vgr_trl.batch.signals import AttentionMass, RolloutSignals
-from vgr_trl.compat.gloo_exit import close_group_at_exit
+from vgr_trl.batch import AttentionMass, RolloutSignals
 from vgr_trl.credit import CreditOptions, shape_advantages
+from vgr_trl.patches import close_group_at_exit
 
 OPTIONS = CreditOptions(
     token_weights=True,

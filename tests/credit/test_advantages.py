@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.trainers import STOCK
 
-from vgr_trl.credit.advantages import ESTIMATORS, estimate_advantages
-from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.advantages import ESTIMATORS, estimate_advantages
+from vgr_trl.utils import ConfigError, DataError
 
 NAN = float("nan")
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from vgr_trl.credit.collapse import coefficient_warning, collapse_warning
+from vgr_trl.loss import coefficient_warning, collapse_warning
 
 HEALTHY = {"perception_loss": -0.1, "entropy": 0.5, "perturbed_entropy": 0.8, "clip_ratio/high_mean": 0.01}
 COLLAPSING = {"perception_loss": -1.5, "entropy": 2.0, "perturbed_entropy": 2.5, "clip_ratio/high_mean": 0.2}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from vgr_trl.credit import top_fraction_mask
-from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.utils import ConfigError, DataError
 
 
 def test_by_hand():

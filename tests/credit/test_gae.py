@@ -4,8 +4,8 @@ import pytest
 import torch
 from recorded import NUM_CASES, cases, needs_recorded, tensors
 
-from vgr_trl.credit.gae import gae, value_loss, whiten
-from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.advantages import gae, value_loss, whiten
+from vgr_trl.utils import ConfigError, DataError
 
 recorded = cases()
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from recorded import NUM_CASES, cases, needs_recorded, tensors
 
-from vgr_trl.credit.kl import AdaptiveKLController, FixedKLController, kl_penalty
-from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.loss import AdaptiveKLController, FixedKLController, kl_penalty
+from vgr_trl.utils import ConfigError, DataError
 
 recorded = cases()
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from vgr_trl.credit.perception_loss import entropy_penalty, perception_divergence, perception_loss, surprisal
-from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.loss import entropy_penalty, perception_divergence, perception_loss, surprisal
+from vgr_trl.utils import ConfigError, DataError
 
 LN2 = math.log(2)
 

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vgr_trl.batch.signals import AttentionMass, RolloutSignals
+from vgr_trl.batch import AttentionMass, RolloutSignals
 from vgr_trl.credit import CreditOptions, shape_advantages
-from vgr_trl.credit.totals import Totals, add_weights
-from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.metrics import Totals, add_weights
+from vgr_trl.utils import ConfigError, DataError
 
 NAN = math.nan
 RULES = (

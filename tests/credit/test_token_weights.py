@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from vgr_trl.credit import dependency_weights, token_weights
-from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.utils import ConfigError, DataError
 
 INF, NAN = math.inf, math.nan
 

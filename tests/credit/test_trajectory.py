@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vgr_trl.credit import trajectory_scale
-from vgr_trl.credit.masked import masked_mean
-from vgr_trl.credit.trajectory import largest_scale, mean_dependency, trajectory_statistics
-from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.metrics import largest_scale, masked_mean, mean_dependency, trajectory_statistics
+from vgr_trl.utils import ConfigError, DataError
 
 NAN = math.nan
 

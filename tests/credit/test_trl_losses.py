@@ -9,9 +9,9 @@ from recorded import NUM_CASES, needs_recorded, tensors
 from recorded import cases as recorded_cases
 from support.trl_loss import loss_of, make_trainer
 
-from vgr_trl.batch.signals import RolloutSignals
+from vgr_trl.batch import RolloutSignals
 from vgr_trl.credit import CreditOptions, shape_advantages
-from vgr_trl.credit.perception_loss import entropy_penalty
+from vgr_trl.loss import entropy_penalty
 from vgr_trl.signals.dependency import visual_dependency
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "vppo.json"

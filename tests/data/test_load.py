@@ -5,9 +5,8 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from vgr_trl.data.load import load_split
-from vgr_trl.data.read.data_files import parse_data_files
-from vgr_trl.data.read.failures import readable
-from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.data.read import parse_data_files, readable
+from vgr_trl.utils import ConfigError, DataError
 
 ROWS = Dataset.from_dict({"problem": ["1 + 1?", "1 + 2?"], "solution": ["2", "3"]})
 

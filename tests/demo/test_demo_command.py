@@ -7,12 +7,11 @@ from rich.console import Console
 from transformers import AutoProcessor
 
 from vgr_trl.cli import demo as command
-from vgr_trl.demo import run as demo
-from vgr_trl.demo.comparison import Comparison, comparison_table
+from vgr_trl.demo import demo
+from vgr_trl.demo.demo import Comparison, comparison_table, draw_questions
 from vgr_trl.demo.options import Options
-from vgr_trl.demo.shapes import draw_questions
 from vgr_trl.evaluation import Evaluation
-from vgr_trl.reporting.records.recorded_run import read_run
+from vgr_trl.reporting.records import read_run
 
 
 def evaluation(sampled: float) -> Evaluation:

@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from vgr_trl.data.rows.text.prompts import LETTERS
-from vgr_trl.demo.shapes import FAMILIES, as_open_question, draw_questions
+from vgr_trl.data.prompts import LETTERS
+from vgr_trl.demo.demo import FAMILIES, as_open_question, draw_questions
 from vgr_trl.evaluation import blank_image
 
 

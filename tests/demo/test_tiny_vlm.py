@@ -6,10 +6,17 @@ from support import trainers
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 from trl import GRPOTrainer
 
-from vgr_trl.data.rows.text.prompts import format_question
-from vgr_trl.demo.shapes import draw_questions
-from vgr_trl.demo.tiny_vlm import build_tiny_vlm
-from vgr_trl.demo.warm_start import encode, learn_answers, learn_captions, supervised_loss, target_text, warm_start
+from vgr_trl.data.prompts import format_question
+from vgr_trl.demo.demo import (
+    draw_questions,
+    encode,
+    learn_answers,
+    learn_captions,
+    supervised_loss,
+    target_text,
+    warm_start,
+)
+from vgr_trl.demo.tiny_model import build_tiny_vlm
 
 
 @pytest.fixture(scope="module")

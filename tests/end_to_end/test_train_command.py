@@ -14,8 +14,7 @@ from support.launching import SECONDS
 
 from vgr_trl.cli.__main__ import main
 from vgr_trl.cli.loading import load_for_inference
-from vgr_trl.demo.run import Questions, draw
-from vgr_trl.demo.shapes import draw_questions
+from vgr_trl.demo.demo import Questions, draw, draw_questions
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_grpo_vlm.py"
 
@@ -164,7 +163,7 @@ def test_ctrl_c_names_the_checkpoint_if_there_is_one(
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("vgr_trl.cli.run.step_lines.StepLines.on_train_end", interrupt, raising=False)
+    monkeypatch.setattr("vgr_trl.cli.train.StepLines.on_train_end", interrupt, raising=False)
     more = f"--reward_funcs format --save_steps {1 if saves else 9} --compute_attention_metrics false".split()
     more += [] if saves else ["--save_strategy", "no"]
     assert main(["train", *flags(model_folder, question_files, tmp_path, *more)]) == 130

@@ -18,8 +18,8 @@ from support.dealt_completions import generate_by_prompt
 from support.trainers import BIG_STEPS, config, prompts, vision_trainer
 from transformers import TrainerCallback
 
-from vgr_trl.errors import ConfigError
 from vgr_trl.rewards import accuracy_reward, vgr_hard_negative_reward
+from vgr_trl.utils import ConfigError
 
 SIZES = ((56, 56), (84, 56), (56, 112), (112, 84))  # of images, in turn
 EVERYTHING = {

@@ -8,13 +8,10 @@ from datasets import Dataset
 from PIL import Image
 from transformers import AutoProcessor, GenerationConfig, PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
 
-from vgr_trl.demo.shapes import draw_questions
-from vgr_trl.errors import ConfigError, DataError, RewardError
-from vgr_trl.evaluation import blank_image, evaluate
-from vgr_trl.evaluation.asking import conversation_of
-from vgr_trl.evaluation.scores import majority, wilson
-from vgr_trl.evaluation.writer import Writer
+from vgr_trl.demo.demo import draw_questions
+from vgr_trl.evaluation import Writer, blank_image, conversation_of, evaluate, majority, wilson
 from vgr_trl.rewards import mdi_reward
+from vgr_trl.utils import ConfigError, DataError, RewardError
 
 
 class Scripted(torch.nn.Module):

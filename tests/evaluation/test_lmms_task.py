@@ -5,8 +5,8 @@ from pathlib import Path
 
 import yaml
 
-from vgr_trl.data.rows.text.prompts import SYSTEM_PROMPT
-from vgr_trl.demo.shapes import draw_questions
+from vgr_trl.data.prompts import SYSTEM_PROMPT
+from vgr_trl.demo.demo import draw_questions
 
 FOLDER = Path(__file__).parents[2] / "examples" / "lmms_eval"
 

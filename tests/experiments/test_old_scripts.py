@@ -15,14 +15,14 @@ from trl import ModelConfig
 
 from vgr_trl import DAPOConfig
 from vgr_trl.cli.__main__ import main
-from vgr_trl.cli.flags.arguments import DataArguments, DefaultRewards, RewardArguments
-from vgr_trl.cli.flags.names import check_flags
-from vgr_trl.cli.flags.parsing import parse
+from vgr_trl.cli.arguments import DataArguments, DefaultRewards, RewardArguments
+from vgr_trl.cli.flags import check_flags
+from vgr_trl.cli.parsing import parse
 from vgr_trl.data.load import load_split
-from vgr_trl.data.rows.schema import prepare_rows
-from vgr_trl.errors import ConfigError
+from vgr_trl.data.rows import prepare_rows
 from vgr_trl.rewards import load_rewards
-from vgr_trl.rewards.schedule import RewardSchedule
+from vgr_trl.rewards.loading import RewardSchedule
+from vgr_trl.utils import ConfigError
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"

@@ -11,10 +11,10 @@ import pytest
 from trl import ModelConfig
 
 from vgr_trl import DAPOConfig
-from vgr_trl.cli.flags.arguments import DataArguments, RewardArguments
-from vgr_trl.cli.flags.parsing import parse
+from vgr_trl.cli.arguments import DataArguments, RewardArguments
+from vgr_trl.cli.parsing import parse
 from vgr_trl.demo.write_folder import write_folder
-from vgr_trl.rewards.registry import hardened
+from vgr_trl.rewards.loading import hardened
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 SCRIPTS = sorted(path.name for path in EXPERIMENTS.glob("*.sh") if path.name != "common.sh")

@@ -9,14 +9,13 @@ from PIL import Image
 from support.trainers import config, letters_reward, logged, prompts, train_file, vision_trainer
 
 from vgr_trl import DAPOConfig, registries
-from vgr_trl.batch.signals import AttentionMass, RolloutSignals
+from vgr_trl.batch import AttentionMass, RolloutSignals
 from vgr_trl.cli.__main__ import main
-from vgr_trl.credit import CreditOptions, shape_advantages
-from vgr_trl.credit.rules import per_token
-from vgr_trl.errors import ConfigError, DataError, RewardError
+from vgr_trl.credit import CreditOptions, per_token, shape_advantages
 from vgr_trl.rewards import load_reward, load_rewards
 from vgr_trl.signals.named import add_named, named_signals
-from vgr_trl.signals.perturbation.images import perturb_images
+from vgr_trl.signals.perturbation import perturb_images
+from vgr_trl.utils import ConfigError, DataError, RewardError
 
 KINDS = {
     "signals": "doubtful_looks",

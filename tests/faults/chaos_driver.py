@@ -27,8 +27,8 @@ from support.launching import held_port
 from support.trainers import config, letters_reward, prompts, vision_trainer
 from transformers import TrainerCallback
 
-from vgr_trl.training.checkpoints.finish import load_trained, only_lacks_its_model
-from vgr_trl.training.checkpoints.folders import resolve_checkpoint
+from vgr_trl.checkpoints import resolve_checkpoint
+from vgr_trl.resume import load_trained, only_lacks_its_model
 
 KILLED = 137
 STEPS = 2

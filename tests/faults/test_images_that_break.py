@@ -10,8 +10,8 @@ from transformers import TrainerCallback
 
 from vgr_trl import DAPOConfig
 from vgr_trl.data.load import load_split
-from vgr_trl.data.rows.schema import prepare_rows
-from vgr_trl.errors import DataError
+from vgr_trl.data.rows import prepare_rows
+from vgr_trl.utils import DataError
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from vgr_trl.errors import NotFiniteError
+from vgr_trl.utils import NotFiniteError
 
 EVERYTHING = {
     "token_weights": True,

@@ -6,9 +6,9 @@ import threading
 import pytest
 import torch
 
-from vgr_trl.errors import ConfigError, RewardError
 from vgr_trl.rewards import accuracy_reward
-from vgr_trl.rewards.answers.formulas import same_formula
+from vgr_trl.rewards.answers import same_formula
+from vgr_trl.utils import ConfigError, RewardError
 
 
 def hanging(completions, **kwargs):

@@ -14,7 +14,7 @@ from support.launching import children_of, environment, outputs, wait_for_line
 from support.trainers import train_file
 from transformers import TrainerControl
 
-from vgr_trl.training.checkpoints import termination
+from vgr_trl import callbacks as termination
 
 ROOT = Path(__file__).parents[2]
 

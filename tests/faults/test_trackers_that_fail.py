@@ -8,7 +8,7 @@ from support.trainers import train_file
 from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback
 
-from vgr_trl.errors import ConfigError
+from vgr_trl.utils import ConfigError
 
 NOBODY = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40, "WANDB__SERVICE_WAIT": "900"}
 

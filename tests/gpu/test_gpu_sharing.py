@@ -10,7 +10,7 @@ from support.models.compare import checkpointed, generated, gradients, with_head
 from support.models.families import build, make_batch
 
 from vgr_trl.sharing import share_prompts
-from vgr_trl.sharing.backbone import causal_model
+from vgr_trl.sharing.model_support import causal_model
 
 VISION = ["qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "llava_next"]
 ATTENTION = ["flash", "efficient", "math", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"]

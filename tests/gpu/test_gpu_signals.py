@@ -14,7 +14,7 @@ from support.models.eager_reference import SPECIAL_IDS, VISION_IDS, difference, 
 from support.models.families import build, make_batch
 
 from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.demo.tiny_processor import SPECIAL_TOKENS
+from vgr_trl.demo.tiny_model import SPECIAL_TOKENS
 from vgr_trl.rewards import vgr_reward
 from vgr_trl.sharing import share_prompts
 from vgr_trl.signals import AttentionProbe, RolloutScorer, visual_dependency

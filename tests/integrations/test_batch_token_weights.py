@@ -7,14 +7,13 @@ import pytest
 import torch
 from PIL import Image
 
-from vgr_trl.batch.signals import AttentionMass
-from vgr_trl.demo.tiny_processor import SPECIAL_TOKENS
-from vgr_trl.demo.tiny_vlm import build_tiny_vlm
-from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.batch import AttentionMass
+from vgr_trl.demo.tiny_model import SPECIAL_TOKENS, build_tiny_vlm
 from vgr_trl.integrations.verl import build_token_vgr_weights_for_batch, token_vgr_weights
-from vgr_trl.integrations.verl.token_weights import as_weights
+from vgr_trl.integrations.verl.signals import as_weights
 from vgr_trl.signals import RolloutScorer, token_vision_gain_ratio
-from vgr_trl.signals.modality import special_token_ids
+from vgr_trl.signals.ratios import special_token_ids
+from vgr_trl.utils import ConfigError, DataError
 
 WORDS = "what colour is this red green blue yellow"
 

@@ -10,11 +10,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 sys.path.append(str(Path(__file__).parents[1] / "with_verl" / "parts"))
 from tiny_rollout import rollout, tiny_model
 
-from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.integrations.verl.measured_pass import MeasuredPass, packed_layout, padded_layout
 from vgr_trl.integrations.verl.options import SignalOptions
-from vgr_trl.integrations.verl.perturbed import black_of, perturb_row
-from vgr_trl.signals.modality import special_token_ids
+from vgr_trl.integrations.verl.signals import MeasuredPass, black_of, packed_layout, padded_layout, perturb_row
+from vgr_trl.signals.ratios import special_token_ids
+from vgr_trl.utils import ConfigError, DataError
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from vgr_trl import registries
-from vgr_trl.integrations.verl.at_hand import SignalsAtHand
-from vgr_trl.integrations.verl.credit import estimate
 from vgr_trl.integrations.verl.options import SignalOptions
+from vgr_trl.integrations.verl.signals import SignalsAtHand, estimate
 
 
 def centred(token_level_rewards, response_mask, index, **_):

@@ -2,10 +2,8 @@
 
 import pytest
 
-from vgr_trl.errors import ConfigError
-from vgr_trl.integrations.verl.options import SignalOptions
-from vgr_trl.integrations.verl.presets import options_of
-from vgr_trl.integrations.verl.seams import Point, check_points
+from vgr_trl.integrations.verl.options import Point, SignalOptions, check_points, options_of
+from vgr_trl.utils import ConfigError
 
 
 def test_names_of_the_notes():

@@ -2,9 +2,9 @@
 
 import pytest
 
-from vgr_trl.errors import RewardError
 from vgr_trl.integrations.verl.inside_easyr1 import rewards as easyr1_rewards
 from vgr_trl.integrations.verl.rewards import SCORES, compute_score
+from vgr_trl.utils import RewardError
 
 RIGHT = "<think>the sky</think><answer>B</answer>"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from vgr_trl.integrations.verl import seams
+from vgr_trl.integrations.verl import options as seams
 
 ROOM = Path(seams.__file__).parent
 PACKAGES = ("verl", "transfer_queue")

@@ -8,12 +8,10 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from vgr_trl.batch.signals import AttentionMass
+from vgr_trl.batch import AttentionMass
 from vgr_trl.integrations.verl import token_vgr_weights
-from vgr_trl.integrations.verl.at_hand import SignalsAtHand
-from vgr_trl.integrations.verl.credit import shape
-from vgr_trl.integrations.verl.presets import options_of
-from vgr_trl.integrations.verl.seams import ACTOR_OF_EASYR1, OF_VERL, check_points
+from vgr_trl.integrations.verl.options import ACTOR_OF_EASYR1, OF_VERL, check_points, options_of
+from vgr_trl.integrations.verl.signals import SignalsAtHand, shape
 
 
 def test_what_is_relied_on_is_installed():

@@ -15,7 +15,7 @@ for name in sys.argv[1:]:
 print(sorted({name.split(".")[1] for name in sys.modules if name.startswith("vgr_trl.")}))
 """
 NEED_MORE = (
-    "vgr_trl.config.dapo",
+    "vgr_trl.dapo_config",
     "vgr_trl.integrations.verl.inside_verl.",
     "vgr_trl.integrations.verl.inside_easyr1.",
 )

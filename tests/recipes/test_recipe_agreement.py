@@ -9,10 +9,9 @@ import torch
 from support.trl_loss import loss_of, make_trainer
 
 from vgr_trl import DAPOConfig
-from vgr_trl.batch.signals import AttentionMass, RolloutSignals
+from vgr_trl.batch import AttentionMass, RolloutSignals
 from vgr_trl.credit import CreditOptions, shape_advantages
-from vgr_trl.credit.kl import kl_penalty
-from vgr_trl.credit.perception_loss import entropy_penalty, perception_loss
+from vgr_trl.loss import entropy_penalty, kl_penalty, perception_loss
 from vgr_trl.recipes import load_recipe
 from vgr_trl.registries import credit_rules
 from vgr_trl.rewards import get_soft_overlong_punishment, load_reward, mdi_reward, vgr_reward

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from vgr_trl.cli.__main__ import main
-from vgr_trl.cli.flags.arguments import DataArguments, RewardArguments, RunArguments
-from vgr_trl.cli.flags.parsing import parse
-from vgr_trl.cli.flags.plugins import options_on
-from vgr_trl.cli.run.evaluated import is_stated
+from vgr_trl.cli.arguments import DataArguments, RewardArguments, RunArguments
+from vgr_trl.cli.flags import options_on
+from vgr_trl.cli.parsing import parse
+from vgr_trl.cli.train import is_stated
 from vgr_trl.config import DAPOConfig
-from vgr_trl.errors import ConfigError
 from vgr_trl.recipes import load_recipe, read_recipe, recipe_names
+from vgr_trl.utils import ConfigError
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from vgr_trl import DAPOConfig
-from vgr_trl.errors import ConfigError
+from vgr_trl.utils import ConfigError
 
 
 def config(**changed):

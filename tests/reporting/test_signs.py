@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from vgr_trl.reporting.records.record import LogEntry
-from vgr_trl.reporting.signs import first_signs
+from vgr_trl.reporting.records import LogEntry, first_signs
 
 
 def logged(values, name="rewards/accuracy_reward/mean", mode="train", **more):

@@ -16,8 +16,8 @@ from PIL import Image
 from support.launching import environment
 from support.trainers import config, vision_trainer
 
-from vgr_trl.compat.completion_tables import as_text, in_texts
-from vgr_trl.demo.shapes import draw_questions
+from vgr_trl.demo.demo import draw_questions
+from vgr_trl.patches import as_text, in_texts
 
 TRACKERS = tuple(name for name in ("tensorboard", "trackio") if find_spec(name))
 OURS = {"vgr", "aei_vision", "aei_instruction"}

@@ -14,9 +14,8 @@ import torch
 from support.trainers import config
 
 from vgr_trl import DAPOTrainer
-from vgr_trl.demo.dataset import as_dataset, words_of
-from vgr_trl.demo.shapes import draw_questions
-from vgr_trl.demo.tiny_vlm import build_tiny_vlm
+from vgr_trl.demo.demo import as_dataset, draw_questions, words_of
+from vgr_trl.demo.tiny_model import build_tiny_vlm
 from vgr_trl.rewards import accuracy_reward, vgr_reward
 
 FOLDER = Path(sys.argv[1])

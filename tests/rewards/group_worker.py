@@ -4,11 +4,11 @@ import time
 
 import torch.distributed as dist
 
-from vgr_trl.compat.gloo_exit import close_group_at_exit
-from vgr_trl.errors import RewardError
+from vgr_trl.patches import close_group_at_exit
 from vgr_trl.rewards import gather_groups, needs_whole_groups, vgr_reward
-from vgr_trl.rewards.accuracy_scale import scaled_by_accuracy
-from vgr_trl.rewards.outcome import checked
+from vgr_trl.rewards.attention import scaled_by_accuracy
+from vgr_trl.rewards.loading import checked
+from vgr_trl.utils import RewardError
 
 GROUP = 4
 

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from vgr_trl.errors import RewardError
 from vgr_trl.rewards import accuracy_reward, mdi_reward, vgr_hard_negative_reward, vgr_reward
-from vgr_trl.rewards.accuracy_scale import scaled_by_accuracy
+from vgr_trl.rewards.attention import scaled_by_accuracy
+from vgr_trl.utils import RewardError
 
 
 def scaled(reward, values, right, size=None, **columns):

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vgr_trl.errors import RewardError
 from vgr_trl.rewards import gather_groups, load_reward, mdi_reward, vgr_hard_negative_reward, vgr_reward
-from vgr_trl.rewards.whole_groups import needed_columns
+from vgr_trl.rewards.groups import needed_columns
+from vgr_trl.utils import RewardError
 
 NAN, INF = math.nan, math.inf
 

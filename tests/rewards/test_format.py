@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vgr_trl.errors import RewardError
 from vgr_trl.rewards import think_format_reward
-from vgr_trl.rewards.answers.text import completion_text
-from vgr_trl.rewards.format import tag_count_reward
+from vgr_trl.rewards.answers import completion_text
+from vgr_trl.rewards.simple import tag_count_reward
+from vgr_trl.utils import RewardError
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import group_worker
 import pytest
 from support.launching import results_of
 
-from vgr_trl.errors import RewardError
 from vgr_trl.rewards import accuracy_reward, gather_groups, needs_whole_groups
-from vgr_trl.rewards.whole_groups import needed_columns
+from vgr_trl.rewards.groups import needed_columns
+from vgr_trl.utils import RewardError
 
 
 @needs_whole_groups("value")

@@ -4,8 +4,8 @@ import pickle
 
 import pytest
 
-from vgr_trl.errors import RewardError
 from vgr_trl.rewards import get_soft_overlong_punishment
+from vgr_trl.utils import RewardError
 
 
 def test_worked_case():

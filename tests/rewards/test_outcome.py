@@ -14,8 +14,8 @@ import pytest
 import torch
 from math_verify import parse, verify
 
-from vgr_trl.errors import RewardError
-from vgr_trl.rewards.outcome import checked
+from vgr_trl.rewards.loading import checked
+from vgr_trl.utils import RewardError
 
 
 def call(returned, count=2):

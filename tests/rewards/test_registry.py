@@ -10,16 +10,16 @@ from importlib.metadata import EntryPoint, EntryPoints
 import pytest
 
 from vgr_trl import registries
-from vgr_trl.errors import RewardError
 from vgr_trl.rewards import (
     accuracy_reward,
     load_reward,
     load_rewards,
-    registry,
     think_format_reward,
     vgr_hard_negative_reward,
     vgr_reward,
 )
+from vgr_trl.rewards import loading as registry
+from vgr_trl.utils import RewardError
 
 SOURCE = """
 import my_helper_{n}

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from vgr_trl.errors import ConfigError
 from vgr_trl.rewards import RewardSchedule, accuracy_reward, get_soft_overlong_punishment, think_format_reward
-from vgr_trl.rewards.schedule import reward_name
+from vgr_trl.rewards.loading import reward_name
+from vgr_trl.utils import ConfigError
 
 REWARDS = [accuracy_reward, "models/judge-7b/", think_format_reward, get_soft_overlong_punishment(10, 2)]
 NAMES = r"\(accuracy_reward, judge-7b, think_format_reward, soft_overlong_punishment_reward\)"

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from vgr_trl.errors import RewardError
 from vgr_trl.rewards import load_reward, load_rewards
-from vgr_trl.rewards.scored_files import FileOptions
+from vgr_trl.rewards.loading import FileOptions
+from vgr_trl.utils import RewardError
 
 BATCH = """
 REWARD_NAME = "math"

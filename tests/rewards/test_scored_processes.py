@@ -23,8 +23,8 @@ def compute_score(reward_input):
 PROGRAM = """
 import json, sys
 from vgr_trl.rewards import load_rewards
-from vgr_trl.rewards.outcome import checked
-from vgr_trl.rewards.scored_files import FileOptions
+from vgr_trl.rewards.loading import checked
+from vgr_trl.rewards.loading import FileOptions
 
 def score(*texts):
     rows = [[{"role": "assistant", "content": text}] for text in texts]

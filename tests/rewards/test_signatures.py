@@ -2,9 +2,9 @@ import functools
 
 import pytest
 
-from vgr_trl.errors import RewardError
 from vgr_trl.rewards import accuracy_reward, gather_groups, get_soft_overlong_punishment, needs_whole_groups
-from vgr_trl.rewards.signatures import check_callable
+from vgr_trl.rewards.loading import check_callable
+from vgr_trl.utils import RewardError
 
 
 def without_kwargs(completions):

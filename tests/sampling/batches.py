@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from vgr_trl.batch.signals import AttentionMass, RolloutSignals
+from vgr_trl.batch import AttentionMass, RolloutSignals
 
 PAD = 9
 FAMILIES = ("qwen", "gemma4", "lfm2", "internvl", "llava_next", "llava", "idefics")

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from batches import PAD, draw_batch, draw_signals
 
-from vgr_trl.batch.token_columns import columns_of_signals, signals_of_columns
-from vgr_trl.compat.gloo_exit import let_gloo_finish
+from vgr_trl.batch import columns_of_signals, signals_of_columns
+from vgr_trl.patches import let_gloo_finish
 from vgr_trl.sampling import (
     Placement,
     ReplayBuffer,

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from vgr_trl.credit.advantages import ESTIMATORS, estimate_advantages
-from vgr_trl.errors import ConfigError
+from vgr_trl.advantages import ESTIMATORS, estimate_advantages
 from vgr_trl.sampling import dead_groups, filter_index, filter_rewards, filtered_groups, quantile_bounds
+from vgr_trl.utils import ConfigError
 
 NAN = float("nan")
 NAMES = ["accuracy_reward", "think_format_reward", "soft_overlong_punishment_reward"]

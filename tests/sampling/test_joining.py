@@ -2,8 +2,7 @@
 
 import torch
 
-from vgr_trl.batch.joining import join_rows
-from vgr_trl.batch.rows import Rows
+from vgr_trl.batch import Rows, join_rows
 from vgr_trl.sampling import Group, ReplayBuffer
 
 PAD = 9

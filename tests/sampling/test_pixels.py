@@ -6,8 +6,7 @@ import torch
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from vgr_trl.batch.pixels import nbytes, pack, unpack
-from vgr_trl.batch.rows import Rows
+from vgr_trl.batch import Rows, nbytes, pack, unpack
 
 MEAN, DEVIATION = torch.tensor([0.48, 0.46, 0.41]), torch.tensor([0.27, 0.26, 0.28])
 

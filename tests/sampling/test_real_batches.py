@@ -9,7 +9,7 @@ from PIL import Image
 from support.trainers import config
 
 from vgr_trl import DAPOTrainer
-from vgr_trl.demo.tiny_vlm import build_tiny_vlm
+from vgr_trl.demo.tiny_model import build_tiny_vlm
 from vgr_trl.sampling import Placement, correct_num_items, groups_from_batch, write_groups_into_batch
 
 WORDS = "what colour is this red green blue yellow which of them do you see here now and there"

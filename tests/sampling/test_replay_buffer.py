@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 
-from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.sampling import Group, Placement, ReplayBuffer, groups_from_batch, merge_states, split_state
-from vgr_trl.sampling.replay_buffer import priority
+from vgr_trl.sampling import Group, Placement, ReplayBuffer, groups_from_batch, merge_states, priority, split_state
+from vgr_trl.utils import ConfigError, DataError
 
 
 def group(*rewards: float, step: int = 0, scale: float = 1.0) -> Group:

@@ -3,8 +3,8 @@ import itertools
 import pytest
 import torch
 
-from vgr_trl.errors import DataError
 from vgr_trl.sampling import PromptStream, Resampling, prompts_of_round, rows_of_process
+from vgr_trl.utils import DataError
 
 
 def test_live_groups_of_further_rounds_fill_the_places_of_dead_ones():

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from vgr_trl.errors import DataError
 from vgr_trl.sampling import Placement
+from vgr_trl.utils import DataError
 
 WORKER = Path(__file__).with_name("spread_worker.py")
 

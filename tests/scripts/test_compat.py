@@ -101,6 +101,6 @@ def test_errors_count_as_failures(tmp_path):
 def test_the_readme_names_the_releases_of_trl():
     first, end = re.findall(r"\d+\.\d+", str(DECLARED["trl"].specifier))
     names = sorted({first, end}, key=lambda version: tuple(map(int, version.split("."))))
-    from vgr_trl.trl_release import SUPPORTED
+    from vgr_trl.utils import SUPPORTED
 
     assert tuple(names) == SUPPORTED

@@ -4,10 +4,9 @@ import pytest
 import torch
 from support.models.families import IMAGE, build
 
-from vgr_trl.sharing.counts import CannotShare, SharingReport
-from vgr_trl.sharing.cut import find_cut
-from vgr_trl.sharing.forward import SharedForward
 from vgr_trl.sharing.generation import SharedGeneration
+from vgr_trl.sharing.prefix_cache import CannotShare, SharingReport
+from vgr_trl.sharing.sharing import SharedForward, find_cut
 
 CONFIG = build("qwen2_5_vl").config
 

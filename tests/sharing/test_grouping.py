@@ -6,7 +6,7 @@ import pytest
 import torch
 from trl.trainer.utils import shuffle_sequence_dict, split_pixel_values_by_grid
 
-from vgr_trl.sharing.grouping import (
+from vgr_trl.sharing.sharing import (
     best_split,
     find_groups,
     first_rows,

@@ -38,18 +38,12 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.sharing import (
-    cut,
-    fitness,
-    forward,
-    generation,
-    leave_out_empty_images,
-    share_prompts,
-    two_stages,
-    why_not_share,
-)
-from vgr_trl.sharing.caches import prefix_cache
+from vgr_trl.sharing import generation, leave_out_empty_images, prefix_cache, share_prompts, why_not_share
+from vgr_trl.sharing import model_support as fitness
+from vgr_trl.sharing import sharing as cut
+from vgr_trl.sharing import sharing as forward
+from vgr_trl.sharing import sharing as two_stages
+from vgr_trl.utils import ConfigError, DataError
 
 WRONG = 1e-2
 SAME = 1e-6  # a plain pass, whose head scores fewer columns

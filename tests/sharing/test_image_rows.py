@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from vgr_trl.sharing.counts import CannotShare
-from vgr_trl.sharing.image_inputs import rows_of_images
+from vgr_trl.sharing.prefix_cache import CannotShare
+from vgr_trl.sharing.sharing import rows_of_images
 
 
 def placeholders(*rows):

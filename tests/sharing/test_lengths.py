@@ -7,10 +7,11 @@ import torch
 from support.models.compare import gradients, largest_relative, scored, with_head
 from support.models.families import FAMILIES, build, make_batch
 
-from vgr_trl.sharing import share_prompts, two_stages
-from vgr_trl.sharing.grouping import cut_by_length
-from vgr_trl.signals.attention.probe import AttentionProbe
-from vgr_trl.signals.modality import build_modality_masks
+from vgr_trl.sharing import share_prompts
+from vgr_trl.sharing import sharing as two_stages
+from vgr_trl.sharing.sharing import cut_by_length
+from vgr_trl.signals.attention import AttentionProbe
+from vgr_trl.signals.ratios import build_modality_masks
 
 
 def cost(passes, lengths, of_a_pass):

@@ -9,7 +9,7 @@ from support.models.families import build as build_model
 from support.steps import DAPO, STOCK, build_trainer, largest_relative_update, options, trained
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from vgr_trl.training.start.plans import plan_sharing
+from vgr_trl.validate import plan_sharing
 
 ROWS = Dataset.from_dict({"prompt": ["red blue green teal " * 6] * 8})
 ON = "generation on, scoring on, training on; completions of a prompt kept together"

@@ -17,9 +17,9 @@ from support.models.compare import (
 from support.models.families import FAMILIES, IMAGE, PAD, build, make_batch, randomise, text_model
 from torch.nn.parallel import DataParallel
 
-from vgr_trl.errors import ConfigError
 from vgr_trl.sharing import share_prompts
-from vgr_trl.sharing.backbone import causal_model, has_active_dropout
+from vgr_trl.sharing.model_support import causal_model, has_active_dropout
+from vgr_trl.utils import ConfigError
 
 LORA = {"r": 4, "lora_alpha": 8, "init_lora_weights": False}
 

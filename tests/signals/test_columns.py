@@ -15,13 +15,7 @@ from vgr_trl.rewards import (
     vgr_reward,
 )
 from vgr_trl.signals import AttentionMass
-from vgr_trl.signals.reward_columns import (
-    QUANTITIES,
-    attention_metrics,
-    columns_needed_by,
-    measure_segments,
-    reward_columns,
-)
+from vgr_trl.signals.named import QUANTITIES, attention_metrics, columns_needed_by, measure_segments, reward_columns
 
 NAN, INF = math.nan, math.inf
 

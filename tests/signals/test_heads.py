@@ -6,8 +6,8 @@ from support.models.decoders import DECODERS, LLAMA, SPEECH, case
 from test_scoring import arguments, from_logits
 from transformers.modeling_outputs import CausalLMOutput
 
-from vgr_trl.errors import ConfigError
 from vgr_trl.signals import RolloutScorer
+from vgr_trl.utils import ConfigError
 
 
 @pytest.mark.parametrize("shares", ["auto", "off"])

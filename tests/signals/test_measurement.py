@@ -7,7 +7,7 @@ from support.models.families import CLOSE, EOS, IMAGE, OPEN, VIDEO, build, make_
 
 from vgr_trl.sharing import share_prompts
 from vgr_trl.signals import AttentionMass, Measurement, Wanted, signals_of_generation
-from vgr_trl.signals.measurement import _rows_that_fit, pad_to_length
+from vgr_trl.signals.scoring import _rows_that_fit, pad_to_length
 
 
 def measurement_of(source, **wanted):
@@ -123,6 +123,6 @@ def test_maps_are_kept_of_as_many_rows_as_fit(monkeypatch):
     rows = (0, 1, 2, 3)
     one = 4 * 2 * 12 * 16
     for most, kept in ((one - 1, [3]), (one, [0]), (2 * one - 1, [0, 3]), (2 * one, [0, 2]), (3 * one, [0, 1])):
-        monkeypatch.setattr("vgr_trl.signals.measurement.MOST_KEPT", most)
+        monkeypatch.setattr("vgr_trl.signals.scoring.MOST_KEPT", most)
         assert _rows_that_fit(vision, 2 * 12, rows) == kept
     assert _rows_that_fit(vision, 2 * 12, ()) == []

@@ -7,10 +7,10 @@ import torch
 from support.models.eager_reference import VISION
 from support.models.families import IMAGE, PAD, VIDEO, build
 
-from vgr_trl.demo.tiny_processor import SPECIAL_TOKENS, TAGS, build_processor
-from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.demo.tiny_model import SPECIAL_TOKENS, TAGS, build_processor
 from vgr_trl.signals import build_modality_masks
-from vgr_trl.signals.modality import special_token_ids, vision_token_ids
+from vgr_trl.signals.ratios import special_token_ids, vision_token_ids
+from vgr_trl.utils import ConfigError, DataError
 
 
 def test_masks_by_hand():

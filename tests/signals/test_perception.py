@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vgr_trl.errors import DataError
 from vgr_trl.signals.dependency import visual_dependency
+from vgr_trl.utils import DataError
 
 LN2 = math.log(2)
 

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vgr_trl.errors import ConfigError
 from vgr_trl.signals import (
     AttentionMass,
     attention_efficiency_index,
@@ -16,6 +15,7 @@ from vgr_trl.signals import (
     token_vision_gain_ratio,
     vision_gain_ratio,
 )
+from vgr_trl.utils import ConfigError
 
 NAN, INF = math.nan, math.inf
 

@@ -8,10 +8,9 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from vgr_trl.data.rows.regions import boxes_of
-from vgr_trl.errors import DataError
-from vgr_trl.signals.region_boxes import drawn, in_pixels
-from vgr_trl.signals.region_tokens import in_region, lit_share, token_shares
+from vgr_trl.data.images import boxes_of
+from vgr_trl.signals.regions import drawn, in_pixels, in_region, lit_share, token_shares
+from vgr_trl.utils import DataError
 
 PINPOINTS = [[16, 32], [32, 16], [32, 32]]
 WITH_PIXELS = [name for name, family in FAMILIES.items() if family.picture is not None]

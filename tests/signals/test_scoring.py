@@ -10,10 +10,10 @@ from support.models.eager_reference import SPECIAL_IDS, VISION, VISION_IDS, diff
 from support.models.families import FAMILIES, IMAGE, build, make_batch
 from support.models.other_families import OTHERS
 
-from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.sharing import share_prompts
 from vgr_trl.signals import AttentionProbe, RolloutScorer
 from vgr_trl.signals.similarity import SimilarityProbe
+from vgr_trl.utils import ConfigError, DataError
 
 # InternVL's random model is very sure of itself; the linear attention of Qwen3.5 computes in blocks.
 LOGPS = {"internvl": 2e-5, "qwen3_5": 2e-5}

@@ -5,14 +5,13 @@ import torch
 from support.models.eager_reference import VISION_IDS, masks_of
 from support.models.families import build, make_batch
 
-from vgr_trl.batch.signals import RolloutSignals
-from vgr_trl.batch.token_columns import columns_of_signals, signals_of_columns
+from vgr_trl.batch import RolloutSignals, columns_of_signals, signals_of_columns
 from vgr_trl.config import MeasureOptions
-from vgr_trl.errors import ConfigError
 from vgr_trl.sharing import share_prompts
 from vgr_trl.signals import Measurement, Wanted
 from vgr_trl.signals.named import add_named, named_signals
 from vgr_trl.signals.similarity import SimilarityProbe, cosine_similarity
+from vgr_trl.utils import ConfigError
 
 
 @pytest.mark.parametrize(

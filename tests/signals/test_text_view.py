@@ -5,9 +5,9 @@ import torch
 from support.models.eager_reference import VISION
 from support.models.families import PAD, PIXEL_INPUTS, TEXT, build, make_batch
 
-from vgr_trl.batch.inputs import Prompts, scoring_inputs, stacked_inputs, text_inputs
-from vgr_trl.errors import DataError
+from vgr_trl.batch import Prompts, scoring_inputs, stacked_inputs, text_inputs
 from vgr_trl.sharing import share_prompts
+from vgr_trl.utils import DataError
 
 TILES = {"internvl": [1] * 6}
 

@@ -7,8 +7,8 @@ from support.models.eager_reference import SPECIAL_IDS
 from support.models.families import IMAGE, build
 from test_scoring import arguments
 
-from vgr_trl.batch.token_columns import causal_type
-from vgr_trl.compat.token_types import with_causal_completions
+from vgr_trl.batch import causal_type
+from vgr_trl.patches import with_causal_completions
 from vgr_trl.signals import RolloutScorer
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from vgr_trl.skipping import Extent, deal_by_length, extents_of, pack_rows, take_rows, tokens_of
+from vgr_trl.efficiency.loss_mask import Extent, deal_by_length, extents_of, pack_rows, take_rows, tokens_of
 
 GROUPS = [0, 0, 1, 1, 2, 2]
 LENGTHS = [3, 5, 0, 0, 4, 9]

@@ -12,7 +12,7 @@ from support.steps import DAPO, STOCK, build_trainer, options
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from trl import GRPOTrainer
 
-from vgr_trl.skipping import images_processed_once
+from vgr_trl.efficiency.vision_cache import images_processed_once
 
 
 def noise(seed, *size, mode="RGB"):

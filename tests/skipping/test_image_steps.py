@@ -9,8 +9,8 @@ from support.models.tiny_questions import picture, questions
 from support.steps import DAPO, STOCK, build_trainer, largest_relative_update, options, texts_of
 from support.trainers import logged
 
-from vgr_trl.sharing.backbone import base_of, causal_model
-from vgr_trl.skipping.vision_tower import parameters_of_tower, parts_of_tower
+from vgr_trl.efficiency.vision_cache import parameters_of_tower, parts_of_tower
+from vgr_trl.sharing.model_support import base_of, causal_model
 
 LORA = {"target_modules": ["q_proj", "v_proj"]}  # no module of the tower is called so
 SIZES = (56, 84, 112)

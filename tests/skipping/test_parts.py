@@ -6,8 +6,15 @@ from text_runs import VOCABULARY, build_model
 from transformers import GPT2Config, GPT2LMHeadModel
 from trl.trainer.utils import add_fused_lm_head
 
-from vgr_trl.skipping import Window, find_window, live_tokens, narrowed, only_tokens, widened
-from vgr_trl.skipping.plan import why_padding_counts
+from vgr_trl.efficiency.loss_mask import (
+    Window,
+    find_window,
+    live_tokens,
+    narrowed,
+    only_tokens,
+    why_padding_counts,
+    widened,
+)
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
 PROMPTS = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]])

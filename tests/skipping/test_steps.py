@@ -17,8 +17,8 @@ from text_runs import (
     weights_of,
 )
 
-from vgr_trl.config.stages.skip import SWITCHES
-from vgr_trl.errors import ConfigError
+from vgr_trl.config import SWITCHES
+from vgr_trl.utils import ConfigError
 
 TWICE = {"num_iterations": 2}  # the second time the policy is not the one that wrote the completions
 WHOLE_COMPLETIONS = ("luspo", "vespo")

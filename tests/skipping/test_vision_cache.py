@@ -7,10 +7,9 @@ import torch
 from support.models.families import build, make_batch, with_frozen_tower
 
 from vgr_trl import DAPOConfig
-from vgr_trl.errors import ConfigError
-from vgr_trl.sharing.backbone import base_of
-from vgr_trl.skipping import VisionCache
-from vgr_trl.skipping.vision_tower import parameters_of_tower
+from vgr_trl.efficiency.vision_cache import VisionCache, parameters_of_tower
+from vgr_trl.sharing.model_support import base_of
+from vgr_trl.utils import ConfigError
 
 IMAGES, TOKENS, WIDTH = 3, 4, 32  # of a batch of the model; features of one image are TOKENS * WIDTH float32
 

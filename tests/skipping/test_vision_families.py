@@ -8,12 +8,10 @@ from support.models.compare import why_plain
 from support.models.families import EOS, FAMILIES, build, make_batch, with_frozen_tower
 from support.models.other_families import OTHERS
 
+from vgr_trl.efficiency.vision_cache import FAMILIES as TYPES
+from vgr_trl.efficiency.vision_cache import VisionCache, parts_of_tower, why_not_once
 from vgr_trl.sharing import share_prompts
-from vgr_trl.sharing.backbone import base_of
-from vgr_trl.skipping import VisionCache
-from vgr_trl.skipping.vision_cache import FAMILIES as TYPES
-from vgr_trl.skipping.vision_cache import why_not_once
-from vgr_trl.skipping.vision_tower import parts_of_tower
+from vgr_trl.sharing.model_support import base_of
 
 KNOWN = {**FAMILIES, **OTHERS}
 ROWS_OF_PIXELS = {"gemma3": 3, "llava": 3, "paligemma": 3, "internvl": 1 + 1 + 3}  # tiles; images elsewhere

@@ -6,7 +6,7 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from support.models.families import build, with_frozen_tower
 
-from vgr_trl.training.start.plans import plan_vision
+from vgr_trl.validate import plan_vision
 
 ZERO3 = {"is_deepspeed_enabled": True, "deepspeed_plugin": SimpleNamespace(zero_stage=3)}
 ZERO2 = {"is_deepspeed_enabled": True, "deepspeed_plugin": SimpleNamespace(zero_stage=2)}

@@ -9,8 +9,8 @@ from support.models.families import with_frozen_tower
 from support.steps import DAPO, STOCK, build_trainer, largest_relative_update, options, texts_of
 from support.trainers import logged
 
-from vgr_trl.sharing.backbone import base_of, causal_model
-from vgr_trl.skipping.vision_tower import parameters_of_tower, parts_of_tower
+from vgr_trl.efficiency.vision_cache import parameters_of_tower, parts_of_tower
+from vgr_trl.sharing.model_support import base_of, causal_model
 
 TEXT_ONLY = {"target_modules": ["q_proj", "v_proj"]}  # no module of the tower is called so
 STEPS = 3

@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 from trl import GRPOConfig, GRPOTrainer
 
 from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.replacing import replaced
+from vgr_trl.utils import replaced
 
 PAD, EOS, VOCABULARY = 0, 1, 40
 

@@ -1,6 +1,6 @@
 """What a run has left to be continued from."""
 
-from vgr_trl.training.checkpoints.folders import checkpoints_of, what_is_wrong
+from vgr_trl.checkpoints import checkpoints_of, what_is_wrong
 
 
 def complete_checkpoints(output_dir):

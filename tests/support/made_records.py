@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from vgr_trl.reporting.records.record import Completion, Record
+from vgr_trl.reporting.records import Completion, Record
 
 
 def completion(**changed: Any) -> Completion:

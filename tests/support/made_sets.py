@@ -9,8 +9,7 @@ import pyarrow
 import pyarrow.parquet
 from PIL import Image
 
-from vgr_trl.data.build.convert import Output, convert
-from vgr_trl.data.build.progress import SKIPPED, Progress
+from vgr_trl.data.convert import SKIPPED, Output, Progress, convert
 
 IMAGE = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
 

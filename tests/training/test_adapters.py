@@ -4,9 +4,9 @@ import pytest
 from peft import LoraConfig
 from trl import ModelConfig
 
-from vgr_trl.cli.flags.parsing import parse
-from vgr_trl.cli.run.building import separate_lora_modules
-from vgr_trl.errors import ConfigError
+from vgr_trl.cli.parsing import parse
+from vgr_trl.cli.train import separate_lora_modules
+from vgr_trl.utils import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from vgr_trl import DAPOConfig
-from vgr_trl.batch.inputs import scoring_inputs, valid_tokens
-from vgr_trl.errors import ConfigError
-from vgr_trl.training.full_kl import FullKL
-from vgr_trl.training.kl import PENALTY
-from vgr_trl.training.loss import what_reads_every_token
+from vgr_trl.added_loss import PENALTY, FullKL, what_reads_every_token
+from vgr_trl.batch import scoring_inputs, valid_tokens
+from vgr_trl.utils import ConfigError
 
 OPTIONS = {
     "per_device_train_batch_size": 4,
@@ -142,7 +140,9 @@ def test_over_all_words_in_the_loss(make, adapter):
     expected = {name: value.grad for name, value in trainer.model.named_parameters() if value.grad is not None}
     trainer.model.zero_grad(set_to_none=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vgr_trl.signals.head.LOGITS_AT_A_TIME", {"cpu": 3 * trainer.model.config.text_config.vocab_size})
+        patch.setattr(
+            "vgr_trl.signals.scoring.LOGITS_AT_A_TIME", {"cpu": 3 * trainer.model.config.text_config.vocab_size}
+        )
         trainer._compute_loss(trainer.model, inputs).backward()
     assert trainer._metrics["train"]["kl/mean"] == [
         pytest.approx((kl.sum() / valid_tokens(inputs).sum()).item(), rel=1e-4)

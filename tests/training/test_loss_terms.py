@@ -4,8 +4,8 @@ import pytest
 import torch
 from support.trainers import scored_passes
 
-from vgr_trl.batch.inputs import valid_tokens
-from vgr_trl.compat.loss_normaliser import average_as_loss
+from vgr_trl.batch import valid_tokens
+from vgr_trl.patches import average_as_loss
 
 LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 

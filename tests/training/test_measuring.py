@@ -11,12 +11,12 @@ from support.trainers import letters_reward, logged
 from trl.trainer import utils as trl_utils
 
 from vgr_trl import DAPOConfig
-from vgr_trl.batch.inputs import scoring_inputs
-from vgr_trl.errors import ConfigError
+from vgr_trl.batch import scoring_inputs
+from vgr_trl.measure import score_completions
+from vgr_trl.prepare import plan_measurement
 from vgr_trl.rewards import accuracy_reward, mdi_reward, vgr_reward
-from vgr_trl.training.measure import score_completions
-from vgr_trl.training.rollout import Rollout
-from vgr_trl.training.start.measurable import plan_measurement
+from vgr_trl.rollout import Rollout
+from vgr_trl.utils import ConfigError
 
 OPTIONS = {
     "max_steps": 2,
@@ -291,7 +291,7 @@ class TestRefusals:
             )  # fmt: skip
 
     def test_an_attention_that_cannot_be_measured(self, make, monkeypatch):
-        monkeypatch.setattr("vgr_trl.signals.decoder.SUPPORTED", ("flash_attention_2",))
+        monkeypatch.setattr("vgr_trl.signals.attention.SUPPORTED", ("flash_attention_2",))
         with pytest.raises(ConfigError, match="token_weights cannot be used here: the attention implementation is"):
             make(token_weights=True)
         assert not make().stages.measurement.wanted.attention, "metrics that nobody asked for are left out"

@@ -5,12 +5,12 @@ import torch
 from datasets import IterableDataset, load_dataset
 from support.trainers import letters_reward, train_file
 
-from vgr_trl.data.rows.images.sizes import ImageLimits, ImageRule
-from vgr_trl.data.rows.schema import prepare_rows
-from vgr_trl.errors import ConfigError, DataError
+from vgr_trl import forward_passes as score
+from vgr_trl.data.images import ImageLimits, ImageRule
+from vgr_trl.data.rows import prepare_rows
+from vgr_trl.reporting.recorder import images_of_row
 from vgr_trl.rewards import load_reward
-from vgr_trl.training.passes import score
-from vgr_trl.training.recording.pictures import images_of_row
+from vgr_trl.utils import ConfigError, DataError
 
 
 @pytest.fixture

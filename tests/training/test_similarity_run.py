@@ -3,8 +3,8 @@
 import pytest
 from support.trainers import config, logged
 
-from vgr_trl.errors import ConfigError
 from vgr_trl.registries import declares
+from vgr_trl.utils import ConfigError
 
 
 @declares(needs=("similarity",))

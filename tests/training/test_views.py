@@ -7,13 +7,12 @@ import torch
 from support.trainers import letters_reward, logged
 
 from vgr_trl import DAPOConfig, registries
-from vgr_trl.batch.signals import RolloutSignals
-from vgr_trl.batch.token_columns import columns_of_signals, signals_of_columns
+from vgr_trl.batch import RolloutSignals, columns_of_signals, signals_of_columns
 from vgr_trl.config import PerceiveOptions
-from vgr_trl.errors import ConfigError
+from vgr_trl.measure import perceive
 from vgr_trl.registries import declares
 from vgr_trl.signals.named import add_named, named_signals
-from vgr_trl.training.perceive import perceive
+from vgr_trl.utils import ConfigError
 
 VIEWS = ("mask_image", "gaussian_blur", "blacken_patches")
 

@@ -15,17 +15,19 @@ from tiny_rollout import GROUP, rollout, tiny_model
 from verl.trainer import core_algos
 from verl.workers.actor import dp_actor
 
-from vgr_trl.credit.perception_loss import entropy_penalty, perception_loss
-from vgr_trl.integrations.verl.at_hand import SignalsAtHand, lay_at_hand
-from vgr_trl.integrations.verl.inside_easyr1.registered import register
-from vgr_trl.integrations.verl.losses import TermsAtHand, token_terms
-from vgr_trl.integrations.verl.options import SignalOptions
-from vgr_trl.integrations.verl.perturbed import black_of, perturb_row
-from vgr_trl.integrations.verl.presets import options_of
-from vgr_trl.integrations.verl.seams import ACTOR_OF_EASYR1, check_points
+from vgr_trl.integrations.verl.inside_easyr1.actor import register
+from vgr_trl.integrations.verl.options import ACTOR_OF_EASYR1, SignalOptions, check_points, options_of
+from vgr_trl.integrations.verl.signals import (
+    SignalsAtHand,
+    TermsAtHand,
+    black_of,
+    lay_at_hand,
+    perturb_row,
+    token_terms,
+)
+from vgr_trl.loss import entropy_penalty, perception_loss
 from vgr_trl.signals import RolloutScorer, visual_dependency
-from vgr_trl.signals.modality import special_token_ids
-from vgr_trl.signals.ratios import token_vision_gain_ratio
+from vgr_trl.signals.ratios import special_token_ids, token_vision_gain_ratio
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "vppo.json"
 cases = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else []

@@ -9,17 +9,15 @@ import pytest
 import torch
 from verl.trainer.ppo import core_algos
 
-from vgr_trl.batch.signals import AttentionMass, RolloutSignals
+from vgr_trl.advantages import estimate_advantages
+from vgr_trl.batch import AttentionMass, RolloutSignals
 from vgr_trl.credit import CreditOptions, shape_advantages
-from vgr_trl.credit.perception_loss import perception_loss
-from vgr_trl.credit.advantages import estimate_advantages
-from vgr_trl.errors import ConfigError
-from vgr_trl.integrations.verl.at_hand import SignalsAtHand, lay_at_hand
-from vgr_trl.integrations.verl.inside_verl.registered import register
-from vgr_trl.integrations.verl.losses import TermsAtHand, lay_terms_at_hand
-from vgr_trl.integrations.verl.presets import options_of
-from vgr_trl.integrations.verl.seams import OF_VERL, check_points
+from vgr_trl.integrations.verl.inside_verl.engine import register
+from vgr_trl.integrations.verl.options import OF_VERL, check_points, options_of
+from vgr_trl.integrations.verl.signals import SignalsAtHand, TermsAtHand, lay_at_hand, lay_terms_at_hand
+from vgr_trl.loss import perception_loss
 from vgr_trl.signals import visual_dependency
+from vgr_trl.utils import ConfigError
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "vppo.json"
 cases = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else []

@@ -8,12 +8,11 @@ import torch
 from support.launching import launch
 from tiny_rollout import GROUP, rollout, tiny_model
 
-from vgr_trl.credit.perception_loss import entropy_penalty, perception_loss
 from vgr_trl.integrations.verl.options import SignalOptions
-from vgr_trl.integrations.verl.perturbed import black_of, perturb_row
+from vgr_trl.integrations.verl.signals import black_of, perturb_row
+from vgr_trl.loss import entropy_penalty, perception_loss
 from vgr_trl.signals import RolloutScorer, visual_dependency
-from vgr_trl.signals.modality import special_token_ids
-from vgr_trl.signals.ratios import token_vision_gain_ratio
+from vgr_trl.signals.ratios import special_token_ids, token_vision_gain_ratio
 
 WORKER = Path(__file__).parent / "parts" / "engine_worker.py"
 WANTED = {

@@ -9,8 +9,8 @@ from example_scripts import EXAMPLES, check_marks, overrides
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from vgr_trl.errors import ConfigError
 from vgr_trl.integrations.verl.inside_easyr1 import main
+from vgr_trl.utils import ConfigError
 
 SCRIPT = EXAMPLES / "run_vppo_easyr1.sh"
 STOCK = Path(verl.__file__).parents[1] / "examples"

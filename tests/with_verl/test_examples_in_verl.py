@@ -10,10 +10,10 @@ from example_scripts import EXAMPLES, check_marks, overrides, said
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 
-from vgr_trl.errors import ConfigError
+from vgr_trl.integrations.verl.inside_verl.engine import read_options
 from vgr_trl.integrations.verl.inside_verl.plugin import MODE, VENDOR
-from vgr_trl.integrations.verl.inside_verl.trainer import read_options
 from vgr_trl.integrations.verl.rewards import compute_score
+from vgr_trl.utils import ConfigError
 
 SCRIPT = EXAMPLES / "run_vppo_qwen2_5_vl_7b.sh"
 STOCK = Path(os.environ.get("VERL_EXAMPLES", "")) / "grpo_trainer" / "run_qwen2_5_vl_7b_fsdp.sh"

@@ -9,7 +9,7 @@ import torch
 from actor_on_cpu import hooks_importable, trainer
 from verl.protocol import DataProto
 
-from vgr_trl.errors import ConfigError
+from vgr_trl.utils import ConfigError
 
 
 @pytest.fixture(scope="module")

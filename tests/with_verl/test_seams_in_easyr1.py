@@ -4,8 +4,8 @@ import pytest
 from actor_on_cpu import hooks_importable
 from taking_away import take_away
 
-from vgr_trl.errors import ConfigError
-from vgr_trl.integrations.verl.seams import OF_EASYR1, check_points
+from vgr_trl.integrations.verl.options import OF_EASYR1, check_points
+from vgr_trl.utils import ConfigError
 
 
 @pytest.mark.parametrize("point", OF_EASYR1, ids=lambda point: point.name)

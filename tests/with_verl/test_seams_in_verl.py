@@ -6,8 +6,8 @@ import sys
 import pytest
 from taking_away import take_away
 
-from vgr_trl.errors import ConfigError
-from vgr_trl.integrations.verl.seams import OF_VERL, check_points
+from vgr_trl.integrations.verl.options import OF_VERL, check_points
+from vgr_trl.utils import ConfigError
 
 WITHOUT = """
 import importlib, sys
@@ -35,5 +35,5 @@ def test_each_is_named_when_it_is_missing(point, monkeypatch):
 def test_the_sentence_comes_when_the_plugin_is_imported(module, name):
     """And not an `ImportError` of what the plug-in imports itself."""
     done = subprocess.run([sys.executable, "-c", WITHOUT, module, name], capture_output=True, text=True, check=False)
-    said = f"vgr_trl.errors.ConfigError: verl 0.9.1 is installed, and lacks {module}.{name}"
+    said = f"vgr_trl.utils.ConfigError: verl 0.9.1 is installed, and lacks {module}.{name}"
     assert done.stderr.strip().splitlines()[-1].startswith(said), done.stderr[-2000:]

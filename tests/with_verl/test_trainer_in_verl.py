@@ -11,9 +11,9 @@ from memory_store import Store, configuration, nested, trainer
 from tensordict import NonTensorStack
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
-from vgr_trl.errors import ConfigError
+from vgr_trl.integrations.verl.inside_verl import engine as ours
 from vgr_trl.integrations.verl.inside_verl import plugin
-from vgr_trl.integrations.verl.inside_verl import trainer as ours
+from vgr_trl.utils import ConfigError
 
 LENGTHS, PROMPT = (3, 2, 4, 1), 2
 

@@ -17,9 +17,10 @@ from trl.generation import vllm_generation
 from vllm.model_executor.layers import utils as vllm_layers
 
 from vgr_trl import DAPOTrainer
+from vgr_trl import patches as vllm_encoder_cache
+from vgr_trl import patches as vllm_images
 from vgr_trl import trainer as trainer_module
-from vgr_trl.batch.inputs import scoring_inputs
-from vgr_trl.compat import vllm_encoder_cache, vllm_images
+from vgr_trl.batch import scoring_inputs
 from vgr_trl.rewards import load_reward, vgr_reward
 
 EMBEDDINGS = "embed_tokens.weight"

@@ -8,8 +8,8 @@ from PIL import Image
 from transformers import Qwen2_5_VLProcessor, Qwen2VLVideoProcessor
 
 from vgr_trl import DAPOConfig
-from vgr_trl.demo.shapes import FAMILIES, draw_questions
-from vgr_trl.demo.tiny_vlm import build_tiny_vlm
+from vgr_trl.demo.demo import FAMILIES, draw_questions
+from vgr_trl.demo.tiny_model import build_tiny_vlm
 
 GROUP = 4  # completions of a prompt
 

@@ -3,17 +3,44 @@
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
+from typing import Any
 
 from vgr_trl import __version__
-from vgr_trl.cli.flags.config_file import check_config_file
-from vgr_trl.cli.flags.foreign import without_foreign
-from vgr_trl.cli.flags.names import check_flags, flag_names
-from vgr_trl.cli.flags.recipe import check_recipe
-from vgr_trl.cli.once import warnings_once
-from vgr_trl.disk_full import is_disk_full
-from vgr_trl.errors import VGRError
+from vgr_trl.cli.flags import check_config_file, check_flags, check_recipe, flag_names, without_foreign
+from vgr_trl.utils import VGRError, is_disk_full
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Warnings on the terminal: each of them once, so that the lines of the steps are seen.
+
+
+_RENAMED = r"`\w*gradient_checkpointing\w*` is deprecated"  # by transformers 5.23, and TRL 1.16 calls it at every step
+
+
+@contextmanager
+def warnings_once() -> Iterator[None]:
+    """Show a warning of the same place and text once, and none that asks TRL to call something by its later name.
+
+    Python itself forgets what it has shown whenever a filter changes, which TRL does at every step.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=_RENAMED, category=FutureWarning)
+        show, shown = warnings.showwarning, set()
+
+        def show_new(
+            message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
+        ) -> None:
+            known = (str(message), filename, lineno)
+            if known not in shown:
+                shown.add(known)
+                show(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = show_new
+        yield
+
 
 COMMANDS = {
     "train": "train a vision-language model with DAPO (the script of `accelerate launch`)",

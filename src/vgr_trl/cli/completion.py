@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from vgr_trl.cli.flags.names import flag_names
+from vgr_trl.cli.flags import flag_names
 
 _BASH = """\
 _vgr_trl() {{

@@ -18,8 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
     flags = parser.parse_args(argv)
     # After the flags: these import torch.
-    from vgr_trl.cli.run.folder import claim_again, write_identity
-    from vgr_trl.demo.run import run_demo
+    from vgr_trl.cli.train import claim_again, write_identity
+    from vgr_trl.demo.demo import run_demo
 
     claim_again(flags.output_dir, IDENTITY)
     write_identity(flags.output_dir, IDENTITY)

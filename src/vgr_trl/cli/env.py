@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from vgr_trl import __version__
-from vgr_trl.errors import ConfigError
+from vgr_trl.utils import ConfigError
 
 PACKAGES = (
     "torch", "trl", "transformers", "accelerate", "peft", "datasets", "math-verify", "deepspeed", "vllm", "flash-attn",

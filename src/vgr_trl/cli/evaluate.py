@@ -10,21 +10,50 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
-from vgr_trl.cli.evaluation_table import scores_table
-from vgr_trl.cli.flags.advice import one_sentence
-from vgr_trl.cli.flags.arguments import DataArguments
-from vgr_trl.cli.flags.argv import config_values, flags_in
-from vgr_trl.cli.flags.evaluation import CACHE, EvaluationArguments
-from vgr_trl.cli.flags.parsing import parse
+from vgr_trl.cli.arguments import DataArguments, one_sentence
+from vgr_trl.cli.flags import CACHE, EvaluationArguments, config_values, flags_in
 from vgr_trl.cli.loading import load_for_inference, load_processor_for_inference, load_rows, tested
-from vgr_trl.data.rows.skipped import report_skipped
-from vgr_trl.errors import ConfigError
-from vgr_trl.evaluation import Evaluation, evaluate
-from vgr_trl.evaluation.cache import Cache, key_of, model_identity, rows_identity
-from vgr_trl.evaluation.harness import write_harness
-from vgr_trl.rewards import load_rewards
-from vgr_trl.rewards.scored_files import ScoredFile
+from vgr_trl.cli.parsing import parse
+from vgr_trl.data.rows import report_skipped
+from vgr_trl.evaluation import Cache, Evaluation, Scores, evaluate, key_of, model_identity, rows_identity, write_harness
+from vgr_trl.rewards.loading import ScoredFile, load_rewards
+from vgr_trl.utils import ConfigError
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Scores of one or several models as one table.
+
+
+def scores_table(results: Mapping[str, Evaluation]) -> Table:
+    """Return a row for all questions of each model, and one for each group of them; models stand side by side."""
+    first = next(iter(results.values()))
+    rewards = list(dict.fromkeys(name for result in results.values() for name in result.rewards))
+    table = Table()
+    for heading in ("", *(["model"] if len(results) > 1 else [])):
+        table.add_column(heading, overflow="fold")
+    numbers = ["questions", "accuracy", "95 %", "majority", "blind", "unparsable", f"mean@{first.k}", f"pass@{first.k}"]
+    for heading in (*numbers, "format", *rewards):
+        table.add_column(heading, justify="right", overflow="fold")
+    for group in (None, *dict.fromkeys(name for result in results.values() for name in result.groups)):
+        for model, result in results.items():
+            scores = result if group is None else result.groups.get(group)
+            if scores is not None:
+                names = [group or "all", *([model] if len(results) > 1 else [])]
+                table.add_row(*names, *_cells(scores, rewards), end_section=model == list(results)[-1])
+    return table
+
+
+def _cells(scores: Scores, rewards: list[str]) -> list[str]:
+    low, high = scores.interval
+    rates = (scores.majority, scores.blind, scores.unparsable, scores.mean_at_k, scores.pass_at_k, scores.format)
+    shown = [_rate(rate) for rate in (*rates, *(scores.rewards.get(name) for name in rewards))]
+    return [str(scores.questions), _rate(scores.accuracy), f"{low:.3f}–{high:.3f}", *shown]
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
 
 GROUPS = ("family", "source")
 

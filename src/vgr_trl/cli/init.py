@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from vgr_trl.errors import ConfigError
+from vgr_trl.utils import ConfigError
 
 TEMPLATES = Path(__file__).with_name("templates")
 TINY = "tiny_vlm"

@@ -14,19 +14,14 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor
 from transformers.utils import find_adapter_config_file
 
-from vgr_trl.cli.flags.arguments import DataArguments
+from vgr_trl.cli.arguments import DataArguments
+from vgr_trl.data.columns import keys_of
+from vgr_trl.data.images import VideoOptions, downloaded, refuse_single_image_models
 from vgr_trl.data.load import load_split
-from vgr_trl.data.read.data_files import parse_data_files
-from vgr_trl.data.read.failures import readable
-from vgr_trl.data.read.hub import HUB_NAME, why_not_on_hub
-from vgr_trl.data.rows.images.places import downloaded
-from vgr_trl.data.rows.images.video import VideoOptions, refuse_single_image_models
-from vgr_trl.data.rows.naming import keys_of
-from vgr_trl.data.rows.schema import prepare_rows
-from vgr_trl.data.rows.skipped import SkippedRow
-from vgr_trl.data.rows.text.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, QuestionTemplate, SystemTemplate
-from vgr_trl.data.rows.text.special import special_tokens
-from vgr_trl.errors import ConfigError
+from vgr_trl.data.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, QuestionTemplate, SystemTemplate, special_tokens
+from vgr_trl.data.read import HUB_NAME, parse_data_files, readable, why_not_on_hub
+from vgr_trl.data.rows import SkippedRow, prepare_rows
+from vgr_trl.utils import ConfigError
 
 NO_PROMPT = "none"
 DTYPES = ("auto", "bfloat16", "float16", "float32")

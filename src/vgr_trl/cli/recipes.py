@@ -3,8 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from vgr_trl.recipes import About, read_recipe, recipe_names
-from vgr_trl.recipes.recipe import recipe_file
+from vgr_trl.recipes import About, read_recipe, recipe_file, recipe_names
 
 LEGEND = """\
 passes: over the completions of a rollout, beside generation, without + with gradients. The attention metrics of a run

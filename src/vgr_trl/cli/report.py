@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from vgr_trl.printable import printable
-from vgr_trl.reporting.views.page.html import MEGABYTE, write_report
+from vgr_trl.reporting.page import MEGABYTE, write_report
+from vgr_trl.utils import printable
 
 
 def main(argv: Sequence[str] | None = None) -> int:

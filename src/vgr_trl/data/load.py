@@ -1,7 +1,8 @@
-"""Loading a data set from the hub, a folder or files."""
+"""The data that training reads: from the hub, folders or files, joined, with rows held out."""
 
+import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,27 +10,130 @@ from typing import Any
 from datasets import (
     Dataset,
     DatasetDict,
+    Features,
+    Image,
     IterableDataset,
     IterableDatasetDict,
     Json,
     List,
+    Value,
     concatenate_datasets,
     load_dataset,
     load_from_disk,
 )
 
-from vgr_trl.data.build.sets import mmmu_pro
-from vgr_trl.data.joined import joined_rows, joined_source
-from vgr_trl.data.read.cards import names_files, refuse_files_elsewhere
-from vgr_trl.data.read.data_files import parse_data_files
-from vgr_trl.data.read.failures import readable
-from vgr_trl.data.read.hub import HUB_NAME, why_not_on_hub
-from vgr_trl.data.read.readers import count_rows
-from vgr_trl.data.read.sources import row_files, splits_of
-from vgr_trl.data.read.tables import stream_of, table_of
-from vgr_trl.data.rows.columns import FOLDER
-from vgr_trl.data.rows.reading import KEYS
-from vgr_trl.errors import ConfigError, DataError, MissingSplitError
+from vgr_trl.data import public_sets
+from vgr_trl.data.columns import FOLDER, IMAGE_COLUMNS, KEYS, UNREADABLE, folder_of, images_of, undecoded
+from vgr_trl.data.images import image_bytes
+from vgr_trl.data.merge import Row, split
+from vgr_trl.data.prompts import texts_of
+from vgr_trl.data.read import (
+    HUB_NAME,
+    Source,
+    count_rows,
+    has_config,
+    names_files,
+    parse_data_files,
+    readable,
+    refuse_files_elsewhere,
+    row_files,
+    splits_of,
+    stream_of,
+    table_of,
+    why_not_on_hub,
+)
+from vgr_trl.utils import ConfigError, DataError, MissingSplitError
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows that are held out of a data set without a split to evaluate on, such that no image is on both sides.
+
+
+TEST_SHARE = 0.1
+
+
+def hold_out(dataset: Dataset, seed: int, root: Path = Path()) -> tuple[Dataset, Dataset]:
+    """Return the rows to train on, and a tenth to evaluate on; rows that share an image (or a question) stay together.
+
+    Args:
+        dataset: as `prepare_rows` gives it.
+        seed: of the choice, which depends on nothing else but the images.
+
+    Raises:
+        DataError: all rows share images.
+    """
+    wanted = ("prompt", *IMAGE_COLUMNS, FOLDER)
+    stored = undecoded(dataset.with_format(None))
+    stored = stored.select_columns([name for name in wanted if name in stored.column_names])
+    rows = [Row(0, place, _digests(row, root), "", "") for place, row in enumerate(stored)]
+    try:
+        train, test = split(rows, TEST_SHARE, seed)
+    except DataError as error:
+        raise DataError(
+            f"The {len(rows)} rows cannot be split, for all share images: give rows to evaluate on."
+        ) from error
+    return dataset.select([row.position for row in train]), dataset.select([row.position for row in test])
+
+
+def _digests(row: Mapping[str, Any], root: Path) -> tuple[str, ...]:
+    shown = [image_bytes(value, folder_of(row, root)) for value in images_of(row)]
+    what = shown or ["\0".join(texts_of(row["prompt"][-1:])).encode()]
+    return tuple(hashlib.sha256(data).hexdigest() for data in what)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Public sets that lie in several tables: ArxivQA as VisRAG publishes it, joined row by row as conversion joins it.
+
+
+TABLES = ("corpus", "queries", "qrels")
+FEATURES = Features(
+    {
+        **dict.fromkeys(("id", "source", "problem", "solution", UNREADABLE), Value("string")),
+        "choices": List(Value("string")),
+        "image": Image(decode=False),
+    }
+)
+
+
+def joined_source(dataset_name: str | None, dataset_path: str | None, data_files: str | None) -> Source | None:
+    """Return the source of ArxivQA that is named, None if another set is: by its hub name, or by its three tables."""
+    if dataset_name == public_sets.ARXIVQA_HUB_NAME:
+        return Source(dataset_name=dataset_name)
+    if dataset_path and Path(dataset_path).is_dir() and all(has_config(Path(dataset_path), name) for name in TABLES):
+        return Source(dataset_path=dataset_path)
+    parts = [part.strip() for part in (data_files or "").split(",")]
+    if sorted(part.split("=")[0] for part in parts) == sorted(TABLES):
+        return Source(data_files=parts)
+    return None
+
+
+def joined_rows(source: Source, split: str, streaming: bool) -> Dataset | IterableDataset:
+    """Return the questions of ArxivQA with their figures; what is none has its reason in the column `UNREADABLE`.
+
+    Raises:
+        MissingSplitError: another split than `train` is asked for.
+    """
+    if split != "train":
+        raise MissingSplitError(f"{source} has the splits ['train'], but not {split!r}: name one of them.")
+    # The identity is given so that rows of older files are not found.
+    made: Any = (IterableDataset if streaming else Dataset).from_generator(
+        _rows, features=FEATURES, gen_kwargs={"source": source, "identity": tuple(map(str, source.identity().items()))}
+    )
+    return made
+
+
+def _rows(source: Source, identity: Any) -> Iterator[dict[str, Any]]:
+    blank = dict.fromkeys(FEATURES)
+    for _, found in public_sets.arxivqa_read(source):
+        if isinstance(found, str):
+            yield {**blank, UNREADABLE: found}
+        else:
+            kept = {name: getattr(found, name) for name in ("id", "source", "problem", "solution", "choices")}
+            yield {**blank, **kept, "image": found.images[0]}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loading a data set from the hub, a folder or files.
+
 
 # `datasets` reads the columns of texts as if all were of one type (pandas makes numbers of digits and nothing of `NA`).
 BUILDERS = {".parquet": "parquet", ".jsonl": "text", ".json": "text", ".csv": "text", ".arrow": "arrow"}
@@ -111,8 +215,8 @@ def load_path(
 
 
 def _from_hub(name: str, config: str | None, streaming: bool) -> Any:
-    if config is None and name == mmmu_pro.HUB_NAME:
-        config = mmmu_pro.HUB_CONFIG  # as in conversion
+    if config is None and name == public_sets.MMMU_PRO_HUB_NAME:
+        config = public_sets.HUB_CONFIG  # as in conversion
     if not Path(name).exists() and HUB_NAME.fullmatch(name) and (why := why_not_on_hub(name, "dataset")) is not None:
         raise ConnectionError(why)
     return _keeping_types(load_dataset(name, name=config, streaming=streaming), name)

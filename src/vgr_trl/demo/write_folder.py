@@ -13,12 +13,9 @@ import torch
 from datasets import Dataset, Features, Value, disable_progress_bars
 from datasets import Image as ImageFeature
 
-from vgr_trl.demo.dataset import Rows, words_of
+from vgr_trl.demo.demo import Rows, Split, draw, draw_questions, learn_answers, set_up_process, warm_up, words_of
 from vgr_trl.demo.options import Options
-from vgr_trl.demo.run import draw, set_up_process, warm_up
-from vgr_trl.demo.shapes import Split, draw_questions
-from vgr_trl.demo.tiny_vlm import build_tiny_vlm
-from vgr_trl.demo.warm_start import learn_answers
+from vgr_trl.demo.tiny_model import build_tiny_vlm
 
 FEATURES = Features(
     {name: Value("string") for name in ("id", "source", "family", "problem", "solution", "thought")}

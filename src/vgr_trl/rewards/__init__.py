@@ -6,13 +6,11 @@ Read `accuracy.py` and `answers/`, which it stands on. Then `format.py`, `length
 """
 
 from vgr_trl.rewards.accuracy import accuracy_reward
-from vgr_trl.rewards.answers.solutions import Solution, resolve_solution
+from vgr_trl.rewards.answers import Solution, resolve_solution
 from vgr_trl.rewards.attention import mdi_reward, vgr_hard_negative_reward, vgr_reward
-from vgr_trl.rewards.format import think_format_reward
-from vgr_trl.rewards.length import get_soft_overlong_punishment
-from vgr_trl.rewards.registry import load_reward, load_rewards
-from vgr_trl.rewards.schedule import RewardSchedule
-from vgr_trl.rewards.whole_groups import gather_groups, needs_whole_groups
+from vgr_trl.rewards.groups import gather_groups, needs_whole_groups
+from vgr_trl.rewards.loading import RewardSchedule, load_reward, load_rewards
+from vgr_trl.rewards.simple import get_soft_overlong_punishment, think_format_reward
 
 __all__ = [
     "RewardSchedule",

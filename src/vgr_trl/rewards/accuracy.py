@@ -3,13 +3,22 @@
 from collections.abc import Sequence
 from typing import Any
 
-from vgr_trl.errors import RewardError
 from vgr_trl.registries import BLIND_ANSWERS, declares
-from vgr_trl.rewards.answers.letters import LETTERS, read_labelled, read_letter
-from vgr_trl.rewards.answers.open_answers import same_open_answer
-from vgr_trl.rewards.answers.solutions import Solution, resolve_solution
-from vgr_trl.rewards.answers.stated import answer_tag, last_statement, letter_in_parentheses, strip_thought
-from vgr_trl.rewards.answers.text import completion_text, normalise
+from vgr_trl.rewards.answers import (
+    LETTERS,
+    Solution,
+    answer_tag,
+    completion_text,
+    last_statement,
+    letter_in_parentheses,
+    normalise,
+    read_labelled,
+    read_letter,
+    resolve_solution,
+    same_open_answer,
+    strip_thought,
+)
+from vgr_trl.utils import RewardError
 
 
 def accuracy_reward(

@@ -6,13 +6,11 @@ padding), `caches/` (what completions read of prompts), `generation.py`. What it
 (which models can), `counts.py`. Around it: `heads.py`, `plan.py` (where a run shares, and why not elsewhere).
 """
 
-from vgr_trl.replacing import replaced
-from vgr_trl.sharing.backbone import has_active_dropout
-from vgr_trl.sharing.context import leave_out_empty_images, share_prompts
-from vgr_trl.sharing.counts import SharingReport
-from vgr_trl.sharing.fitness import why_not_share
-from vgr_trl.sharing.grouping import shuffle_by_group, whole_groups, why_not_regroup
-from vgr_trl.sharing.plan import Place, SharedPasses, SharingPlan
+from vgr_trl.sharing.model_support import has_active_dropout, why_not_share
+from vgr_trl.sharing.plan import Place, SharedPasses, SharingPlan, leave_out_empty_images, share_prompts
+from vgr_trl.sharing.prefix_cache import SharingReport
+from vgr_trl.sharing.sharing import shuffle_by_group, whole_groups, why_not_regroup
+from vgr_trl.utils import replaced
 
 __all__ = [
     "Place",

@@ -7,27 +7,20 @@ Read `modality.py` (which tokens are the image), `ratios.py` (what is made of at
 rewards and metrics see).
 """
 
-from vgr_trl.batch.signals import AttentionMass, RolloutSignals
-from vgr_trl.signals.attention.generated import GenerationProbe
-from vgr_trl.signals.attention.probe import AttentionProbe
+from vgr_trl.batch import AttentionMass, RolloutSignals
+from vgr_trl.signals.attention import AttentionProbe, GenerationProbe
 from vgr_trl.signals.dependency import visual_dependency
-from vgr_trl.signals.measurement import Measurement, Wanted, signals_of_generation
-from vgr_trl.signals.modality import ModalityMasks, build_modality_masks
-from vgr_trl.signals.perturbation.images import (
-    add_gaussian_noise,
-    blacken_patches,
-    gaussian_blur,
-    mask_image,
-    perturb_images,
-)
+from vgr_trl.signals.perturbation import add_gaussian_noise, blacken_patches, gaussian_blur, mask_image, perturb_images
 from vgr_trl.signals.ratios import (
+    ModalityMasks,
     attention_efficiency_index,
+    build_modality_masks,
     mdi_balance,
     split_layers,
     token_vision_gain_ratio,
     vision_gain_ratio,
 )
-from vgr_trl.signals.scoring import RolloutScorer
+from vgr_trl.signals.scoring import Measurement, RolloutScorer, Wanted, signals_of_generation
 
 __all__ = [
     "AttentionMass",

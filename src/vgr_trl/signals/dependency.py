@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from vgr_trl.errors import DataError
+from vgr_trl.utils import DataError
 
 
 def visual_dependency(logps: torch.Tensor, perturbed_logps: torch.Tensor) -> torch.Tensor:

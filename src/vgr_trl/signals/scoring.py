@@ -1,25 +1,476 @@
-"""Log-probabilities, entropies and attention of completions, in one pass without gradients per chunk of rows."""
+"""A batch scored: log-probabilities, entropies and attention, with any model or in a trainer."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
+from peft import PeftModel
 from torch import nn
 
-from vgr_trl.batch.inputs import TOKEN_TYPES
-from vgr_trl.batch.signals import RolloutSignals
-from vgr_trl.batch.token_columns import map_signals, with_completion_types
-from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.sharing import share_prompts, whole_groups
-from vgr_trl.sharing.backbone import causal_model, has_sharded_parameters
-from vgr_trl.sharing.fitness import why_adapter_reads_whole_rows
-from vgr_trl.sharing.image_inputs import is_image_token
-from vgr_trl.signals.attention.probe import AttentionProbe
-from vgr_trl.signals.head import Head
-from vgr_trl.signals.image_chunks import cut_images
-from vgr_trl.signals.modality import ModalityMasks, build_modality_masks, vision_token_ids
+from vgr_trl.batch import (
+    IMAGE_INPUTS,
+    TOKEN_TYPES,
+    AttentionMass,
+    RolloutSignals,
+    UnknownParts,
+    map_signals,
+    parts_by_counts,
+    parts_by_tokens,
+    unmeasured,
+    with_completion_types,
+)
+from vgr_trl.registries import BLIND_ANSWERS
+from vgr_trl.sharing.model_support import (
+    causal_model,
+    changed_hidden_states,
+    has_sharded_parameters,
+    why_adapter_reads_whole_rows,
+)
+from vgr_trl.sharing.plan import share_prompts
+from vgr_trl.sharing.sharing import is_image_token, whole_groups
+from vgr_trl.signals.attention import AttentionProbe, GenerationProbe, count_attention_layers, find_decoder
+from vgr_trl.signals.dependency import jensen_shannon
+from vgr_trl.signals.named import SIGNAL_COLUMNS, NamedSignal
+from vgr_trl.signals.ratios import ModalityMasks, build_modality_masks, late_layers, vision_token_ids
 from vgr_trl.signals.similarity import SimilarityProbe
+from vgr_trl.utils import ConfigError, DataError, replaced
+
+if TYPE_CHECKING:
+    from trl.trainer.utils import FusedCausalLMOutput
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Log-probabilities and entropies from hidden states, by the model's own head: few positions at a time, or few rows.
+
+
+LOGITS_AT_A_TIME = {"cpu": 2**23, "cuda": 2**26}  # 32 MB and 256 MB in float32; a GPU wants larger products
+
+
+class Head:
+    """What a model makes of last hidden states, with whatever it scales, caps or casts on the way.
+
+    The model's own forward pass runs, with a base model that hands it the hidden states.
+
+    Args:
+        causal: transformers model with a head.
+        output_type: class of what its base model returns.
+    """
+
+    def __init__(self, causal: Any, output_type: Callable[..., Any]) -> None:
+        self.causal, self.output_type = causal, output_type
+        self.vocabulary: int = causal.config.get_text_config(decoder=True).vocab_size
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(C, vocabulary), for hidden states (C, D).
+
+        Raises:
+            ConfigError: the model's forward pass calls neither its base model nor its decoder.
+        """
+        outputs = self.output_type(last_hidden_state=hidden.unsqueeze(0))
+        ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
+        calls = 0
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return outputs
+
+        base, decoder = self.causal.base_model, find_decoder(self.causal)  # OPT's head calls the decoder of its base
+        with replaced(base, "forward", forward), replaced(decoder, "forward", forward):
+            logits: torch.Tensor = self.causal(input_ids=ids, use_cache=False, return_dict=True).logits[0]
+        if calls != 1:
+            raise ConfigError(
+                f"{type(self.causal).__name__} called its base model {calls} times where one call was expected: its "
+                "head cannot be used alone, score with its own forward pass."
+            )
+        return logits
+
+    def score(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log-probabilities of `tokens` and entropies of what they are drawn from, 0 where `mask` is False.
+
+        Args:
+            hidden: (N, T, D), of the queries that emit the tokens.
+            tokens: (N, T) int64.
+            mask: (N, T) bool.
+            temperature: logits are divided by it.
+
+        Returns:
+            (N, T) float32 each, entropies in nats.
+        """
+        return self._by_position(self._score, mask, temperature, hidden, tokens)
+
+    def shift(
+        self, hidden: torch.Tensor, others: torch.Tensor, mask: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return how far two passes differ in what tokens are drawn from, and the entropies of the other pass.
+
+        Args:
+            hidden: (N, T, D), of the queries that emit the tokens.
+            others: (N, T, D), of the same queries in the other pass.
+            mask: (N, T) bool.
+            temperature: logits are divided by it.
+
+        Returns:
+            (N, T) float32 each, the Jensen-Shannon divergence and entropies, in nats; 0 where `mask` is False.
+        """
+        return self._by_position(self._shift, mask, temperature, hidden, others, passes=2)
+
+    def positions_at_a_time(self, device: torch.device, passes: int = 1) -> int:
+        """Return for how many positions there is room for logits of so many passes."""
+        return max(LOGITS_AT_A_TIME.get(device.type, LOGITS_AT_A_TIME["cpu"]) // (passes * self.vocabulary), 1)
+
+    def _by_position(
+        self,
+        measure: Callable[..., torch.Tensor],
+        mask: torch.Tensor,
+        temperature: float,
+        *of_tokens: torch.Tensor,
+        passes: int = 1,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The two numbers of each position of the mask, some at a time, 0 elsewhere."""
+        device = of_tokens[0].device
+        count = self.positions_at_a_time(device, passes)
+        found = torch.zeros(2, *mask.shape, device=device)
+        if mask.any():
+            parts = zip(*(values[mask].split(count) for values in of_tokens), strict=True)
+            found[:, mask] = torch.cat([measure(*part, temperature) for part in parts], dim=1)
+        return found[0], found[1]
+
+    def _shift(self, hidden: torch.Tensor, others: torch.Tensor, temperature: float) -> torch.Tensor:
+        logits, other = (self.logits(states).float() / temperature for states in (hidden, others))
+        logps = torch.log_softmax(other, dim=-1)
+        entropies = -torch.linalg.vecdot(logps.exp(), logps.clamp(min=torch.finfo(logps.dtype).min))
+        return torch.stack([jensen_shannon(logits, other), entropies])
+
+    def _score(self, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+        logits = self.logits(hidden).float()  # (C, vocabulary)
+        logps = torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
+        del logits
+        chosen = logps.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        probabilities = logps.exp()
+        # A forbidden token has the logit -inf and adds nothing.
+        entropies = -torch.linalg.vecdot(probabilities, logps.clamp_(min=torch.finfo(logps.dtype).min))
+        return torch.stack([chosen, entropies])
+
+
+@contextmanager
+def head_of_rows(model: nn.Module, rows: Sequence[int] | None) -> Iterator[None]:
+    """Let passes that ask for TRL's fused head go through it with some rows only; what they return of others is NaN.
+
+    Args:
+        rows: of the batch, whose chunks pass in order; None: no row. Where there are rows, each chunk takes at least
+            one, so that processes which share a sharded head call it equally often.
+    """
+    from trl.trainer.utils import FusedCausalLMOutput  # only TRL's passes come here, and this room runs without TRL
+
+    causal = causal_model(model)
+    plain, passed = causal.forward, 0
+
+    def forward(*args: Any, fused_lm_head: bool, **kwargs: Any) -> "FusedCausalLMOutput":
+        nonlocal passed
+        labels = {name: kwargs.pop(name) for name in ("labels", "shift_labels") if name in kwargs}
+        shape = next(iter(labels.values())).shape
+        if rows is None:
+            hidden = causal.base_model(*args, **kwargs, use_cache=False).last_hidden_state
+            nothing = hidden.new_full(shape, torch.nan, dtype=torch.float32)
+            return FusedCausalLMOutput(log_probs=nothing, entropy=nothing)
+        chosen = [row - passed for row in rows if passed <= row < passed + shape[0]] or [0]
+        passed += shape[0]
+        own = {name: values[chosen] for name, values in labels.items()}
+        with changed_hidden_states(causal.base_model, itemgetter(chosen)):
+            outputs = plain(*args, fused_lm_head=True, **own, **kwargs)
+        return FusedCausalLMOutput(
+            log_probs=_among(shape[0], chosen, outputs.log_probs), entropy=_among(shape[0], chosen, outputs.entropy)
+        )
+
+    forward.of_rows = True  # type: ignore[attr-defined]
+    with replaced(causal, "forward", forward):
+        yield
+
+
+def leaves_rows_out(model: nn.Module) -> bool:
+    """Whether passes of a model leave out the head for some rows, by `head_of_rows`."""
+    return hasattr(causal_model(model).forward, "of_rows")
+
+
+def _among(count: int, rows: list[int], values: torch.Tensor) -> torch.Tensor:
+    """Values of some rows as those of all; NaN elsewhere."""
+    every = values.new_full((count, *values.shape[1:]), torch.nan, dtype=torch.float32)
+    every[rows] = values.float()
+    return every
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Image inputs of a batch, cut into those of consecutive rows.
+
+
+def cut_images(
+    inputs: Mapping[str, torch.Tensor],
+    is_image: torch.Tensor,
+    num_images: Sequence[int] | None,
+    num_tiles: Sequence[int] | None,
+    chunks: Sequence[slice],
+) -> list[dict[str, torch.Tensor]]:
+    """Return the image inputs of each chunk of rows, nothing for a chunk without images.
+
+    Args:
+        inputs: image inputs as processors return them: an entry per row, image, tile or patch.
+        is_image: (N, P) bool, placeholder tokens of images; nowhere True if the model does not say which they are.
+        num_images: (N,) images of each row. None: as many as its placeholder tokens are worth.
+        num_tiles: (N,) entries of `pixel_values` of each row, where images are cut into tiles.
+        chunks: rows of each.
+
+    Raises:
+        DataError: the inputs cannot be assigned to rows, or the counts contradict inputs or tokens.
+    """
+    if unknown := sorted(inputs.keys() - set(IMAGE_INPUTS)):
+        raise DataError(f"The input {unknown[0]} cannot be cut into chunks: score all rows at once (batch_size=None).")
+    wanted = (
+        f"num_images is {_shown(num_images)} and num_tiles {_shown(num_tiles)} for {len(is_image)} rows that pass in "
+        "chunks: give one number for each row"
+    )
+    has_image = is_image.any(1).tolist()  # (N,)
+    try:
+        if num_images is None:
+            parts = parts_by_tokens(inputs, is_image)
+        else:
+            given = [int(count) > 0 for count in num_images]
+            if is_image.any() and given != has_image:
+                raise DataError(f"{wanted}, more than 0 where the prompt has placeholder tokens of images, else 0.")
+            parts, has_image = parts_by_counts(inputs, num_images, num_tiles), given
+    except UnknownParts as error:
+        raise DataError(f"{wanted}, since nothing else tells which images are whose ({error.reason}).") from error
+    if len(has_image) != len(is_image):
+        raise DataError(f"{wanted}.")
+    return [
+        {name: value[parts[name][rows][0].start : parts[name][rows][-1].stop] for name, value in inputs.items()}
+        if any(has_image[rows])
+        else {}
+        for rows in chunks
+    ]
+
+
+def _shown(counts: Sequence[int] | None) -> list[int] | None:
+    return None if counts is None else [int(count) for count in counts]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is measured of a rollout batch, while it is generated and when it is scored.
+
+
+MOST_KEPT = 2**29  # bytes of device memory for attention kept token by token; 10 rows of 1,024 tokens of a 7 B model
+Scored = tuple[torch.Tensor, torch.Tensor | None, Any]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a rollout batch is measured for: per measurement, the names of the options, rewards and rules that read it.
+
+    `shift` is how distributions differ under the perturbation, `views` log-probabilities under perturbations, `regions`
+    attention on what the question is about, which implies `attention`, `values` a pass, whatever it is for.
+    """
+
+    attention: tuple[str, ...] = ()
+    entropies: tuple[str, ...] = ()
+    dependency: tuple[str, ...] = ()
+    logps: tuple[str, ...] = ()
+    similarity: tuple[str, ...] = ()
+    shift: tuple[str, ...] = ()
+    views: tuple[str, ...] = ()
+    regions: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
+
+    @property
+    def scoring(self) -> bool:
+        """Whether a pass over the rollout batch is needed."""
+        return bool(self.attention or self.similarity or self.head or self.values)
+
+    @property
+    def head(self) -> bool:
+        """Whether that pass has to go through the model's head, for log-probabilities or entropies."""
+        return bool(self.entropies or self.dependency or self.shift or self.logps)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one pass over a rollout batch has measured.
+
+    Attributes:
+        signals: of the completions.
+        prompt_mass: attention of the prompt's own instruction tokens, (L, N, 1); None if attention was measured in
+            generation, or not at all.
+        maps: row -> attention over its vision tokens, (layers that rewards read, T, V), of the rows whose maps were
+            wanted.
+    """
+
+    signals: RolloutSignals
+    prompt_mass: AttentionMass | None = None
+    maps: dict[int, torch.Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What is measured of every rollout batch, and how.
+
+    Attributes:
+        wanted: what to measure.
+        vision_token_ids: placeholder tokens of images and videos.
+        special_token_ids: tokens that belong to no modality.
+        attention_source: `scoring` or `generate`, where attention is measured.
+        attention_segments: how layers are cut into segments.
+        similarity_layer, similarity_over: as `SimilarityProbe` takes them.
+        views: perturbations under which completions are scored.
+        named: signals that are asked for by name, or read by plug-ins.
+        blind: whether rewards get blind answers.
+    """
+
+    wanted: Wanted
+    vision_token_ids: tuple[int, ...]
+    special_token_ids: tuple[int, ...]
+    attention_source: str = "scoring"
+    attention_segments: str = "thirds"
+    similarity_layer: int = -1
+    similarity_over: str = "max"
+    views: tuple[str, ...] = ()
+    named: tuple[NamedSignal, ...] = ()
+    blind: bool = False
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that rewards get beside those of the data."""
+        of_attention = (*SIGNAL_COLUMNS, "mdi_balance_ratio") if self.wanted.attention else ()
+        answers = (BLIND_ANSWERS,) if self.blind else ()
+        return (*of_attention, *answers, *(signal.name for signal in self.named if not signal.is_late))
+
+    @property
+    def reads_pass(self) -> bool:
+        """Whether the scoring pass is needed for what neither the head nor a generation gives."""
+        return bool(self.wanted.values or self.wanted.similarity)
+
+    @property
+    def in_generation(self) -> bool:
+        """Whether attention is measured while generating."""
+        return bool(self.wanted.attention) and self.attention_source == "generate"
+
+    def generation_probe(self, model: nn.Module) -> GenerationProbe:
+        """Return a context in which `model` generates a batch, whose attention it then has as `mass`.
+
+        Raises:
+            ConfigError: as `GenerationProbe`.
+        """
+        return GenerationProbe(model, vision_token_ids=self.vision_token_ids, special_token_ids=self.special_token_ids)
+
+    def measure(
+        self,
+        model: nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        completion_length: int,
+        score: Callable[[], Scored],
+        *,
+        generated_mass: AttentionMass | None = None,
+        rows_with_maps: Sequence[int] = (),
+        region: torch.Tensor | None = None,
+    ) -> tuple[Scored, Measured]:
+        """Run `score`, which passes the batch through `model`; return what it returns, and what was measured.
+
+        Args:
+            input_ids, attention_mask: (N, P + T).
+            completion_length: T.
+            score: returns log-probabilities (N, T), entropies (N, T) and anything.
+            generated_mass: attention measured in generation, which then is not measured again.
+            rows_with_maps: rows whose attention over the image is wanted token by token.
+            region: (N, P) bool, vision tokens whose attention is wanted apart.
+        """
+        mask = attention_mask[:, -completion_length:].bool()  # (N, T)
+        mass = None if generated_mass is None else pad_to_length(generated_mass, completion_length)
+        prompt_mass, maps, probe, similar = None, None, None, None
+        with ExitStack() as stack:
+            if self.wanted.attention and (mass is None or rows_with_maps):
+                length = input_ids.size(1)
+                masks = self._masks(input_ids, attention_mask, completion_length)
+                masks.region = None if region is None else region.to(input_ids.device)
+                rows = slice(length - completion_length - 1, length - 1)
+                late = late_layers(count_attention_layers(model), self.attention_segments)
+                kept = _rows_that_fit(masks.vision, completion_length * len(late), rows_with_maps)
+                probe = AttentionProbe(model, masks, rows, kept, measure_prompt=mass is None, keep_layers=late)
+                stack.enter_context(probe)
+            if self.wanted.similarity:
+                vision = self._masks(input_ids, attention_mask, completion_length).vision
+                similar = SimilarityProbe(model, vision, self.similarity_layer, self.similarity_over)
+                stack.enter_context(similar)
+            scored = score()
+        if probe is not None:
+            if mass is None:
+                mass, prompt_mass = probe.mass, probe.prompt_mass
+            maps = probe.kept
+        if mass is not None:
+            mass.mask = mask
+        logps, entropies, _ = scored
+        if entropies is None:
+            entropies = torch.full_like(logps, torch.nan)
+        signals = RolloutSignals(logps.detach().float(), entropies.detach().float(), mask, mass)
+        if similar is not None:
+            signals.similarity = similar.similarity
+        return scored, Measured(signals, prompt_mass, maps)
+
+    def _masks(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, completion_length: int) -> ModalityMasks:
+        """Of the prompts, (N, P)."""
+        return build_modality_masks(
+            input_ids[:, :-completion_length],
+            attention_mask[:, :-completion_length],
+            vision_token_ids=self.vision_token_ids,
+            special_token_ids=self.special_token_ids,
+        )
+
+
+def signals_of_generation(mass: AttentionMass, completion_mask: torch.Tensor) -> RolloutSignals:
+    """Return attention measured in generation as the signals of a batch, where no others are needed."""
+    mask = completion_mask.bool()
+    mass = pad_to_length(mass, mask.size(1))
+    mass.mask = mask
+    return replace(unmeasured(mask), attention=mass)
+
+
+def _rows_that_fit(vision: torch.Tensor, queries: int, rows: Sequence[int]) -> list[int]:
+    """Those of `rows` whose attention, token by token, takes no more than `MOST_KEPT` bytes together.
+
+    Args:
+        vision: (N, P) bool, vision tokens of the prompts.
+        queries: of a row, those of every layer counted.
+    """
+    fitting, used = [], 0
+    for row in rows:
+        size = 4 * queries * int(vision[row].sum())
+        if used + size <= MOST_KEPT:
+            fitting.append(row)
+            used += size
+    return fitting
+
+
+def pad_to_length(mass: AttentionMass, length: int) -> AttentionMass:
+    """Return a mass of T' tokens as one of `length` tokens: those behind do not count, or are not there."""
+    missing = length - mass.mask.size(1)  # the longest completion may have been cut or padded
+    names = [name for name in ("vision", "instruction", "region", "mask") if getattr(mass, name) is not None]
+    padded: Any = {name: torch.nn.functional.pad(getattr(mass, name), (0, missing)) for name in names}
+    return replace(mass, **padded)
+
+
+def policy_is_active(model: torch.nn.Module) -> bool:
+    """Whether the adapters of `model`, if it has any, are those being trained: not switched off, not a reference."""
+    for module in model.modules():
+        if isinstance(module, PeftModel):
+            return module.has_active_enabled_adapter and "ref" not in module.active_adapters
+    return True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Log-probabilities, entropies and attention of completions, in one pass without gradients per chunk of rows.
 
 
 class RolloutScorer:
@@ -33,7 +484,7 @@ class RolloutScorer:
         model: any transformers model with a head, also wrapped by DDP or PEFT, or patched by TRL; whole parameters.
         vision_token_ids: placeholder tokens of images and videos. None: those of the model's configuration.
         special_token_ids: tokens that belong to no modality, needed for attention; those of a processor are found by
-            `vgr_trl.signals.modality.special_token_ids`.
+            `vgr_trl.signals.ratios.special_token_ids`.
         share_prompts: `auto` computes each prompt once where that is exact, `on` raises where it is not, `off` never.
         batch_size: rows that pass at a time, made whole groups where prompts are shared. None: all.
         temperature: logits are divided by it; above 0.

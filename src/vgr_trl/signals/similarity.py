@@ -11,10 +11,9 @@ import torch
 from torch import nn
 from torch.nn.functional import normalize
 
-from vgr_trl.errors import ConfigError
-from vgr_trl.sharing.backbone import causal_model, is_attention
-from vgr_trl.signals.attention.passes import Pass, PassPlan
-from vgr_trl.signals.decoder import find_decoder
+from vgr_trl.sharing.model_support import causal_model, is_attention
+from vgr_trl.signals.attention import Pass, PassPlan, find_decoder
+from vgr_trl.utils import ConfigError
 
 
 def cosine_similarity(emitting: torch.Tensor, image: torch.Tensor, over: str) -> torch.Tensor:

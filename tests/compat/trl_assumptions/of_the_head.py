@@ -6,7 +6,7 @@ from trl_assumptions import TRAINER, UTILS, Assumption, Source
 from trl_assumptions.reading import calls, parameters, says, values_returned
 
 SCORING = "_get_per_token_logps_and_entropies"
-HEADS = "skipping/fused_head.py, sharing/heads.py"
+HEADS = "efficiency/loss_mask.py, sharing/sharing.py"
 
 
 def of_scoring(*texts: str):
@@ -38,7 +38,7 @@ def heads_at_the_temperature_of_the_run(source: Source) -> bool:
 ASSUMPTIONS = [
     Assumption(
         "scoring returns three values and takes model, input_ids, attention_mask, logits_to_keep and batch_size",
-        "trainer.py, training/host.py, training/passes/score.py",
+        "trainer.py, rollout.py, forward_passes.py",
         lambda source: (
             values_returned(source.method(SCORING)) == {3}
             and parameters(source.method(SCORING))[:5]
@@ -54,13 +54,13 @@ ASSUMPTIONS = [
     ),
     Assumption(
         "scoring calls the model with labels and fused_lm_head=True by name",
-        f"{HEADS}, signals/head.py, training/critic/values.py",
+        f"{HEADS}, signals/scoring.py, critic.py",
         of_scoring("model(**model_inputs, labels=labels, fused_lm_head=True)"),
         (TRAINER, "labels=labels, fused_lm_head=True)", "labels=labels)"),
     ),
     Assumption(
         "scoring takes the last columns of log_probs and entropy, as many as the completion has",
-        f"{HEADS}, training/critic/values.py",
+        f"{HEADS}, critic.py",
         of_scoring("outputs.log_probs[:, -logits_to_keep:]", "outputs.entropy[:, -logits_to_keep:]"),
         (TRAINER, "outputs.log_probs[:, -logits_to_keep:]", "outputs.logps[:, -logits_to_keep:]"),
     ),
@@ -81,25 +81,25 @@ ASSUMPTIONS = [
     ),
     Assumption(
         "the head looks its base model up at each call",
-        f"{HEADS}, signals/head.py, training/full_kl.py",
+        f"{HEADS}, signals/scoring.py, added_loss.py",
         looks_the_backbone_up,
         (UTILS, "backbone_outputs = getattr(self, backbone_attr)(", "backbone_outputs = backbone("),
     ),
     Assumption(
         "the head is a forward method of the model object itself",
-        f"{HEADS}, signals/head.py, replacing.py",
+        f"{HEADS}, signals/scoring.py, replacing.py",
         lambda source: says(source.function("add_fused_lm_head", UTILS), "model.forward = types.MethodType("),
         (UTILS, "model.forward = types.MethodType(_fused_forward, model)", "type(model).forward = _fused_forward"),
     ),
     Assumption(
         "the head returns a FusedCausalLMOutput, whose log_probs and entropy may be left out as all other fields",
-        "signals/head.py, training/critic/values.py",
+        "signals/scoring.py, critic.py",
         output_of_two_fields,
         (UTILS, "    log_probs: torch.Tensor | None = None", "    logps: torch.Tensor | None = None"),
     ),
     Assumption(
         "policy and reference get the head with the temperature of the run, the policy also entropies",
-        "training/full_kl.py, training/host.py",
+        "added_loss.py, rollout.py",
         heads_at_the_temperature_of_the_run,
         (TRAINER, "self.ref_model, temperature=self.temperature", "self.ref_model, temperature=1.0"),
     ),

@@ -51,7 +51,7 @@ def of_the_method(*texts: str):
 ASSUMPTIONS = [
     Assumption(
         "_compute_loss reads old_per_token_logps only after its pass through the model",
-        "training/passes/skip.py",  # complete_old_logps
+        "forward_passes.py",  # complete_old_logps
         old_logps_after_the_pass,
         (
             TRAINER,
@@ -62,20 +62,20 @@ ASSUMPTIONS = [
     ),
     Assumption(
         "_compute_loss takes the log-probabilities of the pass for old ones that are missing",
-        "training/metrics/step_metrics.py",
+        "callbacks.py",
         of_the_method("per_token_logps.detach() if old_per_token_logps is None else old_per_token_logps"),
         (TRAINER, "per_token_logps.detach() if old_per_token_logps is None", "None if old_per_token_logps is None"),
     ),
     Assumption(
         "_compute_loss makes one pass, by self._get_per_token_logps_and_entropies, with model, ids, mask and length "
         "first and the image inputs by name",
-        "trainer.py, training/passes/score.py",
+        "trainer.py, forward_passes.py",
         one_pass_with_these_arguments,
         (TRAINER, 'num_images=inputs.get("num_images"),', ""),
     ),
     Assumption(
         "a pass gives log-probabilities, entropies and a router's loss, in this order",
-        "training/passes/skip.py, training/loss.py",
+        "forward_passes.py, added_loss.py",
         of_the_method("per_token_logps, entropies, aux_loss = self._get_per_token_logps_and_entropies("),
         (
             TRAINER,
@@ -85,13 +85,13 @@ ASSUMPTIONS = [
     ),
     Assumption(
         "advantages may be (N, T): those of one dimension get a second",
-        "training/spread.py",
+        "trainer.py",
         of_the_method("if advantages.dim() == 1:\n        advantages = advantages.unsqueeze(1)"),
         (TRAINER, "if advantages.dim() == 1:", "if True:"),
     ),
     Assumption(
         "a token with an advantage of 0 adds 0 to the loss, whatever its ratio is",
-        "skipping/live.py, training/passes/skip.py",
+        "efficiency/loss_mask.py, forward_passes.py",
         of_the_method(
             "per_token_loss1 = coef_1 * advantages",
             "per_token_loss2 = coef_2 * advantages",
@@ -102,19 +102,19 @@ ASSUMPTIONS = [
     ),
     Assumption(
         "each loss type is divided by what average_as_loss divides by",
-        "compat/loss_normaliser.py, training/passes/budget.py",
+        "patches.py, forward_passes.py",
         divisors,
         (TRAINER, 'elif self.loss_type in ["cispo", "dapo", "vespo"]:', 'elif self.loss_type in ["cispo", "vespo"]:'),
     ),
     Assumption(
         "the mask of the loss is completion_mask, times tool_mask where there is one",
-        "training/rollout.py",  # valid_tokens
+        "rollout.py",  # valid_tokens
         of_the_method("completion_mask if 'tool_mask' not in inputs else completion_mask * inputs['tool_mask']"),
         (TRAINER, 'mask = completion_mask if "tool_mask" not in inputs else', 'mask = prompt_mask if "x" else'),
     ),
     Assumption(
         "entropy and clip ratios are logged once per micro-batch, as means over all valid tokens",
-        "training/metrics/step_metrics.py",
+        "callbacks.py",
         of_the_method(
             "self._metrics[mode]['entropy'].append(global_masked_mean(entropies))",
             "self._metrics[mode]['clip_ratio/region_mean'].append(global_masked_mean(",

@@ -52,7 +52,7 @@ def tables(source: Source) -> bool:
 ASSUMPTIONS = [
     Assumption(
         "a rollout is generated, scored by the policy, rewarded and given advantages, in this order",
-        "training/judge.py, training/measure.py, training/passes/score.py",
+        "trainer.py, measure.py, forward_passes.py",
         in_this_order,
         (
             TRAINER,
@@ -63,7 +63,7 @@ ASSUMPTIONS = [
     Assumption(
         "old log-probabilities are scored where the policy changes within a rollout or vLLM's are corrected, and else "
         "left out of the batch",
-        "training/start/plans.py, training/choice/replay.py",
+        "validate.py, sampling.py",
         of_the_rollout(
             "if self.args.gradient_accumulation_steps % generate_every != 0 or "
             "(self.use_vllm and self.vllm_importance_sampling_correction):",
@@ -73,7 +73,7 @@ ASSUMPTIONS = [
     ),
     Assumption(
         "a batch has the columns that rows are made of, and none that are not known",
-        "batch/token_columns.py, batch/rows.py, batch/image_parts.py, skipping/narrow.py",
+        "batch.py, batch.py, batch.py, efficiency/loss_mask.py",
         lambda source: (
             keys_written(rollout(source), "output") >= REQUIRED
             and keys_written(rollout(source), "output") <= REQUIRED | OPTIONAL
@@ -82,7 +82,7 @@ ASSUMPTIONS = [
     ),
     Assumption(
         "num_items_in_batch counts the tokens of the loss of the whole rollout, over all processes",
-        "sampling/replacing.py, compat/loss_normaliser.py",
+        "sampling.py, patches.py",
         of_the_rollout(
             "loss_mask = completion_mask if tool_mask is None else completion_mask * tool_mask",
             "num_items_in_batch = self.accelerator.gather(loss_mask.sum()).sum()",
@@ -91,7 +91,7 @@ ASSUMPTIONS = [
     ),
     Assumption(
         "advantages are weighted sums of rewards, less the group's mean, by its deviation + 1e-4, and 0 if unscored",
-        "credit/advantages.py, sampling/dead_groups.py, training/choice/choose.py",
+        "advantages.py, sampling.py, sampling.py",
         of_the_rollout(
             "rewards = (rewards_per_func * self.reward_weights.to(device).unsqueeze(0)).nansum(dim=1)",
             "advantages = rewards - mean_grouped_rewards",
@@ -102,7 +102,7 @@ ASSUMPTIONS = [
     ),
     Assumption(
         "rewards are asked of self.reward_funcs in the order of their names and gathered from all processes",
-        "training/judge.py, rewards/whole_groups.py",
+        "trainer.py, rewards/groups.py",
         of_method(
             "_calculate_rewards",
             "zip(self.reward_funcs, self.reward_processing_classes, self.reward_func_names, strict=True)",
@@ -112,14 +112,14 @@ ASSUMPTIONS = [
     ),
     Assumption(
         "generation returns the tokens of completions second and completions fourth",
-        "training/host.py",
+        "rollout.py",
         completions_of_generate,
         (TRAINER, "return prompt_ids, completion_ids, tool_mask, completions,", "return prompt_ids, tool_mask, 0, 0,"),
     ),
     Assumption(
         "generation tokenizes with self._tokenize_prompts, whose three values and num_generations "
         "self._generate_single_turn takes",
-        "trainer.py, training/generation/generate.py",
+        "trainer.py, generation.py",
         of_method(
             "_generate",
             "prompt_ids, images, multimodal_fields = self._tokenize_prompts(prompts)",
@@ -129,13 +129,13 @@ ASSUMPTIONS = [
     ),
     Assumption(
         "prompts become tokens, images and fields",
-        "training/host.py, batch/inputs.py",
+        "rollout.py, batch.py",
         lambda source: values_returned(source.method("_tokenize_prompts")) == {3},
         (TRAINER, "return prompt_ids, images, multimodal_fields", "return prompt_ids, images"),
     ),
     Assumption(
         "each generation reads self.generation_config and self.generation_kwargs anew",
-        "training/host.py, training/generation/eval_sampling.py",
+        "rollout.py, rollout.py",
         of_method(
             "_generate_single_turn",
             "generation_config=self.generation_config",
@@ -145,7 +145,7 @@ ASSUMPTIONS = [
     ),
     Assumption(
         "a reference is built, and scores rollouts, where beta is not 0 at that time",
-        "training/kl.py",
+        "added_loss.py",
         lambda source: (
             says(source.method("__init__"), "if self.beta == 0.0:")
             and says(rollout(source), "if self.beta != 0.0:", "output['ref_per_token_logps'] = ref_per_token_logps")
@@ -154,19 +154,19 @@ ASSUMPTIONS = [
     ),
     Assumption(
         "the table of completions has columns of the last rollout batch",
-        "compat/round_logs.py, compat/completion_tables.py, training/host.py",
+        "patches.py, patches.py, rollout.py",
         tables,
         (TRAINER, '"advantages": deque(maxlen=args.generation_batch_size)', '"advantages": []'),
     ),
     Assumption(
         "what rewards log waits in _pending_extra_logs and _pending_metrics until the rollout is judged",
-        "compat/round_logs.py",
+        "patches.py",
         of_the_rollout("self._pending_extra_logs.clear()", "self._pending_metrics.clear()"),
         (TRAINER, "self._pending_metrics.clear()", "pass"),
     ),
     Assumption(
         "images go to the table where log_multimodal is on, and for nothing else",
-        "compat/logged_images.py",
+        "patches.py",
         lambda source: (
             says(rollout(source), "if images is not None and self.log_multimodal:")
             and ast.unparse(rollout(source)).count("self.log_multimodal") == 1
@@ -175,13 +175,13 @@ ASSUMPTIONS = [
     ),
     Assumption(
         "token types of completions are 0",
-        "compat/token_types.py",
+        "patches.py",
         of_the_rollout("token_type_ids.new_zeros(completion_ids.shape)"),
         (TRAINER, "token_type_ids.new_zeros(completion_ids.shape)", "token_type_ids.new_ones(completion_ids.shape)"),
     ),
     Assumption(
         "metrics wait in _metrics by mode, are averaged when they are logged, and begin anew",
-        "training/host.py, training/metrics/step_metrics.py",
+        "rollout.py, callbacks.py",
         of_method("log", "self._metrics[mode].items()", "self._metrics[mode].clear()"),
         (TRAINER, "self._metrics[mode].clear()", "pass"),
     ),

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from vgr_trl.batch.signals import AttentionMass, RolloutSignals
-from vgr_trl.credit.published import AnchorOptions, PGPOOptions, VGPOOptions, anchor_tokens, pgpo, vgpo
-from vgr_trl.errors import ConfigError
+from vgr_trl.batch import AttentionMass, RolloutSignals
+from vgr_trl.credit import AnchorOptions, PGPOOptions, VGPOOptions, anchor_tokens, pgpo, vgpo
+from vgr_trl.utils import ConfigError
 
 NAN = float("nan")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from support.made_sets import picture
 
-from vgr_trl.data.build.convert import Output, convert
-from vgr_trl.data.rows.questions import Origin, Question
+from vgr_trl.data.columns import Origin, Question
+from vgr_trl.data.convert import Output, convert
 
 
 def candidates(count: int, waits_at: int | None = None):

@@ -17,14 +17,14 @@ from PIL import Image
 from support.launching import SECONDS, environment
 from support.made_sets import encoded, picture, rows_in, skipped_in, written
 
-from vgr_trl import files
-from vgr_trl.data.build import convert as convert_module
-from vgr_trl.data.build import progress, write
-from vgr_trl.data.build.convert import Output, convert
-from vgr_trl.data.build.progress import SkippedLog, statistics_in
-from vgr_trl.data.rows.questions import Origin, Question
-from vgr_trl.data.rows.schema import prepare_rows
-from vgr_trl.errors import ConfigError, DataError
+from vgr_trl import utils as files
+from vgr_trl.data import convert as convert_module
+from vgr_trl.data import convert as progress
+from vgr_trl.data import convert as write
+from vgr_trl.data.columns import Origin, Question
+from vgr_trl.data.convert import Output, SkippedLog, convert, statistics_in
+from vgr_trl.data.rows import prepare_rows
+from vgr_trl.utils import ConfigError, DataError
 
 CHOICES = ["red", "blue"]
 

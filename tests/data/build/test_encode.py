@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from support.made_sets import encoded, picture
 
-from vgr_trl.data.build.encode import encode_image, pixel_digest
-from vgr_trl.data.rows.images.opening import open_image, read_image, to_rgb
-from vgr_trl.data.rows.images.sizes import ImageLimits
-from vgr_trl.errors import DataError
+from vgr_trl.data.convert import encode_image, pixel_digest
+from vgr_trl.data.images import ImageLimits, open_image, read_image, to_rgb
+from vgr_trl.utils import DataError
 
 HERE, LIMITS = Path(), ImageLimits()
 ORIENTATION = 0x0112

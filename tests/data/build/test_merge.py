@@ -8,12 +8,12 @@ from datasets import load_dataset
 from PIL import Image
 from support.made_sets import encoded, jsonl, picture, rows_in, skipped_in, written
 
-from vgr_trl.data.build import merge as merge_module
-from vgr_trl.data.build.convert import Output
-from vgr_trl.data.build.merge import MergeOptions, merge
-from vgr_trl.data.read.sources import Source
-from vgr_trl.data.rows.questions import Origin, Question
-from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.data import merge as merge_module
+from vgr_trl.data.columns import Origin, Question
+from vgr_trl.data.convert import Output
+from vgr_trl.data.merge import MergeOptions, merge
+from vgr_trl.data.read import Source
+from vgr_trl.utils import ConfigError, DataError
 
 CHOICES = ["red", "blue", "green"]
 

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vgr_trl.data.build.merge_plan import Row, interleaved, sharing_images, split, weighted, without_duplicates
-from vgr_trl.errors import DataError
+from vgr_trl.data.merge import Row, interleaved, sharing_images, split, weighted, without_duplicates
+from vgr_trl.utils import DataError
 
 
 def row(position, images="a", problem="p", answer="x", choices=(), source=0) -> Row:

@@ -4,9 +4,9 @@ from collections import Counter
 import pytest
 from support.made_sets import picture
 
-from vgr_trl.data.build import pool
-from vgr_trl.data.build.pool import Encoding, encoder
-from vgr_trl.errors import DataError
+from vgr_trl.data import convert as pool
+from vgr_trl.data.convert import Encoding, encoder
+from vgr_trl.utils import DataError
 
 
 class Deadly:

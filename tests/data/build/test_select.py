@@ -1,8 +1,8 @@
 import pytest
 
-from vgr_trl.data.build.select import IdFilter, read_ids
-from vgr_trl.data.rows.questions import Origin, Question
-from vgr_trl.errors import ConfigError
+from vgr_trl.data.columns import Origin, Question
+from vgr_trl.data.public_sets import IdFilter, read_ids
+from vgr_trl.utils import ConfigError
 
 
 @pytest.mark.parametrize(

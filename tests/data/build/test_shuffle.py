@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vgr_trl.data.build.shuffle import ChoiceShuffler, shuffle_choices, stays_in_order
-from vgr_trl.data.rows.questions import Origin, Question
+from vgr_trl.data.columns import Origin, Question
+from vgr_trl.data.public_sets import ChoiceShuffler, shuffle_choices, stays_in_order
 
 COLOURS = ["red", "blue", "green", "teal"]
 

@@ -4,11 +4,20 @@ from collections import Counter
 
 import pytest
 
-from vgr_trl.data.build.encode import Encoded
-from vgr_trl.data.build.plot import figures_for, plot
-from vgr_trl.data.build.statistics import Statistics, kind_of, on_one_line, report, size_class, tables, together
-from vgr_trl.data.rows.questions import Question
-from vgr_trl.errors import ConfigError
+from vgr_trl.data.columns import Question
+from vgr_trl.data.convert import (
+    Encoded,
+    Statistics,
+    figures_for,
+    kind_of,
+    on_one_line,
+    plot,
+    report,
+    size_class,
+    tables,
+    together,
+)
+from vgr_trl.utils import ConfigError
 
 
 def counted() -> Statistics:
@@ -82,7 +91,7 @@ def test_answers_of_a_split_are_those_of_the_whole_set():
 
 
 def test_no_more_answers_are_counted_than_memory_has_room_for(monkeypatch):
-    monkeypatch.setattr("vgr_trl.data.build.answers.MOST_ANSWERS", 2)
+    monkeypatch.setattr("vgr_trl.data.convert.MOST_ANSWERS", 2)
     found = Statistics()
     for text in "abcabc":
         found.add(Question(text, "set", "What?", text, ["image"]), [Encoded(b"", ".png", 8, 8)])

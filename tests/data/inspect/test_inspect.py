@@ -12,18 +12,23 @@ from PIL import Image
 from trl import GRPOTrainer
 
 from vgr_trl.cli.__main__ import main as command_line
-from vgr_trl.cli.data.inspect import main
-from vgr_trl.data.inspect.cost import Budget, cost, histogram
-from vgr_trl.data.inspect.findings import Checks, inspect_rows
-from vgr_trl.data.inspect.page import without_options
-from vgr_trl.data.inspect.prompt_tokens import prompt_tokens
-from vgr_trl.data.inspect.sample import sampled
-from vgr_trl.data.inspect.tables import tables
+from vgr_trl.cli.data import inspect_main as main
+from vgr_trl.data.inspect import (
+    Budget,
+    Checks,
+    cost,
+    histogram,
+    inspect_rows,
+    prompt_tokens,
+    sampled,
+    tables,
+    without_options,
+)
 from vgr_trl.data.load import load_path
-from vgr_trl.data.rows.text.prompts import SYSTEM_PROMPTS, build_prompt
-from vgr_trl.demo.tiny_processor import build_processor
-from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.training.start.prepare import prompt_length
+from vgr_trl.data.prompts import SYSTEM_PROMPTS, build_prompt
+from vgr_trl.demo.tiny_model import build_processor
+from vgr_trl.prepare import prompt_length
+from vgr_trl.utils import ConfigError, DataError
 
 HOSTILE = "</p><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }} \u2028\u202e\x1b[2J"
 
@@ -83,7 +88,7 @@ def test_the_commonest_answers_to_open_questions_are_counted(monkeypatch):
     found = inspect_rows(data, Checks(system_prompt=None))
     assert found.counts.answers == Counter({"two": 4, "bird": 2, "a cat": 1, "dog": 1})
     assert tables(found)["commonest answers to open questions"][:2] == [("two", 4), ("bird", 2)]
-    monkeypatch.setattr("vgr_trl.data.build.answers.MOST_ANSWERS", 2)  # bird and dog come too late
+    monkeypatch.setattr("vgr_trl.data.convert.MOST_ANSWERS", 2)  # bird and dog come too late
     found = inspect_rows(data, Checks(system_prompt=None))
     assert tables(found)["commonest answers to open questions"] == [("two", 4), ("a cat", 1), ("others", 3)]
 

@@ -9,12 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.made_sets import IMAGE, parquet, picture, questions, reasons, written
 
-from vgr_trl.data.build.converters import CONVERTERS
-from vgr_trl.data.read import readers
-from vgr_trl.data.read.readers import count_rows, read_files
-from vgr_trl.data.read.sources import Source
-from vgr_trl.data.rows.questions import Origin, Question
-from vgr_trl.errors import DataError
+from vgr_trl.data import read as readers
+from vgr_trl.data.columns import Origin, Question
+from vgr_trl.data.public_sets import CONVERTERS
+from vgr_trl.data.read import Source, count_rows, read_files
+from vgr_trl.utils import DataError
 
 WHATEVER = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]

@@ -5,11 +5,11 @@ from datasets import Dataset, DatasetDict
 from PIL import Image
 from support.made_sets import jsonl, picture, rows_in, written
 
-from vgr_trl.data.build.converters import CONVERTERS
-from vgr_trl.data.build.sets import nlvr
-from vgr_trl.data.read.sources import Source, splits_in
-from vgr_trl.data.rows.questions import Origin, Question
-from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.data import public_sets as nlvr
+from vgr_trl.data.columns import Origin, Question
+from vgr_trl.data.public_sets import CONVERTERS
+from vgr_trl.data.read import Source, splits_in
+from vgr_trl.utils import ConfigError, DataError
 
 ROW = {"a": 1}
 
@@ -65,7 +65,7 @@ def test_what_save_to_disk_left(tmp_path):
     rows.save_to_disk(str(tmp_path / "one"))
     DatasetDict(dev=rows).save_to_disk(str(tmp_path / "many"))
     for name, split in (("one", "train"), ("many", "dev")):
-        ((origin, found),) = nlvr.read(Source(dataset_path=str(tmp_path / name), split=split))
+        ((origin, found),) = nlvr.nlvr_read(Source(dataset_path=str(tmp_path / name), split=split))
         assert origin == Origin(str(tmp_path / name), 0)
         assert found.images[0]["bytes"].startswith(b"\x89PNG")  # not decoded
     with pytest.raises(DataError, match=re.escape("has the splits ['dev'], but not 'train'")):

@@ -10,15 +10,15 @@ from datasets import Image as ImageFeature
 from PIL import Image
 from support.made_sets import jsonl, parquet, picture
 
-from vgr_trl.cli.data import convert as data_convert
-from vgr_trl.cli.data import inspect as data_inspect
-from vgr_trl.cli.data.inspecting import run as inspect_rows
-from vgr_trl.cli.flags.arguments import DataArguments
-from vgr_trl.cli.flags.parsing import parse
+from vgr_trl.cli import data as data_convert
+from vgr_trl.cli import data as data_inspect
+from vgr_trl.cli.arguments import DataArguments
+from vgr_trl.cli.data import run as inspect_rows
 from vgr_trl.cli.loading import load_rows
-from vgr_trl.data.rows.columns import images_of
-from vgr_trl.demo.tiny_processor import build_processor
-from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.cli.parsing import parse
+from vgr_trl.data.columns import images_of
+from vgr_trl.demo.tiny_model import build_processor
+from vgr_trl.utils import ConfigError, DataError
 
 RED, BLUE = (200, 30, 40), (10, 20, 250)
 
@@ -74,10 +74,12 @@ def test_columns_of_other_names(tmp_path, pictures, streaming):
 def test_inspect_and_convert_take_the_same_flags(tmp_path, pictures, capsys):
     jsonl(tmp_path / "rows.jsonl", [OTHER])
     flags = [part for name, value in FLAGS.items() for part in (f"--{name}", value)] + ["--image_dir", str(pictures)]
-    found = inspect_rows(data_inspect.parser().parse_args([str(tmp_path / "rows.jsonl"), "--samples", "0", *flags]))
+    found = inspect_rows(
+        data_inspect.inspect_parser().parse_args([str(tmp_path / "rows.jsonl"), "--samples", "0", *flags])
+    )
     assert (found.usable, dict(found.counts.letters)) == (1, {"B": 1})
     out = ["--data_files", str(tmp_path / "rows.jsonl"), "--output_dir", str(tmp_path / "out"), "--workers", "0"]
-    data_convert.run(data_convert.parser().parse_args(["jsonl", *out, *flags]))
+    data_convert.convert_run(data_convert.parser().parse_args(["jsonl", *out, *flags]))
     (row,), _ = load(dataset_path=str(tmp_path / "out"))
     assert (asked(row), row["solution"], corner(images_of(row)[0])) == ("Which?\nA. red\nB. blue", "B", RED)
 
@@ -126,7 +128,7 @@ def test_columns_that_are_not_understood_are_shown_with_the_flag(tmp_path, row, 
             load(data_files=str(tmp_path / "rows.jsonl"), dataset_streaming=streaming, **flags)
     given = [part for name, value in flags.items() for part in (f"--{name}", value)]
     with pytest.raises(DataError, match=re.escape(words)):
-        inspect_rows(data_inspect.parser().parse_args([str(tmp_path / "rows.jsonl"), *given]))
+        inspect_rows(data_inspect.inspect_parser().parse_args([str(tmp_path / "rows.jsonl"), *given]))
 
 
 @pytest.mark.parametrize(
@@ -259,7 +261,7 @@ def test_arxivqa_as_on_the_hub(arxivqa, streaming):
 
 
 def test_inspect_reads_arxivqa(arxivqa, capsys):
-    found = inspect_rows(data_inspect.parser().parse_args([arxivqa[1]["dataset_path"], "--samples", "0"]))
+    found = inspect_rows(data_inspect.inspect_parser().parse_args([arxivqa[1]["dataset_path"], "--samples", "0"]))
     assert (found.rows, found.usable) == (2, 1)
 
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from datasets import Dataset
 
-from vgr_trl.data.rows.repeated import ReadOnce, reads_alike
-from vgr_trl.data.rows.schema import prepare_rows
+from vgr_trl.data.images import ReadOnce, reads_alike
+from vgr_trl.data.rows import prepare_rows
 
 
 @pytest.fixture

@@ -10,15 +10,15 @@ import pytest
 from PIL import Image
 from support.made_sets import encoded, picture, skipped_in
 
-from vgr_trl.cli.data import convert as data_convert
-from vgr_trl.cli.data import inspect as data_inspect
-from vgr_trl.cli.data.inspecting import run as inspect_rows
-from vgr_trl.cli.flags.arguments import DataArguments
+from vgr_trl.cli import data as data_convert
+from vgr_trl.cli import data as data_inspect
+from vgr_trl.cli.arguments import DataArguments
+from vgr_trl.cli.data import run as inspect_rows
 from vgr_trl.cli.loading import load_rows
-from vgr_trl.data.rows.columns import images_of
-from vgr_trl.demo.tiny_processor import build_processor
-from vgr_trl.errors import VGRError
+from vgr_trl.data.columns import images_of
+from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.rewards import resolve_solution
+from vgr_trl.utils import VGRError
 
 RED, BLUE, GREY = (200, 30, 40), (10, 20, 250), (128, 128, 128)
 MC = {"problem": "Which?", "choices": ["red", "blue"], "image": "red.png"}
@@ -244,7 +244,9 @@ class Commands:
     def inspect(self) -> tuple[int, dict[int, str]]:
         listed = self.folder / "inspected.jsonl"
         found = inspect_rows(
-            data_inspect.parser().parse_args([str(self.file), "--tiny", "--samples", "0", "--skipped", str(listed)])
+            data_inspect.inspect_parser().parse_args(
+                [str(self.file), "--tiny", "--samples", "0", "--skipped", str(listed)]
+            )
         )
         left_out = [json.loads(line) for line in listed.read_text(encoding="utf-8").splitlines()]
         return found.usable, {row["row"]: row["reason"] for row in left_out}
@@ -253,7 +255,7 @@ class Commands:
         """Rows are read again as `train` reads what was written."""
         out = self.folder / "converted"
         flags = ["jsonl", "--data_files", str(self.file), "--output_dir", str(out), "--workers", "0"]
-        data_convert.run(data_convert.parser().parse_args(flags))
+        data_convert.convert_run(data_convert.parser().parse_args(flags))
         rows, skipped = self.train(file=out / "train-00000.parquet")
         assert not skipped
         return _placed(list(rows.values()), {row["row"]: row["reason"] for row in skipped_in(out)})

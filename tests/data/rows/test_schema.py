@@ -7,12 +7,10 @@ import pytest
 from datasets import Dataset, Features, Image, IterableDataset, List, Value
 from PIL import Image as PILImage
 
-from vgr_trl.data.rows.schema import prepare_rows, row_problem
-from vgr_trl.data.rows.skipped import report_skipped
-from vgr_trl.data.rows.text.prompts import SYSTEM_PROMPT
-from vgr_trl.data.rows.text.special import special_tokens
-from vgr_trl.demo.tiny_processor import build_processor
-from vgr_trl.errors import DataError
+from vgr_trl.data.prompts import SYSTEM_PROMPT, special_tokens
+from vgr_trl.data.rows import prepare_rows, report_skipped, row_problem
+from vgr_trl.demo.tiny_model import build_processor
+from vgr_trl.utils import DataError
 
 
 def png(damaged: bool = False) -> dict:

@@ -4,13 +4,13 @@ import pytest
 from datasets import IterableDataset
 from PIL import Image
 
-from vgr_trl.cli.flags.arguments import DataArguments
+from vgr_trl.cli.arguments import DataArguments
 from vgr_trl.cli.loading import load_rows
-from vgr_trl.data.inspect.findings import Checks, inspect_rows
+from vgr_trl.data.inspect import Checks, inspect_rows
 from vgr_trl.data.load import load_split
-from vgr_trl.data.read.failures import readable
-from vgr_trl.data.rows.schema import prepare_rows
-from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.data.read import readable
+from vgr_trl.data.rows import prepare_rows
+from vgr_trl.utils import ConfigError, DataError
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_a_shuffled_stream_waits_with_undecoded_images(tmp_path):
     heard = []
     shuffled = stream(0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vgr_trl.data.rows.schema.open_image", counted)
+        patch.setattr("vgr_trl.data.rows.open_image", counted)
         iterator = iter(shuffled)
         next(iterator)
     assert len(opened) == 2  # of one row, to check it and to use it; the others wait

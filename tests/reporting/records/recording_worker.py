@@ -3,8 +3,8 @@
 from support.dealt_completions import generate_by_prompt
 from support.trainers import config, prompts, vision_trainer
 
+from vgr_trl.reporting.recorder import RecordBefore
 from vgr_trl.rewards import accuracy_reward, vgr_reward
-from vgr_trl.training.recording.before import RecordBefore
 
 
 def length_reward(completions, **kwargs):

@@ -8,14 +8,14 @@ from functools import partial
 import pytest
 from transformers.utils import logging
 
-from vgr_trl.errors import DiskFullError
-from vgr_trl.reporting.records.background import Background
+from vgr_trl.reporting.recorder import Background
+from vgr_trl.utils import DiskFullError
 
 
 @pytest.fixture
 def warnings(monkeypatch):
     seen = []
-    monkeypatch.setattr(logging.get_logger("vgr_trl.reporting.records.background"), "warning", seen.append)
+    monkeypatch.setattr(logging.get_logger("vgr_trl.reporting.recorder"), "warning", seen.append)
     return seen
 
 
@@ -115,7 +115,7 @@ def test_what_waits_is_written_after_an_exception_of_the_program(tmp_path):
     program = (
         "import time\n"
         "from pathlib import Path\n"
-        "from vgr_trl.reporting.records.background import Background\n"
+        "from vgr_trl.reporting.recorder import Background\n"
         "background = Background('Records')\n"
         f"background.put(lambda: (time.sleep(0.3), Path({str(file)!r}).write_text('whole')))\n"
         "raise RuntimeError('training has failed')\n"

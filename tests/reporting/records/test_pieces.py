@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from vgr_trl.demo.tiny_processor import build_processor
-from vgr_trl.reporting.records.pieces import prompt_text, token_pieces
+from vgr_trl.demo.tiny_model import build_processor
+from vgr_trl.reporting.records import prompt_text, token_pieces
 
 TOKENIZER = build_processor(["what colour is the circle?", "red blue", "a red"]).tokenizer
 

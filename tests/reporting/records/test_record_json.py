@@ -11,9 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.made_records import completion, record
 
-from vgr_trl.errors import DataError
-from vgr_trl.reporting.records.json_lines import decode_log, decode_record, encode_log, encode_record
-from vgr_trl.reporting.records.record import AttentionMap, Completion, LogEntry, Record, RecordedImage
+from vgr_trl.reporting.records import (
+    AttentionMap,
+    Completion,
+    LogEntry,
+    Record,
+    RecordedImage,
+    decode_log,
+    decode_record,
+    encode_log,
+    encode_record,
+)
+from vgr_trl.utils import DataError
 
 # Numbers of six digits come back as they were; longer ones are rounded.
 SHORT = st.integers(-99999, 99999).map(lambda whole: whole / 8 if abs(whole) < 1000 else float(whole))

@@ -7,10 +7,8 @@ from itertools import pairwise
 import pytest
 from support.made_records import completion, record
 
-from vgr_trl.errors import ConfigError, DiskFullError
-from vgr_trl.reporting.records.record import LogEntry, RecordedImage
-from vgr_trl.reporting.records.record_files import RecordFiles, refuse_unwritable
-from vgr_trl.reporting.records.recorded_run import read_run
+from vgr_trl.reporting.records import LogEntry, RecordedImage, RecordFiles, read_run, refuse_unwritable
+from vgr_trl.utils import ConfigError, DiskFullError
 
 BOUND = 10**7
 

@@ -7,7 +7,7 @@ import recording_worker
 from support.launching import results_of
 from support.trainers import train_file
 
-from vgr_trl.reporting.records.recorded_run import read_run
+from vgr_trl.reporting.records import read_run
 
 NUMBERS = ("weights", "dependency", "vgr", "advantages", "entropies", "logps", "changes", "metrics", "rewards",
            "reward", "advantage")  # fmt: skip

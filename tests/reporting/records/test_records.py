@@ -7,11 +7,9 @@ import tracemalloc
 import pytest
 from support.made_records import completion, record
 
-from vgr_trl.errors import DataError
-from vgr_trl.reporting.records import recorded_run as records
-from vgr_trl.reporting.records.json_lines import encode_log, encode_record
-from vgr_trl.reporting.records.record import LogEntry
-from vgr_trl.reporting.records.recorded_run import read_run
+from vgr_trl.reporting import records
+from vgr_trl.reporting.records import LogEntry, encode_log, encode_record, read_run
+from vgr_trl.utils import DataError
 
 
 @pytest.fixture

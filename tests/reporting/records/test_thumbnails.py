@@ -5,7 +5,7 @@ import io
 import pytest
 from PIL import Image
 
-from vgr_trl.reporting.records.thumbnails import shrunk, thumbnail_file
+from vgr_trl.reporting.recorder import shrunk, thumbnail_file
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from vgr_trl.demo.tiny_vlm import build_tiny_vlm
-from vgr_trl.errors import DataError
-from vgr_trl.reporting.views.boxes import area_share, attention_share, covered_shares
+from vgr_trl.demo.tiny_model import build_tiny_vlm
+from vgr_trl.reporting.page import area_share, attention_share, covered_shares
 from vgr_trl.signals import AttentionProbe, build_modality_masks
-from vgr_trl.signals.modality import special_token_ids
+from vgr_trl.signals.ratios import special_token_ids
+from vgr_trl.utils import DataError
 
 
 def test_a_box_on_one_cell_covers_that_cell_in_row_order() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vgr_trl.reporting.views.colours import HIGH, LOW, MIDDLE, colour_at, css, positions, text_colour
+from vgr_trl.reporting.notebook import HIGH, LOW, MIDDLE, colour_at, css, positions, text_colour
 
 
 def contrast(one: tuple[int, int, int], other: tuple[int, int, int]) -> float:

@@ -8,7 +8,7 @@ from rich.console import Console
 from support.made_records import completion, record
 from test_markdown_text import ANY
 
-from vgr_trl.reporting.views.console import print_record, token_shades
+from vgr_trl.reporting.markdown import print_record, token_shades
 
 
 def printed(completion, terminal=True, width=80):

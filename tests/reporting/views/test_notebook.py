@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.reporting.records.record import AttentionMap, Completion, RecordedImage
-from vgr_trl.reporting.views.colours import HIGH, LOW, css
-from vgr_trl.reporting.views.notebook import show_completion
+from vgr_trl.reporting.notebook import HIGH, LOW, css, show_completion
+from vgr_trl.reporting.records import AttentionMap, Completion, RecordedImage
+from vgr_trl.utils import ConfigError, DataError
 
 NOTEBOOK = Path(__file__).parents[3] / "examples" / "notebooks" / "look_at_a_rollout.ipynb"
 

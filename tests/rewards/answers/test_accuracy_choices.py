@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vgr_trl.errors import RewardError
 from vgr_trl.rewards import accuracy_reward
+from vgr_trl.utils import RewardError
 
 CHOICES = ["red cat", "blue dog", "A green bird", "7"]
 

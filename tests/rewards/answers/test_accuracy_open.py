@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from math_verify import grader
 
 from vgr_trl.rewards import accuracy_reward
-from vgr_trl.rewards.answers import formulas
+from vgr_trl.rewards import answers as formulas
 
 
 def reward(answer, gold):

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vgr_trl.rewards import accuracy_reward
-from vgr_trl.rewards.answers.quantities import read_quantity
-from vgr_trl.rewards.answers.units import read_unit
+from vgr_trl.rewards.answers import read_quantity, read_unit
 
 
 def reward(answer, gold):

@@ -5,8 +5,8 @@ import re
 import numpy as np
 import pytest
 
-from vgr_trl.errors import RewardError
 from vgr_trl.rewards import Solution, resolve_solution
+from vgr_trl.utils import RewardError
 
 FRUIT = ["apple", "pear", "fig"]
 

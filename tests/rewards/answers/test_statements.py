@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vgr_trl.rewards import accuracy_reward
-from vgr_trl.rewards.answers.letters import names_another, read_labelled, read_letter
+from vgr_trl.rewards.answers import names_another, read_labelled, read_letter
 
 CHOICES = ["red", "green", "blue dog", "a big dog"]
 

@@ -6,7 +6,7 @@ from support.models.families import EOS, build, make_batch
 from transformers import DynamicCache
 
 from vgr_trl.sharing import generation, share_prompts
-from vgr_trl.sharing.caches import growing
+from vgr_trl.sharing import generation as growing
 
 
 def copied(cache, index):

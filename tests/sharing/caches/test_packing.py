@@ -12,9 +12,8 @@ from support.steps import DAPO, STOCK, largest_relative_update, options, texts_o
 from test_grpo_steps import LOSSES
 
 from vgr_trl.sharing import share_prompts
-from vgr_trl.sharing.backbone import base_of, causal_model
-from vgr_trl.sharing.cut import Cut
-from vgr_trl.sharing.packing import find_packing, why_not_pack
+from vgr_trl.sharing.model_support import base_of, causal_model
+from vgr_trl.sharing.sharing import Cut, find_packing, why_not_pack
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ from support.models.families import FAMILIES, TEXT, build, make_batch
 from support.models.other_families import OTHERS, gemma4
 from support.old_releases import KEEPS_LESS
 
-from vgr_trl.sharing import fitness, share_prompts
+from vgr_trl.sharing import model_support as fitness
+from vgr_trl.sharing import share_prompts
 
 # Layers that share keys, convolutions, chunks, experts, linear attention. Gemma 4 and LFM2 are sure of themselves.
 NAMES = ["gemma4", "gemma4_published", "gemma3n", "lfm2_vl", "llama4_text", "qwen3_next", "qwen3_5_moe"]

@@ -11,10 +11,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from vgr_trl.compat.gloo_exit import close_group_at_exit
+from vgr_trl.efficiency.vision_cache import VisionCache
+from vgr_trl.patches import close_group_at_exit
 from vgr_trl.sharing import share_prompts
-from vgr_trl.sharing.backbone import base_of, causal_model
-from vgr_trl.skipping import VisionCache
+from vgr_trl.sharing.model_support import base_of, causal_model
 
 
 def all_agree(mine: bool) -> bool:

@@ -12,7 +12,7 @@ from process_worker import all_agree, difference_with_images_once, frozen
 from support.models.compare import checkpointed, largest_relative, loss_of, with_head
 from support.models.families import build, make_batch
 
-from vgr_trl.compat.gloo_exit import close_group_at_exit
+from vgr_trl.patches import close_group_at_exit
 from vgr_trl.sharing import share_prompts
 
 

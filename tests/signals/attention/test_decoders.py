@@ -7,10 +7,10 @@ from support.models.decoders import DECODERS, FALCON_SDPA, LLAMA, SPEECH, case
 from support.models.eager_reference import assert_agrees, assert_prompt_agrees, masks_of, reference, run
 from support.models.families import build, make_batch
 
-from vgr_trl.errors import ConfigError
 from vgr_trl.sharing import share_prompts
 from vgr_trl.signals import AttentionProbe
-from vgr_trl.signals.decoder import count_attention_layers
+from vgr_trl.signals.attention import count_attention_layers
+from vgr_trl.utils import ConfigError
 
 
 @pytest.mark.parametrize("family", DECODERS.values(), ids=DECODERS)

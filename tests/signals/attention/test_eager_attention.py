@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vgr_trl.sharing import share_prompts
 from vgr_trl.signals import AttentionProbe, build_modality_masks
-from vgr_trl.signals.decoder import count_attention_layers
+from vgr_trl.signals.attention import count_attention_layers
 
 IMAGES = {"one each": (1, 1), "several": (2, 1), "none in some rows": (0, 2)}
 

@@ -6,9 +6,9 @@ from peft import LoraConfig, get_peft_model
 from support.models.eager_reference import SPECIAL_IDS, VISION, VISION_IDS, masks_of
 from support.models.families import CLOSE, EOS, IMAGE, OPEN, PAD, VIDEO, Batch, build, make_batch
 
-from vgr_trl.errors import ConfigError
 from vgr_trl.sharing import share_prompts
 from vgr_trl.signals import AttentionProbe, GenerationProbe
+from vgr_trl.utils import ConfigError
 
 STEPS = 7
 WORDS_ONLY = {"do_sample": True, "suppress_tokens": [IMAGE, VIDEO, OPEN, CLOSE]}

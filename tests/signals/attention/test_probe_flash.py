@@ -14,9 +14,9 @@ from support.models.eager_reference import (
 from support.models.families import build, make_batch
 from transformers.modeling_utils import AttentionInterface
 
-from vgr_trl.errors import ConfigError
 from vgr_trl.sharing import share_prompts
 from vgr_trl.signals import AttentionProbe
+from vgr_trl.utils import ConfigError
 
 
 class TestFlash:

@@ -7,8 +7,8 @@ from support.models.families import Family, build, make_batch, text_model
 from support.models.other_families import OTHERS
 from transformers.modeling_utils import AttentionInterface
 
-from vgr_trl.errors import ConfigError
 from vgr_trl.signals import AttentionProbe, ModalityMasks, build_modality_masks
+from vgr_trl.utils import ConfigError
 
 
 class TestByConstruction:

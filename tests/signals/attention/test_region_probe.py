@@ -5,8 +5,7 @@ import torch
 from support.models.eager_reference import SPECIAL_IDS, VISION_IDS
 from support.models.families import build, make_batch
 
-from vgr_trl.batch.signals import AttentionMass, RolloutSignals
-from vgr_trl.batch.token_columns import columns_of_signals, signals_of_columns
+from vgr_trl.batch import AttentionMass, RolloutSignals, columns_of_signals, signals_of_columns
 from vgr_trl.config import MeasureOptions
 from vgr_trl.sharing import share_prompts
 from vgr_trl.signals import AttentionProbe, build_modality_masks

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from vgr_trl.signals.attention.second_call import AttentionCall, AttentionWeights, Queries
+from vgr_trl.signals.attention import AttentionCall, AttentionWeights, Queries
 
 
 def call_of(function, queries, keys, dtype=torch.float32, causal=True, **options):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.signals.perturbation.diffusion import diffusion_noise, image_left
+from vgr_trl.signals.perturbation import diffusion_noise, image_left
+from vgr_trl.utils import ConfigError, DataError
 
 
 @pytest.mark.parametrize(

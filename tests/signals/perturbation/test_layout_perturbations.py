@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.signals.perturbation.layout import crop_image, shuffle_patches
+from vgr_trl.signals.perturbation import crop_image, shuffle_patches
+from vgr_trl.utils import ConfigError, DataError
 
 MODES = ("1", "L", "P", "RGB", "RGBA", "CMYK", "I", "F", "I;16")
 

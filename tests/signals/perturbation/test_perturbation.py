@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from vgr_trl import registries
-from vgr_trl.config.stages.perceive import PERTURBATIONS as NAMES
-from vgr_trl.config.stages.perceive import REMOVE_IMAGE, PerceiveOptions
-from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.signals.perturbation.images import (
+from vgr_trl.config import PERTURBATIONS as NAMES
+from vgr_trl.config import REMOVE_IMAGE, PerceiveOptions
+from vgr_trl.signals.perturbation import (
     PERTURBATIONS,
     add_gaussian_noise,
     blacken_patches,
@@ -21,6 +20,7 @@ from vgr_trl.signals.perturbation.images import (
     mask_image,
     perturb_images,
 )
+from vgr_trl.utils import ConfigError, DataError
 
 KNOWN_PATTERN = [".##....#", "#.#..##."]
 WIDE = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vgr_trl.signals.perturbation.conversations import perturbed_prompts
+from vgr_trl.signals.perturbation import perturbed_prompts
 
 
 def conversation(*images, text="what is this"):

@@ -10,7 +10,7 @@ from support.old_releases import KEEPS_LESS
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from vgr_trl.sharing import SharingReport, share_prompts
-from vgr_trl.sharing.backbone import DROPS_CACHES
+from vgr_trl.sharing.model_support import DROPS_CACHES
 
 
 def with_head(model: Any) -> Any:

@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 from PIL import Image
 
-from vgr_trl.demo.tiny_vlm import build_tiny_vlm
+from vgr_trl.demo.tiny_model import build_tiny_vlm
 
 WORDS = "what colour is this red green blue yellow which of them do you see here now and there"
 

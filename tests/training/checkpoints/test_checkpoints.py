@@ -7,9 +7,8 @@ import torch
 import transformers.trainer
 from accelerate import Accelerator
 
-from vgr_trl.errors import ConfigError, DiskFullError
-from vgr_trl.training.checkpoints.manifest import MANIFEST, write_manifest
-from vgr_trl.training.checkpoints.shares import load_shares, missing_shares, save_share, whole_checkpoint
+from vgr_trl.checkpoints import MANIFEST, load_shares, missing_shares, save_share, whole_checkpoint, write_manifest
+from vgr_trl.utils import ConfigError, DiskFullError
 
 
 def test_shares_come_back_in_the_order_of_their_processes(tmp_path):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from vgr_trl.errors import ConfigError
-from vgr_trl.training.checkpoints.shares import load_shares, save_share
+from vgr_trl.checkpoints import load_shares, save_share
+from vgr_trl.utils import ConfigError
 
 SOURCES = Path(__file__).parents[3] / "src"
 READ_CODE = {

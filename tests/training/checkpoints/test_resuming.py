@@ -9,16 +9,19 @@ import pytest
 import torch
 from support.checkpoints import complete_checkpoints
 
-from vgr_trl.errors import ConfigError
-from vgr_trl.training.checkpoints.folders import (
+from vgr_trl.checkpoints import (
+    MANIFEST,
     refuse_finished,
     refuse_other_number,
+    remove_manifest,
     resolve_checkpoint,
     resume_mode,
+    save_share,
+    what_differs,
     what_is_wrong,
+    write_manifest,
 )
-from vgr_trl.training.checkpoints.manifest import MANIFEST, remove_manifest, what_differs, write_manifest
-from vgr_trl.training.checkpoints.shares import save_share
+from vgr_trl.utils import ConfigError
 
 
 def checkpoint(folder: Path, step: int, processes: int = 1, shares: int = 0) -> Path:
@@ -51,7 +54,7 @@ def test_a_manifest_names_every_file_with_size_and_checksum(tmp_path):
 
 def test_what_is_wrong_is_said_of_each_folder_that_latest_passes_over(tmp_path, monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr("vgr_trl.training.checkpoints.folders.logger.warning", said.append)
+    monkeypatch.setattr("vgr_trl.checkpoints.logger.warning", said.append)
     complete = [checkpoint(tmp_path, 5), checkpoint(tmp_path, 10)]
     (checkpoint(tmp_path, 15) / "optimizer.pt").write_bytes(b"short")
     remove_manifest(checkpoint(tmp_path, 20))
@@ -211,7 +214,7 @@ def other_rows(rows):
 def test_what_differs_from_the_run_that_is_continued(text_trainer, text_rows, monkeypatch, change, options, differs):
     text_trainer(max_steps=1, **RESUMED).train()
     said: list[str] = []
-    monkeypatch.setattr("vgr_trl.training.checkpoints.order.logger.warning", said.append)
+    monkeypatch.setattr("vgr_trl.resume.logger.warning", said.append)
     text_trainer(rows=change(text_rows), max_steps=2, **RESUMED, **options).train(resume_from_checkpoint=True)
     assert len(said) == (differs is not None)
     assert all(differs in line for line in said)
@@ -224,7 +227,7 @@ def test_a_checkpoint_that_does_not_say_what_it_was_saved_with(text_trainer, tmp
     (saved / "order.json").unlink()
     write_manifest(saved)
     said: list[str] = []
-    monkeypatch.setattr("vgr_trl.training.checkpoints.order.logger.warning", said.append)
+    monkeypatch.setattr("vgr_trl.resume.logger.warning", said.append)
     text_trainer(max_steps=2, **RESUMED).train(resume_from_checkpoint=True)
     assert said == []
 
@@ -245,7 +248,7 @@ def test_an_optimizer_of_other_weights_is_refused(text_trainer, tmp_path, wrong)
 def test_true_from_python_is_latest_of_the_command_line(text_trainer, tmp_path, monkeypatch):
     """The newest checkpoint was being written anew when the run ended, so it mixes two saves."""
     said: list[str] = []
-    monkeypatch.setattr("vgr_trl.training.checkpoints.folders.logger.warning", said.append)
+    monkeypatch.setattr("vgr_trl.checkpoints.logger.warning", said.append)
     steps: list[int] = []
 
     def reward(completions, trainer_state, **kwargs):

@@ -8,11 +8,11 @@ import torch
 from datasets import concatenate_datasets
 from support.trainers import logged, weights
 
-from vgr_trl.errors import ConfigError, RewardError
+from vgr_trl.checkpoints import what_is_wrong
 from vgr_trl.rewards import accuracy_reward, vgr_reward
-from vgr_trl.training.checkpoints.folders import what_is_wrong
-from vgr_trl.training.choice.further_prompts import prompt_key
-from vgr_trl.training.start.refusals import refuse_unfit_options
+from vgr_trl.sampling import prompt_key
+from vgr_trl.utils import ConfigError, RewardError
+from vgr_trl.validate import refuse_unfit_options
 
 
 def coarse_reward(completions, **kwargs):
@@ -348,7 +348,7 @@ class TestFiltering:
             return [2 + reward for reward in lively_reward(completions)]
 
         warnings = []
-        monkeypatch.setattr("vgr_trl.training.choice.choose.logger.warning", warnings.append)
+        monkeypatch.setattr("vgr_trl.sampling.logger.warning", warnings.append)
         make(**{"rewards": large, "max_steps": 9, "compute_attention_metrics": False} | changed).train()
         [warning] = warnings
         for part in parts:
@@ -526,7 +526,7 @@ class TestCheckpoints:
         make(save_strategy="steps", save_steps=4, max_steps=4, **common | before).train()
         checkpoint = str(tmp_path / "run" / "checkpoint-4")
         warnings = []
-        monkeypatch.setattr("vgr_trl.training.choice.replay.logger.warning", warnings.append)
+        monkeypatch.setattr("vgr_trl.sampling.logger.warning", warnings.append)
         same = make(max_steps=5, **common | before)
         same.stages.choice.load(tmp_path / "run" / "checkpoint-4")
         assert len(same.stages.choice.replay.buffer) > 0
@@ -554,7 +554,7 @@ class TestCheckpoints:
     def test_a_checkpoint_of_a_run_without_them(self, make, tmp_path, monkeypatch, before, message):
         make(save_strategy="steps", save_steps=2, max_steps=2, **before).train()
         warnings = []
-        monkeypatch.setattr("vgr_trl.training.choice.choose.logger.warning", warnings.append)
+        monkeypatch.setattr("vgr_trl.sampling.logger.warning", warnings.append)
         trainer = make(replay_buffer_size=8, dynamic_sampling="resample", max_steps=4)
         trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
         assert trainer.state.global_step == 4

@@ -7,10 +7,10 @@ import torch
 from support.trainers import logged
 from support.vllm import in_place_of_vllm
 
-from vgr_trl.errors import ConfigError, RewardError
+from vgr_trl.generation import blind_conversation, description_in, question_of
 from vgr_trl.rewards import load_reward
 from vgr_trl.rewards.accuracy import blind_accuracy_reward
-from vgr_trl.training.generation.blind import blind_conversation, description_in, question_of
+from vgr_trl.utils import ConfigError, RewardError
 
 
 def test_descriptions():

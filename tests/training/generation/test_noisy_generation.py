@@ -6,11 +6,11 @@ from support.trainers import letters_reward, logged
 from support.vllm import in_place_of_vllm
 
 from vgr_trl import DAPOConfig
-from vgr_trl.batch.inputs import Prompts
-from vgr_trl.config.stages.noisy import decay
-from vgr_trl.errors import ConfigError
-from vgr_trl.training.generation import noisy
-from vgr_trl.training.rollout import Rollout
+from vgr_trl import generation as noisy
+from vgr_trl.batch import Prompts
+from vgr_trl.config import decay
+from vgr_trl.rollout import Rollout
+from vgr_trl.utils import ConfigError
 
 NOISE = {"noisy_generations": 3, "max_steps": 1}
 

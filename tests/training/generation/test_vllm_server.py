@@ -9,9 +9,9 @@ from support.vllm import NoVLLM
 from trl.generation import vllm_client
 from trl.trainer import grpo_trainer
 
-from vgr_trl.compat.vllm_logprobs import readable_logprobs
-from vgr_trl.errors import VLLMServerError
+from vgr_trl.patches import readable_logprobs
 from vgr_trl.rewards import accuracy_reward
+from vgr_trl.utils import VLLMServerError
 
 
 class Speaker(NoVLLM):

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers.integrations import integration_utils
 
-from vgr_trl.reporting.metric_names import in_verl
-from vgr_trl.training.metrics import clock as clocks
-from vgr_trl.training.metrics.clock import OptimizerClock, StageClock
-from vgr_trl.training.metrics.trackers import name_for_trackers
+from vgr_trl import metrics as clocks
+from vgr_trl.callbacks import name_for_trackers
+from vgr_trl.metrics import OptimizerClock, StageClock
+from vgr_trl.reporting.records import in_verl
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from itertools import repeat
 
 import pytest
 
-from vgr_trl.reporting.signs import Course, describe, find_signs
+from vgr_trl.reporting.records import Course, describe, find_signs
 
 WEIGHTS = {"accuracy_reward": 2.5, "vgr_reward": 1.0, "think_format_reward": 0.5}
 HEALTHY = {
@@ -112,7 +112,7 @@ def failing_format_reward(completions, trainer_state, **kwargs):
 @pytest.mark.parametrize("stop", [False, True])
 def test_a_run_warns_once_and_ends_where_it_shall(stop, text_trainer, monkeypatch):
     warnings = []
-    monkeypatch.setattr("vgr_trl.training.metrics.collapse_watch.logger.warning", warnings.append)
+    monkeypatch.setattr("vgr_trl.callbacks.logger.warning", warnings.append)
     sizes = {"per_device_train_batch_size": 4, "max_completion_length": 3, "max_steps": 30, "logging_steps": 100}
     trainer = text_trainer(failing_format_reward, stop_on_collapse=stop, rollout_log_steps=0, **sizes)
     trainer.train()

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vgr_trl.training.metrics.step_metrics import StepMetrics, approximate_kl, over_live_tokens, weigh_by_tokens
-from vgr_trl.training.rollout import TrainingPass
+from vgr_trl.callbacks import StepMetrics, approximate_kl, over_live_tokens, weigh_by_tokens
+from vgr_trl.rollout import TrainingPass
 
 
 def test_approximate_kl_by_hand():

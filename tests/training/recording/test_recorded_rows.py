@@ -7,10 +7,20 @@ import pytest
 import torch
 from PIL import Image
 
-from vgr_trl.training.recording.pictures import grids_of_row, images_of_row, quantised
-from vgr_trl.training.recording.recorded_rows import Completing, OwnDecoder, question_id, rows_to_record, summary_of
-from vgr_trl.training.recording.taking import add_credit, take_rows, without_padding
-from vgr_trl.training.rollout import Rollout
+from vgr_trl.reporting.recorder import (
+    Completing,
+    OwnDecoder,
+    add_credit,
+    grids_of_row,
+    images_of_row,
+    quantised,
+    question_id,
+    rows_to_record,
+    summary_of,
+    take_rows,
+    without_padding,
+)
+from vgr_trl.rollout import Rollout
 
 
 @pytest.mark.parametrize(

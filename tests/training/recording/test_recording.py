@@ -14,10 +14,10 @@ from PIL import Image
 from support.launching import environment
 from support.trainers import letters_reward, logged, train_file
 
-from vgr_trl.errors import ConfigError
-from vgr_trl.reporting.records.recorded_run import read_run
+from vgr_trl.reporting.recorder import RecordBefore
+from vgr_trl.reporting.records import read_run
 from vgr_trl.rewards import accuracy_reward, vgr_reward
-from vgr_trl.training.recording.before import RecordBefore
+from vgr_trl.utils import ConfigError
 
 
 def half_dead_reward(completions, **kwargs):
@@ -310,10 +310,10 @@ def test_logs_that_cannot_be_written_are_refused_at_construction(make, changed, 
 def test_training_goes_on_where_records_cannot_be_written(make, tmp_path, monkeypatch):
     warnings = []
     trainer = make(max_steps=2)
-    monkeypatch.setattr("vgr_trl.reporting.records.background.logger.warning", warnings.append)
+    monkeypatch.setattr("vgr_trl.reporting.recorder.logger.warning", warnings.append)
     (tmp_path / "run").mkdir(exist_ok=True)
     (tmp_path / "run" / "rollouts").write_text("a file in the way of the folder")
-    monkeypatch.setattr("vgr_trl.reporting.records.record_files._free_name", lambda folder: folder / "nowhere")
+    monkeypatch.setattr("vgr_trl.reporting.records._free_name", lambda folder: folder / "nowhere")
     trainer.train()
     assert trainer.state.global_step == 2
     assert len(warnings) == 2

@@ -5,7 +5,7 @@ import socket
 import pytest
 from support.trainers import config, letters_reward, prompts, train_file, vision_trainer
 
-from vgr_trl.errors import DataError
+from vgr_trl.utils import DataError
 
 
 def test_a_part_that_names_an_address_is_refused_before_anything_is_fetched(model_folder, question_files, tmp_path):

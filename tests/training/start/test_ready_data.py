@@ -7,8 +7,8 @@ from datasets import Dataset, IterableDataset, load_dataset
 from support import trainers
 
 from vgr_trl import DAPOTrainer
-from vgr_trl.errors import DataError
 from vgr_trl.rewards import accuracy_reward, think_format_reward
+from vgr_trl.utils import DataError
 
 config = partial(trainers.config, per_device_train_batch_size=4, max_completion_length=4, max_steps=1)
 

@@ -13,8 +13,8 @@ from trl.trainer import utils as trl_utils
 
 import vgr_trl
 from vgr_trl import DAPOTrainer
-from vgr_trl.errors import UnsupportedTRLError
-from vgr_trl.training.start.seams import ATTRIBUTES, SEAMS, check_attributes, check_head, check_seams
+from vgr_trl.utils import UnsupportedTRLError
+from vgr_trl.validate import ATTRIBUTES, SEAMS, check_attributes, check_head, check_seams
 
 
 def test_the_installed_trl_is_accepted():
@@ -50,7 +50,7 @@ def test_a_changed_signature_is_named():
 
 
 @pytest.mark.parametrize(
-    "code", ["from vgr_trl import DAPOTrainer", "from vgr_trl import DAPOConfig", "import vgr_trl.training.host"]
+    "code", ["from vgr_trl import DAPOTrainer", "from vgr_trl import DAPOConfig", "import vgr_trl.rollout"]
 )
 def test_an_untested_release_is_told_before_anything_of_it_is_imported(tmp_path, code):
     (tmp_path / "trl-1.14.2.dist-info").mkdir()
@@ -62,7 +62,7 @@ def test_an_untested_release_is_told_before_anything_of_it_is_imported(tmp_path,
     )
     assert run.returncode == 1
     assert run.stderr.splitlines()[-1] == (
-        "vgr_trl.errors.UnsupportedTRLError: TRL 1.14.2 is installed, but vgr_trl is tested with trl>=1.15,<1.17; "
+        "vgr_trl.utils.UnsupportedTRLError: TRL 1.14.2 is installed, but vgr_trl is tested with trl>=1.15,<1.17; "
         'install one of those: pip install "trl>=1.15,<1.17".'
     )
 

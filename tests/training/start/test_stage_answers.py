@@ -7,17 +7,15 @@ import torch
 from datasets import Dataset, DatasetDict, IterableDataset
 
 from vgr_trl import DAPOConfig
-from vgr_trl.errors import ConfigError
+from vgr_trl.prepare import _why_no_attention, drop_prompts_over_limit, make_data_ready
+from vgr_trl.resume import _behind
 from vgr_trl.rewards import vgr_reward
-from vgr_trl.rewards.whole_groups import WholeGroups
+from vgr_trl.rewards.groups import WholeGroups
+from vgr_trl.rollout import TRLHost
+from vgr_trl.sampling import why_unusable
 from vgr_trl.signals import Wanted
-from vgr_trl.training.checkpoints.order import _behind
-from vgr_trl.training.choice.replay import why_unusable
-from vgr_trl.training.host import TRLHost
-from vgr_trl.training.judge import Judge
-from vgr_trl.training.start.measurable import _why_no_attention
-from vgr_trl.training.start.prepare import drop_prompts_over_limit
-from vgr_trl.training.start.ready_data import make_data_ready
+from vgr_trl.trainer import Judge
+from vgr_trl.utils import ConfigError
 
 
 class TestJudge:
@@ -86,7 +84,7 @@ def test_long_prompts_leave_every_evaluation_set():
     )  # fmt: skip
     lengths = {"a": 1, "a b c": 3}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vgr_trl.training.start.prepare.prompt_length", lambda _, row: lengths[row["prompt"]])
+        patch.setattr("vgr_trl.prepare.prompt_length", lambda _, row: lengths[row["prompt"]])
         drop_prompts_over_limit(trainer, 2, lambda: None)
     assert isinstance(trainer.eval_dataset, DatasetDict)
     assert {name: part["prompt"] for name, part in trainer.eval_dataset.items()} == {"one": ["a"], "other": ["a"]}

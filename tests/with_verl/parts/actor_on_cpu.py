@@ -14,13 +14,11 @@ from verl.protocol import DataProto
 from verl.workers.actor import dp_actor
 from verl.workers.actor.config import ActorConfig
 
-from vgr_trl.integrations.verl.inside_easyr1.actor import SignalActor
-from vgr_trl.integrations.verl.inside_easyr1.registered import register
-from vgr_trl.integrations.verl.inside_easyr1.transformers5 import put_back_moved_names
-from vgr_trl.integrations.verl.options import SignalOptions
-from vgr_trl.integrations.verl.perturbed import black_of
-from vgr_trl.integrations.verl.seams import OF_EASYR1, check_points
-from vgr_trl.signals.modality import special_token_ids
+from vgr_trl.integrations.verl.inside_easyr1.actor import SignalActor, register
+from vgr_trl.integrations.verl.inside_easyr1.main import put_back_moved_names
+from vgr_trl.integrations.verl.options import OF_EASYR1, SignalOptions, check_points
+from vgr_trl.integrations.verl.signals import black_of
+from vgr_trl.signals.ratios import special_token_ids
 
 MISSING = ("vllm", "qwen_vl_utils", "msgspec", "wandb")
 
@@ -48,7 +46,7 @@ def hooks_importable():
     try:
         put_back_moved_names()
         check_points(OF_EASYR1, "EasyR1 at b44b311")
-        from vgr_trl.integrations.verl.inside_easyr1 import hooks
+        from vgr_trl.integrations.verl.inside_easyr1 import actor as hooks
 
         register()
         yield hooks

@@ -16,11 +16,10 @@ from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
-from vgr_trl.compat.gloo_exit import close_group_at_exit
-from vgr_trl.integrations.verl.inside_verl.registered import register
-from vgr_trl.integrations.verl.inside_verl.trl_release import hide_newer_trl
-from vgr_trl.integrations.verl.perturbed import black_of
-from vgr_trl.signals.modality import special_token_ids
+from vgr_trl.integrations.verl.inside_verl.engine import hide_newer_trl, register
+from vgr_trl.integrations.verl.signals import black_of
+from vgr_trl.patches import close_group_at_exit
+from vgr_trl.signals.ratios import special_token_ids
 
 
 def run(folder: Path, packed: bool, options: dict) -> None:

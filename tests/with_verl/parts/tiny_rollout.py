@@ -5,7 +5,7 @@ import inspect
 import torch
 from PIL import Image
 
-from vgr_trl.demo.tiny_vlm import build_tiny_vlm
+from vgr_trl.demo.tiny_model import build_tiny_vlm
 
 WORDS = "what colour is this red green blue yellow which of them do you see here"
 GROUP, LENGTH = 2, 5

@@ -6,6 +6,6 @@ becomes of signals: `at_hand.py` (on their way to estimators), `credit.py`, `gro
 `inside_verl/`, `inside_easyr1/`.
 """
 
-from vgr_trl.integrations.verl.token_weights import build_token_vgr_weights_for_batch, token_vgr_weights
+from vgr_trl.integrations.verl.signals import build_token_vgr_weights_for_batch, token_vgr_weights
 
 __all__ = ["build_token_vgr_weights_for_batch", "token_vgr_weights"]

@@ -8,9 +8,10 @@ options `vgr_reward_weight`, `hard_negative_reward_weight` and `mdi_reward_weigh
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vgr_trl.errors import RewardError
-from vgr_trl.rewards import accuracy_reward, get_soft_overlong_punishment, mdi_reward, think_format_reward, vgr_reward
-from vgr_trl.rewards.attention import hard_negative_rewards
+from vgr_trl.rewards.accuracy import accuracy_reward
+from vgr_trl.rewards.attention import hard_negative_rewards, mdi_reward, vgr_reward
+from vgr_trl.rewards.simple import get_soft_overlong_punishment, think_format_reward
+from vgr_trl.utils import RewardError
 
 Info = Mapping[str, Any] | None
 

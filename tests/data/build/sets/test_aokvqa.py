@@ -1,8 +1,8 @@
 import pytest
 from support.made_sets import parquet, picture, questions, reasons
 
-from vgr_trl.data.build.sets.aokvqa import read
-from vgr_trl.data.read.sources import Source
+from vgr_trl.data.public_sets import read
+from vgr_trl.data.read import Source
 
 
 def row(**changed):

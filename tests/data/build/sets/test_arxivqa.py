@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 from support.made_sets import jsonl, parquet, picture, questions, reasons
 
-from vgr_trl.data.build.converters import CONVERTERS
-from vgr_trl.data.build.sets.arxivqa import read
-from vgr_trl.data.read.sources import Source
+from vgr_trl.data.public_sets import CONVERTERS
+from vgr_trl.data.public_sets import arxivqa_read as read
+from vgr_trl.data.read import Source
 
 FIGURES = {f"1501.0000{number}_1.jpg": picture((number, 0, 0)) for number in range(1, 5)}
 NAMES = list(FIGURES)

@@ -6,8 +6,8 @@ import json
 from PIL import Image
 from support.made_sets import parquet, picture, questions, reasons
 
-from vgr_trl.data.build.converters import CONVERTERS
-from vgr_trl.data.read.sources import Source
+from vgr_trl.data.public_sets import CONVERTERS
+from vgr_trl.data.read import Source
 
 EASY = {"image_id": 7, "image": picture(), "questions": ["what colour?", "is it red?"], "answers": ["red", "yes"]}
 NLVR = {"identifier": "1-0", "image": picture(), "sentence": " There is a box. ", "label": "true", "objects": None}

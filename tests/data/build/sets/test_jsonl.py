@@ -4,8 +4,9 @@ import pytest
 from PIL import Image
 from support.made_sets import encoded, jsonl, questions, reasons
 
-from vgr_trl.data.build.sets.jsonl import Keys, names_videos, read
-from vgr_trl.data.read.sources import Source
+from vgr_trl.data.public_sets import Keys, names_videos
+from vgr_trl.data.public_sets import jsonl_read as read
+from vgr_trl.data.read import Source
 
 
 def read_rows(tmp_path, *rows, **options):

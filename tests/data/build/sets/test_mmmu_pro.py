@@ -4,9 +4,10 @@ import pytest
 from PIL import ImageColor
 from support.made_sets import parquet, picture, questions, reasons
 
-from vgr_trl.data.build.sets.mmmu_pro import read, renumber_marks
-from vgr_trl.data.read.sources import Source
-from vgr_trl.errors import DataError
+from vgr_trl.data.public_sets import mmmu_pro_read as read
+from vgr_trl.data.public_sets import renumber_marks
+from vgr_trl.data.read import Source
+from vgr_trl.utils import DataError
 
 COLOURS = ["red", "green", "blue", "white", "black", "gray", "pink"]
 PICTURES = [picture(ImageColor.getrgb(colour)) for colour in COLOURS]

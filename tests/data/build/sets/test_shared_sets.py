@@ -10,10 +10,10 @@ from PIL import Image
 from support.made_sets import rows_in, skipped_in
 
 from vgr_trl.cli.__main__ import main
-from vgr_trl.data.build.converters import CONVERTERS
 from vgr_trl.data.load import load_split
-from vgr_trl.data.read.sources import Source
-from vgr_trl.data.rows.schema import prepare_rows
+from vgr_trl.data.public_sets import CONVERTERS
+from vgr_trl.data.read import Source
+from vgr_trl.data.rows import prepare_rows
 
 DATA = Path(__file__).parents[5] / "shared" / "data"
 pytestmark = pytest.mark.skipif(not DATA.exists(), reason="needs ../shared/data")

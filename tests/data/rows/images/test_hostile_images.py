@@ -10,8 +10,8 @@ from contextlib import suppress
 import pytest
 from PIL import Image
 
-from vgr_trl.data.rows.images.opening import open_image
-from vgr_trl.errors import DataError
+from vgr_trl.data.images import open_image
+from vgr_trl.utils import DataError
 
 SIDE = 30_000
 

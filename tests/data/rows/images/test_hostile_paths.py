@@ -14,12 +14,11 @@ from PIL import Image
 from pyarrow import parquet
 
 from vgr_trl.cli.__main__ import main
-from vgr_trl.cli.flags.arguments import DataArguments
+from vgr_trl.cli.arguments import DataArguments
 from vgr_trl.cli.loading import load_rows
-from vgr_trl.data.rows.columns import images_of
-from vgr_trl.data.rows.images.opening import open_image
-from vgr_trl.data.rows.images.video import DEFAULT_VIDEO_OPTIONS, sample_frames
-from vgr_trl.errors import DataError
+from vgr_trl.data.columns import images_of
+from vgr_trl.data.images import DEFAULT_VIDEO_OPTIONS, open_image, sample_frames
+from vgr_trl.utils import DataError
 
 OWN, SECRET = (250, 10, 10), (10, 10, 250)
 

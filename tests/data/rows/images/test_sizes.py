@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vgr_trl.data.rows.images.sizes import ImageLimits
-from vgr_trl.errors import ConfigError
+from vgr_trl.data.images import ImageLimits
+from vgr_trl.utils import ConfigError
 
 
 @pytest.mark.parametrize(

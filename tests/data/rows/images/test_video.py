@@ -6,16 +6,10 @@ import pytest
 from datasets import Dataset, Features, List, Value, load_dataset
 from PIL import Image
 
-from vgr_trl.data.rows.images.video import (
-    VideoOptions,
-    frames_of,
-    refuse_single_image_models,
-    sample_frames,
-    without_video_marks,
-)
-from vgr_trl.data.rows.schema import prepare_rows, row_problem
-from vgr_trl.demo.tiny_processor import build_processor
-from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.data.images import VideoOptions, frames_of, refuse_single_image_models, sample_frames, without_video_marks
+from vgr_trl.data.rows import prepare_rows, row_problem
+from vgr_trl.demo.tiny_model import build_processor
+from vgr_trl.utils import ConfigError, DataError
 
 av = pytest.importorskip("av")
 LEVELS = range(0, 240, 12)  # grey of frame 0, 1, …: 20 frames

@@ -2,8 +2,8 @@ import re
 
 import pytest
 
-from vgr_trl.data.rows.text.marks import placed, require_marks
-from vgr_trl.errors import DataError
+from vgr_trl.data.prompts import placed, require_marks
+from vgr_trl.utils import DataError
 
 IMAGE = {"type": "image"}
 

@@ -2,17 +2,11 @@ import re
 
 import pytest
 
-from vgr_trl.cli.flags.arguments import DataArguments
+from vgr_trl.cli.arguments import DataArguments
 from vgr_trl.cli.loading import read_system_prompt, system_prompt_of
-from vgr_trl.data.rows.schema import row_problem
-from vgr_trl.data.rows.text.prompts import (
-    SYSTEM_PROMPT,
-    SYSTEM_PROMPTS,
-    QuestionTemplate,
-    SystemTemplate,
-    build_prompt,
-)
-from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.data.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, QuestionTemplate, SystemTemplate, build_prompt
+from vgr_trl.data.rows import row_problem
+from vgr_trl.utils import ConfigError, DataError
 
 
 def test_a_question_is_a_conversation_with_its_options_behind_letters():

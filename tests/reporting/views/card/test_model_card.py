@@ -11,8 +11,7 @@ from PIL import Image
 
 from vgr_trl import DAPOConfig
 from vgr_trl.cli.__main__ import main
-from vgr_trl.reporting.views.card.model_card import citations, extended_card, method_section, method_tags
-from vgr_trl.reporting.views.card.papers import DAPO, VPPO
+from vgr_trl.reporting.model_card import DAPO, VPPO, citations, extended_card, method_section, method_tags
 
 CARD = (
     "---\ntags: []\n---\n\n# Model\n\nTrained.\n\n### Framework versions\n\n- TRL: 1.16\n\n## Citations\n\nCite TRL.\n"

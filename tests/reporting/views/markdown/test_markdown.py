@@ -9,9 +9,9 @@ from markdown_it import MarkdownIt
 from support.made_records import completion, record
 from test_markdown_text import ANY
 
-from vgr_trl.reporting.views.markdown.logs import MarkdownLogs
-from vgr_trl.reporting.views.markdown.sections import (
+from vgr_trl.reporting.markdown import (
     Lengths,
+    MarkdownLogs,
     Summary,
     attention_section,
     rollout_section,

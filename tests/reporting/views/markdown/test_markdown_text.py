@@ -7,8 +7,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from vgr_trl.printable import printable
-from vgr_trl.reporting.views.markdown.elements import fenced, fenced_json, inline, number, preview, table
+from vgr_trl.reporting.markdown import fenced, fenced_json, inline, number, preview, table
+from vgr_trl.utils import printable
 
 PARSER = MarkdownIt("commonmark").enable("table")
 # Pieces that mean something to Markdown, HTML, terminals and editors, beside any character at all.

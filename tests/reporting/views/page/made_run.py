@@ -10,8 +10,15 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw
 
-from vgr_trl.reporting.records.json_lines import encode_log, encode_record
-from vgr_trl.reporting.records.record import AttentionMap, Completion, LogEntry, Record, RecordedImage
+from vgr_trl.reporting.records import (
+    AttentionMap,
+    Completion,
+    LogEntry,
+    Record,
+    RecordedImage,
+    encode_log,
+    encode_record,
+)
 
 GRID = (3, 4)
 SIZE = (400, 300)

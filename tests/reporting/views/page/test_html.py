@@ -17,13 +17,20 @@ from hypothesis import strategies as st
 from made_run import completion, make_run
 
 from vgr_trl.cli.__main__ import main
-from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.reporting.records.record import AttentionMap
-from vgr_trl.reporting.views.page import curves, page_data
-from vgr_trl.reporting.views.page.choosing_records import ends_first, interleaved
-from vgr_trl.reporting.views.page.curves import Curve, Curves
-from vgr_trl.reporting.views.page.html import PLACE, page_template, write_report
-from vgr_trl.reporting.views.page.run_sources import read_thumbnail
+from vgr_trl.reporting import page as curves
+from vgr_trl.reporting import page as page_data
+from vgr_trl.reporting.page import (
+    PLACE,
+    Curve,
+    Curves,
+    ends_first,
+    interleaved,
+    page_template,
+    read_thumbnail,
+    write_report,
+)
+from vgr_trl.reporting.records import AttentionMap
+from vgr_trl.utils import ConfigError, DataError
 
 SOURCES = Path(__file__).parents[4] / "report_page"
 DATA = re.compile(r'(<script type="text/plain" id="data">)([A-Za-z0-9+/=]*)(</script>)')

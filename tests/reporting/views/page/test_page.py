@@ -13,10 +13,9 @@ import pytest
 from made_run import completion, make_run
 from PIL import Image
 
-from vgr_trl.data.rows.text.prompts import SYSTEM_PROMPT
-from vgr_trl.reporting.records.json_lines import encode_log, encode_record
-from vgr_trl.reporting.records.record import LogEntry, Record
-from vgr_trl.reporting.views.page.html import PLACE, page_template, write_report
+from vgr_trl.data.prompts import SYSTEM_PROMPT
+from vgr_trl.reporting.page import PLACE, page_template, write_report
+from vgr_trl.reporting.records import LogEntry, Record, encode_log, encode_record
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 if CHROMIUM is None:

@@ -7,11 +7,26 @@ module; these names are replaced in the process that runs it.
 import sys
 from typing import Any
 
+import transformers.modeling_utils
 import yaml
 
-from vgr_trl.integrations.verl.inside_easyr1.transformers5 import put_back_moved_names
-from vgr_trl.integrations.verl.seams import OF_EASYR1, check_points
-from vgr_trl.replacing import replaced
+from vgr_trl.integrations.verl.options import OF_EASYR1, check_points
+from vgr_trl.utils import replaced
+
+# ---------------------------------------------------------------------------------------------------------------------
+# EasyR1 (b44b311) imports `no_init_weights` from where transformers 5 does not have it any more.
+#
+# Removable when EasyR1 reads it from `transformers.initialization`.
+
+
+def put_back_moved_names() -> None:
+    """Put the name back where EasyR1 looks for it."""
+    utils: Any = transformers.modeling_utils
+    if not hasattr(utils, "no_init_weights"):
+        from transformers.initialization import no_init_weights
+
+        utils.no_init_weights = no_init_weights
+
 
 PREFIX = "vgr."
 TESTED = "EasyR1 at b44b311"
@@ -36,8 +51,8 @@ def runner_with(options: dict[str, Any]) -> Any:
             put_back_moved_names()
             from verl.trainer import main
 
-            from vgr_trl.integrations.verl.inside_easyr1 import registered
-            from vgr_trl.integrations.verl.inside_easyr1.hooks import SignalTrainer, SignalWorker
+            from vgr_trl.integrations.verl.inside_easyr1 import actor as registered
+            from vgr_trl.integrations.verl.inside_easyr1.actor import SignalTrainer, SignalWorker
 
             registered.register()
             trainer = type("SignalTrainer", (SignalTrainer,), {"signal_options": options})
@@ -54,7 +69,7 @@ def main() -> None:
     sys.argv[1:], options = split_arguments(sys.argv[1:])
     from verl.trainer import main as theirs
 
-    from vgr_trl.integrations.verl.inside_easyr1.hooks import read_options
+    from vgr_trl.integrations.verl.inside_easyr1.actor import read_options
 
     read_options(options, "grpo")  # what is wrong with them is said before Ray starts
     with replaced(theirs, "Runner", runner_with(options)):

@@ -3,23 +3,136 @@
 What to measure comes in the batch (`vgr`, from the trainer); a batch without it passes as in verl.
 """
 
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+import transfer_queue as tq
+from omegaconf import OmegaConf
+from tensordict import TensorDict
 from torch import distributed
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-from verl.workers.utils.padding import no_padding_2_padding
+from verl.workers.utils.padding import no_padding_2_padding, response_from_nested
 
-from vgr_trl.errors import ConfigError
-from vgr_trl.integrations.verl.inside_verl.cached_forward import naming_its_cache
-from vgr_trl.integrations.verl.inside_verl.flash_calls import looked_up
-from vgr_trl.integrations.verl.losses import TermsAtHand, lay_terms_at_hand
-from vgr_trl.integrations.verl.measured_pass import Layout, MeasuredPass, packed_layout, padded_layout
-from vgr_trl.integrations.verl.options import SignalOptions
-from vgr_trl.integrations.verl.perturbed import perturb_row
+from vgr_trl.integrations.verl.options import ESTIMATORS, LOSSES, SignalOptions, options_of
+from vgr_trl.integrations.verl.signals import (
+    COLUMNS,
+    Layout,
+    MeasuredPass,
+    SignalsAtHand,
+    TermsAtHand,
+    as_weights,
+    at_hand,
+    estimate,
+    lay_at_hand,
+    lay_terms_at_hand,
+    packed_layout,
+    padded_layout,
+    perturb_row,
+    told,
+    with_terms,
+)
+from vgr_trl.sharing.model_support import base_of, causal_model, is_attention
+from vgr_trl.signals.attention import find_decoder
 from vgr_trl.signals.dependency import visual_dependency
-from vgr_trl.signals.measurement import policy_is_active
+from vgr_trl.signals.scoring import policy_is_active
+from vgr_trl.utils import ConfigError, replaced
+
+# ---------------------------------------------------------------------------------------------------------------------
+# verl's forward passes of Qwen-VL hand a cache on to the language model, but do not name it among their parameters.
+#
+# Where rows have no images they pass a made-up one through the tower, and cannot read what comes out with
+# transformers
+# 5.10; completions behind a prompt need none.
+
+
+@contextmanager
+def naming_its_cache(model: Any) -> Iterator[None]:
+    """Give the base model a forward pass that names `past_key_values`, so that prompts can be computed once."""
+    base = base_of(causal_model(model))
+    plain = base.forward
+    parameters = inspect.signature(plain).parameters
+    takes_more = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    if "past_key_values" in parameters or not takes_more:
+        yield
+        return
+
+    def forward(
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        pixel_values: Any = None,
+        image_grid_thw: Any = None,
+        **others: Any,
+    ) -> Any:
+        given = {
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "pixel_values": pixel_values,
+            "image_grid_thw": image_grid_thw,
+        }
+        given = {name: value for name, value in given.items() if value is not None} | others
+        if past_key_values is not None and pixel_values is None:
+            return base.language_model(inputs_embeds=base.get_input_embeddings()(input_ids), **given)
+        return plain(input_ids, **given)
+
+    with replaced(base, "forward", forward):
+        yield
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention that verl calls by itself: with padding removed, layers of Qwen2-VL and GLM-4V look nothing up.
+#
+# For the duration their calls go through transformers' registry, where a probe finds them.
+
+
+MODULES = ("verl.models.transformers.qwen2_vl", "verl.models.transformers.glm4v")
+NAME = "_custom_flash_attention_forward"
+
+
+@contextmanager
+def looked_up(model: Any) -> Iterator[None]:
+    """Let the layers of `model` look their attention up, whichever function they call."""
+    running: list[Any] = []
+
+    def enter(module: Any, args: Any) -> None:
+        running[:] = [module]
+
+    with ExitStack() as stack:
+        for module in find_decoder(model).modules():
+            if is_attention(module):
+                stack.callback(module.register_forward_pre_hook(enter).remove)
+        for name in MODULES:
+            owner: Any = importlib.import_module(name)
+            if hasattr(owner, NAME):
+                through = partial(_through_registry, getattr(owner, NAME), running)
+                stack.enter_context(replaced(owner, NAME, through))
+        yield
+
+
+def _through_registry(
+    plain: Any, running: list[Any], query: Any, key: Any, value: Any, mask: Any, **options: Any
+) -> Any:
+    """Call `plain` (rows, positions, heads, width) as transformers calls functions (rows, heads, positions, width)."""
+
+    def function(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+        return plain(*(side.transpose(1, 2) for side in (query, key, value)), mask, **options), None
+
+    found = ALL_ATTENTION_FUNCTIONS.get_interface("eager", function)
+    sides = (side.transpose(1, 2) for side in (query, key, value))
+    return found(running[0], *sides, mask, **options)[0]
+
 
 KEY = "vgr"  # of the batch
 
@@ -142,3 +255,186 @@ def _rows_of_images(micro_batch: Any, count: int) -> list[dict[str, Any]]:
 
 def _has_pixels(inputs: dict[str, Any]) -> bool:
     return inputs.get("pixel_values") is not None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Estimators and policy losses of this library in verl's registries. Import it where verl is installed.
+
+
+def _estimator(name: str) -> Any:
+    def estimator(
+        token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any, **more: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return advantages and returns, (N, T) each, with the signals of the batch at hand."""
+        found = at_hand(name)
+        base = core_algos.get_adv_estimator_fn(found.options.estimator)
+        taken = inspect.signature(base).parameters
+        if "norm_adv_by_std_in_grpo" in taken and more.get("config") is not None:
+            more["norm_adv_by_std_in_grpo"] = more["config"].get("norm_adv_by_std_in_grpo", True)
+        if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values()):
+            more = {key: value for key, value in more.items() if key in taken}
+        return estimate(
+            base,
+            found,
+            token_level_rewards=token_level_rewards,
+            response_mask=response_mask,
+            index=index,
+            **more,
+        )
+
+    return estimator
+
+
+def register() -> None:
+    """Register every name that is not registered yet."""
+    for name in ESTIMATORS:
+        if name not in core_algos.ADV_ESTIMATOR_REGISTRY:
+            core_algos.register_adv_est(name)(_estimator(name))
+    for name in LOSSES:
+        if name not in core_algos.POLICY_LOSS_REGISTRY:
+            vanilla = core_algos.get_policy_loss_fn("vanilla")
+            core_algos.register_policy_loss(name)(with_terms(vanilla, core_algos.agg_loss, name))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# verl's synchronous trainer, with the signals of the actor in its batches: `trainer.v1.trainer_mode=vgr_sync`.
+
+
+WEIGHTS = "token_weights"  # of a reward
+
+
+def read_options(config: Any) -> SignalOptions:
+    """Return the options under `algorithm.vgr` of a configuration of verl.
+
+    Raises:
+        ConfigError: an option is unknown, out of range, or means nothing in this run.
+    """
+    given = config.algorithm.get("vgr")
+    given = OmegaConf.to_container(given, resolve=True) if given is not None else {}
+    loss_mode = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
+    options = options_of(config.algorithm.adv_estimator, given, loss_mode)
+    if options.apply_to == "mask":
+        raise ConfigError(
+            "apply_to is mask, but the loss of verl casts response_mask to bool, which would drop the weights: leave "
+            "it at advantages."
+        )
+    correction = config.algorithm.get("rollout_correction")
+    measures = options.measures_attention or options.needs_dependency
+    if measures and correction is not None and correction.get("bypass_mode", False):
+        raise ConfigError(
+            "algorithm.rollout_correction.bypass_mode leaves out the pass that measures signals: switch it off."
+        )
+    return options
+
+
+class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
+    """verl's trainer, and around its steps what signals need.
+
+    `_compute_old_log_prob`: asks the engine to measure, and keeps what it measured along the responses.
+    `_compute_advantage`: lays that at hand for the registered estimators, and logs their metrics.
+    `_update_actor`: tells the engine which terms the loss has.
+    `_val_metrics_update`: leaves out token weights, of which verl would take means.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.signal_options = read_options(config)
+        super().__init__(config)
+
+    def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        options = self.signal_options
+        if not (options.measures_attention or options.needs_dependency):
+            return super()._compute_old_log_prob(batch, metrics)
+        batch.extra_info[KEY] = self._told()
+        after = super()._compute_old_log_prob(batch, metrics)
+        for meta in (batch, after):
+            (meta.extra_info or {}).pop(KEY, None)
+        self._keep_along_responses(batch)
+        return after
+
+    def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        if any(not key.endswith("_0") for key in batch.keys):  # PROMPT_SESSION_OUTPUT
+            raise ConfigError(
+                "An agent loop has returned several outputs of one session, which the estimators of this library "
+                "would take for several completions: let it return one."
+            )
+        columns = self._columns(batch)
+        weights = self._token_weights(batch, columns.pop("response_mask"))
+        with lay_at_hand(SignalsAtHand(self.signal_options, columns, weights)) as found:
+            after = super()._compute_advantage(batch, metrics)
+        metrics.update(found.metrics)
+        return after
+
+    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        if self.config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla") in LOSSES:
+            batch.extra_info[KEY] = self._told()
+        after = super()._update_actor(batch, metrics)
+        (after.extra_info or {}).pop(KEY, None)
+        return after
+
+    def _val_metrics_update(
+        self, data_sources: Any, sample_uids: Any, reward_extra_infos_dict: Mapping[str, Any], *rest: Any, **more: Any
+    ) -> Any:
+        infos = {name: values for name, values in reward_extra_infos_dict.items() if name != WEIGHTS}
+        return super()._val_metrics_update(data_sources, sample_uids, infos, *rest, **more)
+
+    def _told(self) -> dict[str, Any]:
+        """What the engine is told: options, and what only the processor knows."""
+        processor = self.processor if self.processor is not None else self.tokenizer
+        return told(self.signal_options, int(self.global_steps), processor)
+
+    def _keep_along_responses(self, batch: Any) -> None:
+        """Cut the columns, which the engine returns along whole sequences, to the responses."""
+        data = _get(batch, [*COLUMNS, "response_mask"])
+        found = {name: response_from_nested(data[name], data["response_mask"]) for name in COLUMNS if name in data}
+        if found:
+            fields = TensorDict(found, batch_size=len(batch))
+            tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+
+    def _columns(self, batch: Any) -> dict[str, torch.Tensor]:
+        data = _get(batch, [*COLUMNS, "entropy", "old_log_probs", "response_mask"])
+        found = {name: value.to_padded_tensor(0) for name, value in data.items() if name != "response_mask"}
+        if "entropy" in found:
+            found["entropies"] = found.pop("entropy")
+        return {**found, "response_mask": data["response_mask"].to_padded_tensor(0)}
+
+    def _token_weights(self, batch: Any, response_mask: torch.Tensor) -> torch.Tensor | None:
+        """`token_weights` among what the reward returned beside the score, None if no row has them."""
+        if not self.signal_options.token_weights:
+            return None
+        data = _get(batch, ["extra_fields"])
+        fields: Sequence[Any] = list(data["extra_fields"]) if "extra_fields" in data else []
+        infos = [(getattr(each, "data", each) or {}).get("reward_extra_info") or {} for each in fields]
+        rows = [info.get(WEIGHTS) for info in infos]
+        return None if all(row is None for row in rows) else as_weights(rows, response_mask)
+
+
+def _get(batch: Any, fields: list[str]) -> Any:
+    return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# verl 0.9.1 asks an installed TRL for a class with a value head, which TRL 1.16 has no more, and stops without it.
+#
+# The class is patched there for critics of long ago and not used; so verl is told that there is no TRL. Removable
+# when
+# verl asks for the class only where there is one.
+
+
+def hide_newer_trl() -> bool:
+    """Let verl patch models where the installed TRL lacks the class; return whether that was needed."""
+    from verl.models.transformers import monkey_patch
+
+    if importlib.util.find_spec("trl") is None or _has_value_head():
+        return False
+    monkey_patch.is_trl_available = lambda: False
+    return True
+
+
+def _has_value_head() -> bool:
+    for module in ("trl.experimental.ppo", "trl"):
+        try:
+            if hasattr(importlib.import_module(module), "AutoModelForCausalLMWithValueHead"):
+                return True
+        except ImportError:
+            continue
+    return False

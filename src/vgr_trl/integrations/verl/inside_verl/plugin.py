@@ -7,17 +7,19 @@ Raises:
     ConfigError: the installed verl lacks something that is relied on.
 """
 
-from vgr_trl.integrations.verl.seams import OF_VERL, check_points
+from vgr_trl.integrations.verl.options import OF_VERL, check_points
 
 check_points(OF_VERL, "verl 0.9.1")  # before what it looks for is imported
 
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, register_trainer  # noqa: E402
 from verl.workers.engine.base import EngineRegistry  # noqa: E402
 
-from vgr_trl.integrations.verl.inside_verl import registered  # noqa: E402
-from vgr_trl.integrations.verl.inside_verl.engine import SignalEngine  # noqa: E402
-from vgr_trl.integrations.verl.inside_verl.trainer import SignalTrainer  # noqa: E402
-from vgr_trl.integrations.verl.inside_verl.trl_release import hide_newer_trl  # noqa: E402
+from vgr_trl.integrations.verl.inside_verl import engine as registered  # noqa: E402
+from vgr_trl.integrations.verl.inside_verl.engine import (
+    SignalEngine,
+    SignalTrainer,
+    hide_newer_trl,
+)
 
 MODE, VENDOR = "vgr_sync", "vgr"
 

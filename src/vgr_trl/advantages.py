@@ -1,0 +1,252 @@
+"""How the completions of a prompt are compared: rewards become advantages, by one of five estimators.
+
+Rewards are those of all processes, prompt-major. A NaN reward (no reward function applied) takes part in no mean and no
+deviation, and its completion gets advantage 0. Where a formula is undefined, because fewer than two completions of a
+group have a reward, the advantages are 0.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from vgr_trl.metrics import Gather, check_shapes
+from vgr_trl.options import check_number
+from vgr_trl.utils import ConfigError, DataError
+
+
+def estimate_advantages(
+    rewards: torch.Tensor,
+    num_generations: int,
+    estimator: str = "grpo",
+    baseline: torch.Tensor | None = None,
+    trained: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the advantage of each completion.
+
+    With mean and standard deviation (n - 1) over the group, A[i] is
+
+    - `grpo`: (r - mean) / (std + 1e-4), as TRL has it for `scale_rewards="group"`
+      (https://huggingface.co/papers/2402.03300);
+    - `rloo`: r - mean of the others of the group (https://huggingface.co/papers/2402.14740);
+    - `remax`: r - reward of the prompt's greedy completion (https://huggingface.co/papers/2310.10505);
+    - `reinforce_plus_plus`: c / (std of all c that are trained on + 1e-8) with c = r - mean
+      (https://huggingface.co/papers/2501.03262, its variant with a baseline);
+    - `grpo_passk`: for the best of the group (best - second best) / (std + 1e-6), for the others 0
+      (https://huggingface.co/papers/2503.19595).
+
+    Args:
+        rewards: weighted sums of the rewards, (num_groups * G,), NaN for a completion without one.
+        num_generations: G, completions per prompt, at least 1.
+        estimator: one of the names above.
+        baseline: for `remax`, the reward of each prompt's greedy completion, (num_groups,); else None.
+        trained: for `reinforce_plus_plus`, the rewards of the groups that are trained on, where those are not the
+            groups at hand, (any number of groups * G,).
+
+    Returns:
+        (num_groups * G,), finite for finite or NaN rewards.
+
+    Raises:
+        ConfigError: there is no such estimator, or a baseline is missing or not used.
+        DataError: the rewards are not those of whole groups, or the baseline is not one per group.
+    """
+    if estimator not in _ESTIMATORS:
+        raise ConfigError(f"advantage_estimator is {estimator!r}: give one of {', '.join(ESTIMATORS)}.")
+    if (estimator == "remax") != (baseline is not None):
+        raise ConfigError(
+            f"advantage_estimator is {estimator!r} and the baseline is {'given' if baseline is not None else 'None'}: "
+            "remax, and no other estimator, takes the rewards of greedy completions as its baseline."
+        )
+    if rewards.ndim != 1 or num_generations < 1 or len(rewards) % num_generations:
+        raise DataError(
+            f"The rewards have the shape {tuple(rewards.shape)} with num_generations {num_generations}: give those of "
+            "whole groups, one number per completion."
+        )
+    # In double precision the mean of equal rewards is that reward; rounding, divided by a tiny deviation, would count.
+    groups = rewards.double().view(-1, num_generations)  # (num_groups, G)
+    if baseline is not None and baseline.shape != (len(groups),):
+        raise DataError(
+            f"The baseline has the shape {tuple(baseline.shape)} for {len(groups)} groups: give one reward per prompt."
+        )
+    if baseline is not None:
+        advantages = _remax(groups, baseline)
+    elif trained is not None and estimator == "reinforce_plus_plus":
+        advantages = _reinforce_plus_plus(groups, trained.double().view(-1, num_generations))
+    else:
+        advantages = _ESTIMATORS[estimator](groups)
+    return torch.nan_to_num(advantages, nan=0.0).view(-1).to(rewards.dtype)
+
+
+def _grpo(rewards: torch.Tensor) -> torch.Tensor:
+    return _centred(rewards) / (_std(rewards) + 1e-4)
+
+
+def _rloo(rewards: torch.Tensor) -> torch.Tensor:
+    count = _count(rewards)  # (num_groups, 1)
+    # The mean of the others differs from the reward by n / (n - 1) times what the mean of all does.
+    return torch.where(count > 1, _centred(rewards) * count / (count - 1), torch.nan)
+
+
+def _remax(rewards: torch.Tensor, baseline: torch.Tensor) -> torch.Tensor:
+    return rewards - baseline.unsqueeze(1)
+
+
+def _reinforce_plus_plus(rewards: torch.Tensor, trained: torch.Tensor | None = None) -> torch.Tensor:
+    deviation = _std(_centred(rewards if trained is None else trained).view(1, -1))
+    return _centred(rewards) / (deviation + 1e-8)
+
+
+def _grpo_passk(rewards: torch.Tensor) -> torch.Tensor:
+    if rewards.size(1) < 2:
+        return torch.zeros_like(rewards)
+    best, which = rewards.nan_to_num(nan=-torch.inf).topk(2, dim=1)  # (num_groups, 2)
+    lead = (best[:, :1] - best[:, 1:]) / (_std(rewards) + 1e-6)  # 0 where two are equally good
+    return torch.zeros_like(rewards).scatter(1, which[:, :1], lead)
+
+
+_ESTIMATORS: dict[str, Callable[..., torch.Tensor]] = {
+    "grpo": _grpo,
+    "rloo": _rloo,
+    "remax": _remax,
+    "reinforce_plus_plus": _reinforce_plus_plus,
+    "grpo_passk": _grpo_passk,
+}
+ESTIMATORS = tuple(_ESTIMATORS)
+
+
+def _count(rewards: torch.Tensor) -> torch.Tensor:
+    """Values per row that are not NaN, (rows, 1)."""
+    return (~rewards.isnan()).sum(dim=1, keepdim=True)
+
+
+def _centred(rewards: torch.Tensor) -> torch.Tensor:
+    return rewards - rewards.nanmean(dim=1, keepdim=True)
+
+
+def _std(rewards: torch.Tensor) -> torch.Tensor:
+    """Standard deviation (n - 1) along the rows, (rows, 1); NaN for fewer than two values."""
+    count = _count(rewards)
+    variance = (_centred(rewards) ** 2).nanmean(dim=1, keepdim=True) * (count / (count - 1))
+    return torch.where(count > 1, variance.sqrt(), torch.nan)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Advantages by a critic: generalised advantage estimation, their whitening, and the loss of the values.
+
+
+@torch.no_grad()
+def gae(
+    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float = 1.0, lam: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return advantages and returns of every token (Schulman et al., 2016, https://arxiv.org/abs/1506.02438).
+
+    A[t] = δ[t] + γ λ A[t'] with δ[t] = r[t] + γ V[t'] − V[t], where t' is the next valid token and V = A = 0 behind the
+    last one; the return is A + V.
+
+    Args:
+        rewards: (N, T), of each token.
+        values: (N, T), the critic's, before the token is chosen.
+        mask: (N, T) bool, valid tokens; what stands elsewhere is not read, NaN included.
+        gamma: discount, in [0, 1].
+        lam: λ, in [0, 1].
+
+    Returns:
+        advantages and returns, (N, T) float32 each, 0 outside `mask`; not whitened.
+
+    Raises:
+        ConfigError: `gamma` or `lam` is out of range.
+        DataError: the shapes differ.
+    """
+    check_shapes("gae", mask, rewards=rewards, values=values)
+    check_number("gamma", gamma, 0, 1, "in [0, 1]")
+    check_number("lam", lam, 0, 1, "in [0, 1]")
+    mask = mask.bool()
+    rewards, values = rewards.float().masked_fill(~mask, 0), values.float().masked_fill(~mask, 0)
+    advantages = torch.zeros_like(values)  # (N, T)
+    next_advantage = next_value = values.new_zeros(len(values))  # (N,)
+    for token in reversed(range(values.size(1))):
+        valid = mask[:, token]
+        advantage = rewards[:, token] + gamma * next_value - values[:, token] + gamma * lam * next_advantage
+        next_advantage = torch.where(valid, advantage, next_advantage)
+        next_value = torch.where(valid, values[:, token], next_value)
+        advantages[:, token] = advantage.masked_fill(~valid, 0)
+    return advantages, (advantages + values).masked_fill(~mask, 0)
+
+
+def token_rewards(rewards: torch.Tensor, mask: torch.Tensor, penalties: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the reward of every token: that of the completion at its last valid token, and a penalty at each.
+
+    Args:
+        rewards: (N,), of the completions; NaN for one without.
+        mask: (N, T) bool, valid tokens.
+        penalties: (N, T), added to the rewards of valid tokens; None: there are none.
+
+    Returns:
+        (N, T) float32, 0 outside `mask`.
+
+    Raises:
+        DataError: the shapes differ.
+    """
+    mask = mask.bool()
+    last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)  # (N, T)
+    found = torch.zeros_like(mask, dtype=torch.float32)
+    if penalties is not None:
+        check_shapes("token_rewards", mask, penalties=penalties)
+        found = penalties.float().masked_fill(~mask, 0)
+    return torch.where(last, found + rewards.float().unsqueeze(1), found)
+
+
+def value_loss(
+    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, cliprange: float
+) -> torch.Tensor:
+    """Return the loss of the values for every token: half the larger of two squared errors.
+
+    One is that of V, the other that of V held within `cliprange` of the value at which the rollout was judged
+    (PPO's clipped value loss, as in EasyR1 and verl).
+
+    Args:
+        values: (N, T), with gradients.
+        old_values: (N, T), of the critic that the advantages are from.
+        returns: (N, T).
+        mask: (N, T) bool, valid tokens; what stands elsewhere is not read, NaN included.
+        cliprange: above 0.
+
+    Returns:
+        (N, T) float32, 0 outside `mask`: the caller sums and divides as for its policy loss.
+
+    Raises:
+        ConfigError: `cliprange` is out of range.
+        DataError: the shapes differ.
+    """
+    check_shapes("value_loss", mask, values=values, old_values=old_values, returns=returns)
+    check_number("cliprange_value", cliprange, 1e-30, 1e30, "above 0")
+    mask = mask.bool()
+    values, old_values, returns = (tensor.float().masked_fill(~mask, 0) for tensor in (values, old_values, returns))
+    clipped = values.clamp(old_values - cliprange, old_values + cliprange)
+    return 0.5 * torch.maximum((values - returns).square(), (clipped - returns).square())
+
+
+def whiten(values: torch.Tensor, mask: torch.Tensor, gather: Gather | None = None) -> torch.Tensor:
+    """Return (x − mean) / √(variance + 1e-8) over the valid tokens of all processes, as verl whitens advantages.
+
+    Args:
+        values: (N, T).
+        mask: (N, T) bool, valid tokens; what stands elsewhere is not read, NaN included.
+        gather: returns the concatenation of a 1-D tensor over all processes; called three times. None: there is one.
+
+    Returns:
+        (N, T) float32, 0 outside `mask`. The variance is that of a sample (n − 1).
+
+    Raises:
+        DataError: the shapes differ.
+    """
+    check_shapes("whiten", mask, values=values)
+    mask = mask.bool()
+    values = values.double().masked_fill(~mask, 0)
+
+    def total(local: torch.Tensor) -> torch.Tensor:
+        return local if gather is None else gather(local.view(1)).sum()
+
+    count = total(mask.sum())
+    centred = values - total(values.sum()) / count.clamp(min=1)
+    variance = total((centred.square() * mask).sum()) / (count - 1).clamp(min=1)
+    return (centred / (variance + 1e-8).sqrt() * mask).float()

@@ -1,0 +1,1212 @@
+"""Rows of a batch: which pixels belong to which row; take, join, pad and place rows."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from itertools import accumulate, pairwise
+from typing import Any, Literal, TypedDict, TypeVar
+
+import numpy as np
+import torch
+from PIL import Image
+
+from vgr_trl.registries import VIEW
+from vgr_trl.utils import DataError
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The one map from pixel inputs to rows: which images, tiles and patches belong to which row of a batch.
+#
+# A family of models whose pixel inputs lie as in none of `LAYOUTS` is one more entry there.
+
+
+IMAGE_INPUTS = (
+    "pixel_values",
+    "image_grid_thw",
+    "pixel_attention_mask",
+    "image_sizes",
+    "image_position_ids",
+    "spatial_shapes",
+)
+
+ImageInputs = Mapping[str, torch.Tensor]  # pixel inputs by name
+Parts = dict[str, list[slice]]  # pixel input -> the slice of its first dimension that belongs to each row
+Unit = Literal["row", "image", "tile", "patch"]
+
+
+class UnknownParts(DataError):
+    """Pixel inputs cannot be assigned to rows with certainty; `reason` names them, for a sentence of the caller."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"The images of a batch cannot be assigned to its rows, because of {reason}.")
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the pixel inputs of some families of models lie.
+
+    Attributes:
+        applies: whether inputs lie so, by their names and shapes and the images of all rows, None if not known.
+        units: of each input that there may be, what it has an entry for.
+        count: the rows' images or tiles, from the inputs and the placeholder tokens of images, (N, S) bool.
+    """
+
+    applies: Callable[[ImageInputs, int | None], bool]
+    units: Mapping[str, Unit]
+    count: Callable[[ImageInputs, torch.Tensor], list[int]]
+
+
+def image_inputs_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the pixel inputs among `inputs`."""
+    return {name: inputs[name] for name in IMAGE_INPUTS if inputs.get(name) is not None}
+
+
+def parts_by_counts(given: ImageInputs, num_images: Sequence[int], num_tiles: Sequence[int] | None = None) -> Parts:
+    """Return which part of each pixel input belongs to which row, given what the rows have.
+
+    Args:
+        given: pixel inputs by name.
+        num_images: (N,) images of each row.
+        num_tiles: (N,) tiles of each row; None: an image is a tile.
+
+    Raises:
+        UnknownParts: the inputs do not fit the counts.
+    """
+    images = [int(count) for count in num_images]
+    tiles = images if num_tiles is None else [int(count) for count in num_tiles]
+    layout = find_layout(given, sum(images))
+    return _parts(given, layout, {"row": [1] * len(images), "image": images, "tile": tiles})
+
+
+def parts_by_tokens(given: ImageInputs, is_image: torch.Tensor) -> Parts:
+    """Return which part of each pixel input belongs to which row, given placeholder tokens of images, (N, S) bool.
+
+    Raises:
+        UnknownParts: the tokens do not tell with certainty.
+    """
+    layout = find_layout(given)
+    return _parts(given, layout, dict.fromkeys(("row", "image", "tile"), layout.count(given, is_image)))
+
+
+def tiles_by_tokens(given: ImageInputs, num_images: Sequence[int], is_image: torch.Tensor) -> list[int] | None:
+    """Return the tiles of each row, None where there is one to an image or pixel inputs do not lie by tiles.
+
+    Raises:
+        UnknownParts: the tokens do not tell with certainty.
+    """
+    layout, pixels = find_layout(given, sum(num_images)), given["pixel_values"]
+    if layout.units["pixel_values"] != "tile" or not ("spatial_shapes" in given or pixels.ndim == 4):
+        return None
+    if len(pixels) == sum(num_images):
+        return list(num_images) if "spatial_shapes" in given else None  # as TRL has it
+    return layout.count(given, is_image)
+
+
+def find_layout(given: ImageInputs, images: int | None = None) -> Layout:
+    """Return how the pixel inputs lie; `images` are those of all rows, where they are known."""
+    if "pixel_values" not in given or any(not isinstance(value, torch.Tensor) for value in given.values()):
+        raise UnknownParts("pixel inputs of an unknown form")
+    layout = next(layout for layout in LAYOUTS if layout.applies(given, images))
+    if unknown := given.keys() - layout.units.keys():
+        raise UnknownParts(f"the input {min(unknown)} beside pixel_values")
+    return layout
+
+
+def _parts(given: ImageInputs, layout: Layout, counts: dict[Unit, list[int]]) -> Parts:
+    slices = {unit: _slices(of_rows) for unit, of_rows in counts.items()}
+    if "patch" in layout.units.values():
+        patches = given["image_grid_thw"].prod(-1).tolist()
+        slices["patch"] = _slices([sum(patches[images]) for images in slices["image"]])
+    parts = {name: slices[layout.units[name]] for name in given}
+    for name, value in given.items():
+        if len(parts[name]) != len(counts["row"]) or parts[name][-1].stop != len(value):
+            raise UnknownParts(f"{name} of shape {tuple(value.shape)}")
+    return parts
+
+
+def _slices(counts: Sequence[int]) -> list[slice]:
+    return [slice(start, stop) for start, stop in pairwise([0, *accumulate(counts)])]
+
+
+def _one_each(given: ImageInputs, is_image: torch.Tensor) -> list[int]:
+    return [1] * len(is_image)
+
+
+def _count_by(name: str) -> Callable[[ImageInputs, torch.Tensor], list[int]]:
+    """Images or tiles in order, each worth patches / merge tokens; the input `name` holds their sides in patches."""
+
+    def count(given: ImageInputs, is_image: torch.Tensor) -> list[int]:
+        if name not in given:
+            raise UnknownParts("image tokens and images that do not match")
+        tokens, patches = is_image.sum(1).tolist(), given[name].prod(-1).tolist()  # (N,)
+        merge, rest = divmod(sum(patches), sum(tokens)) if any(tokens) else (0, 1)
+        ends = [0, *accumulate(patches)]  # patches in front of each image, and of all
+        wanted = [merge * count for count in accumulate(tokens)]  # patches up to the end of each row
+        if rest or not set(wanted) <= set(ends):
+            raise UnknownParts("image tokens and image sizes that do not match")
+        return [stop - start for start, stop in pairwise([0, *map(ends.index, wanted)])]
+
+    return count
+
+
+def _count_runs(given: ImageInputs, is_image: torch.Tensor) -> list[int]:
+    """An image per uninterrupted run of tokens; by area where families mark the rows of an image by other tokens."""
+    starts = is_image & ~torch.nn.functional.pad(is_image, (1, 0))[:, :-1]  # (N, S)
+    counts: list[int] = starts.sum(1).tolist()
+    return counts if sum(counts) == len(given["pixel_values"]) else _count_by("image_sizes")(given, is_image)
+
+
+def _count_equal(given: ImageInputs, is_image: torch.Tensor) -> list[int]:
+    """Images or tiles that are all worth the same number of tokens."""
+    tokens, tiles = is_image.sum(1).tolist(), len(given["pixel_values"])
+    if not tiles or not any(tokens) or sum(tokens) % tiles or any(count % (sum(tokens) // tiles) for count in tokens):
+        raise UnknownParts("image tokens and images that do not match")
+    return [count * tiles // sum(tokens) for count in tokens]
+
+
+LAYOUTS = (  # the first that applies
+    # Qwen, GLM: patches of all images one behind the other.
+    Layout(
+        lambda given, images: "image_grid_thw" in given,
+        {"pixel_values": "patch", "image_grid_thw": "image"},
+        _count_by("image_grid_thw"),
+    ),
+    # LFM2-VL: tiles of unequal size.
+    Layout(
+        lambda given, images: "spatial_shapes" in given,
+        {"pixel_values": "tile", "spatial_shapes": "tile", "pixel_attention_mask": "tile"},
+        _count_by("spatial_shapes"),
+    ),
+    # Idefics, SmolVLM: the images of a row together, padded to the most images. PerceptionLM has tiles there, no mask.
+    Layout(
+        lambda given, images: (
+            given["pixel_values"].ndim == 5
+            and "image_sizes" not in given
+            and ("pixel_attention_mask" in given or len(given["pixel_values"]) != images)
+        ),
+        {"pixel_values": "row", "pixel_attention_mask": "row"},
+        _one_each,
+    ),
+    # LLaVA-NeXT and -OneVision, Mistral 3, Gemma 4: images of unequal size.
+    Layout(
+        lambda given, images: "image_sizes" in given or "image_position_ids" in given,
+        {"pixel_values": "image", "image_sizes": "image", "image_position_ids": "image"},
+        _count_runs,
+    ),
+    # LLaVA, Gemma 3, InternVL: images or tiles of one size.
+    Layout(lambda given, images: True, {"pixel_values": "tile"}, _count_equal),
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The rollout batch as inputs of TRL's scoring pass, and pixels of perturbed images dealt to its rows.
+
+
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+
+
+@dataclass
+class Prompts:
+    """Prompts of N completions as they are given to generation.
+
+    Attributes:
+        ids: per row, the tokens of its prompt, image tokens included.
+        images: per row, its images; None if no row has any.
+        fields: what the processor made of text and images beside the tokens.
+    """
+
+    ids: Sequence[Sequence[int]]
+    images: Sequence[Sequence[Image.Image]] | None
+    fields: Mapping[str, Any]
+
+
+@dataclass
+class ScoringBatch:
+    """Inputs of a scoring pass over N completions of T tokens behind prompts of P tokens.
+
+    Attributes:
+        prompt_ids, prompt_mask: (N, P) int64, padded on the left.
+        completion_ids, completion_mask: (N, T) int64, padded on the right.
+        fields: pixel inputs and token types (N, P + T).
+        num_images: images per row; None without images.
+        num_tiles: rows of `pixel_values` per row where images are cut into tiles, else None.
+    """
+
+    prompt_ids: torch.Tensor
+    prompt_mask: torch.Tensor
+    completion_ids: torch.Tensor
+    completion_mask: torch.Tensor
+    fields: dict[str, torch.Tensor] = field(default_factory=dict)
+    num_images: list[int] | None = None
+    num_tiles: list[int] | None = None
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """(N, P + T)."""
+        return torch.cat([self.prompt_ids, self.completion_ids], dim=1)
+
+    @property
+    def attention_mask(self) -> torch.Tensor:
+        """(N, P + T)."""
+        return torch.cat([self.prompt_mask, self.completion_mask], dim=1)
+
+    def inputs(self) -> dict[str, Any]:
+        """Keyword arguments of TRL's scoring, but for the model and the size of its chunks."""
+        return {
+            "input_ids": self.input_ids,
+            "attention_mask": self.attention_mask,
+            "logits_to_keep": self.completion_ids.size(1),
+            "num_images": self.num_images,
+            "num_tiles": self.num_tiles,
+            **self.fields,
+        }
+
+
+def build_scoring_batch(
+    prompts: Prompts,
+    completion_ids: Sequence[Sequence[int]],
+    *,
+    pad_token_id: int,
+    vision_token_ids: Sequence[int] = (),
+    valid: Sequence[bool] | None = None,
+    pad_to_multiple_of: int | None = None,
+) -> ScoringBatch:
+    """Return the padded tensors of a rollout batch, on the CPU.
+
+    Args:
+        vision_token_ids: placeholder tokens of images, from which the tiles of a row are counted.
+        valid: per row, whether its tokens count; None: all do.
+        pad_to_multiple_of: P and T are made multiples of it.
+    """
+    prompt_ids, prompt_mask = _padded(prompts.ids, pad_token_id, True, pad_to_multiple_of)
+    completions, completion_mask = _padded(completion_ids, pad_token_id, False, pad_to_multiple_of)
+    if valid is not None:
+        completion_mask = completion_mask * torch.tensor(valid).unsqueeze(1)
+    batch = ScoringBatch(prompt_ids, prompt_mask, completions, completion_mask)
+    if prompts.images is None:
+        return batch
+    batch.num_images = [len(images or ()) for images in prompts.images]
+    for name, value in prompts.fields.items():
+        if name in TOKEN_TYPES:
+            types, _ = _padded(value, 0, True, pad_to_multiple_of)
+            missing = prompt_ids.size(1) - types.size(1)
+            batch.fields[name] = torch.nn.functional.pad(types, (missing, completions.size(1)))
+    batch.fields |= image_tensors(prompts.fields)
+    if given := image_inputs_of(batch.fields):
+        is_image = torch.isin(prompt_ids, torch.tensor(vision_token_ids))  # (N, P)
+        batch.num_tiles = tiles_by_tokens(given, batch.num_images, is_image)
+    return batch
+
+
+def valid_tokens(batch: Mapping[str, Any]) -> torch.Tensor:
+    """Return the mask (N, T) of the tokens of a batch of TRL that count in the loss."""
+    mask: torch.Tensor = batch["completion_mask"] * batch.get("tool_mask", 1)
+    return mask
+
+
+def scoring_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments of TRL's scoring for its batch, but for the model and the size of chunks."""
+    names = ("num_images", "num_tiles", *TOKEN_TYPES, *IMAGE_INPUTS)
+    return {
+        "input_ids": torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+        "attention_mask": torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+        "logits_to_keep": batch["completion_ids"].size(1),
+        **{name: batch[name] for name in names if batch.get(name) is not None},
+    }
+
+
+def text_inputs(batch: Mapping[str, Any], prompts: Prompts, pad_token_id: int) -> dict[str, Any]:
+    """Return the arguments of TRL's scoring of the completions of a batch behind other prompts, which have no images.
+
+    Raises:
+        DataError: a prompt is longer than those of the batch.
+    """
+    rows, width = batch["prompt_ids"].shape
+    if (longest := max(map(len, prompts.ids))) > width:
+        raise DataError(f"A prompt without its image has {longest} tokens, with it at most {width}: images add some.")
+    other: dict[str, Any] = dict(batch)
+    for name, value in zip(("prompt_ids", "prompt_mask"), _padded(prompts.ids, pad_token_id, True, width), strict=True):
+        other[name] = value.to(batch[name])
+    for name in TOKEN_TYPES:
+        if batch.get(name) is not None:
+            types, _ = _padded(prompts.fields.get(name) or [[0]] * rows, 0, True, width)
+            missing = batch[name].size(1) - width
+            other[name] = torch.nn.functional.pad(types, (0, missing)).to(batch[name])
+    if given := image_inputs_of(batch):
+        one_per_row = find_layout(given, sum(batch["num_images"])).units["pixel_values"] == "row"
+        other |= {name: torch.zeros_like(value) if one_per_row else value[:0] for name, value in given.items()}
+    for name in ("num_images", "num_tiles"):
+        if batch.get(name) is not None:
+            other[name] = [0] * rows
+    return scoring_inputs(other)
+
+
+def stacked_inputs(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return inputs of TRL's scoring, of equally long batches, as those of one batch behind the other."""
+    first = parts[0]
+    result = dict(first)
+    for name, value in first.items():
+        if isinstance(value, torch.Tensor):
+            result[name] = torch.cat([part[name] for part in parts])
+        elif isinstance(value, list | tuple):
+            result[name] = [entry for part in parts for entry in part[name]]
+    return result
+
+
+def pixels_of_rows(
+    fields: Mapping[str, Any], images: Sequence[Sequence[Image.Image]], own: Sequence[int], batch: Mapping[str, Any]
+) -> list[torch.Tensor]:
+    """Return the `pixel_values` of each of the N rows of a batch, from those of its different prompts.
+
+    Args:
+        fields: what the processor made of the different prompts, in order.
+        images: per different prompt, its images.
+        own: per row, the index of its prompt.
+        batch: a batch of TRL's with the same images, unperturbed.
+
+    Raises:
+        DataError: the processor has cut the perturbed images otherwise than the images themselves.
+    """
+    like = batch["pixel_values"]
+    given = image_tensors(fields)
+    pixels = given["pixel_values"].to(like.device, like.dtype)
+    tiles = batch.get("num_tiles")
+    tiles = None if tiles is None else [tiles[own.index(index)] for index in range(len(images))]
+    parts = parts_by_counts(given, [len(of_prompt or ()) for of_prompt in images], tiles)["pixel_values"]
+    rows = [pixels[parts[index]] for index in own]
+    if joined(rows).shape != like.shape:
+        raise DataError(
+            f"The perturbed images give pixel_values of shape {tuple(joined(rows).shape)}, the images themselves "
+            f"{tuple(like.shape)}: switch off what depends on perturbed images for this processor."
+        )
+    return rows
+
+
+def rows_with_images(batch: Mapping[str, Any]) -> torch.Tensor:
+    """Return which rows of a batch of TRL have an image, (N,) bool."""
+    counts = batch.get("num_images") or [0] * len(batch["prompt_ids"])
+    return torch.tensor(counts) > 0
+
+
+def with_perturbed_rows(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return a batch of TRL with `perturbed_pixel_values` dealt to its rows, so that TRL shuffles and splits them."""
+    perturbed = batch.get("perturbed_pixel_values")
+    if perturbed is None:
+        return batch
+    parts = parts_by_counts(image_inputs_of(batch), batch["num_images"], batch.get("num_tiles"))["pixel_values"]
+    return {**batch, "perturbed_pixel_values": [perturbed[part] for part in parts]}
+
+
+def joined(pixels: list[torch.Tensor] | torch.Tensor) -> torch.Tensor:
+    """Return pixels of rows as the one tensor that a model takes."""
+    return torch.cat(pixels) if isinstance(pixels, list) else pixels
+
+
+def _padded(
+    rows: Sequence[Sequence[int]], value: int, left: bool, multiple: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    length = max(map(len, rows))
+    length += -length % (multiple or 1)
+    ids = torch.full((len(rows), length), value)
+    mask = torch.zeros(len(rows), length, dtype=torch.long)
+    for index, row in enumerate(rows):
+        columns = slice(length - len(row), length) if left else slice(0, len(row))
+        ids[index, columns] = torch.as_tensor(row)
+        mask[index, columns] = 1
+    return ids, mask
+
+
+def image_tensors(fields: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the pixel inputs that a processor has made, which may be lists of arrays, as tensors."""
+    return {
+        name: value if isinstance(value, torch.Tensor) else torch.tensor(np.array(value))
+        for name, value in image_inputs_of(fields).items()
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pixels as the images had them: processors make floating-point numbers of 256 levels per channel, a byte each here.
+
+
+LEVELS = 256
+SMALLEST = 2**14  # elements below which packing is not worth its time
+
+# How a tensor lies by channels: name -> the tensor with a first dimension of channels, or None if it cannot lie so.
+_LAYOUTS: dict[str, Callable[[tuple[int, ...]], tuple[tuple[int, ...], int] | None]] = {
+    "image": lambda shape: (shape, len(shape) - 3) if len(shape) >= 4 and shape[-3] == 3 else None,
+    "frames": lambda shape: ((*shape[:-1], 3, 2, shape[-1] // 6), len(shape) - 1) if shape[-1] % 6 == 0 else None,
+    "patch": lambda shape: ((*shape[:-1], 3, shape[-1] // 3), len(shape) - 1) if shape[-1] % 3 == 0 else None,
+    "patch, channels last": lambda shape: (
+        ((*shape[:-1], shape[-1] // 3, 3), len(shape)) if shape[-1] % 3 == 0 else None
+    ),
+    "one channel": lambda shape: ((*shape, 1), len(shape)),
+}
+
+
+class Packed(TypedDict):
+    """A tensor as bytes.
+
+    Attributes:
+        index: (channels, …) uint8, which of the levels.
+        levels: (channels, at most 256), the values.
+        layout: one of `_LAYOUTS`.
+        shape: of the tensor.
+    """
+
+    index: torch.Tensor
+    levels: torch.Tensor
+    layout: str
+    shape: list[int]
+
+
+def pack(value: torch.Tensor) -> "torch.Tensor | Packed":
+    """Return `value` with a byte per element, from which `unpack` restores it exactly, or itself where it has no such.
+
+    Two equal frames that follow each other, as Qwen's processors make of an image, are kept once.
+    """
+    if not value.is_floating_point() or value.numel() < SMALLEST:
+        return value
+    for layout, lies in _LAYOUTS.items():
+        found = lies(tuple(value.shape))
+        if found is None:
+            continue
+        shape, axis = found
+        by_channel = value.reshape(shape).movedim(axis, 0)
+        if layout == "frames":
+            first, second = by_channel.unbind(-2)
+            if not torch.equal(first, second):
+                continue
+            by_channel = first
+        parts = [part for channel in by_channel if (part := _indexed(channel.flatten())) is not None]
+        if len(parts) == len(by_channel):
+            index = torch.stack([index for index, _ in parts]).view(by_channel.shape)
+            most = max(len(levels) for _, levels in parts)
+            padded = [torch.nn.functional.pad(levels, (0, most - len(levels))) for _, levels in parts]
+            return Packed(index=index, levels=torch.stack(padded), layout=layout, shape=list(value.shape))
+    return value
+
+
+def unpack(value: "torch.Tensor | Packed", device: torch.device | str) -> torch.Tensor:
+    """Return the tensor that `pack` was given, on `device`."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    index, levels = value["index"].to(device), value["levels"].to(device)
+    by_channel = torch.stack([of[where.int()] for of, where in zip(levels, index, strict=True)])
+    found = _LAYOUTS[value["layout"]](tuple(value["shape"]))
+    if found is None:
+        raise ValueError(value["layout"])
+    if value["layout"] == "frames":
+        by_channel = by_channel.unsqueeze(-2).expand(*by_channel.shape[:-1], 2, by_channel.size(-1))
+    return by_channel.movedim(0, found[1]).reshape(value["shape"])
+
+
+def nbytes(value: "torch.Tensor | Packed") -> int:
+    """Return the bytes of a tensor, packed or not."""
+    return value.nbytes if isinstance(value, torch.Tensor) else value["index"].nbytes + value["levels"].nbytes
+
+
+def _indexed(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Which of at most 256 levels each of `values` has, uint8, and the levels; None if there are more."""
+    some = values[:: max(1, len(values) // 4096)].unique()  # most of the levels, sorted
+    if len(some) > LEVELS:
+        return None
+    if len(some) > 1:  # levels are evenly spaced: this is quicker than sorting all
+        places = ((values.double() - values.min().double()) / some.double().diff().min()).round()
+        if places.max() < LEVELS:
+            index = places.to(torch.uint8)
+            levels = values.new_zeros(int(places.max()) + 1)
+            levels[index.int()] = values
+            if torch.equal(levels[index.int()], values):
+                return index, levels
+    levels, index = values.unique(return_inverse=True)
+    return (index.to(torch.uint8), levels) if len(levels) <= LEVELS else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The image inputs of a rollout batch: which part belongs to which row, and how parts become a batch again.
+
+
+PERTURBED = "perturbed_pixel_values"  # lie as `pixel_values` do
+ROW_INPUTS = (*IMAGE_INPUTS, PERTURBED)
+_PADDING = {"image_position_ids": -1}  # Gemma 4's mark of a patch that is none; everything else is padded with zeros
+
+Images = dict[str, Any]  # the image inputs of one row, tensors or, where stored, `Packed`; empty for one without images
+
+
+def split_images(batch: Mapping[str, Any], count: int) -> tuple[list[Images], bool]:
+    """Return the image inputs of each row, and whether every row has an entry of its own even without an image.
+
+    Args:
+        batch: as TRL trains on it; `num_images` and `num_tiles` are lists with one number per row.
+
+    Raises:
+        DataError: an input cannot be assigned to rows.
+    """
+    given = {name: batch[name] for name in ROW_INPUTS if batch.get(name) is not None}
+    if not given:
+        return [{} for _ in range(count)], False
+    num_images, num_tiles = batch.get("num_images"), batch.get("num_tiles")
+    if num_images is None or len(num_images) != count or "pixel_values" not in given:
+        raise DataError(
+            f"The batch has {', '.join(given)} for {count} rows and num_images {num_images}: give pixel_values, and as "
+            "num_images one number per row."
+        )
+    known, perturbed = image_inputs_of(batch), given.get(PERTURBED)
+    try:
+        parts = parts_by_counts(known, num_images, num_tiles)
+        if perturbed is not None and len(perturbed) != len(given["pixel_values"]):
+            raise UnknownParts(f"{PERTURBED} of shape {tuple(perturbed.shape)}")
+    except UnknownParts as error:
+        raise DataError(
+            f"The batch has {error.reason}, which cannot be assigned to {count} rows with num_images "
+            f"{list(num_images)} and num_tiles {num_tiles}."
+        ) from error
+    parts[PERTURBED] = parts["pixel_values"]
+    rows = [{name: value[parts[name][row]] for name, value in given.items()} for row in range(count)]
+    one_per_row = find_layout(known, sum(num_images)).units["pixel_values"] == "row"
+    return [{name: value for name, value in row.items() if len(value)} for row in rows], one_per_row
+
+
+def stack_images(rows: Sequence[Images], one_per_row: bool) -> Images:
+    """Return the image inputs of a batch of these rows; the inverse of `split_images`.
+
+    Sizes that differ between rows (padding to the largest image, the most patches or the most images) are padded.
+
+    Args:
+        one_per_row: rows without images get an entry of zeros.
+    """
+    names = [name for name in ROW_INPUTS if any(name in row for row in rows)]
+    return {name: _stack([row.get(name) for row in rows], _PADDING.get(name, 0), one_per_row) for name in names}
+
+
+def _stack(parts: Sequence[torch.Tensor | None], padding: int, one_per_row: bool) -> torch.Tensor:
+    present = [part for part in parts if part is not None]
+    shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in present), strict=True)]
+    if one_per_row:
+        parts = [present[0].new_zeros((1, *shape)) if part is None else part for part in parts]
+    return torch.cat([_grown(part, shape, padding).to(present[0]) for part in parts if part is not None])
+
+
+def _grown(part: torch.Tensor, shape: Sequence[int], padding: int) -> torch.Tensor:
+    if list(part.shape[1:]) == list(shape):
+        return part
+    grown = part.new_full((part.size(0), *shape), padding)
+    grown[tuple(slice(size) for size in part.shape)] = part
+    return grown
+
+
+def share_equal(rows: Sequence[Images]) -> list[Images]:
+    """Return the rows such that equal tensors are one object, which then is stored, saved and sent once."""
+    distinct: dict[str, list[torch.Tensor]] = {}
+    return [{name: _known(value, distinct.setdefault(name, [])) for name, value in row.items()} for row in rows]
+
+
+def _known(value: torch.Tensor, distinct: list[torch.Tensor]) -> torch.Tensor:
+    for other in distinct:
+        if value.shape == other.shape and torch.equal(value, other):
+            return other
+    distinct.append(value)
+    return value
+
+
+def move_images(rows: Sequence[Images], device: torch.device | str) -> list[Images]:
+    """Return the rows on `device`, as tensors; what was one object is one again."""
+    return _once_each(rows, lambda value: unpack(value, device))
+
+
+def store_images(rows: Sequence[Images]) -> list[Images]:
+    """Return copies on the CPU that keep no batch in memory, equal ones once, pixels as bytes where they have been."""
+    return _once_each(share_equal(rows), lambda value: pack(owned(value, "cpu")))
+
+
+def _once_each(rows: Sequence[Images], change: Callable[[Any], Any]) -> list[Images]:
+    changed: dict[int, Any] = {}
+    for value in (value for row in rows for value in row.values()):
+        if id(value) not in changed:
+            changed[id(value)] = change(value)
+    return [{name: changed[id(value)] for name, value in row.items()} for row in rows]
+
+
+def owned(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Return a copy of `value` on `device` that shares no memory with it and keeps nothing but its elements."""
+    return torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value.detach())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a scoring pass has measured for the completions of a rollout batch.
+
+
+@dataclass
+class AttentionMass:
+    """Attention of the emitting queries on the prompt's vision and instruction tokens, summed over keys.
+
+    Attributes:
+        vision: (L, N, T) float32 in [0, 1], mean over heads of the attention on all vision tokens together.
+        instruction: (L, N, T) float32 in [0, 1], likewise on all instruction tokens.
+        num_vision: (N,) int, vision tokens of each row's prompt.
+        num_instruction: (N,) int, instruction tokens of each row's prompt.
+        mask: (N, T) bool, completion tokens that count in the loss.
+        region: (L, N, T) float32, likewise on the vision tokens of what the question is about; None: not measured.
+        num_region: (N,) int, their number; None: not measured.
+    """
+
+    vision: torch.Tensor
+    instruction: torch.Tensor
+    num_vision: torch.Tensor
+    num_instruction: torch.Tensor
+    mask: torch.Tensor
+    region: torch.Tensor | None = None
+    num_region: torch.Tensor | None = None
+
+
+@dataclass
+class RolloutSignals:
+    """Signals of N completions of T tokens, under the policy that generated them.
+
+    Attributes:
+        logps: (N, T) float32, log-probabilities of the completion tokens; NaN if they were not measured.
+        entropies: (N, T) float32, in nats; NaN if they were not measured.
+        mask: (N, T) bool, completion tokens that count in the loss.
+        attention: attention mass; None if it was not measured.
+        dependency: (N, T) float32 in [0, 10], `visual_dependency` of the tokens; None if it was not measured.
+        extra: name -> (N, T) float32, signals that were asked for by name; NaN where undefined.
+        similarity: (N, T) float32 in [-1, 1], of the hidden state that emits a token to those of the image; NaN without
+            one, None if it was not measured.
+        views: name of a perturbation -> (N, T) float32, log-probabilities of the tokens given images so perturbed; NaN
+            without an image.
+        jsd: (N, T) float32 in [0, ln 2], Jensen-Shannon divergence of what a token is drawn from given the image, and
+            given the perturbed one; NaN without an image, None if it was not measured.
+        perturbed_entropies: (N, T) float32, in nats, of what it is drawn from given the perturbed image, likewise.
+    """
+
+    logps: torch.Tensor
+    entropies: torch.Tensor
+    mask: torch.Tensor
+    attention: AttentionMass | None = None
+    dependency: torch.Tensor | None = None
+    extra: dict[str, torch.Tensor] = field(default_factory=dict)
+    similarity: torch.Tensor | None = None
+    views: dict[str, torch.Tensor] = field(default_factory=dict)
+    jsd: torch.Tensor | None = None
+    perturbed_entropies: torch.Tensor | None = None
+
+    def measured(self, need: str) -> Any:
+        """Return a measurement by its name among the needs of plug-ins, None if it was not made."""
+        if need.startswith(VIEW):
+            return self.views.get(need.removeprefix(VIEW))
+        return (self.views or None) if need == "views" else getattr(self, need)
+
+    @property
+    def shift(self) -> torch.Tensor | None:
+        """`jsd`, which is measured together with `perturbed_entropies`."""
+        return self.jsd
+
+    @property
+    def regions(self) -> torch.Tensor | None:
+        """Attention on what the questions are about, (L, N, T); None if it was not measured."""
+        return None if self.attention is None else self.attention.region
+
+
+@contextmanager
+def read_only(who: str, *given: Any) -> Iterator[None]:
+    """In this block a plug-in may read tensors, and what holds them, but not change them in place.
+
+    Raises:
+        DataError: it did, naming `who`.
+    """
+    before = [(tensor, tensor._version) for tensor in _tensors(given) if not tensor.is_inference()]
+    yield
+    if any(tensor._version != version for tensor, version in before):
+        raise DataError(f"{who} changed in place what it was given: make new tensors, a * 2 where a.mul_(2) stands.")
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if isinstance(value, RolloutSignals | AttentionMass):
+        value = vars(value)
+    if isinstance(value, Mapping | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(part)
+
+
+def unmeasured(mask: torch.Tensor) -> RolloutSignals:
+    """Return the signals of completions of which nothing was measured but which tokens count, (N, T) bool."""
+    nothing = torch.full(mask.shape, torch.nan, device=mask.device)
+    return RolloutSignals(nothing, nothing, mask)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What TRL's loss reads per row of a rollout batch: along which tokens each tensor lies, and what pads it.
+#
+# The names are those of the batch that TRL 1.16 trains on. The signals of a rollout travel in the same form, under
+# names
+# that begin with `signals.`, so that one way of cutting and padding serves both.
+
+
+PAD_TOKEN = None  # padding of token ids: the tokenizer's pad token
+# In these families 0 opens a token to everything of that type, before and behind it; what is generated gets this one.
+_CAUSAL_TYPE = {"paligemma": 1}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A tensor whose last dimension lies along the tokens of a row.
+
+    Attributes:
+        along: `prompt` (P, padded on the left), `completion` (T, padded on the right) or `sequence` (P + T, both).
+        padding: value in the padding.
+        missing: value for rows from a batch that did not have the column; None: those rows cannot be without it.
+        may_be_single: the tensor may be (N, 1) instead, one value per row.
+    """
+
+    along: Literal["prompt", "completion", "sequence"]
+    padding: float | None = 0
+    missing: float | None = None
+    may_be_single: bool = False
+
+
+TOKEN_COLUMNS = {
+    "prompt_ids": Column("prompt", padding=PAD_TOKEN),
+    "prompt_mask": Column("prompt"),
+    "completion_ids": Column("completion", padding=PAD_TOKEN),
+    "completion_mask": Column("completion"),
+    "tool_mask": Column("completion", padding=1, missing=1),
+    # TRL leaves them out while they equal those of the training pass; NaN says that they are to be taken from there.
+    "old_per_token_logps": Column("completion", missing=float("nan")),
+    "ref_per_token_logps": Column("completion"),
+    "reference_hidden": Column("completion"),  # (N, D, T)
+    "sampling_per_token_logps": Column("completion"),
+    "importance_sampling_ratio": Column("completion", padding=1, may_be_single=True),
+    "token_type_ids": Column("sequence", missing=0),
+    "mm_token_type_ids": Column("sequence", missing=0),
+    "values": Column("completion"),
+    "returns": Column("completion"),
+    "token_advantages": Column("completion"),
+    "signals.logps": Column("completion"),
+    "signals.entropies": Column("completion"),
+    "signals.mask": Column("completion"),
+    "signals.similarity": Column("completion"),
+    "signals.dependency": Column("completion"),
+    "signals.jsd": Column("completion"),
+    "signals.perturbed_entropies": Column("completion"),
+    "signals.attention.vision": Column("completion"),  # (N, L, T)
+    "signals.attention.instruction": Column("completion"),  # (N, L, T)
+    "signals.attention.region": Column("completion"),  # (N, L, T)
+    "signals.attention.mask": Column("completion"),
+}
+VIEWS = "signals.views."  # before the names of perturbations
+EXTRA = "signals.extra."  # before the names of signals (N, T) that were asked for by name
+LAYERED = ("signals.attention.vision", "signals.attention.instruction", "signals.attention.region")
+
+
+def token_column(name: str) -> Column | None:
+    """Return how the column of that name lies along tokens, None if it does not."""
+    return Column("completion", padding=float("nan")) if name.startswith((VIEWS, EXTRA)) else TOKEN_COLUMNS.get(name)
+
+
+def columns_of_signals(signals: RolloutSignals | None) -> dict[str, torch.Tensor]:
+    """Return the tensors of `signals`, rows first: (N, T), (N, L, T) and (N,)."""
+    if signals is None:
+        return {}
+    parts = {
+        f"signals.{name}": value for name, value in vars(signals).items() if name not in ("attention", "views", "extra")
+    }
+    parts |= {f"{VIEWS}{name}": value for name, value in signals.views.items()}
+    parts |= {f"{EXTRA}{name}": value for name, value in signals.extra.items()}
+    if signals.attention is not None:
+        parts |= {f"signals.attention.{name}": value for name, value in vars(signals.attention).items()}
+    return {
+        name: value.transpose(0, 1) if name in LAYERED else value for name, value in parts.items() if value is not None
+    }
+
+
+def signals_of_columns(columns: dict[str, Any]) -> RolloutSignals | None:
+    """Return the signals that `columns_of_signals` made columns of; None if there are none among `columns`."""
+    given = {
+        name.removeprefix("signals."): value.transpose(0, 1) if name in LAYERED else value
+        for name, value in columns.items()
+        if name.startswith("signals.")
+    }
+    if not given:
+        return None
+    mass: Any = {part.name: given.get(f"attention.{part.name}") for part in fields(AttentionMass)}
+    rest: Any = {part.name: given.get(part.name) for part in fields(RolloutSignals)}
+    rest["views"] = {name.removeprefix(VIEWS): value for name, value in columns.items() if name.startswith(VIEWS)}
+    rest["extra"] = {name.removeprefix(EXTRA): value for name, value in columns.items() if name.startswith(EXTRA)}
+    rest["attention"] = AttentionMass(**mass) if mass["mask"] is not None else None
+    return RolloutSignals(**rest)
+
+
+def map_signals(parts: Sequence[RolloutSignals], make: Callable[[list[torch.Tensor]], torch.Tensor]) -> RolloutSignals:
+    """Return the signals whose tensors, rows first, `make` makes of those of parts in which the same was measured."""
+    columns = [columns_of_signals(part) for part in parts]
+    made = signals_of_columns({name: make([each[name] for each in columns]) for name in columns[0]})
+    assert made is not None
+    return made
+
+
+def causal_type(config: Any, name: str) -> int:
+    """Return the token type under which the tokens of a completion see only what comes before them.
+
+    Args:
+        name: `token_type_ids` or `mm_token_type_ids`.
+    """
+    return _CAUSAL_TYPE.get(config.model_type, 0) if name == "token_type_ids" else 0
+
+
+def with_completion_types(
+    inputs: Mapping[str, torch.Tensor], config: Any, count: int, prompt_length: int, completion_length: int
+) -> dict[str, torch.Tensor]:
+    """Return token types (N, P + T); where only prompts have some, completions get the one that keeps them causal."""
+    types = {name: inputs[name] for name in TOKEN_TYPES if name in inputs}
+    columns = prompt_length + completion_length
+    for name, value in types.items():
+        if value.ndim != 2 or len(value) != count or value.size(1) not in (prompt_length, columns):
+            raise DataError(
+                f"{name} has the shape {tuple(value.shape)}: give {(count, prompt_length)}, for the "
+                f"prompts, or {(count, columns)}."
+            )
+    return {
+        name: torch.nn.functional.pad(value, (0, columns - value.size(1)), value=causal_type(config, name))
+        for name, value in types.items()
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows of rollout batches, as they are cut out of one batch to go into another.
+
+
+@dataclass(eq=False)  # tensors do not compare to a bool
+class Rows:
+    """n completions with everything that TRL's loss reads for each of them, and their signals.
+
+    Attributes:
+        prompt_length: P.
+        completion_length: T.
+        columns: tensors and lists with one entry per row.
+        images: image inputs of each row; tensors are one object where they are known to be equal.
+        one_per_row: whether a row without images has an entry among the image inputs too.
+    """
+
+    prompt_length: int
+    completion_length: int
+    columns: dict[str, Any]
+    images: list[Images]
+    one_per_row: bool = False
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors, image inputs that rows share counted once."""
+        inputs = {id(value): value for images in self.images for value in images.values()}
+        columns = [value for value in self.columns.values() if isinstance(value, torch.Tensor)]
+        return sum(map(nbytes, [*columns, *inputs.values()]))
+
+    @classmethod
+    def of_batch(cls, batch: Mapping[str, Any], signals: RolloutSignals | None = None) -> "Rows":
+        """Return the rows of a batch of TRL; nothing is copied.
+
+        Columns of unknown names are kept with their rows.
+
+        Args:
+            batch: what `_generate_and_score_completions` returns.
+
+        Raises:
+            DataError: an entry of the batch cannot be assigned to rows.
+        """
+        count, prompt_length = batch["prompt_ids"].shape
+        completion_length = batch["completion_ids"].size(1)
+        images, one_per_row = split_images(batch, count)
+        entries = {name: value for name, value in batch.items() if name not in ROW_INPUTS}
+        entries |= columns_of_signals(signals)
+        columns = {name: value for name, value in entries.items() if not _of_whole_batch(value)}
+        rows = cls(prompt_length, completion_length, columns, images, one_per_row)
+        for name, value in columns.items():
+            rows._check(name, value)
+        return rows
+
+    def _check(self, name: str, value: Any) -> None:
+        is_tensor = isinstance(value, torch.Tensor)
+        found = f"a tensor of shape {tuple(value.shape)}" if is_tensor else f"a {type(value).__name__}"
+        if not (is_tensor or isinstance(value, list | tuple)) or len(value) != len(self):
+            raise DataError(
+                f"The batch has {name}, {found}, which cannot be assigned to its {len(self)} rows: give a tensor or a "
+                "list with one entry per row, or a single number."
+            )
+        if not is_tensor and not all(isinstance(entry, int | float | str | None) for entry in value):
+            raise DataError(
+                f"The batch has {name}, a list of other things than numbers and texts: give those or a tensor, so that "
+                "it can be saved with a checkpoint."
+            )
+        column = token_column(name)
+        if column is None:
+            return
+        widths = (self.width(column), 1) if column.may_be_single else (self.width(column),)
+        if not is_tensor or value.size(-1) not in widths:
+            raise DataError(
+                f"The batch has {name}, {found}, but its prompts have {self.prompt_length} and its completions "
+                f"{self.completion_length} tokens: give a tensor with one entry per token of the {column.along}."
+            )
+
+    def width(self, column: Column) -> int:
+        """Return the tokens that `column` has an entry for."""
+        widths = {"prompt": self.prompt_length, "completion": self.completion_length}
+        return widths.get(column.along, self.prompt_length + self.completion_length)
+
+    def take(self, indices: Sequence[int]) -> "Rows":
+        """Return the rows with these numbers, in this order; rows that follow each other are not copied."""
+        first, last = indices[0], indices[0] + len(indices)
+        rows = slice(first, last) if list(indices) == list(range(first, last)) else list(indices)
+        columns = {
+            name: value[rows] if isinstance(value, torch.Tensor) else [value[index] for index in indices]
+            for name, value in self.columns.items()
+        }
+        images = [self.images[index] for index in indices]
+        return Rows(self.prompt_length, self.completion_length, columns, images, self.one_per_row)
+
+    def narrowed(self, prompt_length: int, completion_length: int) -> "Rows":
+        """Return the rows with only the last `prompt_length` and the first `completion_length` columns of tokens."""
+        starts = {"prompt": self.prompt_length - prompt_length, "completion": 0}
+        narrow = Rows(prompt_length, completion_length, {}, self.images, self.one_per_row)
+        for name, value in self.columns.items():
+            column = token_column(name)
+            if column is not None and value.size(-1) == self.width(column):
+                start = starts.get(column.along, starts["prompt"])
+                value = value[..., start : start + narrow.width(column)]
+            narrow.columns[name] = value
+        return narrow
+
+    def stored(self) -> "Rows":
+        """Return copies on the CPU that keep no batch in memory, with equal image inputs only once."""
+        columns = {
+            name: owned(value, "cpu") if isinstance(value, torch.Tensor) else list(value)
+            for name, value in self.columns.items()
+        }
+        return Rows(self.prompt_length, self.completion_length, columns, store_images(self.images), self.one_per_row)
+
+    def signals(self) -> RolloutSignals | None:
+        """Return the signals of the rows, None if there are none."""
+        return signals_of_columns(self.columns)
+
+    def into_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return these rows as a batch of TRL, with the entries of `batch` that belong to no row, in its order."""
+        images = stack_images(self.images, self.one_per_row)
+        columns = {name: value for name, value in self.columns.items() if not name.startswith("signals.")}
+        kept = {name: value for name, value in batch.items() if _of_whole_batch(value) and name not in ROW_INPUTS}
+        found = {**kept, **columns, **images}
+        return {name: found[name] for name in [*batch, *found] if name in found}
+
+
+def _of_whole_batch(value: object) -> bool:
+    return (
+        value is None or isinstance(value, int | float | str) or (isinstance(value, torch.Tensor) and value.ndim == 0)
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows of several batches joined into one batch, padded to the longest prompt and the longest completion.
+
+
+def join_rows(parts: Sequence[Rows], *, pad_token_id: int, pad_to_multiple_of: int | None = None) -> Rows:
+    """Return all rows of `parts` as one, padded to the longest prompt and the longest completion.
+
+    The first part, the rows of the batch to be trained on, decides about columns that not all parts have: what it
+    lacks and no rule of `TOKEN_COLUMNS` fills in is dropped, because the loss does not read it.
+
+    Args:
+        parts: at least one; tensors of the result lie where those of the first part do.
+        pad_to_multiple_of: P and T become multiples of it.
+
+    Raises:
+        DataError: a part lacks a column that the first part has and that cannot be filled in.
+    """
+    multiple = pad_to_multiple_of or 1
+    prompt_length = max(part.prompt_length for part in parts)
+    completion_length = max(part.completion_length for part in parts)
+    joined = Rows(
+        prompt_length + -prompt_length % multiple,
+        completion_length + -completion_length % multiple,
+        {},
+        [],
+        any(part.one_per_row for part in parts),
+    )
+    device = parts[0].columns["prompt_ids"].device
+    for name in dict.fromkeys(name for part in parts for name in part.columns):
+        first = next(part.columns[name] for part in parts if name in part.columns)
+        if token_column(name) is not None:
+            values = _token_column(name, parts, joined, pad_token_id)
+        elif name in parts[0].columns or name in ("num_images", "num_tiles"):
+            values = [_row_column(name, part) for part in parts]
+        else:
+            values = None
+        if values is None:
+            continue
+        if isinstance(first, torch.Tensor):
+            joined.columns[name] = _concatenated(name, [value.to(device, first.dtype) for value in values])
+        else:
+            joined.columns[name] = [entry for value in values for entry in value]
+    joined.images = move_images(_images(parts), device)
+    return joined
+
+
+def _images(parts: Sequence[Rows]) -> list[Images]:
+    """Image inputs of all rows, those that the first part has if it has any."""
+    wanted = {name: None for row in parts[0].images for name in row}
+    rows = [row for part in parts for row in part.images]
+    if not wanted:
+        return rows
+    for row in rows:
+        for name in wanted:
+            if row and name not in row:
+                raise _lacking(name)
+    return [{name: row[name] for name in row if name in wanted} for row in rows]
+
+
+def _token_column(name: str, parts: Sequence[Rows], joined: Rows, pad_token_id: int) -> list[torch.Tensor] | None:
+    """The column `name` of each part at the width of `joined`; None if it is to be dropped."""
+    column = token_column(name)
+    assert column is not None
+    present = [part.columns[name] for part in parts if name in part.columns]
+    if len(present) < len(parts) and column.missing is None:
+        if name not in parts[0].columns:
+            return None
+        raise _lacking(name)
+    single = column.may_be_single and all(value.size(-1) == 1 for value in present)
+    padding = pad_token_id if column.padding is None else column.padding
+    values = []
+    for part in parts:
+        value = part.columns.get(name)
+        if value is None:
+            value = present[0].new_full((len(part), part.width(column)), column.missing)
+        if single:
+            values.append(value)
+            continue
+        if value.size(-1) != part.width(column):
+            value = value.expand(len(part), part.width(column))
+        left = 0 if column.along == "completion" else joined.prompt_length - part.prompt_length
+        right = joined.width(column) - part.width(column) - left
+        values.append(torch.nn.functional.pad(value, (left, right), value=padding))
+    return values
+
+
+def _row_column(name: str, part: Rows) -> Any:
+    if name in part.columns:
+        return part.columns[name]
+    if name == "num_images":
+        return [0] * len(part)
+    if name == "num_tiles":  # TRL leaves it out of a batch in which each image is a single tile
+        return _row_column("num_images", part)
+    raise _lacking(name)
+
+
+def _lacking(name: str) -> DataError:
+    return DataError(
+        f"A group to be put into the batch has no {name}, which the batch has: it was stored under other options, so "
+        "continue with those, or start with an empty replay buffer."
+    )
+
+
+def _concatenated(name: str, values: list[torch.Tensor]) -> torch.Tensor:
+    if len({value.shape[1:] for value in values}) > 1:
+        shapes = " and ".join(str(tuple(value.shape)) for value in values)
+        raise DataError(
+            f"The batch and a group to be put into it have {name} of the shapes {shapes}: only its first dimension, "
+            "the rows, may differ."
+        )
+    return torch.cat(values)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which process holds which completions of which group.
+
+
+Gather = Callable[[list[Any]], list[Any]]  # a list per process -> their concatenation, in their order, everywhere
+Piece = TypeVar("Piece")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How the completions of a rollout batch lie on the processes.
+
+    All rows of all processes, one process after the other, are the completions of one prompt after the other. A group
+    is spread over several processes where their rows are no multiple of G.
+
+    Attributes:
+        rows: completions on each process, N.
+        num_generations: completions per prompt, G.
+        process_index: this process.
+        num_processes: how many hold `rows` completions each.
+
+    Raises:
+        DataError: all rows together are not whole groups.
+    """
+
+    rows: int
+    num_generations: int
+    process_index: int = 0
+    num_processes: int = 1
+
+    def __post_init__(self) -> None:
+        if self.rows * self.num_processes % self.num_generations:
+            raise DataError(
+                f"{self.num_processes} processes hold {self.rows} completions each with num_generations "
+                f"{self.num_generations}: give whole groups over all processes."
+            )
+
+    @property
+    def num_groups(self) -> int:
+        """Groups on all processes together."""
+        return self.rows * self.num_processes // self.num_generations
+
+    def check(self, groups: Iterable[int]) -> None:
+        """Raise `DataError` unless every one of `groups` is a number of a group."""
+        for group in groups:
+            if not 0 <= group < self.num_groups:
+                raise DataError(f"There is no group {group}: the batch has the groups 0 to {self.num_groups - 1}.")
+
+    def holders(self, group: int) -> range:
+        """The processes that hold completions of `group`."""
+        first = group * self.num_generations
+        return range(first // self.rows, (first + self.num_generations - 1) // self.rows + 1)
+
+    def here(self, group: int) -> list[tuple[int, int]]:
+        """The completions of `group` on this process, as (row of this process, completion of the group) pairs."""
+        offset = group * self.num_generations - self.process_index * self.rows
+        return [(offset + index, index) for index in range(self.num_generations) if 0 <= offset + index < self.rows]
+
+    def holder(self, group: int) -> int:
+        """The process that keeps `group` whole: that of its first completion."""
+        return self.holders(group)[0]
+
+    def bring_to_holders(
+        self, pieces: Mapping[int, Piece], holders: Mapping[int, int], gather: Gather | None
+    ) -> dict[int, list[Piece]]:
+        """Return the pieces of the groups that this process is the holder of, in the order of their completions.
+
+        If any of the groups has completions on other processes than its holder, all of them call `gather` once.
+
+        Args:
+            pieces: of each group that has completions here, what to bring.
+            holders: group -> process that keeps it whole; the same on every process.
+            gather: over the processes; None if there is one.
+        """
+        here = self.process_index
+        found = {group: {here: piece} for group, piece in pieces.items() if holders[group] == here}
+        travelling = [group for group, holder in holders.items() if list(self.holders(group)) != [holder]]
+        if travelling:
+            sent = [(group, here, pieces[group]) for group in travelling if group in pieces and group not in found]
+            for group, process, piece in checked(gather)(sent):
+                if holders[group] == here:
+                    found.setdefault(group, {})[process] = piece
+        return {group: [parts[process] for process in sorted(parts)] for group, parts in found.items()}
+
+
+def checked(gather: Gather | None) -> Gather:
+    """Return `gather`; raise `DataError` if there is none."""
+    if gather is None:
+        raise DataError("A group has to go from one process to another: give a gather function that reaches all.")
+    return gather

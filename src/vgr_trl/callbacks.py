@@ -1,0 +1,398 @@
+"""What watches a run: measures of a step, signs of a collapse, trackers, signals that end it."""
+
+import math
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.integrations import integration_utils
+from transformers.utils import logging
+
+from vgr_trl.batch import valid_tokens
+from vgr_trl.dapo_config import DAPOConfig
+from vgr_trl.loss import collapse_warning
+from vgr_trl.reporting.records import Course, describe, find_signs, in_verl
+from vgr_trl.rollout import ConstructedTrainer, Host, TrainingPass
+from vgr_trl.utils import ConfigError, NotFiniteError, replaced
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A scheduler's SIGTERM: the step at hand is finished and saved, and the run ends so that it can be continued.
+
+
+logger = logging.get_logger(__name__)
+EXIT_STATUS = 128 + signal.SIGTERM  # what a shell says of a process that the signal has ended
+SECONDS_OF_ONE_REQUEST = 10
+
+
+def _pass_over_signals(initialise: Callable[[int], None] | None, worker: int) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    if initialise is not None:
+        initialise(worker)
+
+
+class SaveOnTermination(TrainerCallback):
+    """Saves a checkpoint at the end of the step in which any process got SIGTERM, and stops the training there.
+
+    A second signal ends the process at once, unless it comes within seconds: a scheduler signals all processes, and a
+    launcher among them signals its own once more. Only in the main thread, where Python takes signals.
+
+    Attributes:
+        stopped: whether the training was ended by it.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.stopped = False
+        self._accelerator, self._before = accelerator, signal.getsignal(signal.SIGTERM)
+        self._asked_at: float | None = None
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
+            logger.warning("SIGTERM: the run saves a checkpoint at the end of this step and stops.")
+        elif time.monotonic() - self._asked_at > SECONDS_OF_ONE_REQUEST:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
+
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, train_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        """Listen, and let processes that load data pass over what is sent to them as well."""
+        self._before = signal.signal(signal.SIGTERM, self._ask)
+        loader = getattr(train_dataloader, "base_dataloader", train_dataloader)  # that of accelerate's
+        if getattr(loader, "num_workers", 0):
+            loader.worker_init_fn = partial(_pass_over_signals, loader.worker_init_fn)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Save and stop if any process was asked to."""
+        asked = torch.tensor([self._asked_at is not None], device=self._accelerator.device)
+        if self._accelerator.gather(asked).any():
+            self.stopped = control.should_save = control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Leave signals as they were."""
+        signal.signal(signal.SIGTERM, self._before)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Updates whose gradient is not finite are left out, as verl and EasyR1 leave them out.
+
+
+LONGEST = 5  # steps in a row whose gradient is not finite, after which the run ends
+
+
+class FiniteUpdates(TrainerCallback):
+    """Leaves out updates whose gradient is NaN or infinite: weights and moments stay as they are.
+
+    DeepSpeed leaves them out itself, and is asked whether it has. With fp16 nothing is done here: by such steps the
+    scaler of the loss looks for its scale.
+    """
+
+    def __init__(self, accelerator: Accelerator, count: Callable[[], None]) -> None:
+        self._accelerator, self._count = accelerator, count
+        self._left_out, self._streak = False, 0
+
+    @property
+    def _is_off(self) -> bool:
+        return bool(self._accelerator.mixed_precision == "fp16")
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take the gradients away if any is not finite: optimizers pass over parameters without one."""
+        if self._is_off:
+            return
+        finite = are_finite(value.grad for value in kwargs["model"].parameters())
+        self._left_out = not self._accelerator.gather(finite.to(self._accelerator.device).view(1)).all()
+        if self._left_out:
+            kwargs["optimizer"].zero_grad()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count, say it at the first of several in a row, and end the run at the last that is borne.
+
+        Raises:
+            NotFiniteError: there were `LONGEST` in a row.
+        """
+        if self._is_off:
+            return
+        if not (self._left_out or self._accelerator.optimizer_step_was_skipped):
+            self._streak = 0
+            return
+        self._streak += 1
+        self._count()
+        step = state.global_step + 1
+        if self._streak == LONGEST:
+            raise NotFiniteError(
+                f"The gradient was NaN or infinite in {LONGEST} steps in a row, up to step {step}, and nothing was "
+                "trained in them: continue from the newest checkpoint with a lower learning_rate or max_grad_norm, or "
+                "find where it comes from (bfloat16 instead of float16, rewards, torch.autograd.set_detect_anomaly)."
+            )
+        if self._streak == 1 and state.is_world_process_zero:
+            logger.warning(
+                f"The gradient of step {step} is NaN or infinite: the update is left out, and weights and optimizer "
+                f"stay as they were (metric skipped/updates); {LONGEST} such steps in a row end the run."
+            )
+
+
+def are_finite(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor:
+    """Return whether all gradients, of which this process may have a part, are finite; () bool."""
+    here = [each.to_local() if isinstance(each, DTensor) else each for each in gradients if each is not None]
+    if not here:
+        return torch.tensor(True)
+    return nn.utils.get_total_norm(here).isfinite()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Watches for signs that a run is collapsing, after every step of training.
+
+
+PERCEPTION_HISTORY = 40  # steps in which signs of a perception loss that is won by breaking the policy are looked for
+
+
+class CollapseWatch(TrainerCallback):
+    """Warns once of the signs of collapse, and ends the training if `stop_on_collapse` is on.
+
+    Attributes:
+        found: the sentence of the warning; None while there is none.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self.found: str | None = None
+        self._host = host
+        self._courses: dict[str, Course] = {}
+        self._perception: deque[dict[str, float]] = deque(maxlen=PERCEPTION_HISTORY)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Read the newest value of every metric, which TRL keeps until it is logged; all processes have the same."""
+        if self.found is not None:
+            return
+        found = self._host.newest_metrics()
+        newest = {name: value for name, value in found.items() if value == value}  # NaN: nothing to average
+        for name, value in newest.items():
+            self._courses.setdefault(name, Course()).add(value)
+        weights = dict(zip(self._host.reward_names, self._host.reward_weights.tolist(), strict=True))
+        if signs := find_signs(self._courses, weights):
+            self.found = describe(signs, state.global_step)
+        elif args.perception_loss_weight > 0:
+            self._perception.append(newest)
+            self.found = collapse_warning(self._perception)
+        if self.found is not None:
+            if state.is_world_process_zero:
+                logger.warning(self.found)
+            control.should_training_stop |= args.stop_on_collapse
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is measured of a training step besides TRL's own metrics.
+
+
+_VALID_MEANS = ("entropy_penalty", "perception_loss", "perturbed_entropy", "kl", "kl/mean")
+_RATIO_MEANS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
+
+
+def approximate_kl(logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return per completion the sum over its valid tokens of the k3 estimate of KL(old policy ‖ policy).
+
+    k3 = ratio − 1 − ln ratio with ratio = π/π_old of a token sampled from π_old, never negative and unbiased
+    (Schulman, http://joschu.net/blog/kl-approx.html).
+
+    Args:
+        logps: log-probabilities under the policy, (N, T).
+        old_logps: those under the policy that generated the tokens, (N, T).
+        mask: valid tokens, (N, T).
+
+    Returns:
+        (N,), at least 0.
+    """
+    log_ratio = (logps - old_logps).float() * mask
+    return (log_ratio.exp() - 1 - log_ratio).sum(dim=1)
+
+
+def live_means(args: DAPOConfig) -> tuple[str, ...]:
+    """Return TRL's metrics of a micro-batch that are means over the tokens which train.
+
+    Args:
+        args: of the trainer; with importance ratios of sequences, what is clipped is counted by completions.
+    """
+    by_completion = args.importance_sampling_level == "sequence" and not args.has_token_advantages
+    return ("entropy",) if by_completion else ("entropy", *_RATIO_MEANS)
+
+
+def over_live_tokens(
+    metrics: MutableMapping[str, list[float]], names: Iterable[str], valid: float, live: float
+) -> None:
+    """Make the newest means over valid tokens, of which those that are not live count as 0, means over live tokens.
+
+    Args:
+        valid, live: tokens of the newest micro-batch, over all processes; of no live token the mean is NaN.
+    """
+    for name in names:
+        if values := metrics.get(name):
+            values[-1] = values[-1] * valid / live if live else math.nan
+
+
+def weigh_by_tokens(metrics: MutableMapping[str, list[float]], names: Iterable[str], counts: Sequence[float]) -> None:
+    """Replace the values of micro-batches by one mean in which every token counts the same.
+
+    Args:
+        metrics: values by name; those that do not have one value for each micro-batch stay as they are.
+        counts: tokens of each micro-batch, over all processes.
+    """
+    for name in names:
+        values = metrics.get(name, [])
+        if len(values) != len(counts):
+            continue
+        pairs = [(value, count) for value, count in zip(values, counts, strict=True) if not math.isnan(value)]
+        if total := sum(count for _, count in pairs):
+            metrics[name] = [sum(value * count for value, count in pairs) / total]
+
+
+class StepMetrics:
+    """Counts and means of the micro-batches since the last log."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self._valid: list[float] = []  # tokens of each micro-batch that count in the loss
+        self._live: list[float] = []  # those of them that were scored
+        self._tokens = self._samples = self._skipped_rows = self._skipped_tokens = 0.0
+        self._prompts_too_long = 0  # of streams, in the whole run
+        self._updates_left_out = 0
+
+    def count_prompt_too_long(self) -> None:
+        """Count a prompt of a stream that is left out."""
+        self._prompts_too_long += 1
+
+    def count_update_left_out(self) -> None:
+        """Count a step that changes nothing because its gradient is not finite."""
+        self._updates_left_out += 1
+
+    def measure(self, passed: TrainingPass, of_trl: MutableMapping[str, list[float]] | None = None) -> dict[str, float]:
+        """Count a micro-batch, over all processes, and return its metrics, which are means over its live tokens.
+
+        Args:
+            of_trl: TRL's metrics, of which the newest values are made such means, too.
+        """
+        assert passed.logps is not None
+        inputs, logps = passed.inputs, passed.logps.detach()
+        mask = valid_tokens(inputs)  # (N, T)
+        live = mask if passed.live is None else passed.live
+        old_logps = inputs.get("old_per_token_logps", logps)  # TRL leaves them out while they equal the new ones
+        kl = approximate_kl(logps, old_logps, live)  # (N,)
+        tokens = inputs["prompt_mask"].sum() + inputs["completion_mask"].sum()
+        rows = len(mask)
+        counts = [mask.sum(), live.sum(), tokens, rows, rows if passed.live is None else passed.rows_run]
+        local = torch.stack([kl.sum(), *(torch.as_tensor(count, device=kl.device).float() for count in counts)])
+        kl_sum, valid, scored, all_tokens, all_rows, run = self.host.accelerator.reduce(local, reduction="sum").tolist()
+        if scored != valid:
+            over_live_tokens({} if of_trl is None else of_trl, live_means(self.host.args), valid, scored)
+        self._valid.append(valid)
+        self._live.append(scored)
+        self._tokens += all_tokens
+        self._samples += all_rows
+        self._skipped_rows += all_rows - run
+        self._skipped_tokens += valid - scored
+        return {"approx_kl": kl_sum / scored if scored else math.nan}
+
+    def merge(self, metrics: MutableMapping[str, list[float]]) -> None:
+        """Make one value of those of the micro-batches, before they are logged."""
+        weigh_by_tokens(metrics, _VALID_MEANS, self._valid)
+        weigh_by_tokens(metrics, ("approx_kl", *live_means(self.host.args)), self._live)
+        self._valid.clear()
+        self._live.clear()
+
+    def of_window(self, seconds: float) -> dict[str, float]:
+        """Return what is logged of the micro-batches since the last log, and of the run; start a new window.
+
+        Those are tokens and completions per second, generation and scoring included; completions that did not run and
+        tokens that were not scored; the weights of the rewards.
+        """
+        weights = zip(self.host.reward_names, self.host.reward_weights.tolist(), strict=True)
+        found = {
+            "perf/tokens_per_second": self._tokens / seconds,
+            "perf/samples_per_second": self._samples / seconds,
+            "skipped/rows": self._skipped_rows,
+            "skipped/tokens": self._skipped_tokens,
+            **{f"reward_weights/{name}": weight for name, weight in weights},
+        }
+        if self._updates_left_out:
+            found["skipped/updates"] = self._updates_left_out
+        if self._prompts_too_long:
+            found["data/prompts_too_long"] = self._prompts_too_long
+        self._tokens = self._samples = self._skipped_rows = self._skipped_tokens = 0.0
+        self._updates_left_out = 0
+        return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Trackers (wandb, TensorBoard, …): under which names they get metrics, and what becomes of one that fails.
+
+
+_LATER = ("on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_predict", "on_train_end")
+
+
+def _trackers(trainer: ConstructedTrainer) -> Iterator[TrainerCallback]:
+    """Those of `report_to`."""
+    return (each for each in trainer.callback_handler.callbacks if type(each).__module__ == integration_utils.__name__)
+
+
+def outlive_trackers(trainer: ConstructedTrainer) -> None:
+    """Let a tracker that cannot be started end the run in one sentence, and one that fails later not end it.
+
+    Raises, in the run:
+        ConfigError: a tracker cannot be started.
+    """
+    for tracker in _trackers(trainer):
+        name = type(tracker).__name__.removesuffix("Callback")
+        tracker.on_train_begin = partial(_start, tracker.on_train_begin, name)  # type: ignore[method-assign]
+        failed: set[str] = set()
+        for event in _LATER:
+            setattr(tracker, event, partial(_go_on, getattr(tracker, event), name, failed))
+
+
+def _start(begin: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return begin(*args, **kwargs)
+    except Exception as error:
+        raise ConfigError(
+            f"The tracker {name} of report_to cannot be started ({_words(error)}): mend that, keep its data here "
+            "(WANDB_MODE=offline for wandb), or give report_to none."
+        ) from error
+
+
+def _go_on(call: Callable[..., Any], name: str, failed: set[str], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return call(*args, **kwargs)
+    except Exception as error:
+        if not failed:
+            logger.warning(
+                f"The tracker {name} has failed ({_words(error)}), and training goes on: what it misses is in "
+                "trainer_state.json and rollouts/logs.jsonl. This is said once."
+            )
+        failed.add(name)
+        return None
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def name_for_trackers(trainer: ConstructedTrainer) -> None:
+    """Let the trackers of the trainer log as `metric_names` says, and without what a step has no value of."""
+    processes = None if trainer.args.metric_names == "trl" else trainer.accelerator.num_processes
+    for tracker in _trackers(trainer):
+        tracker.on_log = partial(_log, tracker.on_log, processes)  # type: ignore[method-assign]
+
+
+def _log(on_log: Any, processes: int | None, *args: Any, logs: Any = None, **kwargs: Any) -> Any:
+    """Log numbers; under the names of verl without the `train/` and `eval/` that transformers puts in front."""
+    logs = logs and {name: value for name, value in logs.items() if value is not None}
+    if logs is None or processes is None:
+        return on_log(*args, logs=logs, **kwargs)
+    with replaced(integration_utils, "rewrite_logs", dict):
+        return on_log(*args, logs=in_verl(logs, processes), **kwargs)

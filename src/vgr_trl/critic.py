@@ -1,0 +1,280 @@
+"""A critic beside the policy: values of tokens, the advantages made of them, and how they are learned."""
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast
+from torch import nn
+from transformers.utils import logging
+from trl.trainer.utils import FusedCausalLMOutput
+
+from vgr_trl.advantages import gae, token_rewards, value_loss, whiten
+from vgr_trl.batch import scoring_inputs, valid_tokens
+from vgr_trl.config import LEARNING_RATES
+from vgr_trl.forward_passes import EmittedReader
+from vgr_trl.metrics import Totals
+from vgr_trl.patches import average_as_loss
+from vgr_trl.rollout import Host, Rollout, TrainingPass, weighted_sums
+from vgr_trl.sharing.model_support import base_of, causal_model
+from vgr_trl.signals.scoring import policy_is_active
+from vgr_trl.utils import ConfigError
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The critic's own optimizer, which steps where the policy's does.
+
+
+class Learner:
+    """Trains a module that each process has whole: gradients are averaged over processes, then clipped."""
+
+    def __init__(self, module: nn.Module, host: Host) -> None:
+        self.host, args = host, host.args
+        self.named = {name: value for name, value in module.named_parameters() if value.requires_grad}
+        self.highest = args.critic_learning_rate or LEARNING_RATES[args.critic]
+        self.optimizer = torch.optim.AdamW(
+            list(self.named.values()),
+            lr=self.highest,
+            betas=(args.adam_beta1, args.adam_beta2),
+            eps=args.adam_epsilon,
+            weight_decay=args.weight_decay,
+        )
+        self.steps = 0
+        if host.accelerator.num_processes > 1:
+            for value in self.named.values():  # an adapter is drawn by each process
+                value.data.copy_(broadcast(value.data))
+
+    def step(self) -> dict[str, float]:
+        """Update the module by the gradients that have been gathered, unless they are not finite; return metrics."""
+        args, accelerator = self.host.args, self.host.accelerator
+        for value in self.named.values():
+            gradient = torch.zeros_like(value) if value.grad is None else value.grad
+            value.grad = accelerator.reduce(gradient, reduction="mean")
+        limit = args.max_grad_norm or float("inf")
+        norm = nn.utils.clip_grad_norm_(self.named.values(), limit)
+        rate = self.highest * min(1.0, (self.steps + 1) / (args.critic_warmup_steps + 1))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if norm.isfinite():
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        return {"critic/grad_norm": norm.item(), "critic/learning_rate": rate}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is trained, and how far."""
+        return {
+            "parameters": {name: value.detach() for name, value in self.named.items()},
+            "optimizer": self.optimizer.state_dict(),
+            "steps": self.steps,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state, of a critic that trains the same parameters."""
+        with torch.no_grad():
+            for name, value in self.named.items():
+                value.copy_(state["parameters"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.steps = state["steps"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Values of tokens from hidden states: of the policy's own passes, or of a model beside it.
+
+
+class ValueHead(nn.Module):
+    """One number for each hidden state, in float32 whatever the passes run in; 0 before it is trained."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, 1)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(N, T) float32, for hidden states (N, T, D)."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            values: torch.Tensor = self.linear(hidden.float())  # (N, T, 1)
+            return values.squeeze(-1)
+
+
+def value_reader(policy: nn.Module, head: ValueHead) -> EmittedReader:
+    """Return what reads values (N, T) off the passes of a policy, which they do not train, and off no reference's."""
+    causal = causal_model(policy)
+    return EmittedReader(
+        lambda hidden: head(hidden.detach()), lambda model: causal_model(model) is causal and policy_is_active(model)
+    )
+
+
+class ValueModel(nn.Module):
+    """A copy of the policy with a scalar head in place of its own, which TRL's scoring can call.
+
+    It trains what the policy trains when it is copied.
+
+    Args:
+        policy: the model, not wrapped by DDP yet.
+    """
+
+    def __init__(self, policy: nn.Module, head: ValueHead) -> None:
+        super().__init__()
+        self.module = deepcopy(base_of(causal_model(policy)))  # where `causal_model` looks for it
+        self.head = head
+
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, fused_lm_head: bool, **inputs: Any
+    ) -> FusedCausalLMOutput:
+        """Return values (N, S - 1) of the tokens that each position emits where TRL expects log-probabilities."""
+        outputs = self.module(input_ids=input_ids, **inputs, use_cache=False, return_dict=True)
+        return FusedCausalLMOutput(log_probs=self.head(outputs.last_hidden_state[:, :-1]))
+
+
+def hidden_width(policy: nn.Module) -> int:
+    """Return D, the width of the last hidden states of a model, also wrapped."""
+    return int(causal_model(policy).config.get_text_config(decoder=True).hidden_size)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Advantages by a critic, as stages of a run: values of a rollout, its advantages, the loss of the values.
+
+
+logger = logging.get_logger(__name__)
+Score = Callable[[nn.Module, dict[str, Any]], torch.Tensor]
+FILE = "critic.pt"  # in a checkpoint
+
+
+class Critic:
+    """Learns the values of tokens beside a policy.
+
+    Args:
+        policy: the trainer's model, not wrapped yet.
+    """
+
+    def __init__(self, host: Host, policy: nn.Module) -> None:
+        self.host = host
+        head = ValueHead(hidden_width(policy)).to(host.accelerator.device)
+        self.reader = value_reader(policy, head) if host.args.critic == "head" else None
+        self.module: nn.Module = head
+        if self.reader is None:
+            model = ValueModel(policy, head)
+            if host.args.gradient_checkpointing:
+                model.module.gradient_checkpointing_enable(host.args.gradient_checkpointing_kwargs)
+            self.module = model.to(host.accelerator.device)
+        self.learner = Learner(self.module, host)
+        self.totals = Totals()  # of the micro-batches since the last optimizer step
+
+    # A rollout
+
+    def judge(self, rollout: Rollout) -> None:
+        """Put values, returns and advantages of the tokens (N, T) into the batch of a rollout.
+
+        Completions that no reward applies to get NaN, and train nothing.
+        """
+        host, batch = self.host, rollout.batch
+        mask = valid_tokens(batch).bool()
+        values = rollout.values
+        if self.reader is None:
+            self.module.eval()
+            values = host.score(scoring_inputs(batch), model=self.module)
+        assert values is not None
+        assert rollout.rewards is not None
+        judged = rollout.rewards[:, :-1] if host.args.penalises_kl else rollout.rewards  # without the penalty of the KL
+        earned = weighted_sums(judged, host.reward_weights[: judged.size(1)])  # (N of all,)
+        first = host.accelerator.process_index * len(mask)
+        rewards = token_rewards(earned[first : first + len(mask)], mask, rollout.kl_penalty)
+        advantages, returns = gae(rewards.nan_to_num(), values, mask, host.args.gamma, host.args.lam)
+        unscored = rewards.isnan().any(dim=1, keepdim=True) & mask
+        batch["values"] = values.masked_fill(~mask, 0)
+        batch["returns"] = returns.masked_fill(unscored, torch.nan)
+        batch["token_advantages"] = advantages.masked_fill(unscored, torch.nan)
+
+    def estimate(self, rollout: Rollout) -> tuple[Rollout, dict[str, float]]:
+        """Return the rollout with advantages (N, T), whitened over what is trained on in all processes, and metrics."""
+        assert rollout.live is not None
+        batch = dict(rollout.batch)
+        advantages = batch.pop("token_advantages")
+        mask = valid_tokens(batch).bool() & rollout.live.to(advantages.device).unsqueeze(1) & ~advantages.isnan()
+        gather = self.host.accelerator.gather
+        metrics = self._explained(batch["values"], batch["returns"], mask)
+        batch["advantages"] = whiten(advantages, mask, gather)
+        batch["returns"] = batch["returns"].masked_fill(~mask, torch.nan)
+        return replace(rollout, batch=batch), metrics
+
+    def _explained(self, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
+        errors = returns - values
+        totals = Totals()
+        for name, tensor in (("returns", returns), ("errors", errors)):
+            totals.add_mean(name, tensor, mask)
+            totals.add_mean(f"{name} squared", tensor.square(), mask)
+        totals.add_mean("critic/value_mean", values, mask)
+        found = totals.metrics(self.host.accelerator.gather)
+        variance, unexplained = (found[f"{name} squared"] - found[name] ** 2 for name in ("returns", "errors"))
+        return {
+            "critic/value_mean": found["critic/value_mean"],
+            "critic/return_mean": found["returns"],
+            "critic/explained_variance": 1 - unexplained / variance if variance > 1e-12 else float("nan"),
+        }
+
+    # A micro-batch
+
+    def learn(self, passed: TrainingPass, score: Score) -> dict[str, float]:
+        """Take in the value loss of a micro-batch, step at the end of an optimizer step, and return its metrics.
+
+        Args:
+            score: passes inputs through a model with gradients, and returns (N, T).
+        """
+        inputs, host = passed.inputs, self.host
+        mask = valid_tokens(inputs).bool() & ~inputs["returns"].isnan()
+        values = passed.values
+        if self.reader is None:
+            self.module.train()
+            values = score(self.module, scoring_inputs(inputs))
+        assert values is not None
+        values = nn.functional.pad(values, (0, mask.size(1) - values.size(1)))  # columns that the pass left out
+        per_token = value_loss(values, inputs["values"], inputs["returns"], mask, host.args.cliprange_value)  # (N, T)
+        average_as_loss(
+            per_token,
+            mask,
+            inputs,
+            host.args,
+            accumulation_steps=host.accumulation_steps,
+            num_processes=host.accelerator.num_processes,
+        ).backward()
+        self.totals.add_mean("critic/value_loss", per_token.detach(), mask)
+        moved = (values.detach() - inputs["values"]).abs() > host.args.cliprange_value
+        self.totals.add_mean("critic/clipped", moved.float(), mask)
+        if not host.accelerator.sync_gradients:
+            return {}
+        metrics, self.totals = self.totals.metrics(host.accelerator.gather), Totals()
+        return metrics | self.learner.step()
+
+    def holds_policy(self) -> bool:
+        """Whether the policy is not trained yet."""
+        return self.host.state.global_step < self.host.args.critic_warmup
+
+    # What is saved
+
+    def save(self, folder: Path) -> None:
+        """Write the critic and its optimizer into a checkpoint."""
+        if self.host.accelerator.is_main_process:
+            torch.save(self.learner.state_dict(), folder / FILE)
+
+    def load(self, folder: Path) -> None:
+        """Continue with the critic of a checkpoint, which any number of processes may have written.
+
+        Raises:
+            ConfigError: it cannot be read, or is of another kind.
+        """
+        if not (folder / FILE).exists():
+            logger.warning(f"{folder} has no critic, which starts anew: it was written with another estimator.")
+            return
+        try:
+            state = torch.load(folder / FILE, map_location="cpu", weights_only=True)
+            self.learner.load_state_dict(state)
+        except (OSError, RuntimeError, EOFError, UnpicklingError, KeyError, ValueError) as error:
+            raise ConfigError(
+                f"The critic in {folder} cannot be continued ({type(error).__name__}: {error}): give the options of "
+                "critic, model and adapter that it was saved with, or an earlier checkpoint."
+            ) from error

@@ -1,0 +1,713 @@
+"""The images and videos of a row: where they lie, and their pixels, or why there are none."""
+
+import io
+import math
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache, partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from vgr_trl.data.columns import FOLDER, IMAGE_COLUMNS, PLACE, folder_of, images_of, videos_of
+from vgr_trl.data.prompts import placed
+from vgr_trl.utils import ConfigError, DataError, words_of
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where files may lie that data name.
+
+
+def path_within(root: Path, name: str | Path) -> Path:
+    """Return the path that a row names.
+
+    Args:
+        root: folder that relative paths start from, and that no path leads out of, be it absolute, by `..` or by a
+            symbolic link; what was downloaded from the hub lies in its caches. `Path()`: paths of the caller's own,
+            which lead anywhere.
+        name: as the row has it.
+
+    Raises:
+        DataError: the file lies elsewhere.
+    """
+    path = root / name
+    try:
+        real = path.resolve()
+    except (OSError, ValueError, RuntimeError):  # nothing can be opened there
+        return path
+    if root != Path() and not _is_within(real, root):
+        raise DataError(
+            f"file {str(path)[:200]} lies outside of {root}, where these data may have files: give --image_dir, the "
+            "folder that paths start from and stay in"
+        )
+    return path
+
+
+def downloaded() -> Path:
+    """Return the folder of data sets from the hub."""
+    from datasets import config  # here, so that a decoding process starts without it
+
+    return Path(config.HF_DATASETS_CACHE)
+
+
+def _is_within(path: Path, root: Path) -> bool:
+    return path.is_relative_to(_real(root)) or any(path.is_relative_to(cache) for cache in _caches())
+
+
+@cache
+def _real(folder: Path) -> Path:
+    return folder.resolve()
+
+
+@cache
+def _caches() -> tuple[Path, ...]:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE).resolve(), downloaded().resolve()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading images from a data set, with a reason where one cannot be used.
+
+
+LARGEST_FILE = 2**30  # bytes; more than Pillow's limit of pixels takes without compression, and read as a whole
+MOST_ELONGATED = 200  # the ratio of sides from which on Qwen's image processors refuse an image
+DEEP_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
+# Formats that are recognised by their first bytes; of the others, some take any bytes for an image (TGA), some run a
+# program (EPS).
+FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+ADDRESS = re.compile(r"(?:https?|ftp|s3|gs|hf|file)://[^/]*|data:[\w/+.-]*(?=[;,])", re.IGNORECASE)
+ORIENTATION = 0x0112  # the EXIF tag
+
+
+def open_image(value: Any, root: Path = Path()) -> Image.Image:
+    """Return `value` as an upright RGB image, the same that `convert` stores.
+
+    Args:
+        value: an image, a path, or a dict with `bytes` or `path` as `datasets` stores undecoded images.
+        root: as `path_within` takes it.
+
+    Raises:
+        DataError: the image is missing, unreadable, truncated, empty, too large, or of values that no mode has; the
+            message is the reason.
+    """
+    return to_rgb(read_image(value, root))
+
+
+def read_image(value: Any, root: Path = Path(), max_image_pixels: int | None = None) -> Image.Image:
+    """Return `value` as a fully decoded image of any mode, turned as its EXIF data say.
+
+    Args:
+        max_image_pixels: larger images are refused before they are decoded; None: Pillow's limit.
+
+    Raises:
+        DataError: as in `open_image`, values apart.
+    """
+    if isinstance(value, Image.Image):
+        return _decoded(value, max_image_pixels)
+    data = image_bytes(value, root)
+    try:
+        with _quietly():
+            image = Image.open(io.BytesIO(data), formats=_formats())
+    except UnidentifiedImageError as error:
+        raise DataError("image is unreadable: not in a known image format") from error
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+        raise DataError(f"image has too many pixels (more than {Image.MAX_IMAGE_PIXELS}): scale it down") from error
+    except Exception as error:  # Pillow's decoders raise whatever damaged bytes lead them to
+        raise DataError(f"image is unreadable: {words_of(error)}") from error
+    return _decoded(image, max_image_pixels)
+
+
+def image_bytes(value: Any, root: Path = Path()) -> bytes:
+    """Return the encoded bytes of an undecoded image: bytes, a path, or a dict with `bytes` or `path`.
+
+    Raises:
+        DataError: it is none of these, or the file does not exist, cannot be read or lies outside of `root`.
+    """
+    if isinstance(value, Mapping):
+        value = value["bytes"] if value.get("bytes") is not None else value.get("path")
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str | Path):
+        raise DataError(f"image is of type {type(value).__name__}, not an image, a path or bytes")
+    if not str(value):
+        raise DataError("image is an empty text, not a path")
+    if address := ADDRESS.match(str(value)):
+        raise DataError(f"image is an address ({address[0]}…), which is not fetched: save it, and give its path")
+    try:
+        path = path_within(root, value)
+        if path.is_file():
+            if (size := path.stat().st_size) > LARGEST_FILE:
+                raise DataError(f"image file {str(path)[:200]} has {size} bytes: at most {LARGEST_FILE} are read")
+            return path.read_bytes()
+        is_folder = path.is_dir()
+    except DataError:
+        raise
+    except (OSError, ValueError) as error:
+        raise DataError(f"image file {str(root / value)[:200]!r} cannot be read ({words_of(error)})") from error
+    raise DataError(f"image file {str(path)[:200]} {'is a folder' if is_folder else 'does not exist'}")
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Return `image`, of any mode of Pillow's, as RGB; what is transparent shows white.
+
+    Images of more than 8 bits per channel are scaled from their whole range: 16 bits from 0 to 65535, whole numbers
+    likewise unless all are below 256, floating point from 0 to 1, or else to 255.
+
+    Raises:
+        DataError: a pixel is outside these ranges, or not a number.
+    """
+    if image.mode in DEEP_MODES:
+        image = _eight_bits(image)
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    if image.mode == "La":
+        image = image.convert("LA")  # Pillow has no shorter way
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    shown = Image.new("RGBA", image.size, "white")
+    shown.alpha_composite(image.convert("RGBA"))
+    return shown.convert("RGB")
+
+
+def _decoded(image: Image.Image, max_image_pixels: int | None) -> Image.Image:
+    width, height = image.size
+    if 0 in image.size or max(image.size) >= MOST_ELONGATED * min(image.size):
+        raise DataError(f"image has size {width}x{height}: both sides need pixels, at most {MOST_ELONGATED} to 1")
+    if max_image_pixels is not None and width * height > max_image_pixels:
+        raise DataError(f"image has {width}x{height} pixels, more than max_image_pixels={max_image_pixels}")
+    try:
+        with _quietly():
+            image.load()
+    except Exception as error:  # as above
+        raise DataError(f"image is truncated or damaged: {words_of(error)}") from error
+    try:
+        with _quietly():
+            turned = image.getexif().get(ORIENTATION, 1) in range(2, 9)
+            return ImageOps.exif_transpose(image) if turned else image
+    except Exception as error:  # as above
+        raise DataError(f"image has damaged EXIF data: {words_of(error)}") from error
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    import numpy  # here, so that a decoding process starts without it
+
+    values = numpy.asarray(image, dtype=numpy.float32)
+    low, high = float(values.min()), float(values.max())
+    largest = 255 if image.mode == "F" else 65535
+    if not (low >= 0 and high <= largest):
+        raise DataError(f"image has mode {image.mode} and values from {low:g} to {high:g}: they must be 0 to {largest}")
+    if image.mode == "F":
+        full = 1.0 if high <= 1 else 255.0
+    else:
+        full = 255.0 if image.mode == "I" and high < 256 else 65535.0
+    return Image.fromarray((values * (255 / full) + 0.5).astype(numpy.uint8))
+
+
+@cache
+def _formats() -> tuple[str, ...]:
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Make Pillow's warning of a decompression bomb an error, and say nothing of doubtful metadata."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        yield
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How large an image may be, and the size it is brought to, in conversion and in training.
+
+
+MAX_SHORT_SIDE = 1024
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """Bounds on an image's size; the ratio of the sides is kept to within a pixel.
+
+    Attributes:
+        min_pixels: a smaller image is enlarged to this area; None: not.
+        max_pixels: a larger image is reduced to this area, after `max_short_side`; None: not.
+        max_short_side: an image whose shorter side is longer is reduced to this; None: not.
+        max_image_pixels: a larger image is left out before it is decoded; None: Pillow's own limit.
+
+    Raises:
+        ConfigError: a bound is below 1, or two bounds contradict each other.
+    """
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    max_short_side: int | None = MAX_SHORT_SIDE
+    max_image_pixels: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("min_pixels", "max_pixels", "max_short_side", "max_image_pixels"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"{name} is {value!r}: give an integer of at least 1, or None for no such limit.")
+        largest = self.max_pixels if self.max_short_side is None else self.max_short_side**2
+        for bound in (self.max_pixels, largest):
+            if self.min_pixels is not None and bound is not None and self.min_pixels > bound:
+                raise ConfigError(
+                    f"min_pixels is {self.min_pixels}, but max_pixels and max_short_side allow {bound} pixels: lower "
+                    "min_pixels or raise the others."
+                )
+        pillow = Image.MAX_IMAGE_PIXELS
+        for name in ("min_pixels", "max_image_pixels"):
+            value = getattr(self, name)
+            if value is not None and pillow is not None and value > pillow:
+                raise ConfigError(
+                    f"{name} is {value}, but Pillow refuses images of more than {pillow} pixels: give at most {pillow}."
+                )
+
+    def size_of(self, width: int, height: int) -> tuple[int, int]:
+        """Return the size that an image of `width` x `height` pixels is brought to."""
+        scale = 1.0
+        if self.max_short_side is not None:
+            scale = min(scale, self.max_short_side / min(width, height))
+        if self.max_pixels is not None:
+            scale = min(scale, math.sqrt(self.max_pixels / (width * height)))
+        if scale < 1:
+            return _within(width, height, scale)
+        if self.min_pixels is not None and width * height < self.min_pixels:
+            scale = math.sqrt(self.min_pixels / (width * height))
+            larger = math.ceil(width * scale - 1e-9), math.ceil(height * scale - 1e-9)
+            fits = self.max_pixels is None or larger[0] * larger[1] <= self.max_pixels
+            return larger if fits else _within(width, height, scale)
+        return width, height
+
+
+def _within(width: int, height: int, scale: float) -> tuple[int, int]:
+    """Round down, so that no limit is exceeded; the tolerance undoes the rounding of the scale itself."""
+    return max(1, math.floor(width * scale + 1e-9)), max(1, math.floor(height * scale + 1e-9))
+
+
+@dataclass(frozen=True)
+class ImageRule:
+    """What becomes of images that are too large or too small when rows are read for training.
+
+    Attributes:
+        limits: of the size; an image beyond them is brought within.
+        leaves_out_larger: whether a row with an image above them is left out instead.
+    """
+
+    limits: ImageLimits = ImageLimits(max_short_side=None)
+    leaves_out_larger: bool = False
+
+    def check(self, image: Image.Image) -> None:
+        """Raise `DataError` if the row of `image` is to be left out."""
+        size = self.limits.size_of(*image.size)
+        if self.leaves_out_larger and min(size) < min(image.size):
+            raise DataError(
+                f"image has size {image.width}x{image.height}, which filter_big_images leaves out: at most "
+                f"{size[0]}x{size[1]} of that shape"
+            )
+
+    def fitted(self, image: Image.Image) -> Image.Image:
+        """Return `image` within the limits."""
+        size = self.limits.size_of(*image.size)
+        return image if size == image.size else image.resize(size, Image.Resampling.LANCZOS)
+
+
+ANY_SIZE = ImageRule()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Videos as images: frames at a steady rate, for models that take several images.
+
+
+VIDEO_FORMATS = (
+    "asf,avi,flv,gif,matroska,mov,mp4,mpeg,mpegts,ogg,webm"  # none of those that name other files to be read
+)
+MARK = re.compile(r"[ \t]*<video>[ \t]*\n?")
+
+
+@dataclass(frozen=True)
+class VideoOptions:
+    """How frames are taken from videos.
+
+    Attributes:
+        fps: frames per second of the video, above 0.
+        max_frames: most frames of one row; a row with more is left out.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    fps: float = 2.0
+    max_frames: int = 16
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fps <= 1000:
+            raise ConfigError(f"video_fps is {self.fps}: give a number above 0, at most 1000.")
+        if self.max_frames < 1:
+            raise ConfigError(f"max_video_frames is {self.max_frames}: give an integer of at least 1.")
+
+
+DEFAULT_VIDEO_OPTIONS = VideoOptions()
+
+
+def require_av() -> Any:
+    """Return the module that decodes videos.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import av
+    except ImportError as error:
+        raise ConfigError(
+            "The data have videos, and reading them needs PyAV: pip install 'vgr_trl[video]', or remove the column."
+        ) from error
+    return av
+
+
+def frames_of(row: Mapping[str, Any], options: VideoOptions, root: Path = Path()) -> list[Image.Image]:
+    """Return the frames of all videos of `row`, in order, as RGB images.
+
+    Args:
+        row: with `videos` or `video`, undecoded.
+
+    Raises:
+        ConfigError: PyAV is not installed.
+        DataError: a video cannot be read, or there are too many frames; the message is the reason.
+    """
+    frames: list[Image.Image] = []
+    for value in videos_of(row):
+        frames += sample_frames(value, options, root)
+        if len(frames) > options.max_frames:
+            raise DataError(_too_many(options))
+    return frames
+
+
+def sample_frames(value: Any, options: VideoOptions, root: Path = Path()) -> list[Image.Image]:
+    """Return a video's frames at the times 0, 1/fps, 2/fps, …: of each, the first frame shown then or later.
+
+    A video with fewer frames per second gives each of its frames once. Frames are turned as the video says.
+
+    Args:
+        value: a path, bytes, or a dict with `bytes` or `path`.
+
+    Raises:
+        ConfigError: PyAV is not installed.
+        DataError: the video is missing, unreadable, without pictures or too long; the message is the reason.
+    """
+    av = require_av()
+    file = _opened(value, root)
+    try:
+        # The limit on formats keeps out lists of other files and addresses, which the decoder would go and read.
+        with file, av.open(file, options={"format_whitelist": VIDEO_FORMATS}) as container:
+            if not container.streams.video:
+                raise DataError("video has no pictures")
+            frames = list(islice(_sampled(container, options.fps), options.max_frames + 1))
+    except DataError:
+        raise
+    except Exception as error:  # decoders raise whatever damaged bytes lead them to
+        raise DataError(f"video cannot be decoded ({words_of(error)})") from error
+    if not frames:
+        raise DataError("video has no pictures")
+    if len(frames) > options.max_frames:
+        raise DataError(_too_many(options))
+    return frames
+
+
+def without_video_marks(prompt: Any) -> Any:
+    """Return a prompt, a text or a conversation, without `<video>` marks: its frames are images.
+
+    Raises:
+        DataError: a message has a part of type `video`, whose place frames cannot take.
+    """
+    if isinstance(prompt, str):
+        return MARK.sub("", prompt)
+    return [{**message, "content": _without_marks(message["content"])} for message in prompt]
+
+
+def refuse_single_image_models(processor: Any) -> None:
+    """Raise `ConfigError` unless `processor` gives two images of a prompt more tokens than one."""
+    name = type(processor).__name__
+    try:
+        one, two = (_length(processor, number) for number in (1, 2))
+    except Exception as error:  # a processor for one image says so in its own way
+        raise ConfigError(
+            f"The data have videos, which become several images, but {name} does not take several "
+            f"({words_of(error)}): use a model for several images, or remove the videos."
+        ) from error
+    if two <= one:
+        raise ConfigError(
+            f"The data have videos, which become several images, but {name} reads one image per prompt: use a model "
+            "for several images, or remove the videos."
+        )
+
+
+def _length(processor: Any, images: int) -> int:
+    content: list[dict[str, str]] = [{"type": "image"}] * images + [{"type": "text", "text": "?"}]
+    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    pictures = [Image.new("RGB", (112, 112), "white")] * images
+    return len(processor(text=[text], images=[pictures])["input_ids"][0])
+
+
+def _without_marks(content: Any) -> Any:
+    if isinstance(content, str):
+        return MARK.sub("", content)
+    if any(isinstance(part, dict) and part.get("type") == "video" for part in content):
+        raise DataError("its prompt has a part of type video: give the text alone, and the video in `videos`")
+    return content
+
+
+def _opened(value: Any, root: Path) -> Any:
+    if isinstance(value, Mapping):
+        value = value["bytes"] if value.get("bytes") is not None else value.get("path")
+    if isinstance(value, bytes):
+        return io.BytesIO(value)
+    if not isinstance(value, str | Path):
+        raise DataError(f"video is of type {type(value).__name__}, not a path or bytes")
+    try:
+        path = path_within(root, value)
+        if path.is_file():
+            return path.open("rb")
+    except DataError:
+        raise
+    except (OSError, ValueError) as error:
+        raise DataError(f"video file {str(root / value)[:200]!r} cannot be read ({error})") from error
+    raise DataError(f"video file {str(path)[:200]} does not exist")
+
+
+def _sampled(container: Any, fps: float) -> Iterator[Image.Image]:
+    stream = container.streams.video[0]
+    width, height = stream.codec_context.width, stream.codec_context.height
+    limit = Image.MAX_IMAGE_PIXELS
+    if limit is not None and width * height > limit:
+        raise DataError(f"video has {width}x{height} pixels, more than {limit}: scale it down")
+    if min(width, height) < 1 or max(width, height) >= MOST_ELONGATED * min(width, height):
+        raise DataError(f"video has size {width}x{height}: both sides need pixels, at most {MOST_ELONGATED} to 1")
+    rate = Fraction(fps)
+    start, taken = None, 0
+    for number, frame in enumerate(container.decode(stream)):
+        time = _time(frame, number, stream)
+        start = time if start is None else start
+        slack = Fraction(frame.time_base or 0) / 2  # times are stored rounded to a tick of the file's clock
+        due = int((time - start + slack) * rate)
+        if due >= taken:
+            taken = due + 1
+            image = frame.to_image()
+            turn = getattr(frame, "rotation", 0) % 360
+            yield image.rotate(turn, expand=True) if turn else image
+
+
+def _time(frame: Any, number: int, stream: Any) -> Fraction:
+    """Seconds at which a frame is shown; from its number where the file does not say."""
+    if frame.pts is not None and frame.time_base:
+        return Fraction(frame.pts) * Fraction(frame.time_base)
+    rate = stream.average_rate or stream.guessed_rate
+    if not rate:
+        raise DataError("video says neither when its frames are shown nor how many a second has")
+    return Fraction(number) / Fraction(rate)
+
+
+def _too_many(options: VideoOptions) -> str:
+    return (
+        f"its videos have more than max_video_frames={options.max_frames} frames at video_fps={options.fps:g}: "
+        "lower video_fps, or raise max_video_frames"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a question is about in its image, as a row of the data says it.
+
+
+Box = tuple[float, float, float, float]  # left, top, right, bottom, in [0, 1] of the image
+COLUMNS = ("bbox", "regions")
+
+
+def boxes_of(row: Mapping[str, Any], size: tuple[int, int], name: str = "A row") -> list[Box]:
+    """Return the boxes of a row of the data, none if it names none.
+
+    Args:
+        row: with `bbox`, (left, top, right, bottom) in [0, 1] of the image, or a list of such; or with `regions`, a
+            list of (left, top, width, height) in pixels, or in [0, 1] if none reaches further, as converted sets have
+            it.
+        size: of its image, (width, height) in pixels.
+        name: of the row, for messages.
+
+    Raises:
+        DataError: a box is none, empty, or beyond the image.
+    """
+    if _has_bbox(row):
+        boxes = _bbox(row, name)
+        for box in boxes:
+            if not _regions_is_within(box):
+                raise DataError(
+                    f"{name} has the box {box} in its column bbox: give left, top, right and bottom as shares of the "
+                    "image, in [0, 1], with left < right and top < bottom."
+                )
+        return boxes
+    wide, high = size if in_pixels_of_its_image(row, name) else (1, 1)
+    found = []
+    for left, top, width, height in _regions(row, name):
+        found.append((left / wide, top / high, (left + width) / wide, (top + height) / high))
+        if not _regions_is_within(found[-1]):
+            raise DataError(
+                f"{name} has the box {(left, top, width, height)} in its column regions: give left, top, width and "
+                f"height as shares of the image, in [0, 1], or in pixels of its {size[0]} x {size[1]}, and within it."
+            )
+    return found
+
+
+def box_problem(row: Mapping[str, Any], fitted: ImageRule = ANY_SIZE) -> str | None:
+    """Return why the boxes of a row with one image cannot be read, None if they can.
+
+    Args:
+        row: whose image may be undecoded; boxes in pixels are not checked where it cannot be opened.
+        fitted: what brings the image to the size that the model gets.
+    """
+    images, size = images_of(row), (1, 1)
+    if len(images) != 1:
+        return None
+    try:
+        if in_pixels_of_its_image(row, "it"):
+            try:
+                size = fitted.limits.size_of(*open_image(images[0]).size)
+            except DataError:
+                return None
+        boxes_of(row, size, "it")
+    except DataError as error:
+        return str(error).rstrip(".")
+    return None
+
+
+def in_pixels_of_its_image(row: Mapping[str, Any], name: str = "A row") -> bool:
+    """Return whether the boxes of a row reach beyond 1, so that they are pixels and the image's size must be known."""
+    if _has_bbox(row):
+        return False
+    return any(max(left + width, top + height) > 1.001 for left, top, width, height in _regions(row, name))
+
+
+def _regions_is_within(box: Box) -> bool:
+    left, top, right, bottom = box
+    return -1e-3 <= left < right <= 1.001 and -1e-3 <= top < bottom <= 1.001
+
+
+def _has_bbox(row: Mapping[str, Any]) -> bool:
+    return _listed(row.get("bbox")) not in (None, [], ())
+
+
+def _bbox(row: Mapping[str, Any], name: str) -> list[Box]:
+    given = _listed(row["bbox"])
+    several = isinstance(given, list | tuple) and isinstance(given[0], list | tuple)
+    return [_numbers("bbox", box, name) for box in (given if several else [given])]
+
+
+def _regions(row: Mapping[str, Any], name: str) -> list[Box]:
+    given = _listed(row.get("regions"))
+    if not isinstance(given, list | tuple | None):
+        raise DataError(f"{name} has {given!r} in its column regions: give a list of boxes of four numbers.")
+    return [_numbers("regions", box, name) for box in given or []]
+
+
+def _listed(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _numbers(column: str, box: Any, name: str) -> Box:
+    try:
+        first, second, third, fourth = (float(value) for value in box)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{name} has {box!r} in its column {column}: give four numbers.") from error
+    return first, second, third, fourth
+
+
+def as_shares(boxes: Sequence[Box]) -> list[list[float]]:
+    """Return boxes as converted sets have them: left, top, width and height, in [0, 1] of the image."""
+    return [[left, top, right - left, bottom - top] for left, top, right, bottom in boxes]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows as a run reads them: images decoded, once for all copies that a sampler asks for.
+
+
+def show_rows(
+    batch: dict[str, list[Any]], *, split: str, root: Path, column: str, images: ImageRule
+) -> dict[str, list[Any]]:
+    """Rows as TRL gets them: marks replaced by parts, images decoded."""
+    ready = {name: values for name, values in batch.items() if name not in (*IMAGE_COLUMNS, FOLDER, PLACE)}
+    if "prompt" in batch:
+        ready["prompt"] = [placed(prompt) for prompt in batch["prompt"]]
+    names = [name for name in (*IMAGE_COLUMNS, FOLDER, PLACE) if name in batch]
+    if set(names) & set(IMAGE_COLUMNS):
+        rows = [dict(zip(names, values, strict=True)) for values in zip(*(batch[name] for name in names), strict=True)]
+        opened = [[_reopened(value, row, split, root, images) for value in images_of(row)] for row in rows]
+        ready[column] = opened if column == "images" else [found[0] if found else None for found in opened]
+    return ready
+
+
+def _reopened(value: Any, row: Mapping[str, Any], split: str, root: Path, images: ImageRule) -> Image.Image:
+    """An image that could be read when the data were checked."""
+    try:
+        return images.fitted(open_image(value, folder_of(row, root)))
+    except DataError as error:
+        if PLACE not in row:
+            raise
+        reason = str(error).rstrip(".")
+        name = value.get("path") if isinstance(value, Mapping) else value
+        file = "" if not isinstance(name, str) or name in reason else f" ({str(folder_of(row, root) / name)[:200]})"
+        raise DataError(
+            f"Row {row[PLACE]} of the {split} data could be read when the run began, and cannot be any more: {reason}"
+            f"{file}. Mend it and continue with resume_from_checkpoint; without the row a run takes another order."
+        ) from error
+
+
+class ReadOnce:
+    """A data set whose rows are read, and their images decoded, once for all copies of them in one batch and the next.
+
+    TRL's sampler gives every prompt G times in a batch, and the batch again for each micro-batch of a rollout, of which
+    the trainer looks at the first.
+
+    Args:
+        rows: as `reads_alike` wants them.
+    """
+
+    def __init__(self, rows: Dataset) -> None:
+        self._rows, self._last = rows, dict[int, dict[str, Any]]()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Return rows by their numbers; equal ones are copies with the same images."""
+        missing = [index for index in dict.fromkeys(indices) if index not in self._last]
+        read = dict(zip(missing, self._rows.__getitems__(missing), strict=True)) if missing else {}
+        self._last = {index: read[index] if index in read else self._last[index] for index in dict.fromkeys(indices)}
+        return [dict(self._last[index]) for index in indices]
+
+
+def reads_alike(dataset: object) -> bool:
+    """Whether rows can be read by number and are the same every time; a transform of a user's own may draw lots."""
+    if not isinstance(dataset, Dataset):
+        return False
+    return dataset.format["format_kwargs"].get("transform") is None or _shown(dataset) is not None
+
+
+def fitted_by(dataset: Dataset) -> ImageRule:
+    """Return what brings the images of `dataset` to the size in which a run reads them."""
+    shown = _shown(dataset)
+    return ANY_SIZE if shown is None else shown.keywords["images"]
+
+
+def _shown(dataset: Dataset) -> partial[Any] | None:
+    """The `show_rows` through which rows are read, None without."""
+    transform = dataset.format["format_kwargs"].get("transform")
+    return transform if isinstance(transform, partial) and transform.func is show_rows else None

@@ -1,0 +1,552 @@
+"""Inspect a data set before training: problems, cost and sample rows."""
+
+import base64
+import io
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from jinja2 import Environment, StrictUndefined
+from PIL import Image
+from tqdm.auto import tqdm
+from transformers import ProcessorMixin
+from trl.data_utils import prepare_multimodal_messages
+
+from vgr_trl.data.columns import KEYS, UNREADABLE, Keys, images_of, renamed_row, require_columns, undecoded
+from vgr_trl.data.convert import ANSWERS, MOST_LINES, OPEN, Statistics, commonest, kind_of, on_one_line, ordered
+from vgr_trl.data.images import ANY_SIZE, DEFAULT_VIDEO_OPTIONS, ImageRule, VideoOptions, to_rgb
+from vgr_trl.data.prompts import LETTERS, SYSTEM_PROMPT, SystemTemplate
+from vgr_trl.data.rows import SkippedRow, ready_row, row_problem
+from vgr_trl.rewards.answers import resolve_solution
+from vgr_trl.utils import ConfigError, DataError, words_of
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How long prompts are for a model, and what a training step costs in tokens.
+
+
+MOST_BINS = 12
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a rollout costs.
+
+    Attributes:
+        max_prompt_length: in tokens; longer prompts are left out. None: no limit.
+        max_completion_length: in tokens.
+        num_generations: completions of each prompt.
+        prompts_per_step: prompts of one optimizer step, over all processes.
+
+    Raises:
+        ConfigError: a number is below 1.
+    """
+
+    max_prompt_length: int | None = None
+    max_completion_length: int = 512
+    num_generations: int = 8
+    prompts_per_step: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}: give an integer of at least 1.")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Lengths of prompts and the tokens of a step.
+
+    Attributes:
+        shortest, median, percentile_95, longest: of the prompts, in tokens.
+        mean: of the prompts within the limit, in tokens; 0 if there are none.
+        too_long: rows above the limit.
+        shared, repeated: most tokens of a step with prompts of mean length and completions of full length, each prompt
+            computed once for its completions, or once for each.
+    """
+
+    shortest: int
+    median: int
+    percentile_95: int
+    longest: int
+    mean: float
+    too_long: int
+    shared: int
+    repeated: int
+
+
+def cost(lengths: Mapping[int, int], budget: Budget) -> Cost:
+    """Return what rows with `lengths` (tokens → rows) cost.
+
+    Percentiles are the smallest length that at least that share of the rows does not exceed.
+
+    Args:
+        lengths: at least one.
+    """
+    limit = math.inf if budget.max_prompt_length is None else budget.max_prompt_length
+    kept = {length: rows for length, rows in lengths.items() if length <= limit}
+    mean = sum(length * rows for length, rows in kept.items()) / max(1, sum(kept.values()))
+    completions = budget.num_generations * budget.max_completion_length
+    return Cost(
+        shortest=min(lengths),
+        median=_quantile(lengths, 0.5),
+        percentile_95=_quantile(lengths, 0.95),
+        longest=max(lengths),
+        mean=mean,
+        too_long=sum(lengths.values()) - sum(kept.values()),
+        shared=round(budget.prompts_per_step * (mean + completions)),
+        repeated=round(budget.prompts_per_step * (budget.num_generations * mean + completions)),
+    )
+
+
+def histogram(lengths: Mapping[int, int]) -> list[tuple[int, int, int]]:
+    """Return at most twelve bins (first length, last length, rows) of equal, round width, from shortest to longest.
+
+    Args:
+        lengths: tokens → rows, at least one.
+    """
+    low, high = min(lengths), max(lengths)
+    width = next(
+        step * 10**power
+        for power in range(20)
+        for step in (1, 2, 5)
+        if high // (step * 10**power) - low // (step * 10**power) < MOST_BINS
+    )
+    bins = dict.fromkeys(range(low // width, high // width + 1), 0)
+    for length, rows in lengths.items():
+        bins[length // width] += rows
+    return [(number * width, number * width + width - 1, rows) for number, rows in bins.items()]
+
+
+def _quantile(lengths: Mapping[int, int], share: float) -> int:
+    needed, seen = share * sum(lengths.values()), 0
+    for length in sorted(lengths):
+        seen += lengths[length]
+        if seen >= needed:
+            return length
+    return max(lengths)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A question as it is shown to a person: its texts, its right option, its images made small.
+
+
+LONGEST_SIDE = 640  # pixels of a shown image; twelve questions stay far below 10 MB
+MOST_IMAGES = 8  # of one question
+QUALITY = 85
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A small copy of an image: a data URL, and width and height of the original in pixels."""
+
+    url: str
+    width: int
+    height: int
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A row to look at.
+
+    Attributes:
+        row: its 0-based place in the split.
+        id, source: as stored, empty where there are none.
+        messages: role and text of every message of the prompt.
+        choices: letter, text and whether it is right, of every option.
+        solution: as stored.
+        pictures: its images, at most eight.
+        more_images: how many images are not shown.
+        length: tokens of the prompt, None where not measured.
+    """
+
+    row: int
+    id: str
+    source: str
+    messages: list[tuple[str, str]]
+    choices: list[tuple[str, str, bool]]
+    solution: str
+    pictures: list[Picture]
+    more_images: int
+    length: int | None
+
+
+def sampled(row: Mapping[str, Any], index: int, right: str | None, length: int | None) -> Sampled:
+    """Return what is shown of a row.
+
+    Args:
+        row: ready, with `prompt` and decoded images.
+        index: its place in the split.
+        right: letter of its right option, None for an open question.
+        length: tokens of its prompt, None where not measured.
+    """
+    images = images_of(row)
+    stated = row.get("solution") if row.get("solution") is not None else row.get("label_idx")
+    return Sampled(
+        row=index,
+        id=_text(row.get("id")),
+        source=_text(row.get("source")),
+        messages=_messages(row["prompt"]),
+        choices=[
+            (letter, _text(choice), letter == right)
+            for letter, choice in zip(LETTERS, row.get("choices") or (), strict=False)
+        ],
+        solution=_text(stated),
+        pictures=[picture(image) for image in images[:MOST_IMAGES]],
+        more_images=max(0, len(images) - MOST_IMAGES),
+        length=length,
+    )
+
+
+def picture(image: Image.Image) -> Picture:
+    """Return a small JPEG of `image`, what is transparent white, as a data URL."""
+    width, height = image.size
+    scale = min(1.0, LONGEST_SIDE / max(width, height))
+    small = to_rgb(image).resize((max(1, round(width * scale)), max(1, round(height * scale))), reducing_gap=2.0)
+    buffer = io.BytesIO()
+    small.save(buffer, "JPEG", quality=QUALITY)
+    return Picture("data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode(), width, height)
+
+
+def _messages(prompt: Any) -> list[tuple[str, str]]:
+    if isinstance(prompt, str):
+        return [("text", _text(prompt))]
+    return [(_text(message["role"]), _content(message["content"])) for message in prompt]
+
+
+def _content(content: Any) -> str:
+    if isinstance(content, str):
+        return _text(content)
+    parts = [part.get("text") or f"[{part.get('type')}]" if isinstance(part, Mapping) else part for part in content]
+    return "\n".join(_text(part) for part in parts)
+
+
+def _text(value: Any) -> str:
+    """The text of a value, with a mark for what is no Unicode: a file could not hold it."""
+    return "" if value is None else str(value).encode("utf-8", "replace").decode("utf-8")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One pass over a data set before training: which rows cannot be used and why, what the others consist of.
+
+
+EXAMPLES = 3  # bad rows that are shown per reason
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What a row must satisfy, as in training.
+
+    Attributes:
+        root: folder that relative paths of images and videos start from.
+        needs_solution: whether a row must say what is right.
+        system_prompt: put before each `problem`.
+        videos: rate and limit of the frames of videos.
+        length_of: tokens of the prompt of a ready row; None: lengths are not measured.
+        special: finds the special tokens of the model's tokenizer; None: they are not known.
+        keys: names of the columns.
+        images: the sizes that images may have, and are brought to.
+    """
+
+    root: Path = Path()
+    needs_solution: bool = True
+    system_prompt: str | SystemTemplate | None = SYSTEM_PROMPT
+    videos: VideoOptions = DEFAULT_VIDEO_OPTIONS
+    length_of: Callable[[Mapping[str, Any]], int] | None = None
+    special: re.Pattern[str] | None = None
+    keys: Keys = KEYS
+    images: ImageRule = ANY_SIZE
+
+
+@dataclass
+class Reason:
+    """Why rows are left out: how many, and the first of them."""
+
+    count: int = 0
+    examples: list[SkippedRow] = field(default_factory=list)
+
+
+@dataclass
+class Findings:
+    """What a pass over the rows of a split has found.
+
+    Attributes:
+        split: its name.
+        rows: how many rows were looked at.
+        usable: how many of them can be trained on.
+        reasons: kind of reason → the rows left out for it.
+        counts: what the usable rows consist of.
+        lengths: prompt length → usable rows that have it, in tokens; empty if it was not measured.
+        sample: usable rows drawn at random, in their order.
+    """
+
+    split: str
+    rows: int = 0
+    usable: int = 0
+    reasons: dict[str, Reason] = field(default_factory=dict)
+    counts: Statistics = field(default_factory=Statistics)
+    lengths: Counter[int] = field(default_factory=Counter)
+    sample: list[Sampled] = field(default_factory=list)
+
+    @property
+    def bad(self) -> int:
+        """The number of rows that are left out."""
+        return self.rows - self.usable
+
+
+def inspect_rows(
+    dataset: Dataset | IterableDataset,
+    checks: Checks,
+    *,
+    split: str = "train",
+    samples: int = 12,
+    seed: int = 0,
+    on_skipped: Callable[[SkippedRow], None] = lambda row: None,
+) -> Findings:
+    """Look at every row once, in memory that does not grow with their number.
+
+    Args:
+        dataset: as `vgr_trl.data.load` gives it.
+        samples: usable rows to draw, each with the same chance.
+        on_skipped: called for each row that cannot be used.
+
+    Raises:
+        ConfigError: there are videos, and PyAV is not installed.
+        DataError: the data have no rows, or lack the needed columns.
+    """
+    rows = undecoded(dataset)
+    findings, draw = Findings(split), _Draw(samples, Random(seed))
+    has_columns = False
+    total = len(dataset) if isinstance(dataset, Dataset) else None
+    for index, row in enumerate(tqdm(rows, desc=f"inspect ({split})", unit=" rows", total=total, delay=1)):
+        if not has_columns and row.get(UNREADABLE) is None:
+            features = getattr(rows, "features", None)
+            require_columns(row, split, checks.needs_solution, checks.keys, features)
+            has_columns = True
+        findings.rows += 1
+        row = renamed_row(row, checks.keys)
+        reason = _count(row, index, checks, findings, draw)
+        if reason is not None:
+            skipped = SkippedRow(split, index, row.get("id"), reason)
+            found = findings.reasons.setdefault(kind_of(reason), Reason())
+            found.count += 1
+            if len(found.examples) < EXAMPLES:
+                found.examples.append(skipped)
+            on_skipped(skipped)
+    if findings.rows == 0:
+        raise DataError(f"The {split} data set has no rows: give a data set with at least one.")
+    findings.sample = sorted(draw.drawn, key=lambda one: one.row)
+    return findings
+
+
+def _count(row: Mapping[str, Any], index: int, checks: Checks, findings: Findings, draw: "_Draw") -> str | None:
+    """Add a usable row to `findings`, or return why it is none."""
+    options: dict[str, Any] = {name: getattr(checks, name) for name in ("root", "system_prompt", "videos", "images")}
+    reason = row_problem(row, needs_solution=checks.needs_solution, special=checks.special, **options)
+    if reason is not None:
+        return reason
+    ready = ready_row(row, **options)
+    length = None
+    if checks.length_of is not None:
+        try:
+            length = checks.length_of(ready)
+        except Exception as error:  # processors raise whatever a prompt leads them to
+            return f"the model's processor refuses its prompt ({words_of(error)})"
+        findings.lengths[length] += 1
+    findings.usable += 1
+    choices = ready.get("choices")
+    right = _right_letter(ready) if checks.needs_solution else None
+    answer = ready.get("solution") if checks.needs_solution and not choices else None
+    findings.counts.count(str(row.get("source") or "not stated"), choices, len(images_of(ready)), right, answer)
+    if (place := draw.place()) is not None:
+        draw.put(place, sampled(ready, index, right, length))
+    return None
+
+
+def _right_letter(row: Mapping[str, Any]) -> str | None:
+    index = resolve_solution(row.get("solution"), row.get("choices"), row.get("label_idx")).index
+    return None if index is None else LETTERS[index]
+
+
+class _Draw:
+    """A sample of a stream in which every row has the same chance (reservoir sampling)."""
+
+    def __init__(self, size: int, random: Random) -> None:
+        self.size = size
+        self.random = random
+        self.seen = 0
+        self.drawn: list[Sampled] = []
+
+    def place(self) -> int | None:
+        """Return the place that the next row takes in the sample, None if it takes none."""
+        self.seen += 1
+        if len(self.drawn) < self.size:
+            return len(self.drawn)
+        place = self.random.randrange(self.seen)
+        return place if place < self.size else None
+
+    def put(self, place: int, row: Sampled) -> None:
+        """Put a row there, for the one that was there before if any."""
+        self.drawn[place : place + 1] = [row]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What an inspection has found, as a text and as tables that a page shows too.
+
+
+BAR = 40  # characters of the longest bar
+LONGEST_REASON = 200
+
+
+def report(findings: Findings, budget: Budget) -> str:
+    """Return the findings as a text for the terminal."""
+    lines = [headline(findings), *_reasons(findings)]
+    for title, counts in tables(findings).items():
+        whole = sum(count for _, count in counts)
+        lines += ["", title, *(f"  {count:>9,}  {count / whole:>6.1%}  {name}" for name, count in counts)]
+    if findings.lengths:
+        largest = max(rows for _, _, rows in histogram(findings.lengths))
+        lines += ["", "prompt length in tokens, images included"]
+        lines += [
+            f"  {f'{first:,} to {last:,}':>19}  {rows:>9,}  {'#' * -(-BAR * rows // largest)}"
+            for first, last, rows in histogram(findings.lengths)
+        ]
+        lines += ["", *sentences(cost(findings.lengths, budget), budget)]
+    return "\n".join(lines) + "\n"
+
+
+def headline(findings: Findings) -> str:
+    """Return in one sentence how many rows can be used."""
+    bad = f"{findings.bad:,} cannot be used" if findings.bad else "every one can be used"
+    return f"{findings.split}: {findings.rows:,} rows, of which {bad}."
+
+
+def tables(findings: Findings) -> dict[str, list[tuple[str, int]]]:
+    """Return what the usable rows consist of: title → lines of name and count, at most twelve."""
+    if not findings.usable:
+        return {}
+    counts = findings.counts
+    found = {
+        "rows by source": _shortened(counts.sources),
+        "rows by number of choices": [*ordered(counts.choices, [*map(str, range(len(LETTERS) + 1)), OPEN]).items()],
+        "rows by right letter": [*ordered(counts.letters, LETTERS).items()],
+        ANSWERS: _shortened(counts.answers),
+        "rows by number of images": _shortened(dict(sorted(counts.images.items(), key=lambda pair: int(pair[0])))),
+    }
+    return {title: lines for title, lines in found.items() if lines}
+
+
+def sentences(found: Cost, budget: Budget) -> list[str]:
+    """Return what prompts and steps cost, one sentence each."""
+    prompts = (
+        f"Prompts have {found.shortest:,} to {found.longest:,} tokens; half have at most {found.median:,}, 95 % at "
+        f"most {found.percentile_95:,}."
+    )
+    limit = budget.max_prompt_length
+    if limit is None:
+        over = f"No max_prompt_length is given; with {found.longest} no row is left out."
+    elif found.too_long:
+        over = f"max_prompt_length={limit} leaves {found.too_long:,} rows out, whose prompts are longer."
+    else:
+        over = f"max_prompt_length={limit} leaves no row out."
+    step = (
+        f"A step of {budget.prompts_per_step:,} {'prompt' if budget.prompts_per_step == 1 else 'prompts'} with "
+        f"num_generations={budget.num_generations} and max_completion_length={budget.max_completion_length} has at "
+        f"most {found.shared:,} tokens where a prompt is computed once for its completions, {found.repeated:,} where "
+        "it is computed for each (prompts of mean length)."
+    )
+    return [prompts, over, step]
+
+
+def _reasons(findings: Findings) -> list[str]:
+    lines = []
+    for kind, reason in sorted(findings.reasons.items(), key=lambda pair: -pair[1].count)[:MOST_LINES]:
+        lines += ["", f"{reason.count:,} left out: {on_one_line(kind)}"]
+        for row in reason.examples:
+            named = "" if row.id is None else f" (id {str(row.id)[:60]!a})"
+            lines.append(f"  row {row.row}{named}: {on_one_line(row.reason)[:LONGEST_REASON]}")
+    if (more := len(findings.reasons) - MOST_LINES) > 0:
+        lines += ["", f"and rows left out for {more} other reasons."]
+    return lines
+
+
+def _shortened(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+    return [(on_one_line(name)[:80], count) for name, count in commonest(counts)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What an inspection has found as one page of HTML that holds everything it shows.
+
+
+HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\u200e\u200f\u061c]")
+TEMPLATE = Path(__file__).with_name("page.html")
+
+
+def page(findings: Findings, budget: Budget, source: str, seed: int = 0) -> bytes:
+    """Return the page, in UTF-8: text of the data is shown as text, images are inside.
+
+    Args:
+        source: the title, the path of the data.
+    """
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_shown
+    )
+    environment.filters["without"] = without_options
+    bins = histogram(findings.lengths) if findings.lengths else []
+    text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        findings=findings,
+        source=source,
+        headline=headline(findings),
+        reasons=sorted(findings.reasons.items(), key=lambda pair: -pair[1].count),
+        tables=tables(findings),
+        bins=bins,
+        most=max((rows for _, _, rows in bins), default=1),
+        sentences=sentences(cost(findings.lengths, budget), budget) if findings.lengths else [],
+        seed=seed,
+    )
+    return text.encode("utf-8", "replace")
+
+
+def _shown(value: Any) -> Any:
+    """A text with characters that a reader does not see, or that reorder others, as their numbers."""
+    return HIDDEN.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", value) if isinstance(value, str) else value
+
+
+def without_options(text: str, choices: list[tuple[str, str, bool]]) -> str:
+    """Return a question without the lines of its options at the end, which the page shows below it."""
+    options = "".join(f"\n{letter}. {choice}" for letter, choice, _ in choices)
+    return text.removesuffix(options) if options else text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How long the prompt of a row is for a model.
+
+
+def prompt_tokens(processor: Any, row: Mapping[str, Any]) -> int:
+    """Return the tokens of a ready row's prompt as the trainer counts them, image tokens included.
+
+    Args:
+        processor: of the model, or its tokenizer for text alone.
+        row: with `prompt`, and decoded images if any.
+
+    Raises:
+        ConfigError: the row has images, and `processor` is a tokenizer.
+    """
+    prompt, images = row["prompt"], images_of(row)
+    is_processor = isinstance(processor, ProcessorMixin)
+    if images and not is_processor:
+        raise ConfigError(
+            f"The data have images, but {type(processor).__name__} reads text only: name a vision-language model."
+        )
+    if isinstance(prompt, str):
+        return len((processor(text=[prompt]) if is_processor else processor([prompt]))["input_ids"][0])
+    messages = prepare_multimodal_messages(prompt, images=images or None) if is_processor else prompt
+    tokens = processor.apply_chat_template(
+        conversation=[messages], add_generation_prompt=True, tokenize=True, return_dict=True
+    )
+    return len(tokens["input_ids"][0])

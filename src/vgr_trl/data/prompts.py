@@ -1,0 +1,250 @@
+"""How a question is written down for the model."""
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+from jinja2 import StrictUndefined, TemplateError, meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from vgr_trl.utils import ConfigError, DataError, words_of
+
+# ---------------------------------------------------------------------------------------------------------------------
+# `<image>` in the text of a question marks the place of an image, as LLaVA, ms-swift and EasyR1 write it.
+
+
+IMAGE_MARK = "<image>"
+# What transformers reads a file from, or fetches it, while it writes a conversation down; an `image` may be one itself.
+NAMES = ("url", "path", "base64", "image_url", "video", "video_url", "audio", "audio_url")
+
+Part = dict[str, Any]
+
+
+def require_marks(prompt: str | Sequence[Part], images: int, has_videos: bool = False) -> None:
+    """Raise `DataError` if `prompt`, a text or a conversation, marks places of images, but not of as many as there are.
+
+    Args:
+        prompt: with marks in the texts of the user, or parts of type `image`.
+        has_videos: whether it has videos, whose frames come before the text.
+    """
+    marks = prompt.count(IMAGE_MARK) if isinstance(prompt, str) else sum(map(_is_image, _parts_of(placed(prompt))))
+    if marks and has_videos:
+        raise DataError("its prompt marks places of images beside a video, whose frames come first: take them out")
+    if marks and marks != images:
+        raise DataError(f"its prompt has {marks} <image> marks, but there are {images} images")
+
+
+def placed(conversation: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a conversation with a part of type `image` for each `<image>` in a text of the user, else as it is."""
+    is_marked = any(IMAGE_MARK in str(part.get("text")) for part in _parts_of(conversation, "user"))
+    if not is_marked and all(isinstance(message["content"], str) for message in conversation):
+        return list(conversation)
+    return [
+        {**message, "content": list(chain.from_iterable(map(_split, parts)) if message["role"] == "user" else parts)}
+        for message, parts in ((message, as_parts(message["content"])) for message in conversation)
+    ]
+
+
+def refuse_named_files(conversation: Sequence[dict[str, Any]]) -> None:
+    """Raise `DataError` if a part of a conversation names a file or an address, which would be read or fetched."""
+    for part in _parts_of(conversation):
+        names = [name for name in NAMES if part.get(name) is not None]
+        if names or isinstance(part.get("image"), str | bytes | dict):
+            raise DataError(
+                f"a part of its prompt names a file ({(names or ['image'])[0]}), which is neither read nor fetched: "
+                "put images in the column images"
+            )
+
+
+def as_parts(content: Any) -> list[Part]:
+    """Return the content of a message as parts, without what a table has filled in."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return [{name: value for name, value in part.items() if value is not None} for part in content]
+
+
+def texts_of(conversation: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield the texts of a conversation."""
+    return (part["text"] for part in _parts_of(conversation) if isinstance(part.get("text"), str))
+
+
+def _split(part: Part) -> Iterator[Part]:
+    if part.get("type") != "text" or IMAGE_MARK not in part["text"]:
+        yield part
+        return
+    for number, text in enumerate(part["text"].split(IMAGE_MARK)):
+        if number:
+            yield {"type": "image"}
+        if text:
+            yield {"type": "text", "text": text}
+
+
+def _parts_of(conversation: Sequence[dict[str, Any]], role: str | None = None) -> Iterator[Part]:
+    return (
+        part for message in conversation if role in (None, message["role"]) for part in as_parts(message["content"])
+    )
+
+
+def _is_image(part: Part) -> bool:
+    return part.get("type") == "image"
+
+
+LETTERS = "ABCDEFGHIJ"
+
+SYSTEM_PROMPT = (
+    "Look at the image and reason about the question before you answer. Write your reasoning between <think> and "
+    "</think>, then only the final answer between <answer> and </answer>. For a multiple-choice question the final "
+    "answer is the letter of the right option."
+)
+SYSTEM_PROMPTS = {
+    "en": SYSTEM_PROMPT,
+    "zh": (
+        "请先观察图片并针对问题进行推理，再作答。把推理过程写在 <think> 和 </think> 之间，"
+        "然后只把最终答案写在 <answer> 和 </answer> 之间。对于选择题，最终答案是正确选项的字母。"
+    ),
+}
+
+
+class SystemTemplate:
+    """A system prompt of the user's, written as a Jinja2 template and filled in for each question.
+
+    It knows `problem` (a text), `choices` (a list, empty for an open question), `letters` (those of the choices) and
+    `source` (of the row, or an empty text). It runs in Jinja2's sandbox. A text without `{{`, `{%` and `{#` stays as
+    it is.
+
+    Args:
+        name: what messages call it, the path of its file for example.
+
+    Raises:
+        ConfigError: it is no template, or names a variable that there is not.
+    """
+
+    variables: tuple[str, ...] = ("problem", "choices", "letters", "source")
+
+    def __init__(self, text: str, name: str = "the system prompt") -> None:
+        self.name = name
+        environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, autoescape=False)
+        try:
+            unknown = meta.find_undeclared_variables(environment.parse(text)) - set(self.variables)
+            self._template = environment.from_string(text)
+        except (TemplateError, RecursionError, MemoryError) as error:
+            raise ConfigError(f"{name} is not a Jinja2 template ({words_of(error)}): correct it there.") from error
+        unknown -= set(environment.globals)
+        if unknown:
+            raise ConfigError(
+                f"{name} names {', '.join(sorted(unknown))}, but a template knows {', '.join(self.variables)} only."
+            )
+
+    def render(self, problem: str, choices: Sequence[str] | None = None, source: str | None = None) -> str | None:
+        """Return the system prompt of a question, None where it comes out empty.
+
+        Raises:
+            DataError: the template fails on this question.
+        """
+        options = list(choices or ())
+        return self._filled(
+            problem=problem, choices=options, letters=list(LETTERS[: len(options)]), source=source or ""
+        )
+
+    def _filled(self, **values: Any) -> str | None:
+        try:
+            text = self._template.render(**values)
+        except Exception as error:  # expressions of a template raise whatever Python's do
+            raise DataError(f"{self.name} cannot be filled in for it ({words_of(error)})") from error
+        return text.strip() or None
+
+
+class QuestionTemplate(SystemTemplate):
+    """What the user says in place of the question alone, a Jinja2 template that knows it as `content` (and `problem`).
+
+    There is no system prompt then. Args and errors are those of `SystemTemplate`.
+    """
+
+    variables = ("content", "problem")
+
+    def question(self, problem: str) -> str:
+        """Return what the user says.
+
+        Raises:
+            DataError: the template fails on this question, or leaves nothing of it.
+        """
+        text = self._filled(content=problem, problem=problem)
+        if text is None:
+            raise DataError(f"{self.name} leaves nothing of it")
+        return text
+
+
+def format_question(problem: str, choices: Sequence[str] | None = None) -> str:
+    """Return the question with its options, if any, each on a line of its own behind its letter.
+
+    Raises:
+        DataError: there are more options than letters.
+    """
+    if not choices:
+        return problem
+    if len(choices) > len(LETTERS):
+        raise DataError(f"A question has {len(choices)} choices: give at most {len(LETTERS)}.")
+    return "\n".join([problem, *(f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=False))])
+
+
+def build_prompt(
+    problem: str,
+    choices: Sequence[str] | None = None,
+    *,
+    system_prompt: str | SystemTemplate | None = SYSTEM_PROMPT,
+    source: str | None = None,
+) -> list[dict[str, Any]]:
+    """Return the conversation that asks `problem`; images travel beside it in the column `image` or `images`.
+
+    Args:
+        choices: its options, at most ten.
+        system_prompt: the message put first, a text or a template that is filled in; None: none. Of a
+            `QuestionTemplate` it is what the user says.
+        source: where the question comes from, for templates.
+
+    Raises:
+        DataError: there are more options than letters, or the template fails.
+    """
+    asked = format_question(problem, choices)
+    if isinstance(system_prompt, QuestionTemplate):
+        return [{"role": "user", "content": system_prompt.question(asked)}]
+    question = {"role": "user", "content": asked}
+    return [*system_message(system_prompt, problem, choices, source), question]
+
+
+def system_message(
+    system_prompt: str | SystemTemplate | None, problem: str, choices: Sequence[str] | None, source: str | None
+) -> list[dict[str, Any]]:
+    """Return the message that is put before a question, or no message; see `build_prompt`."""
+    if isinstance(system_prompt, SystemTemplate):
+        system_prompt = system_prompt.render(problem, choices, source)
+    return [{"role": "system", "content": system_prompt}] if system_prompt else []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text of data that a model's tokenizer would read as one of its special tokens, as the end of a turn for example.
+
+
+def special_tokens(processor: Any) -> re.Pattern[str] | None:
+    """Return a pattern that finds the special tokens of a processor's tokenizer, None if it has none.
+
+    Args:
+        processor: of a model, or its tokenizer.
+    """
+    tokenizer = getattr(processor, "tokenizer", processor)
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    found = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
+    for name in ("image_token", "video_token", "audio_token"):
+        if isinstance(token := getattr(processor, name, None), str):
+            found.add(token)
+    longest_first = sorted(found - {""}, key=lambda token: (-len(token), token))
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+
+def special_problem(special: re.Pattern[str] | None, conversation: Sequence[dict[str, Any]]) -> str | None:
+    """Return which special token a text of a conversation has first, in one sentence, or None if there is none."""
+    found = None if special is None else next(filter(None, map(special.search, texts_of(placed(conversation)))), None)
+    if found is None:
+        return None
+    return f"its text has {found[0]!r}, which the model's tokenizer reads as a special token: take it out"

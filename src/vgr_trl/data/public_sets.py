@@ -1,0 +1,565 @@
+"""Converters of public question sets and of JSONL files."""
+
+import io
+import json
+import os
+import random
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from vgr_trl import registries
+from vgr_trl.data.columns import (
+    KEYS,
+    MOST_IMAGES,
+    VISION_ONLY_PROBLEM,
+    Candidate,
+    Keys,
+    Origin,
+    Question,
+    answer_of,
+    id_of,
+    list_of,
+    make_question,
+    options_of,
+    read_row,
+    renamed_row,
+    renumber_marks,
+    text_of,
+    to_candidates,
+    try_question,
+    value_of,
+)
+from vgr_trl.data.images import ADDRESS, COLUMNS, as_shares, boxes_of, in_pixels_of_its_image, path_within, read_image
+from vgr_trl.data.prompts import LETTERS
+from vgr_trl.data.read import Source
+from vgr_trl.utils import ConfigError, DataError
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A-OKVQA (Schwenk et al., 2022): questions about photographs that need knowledge of the world.
+#
+# Columns: `image`, `question_id`, `question`, `choices`, `correct_choice_idx`, and `direct_answers`,
+# `difficult_direct_answer`, `rationales`, which are not used. The published test split has no answers.
+
+
+HUB_NAME = "HuggingFaceM4/A-OKVQA"
+
+
+def read(source: Source) -> Iterator[Candidate]:
+    """Yield the questions of `source`, or why a row is none."""
+    return to_candidates(source.records(), _questions)
+
+
+def _questions(origin: Origin, row: Mapping[str, Any]) -> list[Question]:
+    choices = options_of(row.get("choices"))
+    index = row.get("correct_choice_idx")
+    if isinstance(index, bool) or not isinstance(index, Integral | str | None):
+        raise DataError(f"its correct_choice_idx is {index!r}: it must be a whole number")
+    if isinstance(index, str):  # some copies of the set store it so
+        index = int(index) if index.strip().isdecimal() else index
+    image = value_of(row, "image")
+    return [
+        make_question(
+            id=id_of(row, origin, "question_id"),
+            source="A-OKVQA",
+            problem=text_of(row, "question"),
+            choices=choices,
+            answer=index,
+            images=[] if image is None else [image],
+        )
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# ArxivQA as VisRAG publishes it (Li et al., 2024; Yu et al., 2024): questions about figures of papers.
+#
+# Three configurations: `corpus` (`corpus-id`, `image`), `queries` (`query-id`, `query`, `options`, `answer`) and
+# `qrels`
+# (`query-id`, `corpus-id`, and `score`), which says which figure a question is about.
+
+
+ARXIVQA_HUB_NAME = "openbmb/VisRAG-Ret-Test-ArxivQA"
+Rows = dict[str, tuple[Origin, Mapping[str, Any]]]
+
+
+def arxivqa_read(source: Source) -> Iterator[Candidate]:
+    """Yield the questions of `source` in the order of their figures, or why a row is none.
+
+    Figures are read once and one by one; questions, which are short, are kept.
+    """
+    queries: Rows = {}
+    yield from _kept_by_id(source, "queries", "query-id", queries)
+    figure_of: dict[str, str] = {}
+    yield from _figures(source, queries, figure_of)
+    asked: dict[str, list[str]] = defaultdict(list)
+    for query_id, corpus_id in figure_of.items():
+        asked[corpus_id].append(query_id)
+    seen: set[str] = set()
+    for origin, record in source.records("corpus"):
+        if isinstance(record, str):
+            yield origin, record
+            continue
+        try:
+            corpus_id = _key(record, "corpus-id")
+            if corpus_id in seen:
+                raise DataError(f"its corpus-id {corpus_id[:80]!a} occurs twice: the first figure is used")
+        except DataError as error:
+            yield origin, str(error)
+            continue
+        seen.add(corpus_id)
+        rows = [queries.pop(query_id) for query_id in asked.pop(corpus_id, [])]
+        yield from to_candidates(rows, lambda place, row, figure=record: _arxivqa_questions(place, row, figure))  # type: ignore[misc]
+    for query_id, (origin, _) in queries.items():
+        yield origin, f"its figure {figure_of[query_id][:80]!a} is not in the corpus"
+
+
+def _kept_by_id(source: Source, config: str, name: str, kept: Rows) -> Iterator[Candidate]:
+    """Put the rows into `kept`, and yield those that have no id of their own."""
+    rows: dict[str, list[tuple[Origin, Mapping[str, Any]]]] = defaultdict(list)
+    for origin, record in source.records(config):
+        try:
+            if isinstance(record, str):
+                raise DataError(record)
+            rows[_key(record, name)].append((origin, record))
+        except DataError as error:
+            yield origin, str(error)
+    for key, same in rows.items():
+        if all(record == same[0][1] for _, record in same):
+            kept[key] = same.pop(0)
+        for origin, _ in same:
+            yield origin, f"its {name} {key[:80]!a} occurs twice"
+
+
+def _figures(source: Source, queries: Rows, figure_of: dict[str, str]) -> Iterator[Candidate]:
+    """Put the one figure of each query into `figure_of`; take out queries without exactly one, and yield why."""
+    relevant: dict[str, set[str]] = defaultdict(set)
+    for origin, record in source.records("qrels"):
+        try:
+            if isinstance(record, str):
+                raise DataError(record)
+            score = record.get("score")
+            if score is None or score > 0:
+                relevant[_key(record, "query-id")].add(_key(record, "corpus-id"))
+        except DataError as error:
+            yield origin, str(error)
+        except TypeError:
+            yield origin, f"its score is a {type(record['score']).__name__}: it must be a number"  # type: ignore[index]
+    for query_id in list(queries):
+        figures = relevant.get(query_id, set())
+        if len(figures) == 1:
+            (figure_of[query_id],) = figures
+        else:
+            origin, _ = queries.pop(query_id)
+            yield origin, f"qrels names {len(figures)} figures for it: there must be one"
+
+
+def _key(row: Mapping[str, Any], name: str) -> str:
+    value = value_of(row, name)
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise DataError(f"its {name} is a {type(value).__name__}: it must be a text or a whole number")
+    return str(value)
+
+
+def _arxivqa_questions(origin: Origin, row: Mapping[str, Any], figure: Mapping[str, Any]) -> list[Question]:
+    options = options_of(row.get("options"))
+    image = value_of(figure, "image")
+    return [
+        make_question(
+            id=id_of(row, origin, "query-id"),
+            source="ArxivQA",
+            problem=text_of(row, "query"),
+            choices=options,
+            answer=answer_of(row, options, "answer"),
+            images=[] if image is None else [image],
+        )
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# easy-VQA (Victor Zhou): templated questions about drawings of one coloured shape, several to an image.
+#
+# Columns: `image_id`, `image`, and `questions` and `answers`, lists of equal length.
+
+
+def easy_vqa_read(source: Source) -> Iterator[Candidate]:
+    """Yield the questions of `source`, or why a row or one of its questions is none."""
+    return to_candidates(source.records(), _easy_vqa_questions)
+
+
+def _easy_vqa_questions(origin: Origin, row: Mapping[str, Any]) -> Iterator[Question | str]:
+    questions, answers = list_of(row.get("questions"), "questions"), list_of(row.get("answers"), "answers")
+    if len(questions) != len(answers) or not questions:
+        raise DataError(f"it has {len(questions)} questions and {len(answers)} answers: there must be as many of both")
+    name, image = id_of(row, origin, "image_id"), value_of(row, "image")
+    for number, (problem, answer) in enumerate(zip(questions, answers, strict=True)):
+        if not isinstance(problem, str):
+            yield f"its question {number} is a {type(problem).__name__}: it must be a text"
+            continue
+        yield try_question(
+            id=f"{Path(origin.file).stem}-{name}-{number}",
+            source="easy-VQA",
+            problem=problem,
+            answer=answer,
+            images=[] if image is None else [image],
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files of the user's own: `prompt`, `solution` or `answer`, `images`, `videos`, and `choices` if any.
+#
+# Images and videos are paths; videos stay where they are. `<image>` in a prompt marks the place of an image.
+
+
+def jsonl_read(source: Source, keys: Keys = KEYS, image_dir: Path | None = None) -> Iterator[Candidate]:
+    """Yield the questions of `source`, or why a row is none.
+
+    Args:
+        image_dir: folder that relative paths start from and images lie in; None: that of the files.
+    """
+    root = source.folder() if image_dir is None else image_dir.absolute()
+    return to_candidates(source.records(), partial(_jsonl_questions, keys=keys, root=root))
+
+
+def names_videos(source: Source, keys: Keys = KEYS) -> bool:
+    """Return whether the first row of `source` has a column of videos."""
+    return any(name in _first(source) for name in keys.video)
+
+
+def _jsonl_questions(origin: Origin, row: Mapping[str, Any], *, keys: Keys, root: Path) -> list[Question]:
+    row = renamed_row(row, keys)
+    reading = read_row(row)
+    images = [_from(root, value) for value in reading.images]
+    for path in images:
+        if isinstance(path, str) and path and not ADDRESS.match(path):
+            path_within(root, path)
+    return [
+        make_question(
+            id=id_of(row if isinstance(row.get("id"), str | int) else {}, origin, "id"),  # no row is lost for its name
+            source=value_of(row, "source") if isinstance(row.get("source"), str) else Path(origin.file).stem,
+            problem=_question(reading.prompt),
+            choices=reading.choices,
+            answer=reading.answer,
+            images=images,
+            videos=[_existing(_from(root, value)) for value in reading.videos],
+            regions=_regions(row, images),
+            needs_image=False,
+        )
+    ]
+
+
+def names_regions(source: Source) -> bool:
+    """Return whether the first row of `source` has a column of boxes."""
+    return any(name in _first(source) for name in COLUMNS)
+
+
+def _first(source: Source) -> Mapping[str, Any]:
+    return next((record for _, record in source.records() if not isinstance(record, str)), {})
+
+
+def _regions(row: Mapping[str, Any], images: list[Any]) -> list[list[float]]:
+    """The boxes of a row of one image; none where it cannot be read, which is told when it is encoded."""
+    if len(images) != 1:
+        return []
+    size = (1, 1)
+    if in_pixels_of_its_image(row):
+        try:
+            size = read_image(images[0]).size
+        except DataError:
+            return []
+    return as_shares(boxes_of(row, size))
+
+
+def _question(prompt: str | list[dict[str, Any]]) -> str:
+    """The text of a question, also where it is a conversation of one message of the user."""
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) != 1 or prompt[0]["role"] != "user":
+        raise DataError("its prompt is a conversation: a converted row has a text, or one message of the user")
+    return text_of(prompt[0], "content")
+
+
+def _from(root: Path, value: Any) -> Any:
+    """A file of a row, as a path from `root` on where it is one, so that nothing else has to know where they start."""
+    if isinstance(value, Mapping) and value.get("bytes") is None:
+        value = value.get("path")
+    is_path = isinstance(value, str) and value and not ADDRESS.match(value)
+    return str((root / value).absolute()) if is_path else value
+
+
+def _existing(video: Any) -> str:
+    """The path of a video, which is not opened here."""
+    if not isinstance(video, str) or not video:
+        raise DataError(f"its video is {ascii(video)[:80]}: it must be a path")
+    if not os.path.isfile(video):  # Path.is_file raises for a name that is too long
+        raise DataError(f"video file {video[:200]} does not exist")
+    return video
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# MMMU-Pro (Yue et al., 2024): questions of college courses with up to seven images.
+#
+# The standard configurations, with 4 and 10 options, have `id`, `question`, `options` (the text of a list), `answer`
+# (a
+# letter), `image_1` to `image_7` and `subject`; question and options refer to the images by `<image k>`. The vision-
+# only
+# configuration has `id`, `image`, `options` and `answer`: question and options are to be read from the image.
+
+
+MMMU_PRO_HUB_NAME = "MMMU/MMMU_Pro"
+HUB_CONFIG = "standard (10 options)"
+
+
+def mmmu_pro_read(source: Source) -> Iterator[Candidate]:
+    """Yield the questions of `source`, or why a row is none."""
+    return to_candidates(source.records(), _mmmu_pro_questions)
+
+
+def _mmmu_pro_questions(origin: Origin, row: Mapping[str, Any]) -> list[Question]:
+    is_standard = "question" in row or any(f"image_{number}" in row for number in range(1, MOST_IMAGES + 1))
+    return [_standard(origin, row) if is_standard else _vision_only(origin, row)]
+
+
+def _standard(origin: Origin, row: Mapping[str, Any]) -> Question:
+    problem, options = text_of(row, "question"), options_of(row.get("options"))
+    numbers = [number for number in range(1, MOST_IMAGES + 1) if row.get(f"image_{number}") is not None]
+    problem, *options = renumber_marks([problem, *options], numbers)
+    return make_question(
+        id=id_of(row, origin, "id"),
+        source="MMMU-Pro",
+        problem=problem,
+        choices=options,
+        answer=answer_of(row, options, "answer"),
+        images=[row[f"image_{number}"] for number in numbers],
+    )
+
+
+def _vision_only(origin: Origin, row: Mapping[str, Any]) -> Question:
+    """The options stay out of the row: in its text they would answer what is to be read, and be open to shuffling."""
+    options = options_of(row.get("options"))
+    checked = make_question(
+        id=id_of(row, origin, "id"),
+        source="MMMU-Pro vision",
+        problem=VISION_ONLY_PROBLEM,
+        choices=options,
+        answer=answer_of(row, options, "answer"),
+        images=[] if row.get("image") is None else [row["image"]],
+    )
+    if checked.solution not in LETTERS[: len(options)]:
+        raise DataError(f"its answer is {row['answer']!r}: it must be a letter")
+    return make_question(
+        id=checked.id,
+        source=checked.source,
+        problem=checked.problem,
+        answer=checked.solution,
+        images=checked.images,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cornell NLVR (Suhr et al., 2017): is what a person wrote about three boxes of shapes true or false?
+#
+# Columns: `identifier`, `image`, `sentence`, `label` (`true` or `false`), and `objects`, JSON with a
+# `box` [left, top, width, height] in pixels per object (not in train).
+
+
+CHOICES = ["true", "false"]
+
+
+def nlvr_read(source: Source) -> Iterator[Candidate]:
+    """Yield the questions of `source`, or why a row is none."""
+    return to_candidates(source.records(), _nlvr_questions)
+
+
+def _nlvr_questions(origin: Origin, row: Mapping[str, Any]) -> list[Question]:
+    label, image = row.get("label"), value_of(row, "image")
+    return [
+        make_question(
+            id=id_of(row, origin, "identifier"),
+            source="NLVR",
+            problem=f"Is this statement about the image true or false? {text_of(row, 'sentence').strip()}",
+            choices=CHOICES,
+            answer=str(label).lower() if isinstance(label, bool) else label,
+            images=[] if image is None else [image],
+            regions=_boxes(row.get("objects"), image),
+        )
+    ]
+
+
+def _boxes(objects: Any, image: Any) -> list[list[float]]:
+    """Of all objects, as shares of the image; none where they or its size cannot be read."""
+    try:
+        wide, high = (image if isinstance(image, Image.Image) else Image.open(io.BytesIO(image["bytes"]))).size
+        boxes = [[float(side) for side in found["box"]] for found in json.loads(objects)]
+        return [[left / wide, top / high, width / wide, height / high] for left, top, width, height in boxes]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The data sets that can be converted, by name. A new one is a file with a function `read`, and a line here.
+
+
+@dataclass(frozen=True)
+class Converter:
+    """How a data set is converted.
+
+    Attributes:
+        read: yields its questions, or why a row is none.
+        several_images: whether a question may have more than one image, so that rows get `images` instead of `image`.
+        regions: whether it says in boxes what a question is about.
+        hub_name: read where no source is named; None: a source must be named.
+        config: configuration of the hub data set that is read where none is named.
+        split: read where none is named.
+        count: the number of rows where it is known; None: that of the source.
+    """
+
+    read: Callable[..., Iterator[Candidate]]
+    several_images: bool = False
+    regions: bool = False
+    hub_name: str | None = None
+    config: str | None = None
+    split: str = "train"
+    count: Callable[[Source], int | None] = Source.count
+
+
+CONVERTERS = {
+    "aokvqa": Converter(read, hub_name=HUB_NAME),
+    "arxivqa": Converter(arxivqa_read, hub_name=ARXIVQA_HUB_NAME, count=lambda source: source.count("queries")),
+    "mmmu_pro": Converter(
+        mmmu_pro_read, several_images=True, hub_name=MMMU_PRO_HUB_NAME, config=HUB_CONFIG, split="test"
+    ),
+    "jsonl": Converter(jsonl_read, several_images=True),
+    "easy_vqa": Converter(easy_vqa_read),
+    "nlvr": Converter(nlvr_read, regions=True),
+}
+
+for _name, _converter in CONVERTERS.items():
+    registries.datasets.register(_name)(_converter.read)
+
+
+def load_converter(spec: str) -> Converter:
+    """Return how the data set that `spec` names is converted.
+
+    Args:
+        spec: one of `CONVERTERS`, or the name, dotted path or file of a function that takes a `Source` and yields
+            questions; what it has as `converter`, a dict, are arguments of its `Converter`.
+
+    Raises:
+        ConfigError: nothing has this name, or it is no function.
+    """
+    if spec in CONVERTERS:
+        return CONVERTERS[spec]
+    read = registries.datasets.load(spec)
+    return Converter(read, **getattr(read, "converter", {}))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which of a set's questions are wanted.
+
+
+def read_ids(path: Path) -> set[str]:
+    """Return the ids in a file: one per line, or a JSON list.
+
+    Raises:
+        ConfigError: the file does not exist, cannot be read, has none, or has something else.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig").strip()
+        found = json.loads(text) if text.startswith("[") else text.splitlines()
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"question_id_file is {path}, which cannot be read ({error}).") from error
+    if any(isinstance(value, bool) or not isinstance(value, str | int) for value in found):
+        raise ConfigError(f"question_id_file is {path}, whose list holds more than texts and whole numbers.")
+    ids = {str(value).strip() for value in found} - {""}
+    if not ids:
+        raise ConfigError(f"question_id_file is {path}, which has no ids: give one per line.")
+    return ids
+
+
+class IdFilter:
+    """Passes the questions with the given ids on; reasons pass too.
+
+    Attributes:
+        missing: ids that no question had; empty until all were read.
+    """
+
+    def __init__(self, ids: set[str]) -> None:
+        self.missing: set[str] = set()
+        self._ids = frozenset(ids)
+
+    def __call__(self, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
+        """Yield the wanted ones of `candidates`."""
+        met: set[str] = set()
+        for origin, candidate in candidates:
+            if isinstance(candidate, str):
+                yield origin, candidate
+            elif candidate.id in self._ids:
+                met.add(candidate.id)
+                yield origin, candidate
+        self.missing = set(self._ids - met)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Options in another order, such that the right letter says nothing.
+
+
+# Words that mean other options by their place or letter. Such options stay where they are, and so does a question that
+# names options by letter.
+_PLACES = re.compile(r"\b(above|below|preceding|previous|following|former|latter|first|second|last)\b", re.IGNORECASE)
+_LETTERS = re.compile(
+    r"^\W*[A-J]\W*$"
+    r"|\b[A-J]\)?\s*(?:,|&|/|and|or|nor)\s*\(?[A-J]\b"
+    r"|\b(?:both|either|neither|only|options?|choices?|answers?)\s+\(?[A-J]\b"
+)
+_OPTION_LETTER = re.compile(r"\b(?:options?|choices?|answers?)\s+\(?[A-J]\b")
+
+
+class ChoiceShuffler:
+    """Shuffles the options of question after question; right letters come equally often.
+
+    Among the questions with n options, every n in a row have each letter once as the right one.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(f"choices {seed}")
+        self._letters: dict[int, list[int]] = {}
+
+    def __call__(self, question: Question) -> Question:
+        """Return `question` with its options in another order, or as it is where that would change its meaning."""
+        choices = question.choices
+        if not choices or stays_in_order(question):
+            return question
+        right = choices[LETTERS.index(question.solution)]
+        others = [choice for index, choice in enumerate(choices) if index != LETTERS.index(question.solution)]
+        self._random.shuffle(others)
+        place = self._next_place(len(choices))
+        return replace(question, choices=[*others[:place], right, *others[place:]], solution=LETTERS[place])
+
+    def _next_place(self, count: int) -> int:
+        waiting = self._letters.setdefault(count, [])
+        if not waiting:
+            waiting.extend(range(count))
+            self._random.shuffle(waiting)
+        return waiting.pop()
+
+
+def shuffle_choices(candidates: Iterable[Candidate], seed: int) -> Iterator[Candidate]:
+    """Yield the candidates with the options of their questions in another order; see `ChoiceShuffler`."""
+    shuffler = ChoiceShuffler(seed)
+    for origin, candidate in candidates:
+        yield origin, candidate if isinstance(candidate, str) else shuffler(candidate)
+
+
+def stays_in_order(question: Question) -> bool:
+    """Return whether the question or one of its options refers to options by their place or letter."""
+    choices = question.choices or []
+    return bool(_OPTION_LETTER.search(question.problem)) or any(
+        _PLACES.search(choice) or _LETTERS.search(choice) for choice in choices
+    )

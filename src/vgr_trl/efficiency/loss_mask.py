@@ -1,0 +1,375 @@
+"""Which tokens of a micro-batch the loss reads, and the smallest part of it that has them all."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+
+from vgr_trl.batch import IMAGE_INPUTS, PERTURBED, TOKEN_TYPES, split_images, stack_images
+from vgr_trl.sharing.model_support import changed_hidden_states, refuse_bidirectional_attention
+from vgr_trl.sharing.plan import Place
+from vgr_trl.sharing.prefix_cache import CannotShare
+from vgr_trl.utils import replaced_method
+
+
+@dataclass(frozen=True)
+class Window:
+    """The part of a micro-batch of (N, P + T) tokens that runs.
+
+    Attributes:
+        rows: numbers of the rows, ascending, at least one.
+        prompt: last columns of the prompts, in [1, P].
+        completion: first columns of the completions, in [1, T].
+        images: whether those of the rows run.
+    """
+
+    rows: list[int]
+    prompt: int
+    completion: int
+    images: bool = True
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What runs of a row by itself: columns of its prompt and of its completion, and whether it runs at all."""
+
+    prompt: int
+    completion: int
+    runs: bool
+
+
+def live_tokens(advantages: torch.Tensor, mask: torch.Tensor, *, rows: bool, tokens: bool) -> torch.Tensor:
+    """Return the tokens whose log-probabilities the loss reads, (N, T) bool.
+
+    Args:
+        advantages: (N,) or (N, T).
+        mask: (N, T), tokens that count in the loss.
+        rows: whether rows without an advantage are not read.
+        tokens: whether tokens without one are not read either.
+    """
+    valid = mask.bool()
+    credited = valid & (advantages if advantages.ndim == 2 else advantages.unsqueeze(1)).ne(0)  # (N, T)
+    if tokens:
+        return credited
+    return valid & credited.any(1, keepdim=True) if rows else valid
+
+
+def find_window(
+    live: torch.Tensor,
+    prompt_mask: torch.Tensor,
+    num_images: Sequence[int] | None = None,
+    *,
+    rows: bool,
+    padding: bool,
+    multiple: int | None = None,
+) -> Window:
+    """Return the smallest part that has all live tokens.
+
+    Without any it is one row and one column: every process makes a pass, in which all parameters take part. For the
+    same reason a row with an image stays if there was one.
+
+    Args:
+        live: (N, T) bool.
+        prompt_mask: (N, P), padded on the left.
+        num_images: images of each row; None: there are none, or none has to run.
+        multiple: of which the columns of prompts and of completions are kept, as far as there are.
+    """
+    lengths = _prompt_lengths(prompt_mask)
+    kept = list(range(len(live)))
+    if rows:
+        has_image = [count > 0 for count in num_images or ()]
+        kept = live.any(1).nonzero().flatten().tolist()
+        shown = [row for row in range(len(live)) if has_image[row]] if any(has_image) else range(len(live))
+        if not set(kept).intersection(shown):
+            kept = sorted([*kept, min(shown, key=lengths.tolist().__getitem__)])
+    if not padding:
+        return Window(kept, prompt_mask.size(1), live.size(1))
+    columns = live.any(0).nonzero().flatten().tolist()
+    completion = _up_to_multiple(max(columns, default=0) + 1, multiple, live.size(1))
+    return Window(kept, _up_to_multiple(int(lengths[kept].max()), multiple, prompt_mask.size(1)), completion)
+
+
+def find_text(is_image: torch.Tensor, completion: int, multiple: int | None = None) -> Window | None:
+    """Return the end of a prompt and the beginning of its completion, to run without images; None if they are some.
+
+    Two tokens of the prompt: where others share prompts, this process can do as they do.
+
+    Args:
+        is_image: (N, P + T) bool, tokens that stand for images.
+    """
+    prompt = is_image.size(1) - completion
+    before, behind = _up_to_multiple(2, multiple, prompt), _up_to_multiple(1, multiple, completion)
+    rows = (~is_image[:, prompt - before : prompt + behind]).all(1).nonzero().flatten().tolist()
+    return Window(rows[:1], before, behind, images=False) if rows else None
+
+
+def extents_of(live: torch.Tensor, prompt_mask: torch.Tensor, *, rows: bool, padding: bool) -> list[Extent]:
+    """Return what runs of each row; arguments as those of `find_window`."""
+    columns = torch.arange(1, live.size(1) + 1, device=live.device)
+    completions = (live * columns).amax(1).tolist()  # (N,)
+    runs = live.any(1).tolist()
+    if not padding:
+        prompts, completions = [prompt_mask.size(1)] * len(live), [live.size(1)] * len(live)
+    else:
+        prompts = _prompt_lengths(prompt_mask).tolist()
+    return [Extent(*extent) for extent in zip(prompts, completions, [ran or not rows for ran in runs], strict=True)]
+
+
+def _prompt_lengths(prompt_mask: torch.Tensor) -> torch.Tensor:
+    return prompt_mask.size(1) - prompt_mask.int().argmax(1)  # (N,)
+
+
+def _up_to_multiple(length: int, multiple: int | None, largest: int) -> int:
+    return min(length + -length % (multiple or 1), largest)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which rows run together: those of similar length, and as many as a number of tokens allows.
+
+
+def deal_by_length(order: Sequence[int], groups: Sequence[int], lengths: Sequence[int], window: int) -> list[int]:
+    """Return a permutation in which rows of similar length follow each other, and the rows of a group, too.
+
+    Groups stand by the length of their longest row, the longest first, and rows within a group likewise; where those
+    are equal, by the order given.
+
+    Args:
+        order: permutation of the N rows.
+        groups: (N,) number of the group of each row.
+        lengths: (N,) length of each row.
+        window: number of successive rows of `order` that change places with each other only.
+    """
+    dealt: list[int] = []
+    for start in range(0, len(order), window):
+        rows = order[start : start + window]
+        longest: dict[int, int] = {}  # in order of first appearance
+        for row in rows:
+            longest[groups[row]] = max(longest.get(groups[row], 0), lengths[row])
+        places = {group: place for place, group in enumerate(sorted(longest, key=lambda group: -longest[group]))}
+        dealt += sorted(rows, key=lambda row: (places[groups[row]], -lengths[row]))
+    return dealt
+
+
+def pack_rows(count: int, tokens: Callable[[Sequence[int]], int], most: int) -> list[list[int]]:
+    """Return rows in order, cut into parts of at most so many tokens, and of one row at least.
+
+    Args:
+        tokens: that a pass over some rows computes.
+    """
+    parts: list[list[int]] = [[0]]
+    for row in range(1, count):
+        wider = [*parts[-1], row]
+        if tokens(wider) > max(most, tokens(parts[-1])):
+            parts.append([row])
+        else:
+            parts[-1] = wider
+    return parts
+
+
+def tokens_of(rows: Sequence[int], extents: Sequence[Extent], groups: Sequence[int] | None) -> int:
+    """Return the tokens, padding included, that a pass over some rows computes; rows that do not run cost nothing.
+
+    Prompts, as wide as the longest, are computed once per group, and completions, as wide as the longest.
+
+    Args:
+        extents: (N,) what of each row runs.
+        groups: (N,) number of the prompt of each row; None: every row computes its own.
+    """
+    running = [row for row in rows if extents[row].runs]
+    prompts = len(running) if groups is None else len({groups[row] for row in running})
+    longest = max((extents[row].prompt for row in running), default=0)
+    return prompts * longest + len(running) * max((extents[row].completion for row in running), default=0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# TRL's fused head on some tokens of a batch, and no others.
+
+
+@contextmanager
+def only_tokens(causal: Any, base: Any, wanted: torch.Tensor | None) -> Iterator[None]:
+    """Let TRL's fused head score these tokens alone: all others have log-probability and entropy 0, and no gradient.
+
+    TRL leaves out positions only where it has Triton, and scores all that have a label.
+
+    Args:
+        causal: transformers model with TRL's fused head.
+        wanted: (N, T) bool, of the last T columns of every batch that passes in this block. None: all with a label.
+    """
+    forward: Callable[..., Any] = causal.forward
+
+    @wraps(forward)
+    def chosen(
+        *args: Any,
+        fused_lm_head: bool = False,
+        labels: torch.Tensor | None = None,
+        shift_labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        next_tokens = labels[:, 1:] if shift_labels is None and labels is not None else shift_labels  # (N, S)
+        if torch.compiler.is_compiling() or not fused_lm_head or next_tokens is None:
+            given = {"fused_lm_head": fused_lm_head or None, "labels": labels, "shift_labels": shift_labels}
+            return forward(*args, **{name: value for name, value in given.items() if value is not None}, **kwargs)
+        scored = next_tokens != -100
+        if wanted is not None:
+            scored[:, : -wanted.size(1)] = False
+            scored[:, -wanted.size(1) :] &= wanted
+
+        def emitting(hidden: torch.Tensor) -> torch.Tensor:
+            """(1, K, D) of (N, S or more, D)."""
+            return hidden[:, : scored.size(1)][scored.to(hidden.device)].unsqueeze(0)
+
+        with changed_hidden_states(base, emitting):
+            outputs = forward(*args, fused_lm_head=True, shift_labels=next_tokens[scored].unsqueeze(0), **kwargs)
+        for name in ("log_probs", "entropy"):
+            if (value := getattr(outputs, name)) is not None:
+                every = value.new_zeros(scored.shape)
+                setattr(outputs, name, every.masked_scatter(scored.to(value.device), value))
+        return outputs
+
+    with replaced_method(causal, "forward", chosen):
+        yield
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A part of a micro-batch as inputs of TRL's pass, and what the pass returns for all of it.
+
+
+_PER_TOKEN = ("input_ids", "attention_mask", *TOKEN_TYPES)
+_OF_IMAGES = {*IMAGE_INPUTS, "num_images", "num_tiles"}
+
+
+def narrowed(inputs: Mapping[str, Any], window: Window, live: torch.Tensor | None = None) -> dict[str, Any]:
+    """Return the inputs of TRL's `_get_per_token_logps_and_entropies` for a part of its rows and columns.
+
+    Args:
+        inputs: its named arguments but for the model: `logits_to_keep` is T; None where there is nothing.
+        live: (N, T) bool; behind the last live token of a row there is padding then. None: there is what there is.
+
+    Raises:
+        DataError: pixel inputs cannot be assigned to rows, some of which are left out.
+    """
+    ids = inputs["input_ids"]  # (N, P + T)
+    start = ids.size(1) - inputs["logits_to_keep"] - window.prompt
+    columns = slice(start, start + window.prompt + window.completion)
+    part = dict(inputs) | {"logits_to_keep": window.completion}
+    every = len(window.rows) == len(ids)
+    for name in _PER_TOKEN:
+        if inputs.get(name) is not None:
+            part[name] = (inputs[name] if every else inputs[name][window.rows])[:, columns]
+    if live is not None:
+        read = live[window.rows, : window.completion].flip(1).cumsum(1).flip(1) > 0  # (rows, columns)
+        part["attention_mask"] = part["attention_mask"] * torch.nn.functional.pad(read, (window.prompt, 0), value=True)
+    if not window.images:
+        return {name: value for name, value in part.items() if name not in _OF_IMAGES}
+    if every:
+        return part
+    return _with_images_of(window.rows, inputs, part, len(ids))
+
+
+def take_rows(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
+    """Return some rows of a micro-batch of TRL; what belongs to no row stays.
+
+    Raises:
+        DataError: pixel inputs cannot be assigned to rows.
+    """
+    part = dict(batch)
+    for name, value in batch.items():
+        if isinstance(value, list):
+            part[name] = [value[row] for row in rows]
+        elif isinstance(value, torch.Tensor) and value.ndim > 0 and name not in IMAGE_INPUTS:
+            part[name] = value[list(rows)]
+    return _with_images_of(
+        rows, {name: value for name, value in batch.items() if name != PERTURBED}, part, len(batch["prompt_ids"])
+    )
+
+
+def _with_images_of(rows: Sequence[int], batch: Mapping[str, Any], part: dict[str, Any], count: int) -> dict[str, Any]:
+    """Replace in `part` the images of a batch of `count` rows by those of some of them."""
+    for name in ("num_images", "num_tiles"):
+        if batch.get(name) is not None:
+            part[name] = [batch[name][row] for row in rows]
+    if batch.get("pixel_values") is not None:
+        images, one_per_row = split_images(batch, count)
+        part |= dict.fromkeys(IMAGE_INPUTS) | stack_images([images[row] for row in rows], one_per_row)
+    return {name: value for name, value in part.items() if name not in IMAGE_INPUTS or value is not None}
+
+
+def widened(values: torch.Tensor, window: Window, live: torch.Tensor, rest: torch.Tensor | None) -> torch.Tensor:
+    """Return what a pass over a part gives for the live tokens of all rows and columns, (N, T).
+
+    Args:
+        values: (rows, columns) of the part.
+        live: (N, T) bool.
+        rest: (N, T), values of the other tokens; None: 0.
+    """
+    wide = torch.nn.functional.pad(values, (0, live.size(1) - values.size(1)))
+    index = torch.tensor(window.rows, device=values.device)
+    every = wide.new_zeros(live.shape).index_copy(0, index, wide)
+    return torch.where(live, every, every.new_zeros(()) if rest is None else rest.detach().to(every).nan_to_num())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a run leaves out of its training passes, what it does not, and why.
+
+
+# Layers and rotary embeddings to which only the distance of two tokens matters.
+_RELATIVE_LAYERS = {"full_attention", "sliding_attention"}
+_RELATIVE_ROPE = {"default", "linear", "llama3", "yarn"}
+_ABSOLUTE_SCALES = ("llama_4_scaling_beta", "attn_temperature_tuning")
+
+
+@dataclass(frozen=True)
+class SkippingPlan:
+    """What the options of `SkipOptions` come to in a run; printed as the one line that says so.
+
+    Attributes:
+        rows: completions without an advantage.
+        tokens: tokens without one.
+        padding: columns that are padding in all rows, or behind the last live token.
+        head: whether the head scores live tokens only.
+        packing: padding between completions of unequal length that pass behind shared prompts.
+        dealing: rows dealt to micro-batches by length.
+        old_logps: old log-probabilities taken from the first training pass.
+        images: whether images have to run in every pass that is given some, read or not.
+        window: rows of this process that change places with each other: those of a rollout within an optimizer step.
+    """
+
+    rows: Place
+    tokens: Place
+    padding: Place
+    packing: Place
+    head: bool
+    dealing: Place
+    old_logps: Place
+    images: bool
+    window: int
+
+    def __str__(self) -> str:
+        return (
+            f"skip_dead_rows: {self.rows}; skip_dead_tokens: {self.tokens}; skip_padding: {self.padding}; "
+            f"pack_completions: {self.packing}; deal_by_length: {self.dealing}; reuse_first_pass: {self.old_logps}"
+        )
+
+
+def why_padding_counts(base: Any) -> str | None:
+    """Why a model gives other results for a batch with less padding, or fewer columns; None if it does not."""
+    config = base.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in rope.values() if isinstance(value, dict)] or [rope]
+    types = {options.get("rope_type", "default") for options in nested} if rope else {"absolute"}
+    layers = set(getattr(config, "layer_types", None) or ())
+    scaled = any(getattr(config, name, None) or any(name in options for options in nested) for name in _ABSOLUTE_SCALES)
+    if unknown := types - _RELATIVE_ROPE:
+        return f"positions of type {min(unknown)} count it"
+    if unknown := layers - _RELATIVE_LAYERS:
+        return f"layers of type {min(unknown)} may read it"
+    if scaled:
+        return "attention is scaled by the position, which counts it"
+    try:
+        refuse_bidirectional_attention(base)
+    except CannotShare as error:
+        return str(error)
+    return None

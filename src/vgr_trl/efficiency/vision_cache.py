@@ -1,0 +1,292 @@
+"""Images made into pixel inputs once per rollout: TRL has its processor do so for every completion, and twice."""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from inspect import signature
+from itertools import accumulate, chain, pairwise
+from typing import Any
+
+import torch
+import xxhash
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from PIL import Image as PIL_Image
+from torch import nn
+from transformers import BatchFeature
+
+from vgr_trl.batch import Parts, UnknownParts, find_layout, image_inputs_of, parts_by_counts
+from vgr_trl.sharing.model_support import base_of, causal_model, has_active_dropout
+from vgr_trl.utils import replaced_method
+
+# What processors of transformers return beside pixel inputs: one entry per image, or per row of images.
+_PER_IMAGE = {"num_patches", "num_crops", "num_soft_tokens_per_image"}
+_PER_ROW = {"rows", "cols"}
+_EXACT = "transformers.models."  # where processors draw no lots
+
+
+@contextmanager
+def images_processed_once(processor: Any) -> Iterator[None]:
+    """Let a processor make pixel inputs of equal rows of images once in this block, whichever its calls ask for them.
+
+    What it returns is what it returns otherwise, in tensors of PyTorch also where none are asked for. Rows are lists of
+    images of Pillow; everything else, and processors from elsewhere than transformers, are left alone.
+
+    Args:
+        processor: of prompts; one without an image processor is left alone, too.
+    """
+    images: Any = getattr(processor, "image_processor", None)
+    if not type(images).__module__.startswith(_EXACT):
+        yield
+        return
+    with replaced_method(images, "preprocess", _ProcessedOnce(images, images.preprocess)):
+        yield
+
+
+@dataclass
+class _ProcessedOnce:
+    """An image processor's `preprocess`, which remembers what it has returned."""
+
+    processor: Any
+    plain: Callable[..., Any]
+    _known: dict[Hashable, dict[str, Any]] = field(default_factory=dict)
+    _is_known: bool = True  # how its outputs lie
+
+    def __call__(self, images: Any, *args: Any, **options: Any) -> Any:
+        as_tensors = not args and options.get("return_tensors") in (None, "pt")
+        keys = _keys(images) if as_tensors and self._is_known else None
+        if keys is None:
+            return self.plain(images, *args, **options)
+        told = [f"{name}={value}" for name, value in options.items() if value != getattr(self.processor, name, None)]
+        call = (*sorted(one for one in told if not one.startswith("return_tensors=")), *keys)
+        if call not in self._known:
+            outputs = self._outputs(images, keys, options)
+            if outputs is None:
+                self._is_known = False
+                return self.plain(images, **options)
+            self._known[call] = outputs
+        return BatchFeature(dict(self._known[call]))
+
+    def _outputs(self, images: list[Any], keys: list[Hashable], options: dict[str, Any]) -> dict[str, Any] | None:
+        """For all rows, from those for the different ones among them; None if it is not known how they lie."""
+        different = list(dict.fromkeys(keys))
+        rows = [images[keys.index(key)] for key in different]
+        found = self.plain(rows, **options | {"return_tensors": "pt"})
+        try:
+            parts = _parts(found, [len(row) for row in rows])
+        except UnknownParts:
+            return None
+        if len(different) == len(keys):
+            return dict(found)
+        own = [different.index(key) for key in keys]
+        return {name: _joined([value[parts[name][one]] for one in own]) for name, value in found.items()}
+
+
+def _keys(images: Any) -> list[Hashable] | None:
+    """What tells each row of images from others; None unless all are lists of plain images."""
+    if not isinstance(images, list) or not all(isinstance(row, list) for row in images):
+        return None
+    flat = {id(image): image for row in images for image in row}
+    if not flat or not all(isinstance(image, PIL_Image.Image) and image.palette is None for image in flat.values()):
+        return None
+    known = {number: _key(image) for number, image in flat.items()}
+    return [tuple(known[id(image)] for image in row) for row in images]
+
+
+def _key(image: PIL_Image.Image) -> Hashable:
+    digest = blake2b(image.tobytes(), digest_size=16).digest()
+    return image.mode, image.size, str(image.info.get("transparency")), digest
+
+
+def _parts(found: Mapping[str, Any], num_images: Sequence[int]) -> Parts:
+    """Return which part of each output belongs to which row, given the images of the rows."""
+    ends = [0, *accumulate(num_images)]
+    by_row, by_image = ([slice(*pair) for pair in pairwise(of_rows)] for of_rows in (range(len(ends)), ends))
+    tiles = found["num_patches"] if "num_patches" in found else found["num_crops"] + 1 if "num_crops" in found else None
+    num_tiles = None if tiles is None else [int(tiles[part].sum()) for part in by_image]
+    parts = parts_by_counts(image_inputs_of(found), num_images, num_tiles)
+    parts |= dict.fromkeys(_PER_IMAGE & found.keys(), by_image) | dict.fromkeys(_PER_ROW & found.keys(), by_row)
+    if unknown := [name for name in found if name not in parts or len(found[name]) != parts[name][-1].stop]:
+        raise UnknownParts(f"the output {unknown[0]} of an image processor")
+    return parts
+
+
+def _joined(values: list[Any]) -> Any:
+    if isinstance(values[0], torch.Tensor):
+        return torch.cat(values)
+    return [entry for value in values for entry in value]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Vision tower and merger of a model: do they train, do they have adapters, do they use dropout.
+
+
+def parts_of_tower(base: Any) -> list[nn.Module]:
+    """The modules of a base model beside its decoder: vision tower and merger."""
+    decoder = getattr(base, "language_model", None)
+    return [] if decoder is None else [module for module in base.children() if module is not decoder]
+
+
+def parameters_of_tower(base: Any) -> Iterator[nn.Parameter]:
+    """Those of the modules, and those that the base model itself has (the newline of LLaVA-NeXT)."""
+    own = base.parameters(recurse=False)
+    return chain(own, chain.from_iterable(part.parameters() for part in parts_of_tower(base)))
+
+
+def tower_trains(base: Any) -> bool:
+    """Whether a parameter of tower or merger gets a gradient, adapters included."""
+    return any(parameter.requires_grad for parameter in parameters_of_tower(base))
+
+
+def has_tower_adapters(base: Any) -> bool:
+    """Whether PEFT has put adapters, which can be switched off, into tower or merger."""
+    adapters = BaseTunerLayer, AuxiliaryTrainingWrapper
+    return any(isinstance(module, adapters) for part in parts_of_tower(base) for module in part.modules())
+
+
+def tower_draws(base: Any) -> bool:
+    """Whether dropout is at work in tower or merger while training."""
+    return any(has_active_dropout(part, when_training=True) for part in parts_of_tower(base))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Image features of a frozen vision tower, computed once per rollout for generation, scoring and training.
+
+
+# Families whose image features have been seen to be all that their decoders read of images (transformers 5.23, tested).
+FAMILIES = frozenset({
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "gemma3", "llava", "llava_next",
+    "internvl", "mistral3", "paligemma",
+})  # fmt: skip
+
+Image = dict[str, torch.Tensor]  # pixel inputs of an image (a tile, where images are cut into tiles) by name
+Form = tuple[type, bool, bool]  # class of outputs, whether pooled ones are one tensor, whether deepstack ones are
+Features = list[torch.Tensor]  # of an image, (tokens, D) each: of its placeholder tokens, and of each deepstack layer
+
+
+class VisionCache:
+    """Keeps the image features of a policy during a rollout; printed as the line that says so.
+
+    A separate reference model computes its own: its weights need not be the policy's, and it scores a rollout once.
+
+    Args:
+        base: of the policy, below its head.
+        megabytes: of features; those that find no room are computed in every pass.
+        reason_off: why all are computed in every pass; None: they are not.
+    """
+
+    def __init__(self, base: Any, megabytes: int, reason_off: str | None = None) -> None:
+        self.base, self.megabytes, self.reason_off = base, megabytes, reason_off
+        self._kept: dict[Hashable, Features] = {}
+        self._bytes = self._wanted = self._computed = 0
+        self._form: Form
+
+    def __str__(self) -> str:
+        where = "once per rollout" if self.reason_off is None else f"in every pass ({self.reason_off})"
+        return f"vision_cache_megabytes={self.megabytes}: image features {where}"
+
+    def clear(self) -> None:
+        """Drop all features, when a rollout begins."""
+        self._kept.clear()
+        self._bytes = 0
+
+    @contextmanager
+    def around(self, model: Any) -> Iterator[None]:
+        """Compute features of images once in passes of this block; `model` may be wrapped."""
+        if self.reason_off is not None or base_of(causal_model(model)) is not self.base or tower_trains(self.base):
+            yield
+            return
+        plain = self.base.get_image_features
+        names = list(signature(plain).parameters)
+
+        def features(*args: Any, **kwargs: Any) -> Any:
+            return self._outputs(plain, dict(zip(names, args, strict=False)) | kwargs)
+
+        with replaced_method(self.base, "get_image_features", features):
+            yield
+
+    def metrics(self) -> dict[str, float]:
+        """Return what was computed since the last call."""
+        found = {"vision/computed_per_image": self._computed / self._wanted} if self._wanted else {}
+        self._wanted = self._computed = 0
+        return found
+
+    def _outputs(self, plain: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """What `get_image_features` returns, as far as decoders read it."""
+        images = _images_of(arguments)
+        if images is None:
+            return plain(**arguments)
+        keys = [_fingerprint(image) for image in images]
+        missing = {key: image for key, image in zip(keys, images, strict=True) if key not in self._kept}
+        self._wanted, self._computed = self._wanted + len(keys), self._computed + len(missing)
+        found = {key: self._kept[key] for key in keys if key in self._kept}
+        if missing:
+            inputs = {name: torch.cat([image[name] for image in missing.values()]) for name in images[0]}
+            with torch.no_grad():  # transformers may have marked the patches of a frozen tower
+                outputs = plain(**{**arguments, **inputs})
+            self._form, computed = _split(outputs)
+            for key, features in zip(missing, computed, strict=True):
+                found[key] = features
+                self._keep(key, features)
+        return _join([found[key] for key in keys], *self._form)
+
+    def _keep(self, key: Hashable, features: Features) -> None:
+        size = sum(part.nbytes for part in features)
+        if self._bytes + size <= self.megabytes * 2**20:
+            self._kept[key] = features
+            self._bytes += size
+
+
+def why_not_once(base: Any) -> str | None:
+    """Why the image features of a base model cannot be computed once per rollout; None if they can."""
+    if base.config.model_type not in FAMILIES or not hasattr(base, "get_image_features") or not parts_of_tower(base):
+        return f"not tested with models of the type {base.config.model_type}"
+    if tower_trains(base):
+        return "the vision tower trains"
+    if has_tower_adapters(base):
+        return "adapters in the vision tower, which the reference may leave out"
+    return "dropout in the vision tower" if tower_draws(base) else None
+
+
+def _images_of(arguments: Mapping[str, Any]) -> list[Image] | None:
+    """The images that `get_image_features` is called with; None if they cannot be told apart."""
+    given = image_inputs_of(arguments)
+    if any(isinstance(value, torch.Tensor) for name, value in arguments.items() if name not in given):
+        return None
+    try:
+        unit = find_layout(given).units["pixel_values"]
+    except UnknownParts:
+        return None
+    if unit == "row":  # of images, padded to the most of a row
+        return None
+    patches = given["image_grid_thw"].prod(-1).tolist() if unit == "patch" else 1
+    parts = {name: value.split(patches if name == "pixel_values" else 1) for name, value in given.items()}
+    return [dict(zip(parts, image, strict=True)) for image in zip(*parts.values(), strict=True)]
+
+
+def _fingerprint(image: Image) -> Hashable:
+    """What tells an image from others: shapes and a hash of its pixels."""
+    values = {name: value.cpu().contiguous().view(torch.uint8).numpy().data for name, value in image.items()}
+    return tuple((name, image[name].shape, xxhash.xxh3_128_digest(value)) for name, value in values.items())
+
+
+def _split(outputs: Any) -> tuple[Form, list[Features]]:
+    """Copies of the features of each image: outputs may hold parts of one tensor, which would stay as a whole."""
+    pooled: Any = outputs.pooler_output
+    levels = list(getattr(outputs, "deepstack_features", None) or ())
+    behind = any(isinstance(level, torch.Tensor) for level in levels)  # before transformers 5.20
+    if behind:
+        levels = [level.split([len(one) for one in pooled]) for level in levels]
+    features = [[part.clone() for part in image] for image in zip(pooled, *levels, strict=True)]
+    return (type(outputs), isinstance(pooled, torch.Tensor), behind), features
+
+
+def _join(features: Sequence[Features], kind: type, stacks: bool, behind: bool) -> Any:
+    """Outputs that hold these features and nothing else."""
+    pooled, *levels = zip(*features, strict=True)
+    outputs = kind()
+    outputs.pooler_output = torch.stack(pooled) if stacks else pooled
+    if levels:
+        outputs.deepstack_features = [torch.cat(level) if behind else level for level in levels]
+    return outputs

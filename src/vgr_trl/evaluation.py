@@ -1,0 +1,573 @@
+"""Accuracy of a model on questions, without training."""
+
+import json
+import math
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from PIL import Image
+from tqdm.auto import tqdm
+from transformers import AutoConfig, GenerationConfig
+from trl.data_utils import prepare_multimodal_messages
+
+from vgr_trl import __version__
+from vgr_trl.data.columns import images_of
+from vgr_trl.data.prompts import SYSTEM_PROMPT, build_prompt, placed
+from vgr_trl.rewards.accuracy import accuracy_reward, states_answer
+from vgr_trl.rewards.answers import Solution, normalise, resolve_solution
+from vgr_trl.rewards.loading import check_callable
+from vgr_trl.rewards.simple import think_format_reward
+from vgr_trl.utils import ConfigError, DataError, RewardError, replaced, write_whole
+
+__all__ = ["Evaluation", "Scores", "blank_image", "evaluate"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How a question is put to a model, with its images or without.
+
+
+def blank_image(image: Image.Image) -> Image.Image:
+    """Return a mid-grey RGB image of the same size."""
+    return Image.new("RGB", image.size, (128, 128, 128))
+
+
+def conversation_of(row: Mapping[str, Any], blank_images: bool, system_prompt: str | None) -> Any:
+    """Return the prompt of a row, made of its question if it has none; a text stays one.
+
+    Raises:
+        DataError: it is a text beside images.
+    """
+    prompt = row.get("prompt") or build_prompt(row["problem"], row.get("choices"), system_prompt=system_prompt)
+    images = images_of(row)
+    if not images:
+        return prompt
+    if isinstance(prompt, str):
+        raise DataError("A row with images has a text as its prompt: give a conversation (a list of messages).")
+    return prepare_multimodal_messages(
+        placed(prompt), images=[blank_image(i) for i in images] if blank_images else images
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the completions of a question are worth: right or wrong, well formed, and what further rewards give them.
+
+
+def judged(row: Mapping[str, Any], greedy: str, sampled: list[str]) -> dict[str, Any]:
+    """Return the record of a question: what was written, and what each completion is worth."""
+    completions = [greedy, *sampled]
+    correct = correct_of(row, completions)
+    solution = solution_of(row)
+    well_formed = think_format_reward(completions)
+    return {
+        **{key: row[key] for key in ("id", "source", "problem", "solution") if key in row},
+        "greedy": greedy,
+        "sampled": sampled,
+        "correct": correct[0],
+        "parsed": solution is not None and states_answer(greedy, solution),
+        "answer": None if solution is None else _answer(solution),
+        "correct_sampled": correct[1:],
+        "format": well_formed[0],
+        "format_sampled": well_formed[1:],
+    }
+
+
+def correct_of(row: Mapping[str, Any], completions: list[str]) -> list[float | None]:
+    """Return for each completion whether it is right, None without a usable solution."""
+    columns = {key: [row[key]] * len(completions) for key in ("solution", "choices", "label_idx") if key in row}
+    return accuracy_reward(completions, **columns)
+
+
+def solution_of(row: Mapping[str, Any]) -> Solution | None:
+    """Return what is right, None if the row does not say."""
+    try:
+        return resolve_solution(row.get("solution"), row.get("choices"), row.get("label_idx"))
+    except RewardError:
+        return None
+
+
+def _answer(solution: Solution) -> tuple[str, Any]:
+    """Kind and content of the right answer, as `majority` counts them."""
+    return ("text", normalise(solution.text)) if solution.index is None else ("letter", solution.index)
+
+
+def rewards_of(
+    functions: Sequence[Any], rows: Sequence[Mapping[str, Any]], completions: list[str], tokenizer: Any
+) -> dict[str, list[float | None]]:
+    """Return what each function gives the greedy completions of all rows, by the names of the functions."""
+    if not functions:
+        return {}
+    columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "image", "images")}
+    columns["prompts"] = [row.get("prompt") for row in rows]
+    columns["completions"] = [[{"role": "assistant", "content": text}] for text in completions]
+    columns["completion_ids"] = tokenizer(completions, add_special_tokens=False)["input_ids"]
+    return {getattr(function, "__name__", type(function).__name__): list(function(**columns)) for function in functions}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What an evaluation found, in numbers.
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What was measured on a set of questions; rates lie in [0, 1].
+
+    `accuracy` and `format` are those of the greedy completion, `mean_at_k` and `format_sampled` means over the k
+    sampled completions, `pass_at_k` the share of questions with at least one right among them (None for k = 0).
+    `interval` is where accuracy lies with 95 % confidence (Wilson), `unparsable` the share of greedy completions that
+    state no answer, `majority` what the commonest letter and the commonest open answer would reach, `blind` the
+    accuracy with grey images, None where that was not measured. `rewards` are means of further reward functions over
+    the greedy completions they apply to.
+    """
+
+    questions: int
+    k: int
+    accuracy: float
+    mean_at_k: float | None
+    pass_at_k: float | None
+    format: float
+    format_sampled: float | None
+    interval: tuple[float, float] = (0.0, 1.0)
+    unparsable: float = 0.0
+    majority: float = 0.0
+    blind: float | None = None
+    rewards: dict[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Evaluation(Scores):
+    """Scores of all questions and of each group of them, what the model wrote, and how many rows had no solution."""
+
+    skipped: int = 0
+    groups: dict[str, Scores] = field(default_factory=dict)
+    records: list[dict[str, Any]] = field(default_factory=list, repr=False)
+
+    def to_dict(self, records: bool = False) -> dict[str, Any]:
+        """Return the numbers as plain Python values; with `records` also every completion."""
+        values = asdict(self)
+        if not records:
+            del values["records"]
+        return values
+
+
+def evaluation_of(records: list[dict[str, Any]], groups: Sequence[str] | None = None) -> Evaluation:
+    """Return the scores of all records with a solution, one at least, and of each of their groups.
+
+    Args:
+        records: of the questions, as `judged` makes them.
+        groups: of each of them; None: there are none.
+    """
+    scored = [record for record in records if record["correct"] is not None]
+    members = defaultdict(list)
+    for record, group in zip(records, groups or (), strict=groups is not None):
+        if record["correct"] is not None:
+            members[group].append(record)
+    return Evaluation(
+        **asdict(scores_of(scored)),
+        skipped=len(records) - len(scored),
+        groups={name: scores_of(of_group) for name, of_group in sorted(members.items())},
+        records=records,
+    )
+
+
+def scores_of(records: Sequence[dict[str, Any]]) -> Scores:
+    """Return the scores of at least one record with correct, correct_sampled, format and format_sampled."""
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(values) / len(values)
+
+    k = len(records[0]["correct_sampled"])
+    right = sum(record["correct"] for record in records)
+    blind = [record["correct_blind"] for record in records if record.get("correct_blind") is not None]
+    return Scores(
+        questions=len(records),
+        k=k,
+        accuracy=mean([record["correct"] for record in records]),
+        mean_at_k=mean([mean(record["correct_sampled"]) for record in records]) if k else None,
+        pass_at_k=mean([max(record["correct_sampled"]) for record in records]) if k else None,
+        format=mean([record["format"] for record in records]),
+        format_sampled=mean([mean(record["format_sampled"]) for record in records]) if k else None,
+        interval=wilson(right, len(records)),
+        unparsable=mean([not record.get("parsed", True) for record in records]),
+        majority=majority([record.get("answer") for record in records]),
+        blind=mean(blind) if blind else None,
+        rewards=_mean_rewards(records),
+    )
+
+
+def wilson(right: float, count: int, z: float = 1.959964) -> tuple[float, float]:
+    """Return the interval of a share of `right` among `count` trials (E. B. Wilson, 1927), z deviations wide."""
+    share, spread = right / count, z * z / count
+    centre = (share + spread / 2) / (1 + spread)
+    half = z * math.sqrt(share * (1 - share) / count + spread / count / 4) / (1 + spread)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def majority(answers: Sequence[tuple[str, Any] | None]) -> float:
+    """Return what share is right where each kind of question always gets its commonest answer.
+
+    Args:
+        answers: per question its kind (`letter` or `text`) and what is right; None: not known, wrong.
+    """
+    counts = Counter(tuple(answer) for answer in answers if answer is not None)
+    best = {kind: max(count for (of, _), count in counts.items() if of == kind) for kind, _ in counts}
+    return sum(best.values()) / len(answers)
+
+
+def _mean_rewards(records: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    means = {}
+    for name in records[0].get("rewards", {}):
+        values = [record["rewards"][name] for record in records if record["rewards"][name] is not None]
+        means[name] = sum(values) / len(values) if values else None
+    return means
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Completions of a model for a batch of conversations, prompted as TRL prompts it during training.
+
+
+class Writer:
+    """Writes completions with a model and its processor (or tokenizer).
+
+    Args:
+        processor: its processor, or its tokenizer for a text-only model.
+        max_completion_length: in tokens, at least 1.
+    """
+
+    def __init__(self, model: Any, processor: Any, max_completion_length: int) -> None:
+        self.model, self.processor = model, processor
+        self.tokenizer = getattr(processor, "tokenizer", processor)
+        self.max_completion_length = max_completion_length
+
+    def prompt(self, conversations: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Return the model's inputs for conversations (or texts), padded on the left, on the model's device."""
+        if isinstance(conversations[0], str):
+            fields = dict(self.processor(text=list(conversations)))
+        else:
+            if self.tokenizer is not self.processor:
+                conversations = [prepare_multimodal_messages(conversation) for conversation in conversations]
+            fields = dict(
+                self.processor.apply_chat_template(
+                    list(conversations), add_generation_prompt=True, tokenize=True, return_dict=True
+                )
+            )
+        ids = fields.pop("input_ids")
+        fields.pop("attention_mask", None)
+        inputs = {
+            "input_ids": _left_padded(ids, self._pad_id()),
+            "attention_mask": _left_padded([[1] * len(row) for row in ids], 0),
+        }
+        for name, value in fields.items():
+            if isinstance(value, list) and value and isinstance(value[0], list):
+                inputs[name] = _left_padded(value, 0)  # one value per token
+            else:
+                inputs[name] = torch.as_tensor(value)
+        return {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
+
+    def greedy(self, inputs: dict[str, torch.Tensor]) -> list[str]:
+        """Return the most likely completion, token by token, of each prompt."""
+        return self._write(inputs, do_sample=False)
+
+    def sample(self, inputs: dict[str, torch.Tensor], count: int, temperature: float) -> list[list[str]]:
+        """Return `count` completions of each prompt, drawn from the whole distribution at `temperature`."""
+        if count == 0:
+            return [[] for _ in inputs["input_ids"]]
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "num_return_sequences": count}
+        texts = self._write(inputs, **sampling)
+        return [texts[start : start + count] for start in range(0, len(texts), count)]
+
+    def _write(self, inputs: dict[str, torch.Tensor], **sampling: Any) -> list[str]:
+        settings = GenerationConfig(
+            max_new_tokens=self.max_completion_length,
+            eos_token_id=self._stop_ids(),
+            pad_token_id=self._pad_id(),
+            suppress_tokens=self._image_ids(),
+            **sampling,
+        )
+        with _only_these_settings(self.model, settings):
+            ids = self.model.generate(**inputs, generation_config=settings)
+        return list(self.tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+
+    def _pad_id(self) -> int:
+        pad = self.tokenizer.pad_token_id
+        return int(self.tokenizer.eos_token_id if pad is None else pad)
+
+    def _stop_ids(self) -> list[int]:
+        declared = self.model.generation_config.eos_token_id
+        declared = [declared] if isinstance(declared, int) else list(declared or [])
+        return sorted({*declared, self.tokenizer.eos_token_id})
+
+    def _image_ids(self) -> list[int] | None:
+        """TRL suppresses the image token while it samples, so it is suppressed here too."""
+        image_id = getattr(getattr(self.model, "config", None), "image_token_id", None)
+        return [image_id] if isinstance(image_id, int) and self.tokenizer is not self.processor else None
+
+
+def _only_these_settings(model: Any, settings: GenerationConfig) -> AbstractContextManager[None]:
+    """Keep what the checkpoint prefers (beams, a smaller top_k, …) from filling in what `settings` leaves open."""
+    owner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return replaced(owner, "generation_config", settings)
+
+
+def _left_padded(rows: Sequence[Sequence[int]], value: int) -> torch.Tensor:
+    longest = max(len(row) for row in rows)
+    return torch.tensor([[value] * (longest - len(row)) + list(row) for row in rows])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# `evaluate`: one greedy and k sampled completions per question, scored.
+
+
+def evaluate(
+    model: Any,
+    processor: Any,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    num_samples: int = 8,
+    temperature: float = 1.0,
+    max_completion_length: int = 512,
+    batch_size: int = 16,
+    blank_images: bool = False,
+    blind: bool = False,
+    reward_funcs: Sequence[Any] = (),
+    group_by: str | None = None,
+    system_prompt: str | None = SYSTEM_PROMPT,
+    seed: int = 0,
+    progress: bool = True,
+) -> Evaluation:
+    """Generate one greedy and `num_samples` sampled completions per question and score them.
+
+    Args:
+        processor: its processor, or its tokenizer for a text-only model.
+        rows: questions with `prompt` (a conversation) or `problem` (text) and `choices`; `solution`; `image`/`images`.
+        num_samples: k of mean@k and pass@k; 0 for greedy only.
+        temperature: of sampling, > 0.
+        max_completion_length: in tokens, at least 1.
+        batch_size: questions per generation call, at least 1.
+        blank_images: replace each image by mid-grey of the same size, to see what is answered without looking.
+        blind: also answer each question greedily with such images, beside the true ones.
+        reward_funcs: whose means over the greedy completions are given too; called with completions and columns.
+        group_by: a column; scores are also given for each of its values.
+        system_prompt: put before rows that have a `problem` and no `prompt`; None for none.
+
+    Raises:
+        ConfigError: an option is out of range, or `group_by` is no column.
+        DataError: there is no row, no row with a usable solution, or no image to blank.
+    """
+    _check_options(num_samples, temperature, max_completion_length, batch_size)
+    _check_rows(rows, blank_images, group_by)
+    for function in reward_funcs:
+        check_callable(function, rows[0])
+    writer = Writer(model, processor, max_completion_length)
+    told = "evaluate (blank images)" if blank_images else "evaluate"
+    records: list[dict[str, Any]] = []
+    with _inference(model, seed):
+        for start in tqdm(range(0, len(rows), batch_size), desc=told, disable=not progress):
+            batch = [rows[index] for index in range(start, min(start + batch_size, len(rows)))]
+            inputs = writer.prompt([conversation_of(row, blank_images, system_prompt) for row in batch])
+            greedy, sampled = writer.greedy(inputs), writer.sample(inputs, num_samples, temperature)
+            judgements = [judged(*each) for each in zip(batch, greedy, sampled, strict=True)]
+            if blind and not blank_images and any(images_of(row) for row in batch):
+                unseen = writer.greedy(writer.prompt([conversation_of(row, True, system_prompt) for row in batch]))
+                for record, row, text in zip(judgements, batch, unseen, strict=True):
+                    record["correct_blind"] = correct_of(row, [text])[0]
+            records += judgements
+    greedy = [record["greedy"] for record in records]
+    for name, values in rewards_of(reward_funcs, rows, greedy, writer.tokenizer).items():
+        for record, value in zip(records, values, strict=True):
+            record.setdefault("rewards", {})[name] = value
+    return evaluation_of(records, None if group_by is None else [str(row[group_by]) for row in rows])
+
+
+def _check_options(num_samples: int, temperature: float, max_completion_length: int, batch_size: int) -> None:
+    for name, value, minimum in (
+        ("num_samples", num_samples, 0),
+        ("max_completion_length", max_completion_length, 1),
+        ("batch_size", batch_size, 1),
+    ):
+        if value < minimum:
+            raise ConfigError(f"{name} is {value}: give an integer of at least {minimum}.")
+    if not temperature > 0:
+        raise ConfigError(f"temperature is {temperature}: give a number above 0 (greedy answers are always measured).")
+
+
+def _check_rows(rows: Sequence[Mapping[str, Any]], blank_images: bool, group_by: str | None) -> None:
+    if len(rows) == 0:
+        raise DataError("evaluate got no rows: give at least one question.")
+    columns = list(rows[0])
+    if group_by is not None and group_by not in columns:
+        raise ConfigError(f"group_by is {group_by!r}: give one of the columns {', '.join(columns)}.")
+    if blank_images and not any(images_of(row) for row in rows):
+        raise DataError("blank_images=True needs images, but no row has an `image` or `images`.")
+    if not any(solution_of(row) is not None for row in rows):
+        raise DataError(
+            f"None of the {len(rows)} rows has a usable solution: give each a `solution` (letter, index or text)."
+        )
+
+
+@contextmanager
+def _inference(model: Any, seed: int) -> Iterator[None]:
+    """Nothing is trained, and the random state is what it was afterwards."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            torch.manual_seed(seed)
+            yield
+    finally:
+        model.train(was_training)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluations that were made before: kept by model, data and settings.
+
+
+_TEXTS = ("prompt", "problem", "choices", "solution", "label_idx")
+Kind = TypeVar("Kind", Scores, Evaluation)
+
+
+class Cache:
+    """Evaluations in a folder, each in a file of its own.
+
+    Args:
+        folder: made when something is kept; None: nothing is found and nothing kept.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+
+    def find(self, key: str) -> Evaluation | None:
+        """Return what was kept under `key`, if it can still be read."""
+        if self.folder is None:
+            return None
+        try:
+            values = json.loads((self.folder / f"{key}.json").read_text(encoding="utf-8"))
+            groups = {name: _scores(Scores, group) for name, group in values.pop("groups").items()}
+            return _scores(Evaluation, values | {"groups": groups})
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return None
+
+    def keep(self, key: str, result: Evaluation) -> None:
+        """Keep `result`, completions included."""
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(result.to_dict(records=True), default=str)
+            write_whole(self.folder / f"{key}.json", text.encode())
+
+
+def key_of(model: Mapping[str, Any], rows: str, settings: Mapping[str, Any]) -> str:
+    """Return the name of an evaluation: the same for the same model, questions, settings and version."""
+    said = {"version": __version__, "model": model, "rows": rows, "settings": settings}
+    return sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def model_identity(name: str, revision: str | None) -> dict[str, Any]:
+    """Return what tells a folder's or a hub model's weights from others: its files, or its commit."""
+    folder = Path(name)
+    if not folder.is_dir():
+        commit = getattr(AutoConfig.from_pretrained(name, revision=revision), "_commit_hash", None)
+        return {"name": name, "revision": commit or revision}
+    files = sorted(file for file in folder.iterdir() if file.is_file())
+    return {"name": str(folder.resolve()), "files": [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]}
+
+
+def rows_identity(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a digest of questions, answers and images."""
+    digest = sha256()
+    for row in rows:
+        digest.update(json.dumps([row.get(name) for name in _TEXTS], sort_keys=True, default=str).encode())
+        for image in images_of(row):
+            digest.update(f"{image.mode}{image.size}".encode() + image.tobytes())
+    return digest.hexdigest()
+
+
+def _scores(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
+    known = {field.name for field in fields(kind)}
+    given: Any = {
+        name: tuple(value) if name == "interval" else value for name, value in values.items() if name in known
+    }
+    return kind(**given)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Results in the layout of lm-evaluation-harness, for tools that read it.
+#
+# `FOLDER/MODEL/results_TIME.json` and `samples_TASK_TIME.jsonl`, as version 0.4 of the harness writes them
+# (https://github.com/EleutherAI/lm-evaluation-harness).
+
+
+def write_harness(folder: Path, model: str, task: str, result: Evaluation, settings: Mapping[str, Any]) -> Path:
+    """Write the numbers and every completion, and return the file of the numbers.
+
+    Args:
+        folder: of all models.
+        settings: of the evaluation, as JSON.
+    """
+    named = {task: result, **{f"{task}_{_plain(name)}": scores for name, scores in result.groups.items()}}
+    now = time.time()
+    stamp = time.strftime("%Y-%m-%dT%H-%M-%S", time.gmtime(now)) + f".{int(now % 1 * 1e6):06d}"
+    name = _plain(model)
+    content = {
+        "results": {of: {"alias": of, **_metrics(scores)} for of, scores in named.items()},
+        "group_subtasks": {of: [] for of in named},
+        "configs": {of: {"task": of, "dataset_path": task, "output_type": "generate_until"} for of in named},
+        "versions": dict.fromkeys(named, __version__),
+        "n-shot": dict.fromkeys(named, 0),
+        "higher_is_better": {
+            of: {key.split(",")[0]: True for key in _metrics(scores) if "_stderr" not in key}
+            for of, scores in named.items()
+        },
+        "n-samples": {of: dict.fromkeys(("original", "effective"), scores.questions) for of, scores in named.items()},
+        "config": {"model": "vgr_trl", "model_args": f"pretrained={model}", **settings},
+        "date": now,
+        "model_source": "vgr_trl",
+        "model_name": model,
+        "model_name_sanitized": name,
+    }
+    lines = [json.dumps(_sample(index, record), default=str) for index, record in enumerate(result.records)]
+    target = folder / name
+    target.mkdir(parents=True, exist_ok=True)
+    write_whole(target / f"samples_{task}_{stamp}.jsonl", "".join(f"{line}\n" for line in lines).encode())
+    file = target / f"results_{stamp}.json"
+    write_whole(file, (json.dumps(content, indent=2, default=str) + "\n").encode())
+    return file
+
+
+def _metrics(scores: Scores) -> dict[str, float]:
+    deviation = math.sqrt(scores.accuracy * (1 - scores.accuracy) / max(scores.questions - 1, 1))
+    rates = {
+        "mean_at_k": scores.mean_at_k, "pass_at_k": scores.pass_at_k, "format": scores.format,
+        "parsable": 1 - scores.unparsable, "acc_majority": scores.majority, "acc_blind": scores.blind, **scores.rewards,
+    }  # fmt: skip
+    measured = {f"{name},none": value for name, value in rates.items() if value is not None}
+    return {"acc,none": scores.accuracy, "acc_stderr,none": deviation, **measured}
+
+
+def _sample(index: int, record: Mapping[str, Any]) -> dict[str, Any]:
+    doc = {key: record[key] for key in ("id", "source", "problem", "solution") if key in record}
+    prompt = str(record.get("problem", ""))
+    return {
+        "doc_id": index,
+        "doc": doc,
+        "target": str(record.get("solution")),
+        "arguments": {"gen_args_0": {"arg_0": prompt, "arg_1": {"until": []}}},
+        "resps": [[record["greedy"]]],
+        "filtered_resps": [record["greedy"]],
+        "filter": "none",
+        "metrics": ["acc"],
+        "doc_hash": sha256(json.dumps(doc, sort_keys=True, default=str).encode()).hexdigest(),
+        "prompt_hash": sha256(prompt.encode()).hexdigest(),
+        "target_hash": sha256(str(record.get("solution")).encode()).hexdigest(),
+        "acc": record["correct"],
+    }
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\"<>:/\|\\?\*\[\]\s]+", "__", name)

@@ -1,0 +1,551 @@
+"""What `DAPOTrainer` makes sure of before the first generation: rewards, columns, prompts."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from datasets import Dataset, IterableDataset
+from peft import PeftConfig
+from transformers import PreTrainedModel
+from transformers.utils import logging
+from trl.data_utils import prepare_multimodal_messages
+
+from vgr_trl.added_loss import kl_penalty_reward
+from vgr_trl.config_checks import Circumstances, options_without_effect
+from vgr_trl.credit import active_rules
+from vgr_trl.dapo_config import DAPOConfig
+from vgr_trl.data.columns import IMAGE_COLUMNS, PLACE, image_columns, images_of, undecoded
+from vgr_trl.data.images import COLUMNS, box_problem, fitted_by
+from vgr_trl.data.images import COLUMNS as BOX_COLUMNS
+from vgr_trl.data.prompts import refuse_named_files, special_problem, special_tokens
+from vgr_trl.data.rows import Sieve, SkippedRow, drop_long_prompts, prepare_rows, scan, skipped_rows
+from vgr_trl.efficiency.loss_mask import SkippingPlan
+from vgr_trl.efficiency.vision_cache import VisionCache
+from vgr_trl.loss import coefficient_warning
+from vgr_trl.patches import close_group_at_exit, give_timeout, suppress_image_tokens
+from vgr_trl.registries import BLIND_ANSWERS, MEASUREMENTS, VIEW, is_late, measurements, needs_of
+from vgr_trl.rewards.attention import scaled_by_accuracy
+from vgr_trl.rewards.groups import gather_groups, needed_columns
+from vgr_trl.rewards.loading import (
+    RewardSchedule,
+    check_callable,
+    hardened,
+    is_reward_name,
+    load_reward,
+    reads_solution,
+)
+from vgr_trl.rollout import ConstructedTrainer
+from vgr_trl.sharing.plan import SharingPlan
+from vgr_trl.signals.attention import count_attention_layers, find_decoder, why_not_measurable
+from vgr_trl.signals.named import NamedSignal, columns_needed_by, named_signals
+from vgr_trl.signals.ratios import special_token_ids, vision_token_ids
+from vgr_trl.signals.scoring import Measurement, Wanted
+from vgr_trl.signals.similarity import decoder_layers, hidden_state_number
+from vgr_trl.utils import ConfigError, DataError
+from vgr_trl.validate import check_attributes, check_head, refuse_targets_without_module
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a user of the trainer need not do first: make prompts of questions, take out bad texts.
+
+
+logger = logging.get_logger(__name__)
+
+
+def make_data_ready(trainer: ConstructedTrainer) -> None:
+    """Make prompts of the rows of `trainer` that are questions still; what cannot be used is left out, with a warning.
+
+    Raises:
+        DataError: the columns are not understood, or no row can be used.
+    """
+    if trainer.environment_factories is not None or trainer.rollout_func is not None:
+        return  # prompts are made elsewhere
+    special = special_tokens(trainer.processing_class)
+    needs_solution = any(map(reads_solution, trainer.reward_funcs))
+    boxes = reads_boxes(trainer.args, trainer.reward_funcs)
+
+    def ready(dataset: Any, split: str, part: str | None) -> Any:
+        if not isinstance(dataset, Dataset | IterableDataset):
+            return dataset
+        split = split if part is None else f"{split} {part}"
+        if not _has_prompts(dataset):
+            prepared, skipped = prepare_rows(
+                dataset, split=split, needs_solution=needs_solution, special=special, boxes=boxes
+            )
+            _tell_made(split, dataset)
+            _tell_left_out(split, skipped)
+            return prepared
+        if isinstance(dataset, IterableDataset):
+            return _stream_without_bad_boxes(dataset, split) if boxes else dataset
+        return _without_bad_rows(dataset, split, special, boxes)
+
+    change_data(trainer, ready)
+
+
+def change_data(trainer: ConstructedTrainer, change: Callable[[Any, str, str | None], Any]) -> None:
+    """Replace the data of `trainer`, called `train`, and `eval` with the name of a part if it has several."""
+
+    def changed(dataset: Any, split: str) -> Any:
+        if isinstance(dataset, dict):
+            return type(dataset)({name: change(part, split, name) for name, part in dataset.items()})
+        return None if dataset is None else change(dataset, split, None)
+
+    trainer.train_dataset = changed(trainer.train_dataset, "train")
+    trainer.eval_dataset = changed(trainer.eval_dataset, "eval")
+
+
+def reads_boxes(args: DAPOConfig, rewards: Iterable[Any]) -> bool:
+    """Return whether a signal, a rule of credit or one of the rewards reads the boxes of rows."""
+    needs = {need for reward in rewards for need in needs_of(reward)} - {BLIND_ANSWERS}
+    return "regions" in {*args.readers(), *measurements(needs)}
+
+
+def refuse_files_in_prompts(prompts: list[Any]) -> None:
+    """Raise `DataError` if a conversation names files or addresses, which its processor would read or fetch."""
+    for prompt in prompts:
+        if isinstance(prompt, list):
+            try:
+                refuse_named_files(prompt)
+            except DataError as error:
+                raise DataError(f"A row of the data cannot be used: {error}.") from None
+
+
+def _has_prompts(dataset: Any) -> bool:
+    """Whether the rows have prompts that TRL can read: with images, these must be conversations."""
+    if "prompt" not in _names(dataset):
+        return False
+    first: dict[str, Any] = next(iter(dataset), {})
+    return not (image_columns(dataset) and isinstance(first.get("prompt"), str))
+
+
+def _names(dataset: Any) -> list[str]:
+    return list(next(iter(dataset), {}) if dataset.column_names is None else dataset.column_names)
+
+
+def _without_bad_rows(dataset: Dataset, split: str, special: re.Pattern[str] | None, boxes: bool) -> Dataset:
+    """The rows, with prompts, whose conversations hold no special token, and whose boxes can be read.
+
+    A text is a prompt in its final form, and may hold special tokens.
+    """
+    names = set(dataset.column_names or ())
+    boxes = boxes and bool(names & set(BOX_COLUMNS))
+    read = names & {"prompt", PLACE, *(BOX_COLUMNS + IMAGE_COLUMNS if boxes else ())}
+    rows = undecoded(dataset.with_format(None).select_columns(sorted(read)))
+    texts = len(rows) > 0 and not isinstance(rows[0]["prompt"], list)
+    if len(rows) == 0 or (texts and not boxes):
+        return dataset
+    fitted = fitted_by(dataset)
+
+    def problem(row: Mapping[str, Any]) -> str | None:
+        found = None if texts else special_problem(special, row["prompt"])
+        return box_problem(row, fitted) if found is None and boxes else found
+
+    reasons = scan(rows, problem, f"check prompts ({split})")
+    skipped = skipped_rows(split, reasons, places=rows[PLACE] if PLACE in read else None)
+    _tell_left_out(split, skipped)
+    return dataset.select([row for row, reason in enumerate(reasons) if reason is None]) if skipped else dataset
+
+
+def _stream_without_bad_boxes(dataset: IterableDataset, split: str) -> IterableDataset:
+    sieve = Sieve(split, box_problem)
+    kept = dataset.filter(sieve.keeps, with_indices=True)
+    sieve.require_row(kept)
+    return kept
+
+
+def _tell_left_out(split: str, skipped: Sequence[SkippedRow]) -> None:
+    if skipped and PartialState().is_main_process:
+        logger.warning(
+            f"Left out {len(skipped)} rows of the {split} data; the first: row {skipped[0].row}: {skipped[0].reason}."
+        )
+
+
+def _tell_made(split: str, dataset: Any) -> None:
+    if PartialState().is_main_process:
+        logger.warning(
+            f"The {split} data are questions ({', '.join(_names(dataset))}); prompts were made of them with the "
+            "standard system prompt. vgr_trl.data.rows.prepare_rows does so with options of your own."
+        )
+
+
+def checked_config(args: DAPOConfig | None, model: str | PreTrainedModel, options: Mapping[str, Any]) -> DAPOConfig:
+    """Return the options of a trainer; raise `ConfigError` if they do not fit its other named arguments."""
+    if args is None:
+        name = model if isinstance(model, str) else model.config._name_or_path
+        return DAPOConfig(f"{name.rstrip('/').split('/')[-1]}-DAPO")
+    if not isinstance(args, DAPOConfig):
+        raise ConfigError(f"args is a {type(args).__name__}: give a DAPOConfig, which takes the same options.")
+    if args.max_prompt_length is not None and options.get("environment_factory") is not None:
+        raise ConfigError(
+            "max_prompt_length needs prompts from the data, but environment_factory makes them: drop one."
+        )
+    return args
+
+
+def model_name(model: PreTrainedModel) -> str:
+    """Return the name under which a model was loaded, else that of its class."""
+    return str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
+
+
+def make_ready(trainer: ConstructedTrainer, peft_config: PeftConfig | None) -> None:
+    """Check what TRL has constructed, and make prompts of its data.
+
+    Raises:
+        UnsupportedTRLError: it lacks what is relied on, or cannot score on its device.
+        ConfigError: the adapter names modules that the model lacks, or the data have images that it cannot read.
+        DataError: the data are not understood, or no row can be used.
+    """
+    close_group_at_exit()
+    give_timeout(trainer.args.ddp_timeout)
+    check_attributes(trainer)
+    check_head(trainer.accelerator.device)
+    suppress_image_tokens(trainer)
+    if peft_config is not None:
+        refuse_targets_without_module(trainer.accelerator.unwrap_model(trainer.model))
+    make_data_ready(trainer)
+    refuse_images_without_vision(trainer)
+
+
+def check_data(trainer: ConstructedTrainer, measured_columns: Iterable[str], on_streamed: Callable[[], None]) -> None:
+    """Refuse rewards and data that cannot be trained with; leave out prompts over `max_prompt_length`.
+
+    Args:
+        on_streamed: called for each prompt of a stream that is left out.
+    """
+    check_rewards(trainer, measured_columns)
+    limit: int | None = trainer.args.max_prompt_length
+    if limit is not None:
+        drop_prompts_over_limit(trainer, limit, on_streamed)
+    refuse_too_few_prompts(trainer)
+
+
+def find_idle_options(trainer: ConstructedTrainer, measurement: Measurement, weights_change: bool) -> dict[str, str]:
+    """Return why each option of the trainer that is not at its default has no effect, by name."""
+    evaluates, names = trainer.eval_dataset is not None, trainer.reward_func_names
+    measures = bool(measurement.wanted.attention), bool(measurement.wanted.similarity), measurement.blind
+    return options_without_effect(trainer.args, Circumstances(*measures, weights_change, evaluates, names))
+
+
+def announce(
+    trainer: ConstructedTrainer,
+    sharing: SharingPlan,
+    vision: VisionCache,
+    skipping: SkippingPlan,
+    idle_options: Mapping[str, str],
+) -> None:
+    """Let the main process say what passes leave out and compute once, and which options are risky or idle."""
+    if not trainer.accelerator.is_main_process:
+        return
+    args = trainer.args
+    logger.warning(str(sharing))
+    if trainer._is_vlm:
+        logger.warning(str(vision))
+    logger.warning(str(skipping))
+    risk = coefficient_warning(args.perception_loss_weight, args.der_loss_weight1, args.der_loss_weight2)
+    if risk is not None:
+        logger.warning(risk)
+    for name, why in idle_options.items():
+        logger.warning(f"{name} is without effect because {why}.")
+
+
+def plan_rewards(
+    reward_funcs: Any, args: DAPOConfig, num_generations: Callable[[], int]
+) -> tuple[list[Any], RewardSchedule]:
+    """Return the rewards as TRL gets them, and the schedule of the weights of those that were given, some by name."""
+    loaded = partial(
+        load_reward, max_completion_length=args.max_completion_length, soft_punish_cache=args.soft_punish_cache
+    )
+    rewards = [loaded(each) if is_reward_name(each) else each for each in as_list(reward_funcs)]
+    if args.vgr_hard_negative:
+        rewards = hardened(rewards)
+    if args.attention_reward_scale == "accuracy":
+        rewards = scaled_by_accuracy(rewards)
+    schedule = RewardSchedule.for_rewards(rewards, args.reward_weights, args.early_reward_weights)
+    return over_whole_groups(rewards, num_generations) + [kl_penalty_reward] * args.penalises_kl, schedule
+
+
+def over_whole_groups(rewards: Sequence[Any], num_generations: Callable[[], int]) -> list[Any]:
+    """Return rewards of which those that compare the completions of a prompt see whole groups.
+
+    Args:
+        num_generations: completions per prompt, asked for at each call.
+    """
+    state = PartialState()
+    return [
+        gather_groups(reward, gather_object, state.process_index, state.num_processes, num_generations)
+        if needed_columns(reward) is not None
+        else reward
+        for reward in rewards
+    ]
+
+
+def with_image_lists(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows of which those with a null image have an empty list of images, which TRL knows; null fails there."""
+    if any(name in rows[0] for name in IMAGE_COLUMNS) and not all(map(images_of, rows)):
+        return [{**row, "images": images_of(row)} for row in rows]
+    return rows
+
+
+def as_list(reward_funcs: Any) -> list[Any]:
+    """Return one or several reward functions as a list."""
+    if reward_funcs is None:
+        return []
+    return list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+
+
+def named_datasets(trainer: ConstructedTrainer) -> Iterator[tuple[str, Any]]:
+    """The train data and every part of the eval data, with a name for messages."""
+    for name, dataset in (("train", trainer.train_dataset), ("eval", trainer.eval_dataset)):
+        parts = dataset.values() if isinstance(dataset, dict) else [dataset]
+        yield from ((name, part) for part in parts if part is not None)
+
+
+def data_has_images(trainer: ConstructedTrainer) -> bool:
+    """Whether the data have a column of images, or are a stream whose columns are not known."""
+    return any(
+        getattr(dataset, "column_names", None) is None or image_columns(dataset)
+        for _, dataset in named_datasets(trainer)
+    )
+
+
+def refuse_images_without_vision(trainer: ConstructedTrainer) -> None:
+    """Raise `ConfigError` if the data have images that the model cannot read."""
+    for name, dataset in named_datasets(trainer):
+        if not trainer._is_vlm and (columns := image_columns(dataset)):
+            raise ConfigError(
+                f"The {name} data has a column `{columns[0]}`, but {type(trainer.model).__name__} with "
+                f"{type(trainer.processing_class).__name__} reads text only: use a vision-language model with its "
+                "processor, or remove the column."
+            )
+
+
+def check_rewards(trainer: ConstructedTrainer, measured_columns: Iterable[str]) -> None:
+    """Refuse rewards that cannot be called with the columns; environments add columns of their own later."""
+    if trainer.environment_factories is not None or trainer.rollout_func is not None:
+        return
+    for _, dataset in named_datasets(trainer):
+        if (columns := getattr(dataset, "column_names", None)) is not None:
+            for reward in trainer.reward_funcs:
+                check_callable(reward, [*columns, *measured_columns])
+
+
+def drop_prompts_over_limit(trainer: ConstructedTrainer, limit: int, on_streamed: Callable[[], None]) -> None:
+    """Leave rows out whose prompt has more than `limit` tokens; `on_streamed` is called for each in a stream."""
+
+    def kept(dataset: Any, split: str, part: str | None) -> Any:
+        dropped = on_streamed if split == "train" else lambda: None
+        return drop_long_prompts(dataset, lambda row: prompt_length(trainer, row), limit, part or split, dropped)
+
+    change_data(trainer, kept)
+
+
+def prompt_length(trainer: ConstructedTrainer, row: Mapping[str, Any]) -> int:
+    """Tokens of the row's prompt as the policy will read it, image tokens included."""
+    prompt, images = row["prompt"], images_of(row)
+    if images:
+        if isinstance(prompt, str):
+            raise DataError("A row with images has a text as its prompt: give a conversation (a list of messages).")
+        prompt = prepare_multimodal_messages(prompt, images=images)
+    return len(trainer._tokenize_prompts([prompt])[0][0])
+
+
+def refuse_too_few_prompts(trainer: ConstructedTrainer) -> None:
+    """A rollout takes distinct prompts; TRL drops a smaller rest, which here would be everything."""
+    args = trainer.args
+    prompts = args.prompts_per_rollout
+    rows = len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else prompts
+    if rows < prompts:
+        raise DataError(
+            f"The train data has {rows} rows, but a rollout takes {prompts} prompts (generation_batch_size "
+            f"{args.generation_batch_size} / num_generations {args.num_generations}): add rows, or lower "
+            "per_device_train_batch_size or gradient_accumulation_steps."
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a run has to measure, and whether it can.
+
+
+def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
+    """Return what the constructed `trainer` measures of every rollout batch.
+
+    Raises:
+        ConfigError: a feature needs a measurement that model, data or generation do not allow; it is named.
+    """
+    args = trainer.args
+    features = _readers(trainer)
+    attention = features["attention"]
+    perceiving = (
+        features["dependency"]
+        + features["shift"]
+        + features["views"]
+        + _on(args.perception_loss_weight > 0, "perception_loss_weight")
+        + _on(args.der_loss_weight2 > 0, "der_loss_weight2")
+    )
+    scored = features["entropies"] + features["logps"] + _on(args.uses_critic, "advantage_estimator gae")
+    blind = _blind_readers(trainer)
+    seeing = attention + features["similarity"]
+    _refuse(seeing + scored + perceiving + blind, _why_no_rollout(trainer))
+    _refuse(seeing + perceiving + blind, _why_no_images(trainer))
+    _refuse(features["regions"], _why_no_regions(trainer))
+    ids = tuple(args.vision_token_ids or ()) or _found_vision_tokens(trainer)
+    _refuse_unknown_tokens(trainer)
+    if features["similarity"]:
+        _refuse(features["similarity"], _why_no_similarity(trainer, ids))
+    if attention:
+        _refuse(attention, _why_no_attention(trainer, ids))
+        _refuse_missing_layers(trainer)
+    elif args.compute_attention_metrics is None and _measurable(trainer, ids):
+        features["attention"] = ("compute_attention_metrics",)
+    return Measurement(
+        Wanted(**features),
+        ids,
+        tuple(special_token_ids(trainer.processing_class)),
+        attention_source=args.attention_source,
+        attention_segments=args.attention_segments,
+        similarity_layer=args.hidden_similarity_layer,
+        similarity_over=args.hidden_similarity_over,
+        views=tuple(args.read_views(bool(features["dependency"]))),
+        named=_named(trainer),
+        blind=bool(blind),
+    )
+
+
+def _named(trainer: ConstructedTrainer) -> tuple[NamedSignal, ...]:
+    found = named_signals(trainer.args, [need for reward in trainer.reward_funcs for need in _signals_of(reward)])
+    if any(signal.name == "stability" for signal in found) and not trainer.args.further_perturbations:
+        raise ConfigError("The signal stability compares perturbations: name others as further_perturbations.")
+    return found
+
+
+def _signals_of(reward: Any) -> list[str]:
+    return [need for need in needs_of(reward) if need != BLIND_ANSWERS]
+
+
+def _readers(trainer: ConstructedTrainer) -> dict[str, tuple[str, ...]]:
+    """Measurement -> what needs it: rewards, rules of credit, signals, other options."""
+    data_columns = set(getattr(trainer.train_dataset, "column_names", None) or ())
+    args = trainer.args
+    found: dict[str, list[str]] = {name: [] for name in MEASUREMENTS}
+    for name, reward in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True):
+        if columns_needed_by(reward) - data_columns:
+            found["attention"].append(f"the reward {name}")
+        for need in measurements(_signals_of(reward)):
+            if is_late(need):
+                raise ConfigError(
+                    f"The reward {name} needs {need}, measured after the rewards: let a signal or rule read it."
+                )
+            found[need].append(f"the reward {name}")
+    for rule in active_rules(args):
+        for need in () if rule.is_plugin else rule.needs:
+            found[need].append(rule.switch)
+    for need, readers in args.readers().items():
+        found["views" if need.startswith(VIEW) else need] += readers
+    found["attention"] += found["regions"]
+    found["attention"] += _on(args.compute_attention_metrics is True, "compute_attention_metrics")
+    found["logps"] += _on(args.penalises_kl, "kl_coef")
+    found["values"] = list(_on(args.uses_critic and args.critic == "head", "advantage_estimator gae"))
+    return {name: tuple(readers) for name, readers in found.items()}
+
+
+def _blind_readers(trainer: ConstructedTrainer) -> tuple[str, ...]:
+    pairs = zip(trainer.reward_func_names, trainer.reward_funcs, strict=True)
+    return tuple(f"the reward {name}" for name, reward in pairs if BLIND_ANSWERS in needs_of(reward))
+
+
+def _on(value: bool, name: str) -> tuple[str, ...]:
+    return (name,) if value else ()
+
+
+def _refuse(features: tuple[str, ...], why: str | None) -> None:
+    if features and why is not None:
+        raise ConfigError(f"{features[0]} cannot be used here: {why}")
+
+
+def _why_no_rollout(trainer: ConstructedTrainer) -> str | None:
+    for name in ("rollout_func", "tools", "environment_factories"):
+        if getattr(trainer, name, None):
+            return (
+                f"with {name.removesuffix('_factories')} the tokens of a completion are not all the policy's answer to "
+                "its prompt; switch one of the two off."
+            )
+    return None
+
+
+def _why_no_images(trainer: ConstructedTrainer) -> str | None:
+    if not trainer._is_vlm:
+        return f"{type(trainer.model).__name__} reads text only; use a vision-language model, or switch it off."
+    if not data_has_images(trainer):
+        return "the data have no column `image` or `images`; add one, or switch it off."
+    return None
+
+
+def _why_no_regions(trainer: ConstructedTrainer) -> str | None:
+    if trainer.args.attention_source == "generate":
+        return 'attention_source is "generate", which does not know regions; use "scoring".'
+    columns = getattr(trainer.train_dataset, "column_names", None)
+    if columns is not None and not set(COLUMNS) & set(columns):
+        return f"the data have neither of the columns {' and '.join(COLUMNS)}; add one, or switch it off."
+    return None
+
+
+def _refuse_missing_layers(trainer: ConstructedTrainer) -> None:
+    last = trainer.args.token_weights_last_k_layers
+    layers = count_attention_layers(trainer.accelerator.unwrap_model(trainer.model))
+    if trainer.args.token_weights and last is not None and last > layers:
+        raise ConfigError(
+            f"token_weights_last_k_layers is {last}, but {layers} layers of the model have attention: give a number in "
+            f"[1, {layers}], or None for the late segment."
+        )
+
+
+def _refuse_unknown_tokens(trainer: ConstructedTrainer) -> None:
+    config = trainer.accelerator.unwrap_model(trainer.model).config
+    embedded = config.get_text_config(decoder=True).vocab_size
+    for token in trainer.args.vision_token_ids or ():
+        if token >= embedded:
+            raise ConfigError(
+                f"vision_token_ids has {token}, but the model has {embedded} tokens: give the placeholder of images."
+            )
+
+
+def _found_vision_tokens(trainer: ConstructedTrainer) -> tuple[int, ...]:
+    return tuple(vision_token_ids(trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class))
+
+
+def _why_no_similarity(trainer: ConstructedTrainer, ids: tuple[int, ...]) -> str | None:
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    why = _why_no_vision_tokens(ids) or why_not_measurable(model)
+    if why is None:
+        hidden_state_number(trainer.args.hidden_similarity_layer, len(decoder_layers(find_decoder(model))))
+    return why
+
+
+def _why_no_vision_tokens(ids: tuple[int, ...]) -> str | None:
+    if ids:
+        return None
+    return (
+        "the placeholder token of images is not found in the model's configuration or its processor; give it as "
+        "vision_token_ids."
+    )
+
+
+def _why_no_attention(trainer: ConstructedTrainer, ids: tuple[int, ...]) -> str | None:
+    if (why := _why_no_vision_tokens(ids)) is not None:
+        return why
+    if trainer.args.attention_source == "generate":
+        for on, backend in (
+            (trainer.use_vllm, "vLLM"),
+            (trainer.use_transformers_continuous_batching, "continuous batching"),
+            ((getattr(getattr(trainer, "generation_config", None), "num_beams", None) or 1) > 1, "beam search"),
+        ):
+            if on:
+                return f'attention_source is "generate" with {backend}, which keeps no attention; use "scoring".'
+    return why_not_measurable(trainer.accelerator.unwrap_model(trainer.model))
+
+
+def _measurable(trainer: ConstructedTrainer, ids: tuple[int, ...]) -> bool:
+    reasons = (_why_no_rollout(trainer), _why_no_images(trainer), _why_no_attention(trainer, ids))
+    return all(reason is None for reason in reasons)

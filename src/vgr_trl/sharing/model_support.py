@@ -1,0 +1,291 @@
+"""Which models can share prompts, and the parts at which they do."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from threading import get_ident
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import distributed, nn
+from torch.nn.modules.dropout import _DropoutNd
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import AttentionInterface
+
+from vgr_trl.sharing.prefix_cache import CannotShare, keeps_nothing
+from vgr_trl.utils import ConfigError, replaced
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The parts of a possibly wrapped model at which prompts are shared.
+
+
+# Attributes by which layers of transformers hold the rate of a dropout, or the width of the noise of a router.
+_RATES = (
+    *("attention_dropout", "dropout", "activation_dropout", "hidden_dropout", "residual_dropout", "resid_pdrop"),
+    *("attn_dropout", "drop_prob", "layerdrop"),
+    *("jitter_noise", "router_jitter_noise", "input_jitter_noise", "moe_jitter_eps"),
+)
+
+
+def causal_model(model: nn.Module) -> Any:
+    """The transformers model inside wrappers of DDP, DeepSpeed, PEFT and `torch.compile`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    inside: Any = model
+    while not isinstance(inside, PreTrainedModel):
+        if hasattr(inside, "_orig_mod"):
+            inside = inside._orig_mod
+        elif hasattr(inside, "get_base_model"):
+            inside = inside.get_base_model()
+        elif isinstance(getattr(inside, "module", None), nn.Module):
+            inside = inside.module
+        else:
+            raise ConfigError(f"Prompts cannot be shared in a {type(model).__name__}: give a transformers model.")
+    return inside
+
+
+def base_of(causal: Any) -> Any:
+    """The model below the head of a transformers model: its base, or its decoder if it is its own base (Llama 4)."""
+    base = causal.base_model
+    if base is not causal:
+        return base
+    decoder = getattr(causal.get_decoder(), "model", None)
+    return decoder if isinstance(decoder, PreTrainedModel) else base
+
+
+@contextmanager
+def changed_hidden_states(base: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Let a base model return other last hidden states in this block, to this thread."""
+    plain, mine = base.forward, get_ident()
+
+    @wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        outputs = plain(*args, **kwargs)
+        if get_ident() == mine:
+            outputs.last_hidden_state = change(outputs.last_hidden_state)
+        return outputs
+
+    with replaced(base, "forward", forward):
+        yield
+
+
+def layer_index(module: nn.Module) -> int | None:
+    """Return the number of the decoder layer that an attention module belongs to; None for vision towers."""
+    index = getattr(module, "layer_idx", None)
+    return index if isinstance(index, int) else None
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module is an attention layer of a language model."""
+    return layer_index(module) is not None and hasattr(module, "is_causal")
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether `torch.compile` has been applied to the model or to a module of it."""
+    return any(
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
+
+
+def recomputes_without_graph(model: nn.Module, *, when_training: bool = False) -> bool:
+    """Whether a gradient checkpoint of the model runs its layers without gradients first (`use_reentrant`).
+
+    `when_training` asks for the model in training mode, whatever its mode is now.
+    """
+    for module in model.modules():
+        if (when_training or module.training) and getattr(module, "gradient_checkpointing", False):
+            function = getattr(module, "_gradient_checkpointing_func", None)
+            if function is not None and getattr(function, "keywords", {}).get("use_reentrant", True):
+                return True
+    return False
+
+
+DROPS_CACHES = "gradient checkpointing by a transformers whose layers then drop caches (5.23 keeps them)"
+
+
+def checkpoints_drop_caches() -> bool:
+    """Whether checkpointed layers ignore the cache they are given, as those of transformers 5.9 and 5.10 do."""
+    return not hasattr(GradientCheckpointingLayer, "_can_checkpoint_with_cache")
+
+
+def is_checkpointed(model: nn.Module) -> bool:
+    """Whether layers of a model that trains are computed again in the backward pass."""
+    return any(module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def has_active_dropout(model: nn.Module, *, when_training: bool = False) -> bool:
+    """Whether dropout, or noise in the router of experts, is at work: completions then share it over their prompt.
+
+    `when_training` asks for the model in training mode, whatever its mode is now.
+    """
+    return any((when_training or module.training) and _draws(module) for module in model.modules())
+
+
+def _draws(module: nn.Module) -> bool:
+    rates = (getattr(module, name, None) for name in _RATES)
+    draws = any(isinstance(rate, int | float) and rate > 0 for rate in rates)
+    return draws or (isinstance(module, _DropoutNd) and module.p > 0)
+
+
+def shards_layers(model: nn.Module) -> bool:
+    """Whether FSDP2 gathers the weights of a layer for its backward pass when a gradient reaches the layer's output."""
+    if not distributed.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def flattens_layers(model: nn.Module) -> bool:
+    """Whether parts of the model are wrapped by the first version of FSDP."""
+    if not distributed.is_available():
+        return False
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
+def has_sharded_parameters(model: nn.Module) -> bool:
+    """Whether this process has parts of parameters only: FSDP, or ZeRO-3."""
+    partitioned = (hasattr(value, "ds_numel") and value.numel() != value.ds_numel for value in model.parameters())
+    return shards_layers(model) or flattens_layers(model) or any(partitioned)
+
+
+def is_tracing() -> bool:
+    """Whether this call is being traced by `torch.compile` or exported."""
+    return torch.compiler.is_compiling()
+
+
+@contextmanager
+def attention_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Wrap what models get when they look up their attention function, eager ones and local overrides included."""
+    look_up = AttentionInterface.get_interface
+
+    def get_interface(interface: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        return wrap(look_up(interface, name, default))
+
+    with replaced(AttentionInterface, "get_interface", get_interface):
+        yield
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which models can share prompts, and why the others cannot.
+
+
+_SHAREABLE = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv"}
+# Linear attention that goes on from a state with several tokens; elsewhere it starts anew, in silence (Jamba).
+_LINEAR_FAMILIES = {"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2"}
+# Layers that take their keys and values from another one, out of the pass and not out of its cache.
+_KEY_SHARING_FAMILIES = {"gemma3n_text", "gemma4_text"}
+# Two-way attention that the family keeps to the tokens of each image.
+_IMAGES_SEE_THEMSELVES = {("gemma4_text", "vision")}
+# Families in which these ids only mark image tokens; elsewhere they may open a whole prompt to itself (PaliGemma).
+_TOKEN_TYPES_MARK_IMAGES = ("gemma3",)
+# Rotary embeddings whose angles depend on the longest position of a pass.
+_ROPE_BY_LENGTH = {"dynamic", "longrope"}
+
+
+def why_not_share(model: nn.Module, *, gradients: bool) -> str | None:
+    """Why prompts cannot be shared by a model in its present state; None if they can.
+
+    Args:
+        gradients: whether for passes with gradients.
+    """
+    if (reason := "torch.compile" if is_compiled(model) else why_adapter_reads_whole_rows(model)) is not None:
+        return reason
+    try:
+        refuse_unfit_model(base_of(causal_model(model)), gradients)
+    except CannotShare as error:
+        return str(error)
+    return None
+
+
+def why_adapter_reads_whole_rows(model: nn.Module) -> str | None:
+    """Why PEFT's active adapter gives other results for other rows or columns of a batch; None if it does not."""
+    for module in model.modules():
+        if isinstance(module, PeftModel):
+            config = module.active_peft_config
+            if config.is_prompt_learning:
+                return "prompt learning, whose virtual tokens stand before the padding"
+            if getattr(config, "alora_invocation_tokens", None):
+                return "aLoRA, which begins at tokens that it looks for in whole rows"
+    return None
+
+
+def refuse_unfit_model(base: Any, gradients: bool) -> None:
+    """Raise `CannotShare` if a base model, in its present state, cannot go on from a prompt computed before."""
+    if gradients and recomputes_without_graph(base):
+        raise CannotShare("gradient checkpointing with use_reentrant=True")
+    if gradients and checkpoints_drop_caches() and is_checkpointed(base):
+        raise CannotShare(DROPS_CACHES)
+    if gradients and flattens_layers(base):
+        raise CannotShare("the first version of FSDP")
+    if getattr(base.config, "is_encoder_decoder", False):
+        raise CannotShare("a model without a cache of keys and values")
+    if getattr(base.config, "visual_indicator_token_ids", None):  # Ovis2; they are text in a pass without images
+        raise CannotShare("tokens whose embeddings depend on whether the pass has images")
+    refuse_unknown_layers(base.config)
+    refuse_rope_by_length(base.config)
+    refuse_bidirectional_attention(base)
+
+
+def refuse_unknown_layers(config: PretrainedConfig) -> None:
+    """Raise `CannotShare` if a layer of the language model keeps something else than keys and values or states."""
+    text_config = config.get_text_config(decoder=True)
+    types = set(getattr(text_config, "layer_types", None) or ())
+    if unknown := types - _LAYER_TYPES:
+        raise CannotShare(f"layers of type {min(unknown)}")
+    layers = DynamicCache(config=config).layers
+    if unknown := {type(layer).__name__ for layer in layers if not _is_shareable(layer)}:
+        raise CannotShare(f"layers of type {min(unknown)}")
+    linear = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
+    if linear and (text_config.model_type not in _LINEAR_FAMILIES or len(linear) == len(layers)):
+        raise CannotShare("layers of type linear_attention")
+    if any(keeps_nothing(layer) for layer in layers) and text_config.model_type not in _KEY_SHARING_FAMILIES:
+        raise CannotShare("layers that take their keys and values from another")
+    sees_both_ways = getattr(text_config, "use_bidirectional_attention", None)
+    if sees_both_ways and (text_config.model_type, sees_both_ways) not in _IMAGES_SEE_THEMSELVES:
+        raise CannotShare("bidirectional attention over text")
+    if not layers:  # transformers 5.9 makes none for a Gemma 3n whose layers share no keys
+        raise CannotShare("a cache without layers")
+
+
+def _is_shareable(layer: Any) -> bool:
+    # Linear attention goes on from a state with several tokens only in releases whose layers have these attributes.
+    if isinstance(layer, LinearAttentionLayer) and not (
+        hasattr(layer, "number_of_states") and hasattr(layer, "record_past")
+    ):
+        return False
+    return type(layer) in _SHAREABLE or keeps_nothing(layer)
+
+
+def refuse_bidirectional_attention(base: Any) -> None:
+    """Raise `CannotShare` if a token sees what comes after it, as in encoders that have a head for the next token."""
+    decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
+    causal = {module.is_causal for module in decoder.modules() if is_attention(module)}
+    is_decoder = getattr(base.config.get_text_config(decoder=True), "is_decoder", True)
+    if False in causal or (not is_decoder and True not in causal):
+        raise CannotShare("attention that is not causal")
+
+
+def refuse_rope_by_length(config: Any) -> None:
+    """Raise `CannotShare` if the rotary embedding of a prompt depends on what comes after it."""
+    text_config = config.get_text_config(decoder=True)
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    for options in [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]:
+        if options.get("rope_type") in _ROPE_BY_LENGTH:
+            raise CannotShare(f"rotary embeddings of type {options['rope_type']}")
+
+
+def refuse_token_types(inputs: Mapping[str, Any], config: Any) -> None:
+    """Raise `CannotShare` if token types are given to a family in which they may do more than mark images."""
+    types = inputs.get("token_type_ids")
+    if isinstance(types, torch.Tensor) and config.model_type not in _TOKEN_TYPES_MARK_IMAGES:
+        raise CannotShare("token_type_ids")

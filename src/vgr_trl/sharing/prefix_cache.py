@@ -1,0 +1,316 @@
+"""The keys, values and states of prompts: written once by the prompts, read by every completion, with gradients."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What prompt sharing did: how many prompts stood for how many rows, and why some calls were left as they are.
+
+
+class CannotShare(Exception):
+    """Raised inside this room only: this call runs plainly, for the reason given as a message."""
+
+
+@dataclass
+class SharingReport:
+    """Counts over the calls made while sharing was on.
+
+    Attributes:
+        rows: rows of all forward passes and generations that could have been shared.
+        prompts: prompts that were computed for them; equal to `rows` where nothing was shared.
+        plain: reason -> number of calls that ran plainly because of it.
+    """
+
+    rows: int = 0
+    prompts: int = 0
+    plain: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def prompts_per_row(self) -> float:
+        """Prompts computed per row, in (0, 1]; 1 / G where all G completions of each prompt were shared."""
+        return self.prompts / self.rows if self.rows else 1.0
+
+    def add_shared(self, rows: int, prompts: int) -> None:
+        """Count a call with `rows` rows that computed `prompts` prompts."""
+        self.rows += rows
+        self.prompts += prompts
+
+    def add_plain(self, rows: int, reason: str) -> None:
+        """Count a call with `rows` rows that ran plainly for `reason`."""
+        self.add_shared(rows, rows)
+        self.plain[reason] += 1
+
+    def add(self, other: "SharingReport") -> None:
+        """Count the calls of another report too."""
+        self.add_shared(other.rows, other.prompts)
+        self.plain.update(other.plain)
+
+
+class PromptsStored(Exception):
+    """Raised in a pass over prompts that has stored all that completions read."""
+
+
+class Prefix(Cache):
+    """The layers below, one per layer of the model: all written or all read."""
+
+    layers: list[Any]
+    groups: list[int] | None = None  # of a written one: row of the batch -> number of its prompt
+    rows: list[int] | None = None  # of a read one: rows of the batch that read it, if not all do
+
+
+class StoredKeys(CacheLayerMixin):
+    """Keys and values of the unique prompts, kept at the first update; a later one, of a recomputation, is ignored."""
+
+    keys: Any
+    values: Any
+
+    def __init__(self, is_sliding: bool) -> None:
+        super().__init__()
+        self.is_sliding = is_sliding
+        self.written_with_grad = False
+        self.ends_pass = False
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.keys, self.values = key_states, value_states  # (U, H, P - 1, D)
+        self.written_with_grad = torch.is_grad_enabled()
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self.ends_pass:
+            raise PromptsStored
+        return key_states, value_states
+
+    def length(self) -> int:
+        return 0 if self.keys is None else self.keys.shape[-2]
+
+    def in_graph(self) -> bool:
+        return bool(self.keys.requires_grad or self.values.requires_grad)
+
+    def get_seq_length(self) -> int:
+        return 0  # nothing comes before a prompt, in its recomputation neither
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name in transformers 5.9
+
+
+class ExpandedKeys(CacheLayerMixin):
+    """Stored keys and values, given to every row of a batch in front of its own; never written."""
+
+    def __init__(self, stored: StoredKeys, index: torch.Tensor) -> None:
+        super().__init__()
+        self.is_sliding = stored.is_sliding
+        self.stored, self.index = stored, index  # index (N,): row -> unique prompt
+        self.is_initialized = True
+        self.was_read = False
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the prompts have been stored."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.was_read = True
+        return self._behind(self.stored.keys, key_states), self._behind(self.stored.values, value_states)
+
+    def _behind(self, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        return torch.cat([stored.index_select(0, self.index), new], dim=-2)
+
+    def get_seq_length(self) -> int:
+        return self.stored.length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.stored.length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name in transformers 5.9
+
+
+class StoredState(LinearAttentionCacheLayerMixin):
+    """Convolution and recurrent state after the unique prompts, kept at the first update."""
+
+    is_compileable = False
+
+    def __init__(self, number_of_states: int, is_recurrent: bool) -> None:
+        super().__init__(number_of_states)
+        self.is_recurrent = is_recurrent  # a convolution alone has no recurrent state
+        self.record_past = True  # a prompt of one token must not take the path that writes states in place
+        self.written_with_grad = True
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: states are kept as they come."""
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        kernel = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
+        full = torch.nn.functional.pad(conv_states, (max(kernel - conv_states.shape[-1], 0), 0))
+        if self.conv_states[state_idx] is None:
+            self.conv_states[state_idx] = full[..., -kernel:]  # (U, D, kernel)
+            self.written_with_grad &= torch.is_grad_enabled()
+        return full
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+        if self.recurrent_states[state_idx] is None:
+            self.recurrent_states[state_idx] = recurrent_states  # (U, H, D, D)
+            self.written_with_grad &= torch.is_grad_enabled()
+        return recurrent_states
+
+    def _states(self) -> list[Any]:
+        recurrent = self.recurrent_states.values() if self.is_recurrent else ()
+        return [*self.conv_states.values(), *recurrent]
+
+    def is_complete(self) -> bool:
+        return all(state is not None for state in self._states())
+
+    def in_graph(self) -> bool:
+        return any(state.requires_grad for state in self._states())
+
+
+class _Expanded(dict[int, Any]):
+    """States by number, each expanded to the rows of the batch when it is asked for."""
+
+    def __init__(self, states: dict[int, Any], index: torch.Tensor) -> None:
+        super().__init__(states)
+        self.index = index
+
+    def __getitem__(self, state_idx: int) -> torch.Tensor:
+        expanded: torch.Tensor = super().__getitem__(state_idx).index_select(0, self.index)
+        return expanded
+
+
+class ExpandedState(LinearAttentionCacheLayerMixin):
+    """Stored states, given to every row of a batch; never written."""
+
+    is_compileable = False
+
+    def __init__(self, stored: StoredState, index: torch.Tensor) -> None:
+        super().__init__(stored.number_of_states)
+        self.conv_states: dict[int, Any] = _Expanded(stored.conv_states, index)
+        self.recurrent_states = _Expanded(stored.recurrent_states, index)
+        self.has_previous_state = dict.fromkeys(range(stored.number_of_states), True)
+        self.record_past = True  # a completion of one token must not take the path that writes states in place
+        self.was_read = False
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: the states have been stored."""
+
+    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+        self.was_read = True
+        return torch.cat([self.conv_states[state_idx], conv_states], dim=-1)
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+        return recurrent_states
+
+
+def keeps_nothing(layer: Any) -> bool:
+    """Whether the layer takes its keys and values from another layer of a pass; older releases have none such."""
+    return type(layer).__name__ == "DummyLayer"
+
+
+def prefix_to_write(config: PretrainedConfig) -> Prefix:
+    """An empty prefix for a model with `config`, to be given to one forward pass over the unique prompts."""
+    layers = DynamicCache(config=config).layers
+    types = getattr(config.get_text_config(decoder=True), "layer_types", None) or [""] * len(layers)
+    return Prefix(layers=[_stored(layer, kind) for layer, kind in zip(layers, types, strict=False)])
+
+
+def _stored(layer: Any, kind: str) -> Any:
+    if keeps_nothing(layer):
+        return layer
+    if isinstance(layer, LinearAttentionLayer):
+        return StoredState(layer.number_of_states, is_recurrent=kind != "conv")
+    return StoredKeys(layer.is_sliding)
+
+
+def ends_with_keys(written: Prefix) -> bool:
+    """Whether keys and values of the last layer are the last thing that completions read of their prompts."""
+    return type(written.layers[-1]) is StoredKeys
+
+
+def prefix_to_read(written: Prefix, index: torch.Tensor) -> Prefix:
+    """The written prefix for a batch whose row i continues prompt `index[i]`; index (N,), int64."""
+    return Prefix(layers=[_expanded(layer, index) for layer in written.layers])
+
+
+def _expanded(layer: Any, index: torch.Tensor) -> Any:
+    if keeps_nothing(layer):
+        return layer
+    return ExpandedState(layer, index) if isinstance(layer, StoredState) else ExpandedKeys(layer, index)
+
+
+def _keeping(cache: Prefix) -> list[Any]:
+    return [layer for layer in cache.layers if not keeps_nothing(layer)]
+
+
+def check_written(written: Prefix, length: int, hidden: torch.Tensor | None) -> None:
+    """Raise `CannotShare` unless every layer holds the whole prompt, and in the graph if gradients are wanted.
+
+    Args:
+        written: the prefix after its pass.
+        length: positions it has to hold.
+        hidden: (U, P - 1, D) last hidden states of that pass; None: it ended with the last layer's keys and values.
+    """
+    for layer in _keeping(written):
+        complete = layer.is_complete() if isinstance(layer, StoredState) else layer.length() == length
+        if not complete:
+            raise CannotShare("the model did not keep the whole prompt in its cache")
+    if not torch.is_grad_enabled():
+        return
+    # From the first trained weight on, everything is in the graph: a later layer that is not has been cut off from it.
+    trained = hidden is None or hidden.requires_grad
+    in_graph = [*(layer.in_graph() for layer in _keeping(written)), trained]
+    if not all(layer.written_with_grad for layer in _keeping(written)) or in_graph != sorted(in_graph):
+        raise CannotShare("the model kept the prompt without its gradients")
+    if trained and not any(in_graph[:-1]):
+        raise CannotShare("only weights behind the last cache are trained")
+
+
+def check_read(read: Prefix) -> None:
+    """Raise `CannotShare` unless every layer has read its prefix."""
+    if not all(layer.was_read for layer in _keeping(read)):
+        raise CannotShare("the model did not read the prompt from its cache")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Keys and values of prompts, read by completions that are packed in one row.
+
+
+class PackedKeys(ExpandedKeys):
+    """Stored keys and values of U prompts of P - 1 tokens, each in front of its completions' own; never written.
+
+    Its index is (K,): which of U * (P - 1) keys of prompts and Q keys of completions behind them, for each key in turn.
+    """
+
+    def _behind(self, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        every = torch.cat([stored.transpose(1, 2).flatten(0, 1), new[0].transpose(0, 1)])  # (U * (P - 1) + Q, H, D)
+        return every.index_select(0, self.index).transpose(0, 1).unsqueeze(0)  # (1, H, K, D)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return len(self.index), 0
+
+
+def packed_prefix(written: Prefix, places: torch.Tensor) -> Prefix:
+    """Return a written prefix of layers that keep keys and values as packed completions read it."""
+    return Prefix(layers=[PackedKeys(layer, places) for layer in written.layers])

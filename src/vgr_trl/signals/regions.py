@@ -1,0 +1,151 @@
+"""Images that show nothing but what a question is about."""
+
+from collections.abc import Mapping, Sequence
+from math import isqrt
+
+import torch
+from PIL import Image
+from transformers.image_processing_utils import select_best_resolution
+
+from vgr_trl.data.images import Box
+from vgr_trl.utils import DataError
+
+
+def in_pixels(boxes: Sequence[Box], size: tuple[int, int]) -> list[tuple[float, float, float, float]]:
+    """Return boxes as (left, top, width, height) in pixels of an image of this size, to a millionth."""
+    wide, high = size
+    return [
+        (
+            round(left * wide, 6),
+            round(top * high, 6),
+            round((right - left) * wide, 6),
+            round((bottom - top) * high, 6),
+        )
+        for left, top, right, bottom in boxes
+    ]
+
+
+def drawn(boxes: Sequence[Box], size: tuple[int, int]) -> Image.Image:
+    """Return a black image of that size that is white within the boxes, each of at least one pixel."""
+    image = Image.new("RGB", size)
+    for left, top, right, bottom in boxes:
+        x, y = (min(round(start * side), side - 1) for start, side in ((left, size[0]), (top, size[1])))
+        far = max(round(right * size[0]), x + 1), max(round(bottom * size[1]), y + 1)
+        image.paste((255, 255, 255), (max(x, 0), max(y, 0), *far))
+    return image
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From pixels to the vision tokens that stand for them, for the families of models whose pixel inputs are known.
+#
+# What of an image is within a region is found out by the processor itself: it is given an image of the same size that
+# is
+# white there and black elsewhere, so that resizing, cropping, padding and tiles are its own. What is left is how
+# patches
+# and tiles become tokens.
+
+
+ENOUGH = 0.5  # share of a token that has to be within the region
+
+
+def lit_share(region: torch.Tensor, black: torch.Tensor, white: torch.Tensor) -> torch.Tensor:
+    """Return how white pixels are, in [0, 1]; 0 where the image has no part in them, which is padding.
+
+    Args:
+        region, black, white: `pixel_values` of the image that shows the region, and of a black and a white one.
+    """
+    span = (white - black).float()
+    share = (region - black).float() / span.masked_fill(span == 0, 1)
+    return share.masked_fill(span == 0, 0).clamp(0, 1)
+
+
+def in_region(shares: torch.Tensor) -> torch.Tensor:
+    """Return which tokens (V,) stand for the region: those at least half within it, else those that are most."""
+    most = shares.max() if len(shares) else shares.sum()
+    return (shares >= most.clamp(max=ENOUGH) - 1e-6) & (shares > 0)
+
+
+def token_shares(
+    lit: torch.Tensor,
+    given: Mapping[str, torch.Tensor],
+    num_tokens: int,
+    pinpoints: Sequence[Sequence[int]] | None = None,
+) -> torch.Tensor:
+    """Return how much of each vision token of one image is lit, (V,) in [0, 1].
+
+    Args:
+        lit: of the shape of its `pixel_values`, in [0, 1].
+        given: its pixel inputs.
+        num_tokens: V.
+        pinpoints: resolutions that the processor chooses from, where tiles keep the aspect of the image (LLaVA-NeXT).
+
+    Raises:
+        DataError: the pixels cannot be assigned to the tokens.
+    """
+    if "image_grid_thw" in given:  # Qwen, GLM: the patches of a token stand together
+        patches = lit.flatten(1).mean(1)
+        found = patches.view(num_tokens, -1).mean(1) if num_tokens and not len(patches) % num_tokens else patches
+    elif "spatial_shapes" in given:  # LFM2-VL: tiles of unequal size
+        sizes = [(int(rows), int(columns)) for rows, columns in given["spatial_shapes"].tolist()]
+        factor = isqrt(max(sum(rows * columns for rows, columns in sizes) // max(num_tokens, 1), 1))
+        tiles = [
+            tile[: rows * columns].mean(-1).view(rows, columns)
+            for tile, (rows, columns) in zip(lit, sizes, strict=True)
+        ]
+        found = torch.cat([_pooled(tile, tile.size(0) // factor, tile.size(1) // factor) for tile in tiles])
+    elif "image_sizes" in given and lit.ndim == 5:
+        found = _anyres(lit[0], given["image_sizes"][0].tolist(), num_tokens, pinpoints or ())
+    elif "image_sizes" in given:  # Mistral 3: padded on the right and below
+        rows, columns = given["image_sizes"][0].tolist()
+        side = isqrt(max(rows * columns // max(num_tokens, 1), 1))
+        found = _pooled(lit[0, :, :rows, :columns].mean(0), rows // side, columns // side)
+    else:  # squares: of one image, of its tiles, or of its tiles padded to those of another row
+        squares = lit.flatten(0, 1) if lit.ndim == 5 else lit
+        if (mask := given.get("pixel_attention_mask")) is not None:
+            squares = squares[mask.flatten(0, 1).flatten(1).any(1)]
+        side = isqrt(num_tokens // max(len(squares), 1))
+        found = torch.cat([_pooled(square.mean(0), side, side) for square in squares]) if side else lit.new_zeros(0)
+    if len(found) != num_tokens:
+        shapes = {name: tuple(value.shape) for name, value in given.items()}
+        raise DataError(
+            f"An image has {num_tokens} tokens and the pixel inputs {shapes}, of which it is not known which token "
+            "stands for which pixels: switch off what reads regions for this processor."
+        )
+    return found
+
+
+def _pooled(image: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The mean of (height, width) in each cell of a grid, row by row."""
+    pooled: torch.Tensor = torch.nn.functional.adaptive_avg_pool2d(image[None, None], (rows, columns))
+    return pooled.flatten()
+
+
+def _anyres(
+    tiles: torch.Tensor, size: Sequence[int], num_tokens: int, pinpoints: Sequence[Sequence[int]]
+) -> torch.Tensor:
+    """LLaVA-NeXT: the whole image, then rows of its tiles without padding, each with a token behind it."""
+    whole, side = tiles[0].mean(0), tiles.size(-1)
+    if not pinpoints:
+        return whole.new_zeros(0)
+    height, width = select_best_resolution(tuple(size), [list(point) for point in pinpoints])
+    rows, columns = height // side, width // side
+    parts = tiles[1 : 1 + rows * columns].mean(1).view(rows, columns, side, side)
+    canvas = parts.transpose(1, 2).reshape(rows * side, columns * side)
+    for cells in range(1, side + 1):
+        high, wide = rows * cells, columns * cells
+        above, left = _padding(size, high, wide)
+        high, wide = high - 2 * above, wide - 2 * left
+        if cells * cells + high * (wide + 1) == num_tokens:
+            grid = _pooled(canvas, rows * cells, columns * cells).view(rows * cells, columns * cells)
+            shown = grid[above : above + high, left : left + wide]
+            lines = torch.nn.functional.pad(shown, (0, 1)).flatten()
+            return torch.cat([_pooled(whole, cells, cells), lines])
+    return whole.new_zeros(0)
+
+
+def _padding(size: Sequence[int], rows: int, columns: int) -> tuple[int, int]:
+    """Rows above and columns left of an image (height, width) padded to a grid, as the model leaves them out."""
+    height, width = size
+    if width / height > columns / rows:
+        return (rows - int(round(height * columns / width, 7))) // 2, 0
+    return 0, (columns - int(round(width * rows / height, 7))) // 2

@@ -1,0 +1,452 @@
+"""Errors, files that are whole or not there, and other small tools that know no stage."""
+
+import errno
+import multiprocessing
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import update_wrapper
+from importlib.metadata import version
+from io import FileIO
+from pathlib import Path
+from threading import get_ident
+from typing import Any
+
+import yaml
+from packaging.version import Version
+from torch import distributed
+from yaml.constructor import ConstructorError
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text of a model or of data, as it can be printed: nothing in it moves a cursor, reorders a line or hides.
+
+
+# Control characters but line feed and tab, surrogates, characters of private use, line breaks that only some readers
+# see, marks of writing direction, and characters that show nothing, in which a text can be hidden; but for those that
+# join or select the shapes of their neighbours, as emoji and Persian have them.
+_HIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ue000-\uf8ff\U000f0000-\U000ffffd\U00100000-\U0010fffd"
+    "\u2028\u2029\u202a-\u202e\u2066-\u2069\u200e\u200f\u061c"
+    "\xad\u180e\u200b\u2060-\u2065\u206a-\u206f\u3164\ufeff\uffa0\ufff9-\ufffb"
+    "\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
+)
+
+
+def printable(text: str) -> str:
+    """Return `text` with control characters, marks of writing direction and what does not show as `\\x1b`.
+
+    Line feeds stay, tabs too; a carriage return before a line feed is left out. What comes out can neither move the
+    cursor of a terminal nor end a line in a reader's eyes only.
+    """
+    return _HIDDEN.sub(lambda found: _number(found[0]), text.replace("\r\n", "\n"))
+
+
+def _number(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The errors of this library: one family, and every member is also the built-in that callers expect.
+
+
+def words_of(error: BaseException, most: int = 200) -> str:
+    """Return what an error says, on one line of at most so many characters; its type where it says nothing."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
+
+
+class VGRError(Exception):
+    """Base of every error this library raises on purpose; its text, in which data may be named, can be printed."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+class ConfigError(VGRError, ValueError):
+    """An option has a value that is not accepted, or contradicts another option."""
+
+
+class DataError(VGRError, ValueError):
+    """A data set, a row or an image cannot be used."""
+
+
+class MissingSplitError(DataError):
+    """A data set has not the split that is asked for."""
+
+
+class RewardError(VGRError, ValueError):
+    """A reward cannot be found, loaded or computed from what it was given."""
+
+
+class UnsupportedTRLError(VGRError, RuntimeError):
+    """The installed TRL does not have the methods that this library extends."""
+
+
+class CollapseError(VGRError, RuntimeError):
+    """Training was ended because the run showed signs of collapse."""
+
+
+class NotFiniteError(VGRError, ArithmeticError):
+    """What the model computes is NaN or infinite, so that it cannot be trained on."""
+
+
+class VLLMServerError(VGRError, ConnectionError):
+    """A server of vLLM does not answer, or cannot do what is asked."""
+
+
+class ProcessError(VGRError, RuntimeError):
+    """Another process of the run does not answer, or has ended."""
+
+
+class DiskFullError(VGRError, OSError):
+    """A disk or a quota is full; what was being written is not whole."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A full disk, which libraries report in many words, said in one sentence.
+
+
+# What libraries say that hide the error of the system: PyTorch's writer of archives, safetensors, pyarrow.
+WORDS = (
+    "PytorchStreamWriter failed writing",
+    "unexpected pos",
+    "No space left on device",
+    "Disk quota exceeded",
+    "os error 28",
+)
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether an error, or one that led to it, comes from a disk or a quota that is full."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if any(words in str(error) for words in WORDS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@contextmanager
+def disk_full_named(target: str | Path, cure: str = "free space there") -> Iterator[None]:
+    """Turn what is raised when the disk is full into a `DiskFullError` that names the file.
+
+    Args:
+        target: the file that is written, or a folder in which files are: then the last one that was begun is named.
+        cure: what to do, the end of the sentence.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, DiskFullError) or not is_disk_full(error):
+            raise
+        raise DiskFullError(f"Disk full while writing {_file(target, error)}: {cure}.") from error
+
+
+def _file(target: str | Path, error: BaseException) -> Path:
+    target = Path(target)
+    if not target.is_dir():
+        return target
+    if isinstance(error, OSError) and isinstance(error.filename, (str, Path)) and Path(error.filename).is_file():
+        return Path(error.filename)
+    begun = [(path.stat().st_mtime_ns, path) for path in target.rglob("*") if not path.is_dir()]
+    return max(begun, default=(0, target))[1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files that are either whole or not there, whenever the process is killed.
+
+
+def unfinished(path: Path) -> Path:
+    """Return the name under which `path` is written until it is whole; readers of folders pass over such names."""
+    return path.with_name(f".{path.name}.unfinished")
+
+
+def publish(path: Path) -> None:
+    """Give the file at `unfinished(path)` its name, once its bytes are on the disk."""
+    with unfinished(path).open("rb") as file:
+        os.fsync(file.fileno())
+    unfinished(path).replace(path)
+    sync_folder(path.parent)
+
+
+def write_whole(path: Path, data: bytes, sync: bool = True) -> None:
+    """Write `data` to `path`, which is replaced at once or not at all.
+
+    Args:
+        path: whose folder is there.
+        data: all of it.
+        sync: wait until it is on the disk, as nothing written after it can be there before.
+
+    Raises:
+        DiskFullError: naming the file.
+    """
+    try:
+        with disk_full_named(path):
+            unfinished(path).write_bytes(data)
+            if sync:
+                publish(path)
+            else:
+                unfinished(path).replace(path)
+    finally:
+        unfinished(path).unlink(missing_ok=True)
+
+
+def append_whole(path: Path, data: bytes, head: bytes = b"") -> None:
+    """Append all of `data` to `path`, or nothing if that fails; a missing folder is made.
+
+    Args:
+        path: of the file.
+        data: all of it.
+        head: what stands in front of it in a file that is empty.
+
+    Raises:
+        DiskFullError: naming the file.
+    """
+    with disk_full_named(path), _opened(path) as file:
+        end = file.seek(0, os.SEEK_END)
+        rest = memoryview(data if end else head + data)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
+            with suppress(OSError):
+                file.truncate(end)
+            raise
+
+
+def _opened(path: Path) -> FileIO:
+    try:
+        return path.open("ab", buffering=0)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("ab", buffering=0)
+
+
+def is_writable(path: Path) -> bool:
+    """Return whether a file could be written to `path`, whose folder may be missing yet."""
+    if path.is_dir():
+        return False
+    folder = next(folder for folder in path.absolute().parents if folder.exists())
+    return folder.is_dir() and os.access(folder, os.W_OK)
+
+
+def sync_files(paths: Sequence[Path]) -> None:
+    """Wait until files and their names are on the disk; all at once where the system can, which is much faster."""
+    if hasattr(os, "sync"):
+        if paths:
+            os.sync()
+        return
+    for path in paths:
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in `folder` are on the disk, on systems where a folder can be waited for."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Setting an attribute, or a method, for a while.
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of a module or object for the duration; an object that had none of its own has none after."""
+    missing = object()
+    before = vars(owner).get(name, missing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+@contextmanager
+def replaced_method(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Call a function in place of a method of one object for the duration; copies of the object call their own method.
+
+    Raises:
+        ConfigError: another thread has replaced the method; whichever ends first would undo the other's.
+    """
+    plain = getattr(owner, name)
+    if isinstance(plain, _Replacement) and plain.thread != get_ident():
+        raise ConfigError(
+            f"Another thread shares prompts in this {type(owner).__name__}: "
+            "enter share_prompts once, around both threads."
+        )
+    with replaced(owner, name, _Replacement(plain, function)):
+        yield
+
+
+class _Replacement:
+    """Looks like the plain method. Copied or pickled with its owner it is that method, of the copy."""
+
+    def __init__(self, plain: Callable[..., Any], function: Callable[..., Any]) -> None:
+        update_wrapper(self, plain)
+        self.plain, self.function, self.thread = plain, function, get_ident()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.plain,)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the other processes of a run do when one is silent or has ended, in words that say what to do.
+
+
+_SILENT = ("Timed out waiting", "timed out after", "Application timeout caused pair closure")
+_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+
+
+@contextmanager
+def silence_named(timeout: int, step: Callable[[], int]) -> Iterator[None]:
+    """Turn what gloo raises when another process does not answer into a `ProcessError`.
+
+    NCCL ends the process itself, after the same time and with its own words.
+
+    Args:
+        timeout: `ddp_timeout`, in seconds.
+        step: asked for the step at hand, counted from 1.
+
+    Raises:
+        ProcessError: another process is silent or has ended.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not (distributed.is_available() and distributed.is_initialized() and "gloo" in str(error)):
+            raise
+        others = f"of the {distributed.get_world_size()} processes"
+        if any(words in str(error) for words in _SILENT):
+            raise ProcessError(
+                f"Another {others} has not answered for ddp_timeout={timeout} seconds at step {step()}: see whether it "
+                "is stopped or hangs (in a reward, which reward_timeout would end), end them all, and continue with "
+                "resume_from_checkpoint latest; raise ddp_timeout if a process may take longer than that."
+            ) from error
+        if any(words in str(error) for words in _GONE):
+            raise ProcessError(
+                f"Another {others} has ended at step {step()}: what it said last is the reason; end them all, and "
+                "continue with resume_from_checkpoint latest."
+            ) from error
+        raise
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which releases of TRL this library extends; asked before anything of TRL is imported.
+
+
+SUPPORTED = ("1.15", "1.17")  # from, up to but without; the tests run with these releases
+CURE = f'install one of those: pip install "trl>={SUPPORTED[0]},<{SUPPORTED[1]}".'
+
+
+def release(installed: str | None = None) -> Version:
+    """Return the release of the installed TRL, or of the version given, without what follows on its numbers."""
+    return Version(Version(installed or version("trl")).base_version)
+
+
+def supported(installed: str | None = None) -> str:
+    """Return the beginning of a sentence about the installed TRL."""
+    return (
+        f"TRL {installed or version('trl')} is installed, but vgr_trl is tested with trl>={SUPPORTED[0]},"
+        f"<{SUPPORTED[1]}"
+    )
+
+
+def check_release(installed: str | None = None) -> None:
+    """Raise `UnsupportedTRLError` unless the tests run with the release of TRL.
+
+    Args:
+        installed: version of TRL, that of the installed package by default.
+    """
+    first, end = map(Version, SUPPORTED)
+    if not first <= release(installed) < end:
+        raise UnsupportedTRLError(f"{supported(installed)}; {CURE}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Processes that this one has work done in: none of them outlives it.
+
+
+def pool(workers: int) -> ProcessPoolExecutor:
+    """Return a pool of processes that import anew, and that end with the process that started them, not before.
+
+    A scheduler's SIGTERM, or Ctrl-C, goes to them as well; what becomes of their work is for that process to say.
+    """
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_belong_to_parent)
+
+
+def kill_workers(executor: ProcessPoolExecutor) -> None:
+    """End the processes of a pool in the midst of what they do, which the end of the interpreter would wait for."""
+    for process in list((executor._processes or {}).values()):
+        process.kill()
+
+
+def _belong_to_parent() -> None:
+    """End this process when the one that started it is killed, for then nobody sends it anything, not even an end.
+
+    Signals are passed over by a function, since what this process starts would inherit that they are ignored.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+
+    def watch() -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# YAML as people mean it: what the reader would make something else of in silence is an error.
+
+
+class StrictLoader(yaml.SafeLoader):
+    """A safe loader that refuses a key given twice, and numbers that YAML 1.1 reads as octal or in base 60."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """Return the mapping, or raise `ConstructorError` for a key given twice."""
+        seen: set[Any] = set()
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:str":
+                if key.value in seen:
+                    raise ConstructorError(None, None, f"the key {key.value} is given twice", key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+    def construct_yaml_int(self, node: Any) -> int:
+        """Return the number, or raise `ConstructorError` for one that does not mean what it shows."""
+        value = int(super().construct_yaml_int(node))
+        if re.match(r"[-+]?0[\d_]|.*:", str(node.value)) and value != 0:
+            raise ConstructorError(None, None, f"YAML reads {node.value} as {value}: write that", node.start_mark)
+        return value
+
+
+StrictLoader.add_constructor("tag:yaml.org,2002:int", StrictLoader.construct_yaml_int)
+
+
+def parse_yaml(text: str) -> Any:
+    """Return what a YAML text says, or raise `yaml.YAMLError`."""
+    return yaml.load(text, StrictLoader)  # a safe loader

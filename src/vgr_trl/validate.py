@@ -1,0 +1,475 @@
+"""What does not go together, told before the first step: options, passes, and TRL's private names."""
+
+import inspect
+from collections.abc import Iterator
+from importlib.metadata import version
+from itertools import chain
+from typing import Any
+
+import torch
+from packaging.version import Version
+from peft import PeftModel
+from torch import nn
+from transformers import GenerationConfig
+from trl.trainer import grpo_trainer, utils
+
+from vgr_trl.added_loss import what_reads_every_token
+from vgr_trl.config import SWITCHES
+from vgr_trl.efficiency.loss_mask import SkippingPlan, why_padding_counts
+from vgr_trl.efficiency.vision_cache import VisionCache, parts_of_tower, tower_trains, why_not_once
+from vgr_trl.forward_passes import BlankImage
+from vgr_trl.rollout import ConstructedTrainer
+from vgr_trl.sampling import filter_index
+from vgr_trl.sharing.model_support import (
+    DROPS_CACHES,
+    base_of,
+    causal_model,
+    checkpoints_drop_caches,
+    has_active_dropout,
+    is_compiled,
+    recomputes_without_graph,
+    why_adapter_reads_whole_rows,
+    why_not_share,
+)
+from vgr_trl.sharing.plan import Place, SharingPlan
+from vgr_trl.sharing.sharing import why_not_pack, why_not_regroup
+from vgr_trl.signals.scoring import Wanted
+from vgr_trl.utils import CURE, ConfigError, UnsupportedTRLError, check_release, release, supported
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What passes of a run compute once, and what they leave out; where, and why not elsewhere.
+
+
+def plan_sharing(trainer: ConstructedTrainer) -> SharingPlan:
+    """Return where the constructed `trainer` shares prompts, by its option `share_prompts` and its model."""
+    mode = trainer.args.share_prompts
+    sharded = _is_sharded(trainer)
+    regroup_reason = why_rows_matter(
+        trainer,
+        trainer.loss_type,
+        steps_per_generation=trainer.args.steps_per_generation or 1,
+        gradient_accumulation_steps=trainer.args.gradient_accumulation_steps,
+    )
+    model = trainer.model
+    everywhere = "share_prompts=off" if mode == "off" else _why_columns_count(trainer)
+    generation = everywhere or _why_not_generate(trainer) or why_not_share(model, gradients=False)
+    compiled = "torch.compile" if _compiles(trainer) else None
+    scoring = everywhere or compiled or why_not_share(model, gradients=False)
+    training = everywhere or compiled or _why_not_train(trainer) or why_not_share(model, gradients=True)
+    return SharingPlan(
+        mode=mode,
+        generation=Place(generation),
+        scoring=Place(scoring),
+        training=Place(training),
+        regroup_reason=regroup_reason,
+        regroups=training is None and (regroup_reason is None or mode == "on"),
+        sharded=sharded,
+        dropout=None in (generation, training) and has_active_dropout(model, when_training=True),
+        in_order=bool(trainer.is_deepspeed_enabled),
+    )
+
+
+def _why_columns_count(trainer: ConstructedTrainer) -> str | None:
+    """Why passes keep the columns that TRL gives them; None if they need not."""
+    neftune = "the scale of NEFTune's noise depends on the columns" if trainer.args.neftune_noise_alpha else None
+    return neftune or why_adapter_reads_whole_rows(trainer.model)
+
+
+def _why_not_generate(trainer: ConstructedTrainer) -> str | None:
+    if trainer.use_vllm:
+        return "vLLM shares prompts itself"
+    if trainer.use_transformers_continuous_batching:
+        return "continuous batching"
+    return "FSDP" if trainer.is_fsdp_enabled else None
+
+
+def _why_not_train(trainer: ConstructedTrainer) -> str | None:
+    """What only shows once the trainer has started: it wraps the model and switches checkpointing on later."""
+    if trainer.args.gradient_checkpointing:
+        options: Any = trainer.args.gradient_checkpointing_kwargs or {}
+        reentrant = options.get("use_reentrant", False)
+    else:
+        reentrant = recomputes_without_graph(trainer.model, when_training=True)
+    if reentrant:
+        return "gradient checkpointing with use_reentrant=True"
+    if trainer.args.gradient_checkpointing and checkpoints_drop_caches():
+        return DROPS_CACHES
+    if trainer.aux_loss_enabled:
+        return "the load-balancing loss needs the router of every token"
+    if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version == 1:
+        return "the first version of FSDP"
+    return None
+
+
+def plan_blank_image(trainer: ConstructedTrainer, has_images: bool) -> BlankImage | None:
+    """Return what takes part in the vision tower where only other processes have images; None: nothing need."""
+    base = base_of(causal_model(trainer.model))
+    processor = getattr(trainer.processing_class, "image_processor", None)
+    alone = trainer.accelerator.num_processes == 1 or not (has_images and trainer._is_vlm)
+    if alone or processor is None or not hasattr(base, "get_image_features") or _compiles(trainer):
+        return None
+    return BlankImage(processor, trainer.accelerator, _is_sharded(trainer))
+
+
+def plan_vision(trainer: ConstructedTrainer, has_images: bool) -> VisionCache:
+    """Return the cache of the constructed `trainer`, off or on; `has_images`: whether its data have any."""
+    base = base_of(causal_model(trainer.model))
+    reason = _why_not_once(trainer, base) if has_images else "data without images"
+    return VisionCache(base, trainer.args.vision_cache_megabytes, reason)
+
+
+def _why_not_once(trainer: ConstructedTrainer, base: nn.Module) -> str | None:
+    if trainer.args.vision_cache_megabytes == 0:
+        return "switched off"
+    if _compiles(trainer) or is_compiled(trainer.model):
+        return "torch.compile"
+    if _is_sharded(trainer):
+        return "sharded parameters: every process has to call the vision tower equally often"
+    return why_not_once(base)
+
+
+def plan_skipping(trainer: ConstructedTrainer, wanted: Wanted, sharing: SharingPlan) -> SkippingPlan:
+    """Return what the constructed `trainer` leaves out of its passes, by its options, its loss and its model."""
+    causal = causal_model(trainer.model)
+    base = base_of(causal)
+    off = {name: _switched_off(trainer, name) for name in SWITCHES}
+    accumulated, generated = trainer.args.gradient_accumulation_steps, trainer.args.steps_per_generation or 1
+    compiled = "torch.compile" if _compiles(trainer) or is_compiled(trainer.model) else None
+    router = "the load-balancing loss reads all tokens" if trainer.aux_loss_enabled else None
+    option = what_reads_every_token(trainer.args)
+    read = compiled or router or (option and f"{option} reads all tokens")
+    headless = "a model that is its own base" if base is causal else None
+    columns = _why_columns_count(trainer)
+    return SkippingPlan(
+        rows=Place(off["skip_dead_rows"] or read),
+        tokens=Place(off["skip_dead_tokens"] or read or headless or _why_completions_are_read(trainer)),
+        padding=Place(off["skip_padding"] or compiled or router or columns or why_padding_counts(base)),
+        packing=Place(off["pack_completions"] or _why_not_pack(trainer, base, sharing)),
+        head=(off["skip_dead_tokens"] or compiled or headless) is None,
+        dealing=Place(off["deal_by_length"] or _why_not_deal(trainer)),
+        old_logps=Place(off["reuse_first_pass"] or _why_old_logps_are_scored(trainer, wanted)),
+        images=_is_sharded(trainer) or not parts_of_tower(base) or tower_trains(base),
+        window=trainer.args.per_device_train_batch_size * min(accumulated, generated),
+    )
+
+
+def _why_not_pack(trainer: ConstructedTrainer, base: nn.Module, sharing: SharingPlan) -> str | None:
+    """Why completions do not pass behind their prompts without padding; None if they do."""
+    if sharing.training.reason_off is not None:
+        return "training does not share prompts"
+    return why_not_pack(base) or ("FSDP" if trainer.is_fsdp_enabled else None) or why_padding_counts(base)
+
+
+def _why_not_deal(trainer: ConstructedTrainer) -> str | None:
+    """Why which rows share a micro-batch changes an optimizer step; None if it does not."""
+    accumulated, generated = trainer.args.gradient_accumulation_steps, trainer.args.steps_per_generation or 1
+    if accumulated % generated and generated % accumulated:
+        return "optimizer steps begin within a rollout"
+    return why_rows_matter(trainer, trainer.loss_type)
+
+
+def why_rows_matter(trainer: ConstructedTrainer, loss_type: str, **windows: int) -> str | None:
+    """Why a loss depends on which rows share a micro-batch, in an optimizer step by default; None if it does not."""
+    return why_not_regroup(
+        loss_type=loss_type,
+        entropy_bonus=trainer._entropy_bonus_enabled,
+        top_entropy_quantile=trainer.top_entropy_quantile,
+        router_loss=trainer.aux_loss_enabled,
+        **windows,
+    )
+
+
+def _why_old_logps_are_scored(trainer: ConstructedTrainer, wanted: Wanted) -> str | None:
+    """Why old log-probabilities cannot come from the first training pass; None if they can."""
+    args = trainer.args
+    accumulated, generated = args.gradient_accumulation_steps, args.steps_per_generation or 1
+    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
+        return "the correction of vLLM's sampling compares with them"
+    if accumulated % (generated * args.num_iterations) == 0:
+        return "the policy does not change between generation and loss: there are none"
+    if accumulated % generated:
+        return "a rollout is spread over several optimizer steps"
+    if args.replay_buffer_size > 0:
+        return "replay_buffer_size keeps them"
+    if wanted.head or wanted.values:
+        return f"{[*wanted.entropies, *wanted.dependency, *wanted.logps, *wanted.values][0]} needs the pass anyway"
+    random = trainer.args.neftune_noise_alpha or has_active_dropout(trainer.model, when_training=True)
+    return "dropout, or the noise of NEFTune" if random else None
+
+
+def _why_completions_are_read(trainer: ConstructedTrainer) -> str | None:
+    """Why the loss reads tokens without an advantage in completions that have one; None if it does not."""
+    if trainer.importance_sampling_level == "sequence":
+        return "importance_sampling_level is sequence, a ratio of whole completions"
+    if trainer.loss_type == "vespo":
+        return "vespo weighs by the ratio of whole completions"
+    if trainer.off_policy_mask_threshold is not None:
+        return "off_policy_mask_threshold compares whole completions"
+    return None
+
+
+def _switched_off(trainer: ConstructedTrainer, option: str) -> str | None:
+    return f"{option}=off" if getattr(trainer.args, option) == "off" else None
+
+
+def _compiles(trainer: ConstructedTrainer) -> bool:
+    return bool(trainer.accelerator.state.dynamo_plugin.backend.value != "NO")
+
+
+def _is_sharded(trainer: ConstructedTrainer) -> bool:
+    plugin = trainer.args.deepspeed_plugin if trainer.is_deepspeed_enabled else None
+    return bool(trainer.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Options that do not go with a trainer: with its loss, its rewards, its data, or how it generates and is launched.
+
+
+def refuse_unfit_options(trainer: ConstructedTrainer, sharded: bool, has_images: bool) -> None:
+    """Raise `ConfigError` for the first option that does not go with a trainer, a `filter_key` without reward too."""
+    sentences = chain(_of_choice(trainer), _of_generation(trainer), _of_shards(trainer, sharded), _of_makers(trainer),
+                      _of_budget(trainer), _of_noise(trainer, has_images))  # fmt: skip
+    if (sentence := next(sentences, None)) is not None:
+        raise ConfigError(sentence)
+    if trainer.args.online_filtering:
+        filter_index(trainer.args.filter_key, trainer.reward_func_names)
+
+
+def _of_choice(trainer: ConstructedTrainer) -> Iterator[str]:
+    args = trainer.args
+    if args.advantage_estimator != "grpo" and args.multi_objective_aggregation != "sum_then_normalize":
+        yield (
+            f"advantage_estimator is {args.advantage_estimator} with multi_objective_aggregation "
+            f"{args.multi_objective_aggregation}: the estimators take weighted sums, so use sum_then_normalize."
+        )
+    if args.chooses_groups and args.multi_objective_aggregation != "sum_then_normalize":
+        yield (
+            f"multi_objective_aggregation is {args.multi_objective_aggregation} with replay_buffer_size, "
+            "dynamic_sampling or online_filtering, which find groups without a gradient by weighted sums: use "
+            "sum_then_normalize, or drop them."
+        )
+    if args.advantage_estimator == "remax" and (trainer.use_vllm or trainer.use_transformers_continuous_batching):
+        yield (
+            "advantage_estimator is remax, whose greedy completions are generated by transformers: switch off vLLM and "
+            "continuous batching, or use rloo."
+        )
+
+
+def _of_generation(trainer: ConstructedTrainer) -> Iterator[str]:
+    if trainer.use_vllm:
+        return
+    usual = GenerationConfig()
+    for name in trainer.args.generation_kwargs or {}:
+        if not hasattr(usual, name):
+            yield (
+                f"generation_kwargs has {name}, which the generation of transformers does not know and leaves unread: "
+                "give names of its GenerationConfig, or drop it."
+            )
+
+
+def _of_shards(trainer: ConstructedTrainer, sharded: bool) -> Iterator[str]:
+    args = trainer.args
+    if not sharded:
+        return
+    if args.kl_coef > 0 and args.kl_penalty == "full":
+        yield (
+            "kl_penalty is full with ZeRO-3 or FSDP, which do not gather the heads it runs again: use low_var_kl, or "
+            "ZeRO-2."
+        )
+    if "shift" in args.readers():
+        yield (
+            f"{args.readers()['shift'][0]} compares whole distributions, which ZeRO-3 and FSDP do not gather the head "
+            "for: use ZeRO-2, or a rule that reads the dependency."
+        )
+    if args.uses_critic and args.critic == "model":
+        yield (
+            "critic is model with ZeRO-3 or FSDP, of whose parameters no process has a whole copy: use critic head, or "
+            "ZeRO-2."
+        )
+
+
+def _of_makers(trainer: ConstructedTrainer) -> Iterator[str]:
+    """What makes completions otherwise than `generate` of the policy does."""
+    args = trainer.args
+    for name in ("rollout_func", "tools", "environment_factories"):
+        given = name.removesuffix("_factories") if getattr(trainer, name, None) else None
+        if given and args.chooses_groups:
+            yield (
+                f"Groups cannot be replaced with {given}: drop it, or replay_buffer_size, dynamic_sampling and "
+                "online_filtering."
+            )
+        if given and args.advantage_estimator == "remax":
+            yield (
+                f"advantage_estimator is remax with {given}, which would not generate greedily: drop it, or use rloo."
+            )
+
+
+def _of_budget(trainer: ConstructedTrainer) -> Iterator[str]:
+    """A loss that is not the sum of those of parts; those of `bnpo` are weighed by their tokens."""
+    most = trainer.args.max_tokens_per_micro_batch
+    reason = why_rows_matter(trainer, "dapo" if trainer.loss_type == "bnpo" else trainer.loss_type)
+    if trainer.args.uses_critic:
+        reason = "a critic learns from whole micro-batches"
+    if most is not None and reason is not None:
+        yield (
+            f"max_tokens_per_micro_batch is {most}, but {reason}: switch one of the two off, or lower "
+            "per_device_train_batch_size instead."
+        )
+
+
+def _of_noise(trainer: ConstructedTrainer, has_images: bool) -> Iterator[str]:
+    args, size = trainer.args, int(trainer.num_generations)
+    if not args.noisy_generations:
+        return
+    if args.noisy_generations > size:
+        yield f"noisy_generations is {args.noisy_generations} with num_generations {size}: give at most that many."
+    measures = args.attention_source == "generate"
+    corrects = trainer.use_vllm and trainer.vllm_importance_sampling_correction
+    reasons = {
+        "the data have no images; add some, or switch it off.": not has_images,
+        "of rollout_func and tools; switch one of the two off.": trainer.rollout_func or trainer.tools,
+        'attention_source is "generate", which would measure noise; use "scoring".': measures,
+        "continuous batching shows no images; switch it off.": trainer.use_transformers_continuous_batching,
+        "vllm_importance_sampling_correction would weigh perturbed against clean images; set it to False.": corrects,
+    }
+    yield from (f"noisy_generations cannot be used here: {why}" for why, is_so in reasons.items() if is_so)
+
+
+def refuse_targets_without_module(model: PeftModel) -> None:
+    """Raise `ConfigError` if an adapter names a target that is no module of the model, which PEFT passes over."""
+    targets = getattr(next(iter(model.peft_config.values())), "target_modules", None)
+    if isinstance(targets, str) or not targets:
+        return
+    adapted = getattr(model.base_model, "targeted_module_names", [])
+    missing = sorted(target for target in targets if not any(_ends_with(name, target) for name in adapted))
+    if missing:
+        linear = {name.split(".")[-1] for name, module in model.named_modules() if hasattr(module, "in_features")}
+        names = ", ".join(sorted(linear - {"base_layer", "default"}))
+        raise ConfigError(
+            f"No module of {type(model.get_base_model()).__name__} is named {' or '.join(missing)}, which the adapter "
+            f"targets: give other names (linear modules are {names})."
+        )
+
+
+def _ends_with(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The places where this library joins TRL, checked before they are used.
+
+
+SEAMS = {
+    "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
+    "_compute_loss": ("model", "inputs"),
+    "_generate": ("prompts",),
+    "_generate_and_score_completions": ("inputs",),
+    "_generate_single_turn": (),
+    "_get_per_token_logps_and_entropies": (
+        "model",
+        "input_ids",
+        "attention_mask",
+        "logits_to_keep",
+        "batch_size",
+        "compute_entropy",
+    ),
+    "_get_dataloader": ("dataset",),
+    "_get_train_sampler": ("dataset",),
+    "_get_eval_sampler": ("eval_dataset",),
+    "_get_output_dir": ("trial",),
+    "_load_best_model": (),
+    "_log_completion_extra": ("column", "values"),
+    "_load_optimizer_and_scheduler": ("checkpoint",),
+    "_prepare_inputs": ("generation_batch",),
+    "_save_checkpoint": ("model", "trial"),
+    "_save_rng_state": ("output_dir",),
+    "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
+    "_tokenize_prompts": ("prompts",),
+    "create_model_card": ("model_name", "dataset_name", "tags"),
+    "log": ("logs", "start_time"),
+    "train": ("resume_from_checkpoint",),
+}
+
+
+# What ours replaces in the module of TRL's trainer while a batch is dealt to micro-batches.
+MODULE_SEAMS = ("shuffle_sequence_dict", "unsplit_pixel_values_by_grid")
+
+# What ours reads of a constructed trainer.
+ATTRIBUTES = (
+    "_buffered_inputs",
+    "_entropy_bonus_enabled",
+    "_is_vlm",
+    "_logs",
+    "_metrics",
+    "_pending_extra_logs",
+    "_pending_metrics",
+    "_step",
+    "_tokenizer",
+    "aux_loss_enabled",
+    "beta",
+    "environment_factories",
+    "eos_token_ids",
+    "importance_sampling_level",
+    "log_multimodal",
+    "loss_type",
+    "num_generations",
+    "num_generations_eval",
+    "num_iterations",
+    "off_policy_mask_threshold",
+    "pad_to_multiple_of",
+    "ref_model",
+    "reward_func_names",
+    "reward_funcs",
+    "reward_weights",
+    "rollout_func",
+    "shuffle_dataset",
+    "temperature",
+    "tools",
+    "top_entropy_quantile",
+    "use_transformers_continuous_batching",
+    "use_vllm",
+    "vllm_importance_sampling_correction",
+)
+
+
+def check_attributes(trainer: object) -> None:
+    """Raise `UnsupportedTRLError` unless the constructed `trainer` has the attributes that ours reads."""
+    for name in ATTRIBUTES:
+        if not hasattr(trainer, name):
+            raise UnsupportedTRLError(
+                f"TRL {version('trl')} is installed, and its trainer has no attribute {name}; {CURE}"
+            )
+
+
+def check_head(device: torch.device, installed: str | None = None) -> None:
+    """Raise `UnsupportedTRLError` where TRL's fused head cannot run: before 1.16 it is a Triton kernel and no more.
+
+    Args:
+        installed: version of TRL, that of the installed package by default.
+    """
+    kernel = getattr(utils, "_ChunkedLogProbFunction", None)
+    of_trl = kernel is None or kernel.__module__.startswith("trl.")
+    if release(installed) < Version("1.16") and of_trl and device.type not in ("cuda", "xpu"):
+        raise UnsupportedTRLError(
+            f"TRL {installed or version('trl')} scores by a Triton kernel, but the model is on {device.type}: train on "
+            'a GPU, or pip install "trl>=1.16".'
+        )
+
+
+def check_seams(trainer_class: type, installed: str | None = None) -> None:
+    """Raise `UnsupportedTRLError` unless `trainer_class`, TRL's trainer, has the methods that ours extends."""
+    check_release(installed)
+    found = supported(installed)
+    for name in MODULE_SEAMS:
+        if not hasattr(grpo_trainer, name):
+            raise UnsupportedTRLError(f"{found}, and its module grpo_trainer has no {name}; {CURE}")
+    for name, expected in SEAMS.items():
+        method = getattr(trainer_class, name, None)
+        if method is None:
+            raise UnsupportedTRLError(f"{found}, and {trainer_class.__name__} has no method {name}; {CURE}")
+        names = list(inspect.signature(method).parameters)
+        missing = [parameter for parameter in expected if parameter not in names]
+        if missing:
+            raise UnsupportedTRLError(
+                f"{found}, and {trainer_class.__name__}.{name} has no parameter {missing[0]}; {CURE}"
+            )
