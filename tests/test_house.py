@@ -1,67 +1,39 @@
-"""The floors of docs/design.md: a room imports only rooms below it, and has few files."""
+"""The layers of docs/design.md: imports run downwards, without circles."""
 
 import ast
-import re
-from collections import Counter
-from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 import vgr_trl
 
 ROOT = Path(vgr_trl.__file__).parent
-DESIGN = Path(__file__).parents[1] / "docs" / "design.md"
-FACE = {"__init__"}  # hands names on, at the package's root
-MOST = 14  # files of a room
 
 
-def floors() -> dict[str, int]:
-    """Return the floor of every room of the table in the design, by name without ending."""
-    table = re.findall(r"^\| (\d+) \| (.+?) \|", DESIGN.read_text(encoding="utf-8"), re.MULTILINE)
-    return {
-        room.removesuffix("/").removesuffix(".py"): int(floor)
-        for floor, rooms in table
-        for room in re.findall(r"`([\w./]+)`", rooms)
-    }
+def modules() -> dict[str, Path]:
+    """Every module of the package by its dotted name."""
+    names = {}
+    for file in ROOT.rglob("*.py"):
+        parts = file.relative_to(ROOT.parent).with_suffix("").parts
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return names
 
 
-def imports(file: Path) -> Iterator[tuple[int, str]]:
-    """Yield line and dotted name, without the package, of what a file imports of this library, within functions too."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+def imported(file: Path, known: dict[str, Path]) -> set[str]:
+    """The modules of the package that a file imports, within functions too, but for annotations."""
+    found, tree = set(), ast.parse(file.read_text(encoding="utf-8"))
+    typing = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    skipped = {id(inner) for node in typing for inner in ast.walk(node)}
+    for node in (node for node in ast.walk(tree) if id(node) not in skipped):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names if alias.name.startswith("vgr_trl."))
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vgr_trl"):
-            for alias in node.names:
-                yield node.lineno, f"{node.module}.{alias.name}"
+            found |= {alias.name for alias in node.names if alias.name in known}
+        elif isinstance(node, ast.ImportFrom) and node.module in known:
+            dotted = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in known else node.module for name in dotted}
+    return found - {"vgr_trl"}
 
 
-def room_of(dotted: str, known: dict[str, int]) -> str | None:
-    """Return the most exact room of the design that holds a module, None for the package itself."""
-    parts = dotted.split(".")[1:]
-    names = ["/".join(parts[:length]) for length in range(len(parts), 0, -1)]
-    return next((name for name in names if name in known), None)
-
-
-def test_every_file_has_a_floor() -> None:
-    known = floors()
-    files = [file.relative_to(ROOT).with_suffix("") for file in ROOT.rglob("*.py")]
-    homeless = [str(file) for file in files if room_of(".".join(("vgr_trl", *file.parts)), known) is None]
-    assert set(homeless) <= FACE, "give it a row in the table of docs/design.md"
-
-
-def test_imports_run_downwards() -> None:
-    known, upwards = floors(), []
-    for file in sorted(ROOT.rglob("*.py")):
-        here = room_of(".".join(("vgr_trl", *file.relative_to(ROOT).with_suffix("").parts)), known)
-        for line, dotted in imports(file) if here else ():
-            there = room_of(dotted, known)
-            if there is not None and there != here and known[there] >= known[here]:
-                upwards.append(f"{file.relative_to(ROOT)}:{line}: {here} ({known[here]}) -> {there} ({known[there]})")
-    assert upwards == []
-
-
-@pytest.mark.parametrize("root", [ROOT, Path(__file__).parent], ids=["src", "tests"])
-def test_no_folder_has_many_files(root: Path) -> None:
-    files = Counter(file.parent.relative_to(root).as_posix() for file in root.rglob("*.py"))
-    assert {folder: count for folder, count in files.items() if count > MOST} == {}
+def test_imports_have_no_circle():
+    known = modules()
+    graph = {name: imported(file, known) - {name} for name, file in known.items() if name != "vgr_trl"}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+    assert len(graph) > 50

@@ -887,12 +887,3 @@ class SkipOptions:
         "to compute more tokens than this, padding included, as far as single rows allow; the update is the same. "
         "None: in one.",
     )
-
-
-def __getattr__(name: str) -> Any:
-    """Import `DAPOConfig` on first use: it needs TRL, the options of the stages do not."""
-    if name == "DAPOConfig":
-        from vgr_trl.dapo_config import DAPOConfig
-
-        return DAPOConfig
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

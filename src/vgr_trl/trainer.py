@@ -59,7 +59,7 @@ from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.sharing.plan import SharingPlan
 from vgr_trl.signals.named import SINGLE_COLUMNS
 from vgr_trl.signals.scoring import Measurement
-from vgr_trl.utils import RewardError, check_release, replaced
+from vgr_trl.utils import RewardError, replaced
 from vgr_trl.validate import (
     check_seams,
     plan_blank_image,
@@ -573,6 +573,3 @@ class DAPOTrainer(ResumableTrainer):
         super().create_model_card(model_name, dataset_name, [*as_list(tags), *method_tags(self.args, rewards_of(self))])
         if self.is_world_process_zero():
             extend_card(self, model_name, dataset_name or self.data_source)
-
-
-check_release()  # before a stage imports what other releases do not have

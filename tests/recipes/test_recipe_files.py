@@ -12,7 +12,7 @@ from vgr_trl.cli.arguments import DataArguments, RewardArguments, RunArguments
 from vgr_trl.cli.flags import options_on
 from vgr_trl.cli.parsing import parse
 from vgr_trl.cli.train import is_stated
-from vgr_trl.config import DAPOConfig
+from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.recipes import load_recipe, read_recipe, recipe_names
 from vgr_trl.utils import ConfigError
 

@@ -491,7 +491,7 @@ def options_on(argv: Sequence[str]) -> dict[str, bool]:
 
 def _named(argv: Sequence[str]) -> Iterator[tuple[Registry, str]]:
     given = recipe_options(argv) | config_values(argv) | dict(flags_in(argv))
-    for option, registry in NAMING.items():
-        names = given.get(option) or []
+    for flag, registry in NAMING.items():
+        names = given.get(flag) or []
         texts = [name for name in (names if isinstance(names, list) else [names]) if isinstance(name, str)]
         yield from ((registry, name) for name in texts)

@@ -87,7 +87,7 @@ ASSUMPTIONS = [
     ),
     Assumption(
         "the head is a forward method of the model object itself",
-        f"{HEADS}, signals/scoring.py, replacing.py",
+        f"{HEADS}, signals/scoring.py, utils.py",
         lambda source: says(source.function("add_fused_lm_head", UTILS), "model.forward = types.MethodType("),
         (UTILS, "model.forward = types.MethodType(_fused_forward, model)", "type(model).forward = _fused_forward"),
     ),

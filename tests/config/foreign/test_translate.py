@@ -9,9 +9,9 @@ import yaml
 from trl import ModelConfig
 
 from vgr_trl.cli.arguments import DataArguments, RewardArguments
-from vgr_trl.config import DAPOConfig
 from vgr_trl.config_converters.computed import flat, is_theirs, translate
 from vgr_trl.config_converters.easyr1 import NAMES, TABLE, VERL, VERL_DEFAULTS
+from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.utils import ConfigError
 
 KEYS = Path(__file__).with_name("easyr1_keys.txt").read_text().splitlines()[1:]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import GenerationConfig
 
-from vgr_trl.config import DAPOConfig
+from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.rollout import sampling_of_mode
 from vgr_trl.utils import ConfigError
 

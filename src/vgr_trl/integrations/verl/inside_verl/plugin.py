@@ -15,11 +15,7 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, register_trainer 
 from verl.workers.engine.base import EngineRegistry  # noqa: E402
 
 from vgr_trl.integrations.verl.inside_verl import engine as registered  # noqa: E402
-from vgr_trl.integrations.verl.inside_verl.engine import (
-    SignalEngine,
-    SignalTrainer,
-    hide_newer_trl,
-)
+from vgr_trl.integrations.verl.inside_verl.engine import SignalEngine, SignalTrainer, hide_newer_trl  # noqa: E402
 
 MODE, VENDOR = "vgr_sync", "vgr"
 
