@@ -40,18 +40,18 @@ if TYPE_CHECKING:
 __all__ = [
     "AliasOptions",
     "BlindOptions",
-    "ChooseOptions",
     "CreditOptions",
     "CriticOptions",
     "DAPOConfig",
+    "EfficiencyOptions",
     "EvaluateOptions",
+    "GroupOptions",
     "KLOptions",
     "MeasureOptions",
     "NoisyOptions",
-    "PerceiveOptions",
+    "PerturbationOptions",
     "PluginOptions",
     "ReportOptions",
-    "SkipOptions",
 ]
 
 
@@ -292,7 +292,7 @@ ESTIMATORS = ("grpo", "rloo", "remax", "reinforce_plus_plus", "grpo_passk", "gae
 
 
 @dataclass
-class ChooseOptions:
+class GroupOptions:
     """How completions of a prompt are compared, and what happens to groups without a gradient (dead groups)."""
 
     advantage_estimator: Annotated[str, one_of(*ESTIMATORS)] = option(
@@ -327,7 +327,7 @@ class ChooseOptions:
     filter_high: float = option(0.99, "Upper bound of online filtering; the default fits rewards from 0 to 1.")
 
     @property
-    def chooses_groups(self) -> bool:
+    def selects_groups(self) -> bool:
         """Whether groups can be replaced."""
         return self.replay_buffer_size > 0 or self.dynamic_sampling is not None or self.online_filtering
 
@@ -555,7 +555,7 @@ _Strength = Annotated[float, in_range(0, 1e6, "in [0, 1e6]")]
 
 
 @dataclass
-class PerceiveOptions(PluginOptions):
+class PerturbationOptions(PluginOptions):
     """How an image is perturbed to see which tokens depend on it."""
 
     perturbation: str = option(
@@ -663,7 +663,7 @@ _STRENGTHS = {  # perturbation -> the argument that grows with its strength
 
 
 @dataclass
-class NoisyOptions(PerceiveOptions):
+class NoisyOptions(PerturbationOptions):
     """Completions sampled from a perturbed image (NoisyRollout, https://huggingface.co/papers/2504.13055)."""
 
     noisy_generations: Natural = option(
@@ -843,7 +843,7 @@ _AutoOrOff = Annotated[str, one_of("auto", "off")]
 
 
 @dataclass
-class SkipOptions:
+class EfficiencyOptions:
     """What is left out of training passes because it has no gradient.
 
     Each is `auto`: on wherever nothing but rounding changes, with one line at the start that says where and why not

@@ -204,7 +204,7 @@ def _other_perturbation(*names: str) -> Reason:
 
 
 def _no_dead_groups(args: Any) -> str | None:
-    if args.chooses_groups or args.enable_trajectory_reweighting:
+    if args.selects_groups or args.enable_trajectory_reweighting:
         return None
     return "replay_buffer_size, dynamic_sampling, online_filtering and enable_trajectory_reweighting are off"
 

@@ -1188,7 +1188,7 @@ class GroupChoice:
         """Return the rollout to train on, some of its groups replaced, and metrics."""
         self._quantiles = None
         verdict = self.judge(rollout)
-        if not self.args.chooses_groups:
+        if not self.args.selects_groups:
             self._warn_of_dead_streak(len(verdict.live))
             return replace(rollout, live=verdict.live_rows()), {}
         rounds = [rollout]

@@ -242,7 +242,7 @@ def _of_choice(trainer: ConstructedTrainer) -> Iterator[str]:
             f"advantage_estimator is {args.advantage_estimator} with multi_objective_aggregation "
             f"{args.multi_objective_aggregation}: the estimators take weighted sums, so use sum_then_normalize."
         )
-    if args.chooses_groups and args.multi_objective_aggregation != "sum_then_normalize":
+    if args.selects_groups and args.multi_objective_aggregation != "sum_then_normalize":
         yield (
             f"multi_objective_aggregation is {args.multi_objective_aggregation} with replay_buffer_size, "
             "dynamic_sampling or online_filtering, which find groups without a gradient by weighted sums: use "
@@ -293,7 +293,7 @@ def _of_makers(trainer: ConstructedTrainer) -> Iterator[str]:
     args = trainer.args
     for name in ("rollout_func", "tools", "environment_factories"):
         given = name.removesuffix("_factories") if getattr(trainer, name, None) else None
-        if given and args.chooses_groups:
+        if given and args.selects_groups:
             yield (
                 f"Groups cannot be replaced with {given}: drop it, or replay_buffer_size, dynamic_sampling and "
                 "online_filtering."

@@ -8,7 +8,7 @@ from support.trainers import letters_reward, logged
 
 from vgr_trl import DAPOConfig, registries
 from vgr_trl.batch import RolloutSignals, columns_of_signals, signals_of_columns
-from vgr_trl.config import PerceiveOptions
+from vgr_trl.config import PerturbationOptions
 from vgr_trl.measure import perceive
 from vgr_trl.registries import declares
 from vgr_trl.signals.named import add_named, named_signals
@@ -167,6 +167,8 @@ def test_stability_by_hand_and_through_a_buffer():
     nothing = torch.zeros(1, 3)
     views = {"mask_image": torch.tensor([[0.2, 0.0, 1.0]]).log(), "crop_image": torch.tensor([[0.6, 1.0, 1.0]]).log()}
     signals = signals_of_columns(columns_of_signals(RolloutSignals(nothing, nothing, mask, views=views)))
-    options = PerceiveOptions(perturbation="mask_image", further_perturbations=["crop_image"], signals=["stability"])
+    options = PerturbationOptions(
+        perturbation="mask_image", further_perturbations=["crop_image"], signals=["stability"]
+    )
     assert add_named(named_signals(options), signals) == ["stability"]
     assert signals.extra["stability"][0].tolist() == pytest.approx([0.6, 0.0, 1.0])

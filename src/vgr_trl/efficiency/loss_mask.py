@@ -323,7 +323,7 @@ _ABSOLUTE_SCALES = ("llama_4_scaling_beta", "attn_temperature_tuning")
 
 @dataclass(frozen=True)
 class SkippingPlan:
-    """What the options of `SkipOptions` come to in a run; printed as the one line that says so.
+    """What the options of `EfficiencyOptions` come to in a run; printed as the one line that says so.
 
     Attributes:
         rows: completions without an advantage.

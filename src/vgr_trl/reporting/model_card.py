@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trl import GRPOConfig
 
-from vgr_trl.config import AliasOptions, EvaluateOptions, ReportOptions, SkipOptions
+from vgr_trl.config import AliasOptions, EfficiencyOptions, EvaluateOptions, ReportOptions
 from vgr_trl.config_checks import options_in_effect
 from vgr_trl.dapo_config import DAPOConfig
 
@@ -160,7 +160,7 @@ TAG_OF = {MDI: "vision-gain-ratio", VPPO: "vppo", PAPO: "papo"}
 TAGS = ("dapo", "vgr_trl")
 TRL_PAPER = {"title": DAPO.title, "id": DAPO.arxiv, "citation": DAPO.bibtex}  # the form in which TRL wants the paper
 BEFORE = "### Framework versions"  # heading of TRL's card that follows on the procedure
-_ASIDE = (AliasOptions, ReportOptions, EvaluateOptions, SkipOptions, GRPOConfig)  # which steer no method
+_ASIDE = (AliasOptions, ReportOptions, EvaluateOptions, EfficiencyOptions, GRPOConfig)  # which steer no method
 OF_THE_METHOD = {option.name for group in DAPOConfig.__bases__ if group not in _ASIDE for option in fields(group)}
 OF_THE_METHOD |= {"early_reward_weights", "vgr_hard_negative", "attention_reward_scale"}
 

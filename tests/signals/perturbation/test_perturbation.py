@@ -10,7 +10,7 @@ from PIL import Image
 
 from vgr_trl import registries
 from vgr_trl.config import PERTURBATIONS as NAMES
-from vgr_trl.config import REMOVE_IMAGE, PerceiveOptions
+from vgr_trl.config import REMOVE_IMAGE, PerturbationOptions
 from vgr_trl.signals.perturbation import (
     PERTURBATIONS,
     add_gaussian_noise,
@@ -332,7 +332,7 @@ def test_known_pattern():
 @pytest.mark.parametrize("name", PERTURBATIONS)
 def test_the_options_of_a_run_are_accepted(name):
     assert (*PERTURBATIONS, REMOVE_IMAGE) == NAMES
-    parameters = PerceiveOptions(perturbation=name).parameters_of(name)
+    parameters = PerturbationOptions(perturbation=name).parameters_of(name)
     assert len(perturb_images([Image.new("L", (1, 1))], name, parameters, seed=0, step=0, index=0)) == 1
 
 

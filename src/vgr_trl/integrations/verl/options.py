@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
-from vgr_trl.config import CreditOptions, MeasureOptions, PerceiveOptions
+from vgr_trl.config import CreditOptions, MeasureOptions, PerturbationOptions
 from vgr_trl.config_checks import Circumstances, changed_options, options_without_effect
 from vgr_trl.options import Natural, Switch, check_values, in_range, one_of, option
 from vgr_trl.utils import ConfigError
@@ -29,7 +29,7 @@ _WITHOUT_MEANING = {
 
 
 @dataclass
-class SignalOptions(MeasureOptions, PerceiveOptions, CreditOptions):
+class SignalOptions(MeasureOptions, PerturbationOptions, CreditOptions):
     """What is measured in the actor, and what becomes of it; beside its own options those of the three stages."""
 
     estimator: str = option("grpo", "Advantage estimator of verl or EasyR1 whose advantages are shaped.")
