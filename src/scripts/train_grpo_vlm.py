@@ -1,1 +1,26 @@
-../../examples/train_grpo_vlm.py
+"""Train a vision-language model with DAPO; the script of `accelerate launch`, the same as `vgr-trl train`.
+
+Without a data flag the questions are lujunxi57/DDM from the hub.
+
+accelerate launch --config_file accelerate_configs/zero2.yaml examples/train_grpo_vlm.py \
+    --model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct --data_files train=train.parquet,test=test.parquet \
+    --reward_weights 2.5 1 0.5 1 --early_reward_weights 1 1 2 1 --token_weights --replay_buffer_size 64 \
+    --warmup_ratio 0.05 --use_peft --lora_target_modules q_proj v_proj --dtype bfloat16 --output_dir runs/first
+"""
+
+import sys
+
+from vgr_trl.cli.__main__ import main
+
+SOURCES = ("--dataset_name", "--dataset_path", "--data_files", "--config", "-h", "--help", "--help-all")
+
+
+def with_data(flags: list[str]) -> list[str]:
+    """Return the flags with the questions of the experiments where they name no data."""
+    return (
+        flags if any(flag.split("=")[0] in SOURCES for flag in flags) else [*flags, "--dataset_name", "lujunxi57/DDM"]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(["train", *with_data(sys.argv[1:])]))

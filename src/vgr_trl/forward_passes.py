@@ -35,8 +35,8 @@ from vgr_trl.metrics import StageClock
 from vgr_trl.rollout import Host, Rollout, TrainingPass
 from vgr_trl.sampling import OLD_LOGPS, Replay
 from vgr_trl.sharing.model_support import base_of, causal_model, is_compiled
-from vgr_trl.sharing.plan import Place, SharedPasses, SharingPlan
-from vgr_trl.sharing.sharing import find_groups, has_images, is_image_token, shuffle_by_group, whole_groups
+from vgr_trl.sharing.prefix_forward import find_groups, has_images, is_image_token
+from vgr_trl.sharing.sharing import Place, SharedPasses, SharingPlan, shuffle_by_group, whole_groups
 from vgr_trl.signals.scoring import Head, Measurement, leaves_rows_out
 from vgr_trl.utils import DataError, NotFiniteError, replaced
 

@@ -16,7 +16,7 @@ from vgr_trl.patches import VLLMImages, readable_logprobs
 from vgr_trl.registries import BLIND_ANSWERS
 from vgr_trl.rollout import ConstructedTrainer, Host, Noise, Rollout, sampling_of_mode, weighted_sums
 from vgr_trl.sampling import OLD_LOGPS
-from vgr_trl.sharing.plan import Place
+from vgr_trl.sharing.sharing import Place
 from vgr_trl.signals.perturbation import perturb_images, perturbed_prompts
 from vgr_trl.signals.scoring import Measurement
 from vgr_trl.utils import DataError, NotFiniteError, VLLMServerError

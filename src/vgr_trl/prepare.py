@@ -38,7 +38,7 @@ from vgr_trl.rewards.loading import (
     reads_solution,
 )
 from vgr_trl.rollout import ConstructedTrainer
-from vgr_trl.sharing.plan import SharingPlan
+from vgr_trl.sharing.sharing import SharingPlan
 from vgr_trl.signals.attention import count_attention_layers, find_decoder, why_not_measurable
 from vgr_trl.signals.named import NamedSignal, columns_needed_by, named_signals
 from vgr_trl.signals.ratios import special_token_ids, vision_token_ids

@@ -56,7 +56,7 @@ from vgr_trl.rewards.loading import RewardSchedule, checked
 from vgr_trl.rollout import Host, Rollout, TrainingPass, TRLHost
 from vgr_trl.sampling import FurtherPrompts, GroupChoice
 from vgr_trl.sharing.model_support import causal_model
-from vgr_trl.sharing.plan import SharingPlan
+from vgr_trl.sharing.sharing import SharingPlan
 from vgr_trl.signals.named import SINGLE_COLUMNS
 from vgr_trl.signals.scoring import Measurement
 from vgr_trl.utils import RewardError, replaced

@@ -31,8 +31,8 @@ from vgr_trl.sharing.model_support import (
     why_adapter_reads_whole_rows,
     why_not_share,
 )
-from vgr_trl.sharing.plan import Place, SharingPlan
-from vgr_trl.sharing.sharing import why_not_pack, why_not_regroup
+from vgr_trl.sharing.prefix_forward import why_not_pack
+from vgr_trl.sharing.sharing import Place, SharingPlan, why_not_regroup
 from vgr_trl.signals.scoring import Wanted
 from vgr_trl.utils import CURE, ConfigError, UnsupportedTRLError, check_release, release, supported
 

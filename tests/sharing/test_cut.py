@@ -5,8 +5,8 @@ import torch
 from support.models.families import IMAGE, build
 
 from vgr_trl.sharing.generation import SharedGeneration
-from vgr_trl.sharing.prefix_cache import CannotShare, SharingReport
-from vgr_trl.sharing.sharing import SharedForward, find_cut
+from vgr_trl.sharing.prefix_cache import SharingReport, UnsupportedModel
+from vgr_trl.sharing.prefix_forward import SharedForward, find_split
 
 CONFIG = build("qwen2_5_vl").config
 
@@ -18,7 +18,7 @@ def batch():
 
 
 def test_all_but_the_last_token_of_the_prompt_is_computed_once():
-    cut = find_cut(batch(), CONFIG, 2)
+    cut = find_split(batch(), CONFIG, 2)
     assert (cut.split, cut.stop, cut.groups, cut.prompts) == (3, 5, [0, 0], 1)
     inputs = cut.prompt_inputs(batch())
     assert inputs["input_ids"].tolist() == [[10, 11, 12]]
@@ -29,22 +29,22 @@ def test_all_but_the_last_token_of_the_prompt_is_computed_once():
 def test_images_at_the_end_of_the_prompt_and_behind(name, value, column):
     inputs = batch()
     inputs[name][:, column] = value
-    with pytest.raises(CannotShare, match="images in completions"):
-        find_cut(inputs, CONFIG, 2)
+    with pytest.raises(UnsupportedModel, match="images in completions"):
+        find_split(inputs, CONFIG, 2)
 
 
 @pytest.mark.parametrize("column", [2, 3])
 def test_padding_at_the_end_of_the_prompt(column):
     inputs = batch()
     inputs["attention_mask"][:, column] = 0
-    with pytest.raises(CannotShare, match="not padded on the left"):
-        find_cut(inputs, CONFIG, 2)
+    with pytest.raises(UnsupportedModel, match="not padded on the left"):
+        find_split(inputs, CONFIG, 2)
 
 
 def test_padding_of_a_whole_completion():
     inputs = batch()
     inputs["attention_mask"][1, 4:] = 0
-    assert find_cut(inputs, CONFIG, 2).groups == [0, 0]
+    assert find_split(inputs, CONFIG, 2).groups == [0, 0]
 
 
 @pytest.mark.parametrize(("name", "value"), [("input_ids", IMAGE), ("mm_token_type_ids", 1)])
@@ -58,7 +58,7 @@ def test_prompts_that_end_with_an_image_are_not_generated_from(name, value, colu
     inputs = {key: value[:, :4].clone() for key, value in batch().items()}
     inputs[name][:, column] = value
     if refused:
-        with pytest.raises(CannotShare, match="a prompt that ends with an image"):
+        with pytest.raises(UnsupportedModel, match="a prompt that ends with an image"):
             generate._groups((), inputs)
     else:
         assert generate._groups((), inputs)[1:] == ([0, 0], 1)
@@ -66,9 +66,9 @@ def test_prompts_that_end_with_an_image_are_not_generated_from(name, value, colu
 
 @pytest.mark.parametrize("asked", [{"return_dict": False}, {"output_hidden_states": True}, {"output_attentions": True}])
 def test_outputs_that_are_not_made(asked):
-    with pytest.raises(CannotShare, match=next(iter(asked))):
-        find_cut({**batch(), **asked}, CONFIG, 2)
-    find_cut({**batch(), "return_dict": True}, CONFIG, 2)
+    with pytest.raises(UnsupportedModel, match=next(iter(asked))):
+        find_split({**batch(), **asked}, CONFIG, 2)
+    find_split({**batch(), "return_dict": True}, CONFIG, 2)
 
 
 def test_a_report_of_nothing():

@@ -6,15 +6,8 @@ import pytest
 import torch
 from trl.trainer.utils import shuffle_sequence_dict, split_pixel_values_by_grid
 
-from vgr_trl.sharing.sharing import (
-    best_split,
-    find_groups,
-    first_rows,
-    shuffle_by_group,
-    sort_by_group,
-    whole_groups,
-    why_not_regroup,
-)
+from vgr_trl.sharing.prefix_forward import best_split, find_groups, first_rows
+from vgr_trl.sharing.sharing import shuffle_by_group, sort_by_group, whole_groups, why_not_regroup
 
 
 def test_groups_are_numbered_as_they_appear():

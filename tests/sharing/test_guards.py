@@ -38,11 +38,17 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from vgr_trl.sharing import generation, leave_out_empty_images, prefix_cache, share_prompts, why_not_share
+from vgr_trl.sharing import (
+    generation,
+    leave_out_empty_images,
+    prefix_cache,
+    prefix_forward,
+    share_prompts,
+    why_not_share,
+)
 from vgr_trl.sharing import model_support as fitness
-from vgr_trl.sharing import sharing as cut
-from vgr_trl.sharing import sharing as forward
-from vgr_trl.sharing import sharing as two_stages
+from vgr_trl.sharing import prefix_forward as cut
+from vgr_trl.sharing import prefix_forward as forward
 from vgr_trl.utils import ConfigError, DataError
 
 WRONG = 1e-2
@@ -111,7 +117,7 @@ def test_reentrant_checkpointing(case, monkeypatch):
     trains_plainly(model, batch, plain, "gradient checkpointing with use_reentrant=True")
     monkeypatch.setattr(fitness, "recomputes_without_graph", lambda base: False)
     trains_plainly(model, batch, plain, "the model kept the prompt without its gradients")
-    monkeypatch.setattr(two_stages, "check_written", nothing)
+    monkeypatch.setattr(prefix_forward, "check_written", nothing)
     shared, report = shared_gradients(model, batch)
     assert not report.plain
     assert largest_relative(plain, shared) > WRONG
@@ -127,13 +133,13 @@ def test_a_cache_cut_off_from_the_graph(layer, case, monkeypatch):
         cut = self is caches[0].layers[attention.layer_idx]
         update(self, keys.detach() if cut else keys, values.detach() if cut else values)
 
-    caches, make = [], two_stages.prefix_to_write
-    monkeypatch.setattr(two_stages, "prefix_to_write", lambda config: caches.insert(0, make(config)) or caches[0])
+    caches, make = [], prefix_forward.prefix_to_write
+    monkeypatch.setattr(prefix_forward, "prefix_to_write", lambda config: caches.insert(0, make(config)) or caches[0])
     monkeypatch.setattr(prefix_cache.StoredKeys, "lazy_initialization", detached)
     plain = gradients(model, batch)
     if layer == 1:
         trains_plainly(model, batch, plain, "the model kept the prompt without its gradients")
-    monkeypatch.setattr(two_stages, "check_written", nothing)
+    monkeypatch.setattr(prefix_forward, "check_written", nothing)
     shared, _ = shared_gradients(model, batch)
     assert largest_relative(plain, shared) > WRONG
 
@@ -142,14 +148,14 @@ def test_checkpoints_that_drop_the_cache(case, monkeypatch):
     model, batch = case
     checkpointed(model)
     plain = gradients(model, batch)
-    monkeypatch.setattr(two_stages, "_cache_through_checkpoints", lambda base: nullcontext())
+    monkeypatch.setattr(prefix_forward, "_cache_through_checkpoints", lambda base: nullcontext())
     trains_plainly(model, batch, plain, "the model did not keep the whole prompt in its cache")
 
-    monkeypatch.setattr(two_stages, "check_written", nothing)
+    monkeypatch.setattr(prefix_forward, "check_written", nothing)
     _, report = shared_gradients(model, batch)
     assert report.plain == {"the model did not read the prompt from its cache": 1}
 
-    monkeypatch.setattr(two_stages, "check_read", nothing)
+    monkeypatch.setattr(prefix_forward, "check_read", nothing)
     monkeypatch.setattr(prefix_cache.StoredKeys, "length", lambda self: 0)
     shared, report = shared_gradients(model, batch)
     assert not report.plain
@@ -159,10 +165,10 @@ def test_checkpoints_that_drop_the_cache(case, monkeypatch):
 def test_a_model_found_unfit_is_not_tried_again(case, monkeypatch):
     model, batch = case
     checkpointed(model)
-    monkeypatch.setattr(two_stages, "_cache_through_checkpoints", lambda base: nullcontext())
+    monkeypatch.setattr(prefix_forward, "_cache_through_checkpoints", lambda base: nullcontext())
     tries = []
-    make = two_stages.prefix_to_write
-    monkeypatch.setattr(two_stages, "prefix_to_write", lambda config: tries.append(1) or make(config))
+    make = prefix_forward.prefix_to_write
+    monkeypatch.setattr(prefix_forward, "prefix_to_write", lambda config: tries.append(1) or make(config))
     with share_prompts(model, 12) as report:
         gradients(model, batch)
         gradients(model, batch)
@@ -358,7 +364,7 @@ def test_an_adapter_that_begins_within_the_prompt():
 def test_an_unknown_kind_of_layer_is_refused():
     config = hf.LlamaConfig(**BODY)
     config.layer_types = ["full_attention", "indexed_attention"]
-    with pytest.raises(fitness.CannotShare, match="indexed_attention"):
+    with pytest.raises(fitness.UnsupportedModel, match="indexed_attention"):
         fitness.refuse_unknown_layers(config)
 
 
@@ -396,7 +402,7 @@ def test_equal_prompts_at_other_positions(monkeypatch):
 
 def test_the_whole_mask_is_needed_behind_a_prompt(monkeypatch):
     """Cropped to the new tokens it would hide the wrong keys; this is why the second stage gets all columns."""
-    whole = two_stages.two_stages
+    whole = prefix_forward.prefix_forward
 
     def cropped(base, base_pass, inputs, found, **options):
         def crop(**given):
@@ -408,7 +414,7 @@ def test_the_whole_mask_is_needed_behind_a_prompt(monkeypatch):
 
         return whole(base, crop, inputs, found, **options)
 
-    monkeypatch.setattr(forward, "two_stages", cropped)
+    monkeypatch.setattr(forward, "prefix_forward", cropped)
     goes_wrong(with_head(build("llama")), make_batch("llama"))
 
 
@@ -446,7 +452,7 @@ def test_positions_that_skip_the_padding_of_a_model_that_does_not(monkeypatch):
     def skipping(inputs, cut, offsets):
         return (inputs["attention_mask"].cumsum(-1) - 1)[:, cut.split : cut.stop]
 
-    monkeypatch.setattr(two_stages, "_positions", skipping)
+    monkeypatch.setattr(prefix_forward, "_positions", skipping)
     goes_wrong(with_head(build("llava")), make_batch("llava"))
 
 
@@ -580,7 +586,7 @@ def test_two_threads_with_one_model(monkeypatch):
     model = with_head(build("qwen2_vl"))
     batches = make_batch("qwen2_vl", images=(1, 3)), make_batch("qwen2_vl", images=(4, 0))
     first_is_inside, second_is_done = Event(), Event()
-    check = two_stages.check_written
+    check = prefix_forward.check_written
 
     def wait(*args):
         if not first_is_inside.is_set():
@@ -599,7 +605,7 @@ def test_two_threads_with_one_model(monkeypatch):
         return logps
 
     expected = [score(batch) for batch in batches]
-    monkeypatch.setattr(two_stages, "check_written", wait)
+    monkeypatch.setattr(prefix_forward, "check_written", wait)
     with share_prompts(model, 12) as report:
         shared = in_threads(lambda: score(batches[0]), second)
     assert not report.plain

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from vgr_trl.sharing.prefix_cache import CannotShare
-from vgr_trl.sharing.sharing import rows_of_images
+from vgr_trl.sharing.prefix_cache import UnsupportedModel
+from vgr_trl.sharing.prefix_forward import rows_of_images
 
 
 def placeholders(*rows):
@@ -69,12 +69,12 @@ def test_no_images():
     ids=["grid", "tokens", "no tokens", "adjacent", "rows", "tiles of unequal size", "other input", "no pixels"],
 )
 def test_what_cannot_be_assigned_with_certainty_is_refused(inputs, rows):
-    with pytest.raises(CannotShare):
+    with pytest.raises(UnsupportedModel):
         rows_of_images(inputs, placeholders(*rows))
 
 
 def test_images_without_a_token():
     """As where a row has been cut: nobody knows whose they are."""
     inputs = {"pixel_values": torch.zeros(8, 3), "image_grid_thw": torch.tensor([[1, 2, 4]])}
-    with pytest.raises(CannotShare, match="image tokens and image sizes that do not match"):
+    with pytest.raises(UnsupportedModel, match="image tokens and image sizes that do not match"):
         rows_of_images(inputs, placeholders("  ", ""))

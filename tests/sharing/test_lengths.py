@@ -7,9 +7,8 @@ import torch
 from support.models.compare import gradients, largest_relative, scored, with_head
 from support.models.families import FAMILIES, build, make_batch
 
-from vgr_trl.sharing import share_prompts
-from vgr_trl.sharing import sharing as two_stages
-from vgr_trl.sharing.sharing import cut_by_length
+from vgr_trl.sharing import prefix_forward, share_prompts
+from vgr_trl.sharing.prefix_forward import cut_by_length
 from vgr_trl.signals.attention import AttentionProbe
 from vgr_trl.signals.ratios import build_modality_masks
 
@@ -44,7 +43,7 @@ def many_passes(monkeypatch):
         counted.append(len(passes := cut_by_length(lengths, 0)))
         return passes
 
-    monkeypatch.setattr(two_stages, "cut_by_length", cut)
+    monkeypatch.setattr(prefix_forward, "cut_by_length", cut)
     return counted
 
 

@@ -7,7 +7,7 @@ import torch
 from support.models.families import build, make_batch
 
 from vgr_trl.sharing import SharingReport, share_prompts
-from vgr_trl.sharing.sharing import SharedForward
+from vgr_trl.sharing.prefix_forward import SharedForward
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,8 @@ from support.models.tiny_questions import WORDS
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from vgr_trl.sharing import SharingReport, plan, replaced, share_prompts
+from vgr_trl.sharing import SharingReport, share_prompts, sharing
+from vgr_trl.utils import replaced
 
 PLACES = ("generation", "scoring", "training")
 DAPO, STOCK = trainers.OURS, trainers.STOCK
@@ -87,7 +88,7 @@ def reports_by_place():
             yield report
         found[place].add(report)
 
-    with replaced(plan, "share_prompts", recording):
+    with replaced(sharing, "share_prompts", recording):
         yield found
 
 

@@ -10,8 +10,8 @@ import torch
 
 from vgr_trl.batch import IMAGE_INPUTS, PERTURBED, TOKEN_TYPES, split_images, stack_images
 from vgr_trl.sharing.model_support import changed_hidden_states, refuse_bidirectional_attention
-from vgr_trl.sharing.plan import Place
-from vgr_trl.sharing.prefix_cache import CannotShare
+from vgr_trl.sharing.prefix_cache import UnsupportedModel
+from vgr_trl.sharing.sharing import Feature
 from vgr_trl.utils import replaced_method
 
 
@@ -337,13 +337,13 @@ class SkippingPlan:
         window: rows of this process that change places with each other: those of a rollout within an optimizer step.
     """
 
-    rows: Place
-    tokens: Place
-    padding: Place
-    packing: Place
+    rows: Feature
+    tokens: Feature
+    padding: Feature
+    packing: Feature
     head: bool
-    dealing: Place
-    old_logps: Place
+    dealing: Feature
+    old_logps: Feature
     images: bool
     window: int
 
@@ -370,6 +370,6 @@ def why_padding_counts(base: Any) -> str | None:
         return "attention is scaled by the position, which counts it"
     try:
         refuse_bidirectional_attention(base)
-    except CannotShare as error:
+    except UnsupportedModel as error:
         return str(error)
     return None

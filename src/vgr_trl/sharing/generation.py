@@ -10,8 +10,8 @@ from transformers.generation import GenerationMixin, GenerationMode
 
 from vgr_trl.batch import IMAGE_INPUTS
 from vgr_trl.sharing.model_support import is_checkpointed, refuse_token_types
-from vgr_trl.sharing.prefix_cache import CannotShare, SharingReport
-from vgr_trl.sharing.sharing import (
+from vgr_trl.sharing.prefix_cache import SharingReport, UnsupportedModel
+from vgr_trl.sharing.prefix_forward import (
     PER_TOKEN,
     SharedForward,
     find_groups,
@@ -107,14 +107,14 @@ class SharedGeneration:
             reason = ""
             try:
                 inputs, groups, copies = self._groups(args, kwargs)
-            except CannotShare as error:
+            except UnsupportedModel as error:
                 reason = str(error)
             if not self.forward.all_agree(groups is not None) and groups is not None:
                 groups, reason = None, "another process cannot share this batch"
             if groups is not None:
                 try:
                     cache = self._prefill(inputs, groups)
-                except CannotShare as error:
+                except UnsupportedModel as error:
                     reason = str(error)
                 else:
                     self.report.add_shared(len(groups), max(groups) + 1)
@@ -138,22 +138,22 @@ class SharedGeneration:
         self._refuse_unfit_model()
         inputs = images_as_tensors(kwargs)
         if len(args) > 1 or (args and ("input_ids" in inputs or "inputs" in inputs)):
-            raise CannotShare("positional arguments of generate")
+            raise UnsupportedModel("positional arguments of generate")
         if args or "inputs" in inputs:
             inputs["input_ids"] = args[0] if args else inputs.pop("inputs")
         ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
         if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.size(1) < 2:
-            raise CannotShare("no prompt before the completions")
+            raise UnsupportedModel("no prompt before the completions")
         if mask is None or mask.shape != ids.shape:
-            raise CannotShare("generate without an attention mask")
+            raise UnsupportedModel("generate without an attention mask")
         if inputs.get("past_key_values") is not None or inputs.get("inputs_embeds") is not None:
-            raise CannotShare("generate from a cache or from embeddings")
+            raise UnsupportedModel("generate from a cache or from embeddings")
         for name in ("assistant_model", "custom_generate"):
             if inputs.get(name) is not None:
-                raise CannotShare(name)
+                raise UnsupportedModel(name)
         for name, value in inputs.items():
             if isinstance(value, torch.Tensor) and value.ndim and name not in (*PER_TOKEN, *IMAGE_INPUTS):
-                raise CannotShare(f"the input {name}")
+                raise UnsupportedModel(f"the input {name}")
         copies = self._refuse_unfit_config(inputs)
         refuse_token_types(inputs, self.model.config)
         is_image = is_image_token(ids, self.model.config)
@@ -161,35 +161,35 @@ class SharedGeneration:
         per_row = [inputs_of_rows(inputs, pixels, row) for row in range(len(ids))] if pixels else None
         groups = [group for group in find_groups(ids, mask, per_row) for _ in range(copies)]
         if max(groups) + 1 == len(groups):
-            raise CannotShare("no prompt occurs twice")
+            raise UnsupportedModel("no prompt occurs twice")
         refuse_uneven_prompts(inputs, groups[::copies], ids.size(1))
         types = inputs.get("mm_token_type_ids")
         if bool(is_image[:, -1].any()) or (types is not None and bool(types[:, -1].any())):
-            raise CannotShare("a prompt that ends with an image")
+            raise UnsupportedModel("a prompt that ends with an image")
         if not bool(mask[:, -2:].all()):
-            raise CannotShare("prompts that are not padded on the left")
+            raise UnsupportedModel("prompts that are not padded on the left")
         return inputs, groups, copies
 
     def _refuse_unfit_model(self) -> None:
         if getattr(self.plain, "__func__", None) is not _GENERATE:
-            raise CannotShare("a generate that is not that of transformers")
+            raise UnsupportedModel("a generate that is not that of transformers")
         self.forward.refuse_unfit_model(gradients=False)
         if is_checkpointed(self.model):
-            raise CannotShare("generate with gradient checkpointing on")
+            raise UnsupportedModel("generate with gradient checkpointing on")
 
     def _refuse_unfit_config(self, inputs: dict[str, Any]) -> int:
-        """Raise `CannotShare` unless tokens are chosen one by one from a growing cache; completions per input row."""
+        """Raise `UnsupportedModel` unless `generate` samples token by token; completions per input row."""
         names = set(GenerationConfig().to_dict()) | {"generation_config"}
         given = {name: value for name, value in inputs.items() if name in names}
         config, _ = self.model._prepare_generation_config(given.pop("generation_config", None), **given)
         if config.get_generation_mode(None) not in _MODES:
-            raise CannotShare("generate with beams or an assistant")
+            raise UnsupportedModel("generate with beams or an assistant")
         if not config.use_cache or config.cache_implementation is not None:
-            raise CannotShare("generate without its default, growing cache")
+            raise UnsupportedModel("generate without its default, growing cache")
         if config.prefill_chunk_size is not None:
-            raise CannotShare("prefill_chunk_size")
+            raise UnsupportedModel("prefill_chunk_size")
         if config.output_hidden_states:
-            raise CannotShare("output_hidden_states=True")
+            raise UnsupportedModel("output_hidden_states=True")
         return config.num_return_sequences or 1
 
     def _prefill(self, inputs: dict[str, Any], groups: list[int]) -> Cache:
@@ -210,7 +210,7 @@ class SharedGeneration:
         ):  # without defaults: they are for completions
             self.plain(**prompts, **others, past_key_values=cache, generation_config=step)
         if cache.get_seq_length() != ids.size(1) - 1:
-            raise CannotShare("the model did not keep the whole prompt in its cache")
+            raise UnsupportedModel("the model did not keep the whole prompt in its cache")
         index = torch.tensor(groups, device=ids.device)
         grow_in_place(cache, index)
         base = self.forward.base

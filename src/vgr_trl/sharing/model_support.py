@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import AttentionInterface
 
-from vgr_trl.sharing.prefix_cache import CannotShare, keeps_nothing
+from vgr_trl.sharing.prefix_cache import UnsupportedModel, keeps_nothing
 from vgr_trl.utils import ConfigError, replaced
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def why_not_share(model: nn.Module, *, gradients: bool) -> str | None:
         return reason
     try:
         refuse_unfit_model(base_of(causal_model(model)), gradients)
-    except CannotShare as error:
+    except UnsupportedModel as error:
         return str(error)
     return None
 
@@ -220,41 +220,41 @@ def why_adapter_reads_whole_rows(model: nn.Module) -> str | None:
 
 
 def refuse_unfit_model(base: Any, gradients: bool) -> None:
-    """Raise `CannotShare` if a base model, in its present state, cannot go on from a prompt computed before."""
+    """Raise `UnsupportedModel` if a base model, in its present state, cannot go on from a prompt computed before."""
     if gradients and recomputes_without_graph(base):
-        raise CannotShare("gradient checkpointing with use_reentrant=True")
+        raise UnsupportedModel("gradient checkpointing with use_reentrant=True")
     if gradients and checkpoints_drop_caches() and is_checkpointed(base):
-        raise CannotShare(DROPS_CACHES)
+        raise UnsupportedModel(DROPS_CACHES)
     if gradients and flattens_layers(base):
-        raise CannotShare("the first version of FSDP")
+        raise UnsupportedModel("the first version of FSDP")
     if getattr(base.config, "is_encoder_decoder", False):
-        raise CannotShare("a model without a cache of keys and values")
+        raise UnsupportedModel("a model without a cache of keys and values")
     if getattr(base.config, "visual_indicator_token_ids", None):  # Ovis2; they are text in a pass without images
-        raise CannotShare("tokens whose embeddings depend on whether the pass has images")
+        raise UnsupportedModel("tokens whose embeddings depend on whether the pass has images")
     refuse_unknown_layers(base.config)
     refuse_rope_by_length(base.config)
     refuse_bidirectional_attention(base)
 
 
 def refuse_unknown_layers(config: PretrainedConfig) -> None:
-    """Raise `CannotShare` if a layer of the language model keeps something else than keys and values or states."""
+    """Raise `UnsupportedModel` if a layer of the language model keeps something else than keys and values or states."""
     text_config = config.get_text_config(decoder=True)
     types = set(getattr(text_config, "layer_types", None) or ())
     if unknown := types - _LAYER_TYPES:
-        raise CannotShare(f"layers of type {min(unknown)}")
+        raise UnsupportedModel(f"layers of type {min(unknown)}")
     layers = DynamicCache(config=config).layers
     if unknown := {type(layer).__name__ for layer in layers if not _is_shareable(layer)}:
-        raise CannotShare(f"layers of type {min(unknown)}")
+        raise UnsupportedModel(f"layers of type {min(unknown)}")
     linear = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
     if linear and (text_config.model_type not in _LINEAR_FAMILIES or len(linear) == len(layers)):
-        raise CannotShare("layers of type linear_attention")
+        raise UnsupportedModel("layers of type linear_attention")
     if any(keeps_nothing(layer) for layer in layers) and text_config.model_type not in _KEY_SHARING_FAMILIES:
-        raise CannotShare("layers that take their keys and values from another")
+        raise UnsupportedModel("layers that take their keys and values from another")
     sees_both_ways = getattr(text_config, "use_bidirectional_attention", None)
     if sees_both_ways and (text_config.model_type, sees_both_ways) not in _IMAGES_SEE_THEMSELVES:
-        raise CannotShare("bidirectional attention over text")
+        raise UnsupportedModel("bidirectional attention over text")
     if not layers:  # transformers 5.9 makes none for a Gemma 3n whose layers share no keys
-        raise CannotShare("a cache without layers")
+        raise UnsupportedModel("a cache without layers")
 
 
 def _is_shareable(layer: Any) -> bool:
@@ -267,25 +267,25 @@ def _is_shareable(layer: Any) -> bool:
 
 
 def refuse_bidirectional_attention(base: Any) -> None:
-    """Raise `CannotShare` if a token sees what comes after it, as in encoders that have a head for the next token."""
+    """Raise `UnsupportedModel` if a token sees what comes after it, as in encoders with a causal head."""
     decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
     causal = {module.is_causal for module in decoder.modules() if is_attention(module)}
     is_decoder = getattr(base.config.get_text_config(decoder=True), "is_decoder", True)
     if False in causal or (not is_decoder and True not in causal):
-        raise CannotShare("attention that is not causal")
+        raise UnsupportedModel("attention that is not causal")
 
 
 def refuse_rope_by_length(config: Any) -> None:
-    """Raise `CannotShare` if the rotary embedding of a prompt depends on what comes after it."""
+    """Raise `UnsupportedModel` if the rotary embedding of a prompt depends on what comes after it."""
     text_config = config.get_text_config(decoder=True)
     parameters = getattr(text_config, "rope_parameters", None) or {}
     for options in [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]:
         if options.get("rope_type") in _ROPE_BY_LENGTH:
-            raise CannotShare(f"rotary embeddings of type {options['rope_type']}")
+            raise UnsupportedModel(f"rotary embeddings of type {options['rope_type']}")
 
 
 def refuse_token_types(inputs: Mapping[str, Any], config: Any) -> None:
-    """Raise `CannotShare` if token types are given to a family in which they may do more than mark images."""
+    """Raise `UnsupportedModel` if token types are given to a family in which they may do more than mark images."""
     types = inputs.get("token_type_ids")
     if isinstance(types, torch.Tensor) and config.model_type not in _TOKEN_TYPES_MARK_IMAGES:
-        raise CannotShare("token_type_ids")
+        raise UnsupportedModel("token_type_ids")

@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 # What prompt sharing did: how many prompts stood for how many rows, and why some calls were left as they are.
 
 
-class CannotShare(Exception):
+class UnsupportedModel(Exception):
     """Raised inside this room only: this call runs plainly, for the reason given as a message."""
 
 
@@ -265,7 +265,7 @@ def _keeping(cache: Prefix) -> list[Any]:
 
 
 def check_written(written: Prefix, length: int, hidden: torch.Tensor | None) -> None:
-    """Raise `CannotShare` unless every layer holds the whole prompt, and in the graph if gradients are wanted.
+    """Raise `UnsupportedModel` unless every layer holds the whole prompt, and in the graph if gradients are wanted.
 
     Args:
         written: the prefix after its pass.
@@ -275,22 +275,22 @@ def check_written(written: Prefix, length: int, hidden: torch.Tensor | None) -> 
     for layer in _keeping(written):
         complete = layer.is_complete() if isinstance(layer, StoredState) else layer.length() == length
         if not complete:
-            raise CannotShare("the model did not keep the whole prompt in its cache")
+            raise UnsupportedModel("the model did not keep the whole prompt in its cache")
     if not torch.is_grad_enabled():
         return
     # From the first trained weight on, everything is in the graph: a later layer that is not has been cut off from it.
     trained = hidden is None or hidden.requires_grad
     in_graph = [*(layer.in_graph() for layer in _keeping(written)), trained]
     if not all(layer.written_with_grad for layer in _keeping(written)) or in_graph != sorted(in_graph):
-        raise CannotShare("the model kept the prompt without its gradients")
+        raise UnsupportedModel("the model kept the prompt without its gradients")
     if trained and not any(in_graph[:-1]):
-        raise CannotShare("only weights behind the last cache are trained")
+        raise UnsupportedModel("only weights behind the last cache are trained")
 
 
 def check_read(read: Prefix) -> None:
-    """Raise `CannotShare` unless every layer has read its prefix."""
+    """Raise `UnsupportedModel` unless every layer has read its prefix."""
     if not all(layer.was_read for layer in _keeping(read)):
-        raise CannotShare("the model did not read the prompt from its cache")
+        raise UnsupportedModel("the model did not read the prompt from its cache")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -29,8 +29,8 @@ from vgr_trl.sharing.model_support import (
     has_sharded_parameters,
     why_adapter_reads_whole_rows,
 )
-from vgr_trl.sharing.plan import share_prompts
-from vgr_trl.sharing.sharing import is_image_token, whole_groups
+from vgr_trl.sharing.prefix_forward import is_image_token
+from vgr_trl.sharing.sharing import share_prompts, whole_groups
 from vgr_trl.signals.attention import AttentionProbe, GenerationProbe, count_attention_layers, find_decoder
 from vgr_trl.signals.dependency import jensen_shannon
 from vgr_trl.signals.named import SIGNAL_COLUMNS, NamedSignal

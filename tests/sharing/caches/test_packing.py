@@ -13,7 +13,7 @@ from test_grpo_steps import LOSSES
 
 from vgr_trl.sharing import share_prompts
 from vgr_trl.sharing.model_support import base_of, causal_model
-from vgr_trl.sharing.sharing import Cut, find_packing, why_not_pack
+from vgr_trl.sharing.prefix_forward import PrefixSplit, find_packing, why_not_pack
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def packed(monkeypatch):
 
 def test_where_tokens_and_keys_lie():
     """Two prompts of 3 columns, the second with one of padding; rows of 2, 1 and 3 tokens, of 4 columns each."""
-    cut = Cut(split=3, stop=7, groups=[0, 1, 1], pixels={})
+    cut = PrefixSplit(split=3, stop=7, groups=[0, 1, 1], pixels={})
     mask = torch.tensor([[1, 1, 1], [0, 1, 1], [0, 1, 1]])
     found = find_packing(cut, [2, 1, 3], mask, torch.device("cpu"))
     assert found.tokens.tolist() == [0, 1, 4, 8, 9, 10]

@@ -17,8 +17,8 @@ from vgr_trl.integrations.verl.options import SignalOptions
 from vgr_trl.loss import entropy_penalty, perception_loss, surprisal
 from vgr_trl.rewards.attention import hard_negative_rewards, mdi_reward, vgr_reward
 from vgr_trl.sharing.model_support import causal_model, flattens_layers
-from vgr_trl.sharing.plan import share_prompts
 from vgr_trl.sharing.prefix_cache import SharingReport
+from vgr_trl.sharing.sharing import share_prompts
 from vgr_trl.signals.attention import AttentionProbe, mass_of_steps
 from vgr_trl.signals.ratios import (
     ModalityMasks,
