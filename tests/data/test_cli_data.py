@@ -168,19 +168,14 @@ def test_merge_splits_and_draws(tmp_path, capsys):
             "question_id_file is no, which",
         ),
         (["convert", "aokvqa", "--dataset_path", "."], "output_dir is out, within ., which is read"),
-        (["convert", "aokvqa", "--data_files", "a.parquet", "--plot", "x.doc"], "The plot is x.doc: give a file that"),
         (
             ["convert", "jsonl", "--data_files", "a.parquet", "--prompt_key", ""],
-            "prompt_key is empty: give the name of",
+            "problem_key is '': give the name of",
         ),
         (["convert", "aokvqa", "--data_files", "a.parquet", "--output_dir", "a.parquet"], "a.parquet is no folder to"),
         (
-            ["convert", "aokvqa", "--data_files", "a.parquet", "--plot", "empty.png"],
-            "empty.png, which cannot be written",
-        ),
-        (
             ["convert", "aokvqa", "--data_files", "a.parquet", "--output_dir", "."],
-            ". has a.parquet, which no conversion",
+            ". has a.parquet, which no finished",
         ),
         (["convert", "arxivqa", "--data_files", "a.parquet"], "give it as queries=FILE"),
         (["merge", "nowhere"], "There is no set at nowhere"),
@@ -193,7 +188,6 @@ def test_what_cannot_be_done_is_one_sentence(tmp_path, monkeypatch, capsys, flag
     monkeypatch.chdir(tmp_path)
     aokvqa(tmp_path / "a.parquet", 2)
     (tmp_path / "empty").mkdir()
-    (tmp_path / "empty.png").mkdir()
     output = ["--output_dir", "out", "--workers", "0"] if flags[0] != "nothing" else []
     assert run(flags[0], *output, *flags[1:]) == 1
     printed = capsys.readouterr().err

@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 from PIL import Image
 
-from vgr_trl.data.convert import SKIPPED, Output, Progress, convert
+from vgr_trl.data.convert import SKIPPED, Output, Statistics, convert
 
 IMAGE = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
 
@@ -54,7 +54,7 @@ def reasons(candidates: Any) -> list[tuple[int, str]]:
     return [(origin.row, found) for origin, found in candidates if isinstance(found, str)]
 
 
-def written(candidates: Any, folder: Path, **options: Any) -> Progress:
+def written(candidates: Any, folder: Path, **options: Any) -> Statistics:
     """Convert in this process."""
     return convert(candidates, Output(folder, **{"workers": 0, **options}), "the same")
 

@@ -1,7 +1,6 @@
-"""The commands `vgr-trl data convert`, `merge` and `inspect`."""
+"""`vgr-trl data convert | merge | inspect`: sets of questions in one schema, and checked before training."""
 
 import argparse
-import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,36 +13,37 @@ from typing import Any
 from vgr_trl.cli.arguments import DataArguments, one_sentence
 from vgr_trl.cli.loading import load_processor, system_prompt_of
 from vgr_trl.data import public_sets
-from vgr_trl.data.columns import FLAGS, Keys, keys_of
+from vgr_trl.data.columns import FLAGS, KEYS, Keys, keys_of
 from vgr_trl.data.convert import (
-    PARTS,
     ROWS_PER_FILE,
     SKIPPED,
-    Encoding,
+    WRITERS,
     Output,
     convert,
-    figures_for,
+    figures,
     plot,
     report,
     statistics_in,
 )
 from vgr_trl.data.images import MAX_SHORT_SIDE, ImageLimits, VideoOptions, downloaded
 from vgr_trl.data.inspect import Budget, Checks, Findings, inspect_rows, page, prompt_tokens
-from vgr_trl.data.inspect import report as tables_report
+from vgr_trl.data.inspect import report as inspection_report
 from vgr_trl.data.load import load_path
 from vgr_trl.data.merge import MergeOptions, merge
 from vgr_trl.data.prompts import special_tokens
-from vgr_trl.data.public_sets import CONVERTERS, Converter, IdFilter, load_converter, read_ids, shuffle_choices
+from vgr_trl.data.public_sets import CONVERTERS, Converter, keep_ids, load_converter, read_ids, shuffle_choices
 from vgr_trl.data.read import MEANT, Source, has_config, readable, splits_in
 from vgr_trl.data.rows import SkippedRow
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.utils import ConfigError, DataError, is_writable, publish, unfinished, write_whole
 
-COMMANDS = {
-    "convert": "a public set, or files of your own, to one schema",
-    "merge": "several converted sets to one, split into train and test",
-    "inspect": "check any set before training, and look at some of its rows",
-}
+OUTPUT_SPLITS = tuple(dict.fromkeys(MEANT.values()))
+JSONL_FLAGS = ("image_dir", *(f"{option.name}_key" for option in fields(Keys)))
+TRAINING_FLAGS = (
+    "dataset_config", "dataset_streaming", "image_dir", *FLAGS.values(), "min_pixels", "max_pixels", "max_short_side",
+    "filter_big_images", "system_prompt_file", "prompt_language", "video_fps", "max_video_frames",
+)  # fmt: skip
+BUDGET = Budget()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,131 +52,122 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         ConfigError: there is no such command.
     """
+    commands = {
+        "convert": (convert_main, "a public set, or files of your own, to one schema"),
+        "merge": (merge_main, "several converted sets to one, split into train and test"),
+        "inspect": (inspect_main, "check any set before training, and look at some of its rows"),
+    }
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        lines = [f"  {name:<10}{what}" for name, what in COMMANDS.items()]
+        lines = [f"  {name:<10}{what}" for name, (_, what) in commands.items()]
         print("\n".join(["usage: vgr-trl data COMMAND [flags]", "", *lines]))
         return 0 if arguments else 2
     name, *rest = arguments
-    if name not in COMMANDS:
-        raise ConfigError(f"There is no data command {name!r}: the commands are {', '.join(COMMANDS)}.")
-    try:
-        return int(importlib.import_module(f"vgr_trl.cli.data.{name}").main(rest))
-    except KeyboardInterrupt:
-        print(f"\nvgr-trl data {name}: interrupted; the same command continues what is unfinished.", file=sys.stderr)
-        return 130
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# `vgr-trl data convert SOURCE`: a public set, or files of the user's own, to one schema.
-
-
-REPORT = "report.txt"
-OUTPUT_SPLITS = tuple(dict.fromkeys(MEANT.values()))
-JSONL_FLAGS = ("image_dir", *(f"{option.name}_key" for option in fields(Keys)))
+    if name not in commands:
+        raise ConfigError(f"There is no data command {name!r}: the commands are {', '.join(commands)}.")
+    return commands[name][0](rest)
 
 
 def convert_main(argv: Sequence[str] | None = None) -> int:
     """Convert, print what the set consists of, and return 0."""
-    flags = parser().parse_args(argv)
+    flags = convert_parser().parse_args(argv)
     with one_sentence():
         convert_run(flags)
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the flags."""
-    made = argparse.ArgumentParser(prog="vgr-trl data convert", description=__doc__, allow_abbrev=False)
-    made.add_argument(
-        "source", help=f"what the set is: {', '.join(CONVERTERS)}, or a reader of yours (my_sets.py:my_set)"
-    )
+def convert_parser() -> argparse.ArgumentParser:
+    """Return the flags of `convert`."""
+    made = argparse.ArgumentParser(prog="vgr-trl data convert", allow_abbrev=False)
+    sets = ", ".join(CONVERTERS)
+    made.add_argument("source", help=f"what the set is: {sets}, or a reader of yours (my_sets.py:my_set)")
     made.add_argument("--dataset_name", help="name on the hub; the public sets' own names are known")
     made.add_argument("--dataset_path", help="folder with Parquet, JSONL or JSON files, or written by save_to_disk")
     made.add_argument("--data_files", nargs="+", default=(), help="files; arxivqa: corpus=a queries=b qrels=c")
-    made.add_argument(
-        "--dataset_config", help="configuration, 'standard (4 options)' or vision of MMMU-Pro for example"
-    )
+    made.add_argument("--dataset_config", help="configuration, 'standard (4 options)' or vision of MMMU-Pro, e.g.")
     made.add_argument("--split", help="which split to read (default: test of mmmu_pro, else train)")
     made.add_argument("--output_split", choices=OUTPUT_SPLITS, help="what is written (default: the same)")
-    made.add_argument(
-        "--question_id_file", type=Path, help="keep only the ids in this file, one per line or a JSON list"
-    )
+    made.add_argument("--question_id_file", type=Path, help="keep only these ids: one per line, or a JSON list")
     made.add_argument("--subset_size", type=int, help="stop after so many rows")
     made.add_argument("--shuffle_choices", action="store_true", help="put options in another order, letters balanced")
     made.add_argument("--seed", type=int, default=0, help="of shuffle_choices (default 0)")
-    add_output_flags(made)
+    _add_output_flags(made)
     own = made.add_argument_group("jsonl only")
-    own.add_argument(
-        "--image_dir", type=Path, help="folder that paths start from and stay in (default: the files' own)"
-    )
-    for option in fields(Keys):
-        names = dict.fromkeys((f"--{option.name}_key", f"--{FLAGS[option.name]}"))
-        own.add_argument(*names, dest=f"{option.name}_key", help=f"its column (default: {' or '.join(option.default)})")  # type: ignore[arg-type]
+    own.add_argument("--image_dir", type=Path, help="folder that paths start from and stay in (default: the files')")
+    for part, flag in FLAGS.items():
+        names, known = dict.fromkeys((f"--{part}_key", f"--{flag}")), " or ".join(getattr(KEYS, part))
+        own.add_argument(*names, dest=f"{part}_key", help=f"its column (default: {known})")
     return made
 
 
-def add_output_flags(made: argparse.ArgumentParser) -> None:
+def _add_output_flags(made: argparse.ArgumentParser) -> None:
     """Add the flags of what is written, which `convert` and `merge` share."""
-    group = made.add_argument_group("output")
-    group.add_argument(
-        "--output_dir", "--out_dir", type=Path, required=True, help="folder; the same command continues in it"
-    )
-    group.add_argument(
-        "--output_format", choices=PARTS, default="parquet", help="Parquet with images, JSONL with paths"
-    )
-    group.add_argument("--rows_per_file", type=int, default=ROWS_PER_FILE, help=f"(default {ROWS_PER_FILE})")
-    group.add_argument("--workers", type=int, default=2, help="processes that decode images; 0: none (default 2)")
-    group.add_argument("--plot", type=Path, help="draw what the set consists of: PNG, SVG or PDF (needs matplotlib)")
-    images = made.add_argument_group("images")
-    images.add_argument("--min_pixels", type=int, help="enlarge smaller images to this area")
-    images.add_argument("--max_pixels", type=int, help="reduce larger images to this area")
-    images.add_argument(
-        "--max_short_side", type=int, default=MAX_SHORT_SIDE, help=f"of an image; 0: any (default {MAX_SHORT_SIDE})"
-    )
-    images.add_argument("--max_image_pixels", type=int, help="leave out rows with larger images")
+    add = made.add_argument_group("output").add_argument
+    add("--output_dir", "--out_dir", type=Path, required=True, help="folder; what is finished is not made again")
+    add("--output_format", choices=WRITERS, default="parquet", help="Parquet with images, JSONL with paths")
+    add("--rows_per_file", type=int, default=ROWS_PER_FILE, help="(default %(default)s)")
+    add("--workers", type=int, default=2, help="processes that decode images; 0: none (default 2)")
+    add("--plot", type=Path, help="draw what the set consists of: PNG, SVG or PDF (needs matplotlib)")
+    add = made.add_argument_group("images").add_argument
+    add("--min_pixels", type=int, help="enlarge smaller images to this area")
+    add("--max_pixels", type=int, help="reduce larger images to this area")
+    add("--max_short_side", type=int, default=MAX_SHORT_SIDE, help="of an image; 0: any (default %(default)s)")
+    add("--max_image_pixels", type=int, help="leave out rows with larger images")
 
 
-def limits_of(flags: argparse.Namespace) -> ImageLimits:
-    """Return the limits that the flags set."""
-    return ImageLimits(flags.min_pixels, flags.max_pixels, flags.max_short_side or None, flags.max_image_pixels)
+def _output(flags: argparse.Namespace, source: Source, **options: Any) -> Output:
+    """Return where and how to write, or raise `ConfigError` if the files would be read as rows of `source`."""
+    if flags.plot:
+        figures()
+    folder = flags.output_dir
+    if source.dataset_path and folder.resolve().is_relative_to(Path(source.dataset_path).resolve()):
+        raise ConfigError(
+            f"output_dir is {folder}, within {source.dataset_path}, which is read: choose another folder."
+        )
+    limits = ImageLimits(flags.min_pixels, flags.max_pixels, flags.max_short_side or None, flags.max_image_pixels)
+    written = {"kind": flags.output_format, "rows_per_file": flags.rows_per_file, "workers": flags.workers}
+    return Output(folder, limits=limits, **written, **options)
 
 
 def convert_run(flags: argparse.Namespace) -> None:
     """Convert as the flags say, and print and write down what the set consists of."""
-    if flags.plot:
-        figures_for(flags.plot)
     converter = load_converter(flags.source)
-    source = source_of(flags, converter)
+    source = _source(flags, converter)
     options = _jsonl_options(flags)
-    output = Output(
-        folder=flags.output_dir,
-        split=flags.output_split or output_split(flags.split or converter.split),
-        kind=flags.output_format,
+    is_own = flags.source == "jsonl"
+    output = _output(
+        flags,
+        source,
+        split=flags.output_split or _output_split(flags.split or converter.split),
         several_images=converter.several_images,
-        regions=converter.regions or (flags.source == "jsonl" and public_sets.names_regions(source)),
-        videos=_has_videos(flags, source, options),
-        rows_per_file=flags.rows_per_file,
+        regions=converter.regions or (is_own and public_sets.names_regions(source)),
+        videos=is_own and (bool(flags.video_key) or public_sets.names_videos(source, options["keys"])),
         limit=flags.subset_size,
-        workers=flags.workers,
-        encoding=Encoding(_files_of(flags, source), limits_of(flags)),
+        root=source.folder() if flags.image_dir is None else flags.image_dir.absolute(),
     )
-    refuse_within(flags.output_dir, source)
     candidates = converter.read(source, **options)
-    ids = read_ids(flags.question_id_file) if flags.question_id_file else None
-    wanted = None if ids is None else IdFilter(ids)
-    if wanted is not None:
-        candidates = wanted(candidates)
+    ids = read_ids(flags.question_id_file) if flags.question_id_file else set()
+    missing = set(ids)
+    if ids:
+        candidates = keep_ids(candidates, ids, missing)
     if flags.shuffle_choices:
         candidates = shuffle_choices(candidates, flags.seed)
-    identity = _identity(flags, source, output) | {"question_ids": None if ids is None else sorted(ids)}
+    identity = {
+        "set": flags.source,
+        **source.identity(),
+        **{name: getattr(flags, name) for name in ("shuffle_choices", "seed", *JSONL_FLAGS)},
+        **{name: getattr(output, name) for name in ("kind", "rows_per_file", "limit")},
+        **asdict(output.limits),
+        "question_ids": sorted(ids),
+    }
     convert(candidates, output, identity, converter.count(source))
-    if wanted is not None and wanted.missing:
-        some = ", ".join(sorted(wanted.missing)[:3])
-        print(f"No question has {len(wanted.missing)} ids of {flags.question_id_file}: {some}, …", file=sys.stderr)
-    show(flags.output_dir, flags.plot)
+    if missing and len(missing) < len(ids) and flags.subset_size is None:
+        some = ", ".join(sorted(missing)[:3])
+        print(f"No question has {len(missing)} ids of {flags.question_id_file}: {some}, …", file=sys.stderr)
+    _show(flags.output_dir, flags.plot)
 
 
-def source_of(flags: argparse.Namespace, converter: Converter) -> Source:
+def _source(flags: argparse.Namespace, converter: Converter) -> Source:
     """Return where the rows come from; a public set's own hub name where nothing is named."""
     named = flags.dataset_name or flags.dataset_path or flags.data_files
     if not named and converter.hub_name is None:
@@ -189,27 +180,11 @@ def source_of(flags: argparse.Namespace, converter: Converter) -> Source:
     return Source(name, flags.dataset_path, flags.data_files, config, flags.split or converter.split)
 
 
-def output_split(split: str) -> str:
-    """Return the name by which `datasets` finds a split again from the names of its files.
-
-    Raises:
-        ConfigError: it knows no such split.
-    """
+def _output_split(split: str) -> str:
+    """Return the name by which `datasets` finds a split again from the names of its files."""
     if split not in MEANT:
         raise ConfigError(f"The split is {split!r}: say what it becomes by --output_split {' | '.join(OUTPUT_SPLITS)}.")
     return MEANT[split]
-
-
-def show(folder: Path, picture: Path | None) -> None:
-    """Print what the sets in `folder` consist of, write it to `report.txt` there, and draw it if asked for."""
-    statistics = statistics_in(folder)
-    text = "\n".join(f"{split}: {report(counts)}" for split, counts in statistics.items())
-    write_whole(folder / REPORT, text.encode())
-    print(text)
-    left_out = sum(counts.reasons.total() for counts in statistics.values())
-    print(f"Rows are in {folder}" + (f"; {left_out:,} left out are listed in {folder / SKIPPED}." if left_out else "."))
-    if picture is not None:
-        plot(statistics, picture)
 
 
 def _jsonl_options(flags: argparse.Namespace) -> dict[str, Any]:
@@ -220,79 +195,99 @@ def _jsonl_options(flags: argparse.Namespace) -> dict[str, Any]:
                 f"{', '.join(given)} is given, but only jsonl has it: the columns of {flags.source} are known."
             )
         return {}
-    for name, value in given.items():
-        if not str(value):
-            raise ConfigError(f"{name} is empty: give the name of a column, or leave the flag out.")
-    keys = {name.removesuffix("_key"): (value,) for name, value in given.items() if name != "image_dir"}
     if flags.image_dir is not None and not flags.image_dir.is_dir():
         raise ConfigError(f"image_dir is {flags.image_dir}, which is not a folder.")
-    return {"keys": Keys(**keys), "image_dir": flags.image_dir}
+    keys = {FLAGS[name.removesuffix("_key")]: value for name, value in given.items() if name != "image_dir"}
+    return {"keys": keys_of(**keys), "image_dir": flags.image_dir}
 
 
-def _files_of(flags: argparse.Namespace, source: Source) -> Path:
-    return source.folder() if flags.image_dir is None else flags.image_dir.absolute()
+def _show(folder: Path, picture: Path | None) -> None:
+    """Print what the sets in `folder` consist of, write it to `report.txt` there, and draw it if asked for."""
+    statistics = statistics_in(folder)
+    text = "\n".join(f"{split}: {report(counts)}" for split, counts in statistics.items())
+    write_whole(folder / "report.txt", text.encode())
+    print(text)
+    left_out = sum(counts.reasons.total() for counts in statistics.values())
+    print(f"Rows are in {folder}" + (f"; {left_out:,} left out are listed in {folder / SKIPPED}." if left_out else "."))
+    if picture is not None:
+        plot(statistics, picture)
 
 
-def _has_videos(flags: argparse.Namespace, source: Source, options: dict[str, Any]) -> bool:
-    return flags.source == "jsonl" and (bool(flags.video_key) or public_sets.names_videos(source, options["keys"]))
+def merge_main(argv: Sequence[str] | None = None) -> int:
+    """Merge, print what the result consists of, and return 0."""
+    flags = merge_parser().parse_args(argv)
+    with one_sentence():
+        sources = [_set_source(text) for text in flags.sets]
+        outputs = [_output(flags, source) for source in sources]
+        weights = None if flags.weights is None else tuple(flags.weights)
+        options = MergeOptions(weights, flags.test_share, flags.seed, flags.shuffle_choices)
+        identity = {
+            "sets": [source.identity() for source in sources],
+            **asdict(options),
+            **asdict(outputs[0].limits),
+            **{name: getattr(outputs[0], name) for name in ("kind", "rows_per_file")},
+        }
+        surplus = merge(sources, outputs[0], options, identity)
+        _show(flags.output_dir, flags.plot)
+        if surplus:
+            print(f"{surplus:,} rows more could be used, but are left out for the weights.")
+    return 0
 
 
-def _identity(flags: argparse.Namespace, source: Source, output: Output) -> dict[str, Any]:
-    options = {name: getattr(flags, name) for name in ("shuffle_choices", "seed", *JSONL_FLAGS)}
-    written = {name: getattr(output, name) for name in ("kind", "rows_per_file", "limit")}
-    return {"set": flags.source, **source.identity(), **options, **written, **asdict(output.encoding.limits)}
+def merge_parser() -> argparse.ArgumentParser:
+    """Return the flags of `merge`."""
+    made = argparse.ArgumentParser(prog="vgr-trl data merge", allow_abbrev=False)
+    made.add_argument("sets", nargs="+", help="folders that `convert` wrote, FOLDER:SPLIT for one split, or files")
+    made.add_argument("--weights", nargs="+", type=float, help="one per set: their proportions (default: every row)")
+    made.add_argument("--test_share", type=float, default=0.1, help="of the rows; 0: no split (default 0.1)")
+    made.add_argument("--seed", type=int, default=0, help="of split, weights and order of options (default 0)")
+    made.add_argument("--shuffle_choices", action="store_true", help="put options in another order, letters balanced")
+    _add_output_flags(made)
+    return made
 
 
-def refuse_within(folder: Path, source: Source) -> None:
-    """Refuse an output folder whose files would be read as rows of `source`."""
-    if source.dataset_path and folder.resolve().is_relative_to(Path(source.dataset_path).resolve()):
-        raise ConfigError(
-            f"output_dir is {folder}, within {source.dataset_path}, which is read: choose another folder."
-        )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# `vgr-trl data inspect PATH`: which rows of a set cannot be trained on, what the others cost, and how some look.
-
-
-BUDGET = Budget()
+def _set_source(text: str) -> Source:
+    """Return the set that `FOLDER`, `FOLDER:SPLIT` or a file names."""
+    path, split = Path(text), ""
+    if not path.exists() and ":" in text:
+        name, split = text.rsplit(":", 1)
+        path = Path(name)
+    if path.is_file():
+        return Source(data_files=[str(path)])
+    if not path.is_dir():
+        raise ConfigError(f"There is no set at {text}: give a folder that `vgr-trl data convert` wrote, or a file.")
+    splits = splits_in(path)
+    if not split and len(splits) > 1:
+        raise ConfigError(f"{path} has the splits {', '.join(splits)}: name one, as {path}:{splits[0]}.")
+    return Source(dataset_path=str(path), split=split or (splits or ["train"])[0])
 
 
 def inspect_main(argv: Sequence[str] | None = None) -> int:
     """Inspect, print what was found, write the page, and return 0; 1 with `--strict` if a row cannot be used."""
     flags = inspect_parser().parse_args(argv)
-    # after the flags: it imports torch
-
     with one_sentence():
-        findings = run(flags)
+        findings = inspect_run(flags)
     if not findings.usable:
         raise DataError(f"None of the {findings.rows} rows of {flags.path} can be used; see the reasons above.")
     return 1 if flags.strict and findings.bad else 0
 
 
 def inspect_parser() -> argparse.ArgumentParser:
-    """Return the flags."""
-    made = argparse.ArgumentParser(prog="vgr-trl data inspect", description=__doc__, allow_abbrev=False)
+    """Return the flags of `inspect`; what a row must satisfy has the flags of training."""
+    made = argparse.ArgumentParser(prog="vgr-trl data inspect", allow_abbrev=False)
     made.add_argument("path", help="a file, a folder, or a name on the hub")
     made.add_argument("--split", help="(default: train, or the only one)")
-    made.add_argument("--dataset_config", help="configuration of a hub data set")
-    made.add_argument("--dataset_streaming", action="store_true", help="read rows as they are needed, without a cache")
     made.add_argument("--max_rows", type=int, help="look at the first so many rows only")
-    made.add_argument("--image_dir", help="folder that paths start from and stay in (default: the data's own)")
-    columns = made.add_argument_group("columns and images, as in training")
-    for option in fields(DataArguments):
-        if option.name in FLAGS.values():
-            columns.add_argument(f"--{option.name}", help=option.metadata["help"])
-    for name in ("min_pixels", "max_pixels", "max_short_side"):
-        columns.add_argument(f"--{name}", type=int, help="of images, as in training")
-    columns.add_argument("--filter_big_images", action="store_true", help="leave out rows with images above these")
     made.add_argument("--no_solution", action="store_true", help="rows need no solution: no accuracy reward is used")
     made.add_argument("--strict", action="store_true", help="exit with status 1 if a row cannot be used")
-    prompts = made.add_argument_group("prompts, as in training")
-    prompts.add_argument("--system_prompt_file", help="text or Jinja2 template; an empty file: no system prompt")
-    prompts.add_argument("--prompt_language", help="en (default) or zh")
-    prompts.add_argument("--video_fps", type=float, default=2.0, help="frames of a second of video (default 2)")
-    prompts.add_argument("--max_video_frames", type=int, default=16, help="most frames of a row (default 16)")
+    training = made.add_argument_group("as in training")
+    for option in fields(DataArguments):
+        if option.name not in TRAINING_FLAGS:
+            continue
+        kind: dict[str, Any] = {"type": int} if "int" in str(option.type) else {"type": str}
+        kind = {"type": float} if option.type is float else kind
+        kind = {"action": "store_true"} if option.type is bool else kind | {"default": option.default}
+        training.add_argument(f"--{option.name}", help=option.metadata["help"], **kind)
     tokens = made.add_argument_group("tokens")
     tokens.add_argument("--model", help="folder or hub name whose processor counts the tokens of prompts")
     tokens.add_argument("--model_revision", help="branch, tag or commit of a hub name")
@@ -309,13 +304,16 @@ def inspect_parser() -> argparse.ArgumentParser:
     return made
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What `vgr-trl data inspect` does once its flags are read.
-
-
-def run(flags: argparse.Namespace) -> Findings:
+def inspect_run(flags: argparse.Namespace) -> Findings:
     """Inspect as the flags say, print the report, write page and list, and return what was found."""
-    checks, budget = checks_of(flags), budget_of(flags)
+    for name, least in (("max_rows", 1), ("samples", 0)):
+        value = getattr(flags, name)
+        if value is not None and value < least:
+            raise ConfigError(f"{name} is {value}: give an integer of at least {least}.")
+    if flags.max_prompt_length is not None and not (flags.model or flags.tiny):
+        raise ConfigError("max_prompt_length is given, but no model to count tokens with: add --model.")
+    checks = _checks(flags)
+    budget = Budget(flags.max_prompt_length, flags.max_completion_length, flags.num_generations, flags.prompts_per_step)
     taken = [Path(flags.path).resolve()]
     for path in filter(None, (flags.page if flags.samples else None, flags.skipped)):
         if not path.parent.is_dir() or not is_writable(path):
@@ -330,7 +328,7 @@ def run(flags: argparse.Namespace) -> Findings:
         findings = inspect_rows(
             dataset, checks, split=split, samples=flags.samples, seed=flags.seed, on_skipped=on_skipped
         )
-    print(tables_report(findings, budget), end="")
+    print(inspection_report(findings, budget), end="")
     if checks.length_of is None:
         print("\nPrompts are not measured: name the model with --model.")
     if flags.skipped:
@@ -341,23 +339,20 @@ def run(flags: argparse.Namespace) -> Findings:
     return findings
 
 
-def checks_of(flags: argparse.Namespace) -> Checks:
+def _checks(flags: argparse.Namespace) -> Checks:
     """Return what a row must satisfy."""
-    for name, least in (("max_rows", 1), ("samples", 0)):
-        value = getattr(flags, name)
-        if value is not None and value < least:
-            raise ConfigError(f"{name} is {value}: give an integer of at least {least}.")
-    same = ("image_dir", "min_pixels", "max_pixels", "max_short_side", "filter_big_images", *FLAGS.values())
-    data = DataArguments(
-        **{name: getattr(flags, name) for name in same},
-        system_prompt_file=flags.system_prompt_file,
-        prompt_language=flags.prompt_language,
-        video_fps=flags.video_fps,
-        max_video_frames=flags.max_video_frames,
-    )
-    processor = _processor(flags)
+    data = DataArguments(**{name: getattr(flags, name) for name in TRAINING_FLAGS})
+    processor = None
+    if flags.tiny and flags.model:
+        raise ConfigError("model and tiny are both given: drop one.")
+    if flags.tiny:
+        processor = build_processor([])
+    elif flags.model:
+        processor = load_processor(flags.model, flags.model_revision, flags.trust_remote_code)
+    path = Path(flags.path).absolute()
+    root = path.parent if path.is_file() else path if path.is_dir() else downloaded()
     return Checks(
-        root=Path(flags.image_dir).absolute() if flags.image_dir else _root(Path(flags.path).absolute()),
+        root=Path(data.image_dir).absolute() if data.image_dir else root,
         needs_solution=not flags.no_solution,
         system_prompt=system_prompt_of(data),
         videos=VideoOptions(data.video_fps, data.max_video_frames),
@@ -368,30 +363,9 @@ def checks_of(flags: argparse.Namespace) -> Checks:
     )
 
 
-def budget_of(flags: argparse.Namespace) -> Budget:
-    """Return limits and completions of a step."""
-    if flags.max_prompt_length is not None and not (flags.model or flags.tiny):
-        raise ConfigError("max_prompt_length is given, but no model to count tokens with: add --model.")
-    return Budget(flags.max_prompt_length, flags.max_completion_length, flags.num_generations, flags.prompts_per_step)
-
-
-def _processor(flags: argparse.Namespace) -> Any:
-    if flags.tiny and flags.model:
-        raise ConfigError("model and tiny are both given: drop one.")
-    if flags.tiny:
-        return build_processor([])
-    if flags.model:
-        return load_processor(flags.model, flags.model_revision, flags.trust_remote_code)
-    return None
-
-
-def _root(path: Path) -> Path:
-    return path.parent if path.is_file() else path if path.is_dir() else downloaded()
-
-
 @contextmanager
 def _listing(path: Path | None) -> Iterator[Callable[[SkippedRow], None]]:
-    """A function that lists rows in the file at `path`, which appears when it is whole."""
+    """A function that lists rows in the file at `path`, which appears when it is complete."""
     if path is None:
         yield lambda row: None
         return
@@ -401,80 +375,3 @@ def _listing(path: Path | None) -> Iterator[Callable[[SkippedRow], None]]:
         publish(path)
     finally:
         unfinished(path).unlink(missing_ok=True)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# `vgr-trl data merge SET SET …`: several converted sets to one, split into train and test.
-
-
-def merge_main(argv: Sequence[str] | None = None) -> int:
-    """Merge, print what the result consists of, and return 0."""
-    flags = merge_parser().parse_args(argv)
-    with one_sentence():
-        merge_run(flags)
-    return 0
-
-
-def merge_parser() -> argparse.ArgumentParser:
-    """Return the flags."""
-    made = argparse.ArgumentParser(prog="vgr-trl data merge", description=__doc__, allow_abbrev=False)
-    made.add_argument("sets", nargs="+", help="folders that `convert` wrote, FOLDER:SPLIT for one split, or files")
-    made.add_argument("--weights", nargs="+", type=float, help="one per set: their proportions (default: every row)")
-    made.add_argument("--test_share", type=float, default=0.1, help="of the rows; 0: no split (default 0.1)")
-    made.add_argument("--seed", type=int, default=0, help="of split, weights and order of options (default 0)")
-    made.add_argument("--shuffle_choices", action="store_true", help="put options in another order, letters balanced")
-    add_output_flags(made)
-    return made
-
-
-def merge_run(flags: argparse.Namespace) -> None:
-    """Merge as the flags say, and print and write down what the result consists of."""
-    if flags.plot:
-        figures_for(flags.plot)
-    sources = [set_source(text) for text in flags.sets]
-    for source in sources:
-        refuse_within(flags.output_dir, source)
-    options = MergeOptions(
-        weights=None if flags.weights is None else tuple(flags.weights),
-        test_share=flags.test_share,
-        seed=flags.seed,
-        shuffle_choices=flags.shuffle_choices,
-    )
-    encoding = Encoding(limits=limits_of(flags))
-    output = Output(
-        flags.output_dir,
-        kind=flags.output_format,
-        rows_per_file=flags.rows_per_file,
-        workers=flags.workers,
-        encoding=encoding,
-    )
-    identity = {
-        "sets": [source.identity() for source in sources],
-        **asdict(options),
-        **asdict(encoding.limits),
-        **{name: getattr(output, name) for name in ("kind", "rows_per_file")},
-    }
-    plan = merge(sources, output, options, identity)
-    show(flags.output_dir, flags.plot)
-    if plan.surplus:
-        print(f"{plan.surplus:,} rows more could be used, but are left out for the weights.")
-
-
-def set_source(text: str) -> Source:
-    """Return the set that `FOLDER`, `FOLDER:SPLIT` or a file names.
-
-    Raises:
-        ConfigError: there is none, or the folder has several splits and none is named.
-    """
-    path, split = Path(text), ""
-    if not path.exists() and ":" in text:
-        name, split = text.rsplit(":", 1)
-        path = Path(name)
-    if path.is_file():
-        return Source(data_files=[str(path)])
-    if not path.is_dir():
-        raise ConfigError(f"There is no set at {text}: give a folder that `vgr-trl data convert` wrote, or a file.")
-    splits = splits_in(path)
-    if not split and len(splits) > 1:
-        raise ConfigError(f"{path} has the splits {', '.join(splits)}: name one, as {path}:{splits[0]}.")
-    return Source(dataset_path=str(path), split=split or (splits or ["train"])[0])

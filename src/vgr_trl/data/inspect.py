@@ -19,7 +19,7 @@ from transformers import ProcessorMixin
 from trl.data_utils import prepare_multimodal_messages
 
 from vgr_trl.data.columns import KEYS, UNREADABLE, Keys, images_of, renamed_row, require_columns, undecoded
-from vgr_trl.data.convert import ANSWERS, MOST_LINES, OPEN, Statistics, commonest, kind_of, on_one_line, ordered
+from vgr_trl.data.convert import MOST_LINES, TITLES, Statistics, kind_of, on_one_line, table_lines, tables
 from vgr_trl.data.images import ANY_SIZE, DEFAULT_VIDEO_OPTIONS, ImageRule, VideoOptions, to_rgb
 from vgr_trl.data.prompts import LETTERS, SYSTEM_PROMPT, SystemTemplate
 from vgr_trl.data.rows import SkippedRow, ready_row, row_problem
@@ -405,10 +405,7 @@ LONGEST_REASON = 200
 
 def report(findings: Findings, budget: Budget) -> str:
     """Return the findings as a text for the terminal."""
-    lines = [headline(findings), *_reasons(findings)]
-    for title, counts in tables(findings).items():
-        whole = sum(count for _, count in counts)
-        lines += ["", title, *(f"  {count:>9,}  {count / whole:>6.1%}  {name}" for name, count in counts)]
+    lines = [headline(findings), *_reasons(findings), *table_lines(findings.counts)]
     if findings.lengths:
         largest = max(rows for _, _, rows in histogram(findings.lengths))
         lines += ["", "prompt length in tokens, images included"]
@@ -424,21 +421,6 @@ def headline(findings: Findings) -> str:
     """Return in one sentence how many rows can be used."""
     bad = f"{findings.bad:,} cannot be used" if findings.bad else "every one can be used"
     return f"{findings.split}: {findings.rows:,} rows, of which {bad}."
-
-
-def tables(findings: Findings) -> dict[str, list[tuple[str, int]]]:
-    """Return what the usable rows consist of: title → lines of name and count, at most twelve."""
-    if not findings.usable:
-        return {}
-    counts = findings.counts
-    found = {
-        "rows by source": _shortened(counts.sources),
-        "rows by number of choices": [*ordered(counts.choices, [*map(str, range(len(LETTERS) + 1)), OPEN]).items()],
-        "rows by right letter": [*ordered(counts.letters, LETTERS).items()],
-        ANSWERS: _shortened(counts.answers),
-        "rows by number of images": _shortened(dict(sorted(counts.images.items(), key=lambda pair: int(pair[0])))),
-    }
-    return {title: lines for title, lines in found.items() if lines}
 
 
 def sentences(found: Cost, budget: Budget) -> list[str]:
@@ -475,10 +457,6 @@ def _reasons(findings: Findings) -> list[str]:
     return lines
 
 
-def _shortened(counts: Mapping[str, int]) -> list[tuple[str, int]]:
-    return [(on_one_line(name)[:80], count) for name, count in commonest(counts)]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What an inspection has found as one page of HTML that holds everything it shows.
 
@@ -503,7 +481,7 @@ def page(findings: Findings, budget: Budget, source: str, seed: int = 0) -> byte
         source=source,
         headline=headline(findings),
         reasons=sorted(findings.reasons.items(), key=lambda pair: -pair[1].count),
-        tables=tables(findings),
+        tables={TITLES[name]: counts.items() for name, counts in tables(findings.counts).items()},
         bins=bins,
         most=max((rows for _, _, rows in bins), default=1),
         sentences=sentences(cost(findings.lengths, budget), budget) if findings.lengths else [],

@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import random
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from PIL import Image
@@ -483,27 +483,14 @@ def read_ids(path: Path) -> set[str]:
     return ids
 
 
-class IdFilter:
-    """Passes the questions with the given ids on; reasons pass too.
-
-    Attributes:
-        missing: ids that no question had; empty until all were read.
-    """
-
-    def __init__(self, ids: set[str]) -> None:
-        self.missing: set[str] = set()
-        self._ids = frozenset(ids)
-
-    def __call__(self, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
-        """Yield the wanted ones of `candidates`."""
-        met: set[str] = set()
-        for origin, candidate in candidates:
-            if isinstance(candidate, str):
-                yield origin, candidate
-            elif candidate.id in self._ids:
-                met.add(candidate.id)
-                yield origin, candidate
-        self.missing = set(self._ids - met)
+def keep_ids(candidates: Iterable[Candidate], ids: set[str], missing: set[str]) -> Iterator[Candidate]:
+    """Yield the questions with the given ids, and the reasons; take the ids of these questions out of `missing`."""
+    for origin, candidate in candidates:
+        if isinstance(candidate, str):
+            yield origin, candidate
+        elif candidate.id in ids:
+            missing.discard(candidate.id)
+            yield origin, candidate
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -521,40 +508,26 @@ _LETTERS = re.compile(
 _OPTION_LETTER = re.compile(r"\b(?:options?|choices?|answers?)\s+\(?[A-J]\b")
 
 
-class ChoiceShuffler:
-    """Shuffles the options of question after question; right letters come equally often.
+def shuffle_choices(candidates: Iterable[Candidate], seed: int) -> Iterator[Candidate]:
+    """Yield the candidates with their options in another order, where that does not change what they mean.
 
     Among the questions with n options, every n in a row have each letter once as the right one.
     """
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(f"choices {seed}")
-        self._letters: dict[int, list[int]] = {}
-
-    def __call__(self, question: Question) -> Question:
-        """Return `question` with its options in another order, or as it is where that would change its meaning."""
-        choices = question.choices
-        if not choices or stays_in_order(question):
-            return question
-        right = choices[LETTERS.index(question.solution)]
-        others = [choice for index, choice in enumerate(choices) if index != LETTERS.index(question.solution)]
-        self._random.shuffle(others)
-        place = self._next_place(len(choices))
-        return replace(question, choices=[*others[:place], right, *others[place:]], solution=LETTERS[place])
-
-    def _next_place(self, count: int) -> int:
-        waiting = self._letters.setdefault(count, [])
+    random = Random(f"choices {seed}")
+    places: dict[int, list[int]] = defaultdict(list)  # of right options still to be used, by the number of options
+    for origin, question in candidates:
+        if isinstance(question, str) or not question.choices or stays_in_order(question):
+            yield origin, question
+            continue
+        others = list(question.choices)
+        right = others.pop(LETTERS.index(question.solution))
+        random.shuffle(others)
+        waiting = places[len(question.choices)]
         if not waiting:
-            waiting.extend(range(count))
-            self._random.shuffle(waiting)
-        return waiting.pop()
-
-
-def shuffle_choices(candidates: Iterable[Candidate], seed: int) -> Iterator[Candidate]:
-    """Yield the candidates with the options of their questions in another order; see `ChoiceShuffler`."""
-    shuffler = ChoiceShuffler(seed)
-    for origin, candidate in candidates:
-        yield origin, candidate if isinstance(candidate, str) else shuffler(candidate)
+            waiting.extend(range(len(question.choices)))
+            random.shuffle(waiting)
+        place = waiting.pop()
+        yield origin, replace(question, choices=[*others[:place], right, *others[place:]], solution=LETTERS[place])
 
 
 def stays_in_order(question: Question) -> bool:

@@ -1,7 +1,7 @@
 import pytest
 
 from vgr_trl.data.columns import Origin, Question
-from vgr_trl.data.public_sets import IdFilter, read_ids
+from vgr_trl.data.public_sets import keep_ids, read_ids
 from vgr_trl.utils import ConfigError
 
 
@@ -40,6 +40,7 @@ def test_a_missing_file(tmp_path):
 
 def test_reasons_pass_and_missing_ids_are_known_at_the_end():
     rows = [(Origin("f", 0), "bad"), *((Origin("f", 1), Question(name, "s", "p", "x", ["i"])) for name in "abc")]
-    wanted = IdFilter({"c", "a", "z"})
-    assert [found if isinstance(found, str) else found.id for _, found in wanted(rows)] == ["bad", "a", "c"]
-    assert wanted.missing == {"z"}
+    missing = {"c", "a", "z"}
+    kept = keep_ids(rows, {"c", "a", "z"}, missing)
+    assert [found if isinstance(found, str) else found.id for _, found in kept] == ["bad", "a", "c"]
+    assert missing == {"z"}

@@ -13,7 +13,7 @@ from support.made_sets import jsonl, parquet, picture
 from vgr_trl.cli import data as data_convert
 from vgr_trl.cli import data as data_inspect
 from vgr_trl.cli.arguments import DataArguments
-from vgr_trl.cli.data import run as inspect_rows
+from vgr_trl.cli.data import inspect_run as inspect_rows
 from vgr_trl.cli.loading import load_rows
 from vgr_trl.cli.parsing import parse
 from vgr_trl.data.columns import images_of
@@ -79,7 +79,7 @@ def test_inspect_and_convert_take_the_same_flags(tmp_path, pictures, capsys):
     )
     assert (found.usable, dict(found.counts.letters)) == (1, {"B": 1})
     out = ["--data_files", str(tmp_path / "rows.jsonl"), "--output_dir", str(tmp_path / "out"), "--workers", "0"]
-    data_convert.convert_run(data_convert.parser().parse_args(["jsonl", *out, *flags]))
+    data_convert.convert_run(data_convert.convert_parser().parse_args(["jsonl", *out, *flags]))
     (row,), _ = load(dataset_path=str(tmp_path / "out"))
     assert (asked(row), row["solution"], corner(images_of(row)[0])) == ("Which?\nA. red\nB. blue", "B", RED)
 

@@ -13,7 +13,7 @@ from support.made_sets import encoded, picture, skipped_in
 from vgr_trl.cli import data as data_convert
 from vgr_trl.cli import data as data_inspect
 from vgr_trl.cli.arguments import DataArguments
-from vgr_trl.cli.data import run as inspect_rows
+from vgr_trl.cli.data import inspect_run as inspect_rows
 from vgr_trl.cli.loading import load_rows
 from vgr_trl.data.columns import images_of
 from vgr_trl.demo.tiny_model import build_processor
@@ -255,7 +255,7 @@ class Commands:
         """Rows are read again as `train` reads what was written."""
         out = self.folder / "converted"
         flags = ["jsonl", "--data_files", str(self.file), "--output_dir", str(out), "--workers", "0"]
-        data_convert.convert_run(data_convert.parser().parse_args(flags))
+        data_convert.convert_run(data_convert.convert_parser().parse_args(flags))
         rows, skipped = self.train(file=out / "train-00000.parquet")
         assert not skipped
         return _placed(list(rows.values()), {row["row"]: row["reason"] for row in skipped_in(out)})

@@ -5,13 +5,24 @@ from dataclasses import replace
 
 import pytest
 from datasets import load_dataset
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 from support.made_sets import encoded, jsonl, picture, rows_in, skipped_in, written
 
 from vgr_trl.data import merge as merge_module
 from vgr_trl.data.columns import Origin, Question
 from vgr_trl.data.convert import Output
-from vgr_trl.data.merge import MergeOptions, merge
+from vgr_trl.data.merge import (
+    MergeOptions,
+    Row,
+    interleaved,
+    merge,
+    sharing_images,
+    split,
+    weighted,
+    without_duplicates,
+)
 from vgr_trl.data.read import Source
 from vgr_trl.utils import ConfigError, DataError
 
@@ -51,14 +62,13 @@ def bytes_of(row) -> set[bytes]:
 
 
 def test_two_sets_become_one_that_datasets_reads(tmp_path):
-    plan = merged(tmp_path, two_sets(tmp_path))
+    assert merged(tmp_path, two_sets(tmp_path)) == 0
     train, test = rows_in(tmp_path / "out"), rows_in(tmp_path / "out", "test")
     assert (len(train), len(test)) == (36, 4)
     assert sorted(row["id"] for row in train + test) == sorted(
         [f"a{n}" for n in range(30)] + [f"b{n}" for n in range(10)]
     )
     assert not set().union(*map(bytes_of, train)) & set().union(*map(bytes_of, test))
-    assert (plan.several_images, plan.videos, plan.surplus, list(plan.left_out)) == (True, False, 0, [])
     loaded = load_dataset(str(tmp_path / "out"), cache_dir=str(tmp_path / "cache"))
     assert {name: len(rows) for name, rows in loaded.items()} == {"train": 36, "test": 4}
     by_id = {row["id"]: row for row in loaded["train"]} | {row["id"]: row for row in loaded["test"]}
@@ -100,9 +110,8 @@ def test_the_same_image_in_another_format_is_the_same(tmp_path):
 
 
 def test_weights_leave_rows_out_and_say_how_many(tmp_path):
-    plan = merged(tmp_path, two_sets(tmp_path), weights=(1, 2), test_share=0)
+    assert merged(tmp_path, two_sets(tmp_path), weights=(1, 2), test_share=0) == 25
     assert Counter(row["source"] for row in rows_in(tmp_path / "out")) == {"a": 5, "b": 10}
-    assert plan.surplus == 25
 
 
 def test_letters_are_balanced(tmp_path):
@@ -113,7 +122,7 @@ def test_letters_are_balanced(tmp_path):
     assert {row["choices"]["ABC".index(row["solution"])] for row in found} == {"red"}
 
 
-def test_a_merge_that_is_killed_is_continued(tmp_path, monkeypatch):
+def test_a_merge_that_is_killed_is_made_again_and_a_finished_one_is_not(tmp_path, monkeypatch):
     sources = two_sets(tmp_path)
     merged(tmp_path, sources, name="plain", shuffle_choices=True)
 
@@ -128,20 +137,13 @@ def test_a_merge_that_is_killed_is_continued(tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             merged(tmp_path, sources, shuffle_choices=True)
     assert not list((tmp_path / "out").glob("test-*"))
-    monkeypatch.setattr(merge_module, "make_plan", lambda *_: pytest.fail("looked at the rows again"))
     merged(tmp_path, sources, shuffle_choices=True)
-    for split in ("train", "test"):
-        assert rows_in(tmp_path / "out", split) == rows_in(tmp_path / "plain", split)
-
-
-def test_another_merge_is_refused(tmp_path):
-    sources = two_sets(tmp_path)
-    merged(tmp_path, sources)
-    with pytest.raises(ConfigError, match="holds a merge of other sets, or with other options"):
+    for name in ("train", "test"):
+        assert rows_in(tmp_path / "out", name) == rows_in(tmp_path / "plain", name)
+    monkeypatch.setattr(merge_module, "_examine", lambda *_: pytest.fail("looked at the rows again"))
+    merged(tmp_path, sources, shuffle_choices=True)
+    with pytest.raises(ConfigError, match="holds a conversion with other options"):
         merged(tmp_path, sources, identity="another")
-    (tmp_path / "out" / ".merge.json").write_text("[")
-    with pytest.raises(ConfigError, match="merge.json cannot be read"):
-        merged(tmp_path, sources)
 
 
 def test_videos_are_carried_on_and_tell_rows_apart(tmp_path):
@@ -151,9 +153,8 @@ def test_videos_are_carried_on_and_tell_rows_apart(tmp_path):
     names = ["one.mp4", "two.mp4", "copy.mp4"]
     rows = [{"prompt": "What?", "answer": "x", "videos": [name], "id": name} for name in names]
     source = Source(data_files=[str(jsonl(tmp_path / "mine.jsonl", rows))])
-    plan = merged(tmp_path, [source], test_share=0.5)
+    merged(tmp_path, [source], test_share=0.5)
     found = rows_in(tmp_path / "out") + rows_in(tmp_path / "out", "test")
-    assert plan.videos
     assert {row["id"]: row["videos"] for row in found} == {name: [str(tmp_path / name)] for name in names[:2]}
     assert all(row["images"] == [] for row in found)
     assert [found["reason"] for found in skipped_in(tmp_path / "out")] == [
@@ -221,9 +222,111 @@ def test_what_cannot_be_merged(tmp_path):
     with pytest.raises(DataError, match="The 1 rows cannot be split"):
         merged(tmp_path, [source])
     against = made_set(tmp_path / "b", [question("b0", (1, 1, 1), solution="B")])
-    with pytest.raises(DataError, match="None of the 2 rows is left: another row with the same image and question"):
+    with pytest.raises(DataError, match="None of the 2 rows can be used; the first: another row with the same"):
         merged(tmp_path, [source, against])
     bad = Source(data_files=[str(jsonl(tmp_path / "bad.jsonl", [{"prompt": "q", "answer": "a", "image": ""}]))])
     with pytest.raises(DataError, match="None of the 1 rows can be used; the first: image is an empty text"):
         merged(tmp_path, [bad])
-    assert not (tmp_path / "out").exists()
+    assert not list((tmp_path / "out").glob("*"))
+
+
+def row(position, images="a", problem="p", answer="x", choices=(), source=0) -> Row:
+    return Row(source, position, tuple(images), problem, answer, frozenset(choices))
+
+
+def places(rows):
+    return [(found.source, found.position) for found in rows]
+
+
+def test_the_first_of_equal_rows_stays():
+    rows = [row(0), row(1, "b"), row(2), row(3, problem="q"), row(4, source=1)]
+    kept, reasons = without_duplicates(rows)
+    assert places(kept) == [(0, 0), (0, 1), (0, 3)]
+    assert places(reasons) == [(0, 2), (1, 4)]
+    assert set(reasons.values()) == {"it has the same image and question as an earlier row"}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "contradict"),
+    [
+        (("x", ()), ("x", ()), False),
+        (("x", ()), ("y", ()), True),
+        (("x", "xy"), ("y", "xy"), True),
+        (("x", "xyz"), ("y", "wxy"), True),
+        (("x", "xy"), ("z", "zw"), False),  # neither offers the other's answer: both can be right
+        (("x", "xy"), ("y", ()), False),  # the open answer says y where x was offered beside it: not comparable
+    ],
+)
+def test_rows_that_contradict_each_other_are_both_left_out(one, other, contradict):
+    rows = [row(0, answer=one[0], choices=one[1]), row(1, answer=other[0], choices=other[1])]
+    kept, reasons = without_duplicates(rows)
+    assert len(kept) == (0 if contradict else 1)
+    assert len(reasons) == (2 if contradict else 1)
+    if contradict:
+        assert set(reasons.values()) == {"another row with the same image and question has another answer"}
+
+
+def test_weights_by_hand():
+    """30 and 12 rows at 2 : 1: the twelve limit, so 24 to 12. At 1 : 1: twelve each. At 5 : 1: thirty to six."""
+    rows = [row(n, [f"a{n}"]) for n in range(30)] + [row(n, [f"b{n}"], source=1) for n in range(12)]
+    for weights, expected in (((2, 1), [24, 12]), ((1, 1), [12, 12]), ((5, 1), [30, 6]), ((100, 1), [30, 1])):
+        kept = weighted(rows, weights, seed=0)
+        assert [sum(found.source == number for found in kept) for number in (0, 1)] == expected
+        assert kept == [found for found in rows if found in kept]  # order stays
+    assert weighted(rows, None, seed=0) == rows
+
+
+def test_what_weights_leave_depends_on_the_seed_and_the_content_alone():
+    rows = [row(n, [f"a{n}"]) for n in range(30)] + [row(n, [f"b{n}"], source=1) for n in range(5)]
+    kept = {found.images for found in weighted(rows, (1, 1), seed=0)}
+    moved = [row(29 - found.position, found.images, source=found.source) for found in rows]
+    assert {found.images for found in weighted(moved, (1, 1), seed=0)} == kept
+    assert {found.images for found in weighted(rows, (1, 1), seed=1)} != kept
+
+
+def test_no_weight_for_a_set_without_rows():
+    with pytest.raises(DataError, match="Source 2 has no row that can be used"):
+        weighted([row(0)], (1, 1), seed=0)
+
+
+ROWS = st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=3), min_size=2, max_size=40)
+
+
+@given(images=ROWS, share=st.floats(0.01, 0.99), seed=st.integers(0, 5))
+def test_no_image_is_on_both_sides(images, share, seed):
+    rows = [row(number, [str(image) for image in shown]) for number, shown in enumerate(images)]
+    try:
+        train, test = split(rows, share, seed)
+    except DataError:
+        assert len(sharing_images(rows)) == 1  # only where everything hangs together
+        return
+    assert train
+    assert test
+    assert sorted(places(train + test)) == places(rows)
+    assert not {image for found in train for image in found.images} & {
+        image for found in test for image in found.images
+    }
+
+
+def test_the_share_is_met_exactly_where_no_image_is_shared():
+    rows = [row(number, [str(number)]) for number in range(200)]
+    train, test = split(rows, 0.1, seed=0)
+    assert (len(train), len(test)) == (180, 20)
+    assert split(rows, 0.1, seed=0) == (train, test)
+    assert set(split(rows[::-1], 0.1, seed=0)[1]) == set(test)
+    assert set(split(rows, 0.1, seed=1)[1]) != set(test)
+    assert split(rows, 0, seed=0) == (rows, [])
+    assert [len(side) for side in split(rows[:2], 0.75, seed=0)] == [1, 1]  # one and a half rows round to all
+
+
+def test_rows_are_linked_over_others():
+    rows = [row(0, "ab"), row(1, "c"), row(2, "bd"), row(3, "d"), row(4, "ce")]
+    assert [places(group) for group in sharing_images(rows)] == [[(0, 0), (0, 2), (0, 3)], [(0, 1), (0, 4)]]
+    with pytest.raises(DataError, match="The 2 rows cannot be split, for all are linked by images they share"):
+        split(rows[2:4], 0.5, seed=0)
+
+
+def test_sources_are_spread_evenly():
+    rows = [row(n) for n in range(4)] + [row(n, source=1) for n in range(2)]
+    # Places (n + 1/2) / count: 1/8, 3/8, 5/8, 7/8 and 1/4, 3/4.
+    assert places(interleaved(rows)) == [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (0, 3)]

@@ -13,6 +13,7 @@ from trl import GRPOTrainer
 
 from vgr_trl.cli.__main__ import main as command_line
 from vgr_trl.cli.data import inspect_main as main
+from vgr_trl.data.convert import tables
 from vgr_trl.data.inspect import (
     Budget,
     Checks,
@@ -21,7 +22,6 @@ from vgr_trl.data.inspect import (
     inspect_rows,
     prompt_tokens,
     sampled,
-    tables,
     without_options,
 )
 from vgr_trl.data.load import load_path
@@ -87,10 +87,10 @@ def test_the_commonest_answers_to_open_questions_are_counted(monkeypatch):
     data = Dataset.from_list(rows)
     found = inspect_rows(data, Checks(system_prompt=None))
     assert found.counts.answers == Counter({"two": 4, "bird": 2, "a cat": 1, "dog": 1})
-    assert tables(found)["commonest answers to open questions"][:2] == [("two", 4), ("bird", 2)]
+    assert list(tables(found.counts)["answers"].items())[:2] == [("two", 4), ("bird", 2)]
     monkeypatch.setattr("vgr_trl.data.convert.MOST_ANSWERS", 2)  # bird and dog come too late
     found = inspect_rows(data, Checks(system_prompt=None))
-    assert tables(found)["commonest answers to open questions"] == [("two", 4), ("a cat", 1), ("others", 3)]
+    assert list(tables(found.counts)["answers"].items()) == [("two", 4), ("a cat", 1), ("others", 3)]
 
 
 def test_every_row_is_drawn_with_the_same_chance():

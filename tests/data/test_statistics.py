@@ -1,6 +1,6 @@
+import json
 import re
 import sys
-from collections import Counter
 
 import pytest
 
@@ -8,14 +8,13 @@ from vgr_trl.data.columns import Question
 from vgr_trl.data.convert import (
     Encoded,
     Statistics,
-    figures_for,
+    figures,
     kind_of,
     on_one_line,
     plot,
     report,
     size_class,
     tables,
-    together,
 )
 from vgr_trl.utils import ConfigError
 
@@ -74,20 +73,10 @@ def test_the_commonest_answers_to_open_questions_come_first_and_the_rest_togethe
         for _ in range(3 if number == 7 else 1):
             asked = Question(str(number), "set", "What?", f"answer  {number}" + "!" * 200, ["image"])
             found.add(asked, [Encoded(b"", ".png", 8, 8)])
-    (first, *middle, last) = tables(found)["commonest answers to open questions"].items()
+    (first, *middle, last) = tables(found)["answers"].items()
     assert first == ("answer 7" + "!" * 72, 3)
     assert [count for _, count in middle] == [1] * 11
     assert last == ("others", 28)
-
-
-def test_answers_of_a_split_are_those_of_the_whole_set():
-    """cat is shown for the whole; train has it twice and two others, dog and bird; nothing else is made up."""
-    train = Statistics(answers=Counter({"dog": 1, "cat": 2, "bird": 1}))
-    assert tables(train, ["cat", "fox", "others"])["commonest answers to open questions"] == {
-        "cat": 2,
-        "fox": 0,
-        "others": 2,
-    }
 
 
 def test_no_more_answers_are_counted_than_memory_has_room_for(monkeypatch):
@@ -98,20 +87,8 @@ def test_no_more_answers_are_counted_than_memory_has_room_for(monkeypatch):
     assert found.answers == {"a": 2, "b": 2, "others": 2}
 
 
-def test_names_are_in_order_also_where_a_split_lacks_some():
-    train, test = Statistics(), counted()
-    train.letters.update("CA")
-    assert list(tables(together([train, test]))["multiple-choice rows by right letter"].items()) == [
-        ("A", 3),
-        ("B", 1),
-        ("C", 1),
-    ]
-    assert together([]) == Statistics()
-    assert test == counted()  # the parts stay as they are
-
-
 def test_counts_survive_being_written_down():
-    assert Statistics.of(counted().as_dict()) == counted()
+    assert Statistics.of(json.loads(json.dumps(vars(counted())))) == counted()
 
 
 @pytest.mark.parametrize(
@@ -166,8 +143,9 @@ def test_reasons_of_a_kind_are_counted_together(one, other, kind):
 )
 def test_names_of_the_data_neither_break_lines_nor_steer_a_terminal(text, shown):
     assert on_one_line(text) == shown
-    statistics = Statistics(sources=Counter({text: 1}))
-    assert report(statistics).splitlines()[-1] == f"          1  100.0%  {shown}"
+    statistics = Statistics()
+    statistics.count(text, None, 1)
+    assert f"          1  100.0%  {shown}" in report(statistics).splitlines()
 
 
 def test_the_plot_shows_every_table(tmp_path):
@@ -180,27 +158,9 @@ def test_the_plot_shows_every_table(tmp_path):
     assert "<!-- test -->" in picture
     plot({"train": counted()}, tmp_path / "set.png")
     assert (tmp_path / "set.png").read_bytes().startswith(b"\x89PNG")
-    assert [path.name for path in tmp_path.iterdir() if "unfinished" in path.name] == []
 
 
-@pytest.mark.parametrize("name", ["set.doc", "set"])
-def test_a_plot_of_an_unknown_format(tmp_path, name):
-    with pytest.raises(ConfigError, match=f"{name}: give a file that ends in .png, .svg, .pdf"):
-        plot({"train": counted()}, tmp_path / name)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", ["folder.png", "file/set.png"])
-def test_a_plot_that_cannot_be_written_is_refused_before_any_work(tmp_path, name):
-    pytest.importorskip("matplotlib")
-    (tmp_path / "folder.png").mkdir()
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=f"{name}, which cannot be written: give a file in a folder that can"):
-        figures_for(tmp_path / name)
-    assert list((tmp_path / "folder.png").iterdir()) == []
-
-
-def test_a_plot_without_matplotlib_is_one_sentence(tmp_path, monkeypatch):
+def test_a_plot_without_matplotlib_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=re.escape("pip install vgr_trl[plots]")):
-        figures_for(tmp_path / "set.png")
+        figures()
