@@ -318,7 +318,12 @@ def _write_parquet(path: Path, rows: Iterator[tuple[Question, list[Encoded]]], o
     """Write rows with their images inside, uncompressed, as images are compressed already."""
     columns = schema(output)
     with pyarrow.parquet.ParquetWriter(
-        path, columns, compression="none", use_dictionary=["source", "solution"], write_page_checksum=True
+        path,
+        columns,
+        compression="none",
+        use_dictionary=["source", "solution"],
+        write_statistics=False,
+        write_page_checksum=True,
     ) as writer:
         while group := list(islice(rows, ROW_GROUP_ROWS)):
             stored = [
@@ -500,7 +505,7 @@ def figures() -> ModuleType:
 
 def plot(statistics: Mapping[str, Statistics], path: Path) -> None:
     """Draw the counts of one or more splits to `path`, a panel for each table and a colour for each split."""
-    added = {name: sum((getattr(of, name) for of in statistics.values()), Counter()) for name in TITLES}
+    added: dict[str, Any] = {name: sum((getattr(of, name) for of in statistics.values()), Counter()) for name in TITLES}
     shown = tables(Statistics(**added))
     heights = [0.75 + 0.2 * len(names) * (len(statistics) + 0.6) for names in shown.values()]  # inches
     figure = figures().Figure(figsize=(9, sum(heights)), layout="constrained")
