@@ -5,7 +5,6 @@ from dataclasses import dataclass
 TESTS = (
     "tests/compat",
     "tests/config/test_config.py",
-    "tests/credit/test_read_order.py",
     "tests/credit/test_trl_losses.py",
     "tests/sharing/test_grpo_steps.py",
     "tests/sharing/families/test_other_families.py",

@@ -1,17 +1,17 @@
-"""How the completions of a prompt are compared: rewards become advantages, by one of five estimators.
+"""Rewards become advantages: five estimators that compare the completions of a prompt, and GAE with a critic.
 
 Rewards are those of all processes, prompt-major. A NaN reward (no reward function applied) takes part in no mean and no
 deviation, and its completion gets advantage 0. Where a formula is undefined, because fewer than two completions of a
 group have a reward, the advantages are 0.
 """
 
-from collections.abc import Callable
-
 import torch
 
-from vgr_trl.metrics import Gather, check_shapes
+from vgr_trl.metrics import Gather
 from vgr_trl.options import check_number
-from vgr_trl.utils import ConfigError, DataError
+from vgr_trl.utils import ConfigError
+
+ESTIMATORS = ("grpo", "rloo", "remax", "reinforce_plus_plus", "grpo_passk")
 
 
 def estimate_advantages(
@@ -39,78 +39,39 @@ def estimate_advantages(
         num_generations: G, completions per prompt, at least 1.
         estimator: one of the names above.
         baseline: for `remax`, the reward of each prompt's greedy completion, (num_groups,); else None.
-        trained: for `reinforce_plus_plus`, the rewards of the groups that are trained on, where those are not the
-            groups at hand, (any number of groups * G,).
+        trained: for `reinforce_plus_plus`, the rewards of the groups that are trained on, where those are not
+            these, (any number of groups * G,).
 
     Returns:
         (num_groups * G,), finite for finite or NaN rewards.
 
     Raises:
-        ConfigError: there is no such estimator, or a baseline is missing or not used.
-        DataError: the rewards are not those of whole groups, or the baseline is not one per group.
+        ConfigError: there is no such estimator, or `remax` has no baseline.
     """
-    if estimator not in _ESTIMATORS:
+    if estimator not in ESTIMATORS:
         raise ConfigError(f"advantage_estimator is {estimator!r}: give one of {', '.join(ESTIMATORS)}.")
-    if (estimator == "remax") != (baseline is not None):
-        raise ConfigError(
-            f"advantage_estimator is {estimator!r} and the baseline is {'given' if baseline is not None else 'None'}: "
-            "remax, and no other estimator, takes the rewards of greedy completions as its baseline."
-        )
-    if rewards.ndim != 1 or num_generations < 1 or len(rewards) % num_generations:
-        raise DataError(
-            f"The rewards have the shape {tuple(rewards.shape)} with num_generations {num_generations}: give those of "
-            "whole groups, one number per completion."
-        )
     # In double precision the mean of equal rewards is that reward; rounding, divided by a tiny deviation, would count.
     groups = rewards.double().view(-1, num_generations)  # (num_groups, G)
-    if baseline is not None and baseline.shape != (len(groups),):
-        raise DataError(
-            f"The baseline has the shape {tuple(baseline.shape)} for {len(groups)} groups: give one reward per prompt."
-        )
-    if baseline is not None:
-        advantages = _remax(groups, baseline)
-    elif trained is not None and estimator == "reinforce_plus_plus":
-        advantages = _reinforce_plus_plus(groups, trained.double().view(-1, num_generations))
+    centred, count = _centred(groups), _count(groups)
+    if estimator == "grpo":
+        advantages = centred / (_std(groups) + 1e-4)
+    elif estimator == "rloo":
+        # The mean of the others differs from the reward by n / (n - 1) times what the mean of all does.
+        advantages = torch.where(count > 1, centred * count / (count - 1), torch.nan)
+    elif estimator == "remax":
+        if baseline is None:
+            raise ConfigError("advantage_estimator remax needs the rewards of greedy completions as its baseline.")
+        advantages = groups - baseline.unsqueeze(1)
+    elif estimator == "reinforce_plus_plus":
+        batch = groups if trained is None else trained.double().view(-1, num_generations)
+        advantages = centred / (_std(_centred(batch).view(1, -1)) + 1e-8)
+    elif num_generations < 2:
+        advantages = torch.zeros_like(groups)
     else:
-        advantages = _ESTIMATORS[estimator](groups)
+        best, which = groups.nan_to_num(nan=-torch.inf).topk(2, dim=1)  # (num_groups, 2)
+        lead = (best[:, :1] - best[:, 1:]) / (_std(groups) + 1e-6)  # 0 where two are equally good
+        advantages = torch.zeros_like(groups).scatter(1, which[:, :1], lead)
     return torch.nan_to_num(advantages, nan=0.0).view(-1).to(rewards.dtype)
-
-
-def _grpo(rewards: torch.Tensor) -> torch.Tensor:
-    return _centred(rewards) / (_std(rewards) + 1e-4)
-
-
-def _rloo(rewards: torch.Tensor) -> torch.Tensor:
-    count = _count(rewards)  # (num_groups, 1)
-    # The mean of the others differs from the reward by n / (n - 1) times what the mean of all does.
-    return torch.where(count > 1, _centred(rewards) * count / (count - 1), torch.nan)
-
-
-def _remax(rewards: torch.Tensor, baseline: torch.Tensor) -> torch.Tensor:
-    return rewards - baseline.unsqueeze(1)
-
-
-def _reinforce_plus_plus(rewards: torch.Tensor, trained: torch.Tensor | None = None) -> torch.Tensor:
-    deviation = _std(_centred(rewards if trained is None else trained).view(1, -1))
-    return _centred(rewards) / (deviation + 1e-8)
-
-
-def _grpo_passk(rewards: torch.Tensor) -> torch.Tensor:
-    if rewards.size(1) < 2:
-        return torch.zeros_like(rewards)
-    best, which = rewards.nan_to_num(nan=-torch.inf).topk(2, dim=1)  # (num_groups, 2)
-    lead = (best[:, :1] - best[:, 1:]) / (_std(rewards) + 1e-6)  # 0 where two are equally good
-    return torch.zeros_like(rewards).scatter(1, which[:, :1], lead)
-
-
-_ESTIMATORS: dict[str, Callable[..., torch.Tensor]] = {
-    "grpo": _grpo,
-    "rloo": _rloo,
-    "remax": _remax,
-    "reinforce_plus_plus": _reinforce_plus_plus,
-    "grpo_passk": _grpo_passk,
-}
-ESTIMATORS = tuple(_ESTIMATORS)
 
 
 def _count(rewards: torch.Tensor) -> torch.Tensor:
@@ -127,10 +88,6 @@ def _std(rewards: torch.Tensor) -> torch.Tensor:
     count = _count(rewards)
     variance = (_centred(rewards) ** 2).nanmean(dim=1, keepdim=True) * (count / (count - 1))
     return torch.where(count > 1, variance.sqrt(), torch.nan)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Advantages by a critic: generalised advantage estimation, their whitening, and the loss of the values.
 
 
 @torch.no_grad()
@@ -154,9 +111,7 @@ def gae(
 
     Raises:
         ConfigError: `gamma` or `lam` is out of range.
-        DataError: the shapes differ.
     """
-    check_shapes("gae", mask, rewards=rewards, values=values)
     check_number("gamma", gamma, 0, 1, "in [0, 1]")
     check_number("lam", lam, 0, 1, "in [0, 1]")
     mask = mask.bool()
@@ -182,15 +137,11 @@ def token_rewards(rewards: torch.Tensor, mask: torch.Tensor, penalties: torch.Te
 
     Returns:
         (N, T) float32, 0 outside `mask`.
-
-    Raises:
-        DataError: the shapes differ.
     """
     mask = mask.bool()
     last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)  # (N, T)
     found = torch.zeros_like(mask, dtype=torch.float32)
     if penalties is not None:
-        check_shapes("token_rewards", mask, penalties=penalties)
         found = penalties.float().masked_fill(~mask, 0)
     return torch.where(last, found + rewards.float().unsqueeze(1), found)
 
@@ -200,7 +151,7 @@ def value_loss(
 ) -> torch.Tensor:
     """Return the loss of the values for every token: half the larger of two squared errors.
 
-    One is that of V, the other that of V held within `cliprange` of the value at which the rollout was judged
+    One is that of V, the other that of V held within `cliprange` of the value of the rollout
     (PPO's clipped value loss, as in EasyR1 and verl).
 
     Args:
@@ -215,9 +166,7 @@ def value_loss(
 
     Raises:
         ConfigError: `cliprange` is out of range.
-        DataError: the shapes differ.
     """
-    check_shapes("value_loss", mask, values=values, old_values=old_values, returns=returns)
     check_number("cliprange_value", cliprange, 1e-30, 1e30, "above 0")
     mask = mask.bool()
     values, old_values, returns = (tensor.float().masked_fill(~mask, 0) for tensor in (values, old_values, returns))
@@ -235,11 +184,7 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, gather: Gather | None = Non
 
     Returns:
         (N, T) float32, 0 outside `mask`. The variance is that of a sample (n − 1).
-
-    Raises:
-        DataError: the shapes differ.
     """
-    check_shapes("whiten", mask, values=values)
     mask = mask.bool()
     values = values.double().masked_fill(~mask, 0)
 

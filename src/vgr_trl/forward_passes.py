@@ -379,7 +379,7 @@ def complete_old_logps(inputs: dict[str, Any], logps: torch.Tensor) -> None:
     """Take the log-probabilities (N, T) of a first training pass for old ones that are NaN.
 
     TRL's `_compute_loss` reads the inputs only after its pass through the model, so what is completed here is what it
-    divides by; `tests/credit/test_read_order.py` fails if that changes. Later iterations over the batch read it, too.
+    divides by; `tests/credit/test_trl_losses.py` fails if that changes. Later iterations over the batch read it, too.
     """
     if (old := inputs.get(OLD_LOGPS)) is not None:
         inputs[OLD_LOGPS] = torch.where(old.isnan(), logps.detach(), old)

@@ -15,7 +15,7 @@ from trl.data_utils import prepare_multimodal_messages
 
 from vgr_trl.added_loss import kl_penalty_reward
 from vgr_trl.config_checks import Circumstances, options_without_effect
-from vgr_trl.credit import active_rules
+from vgr_trl.credit import own_rules
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.columns import IMAGE_COLUMNS, PLACE, image_columns, images_of, undecoded
 from vgr_trl.data.images import COLUMNS, box_problem, fitted_by
@@ -438,9 +438,8 @@ def _readers(trainer: ConstructedTrainer) -> dict[str, tuple[str, ...]]:
                     f"The reward {name} needs {need}, measured after the rewards: let a signal or rule read it."
                 )
             found[need].append(f"the reward {name}")
-    for rule in active_rules(args):
-        for need in () if rule.is_plugin else rule.needs:
-            found[need].append(rule.switch)
+    for rule, need in own_rules(args).items():
+        found[need].append(rule)
     for need, readers in args.readers().items():
         found["views" if need.startswith(VIEW) else need] += readers
     found["attention"] += found["regions"]

@@ -19,9 +19,8 @@ from trl.trainer.utils import RepeatSampler
 from vgr_trl.advantages import estimate_advantages
 from vgr_trl.batch import EXTRA, VIEWS, Gather, Placement, RolloutSignals, Rows, checked, join_rows, valid_tokens
 from vgr_trl.checkpoints import load_shares, save_share
-from vgr_trl.credit import active_rules
+from vgr_trl.credit import active_rules, masked_mean
 from vgr_trl.data.columns import images_of
-from vgr_trl.metrics import masked_mean
 from vgr_trl.options import is_number
 from vgr_trl.registries import VIEW, is_measurement, short_name
 from vgr_trl.rollout import Host, Rollout, TrainingPass, Verdict, weighted_sums
@@ -1149,14 +1148,14 @@ def _needed_columns(host: Host, wanted: Wanted) -> dict[str, str]:
     ):
         if options:
             needed[name] = options[0]
-    for rule in active_rules(args):
-        for need in rule.needs:
+    for rule, needs in active_rules(args).items():
+        for need in needs:
             if need == "views":
-                needed |= {f"{VIEWS}{name}": rule.switch for name in args.perturbations}
+                needed |= {f"{VIEWS}{name}": rule for name in args.perturbations}
             elif need.startswith(VIEW):
-                needed[f"{VIEWS}{need.removeprefix(VIEW)}"] = rule.switch
+                needed[f"{VIEWS}{need.removeprefix(VIEW)}"] = rule
             elif not is_measurement(need):
-                needed[f"{EXTRA}{short_name(need)}"] = rule.switch
+                needed[f"{EXTRA}{short_name(need)}"] = rule
     return needed
 
 

@@ -1,15 +1,16 @@
-"""Advantages of five estimators, derived by hand; `grpo` also against TRL's own trainer."""
+"""Advantages: five estimators and GAE by hand, and as recorded from EasyR1."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.trainers import STOCK
+from recorded import NUM_CASES, cases, needs_recorded, tensors
 
-from vgr_trl.advantages import ESTIMATORS, estimate_advantages
-from vgr_trl.utils import ConfigError, DataError
+from vgr_trl.advantages import ESTIMATORS, estimate_advantages, gae, value_loss, whiten
+from vgr_trl.utils import ConfigError
 
 NAN = float("nan")
+recorded = cases()
 
 
 def estimate(rewards, group, estimator, baseline=None):
@@ -17,50 +18,26 @@ def estimate(rewards, group, estimator, baseline=None):
     return estimate_advantages(torch.tensor(rewards, dtype=torch.float32), group, estimator, baseline).tolist()
 
 
-def test_grpo():
-    """[0 1 2] has mean 1 and deviation 1; [4 4 4] has deviation 0."""
-    expected = [-1 / 1.0001, 0, 1 / 1.0001, 0, 0, 0]
-    assert estimate([0, 1, 2, 4, 4, 4], 3, "grpo") == pytest.approx(expected, abs=1e-6)
-
-
-def test_rloo():
-    """The others of 0 1 2 have the means 1.5, 1 and 0.5."""
-    assert estimate([0, 1, 2, 4, 4, 4], 3, "rloo") == pytest.approx([-1.5, 0, 1.5, 0, 0, 0], abs=1e-6)
-
-
-def test_remax_keeps_a_group_alive_whose_rewards_are_equal():
-    """A group of equal rewards that all beat the greedy completion has equal positive advantages."""
-    assert estimate([0, 1, 2, 4, 4, 4], 3, "remax", [1.5, 3.0]) == pytest.approx([-1.5, -0.5, 0.5, 1, 1, 1])
-
-
-def test_reinforce_plus_plus():
-    """Centred: -1 0 1 and 0 0 0, with deviation sqrt(2 / 5) over the batch; 1 / sqrt(0.4) = 1.5811388."""
-    expected = [-1.5811388, 0, 1.5811388, 0, 0, 0]
-    assert estimate([0, 1, 2, 4, 4, 4], 3, "reinforce_plus_plus") == pytest.approx(expected, abs=1e-6)
-
-
-def test_grpo_passk():
-    """The best of 2 0 1 leads by 1 with deviation 1; that of 0 3 0 by 3 with mean 1, variance (1 + 4 + 1) / 2 = 3."""
-    expected = [1 / (1 + 1e-6), 0, 0, 0, 3 / (3**0.5 + 1e-6), 0]
-    assert estimate([2, 0, 1, 0, 3, 0], 3, "grpo_passk") == pytest.approx(expected, abs=1e-6)
-
-
-def test_grpo_passk_with_two_that_are_equally_good_says_nothing():
-    assert estimate([2, 0, 2, 0], 4, "grpo_passk") == [0, 0, 0, 0]
-
-
 @pytest.mark.parametrize(
-    ("estimator", "expected"),
+    ("rewards", "estimator", "expected"),
     [
-        ("grpo", [0.7071068 / 1.0001414, -0.7071068 / 1.0001414]),  # 0.5 / (0.7071068 + 1e-4)
-        ("rloo", [1, -1]),
-        ("reinforce_plus_plus", [0.7071068, -0.7071068]),
-        ("grpo_passk", [1.4142116, 0]),  # 1 / (0.7071068 + 1e-6)
+        # [0 1 2] has mean 1 and deviation 1, [4 4 4] deviation 0.
+        ([0, 1, 2, 4, 4, 4], "grpo", [-1 / 1.0001, 0, 1 / 1.0001, 0, 0, 0]),
+        # The others of 0 1 2 have the means 1.5, 1 and 0.5.
+        ([0, 1, 2, 4, 4, 4], "rloo", [-1.5, 0, 1.5, 0, 0, 0]),
+        # Equal rewards that beat the greedy completion have equal positive advantages.
+        ([0, 1, 2, 4, 4, 4], "remax", [-1.5, -0.5, 0.5, 1, 1, 1]),
+        # Centred: -1 0 1 and 0 0 0, with deviation sqrt(2 / 5) over the batch.
+        ([0, 1, 2, 4, 4, 4], "reinforce_plus_plus", [-1.5811388, 0, 1.5811388, 0, 0, 0]),
+        # The best of 2 0 1 leads by 1 with deviation 1; that of 0 3 0 by 3 with variance (1 + 4 + 1) / 2 = 3.
+        ([2, 0, 1, 0, 3, 0], "grpo_passk", [1 / (1 + 1e-6), 0, 0, 0, 3 / (3**0.5 + 1e-6), 0]),
+        # Two that are equally good.
+        ([2, 0, 2, 0, 0, 0], "grpo_passk", [0, 0, 0, 0, 0, 0]),
     ],
 )
-def test_groups_of_two(estimator, expected):
-    """1 and 0 have mean 0.5 and deviation sqrt(0.5) = 0.7071068."""
-    assert estimate([1, 0], 2, estimator) == pytest.approx(expected, abs=1e-6)
+def test_estimators_by_hand(rewards, estimator, expected):
+    baseline = [1.5, 3.0] if estimator == "remax" else None
+    assert estimate(rewards, 3, estimator, baseline) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -74,13 +51,13 @@ def test_groups_of_two(estimator, expected):
     ],
 )
 def test_a_completion_without_a_reward_is_left_out(estimator, expected):
-    """What remains is the group of two of the test above."""
+    """0 and 1 remain, with mean 0.5 and deviation sqrt(0.5) = 0.7071068."""
     baseline = [0.5] if estimator == "remax" else None
     assert estimate([0, NAN, 1], 3, estimator, baseline) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus", "grpo_passk"])
-@pytest.mark.parametrize("generations", [3, 6, 7, 8, 12])
+@pytest.mark.parametrize("generations", [7, 8])
 def test_equal_rewards_are_no_advantage_to_the_last_bit(estimator, generations):
     """In single precision the mean of eight times 0.7 is not 0.7, and that rounding is all there is to divide by."""
     rewards = torch.tensor([0.1, 0.7, 2.6, 3.9]).repeat_interleave(generations)
@@ -88,11 +65,10 @@ def test_equal_rewards_are_no_advantage_to_the_last_bit(estimator, generations):
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize("rewards", [[NAN, NAN, NAN], [0.0, 0.0, 0.0], [NAN, 5.0, NAN]])
-def test_nothing_to_compare_is_no_advantage(estimator, rewards):
-    """With a greedy completion that has no reward either, for `remax`."""
-    baseline = [NAN] if estimator == "remax" else None
-    assert estimate(rewards, 3, estimator, baseline) == [0, 0, 0]
+def test_nothing_to_compare_is_no_advantage(estimator):
+    """With greedy completions that have no reward either, for `remax`."""
+    baseline = [NAN] * 3 if estimator == "remax" else None
+    assert estimate([NAN, NAN, NAN, 0.0, 0.0, 0.0, NAN, 5.0, NAN], 3, estimator, baseline) == [0] * 9
 
 
 @pytest.mark.parametrize("estimator", sorted({*ESTIMATORS} - {"remax", "grpo_passk"}))
@@ -116,45 +92,10 @@ def test_the_best_of_a_group_is_found_wherever_it_is(rewards):
     assert sorted(advantages)[:3] == [0, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (([1.0, 2.0], 2, "gae"), ConfigError, "advantage_estimator is 'gae': give one of grpo, rloo, remax, reinf"),
-        (([1.0, 2.0], 2, "remax"), ConfigError, "advantage_estimator is 'remax' and the baseline is None: remax"),
-        (([1.0, 2.0], 2, "rloo", [1.0]), ConfigError, "advantage_estimator is 'rloo' and the baseline is given"),
-        (([1.0, 2.0, 3.0], 2, "rloo"), DataError, r"The rewards have the shape \(3,\) with num_generations 2: give"),
-        (([[1.0, 2.0]], 2, "rloo"), DataError, r"The rewards have the shape \(1, 2\) with num_generations 2: give"),
-        (([1.0, 2.0], 0, "rloo"), DataError, r"The rewards have the shape \(2,\) with num_generations 0: give"),
-        (([1.0, 2.0], 2, "remax", [1.0, 1.0]), DataError, r"The baseline has the shape \(2,\) for 1 groups: give one"),
-    ],
-)
-def test_bad_input_is_one_sentence(arguments, error, message):
-    with pytest.raises(error, match=message):
-        estimate(*arguments)
-
-
-def test_grpo_is_what_trl_computes(text_trainer):
-    """Two steps of TRL's trainer, with weights, ties, a completion and a group without any reward."""
-    draw = torch.Generator().manual_seed(0)
-
-    def quality(completions, **kwargs):
-        scores = (torch.randint(0, 4, (len(completions),), generator=draw) / 3).tolist()
-        return [None, *scores[1:8], *[None] * 4, *scores[12:]]
-
-    def style(completions, **kwargs):
-        return [None, *[0.5, 0.25] * 3, 0.5, *[None] * 4, *torch.rand(len(completions) - 12, generator=draw).tolist()]
-
-    options = {"reward_weights": [2.5, 0.5], "scale_rewards": "group", "max_steps": 2, "max_completion_length": 4}
-    trainer = text_trainer([quality, style], classes=STOCK, per_device_train_batch_size=16, **options)
-    trainer.train()
-    logged = [torch.tensor(list(trainer._logs["rewards"][name])) for name in ("quality", "style")]
-    rewards = torch.stack(logged, dim=1)
-    assert rewards.isnan().all(dim=1).sum() >= 5
-    summed = (rewards * torch.tensor([2.5, 0.5])).nansum(dim=1)
-    summed[rewards.isnan().all(dim=1)] = NAN
-    expected = torch.tensor(list(trainer._logs["advantages"]))
-    assert expected.abs().max() > 0.5
-    torch.testing.assert_close(estimate_advantages(summed, 4), expected, rtol=0, atol=1e-6)
+@pytest.mark.parametrize(("estimator", "message"), [("gae", "grpo_passk"), ("remax", "baseline")])
+def test_unknown_estimator_and_missing_baseline(estimator, message):
+    with pytest.raises(ConfigError, match=message):
+        estimate([1.0, 2.0], 2, estimator)
 
 
 def test_a_group_of_one_has_no_second_best():
@@ -167,3 +108,77 @@ def test_reinforce_plus_plus_over_what_is_trained_on():
         torch.tensor([1.0, 0.0]), 2, "reinforce_plus_plus", trained=torch.tensor([1.0, 0.0, 3.0, 0.0])
     )
     assert found.tolist() == pytest.approx([0.5 / (5 / 3) ** 0.5, -0.5 / (5 / 3) ** 0.5])
+
+
+def test_gae_by_hand():
+    """γ = 1/2, λ = 1/2, r = [0, 0, 1], V = [1/2, 1/2, 1/4].
+
+    δ = [0 + 1/4 - 1/2, 0 + 1/8 - 1/2, 1 - 1/4] = [-1/4, -3/8, 3/4]; A₂ = 3/4, A₁ = -3/8 + 3/16 = -3/16,
+    A₀ = -1/4 - 3/64 = -19/64; returns A + V.
+    """
+    rewards, values = torch.tensor([[0, 0, 1, NAN]]), torch.tensor([[0.5, 0.5, 0.25, NAN]])
+    advantages, returns = gae(rewards, values, torch.tensor([[1, 1, 1, 0]]), gamma=0.5, lam=0.5)
+    assert advantages[0].tolist() == [-19 / 64, -3 / 16, 3 / 4, 0]
+    assert returns[0].tolist() == [13 / 64, 5 / 16, 1, 0]
+
+
+def test_tokens_of_a_tool_are_stepped_over():
+    mask = torch.tensor([[1, 0, 0, 1]])
+    rewards, values = torch.tensor([[0.0, 9, 9, 1]]), torch.tensor([[0.25, 9, 9, 0.5]])
+    advantages, returns = gae(rewards, values, mask, gamma=0.5)
+    dense, dense_returns = gae(rewards[:, [0, 3]], values[:, [0, 3]], torch.ones(1, 2), gamma=0.5)
+    assert advantages[0].tolist() == [dense[0, 0], 0, 0, dense[0, 1]]
+    assert returns[0].tolist() == [dense_returns[0, 0], 0, 0, dense_returns[0, 1]]
+
+
+@needs_recorded
+@pytest.mark.parametrize("index", range(NUM_CASES))
+def test_gae_of_the_published_code(index):
+    case = recorded[index]
+    rewards, values, mask = tensors(case, "rewards", "values", "mask")
+    advantages, returns = gae(rewards, values, mask, case["gamma"], case["lam"])
+    for found, name in ((advantages, "advantages"), (returns, "returns"), (whiten(advantages, mask), "whitened")):
+        expected = torch.tensor(case["gae"][name])
+        assert ((found - expected) * mask).abs().max() <= 5e-6
+        assert expected.abs().max() > 0.1
+
+
+@needs_recorded
+@pytest.mark.parametrize("index", range(NUM_CASES))
+def test_value_loss_of_the_published_code(index):
+    case = recorded[index]
+    new, old, mask = tensors(case, "new_values", "values", "mask")
+    returns = torch.tensor(case["gae"]["returns"])
+    new.requires_grad_()
+    loss = value_loss(new, old, returns, mask, case["value"]["cliprange_value"]).sum() / mask.sum()
+    loss.backward()
+    assert loss.item() == pytest.approx(case["value"]["loss"], abs=1e-6)
+    assert (new.grad - torch.tensor(case["value"]["gradient"])).abs().max() <= 1e-6
+
+
+def test_whitening_is_over_all_processes():
+    """[1, 2] here and [3, 6] there: mean 3, variance (4 + 1 + 0 + 9) / 3."""
+    values, mask = torch.tensor([[1.0, 2.0, 7.0]]), torch.tensor([[1, 1, 0]])
+    other = iter([torch.tensor(2), torch.tensor(9.0), torch.tensor(9.0)])
+
+    def gather(local):
+        return torch.cat([local, next(other).to(local).view(1)])
+
+    found = whiten(values, mask, gather)[0].tolist()
+    deviation = (14 / 3) ** 0.5
+    assert found == pytest.approx([-2 / deviation, -1 / deviation, 0], abs=1e-6)
+
+
+def test_whitening_of_one_token_and_of_none():
+    found = whiten(torch.tensor([[5.0, 7.0]]), torch.tensor([[1, 0]]))
+    assert (found.tolist(), found.dtype) == ([[0.0, 0.0]], torch.float32)
+    assert whiten(torch.tensor([[5.0]]), torch.tensor([[0]])).tolist() == [[0.0]]
+
+
+def test_value_loss_by_hand():
+    """Clipped to 1 ± 0.5, V = 3 is 1.5: errors 3 - 0 and 1.5 - 0; V = 1.2 stays. What no token counts is 0, NaN too."""
+    values, old, returns = ([[3.0, 1.2, NAN]], [[1.0, 1.0, 2.0]], [[0.0, 2.0, 5.0]])
+    loss = value_loss(*map(torch.tensor, (values, old, returns)), torch.tensor([[1, 1, 0]]), 0.5)
+    assert loss[0].tolist() == pytest.approx([4.5, 0.32, 0])
+    loss = value_loss(*map(torch.tensor, ([[3.0, 7.0]], [[3.0, 4.0]], [[3.0, 1.0]])), torch.tensor([[1, 0]]), 0.5)
+    assert loss.tolist() == [[0.0, 0.0]]

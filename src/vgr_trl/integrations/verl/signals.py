@@ -281,7 +281,7 @@ def shape(
     shaped = advantages.float() * mask
     if active_rules(rules):
         signals = found.signals(response_mask)
-        if any("entropies" in rule.needs for rule in active_rules(rules)) and "entropies" not in found.columns:
+        if any("entropies" in needs for needs in active_rules(rules).values()) and "entropies" not in found.columns:
             raise ConfigError("A rule reads entropies, which this trainer does not compute: switch it off.")
         shaped, metrics = shape_advantages(shaped, signals, rules, shaped=live, groups=prompts)
         found.metrics |= {f"vgr/{name}": value for name, value in metrics.items()}

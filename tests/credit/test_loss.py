@@ -1,0 +1,260 @@
+"""Loss terms by hand and as recorded from EasyR1: kinds of KL, perception loss, entropy penalty; signs of collapse."""
+
+import math
+
+import pytest
+import torch
+from recorded import cases, needs_recorded
+from recorded import tensors as recorded_tensors
+
+from vgr_trl.loss import (
+    AdaptiveKLController,
+    FixedKLController,
+    coefficient_warning,
+    collapse_warning,
+    entropy_penalty,
+    kl_penalty,
+    perception_divergence,
+    perception_loss,
+    surprisal,
+)
+from vgr_trl.utils import ConfigError, DataError
+
+LN2 = math.log(2)
+HEALTHY = {"perception_loss": -0.1, "entropy": 0.5, "perturbed_entropy": 0.8, "clip_ratio/high_mean": 0.01}
+COLLAPSING = {"perception_loss": -1.5, "entropy": 2.0, "perturbed_entropy": 2.5, "clip_ratio/high_mean": 0.2}
+recorded = cases()
+
+
+def test_kl_by_hand():
+    """d = ln 2 and -ln 2: k1 = d; k2 = d²/2 = 0.2402; k3 = 1/2 + ln 2 - 1 = 0.1931 and 2 - ln 2 - 1 = 0.3069."""
+    logps, ref = torch.tensor([[math.log(0.5), math.log(0.25)]]), torch.tensor([[math.log(0.25), math.log(0.5)]])
+    d = math.log(2)
+    expected = {
+        "kl": [d, -d], "abs": [d, d], "mse": [d * d / 2] * 2, "low_var_kl": [d - 0.5, 1 - d],
+    }  # fmt: skip
+    for kind, values in expected.items():
+        assert kl_penalty(logps, ref, kind)[0].tolist() == pytest.approx(values, abs=1e-6)
+    # Policy (3/4, 1/4), reference (1/2, 1/2): 3/4 ln 3/2 + 1/4 ln 1/2 = 0.1308. Logits may be shifted.
+    logits = torch.tensor([[[math.log(3) + 5, 5.0]]])
+    assert kl_penalty(logits, torch.zeros(1, 1, 2), "full").item() == pytest.approx(0.130812, abs=1e-6)
+
+
+def test_low_variance_kl_is_bounded():
+    logps = torch.tensor([[0.0, -100.0]], requires_grad=True)
+    values = kl_penalty(logps, torch.tensor([[-100.0, 0.0]]))
+    assert values[0].tolist() == [10, 10]
+    values.sum().backward()
+    assert logps.grad[0].tolist() == [0, 0]
+
+
+def test_rounding_noise_has_no_gradient_in_abs():
+    """Equal policies differ by rounding, whose sign would depend on how rows are batched."""
+    logps = torch.tensor([[-5e-7, 0.0, 5e-7, -2e-6, 0.5]], requires_grad=True)
+    values = kl_penalty(logps, torch.zeros(1, 5), "abs")
+    assert values[0].tolist() == pytest.approx([5e-7, 0, 5e-7, 2e-6, 0.5])
+    values.sum().backward()
+    assert logps.grad[0].tolist() == [0, 0, 0, -1, 1]
+
+
+@needs_recorded
+@pytest.mark.parametrize("kind", ["kl", "abs", "mse", "low_var_kl", "full"])
+def test_kl_of_the_published_code(kind):
+    for case in recorded:
+        names = ("logits", "ref_logits") if kind == "full" else ("logps", "ref_logps")
+        mask, expected = torch.tensor(case["mask"]), torch.tensor(case["kl"][kind])
+        found = kl_penalty(*recorded_tensors(case, *names), kind)
+        assert ((found - expected) * mask).abs().max() <= 2e-6
+        assert (expected * mask).abs().max() > 0.01
+
+
+@needs_recorded
+def test_coefficients_of_the_published_code():
+    for case in (each["adaptive"] for each in recorded):
+        controller = AdaptiveKLController(case["coefficient"], case["target"], case["horizon"])
+        for mean_kl, samples, expected in case["updates"]:
+            controller.update(mean_kl, samples)
+            assert controller.coefficient == pytest.approx(expected, rel=1e-12)
+
+
+def test_an_adaptive_coefficient_continues_and_a_fixed_one_stays():
+    """KL 12 for target 6: error 1, clipped to 0.2; 500 of 10,000 samples: times 1.01."""
+    adaptive, other = AdaptiveKLController(0.1), AdaptiveKLController(0.5)
+    adaptive.update(12, 500)
+    assert adaptive.coefficient == pytest.approx(0.101)
+    other.load_state_dict(adaptive.state_dict())
+    assert other.coefficient == adaptive.coefficient
+    fixed = FixedKLController(0.1)
+    fixed.update(12, 500)
+    fixed.load_state_dict({"coefficient": 7.0})
+    assert fixed.coefficient == 0.1
+
+
+def test_an_adaptive_coefficient_falls_below_its_target():
+    """KL 0 for target 6: error -1, held at -0.2; KL 5.4: error -0.1, within the limits; each for 500 of 10,000."""
+    controller = AdaptiveKLController(0.1)
+    controller.update(0, 500)
+    assert controller.coefficient == pytest.approx(0.099)
+    controller.update(5.4, 500)
+    assert controller.coefficient == pytest.approx(0.099 * 0.995)
+    controller.update(6.0, 500)
+    assert controller.coefficient == pytest.approx(0.099 * 0.995)
+
+
+@pytest.mark.parametrize(("kind", "error"), [("k3", ConfigError), ("full", DataError)])
+def test_log_probabilities_do_not_fit(kind, error):
+    with pytest.raises(error, match=kind):
+        kl_penalty(torch.zeros(1, 2), torch.zeros(1, 2), kind)
+
+
+def tensors(original, perturbed):
+    return (torch.tensor([row], requires_grad=True) for row in (original, perturbed))
+
+
+def test_divergence_by_hand():
+    """Half as likely without the image: 1/2 + ln 2 - 1."""
+    logps, perturbed = tensors([-1.0, -1.0, -1.0], [-1.0 - LN2, -1.0, 50.0])
+    divergence = perception_divergence(logps, perturbed, torch.tensor([[1, 1, 0]]))
+    assert divergence.tolist()[0] == pytest.approx([LN2 - 0.5, 0, 0], abs=1e-6)
+
+
+def test_loss_by_hand():
+    logps, perturbed = tensors([-1.0, -2.0], [-1.0 - LN2, -2.0])
+    loss = perception_loss(
+        logps,
+        perturbed,
+        torch.ones(1, 2),
+        coefficient=0.1,
+        entropy_coefficient=0.03,
+        perturbed_entropy_coefficient=0.05,
+    )
+    expected = [-0.1 * (LN2 - 0.5) + 0.03 * 1 + 0.05 * (1 + LN2), 0.03 * 2 + 0.05 * 2]
+    assert loss.tolist()[0] == pytest.approx(expected, abs=1e-6)
+
+
+def test_gradients_of_the_divergence_reach_both_and_make_the_token_more_dependent():
+    """-gamma · d/dx (e^d - d - 1) with d = -ln 2: -gamma · (1 - 1/2) for the original, its opposite for the other."""
+    logps, perturbed = tensors([-1.0], [-1.0 - LN2])
+    perception_loss(logps, perturbed, torch.ones(1, 1), coefficient=0.2).sum().backward()
+    assert logps.grad.item() == pytest.approx(-0.1)
+    assert perturbed.grad.item() == pytest.approx(0.1)
+
+
+def test_both_entropy_terms_carry_gradients():
+    logps, perturbed = tensors([-1.0, -3.0], [-2.0, -0.5])
+    loss = perception_loss(
+        logps,
+        perturbed,
+        torch.tensor([[1, 0]]),
+        coefficient=0.0,
+        entropy_coefficient=0.03,
+        perturbed_entropy_coefficient=0.05,
+    )
+    loss.sum().backward()
+    assert logps.grad.tolist()[0] == pytest.approx([-0.03, 0])
+    assert perturbed.grad.tolist()[0] == pytest.approx([-0.05, 0])
+
+
+@pytest.mark.parametrize("perturbed", [2.0, -30.0])
+def test_a_clamped_token_has_no_gradient(perturbed):
+    """e^3 - 4 and 29 + e^-29 - 1 are above 10."""
+    logps, perturbed = tensors([-1.0], [perturbed])
+    loss = perception_loss(logps, perturbed, torch.ones(1, 1), coefficient=1.0)
+    loss.sum().backward()
+    assert loss.item() == pytest.approx(-10)
+    assert logps.grad.item() == perturbed.grad.item() == 0
+
+
+def test_padding_is_not_read_and_gets_no_gradient():
+    logps, perturbed = tensors([-1.0, math.nan, -math.inf], [-2.0, -1.0, math.nan])
+    mask = torch.tensor([[1, 0, 0]])
+    loss = perception_loss(logps, perturbed, mask, entropy_coefficient=1.0, perturbed_entropy_coefficient=1.0)
+    loss = loss + entropy_penalty(logps, mask)
+    loss.sum().backward()
+    assert loss[0, 1:].tolist() == [0, 0]
+    assert logps.grad[0, 1:].tolist() == perturbed.grad[0, 1:].tolist() == [0, 0]
+    assert logps.grad[0, 0].isfinite()
+
+
+def test_the_loss_rewards_dependence():
+    """A few steps of gradient descent on a two-token policy raise the divergence."""
+    scores = torch.zeros(2, requires_grad=True)  # log-odds of the token, with the image and without
+    optimizer = torch.optim.SGD([scores], lr=1.0)
+    with torch.no_grad():
+        scores[0] = 0.1
+    mask, values = torch.ones(1, 1), []
+    for _ in range(20):
+        logps, perturbed = torch.nn.functional.logsigmoid(scores).view(2, 1, 1)
+        values.append(perception_divergence(logps, perturbed, mask).item())
+        optimizer.zero_grad()
+        perception_loss(logps, perturbed, mask, coefficient=1.0).sum().backward()
+        optimizer.step()
+    assert values == sorted(values)
+    assert values[-1] > 5 * values[0]
+
+
+def test_entropy_penalty():
+    logps = torch.tensor([[-1.0, -3.0, -9.0]], requires_grad=True)
+    mask = torch.tensor([[1, 1, 0]])
+    penalty = entropy_penalty(logps, mask)
+    assert penalty.tolist()[0] == pytest.approx([0.06, 0.18, 0])
+    (penalty.sum() / mask.sum()).backward()
+    assert logps.grad.tolist()[0] == pytest.approx([-0.03, -0.03, 0])
+    assert surprisal(logps, mask).tolist() == [[1.0, 3.0, 0.0]]
+
+
+def history(last, steps=12, newest=3):
+    wobbling = [{name: value * (1 + 0.1 * (-1) ** step) for name, value in HEALTHY.items()} for step in range(steps)]
+    return wobbling[: steps - newest] + [last] * newest
+
+
+def test_all_signs_together_are_named_in_one_sentence():
+    sentence = collapse_warning(history(COLLAPSING))
+    assert sentence == (
+        "The policy shows the signs of a collapse caused by the perception loss: perception_loss fell from -0.101 to "
+        "-1.5, entropy rose from 0.506 to 2, perturbed_entropy rose from 0.809 to 2.5, clip_ratio/high_mean rose from "
+        "0.0101 to 0.2; go back to an earlier checkpoint with a lower coefficient, or with higher weights of both "
+        "entropy terms."
+    )
+
+
+@pytest.mark.parametrize("name", COLLAPSING)
+def test_one_sign_missing_is_no_collapse(name):
+    assert collapse_warning(history({**COLLAPSING, name: HEALTHY[name]})) is None
+
+
+def test_a_loss_that_is_always_0_has_not_fallen():
+    assert collapse_warning([{**step, "perception_loss": 0.0} for step in history(COLLAPSING)]) is None
+
+
+def test_nothing_to_clip_is_no_sign_either_way():
+    steps = [{**step, "clip_ratio/high_mean": 0.0} for step in history(COLLAPSING)]
+    assert "clip_ratio" not in collapse_warning(steps)
+    for step in steps:
+        del step["clip_ratio/high_mean"]
+    assert "perturbed_entropy rose" in collapse_warning(steps)
+
+
+def test_cispo_has_its_own_clipped_fraction():
+    steps = [{"cispo_clip_ratio": step.pop("clip_ratio/high_mean"), **step} for step in map(dict, history(COLLAPSING))]
+    assert "cispo_clip_ratio rose" in collapse_warning(steps)
+
+
+def test_short_and_broken_histories():
+    assert collapse_warning([]) is None
+    assert collapse_warning(history(COLLAPSING, steps=7, newest=2)) is None
+    assert collapse_warning([{"loss": 1.0}] * 20) is None
+    broken = [{**HEALTHY, "entropy": math.nan}] * 5 + history(COLLAPSING)
+    assert "entropy rose from 0.506 to 2" in collapse_warning(broken)
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "start"),
+    [
+        ((0.04, 0.05, 0.05), "The coefficient of the perception loss is 0.04, and runs collapsed at 0.04: use 0.02"),
+        ((0.02,), "The coefficient of the perception loss is 0.02 without both entropy terms, and 7B models"),
+        ((0.03, 0.03, 0.0), "The coefficient of the perception loss is 0.03 without both entropy terms"),
+    ],
+)
+def test_coefficient_at_which_runs_collapsed(coefficients, start):
+    assert coefficient_warning(*coefficients).startswith(start)
