@@ -19,7 +19,7 @@ def batch():
 
 def test_all_but_the_last_token_of_the_prompt_is_computed_once():
     cut = find_split(batch(), CONFIG, 2)
-    assert (cut.split, cut.stop, cut.groups, cut.prompts) == (3, 5, [0, 0], 1)
+    assert (cut.start, cut.stop, cut.groups, cut.prompts) == (3, 5, [0, 0], 1)
     inputs = cut.prompt_inputs(batch())
     assert inputs["input_ids"].tolist() == [[10, 11, 12]]
 

@@ -229,8 +229,8 @@ def test_token_types_that_open_a_prompt_to_itself(monkeypatch):
     types[:, -12:] = 1
     batch.inputs["token_type_ids"] = types
     runs_plainly(model, batch, "bidirectional attention over text")
-    monkeypatch.setattr(fitness, "refuse_unknown_layers", nothing)
-    monkeypatch.setattr(fitness, "refuse_bidirectional_attention", nothing)
+    monkeypatch.setattr(fitness, "check_layers", nothing)
+    monkeypatch.setattr(fitness, "check_causal_attention", nothing)
     runs_plainly(model, batch, "token_type_ids")
     monkeypatch.setattr(fitness, "_TOKEN_TYPES_MARK_IMAGES", ("paligemma",))
     goes_wrong(model, batch)
@@ -365,7 +365,7 @@ def test_an_unknown_kind_of_layer_is_refused():
     config = hf.LlamaConfig(**BODY)
     config.layer_types = ["full_attention", "indexed_attention"]
     with pytest.raises(fitness.UnsupportedModel, match="indexed_attention"):
-        fitness.refuse_unknown_layers(config)
+        fitness.check_layers(config)
 
 
 def test_rotary_embeddings_that_depend_on_the_length_of_the_pass(monkeypatch):
@@ -375,7 +375,7 @@ def test_rotary_embeddings_that_depend_on_the_length_of_the_pass(monkeypatch):
     config = hf.LlamaConfig(**{**BODY, "max_position_embeddings": 36, "rope_parameters": rope})
     model, batch = with_head(randomise(hf.LlamaForCausalLM(config))), make_batch("llama")
     runs_plainly_twice(model, batch, "rotary embeddings of type dynamic")
-    monkeypatch.setattr(fitness, "refuse_rope_by_length", nothing)
+    monkeypatch.setattr(fitness, "check_rope", nothing)
     goes_wrong(model, batch)
 
 
@@ -396,7 +396,7 @@ def test_equal_prompts_at_other_positions(monkeypatch):
     positions[1] *= 2
     batch.inputs["position_ids"] = positions
     runs_plainly(model, batch, "equal prompts with different position_ids")
-    monkeypatch.setattr(cut, "refuse_uneven_prompts", nothing)
+    monkeypatch.setattr(cut, "check_equal_prompts", nothing)
     goes_wrong(model, batch)
 
 
@@ -408,7 +408,7 @@ def test_the_whole_mask_is_needed_behind_a_prompt(monkeypatch):
         def crop(**given):
             if given["past_key_values"].get_seq_length():
                 visible = given["attention_mask"].clone()
-                visible[:, : found.split] = 1
+                visible[:, : found.start] = 1
                 given["attention_mask"] = visible
             return base_pass(**given)
 
@@ -439,7 +439,7 @@ def test_attention_that_sees_what_comes_later(kind, monkeypatch):
             shared = model(**batch.inputs).logits[:, -13:]
         assert report.plain == {"attention that is not causal": 1}
         assert torch.equal(plain, shared)
-        monkeypatch.setattr(fitness, "refuse_bidirectional_attention", nothing)
+        monkeypatch.setattr(fitness, "check_causal_attention", nothing)
         with share_prompts(model) as report:
             shared = model(**batch.inputs).logits[:, -13:]
     assert not report.plain
@@ -449,8 +449,8 @@ def test_attention_that_sees_what_comes_later(kind, monkeypatch):
 def test_positions_that_skip_the_padding_of_a_model_that_does_not(monkeypatch):
     """Models other than Qwen-VL count padding in their plain pass; keys of the prompt carry these positions."""
 
-    def skipping(inputs, cut, offsets):
-        return (inputs["attention_mask"].cumsum(-1) - 1)[:, cut.split : cut.stop]
+    def skipping(base, inputs, split, *deltas):
+        return (inputs["attention_mask"].cumsum(-1) - 1)[:, split.start : split.stop]
 
     monkeypatch.setattr(prefix_forward, "_positions", skipping)
     goes_wrong(with_head(build("llava")), make_batch("llava"))

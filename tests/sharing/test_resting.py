@@ -6,8 +6,7 @@ import pytest
 import torch
 from support.models.families import build, make_batch
 
-from vgr_trl.sharing import SharingReport, share_prompts
-from vgr_trl.sharing.prefix_forward import SharedForward
+from vgr_trl.sharing import share_prompts
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +40,6 @@ def test_passes_inside_of_generate_are_not_counted(case):
         with torch.no_grad():
             model(**batch.inputs)
     assert (report.rows, report.prompts) == (12, 8)
-
-
-def test_pauses_may_be_nested(case):
-    model, _ = case
-    shared = SharedForward(model.model, model.model.forward, SharingReport(), None, None)
-    with shared.pause():
-        with shared.pause():
-            pass
-        assert shared.paused
-    assert not shared.paused
 
 
 def test_a_model_that_samples_by_itself_draws_the_same_numbers(case):

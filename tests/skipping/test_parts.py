@@ -114,7 +114,7 @@ def test_the_head_scores_wanted_tokens_alone(wanted):
     assert original() is model.get_output_embeddings()
     assert logits.shape == (2, 8, VOCABULARY)
     assert projected[-1].shape == (1, int((wanted & (labels[:, -3:] != -100)).sum()), 16)
-    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)  # float32, gradients up to 1
     torch.testing.assert_close(run(), plain)
 
 

@@ -20,13 +20,17 @@ from text_runs import (
 from vgr_trl.config import SWITCHES
 from vgr_trl.utils import ConfigError
 
+# Of the largest update, in float32: additions in another order, by kernels that differ from CPU to CPU, change it by up
+# to 2e-5; a token or a row too many changes it by 1e-2.
+ROUNDING = 3e-5
+
 TWICE = {"num_iterations": 2}  # the second time the policy is not the one that wrote the completions
 WHOLE_COMPLETIONS = ("luspo", "vespo")
 
 
 def assert_equal_steps(**settings):
     stock, ours = train(True, **settings), train(False, **settings)
-    assert relative_difference(START, weights_of(ours), weights_of(stock)) < 1e-5
+    assert relative_difference(START, weights_of(ours), weights_of(stock)) < ROUNDING
     return ours
 
 
@@ -70,7 +74,7 @@ def test_steps_of_other_adapters(name, settings):
     settings = {**settings, "peft": (READ_WHOLE_ROWS | OF_EMBEDDINGS)[name]}
     start = weights_of(build(True, **settings))
     stock, ours = train(True, **settings), train(False, **settings)
-    assert relative_difference(start, weights_of(ours), weights_of(stock)) < 1e-5
+    assert relative_difference(start, weights_of(ours), weights_of(stock)) < ROUNDING
     places = ours.sharing.generation, ours.sharing.scoring, ours.sharing.training, ours.skipping.padding
     assert all((place.reason_off is None) == (name in OF_EMBEDDINGS) for place in places)
 
@@ -132,7 +136,7 @@ def test_steps_with_neftune_are_trls_to_the_same_random_numbers():
     """The scale of its noise depends on the columns of a pass: nothing is shared or cut off. Dead rows draw none."""
     settings = {"neftune_noise_alpha": 5.0, "reward": uneven_reward, **TWICE}
     stock, ours = train(True, **settings), train(False, **settings, deal_by_length="off", skip_dead_rows="off")
-    assert relative_difference(START, weights_of(ours), weights_of(stock)) < 1e-5
+    assert relative_difference(START, weights_of(ours), weights_of(stock)) < ROUNDING
     assert ours.sharing.training.reason_off == ours.skipping.padding.reason_off
 
 
@@ -160,7 +164,7 @@ def test_micro_batches_in_parts(loss):
     stock = train(True, **settings)
     with computed_tokens(True) as training, computed_tokens(False) as scoring:
         ours = train(False, **settings, max_tokens_per_micro_batch=28, share_prompts=shares)
-    assert relative_difference(START, weights_of(ours), weights_of(stock)) < 1e-5
+    assert relative_difference(START, weights_of(ours), weights_of(stock)) < ROUNDING
     assert len(training) > 3 * ours.args.gradient_accumulation_steps
     assert max(training) <= 28
     assert not scoring or max(scoring) <= 28

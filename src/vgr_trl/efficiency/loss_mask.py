@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vgr_trl.batch import IMAGE_INPUTS, PERTURBED, TOKEN_TYPES, split_images, stack_images
-from vgr_trl.sharing.model_support import changed_hidden_states, refuse_bidirectional_attention
+from vgr_trl.sharing.model_support import changed_hidden_states, check_causal_attention
 from vgr_trl.sharing.prefix_cache import UnsupportedModel
 from vgr_trl.sharing.sharing import Feature
 from vgr_trl.utils import replaced_method
@@ -369,7 +369,7 @@ def why_padding_counts(base: Any) -> str | None:
     if scaled:
         return "attention is scaled by the position, which counts it"
     try:
-        refuse_bidirectional_attention(base)
+        check_causal_attention(base)
     except UnsupportedModel as error:
         return str(error)
     return None

@@ -9,25 +9,21 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.generation import GenerationMixin, GenerationMode
 
 from vgr_trl.batch import IMAGE_INPUTS
-from vgr_trl.sharing.model_support import is_checkpointed, refuse_token_types
-from vgr_trl.sharing.prefix_cache import SharingReport, UnsupportedModel
+from vgr_trl.sharing.model_support import check_token_types, is_checkpointed
+from vgr_trl.sharing.prefix_cache import SharingReport, UnsupportedModel, require
 from vgr_trl.sharing.prefix_forward import (
     PER_TOKEN,
     SharedForward,
+    check_equal_prompts,
     find_groups,
     first_rows,
     images_as_tensors,
-    inputs_of_rows,
     is_image_token,
-    refuse_uneven_prompts,
+    pixels_by_row,
     rows_of_images,
     without_empty_images,
 )
 from vgr_trl.utils import replaced
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A cache of generation that grows in place: transformers copies all keys and values for each new token.
-
 
 ROOM = 128  # tokens for which there is room before the next copy
 
@@ -93,7 +89,7 @@ class SharedGeneration:
     Args:
         model: transformers model with a head.
         plain: its `generate`.
-        forward: the shared forward pass of its base model, which rests meanwhile.
+        forward: the shared forward pass of its base model, which is paused meanwhile.
         report: where calls are counted.
     """
 
@@ -102,7 +98,7 @@ class SharedGeneration:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kwargs = without_empty_images(kwargs, self.forward.agree_on_images)
-        with self.forward.lock, self.forward.pause():
+        with self.forward.lock, replaced(self.forward, "paused", True):
             groups: list[int] | None = None
             reason = ""
             try:
@@ -127,18 +123,20 @@ class SharedGeneration:
         """Generate from the prompts in the cache: the images are in it, and must not be given again."""
         inputs = {name: value for name, value in inputs.items() if name not in IMAGE_INPUTS}
         if copies > 1:
-            for name in PER_TOKEN:
-                if inputs.get(name) is not None:
-                    inputs[name] = inputs[name].repeat_interleave(copies, dim=0)
+            tokens = {name: inputs[name] for name in PER_TOKEN if inputs.get(name) is not None}
+            inputs |= {name: value.repeat_interleave(copies, dim=0) for name, value in tokens.items()}
             inputs["num_return_sequences"] = 1
         return self.plain(**inputs, past_key_values=cache)
 
     def _groups(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[int], int]:
         """The inputs by name, the prompt of every row to be generated, and the rows to be generated per input row."""
-        self._refuse_unfit_model()
+        plain_generate = getattr(self.plain, "__func__", None) is _GENERATE
+        require(plain_generate, "a generate that is not that of transformers")
+        self.forward.check_model(gradients=False)
+        require(not is_checkpointed(self.model), "generate with gradient checkpointing on")
         inputs = images_as_tensors(kwargs)
-        if len(args) > 1 or (args and ("input_ids" in inputs or "inputs" in inputs)):
-            raise UnsupportedModel("positional arguments of generate")
+        twice = args and ("input_ids" in inputs or "inputs" in inputs)
+        require(len(args) <= 1 and not twice, "positional arguments of generate")
         if args or "inputs" in inputs:
             inputs["input_ids"] = args[0] if args else inputs.pop("inputs")
         ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
@@ -146,50 +144,35 @@ class SharedGeneration:
             raise UnsupportedModel("no prompt before the completions")
         if mask is None or mask.shape != ids.shape:
             raise UnsupportedModel("generate without an attention mask")
-        if inputs.get("past_key_values") is not None or inputs.get("inputs_embeds") is not None:
-            raise UnsupportedModel("generate from a cache or from embeddings")
-        for name in ("assistant_model", "custom_generate"):
-            if inputs.get(name) is not None:
-                raise UnsupportedModel(name)
+        starts_anew = inputs.get("past_key_values") is None and inputs.get("inputs_embeds") is None
+        require(starts_anew, "generate from a cache or from embeddings")
         for name, value in inputs.items():
-            if isinstance(value, torch.Tensor) and value.ndim and name not in (*PER_TOKEN, *IMAGE_INPUTS):
-                raise UnsupportedModel(f"the input {name}")
-        copies = self._refuse_unfit_config(inputs)
-        refuse_token_types(inputs, self.model.config)
+            per_row = isinstance(value, torch.Tensor) and value.ndim and name not in (*PER_TOKEN, *IMAGE_INPUTS)
+            require(not per_row, f"the input {name}")
+            require(name not in ("assistant_model", "custom_generate") or value is None, name)
+        copies = self._check_config(inputs)
+        check_token_types(inputs, self.model.config)
         is_image = is_image_token(ids, self.model.config)
-        pixels = rows_of_images(inputs, is_image)
-        per_row = [inputs_of_rows(inputs, pixels, row) for row in range(len(ids))] if pixels else None
-        groups = [group for group in find_groups(ids, mask, per_row) for _ in range(copies)]
-        if max(groups) + 1 == len(groups):
-            raise UnsupportedModel("no prompt occurs twice")
-        refuse_uneven_prompts(inputs, groups[::copies], ids.size(1))
+        pixels = pixels_by_row(inputs, rows_of_images(inputs, is_image), len(ids))
+        groups = find_groups(ids, mask, pixels)
+        require(max(groups) + 1 < len(groups) * copies, "no prompt occurs twice")
+        check_equal_prompts(inputs, groups, ids.size(1))
         types = inputs.get("mm_token_type_ids")
-        if bool(is_image[:, -1].any()) or (types is not None and bool(types[:, -1].any())):
-            raise UnsupportedModel("a prompt that ends with an image")
-        if not bool(mask[:, -2:].all()):
-            raise UnsupportedModel("prompts that are not padded on the left")
-        return inputs, groups, copies
+        ends_with_image = is_image[:, -1].any() or (types is not None and types[:, -1].any())
+        require(not ends_with_image, "a prompt that ends with an image")
+        require(mask[:, -2:].all(), "prompts that are not padded on the left")
+        return inputs, [group for group in groups for _ in range(copies)], copies
 
-    def _refuse_unfit_model(self) -> None:
-        if getattr(self.plain, "__func__", None) is not _GENERATE:
-            raise UnsupportedModel("a generate that is not that of transformers")
-        self.forward.refuse_unfit_model(gradients=False)
-        if is_checkpointed(self.model):
-            raise UnsupportedModel("generate with gradient checkpointing on")
-
-    def _refuse_unfit_config(self, inputs: dict[str, Any]) -> int:
+    def _check_config(self, inputs: dict[str, Any]) -> int:
         """Raise `UnsupportedModel` unless `generate` samples token by token; completions per input row."""
         names = set(GenerationConfig().to_dict()) | {"generation_config"}
         given = {name: value for name, value in inputs.items() if name in names}
         config, _ = self.model._prepare_generation_config(given.pop("generation_config", None), **given)
-        if config.get_generation_mode(None) not in _MODES:
-            raise UnsupportedModel("generate with beams or an assistant")
-        if not config.use_cache or config.cache_implementation is not None:
-            raise UnsupportedModel("generate without its default, growing cache")
-        if config.prefill_chunk_size is not None:
-            raise UnsupportedModel("prefill_chunk_size")
-        if config.output_hidden_states:
-            raise UnsupportedModel("output_hidden_states=True")
+        require(config.get_generation_mode(None) in _MODES, "generate with beams or an assistant")
+        growing = config.use_cache and config.cache_implementation is None
+        require(growing, "generate without its default, growing cache")
+        require(config.prefill_chunk_size is None, "prefill_chunk_size")
+        require(not config.output_hidden_states, "output_hidden_states=True")
         return config.num_return_sequences or 1
 
     def _prefill(self, inputs: dict[str, Any], groups: list[int]) -> Cache:
@@ -203,14 +186,12 @@ class SharedGeneration:
         others = {"synced_gpus": inputs["synced_gpus"]} if "synced_gpus" in inputs else {}
         cache = DynamicCache(config=self.model.config)
         # One greedy step draws no random numbers, and prepares positions and masks as the family's own generate does.
+        # The model's own defaults are for completions.
         step = GenerationConfig(max_new_tokens=1, do_sample=False, num_beams=1, return_dict_in_generate=True)
-        with (
-            torch.no_grad(),
-            replaced(self.model, "generation_config", step),
-        ):  # without defaults: they are for completions
+        with torch.no_grad(), replaced(self.model, "generation_config", step):
             self.plain(**prompts, **others, past_key_values=cache, generation_config=step)
-        if cache.get_seq_length() != ids.size(1) - 1:
-            raise UnsupportedModel("the model did not keep the whole prompt in its cache")
+        whole = cache.get_seq_length() == ids.size(1) - 1
+        require(whole, "the model did not keep the whole prompt in its cache")
         index = torch.tensor(groups, device=ids.device)
         grow_in_place(cache, index)
         base = self.forward.base

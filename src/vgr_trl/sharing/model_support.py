@@ -1,4 +1,4 @@
-"""Which models can share prompts, and the parts at which they do."""
+"""Which models prompts can be shared in, why not in others, and the parts of a model at which it is done."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,12 +15,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import AttentionInterface
 
-from vgr_trl.sharing.prefix_cache import UnsupportedModel, keeps_nothing
+from vgr_trl.sharing.prefix_cache import UnsupportedModel, keeps_nothing, require
 from vgr_trl.utils import ConfigError, replaced
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The parts of a possibly wrapped model at which prompts are shared.
-
 
 # Attributes by which layers of transformers hold the rate of a dropout, or the width of the noise of a router.
 _RATES = (
@@ -174,10 +170,6 @@ def attention_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) 
         yield
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Which models can share prompts, and why the others cannot.
-
-
 _SHAREABLE = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv"}
 # Linear attention that goes on from a state with several tokens; elsewhere it starts anew, in silence (Jamba).
@@ -201,7 +193,7 @@ def why_not_share(model: nn.Module, *, gradients: bool) -> str | None:
     if (reason := "torch.compile" if is_compiled(model) else why_adapter_reads_whole_rows(model)) is not None:
         return reason
     try:
-        refuse_unfit_model(base_of(causal_model(model)), gradients)
+        check_model(base_of(causal_model(model)), gradients)
     except UnsupportedModel as error:
         return str(error)
     return None
@@ -219,42 +211,39 @@ def why_adapter_reads_whole_rows(model: nn.Module) -> str | None:
     return None
 
 
-def refuse_unfit_model(base: Any, gradients: bool) -> None:
+def check_model(base: Any, gradients: bool) -> None:
     """Raise `UnsupportedModel` if a base model, in its present state, cannot go on from a prompt computed before."""
-    if gradients and recomputes_without_graph(base):
-        raise UnsupportedModel("gradient checkpointing with use_reentrant=True")
-    if gradients and checkpoints_drop_caches() and is_checkpointed(base):
-        raise UnsupportedModel(DROPS_CACHES)
-    if gradients and flattens_layers(base):
-        raise UnsupportedModel("the first version of FSDP")
-    if getattr(base.config, "is_encoder_decoder", False):
-        raise UnsupportedModel("a model without a cache of keys and values")
-    if getattr(base.config, "visual_indicator_token_ids", None):  # Ovis2; they are text in a pass without images
-        raise UnsupportedModel("tokens whose embeddings depend on whether the pass has images")
-    refuse_unknown_layers(base.config)
-    refuse_rope_by_length(base.config)
-    refuse_bidirectional_attention(base)
+    if gradients:
+        require(not recomputes_without_graph(base), "gradient checkpointing with use_reentrant=True")
+        require(not (checkpoints_drop_caches() and is_checkpointed(base)), DROPS_CACHES)
+        require(not flattens_layers(base), "the first version of FSDP")
+    config = base.config
+    require(not getattr(config, "is_encoder_decoder", False), "a model without a cache of keys and values")
+    # Ovis2: its visual indicator tokens are text in a pass without images.
+    by_pass = getattr(config, "visual_indicator_token_ids", None)
+    require(not by_pass, "tokens whose embeddings depend on whether the pass has images")
+    check_layers(config)
+    check_rope(config)
+    check_causal_attention(base)
 
 
-def refuse_unknown_layers(config: PretrainedConfig) -> None:
+def check_layers(config: PretrainedConfig) -> None:
     """Raise `UnsupportedModel` if a layer of the language model keeps something else than keys and values or states."""
-    text_config = config.get_text_config(decoder=True)
-    types = set(getattr(text_config, "layer_types", None) or ())
-    if unknown := types - _LAYER_TYPES:
-        raise UnsupportedModel(f"layers of type {min(unknown)}")
+    text = config.get_text_config(decoder=True)
     layers = DynamicCache(config=config).layers
-    if unknown := {type(layer).__name__ for layer in layers if not _is_shareable(layer)}:
+    unknown = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
+    unknown = unknown or {type(layer).__name__ for layer in layers if not _is_shareable(layer)}
+    if unknown:
         raise UnsupportedModel(f"layers of type {min(unknown)}")
     linear = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
-    if linear and (text_config.model_type not in _LINEAR_FAMILIES or len(linear) == len(layers)):
-        raise UnsupportedModel("layers of type linear_attention")
-    if any(keeps_nothing(layer) for layer in layers) and text_config.model_type not in _KEY_SHARING_FAMILIES:
-        raise UnsupportedModel("layers that take their keys and values from another")
-    sees_both_ways = getattr(text_config, "use_bidirectional_attention", None)
-    if sees_both_ways and (text_config.model_type, sees_both_ways) not in _IMAGES_SEE_THEMSELVES:
-        raise UnsupportedModel("bidirectional attention over text")
-    if not layers:  # transformers 5.9 makes none for a Gemma 3n whose layers share no keys
-        raise UnsupportedModel("a cache without layers")
+    continues = text.model_type in _LINEAR_FAMILIES and len(linear) < len(layers)
+    require(not linear or continues, "layers of type linear_attention")
+    shares_keys = any(keeps_nothing(layer) for layer in layers)
+    known = text.model_type in _KEY_SHARING_FAMILIES
+    require(not shares_keys or known, "layers that take their keys and values from another")
+    sees = getattr(text, "use_bidirectional_attention", None)
+    require(not sees or (text.model_type, sees) in _IMAGES_SEE_THEMSELVES, "bidirectional attention over text")
+    require(layers, "a cache without layers")  # transformers 5.9 makes none for a Gemma 3n whose layers share no keys
 
 
 def _is_shareable(layer: Any) -> bool:
@@ -266,26 +255,23 @@ def _is_shareable(layer: Any) -> bool:
     return type(layer) in _SHAREABLE or keeps_nothing(layer)
 
 
-def refuse_bidirectional_attention(base: Any) -> None:
+def check_causal_attention(base: Any) -> None:
     """Raise `UnsupportedModel` if a token sees what comes after it, as in encoders with a causal head."""
     decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
     causal = {module.is_causal for module in decoder.modules() if is_attention(module)}
     is_decoder = getattr(base.config.get_text_config(decoder=True), "is_decoder", True)
-    if False in causal or (not is_decoder and True not in causal):
-        raise UnsupportedModel("attention that is not causal")
+    require(False not in causal and (is_decoder or True in causal), "attention that is not causal")
 
 
-def refuse_rope_by_length(config: Any) -> None:
+def check_rope(config: Any) -> None:
     """Raise `UnsupportedModel` if the rotary embedding of a prompt depends on what comes after it."""
-    text_config = config.get_text_config(decoder=True)
-    parameters = getattr(text_config, "rope_parameters", None) or {}
+    parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     for options in [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]:
-        if options.get("rope_type") in _ROPE_BY_LENGTH:
-            raise UnsupportedModel(f"rotary embeddings of type {options['rope_type']}")
+        kind = options.get("rope_type")
+        require(kind not in _ROPE_BY_LENGTH, f"rotary embeddings of type {kind}")
 
 
-def refuse_token_types(inputs: Mapping[str, Any], config: Any) -> None:
+def check_token_types(inputs: Mapping[str, Any], config: Any) -> None:
     """Raise `UnsupportedModel` if token types are given to a family in which they may do more than mark images."""
-    types = inputs.get("token_type_ids")
-    if isinstance(types, torch.Tensor) and config.model_type not in _TOKEN_TYPES_MARK_IMAGES:
-        raise UnsupportedModel("token_type_ids")
+    given = isinstance(inputs.get("token_type_ids"), torch.Tensor)
+    require(not given or config.model_type in _TOKEN_TYPES_MARK_IMAGES, "token_type_ids")

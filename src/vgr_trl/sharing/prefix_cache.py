@@ -14,12 +14,15 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What prompt sharing did: how many prompts stood for how many rows, and why some calls were left as they are.
-
 
 class UnsupportedModel(Exception):
-    """Raised inside this room only: this call runs plainly, for the reason given as a message."""
+    """Raised inside this package only: this call runs plainly, for the reason given as a message."""
+
+
+def require(condition: Any, otherwise: str) -> None:
+    """Raise `UnsupportedModel` with the reason `otherwise` unless a condition holds."""
+    if not condition:
+        raise UnsupportedModel(otherwise)
 
 
 @dataclass
@@ -272,29 +275,22 @@ def check_written(written: Prefix, length: int, hidden: torch.Tensor | None) -> 
         length: positions it has to hold.
         hidden: (U, P - 1, D) last hidden states of that pass; None: it ended with the last layer's keys and values.
     """
-    for layer in _keeping(written):
-        complete = layer.is_complete() if isinstance(layer, StoredState) else layer.length() == length
-        if not complete:
-            raise UnsupportedModel("the model did not keep the whole prompt in its cache")
+    layers = _keeping(written)
+    complete = (layer.is_complete() if isinstance(layer, StoredState) else layer.length() == length for layer in layers)
+    require(all(complete), "the model did not keep the whole prompt in its cache")
     if not torch.is_grad_enabled():
         return
     # From the first trained weight on, everything is in the graph: a later layer that is not has been cut off from it.
     trained = hidden is None or hidden.requires_grad
-    in_graph = [*(layer.in_graph() for layer in _keeping(written)), trained]
-    if not all(layer.written_with_grad for layer in _keeping(written)) or in_graph != sorted(in_graph):
-        raise UnsupportedModel("the model kept the prompt without its gradients")
-    if trained and not any(in_graph[:-1]):
-        raise UnsupportedModel("only weights behind the last cache are trained")
+    in_graph = [*(layer.in_graph() for layer in layers), trained]
+    with_gradients = all(layer.written_with_grad for layer in layers) and in_graph == sorted(in_graph)
+    require(with_gradients, "the model kept the prompt without its gradients")
+    require(any(in_graph[:-1]) or not trained, "only weights behind the last cache are trained")
 
 
 def check_read(read: Prefix) -> None:
     """Raise `UnsupportedModel` unless every layer has read its prefix."""
-    if not all(layer.was_read for layer in _keeping(read)):
-        raise UnsupportedModel("the model did not read the prompt from its cache")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Keys and values of prompts, read by completions that are packed in one row.
+    require(all(layer.was_read for layer in _keeping(read)), "the model did not read the prompt from its cache")
 
 
 class PackedKeys(ExpandedKeys):

@@ -1,10 +1,15 @@
-"""A forward pass in which each prompt is computed once: the prompts first, then all completions behind them."""
+"""A forward pass in which each prompt is computed once: the prompts first, then all completions behind them.
+
+`find_split` cuts a batch into prompts and the rest of every row, `prefix_forward` runs both, and `SharedForward` does
+so in place of a model's own forward pass wherever that is exact.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
+from itertools import compress
 from threading import RLock
 from typing import Any
 
@@ -17,9 +22,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from vgr_trl.batch import IMAGE_INPUTS, TOKEN_TYPES, Parts, UnknownParts, image_inputs_of, parts_by_tokens
 from vgr_trl.sharing.model_support import (
     attention_wrapped,
+    check_model,
+    check_token_types,
     is_tracing,
-    refuse_token_types,
-    refuse_unfit_model,
     shards_layers,
 )
 from vgr_trl.sharing.prefix_cache import (
@@ -33,12 +38,13 @@ from vgr_trl.sharing.prefix_cache import (
     packed_prefix,
     prefix_to_read,
     prefix_to_write,
+    require,
 )
 from vgr_trl.utils import DataError, replaced
 
-# Tokens that a device computes in the time that a pass of its own takes more than a part of one.
-_OF_A_PASS = {"cpu": 32}
-_ON_OTHERS = 256
+# What a pass costs beside its tokens, in tokens.
+_PASS_COST = {"cpu": 32}
+_PASS_COST_ON_GPU = 256
 
 
 def find_groups(
@@ -50,16 +56,16 @@ def find_groups(
         ids: (N, P) tokens of the prompts.
     """
     texts = ids.tolist() if mask is None else torch.stack([ids, mask.to(ids.dtype)], dim=1).flatten(1).tolist()
-    candidates: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # text -> (group, its first row)
+    known: dict[tuple[int, ...], list[int]] = {}  # text -> the first row of each group that has it
+    firsts: list[int] = []  # of each group
     groups: list[int] = []
-    count = 0
     for row, text in enumerate(texts):
-        known = candidates.setdefault(tuple(text), [])
-        group = next((group for group, first in known if pixels is None or _equal(pixels[first], pixels[row])), None)
-        if group is None:
-            group, count = count, count + 1
-            known.append((group, row))
-        groups.append(group)
+        rows = known.setdefault(tuple(text), [])
+        first = next((other for other in rows if pixels is None or _equal(pixels[other], pixels[row])), row)
+        if first == row:
+            rows.append(row)
+            firsts.append(row)
+        groups.append(firsts.index(first))
     return groups
 
 
@@ -79,11 +85,11 @@ def best_split(
     earliest: int,
     latest: int | None = None,
 ) -> int | None:
-    """Where to cut a batch whose prompt lengths are not known, so that the fewest tokens are computed.
+    """Where to split a batch whose prompt lengths are not known, so that the fewest tokens are computed.
 
     Args:
         pixels: per row, its pixel inputs; rows with different ones share nothing.
-        earliest: first column at which the batch may be cut, at least 1.
+        earliest: first column at which the batch may be split, at least 1.
         latest: last such column, below S. None: S - 1.
 
     Returns:
@@ -96,39 +102,27 @@ def best_split(
     for row in range(1, len(ids)):
         differs = (ids[:row] != ids[row]) | (mask[:row] != mask[row])  # (row, S)
         common = torch.where(differs.any(-1), differs.int().argmax(-1), length).tolist()  # (row,)
-        agreeing = [
-            columns for earlier, columns in enumerate(common) if pixels is None or _equal(pixels[earlier], pixels[row])
-        ]
-        shared.append(min(max(agreeing, default=0), latest))
-    cuts = {cut for cut in shared if cut >= earliest}
-    return max(cuts, key=lambda cut: cut * sum(other >= cut for other in shared), default=None)
+        same = (pixels is None or _equal(pixels[earlier], pixels[row]) for earlier in range(row))
+        shared.append(min(max(compress(common, same), default=0), latest))
+    splits = {split for split in shared if split >= earliest}
+    return max(splits, key=lambda split: split * sum(other >= split for other in shared), default=None)
 
 
-def inputs_of_rows(inputs: Mapping[str, Any], parts: Mapping[str, Sequence[slice]], row: int) -> list[torch.Tensor]:
-    """The pixel inputs of one row; `parts` as `rows_of_images` returns it."""
-    return [inputs[name][slices[row]] for name, slices in parts.items()]
-
-
-def tokens_of_a_pass(device: str) -> int:
-    """Return what a further pass costs on a type of device, in tokens."""
-    return _OF_A_PASS.get(device, _ON_OTHERS)
-
-
-def cut_by_length(lengths: Sequence[int], of_a_pass: int) -> list[list[int]]:
+def cut_by_length(lengths: Sequence[int], pass_cost: int) -> list[list[int]]:
     """Return the rows of each pass, of which every row is as long as the longest, such that together they cost least.
 
     Rows stand by length, the longest first, unless one pass is cheapest: it has them as they are.
 
     Args:
         lengths: (N,) tokens of each row.
-        of_a_pass: what a pass costs besides its tokens, in tokens.
+        pass_cost: what a pass costs besides its tokens, in tokens.
     """
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     falls = [place for place in range(1, len(order)) if lengths[order[place]] < lengths[order[place - 1]]]
     best = {len(order): (0, 0)}  # place -> cost of the rows from there on, end of the first pass over them
     for start in [*reversed(falls), 0]:
         longest = lengths[order[start]]
-        best[start] = min((of_a_pass + (end - start) * longest + cost, end) for end, (cost, _) in best.items())
+        best[start] = min((pass_cost + (end - start) * longest + cost, end) for end, (cost, _) in best.items())
     passes, start = [], 0
     while start < len(order):
         end = best[start][1]
@@ -142,8 +136,8 @@ def image_token_ids(config: Any) -> tuple[int, ...]:
 
     Batches with videos are not shared, and without a video its placeholder, which can be sampled, is a token like any.
     """
-    names = ("image_token_id", "image_token_index")
-    return tuple({getattr(config, name) for name in names if isinstance(getattr(config, name, None), int)})
+    ids = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
+    return tuple({token for token in ids if isinstance(token, int)})
 
 
 def is_image_token(input_ids: torch.Tensor, config: Any) -> torch.Tensor:
@@ -168,7 +162,7 @@ def without_empty_images(inputs: Mapping[str, Any], agree: Callable[[bool], bool
             or in none.
 
     Raises:
-        DataError: some processes have images and others none, which `agree` tells all of them.
+        DataError: some processes have images and others none; `agree` raises it in all of them.
     """
     mine = has_images(inputs)
     if agree is not None and not agree(mine) and not agree(not mine):
@@ -183,16 +177,12 @@ def without_empty_images(inputs: Mapping[str, Any], agree: Callable[[bool], bool
 def images_as_tensors(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs, with sizes and positions of images as tensors where they are lists or arrays of numbers."""
     pixels = inputs.get("pixel_values")
-    given = {name: inputs[name] for name in IMAGE_INPUTS[1:] if isinstance(inputs.get(name), list | tuple | np.ndarray)}
-    if not isinstance(pixels, torch.Tensor) or not given:
+    lists = {name: inputs[name] for name in IMAGE_INPUTS[1:] if isinstance(inputs.get(name), list | tuple | np.ndarray)}
+    if not isinstance(pixels, torch.Tensor):
         return dict(inputs)
-    try:
-        return {
-            **inputs,
-            **{name: torch.tensor(np.array(value), device=pixels.device) for name, value in given.items()},
-        }
-    except (TypeError, ValueError):  # uneven, or of tensors on a GPU
-        return dict(inputs)
+    with suppress(TypeError, ValueError):  # uneven, or of tensors on a GPU
+        return {**inputs} | {name: torch.tensor(np.array(sizes), device=pixels.device) for name, sizes in lists.items()}
+    return dict(inputs)
 
 
 def rows_of_images(inputs: Mapping[str, Any], is_image: torch.Tensor) -> Parts:
@@ -208,6 +198,11 @@ def rows_of_images(inputs: Mapping[str, Any], is_image: torch.Tensor) -> Parts:
         raise UnsupportedModel(error.reason) from error
 
 
+def pixels_by_row(inputs: Mapping[str, Any], parts: Parts, count: int) -> list[list[torch.Tensor]] | None:
+    """The pixel inputs of each of `count` rows, whose `parts` are those of `rows_of_images`; None without any."""
+    return [[inputs[name][slices[row]] for name, slices in parts.items()] for row in range(count)] if parts else None
+
+
 PER_TOKEN = ("input_ids", "attention_mask", *TOKEN_TYPES)
 _KNOWN = {*PER_TOKEN, *IMAGE_INPUTS, "position_ids"}
 _EXTRA_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -215,16 +210,16 @@ _EXTRA_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_lo
 
 @dataclass(frozen=True)
 class PrefixSplit:
-    """Columns [0, split) are computed once per prompt, columns [split, stop) once per row.
+    """Columns [0, start) are computed once per prompt, columns [start, stop) once per row.
 
     Attributes:
-        split: columns of the prompts that are computed once, at least 1.
+        start: columns of the prompts that are computed once, at least 1.
         stop: end of the columns that are computed at all.
         groups: (N,) row -> number of its prompt.
         pixels: per pixel input, the slice of it that belongs to each row.
     """
 
-    split: int
+    start: int
     stop: int
     groups: list[int]
     pixels: dict[str, list[slice]]
@@ -235,13 +230,13 @@ class PrefixSplit:
         return max(self.groups) + 1
 
     def prompt_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The inputs of the unique prompts, (U, split), with their images."""
+        """The inputs of the unique prompts, (U, start), with their images."""
         rows = first_rows(self.groups)
-        chosen = {name: inputs[name][rows, : self.split] for name in PER_TOKEN if inputs.get(name) is not None}
+        chosen = {name: inputs[name][rows, : self.start] for name in PER_TOKEN if inputs.get(name) is not None}
         positions = inputs.get("position_ids")
         if positions is not None:
             at = rows if positions.size(-2) == len(self.groups) else slice(None)  # one row may stand for all
-            chosen["position_ids"] = positions[..., at, : self.split]
+            chosen["position_ids"] = positions[..., at, : self.start]
         for name, parts in self.pixels.items():
             chosen[name] = torch.cat([inputs[name][parts[row]] for row in rows])
         return chosen
@@ -250,102 +245,80 @@ class PrefixSplit:
 def find_split(
     inputs: Mapping[str, Any], config: Any, completion_length: int | None, alone: bool = False
 ) -> PrefixSplit:
-    """The cut of a batch; its last column is left out if the completion length is given.
+    """How a batch is split; its last column is left out if the completion length is given.
 
     Args:
-        completion_length: T, or None to find the cut that saves most.
-        alone: whether a batch in which no prompt occurs twice is cut as well, if T is given.
+        completion_length: T, or None to find the split that saves most.
+        alone: whether a batch in which no prompt occurs twice is split as well, if T is given.
 
     Raises:
         UnsupportedModel: the batch has no equal prompts, or computing them once would not be exact.
     """
-    _refuse_unfit_inputs(inputs, config)
+    _check_inputs(inputs, config)
     ids = inputs["input_ids"]  # (N, S)
     mask = torch.ones_like(ids) if inputs.get("attention_mask") is None else inputs["attention_mask"]  # (N, S)
     is_image = is_image_token(ids, config)
-    pixels = rows_of_images(inputs, is_image)
-    per_row = [inputs_of_rows(inputs, pixels, row) for row in range(len(ids))] if pixels else None
-
+    parts = rows_of_images(inputs, is_image)
+    pixels = pixels_by_row(inputs, parts, len(ids))
     stop = ids.size(1)
+    start: int | None
     if completion_length is None:
         columns = torch.arange(stop, device=ids.device)
         earliest = int(torch.where(is_image | (mask == 0).cumprod(1).bool(), columns, -1).max()) + 2
-        if earliest > stop:
-            raise UnsupportedModel("a row without a token behind its padding and images")
+        require(earliest <= stop, "a row without a token behind its padding and images")
         seen = mask.bool().all(0).long()  # (S,): columns that are padding in no row
-        latest = earliest - 2 + int(seen[earliest - 1 :].cumprod(0).sum())
-        split = best_split(ids, mask, per_row, earliest, latest)
+        start = best_split(ids, mask, pixels, earliest, earliest - 2 + int(seen[earliest - 1 :].cumprod(0).sum()))
+        if start is None:
+            raise UnsupportedModel("no prompt occurs twice")
     else:
         stop -= 1
-        split = stop - completion_length
-    if split is None:
-        raise UnsupportedModel("no prompt occurs twice")
-    if split < 1 or completion_length == 0:
-        raise UnsupportedModel("no prompt before the completions")
-    groups = find_groups(ids[:, :split], mask[:, :split], per_row)
-    if max(groups) + 1 == len(groups) and not alone:
-        raise UnsupportedModel("no prompt occurs twice")
-    refuse_uneven_prompts(inputs, groups, split)
+        start = stop - completion_length
+    require(start >= 1 and completion_length != 0, "no prompt before the completions")
+    groups = find_groups(ids[:, :start], mask[:, :start], pixels)
+    require(alone or max(groups) + 1 < len(groups), "no prompt occurs twice")
+    check_equal_prompts(inputs, groups, start)
     types = inputs.get("mm_token_type_ids")
-    if bool(is_image[:, split:].any()) or (types is not None and bool(types[:, split:].any())):
-        raise UnsupportedModel("images in completions")
-    if not bool(mask[:, split - 1 : split + 1].all()):
-        raise UnsupportedModel("prompts that are not padded on the left")
-    if bool((mask[:, split:].bool().long().diff() > 0).any()):
-        raise UnsupportedModel("holes in the mask of a completion")
-    return PrefixSplit(split, stop, groups, pixels)
+    require(not (is_image[:, start:].any() or (types is not None and types[:, start:].any())), "images in completions")
+    require(mask[:, start - 1 : start + 1].all(), "prompts that are not padded on the left")
+    require(not (mask[:, start:].bool().long().diff() > 0).any(), "holes in the mask of a completion")
+    return PrefixSplit(start, stop, groups, parts)
 
 
-def refuse_uneven_prompts(inputs: Mapping[str, Any], groups: list[int], split: int) -> None:
+def _check_inputs(inputs: Mapping[str, Any], config: Any) -> None:
+    """Raise `UnsupportedModel` for inputs that a split would compute otherwise, and for outputs that it lacks."""
+    ids, mask, positions = (inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+        raise UnsupportedModel("inputs without input_ids")
+    one_per_token = mask is None or (isinstance(mask, torch.Tensor) and mask.shape == ids.shape)
+    require(one_per_token, "an attention mask that is not one number per token")
+    restarts = mask is None and positions is not None and (positions.diff() != 1).any()
+    require(not restarts, "position_ids that start anew, without an attention mask")
+    for name in _EXTRA_OUTPUTS:
+        asked = inputs.get(name)
+        by_default = any(getattr(part, name, False) for part in (config, config.get_text_config()))
+        require(not (by_default if asked is None else asked), f"{name}=True")
+    require(inputs.get("return_dict") is not False, "return_dict=False")
+    check_token_types(inputs, config)
+    for name, value in inputs.items():
+        ignored = name == "labels" and config.model_type == "gemma3"  # takes them, and leaves them to the head
+        require(name in _KNOWN or value is None or _is_constant(value) or ignored, f"the input {name}")
+    require(inputs.get("pixel_values") is None or image_token_ids(config), "images without image tokens")
+
+
+def check_equal_prompts(inputs: Mapping[str, Any], groups: list[int], start: int) -> None:
     """Raise `UnsupportedModel` if rows with the same tokens differ in what else is given per token of the prompt."""
     firsts = first_rows(groups)
     leaders = [firsts[group] for group in groups]
-    for name in ("token_type_ids", "mm_token_type_ids", "position_ids"):
+    for name in (*TOKEN_TYPES, "position_ids"):
         value = inputs.get(name)
-        if value is None or value.size(-2) != len(groups):
-            continue
-        prompts = value[..., :split]
-        if not torch.equal(prompts, prompts[..., leaders, :]):
-            raise UnsupportedModel(f"equal prompts with different {name}")
-
-
-def constants(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs that are the same for prompts and completions: numbers, flags, names."""
-    return {name: value for name, value in inputs.items() if _is_constant(value)}
+        if value is not None and value.size(-2) == len(groups):
+            prompts = value[..., :start]
+            require(torch.equal(prompts, prompts[..., leaders, :]), f"equal prompts with different {name}")
 
 
 def _is_constant(value: object) -> bool:
+    """Whether an input is the same for prompts and completions: a number, a flag, a name."""
     return isinstance(value, bool | int | float | str) or (isinstance(value, torch.Tensor) and value.ndim == 0)
-
-
-def _refuse_unfit_inputs(inputs: Mapping[str, Any], config: Any) -> None:
-    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
-    if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
-        raise UnsupportedModel("inputs without input_ids")
-    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != ids.shape):
-        raise UnsupportedModel("an attention mask that is not one number per token")
-    positions = inputs.get("position_ids")
-    if mask is None and positions is not None and bool((positions.diff() != 1).any()):
-        raise UnsupportedModel("position_ids that start anew, without an attention mask")
-    for name in _EXTRA_OUTPUTS:
-        wanted = inputs.get(name)
-        if wanted is None:
-            wanted = any(getattr(part, name, False) for part in (config, config.get_text_config()))
-        if wanted:
-            raise UnsupportedModel(f"{name}=True")
-    if inputs.get("return_dict") is False:
-        raise UnsupportedModel("return_dict=False")
-    refuse_token_types(inputs, config)
-    for name, value in inputs.items():
-        ignored = name == "labels" and config.model_type == "gemma3"  # takes them, and leaves them to the head
-        if name not in _KNOWN and value is not None and not _is_constant(value) and not ignored:
-            raise UnsupportedModel(f"the input {name}")
-    if inputs.get("pixel_values") is not None and not image_token_ids(config):
-        raise UnsupportedModel("images without image tokens")
-
-
-_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer"}
-_UNTOLD = "a model that does not tell its attention where packed completions begin"
 
 
 @dataclass(frozen=True)
@@ -356,7 +329,7 @@ class Packing:
         tokens: (Q,) place of each token among the N rows of the columns behind the prompts, flattened.
         keys: (K,) place of each key among the U prompts, flattened, and the Q tokens behind these; a row's prompt,
             without its padding, is followed by the row's own tokens.
-        bounds: what flash attention is told: where tokens and keys of each row begin, and the longest.
+        bounds: arguments of flash attention: where tokens and keys of each row begin, and the longest.
     """
 
     tokens: torch.Tensor
@@ -365,11 +338,7 @@ class Packing:
 
 
 def why_not_pack(base: Any) -> str | None:
-    """Why completions of a model cannot be packed; None if they can. Positions have to be relative.
-
-    Args:
-        base: base model.
-    """
+    """Why completions of a base model cannot be packed; None if they can. Positions have to be relative."""
     attention = str(base.config.get_text_config(decoder=True)._attn_implementation)
     if "flash" not in attention:
         return f"{attention} attention; flash attention packs them"
@@ -379,67 +348,71 @@ def why_not_pack(base: Any) -> str | None:
         return f"the kernel of {attention} cannot be imported: {error}"
     if kernel is None or flash_attn_supports_top_left_mask():
         return f"the kernel of {attention} does not take fewer queries than keys"
-    if kinds := {type(layer).__name__ for layer in DynamicCache(config=base.config).layers} - _LAYERS:
-        return f"layers of type {min(kinds)}"
-    return None
+    kinds = {type(layer).__name__ for layer in DynamicCache(config=base.config).layers}
+    unknown = kinds - {"DynamicLayer", "DynamicSlidingWindowLayer"}
+    return f"layers of type {min(unknown)}" if unknown else None
 
 
-def find_packing(cut: PrefixSplit, lengths: Sequence[int], mask: torch.Tensor | None, device: torch.device) -> Packing:
+def find_packing(
+    split: PrefixSplit, lengths: Sequence[int], mask: torch.Tensor | None, device: torch.device
+) -> Packing:
     """Return how the completions of a batch are packed.
 
     Args:
-        cut: where the batch is cut.
         lengths: (N,) tokens of each row behind its prompt.
         mask: attention mask of the batch, (N, S); prompts are padded on the left. None: there is no padding.
         device: of the batch.
     """
-    columns = cut.stop - cut.split
-    firsts = first_rows(cut.groups)
-    starts = [0] * len(firsts) if mask is None else (mask[firsts, : cut.split] == 0).sum(1).tolist()  # (U,)
-    tokens, keys, written = [], [], cut.prompts * cut.split
-    for row, (group, length) in enumerate(zip(cut.groups, lengths, strict=True)):
+    columns, width = split.stop - split.start, split.start
+    firsts = first_rows(split.groups)
+    padding = [0] * len(firsts) if mask is None else (mask[firsts, :width] == 0).sum(1).tolist()  # (U,)
+    tokens, keys, written = [], [], split.prompts * width
+    for row, (group, length) in enumerate(zip(split.groups, lengths, strict=True)):
         tokens.append(torch.arange(row * columns, row * columns + length))
-        keys.append(torch.arange(group * cut.split + starts[group], (group + 1) * cut.split))
+        keys.append(torch.arange(group * width + padding[group], (group + 1) * width))
         keys.append(torch.arange(written, written + length))
         written += length
-    behind = [cut.split - starts[group] + length for group, length in zip(cut.groups, lengths, strict=True)]
-    bounds = {
-        "cu_seq_lens_q": _ends(lengths, device),
-        "cu_seq_lens_k": _ends(behind, device),
-        "max_length_q": max(lengths),
-        "max_length_k": max(behind),
-    }
+    seen = [width - padding[group] + length for group, length in zip(split.groups, lengths, strict=True)]
+    bounds: dict[str, Any] = {"max_length_q": max(lengths), "max_length_k": max(seen)}
+    for name, counts in (("cu_seq_lens_q", lengths), ("cu_seq_lens_k", seen)):
+        bounds[name] = torch.tensor([0, *counts], device=device).cumsum(0).int()
     return Packing(torch.cat(tokens).to(device), torch.cat(keys).to(device), bounds)
 
 
-def _ends(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor([0, *lengths], device=device).cumsum(0).int()
-
-
 def packed_pass(
-    plain: Callable[..., Any], ids: torch.Tensor, cut: PrefixSplit, packing: Packing, written: Prefix, **options: Any
+    plain: Callable[..., Any], ids: torch.Tensor, split: PrefixSplit, packing: Packing, written: Prefix, **options: Any
 ) -> Any:
     """Return outputs with the last hidden states of the columns behind prompts, (N, columns, D); 0 for padding.
 
     Args:
         plain: forward pass of the base model.
         ids: of the batch, (N, S).
-        cut: where the batch is cut.
-        packing: how its completions are packed.
         written: keys and values of its prompts.
         options: of the pass, what is the same for all tokens; `position_ids`, (..., N or 1, columns), None where they
             count on from the prompts.
 
     Raises:
-        UnsupportedModel: the model does not tell its attention where completions begin.
+        UnsupportedModel: the model does not pass the bounds of completions on to its attention.
     """
-    ids = ids[:, cut.split : cut.stop]  # (N, columns)
+    ids = ids[:, split.start : split.stop]  # (N, columns)
     positions = options.pop("position_ids")
     if positions is None:
-        positions = torch.arange(cut.split, cut.stop, device=ids.device).unsqueeze(0)
+        positions = torch.arange(split.start, split.stop, device=ids.device).unsqueeze(0)
     positions = positions.expand(*positions.shape[:-2], *ids.shape).flatten(-2)  # (..., N * columns)
     cache = packed_prefix(written, packing.keys)
-    with _told(packing.bounds["cu_seq_lens_k"]) as told:
+    reason = "a model that does not tell its attention where packed completions begin"
+    attended = 0
+
+    def wrap(attend: Callable[..., Any]) -> Callable[..., Any]:
+        def with_bounds(*args: Any, **kwargs: Any) -> Any:
+            nonlocal attended
+            attended += 1
+            require(kwargs.get("cu_seq_lens_k") is packing.bounds["cu_seq_lens_k"], reason)
+            return attend(*args, **kwargs)
+
+        return with_bounds
+
+    with attention_wrapped(wrap):
         outputs = plain(
             input_ids=ids.flatten()[packing.tokens].unsqueeze(0),
             position_ids=positions[..., packing.tokens].unsqueeze(-2),
@@ -447,37 +420,18 @@ def packed_pass(
             **packing.bounds,
             **options,
         )
-    if len(told) != len(cache.layers):
-        raise UnsupportedModel(_UNTOLD)
+    require(attended == len(cache.layers), reason)
     hidden = outputs.last_hidden_state[0]  # (Q, D)
     every = hidden.new_zeros(ids.numel(), hidden.size(-1)).index_copy(0, packing.tokens, hidden)
     outputs.last_hidden_state = every.unflatten(0, ids.shape)
     return outputs
 
 
-@contextmanager
-def _told(bounds: torch.Tensor) -> Iterator[list[None]]:
-    """An entry for each attention of this block, which has to be told these bounds."""
-    calls: list[None] = []
-
-    def wrap(attend: Callable[..., Any]) -> Callable[..., Any]:
-        def told(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("cu_seq_lens_k") is not bounds:
-                raise UnsupportedModel(_UNTOLD)
-            calls.append(None)
-            return attend(*args, **kwargs)
-
-        return told
-
-    with attention_wrapped(wrap):
-        yield calls
-
-
 def prefix_forward(
     base: Any,
     plain: Callable[..., Any],
     inputs: dict[str, Any],
-    cut: PrefixSplit,
+    split: PrefixSplit,
     *,
     whole: bool,
     alike: bool,
@@ -494,148 +448,128 @@ def prefix_forward(
         UnsupportedModel: the model turns out not to keep its prompts, or not to read them.
     """
     ids = inputs["input_ids"]
-    index = torch.tensor(cut.groups, device=ids.device)  # (N,)
-    common = {**constants(inputs), "use_cache": False, "return_dict": True}
-    common.pop("logits_to_keep", None)  # Gemma 4 would keep that many of each stage
+    index = torch.tensor(split.groups, device=ids.device)  # (N,)
+    common = {name: value for name, value in inputs.items() if _is_constant(value)}
+    common |= {"use_cache": False, "return_dict": True}
+    common.pop("logits_to_keep", None)  # Gemma 4 would keep that many of each pass
     prefix = prefix_to_write(base.config)
-    prefix.groups = cut.groups
-    with _cache_through_checkpoints(base), _own_offsets(base) as offsets:
+    prefix.groups = split.groups
+    with _cache_through_checkpoints(base), _own_rope_deltas(base) as deltas:
         prompts = None
-        with nullcontext() if whole or alike else _ended_early(base, prefix):
-            prompts = plain(**common, **cut.prompt_inputs(inputs), past_key_values=prefix)
-        check_written(prefix, cut.split, None if prompts is None else _hidden(prompts))
-        offsets.expand(index)
-        positions = _positions(inputs, cut, offsets)
+        with nullcontext() if whole or alike else _early_exit(base, prefix):
+            prompts = plain(**common, **split.prompt_inputs(inputs), past_key_values=prefix)
+        check_written(prefix, split.start, None if prompts is None else _hidden(prompts))
+        if getattr(base, "rope_deltas", None) is not None:
+            deltas.append(base.rope_deltas.index_select(0, index.to(base.rope_deltas.device)))  # (N, 1)
+        positions = _positions(base, inputs, split, *deltas)
         if packs and not whole:
-            packing = find_packing(cut, _lengths(inputs, cut), inputs.get("attention_mask"), ids.device)
-            part = packed_pass(plain, ids, cut, packing, prefix, position_ids=positions, **common)
-            hidden = part.last_hidden_state  # (N, stop - split, D)
+            packing = find_packing(split, _lengths(inputs, split), inputs.get("attention_mask"), ids.device)
+            part = packed_pass(plain, ids, split, packing, prefix, position_ids=positions, **common)
+            hidden = part.last_hidden_state  # (N, stop - start, D)
         else:
-            lengths = [cut.stop - cut.split] * len(ids) if whole or alike else _lengths(inputs, cut)
-            hidden, part = _padded_passes(partial(plain, **common), inputs, cut, prefix, positions, lengths)
-    if whole:
-        assert prompts is not None
+            lengths = [split.stop - split.start] * len(ids) if whole or alike else _lengths(inputs, split)
+            hidden, part = _padded_passes(partial(plain, **common), inputs, split, prefix, positions, lengths)
+    if prompts is not None and whole:
         hidden = torch.cat([_hidden(prompts).index_select(0, index), hidden], dim=1)
-    missing = cut.stop - hidden.size(1)
-    hidden = torch.nn.functional.pad(hidden, (0, 0, missing, ids.size(1) - cut.stop))
+    missing = split.stop - hidden.size(1)
+    hidden = torch.nn.functional.pad(hidden, (0, 0, missing, ids.size(1) - split.stop))
     return type(part)(last_hidden_state=hidden)  # (N, S, D)
 
 
 def _padded_passes(
     plain: Callable[..., Any],
     inputs: dict[str, Any],
-    cut: PrefixSplit,
+    split: PrefixSplit,
     prefix: Prefix,
     positions: torch.Tensor | None,
     lengths: list[int],
 ) -> tuple[torch.Tensor, Any]:
     """Completions behind the prompts, each pass as wide as its longest: hidden states, and the outputs of one pass."""
-    ids = inputs["input_ids"]
-    index = torch.tensor(cut.groups, device=ids.device)  # (N,)
-    passes = cut_by_length(lengths, tokens_of_a_pass(ids.device.type))
+    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+    index = torch.tensor(split.groups, device=ids.device)  # (N,)
+    passes = cut_by_length(lengths, _PASS_COST.get(ids.device.type, _PASS_COST_ON_GPU))
     parts = []
     for rows in passes:
         behind = prefix_to_read(prefix, index if len(passes) == 1 else index[rows])
         behind.rows = None if len(passes) == 1 else rows
-        stop = cut.split + max(lengths[row] for row in rows)
-        part = plain(**_columns(inputs, cut, rows, stop, positions), past_key_values=behind)
+        stop = split.start + max(lengths[row] for row in rows)
+        of_rows = positions
+        if of_rows is not None:
+            of_rows = of_rows[..., rows, :] if of_rows.size(-2) == len(ids) else of_rows
+            of_rows = of_rows[..., : stop - split.start]
+        part = plain(
+            input_ids=ids[rows, split.start : stop],
+            attention_mask=None if mask is None else mask[rows, :stop],
+            position_ids=of_rows,
+            past_key_values=behind,
+        )
         check_read(behind)
-        missing = cut.stop - stop
-        parts.append(torch.nn.functional.pad(_hidden(part), (0, 0, 0, missing)))
-    return parts[0] if len(passes) == 1 else torch.cat(parts)[_places(passes)], part
+        parts.append(torch.nn.functional.pad(_hidden(part), (0, 0, 0, split.stop - stop)))
+    if len(passes) == 1:
+        return parts[0], part
+    order = [row for rows in passes for row in rows]
+    return torch.cat(parts)[sorted(range(len(order)), key=order.__getitem__)], part
 
 
 def _hidden(outputs: Any) -> torch.Tensor:
-    if not hasattr(outputs, "last_hidden_state"):
-        raise UnsupportedModel("a model that does not return its last hidden states")
+    require(hasattr(outputs, "last_hidden_state"), "a model that does not return its last hidden states")
     hidden: torch.Tensor = outputs.last_hidden_state
     return hidden
 
 
-def _lengths(inputs: dict[str, Any], cut: PrefixSplit) -> list[int]:
-    """Columns from `split` on that emit a token of each row, at least one."""
+def _lengths(inputs: dict[str, Any], split: PrefixSplit) -> list[int]:
+    """Columns from `start` on that emit a token of each row, at least one."""
     if inputs.get("attention_mask") is None:
-        return [cut.stop - cut.split] * len(cut.groups)
-    emitted = inputs["attention_mask"][:, cut.split + 1 : cut.stop + 1].bool().sum(1)  # (N,)
+        return [split.stop - split.start] * len(split.groups)
+    emitted = inputs["attention_mask"][:, split.start + 1 : split.stop + 1].bool().sum(1)  # (N,)
     lengths: list[int] = emitted.clamp(min=1).tolist()
     return lengths
 
 
-def _columns(
-    inputs: dict[str, Any], cut: PrefixSplit, rows: list[int], stop: int, positions: torch.Tensor | None
-) -> dict[str, Any]:
-    """Inputs of the second stage, of some rows and of columns [split, stop)."""
-    mask = inputs.get("attention_mask")
-    if positions is not None:
-        of_each = positions.size(-2) == len(cut.groups)
-        positions = (positions[..., rows, :] if of_each else positions)[..., : stop - cut.split]
-    return {
-        "input_ids": inputs["input_ids"][rows, cut.split : stop],
-        "attention_mask": None if mask is None else mask[rows, :stop],
-        "position_ids": positions,
-    }
-
-
-def _places(passes: list[list[int]]) -> list[int]:
-    """Where the rows of a batch stand among those of its passes."""
-    order = [row for rows in passes for row in rows]
-    return sorted(range(len(order)), key=order.__getitem__)
-
-
-class _Offsets:
-    """What a Qwen-VL model adds to the positions of the tokens behind its images; nothing for other models."""
-
-    def __init__(self, base: Any) -> None:
-        self.base = base
-        self.exist = hasattr(base, "rope_deltas")
-        self.per_row: torch.Tensor | None = None  # (N, 1)
-
-    def expand(self, index: torch.Tensor) -> None:
-        """Take over what the pass over the prompts has found, for rows whose prompts are `index`."""
-        if self.exist and self.base.rope_deltas is not None:
-            self.per_row = self.base.rope_deltas.index_select(0, index.to(self.base.rope_deltas.device))
-
-
 @contextmanager
-def _own_offsets(base: Any) -> Iterator[_Offsets]:
-    """Make the model find its offsets anew, and leave it with those of all rows, as a plain pass does."""
-    offsets = _Offsets(base)
-    before = getattr(base, "rope_deltas", None)
-    if offsets.exist:
-        base.rope_deltas = None
-    try:
-        yield offsets
-    except BaseException:
-        offsets.per_row = None
-        raise
-    finally:
-        if offsets.exist:
-            base.rope_deltas = before if offsets.per_row is None else offsets.per_row
+def _own_rope_deltas(base: Any) -> Iterator[list[torch.Tensor]]:
+    """Make a Qwen-VL model find anew what it adds to positions behind images, and leave it with that of all rows.
+
+    Yields:
+        a list for it, (N, 1), empty for other models and without images.
+    """
+    deltas: list[torch.Tensor] = []
+    with nullcontext() if not hasattr(base, "rope_deltas") else replaced(base, "rope_deltas", None):
+        yield deltas
+    if deltas:
+        base.rope_deltas = deltas[0]
 
 
-def _positions(inputs: dict[str, Any], cut: PrefixSplit, offsets: _Offsets) -> torch.Tensor | None:
-    """Position ids of the second stage; None where the model counts on from its cache, as in its plain pass."""
+def _positions(
+    base: Any, inputs: dict[str, Any], split: PrefixSplit, deltas: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """Position ids of the columns behind prompts; None where the model counts on from its cache, as in a plain pass."""
     given: torch.Tensor | None = inputs.get("position_ids")
     if given is not None:
-        return given[..., cut.split : cut.stop]
-    if not offsets.exist:
+        return given[..., split.start : split.stop]
+    if not hasattr(base, "rope_deltas"):
         return None
     ids, mask = inputs["input_ids"], inputs.get("attention_mask")
-    if offsets.per_row is None:  # the plain pass of these models does not skip padding unless there are images
-        return torch.arange(cut.split, cut.stop, device=ids.device).expand(len(ids), -1)  # (N, T)
+    if deltas is None:  # the plain pass of these models does not skip padding unless there are images
+        return torch.arange(split.start, split.stop, device=ids.device).expand(len(ids), -1)  # (N, T)
     mask = torch.ones_like(ids) if mask is None else mask
-    positions = mask.long().cumsum(-1)[:, cut.split : cut.stop] - 1 + offsets.per_row.to(ids.device)
+    positions = mask.long().cumsum(-1)[:, split.start : split.stop] - 1 + deltas.to(ids.device)
     return positions.expand(3, -1, -1)  # (3, N, T): time, height, width
 
 
 @contextmanager
-def _ended_early(base: torch.nn.Module, prefix: Prefix) -> Iterator[None]:
+def _early_exit(base: torch.nn.Module, prefix: Prefix) -> Iterator[None]:
     """End a pass over prompts where the last layer has stored its keys and values, unless a hook waits for its outputs.
 
     Queries, attention and what comes behind them serve no completion. The layer is not computed again in the backward
     pass, which a checkpoint that has been left cannot do.
     """
-    last = [name for name, layer in _checkpoints(base).items() if _has_number(layer, len(prefix.layers) - 1)]
+    number = len(prefix.layers) - 1
+    last = [
+        name
+        for name, layer in _checkpoints(base).items()
+        if any(getattr(module, "layer_idx", None) == number for module in layer.modules())
+    ]
     if len(last) != 1 or not ends_with_keys(prefix) or _has_hooks(base, last[0]):
         yield
         return
@@ -647,10 +581,6 @@ def _ended_early(base: torch.nn.Module, prefix: Prefix) -> Iterator[None]:
 def _checkpoints(base: torch.nn.Module) -> dict[str, Any]:
     """Layers by name."""
     return {name: module for name, module in base.named_modules() if isinstance(module, GradientCheckpointingLayer)}
-
-
-def _has_number(layer: torch.nn.Module, number: int) -> bool:
-    return any(getattr(module, "layer_idx", None) == number for module in layer.modules())
 
 
 def _has_hooks(base: torch.nn.Module, name: str) -> bool:
@@ -701,9 +631,9 @@ class SharedForward:
         self.names = list(signature(plain).parameters)
         self.agree_on_images = agree if sharded and "pixel_values" in self.names else None
         self.calls = 0
-        self.paused = False
-        self.lock = RLock()  # the model keeps the offsets of the batch at hand: one batch at a time
-        self.refused: dict[bool, str] = {}  # with gradients -> why the model has been found unfit
+        self.paused = False  # `generate` makes its own arrangements
+        self.lock = RLock()  # the model keeps the offsets of one batch at a time
+        self.refused: dict[bool, str] = {}  # with gradients -> why the model turned out to be unsupported
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_tracing():
@@ -716,27 +646,29 @@ class SharedForward:
         inputs = without_empty_images(dict(zip(self.names, args, strict=False)) | kwargs, self.agree_on_images)
         if inputs.get("use_cache") or inputs.get("past_key_values") is not None:
             return self.plain(**inputs)
-        cut, reason = None, ""
-        try:
-            self._refuse_what_was_found_unfit()
-            self.refuse_unfit_model(torch.is_grad_enabled())
-            given = images_as_tensors(inputs)
-            cut = find_split(given, self.base.config, self.completion_length, alone=self.agree is not None)
-        except UnsupportedModel as error:
-            reason = str(error)
-        all_can = self.all_agree(cut is not None)
-        if cut is not None and not all_can:
-            cut, reason = None, "another process cannot share this batch"
-        elif cut is not None and self.agree is not None and self.agree(cut.prompts == len(cut.groups)):
-            cut, reason = None, "no prompt occurs twice"
-        if cut is not None:
+        gradients = torch.is_grad_enabled()
+        split, reason = None, self.refused.get(gradients, "")
+        if not reason:
             try:
-                passes = {"whole": self._wants_whole(), "alike": self.alike, "packs": self.packs}
-                outputs = prefix_forward(self.base, self.plain, given, cut, **passes)
+                self.check_model(gradients)
+                tensors = images_as_tensors(inputs)
+                split = find_split(tensors, self.base.config, self.completion_length, alone=self.agree is not None)
             except UnsupportedModel as error:
-                self.refused[torch.is_grad_enabled()] = reason = str(error)
+                reason = str(error)
+        if not self.all_agree(split is not None) and split is not None:
+            split, reason = None, "another process cannot share this batch"
+        if split is not None and self.agree is not None and self.agree(split.prompts == len(split.groups)):
+            split, reason = None, "no prompt occurs twice"
+        if split is not None:
+            # FSDP2 gathers a layer's weights for the backward pass when a gradient reaches the layer's output.
+            whole = self.completion_length is None or (gradients and shards_layers(self.base))
+            modes = {"whole": whole, "alike": self.alike, "packs": self.packs}
+            try:
+                outputs = prefix_forward(self.base, self.plain, tensors, split, **modes)
+            except UnsupportedModel as error:
+                self.refused[gradients] = reason = str(error)
             else:
-                self.report.add_shared(len(cut.groups), cut.prompts)
+                self.report.add_shared(len(split.groups), split.prompts)
                 return outputs
         ids = inputs.get("input_ids")
         rows = inputs.get("inputs_embeds") if ids is None else ids
@@ -744,23 +676,10 @@ class SharedForward:
         return self.plain(**inputs)
 
     def all_agree(self, mine: bool) -> bool:
-        """Whether this process, or where that matters every process, would share the batch at hand."""
+        """Whether this process, or where that matters every process, would share the batch."""
         return mine if self.agree is None else self.agree(mine)
 
-    def pause(self) -> AbstractContextManager[None]:
-        """Run plainly for the duration, uncounted: `generate` makes its own arrangements."""
-        return replaced(self, "paused", True)
-
-    def refuse_unfit_model(self, gradients: bool) -> None:
+    def check_model(self, gradients: bool) -> None:
         """Raise `UnsupportedModel` if the model, in its present state, cannot go on from a prompt computed before."""
-        if "past_key_values" not in self.names:
-            raise UnsupportedModel("a model without a cache of keys and values")
-        refuse_unfit_model(self.base, gradients)
-
-    def _refuse_what_was_found_unfit(self) -> None:
-        if (gradients := torch.is_grad_enabled()) in self.refused:
-            raise UnsupportedModel(self.refused[gradients])
-
-    def _wants_whole(self) -> bool:
-        """Whether outputs of prompts are wanted; FSDP2 gathers a layer's weights when a gradient reaches its output."""
-        return self.completion_length is None or (torch.is_grad_enabled() and shards_layers(self.base))
+        require("past_key_values" in self.names, "a model without a cache of keys and values")
+        check_model(self.base, gradients)

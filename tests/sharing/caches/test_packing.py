@@ -15,6 +15,10 @@ from vgr_trl.sharing import share_prompts
 from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.sharing.prefix_forward import PrefixSplit, find_packing, why_not_pack
 
+# Of the largest update, in float32: additions in another order, by kernels that differ from CPU to CPU, change it by up
+# to 2e-5; a token or a row too many changes it by 1e-2.
+ROUNDING = 3e-5
+
 
 @pytest.fixture
 def packed(monkeypatch):
@@ -23,7 +27,7 @@ def packed(monkeypatch):
 
 def test_where_tokens_and_keys_lie():
     """Two prompts of 3 columns, the second with one of padding; rows of 2, 1 and 3 tokens, of 4 columns each."""
-    cut = PrefixSplit(split=3, stop=7, groups=[0, 1, 1], pixels={})
+    cut = PrefixSplit(start=3, stop=7, groups=[0, 1, 1], pixels={})
     mask = torch.tensor([[1, 1, 1], [0, 1, 1], [0, 1, 1]])
     found = find_packing(cut, [2, 1, 3], mask, torch.device("cpu"))
     assert found.tokens.tolist() == [0, 1, 4, 8, 9, 10]
@@ -48,7 +52,7 @@ def test_gradients_are_those_of_padded_passes(name, checkpointing, packed):
         found = gradients(model, batch)
     assert report.prompts_per_row == 1 / 3
     assert not report.plain
-    assert largest_relative(expected, found) < 1e-5
+    assert largest_relative(expected, found) < ROUNDING
     lengths = batch.inputs["attention_mask"][:, -batch.completion_length :].sum(1).tolist()
     behind = [queries for queries, _ in packed if len(queries) == len(lengths)]
     layers = model.config.get_text_config().num_hidden_layers
@@ -67,7 +71,7 @@ def test_processes_that_have_to_make_equally_many_passes_make_one(packed):
         found = gradients(model, batch)
     assert not report.plain
     assert len(passes) == 2
-    assert largest_relative(expected, found) < 1e-5
+    assert largest_relative(expected, found) < ROUNDING
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -80,7 +84,7 @@ def test_steps_are_those_of_trl(loss, vision, image_rows, tmp_path, packed):
     ours = trained(DAPO, flash, processor, image_rows, settings)
     assert "pack_completions: on" in str(ours.skipping)
     assert texts_of(ours) == texts_of(stock)
-    assert largest_relative_update(model, ours, stock) < 1e-5
+    assert largest_relative_update(model, ours, stock) < ROUNDING
     assert any(queries != keys and len(set(queries)) > 1 for queries, keys in packed)
 
 
@@ -123,4 +127,4 @@ def test_a_model_that_does_not_tell_its_attention_runs_plainly(packed):
     with share_prompts(model, batch.completion_length, packs=True) as report:
         found = gradients(model, batch)
     assert report.plain == {"a model that does not tell its attention where packed completions begin": 1}
-    assert largest_relative(expected, found) < 1e-5
+    assert largest_relative(expected, found) < ROUNDING
