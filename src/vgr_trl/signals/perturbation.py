@@ -1,4 +1,8 @@
-"""Images made harder to see."""
+"""Images made harder to see, to find out how much a token depends on what they show; and the prompts they stand in.
+
+Every perturbation takes a PIL image of any mode and returns a new one of the same mode and size. NumPy draws the random
+numbers: its generators are seeded per image and give the same numbers on every machine.
+"""
 
 import inspect
 import math
@@ -13,10 +17,6 @@ from vgr_trl import registries
 from vgr_trl.config import REMOVE_IMAGE
 from vgr_trl.options import check_integer, check_number
 from vgr_trl.utils import ConfigError, DataError
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Conversations with perturbed images: one for each prompt, or one for each completion; or without their images.
-
 
 Perturb = Callable[..., list[Image.Image]]  # images of a conversation, index=its number -> as many images
 
@@ -39,77 +39,52 @@ def perturbed_prompts(prompts: Sequence[Any], indices: Sequence[int], perturb: P
 
 
 def _with_images(prompt: Any, perturb: Perturb) -> Any:
-    images = images_in(prompt)
-    if not images:
+    if not (images := images_in(prompt)):
         return prompt
-    replacements = iter(perturb(images))
-    return [
-        message
-        if isinstance(message["content"], str)
-        else {
-            **message,
-            "content": [
-                {**part, "image": next(replacements)} if part["type"] == "image" else part
-                for part in message["content"]
-            ],
-        }
-        for message in prompt
-    ]
+    perturbed = iter(perturb(images))
+
+    def replace(part: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{**part, "image": next(perturbed)} if part["type"] == "image" else part]
+
+    return _with_parts(prompt, replace)
 
 
 def without_images(prompt: Any) -> Any:
     """Return a conversation whose messages have no images; a text as it is."""
+    return _with_parts(prompt, lambda part: [] if part["type"] == "image" else [part])
+
+
+def images_in(prompt: Any) -> list[Any]:
+    """Return the images of a conversation, in order."""
+    images: list[Any] = []
+    _with_parts(prompt, lambda part: images.append(part["image"]) or [] if part["type"] == "image" else [])
+    return images
+
+
+def _with_parts(prompt: Any, replace: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> Any:
+    """Return a conversation with other content parts; texts as they are."""
     if isinstance(prompt, str):
         return prompt
     return [
         message
         if isinstance(message["content"], str)
-        else {**message, "content": [part for part in message["content"] if part["type"] != "image"]}
+        else {**message, "content": [new for part in message["content"] for new in replace(part)]}
         for message in prompt
     ]
-
-
-def images_in(prompt: Any) -> list[Any]:
-    """Return the images of a conversation, in order."""
-    return [] if isinstance(prompt, str) else [part["image"] for part in _image_parts(prompt)]
-
-
-def _image_parts(prompt: Any) -> list[dict[str, Any]]:
-    return [
-        part
-        for message in prompt
-        if not isinstance(message["content"], str)
-        for part in message["content"]
-        if part["type"] == "image"
-    ]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Pillow's image modes: an opaque grey in each of them, and their colours without transparency or palette.
 
 
 _WIDE = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")  # one channel of more than 8 bits
-_PREMULTIPLIED = {"La": "LA", "RGBa": "RGBA"}
+_GREY = ("1", "L", "LA", "La")
+_BY_WAY_OF = {"La": "LA", "RGBa": "RGBA", "1": "L"} | dict.fromkeys(("CMYK", "YCbCr", "LAB", "HSV", "RGBX"), "RGB")
 
 
-def check_image(image: object) -> None:
-    """Raise `DataError` unless it is a PIL image."""
-    if not isinstance(image, Image.Image):
-        raise DataError(f"A perturbation got a value of type {type(image).__name__}: give a PIL image.")
-
-
-def is_wide(image: Image.Image) -> bool:
-    """Whether the image has one channel of more than 8 bits."""
-    return image.mode in _WIDE
-
-
-def white_level(image: Image.Image) -> float:
+def _white_level(image: Image.Image) -> float:
     """Return the value that stands for white: 255, 65535 for 16 bits.
 
     Modes I and F do not say which range they use. For them it is the smallest of 1 (only F), 255 and 65535 that holds
     the image's largest value, or else that value.
     """
-    if not is_wide(image):
+    if image.mode not in _WIDE:
         return 255.0
     if image.mode.startswith("I;16"):
         return 65535.0
@@ -117,261 +92,47 @@ def white_level(image: Image.Image) -> float:
     return next((level for level in (1.0, 255.0, 65535.0)[image.mode == "I" :] if largest <= level), largest)
 
 
-def opaque_grey(image: Image.Image, grey: int) -> tuple[Image.Image, float | tuple[int, ...]]:
-    """Return a copy of the image and the pixel value that is an opaque grey in it, for `Image.paste`.
+def _colours(image: Image.Image) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return the colours, (height, width) if grey, else (height, width, 3), and the opacity, None where none is."""
+    if image.mode in (*_WIDE, "L", "RGB"):  # transparency by colour means nothing once colours change
+        return np.asarray(image), None
+    rgba = np.asarray(image.convert(_BY_WAY_OF.get(image.mode, image.mode)).convert("RGBA"))
+    return rgba[..., 0] if image.mode in _GREY else rgba[..., :3], rgba[..., 3]
 
-    The copy shows what the image shows. Only in a palette image that uses all 256 entries and has no such grey, the
-    pixels of the rarest entry take the colour closest to theirs.
 
-    Args:
-        grey: brightness in [0, 255]; in a black-and-white image, 128 and more are white.
-    """
-    copy = image.copy()
-    transparent = copy.info.get("transparency")
-    if image.mode in ("P", "PA"):
-        index = _palette_index(copy, grey)
-        return copy, index if image.mode == "P" else (index, 255)
-    value: float | tuple[int, ...]
-    if image.mode == "1":
-        value = 255 if grey >= 128 else 0
-    elif image.mode == "CMYK":
-        value = (0, 0, 0, 255 - grey)
-    elif image.mode == "YCbCr":
-        value = (grey, 128, 128)
-    elif image.mode == "HSV":
-        value = (0, 0, grey)
-    elif image.mode == "LAB":
-        lightness = Image.new("RGB", (1, 1), (grey,) * 3).convert("LAB").getchannel("L").tobytes()[0]
-        value = (lightness, 128, 128)
-    elif is_wide(image):
-        value = grey / 255 * white_level(image)
-        value = value if image.mode == "F" else round(value)
+def _image(colours: np.ndarray, opacity: np.ndarray | None, like: Image.Image) -> Image.Image:
+    """Return an image of the mode and size of `like` with these colours, rounded where the mode has integers."""
+    mode = like.mode
+    if opacity is None:
+        dtype = np.asarray(like).dtype
+        exact = colours if dtype.kind == "f" else np.rint(colours)
+        result = Image.frombytes(mode, like.size, exact.astype(dtype).tobytes())
     else:
-        bands = len(image.getbands())
-        value = grey if bands == 1 else (grey, 255) if bands == 2 else (grey, grey, grey, 255)[:bands]
-    if transparent is not None and transparent == value:
-        del copy.info["transparency"]  # this very colour was marked as transparent
-    return copy, value
-
-
-def _palette_index(image: Image.Image, grey: int) -> int:
-    """Index of an opaque grey in the palette of `image`, which gets one in place of an unused or its rarest entry."""
-    table, wanted = _palette(image), np.array([grey, grey, grey, 255], np.uint8)
-    pixels = np.asarray(image).copy()
-    indices = pixels if image.mode == "P" else pixels[..., 0]
-    used = np.bincount(indices.ravel(), minlength=256)
-    there = np.flatnonzero((table == wanted).all(axis=1))
-    if len(there):
-        return int(there[0])
-    index = int(used.argmin())
-    if used[index]:
-        distance = ((table.astype(int) - table[index].astype(int)) ** 2).sum(axis=1)
-        distance[index] = distance.max() + 1
-        indices[indices == index] = distance.argmin()
-        image.frombytes(pixels.tobytes())
-    table[index] = wanted
-    _put_palette(image, table)
-    return index
-
-
-def _palette(image: Image.Image) -> np.ndarray:
-    """The palette with its transparency, (256, 4) uint8: red, green, blue, opacity; unused entries are transparent."""
-    entries = np.array(image.getpalette("RGBA") or [], np.uint8).reshape(-1, 4)
-    table = np.zeros((256, 4), np.uint8)
-    table[: len(entries)] = entries
-    transparent = image.info.get("transparency")
-    if isinstance(transparent, bytes):
-        table[: len(transparent), 3] = np.frombuffer(transparent, np.uint8)[: len(table)]
-    elif isinstance(transparent, int):
-        table[transparent, 3] = 0
-    return table
-
-
-def _put_palette(image: Image.Image, table: np.ndarray) -> None:
-    image.putpalette(table.tobytes(), "RGBA")
-    image.info.pop("transparency", None)
-
-
-def colours(image: Image.Image) -> Image.Image:
-    """Return the colours of the image, without transparency: in mode L, RGB or CMYK, or as they are if wide."""
-    if image.mode in _PREMULTIPLIED:
-        return colours(image.convert(_PREMULTIPLIED[image.mode]))
-    if is_wide(image) or image.mode in ("L", "RGB", "CMYK"):
-        return image
-    if image.mode == "1":
-        return image.convert("L")
-    if image.mode == "LA":
-        return image.getchannel("L")
-    if image.mode in ("RGBA", "RGBX"):
-        return Image.merge("RGB", image.split()[:3])
-    if image.mode == "P" and image.has_transparency_data:
-        return colours(image.convert("RGBA"))
-    return image.convert("RGB")
-
-
-def with_colours(image: Image.Image, changed: Image.Image) -> Image.Image:
-    """Return an image of the mode and transparency of `image` with the colours `changed`.
-
-    A palette image gets a new palette of up to 256 colours.
-
-    Args:
-        changed: of the same size, in the mode that `colours(image)` has.
-    """
-    mode = image.mode
-    if mode in _PREMULTIPLIED:
-        return with_colours(image.convert(_PREMULTIPLIED[mode]), changed).convert(mode)
-    if mode in ("LA", "RGBA", "RGBX"):
-        result = Image.merge(mode, [*changed.split(), image.split()[-1]])
-    elif mode == "P" and image.has_transparency_data:
-        with_alpha = changed.copy()
-        with_alpha.putalpha(image.convert("RGBA").getchannel("A"))
-        result = with_alpha.quantize(256, method=Image.Quantize.FASTOCTREE)
-    elif mode in ("P", "PA"):
-        result = changed.quantize(256)
-        if mode == "PA":
-            result = result.convert("PA")
-            result.putalpha(image.getchannel("A"))
-    else:
-        result = changed if changed.mode == mode else changed.convert(mode)
-    result.info = {key: value for key, value in image.info.items() if mode != "P" or key != "transparency"}
+        channels = [colours] * 3 if colours.ndim == 2 else [*np.moveaxis(colours, 2, 0)]
+        values = np.rint(np.stack([*channels, opacity], axis=-1)).astype(np.uint8)
+        result = Image.frombytes("RGBA", like.size, values.tobytes())
+        if mode == "P" and not like.has_transparency_data:
+            result = result.convert("RGB").quantize(256)
+        elif mode == "P":
+            result = result.quantize(256, method=Image.Quantize.FASTOCTREE)
+        elif mode == "PA":
+            alpha = result.getchannel("A")
+            result = result.convert("RGB").quantize(256).convert("PA")
+            result.putalpha(alpha)
+        else:
+            result = result.convert(_BY_WAY_OF.get(mode, mode)).convert(mode)
+    result.info = {key: value for key, value in like.info.items() if key != "transparency"}
     return result
 
 
-def from_array(values: np.ndarray, like: Image.Image) -> Image.Image:
-    """Return an image of the mode and size of `like` with these values, rounded where the mode has integers."""
-    kind = np.asarray(like).dtype
-    exact = values if kind.kind == "f" else np.rint(values)
-    return Image.frombytes(like.mode, like.size, exact.astype(kind).tobytes())
-
-
-def blurred(values: np.ndarray, radius: float) -> np.ndarray:
-    """Return (height, width) values after a Gaussian blur, which Pillow has for 8 bits only; edges are continued."""
-    reach = math.ceil(3 * radius)
-    if not reach or not values.size:
-        return values
-    gaussian = np.exp(-0.5 * (np.arange(-reach, reach + 1) / radius) ** 2)
-    gaussian /= gaussian.sum()
-    for axis in (0, 1):
-        length = values.shape[axis]
-        taps = min(reach, length)
-        beyond = reach - taps  # from there on, every pixel is the edge's: one tap stands for them all
-        kernel = gaussian[beyond : len(gaussian) - beyond].copy()
-        kernel[[0, -1]] += gaussian[:beyond].sum()
-        margin = [(taps, taps) if other == axis else (0, 0) for other in (0, 1)]
-        padded = np.moveaxis(np.pad(values, margin, mode="edge"), axis, 0)
-        total = np.zeros_like(padded[:length])
-        for start, weight in enumerate(kernel):
-            total += weight * padded[start : start + length]
-        values = np.moveaxis(total, 0, axis)
-    return values
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Noise as diffusion models add it to images.
-
-
-STEPS = 1000
-
-
-def diffusion_noise(image: Image.Image, *, steps: int = 500, seed: int) -> Image.Image:
-    """Return the image after so many steps of a diffusion that adds Gaussian noise to its colours and darkens them.
-
-    With x in [0, 1] it is √ā x + √(1 - ā) ε, ε standard normal per channel and pixel, and ā of `image_left`, cut to
-    [0, 1]; transparency stays (NoisyRollout, https://huggingface.co/papers/2504.13055).
-
-    Args:
-        image: PIL image of any mode.
-        steps: in [0, 999]; 0 is hardly any noise.
-        seed: of the random generator, at least 0.
-
-    Raises:
-        ConfigError: a parameter is out of range.
-        DataError: `image` is no PIL image.
-    """
-    check_image(image)
-    check_integer("seed", seed, 0)
-    check_integer("diffusion_steps", steps, 0)
-    check_number("diffusion_steps", steps, 0, STEPS - 1, f"in [0, {STEPS - 1}]")
-    shown, white = colours(image), white_level(image)
-    before = np.asarray(shown, dtype=np.float64) / white
-    left = image_left(steps)
-    noise = np.random.default_rng(int(seed)).standard_normal(before.shape)
-    after = np.sqrt(left) * before + np.sqrt(1 - left) * noise
-    return with_colours(image, from_array(after.clip(0, 1) * white, shown))
-
-
-def image_left(steps: int) -> float:
-    """Return ā of a number of steps: the product of 1 - β over the steps 0 to `steps`.
-
-    β of step i is sigmoid(-6 + 12 i / 999) · (0.005 - 1e-5) + 1e-5.
-    """
-    beta = 1 / (1 + np.exp(-np.linspace(-6, 6, STEPS))) * (0.5e-2 - 1e-5) + 1e-5
-    return float(np.cumprod(1 - beta)[steps])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Images whose parts are elsewhere, or missing: shuffled squares, and a part enlarged to the whole.
-
-
-def shuffle_patches(image: Image.Image, *, patch_size: int = 14, seed: int) -> Image.Image:
-    """Return the image with its whole squares in another order; what is left at the right and lower edge stays.
-
-    Args:
-        image: PIL image of any mode.
-        patch_size: side of a square in pixels, at least 1.
-        seed: of the random generator, at least 0.
-
-    Raises:
-        ConfigError: a parameter is out of range.
-        DataError: `image` is no PIL image.
-    """
-    check_image(image)
-    check_integer("seed", seed, 0)
-    check_integer("patch_size", patch_size, 1)
-    rows, columns = image.height // patch_size, image.width // patch_size
-    places = [(column * patch_size, row * patch_size) for row in range(rows) for column in range(columns)]
-    result = image.copy()
-    for (left, top), source in zip(places, np.random.default_rng(seed).permutation(len(places)), strict=True):
-        x, y = places[source]
-        result.paste(image.crop((x, y, x + patch_size, y + patch_size)), (left, top))
-    return result
-
-
-def crop_image(image: Image.Image, *, share: float = 0.5, seed: int) -> Image.Image:
-    """Return a random part of the image, enlarged to its size.
-
-    Args:
-        image: PIL image of any mode.
-        share: of the area, in (0, 1].
-        seed: of the random generator, at least 0.
-
-    Raises:
-        ConfigError: a parameter is out of range.
-        DataError: `image` is no PIL image.
-    """
-    check_image(image)
-    check_integer("seed", seed, 0)
-    check_number("share", share, 1e-9, 1, "in (0, 1]")
-    if not min(image.size):
-        return image.copy()
-    wide, high = (max(1, round(side * math.sqrt(share))) for side in image.size)
-    generator = np.random.default_rng(seed)
-    left = int(generator.integers(image.width - wide + 1))
-    top = int(generator.integers(image.height - high + 1))
-    result = image.crop((left, top, left + wide, top + high)).resize(image.size, Image.Resampling.NEAREST)
-    result.info = dict(image.info)
-    return result
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Images made harder to see, to find out how much a token depends on what they show.
-#
-# Every function takes a PIL image of any mode and returns a new one of the same mode and size. NumPy draws the random
-# numbers: its generators are seeded per image and give the same numbers on every machine; transformers depends on it
-# too.
-
-
-_LARGEST = 1e6
+def _painted(image: Image.Image, where: np.ndarray, grey: int) -> Image.Image:
+    """Return the image with an opaque grey in [0, 255] at the pixels `where`, (height, width) bool."""
+    colours, opacity = (None if values is None else values.copy() for values in _colours(image))
+    assert colours is not None
+    colours[where] = grey / 255 * _white_level(image)
+    if opacity is not None:
+        opacity[where] = 255
+    return _image(colours, opacity, image)
 
 
 def blacken_patches(image: Image.Image, *, patch_size: int = 14, black_prob: float = 0.5, seed: int) -> Image.Image:
@@ -388,23 +149,13 @@ def blacken_patches(image: Image.Image, *, patch_size: int = 14, black_prob: flo
 
     Raises:
         ConfigError: a parameter is out of range.
-        DataError: `image` is no PIL image.
     """
-    check_image(image)
     check_integer("patch_size", patch_size, 1)
     check_number("black_prob", black_prob, 0, 1, "in [0, 1]")
     side = min(patch_size, max(*image.size, 1))
     rows, columns = math.ceil(image.height / side), math.ceil(image.width / side)
-    black = (_generator(seed).random((rows, columns)) < black_prob).astype(np.uint8) * 255
-    result, value = opaque_grey(image, 0)
-    if black.size:
-        patches = Image.frombytes("L", (columns, rows), black.tobytes())
-        if not is_wide(image):
-            # With a mask of eight bits Pillow blends, which takes eight times as long; with one bit it fails on I;16.
-            patches = patches.convert("1", dither=Image.Dither.NONE)
-        mask = patches.resize((columns * side, rows * side), Image.Resampling.NEAREST)
-        result.paste(value, None, mask.crop((0, 0, *image.size)))
-    return result
+    black = np.random.default_rng(seed).random((rows, columns)) < black_prob
+    return _painted(image, black.repeat(side, 0).repeat(side, 1)[: image.height, : image.width], 0)
 
 
 def add_gaussian_noise(image: Image.Image, *, std: float = 189.0, seed: int) -> Image.Image:
@@ -417,19 +168,15 @@ def add_gaussian_noise(image: Image.Image, *, std: float = 189.0, seed: int) -> 
 
     Raises:
         ConfigError: a parameter is out of range.
-        DataError: `image` is no PIL image.
     """
-    check_image(image)
-    check_number("std", std, 0, _LARGEST, "in [0, 1e6]")
-    generator, shown, white = _generator(seed), colours(image), white_level(image)
-    before = np.asarray(shown)
+    check_number("std", std, 0, 1e6, "in [0, 1e6]")
+    white, (before, opacity) = _white_level(image), _colours(image)
     # Single precision cannot hold 32-bit integers.
-    exact: type[np.float32 | np.float64] = np.float64 if is_wide(image) else np.float32
-    noise = generator.standard_normal(before.shape, dtype=exact)
+    exact: type[np.float32 | np.float64] = np.float64 if image.mode in _WIDE else np.float32
+    noise = np.random.default_rng(seed).standard_normal(before.shape, dtype=exact)
     noise *= std * white / 255
     noise += before
-    noise.clip(min(0, before.min(initial=0)), white, out=noise)
-    return with_colours(image, from_array(noise, shown))
+    return _image(noise.clip(min(0, before.min(initial=0)), white, out=noise), opacity, image)
 
 
 def gaussian_blur(image: Image.Image, *, radius: float = 6.0) -> Image.Image:
@@ -441,14 +188,23 @@ def gaussian_blur(image: Image.Image, *, radius: float = 6.0) -> Image.Image:
 
     Raises:
         ConfigError: `radius` is out of range.
-        DataError: `image` is no PIL image.
     """
-    check_image(image)
-    check_number("radius", radius, 0, _LARGEST, "in [0, 1e6]")
-    shown = colours(image)
-    if is_wide(image):
-        return with_colours(image, from_array(blurred(np.asarray(shown, np.float64), radius), shown))
-    return with_colours(image, shown.filter(ImageFilter.GaussianBlur(radius)) if min(image.size) else shown.copy())
+    check_number("radius", radius, 0, 1e6, "in [0, 1e6]")
+    colours, opacity = _colours(image)
+    if not colours.size or not radius:
+        return image.copy()
+    if image.mode not in _WIDE:
+        blurred = np.asarray(Image.fromarray(colours).filter(ImageFilter.GaussianBlur(radius)))
+        return _image(blurred, opacity, image)
+    reach = math.ceil(3 * radius)  # Pillow has no blur of more than 8 bits; edges are continued
+    gaussian = np.exp(-0.5 * (np.arange(-reach, reach + 1) / radius) ** 2)
+
+    def blur(line: np.ndarray) -> np.ndarray:
+        return np.convolve(np.pad(line, reach, mode="edge"), gaussian / gaussian.sum(), mode="valid")
+
+    for axis in (0, 1):
+        colours = np.apply_along_axis(blur, axis, colours.astype(np.float64))
+    return _image(colours, opacity, image)
 
 
 def mask_image(image: Image.Image, *, value: int = 128) -> Image.Image:
@@ -460,14 +216,93 @@ def mask_image(image: Image.Image, *, value: int = 128) -> Image.Image:
 
     Raises:
         ConfigError: `value` is out of range.
-        DataError: `image` is no PIL image.
     """
-    check_image(image)
-    check_integer("value", value, 0)
     check_number("value", value, 0, 255, "in [0, 255]")
-    result, grey = opaque_grey(image, value)
-    result.paste(grey, (0, 0, *image.size))
+    level = (255 if value >= 128 else 0) if image.mode == "1" else value
+    return _painted(image, np.ones((image.height, image.width), bool), level)
+
+
+def shuffle_patches(image: Image.Image, *, patch_size: int = 14, seed: int) -> Image.Image:
+    """Return the image with its whole squares in another order; what is left at the right and lower edge stays.
+
+    Args:
+        image: PIL image of any mode.
+        patch_size: side of a square in pixels, at least 1.
+        seed: of the random generator, at least 0.
+
+    Raises:
+        ConfigError: a parameter is out of range.
+    """
+    check_integer("patch_size", patch_size, 1)
+    rows, columns = image.height // patch_size, image.width // patch_size
+    corners = [(column * patch_size, row * patch_size) for row in range(rows) for column in range(columns)]
+    result = image.copy()
+    for (left, top), source in zip(corners, np.random.default_rng(seed).permutation(len(corners)), strict=True):
+        x, y = corners[source]
+        result.paste(image.crop((x, y, x + patch_size, y + patch_size)), (left, top))
     return result
+
+
+def crop_image(image: Image.Image, *, share: float = 0.5, seed: int) -> Image.Image:
+    """Return a random part of the image, enlarged to its size.
+
+    Args:
+        image: PIL image of any mode.
+        share: of the area, in (0, 1].
+        seed: of the random generator, at least 0.
+
+    Raises:
+        ConfigError: a parameter is out of range.
+    """
+    check_number("share", share, 1e-9, 1, "in (0, 1]")
+    if not min(image.size):
+        return image.copy()
+    wide, high = (max(1, round(side * math.sqrt(share))) for side in image.size)
+    generator = np.random.default_rng(seed)
+    left = int(generator.integers(image.width - wide + 1))
+    top = int(generator.integers(image.height - high + 1))
+    result = image.crop((left, top, left + wide, top + high)).resize(image.size, Image.Resampling.NEAREST)
+    result.info = dict(image.info)
+    return result
+
+
+_STEPS = 1000
+
+
+def diffusion_noise(image: Image.Image, *, steps: int = 500, seed: int) -> Image.Image:
+    """Return the image after so many steps of a diffusion that adds Gaussian noise to its colours and darkens them.
+
+    With x in [0, 1] it is √ā x + √(1 - ā) ε, ε standard normal per channel and pixel, and ā of `image_left`, clipped to
+    [0, 1]; transparency stays (NoisyRollout, https://huggingface.co/papers/2504.13055).
+
+    Args:
+        image: PIL image of any mode.
+        steps: in [0, 999]; 0 is hardly any noise.
+        seed: of the random generator, at least 0.
+
+    Raises:
+        ConfigError: a parameter is out of range.
+    """
+    check_number("diffusion_steps", steps, 0, _STEPS - 1, f"in [0, {_STEPS - 1}]")
+    white, (colours, opacity) = _white_level(image), _colours(image)
+    left = image_left(steps)
+    noise = np.random.default_rng(seed).standard_normal(colours.shape)
+    after = np.sqrt(left) * colours / white + np.sqrt(1 - left) * noise
+    return _image(after.clip(0, 1) * white, opacity, image)
+
+
+def image_left(steps: int) -> float:
+    """Return ā of a number of steps: the product of 1 - β over the steps 0 to `steps`.
+
+    β of step i is sigmoid(-6 + 12 i / 999) · (0.005 - 1e-5) + 1e-5.
+    """
+    beta = 1 / (1 + np.exp(-np.linspace(-6, 6, _STEPS))) * (0.5e-2 - 1e-5) + 1e-5
+    return float(np.cumprod(1 - beta)[steps])
+
+
+def remove_image(image: Image.Image) -> Image.Image:
+    """Raise, since no image is left: conversations without images are made by `without_images`."""
+    raise DataError("remove_image leaves no image to return: score the conversation without it, see without_images.")
 
 
 PERTURBATIONS: dict[str, Callable[..., Image.Image]] = {
@@ -482,13 +317,6 @@ PERTURBATIONS: dict[str, Callable[..., Image.Image]] = {
         diffusion_noise,
     )
 }
-
-
-def remove_image(image: Image.Image) -> Image.Image:
-    """Raise, since no image is left: conversations without images are made by `without_images`."""
-    raise DataError("remove_image leaves no image to return: score the conversation without it, see without_images.")
-
-
 for _name, _function in (PERTURBATIONS | {REMOVE_IMAGE: remove_image}).items():
     registries.perturbations.register(_name)(_function)
 
@@ -516,43 +344,26 @@ def perturb_images(
 
     Raises:
         ConfigError: unknown name or parameter, or a number out of range.
-        DataError: one of `images` is no PIL image, or a plug-in returns something else.
+        DataError: a plug-in returns something else than an image of the same size.
     """
-    function, is_random = _find(name, parameters or {})
+    function, parameters = registries.perturbations.load(name), parameters or {}
+    takes = inspect.signature(function).parameters
+    accepted = [key for key in takes if key not in ("image", "seed")]
+    if unknown := [key for key in parameters if key not in accepted]:
+        raise ConfigError(
+            f"The perturbation {name} got the parameter {unknown[0]!r}: it accepts {', '.join(accepted)}."
+        )
     perturbed = []
     for place, image in enumerate(images):
-        stream = {"seed": derive_seed(seed, step, index, place)} if is_random else {}
+        stream = {"seed": derive_seed(seed, step, index, place)} if "seed" in takes else {}
         own = image if name in PERTURBATIONS else image.copy()  # a plug-in may draw on what it is given
-        perturbed.append(function(own, **(parameters or {}), **stream))
+        perturbed.append(function(own, **parameters, **stream))
         if not isinstance(perturbed[-1], Image.Image) or perturbed[-1].size != image.size:
             raise DataError(f"The perturbation {name} did not return an image of the size {image.size}: return one.")
     return perturbed
 
 
-def _find(name: str, parameters: Mapping[str, Any]) -> tuple[Callable[..., Image.Image], bool]:
-    """The perturbation of that name, and whether it draws random numbers."""
-    function = registries.perturbations.load(name)
-    takes = inspect.signature(function).parameters
-    accepted = [key for key in takes if key not in ("image", "seed")]
-    for key in parameters:
-        if key not in accepted:
-            raise ConfigError(f"The perturbation {name} got the parameter {key!r}: it accepts {', '.join(accepted)}.")
-    return function, "seed" in takes
-
-
 def derive_seed(seed: int, step: int, index: int, image: int = 0) -> int:
-    """Return the seed of one image: the run's seed, global step, global index and place among its prompt's images.
-
-    Raises:
-        ConfigError: one of them is no integer of at least 0.
-    """
-    numbers = {"seed": seed, "step": step, "index": index, "image": image}
-    for name, number in numbers.items():
-        check_integer(name, number, 0)
-    first, second = np.random.SeedSequence([int(number) for number in numbers.values()]).generate_state(2, np.uint64)
+    """Return the seed of one image: the run's seed, global step, global index and place among its prompt's images."""
+    first, second = np.random.SeedSequence([seed, step, index, image]).generate_state(2, np.uint64)
     return int(first) << 64 | int(second)
-
-
-def _generator(seed: int) -> np.random.Generator:
-    check_integer("seed", seed, 0)
-    return np.random.default_rng(int(seed))
