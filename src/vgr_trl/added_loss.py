@@ -1,12 +1,13 @@
-"""The KL of a run to its reference, and what is added to TRL's loss."""
+"""What is added to TRL's loss: the KL of a run to its reference, entropy penalty, perception loss."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import Accelerator
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -14,9 +15,7 @@ from transformers.utils import logging
 
 from vgr_trl.batch import joined, scoring_inputs, valid_tokens
 from vgr_trl.checkpoints import load_shares, save_share
-from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.forward_passes import EmittedReader
 from vgr_trl.loss import (
     AdaptiveKLController,
     FixedKLController,
@@ -25,22 +24,25 @@ from vgr_trl.loss import (
     perception_divergence,
     perception_loss,
 )
+from vgr_trl.measure import HiddenStateHook
 from vgr_trl.metrics import Totals
 from vgr_trl.patches import average_as_loss
-from vgr_trl.rollout import ConstructedTrainer, Host, Rollout, TrainingPass
+from vgr_trl.rollout import ConstructedTrainer, Rollout, TrainingPass
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.signals.scoring import Head
 from vgr_trl.utils import ConfigError, replaced
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The KL over all words, from the last hidden states of policy and reference.
+if TYPE_CHECKING:
+    from vgr_trl.trainer import DAPOTrainer
+
+logger = logging.get_logger(__name__)
 
 
 class FullKL:
     """Takes hidden states through the heads of two models, some positions at a time.
 
     Attributes:
-        reader: of the hidden states.
+        hook: keeps the hidden states.
 
     Args:
         reference: likewise; None: the policy without its adapter, which must leave the head as it is.
@@ -57,7 +59,7 @@ class FullKL:
                 "leave the head out of modules_to_save, or use low_var_kl."
             )
         self._policy, self._reference = causal, causal if reference is None else causal_model(reference)
-        self._temperature, self.reader = temperature, EmittedReader()
+        self._temperature, self.hook = temperature, HiddenStateHook()
 
     def between(self, hidden: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return the divergence at every position (N, T), 0 where `mask` is False; with gradients of the policy.
@@ -69,7 +71,7 @@ class FullKL:
         """
         found = torch.zeros(mask.shape, device=hidden.device)
         mine = hidden[mask[:, : hidden.size(1)]]  # (K, D)
-        heads = Head(self._policy, self.reader.output_type), Head(self._reference, self.reader.output_type)
+        heads = Head(self._policy, self.hook.output_type), Head(self._reference, self.hook.output_type)
         size = heads[0].positions_at_a_time(hidden.device)
         parts = [
             checkpoint(self._of_positions, *heads, *part, use_reentrant=False)
@@ -84,13 +86,6 @@ class FullKL:
         with torch.no_grad():
             theirs = reference.logits(reference_hidden.to(hidden.dtype)).float() / self._temperature
         return kl_penalty(logits.unsqueeze(0), theirs.unsqueeze(0), "full").squeeze(0)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The KL divergence of the policy from its reference in a run: in the loss, or among the rewards.
-
-
-logger = logging.get_logger(__name__)
 
 
 def kl_penalty_reward(
@@ -132,8 +127,8 @@ def scored_by_reference(trainer: ConstructedTrainer) -> Iterator[None]:
 class KLControl:
     """Takes the KL of a run from its rewards, or adds it to its loss, and lets the coefficient follow."""
 
-    def __init__(self, host: Host, full: FullKL | None) -> None:
-        self.host, self.full, args = host, full, host.args
+    def __init__(self, args: DAPOConfig, accelerator: Accelerator, full: FullKL | None) -> None:
+        self.args, self.accelerator, self.full = args, accelerator, full
         self.controller: AdaptiveKLController | FixedKLController = FixedKLController(args.kl_coef)
         if args.kl_type == "adaptive":
             self.controller = AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
@@ -142,15 +137,13 @@ class KLControl:
     def _forget(self) -> None:
         self._sum, self._completions, self._largest = 0.0, 0, -math.inf  # since the last update
 
-    # Among the rewards
-
     def penalise(self, rollout: Rollout) -> tuple[dict[str, list[Any]], dict[str, float]]:
         """Return the column that `kl_penalty_reward` reads, and metrics; both empty where there is no penalty.
 
         Args:
             rollout: scored by the policy and its reference; keeps the penalty of each token.
         """
-        if not self.host.args.penalises_kl or rollout.reference_logps is None:
+        if not self.args.penalises_kl or rollout.reference_logps is None:
             return {}, {}
         assert rollout.signals is not None
         mask = rollout.signals.mask.bool()
@@ -167,7 +160,7 @@ class KLControl:
 
     def end_rollout(self) -> dict[str, float]:
         """Let the coefficient follow the completions of a rollout, those of its further rounds too; return metrics."""
-        return self._update() if self.host.args.penalises_kl else {}
+        return self._update() if self.args.penalises_kl else {}
 
     def without_unscored(self, rewards: torch.Tensor) -> torch.Tensor:
         """Return rewards (N of all, F) in which a completion that no other reward applies to has no penalty either.
@@ -175,13 +168,11 @@ class KLControl:
         Args:
             rewards: the last column is that of the penalty, where there is one.
         """
-        if not self.host.args.penalises_kl:
+        if not self.args.penalises_kl:
             return rewards
         unscored = rewards[:, :-1].isnan().all(dim=1)
         penalties = rewards[:, -1].masked_fill(unscored, torch.nan)
         return torch.cat([rewards[:, :-1], penalties.unsqueeze(1)], dim=1)
-
-    # In the loss
 
     def keep_reference(self, rollout: Rollout) -> None:
         """Put the reference's hidden states into the batch of a judged rollout, if a loss over all words needs them."""
@@ -191,7 +182,7 @@ class KLControl:
 
     def term(self, passed: TrainingPass) -> tuple[torch.Tensor | None, dict[str, float]]:
         """Return the loss of every token of a micro-batch (N, T), 0 outside its mask, and metrics."""
-        if not self.host.args.has_kl_loss:
+        if not self.args.has_kl_loss:
             return None, {}
         assert passed.logps is not None
         mask, coefficient = valid_tokens(passed.inputs).bool(), self.controller.coefficient
@@ -201,17 +192,15 @@ class KLControl:
             assert passed.hidden is not None
             kl = self.full.between(passed.hidden, passed.inputs["reference_hidden"].transpose(1, 2), mask)
         metrics = self._measured(kl.detach(), mask)
-        if self.host.accelerator.sync_gradients:
+        if self.accelerator.sync_gradients:
             metrics |= self._update()
         return coefficient * kl, metrics
 
-    # Both
-
     def _kl(self, logps: torch.Tensor, reference_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return kl_penalty(logps.masked_fill(~mask, 0), reference_logps.masked_fill(~mask, 0), self.host.args.kl_penalty)
+        return kl_penalty(logps.masked_fill(~mask, 0), reference_logps.masked_fill(~mask, 0), self.args.kl_penalty)
 
     def _measured(self, kl: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
-        totals, accelerator = Totals(), self.host.accelerator
+        totals, accelerator = Totals(), self.accelerator
         totals.add_mean("kl/mean", kl, mask)
         totals.add_largest("kl/max", kl, mask)
         means = kl.sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # (N,)
@@ -233,34 +222,25 @@ class KLControl:
         self._forget()
         return metrics
 
-    # What is saved
-
     def save(self, folder: Path) -> None:
         """Write the coefficient into a checkpoint, if it follows."""
-        if self.host.args.kl_coef > 0 and self.host.args.kl_type == "adaptive":
-            accelerator = self.host.accelerator
+        if self.args.kl_coef > 0 and self.args.kl_type == "adaptive":
+            accelerator = self.accelerator
             save_share(
                 dict(self.controller.state_dict()), folder, accelerator.process_index, accelerator.num_processes, "kl"
             )
 
     def load(self, folder: Path) -> None:
         """Continue with the coefficient of a checkpoint, which any number of processes may have written."""
-        if self.host.args.kl_coef == 0 or self.host.args.kl_type == "fixed":
+        if self.args.kl_coef == 0 or self.args.kl_type == "fixed":
             return
         if shares := load_shares(folder, "kl"):
             self.controller.load_state_dict(shares[0])
-        elif self.host.accelerator.is_main_process:
+        elif self.accelerator.is_main_process:
             logger.warning(
                 f"{folder} has no coefficient of the KL, which starts at kl_coef: the checkpoint was written without "
                 "an adaptive one."
             )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What is added to TRL's loss of a micro-batch: terms averaged over tokens as TRL averages its own, and a critic's.
-
-
-Score = Callable[..., Any]  # as TRL's `_get_per_token_logps_and_entropies`
 
 
 def what_reads_every_token(args: DAPOConfig) -> str | None:
@@ -280,38 +260,23 @@ def what_reads_every_token(args: DAPOConfig) -> str | None:
     return next((name for name, is_on in terms.items() if is_on), None)
 
 
-class AddedLoss:
-    """Adds the terms that are no advantages, and lets a critic learn."""
-
-    def __init__(self, host: Host, kl: KLControl, critic: Critic | None) -> None:
-        self._host, self._kl, self._critic = host, kl, critic
-
-    def complete(self, loss: torch.Tensor, passed: TrainingPass, score: Score) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return the loss of a micro-batch, 0 while only the critic is trained, and metrics."""
-        terms, metrics = self._terms(passed, score)
-        loss = loss + terms
-        if self._critic is None:
-            return loss, metrics
-        metrics |= self._critic.learn(passed, lambda critic, inputs: score(critic, **inputs)[0])
-        return loss * (not self._critic.holds_policy()), metrics
-
-    def _terms(self, passed: TrainingPass, score: Score) -> tuple[torch.Tensor | float, dict[str, float]]:
-        """The average of all terms, and their metrics."""
-        args, accelerator, totals = self._host.args, self._host.accelerator, Totals()
-        of_kl, metrics = self._kl.term(passed)
-        each = (entropy_term(passed, args, totals), perception_term(passed, args, totals, score), of_kl)
-        terms = [term for term in each if term is not None]  # (N, T) each
-        if not terms:
-            return 0.0, metrics
-        average = average_as_loss(
-            torch.stack(terms).sum(dim=0),
-            valid_tokens(passed.inputs),
-            passed.inputs,
-            args,
-            accumulation_steps=self._host.accumulation_steps,
-            num_processes=accelerator.num_processes,
-        )
-        return average, metrics | totals.metrics(accelerator.gather)
+def added_loss(trainer: "DAPOTrainer", passed: TrainingPass) -> tuple[torch.Tensor | float, dict[str, float]]:
+    """Return the terms of a micro-batch that are no advantages, averaged as TRL averages its own loss, and metrics."""
+    args, accelerator, totals = trainer.args, trainer.accelerator, Totals()
+    of_kl, metrics = trainer.kl.term(passed)
+    each = (entropy_term(passed, args, totals), perception_term(trainer, passed, totals), of_kl)
+    terms = [term for term in each if term is not None]  # (N, T) each
+    if not terms:
+        return 0.0, metrics
+    average = average_as_loss(
+        torch.stack(terms).sum(dim=0),
+        valid_tokens(passed.inputs),
+        passed.inputs,
+        args,
+        accumulation_steps=trainer.current_gradient_accumulation_steps,
+        num_processes=accelerator.num_processes,
+    )
+    return average, metrics | totals.metrics(accelerator.gather)
 
 
 def entropy_term(passed: TrainingPass, args: DAPOConfig, totals: Totals) -> torch.Tensor | None:
@@ -325,11 +290,12 @@ def entropy_term(passed: TrainingPass, args: DAPOConfig, totals: Totals) -> torc
     return penalty
 
 
-def perception_term(passed: TrainingPass, args: DAPOConfig, totals: Totals, score: Score) -> torch.Tensor | None:
+def perception_term(trainer: "DAPOTrainer", passed: TrainingPass, totals: Totals) -> torch.Tensor | None:
     """Return the perception loss of PAPO of every token of a micro-batch (N, T); None if it is off.
 
     It is the one term that takes another pass with gradients, through the perturbed images.
     """
+    args = trainer.args
     if not (args.uses_perception_loss or args.der_loss_weight1 > 0):
         return None
     assert passed.logps is not None
@@ -338,6 +304,7 @@ def perception_term(passed: TrainingPass, args: DAPOConfig, totals: Totals, scor
     if args.uses_perception_loss:
         pixels = inputs.get("perturbed_pixel_values")
         perturbed = scoring_inputs(inputs if pixels is None else inputs | {"pixel_values": joined(pixels)})
+        score = trainer._get_per_token_logps_and_entropies
         perturbed_logps, entropies, _ = score(passed.model, **perturbed, compute_entropy=True)
         divergence = perception_divergence(logps.detach(), perturbed_logps.detach(), mask)
         totals.add_mean("perturbed_entropy", entropies.detach(), mask.bool())

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -21,8 +21,11 @@ from vgr_trl.batch import valid_tokens
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.loss import collapse_warning
 from vgr_trl.reporting.records import Course, describe, find_signs, in_verl
-from vgr_trl.rollout import ConstructedTrainer, Host, TrainingPass
+from vgr_trl.rollout import ConstructedTrainer, TrainingPass
 from vgr_trl.utils import ConfigError, NotFiniteError, replaced
+
+if TYPE_CHECKING:
+    from vgr_trl.trainer import DAPOTrainer
 
 # ---------------------------------------------------------------------------------------------------------------------
 # A scheduler's SIGTERM: the step at hand is finished and saved, and the run ends so that it can be continued.
@@ -162,9 +165,9 @@ class CollapseWatch(TrainerCallback):
         found: the sentence of the warning; None while there is none.
     """
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, trainer: "DAPOTrainer") -> None:
         self.found: str | None = None
-        self._host = host
+        self._trainer = trainer
         self._courses: dict[str, Course] = {}
         self._perception: deque[dict[str, float]] = deque(maxlen=PERCEPTION_HISTORY)
 
@@ -172,11 +175,11 @@ class CollapseWatch(TrainerCallback):
         """Read the newest value of every metric, which TRL keeps until it is logged; all processes have the same."""
         if self.found is not None:
             return
-        found = self._host.newest_metrics()
+        found = self._trainer.newest_metrics()
         newest = {name: value for name, value in found.items() if value == value}  # NaN: nothing to average
         for name, value in newest.items():
             self._courses.setdefault(name, Course()).add(value)
-        weights = dict(zip(self._host.reward_names, self._host.reward_weights.tolist(), strict=True))
+        weights = dict(zip(self._trainer.reward_func_names, self._trainer.reward_weights.tolist(), strict=True))
         if signs := find_signs(self._courses, weights):
             self.found = describe(signs, state.global_step)
         elif args.perception_loss_weight > 0:
@@ -256,8 +259,8 @@ def weigh_by_tokens(metrics: MutableMapping[str, list[float]], names: Iterable[s
 class StepMetrics:
     """Counts and means of the micro-batches since the last log."""
 
-    def __init__(self, host: Host) -> None:
-        self.host = host
+    def __init__(self, trainer: "DAPOTrainer") -> None:
+        self._trainer = trainer
         self._valid: list[float] = []  # tokens of each micro-batch that count in the loss
         self._live: list[float] = []  # those of them that were scored
         self._tokens = self._samples = self._skipped_rows = self._skipped_tokens = 0.0
@@ -281,16 +284,18 @@ class StepMetrics:
         assert passed.logps is not None
         inputs, logps = passed.inputs, passed.logps.detach()
         mask = valid_tokens(inputs)  # (N, T)
-        live = mask if passed.live is None else passed.live
+        live = mask if passed.loss_mask is None else passed.loss_mask
         old_logps = inputs.get("old_per_token_logps", logps)  # TRL leaves them out while they equal the new ones
         kl = approximate_kl(logps, old_logps, live)  # (N,)
         tokens = inputs["prompt_mask"].sum() + inputs["completion_mask"].sum()
         rows = len(mask)
-        counts = [mask.sum(), live.sum(), tokens, rows, rows if passed.live is None else passed.rows_run]
+        counts = [mask.sum(), live.sum(), tokens, rows, rows if passed.loss_mask is None else passed.rows_run]
         local = torch.stack([kl.sum(), *(torch.as_tensor(count, device=kl.device).float() for count in counts)])
-        kl_sum, valid, scored, all_tokens, all_rows, run = self.host.accelerator.reduce(local, reduction="sum").tolist()
+        kl_sum, valid, scored, all_tokens, all_rows, run = self._trainer.accelerator.reduce(
+            local, reduction="sum"
+        ).tolist()
         if scored != valid:
-            over_live_tokens({} if of_trl is None else of_trl, live_means(self.host.args), valid, scored)
+            over_live_tokens({} if of_trl is None else of_trl, live_means(self._trainer.args), valid, scored)
         self._valid.append(valid)
         self._live.append(scored)
         self._tokens += all_tokens
@@ -302,7 +307,7 @@ class StepMetrics:
     def merge(self, metrics: MutableMapping[str, list[float]]) -> None:
         """Make one value of those of the micro-batches, before they are logged."""
         weigh_by_tokens(metrics, _VALID_MEANS, self._valid)
-        weigh_by_tokens(metrics, ("approx_kl", *live_means(self.host.args)), self._live)
+        weigh_by_tokens(metrics, ("approx_kl", *live_means(self._trainer.args)), self._live)
         self._valid.clear()
         self._live.clear()
 
@@ -312,7 +317,7 @@ class StepMetrics:
         Those are tokens and completions per second, generation and scoring included; completions that did not run and
         tokens that were not scored; the weights of the rewards.
         """
-        weights = zip(self.host.reward_names, self.host.reward_weights.tolist(), strict=True)
+        weights = zip(self._trainer.reward_func_names, self._trainer.reward_weights.tolist(), strict=True)
         found = {
             "perf/tokens_per_second": self._tokens / seconds,
             "perf/samples_per_second": self._samples / seconds,

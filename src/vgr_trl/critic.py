@@ -1,13 +1,13 @@
 """A critic beside the policy: values of tokens, the advantages made of them, and how they are learned."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import broadcast
 from torch import nn
 from transformers.utils import logging
@@ -16,23 +16,27 @@ from trl.trainer.utils import FusedCausalLMOutput
 from vgr_trl.advantages import gae, token_rewards, value_loss, whiten
 from vgr_trl.batch import scoring_inputs, valid_tokens
 from vgr_trl.config import LEARNING_RATES
-from vgr_trl.forward_passes import EmittedReader
+from vgr_trl.dapo_config import DAPOConfig
+from vgr_trl.measure import HiddenStateHook
 from vgr_trl.metrics import Totals
 from vgr_trl.patches import average_as_loss
-from vgr_trl.rollout import Host, Rollout, TrainingPass, weighted_sums
+from vgr_trl.rollout import Rollout, TrainingPass, weighted_sums
 from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.signals.scoring import policy_is_active
 from vgr_trl.utils import ConfigError
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The critic's own optimizer, which steps where the policy's does.
+if TYPE_CHECKING:
+    from vgr_trl.trainer import DAPOTrainer
+
+logger = logging.get_logger(__name__)
+FILE = "critic.pt"  # in a checkpoint
 
 
 class Learner:
     """Trains a module that each process has whole: gradients are averaged over processes, then clipped."""
 
-    def __init__(self, module: nn.Module, host: Host) -> None:
-        self.host, args = host, host.args
+    def __init__(self, module: nn.Module, args: DAPOConfig, accelerator: Accelerator) -> None:
+        self.args, self.accelerator = args, accelerator
         self.named = {name: value for name, value in module.named_parameters() if value.requires_grad}
         self.highest = args.critic_learning_rate or LEARNING_RATES[args.critic]
         self.optimizer = torch.optim.AdamW(
@@ -43,13 +47,13 @@ class Learner:
             weight_decay=args.weight_decay,
         )
         self.steps = 0
-        if host.accelerator.num_processes > 1:
+        if accelerator.num_processes > 1:
             for value in self.named.values():  # an adapter is drawn by each process
                 value.data.copy_(broadcast(value.data))
 
     def step(self) -> dict[str, float]:
         """Update the module by the gradients that have been gathered, unless they are not finite; return metrics."""
-        args, accelerator = self.host.args, self.host.accelerator
+        args, accelerator = self.args, self.accelerator
         for value in self.named.values():
             gradient = torch.zeros_like(value) if value.grad is None else value.grad
             value.grad = accelerator.reduce(gradient, reduction="mean")
@@ -81,10 +85,6 @@ class Learner:
         self.steps = state["steps"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Values of tokens from hidden states: of the policy's own passes, or of a model beside it.
-
-
 class ValueHead(nn.Module):
     """One number for each hidden state, in float32 whatever the passes run in; 0 before it is trained."""
 
@@ -101,10 +101,10 @@ class ValueHead(nn.Module):
             return values.squeeze(-1)
 
 
-def value_reader(policy: nn.Module, head: ValueHead) -> EmittedReader:
+def value_hook(policy: nn.Module, head: ValueHead) -> HiddenStateHook:
     """Return what reads values (N, T) off the passes of a policy, which they do not train, and off no reference's."""
     causal = causal_model(policy)
-    return EmittedReader(
+    return HiddenStateHook(
         lambda hidden: head(hidden.detach()), lambda model: causal_model(model) is causal and policy_is_active(model)
     )
 
@@ -136,71 +136,59 @@ def hidden_width(policy: nn.Module) -> int:
     return int(causal_model(policy).config.get_text_config(decoder=True).hidden_size)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Advantages by a critic, as stages of a run: values of a rollout, its advantages, the loss of the values.
-
-
-logger = logging.get_logger(__name__)
-Score = Callable[[nn.Module, dict[str, Any]], torch.Tensor]
-FILE = "critic.pt"  # in a checkpoint
-
-
 class Critic:
-    """Learns the values of tokens beside a policy.
+    """Learns the values of tokens beside the policy of a trainer, which is not wrapped yet."""
 
-    Args:
-        policy: the trainer's model, not wrapped yet.
-    """
-
-    def __init__(self, host: Host, policy: nn.Module) -> None:
-        self.host = host
-        head = ValueHead(hidden_width(policy)).to(host.accelerator.device)
-        self.reader = value_reader(policy, head) if host.args.critic == "head" else None
+    def __init__(self, trainer: "DAPOTrainer") -> None:
+        self.trainer, policy, args, accelerator = trainer, trainer.model, trainer.args, trainer.accelerator
+        head = ValueHead(hidden_width(policy)).to(accelerator.device)
+        self.hook = value_hook(policy, head) if args.critic == "head" else None
         self.module: nn.Module = head
-        if self.reader is None:
+        if self.hook is None:
             model = ValueModel(policy, head)
-            if host.args.gradient_checkpointing:
-                model.module.gradient_checkpointing_enable(host.args.gradient_checkpointing_kwargs)
-            self.module = model.to(host.accelerator.device)
-        self.learner = Learner(self.module, host)
+            if args.gradient_checkpointing:
+                model.module.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+            self.module = model.to(accelerator.device)
+        self.learner = Learner(self.module, args, accelerator)
         self.totals = Totals()  # of the micro-batches since the last optimizer step
 
-    # A rollout
-
-    def judge(self, rollout: Rollout) -> None:
+    def value_tokens(self, rollout: Rollout) -> None:
         """Put values, returns and advantages of the tokens (N, T) into the batch of a rollout.
 
         Completions that no reward applies to get NaN, and train nothing.
         """
-        host, batch = self.host, rollout.batch
+        trainer, args, batch = self.trainer, self.trainer.args, rollout.batch
         mask = valid_tokens(batch).bool()
         values = rollout.values
-        if self.reader is None:
+        if self.hook is None:
             self.module.eval()
-            values = host.score(scoring_inputs(batch), model=self.module)
+            values = trainer.score(scoring_inputs(batch), model=self.module)
         assert values is not None
         assert rollout.rewards is not None
-        judged = rollout.rewards[:, :-1] if host.args.penalises_kl else rollout.rewards  # without the penalty of the KL
-        earned = weighted_sums(judged, host.reward_weights[: judged.size(1)])  # (N of all,)
-        first = host.accelerator.process_index * len(mask)
-        rewards = token_rewards(earned[first : first + len(mask)], mask, rollout.kl_penalty)
-        advantages, returns = gae(rewards.nan_to_num(), values, mask, host.args.gamma, host.args.lam)
+        without_kl = rollout.rewards[:, :-1] if args.penalises_kl else rollout.rewards
+        sums = weighted_sums(without_kl, trainer.reward_weights[: without_kl.size(1)])  # (N of all,)
+        first = trainer.accelerator.process_index * len(mask)
+        rewards = token_rewards(sums[first : first + len(mask)], mask, rollout.kl_penalty)
+        advantages, returns = gae(rewards.nan_to_num(), values, mask, args.gamma, args.lam)
         unscored = rewards.isnan().any(dim=1, keepdim=True) & mask
         batch["values"] = values.masked_fill(~mask, 0)
         batch["returns"] = returns.masked_fill(unscored, torch.nan)
         batch["token_advantages"] = advantages.masked_fill(unscored, torch.nan)
 
-    def estimate(self, rollout: Rollout) -> tuple[Rollout, dict[str, float]]:
-        """Return the rollout with advantages (N, T), whitened over what is trained on in all processes, and metrics."""
-        assert rollout.live is not None
+    def estimate(self, rollout: Rollout) -> dict[str, float]:
+        """Give a rollout advantages (N, T), whitened over what is trained on in all processes; return metrics."""
+        assert rollout.with_gradient is not None
         batch = dict(rollout.batch)
         advantages = batch.pop("token_advantages")
-        mask = valid_tokens(batch).bool() & rollout.live.to(advantages.device).unsqueeze(1) & ~advantages.isnan()
-        gather = self.host.accelerator.gather
+        mask = (
+            valid_tokens(batch).bool() & rollout.with_gradient.to(advantages.device).unsqueeze(1) & ~advantages.isnan()
+        )
+        gather = self.trainer.accelerator.gather
         metrics = self._explained(batch["values"], batch["returns"], mask)
         batch["advantages"] = whiten(advantages, mask, gather)
         batch["returns"] = batch["returns"].masked_fill(~mask, torch.nan)
-        return replace(rollout, batch=batch), metrics
+        rollout.batch = batch
+        return metrics
 
     def _explained(self, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
         errors = returns - values
@@ -209,7 +197,7 @@ class Critic:
             totals.add_mean(name, tensor, mask)
             totals.add_mean(f"{name} squared", tensor.square(), mask)
         totals.add_mean("critic/value_mean", values, mask)
-        found = totals.metrics(self.host.accelerator.gather)
+        found = totals.metrics(self.trainer.accelerator.gather)
         variance, unexplained = (found[f"{name} squared"] - found[name] ** 2 for name in ("returns", "errors"))
         return {
             "critic/value_mean": found["critic/value_mean"],
@@ -217,48 +205,40 @@ class Critic:
             "critic/explained_variance": 1 - unexplained / variance if variance > 1e-12 else float("nan"),
         }
 
-    # A micro-batch
-
-    def learn(self, passed: TrainingPass, score: Score) -> dict[str, float]:
-        """Take in the value loss of a micro-batch, step at the end of an optimizer step, and return its metrics.
-
-        Args:
-            score: passes inputs through a model with gradients, and returns (N, T).
-        """
-        inputs, host = passed.inputs, self.host
+    def learn(self, passed: TrainingPass) -> dict[str, float]:
+        """Take in the value loss of a micro-batch, step at the end of an optimizer step, and return its metrics."""
+        inputs, trainer, args = passed.inputs, self.trainer, self.trainer.args
         mask = valid_tokens(inputs).bool() & ~inputs["returns"].isnan()
         values = passed.values
-        if self.reader is None:
+        if self.hook is None:
             self.module.train()
-            values = score(self.module, scoring_inputs(inputs))
+            values = trainer._get_per_token_logps_and_entropies(self.module, **scoring_inputs(inputs))[0]
         assert values is not None
         values = nn.functional.pad(values, (0, mask.size(1) - values.size(1)))  # columns that the pass left out
-        per_token = value_loss(values, inputs["values"], inputs["returns"], mask, host.args.cliprange_value)  # (N, T)
+        per_token = value_loss(values, inputs["values"], inputs["returns"], mask, args.cliprange_value)  # (N, T)
         average_as_loss(
             per_token,
             mask,
             inputs,
-            host.args,
-            accumulation_steps=host.accumulation_steps,
-            num_processes=host.accelerator.num_processes,
+            args,
+            accumulation_steps=trainer.current_gradient_accumulation_steps,
+            num_processes=trainer.accelerator.num_processes,
         ).backward()
         self.totals.add_mean("critic/value_loss", per_token.detach(), mask)
-        moved = (values.detach() - inputs["values"]).abs() > host.args.cliprange_value
+        moved = (values.detach() - inputs["values"]).abs() > args.cliprange_value
         self.totals.add_mean("critic/clipped", moved.float(), mask)
-        if not host.accelerator.sync_gradients:
+        if not trainer.accelerator.sync_gradients:
             return {}
-        metrics, self.totals = self.totals.metrics(host.accelerator.gather), Totals()
+        metrics, self.totals = self.totals.metrics(trainer.accelerator.gather), Totals()
         return metrics | self.learner.step()
 
     def holds_policy(self) -> bool:
         """Whether the policy is not trained yet."""
-        return self.host.state.global_step < self.host.args.critic_warmup
-
-    # What is saved
+        return self.trainer.state.global_step < self.trainer.args.critic_warmup
 
     def save(self, folder: Path) -> None:
         """Write the critic and its optimizer into a checkpoint."""
-        if self.host.accelerator.is_main_process:
+        if self.trainer.accelerator.is_main_process:
             torch.save(self.learner.state_dict(), folder / FILE)
 
     def load(self, folder: Path) -> None:

@@ -1,11 +1,11 @@
-"""What passes of a model compute, and what they leave out: with gradients, without, and around every pass."""
+"""The forward passes of a step: what is around each, scoring, training over tokens with loss, dynamic batching."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -15,7 +15,6 @@ from torch import nn
 from vgr_trl.batch import valid_tokens
 from vgr_trl.efficiency.loss_mask import (
     Extent,
-    SkippingPlan,
     Window,
     deal_by_length,
     extents_of,
@@ -29,35 +28,71 @@ from vgr_trl.efficiency.loss_mask import (
     tokens_of,
     widened,
 )
-from vgr_trl.efficiency.vision_cache import VisionCache, tower_trains
-from vgr_trl.measure import region_mask
-from vgr_trl.metrics import StageClock
-from vgr_trl.rollout import Host, Rollout, TrainingPass
-from vgr_trl.sampling import OLD_LOGPS, Replay
+from vgr_trl.efficiency.vision_cache import tower_trains
+from vgr_trl.measure import measure_pass, shift_of_pass, take_hidden
+from vgr_trl.rollout import Rollout, TrainingPass
+from vgr_trl.sampling import OLD_LOGPS
 from vgr_trl.sharing.model_support import base_of, causal_model, is_compiled
 from vgr_trl.sharing.prefix_forward import find_groups, has_images, is_image_token
-from vgr_trl.sharing.sharing import Place, SharedPasses, SharingPlan, shuffle_by_group, whole_groups
-from vgr_trl.signals.scoring import Head, Measurement, leaves_rows_out
+from vgr_trl.sharing.sharing import Place, shuffle_by_group, whole_groups
+from vgr_trl.signals.scoring import leaves_rows_out, policy_is_active
 from vgr_trl.utils import DataError, NotFiniteError, replaced
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A blank image through the vision tower of a process that has none where another has some.
-#
-# Engines expect all processes to use the same parameters: under ZeRO-3 and FSDP2 their parts are gathered by all,
-# under
-# ZeRO-2 and DDP with checkpointing the gradients are. A process that left the tower out would wait for the others, or
-# mix
-# its gradients up with theirs.
+if TYPE_CHECKING:
+    from vgr_trl.trainer import DAPOTrainer
+
+Scored = tuple[torch.Tensor, torch.Tensor | None, Any]  # log-probabilities, entropies (N, T), loss of the router
+Score = Callable[..., Scored]  # TRL's `_get_per_token_logps_and_entropies`
+Loss = Callable[[nn.Module, dict[str, Any]], torch.Tensor]  # TRL's `_compute_loss`
 
 
-SIZE = (56, 56)  # pixels; processors enlarge it to what they take
+@contextmanager
+def forward_context(
+    trainer: "DAPOTrainer", place: Place, model: nn.Module, completion_length: int | None = None, packs: bool = False
+) -> Iterator[None]:
+    """Compute prompts and image features once in passes of this block, and keep the hidden states that are asked for.
+
+    Args:
+        place: of the sharing plan.
+        completion_length: T of a scored batch; None where the model generates.
+        packs: whether completions pass without padding between them.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(trainer.vision_cache.around(model))
+        if completion_length is not None and not torch.is_grad_enabled():
+            stack.enter_context(_head_without_padding(model))
+        stack.enter_context(trainer.shared_passes.around(place, model, completion_length, packs=packs))
+        for hook in (trainer.value_hook, trainer.hidden_hook):
+            if hook is not None and completion_length is not None:
+                stack.enter_context(hook.around(model, completion_length))
+        if trainer.dummy_image is not None:
+            stack.enter_context(trainer.dummy_image.around(model, completion_length is None))
+        yield
 
 
-class BlankImage:
+def _head_without_padding(model: nn.Module) -> AbstractContextManager[None]:
+    """TRL's head scores padding too where it has no Triton; a head of some rows wants whole ones."""
+    causal = causal_model(model)
+    base = base_of(causal)
+    if base is causal or is_compiled(model) or leaves_rows_out(model):
+        return nullcontext()
+    return only_tokens(causal, base, None)
+
+
+def model_role(trainer: "DAPOTrainer", model: nn.Module) -> str:
+    """Return "policy", "reference" or "other"; a policy whose adapter is off is its own reference."""
+    if model is trainer.ref_model or not policy_is_active(model):
+        return "reference"
+    return "policy" if model is trainer.model else "other"
+
+
+class DummyImage:
     """Lets every process call the vision tower of a pass if one of them does.
 
-    Its features are added to the embeddings of the pass, times 0: where those of images are inserted, so that parts of
-    parameters and gradients come in the same order.
+    Engines expect all processes to use the same parameters: under ZeRO-3 and FSDP2 their parts are gathered by all,
+    under ZeRO-2 and DDP with checkpointing the gradients are. A process that left the tower out would wait for the
+    others, or mix its gradients up with theirs. The features of the dummy image are added to the embeddings of the
+    pass, times 0: where those of images are inserted, so that parts of parameters and gradients come in the same order.
 
     Args:
         sharded: whether passes without gradients need the tower, too.
@@ -65,8 +100,8 @@ class BlankImage:
 
     def __init__(self, processor: Any, accelerator: Accelerator, sharded: bool) -> None:
         self._accelerator, self._sharded = accelerator, sharded
-        made = processor(images=[Image.new("RGB", SIZE, (127, 127, 127))], return_tensors="pt")
-        self._inputs = dict(made)
+        gray = Image.new("RGB", (56, 56), (127, 127, 127))  # which processors enlarge to what they take
+        self._inputs = dict(processor(images=[gray], return_tensors="pt"))
 
     @contextmanager
     def around(self, model: nn.Module, generates: bool) -> Iterator[None]:
@@ -124,11 +159,7 @@ class BlankImage:
 
 @contextmanager
 def nothing_added(base: Any, features: Callable[[Any], Any]) -> Iterator[None]:
-    """Add 0 times what `features` returns to the first embeddings of this block.
-
-    Args:
-        features: called with `base`, behind its embeddings.
-    """
+    """Add 0 times what `features` returns, called with `base`, to the first embeddings of this block."""
 
     def add(module: nn.Module, inputs: Any, embedded: torch.Tensor) -> torch.Tensor:
         hook.remove()
@@ -146,456 +177,241 @@ def _tensors(found: Any) -> Iterator[torch.Tensor]:
     if isinstance(found, torch.Tensor):
         if found.is_floating_point():
             yield found
-    elif isinstance(found, Mapping):
-        for value in found.values():
-            yield from _tensors(value)
-    elif isinstance(found, list | tuple):
-        for value in found:
+    elif isinstance(found, Mapping | list | tuple):
+        for value in found.values() if isinstance(found, Mapping) else found:
             yield from _tensors(value)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is read off the hidden states that emit completions, beside the passes that make them.
+# Passes without gradients, over a rollout or over anything else
 
 
-Make = Callable[[torch.Tensor], torch.Tensor]
-
-
-class EmittedReader:
-    """Keeps what is made of the hidden states of the positions that emit completions, in the latest block.
-
-    Args:
-        make: of hidden states (N, T, D), what is kept, (N, T, …); None: themselves.
-        reads: whether the passes of a model are read; None: those of all.
-
-    Attributes:
-        output_type: class of what base models return.
-    """
-
-    def __init__(self, make: Make | None = None, reads: Callable[[nn.Module], bool] | None = None) -> None:
-        self._make, self._reads = make, reads
-        self._found: list[torch.Tensor] = []
-        self.output_type: Any = None
-
-    @contextmanager
-    def around(self, model: nn.Module, completion_length: int | None) -> Iterator[None]:
-        """Read passes of this block.
-
-        Args:
-            completion_length: T; None where the model generates, of which nothing is read.
-        """
-        if completion_length is None or not (self._reads is None or self._reads(model)):
-            yield
-            return
-        base = base_of(causal_model(model))
-        plain, self._found = base.forward, []
-
-        @wraps(plain)
-        def read(*args: Any, **kwargs: Any) -> Any:
-            outputs = plain(*args, **kwargs)
-            self.output_type = type(outputs)
-            hidden = outputs.last_hidden_state[:, -completion_length - 1 : -1]  # (N, T, D)
-            self._found.append(hidden if self._make is None else self._make(hidden))
-            return outputs
-
-        with replaced(base, "forward", read):
-            yield
-
-    def take(self) -> torch.Tensor | None:
-        """Return what was read in the latest block of which something was, once."""
-        found, self._found = self._found, []
-        return torch.cat(found) if found else None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What is around every pass of a run: prompts and image features computed once, and what is read off beside.
-
-
-class Passes:
-    """The passes of a run, as its plans say.
+def scoring_pass(
+    trainer: "DAPOTrainer",
+    model: nn.Module,
+    plain: Score,
+    inputs: dict[str, Any],
+    batch_size: int | None,
+    rollout: Rollout | None,
+) -> Scored:
+    """Return what TRL's `_get_per_token_logps_and_entropies` does, without gradients; measure the policy's first pass.
 
     Args:
-        blank: for processes without images among others; None where there are none.
+        plain: TRL's method.
+        batch_size: rows of a chunk, made whole groups, so that there is something to share.
+        rollout: the current one, which keeps what is measured.
     """
-
-    def __init__(
-        self, sharing: SharingPlan, vision: VisionCache, accelerator: Accelerator, blank: BlankImage | None = None
-    ) -> None:
-        self.vision = vision
-        self._blank = blank
-        self._shared = SharedPasses(sharing, partial(_all_agree, accelerator), evens_images=blank is not None)
-        self.values = EmittedReader(reads=lambda model: False)  # of a critic's head, where there is one
-        self.hidden = EmittedReader(reads=lambda model: False)  # for what compares whole distributions
-
-    @contextmanager
-    def around(
-        self, place: Place, model: nn.Module, completion_length: int | None = None, *, packs: bool = False
-    ) -> Iterator[None]:
-        """Leave out of passes of this block what can be; the arguments are those of `SharedPasses.around`."""
-        values, hidden = (reader.around(model, completion_length) for reader in (self.values, self.hidden))
-        scores = completion_length is not None and not torch.is_grad_enabled()
-        head = _head_without_padding(model) if scores else nullcontext()
-        tower = nullcontext() if self._blank is None else self._blank.around(model, completion_length is None)
-        shared = self._shared.around(place, model, completion_length, packs=packs)
-        with self.vision.around(model), head, shared, values, hidden, tower:
-            yield
-
-    def metrics(self) -> dict[str, float]:
-        """Return what was left out since the last call."""
-        return self._shared.metrics() | self.vision.metrics()
+    ids, completion, role = inputs["input_ids"], inputs["logits_to_keep"], model_role(trainer, model)
+    of_policy = rollout if role == "policy" else None
+    stage = {"policy": "old_logps", "reference": "reference", "other": "values"}[role]
+    with trainer.clock.stage(stage, trainer.model.training):
+        if of_policy is not None and first_pass_gives_old_logps(trainer, of_policy):
+            return torch.full((len(ids), completion), torch.nan, device=ids.device), None, None
+        rows = batch_size and _rows_of_chunk(trainer, inputs, batch_size)
+        score = partial(_without_nan, trainer, model, inputs, partial(plain, model, **inputs, batch_size=rows))
+        with forward_context(trainer, trainer.sharing.scoring, model, completion):
+            if of_policy is not None and of_policy.signals is None and trainer.measurement.scoring:
+                return measure_pass(trainer, of_policy, model, inputs, score)
+            scored = score()
+            if of_policy is not None and of_policy.hidden is not None and "shift" in trainer.measurement.needed:
+                of_policy.shift = shift_of_pass(trainer, of_policy, model)
+            if rollout is not None and role == "reference":
+                rollout.reference_logps, rollout.reference_hidden = scored[0], take_hidden(trainer.hidden_hook)
+            return scored
 
 
-def _all_agree(accelerator: Accelerator, shares: bool) -> bool:
-    return bool(accelerator.gather(torch.tensor([shares], device=accelerator.device)).all())
+def first_pass_gives_old_logps(trainer: "DAPOTrainer", rollout: Rollout) -> bool:
+    """Whether what TRL scores of a rollout by the policy before its rewards comes from the first training pass."""
+    return trainer.skipping.old_logps.reason_off is None and trainer.model.training and not rollout.rewarding
 
 
-def _head_without_padding(model: nn.Module) -> AbstractContextManager[None]:
-    """TRL's head scores padding too where it has no Triton; a head of some rows wants whole ones."""
+def _rows_of_chunk(trainer: "DAPOTrainer", inputs: dict[str, Any], batch_size: int) -> int:
+    size, most = trainer.completions_per_prompt, trainer.args.max_tokens_per_micro_batch
+    if trainer.sharing.scoring.reason_off is None:
+        batch_size = whole_groups(batch_size, size)
+    if most is None:
+        return batch_size
+    accelerator = trainer.accelerator
+    longest = torch.tensor([inputs["input_ids"].size(1), inputs["logits_to_keep"]], device=accelerator.device)
+    columns, completion = accelerator.gather(longest).view(-1, 2).amax(0).tolist()
+    if trainer.sharing.training.reason_off is not None:
+        return min(batch_size, max(most // columns, 1))
+    if (groups := most // (columns + (size - 1) * completion)) > 0:
+        return min(batch_size, groups * size)
+    return min(batch_size, max((most - columns) // completion + 1, 1))
+
+
+def _without_nan(
+    trainer: "DAPOTrainer", model: nn.Module, inputs: dict[str, Any], score: Score, **options: Any
+) -> Scored:
+    """Refuse log-probabilities that are NaN: signals of them would be taken for those of rows without images."""
+    scored = score(**options)
+    valid = inputs["attention_mask"][:, -inputs["logits_to_keep"] :].bool()
+    if not leaves_rows_out(model) and (count := int((scored[0].isnan() & valid).any(dim=1).sum())):
+        raise NotFiniteError(
+            f"The model's log-probabilities of {count} of {len(valid)} completions are NaN, at step "
+            f"{trainer.state.global_step + 1}: its weights are broken, or what it computes overflows, so look "
+            "at the newest checkpoint, or use bfloat16 instead of float16."
+        )
+    return scored
+
+
+# Training passes over what the loss reads, and over nothing else
+
+
+def training_pass(
+    trainer: "DAPOTrainer",
+    model: nn.Module,
+    plain: Score,
+    inputs: dict[str, Any],
+    batch_size: int | None,
+    passed: TrainingPass | None,
+) -> Scored:
+    """Return what a pass with gradients gives for the tokens of a micro-batch with loss, and constants for the others.
+
+    Those are the old log-probabilities, or 0, and an entropy of 0: with an advantage of 0 their loss is 0.
+
+    Args:
+        plain: TRL's method.
+        batch_size: this size, of passes that are not over the micro-batch.
+        passed: the micro-batch; it learns which tokens have loss, and what its first pass gives.
+    """
+    place, skipping = trainer.sharing.training, trainer.skipping
+    if passed is None or model is not passed.model:
+        with forward_context(trainer, place, model, inputs["logits_to_keep"]):
+            return plain(model, **inputs, batch_size=batch_size)
+    loss_mask = _loss_mask(trainer, passed.inputs)
+    window = _window(trainer, model, loss_mask, inputs)
+    cut = loss_mask if skipping.padding.reason_off is None else None
+    try:
+        part = narrowed(inputs, window, cut)
+    except DataError:  # whose pixels belong to which row is not known: none is left out
+        window = replace(window, rows=list(range(len(loss_mask))))
+        part = narrowed(inputs, window, cut)
+    passed.loss_mask, passed.rows_run = loss_mask, len(window.rows)
     causal = causal_model(model)
-    base = base_of(causal)
-    if base is causal or is_compiled(model) or leaves_rows_out(model):
-        return nullcontext()
-    return only_tokens(causal, base, None)
+    head = only_tokens(causal, base_of(causal), loss_mask[window.rows, : window.completion])
+    packs = skipping.packing.reason_off is None
+    with head if skipping.head else nullcontext(), forward_context(trainer, place, model, window.completion, packs):
+        logps, entropies, aux_loss = plain(model, **part)
+    logps = widened(logps, window, loss_mask, passed.inputs.get(OLD_LOGPS))
+    if passed.logps is None:
+        if (old := passed.inputs.get(OLD_LOGPS)) is not None:
+            # TRL's `_compute_loss` reads the inputs only after its pass through the model, so what is completed here is
+            # what it divides by; `tests/credit/test_trl_losses.py` fails if that changes. Later iterations read it too.
+            passed.inputs[OLD_LOGPS] = torch.where(old.isnan(), logps.detach(), old)
+        values = take_hidden(trainer.value_hook)
+        passed.logps, passed.hidden = logps, take_hidden(trainer.hidden_hook)
+        passed.values = None if values is None else widened(values, window, loss_mask, None)
+        if trainer.replay is not None:
+            trainer.replay.first_pass(passed)
+    return logps, None if entropies is None else widened(entropies, window, loss_mask, None), aux_loss
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Training passes over what the loss reads, and over nothing else.
+def _window(trainer: "DAPOTrainer", model: nn.Module, loss_mask: torch.Tensor, inputs: dict[str, Any]) -> Window:
+    """The smallest part of a micro-batch that has all tokens with loss."""
+    skipping, completion, multiple = trainer.skipping, inputs["logits_to_keep"], trainer.pad_to_multiple_of or None
+    rows, padding = skipping.rows.reason_off is None, skipping.padding.reason_off is None
+    runs_images = skipping.images and inputs.get("pixel_values") is not None
+    if rows and padding and not runs_images and not loss_mask.any():
+        is_image = is_image_token(inputs["input_ids"], causal_model(model).config)
+        if (window := find_text(is_image, completion, multiple)) is not None:
+            return window
+    num_images = inputs.get("num_images") if runs_images else None
+    prompt_mask = inputs["attention_mask"][:, :-completion]
+    return find_window(loss_mask, prompt_mask, num_images, rows=rows, padding=padding, multiple=multiple)
 
 
-Scored = tuple[torch.Tensor, torch.Tensor | None, Any]
+def _loss_mask(trainer: "DAPOTrainer", batch: dict[str, Any]) -> torch.Tensor:
+    """The tokens whose log-probabilities the loss or the replay buffer reads, (N, T) bool."""
+    skipping, mask = trainer.skipping, valid_tokens(batch)
+    rows, tokens = skipping.rows.reason_off is None, skipping.tokens.reason_off is None
+    found = live_tokens(batch["advantages"], mask, rows=rows, tokens=tokens)
+    read = None if trainer.replay is None else trainer.replay.rows_read(batch)
+    return found if read is None else found | (mask.bool() & read.to(mask.device).unsqueeze(1))
 
 
-class LivePasses:
-    """Runs the part of a micro-batch that has a gradient."""
+def _extents(trainer: "DAPOTrainer", batch: dict[str, Any]) -> list[Extent]:
+    """What runs of each row of a batch of TRL."""
+    rows, padding = trainer.skipping.rows.reason_off is None, trainer.skipping.padding.reason_off is None
+    return extents_of(_loss_mask(trainer, batch), batch["prompt_mask"], rows=rows, padding=padding)
 
-    def __init__(
-        self,
-        plan: SkippingPlan,
-        host: Host,
-        replay: Replay | None,
-        passes: Passes,
-        place: Place,
-    ) -> None:
-        self.plan, self._host, self._replay = plan, host, replay
-        self._passes, self._place = passes, place
-        places = plan.rows, plan.tokens, plan.padding
-        self._skips_rows, self._skips_tokens, self._skips_padding = (found.reason_off is None for found in places)
 
-    def run(
-        self,
-        model: nn.Module,
-        plain: Callable[..., Scored],
-        inputs: dict[str, Any],
-        batch_size: int | None,
-        passed: TrainingPass | None,
-    ) -> Scored:
-        """Return what a pass with gradients gives for the live tokens of a micro-batch, and constants for the others.
+def shuffle_rows(trainer: "DAPOTrainer") -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+    """Return what takes the place of TRL's `shuffle_sequence_dict`; None: nothing does."""
+    if trainer.skipping.dealing.reason_off is not None:
+        return shuffle_by_group if trainer.sharing.regroups else None
 
-        Those are the old log-probabilities, or 0, and an entropy of 0: with an advantage of 0 their loss is 0.
-
-        Args:
-            batch_size: this size, of passes that are not over the micro-batch.
-            passed: the micro-batch; it learns which tokens are live, and what its first pass gives.
-        """
-        if passed is None or model is not passed.model:
-            with self._passes.around(self._place, model, inputs["logits_to_keep"]):
-                return plain(model, **inputs, batch_size=batch_size)
-        live = self._live(passed.inputs)
-        window = self._window(model, live, inputs)
-        cut = live if self._skips_padding else None
-        try:
-            part = narrowed(inputs, window, cut)
-        except DataError:  # whose pixels belong to which row is not known: none is left out
-            window = replace(window, rows=list(range(len(live))))
-            part = narrowed(inputs, window, cut)
-        passed.live, passed.rows_run = live, len(window.rows)
-        with (
-            self._head(model, live[window.rows, : window.completion]),
-            self._passes.around(self._place, model, window.completion, packs=self.plan.packing.reason_off is None),
-        ):
-            logps, entropies, aux_loss = plain(model, **part)
-        logps = widened(logps, window, live, passed.inputs.get(OLD_LOGPS))
-        if passed.logps is None:
-            values = self._passes.values.take()
-            complete_old_logps(passed.inputs, logps)
-            passed.logps, passed.values = logps, None if values is None else widened(values, window, live, None)
-            passed.hidden = self._passes.hidden.take()
-            if self._replay is not None:
-                self._replay.first_pass(passed)
-        return logps, None if entropies is None else widened(entropies, window, live, None), aux_loss
-
-    def _window(self, model: nn.Module, live: torch.Tensor, inputs: dict[str, Any]) -> Window:
-        completion, multiple = inputs["logits_to_keep"], self._host.pad_to_multiple_of
-        runs_images = self.plan.images and inputs.get("pixel_values") is not None
-        if self._skips_rows and self._skips_padding and not runs_images and not live.any():
-            is_image = is_image_token(inputs["input_ids"], causal_model(model).config)
-            if (window := find_text(is_image, completion, multiple)) is not None:
-                return window
-        return find_window(
-            live,
-            inputs["attention_mask"][:, :-completion],
-            inputs.get("num_images") if runs_images else None,
-            rows=self._skips_rows,
-            padding=self._skips_padding,
-            multiple=multiple,
+    def by_length(batch: dict[str, Any]) -> dict[str, Any]:
+        lengths = [extent.completion if extent.runs else 0 for extent in _extents(trainer, batch)]
+        return shuffle_by_group(
+            batch, lambda order, groups: deal_by_length(order, groups, lengths, trainer.skipping.window)
         )
 
-    def gives_old_logps(self, rollout: Rollout) -> bool:
-        """Whether what TRL scores of a rollout by the policy before its rewards comes from the first training pass."""
-        return self.plan.old_logps.reason_off is None and self._host.mode == "train" and not rollout.judging
-
-    def shuffle(self, by_group: bool) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
-        """Return what takes the place of TRL's `shuffle_sequence_dict`; None: nothing does.
-
-        Args:
-            by_group: whether the completions of a prompt are kept together where rows are not dealt by length.
-        """
-        if self.plan.dealing.reason_off is None:
-            return self._dealt
-        return shuffle_by_group if by_group else None
-
-    def _dealt(self, batch: dict[str, Any]) -> dict[str, Any]:
-        lengths = [extent.completion if extent.runs else 0 for extent in self.extents(batch)]
-        return shuffle_by_group(batch, lambda order, groups: deal_by_length(order, groups, lengths, self.plan.window))
-
-    def extents(self, batch: dict[str, Any]) -> list[Extent]:
-        """Return what runs of each row of a batch of TRL."""
-        return extents_of(self._live(batch), batch["prompt_mask"], rows=self._skips_rows, padding=self._skips_padding)
-
-    def _live(self, batch: dict[str, Any]) -> torch.Tensor:
-        mask = valid_tokens(batch)
-        live = live_tokens(batch["advantages"], mask, rows=self._skips_rows, tokens=self._skips_tokens)
-        read = None if self._replay is None else self._replay.rows_read(batch)
-        return live if read is None else live | (mask.bool() & read.to(mask.device).unsqueeze(1))
-
-    def _head(self, model: nn.Module, wanted: torch.Tensor) -> AbstractContextManager[None]:
-        if not self.plan.head:
-            return nullcontext()
-        causal = causal_model(model)
-        return only_tokens(causal, base_of(causal), wanted)
+    return by_length
 
 
-def complete_old_logps(inputs: dict[str, Any], logps: torch.Tensor) -> None:
-    """Take the log-probabilities (N, T) of a first training pass for old ones that are NaN.
-
-    TRL's `_compute_loss` reads the inputs only after its pass through the model, so what is completed here is what it
-    divides by; `tests/credit/test_trl_losses.py` fails if that changes. Later iterations over the batch read it, too.
-    """
-    if (old := inputs.get(OLD_LOGPS)) is not None:
-        inputs[OLD_LOGPS] = torch.where(old.isnan(), logps.detach(), old)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Micro-batches in as many parts as a number of tokens needs, with the update of the whole.
+# Dynamic batching: micro-batches in as many parts as a number of tokens needs, with the update of the whole
 
 
 _PER_WINDOW = ("dapo", "cispo", "vespo")  # TRL divides their sums by the tokens of the optimizer step
-Loss = Callable[[nn.Module, dict[str, Any]], torch.Tensor]
 
 
-class TokenBudget:
-    """Computes losses of micro-batches part by part; gradients of all parts but the last are added on the way.
+def loss_in_parts(trainer: "DAPOTrainer", model: nn.Module, inputs: dict[str, Any], compute: Loss) -> torch.Tensor:
+    """Return the loss of a micro-batch, through which the gradient of its last part is still to come.
+
+    Gradients of all parts but the last are added on the way, where no process waits for the gradients of another and
+    DeepSpeed makes no step.
 
     Args:
-        most: tokens of a part, `max_tokens_per_micro_batch`.
-        shares: whether the prompt of a group is computed once.
+        inputs: as TRL's `_compute_loss` takes them; what a pass adds to its part is added to them.
     """
-
-    def __init__(self, most: int, host: Host, passes: LivePasses, shares: bool) -> None:
-        self.most, self._host, self._passes, self._shares = most, host, passes, shares
-
-    def loss(self, model: nn.Module, inputs: dict[str, Any], compute: Loss) -> torch.Tensor:
-        """Return the loss of a micro-batch, through which the gradient of its last part is still to come.
-
-        Args:
-            inputs: as TRL's `_compute_loss` takes them; what a pass adds to its part is added to them.
-        """
-        *parts, last = self._parts(inputs)
-        before: torch.Tensor | float = 0.0
-        for rows in parts:
-            with self._accumulating(model):
-                loss = self._loss_of(rows, model, inputs, compute)
-                self._host.accelerator.backward(loss, **self._backward_options())
-            before = before + loss.detach()
-        return self._loss_of(last, model, inputs, compute) + before
-
-    def scored_rows(self, batch_size: int, columns: int, completion: int, num_generations: int) -> int:
-        """Return how many rows a pass without gradients takes, at most `batch_size`, whole groups if they fit.
-
-        Args:
-            columns: P + T.
-            completion: T.
-        """
-        longest = torch.tensor([columns, completion], device=self._host.accelerator.device)
-        columns, completion = self._host.accelerator.gather(longest).view(-1, 2).amax(0).tolist()
-        if self._shares:
-            of_group = columns + (num_generations - 1) * completion
-            if (groups := self.most // of_group) > 0:
-                return min(batch_size, groups * num_generations)
-            return min(batch_size, max((self.most - columns) // completion + 1, 1))
-        return min(batch_size, max(self.most // columns, 1))
-
-    def _parts(self, inputs: dict[str, Any]) -> list[list[int]]:
-        """Rows of each part, the same on every process: TRL gathers metrics of rows after each."""
-        extents, count = self._passes.extents(inputs), len(inputs["prompt_ids"])
-        groups = find_groups(inputs["prompt_ids"], inputs["prompt_mask"]) if self._shares else range(count)
-        mine = [
-            [extent.prompt, extent.completion, extent.runs, group]
-            for extent, group in zip(extents, groups, strict=True)
-        ]
-        device = self._host.accelerator.device
-        of_all = self._host.accelerator.gather(torch.tensor(mine, device=device)).view(-1, count, 4).tolist()
-        processes = [([Extent(*row[:3]) for row in rows], [row[3] for row in rows]) for rows in of_all]
-        return pack_rows(count, lambda rows: max(tokens_of(rows, *each) for each in processes), self.most)
-
-    def _loss_of(self, rows: list[int], model: nn.Module, inputs: dict[str, Any], compute: Loss) -> torch.Tensor:
-        every = len(inputs["prompt_ids"])
-        if len(rows) == every:
-            return compute(model, inputs)
-        part = take_rows(inputs, rows)
-        loss = compute(model, part)
-        if (old := part.get("old_per_token_logps")) is not None:  # a first pass may have completed them
-            inputs["old_per_token_logps"][rows] = old
-        return loss * self._share(part, inputs)
-
-    def _share(self, part: dict[str, Any], inputs: dict[str, Any]) -> float:
-        """What the mean over a part counts in the mean over all of the micro-batch."""
-        loss_type = self._host.args.loss_type
-        if loss_type in _PER_WINDOW:
-            return 1.0
-        if loss_type == "bnpo":
-            tokens, of_all = (float(valid_tokens(batch).sum().clamp(min=1)) for batch in (part, inputs))
-            return tokens / of_all
-        return len(part["prompt_ids"]) / len(inputs["prompt_ids"])
-
-    @contextmanager
-    def _accumulating(self, model: nn.Module) -> Iterator[None]:
-        """No process waits for the gradients of another, and DeepSpeed makes no step."""
-        state = self._host.accelerator.gradient_state
-        before = state.sync_gradients
+    accelerator = trainer.accelerator
+    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+    options = {"scale_wrt_gas": False} if deepspeed else {}
+    *parts, last = _parts(trainer, inputs)
+    before: torch.Tensor | float = 0.0
+    for rows in parts:
+        state = accelerator.gradient_state
+        synchronises = state.sync_gradients
         state._set_sync_gradients(False)
         try:
-            with self._host.accelerator.no_sync(model):
-                yield
+            with accelerator.no_sync(model):
+                loss = _loss_of_rows(trainer, rows, model, inputs, compute)
+                accelerator.backward(loss, **options)
         finally:
-            state._set_sync_gradients(before)
-
-    def _backward_options(self) -> dict[str, Any]:
-        deepspeed = self._host.accelerator.distributed_type == DistributedType.DEEPSPEED
-        return {"scale_wrt_gas": False} if deepspeed else {}
+            state._set_sync_gradients(synchronises)
+        before = before + loss.detach()
+    return _loss_of_rows(trainer, last, model, inputs, compute) + before
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Passes without gradients that TRL asks log-probabilities of: over a rollout, or over anything else.
+def _parts(trainer: "DAPOTrainer", inputs: dict[str, Any]) -> list[list[int]]:
+    """Rows of each part, the same on every process: TRL gathers metrics of rows after each."""
+    count, accelerator = len(inputs["prompt_ids"]), trainer.accelerator
+    shares = trainer.sharing.training.reason_off is None
+    groups = find_groups(inputs["prompt_ids"], inputs["prompt_mask"]) if shares else range(count)
+    mine = [
+        [extent.prompt, extent.completion, extent.runs, group]
+        for extent, group in zip(_extents(trainer, inputs), groups, strict=True)
+    ]
+    of_all = accelerator.gather(torch.tensor(mine, device=accelerator.device)).view(-1, count, 4).tolist()
+    processes = [([Extent(*row[:3]) for row in rows], [row[3] for row in rows]) for rows in of_all]
+    most = int(trainer.args.max_tokens_per_micro_batch or 0)
+    return pack_rows(count, lambda rows: max(tokens_of(rows, *each) for each in processes), most)
 
 
-_STAGES = {"policy": "old_logps", "reference": "reference", "other": "values"}
-
-
-class ScoringPasses:
-    """Computes each prompt once; measures the policy's pass over a rollout."""
-
-    def __init__(
-        self,
-        host: Host,
-        measurement: Measurement,
-        sharing: SharingPlan,
-        passes: Passes,
-        live: LivePasses,
-        budget: TokenBudget | None,
-        clock: StageClock,
-    ) -> None:
-        self._host, self._measurement, self._sharing = host, measurement, sharing
-        self._passes, self._live, self._budget, self._clock = passes, live, budget, clock
-
-    def run(
-        self,
-        model: nn.Module,
-        plain: Callable[..., Scored],
-        inputs: dict[str, Any],
-        batch_size: int | None,
-        rollout: Rollout | None,
-    ) -> Scored:
-        """Return what TRL's `_get_per_token_logps_and_entropies` does, without gradients.
-
-        Args:
-            batch_size: rows of a chunk, made whole groups, so that there is something to share.
-        """
-        whose = self._host.whose(model)
-        with self._clock.stage(_STAGES[whose], self._host.mode == "train"):
-            rows = batch_size and self._chunk(inputs, batch_size)
-            score = partial(self._without_nan, partial(plain, model, **inputs, batch_size=rows), model, inputs)
-            return self._score(rollout, whose, model, inputs, score)
-
-    def _chunk(self, inputs: dict[str, Any], batch_size: int) -> int:
-        """Rows of a chunk, of which TRL takes `batch_size`."""
-        size = self._host.num_generations
-        if self._sharing.scoring.reason_off is None:
-            batch_size = whole_groups(batch_size, size)
-        if self._budget is None:
-            return batch_size
-        return self._budget.scored_rows(batch_size, inputs["input_ids"].size(1), inputs["logits_to_keep"], size)
-
-    def _score(
-        self,
-        rollout: Rollout | None,
-        whose: str,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        score: Callable[..., Scored],
-    ) -> Scored:
-        ids, completion = inputs["input_ids"], inputs["logits_to_keep"]
-        measured = rollout if whose == "policy" else None
-        if measured is not None and self._live.gives_old_logps(measured):
-            return torch.full((len(ids), completion), torch.nan, device=ids.device), None, None
-        with self._passes.around(self._sharing.scoring, model, completion):
-            if measured is not None and measured.signals is None and self._measurement.wanted.scoring:
-                return self._measure(measured, model, inputs, score)
-            scored = score()
-            if measured is not None and measured.hidden is not None and self._measurement.wanted.shift:
-                measured.shift = self._shift(model, measured)
-            if rollout is not None and whose == "reference":
-                rollout.reference_logps, rollout.reference_hidden = scored[0], self._passes.hidden.take()
-            return scored
-
-    def _measure(
-        self, rollout: Rollout, model: nn.Module, inputs: dict[str, Any], score: Callable[..., Scored]
-    ) -> Scored:
-        ids, completion = inputs["input_ids"], inputs["logits_to_keep"]
-        scored, found = self._measurement.measure(
-            model,
-            ids,
-            inputs["attention_mask"],
-            completion,
-            partial(score, compute_entropy=True),
-            generated_mass=rollout.generated_mass,
-            rows_with_maps=rollout.recorded or (),
-            region=region_mask(rollout, self._host, self._measurement, ids[:, :-completion]),
-        )
-        rollout.signals, rollout.prompt_mass, rollout.maps = found.signals, found.prompt_mass, found.maps
-        rollout.values, rollout.hidden = self._passes.values.take(), self._passes.hidden.take()
-        return scored
-
-    def _without_nan(
-        self, score: Callable[..., Scored], model: nn.Module, inputs: dict[str, Any], **options: Any
-    ) -> Scored:
-        """Refuse log-probabilities that are NaN: signals of them would be taken for those of rows without images."""
-        scored = score(**options)
-        valid = inputs["attention_mask"][:, -inputs["logits_to_keep"] :].bool()
-        if not leaves_rows_out(model) and (count := int((scored[0].isnan() & valid).any(dim=1).sum())):
-            raise NotFiniteError(
-                f"The model's log-probabilities of {count} of {len(valid)} completions are NaN, at step "
-                f"{self._host.state.global_step + 1}: its weights are broken, or what it computes overflows, so look "
-                "at the newest checkpoint, or use bfloat16 instead of float16."
-            )
-        return scored
-
-    def _shift(self, model: nn.Module, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
-        """How the latest pass, whose first rows are under the perturbation, differs from that over the rollout."""
-        hidden, others = rollout.hidden, self._passes.hidden.take()
-        assert hidden is not None
-        assert others is not None
-        assert rollout.signals is not None
-        head = Head(causal_model(model), self._passes.hidden.output_type)
-        mask = rollout.signals.mask.bool()
-        return head.shift(hidden, others[: len(mask)], mask, self._host.args.temperature)
+def _loss_of_rows(
+    trainer: "DAPOTrainer", rows: list[int], model: nn.Module, inputs: dict[str, Any], compute: Loss
+) -> torch.Tensor:
+    """The loss of a part, times what its mean counts in the mean over all of the micro-batch."""
+    if len(rows) == len(inputs["prompt_ids"]):
+        return compute(model, inputs)
+    part = take_rows(inputs, rows)
+    loss = compute(model, part)
+    if (old := part.get(OLD_LOGPS)) is not None:  # a first pass may have completed them
+        inputs[OLD_LOGPS][rows] = old
+    if trainer.args.loss_type in _PER_WINDOW:
+        return loss
+    if trainer.args.loss_type == "bnpo":
+        tokens, of_all = (float(valid_tokens(batch).sum().clamp(min=1)) for batch in (part, inputs))
+        return loss * (tokens / of_all)
+    return loss * (len(rows) / len(inputs["prompt_ids"]))

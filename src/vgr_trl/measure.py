@@ -1,13 +1,18 @@
-"""What a rollout is measured for: its signals, its regions, and its dependence on the original images."""
+"""What has to be measured of a rollout for these options, and the passes that measure it."""
 
-from collections.abc import Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
+from torch import nn
 
 from vgr_trl.batch import (
+    AttentionMass,
+    RolloutSignals,
     build_scoring_batch,
     image_inputs_of,
     image_tensors,
@@ -23,158 +28,468 @@ from vgr_trl.batch import (
     valid_tokens,
 )
 from vgr_trl.config import REMOVE_IMAGE
-from vgr_trl.data.images import Box, boxes_of
+from vgr_trl.credit import own_rules
+from vgr_trl.data.columns import image_columns
+from vgr_trl.data.images import COLUMNS, Box, boxes_of
 from vgr_trl.data.prompts import texts_of
-from vgr_trl.rollout import Host, Rollout
+from vgr_trl.registries import BLIND_ANSWERS, VIEW, is_late, measurements, needs_of
+from vgr_trl.rollout import ConstructedTrainer, Rollout
+from vgr_trl.sharing.model_support import base_of, causal_model
+from vgr_trl.signals.attention import AttentionProbe, count_attention_layers, find_decoder, why_not_measurable
 from vgr_trl.signals.dependency import visual_dependency
 from vgr_trl.signals.named import (
+    SIGNAL_COLUMNS,
+    NamedSignal,
     add_named,
     attention_metrics,
+    columns_needed_by,
     measure_segments,
     named_columns,
     named_metrics,
+    named_signals,
     reward_columns,
 )
 from vgr_trl.signals.perturbation import images_in, perturb_images, perturbed_prompts, without_images
+from vgr_trl.signals.ratios import ModalityMasks, build_modality_masks, late_layers, special_token_ids, vision_token_ids
 from vgr_trl.signals.regions import drawn, in_region, lit_share, token_shares
-from vgr_trl.signals.scoring import Measurement, signals_of_generation
+from vgr_trl.signals.scoring import Head
+from vgr_trl.signals.similarity import SimilarityProbe, decoder_layers, hidden_state_number
+from vgr_trl.utils import ConfigError, replaced
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The pass that measures the completions of a rollout, and what rewards get of it.
+if TYPE_CHECKING:
+    from vgr_trl.trainer import DAPOTrainer
+
+MOST_KEPT = 2**29  # bytes of device memory for attention kept token by token; 10 rows of 1,024 tokens of a 7 B model
+_LATE = ("dependency", "shift", "views", "perception")  # what the pass over perturbed images is made for
+_OF_IMAGES = ("attention", "similarity", "regions", "blind", *_LATE)
 
 
-def score_completions(rollout: Rollout, host: Host, measurement: Measurement, completion_ids: list[list[int]]) -> None:
+@dataclass(frozen=True)
+class Measurement:
+    """What is measured of every rollout batch.
+
+    Attributes:
+        needed: name of a measurement -> the first option, reward or rule that needs it. `shift` is how distributions
+            differ under the perturbation, `views` log-probabilities under perturbations, `regions` attention on what
+            the question is about, `values` those of a critic's head, `blind` answers without the image, `perception`
+            perturbed images for the loss.
+        vision_token_ids: placeholder tokens of images and videos.
+        special_token_ids: tokens that belong to no modality.
+        views: perturbations under which completions are scored.
+        named: signals that are asked for by name, or read by plug-ins.
+    """
+
+    needed: Mapping[str, str]
+    vision_token_ids: tuple[int, ...] = ()
+    special_token_ids: tuple[int, ...] = ()
+    views: tuple[str, ...] = ()
+    named: tuple[NamedSignal, ...] = ()
+
+    @property
+    def head(self) -> bool:
+        """Whether a pass through the model's head is needed, for log-probabilities or entropies."""
+        return not self.needed.keys().isdisjoint(("entropies", "dependency", "shift", "logps"))
+
+    @property
+    def scoring(self) -> bool:
+        """Whether a pass over the rollout batch is needed."""
+        return self.head or not self.needed.keys().isdisjoint(("attention", "similarity", "values"))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that rewards get beside those of the data."""
+        of_attention = (*SIGNAL_COLUMNS, "mdi_balance_ratio") if "attention" in self.needed else ()
+        answers = (BLIND_ANSWERS,) if "blind" in self.needed else ()
+        return (*of_attention, *answers, *(signal.name for signal in self.named if not signal.is_late))
+
+
+def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
+    """Return what the constructed `trainer` measures of every rollout batch.
+
+    Raises:
+        ConfigError: a feature needs a measurement that model, data or generation do not allow; it is named.
+    """
+    args = trainer.args
+    needed = needed_measurements(trainer)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    ids = tuple(args.vision_token_ids or vision_token_ids(model, trainer.processing_class))
+    for need, reader in needed.items():
+        if (why := why_not_measured(trainer, need, ids)) is not None:
+            raise ConfigError(f"{reader} cannot be used here: {why}")
+    wanted = args.compute_attention_metrics is None
+    if "attention" not in needed and wanted and why_not_measured(trainer, "attention", ids) is None:
+        needed["attention"] = "compute_attention_metrics"
+    last = args.token_weights_last_k_layers
+    if args.token_weights and last is not None and last > (layers := count_attention_layers(model)):
+        raise ConfigError(
+            f"token_weights_last_k_layers is {last}, but {layers} layers of the model have attention: give a number in "
+            f"[1, {layers}], or None for the late segment."
+        )
+    embedded = model.config.get_text_config(decoder=True).vocab_size
+    if unknown := [token for token in args.vision_token_ids or () if token >= embedded]:
+        raise ConfigError(
+            f"vision_token_ids has {unknown[0]}, but the model has {embedded} tokens: give the placeholder of images."
+        )
+    of_rewards = [need for reward in trainer.reward_funcs for need in needs_of(reward) if need != BLIND_ANSWERS]
+    named = named_signals(args, of_rewards)
+    if any(signal.name == "stability" for signal in named) and not args.further_perturbations:
+        raise ConfigError("The signal stability compares perturbations: name others as further_perturbations.")
+    views = tuple(args.read_views("dependency" in needed))
+    return Measurement(needed, ids, tuple(special_token_ids(trainer.processing_class)), views, named)
+
+
+def needed_measurements(trainer: ConstructedTrainer) -> dict[str, str]:
+    """Return what rewards, rules of credit, signals and other options read -> the first of them that does."""
+    args, needed = trainer.args, dict[str, str]()
+    data_columns = set(getattr(trainer.train_dataset, "column_names", None) or ())
+    for name, reward in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True):
+        if columns_needed_by(reward) - data_columns:
+            needed.setdefault("attention", f"the reward {name}")
+        if BLIND_ANSWERS in needs_of(reward):
+            needed.setdefault("blind", f"the reward {name}")
+        for need in measurements([need for need in needs_of(reward) if need != BLIND_ANSWERS]):
+            if is_late(need):
+                raise ConfigError(
+                    f"The reward {name} needs {need}, measured after the rewards: let a signal or rule read it."
+                )
+            needed.setdefault(need, f"the reward {name}")
+    for rule, need in own_rules(args).items():
+        needed.setdefault(need, rule)
+    for need, readers in args.readers().items():
+        needed.setdefault("views" if need.startswith(VIEW) else need, readers[0])
+    for need, option, is_on in (
+        ("attention", needed.get("regions", ""), "regions" in needed),
+        ("attention", "compute_attention_metrics", args.compute_attention_metrics is True),
+        ("logps", "kl_coef", args.penalises_kl),
+        ("values" if args.critic == "head" else "critic", "advantage_estimator gae", args.uses_critic),
+        ("perception", "perception_loss_weight", args.perception_loss_weight > 0),
+        ("perception", "der_loss_weight2", args.der_loss_weight2 > 0),
+    ):
+        if is_on:
+            needed.setdefault(need, option)
+    return needed
+
+
+def why_not_measured(trainer: ConstructedTrainer, need: str, vision_tokens: Sequence[int]) -> str | None:
+    """Return why something cannot be measured with this model, these data and this generation; None if it can."""
+    args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
+    for name in ("rollout_func", "tools", "environment_factories"):
+        if getattr(trainer, name, None):
+            return (
+                f"with {name.removesuffix('_factories')} the tokens of a completion are not all the policy's answer to "
+                "its prompt; switch one of the two off."
+            )
+    if need in _OF_IMAGES and not trainer._is_vlm:
+        return f"{type(trainer.model).__name__} reads text only; use a vision-language model, or switch it off."
+    if need in _OF_IMAGES and not data_has_images(trainer):
+        return "the data have no column `image` or `images`; add one, or switch it off."
+    if need == "regions":
+        if args.attention_source == "generate":
+            return 'attention_source is "generate", which does not know regions; use "scoring".'
+        columns = getattr(trainer.train_dataset, "column_names", None)
+        if columns is not None and not set(COLUMNS) & set(columns):
+            return f"the data have neither of the columns {' and '.join(COLUMNS)}; add one, or switch it off."
+    if need not in ("attention", "similarity"):
+        return None
+    if not vision_tokens:
+        return (
+            "the placeholder token of images is not found in the model's configuration or its processor; give it as "
+            "vision_token_ids."
+        )
+    if need == "attention" and args.attention_source == "generate":
+        for on, backend in (
+            (trainer.use_vllm, "vLLM"),
+            (trainer.use_transformers_continuous_batching, "continuous batching"),
+            ((getattr(getattr(trainer, "generation_config", None), "num_beams", None) or 1) > 1, "beam search"),
+        ):
+            if on:
+                return f'attention_source is "generate" with {backend}, which keeps no attention; use "scoring".'
+    if (why := why_not_measurable(model)) is None and need == "similarity":
+        hidden_state_number(args.hidden_similarity_layer, len(decoder_layers(find_decoder(model))))
+    return why
+
+
+def named_datasets(trainer: ConstructedTrainer) -> Iterator[tuple[str, Any]]:
+    """The train data and every part of the eval data, with a name for messages."""
+    for name, dataset in (("train", trainer.train_dataset), ("eval", trainer.eval_dataset)):
+        parts = dataset.values() if isinstance(dataset, dict) else [dataset]
+        yield from ((name, part) for part in parts if part is not None)
+
+
+def data_has_images(trainer: ConstructedTrainer) -> bool:
+    """Whether the data have a column of images, or are a stream whose columns are not known."""
+    return any(
+        getattr(dataset, "column_names", None) is None or image_columns(dataset)
+        for _, dataset in named_datasets(trainer)
+    )
+
+
+class HiddenStateHook:
+    """Keeps the hidden states of the positions that emit completions, in the latest block.
+
+    Args:
+        make: of hidden states (N, T, D), what is kept, (N, T, …); None: themselves.
+        reads: whether the passes of a model are read; None: those of all.
+
+    Attributes:
+        output_type: class of what base models return.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        reads: Callable[[nn.Module], bool] | None = None,
+    ) -> None:
+        self._make, self._reads = make, reads
+        self._found: list[torch.Tensor] = []
+        self.output_type: Any = None
+
+    @contextmanager
+    def around(self, model: nn.Module, completion_length: int) -> Iterator[None]:
+        """Read passes of this block, over completions of T tokens."""
+        if self._reads is not None and not self._reads(model):
+            yield
+            return
+        base = base_of(causal_model(model))
+        plain, self._found = base.forward, []
+
+        @wraps(plain)
+        def read(*args: Any, **kwargs: Any) -> Any:
+            outputs = plain(*args, **kwargs)
+            self.output_type = type(outputs)
+            hidden = outputs.last_hidden_state[:, -completion_length - 1 : -1]  # (N, T, D)
+            self._found.append(hidden if self._make is None else self._make(hidden))
+            return outputs
+
+        with replaced(base, "forward", read):
+            yield
+
+    def take(self) -> torch.Tensor | None:
+        """Return what was read in the latest block of which something was, once."""
+        found, self._found = self._found, []
+        return torch.cat(found) if found else None
+
+
+def take_hidden(hook: HiddenStateHook | None) -> torch.Tensor | None:
+    """Return what a hook has read, None without one."""
+    return None if hook is None else hook.take()
+
+
+# The pass that measures the completions of a rollout, and what rewards get of it
+
+
+def score_completions(trainer: "DAPOTrainer", rollout: Rollout, completion_ids: list[list[int]]) -> None:
     """Make the measured pass over a rollout, as TRL makes its own for old log-probabilities, as far as it is needed."""
-    finished = [ids[-1] in host.end_token_ids for ids in completion_ids]
+    args, measurement = trainer.args, trainer.measurement
+    end_tokens = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
     assert rollout.prompts is not None
     inputs = build_scoring_batch(
         rollout.prompts,
         completion_ids,
-        pad_token_id=host.tokenizer.pad_token_id,
+        pad_token_id=trainer._tokenizer.pad_token_id,
         vision_token_ids=measurement.vision_token_ids,
-        valid=finished if host.args.mask_truncated_completions else None,
-        pad_to_multiple_of=host.pad_to_multiple_of,
+        valid=[ids[-1] in end_tokens for ids in completion_ids] if args.mask_truncated_completions else None,
+        pad_to_multiple_of=trainer.pad_to_multiple_of or None,
     ).inputs()
-    if measurement.wanted.head:
-        host.score(inputs)
-    elif rollout.generated_mass is not None and rollout.recorded is None and not measurement.reads_pass:
-        mask = inputs["attention_mask"][:, -inputs["logits_to_keep"] :].to(rollout.generated_mass.mask.device)
-        rollout.signals = signals_of_generation(rollout.generated_mass, mask)
+    reads_pass = not measurement.needed.keys().isdisjoint(("values", "similarity"))
+    if measurement.head:
+        trainer.score(inputs)
+    elif rollout.generated_mass is not None and rollout.recorded is None and not reads_pass:
+        mask = inputs["attention_mask"][:, -inputs["logits_to_keep"] :].to(rollout.generated_mass.mask.device).bool()
+        mass = pad_to_length(rollout.generated_mass, mask.size(1))
+        mass.mask = mask
+        rollout.signals = replace(unmeasured(mask), attention=mass)
     else:
-        host.score(inputs, head=False, rows=rollout.recorded)
+        trainer.score(inputs, head=False, rows=rollout.recorded)
 
 
-def signals_as_columns(
-    rollout: Rollout, host: Host, measurement: Measurement
-) -> tuple[dict[str, list[Any]], dict[str, float]]:
-    """Return the columns that rewards get of the signals of a rollout, and its metrics; empty if there are none."""
-    if rollout.signals is None:
-        return {}, {}
-    new = add_named(measurement.named, rollout.signals)
-    named = named_columns(new, rollout.signals), named_metrics(new, rollout.signals, host.accelerator.gather)
-    mass = rollout.signals.attention
-    if mass is None:
-        return named
-    segmentation = host.args.attention_segments, host.args.mdi_balance_ratio
-    segments = measure_segments(mass, *segmentation)
-    of_prompt = None if rollout.prompt_mass is None else measure_segments(rollout.prompt_mass, *segmentation)
-    metrics = attention_metrics(segments, host.accelerator.gather, of_prompt)
-    columns = reward_columns(segments)
-    columns["mdi_balance_ratio"] = [host.args.mdi_balance_ratio] * len(rollout.rows)
-    return named[0] | columns, metrics | named[1]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The pass of a rollout over perturbed images: what its completions depend on the original ones for.
-
-
-def perceive(rollout: Rollout, host: Host, measurement: Measurement) -> Rollout:
-    """Score the completions given perturbed images; return the rollout with their dependency among its signals.
+def measure_pass(
+    trainer: "DAPOTrainer", rollout: Rollout, model: nn.Module, inputs: dict[str, Any], score: Callable[..., Any]
+) -> Any:
+    """Run `score`, which passes a rollout through `model`, and return what it returns; the rollout keeps its signals.
 
     Args:
-        rollout: judged; its batch gets `perturbed_pixel_values` where the perception loss is on.
+        inputs: of the pass.
+        score: returns log-probabilities (N, T), entropies (N, T) and anything.
     """
-    args, batch, wanted = host.args, rollout.batch, measurement.wanted
+    needed, args = trainer.measurement.needed, trainer.args
+    ids, completion_length = inputs["input_ids"], inputs["logits_to_keep"]
+    mask = inputs["attention_mask"][:, -completion_length:].bool()  # (N, T)
+    mass = None if rollout.generated_mass is None else pad_to_length(rollout.generated_mass, completion_length)
+    probe, similar = None, None
+    with ExitStack() as stack:
+        masks = partial(modality_masks, trainer.measurement, ids, inputs["attention_mask"], completion_length)
+        if "attention" in needed and (mass is None or rollout.recorded):
+            attended, region = masks(), region_mask(trainer, rollout, ids[:, :-completion_length])
+            attended.region = None if region is None else region.to(ids.device)
+            emitting = slice(ids.size(1) - completion_length - 1, ids.size(1) - 1)
+            late = late_layers(count_attention_layers(model), args.attention_segments)
+            kept = _rows_that_fit(attended.vision, completion_length * len(late), rollout.recorded or ())
+            probe = AttentionProbe(model, attended, emitting, kept, measure_prompt=mass is None, keep_layers=late)
+            stack.enter_context(probe)
+        if "similarity" in needed:
+            layer, over = args.hidden_similarity_layer, args.hidden_similarity_over
+            similar = stack.enter_context(SimilarityProbe(model, masks().vision, layer, over))
+        scored = score(compute_entropy=True)
+    if probe is not None:
+        if mass is None:
+            mass, rollout.prompt_mass = probe.mass, probe.prompt_mass
+        rollout.maps = probe.kept
+    if mass is not None:
+        mass.mask = mask
+    logps, entropies = scored[0], torch.full_like(scored[0], torch.nan) if scored[1] is None else scored[1]
+    rollout.signals = RolloutSignals(logps.detach().float(), entropies.detach().float(), mask, mass)
+    if similar is not None:
+        rollout.signals.similarity = similar.similarity
+    rollout.values, rollout.hidden = take_hidden(trainer.value_hook), take_hidden(trainer.hidden_hook)
+    return scored
+
+
+def modality_masks(
+    measurement: Measurement, input_ids: torch.Tensor, attention_mask: torch.Tensor, completion_length: int
+) -> ModalityMasks:
+    """Return those of the prompts, (N, P), of a batch (N, P + T)."""
+    return build_modality_masks(
+        input_ids[:, :-completion_length],
+        attention_mask[:, :-completion_length],
+        vision_token_ids=measurement.vision_token_ids,
+        special_token_ids=measurement.special_token_ids,
+    )
+
+
+def _rows_that_fit(vision: torch.Tensor, queries: int, rows: Sequence[int]) -> list[int]:
+    """Those of `rows` whose attention, token by token, takes no more than `MOST_KEPT` bytes together.
+
+    Args:
+        vision: (N, P) bool, vision tokens of the prompts.
+        queries: of a row, those of every layer counted.
+    """
+    fitting, used = [], 0
+    for row in rows:
+        size = 4 * queries * int(vision[row].sum())
+        if used + size <= MOST_KEPT:
+            fitting.append(row)
+            used += size
+    return fitting
+
+
+def pad_to_length(mass: AttentionMass, length: int) -> AttentionMass:
+    """Return a mass of T' tokens as one of `length` tokens: those behind do not count, or are not there."""
+    missing = length - mass.mask.size(1)  # the longest completion may have been cut or padded
+    names = [name for name in ("vision", "instruction", "region", "mask") if getattr(mass, name) is not None]
+    padded: Any = {name: torch.nn.functional.pad(getattr(mass, name), (0, missing)) for name in names}
+    return replace(mass, **padded)
+
+
+def signals_as_columns(trainer: "DAPOTrainer", rollout: Rollout) -> tuple[dict[str, list[Any]], dict[str, float]]:
+    """Return the columns that rewards get of the signals of a rollout, and its metrics; empty if there are none."""
+    args, signals, gather = trainer.args, rollout.signals, trainer.accelerator.gather
+    if signals is None:
+        return {}, {}
+    new = add_named(trainer.measurement.named, signals)
+    columns, metrics = named_columns(new, signals), named_metrics(new, signals, gather)
+    if signals.attention is None:
+        return columns, metrics
+    segmentation = args.attention_segments, args.mdi_balance_ratio
+    segments = measure_segments(signals.attention, *segmentation)
+    of_prompt = None if rollout.prompt_mass is None else measure_segments(rollout.prompt_mass, *segmentation)
+    columns |= reward_columns(segments) | {"mdi_balance_ratio": [args.mdi_balance_ratio] * len(rollout.rows)}
+    return columns, attention_metrics(segments, gather, of_prompt) | metrics
+
+
+# The pass of a rollout over perturbed images: what its completions depend on the original ones for
+
+
+def score_perturbed(trainer: "DAPOTrainer", rollout: Rollout) -> None:
+    """Score the completions given perturbed images; the rollout gets their dependency among its signals.
+
+    Its batch gets `perturbed_pixel_values` where the perception loss is on.
+    """
+    args, batch, measurement = trainer.args, rollout.batch, trainer.measurement
     shown = [args.perturbation] if args.uses_perception_loss else []
-    inputs = {name: _inputs_under(name, rollout, host) for name in dict.fromkeys([*measurement.views, *shown])}
+    inputs = {name: _inputs_under(name, trainer, rollout) for name in dict.fromkeys([*measurement.views, *shown])}
     for name in shown:
         if "pixel_values" in inputs[name]:
             batch["perturbed_pixel_values"] = inputs[name]["pixel_values"]
     if not measurement.views:
         rollout.hidden = None
-        return rollout
+        return
     rollout.signals = signals = rollout.signals or unmeasured(valid_tokens(batch).bool())
-    logps = host.score(stacked_inputs([inputs[name] for name in measurement.views]))
+    logps = trainer.score(stacked_inputs([inputs[name] for name in measurement.views]))
     logps = logps.unflatten(0, (len(measurement.views), -1))  # (views, N, T)
     if args.perturbation in measurement.views:
         rollout.changes = logps[measurement.views.index(args.perturbation)] - signals.logps
     blind = ~rows_with_images(batch).to(logps.device).unsqueeze(1)  # (N, 1)
     views = dict(zip(measurement.views, logps.masked_fill(blind, torch.nan), strict=True))
-    if wanted.views:
+    if "views" in measurement.needed:
         signals.views = {name: value.float() for name, value in views.items()}
-    if wanted.dependency:
+    if "dependency" in measurement.needed:
         seen = torch.stack([views[name] for name in args.perturbations])
         each = visual_dependency(signals.logps.expand_as(seen), seen)
         signals.dependency = each.mean(0) if args.dependency_over == "mean" else each.amin(0)
     if rollout.shift is not None:
         signals.jsd, signals.perturbed_entropies = (each.masked_fill(blind, torch.nan) for each in rollout.shift)
     rollout.hidden = rollout.shift = None
-    rollout.metrics = named_metrics(add_named(measurement.named, signals), signals, host.accelerator.gather)
-    return rollout
+    rollout.metrics = named_metrics(add_named(measurement.named, signals), signals, trainer.accelerator.gather)
 
 
-def _inputs_under(name: str, rollout: Rollout, host: Host) -> dict[str, Any]:
+def _inputs_under(name: str, trainer: "DAPOTrainer", rollout: Rollout) -> dict[str, Any]:
     """Of the scoring of the rollout's rows with their images perturbed by `name`."""
     if name == REMOVE_IMAGE:
         assert rollout.messages is not None
-        prompts = host.tokenize([without_images(prompt) for prompt in rollout.messages])
-        return text_inputs(rollout.batch, prompts, host.tokenizer.pad_token_id)
-    pixels = perturbed_pixels(rollout, host, name)
+        prompts = trainer.tokenize([without_images(prompt) for prompt in rollout.messages])
+        return text_inputs(rollout.batch, prompts, trainer._tokenizer.pad_token_id)
+    pixels = perturbed_pixels(trainer, rollout, name)
     return scoring_inputs(rollout.batch if pixels is None else rollout.batch | {"pixel_values": joined(pixels)})
 
 
-def perturbed_pixels(rollout: Rollout, host: Host, name: str) -> Any:
+def perturbed_pixels(trainer: "DAPOTrainer", rollout: Rollout, name: str) -> Any:
     """The rows' `pixel_values` with images perturbed by `name`: per row in a list, or (N, ...); None without images."""
-    args, rows = host.args, len(rollout.batch["prompt_ids"])
-    first = host.accelerator.process_index * rows
-    shared_by = host.num_generations if args.perturb_per == "prompt" else 1
-    perturb = partial(
-        perturb_images,
-        name=name,
-        parameters=args.parameters_of(name),
-        seed=args.seed,
-        step=host.state.global_step,
-    )
+    args, rows = trainer.args, len(rollout.batch["prompt_ids"])
+    first = trainer.accelerator.process_index * rows
+    shared_by = trainer.completions_per_prompt if args.perturb_per == "prompt" else 1
+    parameters, step = args.parameters_of(name), trainer.state.global_step
+    perturb = partial(perturb_images, name=name, parameters=parameters, seed=args.seed, step=step)
+    numbers = [(first + row) // shared_by for row in range(rows)]
     assert rollout.messages is not None
-    conversations, own = perturbed_prompts(
-        rollout.messages, [(first + row) // shared_by for row in range(rows)], perturb
-    )
+    conversations, own = perturbed_prompts(rollout.messages, numbers, perturb)
     if name == args.perturbation:
         rollout.perturbed_images = [images_in(conversations[place]) for place in own]
-    prompts = host.tokenize(conversations)
+    prompts = trainer.tokenize(conversations)
     return None if prompts.images is None else pixels_of_rows(prompts.fields, prompts.images, own, rollout.batch)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Which vision tokens of a rollout batch stand for what its questions are about.
+def shift_of_pass(trainer: "DAPOTrainer", rollout: Rollout, model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return how the latest pass, whose first rows are under the perturbation, differs from that over the rollout."""
+    hook = trainer.hidden_hook
+    assert hook is not None
+    assert rollout.signals is not None
+    hidden, others = rollout.hidden, hook.take()
+    assert hidden is not None
+    assert others is not None
+    mask = rollout.signals.mask.bool()
+    head = Head(causal_model(model), hook.output_type)
+    return head.shift(hidden, others[: len(mask)], mask, trainer.args.temperature)
+
+
+# Which vision tokens of a rollout batch stand for what its questions are about
 
 
 _WHOLE: list[Box] = [(0.0, 0.0, 1.0, 1.0)]
 
 
-def region_mask(
-    rollout: Rollout, host: Host, measurement: Measurement, prompt_ids: torch.Tensor
-) -> torch.Tensor | None:
+def region_mask(trainer: "DAPOTrainer", rollout: Rollout, prompt_ids: torch.Tensor) -> torch.Tensor | None:
     """Return the vision tokens of each row's boxes, (N, P) bool; None if nothing reads them.
 
     A row without a box, or with several images, has none.
     """
-    if not measurement.wanted.regions or rollout.messages is None:
+    if "regions" not in trainer.measurement.needed or rollout.messages is None:
         return None
-    vision = torch.isin(prompt_ids, torch.tensor(measurement.vision_token_ids, device=prompt_ids.device))  # (N, P)
+    vision_tokens = torch.tensor(trainer.measurement.vision_token_ids, device=prompt_ids.device)
+    vision = torch.isin(prompt_ids, vision_tokens)  # (N, P)
     region = torch.zeros_like(vision)
-    rows, size = len(rollout.rows), 1 if rollout.greedy else host.num_generations
-    first = host.accelerator.process_index * rows
+    rows, size = len(rollout.rows), 1 if rollout.greedy else trainer.completions_per_prompt
+    first = trainer.accelerator.process_index * rows
     boxes: dict[int, list[Box]] = {}  # number of the prompt -> its boxes
     members: dict[int, list[int]] = {}
     for row in range(rows):
@@ -188,7 +503,7 @@ def region_mask(
     leaders = [members[number][0] for number in boxes]
     conversations = [rollout.messages[row] for row in leaders]
     shown, black, white = (
-        image_tensors(host.tokenize(perturbed_prompts(conversations, list(boxes), painted)[0]).fields)
+        image_tensors(trainer.tokenize(perturbed_prompts(conversations, list(boxes), painted)[0]).fields)
         for painted in (
             partial(_painted, boxes),
             partial(_painted, {}),
@@ -198,7 +513,7 @@ def region_mask(
     lit = lit_share(*(given["pixel_values"] for given in (shown, black, white)))
     ones = [1] * len(leaders)
     parts = parts_by_counts(shown, ones, tiles_by_tokens(image_inputs_of(shown), ones, vision[leaders].cpu()))
-    pinpoints = getattr(getattr(host.processor, "image_processor", None), "image_grid_pinpoints", None)
+    pinpoints = getattr(getattr(trainer.processing_class, "image_processor", None), "image_grid_pinpoints", None)
     for index, number in enumerate(boxes):
         given = {name: value[parts[name][index]] for name, value in shown.items()}
         places = vision[leaders[index]].nonzero().flatten()

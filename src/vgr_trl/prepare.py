@@ -1,7 +1,7 @@
 """What `DAPOTrainer` makes sure of before the first generation: rewards, columns, prompts."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,18 +15,18 @@ from trl.data_utils import prepare_multimodal_messages
 
 from vgr_trl.added_loss import kl_penalty_reward
 from vgr_trl.config_checks import Circumstances, options_without_effect
-from vgr_trl.credit import own_rules
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.columns import IMAGE_COLUMNS, PLACE, image_columns, images_of, undecoded
-from vgr_trl.data.images import COLUMNS, box_problem, fitted_by
 from vgr_trl.data.images import COLUMNS as BOX_COLUMNS
+from vgr_trl.data.images import box_problem, fitted_by
 from vgr_trl.data.prompts import refuse_named_files, special_problem, special_tokens
 from vgr_trl.data.rows import Sieve, SkippedRow, drop_long_prompts, prepare_rows, scan, skipped_rows
 from vgr_trl.efficiency.loss_mask import SkippingPlan
 from vgr_trl.efficiency.vision_cache import VisionCache
 from vgr_trl.loss import coefficient_warning
+from vgr_trl.measure import Measurement, named_datasets
 from vgr_trl.patches import close_group_at_exit, give_timeout, suppress_image_tokens
-from vgr_trl.registries import BLIND_ANSWERS, MEASUREMENTS, VIEW, is_late, measurements, needs_of
+from vgr_trl.registries import BLIND_ANSWERS, measurements, needs_of
 from vgr_trl.rewards.attention import scaled_by_accuracy
 from vgr_trl.rewards.groups import gather_groups, needed_columns
 from vgr_trl.rewards.loading import (
@@ -39,17 +39,8 @@ from vgr_trl.rewards.loading import (
 )
 from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.sharing.sharing import SharingPlan
-from vgr_trl.signals.attention import count_attention_layers, find_decoder, why_not_measurable
-from vgr_trl.signals.named import NamedSignal, columns_needed_by, named_signals
-from vgr_trl.signals.ratios import special_token_ids, vision_token_ids
-from vgr_trl.signals.scoring import Measurement, Wanted
-from vgr_trl.signals.similarity import decoder_layers, hidden_state_number
 from vgr_trl.utils import ConfigError, DataError
-from vgr_trl.validate import check_attributes, check_head, refuse_targets_without_module
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What a user of the trainer need not do first: make prompts of questions, take out bad texts.
-
+from vgr_trl.validate import check_head, refuse_targets_without_module
 
 logger = logging.get_logger(__name__)
 
@@ -184,22 +175,16 @@ def checked_config(args: DAPOConfig | None, model: str | PreTrainedModel, option
     return args
 
 
-def model_name(model: PreTrainedModel) -> str:
-    """Return the name under which a model was loaded, else that of its class."""
-    return str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
-
-
 def make_ready(trainer: ConstructedTrainer, peft_config: PeftConfig | None) -> None:
     """Check what TRL has constructed, and make prompts of its data.
 
     Raises:
-        UnsupportedTRLError: it lacks what is relied on, or cannot score on its device.
+        UnsupportedTRLError: TRL cannot score on its device.
         ConfigError: the adapter names modules that the model lacks, or the data have images that it cannot read.
         DataError: the data are not understood, or no row can be used.
     """
     close_group_at_exit()
     give_timeout(trainer.args.ddp_timeout)
-    check_attributes(trainer)
     check_head(trainer.accelerator.device)
     suppress_image_tokens(trainer)
     if peft_config is not None:
@@ -217,14 +202,19 @@ def check_data(trainer: ConstructedTrainer, measured_columns: Iterable[str], on_
     check_rewards(trainer, measured_columns)
     limit: int | None = trainer.args.max_prompt_length
     if limit is not None:
-        drop_prompts_over_limit(trainer, limit, on_streamed)
+
+        def kept(dataset: Any, split: str, part: str | None) -> Any:
+            dropped = on_streamed if split == "train" else lambda: None
+            return drop_long_prompts(dataset, lambda row: prompt_length(trainer, row), limit, part or split, dropped)
+
+        change_data(trainer, kept)
     refuse_too_few_prompts(trainer)
 
 
 def find_idle_options(trainer: ConstructedTrainer, measurement: Measurement, weights_change: bool) -> dict[str, str]:
     """Return why each option of the trainer that is not at its default has no effect, by name."""
     evaluates, names = trainer.eval_dataset is not None, trainer.reward_func_names
-    measures = bool(measurement.wanted.attention), bool(measurement.wanted.similarity), measurement.blind
+    measures = (name in measurement.needed for name in ("attention", "similarity", "blind"))
     return options_without_effect(trainer.args, Circumstances(*measures, weights_change, evaluates, names))
 
 
@@ -295,21 +285,6 @@ def as_list(reward_funcs: Any) -> list[Any]:
     return list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
 
 
-def named_datasets(trainer: ConstructedTrainer) -> Iterator[tuple[str, Any]]:
-    """The train data and every part of the eval data, with a name for messages."""
-    for name, dataset in (("train", trainer.train_dataset), ("eval", trainer.eval_dataset)):
-        parts = dataset.values() if isinstance(dataset, dict) else [dataset]
-        yield from ((name, part) for part in parts if part is not None)
-
-
-def data_has_images(trainer: ConstructedTrainer) -> bool:
-    """Whether the data have a column of images, or are a stream whose columns are not known."""
-    return any(
-        getattr(dataset, "column_names", None) is None or image_columns(dataset)
-        for _, dataset in named_datasets(trainer)
-    )
-
-
 def refuse_images_without_vision(trainer: ConstructedTrainer) -> None:
     """Raise `ConfigError` if the data have images that the model cannot read."""
     for name, dataset in named_datasets(trainer):
@@ -329,16 +304,6 @@ def check_rewards(trainer: ConstructedTrainer, measured_columns: Iterable[str]) 
         if (columns := getattr(dataset, "column_names", None)) is not None:
             for reward in trainer.reward_funcs:
                 check_callable(reward, [*columns, *measured_columns])
-
-
-def drop_prompts_over_limit(trainer: ConstructedTrainer, limit: int, on_streamed: Callable[[], None]) -> None:
-    """Leave rows out whose prompt has more than `limit` tokens; `on_streamed` is called for each in a stream."""
-
-    def kept(dataset: Any, split: str, part: str | None) -> Any:
-        dropped = on_streamed if split == "train" else lambda: None
-        return drop_long_prompts(dataset, lambda row: prompt_length(trainer, row), limit, part or split, dropped)
-
-    change_data(trainer, kept)
 
 
 def prompt_length(trainer: ConstructedTrainer, row: Mapping[str, Any]) -> int:
@@ -362,189 +327,3 @@ def refuse_too_few_prompts(trainer: ConstructedTrainer) -> None:
             f"{args.generation_batch_size} / num_generations {args.num_generations}): add rows, or lower "
             "per_device_train_batch_size or gradient_accumulation_steps."
         )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What a run has to measure, and whether it can.
-
-
-def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
-    """Return what the constructed `trainer` measures of every rollout batch.
-
-    Raises:
-        ConfigError: a feature needs a measurement that model, data or generation do not allow; it is named.
-    """
-    args = trainer.args
-    features = _readers(trainer)
-    attention = features["attention"]
-    perceiving = (
-        features["dependency"]
-        + features["shift"]
-        + features["views"]
-        + _on(args.perception_loss_weight > 0, "perception_loss_weight")
-        + _on(args.der_loss_weight2 > 0, "der_loss_weight2")
-    )
-    scored = features["entropies"] + features["logps"] + _on(args.uses_critic, "advantage_estimator gae")
-    blind = _blind_readers(trainer)
-    seeing = attention + features["similarity"]
-    _refuse(seeing + scored + perceiving + blind, _why_no_rollout(trainer))
-    _refuse(seeing + perceiving + blind, _why_no_images(trainer))
-    _refuse(features["regions"], _why_no_regions(trainer))
-    ids = tuple(args.vision_token_ids or ()) or _found_vision_tokens(trainer)
-    _refuse_unknown_tokens(trainer)
-    if features["similarity"]:
-        _refuse(features["similarity"], _why_no_similarity(trainer, ids))
-    if attention:
-        _refuse(attention, _why_no_attention(trainer, ids))
-        _refuse_missing_layers(trainer)
-    elif args.compute_attention_metrics is None and _measurable(trainer, ids):
-        features["attention"] = ("compute_attention_metrics",)
-    return Measurement(
-        Wanted(**features),
-        ids,
-        tuple(special_token_ids(trainer.processing_class)),
-        attention_source=args.attention_source,
-        attention_segments=args.attention_segments,
-        similarity_layer=args.hidden_similarity_layer,
-        similarity_over=args.hidden_similarity_over,
-        views=tuple(args.read_views(bool(features["dependency"]))),
-        named=_named(trainer),
-        blind=bool(blind),
-    )
-
-
-def _named(trainer: ConstructedTrainer) -> tuple[NamedSignal, ...]:
-    found = named_signals(trainer.args, [need for reward in trainer.reward_funcs for need in _signals_of(reward)])
-    if any(signal.name == "stability" for signal in found) and not trainer.args.further_perturbations:
-        raise ConfigError("The signal stability compares perturbations: name others as further_perturbations.")
-    return found
-
-
-def _signals_of(reward: Any) -> list[str]:
-    return [need for need in needs_of(reward) if need != BLIND_ANSWERS]
-
-
-def _readers(trainer: ConstructedTrainer) -> dict[str, tuple[str, ...]]:
-    """Measurement -> what needs it: rewards, rules of credit, signals, other options."""
-    data_columns = set(getattr(trainer.train_dataset, "column_names", None) or ())
-    args = trainer.args
-    found: dict[str, list[str]] = {name: [] for name in MEASUREMENTS}
-    for name, reward in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True):
-        if columns_needed_by(reward) - data_columns:
-            found["attention"].append(f"the reward {name}")
-        for need in measurements(_signals_of(reward)):
-            if is_late(need):
-                raise ConfigError(
-                    f"The reward {name} needs {need}, measured after the rewards: let a signal or rule read it."
-                )
-            found[need].append(f"the reward {name}")
-    for rule, need in own_rules(args).items():
-        found[need].append(rule)
-    for need, readers in args.readers().items():
-        found["views" if need.startswith(VIEW) else need] += readers
-    found["attention"] += found["regions"]
-    found["attention"] += _on(args.compute_attention_metrics is True, "compute_attention_metrics")
-    found["logps"] += _on(args.penalises_kl, "kl_coef")
-    found["values"] = list(_on(args.uses_critic and args.critic == "head", "advantage_estimator gae"))
-    return {name: tuple(readers) for name, readers in found.items()}
-
-
-def _blind_readers(trainer: ConstructedTrainer) -> tuple[str, ...]:
-    pairs = zip(trainer.reward_func_names, trainer.reward_funcs, strict=True)
-    return tuple(f"the reward {name}" for name, reward in pairs if BLIND_ANSWERS in needs_of(reward))
-
-
-def _on(value: bool, name: str) -> tuple[str, ...]:
-    return (name,) if value else ()
-
-
-def _refuse(features: tuple[str, ...], why: str | None) -> None:
-    if features and why is not None:
-        raise ConfigError(f"{features[0]} cannot be used here: {why}")
-
-
-def _why_no_rollout(trainer: ConstructedTrainer) -> str | None:
-    for name in ("rollout_func", "tools", "environment_factories"):
-        if getattr(trainer, name, None):
-            return (
-                f"with {name.removesuffix('_factories')} the tokens of a completion are not all the policy's answer to "
-                "its prompt; switch one of the two off."
-            )
-    return None
-
-
-def _why_no_images(trainer: ConstructedTrainer) -> str | None:
-    if not trainer._is_vlm:
-        return f"{type(trainer.model).__name__} reads text only; use a vision-language model, or switch it off."
-    if not data_has_images(trainer):
-        return "the data have no column `image` or `images`; add one, or switch it off."
-    return None
-
-
-def _why_no_regions(trainer: ConstructedTrainer) -> str | None:
-    if trainer.args.attention_source == "generate":
-        return 'attention_source is "generate", which does not know regions; use "scoring".'
-    columns = getattr(trainer.train_dataset, "column_names", None)
-    if columns is not None and not set(COLUMNS) & set(columns):
-        return f"the data have neither of the columns {' and '.join(COLUMNS)}; add one, or switch it off."
-    return None
-
-
-def _refuse_missing_layers(trainer: ConstructedTrainer) -> None:
-    last = trainer.args.token_weights_last_k_layers
-    layers = count_attention_layers(trainer.accelerator.unwrap_model(trainer.model))
-    if trainer.args.token_weights and last is not None and last > layers:
-        raise ConfigError(
-            f"token_weights_last_k_layers is {last}, but {layers} layers of the model have attention: give a number in "
-            f"[1, {layers}], or None for the late segment."
-        )
-
-
-def _refuse_unknown_tokens(trainer: ConstructedTrainer) -> None:
-    config = trainer.accelerator.unwrap_model(trainer.model).config
-    embedded = config.get_text_config(decoder=True).vocab_size
-    for token in trainer.args.vision_token_ids or ():
-        if token >= embedded:
-            raise ConfigError(
-                f"vision_token_ids has {token}, but the model has {embedded} tokens: give the placeholder of images."
-            )
-
-
-def _found_vision_tokens(trainer: ConstructedTrainer) -> tuple[int, ...]:
-    return tuple(vision_token_ids(trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class))
-
-
-def _why_no_similarity(trainer: ConstructedTrainer, ids: tuple[int, ...]) -> str | None:
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    why = _why_no_vision_tokens(ids) or why_not_measurable(model)
-    if why is None:
-        hidden_state_number(trainer.args.hidden_similarity_layer, len(decoder_layers(find_decoder(model))))
-    return why
-
-
-def _why_no_vision_tokens(ids: tuple[int, ...]) -> str | None:
-    if ids:
-        return None
-    return (
-        "the placeholder token of images is not found in the model's configuration or its processor; give it as "
-        "vision_token_ids."
-    )
-
-
-def _why_no_attention(trainer: ConstructedTrainer, ids: tuple[int, ...]) -> str | None:
-    if (why := _why_no_vision_tokens(ids)) is not None:
-        return why
-    if trainer.args.attention_source == "generate":
-        for on, backend in (
-            (trainer.use_vllm, "vLLM"),
-            (trainer.use_transformers_continuous_batching, "continuous batching"),
-            ((getattr(getattr(trainer, "generation_config", None), "num_beams", None) or 1) > 1, "beam search"),
-        ):
-            if on:
-                return f'attention_source is "generate" with {backend}, which keeps no attention; use "scoring".'
-    return why_not_measurable(trainer.accelerator.unwrap_model(trainer.model))
-
-
-def _measurable(trainer: ConstructedTrainer, ids: tuple[int, ...]) -> bool:
-    reasons = (_why_no_rollout(trainer), _why_no_images(trainer), _why_no_attention(trainer, ids))
-    return all(reason is None for reason in reasons)

@@ -1,6 +1,5 @@
 """What does not go together, told before the first step: options, passes, and TRL's private names."""
 
-import inspect
 from collections.abc import Iterator
 from importlib.metadata import version
 from itertools import chain
@@ -11,13 +10,14 @@ from packaging.version import Version
 from peft import PeftModel
 from torch import nn
 from transformers import GenerationConfig
-from trl.trainer import grpo_trainer, utils
+from trl.trainer import utils
 
 from vgr_trl.added_loss import what_reads_every_token
 from vgr_trl.config import SWITCHES
 from vgr_trl.efficiency.loss_mask import SkippingPlan, why_padding_counts
 from vgr_trl.efficiency.vision_cache import VisionCache, parts_of_tower, tower_trains, why_not_once
-from vgr_trl.forward_passes import BlankImage
+from vgr_trl.forward_passes import DummyImage
+from vgr_trl.measure import Measurement
 from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.sampling import filter_index
 from vgr_trl.sharing.model_support import (
@@ -33,11 +33,7 @@ from vgr_trl.sharing.model_support import (
 )
 from vgr_trl.sharing.prefix_forward import why_not_pack
 from vgr_trl.sharing.sharing import Place, SharingPlan, why_not_regroup
-from vgr_trl.signals.scoring import Wanted
-from vgr_trl.utils import CURE, ConfigError, UnsupportedTRLError, check_release, release, supported
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What passes of a run compute once, and what they leave out; where, and why not elsewhere.
+from vgr_trl.utils import ConfigError, UnsupportedTRLError, release
 
 
 def plan_sharing(trainer: ConstructedTrainer) -> SharingPlan:
@@ -101,14 +97,14 @@ def _why_not_train(trainer: ConstructedTrainer) -> str | None:
     return None
 
 
-def plan_blank_image(trainer: ConstructedTrainer, has_images: bool) -> BlankImage | None:
+def plan_dummy_image(trainer: ConstructedTrainer, has_images: bool) -> DummyImage | None:
     """Return what takes part in the vision tower where only other processes have images; None: nothing need."""
     base = base_of(causal_model(trainer.model))
     processor = getattr(trainer.processing_class, "image_processor", None)
     alone = trainer.accelerator.num_processes == 1 or not (has_images and trainer._is_vlm)
     if alone or processor is None or not hasattr(base, "get_image_features") or _compiles(trainer):
         return None
-    return BlankImage(processor, trainer.accelerator, _is_sharded(trainer))
+    return DummyImage(processor, trainer.accelerator, _is_sharded(trainer))
 
 
 def plan_vision(trainer: ConstructedTrainer, has_images: bool) -> VisionCache:
@@ -128,7 +124,7 @@ def _why_not_once(trainer: ConstructedTrainer, base: nn.Module) -> str | None:
     return why_not_once(base)
 
 
-def plan_skipping(trainer: ConstructedTrainer, wanted: Wanted, sharing: SharingPlan) -> SkippingPlan:
+def plan_skipping(trainer: ConstructedTrainer, measurement: Measurement, sharing: SharingPlan) -> SkippingPlan:
     """Return what the constructed `trainer` leaves out of its passes, by its options, its loss and its model."""
     causal = causal_model(trainer.model)
     base = base_of(causal)
@@ -147,7 +143,7 @@ def plan_skipping(trainer: ConstructedTrainer, wanted: Wanted, sharing: SharingP
         packing=Place(off["pack_completions"] or _why_not_pack(trainer, base, sharing)),
         head=(off["skip_dead_tokens"] or compiled or headless) is None,
         dealing=Place(off["deal_by_length"] or _why_not_deal(trainer)),
-        old_logps=Place(off["reuse_first_pass"] or _why_old_logps_are_scored(trainer, wanted)),
+        old_logps=Place(off["reuse_first_pass"] or _why_old_logps_are_scored(trainer, measurement)),
         images=_is_sharded(trainer) or not parts_of_tower(base) or tower_trains(base),
         window=trainer.args.per_device_train_batch_size * min(accumulated, generated),
     )
@@ -179,7 +175,7 @@ def why_rows_matter(trainer: ConstructedTrainer, loss_type: str, **windows: int)
     )
 
 
-def _why_old_logps_are_scored(trainer: ConstructedTrainer, wanted: Wanted) -> str | None:
+def _why_old_logps_are_scored(trainer: ConstructedTrainer, measurement: Measurement) -> str | None:
     """Why old log-probabilities cannot come from the first training pass; None if they can."""
     args = trainer.args
     accumulated, generated = args.gradient_accumulation_steps, args.steps_per_generation or 1
@@ -191,8 +187,9 @@ def _why_old_logps_are_scored(trainer: ConstructedTrainer, wanted: Wanted) -> st
         return "a rollout is spread over several optimizer steps"
     if args.replay_buffer_size > 0:
         return "replay_buffer_size keeps them"
-    if wanted.head or wanted.values:
-        return f"{[*wanted.entropies, *wanted.dependency, *wanted.logps, *wanted.values][0]} needs the pass anyway"
+    for need in ("entropies", "dependency", "logps", "shift", "values"):
+        if need in measurement.needed:
+            return f"{measurement.needed[need]} needs the pass anyway"
     random = trainer.args.neftune_noise_alpha or has_active_dropout(trainer.model, when_training=True)
     return "dropout, or the noise of NEFTune" if random else None
 
@@ -219,10 +216,6 @@ def _compiles(trainer: ConstructedTrainer) -> bool:
 def _is_sharded(trainer: ConstructedTrainer) -> bool:
     plugin = trainer.args.deepspeed_plugin if trainer.is_deepspeed_enabled else None
     return bool(trainer.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Options that do not go with a trainer: with its loss, its rewards, its data, or how it generates and is launched.
 
 
 def refuse_unfit_options(trainer: ConstructedTrainer, sharded: bool, has_images: bool) -> None:
@@ -355,92 +348,6 @@ def _ends_with(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The places where this library joins TRL, checked before they are used.
-
-
-SEAMS = {
-    "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
-    "_compute_loss": ("model", "inputs"),
-    "_generate": ("prompts",),
-    "_generate_and_score_completions": ("inputs",),
-    "_generate_single_turn": (),
-    "_get_per_token_logps_and_entropies": (
-        "model",
-        "input_ids",
-        "attention_mask",
-        "logits_to_keep",
-        "batch_size",
-        "compute_entropy",
-    ),
-    "_get_dataloader": ("dataset",),
-    "_get_train_sampler": ("dataset",),
-    "_get_eval_sampler": ("eval_dataset",),
-    "_get_output_dir": ("trial",),
-    "_load_best_model": (),
-    "_log_completion_extra": ("column", "values"),
-    "_load_optimizer_and_scheduler": ("checkpoint",),
-    "_prepare_inputs": ("generation_batch",),
-    "_save_checkpoint": ("model", "trial"),
-    "_save_rng_state": ("output_dir",),
-    "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
-    "_tokenize_prompts": ("prompts",),
-    "create_model_card": ("model_name", "dataset_name", "tags"),
-    "log": ("logs", "start_time"),
-    "train": ("resume_from_checkpoint",),
-}
-
-
-# What ours replaces in the module of TRL's trainer while a batch is dealt to micro-batches.
-MODULE_SEAMS = ("shuffle_sequence_dict", "unsplit_pixel_values_by_grid")
-
-# What ours reads of a constructed trainer.
-ATTRIBUTES = (
-    "_buffered_inputs",
-    "_entropy_bonus_enabled",
-    "_is_vlm",
-    "_logs",
-    "_metrics",
-    "_pending_extra_logs",
-    "_pending_metrics",
-    "_step",
-    "_tokenizer",
-    "aux_loss_enabled",
-    "beta",
-    "environment_factories",
-    "eos_token_ids",
-    "importance_sampling_level",
-    "log_multimodal",
-    "loss_type",
-    "num_generations",
-    "num_generations_eval",
-    "num_iterations",
-    "off_policy_mask_threshold",
-    "pad_to_multiple_of",
-    "ref_model",
-    "reward_func_names",
-    "reward_funcs",
-    "reward_weights",
-    "rollout_func",
-    "shuffle_dataset",
-    "temperature",
-    "tools",
-    "top_entropy_quantile",
-    "use_transformers_continuous_batching",
-    "use_vllm",
-    "vllm_importance_sampling_correction",
-)
-
-
-def check_attributes(trainer: object) -> None:
-    """Raise `UnsupportedTRLError` unless the constructed `trainer` has the attributes that ours reads."""
-    for name in ATTRIBUTES:
-        if not hasattr(trainer, name):
-            raise UnsupportedTRLError(
-                f"TRL {version('trl')} is installed, and its trainer has no attribute {name}; {CURE}"
-            )
-
-
 def check_head(device: torch.device, installed: str | None = None) -> None:
     """Raise `UnsupportedTRLError` where TRL's fused head cannot run: before 1.16 it is a Triton kernel and no more.
 
@@ -454,22 +361,3 @@ def check_head(device: torch.device, installed: str | None = None) -> None:
             f"TRL {installed or version('trl')} scores by a Triton kernel, but the model is on {device.type}: train on "
             'a GPU, or pip install "trl>=1.16".'
         )
-
-
-def check_seams(trainer_class: type, installed: str | None = None) -> None:
-    """Raise `UnsupportedTRLError` unless `trainer_class`, TRL's trainer, has the methods that ours extends."""
-    check_release(installed)
-    found = supported(installed)
-    for name in MODULE_SEAMS:
-        if not hasattr(grpo_trainer, name):
-            raise UnsupportedTRLError(f"{found}, and its module grpo_trainer has no {name}; {CURE}")
-    for name, expected in SEAMS.items():
-        method = getattr(trainer_class, name, None)
-        if method is None:
-            raise UnsupportedTRLError(f"{found}, and {trainer_class.__name__} has no method {name}; {CURE}")
-        names = list(inspect.signature(method).parameters)
-        missing = [parameter for parameter in expected if parameter not in names]
-        if missing:
-            raise UnsupportedTRLError(
-                f"{found}, and {trainer_class.__name__}.{name} has no parameter {missing[0]}; {CURE}"
-            )

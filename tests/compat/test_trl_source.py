@@ -6,7 +6,6 @@ wheel that was downloaded and unpacked.
 
 import ast
 import inspect
-import os
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,9 @@ from trl_assumptions import TRAINER, Assumption, Source, of_the_head, of_the_los
 from trl_assumptions.reading import installed, names_assigned, parameters
 
 import vgr_trl
-from vgr_trl.validate import ATTRIBUTES, MODULE_SEAMS, SEAMS
+from vgr_trl import DAPOTrainer
 
 OURS = Path(vgr_trl.__file__).parent
-OF_A_BACKEND = {"generation_config", "generation_kwargs", "vllm_generation"}  # of generation; not there with the other
 SOURCE = installed()
 ASSUMPTIONS = [
     assumption for group in (of_the_rollout, of_the_steps, of_the_head, of_the_loss) for assumption in group.ASSUMPTIONS
@@ -39,62 +37,53 @@ def test_trl_does(assumption):
     check(assumption, SOURCE)
 
 
-@every_assumption
-def test_it_would_be_seen_that_trl_no_longer_does(assumption):
-    path, old, new = assumption.broken
-    if old not in SOURCE.text(path) and "TRL_SOURCE" in os.environ:
-        pytest.skip(f"TRL {SOURCE.version} words it in another way")
-    assert old in SOURCE.text(path)
-    with pytest.raises(pytest.fail.Exception, match="relies on it") as caught:
-        check(assumption, SOURCE.but(path, old, new))
-    assert assumption.ours.split(", ")[0] in str(caught.value)
+def calls_of_super() -> list[str]:
+    """Methods of TRL's trainer that ours extends."""
+    nodes = [node for name in ("trainer.py", "resume.py") for node in ast.walk(ast.parse((OURS / name).read_text()))]
+    return sorted(
+        {
+            node.attr
+            for node in nodes
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Call)
+            and getattr(node.value.func, "id", "") == "super" and node.attr != "__init__"
+        }
+    )  # fmt: skip
 
 
-@every_assumption
-def test_the_file_that_relies_on_it_is_there(assumption):
-    assert [name for name in assumption.ours.split(", ") if not (OURS / name).is_file()] == []
-
-
-@pytest.mark.parametrize("name", SEAMS)
-def test_the_method_is_there_with_its_parameters(name):
+@pytest.mark.parametrize("name", calls_of_super())
+def test_the_method_that_ours_extends_is_there_with_its_parameters(name):
     method = SOURCE.method(name)
     if method.name == "missing":
         base = SOURCE.function(name, "trainer/base_trainer.py", "_BaseTrainer")
         known = parameters(base) if base.name == name else list(inspect.signature(getattr(Trainer, name)).parameters)
     else:
         known = parameters(method)
-    missing = [parameter for parameter in SEAMS[name] if parameter not in known]
-    assert not missing, f"TRL {SOURCE.version}: {name} has no {missing[0]}; see SEAMS in validate.py"
+    ours = [each for each in inspect.signature(getattr(DAPOTrainer, name)).parameters.values() if each.name != "self"]
+    named = {each.name for each in ours if each.kind is each.POSITIONAL_OR_KEYWORD}
+    assert named <= {*known, "options"}, f"TRL {SOURCE.version}: {name} has {known}"
 
 
 def test_the_functions_that_ours_replaces_are_names_of_its_module():
     names = {alias.asname or alias.name for node in ast.walk(SOURCE.tree(TRAINER)) if isinstance(node, ast.ImportFrom)
              for alias in node.names}  # fmt: skip
-    assert set(MODULE_SEAMS) <= names, "see MODULE_SEAMS in validate.py"
+    assert {"shuffle_sequence_dict", "unsplit_pixel_values_by_grid"} <= names
 
 
-@pytest.mark.parametrize("name", [*ATTRIBUTES, *sorted(OF_A_BACKEND)])
-def test_the_attribute_is_set(name):
-    assert name in names_assigned(SOURCE.owner("GRPOTrainer")), (
-        f"TRL {SOURCE.version}: GRPOTrainer sets no {name}; see ATTRIBUTES in validate.py"
-    )
-
-
-def attributes_read() -> set[str]:
-    """What ours reads of anything called a trainer, and of itself in the classes that extend TRL's."""
-    read = set()
+def test_every_private_attribute_of_a_trainer_that_ours_reads_is_there():
+    read, assigned = set(), names_assigned(SOURCE.owner("GRPOTrainer"))
     for file in OURS.rglob("*.py"):
-        owners = {"trainer", "_trainer"} | ({"self"} if file.name in ("trainer.py", "resumable.py") else set())
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        text = file.read_text(encoding="utf-8")
+        owners = {"trainer", "_trainer"} | ({"self"} if "class DAPOTrainer" in text else set())
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Attribute) and getattr(node.value, "attr", getattr(node.value, "id", "")) in owners:
                 read.add(node.attr)
-    return read
-
-
-def test_every_attribute_that_trl_sets_and_ours_reads_is_checked():
-    read = attributes_read() & names_assigned(SOURCE.method("__init__"))
-    assert read <= {*ATTRIBUTES, *OF_A_BACKEND}
-    assert {"temperature", "_logs", "reward_weights"} <= read
+            if isinstance(node, ast.Assign) and "class DAPOTrainer" in text:
+                assigned |= {target.attr for target in node.targets if isinstance(target, ast.Attribute)}
+    private = {name for name in read if name.startswith("_") and not name.startswith("__")}
+    unknown = {name for name in private - assigned if SOURCE.method(name).name == "missing"}
+    unknown = {name for name in unknown if not hasattr(DAPOTrainer, name)}
+    assert unknown <= {"_pass", "_rollouts", "_rewards_with_nan"}
+    assert {"_metrics", "_logs", "_tokenizer"} <= private & assigned
 
 
 def imports_of_trl() -> list[tuple[str, str, str]]:

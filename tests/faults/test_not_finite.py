@@ -98,7 +98,7 @@ def test_groups_of_a_pass_that_was_nan_are_not_replayed(vision_trainer):
     trainer = vision_trainer(max_steps=3, replay_buffer_size=8, compute_attention_metrics=False)
     Faulty(trainer, "training", {1})
     trainer.train()
-    groups = trainer.stages.choice.replay.buffer.state_dict()["groups"]
+    groups = trainer.replay.buffer.state_dict()["groups"]
     assert len(groups) == 5  # six were generated, one of them with a completion whose pass was NaN
     for group in groups:
         assert group["rows"]["columns"]["old_per_token_logps"].isfinite().all()

@@ -18,12 +18,12 @@ from vgr_trl.sampling import (
     Placement,
     ReplayBuffer,
     correct_num_items,
-    dead_groups,
     groups_from_batch,
+    insert_groups,
     merge_states,
     split_state,
     with_old_logps,
-    write_groups_into_batch,
+    zero_variance_groups,
 )
 
 GROUP, GROUPS, STEPS = 4, 3, 8
@@ -130,7 +130,7 @@ def run(rank, world, team, resume_at):
         batch, signals = local_part(whole, rank, world)
         placement = Placement(GROUP * GROUPS // world, GROUP, rank, world)
         buffer.advance(step)
-        dead = dead_groups(advantages, rewards, GROUP)
+        dead = zero_variance_groups(advantages, rewards, GROUP)
         chosen = dict(zip(dead, buffer.sample(len(dead)), strict=False))
         live = [group for group in range(GROUPS) if group not in dead]
         stored = groups_from_batch(
@@ -140,7 +140,7 @@ def run(rank, world, team, resume_at):
         )  # fmt: skip
         old = batch["old_per_token_logps"]
         completed = with_old_logps(dict(zip(live, stored, strict=True)), old, placement, team.gather_object)
-        batch, signals = write_groups_into_batch(
+        batch, signals = insert_groups(
             batch, chosen, placement, pad_token_id=PAD, signals=signals, gather=team.gather_object
         )
         batch = correct_num_items(batch, team.gather)

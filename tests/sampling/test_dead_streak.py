@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vgr_trl.sampling import DeadStreak
+from vgr_trl.sampling import ZeroVarianceStreak
 
 
 def streak(**changed):
@@ -13,7 +13,7 @@ def streak(**changed):
         "replay_var_epsilon": 1e-6, "filter_key": "accuracy", "filter_low": 0.2, "filter_high": 0.8,
         "filter_mode": "bounds",
     }  # fmt: skip
-    return DeadStreak(SimpleNamespace(**defaults | changed))
+    return ZeroVarianceStreak(SimpleNamespace(**defaults | changed))
 
 
 def told(counter, lives):
@@ -41,10 +41,10 @@ def test_both_reasons_are_counted_a_group_once():
     """Of 4 groups 1 and 2 are equal, 2 and 3 outside the bounds; group 0 is alive at first."""
     counter = streak()
     counter.add(4, [1, 2], [2, 3], [0.5, 0.5, 0.0, 0.9])
-    assert counter.end_rollout(0, live=1) is None
+    assert counter.end_rollout(0, kept=1) is None
     for step in range(1, 6):
         counter.add(4, [0, 1, 2], [2, 3], [0.5, 0.5, 0.0, 0.9 + step / 100])
-        sentence = counter.end_rollout(step, live=0)
+        sentence = counter.end_rollout(step, kept=0)
     assert sentence == (
         "No group has had a gradient for 5 steps, so nothing is trained: of 20 groups 15 have rewards that do not "
         "differ (replay_var_epsilon 1e-06) and 5 are left out by online_filtering, because their means of filter_key "

@@ -10,7 +10,7 @@ from support.trainers import config
 
 from vgr_trl import DAPOTrainer
 from vgr_trl.demo.tiny_model import build_tiny_vlm
-from vgr_trl.sampling import Placement, correct_num_items, groups_from_batch, write_groups_into_batch
+from vgr_trl.sampling import Placement, correct_num_items, groups_from_batch, insert_groups
 
 WORDS = "what colour is this red green blue yellow which of them do you see here now and there"
 GROUP = 2
@@ -99,7 +99,7 @@ def test_log_probabilities_of_moved_rows_are_those_of_their_own_batch(trainer, m
     assert len({len(row) for row in there}) > 1
     for replacements in ({0: 2, 2: 0}, {1: 1}, {0: 0, 1: 1, 2: 2}):
         chosen = {target: stored[source] for target, source in replacements.items()}
-        written, _ = write_groups_into_batch(batch, chosen, placement, pad_token_id=pad)
+        written, _ = insert_groups(batch, chosen, placement, pad_token_id=pad)
         sources = [replacements.get(group) for group in range(3) for _ in range(GROUP)]
         for chunk in (None, 2):
             found = row_values(logps(trainer, written, chunk), written)
@@ -129,7 +129,7 @@ def test_the_loss_of_a_batch_with_every_group_replaced_is_that_of_the_other_batc
     stored = groups_from_batch(
         other, [0, 1, 2], placement, advantages=other["advantages"], rewards=torch.zeros(6), pad_token_id=pad
     )
-    written, _ = write_groups_into_batch(batch, dict(enumerate(stored)), placement, pad_token_id=pad)
+    written, _ = insert_groups(batch, dict(enumerate(stored)), placement, pad_token_id=pad)
     written = correct_num_items(written, lambda count: count)
     assert written["num_items_in_batch"] == other["num_items_in_batch"] != batch["num_items_in_batch"]
     trainer.current_gradient_accumulation_steps = 1

@@ -10,7 +10,7 @@ import torch
 from batches import FAMILIES, PAD, draw_batch, draw_signals
 from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 
-from vgr_trl.sampling import Placement, correct_num_items, groups_from_batch, with_old_logps, write_groups_into_batch
+from vgr_trl.sampling import Placement, correct_num_items, groups_from_batch, insert_groups, with_old_logps
 from vgr_trl.utils import DataError
 
 TOKENS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio")
@@ -36,7 +36,7 @@ def cut(batch, wanted, advantages=None, rewards=None, group=2, **options):
 
 def write(batch, replacements, group=2, **options):
     placement = Placement(len(batch["prompt_ids"]), group)
-    return write_groups_into_batch(batch, replacements, placement, pad_token_id=PAD, **options)
+    return insert_groups(batch, replacements, placement, pad_token_id=PAD, **options)
 
 
 def rows_as_read(batch: dict[str, Any]) -> list[dict[str, Any]]:

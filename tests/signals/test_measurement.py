@@ -1,22 +1,31 @@
 """What is kept while a rollout batch is made: where attention is measured, and how it fits the batch."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.models.eager_reference import SPECIAL_IDS, VISION_IDS, difference, reference
 from support.models.families import CLOSE, EOS, IMAGE, OPEN, VIDEO, build, make_batch
 
+from vgr_trl.measure import Measurement, _rows_that_fit, measure_pass, pad_to_length
+from vgr_trl.rollout import Rollout
 from vgr_trl.sharing import share_prompts
-from vgr_trl.signals import AttentionMass, Measurement, Wanted, signals_of_generation
-from vgr_trl.signals.scoring import _rows_that_fit, pad_to_length
+from vgr_trl.signals import AttentionMass, GenerationProbe
 
 
-def measurement_of(source, **wanted):
-    return Measurement(Wanted(**wanted), VISION_IDS, SPECIAL_IDS, source)
+def measured_by(score, model, ids, mask, length, *needed, generated_mass=None):
+    """What the score returns, and the rollout that it was measured for."""
+    args = SimpleNamespace(attention_segments="thirds", hidden_similarity_layer=-1, hidden_similarity_over="centre")
+    measurement = Measurement(dict.fromkeys(needed, "an option"), VISION_IDS, SPECIAL_IDS)
+    trainer = SimpleNamespace(measurement=measurement, args=args, value_hook=None, hidden_hook=None)
+    rollout = Rollout([], generated_mass=generated_mass)
+    inputs = {"input_ids": ids, "attention_mask": mask, "logits_to_keep": length}
+    return measure_pass(trainer, rollout, model, inputs, lambda compute_entropy: score()), rollout
 
 
 def test_entropies_that_are_not_computed_are_undefined():
     logps, mask = torch.zeros(2, 3), torch.tensor([[1, 1, 1], [1, 1, 0]])
-    scored, measured = measurement_of("scoring").measure(None, mask, mask, 3, lambda: (logps, None, "aux"))
+    scored, measured = measured_by(lambda: (logps, None, "aux"), None, mask, mask, 3)
     assert scored[1:] == (None, "aux")
     assert measured.signals.entropies.shape == (2, 3)
     assert measured.signals.entropies.isnan().all()
@@ -38,10 +47,8 @@ def scoring(model, inputs, length):
 def test_attention_measured_by_scoring():
     model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
     expected = reference(model, batch)
-    measurement = measurement_of("scoring", attention=("vgr",))
-    assert not measurement.in_generation
     ids, mask = batch.inputs["input_ids"], batch.inputs["attention_mask"]
-    _, measured = measurement.measure(model, ids, mask, 12, scoring(model, batch.inputs, 12))
+    _, measured = measured_by(scoring(model, batch.inputs, 12), model, ids, mask, 12, "attention")
     mass = measured.signals.attention
     assert difference(mass.vision, expected.vision, expected.valid) < 1e-5
     assert torch.equal(mass.mask, expected.valid)
@@ -50,11 +57,10 @@ def test_attention_measured_by_scoring():
 
 def test_scores_are_kept_in_float32_and_without_a_graph():
     """TRL's may be bfloat16 under autocast."""
-    measurement = measurement_of("scoring", entropies=("x",))
     scores = torch.full((2, 3), 0.5, dtype=torch.bfloat16, requires_grad=True)
     ids = torch.zeros(2, 5, dtype=torch.long)
     score = lambda: (scores, scores * 2, None)  # noqa: E731
-    _, measured = measurement.measure(build("llava"), ids, torch.ones_like(ids), 3, score)
+    _, measured = measured_by(score, build("llava"), ids, torch.ones_like(ids), 3, "entropies")
     for found, value in ((measured.signals.logps, 0.5), (measured.signals.entropies, 1.0)):
         assert (found.dtype, found.requires_grad) == (torch.float32, False)
         assert found.eq(value).all()
@@ -66,14 +72,15 @@ def test_attention_measured_in_generation(longer):
     """The same as by scoring; columns that padding adds do not count, columns that are cut off are gone."""
     model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
     prompts = batch.prompt_inputs()
-    measurement = measurement_of("generate", attention=("token_weights",))
-    assert measurement.in_generation
     sampling = {"do_sample": True, "max_new_tokens": 8, "suppress_tokens": [IMAGE, VIDEO, OPEN, CLOSE, EOS]}
     torch.manual_seed(0)
     with share_prompts(model):
         tokens = model.generate(**prompts, **sampling)
     torch.manual_seed(0)
-    with share_prompts(model), measurement.generation_probe(model) as probe:
+    with (
+        share_prompts(model),
+        GenerationProbe(model, vision_token_ids=VISION_IDS, special_token_ids=SPECIAL_IDS) as probe,
+    ):
         assert torch.equal(model.generate(**prompts, **sampling), tokens)
     length = 8 + longer
     prompt = prompts["input_ids"].size(1)
@@ -84,11 +91,10 @@ def test_attention_measured_in_generation(longer):
     hook = model.register_forward_pre_hook(lambda *_: passes.append(1))
     inputs = {**prompts, "input_ids": ids, "attention_mask": mask, "mm_token_type_ids": (ids == IMAGE).long()}
     score = scoring(model, inputs, length)
-    _, measured = measurement.measure(model, ids, mask, length, score, generated_mass=probe.mass)
+    _, measured = measured_by(score, model, ids, mask, length, "attention", generated_mass=probe.mass)
     hook.remove()
     found = measured.signals.attention
-    by_scoring = measurement_of("scoring", attention=("vgr",))
-    expected = by_scoring.measure(model, ids, mask, length, score)[1].signals.attention
+    expected = measured_by(score, model, ids, mask, length, "attention")[1].signals.attention
     assert passes == [1], "one pass for log-probabilities"
     assert found.vision.shape == expected.vision.shape == (2, 6, length)
     assert torch.equal(found.mask, expected.mask)
@@ -96,14 +102,6 @@ def test_attention_measured_in_generation(longer):
     assert difference(found.instruction, expected.instruction, found.mask) < 1e-5
     assert measured.prompt_mass is None
     assert probe.mass.vision.size(2) == 8
-    alone = signals_of_generation(probe.mass, mask[:, prompt:])
-    assert torch.equal(alone.attention.vision, found.vision)
-    assert alone.logps.isnan().all()
-
-
-def test_nothing_is_measured_in_generation_that_nobody_wants():
-    assert not measurement_of("generate", entropies=("x",)).in_generation
-    assert not measurement_of("scoring", attention=("x",)).in_generation
 
 
 @pytest.mark.parametrize(("length", "kept"), [(2, [True, True]), (4, [True, True, True, False])])
@@ -123,6 +121,6 @@ def test_maps_are_kept_of_as_many_rows_as_fit(monkeypatch):
     rows = (0, 1, 2, 3)
     one = 4 * 2 * 12 * 16
     for most, kept in ((one - 1, [3]), (one, [0]), (2 * one - 1, [0, 3]), (2 * one, [0, 2]), (3 * one, [0, 1])):
-        monkeypatch.setattr("vgr_trl.signals.scoring.MOST_KEPT", most)
+        monkeypatch.setattr("vgr_trl.measure.MOST_KEPT", most)
         assert _rows_that_fit(vision, 2 * 12, rows) == kept
     assert _rows_that_fit(vision, 2 * 12, ()) == []

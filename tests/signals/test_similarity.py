@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from support.models.eager_reference import VISION_IDS, masks_of
+from support.models.eager_reference import masks_of
 from support.models.families import build, make_batch
+from test_measurement import measured_by
 
 from vgr_trl.batch import RolloutSignals, columns_of_signals, signals_of_columns
 from vgr_trl.config import MeasureOptions
 from vgr_trl.sharing import share_prompts
-from vgr_trl.signals import Measurement, Wanted
 from vgr_trl.signals.named import add_named, named_signals
 from vgr_trl.signals.similarity import SimilarityProbe, cosine_similarity
 from vgr_trl.utils import ConfigError
@@ -77,11 +77,6 @@ def test_a_layer_that_is_not_there():
 def test_measured_beside_attention_and_kept_in_a_buffer():
     model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
     inputs, length = batch.inputs, batch.completion_length
-    measurement = Measurement(
-        Wanted(attention=("vgr",), similarity=("similarity",)), VISION_IDS, (0,), similarity_over="centre"
-    )
-    assert measurement.wanted.scoring
-    assert not measurement.wanted.head
 
     def score():
         with torch.no_grad():
@@ -89,8 +84,9 @@ def test_measured_beside_attention_and_kept_in_a_buffer():
         nothing = torch.zeros(len(inputs["input_ids"]), length)
         return nothing, nothing, None
 
-    _, measured = measurement.measure(model, inputs["input_ids"], inputs["attention_mask"], length, score)
-    signals = measured.signals
+    needed = ("attention", "similarity")
+    _, rollout = measured_by(score, model, inputs["input_ids"], inputs["attention_mask"], length, *needed)
+    signals = rollout.signals
     assert signals.attention is not None
     again = signals_of_columns(columns_of_signals(signals))
     assert torch.equal(again.similarity, signals.similarity)

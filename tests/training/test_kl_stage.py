@@ -106,7 +106,7 @@ def test_among_the_rewards_it_is_taken_from_each_completion_before_groups_are_co
     assert metrics[f"rewards/{PENALTY}/mean"] == [pytest.approx(-0.5 * kl.sum(1).mean().item(), rel=1e-4)]
     assert metrics["kl/mean"] == [pytest.approx((kl.sum() / mask.sum()).item(), rel=1e-4)]
     assert metrics["kl/coefficient"] == [0.5]
-    assert trainer.stages.kl.controller.coefficient == pytest.approx(0.5 * (1 + 0.2 * 4 / 100))
+    assert trainer.kl.controller.coefficient == pytest.approx(0.5 * (1 + 0.2 * 4 / 100))
 
 
 def full_by_hand(trainer, inputs, reference):
@@ -192,10 +192,10 @@ def test_an_adaptive_coefficient_goes_on_from_a_checkpoint(make):
     coefficients = [entry["kl/coefficient"] for entry in whole.state.log_history if "kl/coefficient" in entry]
     # KL near 0 for target 1: error -1, clipped to -0.2; 8 of 100 completions a step.
     assert coefficients == pytest.approx([0.5, 0.5 * 0.984, 0.5 * 0.984**2])
-    assert whole.stages.kl.controller.coefficient == pytest.approx(0.5 * 0.984**3)
+    assert whole.kl.controller.coefficient == pytest.approx(0.5 * 0.984**3)
     resumed = make(**options)
     resumed.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-2")
-    assert resumed.stages.kl.controller.coefficient == whole.stages.kl.controller.coefficient
+    assert resumed.kl.controller.coefficient == whole.kl.controller.coefficient
 
 
 def test_what_does_not_go_together_is_refused(tmp_path):

@@ -12,8 +12,7 @@ from trl.trainer import utils as trl_utils
 
 from vgr_trl import DAPOConfig
 from vgr_trl.batch import scoring_inputs
-from vgr_trl.measure import score_completions
-from vgr_trl.prepare import plan_measurement
+from vgr_trl.measure import plan_measurement, score_completions
 from vgr_trl.rewards import accuracy_reward, mdi_reward, vgr_reward
 from vgr_trl.rollout import Rollout
 from vgr_trl.utils import ConfigError
@@ -118,7 +117,7 @@ def test_recorded_rows_alone_go_through_the_head(make, monkeypatch, changed):
     inputs = scoring_inputs(
         trainer._generate_and_score_completions([trainer.train_dataset[index // 4] for index in range(8)])
     )
-    whole = trainer.host.score(inputs)
+    whole = trainer.score(inputs)
     projected = []
     original = trl_utils._ChunkedLogProbFunction.forward
 
@@ -130,7 +129,7 @@ def test_recorded_rows_alone_go_through_the_head(make, monkeypatch, changed):
     monkeypatch.setattr(trl_utils._ChunkedLogProbFunction, "forward", staticmethod(counted))
     for rows in ((0, 2, 5), (1,), ()):
         projected.clear()
-        found = trainer.host.score(inputs, head=False, rows=rows)
+        found = trainer.score(inputs, head=False, rows=rows)
         chunks = 8 // trainer.args.per_device_train_batch_size
         through = sorted({*rows, *(first for first in range(0, 8, 8 // chunks) if not rows)})
         if chunks == 2 and rows == (1,):
@@ -231,10 +230,10 @@ def test_the_measured_pass_gets_what_trl_would_pass(make, changed):
     trainer.model.train()
     batch = trainer._generate_and_score_completions(rows)
     scored = []
-    score, trainer.host.score = trainer.host.score, lambda inputs, **options: scored.append(inputs)
+    score, trainer.score = trainer.score, lambda inputs, **options: scored.append(inputs)
     rollout = Rollout(rows, prompts=found["prompts"])
-    score_completions(rollout, trainer.host, trainer.stages.measurement, found["ids"])
-    trainer.host.score = score
+    score_completions(trainer, rollout, found["ids"])
+    trainer.score = score
     [ours] = scored
     theirs = scoring_inputs(batch)
     assert ours.pop("num_tiles") is None
@@ -294,4 +293,4 @@ class TestRefusals:
         monkeypatch.setattr("vgr_trl.signals.attention.SUPPORTED", ("flash_attention_2",))
         with pytest.raises(ConfigError, match="token_weights cannot be used here: the attention implementation is"):
             make(token_weights=True)
-        assert not make().stages.measurement.wanted.attention, "metrics that nobody asked for are left out"
+        assert not make().measurement.needed, "metrics that nobody asked for are left out"

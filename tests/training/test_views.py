@@ -1,5 +1,6 @@
 """The dependency under several perturbations: one pass, and what each of them alone gives."""
 
+from copy import copy
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from support.trainers import letters_reward, logged
 from vgr_trl import DAPOConfig, registries
 from vgr_trl.batch import RolloutSignals, columns_of_signals, signals_of_columns
 from vgr_trl.config import PerturbationOptions
-from vgr_trl.measure import perceive
+from vgr_trl.measure import score_perturbed
 from vgr_trl.registries import declares
 from vgr_trl.signals.named import add_named, named_signals
 from vgr_trl.utils import ConfigError
@@ -21,24 +22,28 @@ def test_each_view_alone_and_all_at_once(vision_trainer, monkeypatch):
     """Within one rollout, mean and minimum of what three runs of the pass give, each with one perturbation."""
     views = {"perturbation": VIEWS[0], "further_perturbations": list(VIEWS[1:])}
     run = vision_trainer(max_completion_length=4, max_steps=1, credit_rules=["trajectory_scale"], **views)
-    options, found, passes, scored = run.args, {}, [], run.host.score
+    options, found, passes, scored = run.args, {}, [], run.score
 
     def score(inputs, *args, **options):
         passes.append(len(inputs["input_ids"]))
         return scored(inputs, *args, **options)
 
-    def measured(rollout, host, measurement):
+    def measured(trainer, rollout):
+        measurement = trainer.measurement
         for name in VIEWS:
             options.perturbation, options.further_perturbations = name, None
-            found[name] = perceive(rollout, host, replace(measurement, views=(name,))).signals.dependency
+            trainer.measurement = replace(measurement, views=(name,))
+            score_perturbed(trainer, rollout)
+            found[name] = rollout.signals.dependency
         options.perturbation, options.further_perturbations = VIEWS[0], list(VIEWS[1:])
-        monkeypatch.setattr(run.host, "score", score)
+        trainer.measurement = measurement
+        monkeypatch.setattr(run, "score", score)
         for options.dependency_over in ("mean", "min"):
-            found[options.dependency_over] = perceive(rollout, host, measurement).signals.dependency
+            score_perturbed(trainer, rollout)
+            found[options.dependency_over] = rollout.signals.dependency
         found["images"] = rollout.perturbed_images
-        return rollout
 
-    monkeypatch.setattr("vgr_trl.trainer.perceive", measured)
+    monkeypatch.setattr("vgr_trl.trainer.score_perturbed", measured)
     run.train()
     each = torch.stack([found[name] for name in VIEWS])
     assert each.std(0).max() > 1e-7, "the views differ"
@@ -66,14 +71,14 @@ def test_views_that_are_refused(options, message, tmp_path):
 
 
 def rollout_of(run, monkeypatch):
-    """The rollout of one step of a trainer, once it is perceived."""
+    """The rollout of one step of a trainer, scored under perturbations."""
     found = []
 
-    def measured(rollout, host, measurement):
-        found.append(perceive(rollout, host, measurement))
-        return found[-1]
+    def measured(trainer, rollout):
+        score_perturbed(trainer, rollout)
+        found.append(copy(rollout))
 
-    monkeypatch.setattr("vgr_trl.trainer.perceive", measured)
+    monkeypatch.setattr("vgr_trl.trainer.score_perturbed", measured)
     run.train()
     return found[0]
 
@@ -103,9 +108,9 @@ def test_the_question_without_its_image(share, vision_trainer, monkeypatch):
         max_steps=1, credit_rules=["trajectory_scale"], signals=["stability"], share_prompts=share,
         perturbation="remove_image", further_perturbations=["gaussian_blur"], learning_rate=0.0,
     )  # fmt: skip
-    passes, scored = [], run.host.score
+    passes, scored = [], run.score
     monkeypatch.setattr(
-        run.host, "score", lambda inputs, *more, **named: passes.append(inputs) or scored(inputs, *more, **named)
+        run, "score", lambda inputs, *more, **named: passes.append(inputs) or scored(inputs, *more, **named)
     )
     rollout = rollout_of(run, monkeypatch)
     signals = rollout.signals

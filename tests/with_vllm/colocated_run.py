@@ -158,20 +158,19 @@ def difference_from_model(model: torch.nn.Module, prompts: list, completions: li
 
 def compare_with_scoring(heard: list[dict]) -> None:
     """Note how far vLLM's log-probabilities are from those given the images of `noisy_generations`, and given clean."""
-    plain = trainer_module.as_generated
+    plain = trainer_module.finish_noise
 
-    def as_generated(rollout, host):
-        clean = host.score(scoring_inputs(rollout.batch))
-        judged = plain(rollout, host)
-        seen, mask = judged.batch["old_per_token_logps"], judged.batch["completion_mask"].bool()
+    def finish_noise(trainer, rollout):
+        clean = trainer.score(scoring_inputs(rollout.batch))
+        plain(trainer, rollout)
+        seen, mask = rollout.batch["old_per_token_logps"], rollout.batch["completion_mask"].bool()
         theirs = torch.zeros_like(seen)
         for row, values in enumerate(heard[-1]["logps"]):
             theirs[row, : len(values)] = torch.tensor(values)
         for name, mine in (("from_seen", seen), ("from_clean", clean)):
             heard[-1][name] = ((mine - theirs).abs() * mask).amax(1).tolist()
-        return judged
 
-    trainer_module.as_generated = as_generated
+    trainer_module.finish_noise = finish_noise
 
 
 if __name__ == "__main__":

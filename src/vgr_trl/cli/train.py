@@ -786,7 +786,7 @@ def train(
         refuse_finished(checkpoint, total_steps(trainer))
     print_steps_as_lines(trainer)
     trainer.add_callback(last_evaluation := LastEvaluation())
-    trainer.add_callback(RecordBefore(trainer, trainer.stages.recorder.evaluated))
+    trainer.add_callback(RecordBefore(trainer, trainer.recorder.evaluated))
     trainer.add_callback(SaveOnTermination(trainer.accelerator))
     if trainer.accelerator.is_main_process:
         write_identity(output_dir, identity)

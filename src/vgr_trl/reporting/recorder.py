@@ -18,7 +18,7 @@ from hashlib import sha1
 from itertools import cycle, islice
 from math import isqrt, prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
 import numpy as np
@@ -50,16 +50,18 @@ from vgr_trl.reporting.records import (
     refuse_unwritable,
     token_pieces,
 )
-from vgr_trl.rollout import ConstructedTrainer, Host, Rollout
+from vgr_trl.rollout import ConstructedTrainer, Rollout
 from vgr_trl.signals.named import QUANTITIES, measure_segments, reward_columns
 from vgr_trl.signals.ratios import late_layers, token_vision_gain_ratio
 from vgr_trl.signals.regions import in_pixels
-from vgr_trl.signals.scoring import Measurement
 from vgr_trl.utils import ConfigError, DataError, VGRError
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Jobs that run one after the other in a thread, so that training does not wait for a disk.
 
+
+if TYPE_CHECKING:
+    from vgr_trl.trainer import DAPOTrainer
 
 logger = logging.get_logger(__name__)
 
@@ -879,6 +881,11 @@ def finished(
     return Finished(record, [row.thumbnails for row in rows], summary)
 
 
+def model_name(model: Any) -> str:
+    """Return the name under which a model was loaded, else that of its class."""
+    return str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
+
+
 class RolloutRecorder:
     """Records a few completions of rollouts, in a thread of the main process.
 
@@ -888,19 +895,21 @@ class RolloutRecorder:
         ConfigError: a file or folder cannot be written, or a log is asked for that nothing is measured for.
     """
 
-    def __init__(self, host: Host, measurement: Measurement, model: str) -> None:
-        self.host, self.args, self.measurement = host, host.args, measurement
+    def __init__(self, trainer: "DAPOTrainer") -> None:
+        self.trainer, self.args = trainer, trainer.args
         self.is_on = self.args.rollout_log_steps > 0
         self._last: dict[str, int | None] = {"train": None, "eval": None}
-        self._merge_size = getattr(getattr(host.processor, "image_processor", None), "merge_size", None)
-        self._decode = OwnDecoder(host.tokenizer)
+        self._merge_size = getattr(getattr(trainer.processing_class, "image_processor", None), "merge_size", None)
+        self._decode = OwnDecoder(trainer._tokenizer)
         if self.is_on:
             self._refuse()
         self.sink = RecordSink(
             Path(str(self.args.output_dir)),
-            self._description(model),
+            self._description(),
             int(self.args.rollout_log_max_megabytes * 1e6),
-            logs=markdown_logs(self.args, time.strftime("%Y%m%d_%H%M%S"), attention=bool(measurement.wanted.attention)),
+            logs=markdown_logs(
+                self.args, time.strftime("%Y%m%d_%H%M%S"), attention="attention" in trainer.measurement.needed
+            ),
             at_once=self.args.realtime_rollout_logging,
             prints=self.args.colorize_output,
             print_length=self.args.prompt_preview_length,
@@ -908,7 +917,7 @@ class RolloutRecorder:
 
     def _refuse(self) -> None:
         args = self.args
-        if args.attention_diag_log_path is not None and not self.measurement.wanted.attention:
+        if args.attention_diag_log_path is not None and "attention" not in self.trainer.measurement.needed:
             raise ConfigError(
                 f"attention_diag_log_path is {args.attention_diag_log_path}, but no attention is measured in this run: "
                 "switch compute_attention_metrics on, or leave it out."
@@ -918,7 +927,7 @@ class RolloutRecorder:
                 f"token_weights_log_path is {args.token_weights_log_path}, but token_weights is off: switch it on, or "
                 "leave it out."
             )
-        if self.host.accelerator.is_main_process:
+        if self.trainer.accelerator.is_main_process:
             refuse_unwritable(Path(str(args.output_dir)) / FOLDER, "output_dir", is_folder=True)
             for name in LOG_OPTIONS:
                 if (path := getattr(args, name)) is not None:
@@ -932,54 +941,54 @@ class RolloutRecorder:
         Args:
             rows: completions of each process.
         """
-        mode, host = self.host.mode, self.host
+        mode, trainer = self.trainer.mode, self.trainer
         if not self._is_due(mode):
             return None
-        self._last[mode] = host.state.global_step
-        first, total = host.accelerator.process_index * rows, rows * host.accelerator.num_processes
-        chosen = rows_to_record(self.args.rollout_log_samples, host.num_generations, total)
+        self._last[mode] = trainer.state.global_step
+        first, total = trainer.accelerator.process_index * rows, rows * trainer.accelerator.num_processes
+        chosen = rows_to_record(self.args.rollout_log_samples, trainer.completions_per_prompt, total)
         return tuple(row - first for row in chosen if first <= row < first + rows)
 
     def _is_due(self, mode: str) -> bool:
         if not self.is_on:
             return False
-        last, step, every = self._last[mode], self.host.state.global_step, self.args.rollout_log_steps
+        last, step, every = self._last[mode], self.trainer.state.global_step, self.args.rollout_log_steps
         if mode == "eval":
             return last is None  # the first batch of each evaluation
         return last is None or step // every != last // every
 
     def keep(self, rollout: Rollout) -> TakenRows:
         """Return the recorded rows of a judged rollout, before groups are replaced and credit is spread."""
-        first = self.host.accelerator.process_index * len(rollout.rows)
-        pad = self.host.tokenizer.pad_token_id
-        return take_rows(rollout, first, self.host.num_generations, pad, self._merge_size)
+        first = self.trainer.accelerator.process_index * len(rollout.rows)
+        pad = self.trainer._tokenizer.pad_token_id
+        return take_rows(rollout, first, self.trainer.completions_per_prompt, pad, self._merge_size)
 
     def write(self, rollout: Rollout, taken: TakenRows) -> None:
         """Gather the recorded rows of a rollout, and let the main process write them; every process calls."""
         if rollout.recorded is None:
             return
-        host, gathered = self.host, [taken]
-        if host.accelerator.num_processes > 1:
+        trainer, gathered = self.trainer, [taken]
+        if trainer.accelerator.num_processes > 1:
             gathered = gather_object([with_pictures(taken)])
-        if not host.accelerator.is_main_process:
+        if not trainer.accelerator.is_main_process:
             return
         assert rollout.rewards is not None
         completing = Completing(
             self._decode,
-            self.measurement.vision_token_ids,
+            trainer.measurement.vision_token_ids,
             self.args,
-            list(host.reward_names),
-            host.reward_weights.tolist(),
+            list(trainer.reward_func_names),
+            trainer.reward_weights.tolist(),
         )
-        record = Record(host.state.global_step, host.mode, time.time(), [])
+        record = Record(trainer.state.global_step, trainer.mode, time.time(), [])
         rewards = rollout.rewards.detach().clone().cpu()
-        self.sink.add(partial(finished, record, gathered, completing, rewards, host.newest_metrics()))
+        self.sink.add(partial(finished, record, gathered, completing, rewards, trainer.newest_metrics()))
 
-    def _description(self, model: str) -> dict[str, Any]:
+    def _description(self) -> dict[str, Any]:
         return {
             "name": self.args.run_name or Path(str(self.args.output_dir)).resolve().name,
-            "rewards": list(self.host.reward_names),
-            "model": model,
+            "rewards": list(self.trainer.reward_func_names),
+            "model": model_name(self.trainer.model),
             "options": self.args.to_sanitized_dict(),
         }
 
@@ -987,12 +996,12 @@ class RolloutRecorder:
 
     def log(self, logs: dict[str, Any], mode: str) -> None:
         """Record what the trainer has logged."""
-        if not self.is_on or not self.host.accelerator.is_main_process:
+        if not self.is_on or not self.trainer.accelerator.is_main_process:
             return
         values: dict[str, float | None] = {
             name: float(value) for name, value in logs.items() if isinstance(value, (int, float))
         }
-        self.sink.log(LogEntry(self.host.state.global_step, mode, time.time(), values))
+        self.sink.log(LogEntry(self.trainer.state.global_step, mode, time.time(), values))
 
     def evaluated(self) -> None:
         """An evaluation is over: the next one is recorded again."""

@@ -1,10 +1,8 @@
 """What each token saw: attention to the image and to the instruction, and dependence on the image.
 
-Read `modality.py` (which tokens are the image), `ratios.py` (what is made of attention), then how it is measured:
-`attention/`, `decoder.py` (where, and whether it can be). Hidden states: `similarity.py`. Regions of an image:
-`region_boxes.py`, `region_tokens.py`. Dependence: `dependency.py`, `perturbation/`. A batch: `scoring.py` with
-`head.py` and `image_chunks.py` (any model), `measurement.py` (in a trainer), `named.py` and `reward_columns.py` (what
-rewards and metrics see).
+Read `ratios.py` (which tokens are the image, and what is made of attention), then how it is measured: `attention.py`.
+Hidden states: `similarity.py`. Regions of an image: `regions.py`. Dependence: `dependency.py`, `perturbation.py`. A
+batch: `scoring.py` (any model) and `vgr_trl/measure.py` (in a trainer), `named.py` (what rewards and metrics see).
 """
 
 from vgr_trl.batch import AttentionMass, RolloutSignals
@@ -20,17 +18,15 @@ from vgr_trl.signals.ratios import (
     token_vision_gain_ratio,
     vision_gain_ratio,
 )
-from vgr_trl.signals.scoring import Measurement, RolloutScorer, Wanted, signals_of_generation
+from vgr_trl.signals.scoring import RolloutScorer
 
 __all__ = [
     "AttentionMass",
     "AttentionProbe",
     "GenerationProbe",
-    "Measurement",
     "ModalityMasks",
     "RolloutScorer",
     "RolloutSignals",
-    "Wanted",
     "add_gaussian_noise",
     "attention_efficiency_index",
     "blacken_patches",
@@ -39,7 +35,6 @@ __all__ = [
     "mask_image",
     "mdi_balance",
     "perturb_images",
-    "signals_of_generation",
     "split_layers",
     "token_vision_gain_ratio",
     "vision_gain_ratio",

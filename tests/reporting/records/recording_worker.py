@@ -24,7 +24,7 @@ def run(model_folder, question_file, output, rows_per_process):
     rewards = [accuracy_reward, vgr_reward, length_reward]
     trainer = vision_trainer(model_folder, rewards, options, rows, rows.select(range(4)))
     trainer.model.generate = generate_by_prompt(trainer)
-    trainer.add_callback(RecordBefore(trainer, trainer.stages.recorder.evaluated))
+    trainer.add_callback(RecordBefore(trainer, trainer.recorder.evaluated))
     trainer.train()
     trainer.evaluate()
-    trainer.stages.recorder.sink.close()
+    trainer.recorder.sink.close()

@@ -10,7 +10,8 @@ from support.trainers import logged, weights
 
 from vgr_trl.checkpoints import what_is_wrong
 from vgr_trl.rewards import accuracy_reward, vgr_reward
-from vgr_trl.sampling import prompt_key
+from vgr_trl.rollout import Rollout
+from vgr_trl.sampling import find_zero_variance, prompt_key, select_groups
 from vgr_trl.utils import ConfigError, RewardError
 from vgr_trl.validate import refuse_unfit_options
 
@@ -56,18 +57,22 @@ def trained_batches(trainer):
     return kept
 
 
-def on_choice(trainer, see):
-    """Keep what `see` makes of each batch before groups are chosen, and of the rollout that is."""
-    choose, kept = trainer.stages.choice.choose, []
+@pytest.fixture
+def on_choice(monkeypatch):
+    def watch(trainer, see):
+        """Keep what `see` makes of each batch before groups are selected, and of the rollout after it."""
+        kept = []
 
-    def choosing(rollout):
-        before = dict(rollout.batch)
-        chosen, metrics = choose(rollout)
-        kept.append(see(before, chosen))
-        return chosen, metrics
+        def selecting(trainer, rollout):
+            before = dict(rollout.batch)
+            metrics = select_groups(trainer, rollout)
+            kept.append(see(before, rollout))
+            return metrics
 
-    trainer.stages.choice.choose = choosing
-    return kept
+        monkeypatch.setattr("vgr_trl.trainer.select_groups", selecting)
+        return kept
+
+    return watch
 
 
 class TestReplay:
@@ -90,7 +95,7 @@ class TestReplay:
         fresh = [ratio for ratio, fraction in zip(ratios, replaced, strict=True) if not fraction]
         assert all(ratio is None or ratio < 1e-9 for ratio in fresh), "where no group is live there is none"
 
-    def test_replaced_groups_of_another_length_are_counted(self, make):
+    def test_replaced_groups_of_another_length_are_counted(self, make, on_choice):
         """Completions of 2 tokens in even steps and 6 in odd ones; the loss is divided by the tokens trained on."""
         trainer = make(replay_buffer_size=8, max_steps=8)
         generate = trainer.model.generate
@@ -110,7 +115,7 @@ class TestReplay:
         assert any(before != corrected for before, corrected, _ in counts), "a group of another length came in"
 
     def test_estimator_and_seed_are_those_of_the_run(self, make):
-        buffer = make(replay_buffer_size=4, advantage_estimator="rloo", seed=7).stages.choice.replay.buffer
+        buffer = make(replay_buffer_size=4, advantage_estimator="rloo", seed=7).replay.buffer
         assert buffer.estimator == "rloo"
         assert torch.equal(buffer.state_dict()["generator"], torch.Generator().manual_seed(7).get_state())
 
@@ -168,7 +173,7 @@ class TestReplay:
         assert sum(logged(trainer, "replay/replaced_fraction")) > 0
         assert all(math.isfinite(loss) for loss in logged(trainer, "loss"))
 
-    def test_several_rollouts_in_a_step_are_counted_like_others(self, make):
+    def test_several_rollouts_in_a_step_are_counted_like_others(self, make, on_choice):
         """Groups of an earlier rollout of the same step are replayed too."""
         trainer = make(replay_buffer_size=8, gradient_accumulation_steps=4, steps_per_generation=1, max_steps=3)
         replaced = on_choice(trainer, lambda before, chosen: len(chosen.replaced) / 2)
@@ -213,54 +218,21 @@ ALL_DEAD = {"rewards": constant_reward, "dynamic_sampling": "resample", "dynamic
 
 
 class TestFurtherPrompts:
-    """16 rows, two prompts per rollout, all groups dead: one round of two further prompts per step."""
+    """16 rows, two prompts per rollout, all groups without a gradient: one round of two further prompts per step."""
 
     @staticmethod
     def drawn_by(trainer):
         """Per rollout, the prompts of the epoch and the further ones."""
-        rollouts = []
-        choose, generate = trainer.stages.choice.choose, trainer.host._fill
+        rollouts, fill, score = [], trainer.generate_and_score, trainer._generate_and_score_completions
 
-        def choosing(rollout):
-            rollouts[-1] = rollouts[-1], []
-            return choose(rollout)
+        def filling(rollout):
+            (own, further) = rollouts[-1]
+            (further if own else own).extend(prompt_key(row) for row in rollout.rows[::4])
+            return fill(rollout)
 
-        def generating(rollout):
-            keys = [prompt_key(row) for row in rollout.rows[::4]]
-            if rollouts and isinstance(rollouts[-1], tuple) and len(rollouts) > len(done):
-                rollouts[-1][1].extend(keys)
-            else:
-                rollouts.append(keys)
-            return generate(rollout)
-
-        done = []
-
-        def rolling(rows, whole=trainer._generate_and_score_completions):
-            batch = whole(rows)
-            done.append(None)
-            return batch
-
-        trainer.stages.choice.choose, trainer._judge, trainer.host._fill = choosing, generating, generating
-        trainer._generate_and_score_completions = rolling
+        trainer.generate_and_score = filling
+        trainer._generate_and_score_completions = lambda rows: rollouts.append(([], [])) or score(rows)
         return rollouts
-
-    @pytest.mark.parametrize("seed", [0, 1])
-    @pytest.mark.parametrize("gradient_accumulation_steps", [1, 3])
-    def test_they_are_far_from_those_of_the_epoch(self, make, seed, gradient_accumulation_steps):
-        accumulation = {"gradient_accumulation_steps": gradient_accumulation_steps, "steps_per_generation": 1}
-        trainer = make(seed=seed, max_steps=-1, num_train_epochs=2, **ALL_DEAD, **accumulation)
-        rollouts = self.drawn_by(trainer)
-        trainer.train()
-        assert len(rollouts) == 16
-        own = [set(epoch) for epoch, _ in rollouts]
-        assert set.union(*own[:8]) == set.union(*own[8:])
-        for number, (_, further) in enumerate(rollouts):
-            assert len(set(further)) == 2
-            near = set.union(*own[max(0, number - 2) : number + 3])
-            assert not near.intersection(further), number
-            if number < 5:
-                assert not set.union(*own[: number + 1]).intersection(further), "drawn in this epoch"
-        assert own[0] != own[8]
 
     def test_no_prompt_is_twice_in_a_batch(self, make):
         rows = concatenate_datasets([make.rows.select(range(5)), make.rows.select(range(5))])
@@ -271,19 +243,11 @@ class TestFurtherPrompts:
             assert len(further) == len(set(further)) == 5 - len(set(epoch)), "all that the data have, once"
             assert not set(epoch).intersection(further)
 
-    def test_of_a_stream_they_are_not_those_that_the_epoch_reads(self, make):
-        trainer = make(
-            rows=make.rows.with_format(None).to_iterable_dataset(), shuffle_dataset=False, max_steps=8, **ALL_DEAD
-        )
-        rollouts = self.drawn_by(trainer)
-        trainer.train()
-        own = [set(epoch) for epoch, _ in rollouts]
-        for number, (_, further) in enumerate(rollouts):
-            assert len(set(further)) == 2
-            assert not set.union(*own[max(0, number - 1) : number + 3]).intersection(further), number
-
-    def test_a_resumed_run_draws_the_same(self, make, tmp_path):
-        options = {**ALL_DEAD, "save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+    @pytest.mark.parametrize("streamed", [False, True])
+    def test_a_resumed_run_draws_the_same(self, make, tmp_path, streamed):
+        rows = make.rows.with_format(None).to_iterable_dataset() if streamed else make.rows
+        options = {**ALL_DEAD, "save_strategy": "steps", "save_steps": 3, "max_steps": 6, "rows": rows}
+        options |= {"shuffle_dataset": False} if streamed else {}
         whole = make(**options)
         expected = self.drawn_by(whole)
         whole.train()
@@ -291,6 +255,7 @@ class TestFurtherPrompts:
         found = self.drawn_by(resumed)
         resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
         assert found == expected[3:]
+        assert all(len(set(further)) == 2 for _, further in expected)
 
 
 class TestFiltering:
@@ -357,15 +322,24 @@ class TestFiltering:
     def test_quantiles_are_those_of_the_first_round(self, make):
         """Means 0.1 and 0.7: the quantiles 0.4 and 0.99 are 0.34 and 0.694; 0.4 lies between them."""
         trainer = make(online_filtering=True, filter_key="overall", filter_mode="quantile", filter_low=0.4)
-        choice = trainer.stages.choice
-        assert choice._outside(torch.tensor([0.0, 0.0, 0.0, 0.4, 0.0, 0.8, 1.0, 1.0])) == [0, 1]
-        assert choice._outside(torch.tensor([0.2] * 4 + [0.4] * 4)) == [0]
+
+        def found(values, bounds=None):
+            zeros = torch.zeros(8)
+            rollout = Rollout(
+                [], rewards=torch.tensor(values)[:, None], batch={"prompt_ids": zeros, "advantages": zeros}
+            )
+            return find_zero_variance(trainer, rollout, bounds)
+
+        first = found([0.0, 0.0, 0.0, 0.4, 0.0, 0.8, 1.0, 1.0])
+        assert first.filtered == [0, 1]
+        assert found([0.2, 0.2, 0.2, 0.21, 0.4, 0.4, 0.4, 0.41], first.bounds).filtered == [0]
 
 
-def test_dead_groups_take_no_part_in_the_trajectory_scale_without_a_buffer_either(make):
+def test_dead_groups_take_no_part_in_the_trajectory_scale_without_a_buffer_either(make, on_choice):
     trainer = make(enable_trajectory_reweighting=True, max_steps=4)
     found = on_choice(
-        trainer, lambda before, chosen: (before["advantages"].view(2, 4).abs().amax(1) > 0, chosen.live.view(2, 4))
+        trainer,
+        lambda before, chosen: (before["advantages"].view(2, 4).abs().amax(1) > 0, chosen.with_gradient.view(2, 4)),
     )
     trainer.train()
     assert all(torch.equal(live, alive.unsqueeze(1).expand(2, 4)) for alive, live in found)
@@ -374,7 +348,7 @@ def test_dead_groups_take_no_part_in_the_trajectory_scale_without_a_buffer_eithe
 
 
 class TestEstimators:
-    def test_one_deviation_divides_what_is_trained_on_whichever_round_it_came_from(self, make):
+    def test_one_deviation_divides_what_is_trained_on_whichever_round_it_came_from(self, make, on_choice):
         """Rewards are 0 or 1, so in a live group the largest advantage is 1 / deviation above the smallest."""
         trainer = make(
             advantage_estimator="reinforce_plus_plus", dynamic_sampling="resample", dynamic_sampling_max_rounds=4,
@@ -493,9 +467,9 @@ class TestCheckpoints:
         make(replay_buffer_size=8, save_strategy="steps", save_steps=2, max_steps=2).train()
         checkpoint = tmp_path / "run" / "checkpoint-2"
         assert what_is_wrong(checkpoint) is None
-        (checkpoint / "choice_0_of_1.pt").rename(checkpoint / "choice_0_of_2.pt")
-        assert what_is_wrong(checkpoint) == "choice_0_of_1.pt is missing"
-        with pytest.raises(ConfigError, match=r"is not complete \(choice_0_of_1.pt is missing\)"):
+        (checkpoint / "replay_0_of_1.pt").rename(checkpoint / "replay_0_of_2.pt")
+        assert what_is_wrong(checkpoint) == "replay_0_of_1.pt is missing"
+        with pytest.raises(ConfigError, match=r"is not complete \(replay_0_of_1.pt is missing\)"):
             make(replay_buffer_size=8).train(resume_from_checkpoint=str(checkpoint))
 
     @pytest.mark.parametrize(
@@ -528,8 +502,8 @@ class TestCheckpoints:
         warnings = []
         monkeypatch.setattr("vgr_trl.sampling.logger.warning", warnings.append)
         same = make(max_steps=5, **common | before)
-        same.stages.choice.load(tmp_path / "run" / "checkpoint-4")
-        assert len(same.stages.choice.replay.buffer) > 0
+        same.replay.load(tmp_path / "run" / "checkpoint-4")
+        assert len(same.replay.buffer) > 0
         assert warnings == []
         resumed = make(max_steps=12, **common | before | after)
         resumed.train(resume_from_checkpoint=checkpoint)
@@ -542,12 +516,9 @@ class TestCheckpoints:
     @pytest.mark.parametrize(
         ("before", "message"),
         [
-            ({}, "has no replay buffer, which starts anew: the checkpoint was written without replay_buffer_size"),
-            ({"dynamic_sampling": "resample"}, "has no replay buffer, which starts anew"),
-            (
-                {"replay_buffer_size": 8},
-                "has no position in the prompts, which starts anew: the checkpoint was",
-            ),
+            ({}, "starts empty: the checkpoint was written without replay_buffer_size"),
+            ({"dynamic_sampling": "resample"}, "starts empty: the checkpoint was written without replay_buffer_size"),
+            ({"replay_buffer_size": 8}, "was written without dynamic_sampling"),
         ],
         ids=str,
     )

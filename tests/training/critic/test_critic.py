@@ -42,7 +42,7 @@ def hidden_by_hand(base, inputs):
 
 
 def set_head(trainer):
-    head = trainer.stages.critic.module if trainer.args.critic == "head" else trainer.stages.critic.module.head
+    head = trainer.critic.module if trainer.args.critic == "head" else trainer.critic.module.head
     with torch.no_grad():
         head.linear.weight.copy_(torch.linspace(-0.3, 0.3, head.linear.in_features).unsqueeze(0))
         head.linear.bias.fill_(0.1)
@@ -86,9 +86,7 @@ def test_the_gradient_of_the_value_loss(make, loss_type):
     share = mask / mask.sum() if loss_type == "dapo" else mask / mask.sum(1, keepdim=True) / len(mask)
     expected = (errors * share).unsqueeze(-1).mul(hidden).sum((0, 1))
     kept = {}
-    trainer.stages.critic.learner.optimizer.register_step_post_hook(
-        lambda *_: kept.update(grad=linear.weight.grad.clone())
-    )
+    trainer.critic.learner.optimizer.register_step_post_hook(lambda *_: kept.update(grad=linear.weight.grad.clone()))
     trainer.accelerator.gradient_state._set_sync_gradients(True)
     policy = [value.detach().clone() for value in trainer.model.parameters()]
     loss = trainer._compute_loss(trainer.model, inputs)
@@ -119,19 +117,17 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_undisturbed(make, changed):
     again = resumed.state.log_history[-2]
     for name in ("critic/value_loss", "critic/explained_variance", "critic/grad_norm", "reward", "loss"):
         assert again[name] == pytest.approx(logged[-1][name], rel=1e-4, abs=1e-6), name
-    for one, other in zip(
-        whole.stages.critic.learner.named.values(), resumed.stages.critic.learner.named.values(), strict=True
-    ):
+    for one, other in zip(whole.critic.learner.named.values(), resumed.critic.learner.named.values(), strict=True):
         assert torch.allclose(one, other, atol=1e-6)
     if options["critic"] == "head":
         with pytest.raises(ConfigError, match="The critic in .*checkpoint-2 cannot be continued"):
-            make(critic="model").stages.critic.load(Path(whole.args.output_dir, "checkpoint-2"))
+            make(critic="model").critic.load(Path(whole.args.output_dir, "checkpoint-2"))
     if adapter is not None:
-        assert {name.split(".")[-3] for name in whole.stages.critic.learner.named if "lora" in name} == {
+        assert {name.split(".")[-3] for name in whole.critic.learner.named if "lora" in name} == {
             "lora_A",
             "lora_B",
         }
-        assert not any("base_layer" in name for name in whole.stages.critic.learner.named)
+        assert not any("base_layer" in name for name in whole.critic.learner.named)
 
 
 def test_the_policy_waits_for_the_critic(make):
@@ -139,7 +135,7 @@ def test_the_policy_waits_for_the_critic(make):
     before = [value.detach().clone() for value in trainer.model.parameters()]
     trainer.train()
     assert all(torch.equal(one, other) for one, other in zip(before, trainer.model.parameters(), strict=True))
-    assert trainer.stages.critic.module.linear.weight.abs().max() > 0
+    assert trainer.critic.module.linear.weight.abs().max() > 0
 
 
 def test_credit_multiplies_the_advantages_of_tokens(make):

@@ -6,7 +6,7 @@ import pytest
 from transformers import GenerationConfig
 
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.rollout import sampling_of_mode
+from vgr_trl.generation import sampling_of_mode
 from vgr_trl.utils import ConfigError
 
 KEPT = {"max_new_tokens": 7, "do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 5}

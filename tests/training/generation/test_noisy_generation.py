@@ -1,5 +1,7 @@
 """Completions sampled from a perturbed image and trained on the clean one: what is shown where, and ratios."""
 
+from copy import copy
+
 import pytest
 import torch
 from support.trainers import letters_reward, logged
@@ -23,16 +25,16 @@ def make(vision_trainer):
 def trained(run, monkeypatch):
     """The pixels that are generated from, those of each training pass, and the rollout once it is judged."""
     seen, batches, rollouts = [], [], []
-    generate, generated = run.model.generate, noisy.as_generated
+    generate, finish = run.model.generate, noisy.finish_noise
     loss = run._loss_of_part
 
-    def keep(rollout, host):
-        rollouts.append(generated(rollout, host))
-        return rollouts[-1]
+    def keep(trainer, rollout):
+        finish(trainer, rollout)
+        rollouts.append(copy(rollout))
 
     monkeypatch.setattr(run.model, "generate", lambda **inputs: seen.append(inputs) or generate(**inputs))
     monkeypatch.setattr(run, "_loss_of_part", lambda model, inputs: batches.append(inputs) or loss(model, inputs))
-    monkeypatch.setattr("vgr_trl.trainer.as_generated", keep)
+    monkeypatch.setattr("vgr_trl.trainer.finish_noise", keep)
     run.train()
     return seen[0], batches, rollouts[0]
 
@@ -44,7 +46,7 @@ def rows_of(pixels, grid):
 def test_the_last_of_each_group_are_sampled_from_noise_and_all_train_on_the_image(make, monkeypatch):
     run = make(diffusion_steps=800)
     generated, batches, rollout = trained(run, monkeypatch)
-    clean = run.host.tokenize(rollout.messages)
+    clean = run.tokenize(rollout.messages)
     grid = generated["image_grid_thw"]
     shown = rows_of(generated["pixel_values"], grid)
     expected = rows_of(torch.as_tensor(clean.fields["pixel_values"]), grid)
@@ -104,11 +106,11 @@ def test_vllm_gets_the_perturbed_images_each_for_one_completion(make, monkeypatc
     assert num_generations == 1, "a server would sample all completions of a prompt from the image of the first"
 
 
-def test_evaluations_and_their_images_are_clean(make, question_files, monkeypatch):
+def test_evaluations_and_their_images_are_clean(make):
     run = make()
-    monkeypatch.setattr(run.host.__class__, "mode", property(lambda host: "eval"))
+    run.model.eval()
     rollout = Rollout([], prompts=Prompts([], None, {}))
-    assert noisy.with_noise(rollout, run.host) is rollout.prompts
+    assert noisy.with_noise(run, rollout) is rollout.prompts
     assert rollout.noise is None
 
 
@@ -117,15 +119,15 @@ def test_a_process_without_images_keeps_pace_with_the_others(make):
     run = make(noisy_importance="perturbed")
     run.model.train()
     rollout = Rollout([{}] * 8, prompts=Prompts([[1]] * 8, None, {}))
-    assert noisy.with_noise(rollout, run.host) is rollout.prompts
+    assert noisy.with_noise(run, rollout) is rollout.prompts
     assert rollout.noise.rows == [False, True, True, True] * 2
     rollout.batch = {
         "prompt_ids": torch.full((8, 2), 7), "prompt_mask": torch.ones(8, 2, dtype=torch.long),
         "completion_ids": torch.full((8, 3), 9), "completion_mask": torch.ones(8, 3, dtype=torch.long),
     }  # fmt: skip
-    judged = noisy.as_generated(rollout, run.host)
-    assert judged.batch["old_per_token_logps"].shape == (8, 3)
-    assert judged.metrics == {"noisy/generations": 3.0, "noisy/strength": 1.0}
+    noisy.finish_noise(run, rollout)
+    assert rollout.batch["old_per_token_logps"].shape == (8, 3)
+    assert rollout.metrics == {"noisy/generations": 3.0, "noisy/strength": 1.0}
 
 
 def test_a_schedule_of_the_number(make, monkeypatch):

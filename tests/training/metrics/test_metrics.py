@@ -18,9 +18,9 @@ def test_approximate_kl_by_hand():
 
 def test_rates_start_a_new_window_after_each_reading():
     """Two micro-batches on one process: 4 + 3 tokens of prompts and completions, 2 completions each."""
-    weights = {"reward_names": ["accuracy", "format"], "reward_weights": torch.tensor([0.5, 2.0])}
-    host = SimpleNamespace(accelerator=SimpleNamespace(reduce=lambda local, reduction: local), **weights)
-    steps = StepMetrics(host)
+    weights = {"reward_func_names": ["accuracy", "format"], "reward_weights": torch.tensor([0.5, 2.0])}
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(reduce=lambda local, reduction: local), **weights)
+    steps = StepMetrics(trainer)
     inputs = {"prompt_mask": torch.tensor([[1, 1], [1, 1]]), "completion_mask": torch.tensor([[1, 1], [1, 0]])}
     for _ in range(2):
         assert steps.measure(TrainingPass(inputs, logps=torch.zeros(2, 2))) == {"approx_kl": 0.0}
@@ -53,11 +53,11 @@ def test_what_is_not_live_is_counted_as_skipped():
     """Of 3 valid tokens of 2 completions 1 is live, in the one that runs; ratio 2 there: 2 - 1 - ln 2 = 0.306853."""
     args = SimpleNamespace(importance_sampling_level="token", has_token_advantages=False)
     accelerator = SimpleNamespace(reduce=lambda local, reduction: local)
-    host = SimpleNamespace(accelerator=accelerator, args=args, reward_names=[], reward_weights=torch.tensor([]))
-    steps, old = StepMetrics(host), torch.tensor([[-2.0, -1.0], [-1.0, -1.0]])
+    trainer = SimpleNamespace(accelerator=accelerator, args=args, reward_func_names=[], reward_weights=torch.tensor([]))
+    steps, old = StepMetrics(trainer), torch.tensor([[-2.0, -1.0], [-1.0, -1.0]])
     inputs = {"prompt_mask": torch.ones(2, 1), "completion_mask": torch.tensor([[1, 1], [1, 0]])}
     live = torch.tensor([[True, False], [False, False]])
-    passed = TrainingPass(inputs | {"old_per_token_logps": old}, logps=old + math.log(2), live=live, rows_run=1)
+    passed = TrainingPass(inputs | {"old_per_token_logps": old}, logps=old + math.log(2), loss_mask=live, rows_run=1)
     metrics = {"entropy": [0.5]}
     assert steps.measure(passed, metrics) == {"approx_kl": pytest.approx(0.306853, abs=1e-6)}
     steps.merge(metrics)

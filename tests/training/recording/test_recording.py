@@ -141,7 +141,7 @@ def test_nothing_is_written_or_kept_when_switched_off(make, tmp_path):
     trainer = make(rollout_log_steps=0)
     trainer.train()
     assert not (tmp_path / "run" / "rollouts").exists()
-    assert trainer.stages.recorder.rows_due(8) is None
+    assert trainer.recorder.rows_due(8) is None
 
 
 def test_recording_makes_no_pass_and_changes_no_number(make, passes):
@@ -237,7 +237,7 @@ def test_markdown_logs_are_written_at_the_log_or_at_once(make, tmp_path):
     trainer = make([accuracy_reward, letters_reward], token_weights=True, max_steps=2, **options)
     trainer.train()
     trainer.evaluate()
-    trainer.stages.recorder.sink.close()
+    trainer.recorder.sink.close()
     texts = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
     assert re.findall("^## (.*)", texts["rollout_log_path"], re.M) == ["Training, step 0", "Training, step 1"]
     assert re.findall("^## (.*)", texts["eval_log_path"], re.M) == ["Evaluation, step 2"]
@@ -254,7 +254,7 @@ def test_markdown_logs_stand_below_the_run_by_default(make, tmp_path):
     trainer = make([accuracy_reward, letters_reward], token_weights=True, max_steps=3, rollout_log_steps=2)
     trainer.train()
     trainer.evaluate()
-    trainer.stages.recorder.sink.close()
+    trainer.recorder.sink.close()
     written = {path.name.rsplit("_", 2)[0]: path for path in (tmp_path / "run" / "training_logs").iterdir()}
     texts = {name: path.read_text(encoding="utf-8") for name, path in written.items()}
     assert set(texts) == {"rollout_results", "eval_results", "attention_diagnostics"}
@@ -279,7 +279,7 @@ def test_realtime_logging_does_not_wait_for_the_log(make, tmp_path, at_once, exp
     original = trainer.log
 
     def log(logs, *args):
-        trainer.stages.recorder.sink._background.flush()
+        trainer.recorder.sink._background.flush()
         found.append(path.read_text(encoding="utf-8").count("\n## ") if path.exists() else 0)
         original(logs, *args)
 
@@ -350,9 +350,9 @@ def test_what_was_recorded_before_an_exception_is_on_disk(model_folder, question
 
 def test_a_trainer_that_is_dropped_is_not_kept_alive_by_its_records(make):
     trainer = make(max_steps=1)
-    trainer.stages.recorder.log({"loss": 1.0}, "train")
-    trainer.stages.recorder.sink.flush()
-    watched = weakref.ref(trainer.stages.recorder)
+    trainer.recorder.log({"loss": 1.0}, "train")
+    trainer.recorder.sink.flush()
+    watched = weakref.ref(trainer.recorder)
     del trainer
     gc.collect()
     assert watched() is None
@@ -368,7 +368,7 @@ def test_options_in_the_description_hold_no_secret(make, tmp_path):
 def test_before_the_first_step_the_questions_of_evaluations_are_recorded(make, tmp_path):
     evaluated = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 2}
     trainer = make(**evaluated)
-    trainer.add_callback(RecordBefore(trainer, trainer.stages.recorder.evaluated))
+    trainer.add_callback(RecordBefore(trainer, trainer.recorder.evaluated))
     trainer.train()
     run = read_run(tmp_path / "run")
     assert run.steps() == [(0, "eval"), (0, "train"), (1, "train"), (2, "eval")]

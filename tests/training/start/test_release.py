@@ -1,52 +1,27 @@
-import ast
-import inspect
 import os
 import subprocess
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
 from trl import GRPOTrainer
 from trl.trainer import utils as trl_utils
 
-import vgr_trl
 from vgr_trl import DAPOTrainer
-from vgr_trl.utils import UnsupportedTRLError
-from vgr_trl.validate import ATTRIBUTES, SEAMS, check_attributes, check_head, check_seams
-
-
-def test_the_installed_trl_is_accepted():
-    check_seams(GRPOTrainer)
+from vgr_trl.utils import UnsupportedTRLError, check_release
+from vgr_trl.validate import check_head
 
 
 @pytest.mark.parametrize("version", ["1.14.2", "1.13.0", "1.17.0", "1.18.0", "1.17.0.dev0", "2.0", "0.29.1"])
 def test_an_untested_release_is_refused(version):
     with pytest.raises(UnsupportedTRLError) as caught:
-        check_seams(GRPOTrainer, installed=version)
+        check_release(version)
     assert str(caught.value) == (
         f"TRL {version} is installed, but vgr_trl is tested with trl>=1.15,<1.17; install one of those: "
         'pip install "trl>=1.15,<1.17".'
     )
     assert isinstance(caught.value, RuntimeError)
-
-
-def test_a_missing_method_is_named():
-    class Trainer:
-        pass
-
-    with pytest.raises(UnsupportedTRLError, match="Trainer has no method _calculate_rewards"):
-        check_seams(Trainer, installed="1.16.0")
-
-
-def test_a_changed_signature_is_named():
-    class Trainer(GRPOTrainer):
-        def _compute_loss(self, model, batch):
-            raise AssertionError
-
-    with pytest.raises(UnsupportedTRLError, match="_compute_loss has no parameter inputs"):
-        check_seams(Trainer, installed="1.16.0")
 
 
 @pytest.mark.parametrize("code", ["from vgr_trl import DAPOTrainer", "from vgr_trl import DAPOConfig"])
@@ -83,48 +58,13 @@ def test_a_head_that_needs_a_gpu_is_told_where_there_is_none(monkeypatch, releas
         check_head(torch.device(device), installed=release)
 
 
-def test_a_missing_attribute_of_the_constructed_trainer_is_named():
-    with pytest.raises(UnsupportedTRLError, match="its trainer has no attribute _buffered_inputs"):
-        check_attributes(object())
-
-
-def private_names(source: str, owner: str) -> set[str]:
-    """Private attributes that a source reads of a name, or of an attribute, `owner`."""
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
-    read = {
-        node.attr for node in nodes if owner in (getattr(node.value, "id", None), getattr(node.value, "attr", None))
-    }
-    return {name for name in read if name.startswith("_") and not name.startswith("__")}
-
-
-OWN = DAPOTrainer.__mro__[: DAPOTrainer.__mro__.index(GRPOTrainer)]
-
-
-def test_every_private_name_of_trl_that_is_read_is_checked():
-    read = set()
-    for file in Path(vgr_trl.__file__).parent.rglob("*.py"):
-        source = file.read_text(encoding="utf-8")
-        read |= private_names(source, "trainer") | private_names(source, "_trainer")
-    for part in OWN:
-        source = inspect.getsource(part)
-        assigned = {
-            node.attr
-            for node in ast.walk(ast.parse(source))
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-        }
-        own = {name for name in vars(part) if not hasattr(GRPOTrainer, name)}
-        read |= private_names(source, "self") - own - assigned
-    assert read <= {*SEAMS, *ATTRIBUTES}
-    assert {"_tokenizer", "_metrics", "_generate", "_step"} <= read
-
-
-def test_every_override_is_among_the_seams_and_in_the_docstring():
+def test_every_override_is_in_the_docstring():
+    parts = DAPOTrainer.__mro__[: DAPOTrainer.__mro__.index(GRPOTrainer)]
     overridden = {
         name
-        for part in OWN
+        for part in parts
         for name, value in vars(part).items()
         if callable(value) and hasattr(GRPOTrainer, name) and not name.startswith("__")
     }
     assert "_load_best_model" in overridden
-    assert overridden <= set(SEAMS)
     assert all(f"`{name}`" in DAPOTrainer.__doc__ for name in overridden)
