@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Annotated, Any
+from typing import Any, Literal
 
 import torch
 
@@ -17,8 +17,7 @@ from vgr_trl import registries
 from vgr_trl.batch import AttentionMass, RolloutSignals, read_only
 from vgr_trl.config import RULES, CreditOptions
 from vgr_trl.metrics import Gather, Totals, add_filter, add_weights
-from vgr_trl.options import Fraction as FractionOption
-from vgr_trl.options import Share, check_choice, check_fraction, check_number, check_values, in_range, option
+from vgr_trl.options import check_options, check_value, option
 from vgr_trl.registries import declares, is_measurement, needs_of, short_name
 from vgr_trl.signals.ratios import last_layers, late_layers, token_vision_gain_ratio
 from vgr_trl.utils import ConfigError, DataError
@@ -103,7 +102,7 @@ def shape_advantages(
         ConfigError: a rule needs a signal that was not measured, or an option is out of range.
         DataError: a plug-in returns something else than weights.
     """
-    check_choice("perception_weighting", options.perception_weighting, ("filter", "soft"))
+    check_value("perception_weighting", options.perception_weighting, Literal["filter", "soft"])
     for rule, needs in active_rules(options).items():
         _check_measured(rule, needs, signals)
     mask = signals.mask.bool()  # (N, T)
@@ -237,7 +236,7 @@ def top_fraction_mask(scores: torch.Tensor, mask: torch.Tensor, fraction: float)
     Raises:
         ConfigError: `fraction` is out of range.
     """
-    check_number("fraction", fraction, 0, 1, "in [0, 1]")
+    check_value("fraction", fraction, float, ge=0, le=1)
     mask = mask.bool()
     order = scores.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     order = order.argsort(dim=1, descending=True, stable=True)  # (N, T), token indices, best first
@@ -283,9 +282,9 @@ def token_weights(
         ConfigError: an option is out of range.
     """
     _check_clip(clip)
-    check_number("smooth_sigma", smooth_sigma, 0, 1e6, "of at least 0")
+    check_value("smooth_sigma", smooth_sigma, float, ge=0)
     if topk_ratio is not None:
-        check_fraction("topk_ratio", topk_ratio)
+        check_value("topk_ratio", topk_ratio, float, gt=0, le=1)
     scores = -token_vgr.float().log()  # (N, T)
     if not scores.numel():
         return torch.ones_like(scores)
@@ -417,7 +416,7 @@ def _statistics(means: torch.Tensor, gather: Gather | None = None) -> Statistics
 
 def _scale(means: torch.Tensor, minimum: float, statistics: Statistics) -> tuple[torch.Tensor, float]:
     """Return the scale of each completion (N,) from its mean dependency (N,), and the largest scale."""
-    check_number("minimum", minimum, 0, 1, "in [0, 1]")
+    check_value("minimum", minimum, float, ge=0, le=1)
     low, high, mean = map(float, statistics)
     if not high - low > _SMALLEST_SPREAD:  # NaN too
         return torch.ones_like(means), 1.0
@@ -457,15 +456,15 @@ class _Checked:
     """Options whose values are checked by their types."""
 
     def __post_init__(self) -> None:
-        check_values(self)
+        check_options(self)
 
 
 @dataclass
 class AnchorOptions(_Checked):
     """Which tokens are anchors."""
 
-    top_p_anchor_tokens: FractionOption = option(
-        0.15, "Share of a completion's tokens that are kept as anchors, in (0, 1]."
+    top_p_anchor_tokens: float = option(
+        0.15, "Share of a completion's tokens that are kept as anchors, in (0, 1].", gt=0, le=1
     )
 
 
@@ -491,12 +490,10 @@ def anchor_tokens(
 class PGPOOptions(_Checked):
     """Numbers of PGPO."""
 
-    pgpo_threshold: Annotated[float, in_range(1e-6, 1 - 1e-6, "in (0, 1)")] = option(
-        0.4, "Importance above which tokens are amplified, in (0, 1); PGPO's tau."
+    pgpo_threshold: float = option(
+        0.4, "Importance above which tokens are amplified, in (0, 1); PGPO's tau.", gt=0, lt=1
     )
-    pgpo_boost: Annotated[float, in_range(0, 1e6, "of at least 0")] = option(
-        2.0, "How far the most important token is amplified; PGPO's beta."
-    )
+    pgpo_boost: float = option(2.0, "How far the most important token is amplified; PGPO's beta.", ge=0)
 
 
 @registries.credit_rules.register("pgpo")
@@ -525,8 +522,8 @@ def pgpo(advantages: torch.Tensor, signals: RolloutSignals, mask: torch.Tensor, 
 class VEPOOptions(_Checked):
     """Numbers of VEPO."""
 
-    top_p_vepo_tokens: FractionOption = option(0.2, "Share of a completion's tokens that VEPO keeps, in (0, 1].")
-    vepo_alpha: Share = option(0.7, "How much the divergence counts against the change of entropy, in [0, 1].")
+    top_p_vepo_tokens: float = option(0.2, "Share of a completion's tokens that VEPO keeps, in (0, 1].", gt=0, le=1)
+    vepo_alpha: float = option(0.7, "How much the divergence counts against the change of entropy.", ge=0, le=1)
 
 
 @registries.credit_rules.register("vepo")
@@ -574,15 +571,13 @@ COMPLETION_CLAMP = (0.9, 2.0)
 class VGPOOptions(_Checked):
     """Numbers of VGPO."""
 
-    vgpo_compensation: Annotated[float, in_range(0, 1e6, "of at least 0")] = option(
-        0.3, "By how much the score of a completion's last token is raised; VGPO's beta."
+    vgpo_compensation: float = option(
+        0.3, "By how much the score of a completion's last token is raised; VGPO's beta.", ge=0
     )
-    vgpo_gate_share: FractionOption = option(
-        0.2, "Share of the late tokens whose score is raised, in (0, 1]; VGPO's kappa."
+    vgpo_gate_share: float = option(
+        0.2, "Share of the late tokens whose score is raised, in (0, 1]; VGPO's kappa.", gt=0, le=1
     )
-    vgpo_gate_start: Annotated[float, in_range(0, 1 - 1e-9, "in [0, 1)")] = option(
-        0.5, "Share of a completion behind which tokens are late, in [0, 1)."
-    )
+    vgpo_gate_start: float = option(0.5, "Share of a completion behind which tokens are late.", ge=0, lt=1)
 
 
 @registries.credit_rules.register("vgpo")

@@ -1,45 +1,203 @@
-"""How an option is declared, and the checks of its value."""
+"""How an option is declared, and what follows from that: the check of its value, and whether it is used in a run."""
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import field
-from functools import partial
+from dataclasses import MISSING, Field, field, fields
 from numbers import Integral, Real
-from types import NoneType
-from typing import Annotated, Any, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from vgr_trl.utils import ConfigError
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One option: its default, and the text that describes it wherever it is shown.
+Needs = str | Callable[[Any], str | None]  # see `option`
+FACTS = {  # what an option may need of a run besides other options -> why it is unused without it
+    "attention": "attention is not measured",
+    "similarity": "no reward, credit rule or signal reads the similarity",
+    "blind_answers": "no reward reads blind answers",
+    "changing_weights": "they equal reward_weights",
+    "evaluation": "there are no data to evaluate on",
+    "length_reward": "there is no length reward",
+}
+_OURS = ("gt", "ge", "lt", "le", "needs")
 
 
-def option(default: Any, text: str, **parsing: Any) -> Any:
+class _Metadata(dict[str, Any]):
+    """Metadata of an option. The parsers of TRL and transformers hand a copy of it to argparse: what argparse knows."""
+
+    def keys(self) -> Any:
+        return [key for key in self if key not in _OURS]
+
+    def copy(self) -> dict[str, Any]:
+        return {key: self[key] for key in self.keys()}
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    gt: float | None = None,
+    ge: float | None = None,
+    lt: float | None = None,
+    le: float | None = None,
+    needs: Needs | None = None,
+    **parsing: Any,
+) -> Any:
     """Return a field of a dataclass of options.
 
     Args:
-        default: where nothing is given; of a list, every run gets a copy.
-        text: its one description.
-        parsing: arguments of argparse that its type does not say.
+        default: of a list, every instance gets a copy.
+        help: one description, shown by `--help`, in docs and in model cards.
+        gt: a number, or each number of a list, is greater than this; `ge`, `lt` and `le` likewise.
+        needs: what must hold for the option to be used: another option that is on (`online_filtering`) or has one of
+            some values (`kl_type=adaptive`, `loss_type!=sapo|vespo`), one of `FACTS`, or a function that takes all
+            options and returns why the option is unused, or None.
+        parsing: arguments of argparse that the type does not imply.
     """
-    metadata = {"help": text, **parsing}
+    metadata = _Metadata(help=help, gt=gt, ge=ge, lt=lt, le=le, needs=needs, **parsing)
     if isinstance(default, list):
         return field(default_factory=lambda: copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checks of option values, each an error of one sentence.
+def check_options(options: Any, limits: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+    """Raise `ConfigError` for the first option of a dataclass whose value its type or limits do not allow.
+
+    Args:
+        limits: of fields that are not made by `option`: name -> `gt`, `ge`, `lt`, `le`.
+    """
+    hints = get_type_hints(type(options))
+    for each in fields(options):
+        value, hint = getattr(options, each.name), hints[each.name]
+        known = each.metadata if "needs" in each.metadata else (limits or {}).get(each.name)
+        if known is not None:
+            check_value(each.name, value, hint, **{name: known.get(name) for name in _OURS[:-1]})
+        elif value is None and hint in (int, float):
+            check_value(each.name, value, hint)
 
 
-Check = Callable[[str, Any], None]  # of an option's name and value; stands in `Annotated` behind the option's type
-SMALLEST, LARGEST = 1e-30, 1e30
+def check_value(name: str, value: Any, hint: Any, **bounds: float | None) -> None:
+    """Raise `ConfigError` unless a value is of a type and within `bounds` (`gt`, `ge`, `lt`, `le`)."""
+    kinds = get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is Union else (hint,)
+    if (value is None and NoneType in kinds) or any(get_origin(kind) is dict for kind in kinds):
+        return
+    kind = next(kind for kind in kinds if kind is not NoneType)
+    if get_origin(kind) is Literal:
+        *others, last = get_args(kind)
+        correct, accepted = value in get_args(kind), " or ".join(filter(None, (", ".join(others), last)))
+    elif get_origin(kind) is list:
+        correct, accepted = isinstance(value, Sequence) and not isinstance(value, str), f"a list, [{value!r}]"
+        for item in value if correct and any(bound is not None for bound in bounds.values()) else ():
+            check_value(name, item, *get_args(kind), **bounds)
+    elif kind is bool:
+        correct, accepted = isinstance(value, bool), "True or False"
+    elif kind in (int, float):
+        correct = isinstance(value, Integral if kind is int else Real) and is_number(value) and _within(value, **bounds)
+        accepted = " ".join(filter(None, ("an integer" if kind is int else "a number", _range_text(**bounds))))
+    else:
+        correct, accepted = not isinstance(value, bool | int | float | None), "a text"
+    if not correct:
+        raise ConfigError(f"{name} is {value!r}: give {accepted}.")
 
 
 def is_number(value: Any) -> bool:
     """Whether `value` is a finite number and not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _within(
+    value: Any, gt: float | None = None, ge: float | None = None, lt: float | None = None, le: float | None = None
+) -> bool:
+    above = (gt is None or value > gt) and (ge is None or value >= ge)
+    return above and (lt is None or value < lt) and (le is None or value <= le)
+
+
+def _range_text(
+    gt: float | None = None, ge: float | None = None, lt: float | None = None, le: float | None = None
+) -> str:
+    low, high = gt if ge is None else ge, lt if le is None else le
+    if low is not None and high is not None:
+        return f"in {'[' if gt is None else '('}{low:g}, {high:g}{']' if lt is None else ')'}"
+    if low is not None:
+        return f"above {low:g}" if ge is None else f"of at least {low:g}"
+    return "" if high is None else f"below {high:g}" if le is None else f"of at most {high:g}"
+
+
+def changed_options(options: Any) -> dict[str, Any]:
+    """Return the options of a dataclass that differ from their defaults, by name."""
+    values = {each.name: getattr(options, each.name) for each in fields(options)}
+    return {each.name: values[each.name] for each in fields(options) if values[each.name] != _default(each)}
+
+
+def unused_options(options: Any, absent: Collection[str] = ()) -> dict[str, str]:
+    """Return why each option that is not at its default has no effect in a run, by name.
+
+    Args:
+        absent: those of `FACTS` that the run lacks.
+    """
+    changed = changed_options(options)
+    reasons = {each.name: _why_unused(options, each, absent) for each in fields(options) if each.name in changed}
+    return {name: why for name, why in reasons.items() if why is not None}
+
+
+def options_in_effect(options: Any, names: Collection[str]) -> dict[str, str]:
+    """Return the `help` of those of some options that are used and not at their defaults, by name.
+
+    Behind them come those that need one of them, whatever their value.
+    """
+    used = {
+        each.name: each
+        for each in fields(options)
+        if each.name in names and getattr(options, each.name) is not None and _why_unused(options, each) is None
+    }
+    changed = [name for name in used if name in changed_options(options)]
+    needing = [name for name, each in used.items() if name not in changed and _needs(each) not in (None, *FACTS)]
+    return {name: used[name].metadata["help"] for name in (*changed, *needing)}
+
+
+_TRL_NEEDS: Mapping[str, Needs] = {  # of TRL's options, or their prefix
+    "vllm": "use_vllm",
+    "sapo": "loss_type=sapo",
+    "vespo": "loss_type=vespo",
+    "delta": "loss_type!=cispo|sapo|vespo",
+    "epsilon": lambda args: (
+        f"loss_type is {args.loss_type}"
+        if args.loss_type in ("sapo", "vespo") or (args.loss_type == "cispo" and args.epsilon_high is not None)
+        else None
+    ),
+    "scale_rewards": "advantage_estimator=grpo",
+    "use_bias_correction_kl": "beta",
+    **dict.fromkeys(("ref_model_sync_steps", "ref_model_mixup_alpha"), "sync_ref_model"),
+    **dict.fromkeys(
+        ("entropy_target", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"), "use_adaptive_entropy"
+    ),
+    **dict.fromkeys(("num_completions_to_print", "log_unique_prompts"), "log_completions"),
+}
+
+
+def _needs(each: Field[Any]) -> Needs | None:
+    if "needs" in each.metadata:
+        return each.metadata["needs"]  # type: ignore[no-any-return]
+    return _TRL_NEEDS.get(each.name) or _TRL_NEEDS.get(each.name.partition("_")[0])
+
+
+def _why_unused(options: Any, each: Field[Any], absent: Collection[str] = ()) -> str | None:
+    """Return why an option is unused: what it needs is off, or itself unused."""
+    needs = _needs(each)
+    if needs is None or callable(needs):
+        return needs and needs(options)
+    if needs in FACTS:
+        return FACTS[needs] if needs in absent else None
+    name, negated, values = re.fullmatch(r"(\w+)(!?)(?:=(.+))?", needs).groups()  # type: ignore[union-attr]
+    value = getattr(options, name)
+    fits = bool(value) if values is None else (value in values.split("|")) != bool(negated)
+    needed = type(options).__dataclass_fields__[name]
+    return _why_unused(options, needed, absent) or (None if fits else f"{name} is {value}")
+
+
+def _default(each: Field[Any]) -> Any:
+    return each.default if each.default_factory is MISSING else each.default_factory()
 
 
 def check_number(name: str, value: Any, low: float, high: float, meaning: str) -> None:
@@ -50,85 +208,4 @@ def check_number(name: str, value: Any, low: float, high: float, meaning: str) -
 
 def check_integer(name: str, value: Any, low: int) -> None:
     """Raise `ConfigError` unless `value` is an integer of at least `low`."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < low:
-        raise ConfigError(f"{name} is {value!r}: give an integer of at least {low}.")
-
-
-def check_fraction(name: str, value: Any) -> None:
-    """Raise `ConfigError` unless `value` is a number in (0, 1]."""
-    if not (is_number(value) and 0 < value <= 1):
-        raise ConfigError(f"{name} is {value!r}: give a number in (0, 1].")
-
-
-def check_choice(name: str, value: Any, choices: Sequence[str | None]) -> None:
-    """Raise `ConfigError` unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ConfigError(f"{name} is {value!r}: give {_listed(choices)}.")
-
-
-def check_switch(name: str, value: Any) -> None:
-    """Raise `ConfigError` unless `value` is True or False: a text such as "no" would switch the option on."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} is {value!r}: give True or False.")
-
-
-def check_list(name: str, value: Any) -> None:
-    """Raise `ConfigError` for a text, whose letters would be taken for a list of names."""
-    if isinstance(value, str):
-        raise ConfigError(f"{name} is {value!r}: give a list, [{value!r}].")
-
-
-def check_interval(name: str, value: Any, low: float, within: float | None, meaning: str) -> None:
-    """Raise `ConfigError` unless `value` is a pair low <= a <= within <= b; `within` None: a < b."""
-    pair = isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2 and all(map(is_number, value))
-    inside = pair and low <= value[0]
-    if not (inside and (value[0] < value[1] if within is None else value[0] <= within <= value[1])):
-        raise ConfigError(f"{name} is {value!r}: give two numbers {meaning}.")
-
-
-def in_range(low: float, high: float, meaning: str) -> Check:
-    """Return the check for a number in [low, high], described by `meaning`."""
-    return partial(check_number, low=low, high=high, meaning=meaning)
-
-
-def at_least(low: int) -> Check:
-    """Return the check for an integer."""
-    return partial(check_integer, low=low)
-
-
-def one_of(*choices: str | None) -> Check:
-    """Return the check for one of some texts."""
-    return partial(check_choice, choices=choices)
-
-
-def each(check: Check) -> Check:
-    """Return the check for a list of what passes another."""
-
-    def check_all(name: str, values: Sequence[Any]) -> None:
-        for value in values:
-            check(name, value)
-
-    return check_all
-
-
-Fraction = Annotated[float, check_fraction]
-Switch = Annotated[bool, check_switch]
-Natural = Annotated[int, at_least(0)]
-PositiveInt = Annotated[int, at_least(1)]
-Share = Annotated[float, in_range(0, 1, "in [0, 1]")]
-Weight = Annotated[float, in_range(0, LARGEST, "of at least 0")]
-Positive = Annotated[float, in_range(SMALLEST, LARGEST, "above 0")]
-
-
-def check_values(options: Any) -> None:
-    """Raise `ConfigError` for the first field of a dataclass that a check behind its type refuses; None is none."""
-    for name, hint in get_type_hints(type(options), include_extras=True).items():
-        checks = getattr(hint, "__metadata__", ())
-        if checks and not (getattr(options, name) is None and NoneType in get_args(hint.__origin__)):
-            for check in checks:
-                check(name, getattr(options, name))
-
-
-def _listed(choices: Sequence[str | None]) -> str:
-    *first, last = ["None" if choice is None else choice for choice in choices]
-    return f"{', '.join(first)} or {last}" if first else last
+    check_value(name, value, int, ge=low)

@@ -14,7 +14,6 @@ from transformers.utils import logging
 from trl.data_utils import prepare_multimodal_messages
 
 from vgr_trl.added_loss import kl_penalty_reward
-from vgr_trl.config_checks import Circumstances, options_without_effect
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.columns import IMAGE_COLUMNS, PLACE, image_columns, images_of, undecoded
 from vgr_trl.data.images import COLUMNS as BOX_COLUMNS
@@ -25,6 +24,7 @@ from vgr_trl.efficiency.loss_mask import SkippingPlan
 from vgr_trl.efficiency.vision_cache import VisionCache
 from vgr_trl.loss import coefficient_warning
 from vgr_trl.measure import Measurement, named_datasets
+from vgr_trl.options import unused_options
 from vgr_trl.patches import close_group_at_exit, give_timeout, suppress_image_tokens
 from vgr_trl.registries import BLIND_ANSWERS, measurements, needs_of
 from vgr_trl.rewards.attention import scaled_by_accuracy
@@ -213,9 +213,15 @@ def check_data(trainer: ConstructedTrainer, measured_columns: Iterable[str], on_
 
 def find_idle_options(trainer: ConstructedTrainer, measurement: Measurement, weights_change: bool) -> dict[str, str]:
     """Return why each option of the trainer that is not at its default has no effect, by name."""
-    evaluates, names = trainer.eval_dataset is not None, trainer.reward_func_names
-    measures = (name in measurement.needed for name in ("attention", "similarity", "blind"))
-    return options_without_effect(trainer.args, Circumstances(*measures, weights_change, evaluates, names))
+    facts = {
+        "attention": "attention" in measurement.needed,
+        "similarity": "similarity" in measurement.needed,
+        "blind_answers": "blind" in measurement.needed,
+        "changing_weights": weights_change,
+        "evaluation": trainer.eval_dataset is not None,
+        "length_reward": any("overlong" in name for name in trainer.reward_func_names),
+    }
+    return unused_options(trainer.args, [name for name, holds in facts.items() if not holds])
 
 
 def announce(

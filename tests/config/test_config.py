@@ -1,179 +1,296 @@
+"""Options: defaults, aliases, what their metadata allows, combinations that are refused, and options without effect."""
+
+import math
 import re
+from dataclasses import fields
 from pathlib import Path
-from typing import get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from trl import TrlParser
 
 from vgr_trl import DAPOConfig
-from vgr_trl import dapo_config as dapo
+from vgr_trl.cli.train import describe_run
 from vgr_trl.config import ALIASES
+from vgr_trl.options import FACTS, changed_options, check_options, check_value, options_in_effect, unused_options
 from vgr_trl.utils import ConfigError, VGRError
+
+HINTS = get_type_hints(DAPOConfig)
+OWN = {each.name: each.metadata for each in fields(DAPOConfig) if "needs" in each.metadata}
 
 
 def config(tmp_path: Path, **options: object) -> DAPOConfig:
     defaults = {"use_cpu": True, "bf16": False, "per_device_train_batch_size": 8}
-    return DAPOConfig(output_dir=str(tmp_path), **{**defaults, **options})
+    return DAPOConfig(**{"output_dir": str(tmp_path), **defaults, **options})
 
 
-def test_defaults_are_those_of_dapo(tmp_path):
+def kind_of(name: str) -> object:
+    kinds = get_args(HINTS[name]) if type(None) in get_args(HINTS[name]) else (HINTS[name],)
+    return next(kind for kind in kinds if kind is not type(None))
+
+
+def allowed(name: str, value: object) -> bool:
+    limits = {bound: OWN[name][bound] for bound in ("gt", "ge", "lt", "le")}
+    try:
+        check_value(name, value, HINTS[name], **limits)
+    except ConfigError:
+        return False
+    return True
+
+
+def test_defaults_are_those_of_dapo_and_of_the_users_notes(tmp_path):
     made = config(tmp_path)
     assert (made.loss_type, made.epsilon, made.epsilon_high, made.beta) == ("dapo", 0.2, 0.28, 0.0)
-    assert made.num_generations_eval is None
-    assert made.warmup_steps == 0
-
-
-def test_defaults_of_the_users_notes(tmp_path):
-    made = config(tmp_path)
+    assert (made.num_generations_eval, made.warmup_steps) == (None, 0)
     assert (made.top_p_perception_tokens, made.trajectory_scaling_min) == (0.2, 0.8)
 
 
-def test_aliases_set_the_fields_they_stand_for(tmp_path):
-    made = config(tmp_path, eval_num_generations=4, warmup_ratio=0.05)
-    assert made.num_generations_eval == 4
-    again = config(tmp_path, prompt_preview_chars=300, completion_preview_chars=50)
-    assert (again.prompt_preview_length, again.completion_preview_length) == (300, 50)
-    assert DAPOConfig(out_dir=str(tmp_path / "x"), use_cpu=True, bf16=False).output_dir == str(tmp_path / "x")
-    assert config(tmp_path, loss_type="cispo", epsilon_high=5.0, delta=3.0).delta == 3.0  # which its loss never reads
-    clips = config(tmp_path, clip_ratio_low=0.1, clip_ratio_high=0.3, clip_ratio_dual=3.0)
-    assert (clips.epsilon, clips.epsilon_high, clips.delta) == (0.1, 0.3, 3.0)
-    modes = {mode: config(tmp_path, loss_avg_mode=mode).loss_type for mode in ("token", "seq", "sequence")}
-    assert modes == {"token": "dapo", "seq": "grpo", "sequence": "grpo"}
-    assert {*ALIASES, *ALIASES.values()} <= set(DAPOConfig.__dataclass_fields__)
-    assert made.get_warmup_steps(1000) == 50
+def test_every_default_is_allowed_and_described():
+    assert len(OWN) > 100
+    for each in fields(DAPOConfig):
+        if each.name in OWN:
+            default = each.default_factory() if callable(each.default_factory) else each.default
+            assert get_origin(HINTS[each.name]) is list or allowed(each.name, default), each.name
+            assert each.metadata["help"].endswith((".", "off.")), each.name
+
+
+@pytest.mark.parametrize("bound", ["gt", "ge", "lt", "le"])
+def test_numbers_within_their_bounds_only(bound):
+    bounded = [name for name, metadata in OWN.items() if metadata[bound] is not None and kind_of(name) in (int, float)]
+    assert bounded
+    for name in bounded:
+        edge, step = OWN[name][bound], 1 if kind_of(name) is int else 1e-6
+        assert allowed(name, edge) == (bound in ("ge", "le")), name
+        assert not allowed(name, edge + (-step if bound in ("gt", "ge") else step)), name
+
+
+def test_values_of_another_type():
+    wrong = {bool: ("no", 1, None), int: (0.5, "50", True, None), float: ("0.1", True, math.nan, math.inf, None)}
+    for name in OWN:
+        kind = kind_of(name)
+        optional = type(None) in get_args(HINTS[name])
+        for value in wrong.get(kind, ()):
+            assert allowed(name, value) == (optional and value is None), (name, value)
+        if get_origin(kind) is Literal:
+            assert not allowed(name, "bogus"), name
+            assert all(allowed(name, choice) for choice in get_args(kind))
+        if get_origin(kind) is list:
+            assert not allowed(name, "letters"), name
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("name", "value", "accepted"),
     [
-        ({"warmup_ratio": 1.0}, "warmup_ratio is 1.0: give a share of all steps in [0, 1)."),
-        ({"warmup_ratio": -0.1}, "warmup_ratio is -0.1: give a share of all steps in [0, 1)."),
-        ({"warmup_ratio": 0.1, "warmup_steps": 5}, "warmup_ratio is 0.1 and warmup_steps is 5: give one of them."),
-        (
-            {"eval_num_generations": 4, "num_generations_eval": 2},
-            "eval_num_generations is 4 and num_generations_eval, of which it is an alias, is 2: give one of them",
-        ),
-        (
-            {"prompt_preview_chars": 4, "prompt_preview_length": 5},
-            "prompt_preview_chars is 4 and prompt_preview_length",
-        ),
-        ({"loss_avg_mode": "batch"}, "loss_avg_mode is 'batch': give token, sequence or seq."),
-        ({"loss_avg_mode": "seq", "loss_type": "bnpo"}, "loss_avg_mode is seq, which means loss_type grpo, and"),
-        ({"clip_ratio_dual": 1.25}, "delta (clip_ratio_dual) is 1.25, which would clip ratios of up to 1.28"),
-        ({"filter_mode": "share"}, "filter_mode is 'share': give bounds or quantile."),
-        ({"filter_mode": "quantile", "filter_high": 2.0}, "filter_high is 2.0: give a number in [0, 1], a quantile."),
-        ({"vgr_hard_negative": "yes"}, "vgr_hard_negative is 'yes': give True or False."),
-        ({"attention_reward_scale": "std"}, "attention_reward_scale is 'std': give none or accuracy."),
-        ({"eval_num_generations": 0}, "num_generations_eval is 0: give an integer of at least 1."),
-        ({"max_prompt_length": 0}, "max_prompt_length is 0: give an integer of at least 1."),
-        ({"max_completion_length": -3}, "max_completion_length is -3: give an integer of at least 1."),
-        ({"beta": -0.1}, "beta is -0.1: give a number of at least 0."),
-        ({"epsilon_high": float("nan")}, "epsilon_high is nan: give a number of at least 0."),
-        ({"temperature": 0.0}, "temperature is 0.0: give a number above 0."),
-        ({"temperature": float("inf")}, "temperature is inf: give a number above 0."),
-        ({"min_p": None, "top_p": 2.0}, "top_p is 2.0: give a number in (0, 1]."),
-        ({"learning_rate": None}, "learning_rate is None: give a number of at least 0."),
-        ({"temperature": None}, "temperature is None: give a number above 0."),
-        ({"num_train_epochs": None}, "num_train_epochs is None: give a number, or leave it out for its default, 3.0."),
-        ({"max_steps": None}, "max_steps is None: give an integer, or leave it out for its default, -1."),
-        ({"seed": None}, "seed is None: give an integer, or leave it out for its default, 42."),
-        ({"gradient_accumulation_steps": None}, "gradient_accumulation_steps is None: give an integer of at least 1."),
-        ({"top_k": -1}, "top_k is -1: give a number of at least 0, where 0 keeps all tokens."),
-        ({"learning_rate": float("nan")}, "learning_rate is nan: give a number of at least 0."),
-        ({"weight_decay": float("nan")}, "weight_decay is nan: give a number of at least 0."),
-        ({"max_grad_norm": float("nan")}, "max_grad_norm is nan: give a number of at least 0, where 0 clips nothing."),
-        ({"adam_beta2": 1.0}, "adam_beta2 is 1.0: give a number in [0, 1)."),
-        ({"adam_epsilon": -1e-8}, "adam_epsilon is -1e-08: give a number of at least 0."),
-        ({"repetition_penalty": -1.0}, "repetition_penalty is -1.0: give a number above 0."),
-        ({"min_p": 2.0}, "min_p is 2.0: give a number in [0, 1]."),
-        ({"loss_type": "bogus"}, "loss_type is 'bogus': give dapo, grpo, dr_grpo"),
-        ({"num_iterations": 0}, "num_iterations is 0: give an integer of at least 1."),
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0: give an integer of at least 1."),
-        ({"max_prompt_length": "50"}, "max_prompt_length is '50': give an integer of at least 1."),
-        ({"max_prompt_length": 99.5}, "max_prompt_length is 99.5: give an integer of at least 1."),
-        ({"warmup_ratio": "0.1"}, "warmup_ratio is 0.1: give a share of all steps in [0, 1)."),
-        ({"online_filtering": "no"}, "online_filtering is 'no': give True or False."),
-        ({"enable_perception_filtering": "false"}, "enable_perception_filtering is 'false': give True or False."),
-        ({"use_entropy_penalty": None}, "use_entropy_penalty is None: give True or False."),
-        ({"noise_std": 1e7}, "noise_std is 10000000.0: give a number in [0, 1e6]."),
-        ({"blur_radius": 1e29}, "blur_radius is 1e+29: give a number in [0, 1e6]."),
-        ({"token_weights_clip": [2, 3]}, "token_weights_clip is [2, 3]: give two numbers low <= 1 <= high"),
-        ({"share_prompts": "yes"}, "share_prompts is 'yes': give auto, on or off."),
-        ({"skip_padding": "yes"}, "skip_padding is 'yes': give auto or off."),
-        ({"num_generations": 0}, "num_generations is 0: give an integer of at least 2."),
-        ({"num_generations": None}, "num_generations is None: give an integer of at least 2."),
-        ({"save_steps": 0}, "save_steps is 0: give a number above 0, or save_strategy no."),
-        ({"eval_strategy": "steps", "eval_steps": 0}, "eval_steps is 0: give a number above 0, or eval_strategy no."),
-        ({"credit_rules": "vgpo"}, "credit_rules is 'vgpo': give a list, ['vgpo']."),
-        ({"signals": "entropies"}, "signals is 'entropies': give a list, ['entropies']."),
-        (
-            {"further_perturbations": "mask_image"},
-            "further_perturbations is 'mask_image': give a list, ['mask_image'].",
-        ),
-        ({"max_steps": 0}, "so nothing would be trained: give max_steps of at least 1, or more epochs."),
-        (
-            {"soft_punish_cache": 600, "max_completion_length": 512},
-            "soft_punish_cache is 600: give a number of tokens in [0, max_completion_length = 512].",
-        ),
+        ("top_p_perception_tokens", 0.0, "a number in (0, 1]"),
+        ("warmup_ratio", 1.0, "a number in [0, 1)"),
+        ("mdi_balance_ratio", 1.0, "a number above 1"),
+        ("rollout_log_samples", 0, "an integer of at least 1"),
+        ("perturb_per", "row", "prompt or completion"),
+        ("credit_rules", "vgpo", "a list, ['vgpo']"),
+        ("token_weights_clip", [-1, 2], "a number of at least 0"),
+        ("noise_std", 1e7, "a number in [0, 1e+06]"),
     ],
 )
-def test_refuses_values_out_of_range(tmp_path, options, message):
-    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
-        config(tmp_path, **options)
+def test_what_is_accepted_instead(tmp_path, name, value, accepted):
+    with pytest.raises(ConfigError, match=re.escape(f"give {accepted}.")) as caught:
+        config(tmp_path, **{name: value})
     assert isinstance(caught.value, VGRError)
     assert isinstance(caught.value, ValueError)
 
 
-def test_none_is_a_number_only_where_the_type_says_so(tmp_path):
-    numbers = [name for name, hint in get_type_hints(DAPOConfig).items() if hint in (int, float)]
-    assert {"warmup_steps", "save_steps", "max_grad_norm", "mdi_balance_ratio"} <= {*numbers}
-    for name in numbers:
+def test_numbers_of_trl_are_checked_too(tmp_path):
+    outside = {
+        "epsilon": -0.1, "learning_rate": math.nan, "temperature": 0.0, "top_p": 2.0, "min_p": 2.0, "top_k": -1,
+        "adam_beta2": 1.0, "repetition_penalty": 0.0, "num_generations": 1, "num_iterations": 0,
+        "gradient_accumulation_steps": 0, "max_completion_length": -3,
+    }  # fmt: skip
+    for name, value in outside.items():
+        with pytest.raises(ConfigError, match=f"^{name} is {value}: give "):
+            config(tmp_path, **{name: value})
+    for name in (name for name, hint in HINTS.items() if hint in (int, float)):
         with pytest.raises(ConfigError, match=f"{name} is None"):
             config(tmp_path, **{name: None})
     assert config(tmp_path, epsilon_high=None, min_p=None).epsilon_high is None
 
 
+def test_aliases_set_the_options_they_stand_for(tmp_path):
+    assert {*ALIASES, *ALIASES.values()} <= set(DAPOConfig.__dataclass_fields__)
+    given = {"eval_num_generations": 4, "prompt_preview_chars": 300, "completion_preview_chars": 50,
+             "clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "clip_ratio_dual": 3.0,
+             "late_reward_weights": [1.0]}  # fmt: skip
+    made = config(tmp_path, **given, warmup_ratio=0.05)
+    assert {alias: getattr(made, ALIASES[alias]) for alias in given} == given
+    assert made.get_warmup_steps(1000) == 50
+    assert DAPOConfig(out_dir=str(tmp_path / "x"), use_cpu=True, bf16=False).output_dir == str(tmp_path / "x")
+    modes = {mode: config(tmp_path, loss_avg_mode=mode).loss_type for mode in ("token", "seq", "sequence")}
+    assert modes == {"token": "dapo", "seq": "grpo", "sequence": "grpo"}
+    for options in ({"eval_num_generations": 4, "num_generations_eval": 2},
+                    {"loss_avg_mode": "seq", "loss_type": "bnpo"}):  # fmt: skip
+        with pytest.raises(ConfigError, match="give one of them"):
+            config(tmp_path, **options)
+
+
 def test_on_and_off_may_be_what_yaml_reads_them_as(tmp_path):
     assert config(tmp_path, share_prompts=False).share_prompts == "off"
     assert config(tmp_path, share_prompts=True).share_prompts == "on"
-    assert config(tmp_path, skip_dead_rows=False).skip_dead_rows == "off"
+    assert config(tmp_path, skip_padding=False).skip_padding == "off"
 
 
-@pytest.mark.parametrize("launched", [True, False])
-def test_deepspeed_that_is_not_installed_is_told_before_it_is_looked_for(tmp_path, monkeypatch, launched):
-    monkeypatch.setattr(dapo, "find_spec", lambda name: None)
-    file = tmp_path / "zero2.json"
-    file.write_text('{"zero_optimization": {"stage": 2}}')
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", str(launched).lower())
-    with pytest.raises(ConfigError, match=r'not installed: pip install "vgr_trl\[deepspeed\]"'):
-        config(tmp_path, deepspeed=None if launched else str(file))
+GAE = {"advantage_estimator": "gae"}
 
 
-def test_refuses_an_output_dir_without_a_name():
-    with pytest.raises(ConfigError, match="output_dir is empty: give a folder, or leave it out"):
-        DAPOConfig(output_dir=" ", use_cpu=True, bf16=False)
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"loss_type": "bogus"}, "loss_type"),
+        ({"output_dir": " "}, "output_dir"),
+        ({"max_steps": 0}, "nothing would be trained"),
+        ({"save_steps": 0}, "save_steps"),
+        ({"eval_strategy": "steps", "eval_steps": 0}, "eval_steps"),
+        ({"warmup_ratio": 0.1, "warmup_steps": 5}, "warmup_steps"),
+        ({"use_segmented_reward_weights": True}, "early_reward_weights"),
+        ({"soft_punish_cache": 600, "max_completion_length": 512}, "max_completion_length, 512"),
+        ({"clip_ratio_dual": 1.25}, "clip_ratio_dual"),
+        ({"importance_sampling_level": "sequence", "token_weights": True}, "ignore token weights"),
+        ({"importance_sampling_level": "sequence", **GAE}, "ignore token weights"),
+        ({"kl_coef": 0.1, "beta": 0.1}, "kl_coef, or beta"),
+        (
+            {"kl_coef": 0.1, "use_kl_loss": False, "multi_objective_aggregation": "normalize_then_sum"},
+            "sum_then_normalize",
+        ),
+        ({"replay_buffer_size": 4, **GAE}, "earlier critic"),
+        ({"critic_warmup": 2, "weight_decay": 0.1, **GAE}, "weight_decay"),
+        ({"filter_low": 0.9, "filter_high": 0.1}, "filter_low < filter_high"),
+        ({"filter_mode": "quantile", "filter_high": 2.0}, "quantiles"),
+        ({"eval_temperature": 0}, "num_generations_eval 1"),
+        ({"noisy_decay": "exponential"}, "below 1"),
+        ({"noisy_perturbation": "remove_image"}, "changes the prompt"),
+        ({"noisy_generations": 2, "noisy_perturbation": "mask_image", "noisy_decay": "linear"}, "no strength"),
+        ({"further_perturbations": ["blacken_patches"]}, "each perturbation once"),
+        ({"perturbation": "remove_image", "perception_loss_weight": 0.1}, "same prompts"),
+        ({"token_weights_clip": [2, 3]}, "low <= 1 <= high"),
+        ({"token_weights_clip": [0.2]}, "low <= 1 <= high"),
+        ({"blind_tag": "<x>"}, "blind_tag"),
+        ({"blind_prompt": "{question}"}, "{description}"),
+        ({"rollout_log_path": "a.md", "eval_log_path": "a.md"}, "same file"),
+        ({"credit_rules": ["perception_filter", "perception_weights"]}, "one of them"),
+        ({"plugin_options": "{"}, "no JSON"),
+    ],
+    ids=str,
+)
+def test_combinations_that_are_refused(tmp_path, options, word):
+    with pytest.raises(ConfigError, match=re.escape(word)):
+        config(tmp_path, **options)
 
 
-def test_weights_that_are_clipped_to_1_are_within_the_range(tmp_path):
-    assert config(tmp_path, token_weights_clip=[1, 1]).token_weights_clip == [1, 1]
+def test_combinations_next_to_those_that_are_refused(tmp_path):
+    for options in (
+        {"importance_sampling_level": "sequence", "token_weights": True, "loss_type": "cispo"},
+        {"loss_type": "cispo", "epsilon_high": 5.0, "delta": 3.0},  # which its loss never reads
+        {"kl_coef": 0.1, "use_kl_loss": True, "multi_objective_aggregation": "normalize_then_sum"},
+        {"critic_warmup": 2, "weight_decay": 0.0, **GAE},
+        {"eval_temperature": 0, "num_generations_eval": 1, "per_device_eval_batch_size": 8},
+        {"token_weights_clip": [1, 1]},
+        {"soft_punish_cache": 512, "max_completion_length": 512},
+    ):
+        config(tmp_path, **options)
 
 
-def test_flags_as_users_write_them(tmp_path):
-    flags = "--reward_weights 2.5 1.0 0.5 1.0 --early_reward_weights 1.0 1.0 2.0 1.0 --warmup_ratio 0.05 --use_cpu"
-    flags += " --bf16 false --soft_punish_cache 50 --max_prompt_length 1024 --eval_num_generations 4"
-    (made,) = TrlParser(DAPOConfig).parse_args_and_config([*flags.split(), "--output_dir", str(tmp_path)])
-    assert made.reward_weights == [2.5, 1.0, 0.5, 1.0]
-    assert made.early_reward_weights == [1.0, 1.0, 2.0, 1.0]
-    assert (made.warmup_steps, made.soft_punish_cache, made.max_prompt_length) == (0.05, 50, 1024)
-    assert made.num_generations_eval == 4
+def unused(tmp_path: Path, absent=(), **given: object) -> dict[str, str]:
+    return unused_options(config(tmp_path, **given), absent)
 
 
-def test_a_flag_overrides_the_config_file(tmp_path):
+def test_every_need_of_an_option_can_be_read(tmp_path):
+    plain = config(tmp_path)
+    check_options(plain)
+    for name, metadata in OWN.items():
+        needs = metadata["needs"]
+        if isinstance(needs, str) and needs not in FACTS:
+            assert re.split("!?=", needs)[0] in HINTS, name
+
+
+FILTER = {"enable_perception_filtering": True}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {}),
+        ({"filter_low": 0.1, "filter_high": 2.0}, dict.fromkeys(
+            ("filter_low", "filter_high"), "online_filtering is False")),
+        ({"filter_low": 0.1, "online_filtering": True}, {}),
+        ({"filter_min_reward": 1.0}, {"filter_min_reward": "replay_buffer_size is 0"}),
+        ({"replay_max_age": 3, "replay_buffer_size": 8}, {}),
+        ({"dynamic_sampling_max_rounds": 2}, {"dynamic_sampling_max_rounds": "dynamic_sampling is None"}),
+        ({"replay_var_epsilon": 0.1, "enable_trajectory_reweighting": True}, {}),
+        ({"token_weights_clip": [0.5, 2.0]}, {"token_weights_clip": "token_weights is False"}),
+        ({"token_weights_clip": [0.5, 2.0], "perception_weighting": "soft", **FILTER}, {}),
+        ({"top_p_perception_tokens": 0.4}, {"top_p_perception_tokens": "enable_perception_filtering is False"}),
+        ({"top_p_perception_tokens": 0.4, "perception_weighting": "soft", **FILTER},
+         {"top_p_perception_tokens": "perception_weighting is soft"}),
+        ({"kl_penalty": "kl", "kl_target": 1.0}, dict.fromkeys(("kl_penalty", "kl_target"), "kl_coef is 0.0")),
+        ({"kl_coef": 0.1, "kl_horizon": 1.0}, {"kl_horizon": "kl_type is fixed"}),
+        ({"kl_coef": 0.1, "kl_type": "adaptive", "kl_horizon": 1.0, "kl_penalty": "kl"}, {}),
+        ({"use_bias_correction_kl": False, "kl_coef": 0.1}, {"use_bias_correction_kl": "beta is 0.0"}),
+        ({"lam": 0.9, "critic_warmup": 2}, dict.fromkeys(("lam", "critic_warmup"), "advantage_estimator is grpo")),
+        ({"dynamic_sampling": "resample", "scale_rewards": "none", **GAE},
+         {"dynamic_sampling": "advantage_estimator is gae, which has no zero-variance groups, and online_filtering is "
+          "False", "scale_rewards": "advantage_estimator is gae"}),
+        ({"dynamic_sampling": "resample", "online_filtering": True, **GAE}, {}),
+        ({"vllm_mode": "server", "vllm_gpu_memory_utilization": 0.5}, dict.fromkeys(
+            ("vllm_mode", "vllm_gpu_memory_utilization"), "use_vllm is False")),
+        ({"ref_model_sync_steps": 8}, {"ref_model_sync_steps": "sync_ref_model is False"}),
+        ({"sapo_temperature_neg": 2.0, "vespo_k_pos": 3.0, "loss_type": "sapo"}, {"vespo_k_pos": "loss_type is sapo"}),
+        ({"patch_size": 8}, {"patch_size": "nothing is measured on perturbed images"}),
+        ({"patch_size": 8, "der_loss_weight2": 0.03}, {}),
+        ({"patch_size": 8, "perturbation": "mask_image", "perception_loss_weight": 0.01},
+         {"patch_size": "images are perturbed by mask_image"}),
+        ({"crop_share": 0.4, "noisy_generations": 2, "noisy_perturbation": "crop_image", "noisy_decay_coef": 2.0},
+         {"noisy_decay_coef": "noisy_decay is none"}),
+        ({"rollout_log_samples": 8, "rollout_log_max_megabytes": 8, "rollout_log_steps": 0, "log_completions": True},
+         {"rollout_log_samples": "rollout_log_steps is 0"}),
+        ({"colorize_output": True, "rollout_log_steps": 0}, {"colorize_output": "rollout_log_steps is 0"}),
+        ({"prompt_preview_length": 5, "markdown_logs": False}, {"prompt_preview_length": "no Markdown is written"}),
+        ({"prompt_preview_length": 5, "markdown_logs": False, "rollout_log_path": "a.md"}, {}),
+        ({"epsilon": 0.1, "loss_type": "cispo"}, {"epsilon": "loss_type is cispo"}),
+        ({"epsilon": 0.1, "epsilon_high": None, "loss_type": "cispo"}, {}),
+        ({"mdi_balance_ratio": 3.0, "absent": ["attention"]}, {"mdi_balance_ratio": "attention is not measured"}),
+        ({"mdi_balance_ratio": 3.0, "absent": ["similarity"]}, {}),
+        ({"early_reward_weights": [1.0], "absent": ["changing_weights"]},
+         {"early_reward_weights": "they equal reward_weights"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options_without_effect(tmp_path, given, expected):
+    assert unused(tmp_path, **given) == expected
+
+
+def test_the_trainer_names_options_without_effect_and_the_plan_does_not_show_them_as_on(text_trainer, monkeypatch):
+    warnings = []
+    monkeypatch.setattr("vgr_trl.prepare.logger.warning", warnings.append)
+    trainer = text_trainer(filter_low=0.1, replay_buffer_size=8, soft_punish_cache=3, max_steps=1)
+    assert "filter_low is without effect because online_filtering is False." in warnings
+    assert "soft_punish_cache is without effect because there is no length reward." in warnings
+    plan = describe_run(trainer, "here", None)
+    assert ("on", "replay_buffer_size=8") in plan
+    assert ("without effect", "filter_low=0.1 because online_filtering is False") in plan
+    assert "token_weights_clip" not in changed_options(trainer.args)
+
+
+def test_options_in_effect_are_those_changed_and_those_that_need_them(tmp_path):
+    given = config(tmp_path, kl_coef=0.1, filter_low=0.2)
+    shown = options_in_effect(given, ["filter_low", "kl_coef", "kl_type", "kl_target", "patch_size", "gamma"])
+    assert list(shown) == ["kl_coef", "kl_type"]
+
+
+def test_flags_and_a_file_as_users_write_them(tmp_path):
     file = tmp_path / "x.yaml"
     file.write_text("warmup_ratio: 0.1\nuse_cpu: true\nbf16: false\nearly_reward_weights: [1.0, 2.0]\n")
-    flags = ["--config", str(file), "--warmup_ratio", "0.2", "--output_dir", str(tmp_path)]
-    (made,) = TrlParser(DAPOConfig).parse_args_and_config(flags)
-    assert (made.warmup_steps, made.early_reward_weights) == (0.2, [1.0, 2.0])
+    flags = f"--config {file} --warmup_ratio 0.2 --output_dir {tmp_path} --reward_weights 2.5 1.0"
+    flags += " --soft_punish_cache 50 --eval_num_generations 4 --share_prompts on"
+    (made,) = TrlParser(DAPOConfig).parse_args_and_config(flags.split())
+    assert (made.warmup_steps, made.early_reward_weights, made.reward_weights) == (0.2, [1.0, 2.0], [2.5, 1.0])
+    assert (made.soft_punish_cache, made.num_generations_eval, made.share_prompts) == (50, 4, "on")
 
 
 @pytest.mark.parametrize(("flags", "value"), [([], None), (["--resume_from_checkpoint"], "latest")])

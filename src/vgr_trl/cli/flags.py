@@ -66,7 +66,7 @@ _OWN = {
     "train": (
         "cli/arguments.py",
         "cli/arguments.py",
-        "config.py", "config_checks.py", "dapo_config.py", "options.py",
+        "config.py", "dapo_config.py", "options.py",
         "config.py",
         "config.py",
     ),

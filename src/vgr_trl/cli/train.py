@@ -40,12 +40,12 @@ from vgr_trl.cli.arguments import DataArguments, DefaultRewards, RewardArguments
 from vgr_trl.cli.flags import config_values, flags_in, recipe_options
 from vgr_trl.cli.loading import image_root, load_processor, load_rows, refuse_missing_folder, tested
 from vgr_trl.cli.parsing import parse
-from vgr_trl.config_checks import changed_options
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.columns import FLAGS, image_columns, images_of, undecoded
 from vgr_trl.data.load import hold_out
 from vgr_trl.data.read import parse_data_files, readable
 from vgr_trl.data.rows import SkippedRow, append_skipped, report_skipped
+from vgr_trl.options import changed_options
 from vgr_trl.patches import close_group_at_exit, let_gloo_finish
 from vgr_trl.prepare import reads_boxes
 from vgr_trl.reporting.markdown import duration, step_line

@@ -8,8 +8,8 @@ from pathlib import Path
 from trl import GRPOConfig
 
 from vgr_trl.config import AliasOptions, EfficiencyOptions, EvaluateOptions, ReportOptions
-from vgr_trl.config_checks import options_in_effect
 from vgr_trl.dapo_config import DAPOConfig
+from vgr_trl.options import options_in_effect
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What a model card says of a model's origin, and how to use it.

@@ -10,7 +10,7 @@ from support.vllm import in_place_of_vllm
 from vgr_trl.generation import blind_conversation, description_in, question_of
 from vgr_trl.rewards import load_reward
 from vgr_trl.rewards.accuracy import blind_accuracy_reward
-from vgr_trl.utils import ConfigError, RewardError
+from vgr_trl.utils import RewardError
 
 
 def test_descriptions():
@@ -149,20 +149,6 @@ def test_with_vllm_each_description_is_a_prompt_of_its_own(make, monkeypatch):
     assert (rows, num_generations) == (8, 4)
     assert images is not None
     assert blind == (8, None, 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"blind_tag": "<x>"}, "blind_tag is '<x>': give the name of a tag"),
-        ({"blind_without_tag": "right"}, "blind_without_tag is 'right': give wrong or completion"),
-        ({"blind_prompt": "{question}"}, "blind_prompt has no {description}: put it where that is to stand"),
-        ({"blind_prompt": None}, "blind_prompt has no {description}"),
-    ],
-)
-def test_what_is_refused(options, message, make):
-    with pytest.raises(ConfigError, match=message):
-        make(**options)
 
 
 def test_data_without_solutions(vision_trainer):

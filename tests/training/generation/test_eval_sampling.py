@@ -2,12 +2,9 @@
 
 from types import SimpleNamespace
 
-import pytest
 from transformers import GenerationConfig
 
-from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.generation import sampling_of_mode
-from vgr_trl.utils import ConfigError
 
 KEPT = {"max_new_tokens": 7, "do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 5}
 
@@ -51,16 +48,3 @@ def test_vllm_gets_the_same():
     with sampling_of_mode(trainer):
         assert vars(trainer.vllm_generation) == {"temperature": 0.6, "top_p": 1.0}
     assert vars(trainer.vllm_generation) == {"temperature": 1.0, "top_p": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"eval_temperature": -1}, "eval_temperature is -1"),
-        ({"eval_top_p": 0}, "eval_top_p is 0"),
-        ({"eval_temperature": 0, "num_generations_eval": 2}, "eval_temperature is 0 with 2 completions per prompt"),
-    ],
-)
-def test_values_that_cannot_be_are_refused(tmp_path, options, message):
-    with pytest.raises(ConfigError, match=message):
-        DAPOConfig(str(tmp_path), use_cpu=True, bf16=False, **options)

@@ -12,7 +12,6 @@ from vgr_trl import generation as noisy
 from vgr_trl.batch import Prompts
 from vgr_trl.config import decay
 from vgr_trl.rollout import Rollout
-from vgr_trl.utils import ConfigError
 
 NOISE = {"noisy_generations": 3, "max_steps": 1}
 
@@ -167,28 +166,6 @@ def test_decays_as_published(kind, coefficient, expected):
 def test_a_quarter_of_the_strength(perturbation, expected, tmp_path):
     options = DAPOConfig(str(tmp_path), use_cpu=True, bf16=False, noisy_perturbation=perturbation)
     assert options.noisy_parameters(0.25) == expected
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"noisy_generations": 5}, "noisy_generations is 5 with num_generations 4: give at most that many"),
-        ({"attention_source": "generate"}, 'noisy_generations cannot be used here: attention_source is "generate"'),
-        ({"noisy_perturbation": "remove_image"}, "noisy_perturbation is remove_image, which changes the prompt"),
-        ({"noisy_perturbation": "darken"}, "There is no perturbation 'darken'"),
-        ({"noisy_perturbation": "mask_image", "noisy_decay": "linear"}, "mask_image, which has no strength"),
-        (
-            {"noisy_decay": "exponential"},
-            "noisy_decay_coef is 30.0 with noisy_decay exponential: give a number below 1",
-        ),
-        ({"noisy_importance": "dirty"}, "noisy_importance is 'dirty': give clean or perturbed"),
-        ({"noisy_decay": "cosine"}, "noisy_decay is 'cosine': give none, linear,"),
-        ({"diffusion_steps": 1000}, r"diffusion_steps is 1000: give a number in \[0, 999\]"),
-    ],
-)
-def test_what_is_refused(options, message, make):
-    with pytest.raises(ConfigError, match=message):
-        make(**options)
 
 
 def test_idle_options(make):

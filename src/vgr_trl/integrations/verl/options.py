@@ -4,11 +4,10 @@ import importlib
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any
+from typing import Any, Literal
 
-from vgr_trl.config import CreditOptions, MeasureOptions, PerturbationOptions
-from vgr_trl.config_checks import Circumstances, changed_options, options_without_effect
-from vgr_trl.options import Natural, Switch, check_values, in_range, one_of, option
+from vgr_trl.config import PERTURBATION_CONFLICTS, CreditOptions, MeasureOptions, PerturbationOptions, check_conflicts
+from vgr_trl.options import FACTS, changed_options, check_options, option, unused_options
 from vgr_trl.utils import ConfigError
 
 NAMES_OF_NOTES = {
@@ -19,7 +18,6 @@ NAMES_OF_NOTES = {
     "token_weight_topk_ratio": "token_weights_topk_ratio",
     "positive_only": "token_weights_positive_only",
 }
-_Finite = Annotated[float, in_range(-1e30, 1e30, "that is finite")]
 _MEASURED = ("attention", "dependency", "entropies", "logps")  # what rules of credit may read here
 _WITHOUT_MEANING = {
     "compute_attention_metrics", "attention_source", "perturbation", "further_perturbations", "dependency_over",
@@ -33,20 +31,20 @@ class SignalOptions(MeasureOptions, PerturbationOptions, CreditOptions):
     """What is measured in the actor, and what becomes of it; beside its own options those of the three stages."""
 
     estimator: str = option("grpo", "Advantage estimator of verl or EasyR1 whose advantages are shaped.")
-    apply_to: Annotated[str, one_of("advantages", "mask")] = option(
+    apply_to: Literal["advantages", "mask"] = option(
         "advantages", "Token weights multiply advantages, or the response mask."
     )
-    collect_attentions: Switch = option(
+    collect_attentions: bool = option(
         False, "Token weights come with the rollout; the actor measures no attention for them."
     )
-    vgr_reward_weight: _Finite = option(0.0, "Weight of the VGR reward, compared within each prompt.")
-    hard_negative_reward_weight: _Finite = option(0.0, "Weight of the VGR reward among right answers.")
-    mdi_reward_weight: _Finite = option(0.0, "Weight of the MDI reward.")
-    right_from: _Finite = option(0.5, "A reward of at least this is a right answer, for the hard negative reward.")
-    share_prompts: Annotated[str, one_of("auto", "off")] = option(
+    vgr_reward_weight: float = option(0.0, "Weight of the VGR reward, compared within each prompt.")
+    hard_negative_reward_weight: float = option(0.0, "Weight of the VGR reward among right answers.")
+    mdi_reward_weight: float = option(0.0, "Weight of the MDI reward.")
+    right_from: float = option(0.5, "A reward of at least this is a right answer, for the hard negative reward.")
+    share_prompts: Literal["auto", "off"] = option(
         "auto", "auto: each prompt of the measured pass is computed once, where it can be; off."
     )
-    seed: Natural = option(42, "Seed of the perturbed images.")
+    seed: int = option(42, "Seed of the perturbed images.", ge=0)
 
     @classmethod
     def read(cls, given: Mapping[str, Any] | None) -> "SignalOptions":
@@ -71,9 +69,9 @@ class SignalOptions(MeasureOptions, PerturbationOptions, CreditOptions):
 
     def check(self) -> None:
         """Raise `ConfigError` for values out of range, and for options that would have no effect."""
-        check_values(self)
-        self.check_perceive()
+        check_options(self)
         self.check_plugins()
+        check_conflicts(self, PERTURBATION_CONFLICTS)
         for need, readers in self.readers().items():
             if need not in _MEASURED:
                 raise ConfigError(
@@ -85,14 +83,7 @@ class SignalOptions(MeasureOptions, PerturbationOptions, CreditOptions):
 
     def without_effect(self) -> dict[str, str]:
         """Return why each option that is not at its default steers nothing, by name."""
-        run = Circumstances(
-            measures_attention=self.measures_attention,
-            measures_similarity=False,
-            answers_blindly=False,
-            weights_change=False,
-            evaluates=False,
-            reward_names=(),
-        )
+        absent = FACTS.keys() - ({"attention"} if self.measures_attention else set())
         perturbs = self.needs_dependency or self.uses_perception_loss
         own = {
             "collect_attentions": None if self.token_weights else "enable_token_weights is off",
@@ -102,7 +93,7 @@ class SignalOptions(MeasureOptions, PerturbationOptions, CreditOptions):
             "share_prompts": None if self.measures_attention else "the actor measures no attention",
             "seed": None if perturbs else "nothing is measured on perturbed images",
         }
-        reasons = options_without_effect(self, run) | {name: why for name, why in own.items() if why}
+        reasons = unused_options(self, absent) | {name: why for name, why in own.items() if why}
         return {name: reasons[name] for name in changed_options(self) if name in reasons}
 
     @property
