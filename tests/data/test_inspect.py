@@ -16,7 +16,6 @@ from vgr_trl.cli.data import inspect_main as main
 from vgr_trl.data.convert import tables
 from vgr_trl.data.inspect import (
     Budget,
-    Checks,
     cost,
     histogram,
     inspect_rows,
@@ -26,6 +25,7 @@ from vgr_trl.data.inspect import (
 )
 from vgr_trl.data.load import load_path
 from vgr_trl.data.prompts import SYSTEM_PROMPTS, build_prompt
+from vgr_trl.data.rows import RowOptions
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.prepare import prompt_length
 from vgr_trl.utils import ConfigError, DataError
@@ -54,8 +54,8 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def checks(folder: Path, **options) -> Checks:
-    return Checks(root=folder, **{"system_prompt": None, **options})
+def checks(folder: Path, **options) -> RowOptions:
+    return RowOptions(root=folder, **{"system_prompt": None, **options})
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -76,7 +76,7 @@ def test_bad_rows_are_counted_by_reason_and_the_others_by_what_they_are(folder, 
 
 def test_only_the_first_bad_rows_of_a_reason_are_kept():
     rows = Dataset.from_dict({"problem": ["q"] * 9, "solution": ["x"] + [None] * 8})
-    (reason,) = inspect_rows(rows, Checks()).reasons.values()
+    (reason,) = inspect_rows(rows, RowOptions()).reasons.values()
     assert (reason.count, [row.row for row in reason.examples]) == (8, [1, 2, 3])
 
 
@@ -85,11 +85,11 @@ def test_the_commonest_answers_to_open_questions_are_counted(monkeypatch):
     rows = [{"problem": "which?", "choices": None, "solution": answer} for answer in answers]
     rows.append({"problem": "which?", "choices": ["x", "y"], "solution": "B"})
     data = Dataset.from_list(rows)
-    found = inspect_rows(data, Checks(system_prompt=None))
+    found = inspect_rows(data, RowOptions(system_prompt=None))
     assert found.counts.answers == Counter({"two": 4, "bird": 2, "a cat": 1, "dog": 1})
     assert list(tables(found.counts)["answers"].items())[:2] == [("two", 4), ("bird", 2)]
     monkeypatch.setattr("vgr_trl.data.convert.MOST_ANSWERS", 2)  # bird and dog come too late
-    found = inspect_rows(data, Checks(system_prompt=None))
+    found = inspect_rows(data, RowOptions(system_prompt=None))
     assert list(tables(found.counts)["answers"].items()) == [("two", 4), ("a cat", 1), ("others", 3)]
 
 
@@ -97,13 +97,14 @@ def test_every_row_is_drawn_with_the_same_chance():
     rows = Dataset.from_dict({"problem": [str(number) for number in range(8)], "solution": ["x"] * 8})
     drawn = Counter()
     for seed in range(200):
-        sample = inspect_rows(rows, Checks(), samples=2, seed=seed).sample
+        sample = inspect_rows(rows, RowOptions(), samples=2, seed=seed).sample
         assert len(sample) == 2
         drawn.update(one.row for one in sample)
     # 200 draws of 2 of 8: 50 of each, with a standard deviation of sqrt(200 * 1/4 * 3/4) = 6.1
     assert all(25 < drawn[row] < 75 for row in range(8))
     assert (
-        inspect_rows(rows, Checks(), samples=2, seed=3).sample == inspect_rows(rows, Checks(), samples=2, seed=3).sample
+        inspect_rows(rows, RowOptions(), samples=2, seed=3).sample
+        == inspect_rows(rows, RowOptions(), samples=2, seed=3).sample
     )
 
 

@@ -26,14 +26,14 @@ from vgr_trl.data.convert import (
     statistics_in,
 )
 from vgr_trl.data.images import MAX_SHORT_SIDE, ImageLimits, VideoOptions, downloaded
-from vgr_trl.data.inspect import Budget, Checks, Findings, inspect_rows, page, prompt_tokens
+from vgr_trl.data.inspect import Budget, Findings, inspect_rows, page, prompt_tokens
 from vgr_trl.data.inspect import report as inspection_report
 from vgr_trl.data.load import load_path
 from vgr_trl.data.merge import MergeOptions, merge
 from vgr_trl.data.prompts import special_tokens
 from vgr_trl.data.public_sets import CONVERTERS, Converter, keep_ids, load_converter, read_ids, shuffle_choices
 from vgr_trl.data.read import MEANT, Source, has_config, readable, splits_in
-from vgr_trl.data.rows import SkippedRow
+from vgr_trl.data.rows import RowOptions, SkippedRow
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.utils import ConfigError, DataError, is_writable, publish, unfinished, write_whole
 
@@ -312,7 +312,8 @@ def inspect_run(flags: argparse.Namespace) -> Findings:
             raise ConfigError(f"{name} is {value}: give an integer of at least {least}.")
     if flags.max_prompt_length is not None and not (flags.model or flags.tiny):
         raise ConfigError("max_prompt_length is given, but no model to count tokens with: add --model.")
-    checks = _checks(flags)
+    data = DataArguments(**{name: getattr(flags, name) for name in TRAINING_FLAGS})
+    processor = _processor(flags)
     budget = Budget(flags.max_prompt_length, flags.max_completion_length, flags.num_generations, flags.prompts_per_step)
     taken = [Path(flags.path).resolve()]
     for path in filter(None, (flags.page if flags.samples else None, flags.skipped)):
@@ -326,10 +327,17 @@ def inspect_run(flags: argparse.Namespace) -> Findings:
         dataset = dataset.take(flags.max_rows)
     with _listing(flags.skipped) as on_skipped, readable(flags.path, "the path", only_reads=True):
         findings = inspect_rows(
-            dataset, checks, split=split, samples=flags.samples, seed=flags.seed, on_skipped=on_skipped
+            dataset,
+            _row_options(flags, data, processor),
+            keys=keys_of(**vars(data)),
+            length_of=None if processor is None else partial(prompt_tokens, processor),
+            split=split,
+            samples=flags.samples,
+            seed=flags.seed,
+            on_skipped=on_skipped,
         )
     print(inspection_report(findings, budget), end="")
-    if checks.length_of is None:
+    if processor is None:
         print("\nPrompts are not measured: name the model with --model.")
     if flags.skipped:
         print(f"\nThe rows that cannot be used are listed in {flags.skipped}.")
@@ -339,26 +347,23 @@ def inspect_run(flags: argparse.Namespace) -> Findings:
     return findings
 
 
-def _checks(flags: argparse.Namespace) -> Checks:
-    """Return what a row must satisfy."""
-    data = DataArguments(**{name: getattr(flags, name) for name in TRAINING_FLAGS})
-    processor = None
+def _processor(flags: argparse.Namespace) -> Any:
     if flags.tiny and flags.model:
         raise ConfigError("model and tiny are both given: drop one.")
     if flags.tiny:
-        processor = build_processor([])
-    elif flags.model:
-        processor = load_processor(flags.model, flags.model_revision, flags.trust_remote_code)
+        return build_processor([])
+    return load_processor(flags.model, flags.model_revision, flags.trust_remote_code) if flags.model else None
+
+
+def _row_options(flags: argparse.Namespace, data: DataArguments, processor: Any) -> RowOptions:
     path = Path(flags.path).absolute()
     root = path.parent if path.is_file() else path if path.is_dir() else downloaded()
-    return Checks(
+    return RowOptions(
         root=Path(data.image_dir).absolute() if data.image_dir else root,
         needs_solution=not flags.no_solution,
         system_prompt=system_prompt_of(data),
         videos=VideoOptions(data.video_fps, data.max_video_frames),
-        length_of=None if processor is None else partial(prompt_tokens, processor),
         special=None if processor is None else special_tokens(processor),
-        keys=keys_of(**vars(data)),
         images=data.image_rule(),
     )
 

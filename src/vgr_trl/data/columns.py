@@ -1,11 +1,17 @@
-"""What a row says, by whatever names, layouts and types its columns have."""
+"""What a row says, by whatever names, known formats and types its columns have.
+
+`train`, `evaluate`, `inspect` and `convert` share the one reading of a row, `read_row`. Converted rows have `id`,
+`source`, `problem`, `choices` (2 to 10 texts, or none for an open question), `solution` (the letter of the right
+option, else a text) and `image`, or `images` where a set has questions about several; `regions` has boxes where a set
+says what a question is about: left, top, width and height as shares of the image.
+"""
 
 import ast
 import json
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -13,19 +19,45 @@ from typing import Any
 import pyarrow
 from datasets import Dataset, DatasetInfo, Features, Image, Json, List, Value, Video, concatenate_datasets
 
-from vgr_trl.data.prompts import LETTERS, format_question, refuse_named_files, require_marks
+from vgr_trl.data.prompts import LETTERS, format_question, refuse_named_files, require_placeholders
 from vgr_trl.rewards.answers import resolve_solution
 from vgr_trl.utils import ConfigError, DataError, RewardError
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Columns of a data set: which ones are needed, and which are images or videos.
-
-
 IMAGE_COLUMNS = ("image", "images")
 VIDEO_COLUMNS = ("video", "videos")
+MOST_IMAGES = 7
+NUMBERED_IMAGES = tuple(f"image_{number}" for number in range(1, MOST_IMAGES + 1))  # of MMMU-Pro
+DIALOGUES = ("messages", "conversations")
+INDICES = ("label_idx", "correct_choice_idx")  # always an index
 UNREADABLE = "__unreadable__"  # the column that says why there is no row at this place of a file
 FOLDER = "__folder__"  # the column that says where a row's relative paths start, where files lie in several folders
 PLACE = "__place__"  # the column in which rows carry their number on the way
+VISION_ONLY_PROBLEM = "Answer the multiple-choice question in the image with the letter of the right option."
+ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
+NONE = "none"  # the name of no column: the data have none
+MOST_SHOWN = 12
+
+_NUMBERED = re.compile(r"<image\s*(\d+)>", re.IGNORECASE)
+_IMAGE_FILE = re.compile(r"[^\s]+\.(?:png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
+# What \alpha, \beta, \theta, \vec, \frac and \rho begin with where the text of a list was written without care.
+_MISREAD = re.compile(r"[\a\b\t\v\f\r]")
+_LABELLED = re.compile(r"(?:\(([A-J])\)|([A-J])\s?[).:])\s*(\S.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Names of the columns; several: the first that a row has."""
+
+    prompt: tuple[str, ...] = ("prompt", "problem", "question", "query", *DIALOGUES)
+    answer: tuple[str, ...] = ("solution", "answer", *INDICES)
+    image: tuple[str, ...] = ("images", "image")
+    video: tuple[str, ...] = ("videos", "video")
+    choices: tuple[str, ...] = ("choices", "options")
+
+
+KEYS = Keys()
+STANDARD = {"prompt": "problem", "answer": "solution", "image": "image", "video": "video", "choices": "choices"}
+FLAGS = {part: f"{name}_key" for part, name in STANDARD.items()}
 
 
 def image_columns(dataset: Any) -> list[str]:
@@ -47,11 +79,6 @@ def images_of(row: Mapping[str, Any]) -> list[Any]:
     return files_of(row, "images", "image")
 
 
-def video_columns(names: Iterable[str]) -> list[str]:
-    """Return which of the columns `names` hold videos."""
-    return [name for name in VIDEO_COLUMNS if name in set(names)]
-
-
 def videos_of(row: Mapping[str, Any]) -> list[Any]:
     """Return the videos of `row`, undecoded, in order; `videos` counts before `video`."""
     return files_of(row, "videos", "video")
@@ -64,12 +91,20 @@ def folder_of(row: Mapping[str, Any], root: Path) -> Path:
 
 def undecoded(dataset: Any) -> Any:
     """Return a data set or stream whose images and videos come as bytes or paths."""
-    return _with_decode(dataset, False)
+    for name, feature in (dataset.features or {}).items():
+        if is_media(feature):
+            several = isinstance(feature, List)
+            kind = type(feature.feature if several else feature)(decode=False)
+            dataset = dataset.cast_column(name, List(kind) if several else kind)
+    return dataset
 
 
 def decoded(dataset: Any) -> Any:
     """Return a data set whose columns of images are known as such to whoever reads its features."""
-    return _with_decode(dataset, True, IMAGE_COLUMNS)
+    for name in IMAGE_COLUMNS:
+        if is_media(feature := (dataset.features or {}).get(name)):
+            dataset = dataset.cast_column(name, List(Image()) if isinstance(feature, List) else Image())
+    return dataset
 
 
 def is_media(feature: Any) -> bool:
@@ -77,201 +112,146 @@ def is_media(feature: Any) -> bool:
     return isinstance(feature.feature if isinstance(feature, List) else feature, Image | Video)
 
 
-def _with_decode(dataset: Any, decode: bool, columns: Iterable[str] | None = None) -> Any:
-    for name, feature in (dataset.features or {}).items():
-        if not is_media(feature) or (columns is not None and name not in columns):
-            continue
-        several = isinstance(feature, List)
-        kind = type(feature.feature if several else feature)(decode=decode)
-        if not (decode and isinstance(kind, Video)):
-            dataset = dataset.cast_column(name, List(kind) if several else kind)
-    return dataset
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The types of columns of JSON and CSV, every value of the type that it has in its file.
-#
-# Arrow gives a column one type, so a column that mixes texts and numbers is kept as JSON, value by value.
-
-
-TYPES = {str: "string", int: "int64", float: "float64", bool: "bool", type(None): "string"}
-
-Kind = Any
-"""A type of `TYPES`, [the kind of a list's items], {name: the kind of an object's value}, or `Mixed`."""
-
-
-class Mixed:
-    """The kind of values that have no one kind."""
-
-
-def with_column(dataset: Dataset, name: str, values: Sequence[Any]) -> Dataset:
-    """Return `dataset` with `values` as the column `name`, each of its own type, in place of one that is there."""
-    kind: Kind = type(None)
-    for value in values:
-        kind = merged(kind, kind_of(value))
-    feature = feature_of(kind)
-    kept = dataset.remove_columns(name) if name in dataset.column_names else dataset
-    if not isinstance(feature, Json):
-        return kept.add_column(name, list(values), feature=feature)
-    stored = pyarrow.array([as_json(value) for value in values], pyarrow.string())
-    column = pyarrow.ExtensionArray.from_storage(pyarrow.json_(), stored)
-    made = Dataset(pyarrow.table({name: column}), DatasetInfo(features=Features({name: feature})))
-    return concatenate_datasets([kept, made], axis=1)
-
-
-def kind_of(value: Any) -> Kind:
-    """Return the kind of a value out of JSON."""
-    if isinstance(value, list):
-        found: Kind = type(None)
-        for item in value:
-            found = merged(found, kind_of(item))
-        return Mixed if found is Mixed else [found]
-    if isinstance(value, Mapping):
-        kinds = {name: kind_of(item) for name, item in value.items()}
-        return Mixed if not kinds or Mixed in kinds.values() else kinds
-    return type(value)
-
-
-def merged(one: Kind, other: Kind) -> Kind:
-    """Return the kind of a column with values of both; objects have one only if they have the same names."""
-    if one is type(None) or one is other:
-        return other
-    if other is type(None):
-        return one
-    if isinstance(one, list) and isinstance(other, list):
-        inner = merged(one[0], other[0])
-        return Mixed if inner is Mixed else [inner]
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        kinds = {name: merged(one[name], other[name]) for name in one}
-        return Mixed if Mixed in kinds.values() else kinds
-    return Mixed
-
-
-def feature_of(kind: Kind) -> Any:
-    """Return the feature of a column whose values are of this kind."""
-    if isinstance(kind, list):
-        return List(feature_of(kind[0]))
-    if isinstance(kind, dict):
-        return {name: feature_of(inner) for name, inner in kind.items()}
-    return Json() if kind is Mixed else Value(TYPES[kind])
-
-
-def as_json(value: Any) -> str | None:
-    """Return a value as `Json` stores it: what it is given as a text it takes for JSON."""
-    return None if value is None else json.dumps(value)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The one schema that every data set is converted to, and the reading of doubtful values into it.
-#
-# A stored row has `id`, `source`, `problem`, `choices` (2 to 10 texts, or none for an open question), `solution` (the
-# letter of the right option, else a text) and `image`, or `images` where a set has questions about several. Where a
-# set
-# says what a question is about, `regions` has boxes: left, top, width and height as shares of the image.
-
-
-# What \alpha, \beta, \theta, \vec, \frac and \rho begin with where the text of a list was written without care.
-_MISREAD = re.compile(r"[\a\b\t\v\f\r]")
-_LABELLED = re.compile(r"(?:\(([A-J])\)|([A-J])\s?[).:])\s*(\S.*)", re.DOTALL)
-
-
 @dataclass(frozen=True)
-class Origin:
-    """Where a row was read: the file (or the name on the hub) and the 0-based row in it, for JSONL the 0-based line."""
+class Reading:
+    """What a row says.
 
-    file: str
-    row: int
+    Attributes:
+        prompt: the question, or a conversation; `<image>` in it is the placeholder of an image.
+        choices: the options, None for an open question.
+        answer: letter, index or text as stated; None where nothing is.
+        is_complete: whether the prompt is a conversation that has, or wants, no system prompt of ours.
+        images, videos: paths, bytes, or dicts with these, not opened yet.
+    """
 
-
-@dataclass(frozen=True)
-class Question:
-    """A row of the schema whose images (and videos) are not read yet."""
-
-    id: str
-    source: str
-    problem: str
-    solution: str
-    images: list[Any] = field(default_factory=list)
-    choices: list[str] | None = None
-    videos: list[Any] = field(default_factory=list)
-    regions: list[list[float]] = field(default_factory=list)
+    prompt: str | list[dict[str, Any]]
+    choices: list[str] | None
+    answer: Any
+    is_complete: bool
+    images: list[Any]
+    videos: list[Any]
 
 
-Record = tuple[Origin, Mapping[str, Any] | str]
-"""A row as it was read, or why it could not be."""
-Candidate = tuple[Origin, Question | str]
-"""A question, or why a row does not become one."""
+def read_row(row: Mapping[str, Any], *, needs_answer: bool = True) -> Reading:
+    """Return what `row` says.
 
-
-def to_candidates(
-    records: Iterable[Record], convert: Callable[[Origin, Mapping[str, Any]], Iterable[Question | str]]
-) -> Iterator[Candidate]:
-    """Yield what `convert` makes of each record, or the reason why it makes nothing."""
-    for origin, record in records:
-        if isinstance(record, str):
-            yield origin, record
-            continue
-        try:
-            for question in convert(origin, record):
-                yield origin, question
-        except (DataError, RewardError) as error:
-            yield origin, str(error).rstrip(".")
-
-
-def with_images(candidates: Iterable[Candidate]) -> Iterator[tuple[Candidate, Sequence[Any]]]:
-    """Yield each candidate with the images of its question, none where it is a reason."""
-    for origin, found in candidates:
-        yield (origin, found), () if isinstance(found, str) else found.images
-
-
-def try_question(**fields: Any) -> Question | str:
-    """Return `make_question(**fields)`, or why there is none: for rows that hold several questions."""
-    try:
-        return make_question(**fields)
-    except (DataError, RewardError) as error:
-        return str(error).rstrip(".")
-
-
-def make_question(
-    *,
-    id: Any,
-    source: str,
-    problem: str,
-    answer: Any,
-    images: Sequence[Any],
-    choices: Sequence[str] | None = None,
-    videos: Sequence[Any] = (),
-    regions: Sequence[list[float]] = (),
-    needs_image: bool = True,
-) -> Question:
-    """Return a checked question; `answer` is a letter, an index or an option's text with `choices`, else open.
+    Args:
+        row: with undecoded or decoded images, its columns under names of `KEYS`, or in a known format.
 
     Raises:
-        DataError: a text is empty or is no Unicode, or there is nothing to look at and `needs_image`.
-        RewardError: the answer is missing, is none of the choices, or could mean two of them; or two choices are alike.
+        DataError, RewardError: it cannot be understood; the message is the reason.
     """
-    if needs_image and not images and not videos:
-        raise DataError("it has no image")
-    resolved = resolve_solution(answer, choices)
-    solution = resolved.text if resolved.index is None else LETTERS[resolved.index]
-    if resolved.index is not None:
-        resolve_solution(solution, resolved.choices or None)  # in the form that training is going to read
-    question = Question(
-        id=str(id),
-        source=source,
-        problem=problem.strip(),
-        solution=solution,
-        images=list(images),
-        choices=[choice.strip() for choice in resolved.choices] or None,
-        videos=list(videos),
-        regions=list(regions),
-    )
-    if not question.problem:
-        raise DataError("its question is empty")
-    texts = (question.id, question.source, question.problem, question.solution)
-    for text in (*texts, *(question.choices or ()), *question.videos):
-        _require_unicode(text)
-    return question
+    if row.get(UNREADABLE) is not None:
+        raise DataError(row[UNREADABLE])
+    row = _in_our_columns(row)
+    prompt, replied, is_complete = _read_question(row)
+    stated = value_of(row, *KEYS.choices)
+    choices = None if stated is None or stated == [] else options_of(stated)
+    names = [name for name in KEYS.answer if name not in INDICES]
+    answer = value_of(row, *names)
+    if answer is not None and needs_answer:
+        answer = answer_of(row, choices, *names)
+    elif answer is None and (index := value_of(row, *INDICES)) is not None:
+        answer = int(index) if isinstance(index, str) and index.strip().isdecimal() else index
+        if not choices and needs_answer:
+            answer = resolve_solution(None, None, answer).text
+        elif not choices and answer in range(len(LETTERS)):
+            answer = LETTERS[int(answer)]
+    answer = replied if answer is None else answer
+    if needs_answer:
+        resolve_solution(answer, choices)
+    images, videos = images_in(row), files_of(row, *KEYS.video)
+    shown: Any = format_question(prompt, choices) if isinstance(prompt, str) else prompt
+    require_placeholders(shown, len(images), bool(videos))
+    return Reading(prompt, choices, answer, is_complete, images, videos)
+
+
+def images_in(row: Mapping[str, Any]) -> list[Any]:
+    """Return the images of a row, undecoded or decoded, in their order."""
+    numbered = [row[name] for name in NUMBERED_IMAGES if row.get(name) is not None]
+    return numbered or files_of(row, *KEYS.image)
+
+
+def _in_our_columns(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a row of MMMU-Pro or ArxivQA as one with `question`, `options`, `answer` and `images`."""
+    numbers = [number for number, name in enumerate(NUMBERED_IMAGES, start=1) if row.get(name) is not None]
+    has_numbers = any(name in row for name in NUMBERED_IMAGES) and _NUMBERED.search(str(row.get("question")))
+    if numbers or has_numbers:
+        images = [row[NUMBERED_IMAGES[number - 1]] for number in numbers] or images_of(row)
+        if not isinstance(row.get("question"), str):
+            return {**row, "images": images}
+        options = [] if row.get("options") is None else options_of(row["options"])
+        question, *options = renumber_placeholders([row["question"], *options], numbers)
+        return {**row, "question": question, "options": options or None, "images": images}
+    if is_vision_only(row):
+        options = options_of(row["options"])
+        right = resolve_solution(answer_of(row, options, "answer"), options)
+        return {**row, "problem": VISION_ONLY_PROBLEM, "options": None, "answer": LETTERS[int(right.index or 0)]}
+    if isinstance(row.get("label"), str) and row.get("options") and value_of(row, "solution", "answer") is None:
+        return {**row, "answer": row["label"]}
+    return row
+
+
+def is_vision_only(row: Mapping[str, Any]) -> bool:
+    """Return whether `row` is one of MMMU-Pro whose question and options are to be read from the image."""
+    has_all = all(row.get(name) is not None for name in ("image", "options", "answer", "subject"))
+    return has_all and not any(row.get(name) for name in KEYS.prompt)
+
+
+def renumber_placeholders(texts: list[str], numbers: list[int]) -> list[str]:
+    """Return the texts with `<image k>` standing for the k-th image that there is.
+
+    Args:
+        texts: question and options.
+        numbers: of the images that there are, ascending; these become 1, 2, …
+
+    Raises:
+        DataError: a placeholder refers to an image that is missing.
+    """
+    position = {number: index for index, number in enumerate(numbers, start=1)}
+    for text in texts:
+        for match in _NUMBERED.finditer(text):
+            if int(match[1][:4]) not in position:
+                raise DataError(f"it refers to {match[0][:40]}, but there is no image_{match[1][:4]}")
+    return [_NUMBERED.sub(lambda match: f"<image {position[int(match[1])]}>", text) for text in texts]
+
+
+def _read_question(row: Mapping[str, Any]) -> tuple[Any, str | None, bool]:
+    """Return the question or conversation, what the assistant answers to it, and whether it wants no system prompt."""
+    name = next((name for name in KEYS.prompt if row.get(name) not in (None, [], "")), None)
+    prompt: Any = None if name is None else row[name]
+    if name is None or isinstance(prompt, str):
+        return text_of(row, *(KEYS.prompt[:3] if name is None else [name])), None, False
+    if not isinstance(prompt, list) or (name == "prompt" and not all(isinstance(turn, dict) for turn in prompt)):
+        raise DataError(f"its prompt is a {type(prompt).__name__}: give a text or a conversation (a list of messages)")
+    if name == "prompt":
+        for turn in prompt:
+            if not isinstance(turn.get("role"), str) or not isinstance(turn.get("content"), str | list):
+                raise DataError("a message of its prompt lacks a role or a content")
+        if prompt[-1]["role"] == "assistant":
+            raise DataError("its prompt ends with a message of the assistant, so there is nothing to answer")
+        refuse_named_files(prompt)
+        return prompt, None, True
+    turns = [_turn(message, name) for message in prompt]
+    replied = turns.pop()["content"] if turns[-1]["role"] == "assistant" else None
+    if not turns or turns[-1]["role"] != "user":
+        raise DataError(f"its {name} do not end with a message of the user, with or without its answer")
+    refuse_named_files(turns)
+    is_question = len(turns) == 1 and isinstance(turns[0]["content"], str)
+    question = turns[0]["content"] if is_question else turns
+    return question, replied if isinstance(replied, str) else None, turns[0]["role"] == "system"
+
+
+def _turn(message: Any, name: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise DataError(f"one of its {name} is a {type(message).__name__}: give objects with role and content")
+    role = message.get("role") or message.get("from")
+    content = message["content"] if message.get("content") is not None else message.get("value")
+    if role not in ROLES:
+        raise DataError(f"one of its {name} is from {role!r}: known are {', '.join(ROLES)}")
+    if not isinstance(content, str | list):
+        raise DataError(f"one of its {name} has no content")
+    return {"role": ROLES[role], "content": content}
 
 
 def text_of(row: Mapping[str, Any], *names: str) -> str:
@@ -289,16 +269,6 @@ def text_of(row: Mapping[str, Any], *names: str) -> str:
 def value_of(row: Mapping[str, Any], *names: str) -> Any:
     """Return the value in the first of the columns `names` that the row has one in, else None."""
     return next((row[name] for name in names if row.get(name) is not None), None)
-
-
-def id_of(row: Mapping[str, Any], origin: Origin, *names: str) -> str:
-    """Return the row's id, a text or a whole number, or one made of its place where it has none."""
-    value = value_of(row, *names)
-    if value is None or value == "":
-        return f"{origin.file.replace(chr(92), '/').rsplit('/', 1)[-1]}-{origin.row}"
-    if isinstance(value, bool) or not isinstance(value, str | Integral):
-        raise DataError(f"its {_named(names)} is {_shown(value)}: it must be a text or a whole number")
-    return str(value)
 
 
 def options_of(value: Any) -> list[str]:
@@ -378,13 +348,6 @@ def _without_letters(options: list[str]) -> list[str]:
     return [match[3] for match in found if match]
 
 
-def _require_unicode(text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(f"its text {text[:40]!a} has characters that are not Unicode") from error
-
-
 def _named(names: Sequence[str]) -> str:
     return names[0] + (f" (or {' or '.join(names[1:])})" if len(names) > 1 else "")
 
@@ -392,280 +355,6 @@ def _named(names: Sequence[str]) -> str:
 def _shown(value: Any) -> str:
     text = ascii(value) if isinstance(value, str) else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows as public sets and other trainers lay them out, in the columns that the reading knows.
-#
-# A-OKVQA, ArxivQA and MMMU-Pro as on the hub; `messages` (ms-swift) and `conversations` (LLaVA), whose last message
-# of
-# the assistant is the answer.
-
-
-MOST_IMAGES = 7
-NUMBERED_IMAGES = tuple(f"image_{number}" for number in range(1, MOST_IMAGES + 1))
-NUMBERED_MARK = re.compile(r"<image\s*(\d+)>", re.IGNORECASE)
-VISION_ONLY_PROBLEM = "Answer the multiple-choice question in the image with the letter of the right option."
-ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
-
-
-def laid_out(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return `row` as one with `problem` or `question`, `choices`, `solution` and `images`, if it is of a known set.
-
-    Raises:
-        DataError, RewardError: it is, but cannot be understood.
-    """
-    if _is_numbered(row):
-        return _numbered(row)
-    if is_vision_only(row):
-        options = options_of(row["options"])
-        right = resolve_solution(answer_of(row, options, "answer"), options)
-        return {**row, "problem": VISION_ONLY_PROBLEM, "options": None, "answer": LETTERS[int(right.index or 0)]}
-    if isinstance(row.get("label"), str) and all(row.get(name) is None for name in ("solution", "answer")):
-        return {**row, "answer": row["label"]} if row.get("options") else row
-    return row
-
-
-def is_vision_only(row: Mapping[str, Any]) -> bool:
-    """Return whether `row` is one of MMMU-Pro whose question and options are to be read from the image."""
-    asked = ("prompt", "problem", "question", "query", "messages", "conversations")
-    has_all = all(row.get(name) is not None for name in ("image", "options", "answer", "subject"))
-    return has_all and not any(row.get(name) for name in asked)
-
-
-def _is_numbered(row: Mapping[str, Any]) -> bool:
-    if any(row.get(name) is not None for name in NUMBERED_IMAGES):
-        return True
-    return any(name in row for name in NUMBERED_IMAGES) and bool(NUMBERED_MARK.search(str(row.get("question"))))
-
-
-def _numbered(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    numbers = [number for number, name in enumerate(NUMBERED_IMAGES, start=1) if row.get(name) is not None]
-    images = [row[NUMBERED_IMAGES[number - 1]] for number in numbers] or images_of(row)
-    if not isinstance(row.get("question"), str):
-        return {**row, "images": images}
-    options = [] if row.get("options") is None else options_of(row["options"])
-    question, *options = renumber_marks([row["question"], *options], numbers)
-    return {**row, "question": question, "options": options or None, "images": images}
-
-
-def renumber_marks(texts: list[str], numbers: list[int]) -> list[str]:
-    """Return the texts with `<image k>` standing for the k-th image that there is.
-
-    Args:
-        texts: question and options.
-        numbers: of the images that there are, ascending; these become 1, 2, …
-
-    Raises:
-        DataError: a mark refers to an image that is missing.
-    """
-    position = {number: index for index, number in enumerate(numbers, start=1)}
-    for text in texts:
-        for match in NUMBERED_MARK.finditer(text):
-            if int(match[1][:4]) not in position:
-                raise DataError(f"it refers to {match[0][:40]}, but there is no image_{match[1][:4]}")
-    return [NUMBERED_MARK.sub(lambda match: f"<image {position[int(match[1])]}>", text) for text in texts]
-
-
-@dataclass(frozen=True)
-class Dialogue:
-    """What a list of messages asks: a text, or a conversation, and what the assistant says to it, if it does."""
-
-    prompt: str | list[dict[str, Any]]
-    said: str | None
-
-
-def dialogue_of(messages: Sequence[Any], name: str) -> Dialogue:
-    """Return what messages of `role` and `content`, or of `from` and `value`, ask.
-
-    Raises:
-        DataError: they are not such messages, or none of the user is left to be answered.
-    """
-    turns = [_turn(message, name) for message in messages]
-    said = turns.pop()["content"] if turns and turns[-1]["role"] == "assistant" else None
-    if not turns or turns[-1]["role"] != "user":
-        raise DataError(f"its {name} do not end with a message of the user, with or without its answer")
-    is_question = len(turns) == 1 and isinstance(turns[0]["content"], str)
-    return Dialogue(turns[0]["content"] if is_question else turns, said if isinstance(said, str) else None)
-
-
-def _turn(message: Any, name: str) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise DataError(f"one of its {name} is a {type(message).__name__}: give objects with role and content")
-    role = message.get("role") or message.get("from")
-    content = message["content"] if message.get("content") is not None else message.get("value")
-    if role not in ROLES:
-        raise DataError(f"one of its {name} is from {role!r}: known are {', '.join(ROLES)}")
-    if not isinstance(content, str | list):
-        raise DataError(f"one of its {name} has no content")
-    return {"role": ROLES[role], "content": content}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What a row of the user's own data says: the one reading that `train`, `evaluate`, `inspect` and `convert` share.
-#
-# Names of columns are in `Keys`; what other sets and trainers write is in `layouts.py`, and becomes understood
-# everywhere
-# by being added there.
-
-
-LABEL = "label_idx"
-INDICES = (LABEL, "correct_choice_idx")  # always an index
-
-
-@dataclass(frozen=True)
-class Keys:
-    """Names of the columns; several: the first that a row has."""
-
-    prompt: tuple[str, ...] = ("prompt", "problem", "question", "query", "messages", "conversations")
-    answer: tuple[str, ...] = ("solution", "answer", *INDICES)
-    image: tuple[str, ...] = ("images", "image")
-    video: tuple[str, ...] = ("videos", "video")
-    choices: tuple[str, ...] = ("choices", "options")
-
-
-KEYS = Keys()
-DIALOGUES = ("messages", "conversations")
-
-
-@dataclass(frozen=True)
-class Text:
-    """What a row says without its images.
-
-    Attributes:
-        prompt: the question, or a conversation; `<image>` in it marks the place of an image.
-        choices: the options, None for an open question.
-        answer: letter, index or text as stated; None where nothing is.
-        is_whole: whether the prompt is a conversation that has, or wants, no system prompt of ours.
-    """
-
-    prompt: str | list[dict[str, Any]]
-    choices: list[str] | None
-    answer: Any
-    is_whole: bool = False
-
-
-@dataclass(frozen=True)
-class Reading(Text):
-    """A row as it is understood; `images` and `videos` (paths, bytes, or dicts with these) are not opened yet."""
-
-    images: list[Any] = field(default_factory=list)
-    videos: list[Any] = field(default_factory=list)
-
-
-def read_row(row: Mapping[str, Any], *, needs_answer: bool = True) -> Reading:
-    """Return what `row` says.
-
-    Args:
-        row: with undecoded or decoded images, its columns under names of `KEYS`, or as a known set lays them out.
-
-    Raises:
-        DataError, RewardError: it cannot be understood; the message is the reason.
-    """
-    row = _laid_out(row)
-    text = _text_of(row)
-    if needs_answer:
-        text = replace(text, answer=_checked_answer(row, text))
-        resolve_solution(text.answer, text.choices)
-    images, videos = images_in(row), files_of(row, *KEYS.video)
-    shown: Any = format_question(text.prompt, text.choices) if isinstance(text.prompt, str) else text.prompt
-    require_marks(shown, len(images), bool(videos))
-    return Reading(**vars(text), images=images, videos=videos)
-
-
-def read_text(row: Mapping[str, Any]) -> Text:
-    """Return what a row says without its images; the answer is not checked.
-
-    Raises:
-        DataError: there is no question, or it cannot be understood.
-    """
-    return _text_of(_laid_out(row))
-
-
-def _laid_out(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    if row.get(UNREADABLE) is not None:
-        raise DataError(row[UNREADABLE])
-    return laid_out(row)
-
-
-def _text_of(row: Mapping[str, Any]) -> Text:
-    name = next((name for name in KEYS.prompt if _is_given(row.get(name))), None)
-    prompt: Any = None if name is None else row[name]
-    said, is_whole = None, False
-    if name is None or isinstance(prompt, str):
-        prompt = text_of(row, *(KEYS.prompt[:3] if name is None else [name]))
-    elif name == "prompt" or not isinstance(prompt, list):
-        prompt, is_whole = checked_conversation(prompt), True
-    else:
-        dialogue = dialogue_of(prompt, name)
-        prompt, said = dialogue.prompt, dialogue.said
-        is_whole = not isinstance(prompt, str) and prompt[0]["role"] == "system"
-    if not isinstance(prompt, str):
-        refuse_named_files(prompt)
-    stated = value_of(row, *KEYS.choices)
-    choices = None if stated is None or stated == [] else options_of(stated)
-    answer = _stated_answer(row, choices)
-    return Text(prompt, choices, said if answer is None else answer, is_whole)
-
-
-def images_in(row: Mapping[str, Any]) -> list[Any]:
-    """Return the images of a row, undecoded or decoded, in their order."""
-    numbered = [row[name] for name in NUMBERED_IMAGES if row.get(name) is not None]
-    return numbered or files_of(row, *KEYS.image)
-
-
-def _is_given(value: Any) -> bool:
-    return value is not None and value != [] and value != ""
-
-
-def checked_conversation(prompt: Any) -> list[dict[str, Any]]:
-    """Return `prompt`, a list of messages of which the last is there to be answered.
-
-    Raises:
-        DataError: it is something else.
-    """
-    if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
-        raise DataError(f"its prompt is a {type(prompt).__name__}: give a text or a conversation (a list of messages)")
-    for message in prompt:
-        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str | list):
-            raise DataError("a message of its prompt lacks a role or a content")
-    if prompt[-1]["role"] == "assistant":
-        raise DataError("its prompt ends with a message of the assistant, so there is nothing to answer")
-    return prompt
-
-
-def _stated_answer(row: Mapping[str, Any], choices: Sequence[str] | None) -> Any:
-    answer = value_of(row, *[name for name in KEYS.answer if name not in INDICES])
-    if answer is not None:
-        return answer
-    index = _number(value_of(row, *INDICES))
-    return index if choices is not None or index not in range(len(LETTERS)) else LETTERS[int(index)]
-
-
-def _number(index: Any) -> Any:
-    """An index, also where it is a text, as CSV files and some copies of A-OKVQA have it."""
-    return int(index) if isinstance(index, str) and index.strip().isdecimal() else index
-
-
-def _checked_answer(row: Mapping[str, Any], text: Text) -> Any:
-    """The answer, unless it is a number that could be an index as well as an option's text."""
-    names = [name for name in KEYS.answer if name not in INDICES]
-    if value_of(row, *names) is not None:
-        return answer_of(row, text.choices, *names)
-    index = value_of(row, *INDICES)
-    return text.answer if text.choices or index is None else resolve_solution(None, None, _number(index)).text
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What the columns of a data set are called: other names, given by flags, become those that the reading knows.
-
-
-FLAGS = {"prompt": "problem_key", "answer": "solution_key", "image": "image_key", "video": "video_key",
-         "choices": "choices_key"}  # fmt: skip
-STANDARD = {"prompt": "problem", "answer": "solution", "image": "image", "video": "video", "choices": "choices"}
-NONE = "none"  # the name of no column: the data have none
-IMAGE_FILE = re.compile(r"[^\s]+\.(?:png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
-MOST_SHOWN = 12
 
 
 def keys_of(**flags: str | None) -> Keys:
@@ -721,7 +410,7 @@ def require_columns(
         features: types of the columns where they are known.
     """
     names = [name for name in row if name not in (UNREADABLE, FOLDER)]
-    found = f"The {split} data has the columns {_naming_shown(row, names)}"
+    found = f"The {split} data has the columns {_columns_shown(row, names)}"
     for part, flag in FLAGS.items():
         given = getattr(keys, part)
         if given != getattr(KEYS, part) and given and given[0] not in names:
@@ -772,16 +461,192 @@ def _looks_like_image(value: Any) -> bool:
         return bool(value) and _looks_like_image(value[0])
     if isinstance(value, Mapping):
         return set(value) == {"bytes", "path"}
-    return isinstance(value, str) and IMAGE_FILE.fullmatch(value) is not None
+    return isinstance(value, str) and _IMAGE_FILE.fullmatch(value) is not None
 
 
-def _naming_shown(row: Mapping[str, Any], names: Sequence[str]) -> str:
-    shown = [f"`{name}` ({_example(row[name])})" for name in names[:MOST_SHOWN]]
+def _columns_shown(row: Mapping[str, Any], names: Sequence[str]) -> str:
+    def example(value: Any) -> str:
+        if isinstance(value, Mapping) and "bytes" in value:
+            return "an image or video"
+        text = repr(value)
+        return text if len(text) <= 40 else f"{text[:37]}..."
+
+    shown = [f"`{name}` ({example(row[name])})" for name in names[:MOST_SHOWN]]
     return ", ".join(shown) + (f" and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else "")
 
 
-def _example(value: Any) -> str:
-    if isinstance(value, Mapping) and "bytes" in value:
-        return "an image or video"
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+@dataclass(frozen=True)
+class Origin:
+    """Where a row was read: the file (or the name on the hub) and the 0-based row in it, for JSONL the 0-based line."""
+
+    file: str
+    row: int
+
+
+@dataclass(frozen=True)
+class Question:
+    """A row of the schema whose images (and videos) are not read yet."""
+
+    id: str
+    source: str
+    problem: str
+    solution: str
+    images: list[Any] = field(default_factory=list)
+    choices: list[str] | None = None
+    videos: list[Any] = field(default_factory=list)
+    regions: list[list[float]] = field(default_factory=list)
+
+
+Record = tuple[Origin, Mapping[str, Any] | str]
+"""A row as it was read, or why it could not be."""
+Candidate = tuple[Origin, Question | str]
+"""A question, or why a row does not become one."""
+
+
+def to_candidates(
+    records: Iterable[Record], convert: Callable[[Origin, Mapping[str, Any]], Iterable[Question | str]]
+) -> Iterator[Candidate]:
+    """Yield what `convert` makes of each record, or the reason why it makes nothing."""
+    for origin, record in records:
+        if isinstance(record, str):
+            yield origin, record
+            continue
+        try:
+            for question in convert(origin, record):
+                yield origin, question
+        except (DataError, RewardError) as error:
+            yield origin, str(error).rstrip(".")
+
+
+def try_question(**fields: Any) -> Question | str:
+    """Return `make_question(**fields)`, or why there is none: for rows that hold several questions."""
+    try:
+        return make_question(**fields)
+    except (DataError, RewardError) as error:
+        return str(error).rstrip(".")
+
+
+def make_question(
+    *,
+    id: Any,
+    source: str,
+    problem: str,
+    answer: Any,
+    images: Sequence[Any],
+    choices: Sequence[str] | None = None,
+    videos: Sequence[Any] = (),
+    regions: Sequence[list[float]] = (),
+    needs_image: bool = True,
+) -> Question:
+    """Return a checked question; `answer` is a letter, an index or an option's text with `choices`, else open.
+
+    Raises:
+        DataError: a text is empty or is no Unicode, or there is nothing to look at and `needs_image`.
+        RewardError: the answer is missing, is none of the choices, or could mean two of them; or two choices are alike.
+    """
+    if needs_image and not images and not videos:
+        raise DataError("it has no image")
+    resolved = resolve_solution(answer, choices)
+    solution = resolved.text if resolved.index is None else LETTERS[resolved.index]
+    if resolved.index is not None:
+        resolve_solution(solution, resolved.choices or None)  # in the form that training is going to read
+    question = Question(
+        id=str(id),
+        source=source,
+        problem=problem.strip(),
+        solution=solution,
+        images=list(images),
+        choices=[choice.strip() for choice in resolved.choices] or None,
+        videos=list(videos),
+        regions=list(regions),
+    )
+    if not question.problem:
+        raise DataError("its question is empty")
+    texts = (question.id, question.source, question.problem, question.solution)
+    for text in (*texts, *(question.choices or ()), *question.videos):
+        _require_unicode(text)
+    return question
+
+
+def id_of(row: Mapping[str, Any], origin: Origin, *names: str) -> str:
+    """Return the row's id, a text or a whole number, or one made of its place where it has none."""
+    value = value_of(row, *names)
+    if value is None or value == "":
+        return f"{origin.file.replace(chr(92), '/').rsplit('/', 1)[-1]}-{origin.row}"
+    if isinstance(value, bool) or not isinstance(value, str | Integral):
+        raise DataError(f"its {_named(names)} is {_shown(value)}: it must be a text or a whole number")
+    return str(value)
+
+
+def _require_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(f"its text {text[:40]!a} has characters that are not Unicode") from error
+
+
+TYPES = {str: "string", int: "int64", float: "float64", bool: "bool", type(None): "string"}
+
+Kind = Any
+"""A type of `TYPES`, [the kind of a list's items], {name: the kind of an object's value}, or `Mixed`."""
+
+
+class Mixed:
+    """The kind of values that have no one kind."""
+
+
+def with_column(dataset: Dataset, name: str, values: Sequence[Any]) -> Dataset:
+    """Return `dataset` with `values` as the column `name`, each of its own type, in place of one that is there."""
+    kind: Kind = type(None)
+    for value in values:
+        kind = merged(kind, kind_of(value))
+    feature = feature_of(kind)
+    kept = dataset.remove_columns(name) if name in dataset.column_names else dataset
+    if not isinstance(feature, Json):
+        return kept.add_column(name, list(values), feature=feature)
+    stored = pyarrow.array([as_json(value) for value in values], pyarrow.string())
+    column = pyarrow.ExtensionArray.from_storage(pyarrow.json_(), stored)
+    made = Dataset(pyarrow.table({name: column}), DatasetInfo(features=Features({name: feature})))
+    return concatenate_datasets([kept, made], axis=1)
+
+
+def kind_of(value: Any) -> Kind:
+    """Return the kind of a value out of JSON."""
+    if isinstance(value, list):
+        found: Kind = type(None)
+        for item in value:
+            found = merged(found, kind_of(item))
+        return Mixed if found is Mixed else [found]
+    if isinstance(value, Mapping):
+        kinds = {name: kind_of(item) for name, item in value.items()}
+        return Mixed if not kinds or Mixed in kinds.values() else kinds
+    return type(value)
+
+
+def merged(one: Kind, other: Kind) -> Kind:
+    """Return the kind of a column with values of both; objects have one only if they have the same names."""
+    if one is type(None) or one is other:
+        return other
+    if other is type(None):
+        return one
+    if isinstance(one, list) and isinstance(other, list):
+        inner = merged(one[0], other[0])
+        return Mixed if inner is Mixed else [inner]
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        kinds = {name: merged(one[name], other[name]) for name in one}
+        return Mixed if Mixed in kinds.values() else kinds
+    return Mixed
+
+
+def feature_of(kind: Kind) -> Any:
+    """Return the feature of a column whose values are of this kind."""
+    if isinstance(kind, list):
+        return List(feature_of(kind[0]))
+    if isinstance(kind, dict):
+        return {name: feature_of(inner) for name, inner in kind.items()}
+    return Json() if kind is Mixed else Value(TYPES[kind])
+
+
+def as_json(value: Any) -> str | None:
+    """Return a value as `Json` stores it: what it is given as a text it takes for JSON."""
+    return None if value is None else json.dumps(value)

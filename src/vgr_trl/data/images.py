@@ -20,8 +20,21 @@ from vgr_trl.data.columns import FOLDER, IMAGE_COLUMNS, PLACE, folder_of, images
 from vgr_trl.data.prompts import placed
 from vgr_trl.utils import ConfigError, DataError, words_of
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Where files may lie that data name.
+LARGEST_FILE = 2**30  # bytes; more than Pillow's limit of pixels takes without compression, and read as a whole
+MOST_ELONGATED = 200  # the ratio of sides from which on Qwen's image processors refuse an image
+DEEP_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
+# Formats that are recognised by their first bytes; of the others, some take any bytes for an image (TGA), some run a
+# program (EPS).
+FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+# None of those that name other files to be read.
+VIDEO_FORMATS = "asf,avi,flv,gif,matroska,mov,mp4,mpeg,mpegts,ogg,webm"
+VIDEO_PLACEHOLDER = re.compile(r"[ \t]*<video>[ \t]*\n?")
+ADDRESS = re.compile(r"(?:https?|ftp|s3|gs|hf|file)://[^/]*|data:[\w/+.-]*(?=[;,])", re.IGNORECASE)
+ORIENTATION = 0x0112  # the EXIF tag
+MAX_SHORT_SIDE = 1024
+COLUMNS = ("bbox", "regions")
+
+Box = tuple[float, float, float, float]  # left, top, right, bottom, in [0, 1] of the image
 
 
 def path_within(root: Path, name: str | Path) -> Path:
@@ -41,7 +54,7 @@ def path_within(root: Path, name: str | Path) -> Path:
         real = path.resolve()
     except (OSError, ValueError, RuntimeError):  # nothing can be opened there
         return path
-    if root != Path() and not _is_within(real, root):
+    if root != Path() and not any(real.is_relative_to(folder) for folder in (_real(root), *_caches())):
         raise DataError(
             f"file {str(path)[:200]} lies outside of {root}, where these data may have files: give --image_dir, the "
             "folder that paths start from and stay in"
@@ -56,10 +69,6 @@ def downloaded() -> Path:
     return Path(config.HF_DATASETS_CACHE)
 
 
-def _is_within(path: Path, root: Path) -> bool:
-    return path.is_relative_to(_real(root)) or any(path.is_relative_to(cache) for cache in _caches())
-
-
 @cache
 def _real(folder: Path) -> Path:
     return folder.resolve()
@@ -70,20 +79,6 @@ def _caches() -> tuple[Path, ...]:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return Path(HF_HUB_CACHE).resolve(), downloaded().resolve()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading images from a data set, with a reason where one cannot be used.
-
-
-LARGEST_FILE = 2**30  # bytes; more than Pillow's limit of pixels takes without compression, and read as a whole
-MOST_ELONGATED = 200  # the ratio of sides from which on Qwen's image processors refuse an image
-DEEP_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
-# Formats that are recognised by their first bytes; of the others, some take any bytes for an image (TGA), some run a
-# program (EPS).
-FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
-ADDRESS = re.compile(r"(?:https?|ftp|s3|gs|hf|file)://[^/]*|data:[\w/+.-]*(?=[;,])", re.IGNORECASE)
-ORIENTATION = 0x0112  # the EXIF tag
 
 
 def open_image(value: Any, root: Path = Path()) -> Image.Image:
@@ -130,28 +125,39 @@ def image_bytes(value: Any, root: Path = Path()) -> bytes:
     Raises:
         DataError: it is none of these, or the file does not exist, cannot be read or lies outside of `root`.
     """
+    found = _stored(value, root, "image")
+    if isinstance(found, bytes):
+        return found
+    if (size := found.stat().st_size) > LARGEST_FILE:
+        raise DataError(f"image file {str(found)[:200]} has {size} bytes: at most {LARGEST_FILE} are read")
+    try:
+        return found.read_bytes()
+    except OSError as error:
+        raise DataError(f"image file {str(found)[:200]!r} cannot be read ({words_of(error)})") from error
+
+
+def _stored(value: Any, root: Path, kind: str) -> bytes | Path:
+    """Return the bytes of an image or video, or the path of its file, which exists."""
     if isinstance(value, Mapping):
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str | Path):
-        raise DataError(f"image is of type {type(value).__name__}, not an image, a path or bytes")
+        raise DataError(f"{kind} is of type {type(value).__name__}, not a path, bytes or decoded")
     if not str(value):
-        raise DataError("image is an empty text, not a path")
+        raise DataError(f"{kind} is an empty text, not a path")
     if address := ADDRESS.match(str(value)):
-        raise DataError(f"image is an address ({address[0]}…), which is not fetched: save it, and give its path")
+        raise DataError(f"{kind} is an address ({address[0]}…), which is not fetched: save it, and give its path")
     try:
         path = path_within(root, value)
         if path.is_file():
-            if (size := path.stat().st_size) > LARGEST_FILE:
-                raise DataError(f"image file {str(path)[:200]} has {size} bytes: at most {LARGEST_FILE} are read")
-            return path.read_bytes()
+            return path
         is_folder = path.is_dir()
-    except DataError:
-        raise
     except (OSError, ValueError) as error:
-        raise DataError(f"image file {str(root / value)[:200]!r} cannot be read ({words_of(error)})") from error
-    raise DataError(f"image file {str(path)[:200]} {'is a folder' if is_folder else 'does not exist'}")
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{kind} file {str(root / value)[:200]!r} cannot be read ({words_of(error)})") from error
+    raise DataError(f"{kind} file {str(path)[:200]} {'is a folder' if is_folder else 'does not exist'}")
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -225,13 +231,6 @@ def _quietly() -> Iterator[None]:
         yield
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# How large an image may be, and the size it is brought to, in conversion and in training.
-
-
-MAX_SHORT_SIDE = 1024
-
-
 @dataclass(frozen=True)
 class ImageLimits:
     """Bounds on an image's size; the ratio of the sides is kept to within a pixel.
@@ -254,7 +253,7 @@ class ImageLimits:
     def __post_init__(self) -> None:
         for name in ("min_pixels", "max_pixels", "max_short_side", "max_image_pixels"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value!r}: give an integer of at least 1, or None for no such limit.")
         largest = self.max_pixels if self.max_short_side is None else self.max_short_side**2
         for bound in (self.max_pixels, largest):
@@ -262,13 +261,6 @@ class ImageLimits:
                 raise ConfigError(
                     f"min_pixels is {self.min_pixels}, but max_pixels and max_short_side allow {bound} pixels: lower "
                     "min_pixels or raise the others."
-                )
-        pillow = Image.MAX_IMAGE_PIXELS
-        for name in ("min_pixels", "max_image_pixels"):
-            value = getattr(self, name)
-            if value is not None and pillow is not None and value > pillow:
-                raise ConfigError(
-                    f"{name} is {value}, but Pillow refuses images of more than {pillow} pixels: give at most {pillow}."
                 )
 
     def size_of(self, width: int, height: int) -> tuple[int, int]:
@@ -321,16 +313,6 @@ class ImageRule:
 
 
 ANY_SIZE = ImageRule()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Videos as images: frames at a steady rate, for models that take several images.
-
-
-VIDEO_FORMATS = (
-    "asf,avi,flv,gif,matroska,mov,mp4,mpeg,mpegts,ogg,webm"  # none of those that name other files to be read
-)
-MARK = re.compile(r"[ \t]*<video>[ \t]*\n?")
 
 
 @dataclass(frozen=True)
@@ -404,8 +386,9 @@ def sample_frames(value: Any, options: VideoOptions, root: Path = Path()) -> lis
         DataError: the video is missing, unreadable, without pictures or too long; the message is the reason.
     """
     av = require_av()
-    file = _opened(value, root)
+    stored = _stored(value, root, "video")
     try:
+        file = io.BytesIO(stored) if isinstance(stored, bytes) else stored.open("rb")
         # The limit on formats keeps out lists of other files and addresses, which the decoder would go and read.
         with file, av.open(file, options={"format_whitelist": VIDEO_FORMATS}) as container:
             if not container.streams.video:
@@ -422,15 +405,15 @@ def sample_frames(value: Any, options: VideoOptions, root: Path = Path()) -> lis
     return frames
 
 
-def without_video_marks(prompt: Any) -> Any:
-    """Return a prompt, a text or a conversation, without `<video>` marks: its frames are images.
+def without_video_placeholders(prompt: Any) -> Any:
+    """Return a prompt, a text or a conversation, without `<video>`: its frames are images.
 
     Raises:
         DataError: a message has a part of type `video`, whose place frames cannot take.
     """
     if isinstance(prompt, str):
-        return MARK.sub("", prompt)
-    return [{**message, "content": _without_marks(message["content"])} for message in prompt]
+        return VIDEO_PLACEHOLDER.sub("", prompt)
+    return [{**message, "content": _without_placeholders(message["content"])} for message in prompt]
 
 
 def refuse_single_image_models(processor: Any) -> None:
@@ -457,30 +440,12 @@ def _length(processor: Any, images: int) -> int:
     return len(processor(text=[text], images=[pictures])["input_ids"][0])
 
 
-def _without_marks(content: Any) -> Any:
+def _without_placeholders(content: Any) -> Any:
     if isinstance(content, str):
-        return MARK.sub("", content)
+        return VIDEO_PLACEHOLDER.sub("", content)
     if any(isinstance(part, dict) and part.get("type") == "video" for part in content):
         raise DataError("its prompt has a part of type video: give the text alone, and the video in `videos`")
     return content
-
-
-def _opened(value: Any, root: Path) -> Any:
-    if isinstance(value, Mapping):
-        value = value["bytes"] if value.get("bytes") is not None else value.get("path")
-    if isinstance(value, bytes):
-        return io.BytesIO(value)
-    if not isinstance(value, str | Path):
-        raise DataError(f"video is of type {type(value).__name__}, not a path or bytes")
-    try:
-        path = path_within(root, value)
-        if path.is_file():
-            return path.open("rb")
-    except DataError:
-        raise
-    except (OSError, ValueError) as error:
-        raise DataError(f"video file {str(root / value)[:200]!r} cannot be read ({error})") from error
-    raise DataError(f"video file {str(path)[:200]} does not exist")
 
 
 def _sampled(container: Any, fps: float) -> Iterator[Image.Image]:
@@ -522,14 +487,6 @@ def _too_many(options: VideoOptions) -> str:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What a question is about in its image, as a row of the data says it.
-
-
-Box = tuple[float, float, float, float]  # left, top, right, bottom, in [0, 1] of the image
-COLUMNS = ("bbox", "regions")
-
-
 def boxes_of(row: Mapping[str, Any], size: tuple[int, int], name: str = "A row") -> list[Box]:
     """Return the boxes of a row of the data, none if it names none.
 
@@ -543,25 +500,19 @@ def boxes_of(row: Mapping[str, Any], size: tuple[int, int], name: str = "A row")
     Raises:
         DataError: a box is none, empty, or beyond the image.
     """
-    if _has_bbox(row):
-        boxes = _bbox(row, name)
-        for box in boxes:
-            if not _regions_is_within(box):
-                raise DataError(
-                    f"{name} has the box {box} in its column bbox: give left, top, right and bottom as shares of the "
-                    "image, in [0, 1], with left < right and top < bottom."
-                )
-        return boxes
-    wide, high = size if in_pixels_of_its_image(row, name) else (1, 1)
-    found = []
-    for left, top, width, height in _regions(row, name):
-        found.append((left / wide, top / high, (left + width) / wide, (top + height) / high))
-        if not _regions_is_within(found[-1]):
-            raise DataError(
-                f"{name} has the box {(left, top, width, height)} in its column regions: give left, top, width and "
-                f"height as shares of the image, in [0, 1], or in pixels of its {size[0]} x {size[1]}, and within it."
-            )
-    return found
+    column, given = _given_boxes(row, name)
+    if column == "bbox":
+        boxes, form = given, "left, top, right and bottom as shares of the image, in [0, 1], with left < right and top"
+        form += " < bottom"
+    else:
+        wide, high = size if in_pixels_of_its_image(row, name) else (1, 1)
+        boxes = [(left / wide, top / high, (left + w) / wide, (top + h) / high) for left, top, w, h in given]
+        form = "left, top, width and height as shares of the image, in [0, 1], or in pixels of its "
+        form += f"{size[0]} x {size[1]}, and within it"
+    for stated, (left, top, right, bottom) in zip(given, boxes, strict=True):
+        if not (-1e-3 <= left < right <= 1.001 and -1e-3 <= top < bottom <= 1.001):
+            raise DataError(f"{name} has the box {stated} in its column {column}: give {form}.")
+    return boxes
 
 
 def box_problem(row: Mapping[str, Any], fitted: ImageRule = ANY_SIZE) -> str | None:
@@ -588,43 +539,28 @@ def box_problem(row: Mapping[str, Any], fitted: ImageRule = ANY_SIZE) -> str | N
 
 def in_pixels_of_its_image(row: Mapping[str, Any], name: str = "A row") -> bool:
     """Return whether the boxes of a row reach beyond 1, so that they are pixels and the image's size must be known."""
-    if _has_bbox(row):
-        return False
-    return any(max(left + width, top + height) > 1.001 for left, top, width, height in _regions(row, name))
+    column, boxes = _given_boxes(row, name)
+    return column == "regions" and any(max(left + w, top + h) > 1.001 for left, top, w, h in boxes)
 
 
-def _regions_is_within(box: Box) -> bool:
-    left, top, right, bottom = box
-    return -1e-3 <= left < right <= 1.001 and -1e-3 <= top < bottom <= 1.001
-
-
-def _has_bbox(row: Mapping[str, Any]) -> bool:
-    return _listed(row.get("bbox")) not in (None, [], ())
-
-
-def _bbox(row: Mapping[str, Any], name: str) -> list[Box]:
-    given = _listed(row["bbox"])
-    several = isinstance(given, list | tuple) and isinstance(given[0], list | tuple)
-    return [_numbers("bbox", box, name) for box in (given if several else [given])]
-
-
-def _regions(row: Mapping[str, Any], name: str) -> list[Box]:
-    given = _listed(row.get("regions"))
-    if not isinstance(given, list | tuple | None):
-        raise DataError(f"{name} has {given!r} in its column regions: give a list of boxes of four numbers.")
-    return [_numbers("regions", box, name) for box in given or []]
-
-
-def _listed(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _numbers(column: str, box: Any, name: str) -> Box:
-    try:
-        first, second, third, fourth = (float(value) for value in box)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{name} has {box!r} in its column {column}: give four numbers.") from error
-    return first, second, third, fourth
+def _given_boxes(row: Mapping[str, Any], name: str) -> tuple[str, list[Box]]:
+    """Return which column has the boxes of a row, and their four numbers as stated."""
+    columns = {column: row.get(column) for column in COLUMNS}
+    given = {column: value.tolist() if hasattr(value, "tolist") else value for column, value in columns.items()}
+    column = "regions" if given["bbox"] in (None, [], ()) else "bbox"
+    value: Any = given[column] or []
+    if column == "bbox" and not (isinstance(value, list | tuple) and isinstance(value[0], list | tuple)):
+        value = [value]
+    if not isinstance(value, list | tuple):
+        raise DataError(f"{name} has {value!r} in its column regions: give a list of boxes of four numbers.")
+    boxes = []
+    for box in value:
+        try:
+            first, second, third, fourth = (float(number) for number in box)
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{name} has {box!r} in its column {column}: give four numbers.") from error
+        boxes.append((first, second, third, fourth))
+    return column, boxes
 
 
 def as_shares(boxes: Sequence[Box]) -> list[list[float]]:
@@ -632,14 +568,10 @@ def as_shares(boxes: Sequence[Box]) -> list[list[float]]:
     return [[left, top, right - left, bottom - top] for left, top, right, bottom in boxes]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows as a run reads them: images decoded, once for all copies that a sampler asks for.
-
-
 def show_rows(
     batch: dict[str, list[Any]], *, split: str, root: Path, column: str, images: ImageRule
 ) -> dict[str, list[Any]]:
-    """Rows as TRL gets them: marks replaced by parts, images decoded."""
+    """Rows as TRL gets them: placeholders replaced by parts, images decoded."""
     ready = {name: values for name, values in batch.items() if name not in (*IMAGE_COLUMNS, FOLDER, PLACE)}
     if "prompt" in batch:
         ready["prompt"] = [placed(prompt) for prompt in batch["prompt"]]
@@ -663,7 +595,7 @@ def _reopened(value: Any, row: Mapping[str, Any], split: str, root: Path, images
         file = "" if not isinstance(name, str) or name in reason else f" ({str(folder_of(row, root) / name)[:200]})"
         raise DataError(
             f"Row {row[PLACE]} of the {split} data could be read when the run began, and cannot be any more: {reason}"
-            f"{file}. Mend it and continue with resume_from_checkpoint; without the row a run takes another order."
+            f"{file}. Repair it and continue with resume_from_checkpoint; without the row a run takes another order."
         ) from error
 
 

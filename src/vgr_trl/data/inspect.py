@@ -1,4 +1,4 @@
-"""Inspect a data set before training: problems, cost and sample rows."""
+"""Inspect a data set before training: rows that cannot be used, what the others consist of and cost, and samples."""
 
 import base64
 import io
@@ -20,17 +20,20 @@ from trl.data_utils import prepare_multimodal_messages
 
 from vgr_trl.data.columns import KEYS, UNREADABLE, Keys, images_of, renamed_row, require_columns, undecoded
 from vgr_trl.data.convert import MOST_LINES, TITLES, Statistics, kind_of, on_one_line, table_lines, tables
-from vgr_trl.data.images import ANY_SIZE, DEFAULT_VIDEO_OPTIONS, ImageRule, VideoOptions, to_rgb
-from vgr_trl.data.prompts import LETTERS, SYSTEM_PROMPT, SystemTemplate
-from vgr_trl.data.rows import SkippedRow, ready_row, row_problem
+from vgr_trl.data.images import to_rgb
+from vgr_trl.data.prompts import LETTERS
+from vgr_trl.data.rows import RowOptions, SkippedRow, ready_row
 from vgr_trl.rewards.answers import resolve_solution
-from vgr_trl.utils import ConfigError, DataError, words_of
-
-# ---------------------------------------------------------------------------------------------------------------------
-# How long prompts are for a model, and what a training step costs in tokens.
-
+from vgr_trl.utils import ConfigError, DataError, RewardError, words_of
 
 MOST_BINS = 12
+LONGEST_SIDE = 640  # pixels of a shown image; twelve questions stay far below 10 MB
+MOST_IMAGES = 8  # of one question
+EXAMPLES = 3  # bad rows that are shown per reason
+BAR = 40  # characters of the longest bar
+LONGEST_REASON = 200
+HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\u200e\u200f\u061c]")
+TEMPLATE = Path(__file__).with_name("page.html")
 
 
 @dataclass(frozen=True)
@@ -132,15 +135,6 @@ def _quantile(lengths: Mapping[int, int], share: float) -> int:
     return max(lengths)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A question as it is shown to a person: its texts, its right option, its images made small.
-
-
-LONGEST_SIDE = 640  # pixels of a shown image; twelve questions stay far below 10 MB
-MOST_IMAGES = 8  # of one question
-QUALITY = 85
-
-
 @dataclass(frozen=True)
 class Picture:
     """A small copy of an image: a data URL, and width and height of the original in pixels."""
@@ -209,7 +203,7 @@ def picture(image: Image.Image) -> Picture:
     scale = min(1.0, LONGEST_SIDE / max(width, height))
     small = to_rgb(image).resize((max(1, round(width * scale)), max(1, round(height * scale))), reducing_gap=2.0)
     buffer = io.BytesIO()
-    small.save(buffer, "JPEG", quality=QUALITY)
+    small.save(buffer, "JPEG", quality=85)
     return Picture("data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode(), width, height)
 
 
@@ -229,38 +223,6 @@ def _content(content: Any) -> str:
 def _text(value: Any) -> str:
     """The text of a value, with a mark for what is no Unicode: a file could not hold it."""
     return "" if value is None else str(value).encode("utf-8", "replace").decode("utf-8")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# One pass over a data set before training: which rows cannot be used and why, what the others consist of.
-
-
-EXAMPLES = 3  # bad rows that are shown per reason
-
-
-@dataclass(frozen=True)
-class Checks:
-    """What a row must satisfy, as in training.
-
-    Attributes:
-        root: folder that relative paths of images and videos start from.
-        needs_solution: whether a row must say what is right.
-        system_prompt: put before each `problem`.
-        videos: rate and limit of the frames of videos.
-        length_of: tokens of the prompt of a ready row; None: lengths are not measured.
-        special: finds the special tokens of the model's tokenizer; None: they are not known.
-        keys: names of the columns.
-        images: the sizes that images may have, and are brought to.
-    """
-
-    root: Path = Path()
-    needs_solution: bool = True
-    system_prompt: str | SystemTemplate | None = SYSTEM_PROMPT
-    videos: VideoOptions = DEFAULT_VIDEO_OPTIONS
-    length_of: Callable[[Mapping[str, Any]], int] | None = None
-    special: re.Pattern[str] | None = None
-    keys: Keys = KEYS
-    images: ImageRule = ANY_SIZE
 
 
 @dataclass
@@ -301,8 +263,10 @@ class Findings:
 
 def inspect_rows(
     dataset: Dataset | IterableDataset,
-    checks: Checks,
+    options: RowOptions,
     *,
+    keys: Keys = KEYS,
+    length_of: Callable[[Mapping[str, Any]], int] | None = None,
     split: str = "train",
     samples: int = 12,
     seed: int = 0,
@@ -312,95 +276,59 @@ def inspect_rows(
 
     Args:
         dataset: as `vgr_trl.data.load` gives it.
-        samples: usable rows to draw, each with the same chance.
+        options: what a row must satisfy, as in training.
+        keys: names of the columns.
+        length_of: tokens of the prompt of a ready row; None: lengths are not measured.
+        samples: usable rows to draw, each with the same chance (reservoir sampling).
         on_skipped: called for each row that cannot be used.
 
     Raises:
         ConfigError: there are videos, and PyAV is not installed.
         DataError: the data have no rows, or lack the needed columns.
     """
-    rows = undecoded(dataset)
-    findings, draw = Findings(split), _Draw(samples, Random(seed))
+    rows, findings, random = undecoded(dataset), Findings(split), Random(seed)
     has_columns = False
     total = len(dataset) if isinstance(dataset, Dataset) else None
     for index, row in enumerate(tqdm(rows, desc=f"inspect ({split})", unit=" rows", total=total, delay=1)):
         if not has_columns and row.get(UNREADABLE) is None:
-            features = getattr(rows, "features", None)
-            require_columns(row, split, checks.needs_solution, checks.keys, features)
+            require_columns(row, split, options.needs_solution, keys, getattr(rows, "features", None))
             has_columns = True
         findings.rows += 1
-        row = renamed_row(row, checks.keys)
-        reason = _count(row, index, checks, findings, draw)
-        if reason is not None:
-            skipped = SkippedRow(split, index, row.get("id"), reason)
-            found = findings.reasons.setdefault(kind_of(reason), Reason())
-            found.count += 1
-            if len(found.examples) < EXAMPLES:
-                found.examples.append(skipped)
+        row = renamed_row(row, keys)
+        try:
+            ready = ready_row(row, options)
+            length = _measured(ready, length_of)
+        except (DataError, RewardError) as error:
+            skipped = SkippedRow(split, index, row.get("id"), str(error).rstrip("."))
+            reason = findings.reasons.setdefault(kind_of(skipped.reason), Reason())
+            reason.count += 1
+            reason.examples += [skipped] if len(reason.examples) < EXAMPLES else []
             on_skipped(skipped)
+            continue
+        findings.usable += 1
+        right, answer = None, None
+        if options.needs_solution:
+            resolved = resolve_solution(ready.get("solution"), ready.get("choices"), ready.get("label_idx"))
+            right = None if resolved.index is None else LETTERS[resolved.index]
+            answer = None if ready.get("choices") else ready.get("solution")
+        source = str(row.get("source") or "not stated")
+        findings.counts.count(source, ready.get("choices"), len(images_of(ready)), right, answer)
+        if length is not None:
+            findings.lengths[length] += 1
+        place = len(findings.sample) if len(findings.sample) < samples else random.randrange(findings.usable)
+        if place < samples:
+            findings.sample[place : place + 1] = [sampled(ready, index, right, length)]
     if findings.rows == 0:
         raise DataError(f"The {split} data set has no rows: give a data set with at least one.")
-    findings.sample = sorted(draw.drawn, key=lambda one: one.row)
+    findings.sample.sort(key=lambda one: one.row)
     return findings
 
 
-def _count(row: Mapping[str, Any], index: int, checks: Checks, findings: Findings, draw: "_Draw") -> str | None:
-    """Add a usable row to `findings`, or return why it is none."""
-    options: dict[str, Any] = {name: getattr(checks, name) for name in ("root", "system_prompt", "videos", "images")}
-    reason = row_problem(row, needs_solution=checks.needs_solution, special=checks.special, **options)
-    if reason is not None:
-        return reason
-    ready = ready_row(row, **options)
-    length = None
-    if checks.length_of is not None:
-        try:
-            length = checks.length_of(ready)
-        except Exception as error:  # processors raise whatever a prompt leads them to
-            return f"the model's processor refuses its prompt ({words_of(error)})"
-        findings.lengths[length] += 1
-    findings.usable += 1
-    choices = ready.get("choices")
-    right = _right_letter(ready) if checks.needs_solution else None
-    answer = ready.get("solution") if checks.needs_solution and not choices else None
-    findings.counts.count(str(row.get("source") or "not stated"), choices, len(images_of(ready)), right, answer)
-    if (place := draw.place()) is not None:
-        draw.put(place, sampled(ready, index, right, length))
-    return None
-
-
-def _right_letter(row: Mapping[str, Any]) -> str | None:
-    index = resolve_solution(row.get("solution"), row.get("choices"), row.get("label_idx")).index
-    return None if index is None else LETTERS[index]
-
-
-class _Draw:
-    """A sample of a stream in which every row has the same chance (reservoir sampling)."""
-
-    def __init__(self, size: int, random: Random) -> None:
-        self.size = size
-        self.random = random
-        self.seen = 0
-        self.drawn: list[Sampled] = []
-
-    def place(self) -> int | None:
-        """Return the place that the next row takes in the sample, None if it takes none."""
-        self.seen += 1
-        if len(self.drawn) < self.size:
-            return len(self.drawn)
-        place = self.random.randrange(self.seen)
-        return place if place < self.size else None
-
-    def put(self, place: int, row: Sampled) -> None:
-        """Put a row there, for the one that was there before if any."""
-        self.drawn[place : place + 1] = [row]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What an inspection has found, as a text and as tables that a page shows too.
-
-
-BAR = 40  # characters of the longest bar
-LONGEST_REASON = 200
+def _measured(row: Mapping[str, Any], length_of: Callable[[Mapping[str, Any]], int] | None) -> int | None:
+    try:
+        return None if length_of is None else length_of(row)
+    except Exception as error:  # processors raise whatever a prompt leads them to
+        raise DataError(f"the model's processor refuses its prompt ({words_of(error)})") from error
 
 
 def report(findings: Findings, budget: Budget) -> str:
@@ -457,14 +385,6 @@ def _reasons(findings: Findings) -> list[str]:
     return lines
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What an inspection has found as one page of HTML that holds everything it shows.
-
-
-HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\u200e\u200f\u061c]")
-TEMPLATE = Path(__file__).with_name("page.html")
-
-
 def page(findings: Findings, budget: Budget, source: str, seed: int = 0) -> bytes:
     """Return the page, in UTF-8: text of the data is shown as text, images are inside.
 
@@ -499,10 +419,6 @@ def without_options(text: str, choices: list[tuple[str, str, bool]]) -> str:
     """Return a question without the lines of its options at the end, which the page shows below it."""
     options = "".join(f"\n{letter}. {choice}" for letter, choice, _ in choices)
     return text.removesuffix(options) if options else text
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# How long the prompt of a row is for a model.
 
 
 def prompt_tokens(processor: Any, row: Mapping[str, Any]) -> int:

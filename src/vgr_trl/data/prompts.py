@@ -14,21 +14,21 @@ from vgr_trl.utils import ConfigError, DataError, words_of
 # `<image>` in the text of a question marks the place of an image, as LLaVA, ms-swift and EasyR1 write it.
 
 
-IMAGE_MARK = "<image>"
+PLACEHOLDER = "<image>"
 # What transformers reads a file from, or fetches it, while it writes a conversation down; an `image` may be one itself.
 NAMES = ("url", "path", "base64", "image_url", "video", "video_url", "audio", "audio_url")
 
 Part = dict[str, Any]
 
 
-def require_marks(prompt: str | Sequence[Part], images: int, has_videos: bool = False) -> None:
+def require_placeholders(prompt: str | Sequence[Part], images: int, has_videos: bool = False) -> None:
     """Raise `DataError` if `prompt`, a text or a conversation, marks places of images, but not of as many as there are.
 
     Args:
         prompt: with marks in the texts of the user, or parts of type `image`.
         has_videos: whether it has videos, whose frames come before the text.
     """
-    marks = prompt.count(IMAGE_MARK) if isinstance(prompt, str) else sum(map(_is_image, _parts_of(placed(prompt))))
+    marks = prompt.count(PLACEHOLDER) if isinstance(prompt, str) else sum(map(_is_image, _parts_of(placed(prompt))))
     if marks and has_videos:
         raise DataError("its prompt marks places of images beside a video, whose frames come first: take them out")
     if marks and marks != images:
@@ -37,8 +37,8 @@ def require_marks(prompt: str | Sequence[Part], images: int, has_videos: bool = 
 
 def placed(conversation: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a conversation with a part of type `image` for each `<image>` in a text of the user, else as it is."""
-    is_marked = any(IMAGE_MARK in str(part.get("text")) for part in _parts_of(conversation, "user"))
-    if not is_marked and all(isinstance(message["content"], str) for message in conversation):
+    has_placeholders = any(PLACEHOLDER in str(part.get("text")) for part in _parts_of(conversation, "user"))
+    if not has_placeholders and all(isinstance(message["content"], str) for message in conversation):
         return list(conversation)
     return [
         {**message, "content": list(chain.from_iterable(map(_split, parts)) if message["role"] == "user" else parts)}
@@ -70,10 +70,10 @@ def texts_of(conversation: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _split(part: Part) -> Iterator[Part]:
-    if part.get("type") != "text" or IMAGE_MARK not in part["text"]:
+    if part.get("type") != "text" or PLACEHOLDER not in part["text"]:
         yield part
         return
-    for number, text in enumerate(part["text"].split(IMAGE_MARK)):
+    for number, text in enumerate(part["text"].split(PLACEHOLDER)):
         if number:
             yield {"type": "image"}
         if text:

@@ -31,7 +31,7 @@ from vgr_trl.data.columns import (
     options_of,
     read_row,
     renamed_row,
-    renumber_marks,
+    renumber_placeholders,
     text_of,
     to_candidates,
     try_question,
@@ -329,7 +329,7 @@ def _mmmu_pro_questions(origin: Origin, row: Mapping[str, Any]) -> list[Question
 def _standard(origin: Origin, row: Mapping[str, Any]) -> Question:
     problem, options = text_of(row, "question"), options_of(row.get("options"))
     numbers = [number for number in range(1, MOST_IMAGES + 1) if row.get(f"image_{number}") is not None]
-    problem, *options = renumber_marks([problem, *options], numbers)
+    problem, *options = renumber_placeholders([problem, *options], numbers)
     return make_question(
         id=id_of(row, origin, "id"),
         source="MMMU-Pro",

@@ -1,4 +1,9 @@
-"""A row of the user's data, as training reads it."""
+"""Rows of the user's data as training reads them: understood, checked, with prompts and images.
+
+A row has a `prompt` (a conversation or a text) or a `problem` (the question's text, with `choices` for multiple
+choice), a `solution`, and `image`, `images`, `video` or `videos` unless it is about text alone; or it is in a format
+that `columns.py` knows, or has other names for these that flags give.
+"""
 
 import io
 import json
@@ -28,19 +33,17 @@ from vgr_trl.data.columns import (
     UNREADABLE,
     VIDEO_COLUMNS,
     Keys,
-    Text,
+    Reading,
     decoded,
     folder_of,
     image_columns,
     images_in,
     is_media,
     read_row,
-    read_text,
     renamed,
     renamed_row,
     require_columns,
     undecoded,
-    video_columns,
     videos_of,
     with_column,
 )
@@ -54,7 +57,7 @@ from vgr_trl.data.images import (
     image_bytes,
     open_image,
     show_rows,
-    without_video_marks,
+    without_video_placeholders,
 )
 from vgr_trl.data.prompts import (
     SYSTEM_PROMPT,
@@ -69,97 +72,156 @@ from vgr_trl.data.prompts import (
 )
 from vgr_trl.utils import DataError, RewardError
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The frames of a data set's videos, and images in numbered columns, as its column `images`.
+logger = logging.get_logger(__name__)
 
-
-ROWS_IN_MEMORY = 8  # frames are large; the rest waits in the cache file
+GONE = (*IMAGE_COLUMNS, *NUMBERED_IMAGES, *VIDEO_COLUMNS, *DIALOGUES, PLACE, FOLDER, UNREADABLE)
+FRAMES_IN_MEMORY = 8  # rows whose frames wait to be written, as they are large
 JPEG_QUALITY = 95
-
-
-def with_joined_images(dataset: Dataset, options: VideoOptions, root: Path = Path()) -> Dataset:
-    """Return `dataset` with its numbered images, and the frames of its videos as JPEG, in order in the column `images`.
-
-    They are written to the cache of `datasets`, where there is one, by one process of each machine.
-
-    Args:
-        dataset: with undecoded images and videos that can be read.
-    """
-    columns = video_columns(dataset.column_names)
-    if not columns and not set(NUMBERED_IMAGES) & set(dataset.column_names):
-        return dataset
-    known = (*IMAGE_COLUMNS, *NUMBERED_IMAGES, *VIDEO_COLUMNS)
-    shown = [name for name in known if name in dataset.column_names]
-    folder = [FOLDER] if FOLDER in dataset.column_names else []
-
-    def fill(row: Mapping[str, Any]) -> dict[str, Any]:
-        start = folder_of(row, root)
-        frames = [{"bytes": _encoded(frame), "path": None} for frame in frames_of(row, options, start)]
-        return {"images": [*({"bytes": image_bytes(value, start), "path": None} for value in images_in(row)), *frames]}
-
-    state = PartialState()
-    with state.local_main_process_first():
-        frames = dataset.select_columns([*shown, *folder]).map(
-            fill,
-            remove_columns=[*shown, *folder],
-            features=Features({"images": List(Image(decode=False))}),
-            writer_batch_size=ROWS_IN_MEMORY,
-            new_fingerprint=_fingerprint(dataset, options, root, columns),
-            desc="images and frames of videos",
-        )
-    return concatenate_datasets([dataset.remove_columns(shown), frames], axis=1)
-
-
-def with_whole_paths(dataset: Dataset, root: Path) -> Dataset:
-    """Return `dataset` with images that are paths alone as whole paths: `datasets` would read them from elsewhere."""
-    names = [name for name in IMAGE_COLUMNS if is_media(dataset.features.get(name)) and _has_paths(dataset, name)]
-
-    def fill(row: Mapping[str, Any]) -> dict[str, Any]:
-        start = folder_of(row, root)
-        return {name: _whole(row[name], start) for name in names}
-
-    return dataset.map(fill, features=dataset.features, desc="paths of images") if names else dataset
-
-
-def _has_paths(dataset: Dataset, name: str) -> bool:
-    column = dataset.data.column(name)
-    while pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type):
-        column = compute.list_flatten(column)
-    stored = column.drop_null()
-    return bool(compute.any(compute.is_null(compute.struct_field(stored, "bytes"))).as_py())
-
-
-def _whole(value: Any, start: Path) -> Any:
-    if isinstance(value, list):
-        return [_whole(one, start) for one in value]
-    if value is None or value["bytes"] is not None or value["path"] is None:
-        return value
-    return {"bytes": None, "path": str(start / value["path"])}
-
-
-def _encoded(frame: Any) -> bytes:
-    buffer = io.BytesIO()
-    frame.save(buffer, "JPEG", quality=JPEG_QUALITY)
-    return buffer.getvalue()
-
-
-def _fingerprint(dataset: Dataset, options: VideoOptions, root: Path, columns: list[str]) -> str:
-    """A name for the result that changes with the files too, so that no frames of an older file are found."""
-    states = []
-    for row in dataset.select_columns(columns):
-        for value in videos_of(row):
-            path = value.get("path") if isinstance(value, Mapping) else value
-            if isinstance(path, str) and (root / path).is_file():
-                state = (root / path).stat()
-                states.append((path, state.st_size, state.st_mtime_ns))
-    return str(Hasher.hash([dataset._fingerprint, options.fps, options.max_frames, str(root), states]))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Looking at every row of a data set once, the work spread over the processes.
-
+SHUFFLE_BUFFER = 1000  # rows of a stream that wait, their images undecoded
 
 Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class RowOptions:
+    """What a row needs before it can be trained on, and what becomes of it.
+
+    Attributes:
+        root: folder that relative paths of images and videos start from.
+        needs_solution: whether a row must say what is right (an accuracy reward is on).
+        system_prompt: put before a `problem`; rows with a `prompt` of their own keep it.
+        videos: rate and limit of the frames of videos.
+        special: finds the special tokens of the model's tokenizer, which no text of a row may hold.
+        images: the sizes that images may have, and are brought to.
+        boxes: whether something reads the boxes of rows with one image, so that rows with a bad one are left out.
+    """
+
+    root: Path = Path()
+    needs_solution: bool = True
+    system_prompt: str | SystemTemplate | None = SYSTEM_PROMPT
+    videos: VideoOptions = DEFAULT_VIDEO_OPTIONS
+    special: re.Pattern[str] | None = None
+    images: ImageRule = ANY_SIZE
+    boxes: bool = False
+
+
+def understand(row: Mapping[str, Any], options: RowOptions) -> tuple[dict[str, Any], list[Any]]:
+    """Return prompt, choices and solution of a row, and its images and frames as they are stored.
+
+    Args:
+        row: with undecoded or decoded images.
+
+    Raises:
+        ConfigError: the row has a video, and PyAV is not installed.
+        DataError, RewardError: the row cannot be used; the message is the reason.
+    """
+    reading = read_row(row, needs_answer=options.needs_solution)
+    prompt = _conversation(row, reading, options.system_prompt)
+    if (problem := special_problem(options.special, _conversation(row, reading, None))) is not None:
+        raise DataError(problem)
+    root = folder_of(row, options.root)
+    shown = [open_image(value, root) for value in reading.images]
+    for image in shown:
+        options.images.check(image)
+    shown += frames_of(row, options.videos, root)
+    if options.boxes and len(shown) == 1:
+        boxes_of(row, options.images.limits.size_of(*shown[0].size), "it")
+    return {"prompt": prompt, "choices": reading.choices, "solution": reading.answer}, shown
+
+
+def ready_row(row: Mapping[str, Any], options: RowOptions, several: bool = True) -> dict[str, Any]:
+    """Return a row with its prompt and its images, those of videos included; raises as `understand`.
+
+    Args:
+        several: whether there may be several images, which are then in `images`, in every row alike.
+    """
+    texts, opened = understand(row, options)
+    ready = {name: value for name, value in row.items() if name not in GONE}
+    ready |= {name: value for name, value in texts.items() if value is not None or name in row}
+    ready["prompt"] = placed(texts["prompt"])
+    shown = [options.images.fitted(image) for image in opened]
+    return ready | ({"images": shown} if several else {"image": shown[0] if shown else None})
+
+
+def row_problem(row: Mapping[str, Any], options: RowOptions) -> str | None:
+    """Return why `row` cannot be used, in one sentence, or None if it can."""
+    found = _texts_or_reason(row, options)
+    return found if isinstance(found, str) else None
+
+
+def _texts_or_reason(row: Mapping[str, Any], options: RowOptions) -> dict[str, Any] | str:
+    try:
+        return understand(row, options)[0]
+    except (DataError, RewardError) as error:
+        return str(error).rstrip(".")
+
+
+def _conversation(
+    row: Mapping[str, Any], reading: Reading, system_prompt: str | SystemTemplate | None
+) -> list[dict[str, Any]]:
+    source = row.get("source") if isinstance(row.get("source"), str) else None
+    if isinstance(system_prompt, QuestionTemplate) and not isinstance(reading.prompt, str):
+        raise DataError(f"its question is a conversation, which {system_prompt.name} cannot be filled in with")
+    if isinstance(reading.prompt, str):
+        prompt = build_prompt(reading.prompt, reading.choices, system_prompt=system_prompt, source=source)
+    elif reading.is_complete:
+        prompt = reading.prompt
+    else:
+        asked = " ".join(texts_of(reading.prompt[-1:]))
+        prompt = [*system_message(system_prompt, asked, reading.choices, source), *reading.prompt]
+    return without_video_placeholders(prompt) if any(row.get(name) is not None for name in VIDEO_COLUMNS) else prompt
+
+
+def prepare_rows(
+    dataset: Dataset | IterableDataset,
+    *,
+    split: str = "train",
+    keys: Keys = KEYS,
+    on_skipped: Callable[["SkippedRow"], None] | None = None,
+    shuffle_seed: int | None = None,
+    **options: Any,
+) -> tuple[Dataset | IterableDataset, list["SkippedRow"]]:
+    """Return `dataset` with a column `prompt` and without the rows that cannot be used, and the list of those.
+
+    Every image is decoded once to see whether it can be, each process looking at its share. Of a stream the rows are
+    checked as they are read: the list is empty, and `on_skipped` gets each row once. Videos become images: of a
+    data set with a column `video` or `videos`, each row has its images and then its frames in `images`.
+
+    Args:
+        dataset: rows as described at the top of this file.
+        on_skipped: called for each row of a stream that is left out; None: a warning.
+        shuffle_seed: of a stream: draw each row from the next 1000, which wait with their images undecoded, in a
+            small part of the memory that shuffling the result takes. None: keep the order.
+        options: of `RowOptions`.
+
+    Raises:
+        ConfigError: there are videos, and PyAV is not installed.
+        DataError: the data set is empty, lacks the needed columns, or no row is left.
+    """
+    rules = RowOptions(**options)
+    if isinstance(dataset, IterableDataset):
+        return _prepare_stream(dataset, split, keys, rules, on_skipped, shuffle_seed), []
+    if len(dataset) == 0:
+        raise DataError(f"The {split} data set has no rows: give a data set with at least one.")
+    dataset = undecoded(dataset)
+    broken = dataset[UNREADABLE] if UNREADABLE in dataset.column_names else [None]
+    if None in broken:
+        first = dict(dataset[list(broken).index(None)])
+        require_columns(first, split, rules.needs_solution, keys, dataset.features)
+    dataset = renamed(dataset, keys)
+    found = scan(dataset, partial(_texts_or_reason, options=rules), f"check rows ({split})")
+    reasons = [row if isinstance(row, str) else None for row in found]
+    skipped = skipped_rows(split, reasons, dataset["id"] if "id" in dataset.column_names else None)
+    if any(not is_media(dataset.features[name]) for name in image_columns(dataset)):  # files, which may go
+        dataset = dataset.add_column(PLACE, list(range(len(dataset))))
+    if skipped:
+        dataset = dataset.select([row for row, reason in enumerate(reasons) if reason is None])
+    dataset = _with_texts(dataset, [row for row in found if not isinstance(row, str)])
+    dataset = _with_full_paths(_with_all_images(dataset, rules.videos, rules.root), rules.root)
+    dataset = dataset.remove_columns([name for name in (UNREADABLE, *DIALOGUES) if name in dataset.column_names])
+    column = "images" if _are_several(dataset) else "image"
+    shown = partial(show_rows, split=split, root=rules.root, column=column, images=rules.images)
+    return decoded(dataset).with_transform(shown), skipped
 
 
 def scan(dataset: Dataset, examine: Callable[[Mapping[str, Any]], Found], description: str) -> list[Found]:
@@ -189,61 +251,129 @@ def scan(dataset: Dataset, examine: Callable[[Mapping[str, Any]], Found], descri
     return [results[index] for index in range(len(dataset))]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows whose prompt is too long are left out, never truncated: truncation would cut image tokens.
+def _with_texts(dataset: Dataset, texts: Sequence[Mapping[str, Any]]) -> Dataset:
+    """Return `dataset` with prompts, and the options and answers under the names that rewards know them by."""
+    conversations = [row["prompt"] for row in texts]
+    if not all(isinstance(message["content"], str) for messages in conversations for message in messages):
+        conversations = [
+            [{**message, "content": as_parts(message["content"])} for message in messages] for messages in conversations
+        ]
+    for name in ("choices", "solution"):
+        values = [row[name] for row in texts]
+        if values != (list(dataset[name]) if name in dataset.column_names else [None] * len(values)):
+            dataset = with_column(dataset, name, values)
+    return with_column(dataset, "prompt", conversations)
 
 
-logger = logging.get_logger(__name__)
+def _with_all_images(dataset: Dataset, options: VideoOptions, root: Path) -> Dataset:
+    """Return `dataset` with its numbered images, and the frames of its videos as JPEG, in order in the column `images`.
 
-
-def drop_long_prompts(
-    dataset: Dataset | IterableDataset,
-    length_of: Callable[[Mapping[str, Any]], int],
-    limit: int,
-    name: str = "train",
-    on_dropped: Callable[[], None] = lambda: None,
-) -> Dataset | IterableDataset:
-    """Return `dataset` without the rows whose prompt has more than `limit` tokens.
-
-    A `Dataset` is measured once, at the start, and what was left out is logged; a stream is measured as it is read.
-
-    Args:
-        length_of: tokens of a row's prompt, image tokens included.
-        limit: `max_prompt_length`, in tokens.
-        on_dropped: called for each row that a stream leaves out.
-
-    Raises:
-        DataError: no row is within the limit.
+    They are written to the cache of `datasets`, where there is one, by one process of each machine.
     """
-    if isinstance(dataset, IterableDataset):
-
-        def keep(row: Mapping[str, Any]) -> bool:
-            fits = length_of(row) <= limit
-            if not fits:
-                on_dropped()
-            return fits
-
-        return dataset.filter(keep)
-
-    lengths = scan(dataset, length_of, f"prompt lengths ({name})")
-    kept = [index for index, length in enumerate(lengths) if length <= limit]
-    if not kept:
-        raise DataError(
-            f"Every one of the {len(dataset)} rows of the {name} data has more than max_prompt_length={limit} tokens "
-            f"(the shortest prompt has {min(lengths, default=0)}): raise max_prompt_length or use smaller images."
-        )
-    if len(kept) == len(dataset):
+    if not {*VIDEO_COLUMNS, *NUMBERED_IMAGES} & set(dataset.column_names):
         return dataset
-    if PartialState().is_main_process:
-        logger.warning(
-            f"max_prompt_length={limit}: left out {len(dataset) - len(kept)} of {len(dataset)} rows of the {name} data "
-            f"(the longest prompt has {max(lengths)} tokens)."
+    shown = [name for name in (*IMAGE_COLUMNS, *NUMBERED_IMAGES, *VIDEO_COLUMNS) if name in dataset.column_names]
+    videos = [name for name in (*VIDEO_COLUMNS, FOLDER) if name in dataset.column_names]
+
+    def fill(row: Mapping[str, Any]) -> dict[str, Any]:
+        start = folder_of(row, root)
+        images = [image_bytes(value, start) for value in images_in(row)]
+        for frame in frames_of(row, options, start):
+            buffer = io.BytesIO()
+            frame.save(buffer, "JPEG", quality=JPEG_QUALITY)
+            images.append(buffer.getvalue())
+        return {"images": [{"bytes": data, "path": None} for data in images]}
+
+    states = []  # of the files, so that no frames of an older file are found in the cache
+    for row in dataset.select_columns(videos):
+        for value in videos_of(row):
+            path = value.get("path") if isinstance(value, Mapping) else value
+            if isinstance(path, str) and (file := folder_of(row, root) / path).is_file():
+                states.append((path, file.stat().st_size, file.stat().st_mtime_ns))
+    with PartialState().local_main_process_first():
+        images = dataset.select_columns(list(dict.fromkeys([*shown, *videos]))).map(
+            fill,
+            remove_columns=list(dict.fromkeys([*shown, *videos])),
+            features=Features({"images": List(Image(decode=False))}),
+            writer_batch_size=FRAMES_IN_MEMORY,
+            new_fingerprint=Hasher.hash([dataset._fingerprint, options, str(root), states]),
+            desc="images and frames of videos",
         )
-    return dataset.select(kept)
+    return concatenate_datasets([dataset.remove_columns(shown), images], axis=1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows that were left out, and the file that lists them.
+def _with_full_paths(dataset: Dataset, root: Path) -> Dataset:
+    """Return `dataset` with images that are paths alone as full paths: `datasets` would read them from elsewhere."""
+
+    def has_paths(name: str) -> bool:
+        column = dataset.data.column(name)
+        while pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type):
+            column = compute.list_flatten(column)
+        return bool(compute.any(compute.is_null(compute.struct_field(column.drop_null(), "bytes"))).as_py())
+
+    def full(value: Any, start: Path) -> Any:
+        if isinstance(value, list):
+            return [full(one, start) for one in value]
+        if value is None or value["bytes"] is not None or value["path"] is None:
+            return value
+        return {"bytes": None, "path": str(start / value["path"])}
+
+    def fill(row: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: full(row[name], folder_of(row, root)) for name in names}
+
+    names = [name for name in IMAGE_COLUMNS if is_media(dataset.features.get(name)) and has_paths(name)]
+    return dataset.map(fill, features=dataset.features, desc="paths of images") if names else dataset
+
+
+def _are_several(dataset: Dataset | IterableDataset, keys: Keys = KEYS) -> bool:
+    """Whether a row may have several images: they are in `images` then, which TRL looks for in a batch's first row."""
+    names = dataset.column_names
+    name = keys.image[0] if keys != KEYS and len(keys.image) == 1 else "image"
+    if names is None or name not in names or name == "images" or ("images" in names and keys.image == KEYS.image):
+        return True
+    if {*VIDEO_COLUMNS, *keys.video} & set(names):
+        return True
+    return isinstance((dataset.features or {}).get(name), List | Json)
+
+
+def _prepare_stream(
+    dataset: IterableDataset,
+    split: str,
+    keys: Keys,
+    options: RowOptions,
+    on_skipped: Callable[["SkippedRow"], None] | None,
+    shuffle_seed: int | None,
+) -> IterableDataset:
+    """Return `dataset` with its rows made ready, and without those that cannot be used; see `prepare_rows`."""
+    first = next(iter(undecoded(dataset)), None)
+    if first is None:
+        raise DataError(f"The {split} stream has no rows: give a data set with at least one.")
+    first = next((row for row in undecoded(dataset) if row.get(UNREADABLE) is None), first)
+    if first.get(UNREADABLE) is None:
+        require_columns(first, split, options.needs_solution, keys, dataset.features)
+    several = _are_several(dataset, keys)
+
+    def number(row: Mapping[str, Any], index: int) -> dict[str, Any]:
+        return {**renamed_row(row, keys), PLACE: index}
+
+    def prepare(row: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return {**ready_row(row, options, several), PLACE: row[PLACE], UNREADABLE: None}
+        except (DataError, RewardError) as error:
+            return {PLACE: row[PLACE], UNREADABLE: str(error).rstrip(".")}
+
+    sieve = Sieve(split, lambda row: row[UNREADABLE], on_skipped)
+
+    def usable(rows: IterableDataset) -> IterableDataset:
+        ready = rows.map(prepare, remove_columns=list(GONE))
+        return ready.filter(lambda row: sieve.keeps(row, row[PLACE])).remove_columns([PLACE, UNREADABLE])
+
+    # Without the old columns, a map keeps those that have another name now.
+    numbered = undecoded(dataset).map(number, with_indices=True, remove_columns=list(first))
+    sieve.require_row(usable(numbered))
+    if shuffle_seed is not None:
+        numbered = numbered.shuffle(seed=shuffle_seed, buffer_size=SHUFFLE_BUFFER)
+    return usable(numbered)
 
 
 @dataclass(frozen=True)
@@ -256,14 +386,54 @@ class SkippedRow:
     reason: str
 
 
+class Sieve:
+    """Leaves out rows of a stream, and reports each once however often the stream is read.
+
+    Args:
+        split: its name, for messages.
+        examine: returns why a row cannot be used, None if it can.
+        on_skipped: called once for each row that is left out; None: a warning.
+    """
+
+    def __init__(
+        self,
+        split: str,
+        examine: Callable[[Mapping[str, Any]], str | None],
+        on_skipped: Callable[[SkippedRow], None] | None = None,
+    ) -> None:
+        self.split, self.examine, self.on_skipped = split, examine, on_skipped
+        self._reported: set[Any] = set()
+
+    def keeps(self, row: Mapping[str, Any], index: int) -> bool:
+        """Return whether `row` can be used; report it by its place `index` otherwise."""
+        reason = self.examine(row)
+        if reason is None:
+            return True
+        name = index if row.get("id") is None else (str(row["id"]), reason)  # the place changes with the files' order
+        if name not in self._reported:
+            self._reported.add(name)
+            if self.on_skipped is not None:
+                self.on_skipped(SkippedRow(self.split, index, row.get("id"), reason))
+            else:
+                logger.warning(f"Left out {self.split} row {index} of the stream: {reason}.")
+        return False
+
+    def require_row(self, kept: IterableDataset) -> None:
+        """Raise `DataError` if `kept`, what is left of the stream, has no row."""
+        if next(iter(kept), None) is None:
+            raise DataError(
+                f"None of the {len(self._reported)} rows of the {self.split} stream can be used: see the reasons above."
+            )
+
+
 def skipped_rows(
     split: str, reasons: Sequence[str | None], ids: Sequence[Any] | None = None, places: Sequence[int] | None = None
 ) -> list[SkippedRow]:
-    """Return the rows that something speaks against.
+    """Return the rows that have a reason not to be used.
 
     Args:
         reasons: why each row of the split cannot be used, None where it can.
-        ids, places: of the rows; None: where they stand.
+        ids, places: of the rows; None: their numbers.
 
     Raises:
         DataError: no row is left.
@@ -304,288 +474,47 @@ def _json_line(row: SkippedRow) -> str:
     return json.dumps(asdict(row), default=str) + "\n"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A stream of rows, from which those that cannot be used are left out as it is read.
-
-
-SHUFFLE_BUFFER = 1000  # rows of a stream that wait, their images undecoded
-
-
-def prepare_stream(
-    dataset: IterableDataset,
-    split: str,
-    needs_solution: bool,
-    keys: Keys,
-    examine: Callable[[Mapping[str, Any]], str | None],
-    ready: Callable[[Mapping[str, Any]], dict[str, Any]],
-    gone: Sequence[str],
-    on_skipped: Callable[[SkippedRow], None] | None,
-    shuffle_seed: int | None,
-) -> IterableDataset:
-    """Return `dataset` with its rows made ready, and without those that cannot be used.
-
-    Args:
-        examine: tells why an undecoded row cannot be used, None if it can.
-        ready: makes a usable undecoded row ready.
-        gone: columns that a ready row does not have, unless it has them anew.
-        on_skipped: called once for each row that is left out; None: a warning.
-        shuffle_seed: draw each row from the next `SHUFFLE_BUFFER`, undecoded; None: keep the order.
-
-    Raises:
-        DataError: the stream has no rows, lacks the needed columns, or no row can be used.
-    """
-    first = next(iter(undecoded(dataset)), None)
-    if first is None:
-        raise DataError(f"The {split} stream has no rows: give a data set with at least one.")
-    first = next((row for row in undecoded(dataset) if row.get(UNREADABLE) is None), first)
-    if first.get(UNREADABLE) is None:
-        require_columns(first, split, needs_solution, keys, dataset.features)
-    sieve = Sieve(split, examine, on_skipped)
-
-    def usable(row: Mapping[str, Any]) -> bool:
-        return sieve.keeps(row, row[PLACE])
-
-    # Without the old columns, a map keeps those that have another name now.
-    numbered = undecoded(dataset).map(partial(_numbered, keys=keys), with_indices=True, remove_columns=list(first))
-    sieve.require_row(numbered.filter(usable))
-    if shuffle_seed is not None:
-        numbered = numbered.shuffle(seed=shuffle_seed, buffer_size=SHUFFLE_BUFFER)
-    return numbered.filter(usable).map(ready, remove_columns=list(gone))
-
-
-class Sieve:
-    """What rows of a stream are left out by, each told once however often the stream is read.
-
-    Args:
-        split: its name, for messages.
-        examine, on_skipped: as in `prepare_stream`.
-    """
-
-    def __init__(
-        self,
-        split: str,
-        examine: Callable[[Mapping[str, Any]], str | None],
-        on_skipped: Callable[[SkippedRow], None] | None = None,
-    ) -> None:
-        self.split, self.examine, self.on_skipped = split, examine, on_skipped
-        self._heard: set[Any] = set()
-
-    def keeps(self, row: Mapping[str, Any], index: int) -> bool:
-        """Return whether `row` can be used; tell that the row at the place `index` is left out otherwise."""
-        reason = self.examine(row)
-        if reason is None:
-            return True
-        name = index if row.get("id") is None else (str(row["id"]), reason)  # the place changes with the files' order
-        if name not in self._heard:
-            self._heard.add(name)
-            if self.on_skipped is not None:
-                self.on_skipped(SkippedRow(self.split, index, row.get("id"), reason))
-            else:
-                logger.warning(f"Left out {self.split} row {index} of the stream: {reason}.")
-        return False
-
-    def require_row(self, kept: IterableDataset) -> None:
-        """Raise `DataError` if `kept`, what is left of the stream, has no row."""
-        if next(iter(kept), None) is None:
-            raise DataError(
-                f"None of the {len(self._heard)} rows of the {self.split} stream can be used: see the reasons above."
-            )
-
-
-def _numbered(row: Mapping[str, Any], index: int, keys: Keys) -> dict[str, Any]:
-    return {**renamed_row(row, keys), PLACE: index}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What a row needs before it can be trained on, and why a row is left out.
-#
-# A row has a `prompt` (a conversation or a text) or a `problem` (the question's text, with `choices` for multiple
-# choice), a `solution`, and `image`, `images`, `video` or `videos` unless it is about text alone; or it is laid out
-# as
-# `layouts.py` knows, or has other names for these that flags give (`naming.py`).
-
-
-GONE = (*IMAGE_COLUMNS, *NUMBERED_IMAGES, *VIDEO_COLUMNS, *DIALOGUES, PLACE, FOLDER, UNREADABLE)
-
-
-def row_problem(
-    row: Mapping[str, Any],
-    *,
-    root: Path = Path(),
-    needs_solution: bool = True,
-    system_prompt: str | SystemTemplate | None = None,
-    videos: VideoOptions = DEFAULT_VIDEO_OPTIONS,
-    special: re.Pattern[str] | None = None,
-    images: ImageRule = ANY_SIZE,
-    boxes: bool = False,
-) -> str | None:
-    """Return why `row` cannot be used, in one sentence, or None if it can.
-
-    Args:
-        row: with undecoded or decoded images.
-        needs_solution: whether a row must say what is right (an accuracy reward is on).
-        system_prompt: put before a `problem`; a template may fail on the row.
-        special: finds the special tokens of the model's tokenizer, which no text of a row may hold.
-        images: whether large images are left out.
-        boxes: whether something reads the boxes of rows with one image.
-
-    Raises:
-        ConfigError: the row has a video, and PyAV is not installed.
-    """
-    try:
-        reading = read_row(row, needs_answer=needs_solution)
-        _conversation(row, reading, system_prompt)
-        if (problem := special_problem(special, _conversation(row, reading, None))) is not None:
-            return problem
-        shown = [open_image(value, folder_of(row, root)) for value in reading.images]
-        for image in shown:
-            images.check(image)
-        shown += frames_of(row, videos, folder_of(row, root))
-        if boxes and len(shown) == 1:
-            boxes_of(row, images.limits.size_of(*shown[0].size), "it")
-    except (DataError, RewardError) as error:
-        return str(error).rstrip(".")
-    return None
-
-
-def ready_row(
-    row: Mapping[str, Any],
-    *,
-    root: Path = Path(),
-    system_prompt: str | SystemTemplate | None = SYSTEM_PROMPT,
-    videos: VideoOptions = DEFAULT_VIDEO_OPTIONS,
-    several: bool = True,
-    images: ImageRule = ANY_SIZE,
-) -> dict[str, Any]:
-    """Return a row in which `row_problem` finds nothing with its prompt and its images, those of videos included.
-
-    Args:
-        row: with undecoded or decoded images.
-        several: whether there may be several images, which are then in `images`, in every row alike.
-    """
-    text, root = read_text(row), folder_of(row, root)
-    ready = {name: value for name, value in row.items() if name not in GONE}
-    ready["prompt"] = placed(_conversation(row, text, system_prompt))
-    ready |= {name: value for name, value in _stated(text).items() if value is not None or name in row}
-    opened = [open_image(value, root) for value in images_in(row)] + frames_of(row, videos, root)
-    shown = [images.fitted(image) for image in opened]
-    return ready | ({"images": shown} if several else {"image": shown[0] if shown else None})
-
-
-def prepare_rows(
+def drop_long_prompts(
     dataset: Dataset | IterableDataset,
-    *,
-    split: str = "train",
-    root: Path = Path(),
-    needs_solution: bool = True,
-    system_prompt: str | SystemTemplate | None = SYSTEM_PROMPT,
-    videos: VideoOptions = DEFAULT_VIDEO_OPTIONS,
-    on_skipped: Callable[[SkippedRow], None] | None = None,
-    shuffle_seed: int | None = None,
-    special: re.Pattern[str] | None = None,
-    keys: Keys = KEYS,
-    images: ImageRule = ANY_SIZE,
-    boxes: bool = False,
-) -> tuple[Dataset | IterableDataset, list[SkippedRow]]:
-    """Return `dataset` with a column `prompt` and without the rows that cannot be used, and the list of those.
+    length_of: Callable[[Mapping[str, Any]], int],
+    limit: int,
+    name: str = "train",
+    on_dropped: Callable[[], None] = lambda: None,
+) -> Dataset | IterableDataset:
+    """Return `dataset` without the rows whose prompt has more than `limit` tokens: truncation would cut image tokens.
 
-    Every image is decoded once to see whether it can be, each process looking at its share. Of a stream the rows are
-    checked as they are read: the list is empty, and `on_skipped` hears of each row once. Videos become images: of a
-    data set with a column `video` or `videos`, each row has its images and then its frames in `images`.
+    A `Dataset` is measured once, at the start, and what was left out is logged; a stream is measured as it is read.
 
     Args:
-        dataset: rows as described at the top of this file.
-        needs_solution: whether a row must have a usable `solution` or `label_idx`.
-        system_prompt: put before each `problem`; rows with a `prompt` of their own keep it.
-        on_skipped: called for each row of a stream that is left out; None: a warning.
-        shuffle_seed: of a stream: draw each row from the next 1000, which wait with their images undecoded, in a
-            small part of the memory that shuffling the result takes. None: keep the order.
-        boxes: whether something reads the boxes of rows, so that rows with a bad one are left out.
+        length_of: tokens of a row's prompt, image tokens included.
+        limit: `max_prompt_length`, in tokens.
+        on_dropped: called for each row that a stream leaves out.
 
     Raises:
-        ConfigError: there are videos, and PyAV is not installed.
-        DataError: the data set is empty, lacks the needed columns, or no row is left.
+        DataError: no row is within the limit.
     """
-    options: dict[str, Any] = {"root": root, "system_prompt": system_prompt, "videos": videos, "images": images}
-    examine = partial(row_problem, needs_solution=needs_solution, special=special, boxes=boxes, **options)
     if isinstance(dataset, IterableDataset):
-        ready = partial(ready_row, several=_are_several(dataset, keys), **options)
-        stream = prepare_stream(dataset, split, needs_solution, keys, examine, ready, GONE, on_skipped, shuffle_seed)
-        return stream, []
-    if len(dataset) == 0:
-        raise DataError(f"The {split} data set has no rows: give a data set with at least one.")
-    dataset = undecoded(dataset)
-    if dataset.column_names != [UNREADABLE]:
-        require_columns(_first(dataset), split, needs_solution, keys, dataset.features)
-    dataset = renamed(dataset, keys)
-    reasons = scan(dataset, examine, f"check rows ({split})")
-    skipped = skipped_rows(split, reasons, dataset["id"] if "id" in dataset.column_names else None)
-    if any(not is_media(dataset.features[name]) for name in image_columns(dataset)):  # files, which may go
-        dataset = dataset.add_column(PLACE, list(range(len(dataset))))
-    if skipped:
-        dataset = dataset.select([row for row, reason in enumerate(reasons) if reason is None])
-    dataset = with_whole_paths(with_joined_images(_with_texts(dataset, system_prompt), videos, root), root)
-    dataset = dataset.remove_columns([name for name in (UNREADABLE, *DIALOGUES) if name in dataset.column_names])
-    column = "images" if _are_several(dataset) else "image"
-    shown = partial(show_rows, split=split, root=root, column=column, images=images)
-    return decoded(dataset).with_transform(shown), skipped
 
+        def keep(row: Mapping[str, Any]) -> bool:
+            fits = length_of(row) <= limit
+            if not fits:
+                on_dropped()
+            return fits
 
-def _first(dataset: Dataset) -> dict[str, Any]:
-    """The first row that could be read, else the first."""
-    if UNREADABLE not in dataset.column_names:
-        return dict(dataset[0])
-    place = next((row for row, reason in enumerate(dataset[UNREADABLE]) if reason is None), 0)
-    return dict(dataset[place])
+        return dataset.filter(keep)
 
-
-def _conversation(
-    row: Mapping[str, Any], text: Text, system_prompt: str | SystemTemplate | None
-) -> list[dict[str, Any]]:
-    source = row.get("source") if isinstance(row.get("source"), str) else None
-    if isinstance(system_prompt, QuestionTemplate) and not isinstance(text.prompt, str):
-        raise DataError(f"its question is a conversation, which {system_prompt.name} cannot be filled in with")
-    if isinstance(text.prompt, str):
-        prompt = build_prompt(text.prompt, text.choices, system_prompt=system_prompt, source=source)
-    elif text.is_whole:
-        prompt = text.prompt
-    else:
-        asked = " ".join(texts_of(text.prompt[-1:]))
-        prompt = [*system_message(system_prompt, asked, text.choices, source), *text.prompt]
-    return without_video_marks(prompt) if any(row.get(name) is not None for name in VIDEO_COLUMNS) else prompt
-
-
-def _stated(text: Text) -> dict[str, Any]:
-    """Options and answer of a row under the names that rewards know them by."""
-    return {"choices": text.choices, "solution": text.answer}
-
-
-def _with_texts(dataset: Dataset, system_prompt: str | SystemTemplate | None) -> Dataset:
-    names = {*KEYS.prompt, *KEYS.choices, *KEYS.answer, *NUMBERED_IMAGES, *VIDEO_COLUMNS, "label", "source"}
-    if "subject" in dataset.column_names:
-        names |= {"image", "subject"}  # which tell rows of MMMU-Pro
-    conversations, stated = [], []
-    for row in dataset.select_columns(sorted(names & set(dataset.column_names))):
-        text = read_text(row)
-        conversations.append(_conversation(row, text, system_prompt))
-        stated.append(_stated(text))
-    if not all(isinstance(message["content"], str) for messages in conversations for message in messages):
-        conversations = [
-            [{**message, "content": as_parts(message["content"])} for message in messages] for messages in conversations
-        ]
-    for name in ("choices", "solution"):
-        values = [row[name] for row in stated]
-        if values != (list(dataset[name]) if name in dataset.column_names else [None] * len(values)):
-            dataset = with_column(dataset, name, values)
-    return with_column(dataset, "prompt", conversations)
-
-
-def _are_several(dataset: Dataset | IterableDataset, keys: Keys = KEYS) -> bool:
-    """Whether a row may have several images: they are in `images` then, which TRL looks for in a batch's first row."""
-    names = dataset.column_names
-    name = keys.image[0] if keys != KEYS and len(keys.image) == 1 else "image"
-    if names is None or name not in names or name == "images" or ("images" in names and keys.image == KEYS.image):
-        return True
-    if video_columns(names) or set(keys.video) & set(names):
-        return True
-    return isinstance((dataset.features or {}).get(name), List | Json)
+    lengths = scan(dataset, length_of, f"prompt lengths ({name})")
+    kept = [index for index, length in enumerate(lengths) if length <= limit]
+    if not kept:
+        raise DataError(
+            f"Every one of the {len(dataset)} rows of the {name} data has more than max_prompt_length={limit} tokens "
+            f"(the shortest prompt has {min(lengths, default=0)}): raise max_prompt_length or use smaller images."
+        )
+    if len(kept) == len(dataset):
+        return dataset
+    if PartialState().is_main_process:
+        logger.warning(
+            f"max_prompt_length={limit}: left out {len(dataset) - len(kept)} of {len(dataset)} rows of the {name} data "
+            f"(the longest prompt has {max(lengths)} tokens)."
+        )
+    return dataset.select(kept)

@@ -8,7 +8,7 @@ from datasets import Dataset, Features, Image, IterableDataset, List, Value
 from PIL import Image as PILImage
 
 from vgr_trl.data.prompts import SYSTEM_PROMPT, special_tokens
-from vgr_trl.data.rows import prepare_rows, report_skipped, row_problem
+from vgr_trl.data.rows import RowOptions, prepare_rows, report_skipped, row_problem
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.utils import DataError
 
@@ -115,7 +115,7 @@ def test_images_as_other_writers_store_them():
         features = Features({"problem": Value("string"), "solution": Value("string"), "image": feature})
         rows, skipped = prepare_rows(Dataset.from_dict(columns, features=features))
         assert (rows[0]["image"].size, skipped) == ((40, 30), [])
-    with pytest.raises(DataError, match="the first: image is of type int, not an image, a path or bytes"):
+    with pytest.raises(DataError, match="the first: image is of type int, not a path"):
         prepare_rows(Dataset.from_dict({"problem": ["q"], "solution": ["x"], "image": [3]}))
 
 
@@ -128,7 +128,7 @@ def test_prompts_that_only_some_rows_have():
 
 def test_more_options_than_letters_is_a_reason_without_an_accuracy_reward_too():
     row = {"problem": "q", "choices": [str(i) for i in range(11)]}
-    assert row_problem(row, needs_solution=False) == "it has 11 options: there must be 2 to 10"
+    assert row_problem(row, RowOptions(needs_solution=False)) == "it has 11 options: there must be 2 to 10"
 
 
 def ask(text: str, **columns) -> dict:
@@ -148,13 +148,13 @@ def test_a_special_token_of_the_tokenizer_in_a_text_is_a_reason(row):
     special = special_tokens(build_processor([]))
     assert special is not None
     found = re.fullmatch(r"its text has '(<.*>)', which the model's tokenizer reads as a special token: take it out",
-                         row_problem(row, special=special) or "")  # fmt: skip
+                         row_problem(row, RowOptions(special=special)) or "")  # fmt: skip
     assert found
     assert found[1] in build_processor([]).tokenizer.all_special_tokens
-    assert row_problem(row) is None
+    assert row_problem(row, RowOptions()) is None
 
 
 def test_the_system_prompt_and_tags_are_no_special_tokens():
     special = special_tokens(build_processor([]))
     row = ask("<think> is a word, and <image> a place", image=png())
-    assert row_problem(row, special=special, system_prompt="<|im_end|>") is None
+    assert row_problem(row, RowOptions(special=special, system_prompt="<|im_end|>")) is None

@@ -6,10 +6,10 @@ from PIL import Image
 
 from vgr_trl.cli.arguments import DataArguments
 from vgr_trl.cli.loading import load_rows
-from vgr_trl.data.inspect import Checks, inspect_rows
+from vgr_trl.data.inspect import inspect_rows
 from vgr_trl.data.load import load_split
 from vgr_trl.data.read import readable
-from vgr_trl.data.rows import prepare_rows
+from vgr_trl.data.rows import RowOptions, prepare_rows
 from vgr_trl.utils import ConfigError, DataError
 
 
@@ -81,7 +81,7 @@ def test_a_shuffled_stream_waits_with_undecoded_images(tmp_path):
         patch.setattr("vgr_trl.data.rows.open_image", counted)
         iterator = iter(shuffled)
         next(iterator)
-    assert len(opened) == 2  # of one row, to check it and to use it; the others wait
+    assert len(opened) == 1  # the others wait
     orders = [[row["id"] for row in stream(seed)] for seed in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
     assert sorted(orders[0]) == sorted(f"q{number}" for number in range(200) if number != 7)
@@ -110,7 +110,7 @@ def test_inspecting_a_stream_keeps_no_rows():
                 yield Row(number)
                 most = max(most, len(alive))
 
-    found = inspect_rows(Rows(), Checks(), samples=3)
+    found = inspect_rows(Rows(), RowOptions(), samples=3)
     assert (found.rows, found.usable, len(found.sample)) == (1000, 500, 3)
     assert most <= 3
 

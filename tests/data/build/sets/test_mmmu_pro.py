@@ -5,7 +5,7 @@ from PIL import ImageColor
 from support.made_sets import parquet, picture, questions, reasons
 
 from vgr_trl.data.public_sets import mmmu_pro_read as read
-from vgr_trl.data.public_sets import renumber_marks
+from vgr_trl.data.public_sets import renumber_placeholders
 from vgr_trl.data.read import Source
 from vgr_trl.utils import DataError
 
@@ -117,6 +117,6 @@ def test_options_that_are_written_with_escaped_backslashes(tmp_path):
 
 
 def test_marks_in_other_spellings():
-    assert renumber_marks(["<Image 3>, <image3>", "<image 12"], [3]) == ["<image 1>, <image 1>", "<image 12"]
+    assert renumber_placeholders(["<Image 3>, <image3>", "<image 12"], [3]) == ["<image 1>, <image 1>", "<image 12"]
     with pytest.raises(DataError, match="it refers to <image 99999999>"):
-        renumber_marks(["<image 99999999>"], [1])
+        renumber_placeholders(["<image 99999999>"], [1])

@@ -6,8 +6,14 @@ import pytest
 from datasets import Dataset, Features, List, Value, load_dataset
 from PIL import Image
 
-from vgr_trl.data.images import VideoOptions, frames_of, refuse_single_image_models, sample_frames, without_video_marks
-from vgr_trl.data.rows import prepare_rows, row_problem
+from vgr_trl.data.images import (
+    VideoOptions,
+    frames_of,
+    refuse_single_image_models,
+    sample_frames,
+    without_video_placeholders,
+)
+from vgr_trl.data.rows import RowOptions, prepare_rows, row_problem
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.utils import ConfigError, DataError
 
@@ -110,7 +116,7 @@ def test_a_row_with_more_frames_than_allowed_is_refused_and_one_with_as_many_is_
         (lambda folder, video: b"no video at all" * 100, "video cannot be decoded"),
         (lambda folder, video: video.read_bytes()[:300], "video cannot be decoded"),
         (lambda folder, video: write_sound(folder / "sound.avi"), "video has no pictures"),
-        (lambda folder, video: 7, "video is of type int, not a path or bytes"),
+        (lambda folder, video: 7, "video is of type int, not a path"),
         (lambda folder, video: {"bytes": None, "path": None}, "video is of type NoneType"),
     ],
 )
@@ -118,7 +124,7 @@ def test_a_video_that_cannot_be_read_is_a_reason(tmp_path, video, make, message)
     value = make(tmp_path, video)
     with pytest.raises(DataError, match=re.escape(message)):
         sample_frames(value, VideoOptions())
-    reason = row_problem({"problem": "q", "solution": "x", "videos": [value]})
+    reason = row_problem({"problem": "q", "solution": "x", "videos": [value]}, RowOptions())
     assert message in (reason or "")
 
 
@@ -154,11 +160,13 @@ def test_without_the_library_a_sentence_says_what_to_install(monkeypatch, video)
 
 
 def test_marks_of_videos_are_taken_off():
-    assert without_video_marks("<video>\nWhat happens?") == "What happens?"
+    assert without_video_placeholders("<video>\nWhat happens?") == "What happens?"
     talk = [{"role": "user", "content": "<video> What happens?"}]
-    assert without_video_marks(talk) == [{"role": "user", "content": "What happens?"}]
+    assert without_video_placeholders(talk) == [{"role": "user", "content": "What happens?"}]
     with pytest.raises(DataError, match="part of type video"):
-        without_video_marks([{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What?"}]}])
+        without_video_placeholders(
+            [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What?"}]}]
+        )
 
 
 def rows_with_videos(video: Path) -> list[dict]:

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from vgr_trl.data.prompts import placed, require_marks
+from vgr_trl.data.prompts import placed, require_placeholders
 from vgr_trl.utils import DataError
 
 IMAGE = {"type": "image"}
@@ -37,13 +37,13 @@ def test_marks_of_other_roles_are_texts():
     system = {"role": "system", "content": "An <image> follows."}
     assert placed(asked("q", system)) == asked("q", system)
     assert placed(asked("<image>", system)) == asked([IMAGE], {**system, "content": [text("An <image> follows.")]})
-    require_marks(asked("<image>", system), 1)
+    require_placeholders(asked("<image>", system), 1)
 
 
 @pytest.mark.parametrize(("prompt", "images"), [("q", 0), ("q", 2), ("<image>q", 1), ("<image><image>", 2)])
 def test_as_many_marks_as_images_or_none(prompt, images):
-    assert require_marks(prompt, images) is None
-    assert require_marks(asked(prompt), images) is None
+    assert require_placeholders(prompt, images) is None
+    assert require_placeholders(asked(prompt), images) is None
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,9 @@ def test_other_numbers_are_refused(prompt, images, marks):
     reason = re.escape(f"its prompt has {marks} <image> marks, but there are {images} images")
     for given in (prompt, asked(prompt)) if isinstance(prompt, str) else (asked(prompt),):
         with pytest.raises(DataError, match=reason):
-            require_marks(given, images)
+            require_placeholders(given, images)
 
 
 def test_marks_beside_a_video_are_refused():
     with pytest.raises(DataError, match="marks places of images beside a video"):
-        require_marks("<image>", 1, has_videos=True)
+        require_placeholders("<image>", 1, has_videos=True)

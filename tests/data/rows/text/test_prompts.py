@@ -5,7 +5,7 @@ import pytest
 from vgr_trl.cli.arguments import DataArguments
 from vgr_trl.cli.loading import read_system_prompt, system_prompt_of
 from vgr_trl.data.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, QuestionTemplate, SystemTemplate, build_prompt
-from vgr_trl.data.rows import row_problem
+from vgr_trl.data.rows import RowOptions, row_problem
 from vgr_trl.utils import ConfigError, DataError
 
 
@@ -38,7 +38,7 @@ def test_a_template_that_comes_out_empty_gives_no_system_message():
     assert prompt == [{"role": "user", "content": "q"}]
 
 
-def test_a_text_without_marks_stays_as_it_is():
+def test_a_text_without_placeholders_stays_as_it_is():
     text = "Think in <think></think>; 100 % & {braces} stay.\nTwo lines."
     assert SystemTemplate(text).render("q") == text
 
@@ -75,7 +75,7 @@ def test_a_template_that_fails_or_reaches_out_of_the_sandbox_is_a_reason(text):
     template = SystemTemplate(text, "mine.txt")
     with pytest.raises(DataError, match=r"^mine.txt cannot be filled in for it \(.+\)$"):
         template.render("q")
-    reason = row_problem({"problem": "q", "solution": "x"}, system_prompt=template)
+    reason = row_problem({"problem": "q", "solution": "x"}, RowOptions(system_prompt=template))
     assert reason is not None
     assert reason.startswith("mine.txt cannot be filled in")
 
@@ -111,9 +111,9 @@ def test_a_question_template_is_what_the_user_says(tmp_path):
     assert build_prompt(" 2 + 2? ", system_prompt=template) == [
         {"role": "user", "content": "2 + 2? Put the answer in \\boxed{}."}
     ]
-    assert row_problem({"prompt": "q", "solution": "x"}, system_prompt=template) is None
+    assert row_problem({"prompt": "q", "solution": "x"}, RowOptions(system_prompt=template)) is None
     dialogue = {"prompt": [{"role": "user", "content": "q"}], "solution": "x"}
-    assert "cannot be filled in with" in row_problem(dialogue, system_prompt=template)
+    assert "cannot be filled in with" in row_problem(dialogue, RowOptions(system_prompt=template))
     with pytest.raises(ConfigError, match="names answer, but a template knows content, problem only"):
         QuestionTemplate("{{ answer }}")
     with pytest.raises(ConfigError, match="question_template_file is given with a system prompt"):
