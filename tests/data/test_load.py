@@ -107,7 +107,7 @@ def test_exactly_one_source_is_needed(tmp_path):
             lambda folder: {"dataset_path": f"{folder}/two"},
             "two/b.parquet, are no one set: name those to read by data_fi",
         ),
-        (lambda folder: {"data_files": f"{folder}/text.txt"}, "text.txt is none of .parquet, .jsonl"),
+        (lambda folder: {"data_files": f"{folder}/text.txt"}, "text.txt of data_files is none of .parquet"),
     ],
 )
 def test_missing_and_unreadable_sources_are_named(tmp_path, make, message):
@@ -121,7 +121,7 @@ def test_missing_and_unreadable_sources_are_named(tmp_path, make, message):
 
 
 def test_errors_of_values_are_the_datas_only_where_nothing_but_reading_happens():
-    with pytest.raises(DataError, match=r"a.jsonl cannot be read \(odd\): check data_files, and that it is whole"):
+    with pytest.raises(DataError, match=r"a.jsonl cannot be read \(odd\): check data_files, and that it is complete"):
         raise_in(readable("a.jsonl", "data_files", only_reads=True), ValueError("odd"))
     with pytest.raises(ValueError, match="^odd$"):
         raise_in(readable("a.jsonl", "data_files"), ValueError("odd"))

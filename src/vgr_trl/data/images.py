@@ -545,7 +545,7 @@ def in_pixels_of_its_image(row: Mapping[str, Any], name: str = "A row") -> bool:
 
 def _given_boxes(row: Mapping[str, Any], name: str) -> tuple[str, list[Box]]:
     """Return which column has the boxes of a row, and their four numbers as stated."""
-    columns = {column: row.get(column) for column in COLUMNS}
+    columns: dict[str, Any] = {column: row.get(column) for column in COLUMNS}
     given = {column: value.tolist() if hasattr(value, "tolist") else value for column, value in columns.items()}
     column = "regions" if given["bbox"] in (None, [], ()) else "bbox"
     value: Any = given[column] or []

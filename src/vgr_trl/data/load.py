@@ -1,9 +1,8 @@
-"""The data that training reads: from the hub, folders or files, joined, with rows held out."""
+"""The data that training reads: from the hub, folders or files, with a train/test split if there is none."""
 
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,13 @@ from vgr_trl.data.merge import Row, split
 from vgr_trl.data.prompts import texts_of
 from vgr_trl.data.read import (
     HUB_NAME,
+    SAVED,
     Source,
     count_rows,
     has_config,
-    names_files,
     parse_data_files,
+    read_card,
     readable,
-    refuse_files_elsewhere,
     row_files,
     splits_of,
     stream_of,
@@ -44,97 +43,15 @@ from vgr_trl.data.read import (
 )
 from vgr_trl.utils import ConfigError, DataError, MissingSplitError
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows that are held out of a data set without a split to evaluate on, such that no image is on both sides.
-
-
 TEST_SHARE = 0.1
-
-
-def hold_out(dataset: Dataset, seed: int, root: Path = Path()) -> tuple[Dataset, Dataset]:
-    """Return the rows to train on, and a tenth to evaluate on; rows that share an image (or a question) stay together.
-
-    Args:
-        dataset: as `prepare_rows` gives it.
-        seed: of the choice, which depends on nothing else but the images.
-
-    Raises:
-        DataError: all rows share images.
-    """
-    wanted = ("prompt", *IMAGE_COLUMNS, FOLDER)
-    stored = undecoded(dataset.with_format(None))
-    stored = stored.select_columns([name for name in wanted if name in stored.column_names])
-    rows = [Row(0, place, _digests(row, root), "", "") for place, row in enumerate(stored)]
-    try:
-        train, test = split(rows, TEST_SHARE, seed)
-    except DataError as error:
-        raise DataError(
-            f"The {len(rows)} rows cannot be split, for all share images: give rows to evaluate on."
-        ) from error
-    return dataset.select([row.position for row in train]), dataset.select([row.position for row in test])
-
-
-def _digests(row: Mapping[str, Any], root: Path) -> tuple[str, ...]:
-    shown = [image_bytes(value, folder_of(row, root)) for value in images_of(row)]
-    what = shown or ["\0".join(texts_of(row["prompt"][-1:])).encode()]
-    return tuple(hashlib.sha256(data).hexdigest() for data in what)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Public sets that lie in several tables: ArxivQA as VisRAG publishes it, joined row by row as conversion joins it.
-
-
-TABLES = ("corpus", "queries", "qrels")
-FEATURES = Features(
+ARXIVQA_TABLES = ("corpus", "queries", "qrels")
+ARXIVQA_FEATURES = Features(
     {
         **dict.fromkeys(("id", "source", "problem", "solution", UNREADABLE), Value("string")),
         "choices": List(Value("string")),
         "image": Image(decode=False),
     }
 )
-
-
-def joined_source(dataset_name: str | None, dataset_path: str | None, data_files: str | None) -> Source | None:
-    """Return the source of ArxivQA that is named, None if another set is: by its hub name, or by its three tables."""
-    if dataset_name == public_sets.ARXIVQA_HUB_NAME:
-        return Source(dataset_name=dataset_name)
-    if dataset_path and Path(dataset_path).is_dir() and all(has_config(Path(dataset_path), name) for name in TABLES):
-        return Source(dataset_path=dataset_path)
-    parts = [part.strip() for part in (data_files or "").split(",")]
-    if sorted(part.split("=")[0] for part in parts) == sorted(TABLES):
-        return Source(data_files=parts)
-    return None
-
-
-def joined_rows(source: Source, split: str, streaming: bool) -> Dataset | IterableDataset:
-    """Return the questions of ArxivQA with their figures; what is none has its reason in the column `UNREADABLE`.
-
-    Raises:
-        MissingSplitError: another split than `train` is asked for.
-    """
-    if split != "train":
-        raise MissingSplitError(f"{source} has the splits ['train'], but not {split!r}: name one of them.")
-    # The identity is given so that rows of older files are not found.
-    made: Any = (IterableDataset if streaming else Dataset).from_generator(
-        _rows, features=FEATURES, gen_kwargs={"source": source, "identity": tuple(map(str, source.identity().items()))}
-    )
-    return made
-
-
-def _rows(source: Source, identity: Any) -> Iterator[dict[str, Any]]:
-    blank = dict.fromkeys(FEATURES)
-    for _, found in public_sets.arxivqa_read(source):
-        if isinstance(found, str):
-            yield {**blank, UNREADABLE: found}
-        else:
-            kept = {name: getattr(found, name) for name in ("id", "source", "problem", "solution", "choices")}
-            yield {**blank, **kept, "image": found.images[0]}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Loading a data set from the hub, a folder or files.
-
-
 # `datasets` reads the columns of texts as if all were of one type (pandas makes numbers of digits and nothing of `NA`).
 BUILDERS = {".parquet": "parquet", ".jsonl": "text", ".json": "text", ".csv": "text", ".arrow": "arrow"}
 METADATA = ("metadata.jsonl", "metadata.csv")  # what `datasets` knows of the images beside it
@@ -169,8 +86,8 @@ def load_split(
         got = " and ".join(named) if named else "none"
         raise ConfigError(f"Data come from one of dataset_name, dataset_path and data_files, but {got} was given.")
     with readable(given[named[0]], named[0], only_reads=True):
-        if (joined := joined_source(dataset_name, dataset_path, data_files)) is not None:
-            return joined_rows(joined, split, streaming)
+        if (arxivqa := _arxivqa_source(dataset_name, dataset_path, data_files)) is not None:
+            return _load_arxivqa(arxivqa, split, streaming)
         if data_files:
             files = parse_data_files(data_files)
             if split not in files:
@@ -198,9 +115,9 @@ def load_path(
     with readable(path, "the path", only_reads=True):
         if Path(path).is_file():
             return split or "train", _from_files([Path(path)], streaming)
-        joined = joined_source(None if Path(path).exists() else path, path, None)
-        if joined is not None:
-            return split or "train", joined_rows(joined, split or "train", streaming)
+        arxivqa = _arxivqa_source(None if Path(path).exists() else path, path, None)
+        if arxivqa is not None:
+            return split or "train", _load_arxivqa(arxivqa, split or "train", streaming)
         if path and Path(path).is_dir():
             loaded = _from_folder(Path(path), streaming)
         elif HUB_NAME.fullmatch(path):
@@ -239,14 +156,17 @@ def _from_files(paths: Sequence[Path], streaming: bool, with_folders: bool = Tru
 
 
 def _require_file(path: Path) -> None:
+    problem = None
     if path.is_dir():
-        raise DataError(f"{path} of data_files is a folder: give it as dataset_path, or the files in it ({path}/*).")
-    if not path.is_file():
-        raise DataError(f"The file {path} of data_files does not exist.")
-    if path.suffix.lower() not in BUILDERS:
-        raise DataError(f"The file {path} is none of {', '.join(BUILDERS)}.")
-    if path.stat().st_size == 0:
-        raise DataError(f"The file {path} is empty.")
+        problem = f"is a folder: give it as dataset_path, or the files in it ({path}/*)"
+    elif not path.is_file():
+        problem = "does not exist"
+    elif path.suffix.lower() not in BUILDERS:
+        problem = f"is none of {', '.join(BUILDERS)}"
+    elif path.stat().st_size == 0:
+        problem = "is empty"
+    if problem is not None:
+        raise DataError(f"The file {path} of data_files {problem}.")
     _require_rows([path])
 
 
@@ -256,50 +176,39 @@ def _from_file(path: Path, streaming: bool, with_folders: bool) -> Any:
         return (stream_of if streaming else table_of)([path], with_folders)
     rows = load_dataset(builder, data_files={"train": str(path)}, split="train", streaming=streaming)
     rows = _without_folder(_keeping_types(rows, path))
+    folder = str(path.absolute().parent)
     if not with_folders:
         return rows
-    folder = str(path.absolute().parent)
-    return (
-        rows.map(partial(_from_folder_of, folder=folder))
-        if streaming
-        else rows.add_column(FOLDER, [folder] * len(rows))
-    )
-
-
-def _from_folder_of(row: dict[str, Any], folder: str) -> dict[str, Any]:
-    return {FOLDER: folder}
+    return rows.map(lambda row: {FOLDER: folder}) if streaming else rows.add_column(FOLDER, [folder] * len(rows))
 
 
 def _from_folder(path: Path, streaming: bool) -> Any:
     if not path.is_dir():
         raise DataError(f"dataset_path is {path}, which is not a folder; for single files use data_files.")
-    if (path / "dataset_dict.json").exists() or (path / "dataset_info.json").exists():
+    if any((path / name).exists() for name in SAVED):
         return load_from_disk(str(path))
     if not any(path.iterdir()):
         raise DataError(f"dataset_path is {path}, which is empty.")
     if converted := _converted(path):
         builder, files = converted
         if builder == "text":
-            return _read_here(files, streaming)
+            return _read_texts(files, streaming)
         return load_dataset(builder, data_files=files, streaming=streaming)
     rows = row_files(path)
     _require_rows(rows)
-    if rows and all(BUILDERS[file.suffix.lower()] == "text" and file.name not in METADATA for file in rows):
-        return _read_here({split: list(map(str, files)) for split, files in splits_of(rows, path).items()}, streaming)
-    refuse_files_elsewhere(path)
-    _refuse_two_kinds(path, rows)
+    has_metadata = any(file.name in METADATA for file in rows)
+    if rows and not has_metadata and all(BUILDERS[file.suffix.lower()] == "text" for file in rows):
+        return _read_texts({split: list(map(str, files)) for split, files in splits_of(rows, path).items()}, streaming)
+    named = read_card(path)
+    # Of files of several kinds `datasets` would read one; a JSON file may be about the others.
+    kinds = {BUILDERS[file.suffix.lower()]: file for file in rows if file.suffix.lower() != ".json"}
+    if len(kinds) > 1 and not any(named.values()) and not has_metadata:
+        files = " and ".join(sorted(str(file) for file in kinds.values()))
+        raise DataError(f"Files of different kinds, {files}, are no one set: name those to read by data_files.")
     return _keeping_types(load_dataset(str(path), streaming=streaming), path)
 
 
-def _refuse_two_kinds(folder: Path, rows: Sequence[Path]) -> None:
-    """Refuse files of which `datasets` would read one kind only; a JSON file may be about the others."""
-    kinds = {BUILDERS[file.suffix.lower()]: file for file in rows if file.suffix.lower() != ".json"}
-    if len(kinds) > 1 and not names_files(folder) and not any(file.name in METADATA for file in rows):
-        named = " and ".join(sorted(str(file) for file in kinds.values()))
-        raise DataError(f"Files of different kinds, {named}, are no one set: name those to read by data_files.")
-
-
-def _read_here(files: dict[str, list[str]], streaming: bool) -> DatasetDict | IterableDatasetDict:
+def _read_texts(files: dict[str, list[str]], streaming: bool) -> DatasetDict | IterableDatasetDict:
     read, whole = (stream_of, IterableDatasetDict) if streaming else (table_of, DatasetDict)
     return whole({split: read([Path(name) for name in names]) for split, names in files.items()})
 
@@ -308,7 +217,7 @@ def _require_rows(paths: Sequence[Path]) -> None:
     """Refuse Parquet files without rows, at which `datasets` fails with words about batch sizes."""
     for path in paths:
         if path.suffix.lower() == ".parquet" and count_rows([path]) == 0:
-            raise DataError(f"The file {path} has no rows: give a file with at least one, or take it away.")
+            raise DataError(f"The file {path} has no rows: give a file with at least one, or remove it.")
 
 
 def _keeping_types(loaded: Any, source: Any) -> Any:
@@ -353,3 +262,75 @@ def _pick(split: str, loaded: Any, source: str) -> Any:
 def _without_folder(rows: Any) -> Any:
     """Rows that do not say themselves where their files lie."""
     return rows.remove_columns([FOLDER]) if FOLDER in (rows.column_names or ()) else rows
+
+
+def _arxivqa_source(dataset_name: str | None, dataset_path: str | None, data_files: str | None) -> Source | None:
+    """Return the source of ArxivQA that is named, None if another set is: by its hub name, or by its three tables."""
+    if dataset_name == public_sets.ARXIVQA_HUB_NAME:
+        return Source(dataset_name=dataset_name)
+    if (
+        dataset_path
+        and Path(dataset_path).is_dir()
+        and all(has_config(Path(dataset_path), name) for name in ARXIVQA_TABLES)
+    ):
+        return Source(dataset_path=dataset_path)
+    parts = [part.strip() for part in (data_files or "").split(",")]
+    if sorted(part.split("=")[0] for part in parts) == sorted(ARXIVQA_TABLES):
+        return Source(data_files=parts)
+    return None
+
+
+def _load_arxivqa(source: Source, split: str, streaming: bool) -> Dataset | IterableDataset:
+    """Return the questions of ArxivQA with their figures; what is none has its reason in the column `UNREADABLE`.
+
+    Raises:
+        MissingSplitError: another split than `train` is asked for.
+    """
+    if split != "train":
+        raise MissingSplitError(f"{source} has the splits ['train'], but not {split!r}: name one of them.")
+    # The identity is given so that rows of older files are not found.
+    made: Any = (IterableDataset if streaming else Dataset).from_generator(
+        _arxivqa_rows,
+        features=ARXIVQA_FEATURES,
+        gen_kwargs={"source": source, "identity": tuple(map(str, source.identity().items()))},
+    )
+    return made
+
+
+def _arxivqa_rows(source: Source, identity: Any) -> Iterator[dict[str, Any]]:
+    blank = dict.fromkeys(ARXIVQA_FEATURES)
+    for _, found in public_sets.arxivqa_read(source):
+        if isinstance(found, str):
+            yield {**blank, UNREADABLE: found}
+        else:
+            kept = {name: getattr(found, name) for name in ("id", "source", "problem", "solution", "choices")}
+            yield {**blank, **kept, "image": found.images[0]}
+
+
+def hold_out(dataset: Dataset, seed: int, root: Path = Path()) -> tuple[Dataset, Dataset]:
+    """Return the rows to train on, and a tenth to evaluate on; rows that share an image (or a question) stay together.
+
+    Args:
+        dataset: as `prepare_rows` gives it.
+        seed: of the choice, which depends on nothing else but the images.
+
+    Raises:
+        DataError: all rows share images.
+    """
+    wanted = ("prompt", *IMAGE_COLUMNS, FOLDER)
+    stored = undecoded(dataset.with_format(None))
+    stored = stored.select_columns([name for name in wanted if name in stored.column_names])
+    rows = [Row(0, place, _digests(row, root), "", "") for place, row in enumerate(stored)]
+    try:
+        train, test = split(rows, TEST_SHARE, seed)
+    except DataError as error:
+        raise DataError(
+            f"The {len(rows)} rows cannot be split, for all share images: name rows to evaluate on."
+        ) from error
+    return dataset.select([row.position for row in train]), dataset.select([row.position for row in test])
+
+
+def _digests(row: Mapping[str, Any], root: Path) -> tuple[str, ...]:
+    shown = [image_bytes(value, folder_of(row, root)) for value in images_of(row)]
+    what = shown or ["\0".join(texts_of(row["prompt"][-1:])).encode()]
+    return tuple(hashlib.sha256(data).hexdigest() for data in what)

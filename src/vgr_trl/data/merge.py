@@ -228,7 +228,7 @@ def split(rows: Sequence[Row], test_share: float, seed: int) -> tuple[list[Row],
         if len(test) + len(group) <= wanted:
             test.update(group)
     if not test:
-        test.update(min(groups, key=lambda group: len(group)))
+        test.update(sorted(groups, key=len)[0])
     if len(test) == len(rows):
         raise DataError(
             f"The {len(rows)} rows cannot be split, for all are linked by images they share: give test_share 0."

@@ -1,4 +1,7 @@
-"""Converters of public question sets and of JSONL files."""
+"""Converters of public question sets and of the user's own files, by name.
+
+A converter reads a `Source` and yields, per row, where it was read and a `Question`, or why it is none.
+"""
 
 import io
 import json
@@ -8,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from numbers import Integral
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,20 +20,16 @@ from PIL import Image
 from vgr_trl import registries
 from vgr_trl.data.columns import (
     KEYS,
-    MOST_IMAGES,
     VISION_ONLY_PROBLEM,
     Candidate,
     Keys,
     Origin,
     Question,
-    answer_of,
     id_of,
     list_of,
     make_question,
-    options_of,
     read_row,
     renamed_row,
-    renumber_placeholders,
     text_of,
     to_candidates,
     try_question,
@@ -42,56 +40,68 @@ from vgr_trl.data.prompts import LETTERS
 from vgr_trl.data.read import Source
 from vgr_trl.utils import ConfigError, DataError
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A-OKVQA (Schwenk et al., 2022): questions about photographs that need knowledge of the world.
-#
-# Columns: `image`, `question_id`, `question`, `choices`, `correct_choice_idx`, and `direct_answers`,
-# `difficult_direct_answer`, `rationales`, which are not used. The published test split has no answers.
-
-
 HUB_NAME = "HuggingFaceM4/A-OKVQA"
+ARXIVQA_HUB_NAME = "openbmb/VisRAG-Ret-Test-ArxivQA"
+MMMU_PRO_HUB_NAME = "MMMU/MMMU_Pro"
+HUB_CONFIG = "standard (10 options)"  # of MMMU-Pro
+
+Rows = dict[str, tuple[Origin, Mapping[str, Any]]]
 
 
-def read(source: Source) -> Iterator[Candidate]:
-    """Yield the questions of `source`, or why a row is none."""
-    return to_candidates(source.records(), _questions)
+@dataclass(frozen=True)
+class Converter:
+    """How a data set is converted.
+
+    Attributes:
+        read: yields its questions, or why a row is none.
+        several_images: whether a question may have more than one image, so that rows get `images` instead of `image`.
+        regions: whether it says in boxes what a question is about.
+        hub_name: read where no source is named; None: a source must be named.
+        config: configuration of the hub data set that is read where none is named.
+        split: read where none is named.
+        count: the number of rows where it is known; None: that of the source.
+    """
+
+    read: Callable[..., Iterator[Candidate]]
+    several_images: bool = False
+    regions: bool = False
+    hub_name: str | None = None
+    config: str | None = None
+    split: str = "train"
+    count: Callable[[Source], int | None] = Source.count
 
 
-def _questions(origin: Origin, row: Mapping[str, Any]) -> list[Question]:
-    choices = options_of(row.get("choices"))
-    index = row.get("correct_choice_idx")
-    if isinstance(index, bool) or not isinstance(index, Integral | str | None):
-        raise DataError(f"its correct_choice_idx is {index!r}: it must be a whole number")
-    if isinstance(index, str):  # some copies of the set store it so
-        index = int(index) if index.strip().isdecimal() else index
-    image = value_of(row, "image")
+def _each_row(questions: Callable[[Origin, Mapping[str, Any]], Iterable[Question | str]]) -> Callable[..., Any]:
+    """Return a reader of a set in which every row is converted by itself."""
+    return lambda source: to_candidates(source.records(), questions)
+
+
+def _multiple_choice(origin: Origin, row: Mapping[str, Any], *, source: str, id_column: str) -> list[Question]:
+    """A question of A-OKVQA, ArxivQA or MMMU-Pro, which `read_row` knows, with its options.
+
+    Those of MMMU-Pro's vision-only rows stay in the image: in the text they would answer what is to be read.
+    """
+    reading = read_row(row)
+    is_vision_only = reading.prompt == VISION_ONLY_PROBLEM
+    if reading.choices is None and not is_vision_only:
+        raise DataError("it has no options")
     return [
         make_question(
-            id=id_of(row, origin, "question_id"),
-            source="A-OKVQA",
-            problem=text_of(row, "question"),
-            choices=choices,
-            answer=index,
-            images=[] if image is None else [image],
+            id=id_of(row, origin, id_column),
+            source=f"{source} vision" if is_vision_only else source,
+            problem=str(reading.prompt),
+            choices=reading.choices,
+            answer=reading.answer,
+            images=reading.images,
         )
     ]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# ArxivQA as VisRAG publishes it (Li et al., 2024; Yu et al., 2024): questions about figures of papers.
-#
-# Three configurations: `corpus` (`corpus-id`, `image`), `queries` (`query-id`, `query`, `options`, `answer`) and
-# `qrels`
-# (`query-id`, `corpus-id`, and `score`), which says which figure a question is about.
-
-
-ARXIVQA_HUB_NAME = "openbmb/VisRAG-Ret-Test-ArxivQA"
-Rows = dict[str, tuple[Origin, Mapping[str, Any]]]
-
-
 def arxivqa_read(source: Source) -> Iterator[Candidate]:
-    """Yield the questions of `source` in the order of their figures, or why a row is none.
+    """Yield the questions of ArxivQA as VisRAG publishes it, in the order of their figures, or why a row is none.
 
+    Three tables: `corpus` (`corpus-id`, `image`), `queries` (`query-id`, `query`, `options`, `answer`) and `qrels`
+    (`query-id`, `corpus-id`, and `score`), which says which figure a question is about.
     Figures are read once and one by one; questions, which are short, are kept.
     """
     queries: Rows = {}
@@ -115,7 +125,8 @@ def arxivqa_read(source: Source) -> Iterator[Candidate]:
             continue
         seen.add(corpus_id)
         rows = [queries.pop(query_id) for query_id in asked.pop(corpus_id, [])]
-        yield from to_candidates(rows, lambda place, row, figure=record: _arxivqa_questions(place, row, figure))  # type: ignore[misc]
+        asked_about = [(place, {**row, "image": record.get("image")}) for place, row in rows]
+        yield from to_candidates(asked_about, partial(_multiple_choice, source="ArxivQA", id_column="query-id"))
     for query_id, (origin, _) in queries.items():
         yield origin, f"its figure {figure_of[query_id][:80]!a} is not in the corpus"
 
@@ -167,33 +178,8 @@ def _key(row: Mapping[str, Any], name: str) -> str:
     return str(value)
 
 
-def _arxivqa_questions(origin: Origin, row: Mapping[str, Any], figure: Mapping[str, Any]) -> list[Question]:
-    options = options_of(row.get("options"))
-    image = value_of(figure, "image")
-    return [
-        make_question(
-            id=id_of(row, origin, "query-id"),
-            source="ArxivQA",
-            problem=text_of(row, "query"),
-            choices=options,
-            answer=answer_of(row, options, "answer"),
-            images=[] if image is None else [image],
-        )
-    ]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# easy-VQA (Victor Zhou): templated questions about drawings of one coloured shape, several to an image.
-#
-# Columns: `image_id`, `image`, and `questions` and `answers`, lists of equal length.
-
-
-def easy_vqa_read(source: Source) -> Iterator[Candidate]:
-    """Yield the questions of `source`, or why a row or one of its questions is none."""
-    return to_candidates(source.records(), _easy_vqa_questions)
-
-
-def _easy_vqa_questions(origin: Origin, row: Mapping[str, Any]) -> Iterator[Question | str]:
+def _easy_vqa(origin: Origin, row: Mapping[str, Any]) -> Iterator[Question | str]:
+    """Questions of easy-VQA, several to an image: `image_id`, `image`, and lists `questions` and `answers`."""
     questions, answers = list_of(row.get("questions"), "questions"), list_of(row.get("answers"), "answers")
     if len(questions) != len(answers) or not questions:
         raise DataError(f"it has {len(questions)} questions and {len(answers)} answers: there must be as many of both")
@@ -211,20 +197,40 @@ def _easy_vqa_questions(origin: Origin, row: Mapping[str, Any]) -> Iterator[Ques
         )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Files of the user's own: `prompt`, `solution` or `answer`, `images`, `videos`, and `choices` if any.
-#
-# Images and videos are paths; videos stay where they are. `<image>` in a prompt marks the place of an image.
+def _nlvr(origin: Origin, row: Mapping[str, Any]) -> list[Question]:
+    """A question of Cornell NLVR: `identifier`, `image`, `sentence`, `label`, and `objects`, JSON with a box each."""
+    label, image = row.get("label"), value_of(row, "image")
+    return [
+        make_question(
+            id=id_of(row, origin, "identifier"),
+            source="NLVR",
+            problem=f"Is this statement about the image true or false? {text_of(row, 'sentence').strip()}",
+            choices=["true", "false"],
+            answer=str(label).lower() if isinstance(label, bool) else label,
+            images=[] if image is None else [image],
+            regions=_boxes(row.get("objects"), image),
+        )
+    ]
+
+
+def _boxes(objects: Any, image: Any) -> list[list[float]]:
+    """Of all objects, as shares of the image; none where they or its size cannot be read."""
+    try:
+        wide, high = (image if isinstance(image, Image.Image) else Image.open(io.BytesIO(image["bytes"]))).size
+        boxes = [[float(side) for side in found["box"]] for found in json.loads(objects)]
+        return [[left / wide, top / high, width / wide, height / high] for left, top, width, height in boxes]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
 
 
 def jsonl_read(source: Source, keys: Keys = KEYS, image_dir: Path | None = None) -> Iterator[Candidate]:
-    """Yield the questions of `source`, or why a row is none.
+    """Yield the questions of files of the user's own, or why a row is none; videos stay where they are.
 
     Args:
         image_dir: folder that relative paths start from and images lie in; None: that of the files.
     """
     root = source.folder() if image_dir is None else image_dir.absolute()
-    return to_candidates(source.records(), partial(_jsonl_questions, keys=keys, root=root))
+    return to_candidates(source.records(), partial(_jsonl, keys=keys, root=root))
 
 
 def names_videos(source: Source, keys: Keys = KEYS) -> bool:
@@ -232,7 +238,7 @@ def names_videos(source: Source, keys: Keys = KEYS) -> bool:
     return any(name in _first(source) for name in keys.video)
 
 
-def _jsonl_questions(origin: Origin, row: Mapping[str, Any], *, keys: Keys, root: Path) -> list[Question]:
+def _jsonl(origin: Origin, row: Mapping[str, Any], *, keys: Keys, root: Path) -> list[Question]:
     row = renamed_row(row, keys)
     reading = read_row(row)
     images = [_from(root, value) for value in reading.images]
@@ -264,7 +270,7 @@ def _first(source: Source) -> Mapping[str, Any]:
 
 
 def _regions(row: Mapping[str, Any], images: list[Any]) -> list[list[float]]:
-    """The boxes of a row of one image; none where it cannot be read, which is told when it is encoded."""
+    """The boxes of a row of one image; none where it cannot be read, which encoding it reports."""
     if len(images) != 1:
         return []
     size = (1, 1)
@@ -302,142 +308,21 @@ def _existing(video: Any) -> str:
     return video
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# MMMU-Pro (Yue et al., 2024): questions of college courses with up to seven images.
-#
-# The standard configurations, with 4 and 10 options, have `id`, `question`, `options` (the text of a list), `answer`
-# (a
-# letter), `image_1` to `image_7` and `subject`; question and options refer to the images by `<image k>`. The vision-
-# only
-# configuration has `id`, `image`, `options` and `answer`: question and options are to be read from the image.
-
-
-MMMU_PRO_HUB_NAME = "MMMU/MMMU_Pro"
-HUB_CONFIG = "standard (10 options)"
-
-
-def mmmu_pro_read(source: Source) -> Iterator[Candidate]:
-    """Yield the questions of `source`, or why a row is none."""
-    return to_candidates(source.records(), _mmmu_pro_questions)
-
-
-def _mmmu_pro_questions(origin: Origin, row: Mapping[str, Any]) -> list[Question]:
-    is_standard = "question" in row or any(f"image_{number}" in row for number in range(1, MOST_IMAGES + 1))
-    return [_standard(origin, row) if is_standard else _vision_only(origin, row)]
-
-
-def _standard(origin: Origin, row: Mapping[str, Any]) -> Question:
-    problem, options = text_of(row, "question"), options_of(row.get("options"))
-    numbers = [number for number in range(1, MOST_IMAGES + 1) if row.get(f"image_{number}") is not None]
-    problem, *options = renumber_placeholders([problem, *options], numbers)
-    return make_question(
-        id=id_of(row, origin, "id"),
-        source="MMMU-Pro",
-        problem=problem,
-        choices=options,
-        answer=answer_of(row, options, "answer"),
-        images=[row[f"image_{number}"] for number in numbers],
-    )
-
-
-def _vision_only(origin: Origin, row: Mapping[str, Any]) -> Question:
-    """The options stay out of the row: in its text they would answer what is to be read, and be open to shuffling."""
-    options = options_of(row.get("options"))
-    checked = make_question(
-        id=id_of(row, origin, "id"),
-        source="MMMU-Pro vision",
-        problem=VISION_ONLY_PROBLEM,
-        choices=options,
-        answer=answer_of(row, options, "answer"),
-        images=[] if row.get("image") is None else [row["image"]],
-    )
-    if checked.solution not in LETTERS[: len(options)]:
-        raise DataError(f"its answer is {row['answer']!r}: it must be a letter")
-    return make_question(
-        id=checked.id,
-        source=checked.source,
-        problem=checked.problem,
-        answer=checked.solution,
-        images=checked.images,
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Cornell NLVR (Suhr et al., 2017): is what a person wrote about three boxes of shapes true or false?
-#
-# Columns: `identifier`, `image`, `sentence`, `label` (`true` or `false`), and `objects`, JSON with a
-# `box` [left, top, width, height] in pixels per object (not in train).
-
-
-CHOICES = ["true", "false"]
-
-
-def nlvr_read(source: Source) -> Iterator[Candidate]:
-    """Yield the questions of `source`, or why a row is none."""
-    return to_candidates(source.records(), _nlvr_questions)
-
-
-def _nlvr_questions(origin: Origin, row: Mapping[str, Any]) -> list[Question]:
-    label, image = row.get("label"), value_of(row, "image")
-    return [
-        make_question(
-            id=id_of(row, origin, "identifier"),
-            source="NLVR",
-            problem=f"Is this statement about the image true or false? {text_of(row, 'sentence').strip()}",
-            choices=CHOICES,
-            answer=str(label).lower() if isinstance(label, bool) else label,
-            images=[] if image is None else [image],
-            regions=_boxes(row.get("objects"), image),
-        )
-    ]
-
-
-def _boxes(objects: Any, image: Any) -> list[list[float]]:
-    """Of all objects, as shares of the image; none where they or its size cannot be read."""
-    try:
-        wide, high = (image if isinstance(image, Image.Image) else Image.open(io.BytesIO(image["bytes"]))).size
-        boxes = [[float(side) for side in found["box"]] for found in json.loads(objects)]
-        return [[left / wide, top / high, width / wide, height / high] for left, top, width, height in boxes]
-    except (OSError, ValueError, TypeError, KeyError):
-        return []
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The data sets that can be converted, by name. A new one is a file with a function `read`, and a line here.
-
-
-@dataclass(frozen=True)
-class Converter:
-    """How a data set is converted.
-
-    Attributes:
-        read: yields its questions, or why a row is none.
-        several_images: whether a question may have more than one image, so that rows get `images` instead of `image`.
-        regions: whether it says in boxes what a question is about.
-        hub_name: read where no source is named; None: a source must be named.
-        config: configuration of the hub data set that is read where none is named.
-        split: read where none is named.
-        count: the number of rows where it is known; None: that of the source.
-    """
-
-    read: Callable[..., Iterator[Candidate]]
-    several_images: bool = False
-    regions: bool = False
-    hub_name: str | None = None
-    config: str | None = None
-    split: str = "train"
-    count: Callable[[Source], int | None] = Source.count
-
-
 CONVERTERS = {
-    "aokvqa": Converter(read, hub_name=HUB_NAME),
+    "aokvqa": Converter(
+        _each_row(partial(_multiple_choice, source="A-OKVQA", id_column="question_id")), hub_name=HUB_NAME
+    ),
     "arxivqa": Converter(arxivqa_read, hub_name=ARXIVQA_HUB_NAME, count=lambda source: source.count("queries")),
     "mmmu_pro": Converter(
-        mmmu_pro_read, several_images=True, hub_name=MMMU_PRO_HUB_NAME, config=HUB_CONFIG, split="test"
+        _each_row(partial(_multiple_choice, source="MMMU-Pro", id_column="id")),
+        several_images=True,
+        hub_name=MMMU_PRO_HUB_NAME,
+        config=HUB_CONFIG,
+        split="test",
     ),
     "jsonl": Converter(jsonl_read, several_images=True),
-    "easy_vqa": Converter(easy_vqa_read),
-    "nlvr": Converter(nlvr_read, regions=True),
+    "easy_vqa": Converter(_each_row(_easy_vqa)),
+    "nlvr": Converter(_each_row(_nlvr), regions=True),
 }
 
 for _name, _converter in CONVERTERS.items():
@@ -458,10 +343,6 @@ def load_converter(spec: str) -> Converter:
         return CONVERTERS[spec]
     read = registries.datasets.load(spec)
     return Converter(read, **getattr(read, "converter", {}))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Which of a set's questions are wanted.
 
 
 def read_ids(path: Path) -> set[str]:
@@ -491,10 +372,6 @@ def keep_ids(candidates: Iterable[Candidate], ids: set[str], missing: set[str]) 
         elif candidate.id in ids:
             missing.discard(candidate.id)
             yield origin, candidate
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Options in another order, such that the right letter says nothing.
 
 
 # Words that mean other options by their place or letter. Such options stay where they are, and so does a question that

@@ -1,4 +1,4 @@
-"""Rows from where they lie."""
+"""Rows from files, folders and the hub, in memory that does not grow with their number."""
 
 import csv
 import json
@@ -12,36 +12,65 @@ from typing import IO, Any
 
 import pyarrow.parquet
 import yaml
-from datasets import Dataset, Features, IterableDataset, Json
+from datasets import Dataset, DatasetDict, Features, IterableDataset, Json, load_dataset, load_from_disk
 from datasets.config import HF_DATASETS_CACHE
-from datasets.exceptions import DataFilesNotFoundError, DatasetGenerationError, DatasetNotFoundError
+from datasets.exceptions import (
+    DataFilesNotFoundError,
+    DatasetGenerationError,
+    DatasetNotFoundError,
+    DatasetsError,
+)
 from huggingface_hub import get_hf_file_metadata, hf_hub_url
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.file_download import repo_folder_name
 from pyarrow.lib import ArrowException
 
-from vgr_trl.data.columns import FOLDER, UNREADABLE, Kind, Origin, Record, as_json, feature_of, kind_of, merged
+from vgr_trl.data.columns import (
+    FOLDER,
+    UNREADABLE,
+    Kind,
+    Origin,
+    Record,
+    as_json,
+    feature_of,
+    kind_of,
+    merged,
+    undecoded,
+)
 from vgr_trl.data.images import downloaded, path_within
 from vgr_trl.utils import ConfigError, DataError, VGRError, words_of
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What the card of a local data set says of its files: `datasets` would read them wherever they are.
-
-
-HEAD = re.compile(r"\s*---\n+(.*?)\n+---(?:\n|$)", re.DOTALL)
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 CARDS = ("README.md", ".huggingface.yaml")
+BATCH_ROWS = 16
+LONGEST_LINE = 64 * 2**20  # bytes of one JSONL row; without a limit a file without line ends would fill the memory
+WHITE_SPACE = b"\xef\xbb\xbf \t\r\n"  # with the mark that some editors put at the start of UTF-8
+SAVED = ("dataset_dict.json", "dataset_info.json")  # what `save_to_disk` leaves in a folder
+MEANT = dict.fromkeys(("train", "training"), "train")  # word of a name -> split, as `datasets` calls it
+MEANT |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
+MEANT |= dict.fromkeys(("test", "testing"), "test")
 
 
-def names_files(folder: Path) -> bool:
-    """Whether a card in `folder` says which files its rows are in."""
-    return any(True for name in CARDS for _ in _files(_said(folder / name)))
+def read_card(folder: Path) -> dict[str, list[str]]:
+    """Return which files and folders the cards of a local data set name: `datasets` would read them wherever they are.
 
-
-def refuse_files_elsewhere(folder: Path) -> None:
-    """Raise `DataError` if a card in `folder` names files outside of it, or addresses."""
+    Raises:
+        DataError: one lies outside of `folder`, or is an address.
+    """
+    found: dict[str, list[str]] = {}
     for name in CARDS:
-        for file in _files(_said(folder / name)):
+        try:
+            text = (folder / name).read_text(encoding="utf-8")
+            head = re.match(r"\s*---\n+(.*?)\n+---(?:\n|$)", text, re.DOTALL) if name.endswith(".md") else None
+            said = yaml.safe_load((head[1] if head else "") if name.endswith(".md") else text)
+        except (OSError, UnicodeError, yaml.YAMLError):  # `datasets` has its own words for these
+            continue
+        configs = said.get("configs") if isinstance(said, dict) else None
+        for config in filter(lambda config: isinstance(config, dict), configs if isinstance(configs, list) else []):
+            found.setdefault(name, []).extend(_texts([config.get("data_files"), config.get("data_dir")]))
+    for name, files in found.items():
+        for file in files:
             try:
                 if "://" in file:
                     raise DataError(f"{file} is an address")
@@ -49,27 +78,9 @@ def refuse_files_elsewhere(folder: Path) -> None:
             except DataError as error:
                 raise DataError(
                     f"{name} of {folder} says that its rows are in {file[:200]}, which is not in that folder, and is "
-                    "not read: take that out, or give the files by data_files."
+                    "not read: remove that, or give the files by data_files."
                 ) from error
-
-
-def _said(card: Path) -> Any:
-    """What stands between the first two lines `---` of a card, or in all of a YAML file."""
-    try:
-        text = card.read_text(encoding="utf-8")
-        if card.suffix == ".md":
-            head = HEAD.match(text)
-            text = head[1] if head else ""
-        return yaml.safe_load(text)
-    except (OSError, UnicodeError, yaml.YAMLError):  # `datasets` has its own words for these
-        return None
-
-
-def _files(said: Any) -> Iterator[str]:
-    configs = said.get("configs") if isinstance(said, dict) else None
-    for config in configs if isinstance(configs, list) else []:
-        if isinstance(config, dict):
-            yield from _texts([config.get("data_files"), config.get("data_dir")])
+    return found
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -80,10 +91,6 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(one)
     elif isinstance(value, dict):
         yield from _texts([one for name, one in value.items() if name != "split"])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What the flag `--data_files` says.
 
 
 def parse_data_files(text: str) -> dict[str, list[Path]]:
@@ -101,20 +108,11 @@ def parse_data_files(text: str) -> dict[str, list[Path]]:
         if not name.strip() or not path.strip() or not all(names):
             raise ConfigError(f"data_files is {text!r}: give train=a.jsonl+b.jsonl,test=c.parquet.")
         for one in names:
-            files.setdefault(name.strip(), []).extend(_matching(one))
+            files.setdefault(name.strip(), []).extend(map(Path, (set(one) & set("*?") and sorted(glob(one))) or [one]))
     for split, paths in files.items():
         if len({path.resolve() for path in paths}) != len(paths):
             raise ConfigError(f"data_files is {text!r}, which names a file of {split} twice: name each once.")
     return files
-
-
-def _matching(path: str) -> list[Path]:
-    found = sorted(glob(path)) if set(path) & set("*?") else []
-    return [Path(name) for name in found or [path]]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What the libraries raise for data that cannot be read, as the library's own error.
 
 
 @contextmanager
@@ -131,26 +129,15 @@ def readable(source: str | None, name: str, only_reads: bool = False) -> Iterato
         raise
     except (DatasetNotFoundError, ConnectionError) as error:
         raise DataError(f"No data set is found at {source} ({words_of(error, 300)}): check {name}.") from error
-    except (DatasetGenerationError, ArrowException, UnicodeError, DataFilesNotFoundError) as error:
+    except (DatasetGenerationError, ArrowException, OSError, ValueError, RecursionError, StopIteration) as error:
+        is_of_system = isinstance(error, OSError) and error.errno is not None  # a full disk for example
+        is_of_data = isinstance(error, DatasetGenerationError | ArrowException | UnicodeError | DataFilesNotFoundError)
+        if is_of_system or not (only_reads or is_of_data or isinstance(error, OSError)):
+            raise
         cause = error.__cause__ or error
-        raise DataError(f"{source} cannot be read ({words_of(cause, 300)}): check that the file is whole.") from error
-    except OSError as error:
-        if error.errno is not None:  # of the system, a full disk for example; pyarrow's of damaged files have none
-            raise
-        raise DataError(f"{source} cannot be read ({words_of(error, 300)}): check that the file is whole.") from error
-    except (ValueError, RecursionError, StopIteration) as error:  # of damaged JSON, by its reader in `datasets`
-        if not only_reads:
-            raise
         raise DataError(
-            f"{source} cannot be read ({words_of(error, 300)}): check {name}, and that it is whole."
+            f"{source} cannot be read ({words_of(cause, 300)}): check {name}, and that it is complete."
         ) from error
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Names on the hub, which misspelt paths look like.
-
-
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def why_not_on_hub(name: str, kind: str) -> str | None:
@@ -171,16 +158,6 @@ def why_not_on_hub(name: str, kind: str) -> str | None:
     except Exception as error:  # no connection, by whichever library of HTTP
         return " ".join(str(error).split())[:200] or type(error).__name__
     return None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows of files, one after the other, in memory that does not grow with the file.
-
-
-BATCH_ROWS = 16
-LONGEST_LINE = 64 * 2**20  # bytes of one JSONL row; without a limit a file without line ends would fill the memory
-OTHER_ENCODINGS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}  # by the mark at the start of a file
-WHITE_SPACE = b"\xef\xbb\xbf \t\r\n"  # with the mark that some editors put at the start of UTF-8
 
 
 def read_files(paths: Sequence[Path]) -> Iterator[Record]:
@@ -240,7 +217,6 @@ def read_parquet(path: Path) -> Iterator[Record]:
 def read_jsonl(path: Path) -> Iterator[Record]:
     """Yield the rows of a file with one JSON object per line; empty lines are passed over."""
     row = 0
-    _require_utf8(path)
     try:
         with path.open("rb") as file:
             for row, line in enumerate(_lines(file)):
@@ -265,7 +241,6 @@ def _lines(file: IO[bytes]) -> Iterator[bytes | None]:
 
 def read_json(path: Path) -> Iterator[Record]:
     """Yield the rows of a JSON file: a list of objects, or one object per line."""
-    _require_utf8(path)
     try:
         with path.open("rb") as file:
             start = file.read(1024).lstrip(WHITE_SPACE)[:1]
@@ -281,7 +256,6 @@ def read_json(path: Path) -> Iterator[Record]:
 
 def read_csv(path: Path) -> Iterator[Record]:
     """Yield the rows of a CSV file under the names of its first line: every value a text, an empty one None."""
-    _require_utf8(path)
     row, limit = 0, csv.field_size_limit(LONGEST_LINE)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -303,65 +277,36 @@ def read_csv(path: Path) -> Iterator[Record]:
 def parse_object(line: bytes) -> dict[str, Any] | str:
     """Return the JSON object that `line` holds, or in one sentence why it holds none."""
     try:
-        value = _loads(line)
+        return _object(_loads(line))
     except UnicodeDecodeError:
         return "the line is not UTF-8"
     except (ValueError, RecursionError) as error:
         return f"the line is not JSON ({error})"
-    return _object(value)
-
-
-def _require_utf8(path: Path) -> None:
-    try:
-        with path.open("rb") as file:
-            encoding = OTHER_ENCODINGS.get(file.read(2))
-    except OSError as error:
-        raise _unreadable(path, 0, error) from error
-    if encoding is not None:
-        raise DataError(f"The file {path} is written in {encoding}: save it as UTF-8.")
 
 
 def _loads(data: bytes) -> Any:
-    return json.loads(data.decode("utf-8-sig"), object_pairs_hook=_without_repetition, parse_int=_whole_number)
+    return json.loads(data.decode("utf-8-sig"), parse_int=_integer)
 
 
-def _whole_number(digits: str) -> int:
+def _integer(digits: str) -> int:
     """Numbers beyond 64 bits have no place in a table; a reader that kept them as floats would change them."""
     if len(digits) > 20 or not -(2**63) <= int(digits) < 2**63:
         raise ValueError(f"the whole number {digits[:20]}… has more than 64 bits: write it as a text")
     return int(digits)
 
 
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON lets the last of two equal names win, which would be a guess at what was meant."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        repeated = next(name for name, _ in pairs if [other for other, _ in pairs].count(name) > 1)
-        raise ValueError(f"the name {repeated[:40]!a} occurs twice")
-    return found
-
-
 def _object(value: Any) -> dict[str, Any] | str:
     if not isinstance(value, dict):
         return f"the row is a {type(value).__name__}, not an object with columns"
-    text = _not_unicode(value)
-    return value if text is None else f"its text {text[:40]!a} has characters that are not Unicode"
-
-
-def _not_unicode(value: Any) -> str | None:
-    """The first text in a value that no file could hold: JSON may name half of a pair, as \\ud800."""
-    if isinstance(value, str):
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError:
-            return value
-        return None
-    items = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return next((found for item in items if (found := _not_unicode(item)) is not None), None)
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # JSON may name half of a pair, as \\ud800, which no file could hold
+        return f"its text {error.object[max(0, error.start - 10) : error.end]!a} has characters that are not Unicode"
+    return value
 
 
 def _unreadable(path: Path, row: int, error: Exception) -> DataError:
-    return DataError(f"The file {path} cannot be read beyond row {row} ({words_of(error)}): check that it is whole.")
+    return DataError(f"The file {path} cannot be read beyond row {row} ({words_of(error)}): check that it is complete.")
 
 
 READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
@@ -370,16 +315,6 @@ READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
     ".json": read_json,
     ".csv": read_csv,
 }
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Where the rows to convert come from: a name on the hub, a local folder, or files.
-
-
-SAVED = ("dataset_dict.json", "dataset_info.json")  # what `save_to_disk` leaves in a folder
-MEANT = dict.fromkeys(("train", "training"), "train")  # word of a name -> split, as `datasets` calls it
-MEANT |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
-MEANT |= dict.fromkeys(("test", "testing"), "test")
 
 
 @dataclass(frozen=True)
@@ -421,9 +356,9 @@ class Source:
         """
         config = config or self.config
         if self.dataset_name:
-            return _hub_records(self.dataset_name, config, self.split)
+            return _dataset_records(self.dataset_name, self._from_hub, config)
         if self._is_saved():
-            return _saved_records(str(self.dataset_path), self.split)
+            return _dataset_records(str(self.dataset_path), self._from_disk, config)
         paths = self._paths(config)
         for path in paths:
             reader_of(path)  # a missing file is named before the first row is worked on
@@ -453,6 +388,15 @@ class Source:
         if self.data_files:
             return Path(_path_of(self.data_files[0])).absolute().parent
         return Path(self.dataset_path or downloaded()).absolute()
+
+    def _from_hub(self, config: str | None) -> Any:
+        return load_dataset(str(self.dataset_name), name=config, split=self.split, streaming=True)
+
+    def _from_disk(self, config: str | None) -> Any:
+        saved = load_from_disk(str(self.dataset_path))
+        if isinstance(saved, DatasetDict) and self.split not in saved:
+            raise DataError(f"{self} has the splits {sorted(saved)}, but not {self.split!r}: name one of them.")
+        return saved[self.split] if isinstance(saved, DatasetDict) else saved
 
     def _is_saved(self) -> bool:
         return self.dataset_path is not None and any((Path(self.dataset_path) / name).exists() for name in SAVED)
@@ -537,46 +481,18 @@ def _path_of(file: str) -> str:
     return file.split("=", 1)[1] if re.match(r"[\w-]+=", file) else file
 
 
-def _hub_records(name: str, config: str | None, split: str) -> Iterator[Record]:
-    import datasets
-    from datasets.exceptions import DatasetsError
-
+def _dataset_records(name: str, load: Callable[[str | None], Any], config: str | None) -> Iterator[Record]:
+    """Yield the rows of what `load` gives, images undecoded."""
     number = 0
     try:
-        rows = datasets.load_dataset(name, name=config, split=split, streaming=True)
-        for number, row in enumerate(rows if rows.features is None else rows.decode(False)):
+        for number, row in enumerate(undecoded(load(config))):
             yield Origin(name, number), row
-    except (DatasetsError, OSError, ValueError, RuntimeError) as error:
-        raise DataError(
-            f"{name} cannot be read beyond row {number} ({words_of(error, 300)}): check name and network."
-        ) from error
-
-
-def _saved_records(folder: str, split: str) -> Iterator[Record]:
-    import datasets
-    from datasets.exceptions import DatasetsError
-
-    from vgr_trl.data.columns import undecoded
-
-    number = 0
-    try:
-        saved = datasets.load_from_disk(folder)
-        if isinstance(saved, datasets.DatasetDict):
-            if split not in saved:
-                raise DataError(f"{folder} has the splits {sorted(saved)}, but not {split!r}: name one of them.")
-            saved = saved[split]
-        for number, row in enumerate(undecoded(saved)):
-            yield Origin(folder, number), row
     except DataError:
         raise
-    except (DatasetsError, ArrowException, AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+    except (DatasetsError, ArrowException, AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as e:
         raise DataError(
-            f"{folder} cannot be read beyond row {number} ({words_of(error, 300)}): check that it is whole."
-        ) from error
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows of JSON, JSONL and CSV files as a data set, every value of the type that it has in its file.
+            f"{name} cannot be read beyond row {number} ({words_of(e, 300)}): check the name, and that it is complete."
+        ) from e
 
 
 def table_of(paths: Sequence[Path], with_folders: bool = False) -> Dataset:

@@ -60,12 +60,8 @@ def test_no_limit_is_exceeded_and_the_ratio_is_kept(width, height, most, short, 
     ("limits", "words"),
     [
         ({"max_pixels": 0}, "max_pixels is 0: give an integer of at least 1"),
-        ({"min_pixels": 1.5}, "min_pixels is 1.5: give an integer"),
-        ({"max_short_side": True}, "max_short_side is True: give an integer"),
         ({"min_pixels": 101, "max_pixels": 100}, "min_pixels is 101, but max_pixels and max_short_side allow 100"),
         ({"min_pixels": 101, "max_short_side": 10}, "min_pixels is 101, but max_pixels and max_short_side allow 100"),
-        ({"max_image_pixels": 10**9}, "max_image_pixels is 1000000000, but Pillow refuses images of more than"),
-        ({"min_pixels": 10**9, "max_short_side": None}, "min_pixels is 1000000000, but Pillow refuses images of more"),
     ],
 )
 def test_limits_that_contradict_are_refused(limits, words):

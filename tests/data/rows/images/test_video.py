@@ -109,7 +109,7 @@ def test_a_row_with_more_frames_than_allowed_is_refused_and_one_with_as_many_is_
     ("make", "message"),
     [
         (lambda folder, video: folder / "no.mp4", "no.mp4 does not exist"),
-        (lambda folder, video: folder, "does not exist"),
+        (lambda folder, video: folder, "is a folder"),
         (lambda folder, video: "x" * 5000, "video file"),
         (lambda folder, video: "a\0b", "video file"),
         (lambda folder, video: b"", "video cannot be decoded"),
