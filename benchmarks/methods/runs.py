@@ -15,6 +15,7 @@ from methods.contenders import Method
 from methods.tasks import Task
 from methods.thoughts import in_thoughts
 from vgr_trl.data.prompts import build_prompt
+from vgr_trl.demo import Options
 from vgr_trl.demo.demo import (
     Questions,
     Rows,
@@ -26,7 +27,6 @@ from vgr_trl.demo.demo import (
     warm_start,
     words_of,
 )
-from vgr_trl.demo.options import Options
 from vgr_trl.demo.tiny_model import build_tiny_vlm
 from vgr_trl.evaluation import Evaluation, Writer, evaluate
 from vgr_trl.rewards import load_rewards

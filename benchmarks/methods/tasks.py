@@ -16,8 +16,8 @@ from methods.fillers import (
     with_style,
     with_sums,
 )
+from vgr_trl.demo import Options
 from vgr_trl.demo.demo import FAMILIES, Questions, draw
-from vgr_trl.demo.options import Options
 
 Row = dict[str, Any]
 Families = Mapping[str, Sequence[str]]  # what is asked for -> the words it can be

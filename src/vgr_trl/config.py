@@ -113,18 +113,14 @@ class PluginOptions:
         "(my_rules.py:my_rule).")
     signals: list[str] | None = option(None, "Signals per token that are measured, logged and given to rewards: names, "
         "dotted paths or files (my_signals.py:my_signal).")
-    plugin_options: dict[str, Any] | str | None = option(None, "Options of plug-ins, as JSON.")
+    plugin_options: dict[str, Any] | str | None = option(None, "Options that credit rules, signals and "
+        "perturbations declare, as JSON, or as a mapping in a file.")
     # fmt: on
 
     @property
     def plugin_rules(self) -> list[str]:
         """Those of `credit_rules` that are not of this library."""
         return [name for name in self.credit_rules or () if name not in RULES]
-
-    def take_plugin_options(self, values: Mapping[str, Any]) -> None:
-        """Add those of the values that options of the named plug-ins have."""
-        known = self._plugin_option_names()
-        self.plugin_options = self._given() | {name: value for name, value in values.items() if name in known}
 
     def plugin_values(self, plugin: Any, name: str) -> Any:
         """Return the values of a plug-in's own options, all options of the run if it has none."""
@@ -176,8 +172,8 @@ class PluginOptions:
         for name in self._given().keys() - known:
             raise ConfigError(
                 f"plugin_options has {name!r}, which no plug-in that is named has: give "
-                f"{', '.join(sorted(known)) or 'none, as they have no options'}; a reward's options are given to "
-                "vgr_trl.rewards.load_reward."
+                f"{', '.join(sorted(known)) or 'none, as they have no options'}; a reward's options are "
+                "reward_function_kwargs, in Python those of vgr_trl.rewards.load_reward."
             )
         for registry, name in self._plugins():
             self.plugin_values(registry.load(name), name)

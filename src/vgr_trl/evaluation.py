@@ -2,8 +2,6 @@
 
 import json
 import math
-import re
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -30,10 +28,6 @@ from vgr_trl.utils import ConfigError, DataError, RewardError, replaced, write_w
 __all__ = ["Evaluation", "Scores", "blank_image", "evaluate"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# How a question is put to a model, with its images or without.
-
-
 def blank_image(image: Image.Image) -> Image.Image:
     """Return a mid-grey RGB image of the same size."""
     return Image.new("RGB", image.size, (128, 128, 128))
@@ -56,11 +50,7 @@ def conversation_of(row: Mapping[str, Any], blank_images: bool, system_prompt: s
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What the completions of a question are worth: right or wrong, well formed, and what further rewards give them.
-
-
-def judged(row: Mapping[str, Any], greedy: str, sampled: list[str]) -> dict[str, Any]:
+def grade(row: Mapping[str, Any], greedy: str, sampled: list[str]) -> dict[str, Any]:
     """Return the record of a question: what was written, and what each completion is worth."""
     completions = [greedy, *sampled]
     correct = correct_of(row, completions)
@@ -111,10 +101,6 @@ def rewards_of(
     return {getattr(function, "__name__", type(function).__name__): list(function(**columns)) for function in functions}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What an evaluation found, in numbers.
-
-
 @dataclass(frozen=True)
 class Scores:
     """What was measured on a set of questions; rates lie in [0, 1].
@@ -161,7 +147,7 @@ def evaluation_of(records: list[dict[str, Any]], groups: Sequence[str] | None = 
     """Return the scores of all records with a solution, one at least, and of each of their groups.
 
     Args:
-        records: of the questions, as `judged` makes them.
+        records: of the questions, as `grade` makes them.
         groups: of each of them; None: there are none.
     """
     scored = [record for record in records if record["correct"] is not None]
@@ -229,12 +215,8 @@ def _mean_rewards(records: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     return means
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Completions of a model for a batch of conversations, prompted as TRL prompts it during training.
-
-
 class Writer:
-    """Writes completions with a model and its processor (or tokenizer).
+    """Generates completions with a model and its processor (or tokenizer).
 
     Args:
         processor: its processor, or its tokenizer for a text-only model.
@@ -321,10 +303,6 @@ def _left_padded(rows: Sequence[Sequence[int]], value: int) -> torch.Tensor:
     return torch.tensor([[value] * (longest - len(row)) + list(row) for row in rows])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# `evaluate`: one greedy and k sampled completions per question, scored.
-
-
 def evaluate(
     model: Any,
     processor: Any,
@@ -366,19 +344,21 @@ def evaluate(
     for function in reward_funcs:
         check_callable(function, rows[0])
     writer = Writer(model, processor, max_completion_length)
-    told = "evaluate (blank images)" if blank_images else "evaluate"
+    title = "evaluate (blank images)" if blank_images else "evaluate"
     records: list[dict[str, Any]] = []
     with _inference(model, seed):
-        for start in tqdm(range(0, len(rows), batch_size), desc=told, disable=not progress):
+        for start in tqdm(range(0, len(rows), batch_size), desc=title, disable=not progress):
             batch = [rows[index] for index in range(start, min(start + batch_size, len(rows)))]
             inputs = writer.prompt([conversation_of(row, blank_images, system_prompt) for row in batch])
             greedy, sampled = writer.greedy(inputs), writer.sample(inputs, num_samples, temperature)
-            judgements = [judged(*each) for each in zip(batch, greedy, sampled, strict=True)]
+            graded = [grade(*each) for each in zip(batch, greedy, sampled, strict=True)]
             if blind and not blank_images and any(images_of(row) for row in batch):
-                unseen = writer.greedy(writer.prompt([conversation_of(row, True, system_prompt) for row in batch]))
-                for record, row, text in zip(judgements, batch, unseen, strict=True):
+                blind_answers = writer.greedy(
+                    writer.prompt([conversation_of(row, True, system_prompt) for row in batch])
+                )
+                for record, row, text in zip(graded, batch, blind_answers, strict=True):
                     record["correct_blind"] = correct_of(row, [text])[0]
-            records += judgements
+            records += graded
     greedy = [record["greedy"] for record in records]
     for name, values in rewards_of(reward_funcs, rows, greedy, writer.tokenizer).items():
         for record, value in zip(records, values, strict=True):
@@ -425,10 +405,6 @@ def _inference(model: Any, seed: int) -> Iterator[None]:
         model.train(was_training)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Evaluations that were made before: kept by model, data and settings.
-
-
 _TEXTS = ("prompt", "problem", "choices", "solution", "label_idx")
 Kind = TypeVar("Kind", Scores, Evaluation)
 
@@ -464,8 +440,8 @@ class Cache:
 
 def key_of(model: Mapping[str, Any], rows: str, settings: Mapping[str, Any]) -> str:
     """Return the name of an evaluation: the same for the same model, questions, settings and version."""
-    said = {"version": __version__, "model": model, "rows": rows, "settings": settings}
-    return sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    content = {"version": __version__, "model": model, "rows": rows, "settings": settings}
+    return sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def model_identity(name: str, revision: str | None) -> dict[str, Any]:
@@ -494,80 +470,3 @@ def _scores(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
         name: tuple(value) if name == "interval" else value for name, value in values.items() if name in known
     }
     return kind(**given)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Results in the layout of lm-evaluation-harness, for tools that read it.
-#
-# `FOLDER/MODEL/results_TIME.json` and `samples_TASK_TIME.jsonl`, as version 0.4 of the harness writes them
-# (https://github.com/EleutherAI/lm-evaluation-harness).
-
-
-def write_harness(folder: Path, model: str, task: str, result: Evaluation, settings: Mapping[str, Any]) -> Path:
-    """Write the numbers and every completion, and return the file of the numbers.
-
-    Args:
-        folder: of all models.
-        settings: of the evaluation, as JSON.
-    """
-    named = {task: result, **{f"{task}_{_plain(name)}": scores for name, scores in result.groups.items()}}
-    now = time.time()
-    stamp = time.strftime("%Y-%m-%dT%H-%M-%S", time.gmtime(now)) + f".{int(now % 1 * 1e6):06d}"
-    name = _plain(model)
-    content = {
-        "results": {of: {"alias": of, **_metrics(scores)} for of, scores in named.items()},
-        "group_subtasks": {of: [] for of in named},
-        "configs": {of: {"task": of, "dataset_path": task, "output_type": "generate_until"} for of in named},
-        "versions": dict.fromkeys(named, __version__),
-        "n-shot": dict.fromkeys(named, 0),
-        "higher_is_better": {
-            of: {key.split(",")[0]: True for key in _metrics(scores) if "_stderr" not in key}
-            for of, scores in named.items()
-        },
-        "n-samples": {of: dict.fromkeys(("original", "effective"), scores.questions) for of, scores in named.items()},
-        "config": {"model": "vgr_trl", "model_args": f"pretrained={model}", **settings},
-        "date": now,
-        "model_source": "vgr_trl",
-        "model_name": model,
-        "model_name_sanitized": name,
-    }
-    lines = [json.dumps(_sample(index, record), default=str) for index, record in enumerate(result.records)]
-    target = folder / name
-    target.mkdir(parents=True, exist_ok=True)
-    write_whole(target / f"samples_{task}_{stamp}.jsonl", "".join(f"{line}\n" for line in lines).encode())
-    file = target / f"results_{stamp}.json"
-    write_whole(file, (json.dumps(content, indent=2, default=str) + "\n").encode())
-    return file
-
-
-def _metrics(scores: Scores) -> dict[str, float]:
-    deviation = math.sqrt(scores.accuracy * (1 - scores.accuracy) / max(scores.questions - 1, 1))
-    rates = {
-        "mean_at_k": scores.mean_at_k, "pass_at_k": scores.pass_at_k, "format": scores.format,
-        "parsable": 1 - scores.unparsable, "acc_majority": scores.majority, "acc_blind": scores.blind, **scores.rewards,
-    }  # fmt: skip
-    measured = {f"{name},none": value for name, value in rates.items() if value is not None}
-    return {"acc,none": scores.accuracy, "acc_stderr,none": deviation, **measured}
-
-
-def _sample(index: int, record: Mapping[str, Any]) -> dict[str, Any]:
-    doc = {key: record[key] for key in ("id", "source", "problem", "solution") if key in record}
-    prompt = str(record.get("problem", ""))
-    return {
-        "doc_id": index,
-        "doc": doc,
-        "target": str(record.get("solution")),
-        "arguments": {"gen_args_0": {"arg_0": prompt, "arg_1": {"until": []}}},
-        "resps": [[record["greedy"]]],
-        "filtered_resps": [record["greedy"]],
-        "filter": "none",
-        "metrics": ["acc"],
-        "doc_hash": sha256(json.dumps(doc, sort_keys=True, default=str).encode()).hexdigest(),
-        "prompt_hash": sha256(prompt.encode()).hexdigest(),
-        "target_hash": sha256(str(record.get("solution")).encode()).hexdigest(),
-        "acc": record["correct"],
-    }
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[\"<>:/\|\\?\*\[\]\s]+", "__", name)

@@ -272,7 +272,7 @@ def declares(*, needs: Sequence[str] = (), options: type | None = None) -> Calla
 
     Args:
         needs: names of signals, of this library (`attention`, `dependency`, …) or plug-ins; only these are measured.
-        options: a dataclass, whose fields become flags, with `metadata={"help": ...}` as their help.
+        options: a dataclass, whose values are given in `plugin_options` (of a reward, in `reward_function_kwargs`).
     """
 
     def mark(plugin: Any) -> Any:

@@ -90,7 +90,7 @@ def test_the_file_of_a_training_is_taken_without_what_is_of_training(model_folde
     assert json.loads(numbers.read_text())["questions"] == 6
     assert "vgr" not in json.loads(numbers.read_text())["rewards"]
     said = capsys.readouterr().err
-    assert "Without effect on an evaluation: learning_rate, num_generations, reward_funcs.\n" in said
+    assert "Without effect here: learning_rate, num_generations, reward_funcs.\n" in said
     file.write_text(json.dumps({**options, "num_sample": 2}))
     assert main(["evaluate", *flags.split()]) == 1
     assert "has num_sample, which is no option. Did you mean num_samples?" in capsys.readouterr().err
@@ -108,21 +108,3 @@ def test_the_same_model_data_and_settings_are_not_measured_again(run, model_fold
     assert run(mine, more=["--use_cache", "false"])[1] == [str(mine)]
     (mine / "generation_config.json").write_text("{}", encoding="utf-8")
     assert run(mine)[1] == [str(mine)]
-
-
-def test_other_tools_read_the_layout_of_the_harness(run, model_folder, tmp_path):
-    numbers, _ = run(model_folder, more=["--harness_dir", str(tmp_path / "harness")])
-    (folder,) = (tmp_path / "harness").iterdir()
-    (file,) = folder.glob("results_*.json")
-    results = json.loads(file.read_text(encoding="utf-8"))
-    scores = results["results"]["questions"]
-    assert scores["acc,none"] == numbers["accuracy"]
-    share = numbers["accuracy"]
-    assert scores["acc_stderr,none"] == pytest.approx((share * (1 - share) / 5) ** 0.5)
-    assert results["n-samples"]["questions"] == {"original": 6, "effective": 6}
-    assert set(results["results"]) == set(results["versions"]) == set(results["n-shot"])
-    assert results["model_name"] == str(model_folder)
-    (samples,) = folder.glob("samples_questions_*.jsonl")
-    lines = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
-    assert [line["doc_id"] for line in lines] == list(range(6))
-    assert sum(line["acc"] for line in lines) / 6 == numbers["accuracy"]

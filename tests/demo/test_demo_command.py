@@ -6,10 +6,9 @@ import pytest
 from rich.console import Console
 from transformers import AutoProcessor
 
-from vgr_trl.cli import demo as command
-from vgr_trl.demo import demo
+from vgr_trl.cli.__main__ import main
+from vgr_trl.demo import Options, demo
 from vgr_trl.demo.demo import Comparison, comparison_table, draw_questions
-from vgr_trl.demo.options import Options
 from vgr_trl.evaluation import Evaluation
 from vgr_trl.reporting.records import read_run
 
@@ -25,7 +24,7 @@ def comparison(before: float, after: float) -> Comparison:
 @pytest.mark.parametrize(("after", "status"), [(0.6, 0), (0.5, 1), (0.4, 1)])
 def test_exit_status_says_whether_accuracy_rose(monkeypatch, tmp_path, after, status):
     monkeypatch.setattr(demo, "run_demo", lambda options, output_dir: comparison(0.5, after))
-    assert command.main(["--seed", "3", "--output_dir", str(tmp_path)]) == status
+    assert main(["demo", "--seed", "3", "--output_dir", str(tmp_path)]) == status
 
 
 def test_table_shows_before_and_after():

@@ -15,9 +15,7 @@ from trl import ModelConfig
 
 from vgr_trl import DAPOConfig
 from vgr_trl.cli.__main__ import main
-from vgr_trl.cli.arguments import DataArguments, DefaultRewards, RewardArguments
-from vgr_trl.cli.flags import check_flags
-from vgr_trl.cli.parsing import parse
+from vgr_trl.cli.arguments import DataArguments, DefaultRewards, RewardArguments, parse
 from vgr_trl.data.load import load_split
 from vgr_trl.data.rows import prepare_rows
 from vgr_trl.rewards import load_rewards
@@ -67,7 +65,6 @@ HARD = ("experiment 4", "dapo_train")
 def test_every_flag_is_known_and_read(name):
     script, *flags = shlex.split(LINES[name])
     assert (EXAMPLES / script).is_file()
-    check_flags("train", flags)
     groups = (DataArguments, RewardArguments, DAPOConfig, ModelConfig)
     data, _, config, model = parse(groups, "train", [*flags, "--use_cpu", "true", "--bf16", "false"])
     assert config.vgr_hard_negative is (name in HARD)
@@ -115,7 +112,6 @@ def test_every_line_trains_a_small_model(name, model_folder, question_files, tmp
 def test_weights_of_the_beginning_and_of_the_rest_under_their_earlier_names():
     flags = "--output_dir runs --use_cpu true --bf16 false --use_segmented_reward_weights"
     early = "--early_reward_weights 2.5 1.0 0.5 --late_reward_weights 0.5 1.0 2.5"
-    check_flags("train", [*flags.split(), *early.split()])
     _, config = parse((DataArguments, DAPOConfig), "train", [*flags.split(), *early.split()])
     assert (config.early_reward_weights, config.reward_weights) == ([2.5, 1.0, 0.5], [0.5, 1.0, 2.5])
     with pytest.raises(ConfigError, match="without weights for the beginning: add early_reward_weights"):

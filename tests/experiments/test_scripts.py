@@ -11,8 +11,7 @@ import pytest
 from trl import ModelConfig
 
 from vgr_trl import DAPOConfig
-from vgr_trl.cli.arguments import DataArguments, RewardArguments
-from vgr_trl.cli.parsing import parse
+from vgr_trl.cli.arguments import DataArguments, RewardArguments, parse
 from vgr_trl.demo.write_folder import write_folder
 from vgr_trl.rewards.loading import hardened
 

@@ -13,7 +13,6 @@ from vgr_trl.batch import AttentionMass, RolloutSignals
 from vgr_trl.credit import CreditOptions, shape_advantages
 from vgr_trl.loss import entropy_penalty, kl_penalty, perception_loss
 from vgr_trl.recipes import load_recipe
-from vgr_trl.registries import credit_rules
 from vgr_trl.rewards import get_soft_overlong_punishment, load_reward, mdi_reward, vgr_reward
 from vgr_trl.signals.dependency import jensen_shannon, visual_dependency
 
@@ -41,11 +40,9 @@ def recorded(name):
 
 
 def credit_options(recipe):
-    """Those of the recipe that are of credit, with the options of its own rules."""
+    """Those of the recipe that are of credit."""
     known = {option.name for option in fields(CreditOptions)}
-    own = {option.name for name in recipe.get("credit_rules", ()) for option in fields(credit_rules.load(name).options)}
-    chosen = {name: value for name, value in recipe.items() if name in known}
-    return CreditOptions(**chosen, plugin_options={name: recipe[name] for name in own})
+    return CreditOptions(**{name: value for name, value in recipe.items() if name in known})
 
 
 def perception_terms(recipe, logps, perturbed_logps, mask):
@@ -173,7 +170,8 @@ def test_pgpo_by_hand():
     recipe = load_recipe("pgpo")
     credit, _ = shape_advantages(torch.tensor([-0.5]), signals, credit_options(recipe))
     assert torch.allclose(credit, torch.tensor([[0.0, -1.5, 0.0]]), atol=1e-6)
-    assert (recipe["pgpo_threshold"], recipe["pgpo_boost"], recipe["perturbation"]) == (0.4, 2.0, "remove_image")
+    assert recipe["plugin_options"] == {"pgpo_threshold": 0.4, "pgpo_boost": 2.0}
+    assert recipe["perturbation"] == "remove_image"
 
 
 def test_vepo_keeps_the_tokens_of_the_published_code(stock):

@@ -1,5 +1,6 @@
 """Recipes as files and flags: found, listed, in what order options hold, what is refused; and the page about them."""
 
+import json
 import re
 import runpy
 import shlex
@@ -8,10 +9,7 @@ from pathlib import Path
 import pytest
 
 from vgr_trl.cli.__main__ import main
-from vgr_trl.cli.arguments import DataArguments, RewardArguments, RunArguments
-from vgr_trl.cli.flags import options_on
-from vgr_trl.cli.parsing import parse
-from vgr_trl.cli.train import is_stated
+from vgr_trl.cli.arguments import DataArguments, RewardArguments, RunArguments, parse
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.recipes import load_recipe, read_recipe, recipe_names
 from vgr_trl.utils import ConfigError
@@ -22,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 def parsed(*argv):
     """Rewards and configuration of a command line."""
     groups = (RunArguments, DataArguments, RewardArguments, DAPOConfig)
-    _, _, rewards, config = parse(groups, "train", ["--use_cpu", "--bf16", "false", *argv])
-    return rewards, config
+    run, _, rewards, config = parse(groups, "train", ["--use_cpu", "--bf16", "false", *argv])
+    return rewards, config, run.stated
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -32,10 +30,10 @@ def test_every_recipe_says_what_it_is_and_has_options_that_there_are(name, tmp_p
     assert recipe.about is not None
     assert recipe.about.method
     assert re.match(r"https://arxiv.org/abs/\d{4}\.\d{5}$|experiments/\w+\.sh$", recipe.about.paper)
-    rewards, config = parsed("--recipe", name, "--output_dir", str(tmp_path))
+    rewards, config, _ = parsed("--recipe", name, "--output_dir", str(tmp_path))
     assert len(config.reward_weights or [1]) == len(rewards.reward_funcs)
     for option, value in recipe.options.items():
-        if option != "reward_funcs" and option not in options_on(["--recipe", name]):
+        if option != "reward_funcs":
             assert getattr(config, option) == value, option
 
 
@@ -43,7 +41,7 @@ def test_a_recipe_gives_way_to_the_file_and_both_to_flags(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("learning_rate: 2.0e-6\nentropy_penalty_coef: 0.12\n")
     flags = ("--recipe", "vppo", "--config", str(file), "--learning_rate", "3e-6")
-    rewards, config = parsed(*flags)
+    rewards, config, _ = parsed(*flags)
     assert rewards.reward_funcs == ["accuracy"]
     assert config.trajectory_scaling_min == 0.9  # of the recipe
     assert config.entropy_penalty_coef == 0.12  # of the file
@@ -65,11 +63,15 @@ def test_a_recipe_of_ones_own_with_the_options_of_its_plug_ins(tmp_path, capsys)
         "@declares(options=Options)\ndef rule(advantages, signals, mask, options):\n    return mask * 1.0, {}\n"
     )
     file = tmp_path / "mine.yaml"
-    file.write_text(f"credit_rules: ['{tmp_path}/mine.py:rule']\nmine_share: 0.5\neval_strategy: 'no'\n")
-    assert parsed("--recipe", str(file))[1].plugin_options == {"mine_share": 0.5}
-    assert parsed("--recipe", str(file), "--mine_share", "0.25")[1].plugin_options == {"mine_share": 0.25}
-    assert is_stated("eval_strategy", ["--recipe", str(file)])
-    assert not is_stated("save_steps", ["--recipe", str(file)])
+    file.write_text(
+        f"credit_rules: ['{tmp_path}/mine.py:rule']\nplugin_options: {{mine_share: 0.5}}\nlogging_steps: 2\n"
+    )
+    _, config, stated = parsed("--recipe", str(file))
+    assert config.plugin_options == {"mine_share": 0.5}
+    assert "logging_steps" in stated
+    assert "save_steps" not in stated
+    given = parsed("--recipe", str(file), "--plugin_options", '{"mine_share": 0.25}')[1].plugin_options
+    assert json.loads(given) == {"mine_share": 0.25}
     file.write_text("credit_rules: [token_weights]\nmine_shar: 0.5\n")
     assert main(["train", "--recipe", str(file)]) == 1
     assert "mine.yaml has mine_shar, which is no option." in capsys.readouterr().err
@@ -97,8 +99,8 @@ def test_what_is_wrong_with_a_recipe_is_said(text, message, tmp_path, capsys):
     [
         (["--recipe", "vpo"], "There is no recipe 'vpo'. Did you mean vppo?"),
         (["--recipe", "nothing.yaml"], "The recipe nothing.yaml is no file"),
-        (["--recipe"], "--recipe is given without a name"),
-        (["--recipe", "--dry_run"], "--recipe is given without a name"),
+        (["--recipe"], "--recipe: expected one argument"),
+        (["--recipe", "--dry_run"], "--recipe: expected one argument"),
         (["--recipe", "vppo", "algorithm.kl_coef=0.1"], "which states all options: drop one"),
     ],
 )

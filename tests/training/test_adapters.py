@@ -4,7 +4,7 @@ import pytest
 from peft import LoraConfig
 from trl import ModelConfig
 
-from vgr_trl.cli.parsing import parse
+from vgr_trl.cli.arguments import parse
 from vgr_trl.cli.train import separate_lora_modules
 from vgr_trl.utils import ConfigError
 

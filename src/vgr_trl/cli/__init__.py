@@ -1,6 +1,6 @@
-"""The command `vgr-trl`: parse, call, print; one file, or folder, per subcommand.
+"""The command `vgr-trl`: parse, call, print.
 
-Read `__main__.py` with `once.py`, then `flags/` (what stands on a command line), `loading.py`, and `train.py` with
-`run/` (what surrounds a run). `evaluate.py` has its table in `evaluation_table.py`; `data/`, `report.py`, `demo.py`,
-`recipes.py`, `init.py`, `env.py` and `completion.py` stand alone.
+Read `__main__.py` (the table of commands), `arguments.py` (options and how they are read), `loading.py` (models, data),
+then `train.py` with `plan.py` (what a run is going to do, and `--dry_run`), or `evaluate.py`. `easyr1.py` turns
+configurations of EasyR1, MTRL and verl into flags; `data.py` and `report.py` stand alone.
 """

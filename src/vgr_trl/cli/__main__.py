@@ -1,102 +1,193 @@
-"""`vgr-trl train | evaluate | report | data | demo | recipes | init | env | completion`."""
+"""The command `vgr-trl`: the table of its commands, and those that are short."""
 
+import argparse
 import importlib
 import os
+import platform
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from vgr_trl import __version__
-from vgr_trl.cli.flags import check_config_file, check_flags, check_recipe, flag_names, without_foreign
-from vgr_trl.utils import VGRError, is_disk_full
+from vgr_trl.recipes import read_recipe, recipe_file, recipe_names
+from vgr_trl.utils import ConfigError, VGRError, is_disk_full
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Warnings on the terminal: each of them once, so that the lines of the steps are seen.
+LEGEND = """
+passes: over the completions of a rollout, beside generation, without + with gradients. The attention metrics of a run
+with images share the first of them; where there is none they are one more (not with --compute_attention_metrics false).
+vgr-trl recipes NAME shows one, with departures and numbers; vgr-trl train --recipe NAME starts from it."""
+PACKAGES = (
+    "torch", "trl", "transformers", "accelerate", "peft", "datasets", "math-verify", "deepspeed", "vllm", "flash-attn",
+    "bitsandbytes", "liger-kernel", "trackio", "wandb", "torchvision",
+)  # fmt: skip
+RENAMED = r"`\w*gradient_checkpointing\w*` is deprecated"  # by transformers 5.23, and TRL 1.16 calls it at every step
 
 
-_RENAMED = r"`\w*gradient_checkpointing\w*` is deprecated"  # by transformers 5.23, and TRL 1.16 calls it at every step
+def demo(argv: Sequence[str]) -> int:
+    """Warm-start a tiny vision-language model, train it, and return 0 if held-out accuracy rose, else 1."""
+    from vgr_trl.demo import Options  # after the command is known: what is imported here may take seconds
+
+    parser = argparse.ArgumentParser(prog="vgr-trl demo", description=COMMANDS["demo"][0])
+    parser.add_argument("--seed", type=int, default=0, help="of questions, weights and sampling (default 0)")
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/demo"), help="run folder (default runs/demo)")
+    parser.add_argument("--steps", type=int, default=Options.steps, help=f"of reinforcement (default {Options.steps})")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
+    flags = parser.parse_args(argv)
+    from vgr_trl.cli.train import check_output_dir, write_identity
+    from vgr_trl.demo.demo import run_demo
+
+    identity = {"command": "demo"}
+    check_output_dir(flags.output_dir, identity, None, may_repeat=True)
+    write_identity(flags.output_dir, identity)
+    options = Options(seed=flags.seed, steps=flags.steps, threads=flags.threads)
+    return 0 if run_demo(options, flags.output_dir).rose else 1
+
+
+def recipes(argv: Sequence[str]) -> int:
+    """List the recipes, or print the file of one."""
+    parser = argparse.ArgumentParser(prog="vgr-trl recipes", description=COMMANDS["recipes"][0])
+    parser.add_argument("name", nargs="?", help="print this recipe: its paper, departures, options and their numbers")
+    name = parser.parse_args(argv).name
+    if name is not None:
+        print(recipe_file(name).read_text(encoding="utf-8"), end="")
+        return 0
+    names = recipe_names()
+    width = max(map(len, names)) + 2
+    for known in names:
+        about = read_recipe(known).about
+        assert about is not None  # a test checks this for every recipe
+        reads, passes = ", ".join(about.signals) or "no signal", " + ".join(map(str, about.passes))
+        print(f"{known:<{width}}{about.method}\n{'':<{width}}{about.paper}; {reads}; {passes} passes")
+    print(LEGEND)
+    return 0
+
+
+def init(argv: Sequence[str]) -> int:
+    """Write a commented YAML file; for a laptop also the model and the questions that it names, in `tiny_vlm`."""
+    parser = argparse.ArgumentParser(prog="vgr-trl init", description=COMMANDS["init"][0])
+    parser.add_argument("file", nargs="?", type=Path, default=Path("train.yaml"), help="to write (default train.yaml)")
+    parser.add_argument("--laptop", action="store_true", help="for a CPU, with a tiny model and data (a minute or two)")
+    flags = parser.parse_args(argv)
+    if flags.file.exists():
+        raise ConfigError(f"{flags.file} exists already: give another name, or remove it.")
+    template = Path(__file__).parent / "templates" / ("laptop.yaml" if flags.laptop else "gpu.yaml")
+    folder = flags.file.parent / "tiny_vlm"
+    text = template.read_text(encoding="utf-8").format(name=flags.file, tiny=folder)
+    if flags.laptop:
+        from vgr_trl.demo import Options
+        from vgr_trl.demo.write_folder import write_warm_folder
+
+        print(
+            f"Warm-starting a tiny vision-language model; it is written to {folder} with questions to train and test."
+        )
+        write_warm_folder(folder, Options(warm_start_accuracy=0.45))  # below the demo's: the rise shows in fewer steps
+    try:
+        flags.file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{flags.file} cannot be written ({error}): give another name.") from error
+    print(f"Wrote {flags.file}. Next: {'' if flags.laptop else 'edit it, then '}vgr-trl train --config {flags.file}")
+    return 0
+
+
+def env(argv: Sequence[str]) -> int:
+    """Print versions of packages, and devices."""
+    argparse.ArgumentParser(prog="vgr-trl env", description=COMMANDS["env"][0]).parse_args(argv)
+    import torch
+
+    found = {"vgr_trl": __version__, "Python": platform.python_version(), "system": platform.platform()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    found["CUDA"] = torch.version.cuda or "none"
+    found["GPU"] = "none"
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        name = "GPU" if index == 0 else f"GPU {index}"
+        found[name] = f"{device.name}, {device.total_memory / 2**30:.0f} GiB, sm_{device.major}{device.minor}"
+    found["CPU threads"] = str(torch.get_num_threads())
+    for name, value in found.items():
+        print(f"{name:<16}{value}")
+    return 0
+
+
+def _imported(name: str) -> Callable[[Sequence[str]], int]:
+    return lambda argv: int(importlib.import_module(f"vgr_trl.cli.{name}").main(argv))
+
+
+COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
+    "train": ("train a vision-language model with DAPO (the script of `accelerate launch`)", _imported("train")),
+    "evaluate": ("measure accuracy, mean@k, pass@k and format of a model, without training", _imported("evaluate")),
+    "report": (
+        "make one page of HTML of a run, or of several: curves, completions, what they looked at", _imported("report")
+    ),
+    "data": ("convert public question sets to one schema, merge and inspect them", _imported("data")),
+    "demo": ("train the embedded vision-language model and show accuracy before and after", demo),
+    "recipes": ("list the published methods that `train --recipe NAME` starts from, or show one", recipes),
+    "init": ("write a commented YAML file for `vgr-trl train --config`", init),
+    "env": ("print versions and devices, for bug reports", env),
+}  # fmt: skip
 
 
 @contextmanager
-def warnings_once() -> Iterator[None]:
+def dedupe_warnings() -> Iterator[None]:
     """Show a warning of the same place and text once, and none that asks TRL to call something by its later name.
 
     Python itself forgets what it has shown whenever a filter changes, which TRL does at every step.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=_RENAMED, category=FutureWarning)
+        warnings.filterwarnings("ignore", message=RENAMED, category=FutureWarning)
         show, shown = warnings.showwarning, set()
 
-        def show_new(
-            message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
-        ) -> None:
-            known = (str(message), filename, lineno)
-            if known not in shown:
+        def show_new(message: Any, category: Any, filename: str, lineno: int, *where: Any) -> None:
+            if (known := (str(message), filename, lineno)) not in shown:
                 shown.add(known)
-                show(message, category, filename, lineno, file, line)
+                show(message, category, filename, lineno, *where)
 
-        warnings.showwarning = show_new
+        warnings.showwarning = show_new  # type: ignore[assignment]
         yield
-
-
-COMMANDS = {
-    "train": "train a vision-language model with DAPO (the script of `accelerate launch`)",
-    "evaluate": "measure accuracy, mean@k, pass@k and format of a model, without training",
-    "report": "make one page of HTML of a run, or of several: curves, completions, what they looked at",
-    "data": "convert public question sets to one schema, merge and inspect them",
-    "demo": "train the embedded vision-language model and show accuracy before and after",
-    "recipes": "list the published methods that `train --recipe NAME` starts from, or show one",
-    "init": "write a commented YAML file for `vgr-trl train --config`",
-    "env": "print versions and devices, for reports of faults",
-    "completion": "print a script that completes commands and flags in bash or zsh",
-}
-TRANSLATED = ("train", "evaluate")  # which configurations of other trainers are run by
-LOADING = ("train", "evaluate")  # what takes seconds to import is announced
-
-
-def usage() -> str:
-    """Return the help text."""
-    lines = [f"  {name:<12}{what}" for name, what in COMMANDS.items()]
-    return "\n".join(["usage: vgr-trl COMMAND [flags]", "", *lines, "", "vgr-trl COMMAND --help lists the flags."])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the named command and return its exit status; an error of this library is one sentence, not a traceback."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(usage())
-        return 0 if arguments else 2
-    if arguments[0] == "--version":
+    name, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
+    if name in ("", "-h", "--help"):
+        lines = [f"  {command:<12}{what}" for command, (what, _) in COMMANDS.items()]
+        print("usage: vgr-trl COMMAND [flags]", "", *lines, "", "vgr-trl COMMAND --help lists the flags.", sep="\n")
+        return 0 if name else 2
+    if name == "--version":
         print(f"vgr_trl {__version__}")
         return 0
-    name, *rest = arguments
     if name not in COMMANDS:
         nearest = get_close_matches(name, COMMANDS, n=1)
-        meant = f" Did you mean {nearest[0]}?" if nearest else f" The commands are {', '.join(COMMANDS)}."
-        print(f"vgr-trl: there is no command {name!r}.{meant}", file=sys.stderr)
+        hint = f"Did you mean {nearest[0]}?" if nearest else f"The commands are {', '.join(COMMANDS)}."
+        print(f"vgr-trl: there is no command {name!r}. {hint}", file=sys.stderr)
         return 2
     try:
-        if name in TRANSLATED:
-            name, rest = without_foreign(name, rest)
-        check_flags(name, rest)
-        check_config_file(rest, flag_names(name) | (flag_names("train") if name == "evaluate" else set()))
-        if name == "train":
-            check_recipe(rest, flag_names(name))
-        if name in LOADING and os.environ.get("RANK", "0") == "0" and not {"-h", "--help", "--help-all"} & set(rest):
-            print(f"vgr-trl {__version__}: {name}; loading torch, transformers and TRL", file=sys.stderr, flush=True)
-        with warnings_once():
-            return int(importlib.import_module(f"vgr_trl.cli.{name}").main(rest))
+        if name in ("train", "evaluate"):
+            if os.environ.get("RANK", "0") == "0":
+                print(
+                    f"vgr-trl {__version__}: {name}; loading torch, transformers and TRL", file=sys.stderr, flush=True
+                )
+            from vgr_trl.cli.easyr1 import convert_flags
+
+            name, rest = convert_flags(name, rest)
+        with dedupe_warnings():
+            return COMMANDS[name][1](rest)
     except VGRError as error:
         print(f"vgr-trl {name}: {error}", file=sys.stderr)
         return 1
     except (OSError, RuntimeError) as error:
         if not is_disk_full(error):
             raise
-        what = getattr(error, "filename", None) or "files"
-        print(f"vgr-trl {name}: disk full while writing {what}: free space, then run it again.", file=sys.stderr)
+        where = getattr(error, "filename", None) or "files"
+        print(f"vgr-trl {name}: disk full while writing {where}: free space, then run it again.", file=sys.stderr)
         return 1
     except KeyboardInterrupt as interrupted:
         print(f"\nvgr-trl {name}: interrupted{'; ' * bool(interrupted.args)}{interrupted}.", file=sys.stderr)

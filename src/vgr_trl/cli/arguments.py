@@ -1,123 +1,61 @@
-"""Flags of commands that are no options of the trainer, and what the libraries below them refuse."""
+"""The options of `vgr-trl train` and `evaluate`, read from flags, then `--config FILE`, then `--recipe NAME`."""
 
+import argparse
+import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import re
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
+import yaml
 from pyarrow.lib import ArrowException
+from transformers import HfArgumentParser
 
 from vgr_trl.data.columns import keys_of
 from vgr_trl.data.images import MAX_SHORT_SIDE, ImageLimits, ImageRule, VideoOptions
 from vgr_trl.data.prompts import SYSTEM_PROMPTS
 from vgr_trl.options import option
-from vgr_trl.rewards.loading import FileOptions
-from vgr_trl.utils import ConfigError, VGRError
+from vgr_trl.recipes import load_recipe
+from vgr_trl.registries import option_class
+from vgr_trl.rewards.loading import FileOptions, ScoredFile, load_rewards
+from vgr_trl.utils import ConfigError, VGRError, parse_yaml
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What the libraries below refuse, in one sentence, behind what to do about it where that is known.
-
-
-_ADVICE = (  # part of an error of the libraries below, what to do
-    ("support bf16/gpu", "No GPU here computes in bfloat16: give --bf16 false, and --use_cpu where there is none."),
-    ("requires the following packages that were not found", "A package is missing: install it as named below."),
-    ("vLLM is not available", 'use_vllm is on: pip install "vgr_trl[vllm]", or give --use_vllm false.'),
-    (
-        "not used by the HfArgumentParser",
-        "A word stands among the flags that belongs to none: take it out, or quote it.",
-    ),
-    ("fail_with_unknown_args", "The configuration file has a key that is no option: --help-all lists them."),
-    ("bitsandbytes", "Quantised weights or 8-bit optimizers need bitsandbytes: pip install bitsandbytes."),
-    (
-        "must be divisible by num_generations",
-        "A rollout is no whole number of groups: change num_generations or per_device_train_batch_size, which is "
-        "multiplied by the processes and, unless steps_per_generation is given, by gradient_accumulation_steps.",
-    ),
-    (
-        "generations used for evaluation",
-        "An evaluation batch is no whole number of groups: change per_device_eval_batch_size, or give "
-        "--num_generations_eval.",
-    ),
-    (
-        "Please specify `target_modules`",
-        "use_peft is on, and PEFT knows no modules of this model: give --lora_target_modules all-linear, or names such "
-        "as q_proj v_proj.",
-    ),
-    (
-        "not found in the base model",
-        "No module of the model has a name that lora_target_modules gives: give all-linear, or names such as q_proj "
-        "v_proj.",
-    ),
-    ("CUDA out of memory", "Not enough GPU memory: lower per_device_train_batch_size or max_completion_length."),
-)
-
-
-@contextmanager
-def one_sentence() -> Iterator[None]:
-    """Turn what the libraries below refuse before any work is done into a `ConfigError` of their words."""
-    try:
-        yield
-    except VGRError:
-        raise
-    except (
-        ArrowException,
-        AttributeError,
-        ImportError,
-        KeyError,
-        OSError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
-        raise ConfigError(with_advice(f"{type(error).__name__}: {error}"[:500])) from error
-
-
-def with_advice(error: str) -> str:
-    """Return the text of an error, behind one sentence that says which flag to use if that is known."""
-    text = " ".join(error.split())
-    advice = next((sentence for part, sentence in _ADVICE if part.lower() in text.lower()), None)
-    return text if advice is None else f"{advice} ({text})"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Flags of reward files in the form of EasyR1 and MTRL.
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vgr_trl" / "evaluations"
 
 
 @dataclass
-class RewardFileArguments:
-    """How functions of files in the form of EasyR1 are called; of other rewards, the options that they declare."""
+class RunArguments:
+    """This command"""
 
-    reward_type: str | None = option(None, "Form of reward files of EasyR1: batch or sequential (else as they say).")
-    reward_num_cpus: int = option(1, "Processes that a sequential reward file of EasyR1 is called in.")
-    reward_function_kwargs: str | None = option(None, "Further arguments of reward files of EasyR1, as JSON.")
-
-    plugin_options: dict[str, Any] = field(default_factory=dict, init=False)
-
-    def take_plugin_options(self, values: Mapping[str, Any]) -> None:
-        """Keep the values of the options of plug-ins, of which the rewards look up theirs."""
-        self.plugin_options = dict(values)
-
-    def file_options(self) -> FileOptions:
-        """Return the options as the rewards take them, or raise `ConfigError` where they are no JSON object."""
-        given = self.reward_function_kwargs
-        try:
-            arguments = json.loads(given) if isinstance(given, str) else given or {}
-        except ValueError as error:
-            raise ConfigError(f"reward_function_kwargs is {given!r}, which is no JSON ({error}).") from error
-        if not isinstance(arguments, dict):
-            raise ConfigError(f"reward_function_kwargs is {given!r}: give a JSON object of names and values.")
-        return FileOptions(self.reward_type, self.reward_num_cpus, arguments)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Flags that are not options of the trainer: which data, which rewards.
+    recipe: str | None = option(
+        None,
+        "Start from the options of a published method (vgr-trl recipes lists them; or a file of your own, my.yaml). "
+        "--config overrides them, and flags override both.",
+    )
+    dry_run: bool = option(
+        False,
+        "Load everything, put a few prompts through one step, show them and what the whole run would take, and write "
+        "nothing.",
+    )
+    ignore_unknown_keys: bool = option(
+        False,
+        "With a configuration of EasyR1, MTRL or verl as --config: run without the keys that have no meaning here; "
+        "without this flag they stop the run.",
+    )
+    stated: set[str] = field(default_factory=set, init=False)  # names of the options that flags, file or recipe give
 
 
 @dataclass
 class DataArguments:
-    """Where the questions come from."""
+    """Data"""
 
     dataset_name: str | None = option(None, "Name of a data set on the hub.")
     dataset_config: str | None = option(None, "Configuration of the hub data set.")
@@ -126,6 +64,8 @@ class DataArguments:
         None,
         "train=a.parquet,test=b.parquet; several files as train=a.jsonl+b.jsonl, train=*.jsonl, or by the flag again; "
         "Parquet, JSON, JSONL, CSV or Arrow.",
+        nargs="+",
+        action="extend",
     )
     problem_key: str | None = option(
         None,
@@ -168,28 +108,38 @@ class DataArguments:
     max_video_frames: int = option(16, "Most frames of one row; rows with more are left out and listed.")
 
     def __post_init__(self) -> None:
-        if isinstance(self.data_files, list):  # of a YAML file
+        if isinstance(self.data_files, list):
             self.data_files = ",".join(map(str, self.data_files))
         keys_of(**vars(self))
         self.image_rule()
-        if self.image_dir is not None and not Path(self.image_dir).is_dir():
-            raise ConfigError(f"image_dir is {self.image_dir}, which is not a folder.")
-        if self.prompt_language not in (None, *SYSTEM_PROMPTS):
-            raise ConfigError(f"prompt_language is {self.prompt_language!r}: give one of {', '.join(SYSTEM_PROMPTS)}.")
-        if self.prompt_language is not None and self.system_prompt_file is not None:
-            raise ConfigError(
-                "prompt_language and system_prompt_file are both given, but a file has its own language: drop one."
-            )
-        if self.question_template_file is not None and (self.prompt_language or self.system_prompt_file):
-            raise ConfigError(
-                "question_template_file is given with a system prompt (system_prompt_file or prompt_language), but it "
-                "goes without: drop one."
-            )
         VideoOptions(self.video_fps, self.max_video_frames)
-        for name in ("max_train_rows", "max_test_rows"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}: give an integer of at least 1.")
+        for refused, sentence in (
+            (
+                self.image_dir is not None and not Path(self.image_dir).is_dir(),
+                f"image_dir is {self.image_dir}, which is not a folder.",
+            ),
+            (
+                self.prompt_language not in (None, *SYSTEM_PROMPTS),
+                f"prompt_language is {self.prompt_language!r}: give one of {', '.join(SYSTEM_PROMPTS)}.",
+            ),
+            (
+                len(
+                    [
+                        each
+                        for each in (self.prompt_language, self.system_prompt_file, self.question_template_file)
+                        if each
+                    ]
+                )
+                > 1,
+                "prompt_language, system_prompt_file and question_template_file each say what is asked: give one.",
+            ),
+            (
+                any(rows is not None and rows < 1 for rows in (self.max_train_rows, self.max_test_rows)),
+                f"max_train_rows is {self.max_train_rows} and max_test_rows {self.max_test_rows}: give at least 1.",
+            ),
+        ):
+            if refused:
+                raise ConfigError(sentence)
 
     def image_rule(self) -> ImageRule:
         """Return what becomes of images that are too large or too small."""
@@ -210,8 +160,44 @@ class DefaultRewards(list[str]):
 
 
 @dataclass
+class RewardFileArguments:
+    """Functions of rewards"""
+
+    reward_type: str | None = option(None, "Form of reward files of EasyR1: batch or sequential (else as they say).")
+    reward_num_cpus: int = option(1, "Processes that a sequential reward file of EasyR1 is called in.")
+    reward_function_kwargs: dict[str, Any] | str | None = option(
+        None, "Further arguments of reward files of EasyR1, and options that other rewards declare, as JSON."
+    )
+
+    def load(self, specs: Sequence[str], max_completion_length: int | None, soft_punish_cache: int | None) -> list[Any]:
+        """Return the reward functions that `specs` name, with their further arguments."""
+        arguments: Any = self.reward_function_kwargs or {}
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError as error:
+                raise ConfigError(f"reward_function_kwargs is {arguments!r}, which is no JSON ({error}).") from error
+        if not isinstance(arguments, dict):
+            raise ConfigError(f"reward_function_kwargs is {arguments!r}: give a JSON object of names and values.")
+        functions = load_rewards(
+            specs,
+            max_completion_length=max_completion_length,
+            soft_punish_cache=soft_punish_cache,
+            files=FileOptions(self.reward_type, self.reward_num_cpus, arguments),
+            options=arguments,
+        )
+        classes = [option_class(function, str(function)) for function in functions]
+        known = {each.name for options in classes if options is not None for each in fields(options)}
+        if not known.issuperset(arguments) and not any(isinstance(each, ScoredFile) for each in functions):
+            raise ConfigError(
+                f"reward_function_kwargs is {arguments}: the rewards have {sorted(known) or 'no options'}."
+            )
+        return functions
+
+
+@dataclass
 class RewardArguments(RewardFileArguments):
-    """What a completion earns its reward for."""
+    """Rewards"""
 
     reward_funcs: list[str] = option(
         DefaultRewards.of_run(None),
@@ -225,21 +211,221 @@ class RewardArguments(RewardFileArguments):
 
 
 @dataclass
-class RunArguments:
-    """What the command starts from, and how far it goes."""
+class EvaluationArguments(RewardFileArguments):
+    """What is evaluated, and how"""
 
-    recipe: str | None = option(
-        None,
-        "Start from the options of a published method (vgr-trl recipes lists them; or a file of your own, my.yaml). "
-        "--config overrides them, and flags override both.",
+    model_name_or_path: list[str] | None = option(
+        None, "Checkpoint folders, LoRA adapter folders or hub names; several stand side by side."
     )
-    dry_run: bool = option(
-        False,
-        "Load everything, put a few prompts through one step, show them and what the whole run would take, and write "
-        "nothing.",
+    model_revision: str | None = option(None, "Branch, tag or commit of a hub model.")
+    trust_remote_code: bool = option(False, "Allow a model that brings its own code.")
+    dtype: str = option("auto", "auto, bfloat16, float16 or float32.")
+    num_samples: int = option(8, "k of mean@k and pass@k; 0: greedy only.")
+    temperature: float = option(1.0, "Of sampling, above 0.")
+    max_completion_length: int = option(512, "In tokens.")
+    soft_punish_cache: int | None = option(None, "In tokens, of the reward length.")
+    batch_size: int = option(16, "Questions per generation call.")
+    blank_images: bool = option(False, "Replace images by grey: what is answered blindly?")
+    blind_baseline: bool = option(True, "Answer greedily with grey images too, for the column blind.")
+    reward_funcs: list[str] = option([], "Rewards whose means are given too: names, dotted paths, files, as for train.")
+    group_by: str | None = option(
+        None, "Column; scores are given for each of its values too. Default: family or source; none: none."
     )
-    ignore_unknown_keys: bool = option(
-        False,
-        "With a configuration of EasyR1, MTRL or verl as --config: run without the keys that have no meaning here; "
-        "without this flag they stop the run.",
-    )
+    seed: int = option(0, "Of sampling.")
+    output_file: str | None = option(None, "Write the numbers there, as JSON.")
+    save_completions: bool = option(False, "Add every completion to the JSON.")
+    cache_dir: str | None = option(None, f"Folder of evaluations made before (default {CACHE}).")
+    use_cache: bool = option(True, "Take an evaluation of the same model, data and settings from the cache.")
+
+
+@contextmanager
+def one_sentence() -> Iterator[None]:
+    """Turn what the libraries below raise for bad input, before any work is done, into a `ConfigError`."""
+    try:
+        yield
+    except VGRError:
+        raise
+    except (ArrowException, ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]) from error
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """Return a sentence with the nearest of the known names, or where to find them."""
+    nearest = get_close_matches(name, known, n=1, cutoff=0.6)
+    return f" Did you mean {nearest[0]}?" if nearest else " --help lists them, --help-all those of TRL too."
+
+
+# The options of TRL that most runs set; `--help-all` lists the others.
+COMMON = (
+    "model_name_or_path", "dtype", "attn_implementation", "use_peft", "lora_r", "lora_alpha", "lora_target_modules",
+    "load_in_4bit", "output_dir", "learning_rate", "lr_scheduler_type", "num_train_epochs", "max_steps", "seed",
+    "bf16", "use_cpu", "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations",
+    "max_completion_length", "temperature", "reward_weights", "use_vllm", "vllm_mode", "save_steps", "eval_strategy",
+    "eval_steps", "report_to",
+)  # fmt: skip
+RARE = "others"  # the stage of TRL's options that are seldom set
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {"train": {"logging_steps": 1}}  # of a command, not of its dataclasses
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Names each flag once, and its default unless that is None."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        return action.option_strings[0]
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
+class _Help(argparse.Action):
+    """Prints the options by stage without the rare ones of TRL, those of one stage (`--help kl`), or all."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if isinstance(values, str) and values not in parser.stages:
+            raise ConfigError(f"there is no stage {values} in the help: give one of {', '.join(parser.stages)}.")
+        names = [values] if isinstance(values, str) else [name for name in parser.stages if self.const or name != RARE]
+        parser._action_groups = [parser.stages[name] for name in names]
+        parser.print_help()
+        parser.exit()
+
+
+class _Parser(HfArgumentParser):
+    """Sorts the options by stage, and raises `ConfigError` where argparse prints a usage of hundreds of flags."""
+
+    def __init__(self, groups: Sequence[type], command: str) -> None:
+        super().__init__(
+            groups,
+            prog=f"vgr-trl {command}",
+            usage=f"vgr-trl {command} [--config FILE.yaml] [--flag value ...]",
+            allow_abbrev=False,
+            add_help=False,
+            formatter_class=partial(_Formatter, max_help_position=32),
+        )
+        self.set_defaults(**DEFAULTS.get(command, {}))
+        self.hints = {name: hint for group in groups for name, hint in get_type_hints(group).items()}
+        self.options: dict[str, argparse.Action] = {}
+        for action in self._actions:
+            if self.options.setdefault(action.dest, action) is not action:
+                action.help = argparse.SUPPRESS  # --no_x of x
+            elif action.nargs is None and self.hints[action.dest] == bool | None:
+                action.nargs, action.const = "?", True  # stands alone too, as `bool` does
+        self._sort_by_stage(groups)
+        self.add_argument("--config")
+        self.add_argument("--help", "-h", action=_Help, nargs="?", const=False)
+        self.add_argument("--help-all", "--help_all", action=_Help, nargs=0, const=True)
+
+    def _sort_by_stage(self, groups: Sequence[type]) -> None:
+        """Make an argument group of each dataclass of options, titled by its docstring; those of TRL are two."""
+        self.stages: dict[str, argparse._ArgumentGroup] = {}
+        left = dict(self.options)
+        for base in (base for group in groups for base in group.__mro__):
+            for name in inspect.get_annotations(base):
+                if name not in left:
+                    continue
+                if base.__module__.startswith("vgr_trl."):
+                    stage = re.sub("(Options|Arguments|Config)$", "", base.__name__).lower()
+                    title = re.split(r"[;:(]|\.?\n|\.$", base.__doc__ or stage)[0].strip()
+                else:
+                    stage, title = ("training", "Training") if name in COMMON else (RARE, "TRL and transformers")
+                section = self.stages.get(stage) or self.add_argument_group(f"{title} [{stage}]")
+                self.stages.setdefault(stage, section)._group_actions.append(left.pop(name))
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `ConfigError`."""
+        message = re.sub(r"^argument (?:-\w/)?(--\w+)[^:]*", r"\1", message)
+        raise ConfigError(f"{message}; {self.prog} --help describes the flags.")
+
+    def words_for(self, values: Mapping[str, Any]) -> list[str]:
+        """Return the words of a command line that give the values of a file; what none can give becomes a default.
+
+        Raises:
+            ConfigError: a value is missing.
+        """
+        words = []
+        for name, value in values.items():
+            hint = self.hints[name]
+            members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+            kinds = {get_origin(member) or member for member in members}
+            many = self.options[name].nargs == "+"
+            if value is None and NoneType not in kinds:
+                raise ConfigError(f"{name} has no value in the file: give one, or leave its line out.")
+            if (
+                value is None
+                or (isinstance(value, list) and (not value if many else bool(kinds & {str, list})))
+                or (isinstance(value, dict) and dict in kinds)
+                or (isinstance(value, bool) and bool not in kinds and kinds & {str, Literal})
+            ):
+                self.options[name].default = value
+            elif isinstance(value, list) and many:
+                words += [f"--{name}", *map(str, value)]
+            else:
+                words.append(f"--{name}={value}")
+        return words
+
+
+def parse(
+    groups: Sequence[Any], command: str, argv: Sequence[str] | None = None, ignored: Collection[str] = ()
+) -> tuple[Any, ...]:
+    """Return the groups of options (dataclasses) filled from flags, else from `--config x.yaml`, else from `--recipe`.
+
+    Args:
+        ignored: further options that the file may hold; they are named and left out, as are its rewards beside them.
+
+    Raises:
+        ConfigError: an option is refused, by this library or, in their own words, by TRL or transformers.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = _Parser(groups, command)
+    given, rest = parser.parse_known_args(argv)
+    if rest:
+        flag = next((word.partition("=")[0] for word in rest if word.startswith("--")), None)
+        if flag is None:
+            raise ConfigError(f"{rest[0]!r} stands among the flags but belongs to none: take it out, or quote it.")
+        flags = [text for action in parser._actions for text in action.option_strings]
+        raise ConfigError(f"there is no flag {flag}.{did_you_mean(flag, flags)}")
+    values = {} if given.config is None else _read(Path(given.config), parser.options, ignored)
+    recipe = getattr(given, "recipe", None) or values.get("recipe")
+    if recipe is not None:
+        values = _checked(load_recipe(str(recipe)), f"The recipe {recipe}", parser.options) | values
+    stated = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
+    words = parser.words_for({name: value for name, value in values.items() if name not in stated})
+    given = parser.parse_args([*words, *argv])
+    try:
+        filled = [
+            group(**{each.name: getattr(given, each.name) for each in fields(group) if each.init}) for group in groups
+        ]
+    except VGRError:
+        raise
+    except (ValueError, TypeError, OSError) as error:
+        raise ConfigError(str(error)) from error
+    for options in filled:
+        if isinstance(options, RunArguments):
+            options.stated = stated | set(values)
+    return tuple(filled)
+
+
+def _read(file: Path, known: Collection[str], ignored: Collection[str]) -> dict[str, Any]:
+    """Return the options in the file of `--config`, and set its environment variables (`env`)."""
+    try:
+        values = parse_yaml(file.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"--config is {file}, which is no file that can be read: give a YAML file.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is no YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} holds no options: give lines of the form `learning_rate: 1e-5`.")
+    os.environ.update({name: str(value) for name, value in (values.pop("env", None) or {}).items()})
+    left_out = [name for name in values if name not in known and name in ignored]
+    if left_out:
+        left_out += ["reward_funcs"] * ("reward_funcs" in values)
+        print(f"Without effect here: {', '.join(left_out)}.", file=sys.stderr)
+    return _checked({name: value for name, value in values.items() if name not in left_out}, str(file), known)
+
+
+def _checked(values: dict[str, Any], where: str, known: Collection[str]) -> dict[str, Any]:
+    for name, value in values.items():
+        if name not in known:
+            raise ConfigError(f"{where} has {name}, which is no option.{did_you_mean(str(name), known)}")
+        if value is False and name.endswith("_strategy"):
+            raise ConfigError(f'{where} has {name}: no, which YAML reads as false: write "no" in quotes.')
+    return values

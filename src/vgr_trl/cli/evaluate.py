@@ -4,25 +4,31 @@ import inspect
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from trl import ModelConfig
 
-from vgr_trl.cli.arguments import DataArguments, one_sentence
-from vgr_trl.cli.flags import CACHE, EvaluationArguments, config_values, flags_in
+from vgr_trl.cli.arguments import (
+    CACHE,
+    DataArguments,
+    EvaluationArguments,
+    RewardArguments,
+    RunArguments,
+    one_sentence,
+    parse,
+)
 from vgr_trl.cli.loading import load_for_inference, load_processor_for_inference, load_rows, tested
-from vgr_trl.cli.parsing import parse
+from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.rows import report_skipped
-from vgr_trl.evaluation import Cache, Evaluation, Scores, evaluate, key_of, model_identity, rows_identity, write_harness
-from vgr_trl.rewards.loading import ScoredFile, load_rewards
+from vgr_trl.evaluation import Cache, Evaluation, Scores, evaluate, key_of, model_identity, rows_identity
+from vgr_trl.reporting.records import refuse_unwritable
+from vgr_trl.rewards.loading import ScoredFile
 from vgr_trl.utils import ConfigError
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Scores of one or several models as one table.
 
 
 def scores_table(results: Mapping[str, Evaluation]) -> Table:
@@ -55,47 +61,22 @@ def _rate(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-GROUPS = ("family", "source")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse flags (or `--config x.yaml`, also that of a training), evaluate `--dataset_test_split`, print a table."""
-    data, options = parse((DataArguments, EvaluationArguments), "evaluate", argv)
-    _leave_out_training(sys.argv[1:] if argv is None else argv, data, options)
-    if isinstance(options.model_name_or_path, str):  # from a YAML file
-        options.model_name_or_path = [options.model_name_or_path]
+    of_training = (RunArguments, RewardArguments, DAPOConfig, ModelConfig)
+    ignored = {option.name for group in of_training for option in fields(group)}
+    data, options = parse((DataArguments, EvaluationArguments), "evaluate", argv, ignored)
     if options.output_file:
-        _refuse_unwritable(Path(options.output_file))
+        refuse_unwritable(Path(options.output_file), "output_file")
     results = run(data, options)
     (Console() if sys.stdout.isatty() else Console(width=240)).print(scores_table(results))
     if options.output_file:
-        write_results(results, Path(options.output_file), options.save_completions)
-    if options.harness_dir:
-        task = Path(str(data.dataset_name or data.dataset_path or "questions").rstrip("/")).name or "questions"
-        for model, result in results.items():
-            print(f"Wrote {write_harness(Path(options.harness_dir), model, task, result, _settings(options))}.")
+        values = {name: result.to_dict(records=options.save_completions) for name, result in results.items()}
+        content = next(iter(values.values())) if len(values) == 1 else {"models": values}
+        text = json.dumps(content, indent=2, default=str) + "\n"
+        Path(options.output_file).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.output_file).write_text(text, encoding="utf-8")
     return 0
-
-
-def _leave_out_training(argv: Sequence[str], data: DataArguments, options: EvaluationArguments) -> None:
-    """Name the options of a training in the file of `--config`, and leave out its rewards, which may need one."""
-    values = config_values(argv)
-    of_training = [name for name in values if name not in {*vars(data), *vars(options), "env"}]
-    if of_training and "reward_funcs" in values and "reward_funcs" not in dict(flags_in(argv)):
-        of_training.append("reward_funcs")
-        options.reward_funcs = []
-    if of_training:
-        print(f"Without effect on an evaluation: {', '.join(of_training)}.", file=sys.stderr)
-
-
-def _refuse_unwritable(path: Path) -> None:
-    """Refuse a file that cannot be written, before the work whose numbers it is to hold."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8"):
-            pass
-    except OSError as error:
-        raise ConfigError(f"output_file is {path}, which cannot be written ({error}): choose another.") from error
 
 
 def run(data: DataArguments, options: EvaluationArguments) -> dict[str, Evaluation]:
@@ -104,14 +85,10 @@ def run(data: DataArguments, options: EvaluationArguments) -> dict[str, Evaluati
         raise ConfigError("model_name_or_path is missing: give a checkpoint folder, an adapter folder or a hub name.")
     if data.dataset_streaming:
         raise ConfigError("dataset_streaming is on, but evaluate reads a whole split: remove the flag.")
-    rewards = load_rewards(
-        options.reward_funcs,
-        max_completion_length=options.max_completion_length,
-        soft_punish_cache=options.soft_punish_cache,
-        files=options.file_options(),
-        options=options.plugin_options,
-    )
-    sources = [
+    rewards = options.load(options.reward_funcs, options.max_completion_length, options.soft_punish_cache)
+    elsewhere = ("model_name_or_path", "output_file", "save_completions", "cache_dir", "use_cache")
+    settings = {name: value for name, value in asdict(options).items() if name not in elsewhere}
+    settings["rewards"] = [
         reward.source if isinstance(reward, ScoredFile) else inspect.getsource(reward)
         for reward in rewards
         if inspect.isfunction(reward) or isinstance(reward, ScoredFile)
@@ -121,7 +98,7 @@ def run(data: DataArguments, options: EvaluationArguments) -> dict[str, Evaluati
     questions: dict[str, tuple[Any, str]] = {}
     results: dict[str, Evaluation] = {}
     loading: dict[str, Any] = {"revision": options.model_revision, "trust_remote_code": options.trust_remote_code}
-    for name in dict.fromkeys(options.model_name_or_path):  # all, before the first is asked
+    for name in dict.fromkeys(options.model_name_or_path):  # all are looked up before the first answers
         with one_sentence():
             rows, skipped = load_rows(
                 tested(data),
@@ -131,18 +108,27 @@ def run(data: DataArguments, options: EvaluationArguments) -> dict[str, Evaluati
                 processor=partial(load_processor_for_inference, name, **loading),
             )
             left_out = left_out or skipped
-            key = key_of(
-                model_identity(name, options.model_revision),
-                rows_identity(rows),
-                _settings(options) | {"rewards": sources},
-            )
-        questions[name] = rows, key
+            identity = model_identity(name, options.model_revision)
+            questions[name] = rows, key_of(identity, rows_identity(rows), settings)
     for name, (rows, key) in questions.items():
         result = cache.find(key)
         if result is None:
             with one_sentence():
                 model, processor = load_for_inference(name, dtype=options.dtype, **loading)
-            result = _evaluated(model, processor, rows, options, rewards)
+            result = evaluate(
+                model,
+                processor,
+                rows,
+                num_samples=options.num_samples,
+                temperature=options.temperature,
+                max_completion_length=options.max_completion_length,
+                batch_size=options.batch_size,
+                blank_images=options.blank_images,
+                blind=options.blind_baseline,
+                reward_funcs=rewards,
+                group_by=_group_column(options.group_by, rows),
+                seed=options.seed,
+            )
             cache.keep(key, result)
         else:
             print(f"{name}: taken from {cache.folder}; --use_cache false measures again.")
@@ -152,38 +138,9 @@ def run(data: DataArguments, options: EvaluationArguments) -> dict[str, Evaluati
     return results
 
 
-def _evaluated(model: Any, processor: Any, rows: Any, options: EvaluationArguments, rewards: list[Any]) -> Evaluation:
-    return evaluate(
-        model,
-        processor,
-        rows,
-        num_samples=options.num_samples,
-        temperature=options.temperature,
-        max_completion_length=options.max_completion_length,
-        batch_size=options.batch_size,
-        blank_images=options.blank_images,
-        blind=options.blind_baseline,
-        reward_funcs=rewards,
-        group_by=_group_column(options.group_by, rows),
-        seed=options.seed,
-    )
-
-
 def _group_column(given: str | None, rows: Any) -> str | None:
     """The column that is asked for, else one of families in which there are several."""
     if given is not None:
         return None if given == "none" else given
-    return next((name for name in GROUPS if name in rows.column_names and len(set(rows[name])) > 1), None)
-
-
-def _settings(options: EvaluationArguments) -> dict[str, Any]:
-    """What the numbers depend on besides the model and the questions."""
-    elsewhere = ("model_name_or_path", "output_file", "save_completions", "harness_dir", "cache_dir", "use_cache")
-    return {name: value for name, value in asdict(options).items() if name not in elsewhere}
-
-
-def write_results(results: Mapping[str, Evaluation], path: Path, completions: bool) -> None:
-    """Write the numbers to `path`, with `completions` every completion too; of several models by their names."""
-    values = {name: result.to_dict(records=completions) for name, result in results.items()}
-    content = next(iter(values.values())) if len(values) == 1 else {"models": values}
-    path.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
+    several = (name for name in ("family", "source") if name in rows.column_names and len(set(rows[name])) > 1)
+    return next(several, None)

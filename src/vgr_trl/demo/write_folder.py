@@ -13,8 +13,8 @@ import torch
 from datasets import Dataset, Features, Value, disable_progress_bars
 from datasets import Image as ImageFeature
 
+from vgr_trl.demo import Options
 from vgr_trl.demo.demo import Rows, Split, draw, draw_questions, learn_answers, set_up_process, warm_up, words_of
-from vgr_trl.demo.options import Options
 from vgr_trl.demo.tiny_model import build_tiny_vlm
 
 FEATURES = Features(

@@ -12,10 +12,9 @@ from support.made_sets import jsonl, parquet, picture
 
 from vgr_trl.cli import data as data_convert
 from vgr_trl.cli import data as data_inspect
-from vgr_trl.cli.arguments import DataArguments
+from vgr_trl.cli.arguments import DataArguments, parse
 from vgr_trl.cli.data import inspect_run as inspect_rows
 from vgr_trl.cli.loading import load_rows
-from vgr_trl.cli.parsing import parse
 from vgr_trl.data.columns import images_of
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.utils import ConfigError, DataError

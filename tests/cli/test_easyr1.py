@@ -8,7 +8,7 @@ import pytest
 
 from vgr_trl import mtrl
 from vgr_trl.cli.__main__ import main
-from vgr_trl.cli.flags import without_foreign
+from vgr_trl.cli.easyr1 import convert_flags
 
 CONFIG = """
 data: {{train_files: {train}, val_files: {test}, prompt_key: problem, answer_key: solution, max_prompt_length: 128,
@@ -68,7 +68,7 @@ def test_their_entry_point_evaluates_only(config, capsys):
     assert mtrl.main([*arguments, "--use_cache", "false", "--blind_baseline", "false"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "compute_score" in said
-    assert "Theirs asks for 8 processes, this run has 1" in said
+    assert "The configuration asks for 8 processes, this run has 1" in said
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_too_few_gpus_are_told_before_anything_starts(config, capsys, monkeypatc
 
 
 def test_unknown_keys_can_be_ignored(config, capsys):
-    command, flags = without_foreign("train", ["--config", str(config), "trainer.raytime=1", "--ignore_unknown_keys"])
+    command, flags = convert_flags("train", ["--config", str(config), "trainer.raytime=1", "--ignore_unknown_keys"])
     assert command == "train"
     assert flags[flags.index("--learning_rate") + 1] == "0.0005"
     assert "raytime" not in " ".join(flags)

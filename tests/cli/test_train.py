@@ -1,17 +1,69 @@
-"""What a run evaluates on, from the flags of a user."""
+"""The folder of a run, and what it evaluates on, from the flags of a user."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from datasets import Dataset, load_dataset
 
+from vgr_trl.checkpoints import how_to_go_on, resolve_checkpoint, write_manifest
 from vgr_trl.cli.__main__ import main
+from vgr_trl.cli.train import check_output_dir, write_identity
 from vgr_trl.data.load import hold_out
 from vgr_trl.data.rows import prepare_rows
 from vgr_trl.reporting.records import read_run
+from vgr_trl.utils import ConfigError
 
 HUB = Path("lujunxi57") / "DDM"
+RUN = {"model": "m", "data": "d", "reward_funcs": ["accuracy"]}
+
+
+def test_the_folder_of_another_run_is_refused(tmp_path):
+    check_output_dir(tmp_path, RUN, None)
+    write_identity(tmp_path, RUN)
+    check_output_dir(tmp_path, RUN, None)  # a run that failed before its first checkpoint leaves nothing to lose
+    (tmp_path / "checkpoint-3").mkdir()
+    with pytest.raises(ConfigError, match=re.escape("holds a run (checkpoint-3): choose another output_dir, or")):
+        check_output_dir(tmp_path, RUN, None)
+    check_output_dir(tmp_path, RUN, "latest")
+    with pytest.raises(ConfigError, match="holds a run with model 'm', but 'other' was given"):
+        check_output_dir(tmp_path, {**RUN, "model": "other"}, "latest")
+    assert json.loads((tmp_path / "run.json").read_text()) == RUN
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(ConfigError, match="run.json cannot be read"):
+        check_output_dir(tmp_path, RUN, "latest")
+
+
+def test_a_run_that_is_interrupted_goes_on_from_a_checkpoint_only_if_there_is_one(tmp_path):
+    assert "--resume_from_checkpoint" not in how_to_go_on(tmp_path)
+    (tmp_path / "checkpoint-3").mkdir()
+    assert "--resume_from_checkpoint" not in how_to_go_on(tmp_path), "it was being written"
+    (tmp_path / "checkpoint-3" / "rng_state.pth").touch()
+    write_manifest(tmp_path / "checkpoint-3")
+    (tmp_path / "checkpoint-4").mkdir()
+    assert how_to_go_on(tmp_path) == f"--resume_from_checkpoint continues from {tmp_path / 'checkpoint-3'}"
+
+
+def test_a_finished_run_of_trl_and_a_file_are_refused_too(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match="holds a run \\(model.safetensors\\)"):
+        check_output_dir(tmp_path, RUN, None)
+    for place in ("model.safetensors", "model.safetensors/below"):
+        with pytest.raises(ConfigError, match="model.safetensors cannot be written to"):
+            check_output_dir(tmp_path / place, RUN, None)
+    with pytest.raises(ConfigError, match="no complete checkpoint, only a finished run"):
+        resolve_checkpoint("latest", tmp_path)
+
+
+def test_a_demo_may_be_repeated_in_its_own_folder_only(tmp_path):
+    demo = {"command": "demo"}
+    check_output_dir(tmp_path, demo, None, may_repeat=True)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match="holds a run \\(model.safetensors\\): choose another output_dir.$"):
+        check_output_dir(tmp_path, demo, None, may_repeat=True)
+    write_identity(tmp_path, demo)
+    check_output_dir(tmp_path, demo, None, may_repeat=True)
 
 
 @pytest.fixture
