@@ -292,7 +292,7 @@ class _Help(argparse.Action):
 class _Parser(HfArgumentParser):
     """Sorts the options by stage, and raises `ConfigError` where argparse prints a usage of hundreds of flags."""
 
-    def __init__(self, groups: Sequence[type], command: str) -> None:
+    def __init__(self, groups: Sequence[Any], command: str) -> None:
         super().__init__(
             groups,
             prog=f"vgr-trl {command}",

@@ -399,7 +399,11 @@ def warm_start(
 def warm_up(model: Any, processor: Any, questions: Questions, options: Options) -> None:
     """Bring the model to `warm_start_accuracy` on the validation questions."""
     seed, shown = options.seed, questions.shown or questions.train
-    of_text = {"max_steps": options.text_steps, "batch_size": options.text_batch_size, "target_loss": options.text_loss}
+    of_text: Any = {
+        "max_steps": options.text_steps,
+        "batch_size": options.text_batch_size,
+        "target_loss": options.text_loss,
+    }
     text = questions.text or questions.train
     learn_answers(model, processor, text, learning_rate=options.text_learning_rate, seed=seed, **of_text)
     learn_captions(model, processor, shown, target_loss=options.caption_loss, seed=seed)
