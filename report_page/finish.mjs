@@ -6,7 +6,7 @@ import { join } from "node:path";
 const OUTPUT = "../src/vgr_trl/reporting/page.html";
 const LEFT_OUT = new Set(["node_modules", "dist", ".gitignore"]);
 
-// test_html.py computes the same: "path\n", content, "\n" of every file, in the order of the paths.
+// test_page.py computes the same: "path\n", content, "\n" of every file, in the order of the paths.
 function sourcesHash() {
   const files = readdirSync(".", { recursive: true, withFileTypes: true })
     .filter((entry) => entry.isFile())

@@ -1,5 +1,5 @@
 // Colours for numbers per token that colour-blind readers can tell apart: blue below the middle, orange above.
-// The same scale as src/vgr_trl/reporting/notebook.py, with a dark middle in dark mode.
+// The middle is dark in dark mode.
 import type { Numbers } from "./data";
 
 type Colour = [number, number, number];

@@ -20,7 +20,8 @@ from transformers.utils import logging
 from vgr_trl.batch import valid_tokens
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.loss import collapse_warning
-from vgr_trl.reporting.records import Course, describe, find_signs, in_verl
+from vgr_trl.reporting.collapse import MetricHistory, find_collapse, warning_of
+from vgr_trl.reporting.verl_names import in_verl
 from vgr_trl.rollout import ConstructedTrainer, TrainingPass
 from vgr_trl.utils import ConfigError, NotFiniteError, replaced
 
@@ -168,7 +169,7 @@ class CollapseWatch(TrainerCallback):
     def __init__(self, trainer: "DAPOTrainer") -> None:
         self.found: str | None = None
         self._trainer = trainer
-        self._courses: dict[str, Course] = {}
+        self._histories: dict[str, MetricHistory] = {}
         self._perception: deque[dict[str, float]] = deque(maxlen=PERCEPTION_HISTORY)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -178,10 +179,10 @@ class CollapseWatch(TrainerCallback):
         found = self._trainer.newest_metrics()
         newest = {name: value for name, value in found.items() if value == value}  # NaN: nothing to average
         for name, value in newest.items():
-            self._courses.setdefault(name, Course()).add(value)
+            self._histories.setdefault(name, MetricHistory()).add(value)
         weights = dict(zip(self._trainer.reward_func_names, self._trainer.reward_weights.tolist(), strict=True))
-        if signs := find_signs(self._courses, weights):
-            self.found = describe(signs, state.global_step)
+        if signs := find_collapse(self._histories, weights):
+            self.found = warning_of(signs, state.global_step)
         elif args.perception_loss_weight > 0:
             self._perception.append(newest)
             self.found = collapse_warning(self._perception)

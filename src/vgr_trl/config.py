@@ -678,8 +678,8 @@ class ReportOptions:
     rollout_log_samples: int = option(4, "Completions per record: the first two of each prompt.", ge=1,
         needs="rollout_log_steps")
     rollout_log_max_megabytes: float = option(512, "Bound of records and thumbnails, whose oldest but the first ones "
-        "go beyond it; of the tables of log_completions likewise; of rollouts/logs.jsonl, of which every second entry "
-        "goes then; and of each Markdown file, to which nothing is added.", ge=1, needs=_unless_files)
+        "go beyond it; of the tables of log_completions likewise; and of each Markdown file, to which nothing is "
+        "added.", ge=1, needs=_unless_files)
     markdown_logs: bool = option(True, "Write the recorded completions, with their token weights, as Markdown to "
         "output_dir/training_logs too.")
     rollout_log_path: str | None = option(None, "Another Markdown file for the recorded completions of training.",
@@ -690,8 +690,8 @@ class ReportOptions:
         "completions, by segment of layers.", needs="rollout_log_steps")
     token_weights_log_path: str | None = option(None, "Markdown file for token weights, for instance token_weights.md.",
         needs="rollout_log_steps")
-    realtime_rollout_logging: bool = option(False, "Append to the Markdown files as soon as the rewards of a rollout "
-        "are computed, not when the trainer logs.", needs=_unless_markdown)
+    realtime_rollout_logging: bool = option(False, "Accepted for older scripts: the Markdown files always grow as "
+        "soon as a rollout is recorded.", needs=_unless_markdown)
     prompt_preview_length: int | None = option(600, "Characters of a prompt in the Markdown files. None: all.", ge=1,
         needs=_unless_markdown)
     completion_preview_length: int | None = option(2000, "Characters of a completion in the Markdown files. None: all.",

@@ -53,8 +53,8 @@ from vgr_trl.prepare import (
     refuse_files_in_prompts,
     with_image_lists,
 )
-from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, method_tags
-from vgr_trl.reporting.recorder import FlushRecords, RolloutRecorder, add_credit, extend_card, rewards_of
+from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, rewards_of
+from vgr_trl.reporting.recorder import FlushRecords, RolloutRecorder, add_credit
 from vgr_trl.resume import PromptOrder, ResumableTrainer
 from vgr_trl.rewards.answers import completion_text
 from vgr_trl.rewards.groups import WholeGroups
@@ -274,7 +274,7 @@ class DAPOTrainer(ResumableTrainer):
         """Add to TRL's: when training, measure what depends on the image, select groups, apply token credit."""
         with self.new_rollout(inputs, recorded=self.recorder.rows_due(len(inputs))) as rollout:
             self.generate_and_score(rollout)
-            recorded = self.recorder.keep(rollout)
+            recorded = self.recorder.snapshot(rollout)
             if self.model.training:
                 with self.clock.stage("choose"):
                     self._log_metrics(select_groups(self, rollout))

@@ -1,6 +1,6 @@
-"""What a person sees of a run.
+"""What a person sees of a run: records of its rollouts, and what is made of them.
 
-`records/` writes and reads what was recorded, `views/` shows it: a page, curves, Markdown, the terminal, a notebook, a
-model card. `sink.py` joins them while a run goes on; `signs.py` tells a run that collapses, `metric_names.py` what
-others call the metrics.
+`records.py` writes and reads them, `recorder.py` takes them while a run goes on; from them come `markdown.py` (and the
+terminal), `page.py` and `notebook.py`. `model_card.py` says how a model was trained, `collapse.py` whether a run
+collapses, `verl_names.py` what verl calls the metrics.
 """

@@ -1,111 +1,18 @@
-"""What a model card says beyond TRL's: rewards, the options that were on with their `help`, and the papers to cite."""
+"""What a model card says beyond TRL's: origin, use, rewards, the options that were on, and the papers to cite."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from trl import GRPOConfig
 
+from vgr_trl.added_loss import PENALTY
 from vgr_trl.config import AliasOptions, EfficiencyOptions, EvaluateOptions, ReportOptions
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.options import options_in_effect
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What a model card says of a model's origin, and how to use it.
-
-
-_ORIGIN = re.compile(r"^This model is a fine-tuned version of .*$", re.MULTILINE)
-_USE = re.compile(r"(?<=^## Quick start\n\n)```python\n.*?\n```", re.MULTILINE | re.DOTALL)
-_VISION = """\
-from transformers import AutoModelForImageTextToText, AutoProcessor
-
-model = AutoModelForImageTextToText.from_pretrained("{where}", device_map="auto")
-processor = AutoProcessor.from_pretrained("{where}")
-question = "What is in the picture?\\nA. a cat\\nB. a dog"
-messages = [
-{system}    {{
-        "role": "user",
-        "content": [{{"type": "image", "image": "picture.jpg"}}, {{"type": "text", "text": question}}],
-    }},
-]
-inputs = processor.apply_chat_template(
-    messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
-).to(model.device)
-output = model.generate(**inputs, max_new_tokens={length})
-print(processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
-_TEXT = """\
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("{where}", device_map="auto")
-tokenizer = AutoTokenizer.from_pretrained("{where}")
-messages = [
-{system}    {{"role": "user", "content": "What is 7 times 8?"}},
-]
-inputs = tokenizer.apply_chat_template(
-    messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
-).to(model.device)
-output = model.generate(**inputs, max_new_tokens={length})
-print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
-
-
-@dataclass(frozen=True)
-class About:
-    """A trained model.
-
-    Attributes:
-        name: of the model.
-        where: a hub name or folder, from which it is loaded.
-        base: what it was trained from; None: its own weights, of no name.
-        data: what it was trained on; None: not known.
-        rows: of that; None: a stream.
-        system: the system prompt of training; None: none.
-        reads_images: whether it is a vision-language model.
-        length: longest completion of training, in tokens.
-    """
-
-    name: str
-    where: str
-    base: str | None
-    data: str | None
-    rows: int | None
-    system: str | None
-    reads_images: bool
-    length: int
-
-
-def introduced(card: str, about: About) -> str:
-    """Return TRL's card with its sentence on origin and its example replaced by those of the model."""
-    source = f"trained from {_linked(about.base)}" if about.base else "trained"
-    rows = f"{about.rows:,} rows" if about.rows is not None else "a stream"
-    on = f" on {rows} of {code(about.data)}" if about.data else f" on {rows}"
-    origin = (
-        f"This {'vision-language ' if about.reads_images else ''}model was {source}{on}, by reinforcement learning."
-    )
-    system = f'    {{"role": "system", "content": {about.system!r}}},\n' if about.system else ""
-    example = (_VISION if about.reads_images else _TEXT).format(where=about.where, system=system, length=about.length)
-    card = _ORIGIN.sub(lambda _: origin, card, count=1)
-    card = _USE.sub(lambda _: f"```python\n{example}\n```", card, count=1)
-    return re.sub(
-        r"^# Model Card for .*$", lambda _: f"# Model Card for {about.name}", card, count=1, flags=re.MULTILINE
-    )
-
-
-def _linked(name: str) -> str:
-    return code(name) if Path(name).exists() else f"[{name}](https://huggingface.co/{name})"
-
-
-def code(text: str) -> str:
-    """Return `text` as code whose span it cannot end."""
-    return f"`{' '.join(text.replace('`', chr(39)).split())}`"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The papers behind the options of this library, as `papers.bib` has them.
-
-
-_ENTRY = re.compile(r"@misc\{(?P<key>\w+),\n(?P<fields>.*?)\n\}", re.DOTALL)
-_FIELD = re.compile(r"^ +(\w+) += \{(.*)\},$", re.MULTILINE)
+from vgr_trl.rollout import ConstructedTrainer
 
 
 @dataclass(frozen=True)
@@ -122,15 +29,16 @@ class Paper:
         return f"[{self.title}](https://huggingface.co/papers/{self.arxiv})"
 
 
-def _read(text: str) -> dict[str, Paper]:
+def _read_papers() -> dict[str, Paper]:
     found = {}
-    for entry in _ENTRY.finditer(text):
-        fields = dict(_FIELD.findall(entry["fields"]))
-        found[entry["key"]] = Paper(fields["title"].strip("{}"), fields["eprint"], entry[0])
+    text = Path(__file__).with_name("papers.bib").read_text(encoding="utf-8")
+    for entry in re.finditer(r"@misc\{(\w+),\n(.*?)\n\}", text, re.DOTALL):
+        values = dict(re.findall(r"^ +(\w+) += \{(.*)\},$", entry[2], re.MULTILINE))
+        found[entry[1]] = Paper(values["title"].strip("{}"), values["eprint"], entry[0])
     return found
 
 
-_PAPERS = _read(Path(__file__).with_name("papers.bib").read_text(encoding="utf-8"))
+_PAPERS = _read_papers()
 DAPO, MDI, VPPO, PAPO = (
     _PAPERS[key] for key in ("yu2025dapo", "wu2025language", "huang2025spotlight", "wang2025perception")
 )
@@ -155,20 +63,101 @@ REWARDS = {  # reward -> where it comes from
     "blind_accuracy_reward": _PAPERS["li2025self"],
 }
 TAG_OF = {MDI: "vision-gain-ratio", VPPO: "vppo", PAPO: "papo"}
-
-
 TAGS = ("dapo", "vgr_trl")
 TRL_PAPER = {"title": DAPO.title, "id": DAPO.arxiv, "citation": DAPO.bibtex}  # the form in which TRL wants the paper
-BEFORE = "### Framework versions"  # heading of TRL's card that follows on the procedure
+_BEFORE = "### Framework versions"  # heading of TRL's card that follows on the procedure
 _ASIDE = (AliasOptions, ReportOptions, EvaluateOptions, EfficiencyOptions, GRPOConfig)  # which steer no method
 OF_THE_METHOD = {option.name for group in DAPOConfig.__bases__ if group not in _ASIDE for option in fields(group)}
 OF_THE_METHOD |= {"early_reward_weights", "vgr_hard_negative", "attention_reward_scale"}
+
+_EXAMPLE = """\
+from transformers import {auto}, {reader}
+
+model = {auto}.from_pretrained("{where}", device_map="auto")
+{name} = {reader}.from_pretrained("{where}")
+messages = [
+{system}    {{"role": "user", "content": {content}}},
+]
+inputs = {name}.apply_chat_template(
+    messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+).to(model.device)
+output = model.generate(**inputs, max_new_tokens={length})
+print({name}.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
+_QUESTION = r'{"type": "text", "text": "What is in the picture?\nA. a cat\nB. a dog"}'
+_CONTENT = f'[\n        {{"type": "image", "image": "picture.jpg"}},\n        {_QUESTION},\n    ]'
+
+
+def rewards_of(trainer: ConstructedTrainer) -> list[str]:
+    """Return the names of the rewards that a user has given."""
+    return [name for name in trainer.reward_func_names if name != PENALTY]
 
 
 def method_tags(options: DAPOConfig, rewards: Sequence[str]) -> list[str]:
     """Return the tags of a model trained with `options` and the rewards of these names."""
     tags = [TAG_OF[paper] for paper in _papers(options, rewards) if paper in TAG_OF]
     return list(dict.fromkeys([*TAGS, *tags]))
+
+
+def extend_card(trainer: ConstructedTrainer, name: str | None, data: str | None) -> None:
+    """Add to the card that TRL has written: origin and use, rewards, the options that were on, the papers to cite.
+
+    Args:
+        name: of the model; None: that of its folder.
+        data: what it was trained on; None: not known.
+    """
+    file = Path(str(trainer.args.output_dir), "README.md")
+    card = with_origin(file.read_text(encoding="utf-8"), trainer, name, data)
+    file.write_text(extended_card(card, trainer.args, rewards_of(trainer)), encoding="utf-8")
+
+
+def with_origin(card: str, trainer: ConstructedTrainer, name: str | None, data: str | None) -> str:
+    """Return TRL's card with its title, its sentence on origin and its example replaced by those of the model."""
+    args, rows, has_images = trainer.args, trainer.train_dataset, bool(trainer._is_vlm)
+    is_counted = hasattr(rows, "__len__") and len(rows) > 0
+    system = _system_prompt(rows[0]) if is_counted else None
+    example = _EXAMPLE.format(
+        auto="AutoModelForImageTextToText" if has_images else "AutoModelForCausalLM",
+        reader="AutoProcessor" if has_images else "AutoTokenizer",
+        name="processor" if has_images else "tokenizer",
+        where=args.hub_model_id or str(args.output_dir),
+        system=f'    {{"role": "system", "content": {system!r}}},\n' if system else "",
+        content=_CONTENT if has_images else '"What is 7 times 8?"',
+        length=args.max_completion_length or 512,
+    )
+    base = getattr(trainer.model.config, "_name_or_path", None)
+    source = (
+        f" from {code(base) if Path(base).exists() else f'[{base}](https://huggingface.co/{base})'}" if base else ""
+    )
+    number = f"{len(rows):,} rows" if is_counted else "a stream"
+    origin = (
+        f"This {'vision-language ' if has_images else ''}model was trained{source} on {number}"
+        f"{f' of {code(data)}' if data else ''}, by reinforcement learning."
+    )
+    title = f"# Model Card for {name or Path(str(args.output_dir)).resolve().name}"
+    for pattern, text in (
+        (r"^This model is a fine-tuned version of .*$", origin),
+        (r"(?s:(?<=^## Quick start\n\n)```python\n.*?\n```)", f"```python\n{example}\n```"),
+        (r"^# Model Card for .*$", title),
+    ):
+        card = re.sub(pattern, lambda _, text=text: text, card, count=1, flags=re.MULTILINE)  # type: ignore[misc]
+    return card
+
+
+def _system_prompt(row: Mapping[str, Any]) -> str | None:
+    prompt = row.get("prompt")
+    first = prompt[0] if isinstance(prompt, list) and prompt else None
+    if not isinstance(first, Mapping) or first.get("role") != "system":
+        return None
+    content = first["content"]
+    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
+
+
+def extended_card(card: str, options: DAPOConfig, rewards: Sequence[str]) -> str:
+    """Return TRL's model card, as Markdown, with the section and the citations in their places."""
+    section, cited = method_section(options, rewards), citations(options, rewards)
+    start, heading, rest = card.partition(_BEFORE)
+    card = f"{start}{section}\n{heading}{rest}" if heading else f"{card.rstrip()}\n\n{section}"
+    return f"{card.rstrip()}\n\n{cited}" if cited else card
 
 
 def method_section(options: DAPOConfig, rewards: Sequence[str]) -> str:
@@ -187,10 +176,10 @@ def method_section(options: DAPOConfig, rewards: Sequence[str]) -> str:
         "",
         "| reward | weight |",
         "|---|---:|",
-        *(f"| {_code(name)} | {weight:g} |" for name, weight in zip(rewards, weights, strict=True)),
+        *(f"| {_cell(code(name))} | {weight:g} |" for name, weight in zip(rewards, weights, strict=True)),
         "",
     ]
-    if found := _in_effect(options):
+    if found := options_in_effect(options, OF_THE_METHOD):
         lines += ["| option | what it does | paper |", "|---|---|---|"]
         for name, what in found.items():
             paper = _paper(options, name)
@@ -202,52 +191,29 @@ def method_section(options: DAPOConfig, rewards: Sequence[str]) -> str:
 
 def citations(options: DAPOConfig, rewards: Sequence[str]) -> str:
     """Return, as Markdown, the BibTeX of the papers behind what was on; DAPO's stands in TRL's part of the card."""
-    others = [paper for paper in _papers(options, rewards) if paper != DAPO]
-    if not others:
+    entries = [paper.bibtex for paper in _papers(options, rewards) if paper != DAPO]
+    if not entries:
         return ""
-    entries = "\n\n".join(paper.bibtex for paper in others)
-    return f"Cite what the training signal builds on as:\n\n```bibtex\n{entries}\n```\n"
-
-
-def extended_card(card: str, options: DAPOConfig, rewards: Sequence[str], about: About | None = None) -> str:
-    """Return TRL's model card with the section and the citations in their places.
-
-    Args:
-        card: Markdown as TRL writes it.
-        about: takes the place of what TRL's card says of origin and use; None: TRL's stays.
-    """
-    section = method_section(options, rewards)
-    if about is not None:
-        card = introduced(card, about)
-    start, heading, rest = card.partition(BEFORE)
-    card = f"{start}{section}\n{heading}{rest}" if heading else f"{card.rstrip()}\n\n{section}"
-    cited = citations(options, rewards)
-    return f"{card.rstrip()}\n\n{cited}" if cited else card
-
-
-def _in_effect(options: DAPOConfig) -> dict[str, str]:
-    """What each option of the method says of itself that was given, or that belongs to one that was."""
-    return options_in_effect(options, OF_THE_METHOD)
-
-
-def _paper(options: DAPOConfig, name: str) -> Paper | None:
-    """Where what an option switches on comes from."""
-    return ESTIMATORS.get(options.advantage_estimator) if name == "advantage_estimator" else PAPERS.get(name)
+    return "Cite what the training signal builds on as:\n\n```bibtex\n" + "\n\n".join(entries) + "\n```\n"
 
 
 def _papers(options: DAPOConfig, rewards: Sequence[str]) -> list[Paper]:
-    found = [_paper(options, name) for name in _in_effect(options)]
+    found = [_paper(options, name) for name in options_in_effect(options, OF_THE_METHOD)]
     found += [REWARDS.get(name) for name in rewards]
     return list(dict.fromkeys(paper for paper in found if paper is not None))
 
 
+def _paper(options: DAPOConfig, name: str) -> Paper | None:
+    return ESTIMATORS.get(options.advantage_estimator) if name == "advantage_estimator" else PAPERS.get(name)
+
+
 def _stated(options: DAPOConfig, name: str) -> str:
-    return _code(f"{name}={getattr(options, name)}")
+    return _cell(code(f"{name}={getattr(options, name)}"))
 
 
-def _code(text: str) -> str:
-    """Return `text` as code that can end neither its span nor its table cell."""
-    return _cell(code(text))
+def code(text: str) -> str:
+    """Return `text` as code whose span it cannot end."""
+    return f"`{' '.join(text.replace('`', chr(39)).split())}`"
 
 
 def _cell(text: str) -> str:

@@ -9,7 +9,7 @@ from transformers.integrations import integration_utils
 from vgr_trl import metrics as clocks
 from vgr_trl.callbacks import name_for_trackers
 from vgr_trl.metrics import OptimizerClock, StageClock
-from vgr_trl.reporting.records import in_verl
+from vgr_trl.reporting.verl_names import in_verl
 
 
 @pytest.fixture

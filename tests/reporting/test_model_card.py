@@ -91,15 +91,6 @@ def test_methods_of_one_paper_cite_it_once_and_dapo_is_left_to_trl() -> None:
     assert re.search(r"\| `replay_buffer_size=8` \| .+ \|  \|", section)
 
 
-def test_bibtex_has_balanced_braces_and_one_field_per_line() -> None:
-    lines = VPPO.bibtex.splitlines()
-    assert lines[0] == "@misc{huang2025spotlight,"
-    assert lines[1] == "    title         = {{Spotlight on Token Perception for Multimodal Reinforcement Learning}},"
-    assert lines[-1] == "}"
-    for line in lines[1:-1]:
-        assert line.count("{") == line.count("}")
-
-
 def test_the_section_stands_before_the_versions_and_the_citations_at_the_end() -> None:
     card = extended_card(CARD, options(token_weights=True), ["accuracy_reward"])
     assert re.findall(r"^#+ .*", card, re.MULTILINE) == [
@@ -110,11 +101,6 @@ def test_the_section_stands_before_the_versions_and_the_citations_at_the_end() -
     ]
     assert card.index("Cite TRL.") < card.index("@misc{wu2025language")
     assert card.startswith("---\ntags: []\n---\n")
-
-
-def test_a_card_without_the_expected_heading_gets_the_section_at_its_end() -> None:
-    card = extended_card("# Model\n", options(), ["accuracy_reward"])
-    assert card.startswith("# Model\n\n### Training signal\n")
 
 
 def test_a_name_cannot_end_its_table_cell() -> None:

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 from html.parser import HTMLParser
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from vgr_trl.reporting.notebook import HIGH, LOW, css, show_completion
+from vgr_trl.reporting.notebook import colour_at, positions, show_completion
 from vgr_trl.reporting.records import AttentionMap, Completion, RecordedImage
-from vgr_trl.utils import ConfigError, DataError
+from vgr_trl.utils import ConfigError
 
-NOTEBOOK = Path(__file__).parents[3] / "examples" / "notebooks" / "look_at_a_rollout.ipynb"
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebooks" / "look_at_a_rollout.ipynb"
 
 
 class Elements(HTMLParser):
@@ -87,8 +88,8 @@ def test_every_token_has_its_colour_and_says_its_value(run: Path) -> None:
     assert [text for _, text in tokens] == ["red", " one", "<|im_end|>"]
     assert [attributes["title"] for attributes, _ in tokens] == [f"vision gain ratio {v}" for v in ("0.5", "1", "2")]
     styles = [attributes["style"] or "" for attributes, _ in tokens]
-    assert [f"background:{css(LOW)}" in style for style in styles] == [True, False, False]
-    assert [f"background:{css(HIGH)}" in style for style in styles] == [False, False, True]
+    assert [f"background:{colour_at(-1)}" in style for style in styles] == [True, False, False]
+    assert [f"background:{colour_at(1)}" in style for style in styles] == [False, False, True]
 
 
 def test_what_is_missing_has_no_colour_and_says_so(run: Path) -> None:
@@ -104,7 +105,7 @@ def test_what_is_missing_has_no_colour_and_says_so(run: Path) -> None:
     assert len(page.all("span")) == 3
 
 
-def test_reward_solution_and_whether_it_is_right_are_told(run: Path) -> None:
+def test_reward_solution_and_whether_it_is_right_are_shown(run: Path) -> None:
     (line,) = [text for _, text in shown(run).all("p") if "accuracy" in text]
     assert "1 (accuracy 1, vgr not measured)" in line
     assert line.endswith("red · right")
@@ -188,19 +189,36 @@ def test_text_that_looks_like_markup_is_text(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "changed", "error", "names"),
-    [
-        ({"color_by": "reward"}, {}, ConfigError, "color_by is 'reward'"),
-        ({"token": 3}, {}, ConfigError, "token is 3, and the completion has 3 tokens"),
-        ({}, {"vgr": [1.0]}, DataError, "3 tokens and 1 values of vgr"),
-        ({}, {"attention": AttentionMap([1.0] * 3, bytes(3))}, DataError, "2 cells of images, but 3 values"),
-    ],
+    ("arguments", "names"), [({"color_by": "reward"}, "color_by is 'reward'"), ({"token": 3}, "token is 3")]
 )
-def test_what_does_not_fit_is_refused(
-    run: Path, arguments: dict[str, Any], changed: dict[str, Any], error: type[Exception], names: str
+def test_what_is_no_quantity_or_token_is_refused(run: Path, arguments: dict[str, Any], names: str) -> None:
+    with pytest.raises(ConfigError, match=names):
+        shown(run, **arguments)
+
+
+def test_positions_by_hand() -> None:
+    # ln 4 is the farthest: ln 2 is half of it, and 1/4 as far on the other side.
+    assert positions([1.0, 2.0, 4.0, 0.25, None], is_ratio=True) == pytest.approx([0, 0.5, 1, -1, None])
+    assert positions([0.0, 1.0, -4.0, None], is_ratio=False) == [0, 0.25, -1, None]
+    assert positions([0.0, 2.0, 1.0], is_ratio=True) == [-1, 1, 0]  # a ratio of 0 does not stretch the scale
+    assert positions([1.0, 1.0], is_ratio=True) == [0, 0]
+
+
+@given(st.lists(st.one_of(st.none(), st.floats(-1e300, 1e300)), max_size=20), st.booleans())
+def test_positions_stay_in_their_range_and_have_colours_on_which_black_is_readable(
+    values: list[float | None], is_ratio: bool
 ) -> None:
-    with pytest.raises(error, match=names):
-        shown(run, **arguments, **changed)
+    found = positions(values, is_ratio)
+    assert [value is None for value in values] == [position is None for position in found]
+    for position in found:
+        if position is not None:
+            assert math.isfinite(position)
+            assert -1 <= position <= 1
+            # Contrast with black as WCAG 2 defines it, by the relative luminance of sRGB.
+            parts = [int(colour_at(position)[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+            linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+            luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+            assert (luminance + 0.05) / 0.05 >= 4.5
 
 
 def test_the_notebook_is_committed_without_outputs() -> None:

@@ -1,35 +1,46 @@
-"""Rows of a batch as completions of a record: which ones, their grids, their maps, and the batch in numbers."""
+"""Rows of a batch as completions of a record: which ones, their tokens, images and maps, the batch in numbers."""
 
+import io
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.reporting.recorder import (
-    Completing,
-    OwnDecoder,
+    RolloutRecorder,
     add_credit,
     grids_of_row,
     images_of_row,
+    prompt_text,
     quantised,
     question_id,
     rows_to_record,
+    shrunk,
     summary_of,
-    take_rows,
+    thumbnail_file,
+    token_pieces,
     without_padding,
 )
 from vgr_trl.rollout import Rollout
+
+TOKENIZER = build_processor(["what colour is the circle?", "red blue", "a red"]).tokenizer
+
+
+def decode(ids):
+    return TOKENIZER.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 @pytest.mark.parametrize(
     ("samples", "generations", "total", "expected"),
     [
         (4, 4, 12, [0, 1, 4, 5]),  # two of the first prompt, two of the second
-        (3, 4, 12, [0, 1, 4]),
         (6, 4, 8, [0, 1, 2, 3, 4, 5]),  # two of both, then two more of the first
-        (4, 1, 6, [0, 1, 2, 3]),
         (5, 3, 3, [0, 1, 2]),
         (1, 8, 16, [0]),
     ],
@@ -44,30 +55,24 @@ def test_grids_are_those_of_the_processor_merged():
     assert grids_of_row(batch, 0, 2, 7) == [(2, 3), (1, 1)]
     assert grids_of_row(batch, 1, 2, 8) == [(4, 2)]
     assert grids_of_row(batch, 1, None, 8) == [None]
-
-
-def test_frames_of_a_video_have_no_grid_of_one_image():
-    assert grids_of_row({"num_images": [1], "image_grid_thw": torch.tensor([[2, 4, 4]])}, 0, 2, 8) == [None]
+    video = {"num_images": [1], "image_grid_thw": torch.tensor([[2, 4, 4]])}
+    assert grids_of_row(video, 0, 2, 8) == [None]
+    assert grids_of_row({}, 0, 2, 0) == []
+    assert grids_of_row({"num_images": [1, 0]}, 1, 2, 0) == []
 
 
 @pytest.mark.parametrize(
     ("num_vision", "extra", "expected"),
     [
-        (512, {}, [(16, 16), (16, 16)]),  # two images of 256 tokens
-        (500, {}, [None, None]),  # 250 is no square
-        (511, {}, [None, None]),
-        (None, {}, [None, None]),
-        (512, {"num_tiles": [2]}, [None, None]),
-        (512, {"image_sizes": torch.tensor([[1, 1]])}, [None, None]),
+        (512, {}, (16, 16)),  # two images of 256 tokens
+        (500, {}, None),  # 250 is no square
+        (511, {}, None),
+        (None, {}, None),
+        (512, {"num_tiles": [2]}, None),
     ],
 )
 def test_square_grids_of_equal_images_are_known(num_vision, extra, expected):
-    assert grids_of_row({"num_images": [2], **extra}, 0, None, num_vision) == expected
-
-
-def test_rows_without_images_have_no_grids():
-    assert grids_of_row({}, 0, 2, 0) == []
-    assert grids_of_row({"num_images": [1, 0]}, 1, 2, 0) == []
+    assert grids_of_row({"num_images": [2], **extra}, 0, None, num_vision) == [expected] * 2
 
 
 def test_attention_is_kept_to_a_510th_of_the_largest():
@@ -79,11 +84,8 @@ def test_attention_is_kept_to_a_510th_of_the_largest():
     kept = quantised(attention, [(2, 3), (3, 2)])
     for token, row in enumerate(attention.tolist()):
         assert kept.row(token) == pytest.approx(row, abs=max(row) / 510 + 1e-6)
-
-
-@pytest.mark.parametrize("grids", [[None], [(2, 2)], [], [(1, 3), None]])
-def test_attention_without_a_grid_for_it_is_left_out(grids):
-    assert quantised(torch.rand(4, 3), grids) is None
+    for grids in ([None], [(2, 2)], [], [(3, 4), None]):
+        assert quantised(attention, grids) is None
 
 
 def test_images_have_sizes_and_thumbnails_and_what_is_none_has_not():
@@ -94,21 +96,41 @@ def test_images_have_sizes_and_thumbnails_and_what_is_none_has_not():
     assert thumbnails[1] is None
     same, other = (images_of_row({"image": picture}, [])[2] for picture in (image, Image.new("RGB", (512, 128))))
     assert question_id("what?", digest) == question_id("what?", same)
-    assert question_id("what?", digest) != question_id("what?", other)
-    assert question_id("what?", digest) != question_id("who?", digest)
+    assert len({question_id(*pair) for pair in (("what?", digest), ("what?", other), ("who?", digest))}) == 3
     assert images_of_row({"prompt": "text"}, [])[:2] == ([], [])
 
 
 def test_regions_are_pixels_or_shares_of_the_image():
     image = Image.new("RGB", (200, 100))
-    for given, expected in (
+    for boxes, expected in (
         ([[0.5, 0, 0.5, 1]], [(100, 0, 100, 100)]),
         ([[50, 10, 20, 30]], [(50, 10, 20, 30)]),
         ([], None),
         ("somewhere", None),
     ):
-        (recorded,), _, _ = images_of_row({"image": image, "regions": given}, [None])
+        (recorded,), _, _ = images_of_row({"image": image, "regions": boxes}, [None])
         assert recorded.regions == expected
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [((512, 256), (256, 128)), ((30, 20), (30, 20)), ((60_000, 3), (256, 1))]
+)
+def test_the_longer_side_of_a_thumbnail_has_at_most_256_pixels(size, expected):
+    assert shrunk(Image.new("RGB", size)).size == expected
+
+
+@pytest.mark.parametrize("mode", ["1", "LA", "P", "CMYK", "RGBA"])
+def test_every_mode_becomes_a_thumbnail_named_by_its_content(mode):
+    image = Image.new("RGB", (300, 40), (200, 30, 90)).convert(mode)
+    name, content = thumbnail_file(shrunk(image))
+    opened = Image.open(io.BytesIO(content))
+    assert (opened.format, opened.size, image.mode) == ("WEBP", (256, 34), mode)
+    assert (name, content) == thumbnail_file(shrunk(image.copy()))
+    assert name != thumbnail_file(shrunk(Image.new(mode, (300, 40))))[0]
+
+
+def test_what_is_transparent_shows_white():
+    assert shrunk(Image.new("RGBA", (4, 4), (255, 0, 0, 0))).getpixel((0, 0)) == (255, 255, 255)
 
 
 def test_a_truncated_completion_whose_mask_is_empty_ends_before_the_padding():
@@ -117,8 +139,58 @@ def test_a_truncated_completion_whose_mask_is_empty_ends_before_the_padding():
     assert without_padding([9, 9], [0, 0], 9) == []
 
 
-def test_taken_rows_become_completions_that_hold_nothing_of_the_batch():
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
+def test_pieces_of_any_text_are_the_text(text):
+    ids = TOKENIZER(text).input_ids
+    pieces = token_pieces(ids, decode)
+    assert (len(pieces), "".join(pieces)) == (len(ids), text)
+
+
+@given(st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=30))
+def test_pieces_of_any_tokens_are_the_text_also_where_bytes_are_none(ids):
+    pieces = token_pieces(ids, decode)
+    assert (len(pieces), "".join(pieces)) == (len(ids), decode(ids))
+
+
+def test_a_character_of_several_tokens_belongs_to_the_last():
+    ids = TOKENIZER("é").input_ids  # two bytes, which no token joins
+    assert token_pieces([*ids, *TOKENIZER(" red").input_ids], decode) == ["", "é", " red"]
+
+
+def test_spaces_at_the_start_of_tokens_survive_a_tokenizer_that_drops_the_first():
+    backend = Tokenizer(models.WordLevel({"▁a": 0, "▁b": 1, "c": 2}, unk_token="c"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    assert token_pieces([0, 1, 2], backend.decode) == ["a", " b", "c"]
+
+
+def test_the_tokens_of_an_image_are_one_word_in_a_prompt():
+    image = TOKENIZER.convert_tokens_to_ids("<|image_pad|>")
+    red, blue = TOKENIZER("red").input_ids, TOKENIZER(" blue").input_ids
+    assert prompt_text([image] * 4 + red + [image] + blue, [image], decode) == "<image>red<image> blue"
+
+
+def test_snapshots_become_completions_that_hold_nothing_of_the_batch(tmp_path):
     """Row 3 is the second of the second prompt; weights 1 and 2 of rewards 0.5 and NaN make 0.5."""
+
+    class Letters:
+        pad_token_id, used = 9, 0
+
+        def decode(self, tokens, **kwargs):
+            self.used += 1
+            return "".join("abcdefghij"[token] for token in tokens)
+
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(
+            output_dir=tmp_path, rollout_log_steps=1, rollout_log_path=None, eval_log_path=None, token_weights=False,
+            attention_diag_log_path=None, token_weights_log_path=None, markdown_logs=False,
+            token_weights_positive_only=False,
+        ),
+        accelerator=SimpleNamespace(process_index=0, is_main_process=True), completions_per_prompt=2,
+        _tokenizer=Letters(), processing_class=None, reward_func_names=["accuracy", "other"],
+        measurement=SimpleNamespace(needed=set(), vision_token_ids=[6]),
+    )  # fmt: skip
+    recorder = RolloutRecorder(trainer)
     batch = {
         "prompt_ids": torch.tensor([[9, 9], [9, 9], [9, 5], [6, 5]]),
         "prompt_mask": torch.tensor([[0, 1], [0, 1], [0, 1], [1, 1]]),
@@ -128,38 +200,22 @@ def test_taken_rows_become_completions_that_hold_nothing_of_the_batch():
     }
     rewards = torch.tensor([[1.0, 1.0], [1.0, 1.0], [1.0, 1.0], [0.5, math.nan]])
     rollout = Rollout([{"solution": 7}] * 4, recorded=(0, 3), batch=batch, rewards=rewards, replaced=[0])
-    taken = take_rows(rollout, 0, 2, 9, None)
+    snapshots = recorder.snapshot(rollout)
     before, after = torch.tensor([0.0, 0.0, 1.0, -2.0]), torch.tensor([[0.0, 0], [0, 0], [1, 1], [-2, -1]])
-    add_credit(taken, rollout, before, after)
+    add_credit(snapshots, rollout, before, after)
     for values in (batch["completion_ids"], rewards, before, after):
         values.zero_()
-
-    def decode(tokens, skip_special_tokens, **kwargs):
-        return "".join("abcdefghij"[token] for token in tokens)
-
-    options = SimpleNamespace(token_weights_positive_only=False)
-    first, last = Completing(decode, [6], options, ["accuracy", "other"], [1.0, 2.0]).rows(taken)
-    assert (first.completion.replaced, first.completion.advantages, first.completion.group) == (True, None, 0)
-    found = last.completion
-    assert (last.place, found.group, found.prompt, found.text, found.tokens) == (3, 1, "<image>f", "bc", ["b", "c"])
+    first, found = (recorder._completion(snapshot, [1.0, 2.0]) for snapshot in snapshots)
+    assert (first.replaced, first.advantages, first.group) == (True, None, 0)
+    assert (found.group, found.prompt, found.text, found.tokens) == (1, "<image>f", "bc", ["b", "c"])
     assert (found.solution, found.advantage, found.advantages, found.replaced) == ("7", -2.0, [-2.0, -1.0], False)
     assert (found.reward, found.correct) == (0.5, False)
     assert math.isnan(found.rewards["other"])
-
-
-def test_a_tokenizer_is_copied_before_another_thread_decodes_with_it():
-    class Tokenizer:
-        used = 0
-
-        def decode(self, tokens, **options):
-            self.used += 1
-            return f"{tokens}{options}"
-
-    tokenizer = Tokenizer()
-    decode = OwnDecoder(tokenizer)
-    assert decode([1, 2], clean=True) == "[1, 2]{'clean': True}"
-    assert decode([3]) == "[3]{}"
-    assert (tokenizer.used, decode._own.used) == (0, 2)
+    assert trainer._tokenizer.used == 0, "another thread may not decode with the tokenizer of this one"
+    # A critic's advantages are those of tokens: their mean is recorded as the completion's.
+    snapshots[1].replaced = False
+    add_credit(snapshots, rollout, torch.tensor([[0.0, 0]] * 3 + [[1, 3.0]]), torch.tensor([0.0, 0, 0, 5]))
+    assert (snapshots[1].advantage, snapshots[1].advantages) == (2.0, [5.0, 5.0])
 
 
 def test_a_batch_in_numbers():

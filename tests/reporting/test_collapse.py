@@ -5,7 +5,8 @@ from itertools import repeat
 
 import pytest
 
-from vgr_trl.reporting.records import Course, describe, find_signs
+from vgr_trl.reporting.collapse import MetricHistory, find_collapse, first_signs, warning_of
+from vgr_trl.reporting.records import LogEntry
 
 WEIGHTS = {"accuracy_reward": 2.5, "vgr_reward": 1.0, "think_format_reward": 0.5}
 HEALTHY = {
@@ -24,23 +25,23 @@ HEALTHY = {
 
 def signs(weights=WEIGHTS, steps=8, **changed):
     """Signs after 16 healthy steps and `steps` changed ones; metrics are named by a part of their name."""
-    courses = {name: Course() for name in HEALTHY}
-    for name, course in courses.items():
+    histories = {name: MetricHistory() for name in HEALTHY}
+    for name, history in histories.items():
         [now] = [value for part, value in changed.items() if part in name.replace("/", "_")] or [HEALTHY[name]]
         for value in [*repeat(HEALTHY[name], 16), *repeat(now, steps)]:
-            course.add(value)
-    return find_signs(courses, weights)
+            history.add(value)
+    return find_collapse(histories, weights)
 
 
-def test_a_course_compares_the_newest_steps_with_all_before():
+def test_a_history_compares_the_newest_steps_with_all_before():
     """Means of 8 steps of 1, 2, …, 24: the newest is 20.5; those before go from 4.5 to 12.5."""
-    course = Course()
+    history = MetricHistory()
     for value in range(1, 16):
-        course.add(value)
-    assert course.first is None
+        history.add(value)
+    assert history.first is None
     for value in range(16, 25):
-        course.add(value)
-    assert (course.first, course.lowest, course.highest, course.now) == (4.5, 4.5, 12.5, 20.5)
+        history.add(value)
+    assert (history.first, history.lowest, history.highest, history.now) == (4.5, 4.5, 12.5, 20.5)
 
 
 @pytest.mark.parametrize(
@@ -87,15 +88,15 @@ def test_what_is_no_sign(changed):
 
 
 def test_what_was_never_there_cannot_fall():
-    courses = {"rewards/accuracy_reward/mean": Course()}
+    histories = {"rewards/accuracy_reward/mean": MetricHistory()}
     for value in [*repeat(0.08, 16), *repeat(0.0, 8)]:
-        courses["rewards/accuracy_reward/mean"].add(value)
-    assert find_signs(courses, WEIGHTS) == []
+        histories["rewards/accuracy_reward/mean"].add(value)
+    assert find_collapse(histories, WEIGHTS) == []
 
 
 def test_the_warning_names_sign_step_and_remedy():
     found = signs(format_reward_mean=0.3, mean_length=20.0)
-    assert describe(found, 40) == (
+    assert warning_of(found, 40) == (
         "The run shows signs of collapse at step 40: think_format_reward fell from 0.9 to 0.3, the length of "
         "completions fell from 100 to 20 (means of 8 steps); go back to a checkpoint before step 24 and try a lower "
         "learning_rate, or less weight on vgr_reward."
@@ -123,3 +124,34 @@ def test_a_run_warns_once_and_ends_where_it_shall(stop, text_trainer, monkeypatc
     assert warning == trainer.collapse_watch.found
     assert "at step 21: failing_format_reward fell from 0.75 to 0.281" in warning
     assert math.isclose(0.281, 0.75 * 3 / 8, abs_tol=1e-3)
+
+
+def logged(values, name="rewards/accuracy_reward/mean", mode="train", **more):
+    return [LogEntry(step, mode, 0.0, {name: value, **more}) for step, value in enumerate(values, 1)]
+
+
+def test_a_sign_is_reported_once_at_the_step_where_it_is_first_seen():
+    """The mean of eight falls below half of 1 with the fifth zero, at step 21: 3 of 8 are 1."""
+    fallen = logged([1.0] * 16 + [0.0] * 12)
+    assert first_signs(fallen) == [(21, "accuracy_reward fell from 1 to 0.375")]
+    assert first_signs(logged([1.0] * 16 + [0.0] * 12, mode="eval")) == []
+    assert first_signs(logged([1.0] * 16 + [0.0] * 4)) == []
+
+
+def test_rewards_without_weight_are_passed_over():
+    weightless = {"reward_weights/accuracy_reward": 0.0}
+    assert first_signs(logged([1.0] * 16 + [0.0] * 12, **weightless)) == []
+
+
+@pytest.mark.parametrize("value", [None, math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_a_sign_at_once(value):
+    assert first_signs(logged([0.1, value, value], name="loss")) == [(2, "loss is not finite")]
+
+
+def test_signs_stand_in_the_order_of_their_steps():
+    entries = logged([1.0] * 16 + [0.0] * 12, **{"frac_reward_zero_std": 0.0})
+    for entry in entries[20:]:
+        entry.values["frac_reward_zero_std"] = 1.0
+    # Of the eight newest all are 1 from step 28 on.
+    assert [step for step, _ in first_signs(entries)] == [21, 28]
+    assert first_signs(entries)[1][1] == "100% of the groups have equal rewards (at least 0% before)"

@@ -16,8 +16,7 @@ from vgr_trl.reporting.records import (
     LogEntry,
     Record,
     RecordedImage,
-    encode_log,
-    encode_record,
+    encode,
 )
 
 GRID = (3, 4)
@@ -107,8 +106,8 @@ def make_run(
         logs.append(LogEntry(step, "train", 0.0, logged(step, steps, offset)))
     for item in (item for record in records for item in record.completions if prompt is not None):
         item.prompt = str(prompt).format(item.prompt)
-    (folder / "records-000001.jsonl").write_text("".join(encode_record(record) + "\n" for record in records), "utf-8")
-    (folder / "logs.jsonl").write_text("".join(encode_log(entry) + "\n" for entry in logs), "utf-8")
+    (folder / "records-000001.jsonl").write_bytes(b"".join(map(encode, records)))
+    (folder / "logs.jsonl").write_bytes(b"".join(map(encode, logs)))
     return output_dir
 
 

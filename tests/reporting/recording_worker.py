@@ -1,4 +1,4 @@
-"""What test_recording_processes.py runs in one process and in two: two steps that are recorded, and an evaluation."""
+"""What test_recording.py runs in one process and in two: two steps that are recorded, and an evaluation."""
 
 from support.dealt_completions import generate_by_prompt
 from support.trainers import config, prompts, vision_trainer
@@ -27,4 +27,4 @@ def run(model_folder, question_file, output, rows_per_process):
     trainer.add_callback(RecordBefore(trainer, trainer.recorder.evaluated))
     trainer.train()
     trainer.evaluate()
-    trainer.recorder.sink.close()
+    trainer.recorder.flush()

@@ -1,0 +1,248 @@
+"""Records as text, whatever a model says: its Markdown has the same structure, and it steers no terminal."""
+
+import io
+import json
+import unicodedata
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+from rich.console import Console
+from support.made_records import completion, record
+
+from vgr_trl.reporting.markdown import (
+    MarkdownLogs,
+    Summary,
+    attention_section,
+    fenced,
+    fenced_json,
+    inline,
+    number,
+    preview,
+    print_record,
+    rollout_section,
+    table,
+    token_shades,
+    token_weights_section,
+)
+from vgr_trl.utils import printable
+
+PARSER = MarkdownIt("commonmark").enable("table")
+METRICS = {
+    "late": {"vgr": 2.0, "aei_vision": 5 / 6, "aei_instruction": None, "mdi_balance": 0.0, "attention_vision": 0.4,
+             "attention_instruction": 0.2},
+}  # fmt: skip
+SUMMARY = Summary(8, {"accuracy_reward": (0.25, 0.46291), "total": (0.5, None)}, 0.25, METRICS)
+# Pieces that mean something to Markdown, HTML, terminals and editors, beside any character at all.
+PIECES = st.sampled_from(
+    ["```", "`", "~~~", "# ", "\n", "\r", "\r\n", "\n\n", "- ", "> ", "| ", "---", "    ", "\t", "<script>", "<!--",
+     "-->", "</details>", "[a](b)", "![", "**", "&lt;", "\\", "\x1b[31m", "\x00", "\x0b", "\x0c", "\x85", "\u2028",
+     "\u202e", "=====", "$$", "1. ", "\ud800", "\x7f", "```text\n"]
+)  # fmt: skip
+ANY = st.lists(PIECES | st.text(max_size=3), max_size=12).map("".join)
+
+
+def structure(markdown):
+    return [(token.type, token.tag) for token in PARSER.parse(markdown)]
+
+
+def cells(markdown):
+    tokens = PARSER.parse(markdown)
+    return [tokens[i + 1].content for i, token in enumerate(tokens) if token.type in ("td_open", "th_open")]
+
+
+def blocks(markdown, language):
+    return [token.content for token in PARSER.parse(markdown) if token.type == "fence" and token.info == language]
+
+
+def test_a_section_on_rollouts_has_numbers_texts_and_rewards():
+    shown = completion(
+        prompt="what?", text="<think>red</think>", solution="A", rewards={"accuracy_reward": 1.0}, reward=1.25,
+        advantage=0.5, correct=True, metrics=METRICS,
+    )  # fmt: skip
+    section = rollout_section(record(3, "train", shown, completion(correct=False, replaced=True)), SUMMARY)
+    assert section.startswith("## Training, step 3\n")
+    assert "8 completions, success rate 0.25, 2 shown." in section
+    assert cells(section) == [
+        "reward", "mean", "standard deviation", "accuracy\\_reward", "0.25", "0.4629", "total", "0.5", "–",
+        "segment", "VGR", "AEI image", "AEI instruction", "late", "2", "0.8333", "–",
+    ]  # fmt: skip
+    assert "### Sample 1: prompt 0, right" in section
+    assert "### Sample 2: prompt 0, wrong" in section
+    assert blocks(section, "text") == ["what?\n", "<think>red</think>\n", "A\n", "what?\n", "red\n"]
+    rewards, attention, _ = map(json.loads, blocks(section, "json"))
+    assert rewards == {"rewards": {"accuracy_reward": 1.0}, "reward": 1.25, "advantage": 0.5}
+    assert attention["late"]["vgr"] == 2.0
+    assert section.count("it was not trained on") == 1
+    cut = rollout_section(record(0, "eval", completion(prompt="abcdef", text="ghijkl")), SUMMARY, 2, 3)
+    assert cut.startswith("## Evaluation, step 0\n")
+    assert blocks(cut, "text") == ["ab\n[… 4 more characters]\n", "ghi\n[… 3 more characters]\n"]
+
+
+def test_a_section_on_attention_has_all_quantities_of_batch_and_completions():
+    section = attention_section(record(0, "train", completion(metrics=METRICS), completion()), SUMMARY)
+    row = ["late", "2", "0.8333", "–", "0", "0.4", "0.2"]
+    assert [cell for cell in cells(section) if cell in row] == row + row
+    assert section.count("No attention was measured.") == 1
+
+
+def test_a_section_on_token_weights_has_statistics_then_pairs():
+    # Of the weights 0.5, 2 and 0.5, one of three is above 1.
+    weighed = [completion(weights=[0.5, 2.0]), completion(tokens=["x"], weights=[0.5]), completion()]
+    summary = Summary(8, {}, credit={"token_weight_mean": 1.0})
+    section = token_weights_section(record(0, "train", *weighed), summary)
+    assert cells(section) == [
+        "quantity", "value", "token\\_weight\\_mean", "1", "shown tokens with weight above 1", "0.3333",
+        "shown tokens with weight below 1", "0.6667",
+    ]  # fmt: skip
+    assert [json.loads(block) for block in blocks(section, "json")] == [[["red", 0.5], [".", 2.0]], [["x", 0.5]]]
+
+
+@given(ANY, ANY, ANY.filter(lambda name: bool(name.split())), st.none() | st.integers(1, 10))
+def test_no_text_changes_the_structure_of_a_section(text, token, name, length):
+    def sections(text, token, name):
+        shown = completion(
+            prompt=text, text=text, solution=text, tokens=[token], weights=[1.0], rewards={name: 1.0}, metrics=METRICS
+        )
+        summary = Summary(4, {name: (0.5, 0.5)}, segments={name: {"vgr": 1.0}}, credit={name: 1.0})
+        parts = [rollout_section(record(0, "train", shown), summary, length, length)]
+        parts += [section(record(0, "train", shown), summary) for section in (attention_section, token_weights_section)]
+        return "\n".join(parts)
+
+    assert structure(sections(text, token, name)) == structure(sections("t", "x", "n"))
+
+
+def logs(tmp_path, **paths):
+    options = dict.fromkeys(
+        ("rollout_log_path", "eval_log_path", "attention_diag_log_path", "token_weights_log_path"), None
+    )
+    lengths = {"prompt_preview_length": None, "completion_preview_length": None, "rollout_log_max_megabytes": 0.002}
+    options |= {"output_dir": str(tmp_path), "markdown_logs": False, **lengths, **paths}
+    return MarkdownLogs(SimpleNamespace(**options), "20260101", attention=False)
+
+
+def test_files_are_written_where_they_are_asked_for(tmp_path):
+    weighed = completion(weights=[1.0, 1.0])
+    for step, mode in ((0, "train"), (1, "train"), (1, "eval")):
+        logs(tmp_path).add(record(step, mode, weighed), SUMMARY)
+        assert mode == "eval" or not list(tmp_path.glob("*.md"))
+        logs(tmp_path, attention_diag_log_path=tmp_path / "deep" / "attention.md").add(record(step, mode), SUMMARY)
+        logs(tmp_path, markdown_logs=True, eval_log_path=tmp_path / "e.md").add(record(step, mode), SUMMARY)
+    found = {
+        path.relative_to(tmp_path).as_posix(): [line for line in path.read_text().splitlines() if line[:3] != "###"]
+        for path in tmp_path.rglob("*.md")
+    }
+    titles = {name: [line for line in lines if line.startswith("#")] for name, lines in found.items()}
+    train = ["## Training, step 0", "## Training, step 1"]
+    assert titles == {
+        "deep/attention.md": ["# Attention", *train, "## Evaluation, step 1"],
+        "training_logs/rollout_results_20260101.md": ["# Rollouts", *train],
+        "e.md": ["# Evaluations", "## Evaluation, step 1"],
+    }
+
+
+def test_a_file_that_is_full_says_so_once_and_stays(tmp_path):
+    """Also for a run that continues, which begins with the file as it is."""
+    path, text = tmp_path / "rollouts.md", completion(text="x" * 400)
+    for _ in range(2):
+        for step in range(10):
+            logs(tmp_path, rollout_log_path=path).add(record(step, "train", text), SUMMARY)
+    section = len(rollout_section(record(0, "train", text), SUMMARY).encode())
+    assert 2000 <= path.stat().st_size < 2000 + section + 200
+    written = path.read_text()
+    assert written.count("vgr-trl report") == 1
+    assert "## Training, step 0\n" in written
+    assert "## Training, step 9\n" not in written
+
+
+@given(ANY)
+@example("```\n# not a heading\n```")
+@example("\n`````\n````")
+def test_text_in_a_fence_is_one_block_of_code_between_its_neighbours(text):
+    tokens = PARSER.parse(f"before\n\n{fenced(text)}\nafter\n")
+    paragraph = ["paragraph_open", "inline", "paragraph_close"]
+    assert [token.type for token in tokens] == [*paragraph, "fence", *paragraph]
+    assert tokens[3].content == printable(text) + "\n"
+
+
+@given(ANY)
+@example("a | b")
+@example("\\|")
+def test_text_in_a_cell_or_heading_is_text(text):
+    tokens = PARSER.parse(table(["name", "mean"], [[inline(text), "1"]]) + f"\n## a {inline(text)}\n\nafter\n")
+    plain = PARSER.parse(table(["name", "mean"], [["x", "1"]]) + "\n## a x\n\nafter\n")
+    assert [token.type for token in tokens] == [token.type for token in plain]
+    for kind, prefix in (("td_open", ""), ("heading_open", "a ")):
+        shown = tokens[next(i for i, token in enumerate(tokens) if token.type == kind) + 1]
+        assert {child.type for child in shown.children} <= {"text", "text_special"}
+        expected = " ".join(f"{prefix}{printable(text)}".split())
+        assert "".join(child.content for child in shown.children) == expected
+
+
+def test_json_has_a_line_per_item_and_null_for_nan():
+    assert fenced_json({"a": 0.12345678, "b": float("nan")}) == '```json\n{\n"a": 0.123457,\n"b": null\n}\n```\n'
+    assert fenced_json([["é", 1.0]]) == '```json\n[\n["é", 1.0]\n]\n```\n'
+    values = (None, float("nan"), 0.123456, 2.0, float("inf"))
+    assert [number(value) for value in values] == ["–", "–", "0.1235", "2", "inf"]
+    assert preview("abcdef", 3) == "abc\n[… 3 more characters]"
+    assert preview("abc", 3) == preview("abc", None) == "abc"
+
+
+@given(ANY)
+def test_printable_text_has_no_control_characters_and_fits_into_utf_8(text):
+    shown = printable(text)
+    shown.encode("utf-8")
+    assert not any(unicodedata.category(character) == "Cc" for character in shown if character not in "\n\t")
+    assert not set(shown) & set("\u2028\u2029\u202e\u2066")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b[31mred\x00\u202e\x85\r\nnext\rlast", "\\x1b[31mred\\x00\\u202e\\x85\nnext\\x0dlast"),
+        ("".join(chr(0xE0000 + ord(letter)) for letter in "hi"), r"\U000e0068\U000e0069"),  # tags, that mirror ASCII
+        ("a\u200bb\u2060c\ufeffd\xade", r"a\u200bb\u2060c\ufeffd\xade"),
+        ("\U000e0101\U000e01ef", r"\U000e0101\U000e01ef"),  # variation selectors, a byte each
+        # What emoji and scripts are joined with stays.
+        *[
+            (text, text)
+            for text in ("é ü 红 👍 \t", "\U0001f469\u200d\U0001f52c", "\u2764\ufe0f", "\u06cc\u200c\u062e")
+        ],
+    ],
+)
+def test_text_that_does_not_show_is_written_as_its_numbers(text, shown):
+    assert printable(text) == shown
+
+
+def printed(shown, terminal=True, **options):
+    console = Console(file=io.StringIO(), force_terminal=terminal, color_system="truecolor" if terminal else None,
+                      width=80, legacy_windows=False)  # fmt: skip
+    print_record(record(7, "train", shown), console, **options)
+    return console.file.getvalue()
+
+
+def test_heavier_tokens_are_brighter_and_without_weights_those_with_a_small_vgr():
+    # Five weights in another order: each fifth of the ranks has a shade, from grey to yellow.
+    weighed = completion(tokens=list("abcde"), weights=[0.3, 2.0, 0.2, 0.5, 1.0])
+    assert token_shades(weighed) == ["#3b8ac4", "#fde725", "#8a8a8a", "#21a5a5", "#5ec962"]
+    assert token_shades(completion(tokens=list("abc"), vgr=[4.0, None, 0.5])) == ["#8a8a8a", "", "#21a5a5"]
+    assert token_shades(completion()) == ["", ""]
+
+
+def test_a_completion_is_printed_with_its_rewards_and_colours_on_a_terminal_only():
+    shown = completion(correct=True, rewards={"accuracy_reward": 1.0}, advantage=-0.5, weights=[0.5, 1.5])
+    text = printed(shown, terminal=False)
+    for part in ("step 7, prompt 0", "what?", "red.", "right accuracy_reward 1, advantage -0.5"):
+        assert part in text
+    assert "\x1b" not in text
+    assert "\x1b[38;2;" in printed(shown)
+    assert "abcdef" not in printed(completion(prompt="abcdef"), prompt_length=3)
+
+
+@given(ANY)
+def test_no_text_brings_its_own_control_characters_or_markup_to_the_terminal(text):
+    shown = printed(completion(prompt=text, tokens=[text], rewards={text: 1.0}), terminal=False)
+    assert not set(shown) & set("\x1b\r\x00\x07\x08\x0b\x0c\x9b\u202e")
+    assert "[bold]x[/bold] [link=a]" in printed(completion(tokens=["[bold]x[/bold] [link=a]"]), terminal=False)

@@ -1,0 +1,223 @@
+"""Records on disk: what is written is read again, within a bound, and damaged lines cost no more than themselves."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.made_records import completion, record
+
+from vgr_trl.reporting.records import (
+    AttentionMap,
+    LogEntry,
+    Record,
+    RecordedImage,
+    RecordWriter,
+    as_json,
+    decode_record,
+    encode,
+    read_run,
+    refuse_unwritable,
+)
+from vgr_trl.utils import ConfigError, DataError, DiskFullError
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+NUMBERS = st.lists(st.none() | st.integers(-999, 999).map(float), min_size=2, max_size=2)
+
+
+@given(
+    step=st.integers(0, 10**9), mode=st.sampled_from(["train", "eval"]), text=TEXT, tokens=st.tuples(TEXT, TEXT),
+    weights=st.none() | NUMBERS, rewards=st.dictionaries(TEXT, st.none() | st.integers(-9, 9).map(float), max_size=3),
+    correct=st.sampled_from([True, False, None]), values=st.binary(min_size=6, max_size=6), replaced=st.booleans(),
+)  # fmt: skip
+def test_a_record_comes_back_as_it_was(step, mode, text, tokens, weights, rewards, correct, values, replaced):
+    written = record(
+        step,
+        mode,
+        completion(
+            text=text, tokens=list(tokens), weights=weights, rewards=rewards, correct=correct, replaced=replaced,
+            metrics={"late": {"vgr": None, "aei_vision": 0.5}}, attention=AttentionMap([0.5, 0.25], values),
+            images=[RecordedImage("images/a.webp", 64, 48, [2, 3]), RecordedImage(None, 0, 0)],
+        ),
+    )  # fmt: skip
+    line = encode(written)
+    assert line.count(b"\n") == 1
+    assert decode_record(line) == written
+
+
+def test_numbers_keep_six_digits_and_what_is_not_finite_is_null():
+    values = [0.12345678, -1234567.89, 1795254812.345, -0.0, math.inf, math.nan, 7, True]
+    assert as_json(values) == [0.123457, -1234567.9, 1795254812.3, 0.0, None, None, 7, True]
+    assert math.copysign(1, as_json(-0.0)) == 1
+
+
+def test_a_lone_surrogate_is_replaced_and_unknown_keys_are_left_out():
+    assert decode_record(encode(record(0, "train", completion(text="a\ud800b")))).completions[0].text == "a?b"
+    item = {"question": "q", "group": 2, "prompt": "p", "text": "t", "tokens": ["a"], "weather": "fine"}
+    item["images"] = [{"file": None, "width": 3, "height": 4, "depth": 5}]
+    line = json.dumps({"version": 1, "step": 7, "mode": "eval", "time": 0, "later": 1, "completions": [item]})
+    (found,) = decode_record(line.encode()).completions
+    assert (found.group, found.weights, found.rewards, found.correct) == (2, None, {}, None)
+    assert found.images == [RecordedImage(None, 3, 4, None)]
+
+
+def test_attention_of_a_token_is_its_scale_times_the_share_of_255():
+    # 2 tokens over 3 vision tokens; token 1 has the largest attention 0.5, and 51 / 255 = a fifth of it.
+    attention = AttentionMap([0.1, 0.5], bytes([255, 0, 0, 51, 255, 102]))
+    assert attention.row(1) == pytest.approx([0.1, 0.5, 0.2])
+    assert attention.row(0) == pytest.approx([0.1, 0, 0])
+
+
+def writer(folder, max_bytes=10**7, resumed=False, **description):
+    return RecordWriter(folder, {"name": "a run", **description}, max_bytes, resumed)
+
+
+def pictured(step, name, size=0):
+    return record(step, "train", completion(images=[RecordedImage(f"images/{name}", 8, 8)], text="x" * size))
+
+
+def image_name(number):
+    return f"{number:040x}.webp"
+
+
+def test_what_is_written_is_read_in_the_order_of_steps(tmp_path):
+    written = writer(tmp_path, rewards=["accuracy"])
+    written.add(pictured(1, image_name(1)), {f"images/{image_name(1)}": b"picture"})
+    written.add(record(0), {})
+    written.add(record(1, "eval"), {})
+    written.log(LogEntry(1, "train", 2.0, {"loss": 0.5}))
+    for place in (tmp_path, str(tmp_path), tmp_path / "rollouts"):
+        run = read_run(place)
+        assert list(run.records()) == [record(0), record(1, "eval"), pictured(1, image_name(1))]
+        assert [item.step for item in run.records("train")] == [0, 1]
+        assert run.record(2, "train") is None
+        assert run.logs() == [LogEntry(1, "train", 2.0, {"loss": 0.5})]
+        assert (run.name, run.rewards, run.description["version"]) == ("a run", ["accuracy"], 1)
+    assert (run.folder / "images" / image_name(1)).read_bytes() == b"picture"
+    assert sorted(path.name for path in run.folder.iterdir()) == [
+        "images", "logs.jsonl", "records-000001.jsonl", "run.json"
+    ]  # fmt: skip
+
+
+def test_a_continued_run_appends_behind_what_a_kill_has_left(tmp_path):
+    first = writer(tmp_path)
+    first.add(record(0), {})
+    first.add(record(1, "train", completion(text="old")), {})
+    first.log(LogEntry(0, "train", 1.0, {"loss": 1.0}))
+    for name, torn in (("records-000001.jsonl", encode(record(3))[:-9]), ("logs.jsonl", b'{"version":1,')):
+        with (tmp_path / "rollouts" / name).open("ab") as file:
+            file.write(torn)
+    created = read_run(tmp_path).description["created"]
+    second = writer(tmp_path, resumed=True)
+    second.add(record(1), {})
+    second.log(LogEntry(1, "train", 2.0, {"loss": 2.0}))
+    run = read_run(tmp_path)
+    assert list(run.records()) == [record(0), record(1)]  # of a step that was run twice, the last counts
+    assert [entry.values["loss"] for entry in run.logs()] == [1.0, 2.0]
+    assert run.description["created"] == created
+
+
+def test_a_new_run_in_an_old_folder_moves_the_old_records_aside(tmp_path):
+    for step in range(3):
+        writer(tmp_path).add(record(step), {})
+    assert [item.step for item in read_run(tmp_path).records()] == [2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rollouts", "rollouts.1", "rollouts.2"]
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_beyond_the_bound_the_oldest_records_but_the_first_go_with_their_thumbnails(tmp_path, resumed):
+    # 16 files of 1,000 bytes: a record of about 900 bytes fills one; thumbnails of 100 bytes.
+    written = writer(tmp_path, 16_000)
+    for step in range(40):
+        if resumed:  # what an earlier process has left counts
+            written = writer(tmp_path, 16_000, resumed=step > 0)
+        thumbnails = {f"images/{image_name(number)}": b"x" * 100 for number in (step, 0)}
+        written.add(pictured(step, image_name(step), size=600), thumbnails)
+    folder = tmp_path / "rollouts"
+    size = sum(path.stat().st_size for path in [*folder.glob("records-*"), *(folder / "images").iterdir()])
+    assert 12_000 < size <= 16_000
+    steps = [step for step, _ in read_run(tmp_path).steps()]
+    assert steps[0] == 0
+    assert steps[1:] == list(range(steps[1], 40))
+    assert {path.name for path in (folder / "images").iterdir()} == {image_name(step) for step in steps}
+
+
+def test_one_record_larger_than_the_bound_is_kept(tmp_path):
+    written = writer(tmp_path, max_bytes=1000)
+    for step in range(4):
+        written.add(record(step, "train", completion(text="x" * 2000)), {})
+    assert [step for step, _ in read_run(tmp_path).steps()] == [0, 3]
+
+
+def test_a_full_disk_is_named(tmp_path):
+    written = writer(tmp_path)
+    (tmp_path / "rollouts" / "logs.jsonl").symlink_to("/dev/full")
+    with pytest.raises(DiskFullError, match=r"logs\.jsonl"):
+        written.log(LogEntry(0, "train", 0.0, {}))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    found = tmp_path / "run" / "rollouts"
+    found.mkdir(parents=True)
+    return found
+
+
+def test_a_damaged_line_costs_that_line_only(folder, caplog):
+    broken = encode(record(1)).replace(b'"tokens"', b'"takens"')
+    infinite = encode(record(3)).replace(b'"step":3', b'"step":1e999')
+    lines = [encode(record(0)), b"\0\0\0\n", broken, infinite, b'{"version":"x"}\n', encode(record(2))]
+    (folder / "records-000001.jsonl").write_bytes(b"".join(lines))
+    (folder / "logs.jsonl").write_bytes(encode(LogEntry(1, "train", 0.0, {"loss": 1.0})) + b"[]\ntorn {")
+    (folder / "run.json").write_text('{"version":')
+    run = read_run(folder)
+    assert [item.step for item in run.records()] == [0, 2]
+    assert [entry.step for entry in run.logs()] == [1]
+    assert (run.name, run.rewards) == ("run", [])
+
+
+def test_logs_of_a_step_are_one_entry_with_the_last_values(folder):
+    entries = [
+        LogEntry(1, "train", 1.0, {"loss": 0.5, "reward": 0.25}),
+        LogEntry(2, "train", 2.0, {"loss": 0.125}),
+        LogEntry(1, "train", 3.0, {"loss": 0.75, "train_runtime": 9.0}),
+        LogEntry(1, "eval", 4.0, {"eval_loss": None}),
+    ]
+    (folder / "logs.jsonl").write_bytes(b"".join(map(encode, entries)))
+    assert [(entry.step, entry.mode, entry.values) for entry in read_run(folder).logs()] == [
+        (1, "eval", {"eval_loss": None}),
+        (1, "train", {"loss": 0.75, "reward": 0.25, "train_runtime": 9.0}),
+        (2, "train", {"loss": 0.125}),
+    ]
+
+
+@pytest.mark.parametrize("file", ["records-000001.jsonl", "logs.jsonl", "run.json"])
+def test_a_later_version_is_refused(folder, file):
+    (folder / "records-000001.jsonl").write_bytes(encode(record(0)))
+    (folder / file).write_bytes(encode(LogEntry(0, "train", 0.0, {})).replace(b'"version":1', b'"version":2'))
+    with pytest.raises(DataError, match="version 2"):
+        read_run(folder).logs()
+
+
+def test_folders_without_records_are_refused(tmp_path, folder):
+    for place in (tmp_path / "none", tmp_path, folder):
+        with pytest.raises(DataError, match="rollout_log_steps"):
+            read_run(place)
+
+
+def test_a_record_that_the_run_has_removed_meanwhile_is_left_out(folder):
+    (folder / "records-000001.jsonl").write_bytes(encode(Record(0, "train", 0.0, [])))
+    run = read_run(folder)
+    (folder / "records-000001.jsonl").unlink()
+    assert list(run.records()) == []
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    refuse_unwritable(tmp_path / "new" / "deep.md", "rollout_log_path")
+    refuse_unwritable(file, "rollout_log_path")
+    for place in (file / "deep.md", tmp_path):
+        with pytest.raises(ConfigError, match="rollout_log_path"):
+            refuse_unwritable(place, "rollout_log_path")
