@@ -1,4 +1,8 @@
-"""Rows of a batch: which pixels belong to which row; take, join, pad and place rows."""
+"""Rows of a batch: which pixels belong to which row; rows taken, joined, padded and placed on processes.
+
+`LAYOUTS` is the one map from pixel inputs to rows: a family of models whose pixel inputs lie otherwise is one more
+entry. `Rows` are completions with everything that TRL's loss reads for each of them.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,12 +16,6 @@ from PIL import Image
 
 from vgr_trl.registries import VIEW
 from vgr_trl.utils import DataError
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The one map from pixel inputs to rows: which images, tiles and patches belong to which row of a batch.
-#
-# A family of models whose pixel inputs lie as in none of `LAYOUTS` is one more entry there.
-
 
 IMAGE_INPUTS = (
     "pixel_values",
@@ -198,10 +196,6 @@ LAYOUTS = (  # the first that applies
 )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The rollout batch as inputs of TRL's scoring pass, and pixels of perturbed images dealt to its rows.
-
-
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 
 
@@ -220,49 +214,7 @@ class Prompts:
     fields: Mapping[str, Any]
 
 
-@dataclass
-class ScoringBatch:
-    """Inputs of a scoring pass over N completions of T tokens behind prompts of P tokens.
-
-    Attributes:
-        prompt_ids, prompt_mask: (N, P) int64, padded on the left.
-        completion_ids, completion_mask: (N, T) int64, padded on the right.
-        fields: pixel inputs and token types (N, P + T).
-        num_images: images per row; None without images.
-        num_tiles: rows of `pixel_values` per row where images are cut into tiles, else None.
-    """
-
-    prompt_ids: torch.Tensor
-    prompt_mask: torch.Tensor
-    completion_ids: torch.Tensor
-    completion_mask: torch.Tensor
-    fields: dict[str, torch.Tensor] = field(default_factory=dict)
-    num_images: list[int] | None = None
-    num_tiles: list[int] | None = None
-
-    @property
-    def input_ids(self) -> torch.Tensor:
-        """(N, P + T)."""
-        return torch.cat([self.prompt_ids, self.completion_ids], dim=1)
-
-    @property
-    def attention_mask(self) -> torch.Tensor:
-        """(N, P + T)."""
-        return torch.cat([self.prompt_mask, self.completion_mask], dim=1)
-
-    def inputs(self) -> dict[str, Any]:
-        """Keyword arguments of TRL's scoring, but for the model and the size of its chunks."""
-        return {
-            "input_ids": self.input_ids,
-            "attention_mask": self.attention_mask,
-            "logits_to_keep": self.completion_ids.size(1),
-            "num_images": self.num_images,
-            "num_tiles": self.num_tiles,
-            **self.fields,
-        }
-
-
-def build_scoring_batch(
+def build_scoring_inputs(
     prompts: Prompts,
     completion_ids: Sequence[Sequence[int]],
     *,
@@ -270,8 +222,8 @@ def build_scoring_batch(
     vision_token_ids: Sequence[int] = (),
     valid: Sequence[bool] | None = None,
     pad_to_multiple_of: int | None = None,
-) -> ScoringBatch:
-    """Return the padded tensors of a rollout batch, on the CPU.
+) -> dict[str, Any]:
+    """Return the arguments of TRL's scoring, but for the model and the size of chunks, of completions on the CPU.
 
     Args:
         vision_token_ids: placeholder tokens of images, from which the tiles of a row are counted.
@@ -282,20 +234,24 @@ def build_scoring_batch(
     completions, completion_mask = _padded(completion_ids, pad_token_id, False, pad_to_multiple_of)
     if valid is not None:
         completion_mask = completion_mask * torch.tensor(valid).unsqueeze(1)
-    batch = ScoringBatch(prompt_ids, prompt_mask, completions, completion_mask)
+    inputs: dict[str, Any] = {
+        "input_ids": torch.cat([prompt_ids, completions], dim=1),
+        "attention_mask": torch.cat([prompt_mask, completion_mask], dim=1),
+        "logits_to_keep": completions.size(1),
+        "num_images": None,
+        "num_tiles": None,
+    }
     if prompts.images is None:
-        return batch
-    batch.num_images = [len(images or ()) for images in prompts.images]
-    for name, value in prompts.fields.items():
-        if name in TOKEN_TYPES:
-            types, _ = _padded(value, 0, True, pad_to_multiple_of)
-            missing = prompt_ids.size(1) - types.size(1)
-            batch.fields[name] = torch.nn.functional.pad(types, (missing, completions.size(1)))
-    batch.fields |= image_tensors(prompts.fields)
-    if given := image_inputs_of(batch.fields):
+        return inputs
+    inputs["num_images"] = [len(images or ()) for images in prompts.images]
+    for name in prompts.fields.keys() & TOKEN_TYPES:
+        types, _ = _padded(prompts.fields[name], 0, True, pad_to_multiple_of)
+        padding = (prompt_ids.size(1) - types.size(1), completions.size(1))
+        inputs[name] = torch.nn.functional.pad(types, padding)
+    if images := image_tensors(prompts.fields):
         is_image = torch.isin(prompt_ids, torch.tensor(vision_token_ids))  # (N, P)
-        batch.num_tiles = tiles_by_tokens(given, batch.num_images, is_image)
-    return batch
+        inputs |= images | {"num_tiles": tiles_by_tokens(images, inputs["num_images"], is_image)}
+    return inputs
 
 
 def valid_tokens(batch: Mapping[str, Any]) -> torch.Tensor:
@@ -424,23 +380,9 @@ def image_tensors(fields: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Pixels as the images had them: processors make floating-point numbers of 256 levels per channel, a byte each here.
-
-
+# Processors make floating-point numbers of images with 256 levels per channel: they are stored as a byte each.
 LEVELS = 256
 SMALLEST = 2**14  # elements below which packing is not worth its time
-
-# How a tensor lies by channels: name -> the tensor with a first dimension of channels, or None if it cannot lie so.
-_LAYOUTS: dict[str, Callable[[tuple[int, ...]], tuple[tuple[int, ...], int] | None]] = {
-    "image": lambda shape: (shape, len(shape) - 3) if len(shape) >= 4 and shape[-3] == 3 else None,
-    "frames": lambda shape: ((*shape[:-1], 3, 2, shape[-1] // 6), len(shape) - 1) if shape[-1] % 6 == 0 else None,
-    "patch": lambda shape: ((*shape[:-1], 3, shape[-1] // 3), len(shape) - 1) if shape[-1] % 3 == 0 else None,
-    "patch, channels last": lambda shape: (
-        ((*shape[:-1], shape[-1] // 3, 3), len(shape)) if shape[-1] % 3 == 0 else None
-    ),
-    "one channel": lambda shape: ((*shape, 1), len(shape)),
-}
 
 
 class Packed(TypedDict):
@@ -449,7 +391,7 @@ class Packed(TypedDict):
     Attributes:
         index: (channels, …) uint8, which of the levels.
         levels: (channels, at most 256), the values.
-        layout: one of `_LAYOUTS`.
+        layout: how the tensor lies by channels, see `_by_channel`.
         shape: of the tensor.
     """
 
@@ -459,30 +401,40 @@ class Packed(TypedDict):
     shape: list[int]
 
 
+def _by_channel(shape: Sequence[int], layout: str) -> tuple[tuple[int, ...], int] | None:
+    """The shape to view a tensor in, and the dimension of its channels there; None if it cannot lie so."""
+    *rest, last = shape
+    if layout == "image":
+        return (tuple(shape), len(shape) - 3) if len(shape) >= 4 and shape[-3] == 3 else None
+    if layout == "frames":  # two equal ones that follow each other, as Qwen's processors make of an image
+        return ((*rest, 3, 2, last // 6), len(rest)) if last % 6 == 0 else None
+    if layout == "one channel":
+        return (*shape, 1), len(shape)
+    if last % 3:
+        return None
+    return ((*rest, 3, last // 3), len(rest)) if layout == "patch" else ((*rest, last // 3, 3), len(shape))
+
+
 def pack(value: torch.Tensor) -> "torch.Tensor | Packed":
     """Return `value` with a byte per element, from which `unpack` restores it exactly, or itself where it has no such.
 
-    Two equal frames that follow each other, as Qwen's processors make of an image, are kept once.
+    Of two equal frames one is kept.
     """
     if not value.is_floating_point() or value.numel() < SMALLEST:
         return value
-    for layout, lies in _LAYOUTS.items():
-        found = lies(tuple(value.shape))
-        if found is None:
+    for layout in ("image", "frames", "patch", "patch, channels last", "one channel"):
+        if (view := _by_channel(value.shape, layout)) is None:
             continue
-        shape, axis = found
-        by_channel = value.reshape(shape).movedim(axis, 0)
+        channels = value.reshape(view[0]).movedim(view[1], 0)
         if layout == "frames":
-            first, second = by_channel.unbind(-2)
-            if not torch.equal(first, second):
+            channels, second = channels.unbind(-2)
+            if not torch.equal(channels, second):
                 continue
-            by_channel = first
-        parts = [part for channel in by_channel if (part := _indexed(channel.flatten())) is not None]
-        if len(parts) == len(by_channel):
-            index = torch.stack([index for index, _ in parts]).view(by_channel.shape)
-            most = max(len(levels) for _, levels in parts)
-            padded = [torch.nn.functional.pad(levels, (0, most - len(levels))) for _, levels in parts]
-            return Packed(index=index, levels=torch.stack(padded), layout=layout, shape=list(value.shape))
+        parts = [part for channel in channels if (part := _indexed(channel.flatten())) is not None]
+        if len(parts) == len(channels):
+            index = torch.stack([index for index, _ in parts]).view(channels.shape)
+            levels = torch.nn.utils.rnn.pad_sequence([levels for _, levels in parts], batch_first=True)
+            return Packed(index=index, levels=levels, layout=layout, shape=list(value.shape))
     return value
 
 
@@ -491,13 +443,13 @@ def unpack(value: "torch.Tensor | Packed", device: torch.device | str) -> torch.
     if isinstance(value, torch.Tensor):
         return value.to(device)
     index, levels = value["index"].to(device), value["levels"].to(device)
-    by_channel = torch.stack([of[where.int()] for of, where in zip(levels, index, strict=True)])
-    found = _LAYOUTS[value["layout"]](tuple(value["shape"]))
-    if found is None:
+    channels = torch.stack([of[where.int()] for of, where in zip(levels, index, strict=True)])
+    view = _by_channel(value["shape"], value["layout"])
+    if view is None:
         raise ValueError(value["layout"])
     if value["layout"] == "frames":
-        by_channel = by_channel.unsqueeze(-2).expand(*by_channel.shape[:-1], 2, by_channel.size(-1))
-    return by_channel.movedim(0, found[1]).reshape(value["shape"])
+        channels = channels.unsqueeze(-2).expand(*channels.shape[:-1], 2, channels.size(-1))
+    return channels.movedim(0, view[1]).reshape(value["shape"])
 
 
 def nbytes(value: "torch.Tensor | Packed") -> int:
@@ -522,10 +474,6 @@ def _indexed(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     return (index.to(torch.uint8), levels) if len(levels) <= LEVELS else None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The image inputs of a rollout batch: which part belongs to which row, and how parts become a batch again.
-
-
 PERTURBED = "perturbed_pixel_values"  # lie as `pixel_values` do
 ROW_INPUTS = (*IMAGE_INPUTS, PERTURBED)
 _PADDING = {"image_position_ids": -1}  # Gemma 4's mark of a patch that is none; everything else is padded with zeros
@@ -546,20 +494,17 @@ def split_images(batch: Mapping[str, Any], count: int) -> tuple[list[Images], bo
     if not given:
         return [{} for _ in range(count)], False
     num_images, num_tiles = batch.get("num_images"), batch.get("num_tiles")
-    if num_images is None or len(num_images) != count or "pixel_values" not in given:
-        raise DataError(
-            f"The batch has {', '.join(given)} for {count} rows and num_images {num_images}: give pixel_values, and as "
-            "num_images one number per row."
-        )
     known, perturbed = image_inputs_of(batch), given.get(PERTURBED)
     try:
+        if num_images is None or len(num_images) != count or "pixel_values" not in given:
+            raise UnknownParts(", ".join(given))
         parts = parts_by_counts(known, num_images, num_tiles)
         if perturbed is not None and len(perturbed) != len(given["pixel_values"]):
             raise UnknownParts(f"{PERTURBED} of shape {tuple(perturbed.shape)}")
     except UnknownParts as error:
         raise DataError(
-            f"The batch has {error.reason}, which cannot be assigned to {count} rows with num_images "
-            f"{list(num_images)} and num_tiles {num_tiles}."
+            f"The batch has {error.reason}, which cannot be assigned to {count} rows with num_images {num_images} and "
+            f"num_tiles {num_tiles}."
         ) from error
     parts[PERTURBED] = parts["pixel_values"]
     rows = [{name: value[parts[name][row]] for name, value in given.items()} for row in range(count)]
@@ -630,10 +575,6 @@ def _once_each(rows: Sequence[Images], change: Callable[[Any], Any]) -> list[Ima
 def owned(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """Return a copy of `value` on `device` that shares no memory with it and keeps nothing but its elements."""
     return torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value.detach())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What a scoring pass has measured for the completions of a rollout batch.
 
 
 @dataclass
@@ -737,73 +678,34 @@ def unmeasured(mask: torch.Tensor) -> RolloutSignals:
     return RolloutSignals(nothing, nothing, mask)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What TRL's loss reads per row of a rollout batch: along which tokens each tensor lies, and what pads it.
-#
-# The names are those of the batch that TRL 1.16 trains on. The signals of a rollout travel in the same form, under
-# names
-# that begin with `signals.`, so that one way of cutting and padding serves both.
-
-
-PAD_TOKEN = None  # padding of token ids: the tokenizer's pad token
 # In these families 0 opens a token to everything of that type, before and behind it; what is generated gets this one.
 _CAUSAL_TYPE = {"paligemma": 1}
-
-
-@dataclass(frozen=True)
-class Column:
-    """A tensor whose last dimension lies along the tokens of a row.
-
-    Attributes:
-        along: `prompt` (P, padded on the left), `completion` (T, padded on the right) or `sequence` (P + T, both).
-        padding: value in the padding.
-        missing: value for rows from a batch that did not have the column; None: those rows cannot be without it.
-        may_be_single: the tensor may be (N, 1) instead, one value per row.
-    """
-
-    along: Literal["prompt", "completion", "sequence"]
-    padding: float | None = 0
-    missing: float | None = None
-    may_be_single: bool = False
-
-
-TOKEN_COLUMNS = {
-    "prompt_ids": Column("prompt", padding=PAD_TOKEN),
-    "prompt_mask": Column("prompt"),
-    "completion_ids": Column("completion", padding=PAD_TOKEN),
-    "completion_mask": Column("completion"),
-    "tool_mask": Column("completion", padding=1, missing=1),
-    # TRL leaves them out while they equal those of the training pass; NaN says that they are to be taken from there.
-    "old_per_token_logps": Column("completion", missing=float("nan")),
-    "ref_per_token_logps": Column("completion"),
-    "reference_hidden": Column("completion"),  # (N, D, T)
-    "sampling_per_token_logps": Column("completion"),
-    "importance_sampling_ratio": Column("completion", padding=1, may_be_single=True),
-    "token_type_ids": Column("sequence", missing=0),
-    "mm_token_type_ids": Column("sequence", missing=0),
-    "values": Column("completion"),
-    "returns": Column("completion"),
-    "token_advantages": Column("completion"),
-    "signals.logps": Column("completion"),
-    "signals.entropies": Column("completion"),
-    "signals.mask": Column("completion"),
-    "signals.similarity": Column("completion"),
-    "signals.dependency": Column("completion"),
-    "signals.jsd": Column("completion"),
-    "signals.perturbed_entropies": Column("completion"),
-    "signals.attention.vision": Column("completion"),  # (N, L, T)
-    "signals.attention.instruction": Column("completion"),  # (N, L, T)
-    "signals.attention.region": Column("completion"),  # (N, L, T)
-    "signals.attention.mask": Column("completion"),
-}
 VIEWS = "signals.views."  # before the names of perturbations
 EXTRA = "signals.extra."  # before the names of signals (N, T) that were asked for by name
-LAYERED = ("signals.attention.vision", "signals.attention.instruction", "signals.attention.region")
+LAYERED = ("signals.attention.vision", "signals.attention.instruction", "signals.attention.region")  # (N, L, T)
+
+# What TRL 1.16 trains on, and the signals of a rollout, by the tokens that the last dimension of a tensor lies along:
+# P of the prompt, padded on the left, T of the completion, padded on the right, or all of the sequence.
+_ALONG: dict[str, Literal["prompt", "completion", "sequence"]] = {
+    **dict.fromkeys(("prompt_ids", "prompt_mask"), "prompt"),
+    **dict.fromkeys(TOKEN_TYPES, "sequence"),
+    **dict.fromkeys(("completion_ids", "completion_mask", "tool_mask"), "completion"),
+    **dict.fromkeys(("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"), "completion"),
+    **dict.fromkeys(("importance_sampling_ratio", "reference_hidden", "values", "returns"), "completion"),
+    **dict.fromkeys(("token_advantages", "signals.logps", "signals.entropies", "signals.mask"), "completion"),
+    **dict.fromkeys(("signals.similarity", "signals.dependency", "signals.jsd"), "completion"),
+    **dict.fromkeys(("signals.perturbed_entropies", "signals.attention.mask", *LAYERED), "completion"),
+}
+_MAY_BE_SINGLE = "importance_sampling_ratio"  # (N, T) or, one value per row, (N, 1)
+_PAD_VALUES = {"tool_mask": 1.0, _MAY_BE_SINGLE: 1.0}  # of the others: 0, of ids the tokenizer's
+# For rows from a batch without the column. TRL leaves old log-probabilities out while they equal those of the training
+# pass; NaN says that they are to be taken from there.
+_MISSING = {"tool_mask": 1.0, "old_per_token_logps": float("nan"), **dict.fromkeys(TOKEN_TYPES, 0.0)}
 
 
-def token_column(name: str) -> Column | None:
-    """Return how the column of that name lies along tokens, None if it does not."""
-    return Column("completion", padding=float("nan")) if name.startswith((VIEWS, EXTRA)) else TOKEN_COLUMNS.get(name)
+def tokens_along(name: str) -> Literal["prompt", "completion", "sequence"] | None:
+    """Return which tokens of a row the column of that name lies along, None if it does not."""
+    return "completion" if name.startswith((VIEWS, EXTRA)) else _ALONG.get(name)
 
 
 def columns_of_signals(signals: RolloutSignals | None) -> dict[str, torch.Tensor]:
@@ -874,10 +776,6 @@ def with_completion_types(
     }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows of rollout batches, as they are cut out of one batch to go into another.
-
-
 @dataclass(eq=False)  # tensors do not compare to a bool
 class Rows:
     """n completions with everything that TRL's loss reads for each of them, and their signals.
@@ -931,31 +829,24 @@ class Rows:
 
     def _check(self, name: str, value: Any) -> None:
         is_tensor = isinstance(value, torch.Tensor)
-        found = f"a tensor of shape {tuple(value.shape)}" if is_tensor else f"a {type(value).__name__}"
+        shape = f"of shape {tuple(value.shape)}" if is_tensor else f"of type {type(value).__name__}"
         if not (is_tensor or isinstance(value, list | tuple)) or len(value) != len(self):
             raise DataError(
-                f"The batch has {name}, {found}, which cannot be assigned to its {len(self)} rows: give a tensor or a "
+                f"The batch has {name} {shape}, which cannot be assigned to its {len(self)} rows: give a tensor or a "
                 "list with one entry per row, or a single number."
             )
         if not is_tensor and not all(isinstance(entry, int | float | str | None) for entry in value):
-            raise DataError(
-                f"The batch has {name}, a list of other things than numbers and texts: give those or a tensor, so that "
-                "it can be saved with a checkpoint."
-            )
-        column = token_column(name)
-        if column is None:
-            return
-        widths = (self.width(column), 1) if column.may_be_single else (self.width(column),)
-        if not is_tensor or value.size(-1) not in widths:
-            raise DataError(
-                f"The batch has {name}, {found}, but its prompts have {self.prompt_length} and its completions "
-                f"{self.completion_length} tokens: give a tensor with one entry per token of the {column.along}."
-            )
+            raise DataError(f"The batch has {name}, a list of neither numbers nor texts, which cannot be saved.")
+        width = self.width(name)
+        if width and not (is_tensor and value.size(-1) in (width, 1 if name == _MAY_BE_SINGLE else width)):
+            raise DataError(f"The batch has {name} {shape}, but {width} tokens: give a tensor with one entry for each.")
 
-    def width(self, column: Column) -> int:
-        """Return the tokens that `column` has an entry for."""
-        widths = {"prompt": self.prompt_length, "completion": self.completion_length}
-        return widths.get(column.along, self.prompt_length + self.completion_length)
+    def width(self, name: str) -> int:
+        """Return the tokens that a column has an entry for, 0 if it does not lie along tokens."""
+        along = tokens_along(name)
+        if along is None:
+            return 0
+        return (along != "completion") * self.prompt_length + (along != "prompt") * self.completion_length
 
     def take(self, indices: Sequence[int]) -> "Rows":
         """Return the rows with these numbers, in this order; rows that follow each other are not copied."""
@@ -970,13 +861,12 @@ class Rows:
 
     def narrowed(self, prompt_length: int, completion_length: int) -> "Rows":
         """Return the rows with only the last `prompt_length` and the first `completion_length` columns of tokens."""
-        starts = {"prompt": self.prompt_length - prompt_length, "completion": 0}
         narrow = Rows(prompt_length, completion_length, {}, self.images, self.one_per_row)
         for name, value in self.columns.items():
-            column = token_column(name)
-            if column is not None and value.size(-1) == self.width(column):
-                start = starts.get(column.along, starts["prompt"])
-                value = value[..., start : start + narrow.width(column)]
+            width = narrow.width(name)
+            if width and value.size(-1) == self.width(name):
+                start = 0 if tokens_along(name) == "completion" else self.prompt_length - prompt_length
+                value = value[..., start : start + width]
             narrow.columns[name] = value
         return narrow
 
@@ -1007,15 +897,11 @@ def _of_whole_batch(value: object) -> bool:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows of several batches joined into one batch, padded to the longest prompt and the longest completion.
-
-
 def join_rows(parts: Sequence[Rows], *, pad_token_id: int, pad_to_multiple_of: int | None = None) -> Rows:
     """Return all rows of `parts` as one, padded to the longest prompt and the longest completion.
 
     The first part, the rows of the batch to be trained on, decides about columns that not all parts have: what it
-    lacks and no rule of `TOKEN_COLUMNS` fills in is dropped, because the loss does not read it.
+    lacks and no value of `_MISSING` fills in is dropped, because the loss does not read it.
 
     Args:
         parts: at least one; tensors of the result lie where those of the first part do.
@@ -1037,7 +923,7 @@ def join_rows(parts: Sequence[Rows], *, pad_token_id: int, pad_to_multiple_of: i
     device = parts[0].columns["prompt_ids"].device
     for name in dict.fromkeys(name for part in parts for name in part.columns):
         first = next(part.columns[name] for part in parts if name in part.columns)
-        if token_column(name) is not None:
+        if tokens_along(name) is not None:
             values = _token_column(name, parts, joined, pad_token_id)
         elif name in parts[0].columns or name in ("num_images", "num_tiles"):
             values = [_row_column(name, part) for part in parts]
@@ -1068,38 +954,35 @@ def _images(parts: Sequence[Rows]) -> list[Images]:
 
 def _token_column(name: str, parts: Sequence[Rows], joined: Rows, pad_token_id: int) -> list[torch.Tensor] | None:
     """The column `name` of each part at the width of `joined`; None if it is to be dropped."""
-    column = token_column(name)
-    assert column is not None
     present = [part.columns[name] for part in parts if name in part.columns]
-    if len(present) < len(parts) and column.missing is None:
+    if len(present) < len(parts) and name not in _MISSING:
         if name not in parts[0].columns:
             return None
         raise _lacking(name)
-    single = column.may_be_single and all(value.size(-1) == 1 for value in present)
-    padding = pad_token_id if column.padding is None else column.padding
+    single = name == _MAY_BE_SINGLE and all(value.size(-1) == 1 for value in present)
+    padding = pad_token_id if name in ("prompt_ids", "completion_ids") else _PAD_VALUES.get(name, 0)
+    padding = float("nan") if name.startswith((VIEWS, EXTRA)) else padding
     values = []
     for part in parts:
-        value = part.columns.get(name)
+        value, width = part.columns.get(name), part.width(name)
         if value is None:
-            value = present[0].new_full((len(part), part.width(column)), column.missing)
-        if single:
-            values.append(value)
-            continue
-        if value.size(-1) != part.width(column):
-            value = value.expand(len(part), part.width(column))
-        left = 0 if column.along == "completion" else joined.prompt_length - part.prompt_length
-        right = joined.width(column) - part.width(column) - left
-        values.append(torch.nn.functional.pad(value, (left, right), value=padding))
+            value = present[0].new_full((len(part), width), _MISSING[name])
+        if not single:
+            value = value if value.size(-1) == width else value.expand(len(part), width)
+            left = 0 if tokens_along(name) == "completion" else joined.prompt_length - part.prompt_length
+            right = joined.width(name) - width - left
+            value = torch.nn.functional.pad(value, (left, right), value=padding)
+        values.append(value)
     return values
 
 
 def _row_column(name: str, part: Rows) -> Any:
     if name in part.columns:
         return part.columns[name]
+    if name == "num_tiles":  # TRL leaves it out of a batch in which each image is a single tile
+        return part.columns.get("num_images", [0] * len(part))
     if name == "num_images":
         return [0] * len(part)
-    if name == "num_tiles":  # TRL leaves it out of a batch in which each image is a single tile
-        return _row_column("num_images", part)
     raise _lacking(name)
 
 
@@ -1120,10 +1003,6 @@ def _concatenated(name: str, values: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(values)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Which process holds which completions of which group.
-
-
 Gather = Callable[[list[Any]], list[Any]]  # a list per process -> their concatenation, in their order, everywhere
 Piece = TypeVar("Piece")
 
@@ -1140,22 +1019,12 @@ class Placement:
         num_generations: completions per prompt, G.
         process_index: this process.
         num_processes: how many hold `rows` completions each.
-
-    Raises:
-        DataError: all rows together are not whole groups.
     """
 
     rows: int
     num_generations: int
     process_index: int = 0
     num_processes: int = 1
-
-    def __post_init__(self) -> None:
-        if self.rows * self.num_processes % self.num_generations:
-            raise DataError(
-                f"{self.num_processes} processes hold {self.rows} completions each with num_generations "
-                f"{self.num_generations}: give whole groups over all processes."
-            )
 
     @property
     def num_groups(self) -> int:

@@ -13,7 +13,7 @@ from torch import nn
 from vgr_trl.batch import (
     AttentionMass,
     RolloutSignals,
-    build_scoring_batch,
+    build_scoring_inputs,
     image_inputs_of,
     image_tensors,
     joined,
@@ -283,14 +283,14 @@ def score_completions(trainer: "DAPOTrainer", rollout: Rollout, completion_ids: 
     args, measurement = trainer.args, trainer.measurement
     end_tokens = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
     assert rollout.prompts is not None
-    inputs = build_scoring_batch(
+    inputs = build_scoring_inputs(
         rollout.prompts,
         completion_ids,
         pad_token_id=trainer._tokenizer.pad_token_id,
         vision_token_ids=measurement.vision_token_ids,
         valid=[ids[-1] in end_tokens for ids in completion_ids] if args.mask_truncated_completions else None,
         pad_to_multiple_of=trainer.pad_to_multiple_of or None,
-    ).inputs()
+    )
     reads_pass = not measurement.needed.keys().isdisjoint(("values", "similarity"))
     if measurement.head:
         trainer.score(inputs)

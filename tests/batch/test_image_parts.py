@@ -7,7 +7,7 @@ from vgr_trl.batch import (
     LAYOUTS,
     Prompts,
     UnknownParts,
-    build_scoring_batch,
+    build_scoring_inputs,
     find_layout,
     parts_by_counts,
     parts_by_tokens,
@@ -101,7 +101,7 @@ def test_tiles_and_no_mask_of_a_row():
 
 
 def scoring_batch(fields, prompts, images):
-    return build_scoring_batch(
+    return build_scoring_inputs(
         Prompts(prompts, [["image"] * count for count in images], fields),
         [[5]] * len(prompts),
         pad_token_id=PAD,
@@ -118,10 +118,10 @@ def test_tiles_of_unequal_size_are_counted_by_their_tokens():
         "pixel_attention_mask": torch.zeros(4, 64),
     }
     batch = scoring_batch(fields, [[IMAGE] * 5, [IMAGE] * 8, [1]], [1, 1, 0])
-    assert batch.num_tiles == [3, 1, 0]
+    assert batch["num_tiles"] == [3, 1, 0]
 
 
 @pytest.mark.parametrize(("count", "expected"), [(4, [3, 1, 0]), (2, None)])
 def test_tiles_of_one_size_are_counted_where_there_are_more_than_images(count, expected):
     prompts = [[IMAGE] * 6, [IMAGE] * 2, [1]] if expected else [[IMAGE] * 2, [IMAGE] * 2, [1]]
-    assert scoring_batch({"pixel_values": torch.zeros(count, 3, 4, 4)}, prompts, [1, 1, 0]).num_tiles == expected
+    assert scoring_batch({"pixel_values": torch.zeros(count, 3, 4, 4)}, prompts, [1, 1, 0])["num_tiles"] == expected

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from vgr_trl.batch import Prompts, build_scoring_batch, rows_with_images
+from vgr_trl.batch import Prompts, build_scoring_inputs, rows_with_images
 
 IMAGE, PAD = 2, 9
 
 
 def batch_of(ids, images=None, completions=((7,), (7, 8)), **fields):
-    return build_scoring_batch(
+    return build_scoring_inputs(
         Prompts(ids, images, fields),
         [list(row) for row in completions],
         pad_token_id=PAD,
@@ -19,9 +19,9 @@ def batch_of(ids, images=None, completions=((7,), (7, 8)), **fields):
 
 def test_prompts_are_padded_on_the_left_and_completions_on_the_right():
     batch = batch_of([[5], [5, 6]])
-    assert batch.input_ids.tolist() == [[PAD, 5, 7, PAD], [5, 6, 7, 8]]
-    assert batch.attention_mask.tolist() == [[0, 1, 1, 0], [1, 1, 1, 1]]
-    assert (batch.num_images, batch.num_tiles) == (None, None)
+    assert batch["input_ids"].tolist() == [[PAD, 5, 7, PAD], [5, 6, 7, 8]]
+    assert batch["attention_mask"].tolist() == [[0, 1, 1, 0], [1, 1, 1, 1]]
+    assert (batch["num_images"], batch["num_tiles"]) == (None, None)
 
 
 def test_rows_with_images():
@@ -48,5 +48,5 @@ TWO = [["one image"], ["another"]]
 )
 def test_tiles_of_rows(fields, tiles):
     batch = batch_of(PROMPTS, TWO, **fields)
-    assert batch.num_images == [1, 1]
-    assert batch.num_tiles == tiles
+    assert batch["num_images"] == [1, 1]
+    assert batch["num_tiles"] == tiles

@@ -74,11 +74,6 @@ def test_where_rows_lie():
     assert places[0].num_groups == 2
 
 
-def test_rows_that_are_no_whole_groups():
-    with pytest.raises(DataError, match="3 processes hold 4 completions each with num_generations 5: give whole"):
-        Placement(4, 5, 0, 3)
-
-
 def test_a_spread_group_without_a_way_to_gather():
     with pytest.raises(DataError, match="A group has to go from one process to another: give a gather function"):
         Placement(2, 4, 0, 2).bring_to_holders({0: "rows"}, {0: 0}, None)

@@ -348,12 +348,12 @@ def test_the_number_of_tokens_is_counted_as_trl_counts():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"strange": torch.rand(3, 2)}, r"The batch has strange, a tensor of shape \(3, 2\), which cannot be"),
-        ({"strange": {"a": 1}}, "The batch has strange, a dict, which cannot be assigned to its 4 rows: give"),
-        ({"strange": [[1]] * 4}, "The batch has strange, a list of other things than numbers and texts: give those"),
-        ({"tool_mask": torch.ones(4, 9)}, r"The batch has tool_mask, a tensor of shape \(4, 9\), but its prompts"),
-        ({"num_images": None}, "The batch has pixel_values for 4 rows and num_images None: give pixel_values, and as"),
-        ({"num_images": [1, 1]}, r"The batch has pixel_values for 4 rows and num_images \[1, 1\]: give pixel_values"),
+        ({"strange": torch.rand(3, 2)}, r"strange of shape \(3, 2\)"),
+        ({"strange": {"a": 1}}, "strange of type dict"),
+        ({"strange": [[1]] * 4}, "strange, a list of neither numbers"),
+        ({"tool_mask": torch.ones(4, 9)}, r"tool_mask of shape \(4, 9\), but 4 tokens"),
+        ({"num_images": None}, "pixel_values, which .* num_images None"),
+        ({"num_images": [1, 1]}, r"pixel_values, which .* num_images \[1, 1\]"),
         ({"num_images": [1, 1, 2, 2]}, r"The batch has pixel_values of shape \(4, 3, 4, 4\), which cannot be"),
     ],
 )  # fmt: skip
