@@ -859,7 +859,7 @@ class Rows:
         images = [self.images[index] for index in indices]
         return Rows(self.prompt_length, self.completion_length, columns, images, self.one_per_row)
 
-    def narrowed(self, prompt_length: int, completion_length: int) -> "Rows":
+    def trim(self, prompt_length: int, completion_length: int) -> "Rows":
         """Return the rows with only the last `prompt_length` and the first `completion_length` columns of tokens."""
         narrow = Rows(prompt_length, completion_length, {}, self.images, self.one_per_row)
         for name, value in self.columns.items():

@@ -16,17 +16,17 @@ from vgr_trl.batch import valid_tokens
 from vgr_trl.efficiency.loss_mask import (
     Extent,
     Window,
-    deal_by_length,
     extents_of,
+    find_loss_mask,
     find_text,
     find_window,
-    live_tokens,
-    narrowed,
+    group_by_length,
     only_tokens,
     pack_rows,
+    scatter_back,
     take_rows,
     tokens_of,
-    widened,
+    trim,
 )
 from vgr_trl.efficiency.vision_cache import tower_trains
 from vgr_trl.measure import measure_pass, shift_of_pass, take_hidden
@@ -34,7 +34,7 @@ from vgr_trl.rollout import Rollout, TrainingPass
 from vgr_trl.sampling import OLD_LOGPS
 from vgr_trl.sharing.model_support import base_of, causal_model, is_compiled
 from vgr_trl.sharing.prefix_forward import find_groups, has_images, is_image_token
-from vgr_trl.sharing.sharing import Place, shuffle_by_group, whole_groups
+from vgr_trl.sharing.sharing import Feature, shuffle_by_group, whole_groups
 from vgr_trl.signals.scoring import leaves_rows_out, policy_is_active
 from vgr_trl.utils import DataError, NotFiniteError, replaced
 
@@ -48,7 +48,7 @@ Loss = Callable[[nn.Module, dict[str, Any]], torch.Tensor]  # TRL's `_compute_lo
 
 @contextmanager
 def forward_context(
-    trainer: "DAPOTrainer", place: Place, model: nn.Module, completion_length: int | None = None, packs: bool = False
+    trainer: "DAPOTrainer", place: Feature, model: nn.Module, completion_length: int | None = None, packs: bool = False
 ) -> Iterator[None]:
     """Compute prompts and image features once in passes of this block, and keep the hidden states that are asked for.
 
@@ -221,19 +221,19 @@ def scoring_pass(
 
 def first_pass_gives_old_logps(trainer: "DAPOTrainer", rollout: Rollout) -> bool:
     """Whether what TRL scores of a rollout by the policy before its rewards comes from the first training pass."""
-    return trainer.skipping.old_logps.reason_off is None and trainer.model.training and not rollout.rewarding
+    return trainer.skipping.old_logps.enabled and trainer.model.training and not rollout.rewarding
 
 
 def _rows_of_chunk(trainer: "DAPOTrainer", inputs: dict[str, Any], batch_size: int) -> int:
     size, most = trainer.completions_per_prompt, trainer.args.max_tokens_per_micro_batch
-    if trainer.sharing.scoring.reason_off is None:
+    if trainer.sharing.scoring.enabled:
         batch_size = whole_groups(batch_size, size)
     if most is None:
         return batch_size
     accelerator = trainer.accelerator
     longest = torch.tensor([inputs["input_ids"].size(1), inputs["logits_to_keep"]], device=accelerator.device)
     columns, completion = accelerator.gather(longest).view(-1, 2).amax(0).tolist()
-    if trainer.sharing.training.reason_off is not None:
+    if not trainer.sharing.training.enabled:
         return min(batch_size, max(most // columns, 1))
     if (groups := most // (columns + (size - 1) * completion)) > 0:
         return min(batch_size, groups * size)
@@ -281,19 +281,19 @@ def training_pass(
             return plain(model, **inputs, batch_size=batch_size)
     loss_mask = _loss_mask(trainer, passed.inputs)
     window = _window(trainer, model, loss_mask, inputs)
-    cut = loss_mask if skipping.padding.reason_off is None else None
+    cut = loss_mask if skipping.padding.enabled else None
     try:
-        part = narrowed(inputs, window, cut)
+        part = trim(inputs, window, cut)
     except DataError:  # whose pixels belong to which row is not known: none is left out
         window = replace(window, rows=list(range(len(loss_mask))))
-        part = narrowed(inputs, window, cut)
+        part = trim(inputs, window, cut)
     passed.loss_mask, passed.rows_run = loss_mask, len(window.rows)
     causal = causal_model(model)
     head = only_tokens(causal, base_of(causal), loss_mask[window.rows, : window.completion])
-    packs = skipping.packing.reason_off is None
+    packs = skipping.packing.enabled
     with head if skipping.head else nullcontext(), forward_context(trainer, place, model, window.completion, packs):
         logps, entropies, aux_loss = plain(model, **part)
-    logps = widened(logps, window, loss_mask, passed.inputs.get(OLD_LOGPS))
+    logps = scatter_back(logps, window, loss_mask, passed.inputs.get(OLD_LOGPS))
     if passed.logps is None:
         if (old := passed.inputs.get(OLD_LOGPS)) is not None:
             # TRL's `_compute_loss` reads the inputs only after its pass through the model, so what is completed here is
@@ -301,16 +301,16 @@ def training_pass(
             passed.inputs[OLD_LOGPS] = torch.where(old.isnan(), logps.detach(), old)
         values = take_hidden(trainer.value_hook)
         passed.logps, passed.hidden = logps, take_hidden(trainer.hidden_hook)
-        passed.values = None if values is None else widened(values, window, loss_mask, None)
+        passed.values = None if values is None else scatter_back(values, window, loss_mask, None)
         if trainer.replay is not None:
             trainer.replay.first_pass(passed)
-    return logps, None if entropies is None else widened(entropies, window, loss_mask, None), aux_loss
+    return logps, None if entropies is None else scatter_back(entropies, window, loss_mask, None), aux_loss
 
 
 def _window(trainer: "DAPOTrainer", model: nn.Module, loss_mask: torch.Tensor, inputs: dict[str, Any]) -> Window:
     """The smallest part of a micro-batch that has all tokens with loss."""
     skipping, completion, multiple = trainer.skipping, inputs["logits_to_keep"], trainer.pad_to_multiple_of or None
-    rows, padding = skipping.rows.reason_off is None, skipping.padding.reason_off is None
+    rows, padding = skipping.rows.enabled, skipping.padding.enabled
     runs_images = skipping.images and inputs.get("pixel_values") is not None
     if rows and padding and not runs_images and not loss_mask.any():
         is_image = is_image_token(inputs["input_ids"], causal_model(model).config)
@@ -324,27 +324,27 @@ def _window(trainer: "DAPOTrainer", model: nn.Module, loss_mask: torch.Tensor, i
 def _loss_mask(trainer: "DAPOTrainer", batch: dict[str, Any]) -> torch.Tensor:
     """The tokens whose log-probabilities the loss or the replay buffer reads, (N, T) bool."""
     skipping, mask = trainer.skipping, valid_tokens(batch)
-    rows, tokens = skipping.rows.reason_off is None, skipping.tokens.reason_off is None
-    found = live_tokens(batch["advantages"], mask, rows=rows, tokens=tokens)
+    rows, tokens = skipping.rows.enabled, skipping.tokens.enabled
+    found = find_loss_mask(batch["advantages"], mask, rows=rows, tokens=tokens)
     read = None if trainer.replay is None else trainer.replay.rows_read(batch)
     return found if read is None else found | (mask.bool() & read.to(mask.device).unsqueeze(1))
 
 
 def _extents(trainer: "DAPOTrainer", batch: dict[str, Any]) -> list[Extent]:
     """What runs of each row of a batch of TRL."""
-    rows, padding = trainer.skipping.rows.reason_off is None, trainer.skipping.padding.reason_off is None
+    rows, padding = trainer.skipping.rows.enabled, trainer.skipping.padding.enabled
     return extents_of(_loss_mask(trainer, batch), batch["prompt_mask"], rows=rows, padding=padding)
 
 
 def shuffle_rows(trainer: "DAPOTrainer") -> Callable[[dict[str, Any]], dict[str, Any]] | None:
     """Return what takes the place of TRL's `shuffle_sequence_dict`; None: nothing does."""
-    if trainer.skipping.dealing.reason_off is not None:
+    if not trainer.skipping.dealing.enabled:
         return shuffle_by_group if trainer.sharing.regroups else None
 
     def by_length(batch: dict[str, Any]) -> dict[str, Any]:
         lengths = [extent.completion if extent.runs else 0 for extent in _extents(trainer, batch)]
         return shuffle_by_group(
-            batch, lambda order, groups: deal_by_length(order, groups, lengths, trainer.skipping.window)
+            batch, lambda order, groups: group_by_length(order, groups, lengths, trainer.skipping.window)
         )
 
     return by_length
@@ -387,7 +387,7 @@ def loss_in_parts(trainer: "DAPOTrainer", model: nn.Module, inputs: dict[str, An
 def _parts(trainer: "DAPOTrainer", inputs: dict[str, Any]) -> list[list[int]]:
     """Rows of each part, the same on every process: TRL gathers metrics of rows after each."""
     count, accelerator = len(inputs["prompt_ids"]), trainer.accelerator
-    shares = trainer.sharing.training.reason_off is None
+    shares = trainer.sharing.training.enabled
     groups = find_groups(inputs["prompt_ids"], inputs["prompt_mask"]) if shares else range(count)
     mine = [
         [extent.prompt, extent.completion, extent.runs, group]

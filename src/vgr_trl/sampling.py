@@ -474,7 +474,7 @@ def groups_from_batch(
     for group in wanted:
         if here := [row for row, _ in placement.here(group)]:
             widths = [max(1, *(lengths_of[row] for row in here)) for lengths_of in lengths]
-            pieces[group] = rows.take(here).narrowed(*widths).stored()
+            pieces[group] = rows.take(here).trim(*widths).stored()
     holders = {group: placement.holder(group) for group in wanted}
     whole = placement.bring_to_holders(pieces, holders, gather)
     kept = {group: _joined(parts, pad_token_id) for group, parts in whole.items()}

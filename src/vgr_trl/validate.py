@@ -32,7 +32,7 @@ from vgr_trl.sharing.model_support import (
     why_not_share,
 )
 from vgr_trl.sharing.prefix_forward import why_not_pack
-from vgr_trl.sharing.sharing import Place, SharingPlan, why_not_regroup
+from vgr_trl.sharing.sharing import Feature, SharingPlan, why_not_regroup
 from vgr_trl.utils import ConfigError, UnsupportedTRLError, release
 
 
@@ -54,9 +54,9 @@ def plan_sharing(trainer: ConstructedTrainer) -> SharingPlan:
     training = everywhere or compiled or _why_not_train(trainer) or why_not_share(model, gradients=True)
     return SharingPlan(
         mode=mode,
-        generation=Place(generation),
-        scoring=Place(scoring),
-        training=Place(training),
+        generation=Feature(generation),
+        scoring=Feature(scoring),
+        training=Feature(training),
         regroup_reason=regroup_reason,
         regroups=training is None and (regroup_reason is None or mode == "on"),
         sharded=sharded,
@@ -137,13 +137,13 @@ def plan_skipping(trainer: ConstructedTrainer, measurement: Measurement, sharing
     headless = "a model that is its own base" if base is causal else None
     columns = _why_columns_count(trainer)
     return SkippingPlan(
-        rows=Place(off["skip_dead_rows"] or read),
-        tokens=Place(off["skip_dead_tokens"] or read or headless or _why_completions_are_read(trainer)),
-        padding=Place(off["skip_padding"] or compiled or router or columns or why_padding_counts(base)),
-        packing=Place(off["pack_completions"] or _why_not_pack(trainer, base, sharing)),
+        rows=Feature(off["skip_dead_rows"] or read),
+        tokens=Feature(off["skip_dead_tokens"] or read or headless or _why_completions_are_read(trainer)),
+        padding=Feature(off["skip_padding"] or compiled or router or columns or why_padding_counts(base)),
+        packing=Feature(off["pack_completions"] or _why_not_pack(trainer, base, sharing)),
         head=(off["skip_dead_tokens"] or compiled or headless) is None,
-        dealing=Place(off["deal_by_length"] or _why_not_deal(trainer)),
-        old_logps=Place(off["reuse_first_pass"] or _why_old_logps_are_scored(trainer, measurement)),
+        dealing=Feature(off["deal_by_length"] or _why_not_deal(trainer)),
+        old_logps=Feature(off["reuse_first_pass"] or _why_old_logps_are_scored(trainer, measurement)),
         images=_is_sharded(trainer) or not parts_of_tower(base) or tower_trains(base),
         window=trainer.args.per_device_train_batch_size * min(accumulated, generated),
     )
@@ -151,7 +151,7 @@ def plan_skipping(trainer: ConstructedTrainer, measurement: Measurement, sharing
 
 def _why_not_pack(trainer: ConstructedTrainer, base: nn.Module, sharing: SharingPlan) -> str | None:
     """Why completions do not pass behind their prompts without padding; None if they do."""
-    if sharing.training.reason_off is not None:
+    if not sharing.training.enabled:
         return "training does not share prompts"
     return why_not_pack(base) or ("FSDP" if trainer.is_fsdp_enabled else None) or why_padding_counts(base)
 

@@ -2,19 +2,19 @@
 
 import torch
 
-from vgr_trl.efficiency.loss_mask import Extent, deal_by_length, extents_of, pack_rows, take_rows, tokens_of
+from vgr_trl.efficiency.loss_mask import Extent, extents_of, group_by_length, pack_rows, take_rows, tokens_of
 
 GROUPS = [0, 0, 1, 1, 2, 2]
 LENGTHS = [3, 5, 0, 0, 4, 9]
 
 
 def test_groups_stand_by_their_longest_row_and_rows_within_them_likewise():
-    assert deal_by_length([2, 0, 4, 3, 1, 5], GROUPS, LENGTHS, window=6) == [5, 4, 1, 0, 2, 3]
-    assert deal_by_length([3, 2], GROUPS, LENGTHS, window=6) == [3, 2]
+    assert group_by_length([2, 0, 4, 3, 1, 5], GROUPS, LENGTHS, window=6) == [5, 4, 1, 0, 2, 3]
+    assert group_by_length([3, 2], GROUPS, LENGTHS, window=6) == [3, 2]
 
 
 def test_rows_of_other_steps_keep_their_places():
-    assert deal_by_length([2, 0, 4, 3, 1, 5], GROUPS, LENGTHS, window=3) == [4, 0, 2, 5, 1, 3]
+    assert group_by_length([2, 0, 4, 3, 1, 5], GROUPS, LENGTHS, window=3) == [4, 0, 2, 5, 1, 3]
 
 
 def test_parts_of_at_most_so_many_tokens():

@@ -8,12 +8,12 @@ from trl.trainer.utils import add_fused_lm_head
 
 from vgr_trl.efficiency.loss_mask import (
     Window,
+    find_loss_mask,
     find_window,
-    live_tokens,
-    narrowed,
     only_tokens,
+    scatter_back,
+    trim,
     why_padding_counts,
-    widened,
 )
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
@@ -22,16 +22,16 @@ PROMPTS = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]])
 
 def test_live_tokens_by_completion():
     advantages = torch.tensor([0.0, -1.0, float("nan"), 2.0])
-    assert live_tokens(advantages, MASK, rows=True, tokens=True).tolist() == [
+    assert find_loss_mask(advantages, MASK, rows=True, tokens=True).tolist() == [
         [False] * 4, [True, True, False, False], [True] * 4, [False] * 4,
     ]  # fmt: skip
-    assert torch.equal(live_tokens(advantages, MASK, rows=False, tokens=False), MASK.bool())
+    assert torch.equal(find_loss_mask(advantages, MASK, rows=False, tokens=False), MASK.bool())
 
 
 def test_live_tokens_by_token():
     advantages = torch.tensor([[0.0, 1.0, 0.0, 1.0], [0.0, 0.0, 1.0, 1.0], [0.0] * 4, [1.0] * 4])
-    assert live_tokens(advantages, MASK, rows=True, tokens=True).nonzero().tolist() == [[0, 1]]
-    assert live_tokens(advantages, MASK, rows=True, tokens=False).nonzero().tolist() == [[0, 0], [0, 1], [0, 2]]
+    assert find_loss_mask(advantages, MASK, rows=True, tokens=True).nonzero().tolist() == [[0, 1]]
+    assert find_loss_mask(advantages, MASK, rows=True, tokens=False).nonzero().tolist() == [[0, 0], [0, 1], [0, 2]]
 
 
 LIVE = torch.tensor([[0, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]).bool()
@@ -67,19 +67,19 @@ def test_parts_of_inputs_and_whole_outputs():
         "token_type_ids": None,
     }
     window = Window([0, 2], 2, 1)
-    part = narrowed(inputs, window)
+    part = trim(inputs, window)
     assert part["input_ids"].tolist() == [[1, 2, 3], [11, 12, 13]]
     assert part["attention_mask"].shape == (2, 3)
     assert part["pixel_values"].flatten().tolist() == [0, 1, 2]
     assert (part["num_images"], part["logits_to_keep"], part["compute_entropy"]) == ([1, 2], 1, True)
-    last = narrowed(inputs, Window([1], 3, 2))
+    last = trim(inputs, Window([1], 3, 2))
     assert last["num_images"] == [0]
     assert "pixel_values" not in last
 
     live = torch.tensor([[True, False], [False, False], [False, False]])
     old = torch.tensor([[-1.0, -2.0], [-3.0, float("nan")], [-5.0, -6.0]])
     values = torch.tensor([[-7.0], [-8.0]], requires_grad=True)
-    whole = widened(values, window, live, old)
+    whole = scatter_back(values, window, live, old)
     assert whole.tolist() == [[-7.0, -2.0], [-3.0, 0.0], [-5.0, -6.0]]
     whole.sum().backward()
     assert values.grad.tolist() == [[1.0], [0.0]]

@@ -38,8 +38,8 @@ def assert_equal_steps(**settings):
 def test_steps_of_every_loss(loss):
     """A group is dead, of the other every other completion; with credit for a third of the tokens where it is read."""
     ours = assert_equal_steps(**LOSSES[loss], **TWICE, credit=loss not in WHOLE_COMPLETIONS)
-    assert ours.skipping.rows.reason_off is None
-    assert (ours.skipping.tokens.reason_off is None) == (loss not in WHOLE_COMPLETIONS)
+    assert ours.skipping.rows.enabled
+    assert (ours.skipping.tokens.enabled) == (loss not in WHOLE_COMPLETIONS)
     assert min(logged(ours, "skipped/rows")) >= 5  # of the 6 dead rows of 8; the dead micro-batch runs one
 
 
@@ -76,7 +76,7 @@ def test_steps_of_other_adapters(name, settings):
     stock, ours = train(True, **settings), train(False, **settings)
     assert relative_difference(start, weights_of(ours), weights_of(stock)) < ROUNDING
     places = ours.sharing.generation, ours.sharing.scoring, ours.sharing.training, ours.skipping.padding
-    assert all((place.reason_off is None) == (name in OF_EMBEDDINGS) for place in places)
+    assert all((place.enabled) == (name in OF_EMBEDDINGS) for place in places)
 
 
 @pytest.mark.filterwarnings("ignore:Position ids are not supported")
@@ -137,7 +137,7 @@ def test_steps_with_neftune_are_trls_to_the_same_random_numbers():
     settings = {"neftune_noise_alpha": 5.0, "reward": uneven_reward, **TWICE}
     stock, ours = train(True, **settings), train(False, **settings, deal_by_length="off", skip_dead_rows="off")
     assert relative_difference(START, weights_of(ours), weights_of(stock)) < ROUNDING
-    assert ours.sharing.training.reason_off == ours.skipping.padding.reason_off
+    assert ours.sharing.training.reason == ours.skipping.padding.reason
 
 
 def test_steps_without_any_gradient():
@@ -191,7 +191,7 @@ def test_old_log_probabilities_of_the_first_pass():
     """Of two iterations the first is that of the policy which generated; the second has other ratios."""
     with computed_tokens(False) as scoring:
         ours = train(False, **TWICE)
-    assert ours.skipping.old_logps.reason_off is None
+    assert ours.skipping.old_logps.enabled
     assert scoring == []
     kl = logged(ours, "approx_kl")
     assert kl[0] == kl[2] == 0
@@ -209,7 +209,7 @@ REASONS = {
 
 def test_when_old_log_probabilities_are_scored():
     for reason, options in REASONS.items():
-        assert build(False, **options).skipping.old_logps.reason_off.endswith(reason)
+        assert build(False, **options).skipping.old_logps.reason.endswith(reason)
 
 
 def test_switches():

@@ -41,7 +41,7 @@ class Extent:
     runs: bool
 
 
-def live_tokens(advantages: torch.Tensor, mask: torch.Tensor, *, rows: bool, tokens: bool) -> torch.Tensor:
+def find_loss_mask(advantages: torch.Tensor, mask: torch.Tensor, *, rows: bool, tokens: bool) -> torch.Tensor:
     """Return the tokens whose log-probabilities the loss reads, (N, T) bool.
 
     Args:
@@ -130,7 +130,7 @@ def _up_to_multiple(length: int, multiple: int | None, largest: int) -> int:
 # Which rows run together: those of similar length, and as many as a number of tokens allows.
 
 
-def deal_by_length(order: Sequence[int], groups: Sequence[int], lengths: Sequence[int], window: int) -> list[int]:
+def group_by_length(order: Sequence[int], groups: Sequence[int], lengths: Sequence[int], window: int) -> list[int]:
     """Return a permutation in which rows of similar length follow each other, and the rows of a group, too.
 
     Groups stand by the length of their longest row, the longest first, and rows within a group likewise; where those
@@ -241,7 +241,7 @@ _PER_TOKEN = ("input_ids", "attention_mask", *TOKEN_TYPES)
 _OF_IMAGES = {*IMAGE_INPUTS, "num_images", "num_tiles"}
 
 
-def narrowed(inputs: Mapping[str, Any], window: Window, live: torch.Tensor | None = None) -> dict[str, Any]:
+def trim(inputs: Mapping[str, Any], window: Window, live: torch.Tensor | None = None) -> dict[str, Any]:
     """Return the inputs of TRL's `_get_per_token_logps_and_entropies` for a part of its rows and columns.
 
     Args:
@@ -297,7 +297,7 @@ def _with_images_of(rows: Sequence[int], batch: Mapping[str, Any], part: dict[st
     return {name: value for name, value in part.items() if name not in IMAGE_INPUTS or value is not None}
 
 
-def widened(values: torch.Tensor, window: Window, live: torch.Tensor, rest: torch.Tensor | None) -> torch.Tensor:
+def scatter_back(values: torch.Tensor, window: Window, live: torch.Tensor, rest: torch.Tensor | None) -> torch.Tensor:
     """Return what a pass over a part gives for the live tokens of all rows and columns, (N, T).
 
     Args:

@@ -173,17 +173,17 @@ class VisionCache:
     Args:
         base: of the policy, below its head.
         megabytes: of features; those that find no room are computed in every pass.
-        reason_off: why all are computed in every pass; None: they are not.
+        reason: why all are computed in every pass; None: they are not.
     """
 
-    def __init__(self, base: Any, megabytes: int, reason_off: str | None = None) -> None:
-        self.base, self.megabytes, self.reason_off = base, megabytes, reason_off
+    def __init__(self, base: Any, megabytes: int, reason: str | None = None) -> None:
+        self.base, self.megabytes, self.reason = base, megabytes, reason
         self._kept: dict[Hashable, Features] = {}
         self._bytes = self._wanted = self._computed = 0
         self._form: Form
 
     def __str__(self) -> str:
-        where = "once per rollout" if self.reason_off is None else f"in every pass ({self.reason_off})"
+        where = "once per rollout" if self.reason is None else f"in every pass ({self.reason})"
         return f"vision_cache_megabytes={self.megabytes}: image features {where}"
 
     def clear(self) -> None:
@@ -194,7 +194,7 @@ class VisionCache:
     @contextmanager
     def around(self, model: Any) -> Iterator[None]:
         """Compute features of images once in passes of this block; `model` may be wrapped."""
-        if self.reason_off is not None or base_of(causal_model(model)) is not self.base or tower_trains(self.base):
+        if self.reason is not None or base_of(causal_model(model)) is not self.base or tower_trains(self.base):
             yield
             return
         plain = self.base.get_image_features

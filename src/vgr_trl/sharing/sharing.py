@@ -130,15 +130,8 @@ class Feature:
     def enabled(self) -> bool:
         return self.reason is None
 
-    @property
-    def reason_off(self) -> str | None:
-        return self.reason
-
     def __str__(self) -> str:
         return "on" if self.reason is None else f"off ({self.reason})"
-
-
-Place = Feature
 
 
 @dataclass(frozen=True)
@@ -146,9 +139,9 @@ class SharingPlan:
     """What `share_prompts` comes to in a run; printed as the one line that says so."""
 
     mode: str
-    generation: Place
-    scoring: Place
-    training: Place
+    generation: Feature
+    scoring: Feature
+    training: Feature
     regroup_reason: str | None
     regroups: bool
     sharded: bool
@@ -187,7 +180,7 @@ class SharedPasses:
 
     @contextmanager
     def around(
-        self, place: Place, model: nn.Module, completion_length: int | None = None, *, packs: bool = False
+        self, place: Feature, model: nn.Module, completion_length: int | None = None, *, packs: bool = False
     ) -> Iterator[None]:
         """Share prompts in passes of this block.
 
@@ -198,7 +191,7 @@ class SharedPasses:
             packs: as `share_prompts` takes it.
         """
         refuses = self._refuses_uneven
-        if place.reason_off is not None:
+        if not place.enabled:
             generates = completion_length is None
             with leave_out_empty_images(model, agree=self._agree if refuses and not generates else None):
                 yield
