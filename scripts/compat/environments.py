@@ -10,7 +10,7 @@ TESTS = (
     "tests/sharing/families/test_other_families.py",
     "tests/sharing/test_scored_columns.py",
     "tests/sharing/families/test_share_families.py",
-    "tests/signals/attention/test_eager_attention.py",
+    "tests/signals/test_attention.py",
     "tests/signals/test_scoring.py",
     "tests/skipping/test_parts.py",
     "tests/skipping/test_steps.py",

@@ -1,10 +1,16 @@
-"""Attention mass, measured while a model computes."""
+"""Attention mass on the image and the instruction, measured while a model computes or generates.
+
+The mass on a set of keys is the attention output for a value vector that is 1 on the set and 0 elsewhere. While an
+`AttentionProbe` is active, every attention call of the language model runs as always, and then once more for the
+queries of interest, with indicator columns as values. No (H, T, S) matrix is made, unless the model itself makes one
+(eager attention).
+"""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -24,10 +30,6 @@ from vgr_trl.sharing.model_support import (
 )
 from vgr_trl.signals.ratios import ModalityMasks, build_modality_masks
 from vgr_trl.utils import ConfigError, replaced
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The language model inside a model, and whether its attention can be measured.
-
 
 SUPPORTED = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
 
@@ -58,28 +60,479 @@ def why_not_measurable(model: nn.Module) -> str | None:
     used = getattr(getattr(decoder, "config", None), "_attn_implementation", None)
     if used not in SUPPORTED:
         return f"the attention implementation is {used!r}; load the model with one of {', '.join(SUPPORTED)}."
-    can_look_up: Any = getattr(decoder, "_can_set_attn_implementation", None)
-    if used != "eager" and can_look_up is not None and not can_look_up():
+    can_change: Any = getattr(decoder, "_can_set_attn_implementation", None)
+    if used != "eager" and can_change is not None and not can_change():
         return (
-            f"{type(decoder).__name__} looks its attention up nowhere; load it with attn_implementation='eager', "
-            "where it returns its weights."
+            f"{type(decoder).__name__} does not use the attention registry of transformers; load it with "
+            "attn_implementation='eager', where it returns its weights."
         )
     if not count_attention_layers(model):
         return f"{type(decoder).__name__} has no attention layers with a layer_idx."
     return None
 
 
-def refuse_unmeasurable(model: nn.Module) -> None:
-    """Raise `ConfigError` unless the attention of `model` can be measured."""
-    if (why := why_not_measurable(model)) is not None:
-        raise ConfigError(f"Attention cannot be measured: {why}")
+class AttentionProbe:
+    """Measures, while it is active, how much attention the queries of a batch pay to vision and instruction tokens.
+
+        with AttentionProbe(model, masks) as probe:
+            model(**inputs)
+        probe.mass
+
+    The batch may pass through the model in several calls of consecutive rows, with gradient checkpointing, and with its
+    prompts shared (`share_prompts`). What the model returns is what it returns without a probe.
+
+    Args:
+        model: transformers model, also wrapped, with sdpa, flash or eager attention.
+        masks: of the prompts (N, P), or of whole sequences (N, S).
+        rows: query positions to measure: a slice, or a sequence of integers. None: with masks (N, P) the emitting rows
+            of the completion, P - 1 to S - 2; with masks of whole sequences all S.
+        keep_rows: rows of the batch whose attention over the vision tokens is kept: `kept[row]` is (L, T, V) float32,
+            the mean over heads, with V the vision tokens of that row in order.
+        keep_layers: of the L layers with attention, those whose attention is kept; None: all.
+        measure_prompt: measure the queries of the instruction tokens too, for `prompt_mass`.
+        packed: a row may be several sequences, whose positions start again at 0; `masks` are then of whole sequences.
+
+    Raises:
+        ConfigError: the attention of the model cannot be measured, or other rows or positions pass through it than
+            `masks` has.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        masks: ModalityMasks,
+        rows: slice | Sequence[int] | None = None,
+        keep_rows: Sequence[int] = (),
+        measure_prompt: bool = False,
+        keep_layers: Sequence[int] | None = None,
+        packed: bool = False,
+    ) -> None:
+        if (why := why_not_measurable(model)) is not None:
+            raise ConfigError(f"Attention cannot be measured: {why}")
+        sets = [masks.vision, masks.instruction, masks.region]
+        self.sets = torch.stack([each for each in sets if each is not None], dim=-1)  # (N, P or S, 2, with a region 3)
+        self.plan = PassPlan(self.sets, rows, measure_prompt)
+        self.keep_rows, self.packed = tuple(keep_rows), packed
+        self._base: Any = causal_model(model).base_model
+        self._decoder: Any = find_decoder(model)
+        self._attention = [module for module in self._decoder.modules() if is_attention(module)]
+        numbers = sorted({index for module in self._attention if (index := layer_index(module)) is not None})
+        self._kept_layers = set(numbers if keep_layers is None else map(numbers.__getitem__, keep_layers))
+        self._modules = {module for module in self._decoder.modules() if layer_index(module) is not None}
+        self._masses: dict[int, torch.Tensor] = {}  # layer -> (N, T, 2)
+        self._prompts: dict[int, torch.Tensor] = {}  # layer -> (N, 2), sums over instruction queries
+        self._maps: dict[tuple[int, int], torch.Tensor] = {}  # (row, layer) -> (T, V)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "AttentionProbe":
+        self.plan.hook(self._stack, self._base, self._attention[0])
+        for module in self._attention:
+            self._stack.callback(module.register_forward_hook(self._read_weights).remove)
+        self._stack.enter_context(attention_wrapped(self._wrap))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    @property
+    def mass(self) -> AttentionMass:
+        """What was measured, (L, N, T), with the layers that have attention; `mask` counts every token as valid.
+
+        Raises:
+            ConfigError: fewer rows have passed through the model than `masks` has.
+        """
+        sides = self._by_layer(self._masses)[:, :, self.plan.picks]  # (L, N, T, 2)
+        return self._as_mass(sides, torch.ones(sides.shape[1:3], dtype=torch.bool, device=sides.device))
+
+    @property
+    def prompt_mass(self) -> AttentionMass:
+        """The mean over the queries of a row's instruction tokens, (L, N, 1), with `measure_prompt`.
+
+        Each query sees what comes before it: one in front of the image pays it no attention. A row without instruction
+        tokens has no valid token.
+
+        Raises:
+            ConfigError: as `mass`, or `measure_prompt` is off.
+        """
+        if not self.plan.measure_prompt:
+            raise ConfigError("measure_prompt of the probe is off: switch it on for prompt_mass.")
+        queries = self.sets[..., 1].sum(1)  # (N,)
+        sums = self._by_layer(self._prompts).unsqueeze(2)  # (L, N, 1, 2)
+        return self._as_mass(sums / queries.clamp(min=1)[:, None, None], (queries > 0).unsqueeze(1))
+
+    @property
+    def kept(self) -> dict[int, torch.Tensor]:
+        """Row -> (L, T, V) float32, attention over its vision tokens, for rows and layers of which it is kept."""
+        self.plan.check_complete()
+        layers = sorted(self._kept_layers & set(self._masses))
+        return {
+            row: torch.stack([self._maps[row, layer] for layer in layers])[:, self.plan.picks] for row in self.keep_rows
+        }
+
+    def _by_layer(self, values: dict[int, torch.Tensor]) -> torch.Tensor:
+        self.plan.check_complete()
+        if not values:
+            raise ConfigError(
+                f"{type(self._decoder).__name__} neither uses the attention registry of transformers nor returns its "
+                "weights: load the model with attn_implementation='eager'."
+            )
+        return torch.stack([values[layer].to(self.sets.device) for layer in sorted(values)])
+
+    def _as_mass(self, sides: torch.Tensor, mask: torch.Tensor) -> AttentionMass:
+        counts = self.sets.sum(1)  # (N, 2)
+        region = (sides[..., 2], counts[:, 2]) if sides.size(-1) == 3 else ()
+        return AttentionMass(sides[..., 0], sides[..., 1], counts[:, 0], counts[:, 1], mask.to(sides.device), *region)
+
+    def _wrap(self, attention: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a registered attention function that measures its calls."""
+
+        def measured(module: nn.Module, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+            outputs = attention(module, query, key, value, *args, **kwargs)
+            if self._is_due(module):
+                options = dict(zip(("attention_mask",), args, strict=False)) | kwargs
+                if outputs[1] is None or options.get("dropout"):
+                    call = AttentionCall(attention, module, query, key, options, self.packed)
+                    self._measure(module, call.shape, call.mass_on_keys)
+                else:
+                    self._measure(module, _matrix_shape(outputs[1]), partial(mass_of_matrix, outputs[1]))
+            return outputs
+
+        return measured
+
+    def _read_weights(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        """Measure a layer that calls no function of the registry, by the matrix that it returns."""
+        weights = outputs[1] if isinstance(outputs, tuple) and len(outputs) > 1 else None
+        if isinstance(weights, torch.Tensor) and weights.ndim == 4 and self._is_due(module):
+            if has_active_dropout(module):
+                raise ConfigError(
+                    f"{type(module).__name__} has dropout in the attention that it returns: switch it off to measure."
+                )
+            self._measure(module, _matrix_shape(weights), partial(mass_of_matrix, weights))
+
+    def _is_due(self, module: nn.Module) -> bool:
+        """Whether the attention of a module is still to be measured in the current pass."""
+        current = self.plan.current
+        return current is not None and module in self._modules and layer_index(module) not in current.done
+
+    @torch.no_grad()
+    def _measure(
+        self, module: nn.Module, shape: tuple[int, int, int, torch.device], mass_on_keys: Callable[..., torch.Tensor]
+    ) -> None:
+        layer, current = layer_index(module), self.plan.current
+        assert layer is not None
+        assert current is not None
+        current.done.add(layer)
+        *queries, num_keys, device = shape
+        sets = current.sets_of_keys(self.sets, tuple(queries), num_keys).to(device)  # (B, K, 2)
+        if layer not in self._masses:
+            self._masses[layer] = torch.zeros(len(self.sets), len(self.plan.positions), sets.size(-1), device=device)
+            self._prompts[layer] = torch.zeros(len(self.sets), sets.size(-1), device=device)
+        if current.emitting is not None:
+            mass = current.expand_to_rows(mass_on_keys(sets, current.emitting))
+            self._masses[layer][current.rows, current.columns] = mass
+            for row in self.keep_rows if layer in self._kept_layers else ():
+                if (index := current.index_of(row)) is not None:
+                    keys = sets[index, :, 0].nonzero().flatten()  # (V',)
+                    each = torch.nn.functional.one_hot(keys, num_keys).T.unsqueeze(0)  # (1, K, V')
+                    attention = mass_on_keys(each, current.emitting, slice(index, index + 1))[0]  # (T', V')
+                    vision = int(self.sets[row, :, 0].sum())
+                    if (row, layer) not in self._maps:
+                        self._maps[row, layer] = torch.zeros(len(self.plan.positions), vision, device=device)
+                    # Keys that a cache with a window has dropped are the first ones, and get no attention.
+                    self._maps[row, layer][current.columns, vision - len(keys) :] = attention
+        if current.instruction is not None:
+            mass = mass_on_keys(sets, current.instruction)  # (B, P', 2)
+            positions = current.instruction.index.to(self.sets.device) + current.seen
+            own = current.own(self.sets)[:, positions, 1].to(device)  # (B, P')
+            sums = current.expand_to_rows((mass * own.unsqueeze(-1)).sum(1))
+            before = self._prompts[layer][current.rows] if current.seen else 0
+            self._prompts[layer][current.rows] = before + sums
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Attention mass measured while transformers generates, from the attention weights that it returns.
+@dataclass(frozen=True)
+class Queries:
+    """Some queries of a pass: `index` (T',) int64, increasing, from `first` up to but without `stop`."""
+
+    index: torch.Tensor
+    first: int
+    stop: int
 
 
-_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+@dataclass
+class Pass:
+    """A pass through the decoder, of B rows that stand for rows of the batch.
+
+    Attributes:
+        numbers: rows of the batch that what is measured belongs to; a range if they stand together.
+        groups: where prompts pass once for several rows, for each of `numbers` its number among the B; else None.
+        shape: B, and the positions Q that pass.
+        seen: positions of these rows that are in a cache, in front of those that pass.
+        emitting: queries whose attention mass is wanted, None if there are none in this pass.
+        columns: which of the wanted positions they are.
+        instruction: queries of instruction tokens of any row; None if they are not wanted, or not in this pass.
+        done: layers that have been measured; recomputation comes to them again.
+    """
+
+    numbers: range | list[int]
+    groups: list[int] | None
+    shape: tuple[int, int]
+    seen: int
+    emitting: Queries | None
+    columns: slice
+    instruction: Queries | None
+    done: set[int] = field(default_factory=set)
+
+    @property
+    def rows(self) -> slice | list[int]:
+        """Index of `numbers` into a tensor."""
+        return slice(self.numbers.start, self.numbers.stop) if isinstance(self.numbers, range) else self.numbers
+
+    def index_of(self, row: int) -> int | None:
+        """Which of the B rows stands for a row of the batch, None if none does."""
+        if row not in self.numbers:
+            return None
+        index = self.numbers.index(row)
+        return index if self.groups is None else self.groups[index]
+
+    def own(self, sets: torch.Tensor) -> torch.Tensor:
+        """What of `sets` (N, P or S, 2) belongs to the B rows."""
+        if self.groups is None:
+            return sets[self.rows]
+        return sets[[self.numbers[self.groups.index(group)] for group in range(max(self.groups) + 1)]]
+
+    def expand_to_rows(self, measured: torch.Tensor) -> torch.Tensor:
+        """What has been measured of the B rows, for the rows of the batch."""
+        return measured if self.groups is None else measured[self.groups]
+
+    def sets_of_keys(self, sets: torch.Tensor, queries: tuple[int, ...], num_keys: int) -> torch.Tensor:
+        """The part of `sets` (N, P or S, 2) that belongs to the keys of an attention call, (B, K, 2).
+
+        Args:
+            sets: of the batch.
+            queries: rows and queries of the call.
+            num_keys: K.
+
+        Raises:
+            ConfigError: a layer gets other rows or queries than passed into the decoder, or there are more keys than
+                positions, so that nobody knows what they are.
+        """
+        if queries != self.shape:
+            raise ConfigError(
+                f"A layer attends with {queries[1]} queries in {queries[0]} rows where {self.shape[1]} positions in "
+                f"{self.shape[0]} rows pass through the model: layers that regroup their input cannot be measured."
+            )
+        first = self.seen + self.shape[1] - num_keys  # a cache with a window has dropped what comes before
+        if first < 0:
+            raise ConfigError(
+                f"A layer attends to {num_keys} keys after {self.seen + self.shape[1]} positions: cross attention and "
+                "caches of fixed length cannot be measured."
+            )
+        found = self.own(sets)[:, first : first + num_keys]
+        return torch.nn.functional.pad(found, (0, 0, 0, num_keys - found.size(1)))
+
+
+class PassPlan:
+    """Follows a batch through the decoder, from hooks in front of the base model and of its first attention module.
+
+    Args:
+        sets: (N, P or S, 2) bool, vision and instruction tokens.
+        rows: wanted positions, as `AttentionProbe` takes them.
+        measure_prompt: whether the queries of instruction tokens are wanted.
+    """
+
+    def __init__(self, sets: torch.Tensor, rows: slice | Sequence[int] | None, measure_prompt: bool) -> None:
+        self.sets, self.rows, self.measure_prompt = sets, rows, measure_prompt
+        self.positions: list[int] = []  # wanted, increasing
+        self.picks: slice | list[int] = slice(None)  # puts them in the order of `rows`
+        self.instruction: list[int] = sets[..., 1].any(0).nonzero().flatten().tolist() if measure_prompt else []
+        self.current: Pass | None = None
+        self.next_row = 0
+        self._length: int | None = None
+        self._base_seen = False
+        self._to_come = self._passed = 0  # rows that come in several passes; those of them that have come
+
+    def hook(self, stack: ExitStack, base: nn.Module, attention: nn.Module) -> None:
+        """Follow the batch until `stack` is closed."""
+        for module, hook in ((base, self._begin_batch), (attention, self._begin_pass)):
+            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+    def check_complete(self) -> None:
+        """Raise `ConfigError` unless the whole batch has passed."""
+        if self.next_row != len(self.sets):
+            raise ConfigError(
+                f"The probe has masks for {len(self.sets)} rows, but {self.next_row} have passed through the model: "
+                "pass the whole batch while it is active."
+            )
+
+    def _begin_batch(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before rows pass through the whole model: find out which positions are wanted."""
+        self._base_seen = True
+        inputs: Any = kwargs.get("input_ids", args[0] if args else None)
+        inputs = kwargs["inputs_embeds"] if inputs is None else inputs
+        if _positions_seen(kwargs.get("past_key_values")):
+            raise ConfigError("Attention is measured of whole sequences: pass them without a cache.")
+        self._plan_positions(inputs.size(1))
+
+    def _plan_positions(self, length: int) -> None:
+        if (columns := self.sets.size(1)) > length or self._length not in (None, length):
+            raise ConfigError(
+                f"The probe has masks for {columns} positions, and sequences of {self._length or length} and {length} "
+                "positions pass through the model: pass whole sequences of one length, without a cache."
+            )
+        self._length = length
+        rows = self.rows
+        if rows is None:
+            rows = slice(columns - 1, length - 1) if columns < length else slice(0, length)
+        wanted = list(range(length)[rows]) if isinstance(rows, slice) else [range(length)[row] for row in rows]
+        if not wanted:
+            raise ConfigError(f"rows of the probe is {self.rows}: give positions in [0, {length}), at least one.")
+        self.positions = sorted(set(wanted))
+        if wanted != self.positions:
+            self.picks = [bisect_left(self.positions, position) for position in wanted]
+
+    def _begin_pass(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before rows pass through the decoder: once for a plain batch, twice where prompts are shared."""
+        if torch._C._current_graph_task_id() != -1:  # a backward pass recomputes checkpointed layers
+            return
+        hidden = args[0] if args else kwargs["hidden_states"]
+        count, length, _ = hidden.shape
+        if not self._base_seen:  # a head that calls the decoder inside of its base model: the batch passes as it is
+            self._plan_positions(length)
+        cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
+        seen = _positions_seen(cache)
+        groups: list[int] | None = getattr(cache, "groups", None)
+        some: list[int] | None = getattr(cache, "rows", None)
+        self._to_come = len(groups) if groups is not None else self._to_come if some is not None else count
+        start, stop = self.next_row, self.next_row + self._to_come
+        if stop > len(self.sets):
+            raise ConfigError(
+                f"The probe has masks for {len(self.sets)} rows, but {stop} pass through the model: give masks of the "
+                "whole batch."
+            )
+        columns = slice(bisect_left(self.positions, seen), bisect_left(self.positions, seen + length))
+        self.current = Pass(
+            numbers=range(start, stop) if some is None else [start + row for row in some],
+            groups=groups,
+            shape=(count, length),
+            seen=seen,
+            emitting=_queries(self.positions[columns], seen, hidden.device),
+            columns=columns,
+            instruction=_queries([one for one in self.instruction if seen <= one < seen + length], seen, hidden.device),
+        )
+        if groups is not None:  # the same rows are still to come, behind their prompts
+            return
+        self._passed += count
+        if self._passed == self._to_come:
+            self.next_row, self._passed = stop, 0
+
+
+def _queries(positions: list[int], seen: int, device: torch.device) -> Queries | None:
+    if not positions:
+        return None
+    index = torch.tensor(positions, device=device) - seen
+    return Queries(index, positions[0] - seen, positions[-1] + 1 - seen)
+
+
+def _positions_seen(cache: Cache | None) -> int:
+    layers = [] if cache is None else cache.layers
+    return max((int(layer.get_seq_length()) for layer in layers if hasattr(layer, "get_seq_length")), default=0)
+
+
+def mass_of_matrix(
+    weights: torch.Tensor, sets: torch.Tensor, queries: Queries, rows: slice = slice(None)
+) -> torch.Tensor:
+    """Return what `AttentionCall.mass_on_keys` does, from the attention matrix (B, H, Q, K) that a model made."""
+    return weights[rows][:, :, queries.index].mean(1, dtype=torch.float32) @ sets.float()
+
+
+def _matrix_shape(weights: torch.Tensor) -> tuple[int, int, int, torch.device]:
+    return weights.size(0), weights.size(2), weights.size(3), weights.device
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of a registered attention function, and how much of its attention goes to sets of keys.
+
+    Attributes:
+        function: as transformers registers it.
+        module: attention module that it was called for.
+        query: (B, H, Q, D).
+        key: (B, H of keys, K, D).
+        options: the other arguments of the call; `attention_mask` among them is (B or 1, 1 or H, Q, K), for flash
+            attention (B, K), or None.
+        packed: several sequences may stand in one row, which flash attention separates by their positions: the
+            function runs again for all queries.
+    """
+
+    function: Callable[..., Any]
+    module: nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    options: dict[str, Any]
+    packed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int, torch.device]:
+        """B, Q and K, and the device."""
+        return self.query.size(0), self.query.size(2), self.key.size(2), self.key.device
+
+    def mass_on_keys(self, sets: torch.Tensor, queries: Queries, rows: slice = slice(None)) -> torch.Tensor:
+        """Return the attention on sets of keys, the mean over heads, (B', T', C) float32.
+
+        Args:
+            sets: (B', K, C) of ones and zeros, for B' of the B rows.
+            queries: the queries of interest, T' of Q.
+            rows: which of the B rows.
+        """
+        width = self.key.size(-1)  # fused kernels want values as wide as keys
+        return torch.cat([self._outputs(part, queries, rows) for part in sets.split(width, dim=-1)], dim=-1)
+
+    def _outputs(self, sets: torch.Tensor, queries: Queries, rows: slice) -> torch.Tensor:
+        """Run the function on at most D sets: (B', T', C)."""
+        key, query, options = self.key, self.query, {**self.options, "dropout": 0.0}
+        flash = "flash" in (getattr(self.module.config, "_attn_implementation", None) or "")
+        if not self.packed:
+            # Causal kernels align the last query with the last key, so the keys end with those of the last query.
+            last = queries.stop if self._is_causal() else query.size(2)
+            stop = key.size(2) - query.size(2) + last
+            chosen = slice(queries.first, last) if flash else queries.index  # flash needs them without gaps
+            key, query, sets = key[rows, :, :stop], query[rows, :, chosen], sets[:, :stop]
+            options = self._options(chosen, stop, rows, flash)
+        values = torch.nn.functional.pad(sets.to(key.dtype), (0, key.size(-1) - sets.size(-1)))  # (B', K', D)
+        values = values.unsqueeze(1).expand(-1, key.size(1), -1, -1)
+        mask = options.pop("attention_mask", None)
+        outputs, _ = self.function(self.module, query, key, values, mask, **options)  # (B', T' or more, H, D)
+        mass: torch.Tensor = outputs[..., : sets.size(-1)].mean(2, dtype=torch.float32)
+        if self.packed:
+            return mass[rows, queries.index]
+        return mass[:, queries.index - queries.first] if flash else mass
+
+    def _options(self, chosen: slice | torch.Tensor, stop: int, rows: slice, flash: bool) -> dict[str, Any]:
+        """Return the arguments for some rows and queries, and the keys up to `stop`."""
+        if any(self.options.get(name) is not None for name in ("cu_seq_lens_q", "cu_seq_lens_k")):
+            raise ConfigError("Attention cannot be measured in packed sequences: pass one sequence per row, padded.")
+        kept = {
+            name: value for name, value in self.options.items() if name not in ("position_ids", "output_attentions")
+        }
+        for name in ("attention_mask", "position_bias"):
+            if (per_query := kept.get(name)) is not None and per_query.ndim == 4:
+                of_rows = per_query[rows] if per_query.size(0) > 1 else per_query
+                kept[name] = of_rows[:, :, chosen, :stop]
+        mask = kept.get("attention_mask")
+        if mask is None and not flash and self._is_causal():  # what the function does by itself for all queries
+            before, device = self.key.size(2) - self.query.size(2), self.key.device
+            position = torch.arange(before, self.key.size(2), device=device)[chosen]  # (T',)
+            kept["attention_mask"] = (position.unsqueeze(1) >= torch.arange(stop, device=device))[None, None]
+        elif mask is not None and mask.ndim == 2:
+            kept["attention_mask"] = mask[rows, :stop]
+        return {**kept, "dropout": 0.0}
+
+    def _is_causal(self) -> bool:
+        """Whether no query sees what comes behind it, by the kernel's own rule; a mask may say otherwise."""
+        mask = self.options.get("attention_mask")
+        causal = self.options.get("is_causal")
+        causal = getattr(self.module, "is_causal", True) if causal is None else causal
+        return bool(causal) and self.query.size(2) > 1 and (mask is None or mask.ndim == 2)
 
 
 class GenerationProbe:
@@ -104,17 +557,12 @@ class GenerationProbe:
 
     def __init__(self, model: nn.Module, *, vision_token_ids: Sequence[int], special_token_ids: Sequence[int]) -> None:
         self.causal: Any = causal_model(model)
-        self.vision_token_ids, self.special_token_ids = tuple(vision_token_ids), tuple(special_token_ids)
+        self._ids = {"vision_token_ids": vision_token_ids, "special_token_ids": special_token_ids}
         self._mass: AttentionMass | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> "GenerationProbe":
-        plain = self.causal.generate
-
-        @wraps(plain)
-        def generate(*args: Any, **kwargs: Any) -> Any:
-            return self._generate(plain, *args, **kwargs)
-
+        generate = wraps(self.causal.generate)(partial(self._generate, self.causal.generate))
         self._stack.enter_context(replaced(self.causal, "generate", generate))
         return self
 
@@ -134,40 +582,30 @@ class GenerationProbe:
             )
         return self._mass
 
-    def _generate(self, plain: Any, *args: Any, **kwargs: Any) -> Any:
-        ids, mask = self._prompts(args, kwargs)
-        wanted = self._config(kwargs)
-        with eager_language_model(self.causal):
-            outputs = plain(*args, **kwargs | {"output_attentions": True, "return_dict_in_generate": True})
-        if not outputs.attentions or not outputs.attentions[0]:
-            raise ConfigError(
-                f"{type(self.causal).__name__} returned no attention while it generated: measure it by scoring."
-            )
-        copies = len(outputs.sequences) // len(ids)
-        masks = build_modality_masks(
-            ids, mask, vision_token_ids=self.vision_token_ids, special_token_ids=self.special_token_ids
-        )
-        sets = torch.stack([masks.vision, masks.instruction], dim=-1).repeat_interleave(copies, dim=0)  # (N, P, 2)
-        self._mass = mass_of_steps(outputs.attentions, sets)
-        return outputs if wanted.return_dict_in_generate else outputs.sequences
-
-    def _prompts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
-        if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+    def _generate(self, generate: Any, *args: Any, **kwargs: Any) -> Any:
+        ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))  # (N, P)
+        if ids is None:
             raise ConfigError("Attention can be measured only where generate is given input_ids, (N, P).")
         mask = kwargs.get("attention_mask")
-        return ids, torch.ones_like(ids) if mask is None else mask
-
-    def _config(self, kwargs: dict[str, Any]) -> Any:
-        given = dict(kwargs)
-        config, _ = self.causal._prepare_generation_config(given.pop("generation_config", None), **given)
+        masks = build_modality_masks(ids, torch.ones_like(ids) if mask is None else mask, **self._ids)
+        options = dict(kwargs)
+        config, _ = self.causal._prepare_generation_config(options.pop("generation_config", None), **options)
         mode = config.get_generation_mode(kwargs.get("assistant_model"))
-        if mode not in _MODES:
+        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             raise ConfigError(
                 f"Attention cannot be measured during {mode.value}: generate greedily or by sampling, or measure it by "
                 "scoring."
             )
-        return config
+        with eager_language_model(self.causal):
+            outputs = generate(*args, **kwargs | {"output_attentions": True, "return_dict_in_generate": True})
+        if not outputs.attentions or not outputs.attentions[0]:
+            raise ConfigError(
+                f"{type(self.causal).__name__} returned no attention while it generated: measure it by scoring."
+            )
+        sets = torch.stack([masks.vision, masks.instruction], dim=-1)  # (prompts, P, 2)
+        sets = sets.repeat_interleave(len(outputs.sequences) // len(ids), dim=0)  # (N, P, 2)
+        self._mass = mass_of_steps(outputs.attentions, sets)
+        return outputs if config.return_dict_in_generate else outputs.sequences
 
 
 @contextmanager
@@ -189,7 +627,7 @@ def eager_language_model(model: nn.Module) -> Iterator[None]:
 
 
 def mass_of_steps(steps: Sequence[Sequence[torch.Tensor | None]], sets: torch.Tensor) -> AttentionMass:
-    """Mass of the emitting queries, each the last one of its step.
+    """Return the mass of the emitting queries, each the last one of its step.
 
     Args:
         steps: per new token and layer, (N, H, Q, K) weights; step 0 comes after the P tokens of the prompt.
@@ -213,567 +651,3 @@ def mass_of_steps(steps: Sequence[Sequence[torch.Tensor | None]], sets: torch.Te
     counts = sets.sum(1)
     mask = torch.ones(mass.shape[1:3], dtype=torch.bool, device=mass.device)
     return AttentionMass(mass[..., 0], mass[..., 1], counts[:, 0], counts[:, 1], mask)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# An attention call of a model, asked again for some of its queries, with sets of keys as values; or its weights.
-
-
-_OF_WHOLE_CALLS = ("position_ids", "output_attentions")
-_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k")
-
-
-@dataclass(frozen=True)
-class Queries:
-    """Some queries of a pass: `index` (T',) int64, increasing, from `first` up to but without `stop`."""
-
-    index: torch.Tensor
-    first: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class AttentionWeights:
-    """Attention that a model has made as a matrix: (B, H, Q, K)."""
-
-    weights: torch.Tensor
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """B, Q and K."""
-        rows, _, queries, keys = self.weights.shape
-        return rows, queries, keys
-
-    @property
-    def device(self) -> torch.device:
-        """Where it is."""
-        return self.weights.device
-
-    def mass_on_keys(self, sets: torch.Tensor, queries: Queries, rows: slice = slice(None)) -> torch.Tensor:
-        """As `AttentionCall.mass_on_keys`."""
-        return self.weights[rows][:, :, queries.index].mean(1, dtype=torch.float32) @ sets.float()
-
-
-@dataclass(frozen=True)
-class AttentionCall:
-    """One call of a registered attention function, and how much of its attention goes to sets of keys.
-
-    Attributes:
-        function: as transformers registers it.
-        module: attention module that it was called for.
-        query: (B, H, Q, D).
-        key: (B, H of keys, K, D).
-        options: the other arguments of the call; `attention_mask` among them is (B or 1, 1 or H, Q, K), for flash
-            attention (B, K), or None.
-        packed: several sequences may stand in one row, which flash attention tells apart by their positions: the
-            function is asked again for all queries.
-    """
-
-    function: Callable[..., Any]
-    module: nn.Module
-    query: torch.Tensor
-    key: torch.Tensor
-    options: dict[str, Any]
-    packed: bool = False
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """B, Q and K."""
-        return self.query.size(0), self.query.size(2), self.key.size(2)
-
-    @property
-    def device(self) -> torch.device:
-        """Where it is."""
-        return self.key.device
-
-    def mass_on_keys(self, sets: torch.Tensor, queries: Queries, rows: slice = slice(None)) -> torch.Tensor:
-        """Return the attention on sets of keys, the mean over heads, (B', T', C) float32.
-
-        Args:
-            sets: (B', K, C) of ones and zeros, for B' of the B rows.
-            queries: the queries of interest, T' of Q.
-            rows: which of the B rows.
-        """
-        width = self.key.size(-1)  # fused kernels want values as wide as keys
-        parts = [self._outputs(part, queries, rows) for part in sets.split(width, dim=-1)]
-        return torch.cat(parts, dim=-1)
-
-    def _outputs(self, sets: torch.Tensor, queries: Queries, rows: slice) -> torch.Tensor:
-        """The function run on at most D sets: (B', T', C)."""
-        if self.packed:
-            return self._whole(sets, queries, rows)
-        flash = "flash" in (getattr(self.module.config, "_attn_implementation", None) or "")
-        # Causal kernels align the last query with the last key, so the keys end with those of the last query.
-        last = queries.stop if self._is_causal() else self.query.size(2)
-        stop = self.key.size(2) - self.query.size(2) + last
-        chosen = slice(queries.first, last) if flash else queries.index  # flash needs them without gaps
-        key = self.key[rows, :, :stop]
-        values = torch.nn.functional.pad(sets[:, :stop].to(key.dtype), (0, key.size(-1) - sets.size(-1)))  # (B', K', D)
-        options = self._options(chosen, stop, rows, flash)
-        outputs, _ = self.function(
-            self.module,
-            self.query[rows, :, chosen],
-            key,
-            values.unsqueeze(1).expand(-1, key.size(1), -1, -1),
-            options.pop("attention_mask", None),
-            **options,
-        )  # (B', T' or more, H, D)
-        mass: torch.Tensor = outputs[..., : sets.size(-1)].mean(2, dtype=torch.float32)
-        return mass[:, queries.index - queries.first] if flash else mass
-
-    def _whole(self, sets: torch.Tensor, queries: Queries, rows: slice) -> torch.Tensor:
-        """As `_outputs`, with every argument of the call but the values as it was."""
-        values = torch.nn.functional.pad(sets.to(self.key.dtype), (0, self.key.size(-1) - sets.size(-1)))
-        heads = self.key.size(1)
-        options = {**self.options, "dropout": 0.0}
-        mask = options.pop("attention_mask", None)
-        outputs, _ = self.function(
-            self.module, self.query, self.key, values.unsqueeze(1).expand(-1, heads, -1, -1), mask, **options
-        )
-        mass: torch.Tensor = outputs[..., : sets.size(-1)].mean(2, dtype=torch.float32)
-        return mass[rows, queries.index]
-
-    def _options(self, chosen: slice | torch.Tensor, stop: int, rows: slice, flash: bool) -> dict[str, Any]:
-        if any(self.options.get(name) is not None for name in _PACKED):
-            raise ConfigError("Attention cannot be measured in packed sequences: pass one sequence per row, padded.")
-        kept = {name: value for name, value in self.options.items() if name not in _OF_WHOLE_CALLS}
-        for name in ("attention_mask", "position_bias"):
-            if (per_query := kept.get(name)) is not None and per_query.ndim == 4:
-                of_rows = per_query[rows] if per_query.size(0) > 1 else per_query
-                kept[name] = of_rows[:, :, chosen, :stop]
-        mask = kept.get("attention_mask")
-        if mask is None and not flash and self._is_causal():
-            kept["attention_mask"] = self._causal_mask(chosen, stop)
-        elif mask is not None and mask.ndim == 2:
-            kept["attention_mask"] = mask[rows, :stop]
-        return {**kept, "dropout": 0.0}
-
-    def _is_causal(self) -> bool:
-        """Whether no query sees what comes behind it, by the kernel's own rule; a mask may say otherwise."""
-        mask = self.options.get("attention_mask")
-        causal = self.options.get("is_causal")
-        causal = getattr(self.module, "is_causal", True) if causal is None else causal
-        return bool(causal) and self.query.size(2) > 1 and (mask is None or mask.ndim == 2)
-
-    def _causal_mask(self, chosen: slice | torch.Tensor, stop: int) -> torch.Tensor:
-        """What the function does by itself if all queries are given, (1, 1, T', K')."""
-        before = self.key.size(2) - self.query.size(2)
-        position = torch.arange(before, self.key.size(2), device=self.key.device)[chosen]  # (T',)
-        return (position.unsqueeze(1) >= torch.arange(stop, device=self.key.device))[None, None]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Which rows and positions of a batch pass through a decoder at a time, and which of its queries are to be measured.
-
-
-@dataclass
-class Pass:
-    """A pass through the decoder, of B rows that stand for rows [`start`, `stop`) of the batch.
-
-    Attributes:
-        start, stop: rows of the batch that what is measured belongs to.
-        some: numbers of those rows, if not all that stand between are meant.
-        groups: where prompts pass once for several rows, row - `start` -> its number among the B; else None.
-        shape: B, and the positions Q that pass.
-        seen: positions of these rows that are in a cache, in front of those that pass.
-        emitting: queries whose attention mass is wanted, None if there are none in this pass.
-        columns: which of the wanted positions they are.
-        instruction: queries of instruction tokens of any row; None if they are not wanted, or not in this pass.
-        done: layers that have been measured; recomputation comes to them again.
-    """
-
-    start: int
-    stop: int
-    groups: list[int] | None
-    shape: tuple[int, int]
-    seen: int
-    emitting: Queries | None
-    columns: slice
-    instruction: Queries | None
-    some: list[int] | None = None
-    done: set[int] = field(default_factory=set)
-
-    @property
-    def rows(self) -> slice | list[int]:
-        """Of the batch."""
-        return slice(self.start, self.stop) if self.some is None else self.some
-
-    @property
-    def numbers(self) -> Sequence[int]:
-        """Those of these rows."""
-        return range(self.start, self.stop) if self.some is None else self.some
-
-    def index_of(self, row: int) -> int | None:
-        """Which of the B rows stands for a row of the batch, None if none does."""
-        if row not in self.numbers:
-            return None
-        if self.some is not None:
-            return self.some.index(row)
-        return row - self.start if self.groups is None else self.groups[row - self.start]
-
-    def own(self, sets: torch.Tensor) -> torch.Tensor:
-        """What of `sets` (N, P or S, 2) belongs to the B rows."""
-        if self.groups is None:
-            return sets[self.rows]
-        return sets[[self.start + self.groups.index(group) for group in range(max(self.groups) + 1)]]
-
-    def expand_to_rows(self, measured: torch.Tensor) -> torch.Tensor:
-        """What has been measured of the B rows, for the rows of the batch."""
-        return measured if self.groups is None else measured[self.groups]
-
-    def sets_of_keys(self, sets: torch.Tensor, queries: tuple[int, int], num_keys: int) -> torch.Tensor:
-        """The columns of `sets` (N, P or S, 2) that belong to the keys of an attention call, (B, K, 2).
-
-        Args:
-            sets: of the batch.
-            queries: rows and queries of the call.
-            num_keys: K.
-
-        Raises:
-            ConfigError: a layer was given other rows or queries than passed into the decoder, or there are more keys
-                than positions, so that nobody knows what they are.
-        """
-        if queries != self.shape:
-            raise ConfigError(
-                f"A layer attends with {queries[1]} queries in {queries[0]} rows where {self.shape[1]} positions in "
-                f"{self.shape[0]} rows pass through the model: layers that regroup their input cannot be measured."
-            )
-        num_queries = self.shape[1]
-        first = self.seen + num_queries - num_keys  # a cache with a window has dropped what comes before
-        if first < 0:
-            raise ConfigError(
-                f"A layer attends to {num_keys} keys after {self.seen + num_queries} positions: cross attention and "
-                "caches of fixed length cannot be measured."
-            )
-        found = self.own(sets)[:, first : first + num_keys]
-        return torch.nn.functional.pad(found, (0, 0, 0, num_keys - found.size(1)))
-
-    def instruction_rows(self, sets: torch.Tensor) -> torch.Tensor:
-        """Which of the `instruction` queries are instruction tokens of their own row, (B, P') bool."""
-        assert self.instruction is not None
-        return self.own(sets)[:, self.instruction.index.to(sets.device) + self.seen, 1]
-
-
-class PassPlan:
-    """Follows a batch through the decoder, from hooks in front of the base model and of its first attention module.
-
-    Args:
-        sets: (N, P or S, 2) bool, vision and instruction tokens.
-        rows: wanted positions, as `AttentionProbe` takes them.
-        measure_prompt: whether the queries of instruction tokens are wanted.
-    """
-
-    def __init__(self, sets: torch.Tensor, rows: slice | Sequence[int] | None, measure_prompt: bool) -> None:
-        self.sets, self.rows, self.measure_prompt = sets, rows, measure_prompt
-        self.positions: list[int] = []  # wanted, increasing
-        self.picks: slice | list[int] = slice(None)  # puts them in the order asked for
-        self.instruction: list[int] = sets[..., 1].any(0).nonzero().flatten().tolist() if measure_prompt else []
-        self.current: Pass | None = None
-        self.next_row = 0
-        self._length: int | None = None
-        self._base_seen = False
-        self._to_come = self._passed = 0  # rows that come in several passes; those of them that have come
-
-    def begin_batch(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before rows pass through the whole model: find out which positions are wanted."""
-        self._base_seen = True
-        given: Any = kwargs.get("input_ids", args[0] if args else None)
-        given = kwargs["inputs_embeds"] if given is None else given
-        if _positions_seen(kwargs.get("past_key_values")):
-            raise ConfigError("Attention is measured of whole sequences: pass them without a cache.")
-        self._plan_positions(given.size(1))
-
-    def _plan_positions(self, length: int) -> None:
-        if (columns := self.sets.size(1)) > length:
-            raise ConfigError(
-                f"The probe has masks for {columns} positions, and {length} pass through the model at a time: pass "
-                "whole sequences, without a cache."
-            )
-        if self._length not in (None, length):
-            raise ConfigError(
-                f"Sequences of {self._length} and of {length} positions pass through the model: pad them to one length."
-            )
-        self._length = length
-        rows = self.rows
-        if rows is None:
-            rows = slice(columns - 1, length - 1) if columns < length else slice(0, length)
-        try:
-            wanted = list(range(length)[rows]) if isinstance(rows, slice) else [range(length)[row] for row in rows]
-        except IndexError:
-            wanted = []
-        if not wanted:
-            raise ConfigError(f"rows of the probe is {self.rows}: give positions in [0, {length}), at least one.")
-        self.positions = sorted(set(wanted))
-        if wanted != self.positions:
-            self.picks = [bisect_left(self.positions, position) for position in wanted]
-
-    def begin_pass(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before rows pass through the decoder: once for a plain batch, twice where prompts are shared."""
-        if _in_backward():
-            return
-        hidden = args[0] if args else kwargs["hidden_states"]
-        if hidden.ndim != 3:
-            raise ConfigError(
-                f"{type(attention).__name__} takes {tuple(hidden.shape)}: only layers whose attention takes (rows, "
-                "positions, width) can be measured."
-            )
-        count, length, _ = hidden.shape
-        if not self._base_seen:  # a head that calls the decoder inside of its base model: the batch passes as it is
-            self._plan_positions(length)
-        cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
-        seen = _positions_seen(cache)
-        groups: list[int] | None = getattr(cache, "groups", None)
-        some: list[int] | None = getattr(cache, "rows", None)
-        self._to_come = len(groups) if groups is not None else self._to_come if some is not None else count
-        stop = self.next_row + self._to_come
-        if stop > len(self.sets):
-            raise ConfigError(
-                f"The probe has masks for {len(self.sets)} rows, but {stop} pass through the model: give masks of the "
-                "whole batch."
-            )
-        columns = slice(bisect_left(self.positions, seen), bisect_left(self.positions, seen + length))
-        instruction = [position for position in self.instruction if seen <= position < seen + length]
-        self.current = Pass(
-            start=self.next_row,
-            stop=stop,
-            groups=groups,
-            shape=(count, length),
-            seen=seen,
-            emitting=_queries(self.positions[columns], seen, hidden.device),
-            columns=columns,
-            instruction=_queries(instruction, seen, hidden.device),
-            some=None if some is None else [self.next_row + row for row in some],
-        )
-        if groups is not None:  # the same rows are still to come, behind their prompts
-            return
-        self._passed += count
-        if self._passed == self._to_come:
-            self.next_row, self._passed = stop, 0
-
-
-def _queries(positions: list[int], seen: int, device: torch.device) -> Queries | None:
-    if not positions:
-        return None
-    index = torch.tensor(positions, device=device) - seen
-    return Queries(index, positions[0] - seen, positions[-1] + 1 - seen)
-
-
-def _positions_seen(cache: Cache | None) -> int:
-    layers = [] if cache is None else cache.layers
-    return max((int(layer.get_seq_length()) for layer in layers if hasattr(layer, "get_seq_length")), default=0)
-
-
-def _in_backward() -> bool:
-    """Whether a backward pass is running, which recomputes checkpointed layers."""
-    return torch._C._current_graph_task_id() != -1
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Attention mass of emitting queries, measured during a forward pass with whatever attention kernel it uses.
-#
-# The mass on a set of keys is the attention output for a value vector that is 1 on the set and 0 elsewhere. While a
-# probe
-# is active, every attention call of the language model runs as always, and then once more for the queries of
-# interest,
-# with two indicator columns as values. No (H, T, S) matrix is made, unless the model itself makes one (eager
-# attention).
-
-
-class AttentionProbe:
-    """Measures, while it is active, how much attention the queries of a batch pay to vision and instruction tokens.
-
-        with AttentionProbe(model, masks) as probe:
-            model(**inputs)
-        probe.mass
-
-    The batch may pass through the model in several calls of consecutive rows, with gradient checkpointing, and with its
-    prompts shared (`share_prompts`). What the model returns is what it returns without a probe.
-
-    Args:
-        model: transformers model, also wrapped, with sdpa, flash or eager attention.
-        masks: of the prompts (N, P), or of whole sequences (N, S).
-        rows: query positions to measure: a slice, or a sequence of integers. None: with masks (N, P) the emitting rows
-            of the completion, P - 1 to S - 2; with masks of whole sequences all S.
-        keep_rows: rows of the batch whose attention over the vision tokens is kept: `kept[row]` is (L, T, V) float32,
-            the mean over heads, with V the vision tokens of that row in order.
-        keep_layers: of the L layers with attention, those whose attention is kept; None: all.
-        measure_prompt: measure the queries of the instruction tokens too, for `prompt_mass`.
-        packed: a row may be several sequences, whose positions start anew; `masks` are then of whole sequences.
-
-    Raises:
-        ConfigError: the attention of the model cannot be measured, or other rows or positions pass through it than
-            were announced.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        masks: ModalityMasks,
-        rows: slice | Sequence[int] | None = None,
-        keep_rows: Sequence[int] = (),
-        measure_prompt: bool = False,
-        keep_layers: Sequence[int] | None = None,
-        packed: bool = False,
-    ) -> None:
-        refuse_unmeasurable(model)
-        sets = [masks.vision, masks.instruction, masks.region]
-        self.sets = torch.stack([each for each in sets if each is not None], dim=-1)  # (N, P or S, 2, with a region 3)
-        count = len(self.sets)
-        if any(not 0 <= row < count for row in keep_rows):
-            raise ConfigError(f"keep_rows of the probe is {list(keep_rows)}: give rows in [0, {count}).")
-        self.plan = PassPlan(self.sets, rows, measure_prompt)
-        self.keep_rows, self.packed = tuple(keep_rows), packed
-        self._base: Any = causal_model(model).base_model
-        self._decoder: Any = find_decoder(model)
-        self._attention = [module for module in self._decoder.modules() if is_attention(module)]
-        numbers = sorted({index for module in self._attention if (index := layer_index(module)) is not None})
-        self._kept_layers = set(numbers if keep_layers is None else map(numbers.__getitem__, keep_layers))
-        self._modules = {module for module in self._decoder.modules() if layer_index(module) is not None}
-        self._masses: dict[int, torch.Tensor] = {}  # layer -> (N, T, 2)
-        self._prompts: dict[int, torch.Tensor] = {}  # layer -> (N, 2), sums over instruction queries
-        self._maps: dict[tuple[int, int], torch.Tensor] = {}  # (row, layer) -> (T, V)
-        self._stack = ExitStack()
-
-    def __enter__(self) -> "AttentionProbe":
-        for module, hook in ((self._base, self.plan.begin_batch), (self._attention[0], self.plan.begin_pass)):
-            self._stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        for module in self._attention:
-            self._stack.callback(module.register_forward_hook(self._take_weights).remove)
-        self._stack.enter_context(attention_wrapped(self._wrap))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    @property
-    def mass(self) -> AttentionMass:
-        """What was measured, (L, N, T), with the layers that have attention; `mask` counts every token as valid.
-
-        Raises:
-            ConfigError: fewer rows have passed through the model than `masks` has.
-        """
-        self._refuse_unfinished()
-        sides = self._by_layer(self._masses)[:, :, self.plan.picks]  # (L, N, T, 2)
-        return self._as_mass(sides, torch.ones(sides.shape[1:3], dtype=torch.bool, device=sides.device))
-
-    @property
-    def prompt_mass(self) -> AttentionMass:
-        """The mean over the queries of a row's instruction tokens, (L, N, 1); of no use for rows without any.
-
-        Each query sees what comes before it: one in front of the image pays it no attention.
-
-        Raises:
-            ConfigError: as `mass`, or `measure_prompt` is off.
-        """
-        self._refuse_unfinished()
-        if not self.plan.measure_prompt:
-            raise ConfigError("measure_prompt of the probe is off: switch it on for prompt_mass.")
-        queries = self.sets[..., 1].sum(1)  # (N,)
-        sums = self._by_layer(self._prompts).unsqueeze(2)  # (L, N, 1, 2)
-        return self._as_mass(sums / queries.clamp(min=1)[:, None, None], (queries > 0).unsqueeze(1))
-
-    @property
-    def kept(self) -> dict[int, torch.Tensor]:
-        """Row -> (L, T, V) float32, attention over its vision tokens, for rows and layers of which it is kept."""
-        self._refuse_unfinished()
-        layers = sorted(self._kept_layers & set(self._masses))
-        return {
-            row: torch.stack([self._maps[row, layer] for layer in layers])[:, self.plan.picks] for row in self.keep_rows
-        }
-
-    def _refuse_unfinished(self) -> None:
-        if self.plan.next_row != len(self.sets):
-            raise ConfigError(
-                f"The probe has masks for {len(self.sets)} rows, but {self.plan.next_row} have passed through the "
-                "model: pass the whole batch while it is active."
-            )
-        if not self._masses:
-            raise ConfigError(
-                f"{type(self._decoder).__name__} neither looks up its attention in the registry of transformers nor "
-                "returns its weights: load the model with attn_implementation='eager'."
-            )
-
-    def _by_layer(self, values: dict[int, torch.Tensor]) -> torch.Tensor:
-        return torch.stack([values[layer].to(self.sets.device) for layer in sorted(values)])
-
-    def _as_mass(self, sides: torch.Tensor, mask: torch.Tensor) -> AttentionMass:
-        counts = self.sets.sum(1)  # (N, 2)
-        region = (sides[..., 2], counts[:, 2]) if sides.size(-1) == 3 else ()
-        own = sides[..., 0], sides[..., 1], counts[:, 0], counts[:, 1]
-        return AttentionMass(*own, mask.to(sides.device), *region)
-
-    # The attention calls of a pass
-
-    def _wrap(self, attention: Callable[..., Any]) -> Callable[..., Any]:
-        def measured(module: nn.Module, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-            outputs = attention(module, query, key, value, *args, **kwargs)
-            if (at_hand := self._due(module)) is not None:
-                options = dict(zip(("attention_mask",), args, strict=False)) | kwargs
-                if outputs[1] is None or options.get("dropout"):
-                    self._measure(module, at_hand, AttentionCall(attention, module, query, key, options, self.packed))
-                else:
-                    self._measure(module, at_hand, AttentionWeights(outputs[1]))
-            return outputs
-
-        return measured
-
-    def _take_weights(self, module: nn.Module, args: Any, outputs: Any) -> None:
-        """Measure a layer that calls no function of the registry, by the matrix that it returns."""
-        weights = outputs[1] if isinstance(outputs, tuple) and len(outputs) > 1 else None
-        if isinstance(weights, torch.Tensor) and weights.ndim == 4 and (at_hand := self._due(module)) is not None:
-            if has_active_dropout(module):
-                raise ConfigError(
-                    f"{type(module).__name__} has dropout in the attention that it returns: switch it off to measure."
-                )
-            self._measure(module, at_hand, AttentionWeights(weights))
-
-    def _due(self, module: nn.Module) -> Pass | None:
-        """The pass at hand, if the attention of `module` is still to be measured in it."""
-        at_hand = self.plan.current
-        if at_hand is None or module not in self._modules or layer_index(module) in at_hand.done:
-            return None
-        return at_hand
-
-    @torch.no_grad()
-    def _measure(self, module: nn.Module, at_hand: Pass, call: AttentionCall | AttentionWeights) -> None:
-        layer = layer_index(module)
-        assert layer is not None
-        at_hand.done.add(layer)
-        rows, queries, num_keys = call.shape
-        device = call.device
-        sets = at_hand.sets_of_keys(self.sets, (rows, queries), num_keys).to(device)  # (B, K, 2)
-        if layer not in self._masses:
-            self._masses[layer] = torch.zeros(len(self.sets), len(self.plan.positions), sets.size(-1), device=device)
-            self._prompts[layer] = torch.zeros(len(self.sets), sets.size(-1), device=device)
-        if at_hand.emitting is not None:
-            self._masses[layer][at_hand.rows, at_hand.columns] = at_hand.expand_to_rows(
-                call.mass_on_keys(sets, at_hand.emitting)
-            )
-            for row in self.keep_rows if layer in self._kept_layers else ():
-                if (index := at_hand.index_of(row)) is not None:
-                    self._keep_map(row, layer, at_hand, sets[index : index + 1], call, index)
-        if at_hand.instruction is not None:
-            mass = call.mass_on_keys(sets, at_hand.instruction)  # (B, P', 2)
-            own = at_hand.instruction_rows(self.sets).to(device)  # (B, P')
-            sums = at_hand.expand_to_rows((mass * own.unsqueeze(-1)).sum(1))
-            before = self._prompts[layer][at_hand.rows] if at_hand.seen else 0
-            self._prompts[layer][at_hand.rows] = before + sums
-
-    def _keep_map(
-        self,
-        row: int,
-        layer: int,
-        at_hand: Pass,
-        sets: torch.Tensor,
-        call: AttentionCall | AttentionWeights,
-        index: int,
-    ) -> None:
-        assert at_hand.emitting is not None
-        keys = sets[0, :, 0].nonzero().flatten()  # (V',)
-        each = torch.nn.functional.one_hot(keys, sets.size(1)).T.unsqueeze(0)  # (1, K, V')
-        attention = call.mass_on_keys(each, at_hand.emitting, slice(index, index + 1))[0]  # (T', V')
-        vision = int(self.sets[row, :, 0].sum())
-        if (row, layer) not in self._maps:
-            self._maps[row, layer] = torch.zeros(len(self.plan.positions), vision, device=sets.device)
-        # Keys that a cache with a window has dropped are the first ones, and get no attention.
-        self._maps[row, layer][at_hand.columns, vision - len(keys) :] = attention

@@ -56,9 +56,10 @@ def without_images(prompt: Any) -> Any:
 
 def images_in(prompt: Any) -> list[Any]:
     """Return the images of a conversation, in order."""
-    images: list[Any] = []
-    _with_parts(prompt, lambda part: images.append(part["image"]) or [] if part["type"] == "image" else [])
-    return images
+    if isinstance(prompt, str):
+        return []
+    contents = [message["content"] for message in prompt if not isinstance(message["content"], str)]
+    return [part["image"] for content in contents for part in content if part["type"] == "image"]
 
 
 def _with_parts(prompt: Any, replace: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> Any:

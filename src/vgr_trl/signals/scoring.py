@@ -1,4 +1,7 @@
-"""A batch scored: log-probabilities, entropies and attention, with any model or in a trainer."""
+"""Log-probabilities, entropies and attention of completions, with any model: `RolloutScorer`.
+
+`Head` makes log-probabilities of hidden states, few positions at a time.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -36,10 +39,6 @@ from vgr_trl.utils import ConfigError, DataError, replaced
 
 if TYPE_CHECKING:
     from trl.trainer.utils import FusedCausalLMOutput
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Log-probabilities and entropies from hidden states, by the model's own head: few positions at a time, or few rows.
 
 
 LOGITS_AT_A_TIME = {"cpu": 2**23, "cuda": 2**26}  # 32 MB and 256 MB in float32; a GPU wants larger products
@@ -201,10 +200,6 @@ def _among(count: int, rows: list[int], values: torch.Tensor) -> torch.Tensor:
     return every
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Image inputs of a batch, cut into those of consecutive rows.
-
-
 def cut_images(
     inputs: Mapping[str, torch.Tensor],
     is_image: torch.Tensor,
@@ -226,23 +221,19 @@ def cut_images(
     """
     if unknown := sorted(inputs.keys() - set(IMAGE_INPUTS)):
         raise DataError(f"The input {unknown[0]} cannot be cut into chunks: score all rows at once (batch_size=None).")
-    wanted = (
-        f"num_images is {_shown(num_images)} and num_tiles {_shown(num_tiles)} for {len(is_image)} rows that pass in "
-        "chunks: give one number for each row"
-    )
-    has_image = is_image.any(1).tolist()  # (N,)
+    has_image = is_image.any(1).tolist() if num_images is None else [int(count) > 0 for count in num_images]  # (N,)
     try:
         if num_images is None:
             parts = parts_by_tokens(inputs, is_image)
         else:
-            given = [int(count) > 0 for count in num_images]
-            if is_image.any() and given != has_image:
-                raise DataError(f"{wanted}, more than 0 where the prompt has placeholder tokens of images, else 0.")
-            parts, has_image = parts_by_counts(inputs, num_images, num_tiles), given
+            parts = parts_by_counts(inputs, num_images, num_tiles)
+            if len(has_image) != len(is_image) or (is_image.any() and has_image != is_image.any(1).tolist()):
+                raise UnknownParts("image tokens in other rows")
     except UnknownParts as error:
-        raise DataError(f"{wanted}, since nothing else tells which images are whose ({error.reason}).") from error
-    if len(has_image) != len(is_image):
-        raise DataError(f"{wanted}.")
+        raise DataError(
+            f"The images of {len(is_image)} rows cannot be cut into chunks ({error.reason}): give num_images, and "
+            "num_tiles where images are cut into tiles: one number for each row, more than 0 where it has image tokens."
+        ) from error
     return [
         {name: value[parts[name][rows][0].start : parts[name][rows][-1].stop] for name, value in inputs.items()}
         if any(has_image[rows])
@@ -251,20 +242,12 @@ def cut_images(
     ]
 
 
-def _shown(counts: Sequence[int] | None) -> list[int] | None:
-    return None if counts is None else [int(count) for count in counts]
-
-
 def policy_is_active(model: torch.nn.Module) -> bool:
     """Whether the adapters of `model`, if it has any, are those being trained: not switched off, not a reference."""
     for module in model.modules():
         if isinstance(module, PeftModel):
             return module.has_active_enabled_adapter and "ref" not in module.active_adapters
     return True
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Log-probabilities, entropies and attention of completions, in one pass without gradients per chunk of rows.
 
 
 class RolloutScorer:
@@ -302,10 +285,6 @@ class RolloutScorer:
     ) -> None:
         if share_prompts not in ("auto", "on", "off"):
             raise ConfigError(f"share_prompts is {share_prompts!r}: give auto, on or off.")
-        if batch_size is not None and batch_size < 1:
-            raise ConfigError(f"batch_size is {batch_size}: give an integer of at least 1, or None.")
-        if not temperature > 0:
-            raise ConfigError(f"temperature is {temperature}: give a number above 0.")
         self.model, self.causal = model, causal_model(model)
         if has_sharded_parameters(model):
             raise ConfigError("The parameters of the model are sharded: score in DAPOTrainer, or gather them before.")
@@ -361,7 +340,8 @@ class RolloutScorer:
             ConfigError: attention is wanted and cannot be measured, or `share_prompts` is `on` and prompts cannot be
                 shared.
         """
-        count, length = _checked(num_generations, prompt_ids, prompt_mask, completion_ids, completion_mask)
+        _check_batch(num_generations, prompt_mask, completion_mask)
+        count, length = completion_ids.shape
         device = self.causal.get_input_embeddings().weight.device
         batch = {
             "input_ids": torch.cat([prompt_ids, completion_ids], dim=1).to(device),  # (N, P + T)
@@ -378,15 +358,10 @@ class RolloutScorer:
         if images and (step < count or num_images is not None):
             is_image = is_image_token(prompt_ids, self.causal.config) & prompt_mask.bool()  # (N, P)
             images_of = cut_images(images, is_image, num_images, num_tiles, chunks)
-        if regions is not None and (not attention or regions.shape != prompt_ids.shape):
-            raise DataError(
-                f"regions has the shape {tuple(regions.shape)} for prompts {tuple(prompt_ids.shape)}, with attention "
-                f"{attention}: give one value for each token of a prompt, and attention=True."
-            )
         parts = []
         with torch.no_grad(), _evaluating(self.model):
-            for rows, own in zip(chunks, images_of, strict=True):
-                inputs = {name: value[rows] for name, value in batch.items()} | own
+            for rows, image_parts in zip(chunks, images_of, strict=True):
+                inputs = {name: value[rows] for name, value in batch.items()} | image_parts
                 region = None if regions is None else regions[rows].bool().to(device)
                 parts.append(self._score_rows(inputs, length, attention, similarity, region))
         return map_signals(parts, torch.cat)
@@ -416,15 +391,11 @@ class RolloutScorer:
         return RolloutSignals(logps, entropies, mask, mass, similarity=None if similar is None else similar.similarity)
 
     def _masks(self, inputs: dict[str, torch.Tensor], length: int, attention: bool) -> ModalityMasks:
-        if attention and self.special_token_ids is None:
-            raise ConfigError(
-                "Attention cannot be measured without special_token_ids: give a list of ids, or attention=False."
-            )
         vision = self.vision_token_ids if self.vision_token_ids is not None else vision_token_ids(self.causal)
-        if not vision:
+        if not vision or (attention and self.special_token_ids is None):
             raise ConfigError(
-                "Attention and similarity cannot be measured without vision_token_ids: give a list of ids, or "
-                "attention=False and similarity=False."
+                "Attention is measured with special_token_ids and vision_token_ids, similarity with vision_token_ids: "
+                "give lists of ids, or attention=False and similarity=False."
             )
         return build_modality_masks(
             inputs["input_ids"][:, :-length],
@@ -445,18 +416,8 @@ class RolloutScorer:
             raise ConfigError(f"share_prompts is on, but prompts could not be shared: {min(reasons)}; use auto or off.")
 
 
-def _checked(num_generations: int, *batch: torch.Tensor) -> tuple[int, int]:
-    """N and T of prompts, completions and their masks that fit together."""
-    shapes = [tuple(value.shape) for value in batch]
-    _, prompt_mask, _, completion_mask = batch
-    prompt, completion = shapes[0], shapes[2]
-    fit = len(prompt) == len(completion) == 2 and prompt[0] == completion[0] and 0 not in prompt + completion
-    if not fit or shapes != [prompt, prompt, completion, completion]:
-        raise DataError(
-            f"prompt_ids, prompt_mask, completion_ids and completion_mask have the shapes {shapes}: give (N, P) "
-            "twice and (N, T) twice, with at least one row and token."
-        )
-    count, length = completion
+def _check_batch(num_generations: int, prompt_mask: torch.Tensor, completion_mask: torch.Tensor) -> None:
+    count = len(completion_mask)
     if num_generations < 1 or count % num_generations:
         raise DataError(f"There are {count} completions with num_generations {num_generations}: give whole groups.")
     if not bool(prompt_mask[:, -1].all()):
@@ -466,7 +427,6 @@ def _checked(num_generations: int, *batch: torch.Tensor) -> tuple[int, int]:
             "completion_mask has a 0 in front of a 1: what it leaves out no other token sees, so give 1 for every "
             "token of the completion, and leave tokens out of what is returned."
         )
-    return count, length
 
 
 @contextmanager

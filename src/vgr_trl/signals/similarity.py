@@ -1,4 +1,4 @@
-"""How much the hidden state that emits a token resembles those of the image tokens.
+"""How similar the hidden state that emits a token is to those of the image tokens.
 
 What is read is what `output_hidden_states` of transformers returns: number 0 is what goes into the first layer, L what
 the whole decoder returns, behind its last norm.
@@ -67,8 +67,7 @@ class SimilarityProbe:
         self._stack = ExitStack()
 
     def __enter__(self) -> "SimilarityProbe":
-        for module, hook in ((self._base, self._plan.begin_batch), (self._attention, self._plan.begin_pass)):
-            self._stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        self._plan.hook(self._stack, self._base, self._attention)
         self._stack.callback(self._read.register_forward_hook(self._measure, with_kwargs=True).remove)
         return self
 
@@ -82,45 +81,44 @@ class SimilarityProbe:
         Raises:
             ConfigError: fewer rows have passed through the model than `vision` has.
         """
-        if self._plan.next_row != len(self.vision):
-            raise ConfigError(
-                f"The probe has image tokens of {len(self.vision)} rows, but {self._plan.next_row} have passed through "
-                "the model: pass the whole batch while it is active."
-            )
+        self._plan.check_complete()
         result = torch.full((len(self.vision), len(self._plan.positions)), torch.nan, device=self.vision.device)
-        for at_hand, values in self._found:
-            result[at_hand.rows, at_hand.columns] = values.to(result.device)
+        for current, values in self._found:
+            result[current.rows, current.columns] = values.to(result.device)
         return result
 
     @torch.no_grad()
     def _measure(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
-        at_hand = self._plan.current
-        if at_hand is None or self._number in at_hand.done:
+        current = self._plan.current
+        if current is None or self._number in current.done:
             return
-        at_hand.done.add(self._number)
-        states = _states(args, kwargs) if self._number == 0 else _returned(outputs)  # (B, Q, D)
-        if states.shape[:2] != at_hand.shape:
+        current.done.add(self._number)
+        if self._number == 0:
+            states = args[0] if args else kwargs["hidden_states"]  # (B, Q, D)
+        else:
+            states = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
+        if states.shape[:2] != current.shape:
             raise ConfigError(
-                f"{type(module).__name__} returns states of shape {tuple(states.shape)} where {at_hand.shape[1]} "
-                f"positions in {at_hand.shape[0]} rows pass: give another hidden_similarity_layer, such as -1."
+                f"{type(module).__name__} returns states of shape {tuple(states.shape)} where {current.shape[1]} "
+                f"positions in {current.shape[0]} rows pass: give another hidden_similarity_layer, such as -1."
             )
-        if not at_hand.seen:
-            own = at_hand.own(self.vision.unsqueeze(-1))[..., 0].to(states.device)  # (B, P)
+        if not current.seen:
+            own = current.own(self.vision.unsqueeze(-1))[..., 0].to(states.device)  # (B, P)
             width = min(own.size(1), states.size(1))
             images = [row[:width][seen[:width]] for row, seen in zip(states, own, strict=True)]
-            self._images = at_hand, images
-        if at_hand.emitting is None:
+            self._images = current, images
+        if current.emitting is None:
             return
         assert self._images is not None
         prompts, images = self._images
-        emitting = states[:, at_hand.emitting.index]  # (B, T', D)
-        numbers = [prompts.index_of(row) for row in at_hand.numbers]
+        emitting = states[:, current.emitting.index]  # (B, T', D)
+        numbers = [prompts.index_of(row) for row in current.numbers]
         values = [
             cosine_similarity(row, images[number], self.over)
             for row, number in zip(emitting, numbers, strict=True)
             if number is not None
         ]
-        self._found.append((at_hand, torch.stack(values)))
+        self._found.append((current, torch.stack(values)))
 
 
 def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
@@ -147,15 +145,3 @@ def hidden_state_number(layer: int, layers: int) -> int:
             f"[{-layers - 1}, {layers}], where 0 is what goes into the first and {layers} or -1 the last."
         )
     return layer % (layers + 1)
-
-
-def _states(args: Any, kwargs: Any) -> torch.Tensor:
-    found: torch.Tensor = args[0] if args else kwargs["hidden_states"]
-    return found
-
-
-def _returned(outputs: Any) -> torch.Tensor:
-    if isinstance(outputs, torch.Tensor):
-        return outputs
-    found: torch.Tensor = outputs[0] if isinstance(outputs, tuple) else outputs.last_hidden_state
-    return found

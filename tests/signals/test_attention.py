@@ -1,0 +1,754 @@
+"""Attention mass against eager attention: every family, every way a batch passes; while generating; what is refused."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers as hf
+from peft import LoraConfig, get_peft_model
+from support.models.compare import checkpointed, loss_of, needs_shared, shortened, why_plain, with_head
+from support.models.decoders import DECODERS, FALCON_SDPA, LLAMA, SPEECH, case
+from support.models.eager_reference import (
+    SPECIAL_IDS,
+    TOLERANCE,
+    VISION,
+    VISION_IDS,
+    assert_agrees,
+    assert_prompt_agrees,
+    difference,
+    masks_of,
+    reference,
+    run,
+)
+from support.models.families import CLOSE, EOS, IMAGE, OPEN, PAD, VIDEO, Batch, Family, build, make_batch, text_model
+from support.models.other_families import OTHERS
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.modeling_utils import AttentionInterface
+
+from vgr_trl.sharing import share_prompts
+from vgr_trl.signals import AttentionProbe, GenerationProbe, ModalityMasks, build_modality_masks
+from vgr_trl.signals.attention import AttentionCall, Queries, count_attention_layers, mass_of_matrix
+from vgr_trl.utils import ConfigError
+
+CASES = [*((name, (2, 1)) for name in VISION), ("qwen2_5_vl", (1, 1)), ("qwen2_5_vl", (0, 2)), ("llava", (0, 2))]
+
+
+@pytest.mark.parametrize(("name", "images"), CASES)
+def test_every_family(name, images):
+    """Prompts of unequal length, padded on the left; completions on the right."""
+    model, batch = build(name), make_batch(name, images=images)
+    needs_shared(model)
+    expected = reference(model, batch)
+    assert expected.vision[:, :, 0].max() > 0.05
+    with torch.no_grad():
+        plain = model(**batch.inputs).logits
+        for implementation in ("sdpa", "eager"):
+            model.set_attn_implementation(implementation)
+            assert_agrees(run(model, batch), expected)
+        model.set_attn_implementation("sdpa")
+        with AttentionProbe(model, masks_of(batch)) as probe, share_prompts(model, batch.completion_length) as report:
+            shared = model(**batch.inputs).logits
+        with AttentionProbe(model, masks_of(batch)):
+            probed = model(**batch.inputs).logits
+        with share_prompts(model, batch.completion_length):
+            shared_only = model(**batch.inputs).logits
+    assert report.prompts_per_row == 1 / 3
+    assert_agrees(probe, expected)
+    assert count_attention_layers(model) == len(probe.mass.vision)
+    assert torch.equal(probed, plain), "to the last bit"
+    assert torch.equal(shared, shared_only)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+def test_sequences_padded_on_the_right(name):
+    """Masks of whole sequences: all their queries are measured."""
+    model, batch = build(name), make_batch(name)
+    mask = batch.inputs["attention_mask"]
+    order = mask.argsort(dim=1, descending=True, stable=True)
+    batch.inputs = {
+        key: value.gather(1, order) if value.shape == mask.shape else value for key, value in batch.inputs.items()
+    }
+    masks = build_modality_masks(
+        batch.inputs["input_ids"],
+        batch.inputs["attention_mask"],
+        vision_token_ids=VISION_IDS,
+        special_token_ids=SPECIAL_IDS,
+    )
+    weights = reference(model, batch).weights
+    with torch.no_grad(), AttentionProbe(model, masks) as probe:
+        model(**batch.inputs)
+    valid = batch.inputs["attention_mask"].bool()
+    assert probe.mass.vision.shape == (2, *mask.shape)
+    assert difference(probe.mass.vision, (weights * masks.vision[:, None]).sum(-1), valid) < TOLERANCE
+    assert difference(probe.mass.instruction, (weights * masks.instruction[:, None]).sum(-1), valid) < TOLERANCE
+
+
+KINDS = {
+    "windows": text_model("Mistral", sliding_window=8),
+    "some layers with windows": text_model(
+        "Gemma2", sliding_window=8, layer_types=["sliding_attention", "full_attention"], attn_logit_softcapping=None
+    ),
+    "sinks": text_model("GptOss", sliding_window=8, num_local_experts=2, num_experts_per_tok=1),
+    "no grouped keys": text_model("Qwen2", num_key_value_heads=2),
+    "softcapping": text_model("Gemma2", sliding_window=512, attn_logit_softcapping=2.0),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_attention(kind):
+    """In text models, with words in the place of image tokens."""
+    family = Family(kind, KINDS[kind])
+    model, batch = build(family), make_batch(family)
+    prompt = batch.inputs["input_ids"].size(1) - batch.completion_length
+    batch.inputs["input_ids"][:, prompt - 6 : prompt - 2] = VISION_IDS[0]
+    if kind in ("sinks", "softcapping"):
+        model.set_attn_implementation("eager")
+    expected = reference(model, batch)
+    if kind == "windows":  # 8 keys wide: the last queries see nothing of the prompt
+        assert expected.vision[:, 0, -1].max() == 0 < expected.vision[:, 0, 0].min()
+    assert_agrees(run(model, batch), expected)
+    with torch.no_grad(), AttentionProbe(model, masks_of(batch)) as probe, share_prompts(model, 12) as report:
+        model(**batch.inputs)
+    assert not report.plain
+    assert_agrees(probe, expected)
+
+
+@pytest.mark.parametrize("completions", [1, 2])
+def test_short_completions(completions):
+    model, batch = build("qwen2_5_vl"), shortened(make_batch("qwen2_5_vl"), completions)
+    expected = reference(model, batch)
+    assert_agrees(run(model, batch), expected)
+    with torch.no_grad(), AttentionProbe(model, expected.masks) as probe, share_prompts(model, completions):
+        model(**batch.inputs)
+    assert_agrees(probe, expected)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["", "checkpointing", "reentrant"])
+def test_training_passes(reentrant, shares):
+    """Recomputation in the backward pass comes through the same layers again, and changes nothing."""
+    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
+    expected = reference(model, batch)
+    with_head(model).train()
+    if reentrant is not None:
+        checkpointed(model, {"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    with AttentionProbe(model, expected.masks, measure_prompt=True) as probe:
+        if shares:
+            with share_prompts(model, 12) as report:
+                loss_of(model, batch).backward()
+            assert bool(report.plain) == (reentrant is True or why_plain(model, reentrant is False) is not None)
+        else:
+            loss_of(model, batch).backward()
+    assert_agrees(probe, expected)
+    assert_prompt_agrees(probe, expected)
+    assert not probe.mass.vision.requires_grad
+
+
+def test_adapters():
+    """The probe sees the model with its LoRA, wrapped or not."""
+    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
+    without = reference(model, batch)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "k_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    wrapped = get_peft_model(model, lora)
+    expected = reference(wrapped.base_model.model, batch)
+    assert difference(expected.vision, without.vision, expected.valid) > 1e-2
+    assert_agrees(run(wrapped, batch), expected)
+    with torch.no_grad(), wrapped.disable_adapter():
+        assert_agrees(run(wrapped, batch), without)
+
+
+def test_bf16():
+    """Mass is as far from float32 as the attention itself: three digits."""
+    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
+    expected = reference(model, batch)
+    batch.inputs["pixel_values"] = batch.inputs["pixel_values"].bfloat16()
+    assert_agrees(run(model.bfloat16(), batch), expected, tolerance=0.03)
+    assert_agrees(run(model, batch), reference(model, batch), tolerance=0.01)
+
+
+def test_no_matrix_of_queries_and_keys():
+    """Nothing of floats is (..., T, K) or (..., S, K), while the probe is active."""
+
+    class Shapes(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = set()
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            for tensor in result if isinstance(result, tuple | list) else [result]:
+                if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.ndim > 2:
+                    self.seen.add(tuple(tensor.shape))
+            return result
+
+    batch = make_batch("qwen2_5_vl", completion_length=13)
+    length = batch.inputs["input_ids"].size(1)
+
+    def matrices(implementation):
+        model = build("qwen2_5_vl")
+        model.set_attn_implementation(implementation)
+        with Shapes() as shapes:
+            run(model, batch, measure_prompt=True)
+        wide = {shape for shape in shapes.seen if shape[-2] in (12, 13, length) and shape[-1] in (length - 1, length)}
+        return {shape for shape in wide if math.prod(shape[:-2]) > 6}  # masks are (6, 1, S, S)
+
+    assert not matrices("sdpa")
+    assert matrices("eager"), "the test sees them where they are"
+
+
+def passed(model, batch, shares, *arguments, **options):
+    """The probe of a batch that passes with or without its prompts shared."""
+    with torch.no_grad(), AttentionProbe(model, *arguments, **options) as probe:
+        if shares:
+            with share_prompts(model, batch.completion_length):
+                model(**batch.inputs)
+        else:
+            model(**batch.inputs)
+    return probe
+
+
+@pytest.mark.parametrize("rows", [slice(45, 30, -4), [44, 31, 31, -5]])
+def test_chosen_queries(rows):
+    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
+    expected = reference(model, batch)
+    length = batch.inputs["input_ids"].size(1)
+    positions = list(range(length))[rows] if isinstance(rows, slice) else list(rows)
+    weights = expected.weights[:, :, positions, : expected.masks.vision.size(1)]
+    valid = batch.inputs["attention_mask"][:, positions].bool()
+    for shares in (False, True):
+        probe = passed(model, batch, shares, expected.masks, rows=rows, keep_rows=(3,))
+        for found, mask in (
+            (probe.mass.vision, expected.masks.vision),
+            (probe.mass.instruction, expected.masks.instruction),
+        ):
+            assert difference(found, (weights * mask[:, None]).sum(-1), valid) < TOLERANCE
+        kept = weights[:, 3][:, :, expected.masks.vision[3]]
+        assert torch.allclose(probe.kept[3][:, valid[3]], kept[:, valid[3]], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_kept_maps_of_some_rows_and_layers(implementation, shares):
+    """More vision tokens than a head is wide, so that several calls are needed: (L, T, V) for each row."""
+    model, batch = build("llava_next"), make_batch("llava_next", images=(2, 1))
+    expected = reference(model, batch)
+    model.set_attn_implementation(implementation)
+    probe = passed(model, batch, shares, expected.masks, keep_rows=(1, 5))
+    assert sorted(probe.kept) == [1, 5]
+    for row, kept in probe.kept.items():
+        keys = expected.masks.vision[row]
+        prompt = len(keys)
+        assert kept.shape == (2, 12, int(keys.sum()))
+        assert kept.size(2) > 16
+        valid = expected.valid[row]
+        weights = expected.weights[:, row, prompt - 1 : -1, :prompt][..., keys]
+        assert torch.allclose(kept[:, valid], weights[:, valid], atol=TOLERANCE)
+    last = passed(model, batch, shares, expected.masks, keep_rows=(1,), keep_layers=[1])
+    assert torch.equal(last.kept[1], probe.kept[1][1:])
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("sizes", [[2, 3, 1], [1] * 6])
+def test_chunks_of_any_size(sizes, shares):
+    model, batch = build("llava"), make_batch("llava")
+    expected = reference(model, batch)
+    with torch.no_grad(), AttentionProbe(model, expected.masks, measure_prompt=True) as probe:
+        for part in range(len(sizes)):
+            inputs = {key: value.split(sizes)[part] for key, value in batch.inputs.items()}
+            if shares:
+                with share_prompts(model, 12):
+                    model(**inputs)
+            else:
+                model(**inputs)
+    assert_agrees(probe, expected)
+    assert_prompt_agrees(probe, expected)
+
+
+@pytest.mark.parametrize("completion_length", [None, 12])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+def test_queries_of_the_prompt(name, completion_length):
+    model, batch = build(name), make_batch(name, images=(2, 0))
+    expected = reference(model, batch)
+    probe = run(model, batch, measure_prompt=True)
+    assert_agrees(probe, expected)
+    assert_prompt_agrees(probe, expected)
+    with (
+        torch.no_grad(),
+        AttentionProbe(model, expected.masks, measure_prompt=True) as probe,
+        share_prompts(model, completion_length) as report,
+    ):
+        model(**batch.inputs)
+    assert report.prompts_per_row < 1
+    assert_agrees(probe, expected)
+    assert_prompt_agrees(probe, expected)
+
+
+def test_rows_of_a_prompt_that_do_not_stand_together():
+    model, batch = build("qwen2_vl"), make_batch("qwen2_vl", order=[4, 0, 3, 1, 5])
+    expected = reference(model, batch)
+    with (
+        torch.no_grad(),
+        AttentionProbe(model, expected.masks, measure_prompt=True) as probe,
+        share_prompts(model, 12) as report,
+    ):
+        model(**batch.inputs)
+    assert (report.prompts, report.rows) == (2, 5)
+    assert_agrees(probe, expected)
+    assert_prompt_agrees(probe, expected)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "idefics3"])
+def test_attention_on_a_region(name, shares):
+    """The same as the attention kept token by token, summed."""
+    model, batch = build(name), make_batch(name)
+    masks = masks_of(batch)
+    masks.region = masks.vision & (masks.vision.cumsum(1) % 3 == 1)  # the first of three, the fourth, …
+    probe = passed(model, batch, shares, masks, keep_rows=range(len(masks.vision)))
+    mass = probe.mass
+    assert torch.equal(mass.num_region, masks.region.sum(1))
+    for row, kept in probe.kept.items():
+        own = masks.region[row, masks.vision[row]]
+        assert torch.allclose(mass.region[:, row], kept[..., own].sum(-1), atol=1e-6)
+        assert torch.allclose(mass.vision[:, row], kept.sum(-1), atol=1e-6)
+
+
+@pytest.mark.parametrize("family", DECODERS.values(), ids=DECODERS)
+def test_attention(family):
+    model, batch = case(family)
+    expected = reference(model, batch)
+    assert expected.vision[:, :, 0].max() > 0.01
+    probe = run(model, batch, measure_prompt=True)
+    assert len(probe.mass.vision) == count_attention_layers(model)
+    assert_agrees(probe, expected)
+    assert_prompt_agrees(probe, expected)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_attention_with_prompts_shared(name):
+    """Caches reach the layers under other names in GPT-J and Falcon."""
+    model, batch = case(DECODERS[name])
+    expected = reference(model, batch)
+    base = model.base_model
+    with (
+        torch.no_grad(),
+        AttentionProbe(model, expected.masks, measure_prompt=True) as probe,
+        share_prompts(model, 12) as report,
+    ):
+        base(**batch.inputs)
+    assert name not in ("gpt2", "gptj", "falcon") or report.prompts == 2
+    assert_agrees(probe, expected)
+    assert_prompt_agrees(probe, expected)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_attention_on_what_comes_later(paligemma, implementation):
+    """Instruction tokens in front of the image pay it attention here."""
+    model, batch = paligemma
+    expected = reference(model, batch)
+    masks = expected.masks
+    first_image = masks.vision.int().argmax(1)  # (N,)
+    before = masks.instruction & (torch.arange(masks.vision.size(1)) < first_image.unsqueeze(1))  # (N, P)
+    prompt = masks.vision.size(1)
+    on_image = (expected.weights[:, :, :prompt, :prompt] * masks.vision[:, None]).sum(-1)  # (L, N, P)
+    assert on_image[:, before].max() > 0.05
+    model.set_attn_implementation(implementation)
+    probe = run(model, batch, measure_prompt=True, keep_rows=(2,))
+    assert_agrees(probe, expected)
+    assert_prompt_agrees(probe, expected)
+
+
+@pytest.mark.parametrize("name", ["paligemma", "gemma3"])
+def test_queries_in_the_middle_of_the_prompt(paligemma, name):
+    """The keys behind the last query of interest are measured too; in Gemma 3 an image sees itself whole."""
+    model, batch = paligemma if name == "paligemma" else (build(name), make_batch(name))
+    expected = reference(model, batch)
+    first_image = int(expected.masks.vision[0].int().argmax())
+    rows = [first_image + 1, first_image, first_image - 3]
+    probe = run(model, batch, rows=rows)
+    weights = expected.weights[:, :, rows, : expected.masks.vision.size(1)]
+    assert (weights[:, 0, 0, first_image + 2 :]).max() > 0.01
+    for found, mask in (
+        (probe.mass.vision, expected.masks.vision),
+        (probe.mass.instruction, expected.masks.instruction),
+    ):
+        assert torch.allclose(found, (weights * mask[:, None]).sum(-1), atol=1e-5)
+
+
+def call_of(function, queries, keys, dtype=torch.float32, causal=True, **options):
+    """One row, two heads, width 4."""
+    module = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa"), is_causal=causal)
+    query, key = torch.zeros(1, 2, queries, 4, dtype=dtype), torch.zeros(1, 2, keys, 4, dtype=dtype)
+    return AttentionCall(function, module, query, key, options)
+
+
+def masks_given(queries, keys, chosen, **options):
+    seen = []
+
+    def function(module, query, key, value, attention_mask, **kwargs):
+        seen.append((attention_mask, key.size(2)))
+        return torch.zeros(1, query.size(2), 2, 4), None
+
+    wanted = Queries(torch.tensor(chosen), chosen[0], chosen[-1] + 1)
+    call_of(function, queries, keys, **options).mass_on_keys(torch.ones(1, keys, 2), wanted)
+    return seen[0]
+
+
+def test_two_queries_are_causal():
+    """The fewest there can be: behind one key of a cache the first sees two keys, the second three."""
+    mask, keys = masks_given(2, 3, [0, 1])
+    assert (mask[0, 0].tolist(), keys) == ([[True, True, False], [True, True, True]], 3)
+    mask, keys = masks_given(2, 3, [0])
+    assert (mask[0, 0].tolist(), keys) == ([[True, True]], 2)
+
+
+def test_one_query_sees_all_keys():
+    assert masks_given(1, 3, [0]) == (None, 3)
+
+
+def test_what_is_not_causal_sees_all_keys():
+    """The option goes before the module; keys behind the last wanted query stay."""
+    assert masks_given(3, 3, [0], is_causal=False) == masks_given(3, 3, [0], causal=False) == (None, 3)
+    assert masks_given(3, 3, [0], causal=False, is_causal=True)[1] == 1
+    mask = torch.tensor([[[[True, False, True]] * 3]])
+    given, keys = masks_given(3, 3, [1], attention_mask=mask)
+    assert (given[0, 0].tolist(), keys) == ([[True, False, True]], 3)
+
+
+def test_means_over_heads_are_float32():
+    """1 and 1 + 2^-7 are bfloat16, their mean 1 + 2^-8 is not."""
+    heads = torch.tensor([1.0, 1.0078125]).bfloat16()
+
+    def function(module, query, key, value, attention_mask, **kwargs):
+        return heads.view(1, 1, 2, 1).expand(1, query.size(2), 2, 4), None
+
+    wanted = Queries(torch.tensor([0]), 0, 1)
+    call = call_of(function, 1, 1, torch.bfloat16)
+    sets = torch.ones(1, 1, 1)
+    for mass in (call.mass_on_keys(sets, wanted), mass_of_matrix(heads.view(1, 2, 1, 1), sets, wanted)):
+        assert (mass.dtype, mass.item()) == (torch.float32, 1.00390625)
+
+
+class TestFlash:
+    """What flash attention gets, since it cannot run here: masks are (B, K) or None, queries end with keys."""
+
+    @pytest.fixture
+    def calls(self, monkeypatch):
+        seen = []
+
+        def attention(module, query, key, value, padding, dropout=0.0, scaling=None, sliding_window=None, **kwargs):
+            assert query.size(-1) == key.size(-1) == value.size(-1)
+            assert dropout == 0.0
+            seen.append((query.size(2), key.size(2), padding is not None))
+            rows, queries, keys = len(query), query.size(2), key.size(2)
+            groups = query.size(1) // key.size(1)
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+            outputs = torch.zeros(*query.shape[:3], value.size(-1), dtype=query.dtype)
+            for row in range(rows):
+                here = torch.ones(keys, dtype=torch.bool) if padding is None else padding[row].bool()
+                assert len(here) == keys
+                k, q = here.nonzero().flatten(), here[-queries:].nonzero().flatten()
+                place = torch.arange(len(k) - len(q), len(k)).unsqueeze(1)  # the last query belongs to the last key
+                allowed = torch.arange(len(k)) <= place
+                if sliding_window is not None and keys > sliding_window:
+                    allowed &= torch.arange(len(k)) > place - sliding_window
+                scores = query[row][:, q] @ key[row][:, k].transpose(1, 2) * scaling
+                weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
+                outputs[row][:, q] = weights @ value[row][:, k]
+            return outputs.transpose(1, 2), None
+
+        known = {**AttentionInterface._global_mapping, "flash_attention_2": attention}
+        monkeypatch.setattr(AttentionInterface, "_global_mapping", known)
+        return seen
+
+    @pytest.mark.parametrize("padded", [True, False])
+    @pytest.mark.parametrize("name", ["qwen2_5_vl", "mistral"])
+    def test_agrees(self, name, padded, calls):
+        model = build(name)
+        batch = make_batch(name, text=(21, 33) if padded else (24, 24), images=(1, 0) if padded else (1, 1))
+        prompt = batch.inputs["input_ids"].size(1) - 12
+        if name == "mistral":
+            batch.inputs["input_ids"][:, prompt - 6 : prompt - 2] = VISION_IDS[0]
+        if not padded:
+            batch.inputs["attention_mask"] = torch.ones_like(batch.inputs["attention_mask"])
+        expected = reference(model, batch)
+        decoder = model.get_decoder()
+        model.config._attn_implementation_internal = "flash_attention_2"
+        decoder.config._attn_implementation_internal = "flash_attention_2"
+        with torch.no_grad(), AttentionProbe(model, expected.masks, measure_prompt=True, keep_rows=(1,)) as probe:
+            model(**batch.inputs)
+        assert_agrees(probe, expected)
+        assert_prompt_agrees(probe, expected)
+        assert any(has_mask for _, _, has_mask in calls) == padded
+        with (
+            torch.no_grad(),
+            AttentionProbe(model, expected.masks, rows=[prompt + 9, prompt + 5, prompt - 1]) as probe,
+            share_prompts(model, 12) as report,
+        ):
+            model(**batch.inputs)
+        assert report.prompts_per_row < 1
+        emitted = [10, 6, 0]
+        valid = expected.valid[:, emitted]
+        assert difference(probe.mass.vision, expected.vision[:, :, emitted], valid) < TOLERANCE
+
+    def test_packed_sequences(self, calls):
+        model, batch = build("llama"), make_batch("llama")
+        model.config._attn_implementation_internal = "flash_attention_2"
+        bounds = torch.tensor([0, 40], dtype=torch.int32)
+        with (
+            torch.no_grad(),
+            pytest.raises(ConfigError, match="packed sequences: pass one sequence per row, padded"),
+            AttentionProbe(model, masks_of(batch)),
+        ):
+            model(**batch.inputs, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
+
+
+def test_uniform_attention():
+    """With queries of 0 every key in sight gets the same: V / keys in sight, and VGR is 1."""
+    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl", images=(1, 2))
+    for layer in model.get_decoder().layers:
+        torch.nn.init.zeros_(layer.self_attn.q_proj.weight)
+        torch.nn.init.zeros_(layer.self_attn.q_proj.bias)
+    mass = run(model, batch).mass
+    in_sight = batch.inputs["attention_mask"].cumsum(1)[:, -13:-1]  # (N, T), the query itself included
+    assert torch.allclose(mass.vision, (mass.num_vision[:, None] / in_sight).expand(2, -1, -1), atol=1e-6)
+    assert torch.allclose(mass.instruction, (mass.num_instruction[:, None] / in_sight).expand(2, -1, -1), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("looked_at", "vision", "instruction"),
+    [("one vision token", 1.0, 0.0), ("one word", 0.0, 1.0), ("both", 0.5, 0.5), ("a special token", 0.0, 0.0)],
+)
+def test_attention_on_chosen_tokens(looked_at, vision, instruction):
+    """Keys of marked tokens are 1 where every query has a large entry; layers add nothing to the embeddings."""
+    model = build(Family("qwen2", text_model("Qwen2", rope_parameters={"rope_type": "default", "rope_theta": 1e30})))
+    ids = torch.tensor([[0, 1, 20, 2, 2, 5, 21, 22, 23, 30, 31]])  # pad, special, word, three of an image, words
+    marked = {"one vision token": [5], "one word": [22], "both": [5, 22], "a special token": [1]}[looked_at]
+    for layer in model.model.layers:
+        for part in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.o_proj, layer.mlp.down_proj):
+            torch.nn.init.zeros_(part.weight)
+        torch.nn.init.zeros_(layer.self_attn.k_proj.bias)
+        layer.self_attn.k_proj.weight.data[15, 0] = 1.0  # the slowest rotation: none, at these positions
+        layer.self_attn.q_proj.bias.data.zero_().view(2, 16)[:, 15] = 1000.0
+    model.model.embed_tokens.weight.data[:, 0] = 0.0
+    model.model.embed_tokens.weight.data[marked, 0] = 3.0
+    model.model.embed_tokens.weight.data[marked, 1:] = 0.1  # equal after normalisation
+    masks = build_modality_masks(
+        ids[:, :9], (ids[:, :9] != 0).long(), vision_token_ids=[2, 5], special_token_ids=[0, 1]
+    )
+    with torch.no_grad(), AttentionProbe(model, masks) as probe:
+        model(input_ids=ids, attention_mask=(ids != 0).long())
+    assert (int(probe.mass.num_vision), int(probe.mass.num_instruction)) == (3, 4)
+    assert torch.allclose(probe.mass.vision, torch.full((2, 1, 2), vision), atol=1e-6)
+    assert torch.allclose(probe.mass.instruction, torch.full((2, 1, 2), instruction), atol=1e-6)
+
+
+STEPS = 7
+WORDS_ONLY = {"do_sample": True, "suppress_tokens": [IMAGE, VIDEO, OPEN, CLOSE]}
+
+
+def probe_of(model):
+    return GenerationProbe(model, vision_token_ids=VISION_IDS, special_token_ids=SPECIAL_IDS)
+
+
+def scored(model, batch, sequences):
+    """Mass of `sequences` (N, P + T) by scoring, and which of their new tokens count, (N, T)."""
+    prompt = batch.inputs["input_ids"].size(1) - batch.completion_length
+    new = sequences[:, prompt:]
+    ended = (new == EOS).cumsum(1)
+    valid = (ended == 0) | ((ended == 1) & (new == EOS))
+    inputs = dict(batch.inputs)
+    inputs["input_ids"] = sequences
+    inputs["attention_mask"] = torch.cat([inputs["attention_mask"][:, :prompt], valid.long()], dim=1)
+    for name in ("mm_token_type_ids", "token_type_ids"):
+        if name in inputs:
+            inputs[name] = torch.nn.functional.pad(inputs[name][:, :prompt], (0, new.size(1)))
+    again = Batch(inputs, new.size(1), batch.prompts)
+    with torch.no_grad(), AttentionProbe(model, masks_of(again)) as probe:
+        model(**inputs)
+    return probe.mass, valid
+
+
+def assert_same(found, expected, valid):
+    """Up to 1e-5, where tokens count."""
+    for name in ("vision", "instruction"):
+        one, other = getattr(found, name), getattr(expected, name)
+        assert one.shape == other.shape
+        assert float((one - other).abs().where(valid, 0.0).max()) < 1e-5
+    assert torch.equal(found.num_vision, expected.num_vision)
+    assert torch.equal(found.num_instruction, expected.num_instruction)
+
+
+@pytest.mark.parametrize(("name", "shares"), [*((name, True) for name in (*VISION, "mistral")), ("gemma3", False)])
+def test_generation_and_scoring_agree(name, shares):
+    """Prompts padded on the left, some with several images; windows of 24 keys in Gemma 3 and Mistral."""
+    model, batch = build(name), make_batch(name, images=(2, 1))
+    implementations = {key: part._attn_implementation for key, part in configs(model).items()}
+    torch.manual_seed(3)
+    if shares:
+        with share_prompts(model) as report, probe_of(model) as probe:
+            sequences = model.generate(**batch.prompt_inputs(), **WORDS_ONLY, max_new_tokens=STEPS)
+        assert report.prompts_per_row == 1 / 3
+    else:
+        with probe_of(model) as probe:
+            sequences = model.generate(**batch.prompt_inputs(), **WORDS_ONLY, max_new_tokens=STEPS)
+    assert isinstance(sequences, torch.Tensor)
+    assert {key: part._attn_implementation for key, part in configs(model).items()} == implementations
+    assert implementations[""] == "sdpa"
+    expected, valid = scored(model, batch, sequences)
+    assert probe.mass.vision.shape == (len(model.get_decoder().layers) - (name == "qwen3_5"), 6, STEPS)
+    assert_same(probe.mass, expected, valid)
+    assert probe.mass.mask.all()
+
+
+def configs(model):
+    parts = {"": model.config, "text": model.config.get_text_config()}
+    return parts | ({"vision": model.config.vision_config} if hasattr(model.config, "vision_config") else {})
+
+
+def test_only_the_language_model_attends_eagerly():
+    model, batch = build("llava"), make_batch("llava")
+    seen = {}
+    modules = {"text": model.get_decoder().layers[0], "vision": model.model.vision_tower}
+    for name, module in modules.items():
+        part = configs(model)[name]
+        module.register_forward_pre_hook(
+            lambda *_, name=name, part=part: seen.update({name: part._attn_implementation})
+        )
+    with probe_of(model):
+        model.generate(**batch.prompt_inputs(), max_new_tokens=2)
+    assert seen == {"text": "eager", "vision": "sdpa"}
+
+
+def test_tokens_after_the_end_of_some_rows():
+    """Rows that have ended get padding; the others go on, and are measured to their end."""
+    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
+    torch.manual_seed(0)
+    model.lm_head.weight.data[EOS] *= 6
+    with probe_of(model) as probe:
+        sequences = model.generate(**batch.prompt_inputs(), **WORDS_ONLY, max_new_tokens=12)
+    assert (sequences[:, -1] == PAD).any()
+    expected, valid = scored(model, batch, sequences)
+    assert not valid.all()
+    assert_same(probe.mass, expected, valid)
+
+
+def test_several_completions_per_row():
+    model, batch = build("llava"), make_batch("llava", generations=1, images=(1, 1))
+    with probe_of(model) as probe:
+        sequences = model.generate(**batch.prompt_inputs(), **WORDS_ONLY, max_new_tokens=STEPS, num_return_sequences=3)
+    batch.inputs = {name: value.repeat_interleave(3, dim=0) for name, value in batch.inputs.items()}
+    assert_same(probe.mass, *scored(model, batch, sequences))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 2}, "during beam_search"),
+        ({"prompt_lookup_num_tokens": 2}, "during assisted_generation"),
+        ({"cache_implementation": "static"}, "cache of fixed length"),
+    ],
+)
+def test_ways_to_generate_that_are_refused(options, message):
+    model, inputs = build("llava"), make_batch("llava").prompt_inputs()
+    with pytest.raises(ConfigError, match=message), probe_of(model):
+        model.generate(**inputs, max_new_tokens=3, **options)
+    assert model.config.text_config._attn_implementation == "sdpa"
+    assert "generate" not in vars(model)
+
+
+def test_layers_that_regroup_their_input():
+    """A layer that attends within windows of 15 of the 45 positions, each window a row of its own."""
+    model, batch = case(LLAMA)
+    attention = model.model.layers[1].self_attn
+    plain = attention.forward
+
+    def forward(hidden_states, position_embeddings, **kwargs):
+        windows = tuple(one.expand(6, -1, -1).reshape(18, 15, -1) for one in position_embeddings)
+        outputs, weights = plain(hidden_states.reshape(18, 15, 32), position_embeddings=windows, attention_mask=None)
+        return outputs.reshape(6, 45, 32), weights
+
+    attention.forward = forward
+    message = "attends with 15 queries in 18 rows where 45 positions in 6 rows pass"
+    with pytest.raises(ConfigError, match=message):
+        run(model, batch)
+
+
+def test_dropout_in_weights_that_are_returned():
+    model, batch = case(DECODERS["gptj"])
+    for block in model.transformer.h:
+        block.attn.attn_dropout.p = 0.5
+    model.train()
+    with pytest.raises(ConfigError, match="GPTJAttention has dropout in the attention that it returns"):
+        run(model, batch)
+
+
+def compiled(model):
+    model._compiled_call_impl = model._call_impl  # as `model.compile()` does
+    return model
+
+
+def flexible(model):
+    model.set_attn_implementation("flex_attention")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: flexible(build("llava")), "flex_attention"),
+        (lambda: compiled(build("llava")), "torch.compile"),
+        (lambda: build(OTHERS["mamba"]), "cannot be measured"),
+        (lambda: build(FALCON_SDPA), "attn_implementation='eager'"),
+        (lambda: hf.BartForConditionalGeneration(hf.BartConfig(**SPEECH)), "encoder"),
+    ],
+)
+def test_models_that_cannot_be_measured(make, message):
+    with pytest.raises(ConfigError, match=message):
+        AttentionProbe(make(), masks_of(make_batch("llava")))
+
+
+def test_batches_that_do_not_fit_the_masks():
+    model, batch = build("llava"), make_batch("llava")
+    masks = masks_of(batch)
+    fewer = ModalityMasks(masks.vision[:4], masks.instruction[:4])
+    longer = ModalityMasks(*(torch.nn.functional.pad(one, (0, 40)) for one in (masks.vision, masks.instruction)))
+    for wrong, message in ((fewer, "masks for 4 rows, but 6 pass"), (longer, "masks for 91 positions")):
+        with torch.no_grad(), pytest.raises(ConfigError, match=message), AttentionProbe(model, wrong):
+            model(**batch.inputs)
+    with torch.no_grad(), AttentionProbe(model, masks) as probe:
+        model(**{key: value[:4] for key, value in batch.inputs.items()})
+    for name in ("mass", "kept"):
+        with pytest.raises(ConfigError, match="masks for 6 rows, but 4 have passed"):
+            getattr(probe, name)
+    with torch.no_grad(), pytest.raises(ConfigError, match="at least one"), AttentionProbe(model, masks, rows=[]):
+        model(**batch.inputs)
+
+
+def test_sequences_behind_a_cache():
+    """As long as the masks, but some of it has passed before."""
+    model, batch = build("llava"), make_batch("llava")
+    ids, mask = batch.inputs["input_ids"], batch.inputs["attention_mask"]
+    with torch.no_grad():
+        cache = model(**batch.inputs, use_cache=True).past_key_values
+        longer = torch.cat([mask, torch.ones_like(mask)], dim=1)
+        with pytest.raises(ConfigError, match="without a cache"), AttentionProbe(model, masks_of(batch)):
+            model(input_ids=ids.clamp(min=8), attention_mask=longer, past_key_values=cache)
+
+
+def test_the_registry_is_left_as_it_was():
+    model, before = build("llava"), AttentionInterface.get_interface
+    with AttentionProbe(model, masks_of(make_batch("llava"))):
+        assert AttentionInterface.get_interface is not before
+    assert AttentionInterface.get_interface is before
+    assert not model.base_model._forward_pre_hooks
+    assert not model.get_decoder().layers[0]._forward_pre_hooks
+
+
+def test_prompt_mass_without_measure_prompt():
+    model, batch = build("llava"), make_batch("llava")
+    with pytest.raises(ConfigError, match="measure_prompt of the probe is off"):
+        _ = run(model, batch).prompt_mass
