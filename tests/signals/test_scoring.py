@@ -1,14 +1,15 @@
 """`RolloutScorer` against the logits of a whole pass, in every way it can score."""
 
-import inspect
-
 import pytest
 import torch
+import transformers as hf
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from support.models.compare import checkpointed, needs_shared, with_head
+from support.models.decoders import DECODERS, LLAMA, SPEECH, case
 from support.models.eager_reference import SPECIAL_IDS, VISION, VISION_IDS, difference, masks_of, reference
 from support.models.families import FAMILIES, IMAGE, build, make_batch
 from support.models.other_families import OTHERS
+from transformers.modeling_outputs import CausalLMOutput
 
 from vgr_trl.sharing import share_prompts
 from vgr_trl.signals import AttentionProbe, RolloutScorer
@@ -64,27 +65,26 @@ def test_every_family(name):
     counts = {"num_images": COUNTS["num_images"]} if FAMILIES[name].picture else {}
     if name == "internvl":
         counts["num_tiles"] = [4, 4, 4, 0, 0, 0]  # one tile of the first image, three of the second
-    for shares in ("on", "off"):
-        for size in (None, 2):
-            scorer = scorer_of(model, share_prompts=shares, batch_size=size, temperature=0.7)
-            tensors, options = arguments(batch, **counts)
-            with_attention = scorer.score(*tensors, **options)
-            without = scorer.score(*tensors, **options, attention=False)
-            assert without.attention is None
-            assert torch.equal(with_attention.logps, without.logps), "to the last bit"
-            assert torch.equal(with_attention.entropies, without.entropies)
-            assert (with_attention.logps - logps).abs().max() < LOGPS.get(name, 4e-6)
-            assert (with_attention.entropies - entropies).abs().max() < LOGPS.get(name, 4e-6)
-            mass = with_attention.attention
-            assert difference(mass.vision, expected.vision, expected.valid) < 1e-5
-            assert difference(mass.instruction, expected.instruction, expected.valid) < 1e-5
-            assert torch.equal(mass.mask, expected.valid)
-            assert torch.equal(with_attention.mask, expected.valid)
-            assert mass.num_vision.tolist() == expected.masks.vision.sum(1).tolist()
+    for shares, size in (("on", None), ("on", 2), ("off", 2)):
+        scorer = scorer_of(model, share_prompts=shares, batch_size=size, temperature=0.7)
+        tensors, options = arguments(batch, **counts)
+        with_attention = scorer.score(*tensors, **options)
+        without = scorer.score(*tensors, **options, attention=False)
+        assert without.attention is None
+        assert torch.equal(with_attention.logps, without.logps), "to the last bit"
+        assert torch.equal(with_attention.entropies, without.entropies)
+        assert (with_attention.logps - logps).abs().max() < LOGPS.get(name, 4e-6)
+        assert (with_attention.entropies - entropies).abs().max() < LOGPS.get(name, 4e-6)
+        mass = with_attention.attention
+        assert difference(mass.vision, expected.vision, expected.valid) < 1e-5
+        assert difference(mass.instruction, expected.instruction, expected.valid) < 1e-5
+        assert torch.equal(mass.mask, expected.valid)
+        assert torch.equal(with_attention.mask, expected.valid)
+        assert mass.num_vision.tolist() == expected.masks.vision.sum(1).tolist()
 
 
 @pytest.mark.parametrize("name", VISION)
-def test_chunks_whose_images_are_told_by_the_tokens(name):
+def test_chunks_whose_images_are_found_by_the_tokens(name):
     """The second prompt's chunk has no image; the first prompt's has two, of different sizes where a family allows."""
     model, batch = build(name), make_batch(name, images=COUNTS["images"])
     logps, _ = from_logits(model, batch)
@@ -232,102 +232,90 @@ def test_number_of_passes(monkeypatch):
     assert (rows, images) == ([1] * 6, [1] * 6)
 
 
-def test_signature():
-    """The one that is documented."""
-    assert list(inspect.signature(RolloutScorer.score).parameters)[1:] == [
-        "prompt_ids",
-        "prompt_mask",
-        "completion_ids",
-        "completion_mask",
-        "num_generations",
-        "attention",
-        "similarity",
-        "regions",
-        "num_images",
-        "num_tiles",
-        "image_inputs",
-    ]
+def headless(model):
+    return model.model
 
 
-class TestRefusals:
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"share_prompts": "yes"}, "share_prompts is 'yes': give auto, on or off"),
-            ({"batch_size": 0}, "batch_size is 0: give an integer of at least 1, or None"),
-            ({"temperature": 0.0}, "temperature is 0.0: give a number above 0"),
-        ],
+def sharded(model):
+    model.lm_head.weight.ds_numel, model.lm_head.weight.data = 96 * 32, torch.empty(0)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: headless(build("llama")), "has no head"),
+        (lambda: sharded(build("llama")), "sharded"),
+        (lambda: hf.BartForConditionalGeneration(hf.BartConfig(**SPEECH)), "in an encoder"),
+    ],
+)
+def test_models_that_cannot_be_scored(make, message):
+    with pytest.raises(ConfigError, match=message):
+        RolloutScorer(make())
+
+
+def test_what_is_refused():
+    with pytest.raises(ConfigError, match="share_prompts is 'yes'"):
+        RolloutScorer(build("llama"), share_prompts="yes")
+    for name, options in (("llava", {}), ("llama", {"special_token_ids": ()})):
+        with pytest.raises(ConfigError, match="special_token_ids and vision_token_ids"):
+            score(RolloutScorer(build(name), **options), make_batch(name))
+    with pytest.raises(ConfigError, match="share_prompts is on, but prompts could not be shared: layers of type"):
+        score(RolloutScorer(build(OTHERS["jamba"]), share_prompts="on"), make_batch("llama"), attention=False)
+
+
+def test_batches_that_are_refused():
+    """A hole in a completion's mask would be one of its attention too."""
+    scorer, ((ids, mask, new_ids, new_mask), _) = RolloutScorer(build("llama")), arguments(make_batch("llama"))
+    holes = new_mask.clone()
+    holes[2, 3] = 0
+    for tensors, count, message in (
+        ((ids, mask, new_ids, new_mask), 4, "give whole groups"),
+        ((ids.flip(1), mask.flip(1), new_ids, new_mask), 1, "pad prompts on the left"),
+        ((ids, mask, new_ids, holes), 1, "a 0 in front of a 1"),
+    ):
+        with pytest.raises(DataError, match=message):
+            scorer.score(*tensors, num_generations=count, attention=False)
+
+
+def test_nothing_to_share_is_no_error():
+    model, batch = build("llama"), make_batch("llama", generations=1)
+    tensors, _ = arguments(batch)
+    scored = RolloutScorer(model, share_prompts="on").score(*tensors, attention=False)
+    plain = RolloutScorer(model, share_prompts="off").score(*tensors, attention=False)
+    assert scored.logps.equal(plain.logps)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"num_images": [1] * 5}, {"num_images": [0, 0, 0, 1, 1, 4]}, {"num_images": None, "pixel_mask": torch.ones(6, 1)}],
+)
+def test_images_that_cannot_be_cut_into_chunks(more):
+    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
+    with pytest.raises(DataError, match="chunks"):
+        score(scorer_of(model, batch_size=3), batch, **more)
+
+
+@pytest.mark.parametrize("shares", ["auto", "off"])
+@pytest.mark.parametrize("family", DECODERS.values(), ids=DECODERS)
+def test_scores(family, shares):
+    """Heads that call the decoder inside of their base model (OPT, Bart, Whisper) get the hidden states too."""
+    model, batch = case(family)
+    logps, entropies = from_logits(model, batch)
+    tensors, options = arguments(batch)
+    signals = RolloutScorer(model, share_prompts=shares).score(*tensors, **options, attention=False)
+    assert (signals.logps - logps).abs().max() < 1e-5
+    assert (signals.entropies - entropies).abs().max() < 2e-5
+
+
+def test_a_head_that_calls_neither_base_model_nor_decoder():
+    model, batch = case(LLAMA)
+    model.forward = lambda input_ids, **kwargs: CausalLMOutput(
+        logits=model.lm_head(model.model.embed_tokens(input_ids))
     )
-    def test_options(self, options, message):
-        with pytest.raises(ConfigError, match=message):
-            RolloutScorer(build("llama"), **options)
-
-    def test_models(self):
-        with pytest.raises(ConfigError, match="LlamaModel has no head: give a model that returns logits"):
-            RolloutScorer(build("llama").model)
-        model = build("llama")
-        model.lm_head.weight.ds_numel, model.lm_head.weight.data = 96 * 32, torch.empty(0)
-        with pytest.raises(ConfigError, match="parameters of the model are sharded: score in DAPOTrainer"):
-            RolloutScorer(model)
-
-    def test_attention_without_ids(self):
-        model, batch = build("llava"), make_batch("llava")
-        with pytest.raises(ConfigError, match="cannot be measured without special_token_ids"):
-            score(RolloutScorer(model), batch)
-        with pytest.raises(ConfigError, match="cannot be measured without vision_token_ids"):
-            RolloutScorer(build("llama"), special_token_ids=()).score(*arguments(make_batch("llama"))[0])
-
-    def test_prompts_that_cannot_be_shared(self):
-        model, batch = build(OTHERS["jamba"]), make_batch("llama")
-        score(RolloutScorer(model), batch, attention=False)
-        with pytest.raises(ConfigError, match="share_prompts is on, but prompts could not be shared: layers of type"):
-            score(RolloutScorer(model, share_prompts="on"), batch, attention=False)
-
-    def test_nothing_to_share_is_no_error(self):
-        model, batch = build("llama"), make_batch("llama", generations=1)
-        tensors, _ = arguments(batch)
-        scored = RolloutScorer(model, share_prompts="on").score(*tensors, attention=False)
-        plain = RolloutScorer(model, share_prompts="off").score(*tensors, attention=False)
-        assert scored.logps.equal(plain.logps)
-
-    def test_shapes(self):
-        model, batch = build("llama"), make_batch("llama")
-        (ids, mask, new_ids, new_mask), _ = arguments(batch)
-        scorer = RolloutScorer(model)
-        for tensors in (
-            (ids, mask[:, 1:], new_ids, new_mask),
-            (ids, mask, new_ids, new_mask[:, 1:]),
-            (ids[1:], mask[1:], new_ids, new_mask),
-            (ids, mask, new_ids[:, :0], new_mask[:, :0]),
-        ):
-            with pytest.raises(DataError, match=r"give \(N, P\) twice and \(N, T\) twice, with at least one row"):
-                scorer.score(*tensors, attention=False)
-        with pytest.raises(DataError, match="6 completions with num_generations 4: give whole groups"):
-            scorer.score(ids, mask, new_ids, new_mask, num_generations=4)
-        with pytest.raises(DataError, match="pad prompts on the left"):
-            scorer.score(ids.flip(1), mask.flip(1), new_ids, new_mask)
-
-    def test_holes_in_completions(self):
-        """The mask is that of the attention too: later tokens would not see the one that is left out."""
-        model, batch = build("llama"), make_batch("llama")
-        tensors, options = arguments(batch)
-        for column in (0, 3):
-            mask = tensors[3].clone()
-            mask[2, column] = 0
-            with pytest.raises(DataError, match="completion_mask has a 0 in front of a 1: .* give 1 for every token"):
-                RolloutScorer(model).score(*tensors[:3], mask, **options, attention=False)
-
-    def test_images_of_chunks(self):
-        model, batch = build("llava"), make_batch("llava")
-        scorer = scorer_of(model, batch_size=3)
-        for counts in ({"num_images": [1] * 5}, {"num_images": [1] * 6, "num_tiles": [1]}):
-            with pytest.raises(DataError, match="for 6 rows that pass in chunks: give one number for each row"):
-                score(scorer, batch, **counts)
-        with pytest.raises(DataError, match="more than 0 where the prompt has placeholder tokens of images, else 0"):
-            score(scorer, batch, num_images=[2, 2, 2, 0, 0, 0])
-        with pytest.raises(DataError, match="The input other cannot be cut into chunks: score all rows at once"):
-            score(scorer, batch, num_images=[1] * 6, other=torch.ones(6))
-        score(scorer_of(model), batch)  # at once nobody needs to know
+    tensors, options = arguments(batch)
+    with pytest.raises(ConfigError, match="LlamaForCausalLM called its base model 0 times where one call was expected"):
+        RolloutScorer(model).score(*tensors, **options, attention=False)
 
 
 def test_vision_ids_are_those_of_the_batches():
@@ -358,13 +346,3 @@ def test_regions_and_similarity(shares, batch_size):
     assert torch.allclose(signals.similarity[valid], near.similarity[valid], atol=1e-5, equal_nan=True)
     assert signals.similarity[3:].isnan().all(), "rows without images"
     assert not signals.similarity[:3][valid[:3]].isnan().any()
-
-
-def test_regions_that_fit_no_prompt():
-    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
-    tensors, named = arguments(batch)
-    scorer = scorer_of(model)
-    with pytest.raises(DataError, match="regions has the shape .* give one value for each token of a prompt"):
-        scorer.score(*tensors, **named, regions=tensors[0][:, 1:] > 0)
-    with pytest.raises(DataError, match="and attention=True"):
-        scorer.score(*tensors, **named, regions=tensors[0] > 0, attention=False)
