@@ -1,18 +1,32 @@
+"""Images as they are stored and read: modes, sizes, files that are hostile or none, rows that are read once."""
+
 import io
+import math
+import os
+import re
+import struct
+import tracemalloc
+import zlib
+from contextlib import suppress
 from pathlib import Path
 
-import numpy
+import datasets
 import pytest
+import torch
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from support.made_sets import encoded, picture
 
 from vgr_trl.data.convert import encode_image, pixel_digest
-from vgr_trl.data.images import ImageLimits, open_image, read_image, to_rgb
-from vgr_trl.utils import DataError
+from vgr_trl.data.images import ImageLimits, ReadOnce, open_image, read_image, reads_alike, to_rgb
+from vgr_trl.data.rows import prepare_rows
+from vgr_trl.utils import ConfigError, DataError
 
 HERE, LIMITS = Path(), ImageLimits()
+
+
 ORIENTATION = 0x0112
 
 
@@ -55,14 +69,11 @@ MODES = [
 ]
 
 
-@pytest.mark.parametrize(("mode", "value", "shown"), MODES)
-def test_every_mode_becomes_rgb_on_white(mode, value, shown):
-    image = to_rgb(Image.new(mode, (3, 2), value))
-    assert (image.mode, image.size) == ("RGB", (3, 2))
-    assert set(pixels(image)) == {shown}
-
-
-def test_every_mode_of_pillow_is_tried():
+def test_every_mode_becomes_rgb_on_white():
+    for mode, value, shown in MODES:
+        image = to_rgb(Image.new(mode, (3, 2), value))
+        assert (image.mode, image.size) == ("RGB", (3, 2)), mode
+        assert set(pixels(image)) == {shown}, mode
     # PA and LAB are below; I;16N is I;16L or I;16B, by the machine.
     assert set(Image.MODES) - {"PA", "LAB", "I;16N"} <= {mode for mode, _, _ in MODES}
 
@@ -76,11 +87,6 @@ def test_a_palette_with_transparency_shows_white():
     assert pixels(to_rgb(Image.open(io.BytesIO(encoded(image, transparency=0))))) == [(255, 255, 255), (40, 50, 60)]
     with_alpha = image.convert("PA")
     assert to_rgb(with_alpha).getpixel((1, 0)) == (40, 50, 60)
-
-
-def test_lab_is_read_by_its_profile():
-    for value, shown in (((255, 128, 128), 255), ((0, 128, 128), 0)):
-        assert to_rgb(Image.new("LAB", (1, 1), value)).getpixel((0, 0)) == pytest.approx((shown,) * 3, abs=1)
 
 
 def test_a_transparent_colour_of_rgb_shows_white():
@@ -98,21 +104,15 @@ def test_values_without_a_known_range_are_refused(mode, value):
         to_rgb(image)
 
 
-def test_sixteen_bits_survive_a_file():
-    deep = Image.fromarray(numpy.array([[0, 257 * 9, 65535]], dtype=numpy.uint16))
-    file = {"bytes": encoded(deep), "path": None}
-    assert pixels(stored(file)) == [(0,) * 3, (9,) * 3, (255,) * 3]
-    assert pixels(open_image(file)) == [(0,) * 3, (9,) * 3, (255,) * 3]
-
-
 # Where the corners of an image lie after it is turned as EXIF says; corners are red, green, blue, white from the top
 # left clockwise. From the table of the EXIF standard: 6, for example, has its row 0 at the right-hand side.
 CORNERS = {1: "rgbw", 2: "grwb", 3: "bwrg", 4: "wbgr", 5: "rwbg", 6: "wrgb", 7: "bgrw", 8: "gbwr"}
+
+
 COLOURS = {"r": (255, 0, 0), "g": (0, 255, 0), "b": (0, 0, 255), "w": (255, 255, 255)}
 
 
-@pytest.mark.parametrize("orientation", CORNERS)
-@pytest.mark.parametrize("kind", ["PNG", "TIFF", "WEBP"])
+@pytest.mark.parametrize(("orientation", "kind"), [*((number, "PNG") for number in CORNERS), (6, "TIFF"), (6, "WEBP")])
 def test_images_are_turned_as_exif_says(orientation, kind):
     image = Image.new("RGB", (3, 2))
     for place, name in zip([(0, 0), (2, 0), (2, 1), (0, 1)], "rgbw", strict=True):
@@ -126,13 +126,6 @@ def test_images_are_turned_as_exif_says(orientation, kind):
         assert corners == [COLOURS[name] for name in CORNERS[orientation]]
         assert turned.size == ((2, 3) if orientation >= 5 else (3, 2))
         assert turned.getexif().get(ORIENTATION, 1) == 1
-
-
-def test_an_unknown_orientation_turns_nothing():
-    exif = Image.Exif()
-    exif[ORIENTATION] = 9
-    data = encoded(Image.new("RGB", (3, 2)), "JPEG", exif=exif)
-    assert stored({"bytes": data}).size == (3, 2)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
@@ -157,15 +150,6 @@ def test_other_files_are_written_anew_without_loss():
     assert stored({"bytes": encoded(image.convert("L"), "JPEG")}).mode == "RGB"
 
 
-def test_a_smaller_image_is_nearly_the_same_picture():
-    gradient = Image.linear_gradient("L").convert("RGB").resize((512, 512))
-    for kind in ("JPEG", "PNG"):
-        small = stored({"bytes": encoded(gradient, kind)}, ImageLimits(max_pixels=128 * 128))
-        assert (small.size, small.mode) == ((128, 128), "RGB")
-        expected = numpy.asarray(gradient.resize((128, 128)), dtype=float)
-        assert abs(numpy.asarray(small, dtype=float) - expected).max() <= 4
-
-
 def test_images_with_too_many_pixels_are_left_out_before_they_are_decoded(monkeypatch):
     data = {"bytes": encoded(Image.new("RGB", (40, 40)))}
     assert encode_image(data, HERE, ImageLimits(max_image_pixels=1600)).width == 40
@@ -187,6 +171,8 @@ def test_the_digest_is_of_the_pixels():
 
 
 WHOLE = {kind: encoded(Image.effect_noise((24, 17), 60).convert("RGB"), kind) for kind in ("PNG", "JPEG", "GIF", "BMP")}
+
+
 WHOLE |= {kind: encoded(Image.effect_noise((24, 17), 60).convert("RGB"), kind) for kind in ("WEBP", "TIFF", "JPEG2000")}
 
 
@@ -216,28 +202,220 @@ def test_random_bytes_are_no_image(data):
         encode_image({"bytes": data}, HERE, LIMITS)
 
 
-@pytest.mark.parametrize("kind", sorted(WHOLE))
-def test_files_are_read_by_any_name_of_them(kind, tmp_path):
+def test_files_are_read_by_any_name_of_them(tmp_path):
     path = tmp_path / "image"
-    path.write_bytes(WHOLE[kind])
-    for value in (path, str(path), {"bytes": WHOLE[kind], "path": None}, {"bytes": None, "path": str(path)}):
-        assert open_image(value).size == (24, 17)
+    for data in WHOLE.values():
+        path.write_bytes(data)
+        for value in (path, str(path), {"bytes": data, "path": None}, {"bytes": None, "path": str(path)}):
+            assert open_image(value).size == (24, 17)
 
 
-def test_an_image_without_pixels_is_refused():
-    with pytest.raises(DataError, match="image has size 0x5"):
-        open_image(Image.new("RGB", (0, 5)))
-
-
-@pytest.mark.parametrize("kind", sorted(WHOLE))
-def test_truncated_files_are_refused(kind):
-    for share in (0.3, 0.6, 0.9):
-        data = WHOLE[kind][: int(share * len(WHOLE[kind]))]
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+def test_truncated_files_are_refused(share):
+    for whole in WHOLE.values():
+        data = whole[: int(share * len(whole))]
         with pytest.raises(DataError, match="image is (truncated|unreadable)|image has size"):
             encode_image({"bytes": data}, HERE, LIMITS)
 
 
-@pytest.mark.parametrize("value", [None, 3, 2.5, [], {}, {"bytes": "text"}, {"path": 7}, ["a"], "\0", "x" * 5000])
-def test_what_is_no_image_is_named(value):
-    with pytest.raises(DataError, match="image (is of type|file)"):
-        encode_image(value, HERE, LIMITS)
+def test_what_is_no_image_is_named():
+    for value in (None, 3, [], {}, {"bytes": "text"}, {"path": 7}, ["a"], "\0", "x" * 5000):
+        with pytest.raises(DataError, match="image (is of type|file)"):
+            encode_image(value, HERE, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("limits", "size", "expected"),
+    [
+        ({}, (640, 480), (640, 480)),
+        ({}, (4096, 2048), (2048, 1024)),  # the short side, 2048, is halved
+        ({}, (1000, 5000), (1000, 5000)),  # a long side alone is no reason
+        ({"max_short_side": None}, (4096, 2048), (4096, 2048)),
+        ({"max_pixels": 640 * 480 // 4}, (640, 480), (320, 240)),
+        ({"max_pixels": 100 * 50}, (4000, 2000), (100, 50)),  # 1/40, which is less than the short side's 1024/2000
+        ({"min_pixels": 640 * 480}, (320, 240), (640, 480)),
+        ({"min_pixels": 100}, (640, 480), (640, 480)),
+        ({"max_short_side": 10}, (11, 1000), (10, 909)),  # 909.09, rounded down
+    ],
+)
+def test_sizes_by_hand(limits, size, expected):
+    assert ImageLimits(**limits).size_of(*size) == expected
+    assert ImageLimits(**limits).size_of(*size[::-1]) == expected[::-1]
+
+
+@given(
+    width=st.integers(1, 5000),
+    height=st.integers(1, 5000),
+    most=st.integers(1, 10**6) | st.none(),
+    short=st.integers(1, 2000) | st.none(),
+    share=st.floats(0.01, 1) | st.none(),
+)
+def test_no_limit_is_exceeded_and_the_ratio_is_kept(width, height, most, short, share):
+    bounds = [bound for bound in (most, short and short**2) if bound]
+    least = None if share is None else max(1, int(share * min(bounds, default=10**5)))
+    limits = ImageLimits(min_pixels=least, max_pixels=most, max_short_side=short)
+    new_width, new_height = limits.size_of(width, height)
+    assert min(new_width, new_height) >= 1
+    thin = min(new_width, new_height) == 1  # a side of less than one pixel cannot be kept in proportion
+    if most is not None and not thin:
+        assert new_width * new_height <= most
+    if short is not None:
+        assert min(new_width, new_height) <= max(short, 1)
+    if not thin:  # the exact size is within a pixel on both sides
+        scale = math.sqrt(new_width * new_height / (width * height))
+        assert abs(width * scale - new_width) <= 1 + new_width / new_height
+        assert abs(height * scale - new_height) <= 1 + new_height / new_width
+    if least is not None and new_width * new_height < least and not thin:
+        slack = new_width + new_height + 1  # of one pixel per side: both bounds cannot be met at once
+        assert most is not None
+        assert new_width * new_height + slack >= least
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ({"max_pixels": 0}, "max_pixels is 0: give an integer of at least 1"),
+        ({"min_pixels": 101, "max_pixels": 100}, "min_pixels is 101, but max_pixels and max_short_side allow 100"),
+        ({"min_pixels": 101, "max_short_side": 10}, "min_pixels is 101, but max_pixels and max_short_side allow 100"),
+    ],
+)
+def test_limits_that_contradict_are_refused(limits, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        ImageLimits(**limits)
+
+
+"""Images that are larger than they look, and files that are no images, whatever they are called."""
+
+
+SIDE = 30_000
+
+
+def chunk(name, data):
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+def png(width, height, *between):
+    """A whole PNG of one bit a pixel, all black."""
+    packer = zlib.compressobj(9)
+    line = bytes(1 + (width + 7) // 8)
+    data = b"".join(packer.compress(line) for _ in range(height)) + packer.flush()
+    head = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + b"".join(between) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+
+
+def tiff(width, height):
+    tags = [(256, width), (257, height), (258, 8), (259, 1), (262, 1), (273, 8), (277, 1), (278, height), (279, 4)]
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    return b"II*\0" + struct.pack("<I", 8) + struct.pack("<H", len(tags)) + entries + struct.pack("<I", 0)
+
+
+def bmp(width, height):
+    return b"BM" + struct.pack("<IHHIIiiHHIIiiII", 58, 0, 0, 54, 40, width, height, 1, 24, 0, 4, 0, 0, 0, 0) + bytes(4)
+
+
+def gif(width, height):
+    return b"GIF89a" + struct.pack("<HHBBB", width, height, 0x80, 0, 0) + bytes(6) + b";"
+
+
+BOMBS = {
+    "png": png(SIDE, SIDE),
+    "tiff": tiff(SIDE, SIDE),
+    "bmp": bmp(SIDE, SIDE),
+    "gif": gif(65535, 65535),
+    "ppm": b"P6 30000 30000 255\n",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_is_refused_before_it_is_unpacked(name):
+    assert len(BOMBS[name]) < 200_000
+    tracemalloc.start()
+    with pytest.raises(DataError, match="image has too many pixels|image is unreadable"):
+        open_image(BOMBS[name])
+    assert tracemalloc.get_traced_memory()[1] < 5e6
+    tracemalloc.stop()
+
+
+def test_a_file_of_a_terabyte_of_nothing_is_not_read(tmp_path):
+    (tmp_path / "a.png").write_bytes(png(8, 8))
+    os.truncate(tmp_path / "a.png", 2**40)
+    with pytest.raises(DataError, match="has 1099511627776 bytes: at most 1073741824 are read"):
+        open_image("a.png", tmp_path)
+
+
+@pytest.mark.parametrize("kind", [b"zTXt", b"iCCP", b"iTXt"])
+def test_texts_and_profiles_that_unpack_to_much_are_not_kept(kind):
+    packed = zlib.compress(bytes(200_000_000), 9)
+    rest = b"\0\0" + packed if kind != b"iTXt" else b"\0\1\0\0\0" + packed
+    tracemalloc.start()
+    with suppress(DataError):
+        assert open_image(png(8, 8, chunk(kind, b"a" + rest))).size == (8, 8)
+    assert tracemalloc.get_traced_memory()[1] < 80e6
+    tracemalloc.stop()
+
+
+NO_IMAGES = (
+    b"just a text",
+    b"<svg xmlns='http://www.w3.org/2000/svg' width='9' height='9'><image href='file:///etc/passwd'/></svg>",
+    b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n(x) run\n",
+    b"<!doctype html><script>alert(1)</script>",
+    b"\x80\x05\x95cos\nsystem\n",
+    b"PK\x03\x04" + bytes(30),
+    b"%PDF-1.7\n",
+    b"",
+)
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.eps"])
+def test_what_is_no_image_is_refused_whatever_its_name(tmp_path, name):
+    for data in NO_IMAGES:
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(DataError, match="not in a known image format"):
+            open_image(name, tmp_path)
+
+
+"""Rows that a sampler repeats are read once, whatever trains on them."""
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """Numbers of pictures that were decoded."""
+    seen, plain = [], datasets.Image.decode_example
+
+    def decode(self, value, token_per_repo_id=None):
+        image = plain(self, value, token_per_repo_id)
+        seen.append(image.size)
+        return image
+
+    monkeypatch.setattr(datasets.Image, "decode_example", decode)
+    return seen
+
+
+def test_a_prompt_is_decoded_once_for_its_completions_and_micro_batches(vision_trainer, decoded):
+    """4 prompts of 4 completions in 4 micro-batches, for which TRL's loader reads 16 rows four times."""
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "num_generations": 4}
+    trainer = vision_trainer(max_steps=2, compute_attention_metrics=False, rollout_log_steps=0, **sizes)
+    decoded.clear()
+    trainer.train()
+    assert len(decoded) == 3 * 4, "a batch is read ahead of the two steps"
+
+
+def test_copies_are_rows_of_their_own_with_the_same_images(decoded, png):
+    rows = Dataset.from_dict({"image": [str(png)] * 3, "n": [0, 1, 2]}).cast_column("image", datasets.Image())
+    read = ReadOnce(rows)
+    first, copy, other = read.__getitems__([1, 1, 2])
+    first["n"] = 7
+    assert (copy["n"], other["n"], read[1]["n"], len(read)) == (1, 2, 1, 3)
+    assert first["image"] is copy["image"] is read[1]["image"]
+    assert len(decoded) == 2
+    read.__getitems__([2, 0])  # 2 was in the batch before the last one: only the last is kept
+    assert len(decoded) == 4
+
+
+def test_rows_of_a_transform_that_may_draw_lots_are_read_each_time(png):
+    rows = Dataset.from_dict({"problem": ["a ?"], "solution": ["b"], "image": [str(png)]})
+    assert reads_alike(rows)
+    assert reads_alike(prepare_rows(rows, split="train", root=png.parent)[0])
+    assert not reads_alike(rows.with_transform(lambda batch: batch))
+    assert not reads_alike(rows.to_iterable_dataset())
+    assert not reads_alike(torch.utils.data.TensorDataset(torch.zeros(2)))

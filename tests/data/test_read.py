@@ -62,13 +62,6 @@ def test_files_that_cannot_be_read_are_named(tmp_path, name, data, words):
         list(read_files([tmp_path / name]))
 
 
-def test_a_folder_in_the_place_of_a_file_is_named(tmp_path):
-    for name in ("folder", "folder.parquet"):
-        (tmp_path / name).mkdir()
-        with pytest.raises(DataError, match=f"{name} is a folder: give its files, or the folder as dataset_path"):
-            list(read_files([tmp_path / name]))
-
-
 def test_a_missing_file_is_named_before_the_first_row(tmp_path):
     source = Source(data_files=[str(parquet(tmp_path / "a.parquet", ROWS)), str(tmp_path / "b.parquet")])
     with pytest.raises(DataError, match="b.parquet does not exist"):
@@ -98,13 +91,6 @@ def convert_bytes(folder, name: str, data: bytes):
 
 def is_sentence(text: str) -> bool:
     return text.startswith("The file ") and text.endswith(".") and "\n" not in text and "Traceback" not in text
-
-
-@WHATEVER
-@given(data=st.binary(min_size=1, max_size=600), name=st.sampled_from(["a.parquet", "a.jsonl", "a.json"]))
-def test_random_bytes(tmp_path, data, name):
-    found = convert_bytes(tmp_path, name, data)
-    assert is_sentence(found) if isinstance(found, str) else not questions(found)
 
 
 @WHATEVER
@@ -179,21 +165,6 @@ def test_values_of_any_type_give_a_reason_or_a_whole_row(tmp_path, data, name):
         if question.choices is not None:
             assert 2 <= len(question.choices) <= 10
             assert question.solution in "ABCDEFGHIJ"[: len(question.choices)]
-
-
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_joined_values_of_any_type(tmp_path, data):
-    parts = {"corpus": ("corpus-id", "image"), "queries": ("query-id", "query", "options", "answer")}
-    parts |= {"qrels": ("query-id", "corpus-id", "score")}
-    named = []
-    for part, columns in parts.items():
-        rows = data.draw(st.lists(st.fixed_dictionaries({}, optional=dict.fromkeys(columns, VALUES)), max_size=4))
-        (tmp_path / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) or "\n")
-        named.append(f"{part}={tmp_path}/{part}.jsonl")
-    candidates = list(CONVERTERS["arxivqa"].read(Source(data_files=named)))
-    for _, reason in candidates:
-        assert not isinstance(reason, str) or (reason and "\n" not in reason)
 
 
 COLUMNS_OF_OTHER_TYPES = [

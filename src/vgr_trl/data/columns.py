@@ -282,7 +282,19 @@ def options_of(value: Any) -> list[str]:
     options = list_of(value, "options")
     if not 2 <= len(options) <= len(LETTERS):
         raise DataError(f"it has {len(options)} options: there must be 2 to {len(LETTERS)}")
-    return _without_letters([_option_text(option) for option in options])
+    for option in options:
+        if isinstance(option, bool) or not isinstance(option, str | Real) or option != option:
+            raise DataError(f"one of its options is {_shown(option)}: options must be texts or numbers")
+        if not str(option).strip():
+            raise DataError("one of its options is empty")
+    texts = [str(option).strip() for option in options]
+    labelled = [match for match in map(_LABELLED.fullmatch, texts) if match]
+    if len(labelled) < len(texts):
+        return texts
+    labels = "".join(match[1] or match[2] for match in labelled)
+    if not LETTERS.startswith(labels):
+        raise DataError(f"its options carry the letters {', '.join(labels)}, which are not those of their places")
+    return [match[3] for match in labelled]
 
 
 def answer_of(row: Mapping[str, Any], options: Sequence[str] | None, *names: str) -> Any:
@@ -327,25 +339,6 @@ def _parsed(text: str) -> Any:
         except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
             continue
     return None
-
-
-def _option_text(option: Any) -> str:
-    if isinstance(option, bool) or not isinstance(option, str | Real) or option != option:
-        raise DataError(f"one of its options is {_shown(option)}: options must be texts or numbers")
-    text = str(option).strip()
-    if not text:
-        raise DataError("one of its options is empty")
-    return text
-
-
-def _without_letters(options: list[str]) -> list[str]:
-    found = [_LABELLED.fullmatch(option) for option in options]
-    if not all(found):
-        return options
-    labels = "".join(match[1] or match[2] for match in found if match)
-    if not LETTERS.startswith(labels):
-        raise DataError(f"its options carry the letters {', '.join(labels)}, which are not those of their places")
-    return [match[3] for match in found if match]
 
 
 def _named(names: Sequence[str]) -> str:
@@ -410,39 +403,43 @@ def require_columns(
         features: types of the columns where they are known.
     """
     names = [name for name in row if name not in (UNREADABLE, FOLDER)]
-    found = f"The {split} data has the columns {_columns_shown(row, names)}"
-    for part, flag in FLAGS.items():
-        given = getattr(keys, part)
-        if given != getattr(KEYS, part) and given and given[0] not in names:
-            raise DataError(f"{found}: {flag} is {given[0]}, which is none of them.")
-    if not set(keys.prompt) & set(names) and not is_vision_only(row):
-        raise DataError(
-            f"{found}: it needs `prompt`, or `problem` with `solution` (also known: "
-            f"{', '.join(keys.prompt[2:])}); say which one holds the question by --problem_key."
-        )
-    dialogue = next((name for name in keys.prompt if isinstance(row.get(name), list)), "prompt")
-    answers = {*keys.answer, *(("label",) if set(keys.choices) & set(names) else ())}
-    if needs_solution and dialogue == "prompt" and not answers & set(names):
-        raise DataError(
-            f"{found}: the accuracy reward needs `solution` (letter, index or text; also known: "
-            f"{', '.join(keys.answer[1:])}); say which one holds it by --solution_key."
-        )
-    if keys.image and not {*keys.image, *keys.video, *NUMBERED_IMAGES} & set(names):
-        likely = [name for name in names if is_media((features or {}).get(name)) or _looks_like_image(row[name])]
-        if likely:
-            raise DataError(
-                f"{found}: none of {', '.join(keys.image)} is there, but `{likely[0]}` seems to hold images; say so by "
-                f"--image_key {likely[0]}, or train on the text alone by --image_key {NONE}."
-            )
+    present, known = set(names), {*keys.answer, *(("label",) if set(keys.choices) & set(names) else ())}
+    is_dialogue = any(isinstance(row.get(name), list) for name in DIALOGUES)
+    given = {flag: getattr(keys, part) for part, flag in FLAGS.items() if getattr(keys, part) != getattr(KEYS, part)}
+    missing = next((f"{flag} is {name[0]}" for flag, name in given.items() if name and name[0] not in present), None)
     answer = value_of(row, *keys.answer)
-    if needs_solution and keys.choices and not set(keys.choices) & set(names):
-        likely = [name for name in names if _looks_like_options(row[name], answer)]
-        if likely:
-            raise DataError(
-                f"{found}: none of {', '.join(keys.choices)} is there, but `{likely[0]}` seems to hold the options of "
-                f"which the answer, {answer}, is one; say so by --choices_key {likely[0]}, or train on open questions "
-                f"by --choices_key {NONE}."
-            )
+    has_images = not keys.image or {*keys.image, *keys.video, *NUMBERED_IMAGES} & present
+    has_choices = not needs_solution or not keys.choices or set(keys.choices) & present
+    types = features or {}
+    image = next((name for name in names if is_media(types.get(name)) or _is_image_file(row[name])), None)
+    choices = next((name for name in names if _looks_like_options(row[name], answer)), None)
+    problems = (
+        (missing is not None, f"{missing}, which is none of them."),
+        (
+            not set(keys.prompt) & present and not is_vision_only(row),
+            f"it needs `prompt`, or `problem` with `solution` (also known: {', '.join(keys.prompt[2:])}); say which "
+            "one holds the question by --problem_key.",
+        ),
+        (
+            needs_solution and not is_dialogue and not known & present,
+            f"the accuracy reward needs `solution` (letter, index or text; also known: {', '.join(keys.answer[1:])}); "
+            "say which one holds it by --solution_key.",
+        ),
+        (
+            image is not None and not has_images,
+            f"none of {', '.join(keys.image)} is there, but `{image}` seems to hold images; say so by --image_key "
+            f"{image}, or train on the text alone by --image_key {NONE}.",
+        ),
+        (
+            choices is not None and not has_choices,
+            f"none of {', '.join(keys.choices)} is there, but `{choices}` seems to hold the options of which the "
+            f"answer, {answer}, is one; say so by --choices_key {choices}, or train on open questions by --choices_key "
+            f"{NONE}.",
+        ),
+    )
+    for applies, sentence in problems:
+        if applies:
+            raise DataError(f"The {split} data has the columns {_columns_shown(row, names)}: {sentence}")
 
 
 def _looks_like_options(value: Any, answer: Any) -> bool:
@@ -451,14 +448,14 @@ def _looks_like_options(value: Any, answer: Any) -> bool:
         texts = list_of(value, "options")
     except DataError:
         return False
-    if not all(isinstance(text, str) for text in texts) or _looks_like_image(texts) or len(set(texts)) != len(texts):
+    if not all(isinstance(text, str) for text in texts) or _is_image_file(texts) or len(set(texts)) != len(texts):
         return False
     return 2 <= len(texts) <= len(LETTERS) and str(answer) in map(str, range(len(texts) + 1))
 
 
-def _looks_like_image(value: Any) -> bool:
+def _is_image_file(value: Any) -> bool:
     if isinstance(value, list):
-        return bool(value) and _looks_like_image(value[0])
+        return bool(value) and _is_image_file(value[0])
     if isinstance(value, Mapping):
         return set(value) == {"bytes", "path"}
     return isinstance(value, str) and _IMAGE_FILE.fullmatch(value) is not None

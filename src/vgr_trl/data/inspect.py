@@ -2,7 +2,6 @@
 
 import base64
 import io
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy
 from datasets import Dataset, IterableDataset
 from jinja2 import Environment, StrictUndefined
 from PIL import Image
@@ -21,7 +21,7 @@ from trl.data_utils import prepare_multimodal_messages
 from vgr_trl.data.columns import KEYS, UNREADABLE, Keys, images_of, renamed_row, require_columns, undecoded
 from vgr_trl.data.convert import MOST_LINES, TITLES, Statistics, kind_of, on_one_line, table_lines, tables
 from vgr_trl.data.images import to_rgb
-from vgr_trl.data.prompts import LETTERS
+from vgr_trl.data.prompts import LETTERS, as_parts
 from vgr_trl.data.rows import RowOptions, SkippedRow, ready_row
 from vgr_trl.rewards.answers import resolve_solution
 from vgr_trl.utils import ConfigError, DataError, RewardError, words_of
@@ -61,50 +61,29 @@ class Budget:
                 raise ConfigError(f"{name} is {value}: give an integer of at least 1.")
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Lengths of prompts and the tokens of a step.
+def cost(lengths: Mapping[int, int], budget: Budget) -> dict[str, float]:
+    """Return what rows with `lengths` (tokens → rows, at least one) cost.
 
-    Attributes:
-        shortest, median, percentile_95, longest: of the prompts, in tokens.
-        mean: of the prompts within the limit, in tokens; 0 if there are none.
+    Returns:
+        shortest, median, percentile_95, longest: of the prompts, in tokens; percentiles are the smallest length that
+            at least that share of the rows does not exceed.
         too_long: rows above the limit.
+        mean: of the prompts within the limit, in tokens; 0 if there are none.
         shared, repeated: most tokens of a step with prompts of mean length and completions of full length, each prompt
             computed once for its completions, or once for each.
     """
-
-    shortest: int
-    median: int
-    percentile_95: int
-    longest: int
-    mean: float
-    too_long: int
-    shared: int
-    repeated: int
-
-
-def cost(lengths: Mapping[int, int], budget: Budget) -> Cost:
-    """Return what rows with `lengths` (tokens → rows) cost.
-
-    Percentiles are the smallest length that at least that share of the rows does not exceed.
-
-    Args:
-        lengths: at least one.
-    """
-    limit = math.inf if budget.max_prompt_length is None else budget.max_prompt_length
-    kept = {length: rows for length, rows in lengths.items() if length <= limit}
-    mean = sum(length * rows for length, rows in kept.items()) / max(1, sum(kept.values()))
+    values = numpy.array(sorted(Counter(lengths).elements()))
+    kept = values if budget.max_prompt_length is None else values[values <= budget.max_prompt_length]
+    mean = float(kept.mean()) if kept.size else 0.0
     completions = budget.num_generations * budget.max_completion_length
-    return Cost(
-        shortest=min(lengths),
-        median=_quantile(lengths, 0.5),
-        percentile_95=_quantile(lengths, 0.95),
-        longest=max(lengths),
-        mean=mean,
-        too_long=sum(lengths.values()) - sum(kept.values()),
-        shared=round(budget.prompts_per_step * (mean + completions)),
-        repeated=round(budget.prompts_per_step * (budget.num_generations * mean + completions)),
-    )
+    quantiles = numpy.quantile(values, (0, 0.5, 0.95, 1), method="inverted_cdf").tolist()
+    return {
+        **dict(zip(("shortest", "median", "percentile_95", "longest"), quantiles, strict=True)),
+        "too_long": len(values) - len(kept),
+        "mean": mean,
+        "shared": round(budget.prompts_per_step * (mean + completions)),
+        "repeated": round(budget.prompts_per_step * (budget.num_generations * mean + completions)),
+    }
 
 
 def histogram(lengths: Mapping[int, int]) -> list[tuple[int, int, int]]:
@@ -126,52 +105,8 @@ def histogram(lengths: Mapping[int, int]) -> list[tuple[int, int, int]]:
     return [(number * width, number * width + width - 1, rows) for number, rows in bins.items()]
 
 
-def _quantile(lengths: Mapping[int, int], share: float) -> int:
-    needed, seen = share * sum(lengths.values()), 0
-    for length in sorted(lengths):
-        seen += lengths[length]
-        if seen >= needed:
-            return length
-    return max(lengths)
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A small copy of an image: a data URL, and width and height of the original in pixels."""
-
-    url: str
-    width: int
-    height: int
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """A row to look at.
-
-    Attributes:
-        row: its 0-based place in the split.
-        id, source: as stored, empty where there are none.
-        messages: role and text of every message of the prompt.
-        choices: letter, text and whether it is right, of every option.
-        solution: as stored.
-        pictures: its images, at most eight.
-        more_images: how many images are not shown.
-        length: tokens of the prompt, None where not measured.
-    """
-
-    row: int
-    id: str
-    source: str
-    messages: list[tuple[str, str]]
-    choices: list[tuple[str, str, bool]]
-    solution: str
-    pictures: list[Picture]
-    more_images: int
-    length: int | None
-
-
-def sampled(row: Mapping[str, Any], index: int, right: str | None, length: int | None) -> Sampled:
-    """Return what is shown of a row.
+def sampled(row: Mapping[str, Any], index: int, right: str | None, length: int | None) -> dict[str, Any]:
+    """Return what the page shows of a row.
 
     Args:
         row: ready, with `prompt` and decoded images.
@@ -181,48 +116,32 @@ def sampled(row: Mapping[str, Any], index: int, right: str | None, length: int |
     """
     images = images_of(row)
     stated = row.get("solution") if row.get("solution") is not None else row.get("label_idx")
-    return Sampled(
-        row=index,
-        id=_text(row.get("id")),
-        source=_text(row.get("source")),
-        messages=_messages(row["prompt"]),
-        choices=[
-            (letter, _text(choice), letter == right)
-            for letter, choice in zip(LETTERS, row.get("choices") or (), strict=False)
+    return {
+        "row": index,
+        "id": row.get("id"),
+        "source": row.get("source"),
+        "messages": [
+            (turn["role"], "\n".join(part.get("text") or f"[{part['type']}]" for part in as_parts(turn["content"])))
+            for turn in row["prompt"]
         ],
-        solution=_text(stated),
-        pictures=[picture(image) for image in images[:MOST_IMAGES]],
-        more_images=max(0, len(images) - MOST_IMAGES),
-        length=length,
-    )
+        "choices": [
+            (letter, choice, letter == right) for letter, choice in zip(LETTERS, row.get("choices") or (), strict=False)
+        ],
+        "solution": "" if stated is None else str(stated),
+        "pictures": [picture(image) for image in images[:MOST_IMAGES]],
+        "more_images": max(0, len(images) - MOST_IMAGES),
+        "length": length,
+    }
 
 
-def picture(image: Image.Image) -> Picture:
-    """Return a small JPEG of `image`, what is transparent white, as a data URL."""
-    width, height = image.size
-    scale = min(1.0, LONGEST_SIDE / max(width, height))
-    small = to_rgb(image).resize((max(1, round(width * scale)), max(1, round(height * scale))), reducing_gap=2.0)
+def picture(image: Image.Image) -> dict[str, Any]:
+    """Return a small JPEG of `image`, what is transparent white, as a data URL, and its size in pixels."""
+    small = to_rgb(image).copy()
+    small.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
     buffer = io.BytesIO()
     small.save(buffer, "JPEG", quality=85)
-    return Picture("data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode(), width, height)
-
-
-def _messages(prompt: Any) -> list[tuple[str, str]]:
-    if isinstance(prompt, str):
-        return [("text", _text(prompt))]
-    return [(_text(message["role"]), _content(message["content"])) for message in prompt]
-
-
-def _content(content: Any) -> str:
-    if isinstance(content, str):
-        return _text(content)
-    parts = [part.get("text") or f"[{part.get('type')}]" if isinstance(part, Mapping) else part for part in content]
-    return "\n".join(_text(part) for part in parts)
-
-
-def _text(value: Any) -> str:
-    """The text of a value, with a mark for what is no Unicode: a file could not hold it."""
-    return "" if value is None else str(value).encode("utf-8", "replace").decode("utf-8")
+    url = "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+    return {"url": url, "width": image.width, "height": image.height}
 
 
 @dataclass
@@ -253,7 +172,7 @@ class Findings:
     reasons: dict[str, Reason] = field(default_factory=dict)
     counts: Statistics = field(default_factory=Statistics)
     lengths: Counter[int] = field(default_factory=Counter)
-    sample: list[Sampled] = field(default_factory=list)
+    sample: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def bad(self) -> int:
@@ -320,7 +239,7 @@ def inspect_rows(
             findings.sample[place : place + 1] = [sampled(ready, index, right, length)]
     if findings.rows == 0:
         raise DataError(f"The {split} data set has no rows: give a data set with at least one.")
-    findings.sample.sort(key=lambda one: one.row)
+    findings.sample.sort(key=lambda one: one["row"])
     return findings
 
 
@@ -341,7 +260,7 @@ def report(findings: Findings, budget: Budget) -> str:
             f"  {f'{first:,} to {last:,}':>19}  {rows:>9,}  {'#' * -(-BAR * rows // largest)}"
             for first, last, rows in histogram(findings.lengths)
         ]
-        lines += ["", *sentences(cost(findings.lengths, budget), budget)]
+        lines += ["", *sentences(findings.lengths, budget)]
     return "\n".join(lines) + "\n"
 
 
@@ -351,26 +270,23 @@ def headline(findings: Findings) -> str:
     return f"{findings.split}: {findings.rows:,} rows, of which {bad}."
 
 
-def sentences(found: Cost, budget: Budget) -> list[str]:
-    """Return what prompts and steps cost, one sentence each."""
-    prompts = (
-        f"Prompts have {found.shortest:,} to {found.longest:,} tokens; half have at most {found.median:,}, 95 % at "
-        f"most {found.percentile_95:,}."
-    )
-    limit = budget.max_prompt_length
+def sentences(lengths: Mapping[int, int], budget: Budget) -> list[str]:
+    """Return what prompts and steps cost, one sentence each; none if lengths were not measured."""
+    if not lengths:
+        return []
+    found, limit = cost(lengths, budget), budget.max_prompt_length
+    over = f"max_prompt_length={limit} leaves {found['too_long']:,} rows out, whose prompts are longer."
     if limit is None:
-        over = f"No max_prompt_length is given; with {found.longest} no row is left out."
-    elif found.too_long:
-        over = f"max_prompt_length={limit} leaves {found.too_long:,} rows out, whose prompts are longer."
-    else:
-        over = f"max_prompt_length={limit} leaves no row out."
-    step = (
-        f"A step of {budget.prompts_per_step:,} {'prompt' if budget.prompts_per_step == 1 else 'prompts'} with "
-        f"num_generations={budget.num_generations} and max_completion_length={budget.max_completion_length} has at "
-        f"most {found.shared:,} tokens where a prompt is computed once for its completions, {found.repeated:,} where "
-        "it is computed for each (prompts of mean length)."
-    )
-    return [prompts, over, step]
+        over = f"No max_prompt_length is given; with {found['longest']} no row is left out."
+    return [
+        f"Prompts have {found['shortest']:,} to {found['longest']:,} tokens; half have at most {found['median']:,}, "
+        f"95 % at most {found['percentile_95']:,}.",
+        over,
+        f"A step of prompts_per_step={budget.prompts_per_step} with num_generations={budget.num_generations} and "
+        f"max_completion_length={budget.max_completion_length} has at most {found['shared']:,} tokens where a prompt "
+        f"is computed once for its completions, {found['repeated']:,} where it is computed for each (prompts of mean "
+        "length).",
+    ]
 
 
 def _reasons(findings: Findings) -> list[str]:
@@ -404,7 +320,7 @@ def page(findings: Findings, budget: Budget, source: str, seed: int = 0) -> byte
         tables={TITLES[name]: counts.items() for name, counts in tables(findings.counts).items()},
         bins=bins,
         most=max((rows for _, _, rows in bins), default=1),
-        sentences=sentences(cost(findings.lengths, budget), budget) if findings.lengths else [],
+        sentences=sentences(findings.lengths, budget),
         seed=seed,
     )
     return text.encode("utf-8", "replace")

@@ -203,8 +203,8 @@ def _from_folder(path: Path, streaming: bool) -> Any:
     # Of files of several kinds `datasets` would read one; a JSON file may be about the others.
     kinds = {BUILDERS[file.suffix.lower()]: file for file in rows if file.suffix.lower() != ".json"}
     if len(kinds) > 1 and not any(named.values()) and not has_metadata:
-        files = " and ".join(sorted(str(file) for file in kinds.values()))
-        raise DataError(f"Files of different kinds, {files}, are no one set: name those to read by data_files.")
+        found = " and ".join(sorted(str(file) for file in kinds.values()))
+        raise DataError(f"Files of different kinds, {found}, are no one set: name those to read by data_files.")
     return _keeping_types(load_dataset(str(path), streaming=streaming), path)
 
 

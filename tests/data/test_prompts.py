@@ -4,7 +4,15 @@ import pytest
 
 from vgr_trl.cli.arguments import DataArguments
 from vgr_trl.cli.loading import read_system_prompt, system_prompt_of
-from vgr_trl.data.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, QuestionTemplate, SystemTemplate, build_prompt
+from vgr_trl.data.prompts import (
+    SYSTEM_PROMPT,
+    SYSTEM_PROMPTS,
+    QuestionTemplate,
+    SystemTemplate,
+    build_prompt,
+    placed,
+    require_placeholders,
+)
 from vgr_trl.data.rows import RowOptions, row_problem
 from vgr_trl.utils import ConfigError, DataError
 
@@ -14,13 +22,6 @@ def test_a_question_is_a_conversation_with_its_options_behind_letters():
         {"role": "system", "content": SYSTEM_PROMPTS["zh"]},
         {"role": "user", "content": "哪种颜色？\nA. 红\nB. 蓝"},
     ]
-
-
-@pytest.mark.parametrize("language", ["en", "zh"])
-def test_every_language_asks_for_the_tags_in_their_order(language):
-    text = SYSTEM_PROMPTS[language]
-    places = [text.index(tag) for tag in ("<think>", "</think>", "<answer>", "</answer>")]
-    assert places == sorted(places)
 
 
 def test_a_template_is_filled_in_for_each_question():
@@ -119,3 +120,60 @@ def test_a_question_template_is_what_the_user_says(tmp_path):
     with pytest.raises(ConfigError, match="question_template_file is given with a system prompt"):
         DataArguments(question_template_file="x", prompt_language="zh")
     assert system_prompt_of(DataArguments(system_prompt_file="none")) is None
+
+
+IMAGE = {"type": "image"}
+
+
+def text(words: str) -> dict[str, str]:
+    return {"type": "text", "text": words}
+
+
+def asked(content, *before):
+    return [*before, {"role": "user", "content": content}]
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        ("What?", "What?"),
+        ("<image>\nWhat?", [IMAGE, text("\nWhat?")]),
+        ("What? <image>", [text("What? "), IMAGE]),
+        ("<image><image>", [IMAGE, IMAGE]),
+        ("<image> or <image>?", [IMAGE, text(" or "), IMAGE, text("?")]),
+        ("<image 1> stays", "<image 1> stays"),
+        ([text("see <image>")], [text("see "), IMAGE]),
+        ([{"type": "image", "text": None}, text("x")], [IMAGE, text("x")]),
+    ],
+)
+def test_a_placeholder_becomes_the_place_of_an_image_and_no_other_character_changes(content, parts):
+    assert placed(asked(content)) == asked(parts)
+
+
+def test_placeholders_of_other_roles_are_texts():
+    system = {"role": "system", "content": "An <image> follows."}
+    assert placed(asked("q", system)) == asked("q", system)
+    assert placed(asked("<image>", system)) == asked([IMAGE], {**system, "content": [text("An <image> follows.")]})
+    require_placeholders(asked("<image>", system), 1)
+
+
+@pytest.mark.parametrize(("prompt", "images"), [("q", 0), ("q", 2), ("<image>q", 1), ("<image><image>", 2)])
+def test_as_many_placeholders_as_images_or_none(prompt, images):
+    assert require_placeholders(prompt, images) is None
+    assert require_placeholders(asked(prompt), images) is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "images", "marks"),
+    [("<image>", 0, 1), ("<image>", 2, 1), ("<image> <image>", 1, 2), ([IMAGE, text("<image>")], 1, 2)],
+)
+def test_other_numbers_are_refused(prompt, images, marks):
+    reason = re.escape(f"its prompt has {marks} <image> marks, but there are {images} images")
+    for given in (prompt, asked(prompt)) if isinstance(prompt, str) else (asked(prompt),):
+        with pytest.raises(DataError, match=reason):
+            require_placeholders(given, images)
+
+
+def test_placeholders_beside_a_video_are_refused():
+    with pytest.raises(DataError, match="marks places of images beside a video"):
+        require_placeholders("<image>", 1, has_videos=True)

@@ -17,7 +17,7 @@ from vgr_trl.cli.__main__ import main
 from vgr_trl.cli.arguments import DataArguments
 from vgr_trl.cli.loading import load_rows
 from vgr_trl.data.columns import images_of
-from vgr_trl.data.images import DEFAULT_VIDEO_OPTIONS, open_image, sample_frames
+from vgr_trl.data.images import open_image
 from vgr_trl.utils import DataError
 
 OWN, SECRET = (250, 10, 10), (10, 10, 250)
@@ -37,6 +37,8 @@ def place(tmp_path):
 
 
 OUTSIDE = ["../private/secret.png", "link.png", "folder/secret.png", "PLACE/private/secret.png", "/etc/passwd"]
+
+
 INSIDE = ["own.png", "inner.png", "../data/own.png", "PLACE/data/own.png"]
 
 
@@ -116,29 +118,6 @@ def test_conversion_copies_no_file_outside_of_the_data(place):
     assert all("lies outside of" in row["reason"] for row in skipped)
 
 
-def test_merging_copies_no_file_outside_of_a_converted_set(place):
-    rows = [{"id": "1", "source": "s", "problem": "a?", "choices": None, "solution": "x", "images": ["own.png"]}]
-    rows.append({**rows[0], "id": "2", "problem": "b?", "images": ["../private/secret.png"]})
-    (place / "data/train-00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    arguments = ["data", "merge", str(place / "data"), "--output_dir", str(place / "out"), "--test_share", "0"]
-    assert main([*arguments, "--workers", "0"]) == 0
-    assert "lies outside of" in (place / "out/skipped.jsonl").read_text()
-    (file,) = (place / "out").glob("train-*.parquet")
-    assert Dataset.from_parquet(str(file))["problem"] == ["a?"]
-
-
-def test_inspection_shows_no_file_outside_of_the_data(place, capsys):
-    file = stored(place, ["../private/secret.png", "own.png"], "jsonl")
-    assert main(["data", "inspect", str(file), "--page", str(place / "page.html")]) == 0
-    assert "lies outside of" in capsys.readouterr().out
-
-
-def test_a_video_outside_of_the_data_is_not_opened(place):
-    pytest.importorskip("av")
-    with pytest.raises(DataError, match="file .*secret.png lies outside of"):
-        sample_frames("../private/secret.png", DEFAULT_VIDEO_OPTIONS, place / "data")
-
-
 def test_what_the_caller_names_is_the_callers(place):
     assert open_image(str(place / "private/secret.png")).getpixel((0, 0)) == SECRET
 
@@ -204,8 +183,10 @@ def test_nothing_is_fetched_from_an_address_in_data(place, server, kind, streami
     assert asked == []
 
 
-@pytest.mark.parametrize("name", ["README.md", ".huggingface.yaml"])
-@pytest.mark.parametrize("named", ["../private/x.parquet", "PLACE/private/x.parquet", "URL/x.parquet", "link/*"])
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [("README.md", "../private/x.parquet"), ("README.md", "URL/x.parquet"), (".huggingface.yaml", "link/*")],
+)
 def test_a_card_leads_to_no_files_elsewhere(place, server, name, named):
     url, asked = server
     Dataset.from_list([{"question": "own", "answer": "x"}]).to_parquet(place / "data/train.parquet")
