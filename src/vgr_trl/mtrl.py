@@ -14,8 +14,7 @@ from typing import Any
 import yaml
 
 from vgr_trl.cli.__main__ import main as run_command
-from vgr_trl.config_converters.computed import flat
-from vgr_trl.config_converters.easyr1 import TABLE, of_mtrl
+from vgr_trl.config_converters import KEYS, easyr1_name, flat
 
 _LAUNCHED = "VGR_TRL_LAUNCHED"  # set for the processes that are started here
 _SHARDED = (
@@ -42,7 +41,7 @@ def _asked(arguments: Sequence[str]) -> int:
     if stated is None:
         return 1
     for key, value in {**stated, **_overrides(arguments)}.items():
-        name = of_mtrl(key).removeprefix("trainer.")
+        name = easyr1_name(key).removeprefix("trainer.")
         if name in values:
             values[name] = value
     if values["nnodes"] != 1 and not _is_launched():
@@ -64,7 +63,7 @@ def _asked(arguments: Sequence[str]) -> int:
 def _gpus_by_default() -> int:
     import torch
 
-    return max(1, min(torch.cuda.device_count(), int(TABLE["trainer.n_gpus_per_node"].default)))
+    return max(1, min(torch.cuda.device_count(), int(KEYS["trainer.n_gpus_per_node"].default)))
 
 
 def _stated(arguments: Sequence[str]) -> dict[str, Any] | None:

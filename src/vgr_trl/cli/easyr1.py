@@ -11,12 +11,11 @@ from typing import Any
 import yaml
 
 from vgr_trl.cli.arguments import DataArguments, EvaluationArguments
-from vgr_trl.config_converters.computed import Translation, flat, is_theirs, translate
-from vgr_trl.config_converters.easyr1 import THEIRS
+from vgr_trl.config_converters import SECTIONS, Conversion, convert, flat, is_convertible
 from vgr_trl.utils import ConfigError, StrictLoader
 
 IGNORE = "--ignore_unknown_keys"
-OVERRIDE = re.compile(rf"\+{{0,2}}((?:{'|'.join(THEIRS)})(?:\.\w+)+)=(.*)", re.DOTALL)
+OVERRIDE = re.compile(rf"\+{{0,2}}((?:{'|'.join(SECTIONS)})(?:\.\w+)+)=(.*)", re.DOTALL)
 EVALUATED = {"num_generations_eval": "num_samples", "eval_temperature": "temperature"}
 
 
@@ -44,7 +43,7 @@ def convert_flags(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
     if "--config" in kept[:-1]:
         place = kept.index("--config")
         content = _read(Path(kept[place + 1]))
-        if not is_theirs(content):
+        if not is_convertible(content):
             if overrides and content is not None:
                 raise ConfigError(
                     f"{overrides[0][0]} goes with a configuration of EasyR1, which {kept[place + 1]} is not."
@@ -56,7 +55,7 @@ def convert_flags(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
     if any(word.partition("=")[0] == "--recipe" for word in kept):
         raise ConfigError("--recipe is given with a configuration of EasyR1, which states all options: drop one.")
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    found = translate(flat(content) | {match[1]: _value(match[2]) for match in overrides}, processes)
+    found = convert(flat(content) | {match[1]: _value(match[2]) for match in overrides}, processes)
     if os.environ.get("RANK", "0") == "0":
         _print_table(found, processes)
     _stop(found, kept)
@@ -82,7 +81,7 @@ def _value(text: str) -> Any:
         return text
 
 
-def _print_table(found: Translation, processes: int) -> None:
+def _print_table(found: Conversion, processes: int) -> None:
     rows = [("key", "ours", "value")]
     rows += [(line.key + "*" * (not line.is_stated), *line[1:3]) for line in found.lines]
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
@@ -97,7 +96,7 @@ def _print_table(found: Translation, processes: int) -> None:
         )
 
 
-def _stop(found: Translation, kept: Sequence[str]) -> None:
+def _stop(found: Conversion, kept: Sequence[str]) -> None:
     own_rewards = any(word.partition("=")[0] == "--reward_funcs" for word in kept)
     unknown = {
         key: why
@@ -115,7 +114,7 @@ def _stop(found: Translation, kept: Sequence[str]) -> None:
             raise ConfigError(" ".join([*sentences, cure]))
 
 
-def _to_evaluate(found: Translation) -> dict[str, Any]:
+def _to_evaluate(found: Conversion) -> dict[str, Any]:
     options = {**found.options, **{new: found.options[old] for old, new in EVALUATED.items() if old in found.options}}
     known = {option.name for group in (DataArguments, EvaluationArguments) for option in fields(group)}
     options = {name: value for name, value in options.items() if name in known}

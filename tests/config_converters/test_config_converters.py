@@ -9,12 +9,11 @@ import yaml
 from trl import ModelConfig
 
 from vgr_trl.cli.arguments import DataArguments, RewardArguments
-from vgr_trl.config_converters.computed import flat, is_theirs, translate
-from vgr_trl.config_converters.easyr1 import NAMES, TABLE, VERL, VERL_DEFAULTS
+from vgr_trl.config_converters import KEYS, NAMES, VERL_DEFAULTS, VERL_NAMES, convert, flat, is_convertible
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.utils import ConfigError
 
-KEYS = Path(__file__).with_name("easyr1_keys.txt").read_text().splitlines()[1:]
+EASYR1 = Path(__file__).with_name("easyr1_keys.txt").read_text().splitlines()[1:]
 ENOUGH = {
     "data.train_files": "some/questions@train",
     "worker.actor.model.model_path": "some/model",
@@ -23,23 +22,23 @@ ENOUGH = {
 }
 
 
-def translated(processes=1, **given):
-    return translate({**ENOUGH, **{key.replace("__", "."): value for key, value in given.items()}}, processes)
+def converted(processes=1, **given):
+    return convert({**ENOUGH, **{key.replace("__", "."): value for key, value in given.items()}}, processes)
 
 
 def test_every_key_of_easyr1_is_known():
-    assert len(KEYS) == 193
-    assert set(KEYS) <= set(TABLE)
-    assert set(NAMES.values()) <= set(TABLE)
-    assert {theirs for theirs, _ in VERL.values()} | set(VERL_DEFAULTS) <= set(TABLE)
-    assert all(key.ours or key.why or key.is_read for key in TABLE.values())
+    assert len(EASYR1) == 193
+    assert set(EASYR1) <= set(KEYS)
+    assert set(NAMES.values()) <= set(KEYS)
+    assert {key for key, _ in VERL_NAMES.values()} | set(VERL_DEFAULTS) <= set(KEYS)
+    assert all(key.option or key.why or key.is_computed for key in KEYS.values())
 
 
 def test_every_option_that_comes_out_is_one_of_ours():
     known = {
         option.name for group in (DAPOConfig, DataArguments, RewardArguments, ModelConfig) for option in fields(group)
     }
-    found = translated(
+    found = converted(
         data__val_files="other/questions", data__format_prompt="a.jinja", algorithm__online_filtering=True,
         algorithm__filter_key="accuracy", worker__actor__model__lora__rank=8, trainer__val_freq=5,
         trainer__save_freq=5, trainer__save_limit=2, worker__actor__optim__lr_scheduler_type="cosine",
@@ -47,8 +46,8 @@ def test_every_option_that_comes_out_is_one_of_ours():
         worker__reward__reward_function_kwargs={"a": 1}, worker__rollout__val_override_config={"temperature": 0.6},
         trainer__load_checkpoint_path="x", trainer__max_steps=3,
     )  # fmt: skip
-    every = {**found.options, **translated(worker__actor__loss_type="sapo", worker__actor__loss_avg_mode="seq").options}
-    every |= {key.ours: None for key in TABLE.values() if key.ours}
+    every = {**found.options, **converted(worker__actor__loss_type="sapo", worker__actor__loss_avg_mode="seq").options}
+    every |= {key.option: None for key in KEYS.values() if key.option}
     assert set(every) <= known
     assert len(every) > 60
 
@@ -59,19 +58,19 @@ def test_batches_are_the_same_however_many_processes():
              "worker__actor__micro_batch_size_per_device_for_update": 4, "trainer__max_steps": 10,
              "trainer__save_freq": 5, "worker__actor__optim__lr_warmup_steps": 3}  # fmt: skip
     for processes, accumulation, generation in ((1, 160, 640), (8, 20, 80)):
-        options = translated(processes, **given).options
+        options = converted(processes, **given).options
         assert options["per_device_train_batch_size"] * options["gradient_accumulation_steps"] * processes == 640
         assert (options["gradient_accumulation_steps"], options["steps_per_generation"]) == (accumulation, generation)
         assert (options["max_steps"], options["save_steps"], options["warmup_steps"]) == (40, 20, 12)
         assert (options["logging_steps"], options["num_generations"]) == (4, 5)
     with pytest.raises(ConfigError, match="An update takes 640 completions .* 3 processes with 4 at a time"):
-        translated(3, **given)
+        converted(3, **given)
     with pytest.raises(ConfigError, match="a rollout is a multiple"):
-        translated(**{**given, "worker__actor__global_batch_size": 100})
+        converted(**{**given, "worker__actor__global_batch_size": 100})
 
 
 def test_defaults_are_theirs_not_ours():
-    options = translated(worker__rollout__name="vllm").options
+    options = converted(worker__rollout__name="vllm").options
     assert options["learning_rate"] == 1e-6
     assert options["lr_scheduler_type"] == "constant_with_warmup"
     assert (options["epsilon"], options["epsilon_high"], options["delta"]) == (0.2, 0.3, 3.0)
@@ -95,7 +94,7 @@ def test_defaults_are_theirs_not_ours():
     ],
 )
 def test_losses(given, expected):
-    found = translated(**{f"worker__actor__{name}": value for name, value in given.items()})
+    found = converted(**{f"worker__actor__{name}": value for name, value in given.items()})
     assert found.refused == {}
     assert {name: found.options[name] for name in expected} == expected
 
@@ -106,7 +105,7 @@ def test_losses(given, expected):
         ("worker.actor.loss_type", "cispo", "bounds the ratio of cispo from below"),
         ("worker.actor.loss_type", "sapo", "a mean over completions"),
         ("worker.actor.loss_type", "dppo", "here it can be default, gspo"),
-        ("algorithm.adv_estimator", "reinforce_plus_plus", "theirs has no baseline"),
+        ("algorithm.adv_estimator", "reinforce_plus_plus", "EasyR1's has no baseline"),
         ("trainer.critic_warmup", 3, "though there is no critic"),
         ("worker.rollout.n", 1, "at least 2 completions"),
         ("worker.actor.optim.strategy", "adamw_bf16", "the rounding of bfloat16 weights"),
@@ -114,7 +113,7 @@ def test_losses(given, expected):
     ],
 )
 def test_what_would_train_something_else_is_refused(key, value, why):
-    assert any(why in reason for reason in translate({**ENOUGH, key: value}).refused.values())
+    assert any(why in reason for reason in convert({**ENOUGH, key: value}).refused.values())
 
 
 @pytest.mark.parametrize(
@@ -128,11 +127,11 @@ def test_what_would_train_something_else_is_refused(key, value, why):
     ],
 )
 def test_what_has_no_meaning_here_is_named(key, value, why):
-    found = translate({**ENOUGH, key: value})
+    found = convert({**ENOUGH, key: value})
     assert list(found.stopped) == [key]
     assert why in found.stopped[key]
     assert any(line.key == key and line.value.startswith("stops") for line in found.lines)
-    assert translate(ENOUGH).stopped == translate(ENOUGH).refused == {}
+    assert convert(ENOUGH).stopped == convert(ENOUGH).refused == {}
 
 
 @pytest.mark.parametrize(
@@ -144,21 +143,21 @@ def test_what_has_no_meaning_here_is_named(key, value, why):
         ("algorithm.kl_coef", "much", "is 'much': give a number"),
         ("worker.actor.optim.lr", [1e-6], "give a number"),
         ("worker.rollout.temperature", True, "is True: give a number"),
-        ("trainer.logger", 5, "is of another kind than theirs, where run is read"),
-        ("worker.actor.optim.betas", 5, "is of another kind than theirs, where optimizer is read"),
+        ("trainer.logger", 5, "is of another kind than EasyR1's, where run is read"),
+        ("worker.actor.optim.betas", 5, "is of another kind than EasyR1's, where optimizer is read"),
     ],
 )
 def test_switches_and_numbers_that_are_none(key, value, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
-        translate({**ENOUGH, key: value})
+        convert({**ENOUGH, key: value})
 
 
 def test_numbers_in_quotes_are_numbers():
-    assert translate({**ENOUGH, "algorithm.kl_coef": "1e-2"}).options["kl_coef"] == 0.01
+    assert convert({**ENOUGH, "algorithm.kl_coef": "1e-2"}).options["kl_coef"] == 0.01
 
 
 def test_filtering_by_another_score_makes_it_a_reward_without_weight():
-    options = translated(algorithm__online_filtering=True, algorithm__filter_key="accuracy").options
+    options = converted(algorithm__online_filtering=True, algorithm__filter_key="accuracy").options
     assert options["reward_funcs"] == ["./math.py:compute_score", "./math.py:compute_score[accuracy]"]
     assert options["reward_weights"] == [1.0, 0.0]
     assert (options["filter_key"], options["dynamic_sampling_max_rounds"]) == ("accuracy", 19)
@@ -174,31 +173,31 @@ def test_sources_of_data(tmp_path):
         (folder, file, {"dataset_path": folder, "test_dataset": file}, {"data_files"}),
     ]
     for train, test, expected, absent in cases:
-        options = translated(data__train_files=train, data__val_files=test).options
+        options = converted(data__train_files=train, data__val_files=test).options
         assert {name: options.get(name) for name in expected} == expected
         assert not absent & set(options)
     with pytest.raises(ConfigError, match="several parts must all be files"):
-        translated(data__train_files="hub/a,hub/b")
+        converted(data__train_files="hub/a,hub/b")
 
 
 def test_evaluations():
     given = {"data__val_files": "some/questions@test", "data__rollout_batch_size": 512,
              "worker__actor__global_batch_size": 256}  # fmt: skip
-    options = translated(**given, trainer__val_freq=5).options
+    options = converted(**given, trainer__val_freq=5).options
     assert (options["eval_strategy"], options["eval_steps"], options["eval_on_start"]) == ("steps", 10, True)
-    assert translated(**given, trainer__val_before_train=False).options["eval_strategy"] == "no"
+    assert converted(**given, trainer__val_before_train=False).options["eval_strategy"] == "no"
     sampling = {"temperature": 0, "n": 4, "do_sample": False}
-    options = translated(**given, worker__rollout__val_override_config=sampling).options
+    options = converted(**given, worker__rollout__val_override_config=sampling).options
     assert (options["num_generations_eval"], options["eval_temperature"]) == (4, 0)
-    assert translated().options["eval_strategy"] == "no"
+    assert converted().options["eval_strategy"] == "no"
 
 
 def test_adapters():
-    options = translated(worker__actor__model__lora__rank=64).options
+    options = converted(worker__actor__model__lora__rank=64).options
     assert (options["lora_r"], options["lora_alpha"], options["lora_dropout"]) == (64, 64, 0.0)
     assert options["lora_target_modules"] == ["all-linear"]
     given = {"rank": 8, "target_modules": "q_proj,v_proj", "exclude_modules": ".*visual.*"}
-    (pattern,) = translated(**{f"worker__actor__model__lora__{k}": v for k, v in given.items()}).options[
+    (pattern,) = converted(**{f"worker__actor__model__lora__{k}": v for k, v in given.items()}).options[
         "lora_target_modules"
     ]
     matches = {
@@ -233,7 +232,7 @@ worker:
 
 def test_mtrl():
     """One update a rollout; the divergence in the rewards, as use_divergence_loss is off by default."""
-    found = translate(flat(yaml.safe_load(MTRL)))
+    found = convert(flat(yaml.safe_load(MTRL)))
     assert (found.stopped, found.refused) == ({}, {})
     options = found.options
     expected = {
@@ -245,14 +244,14 @@ def test_mtrl():
     assert {name: options[name] for name in expected} == expected
     assert any(line.key == "optimization.divergence_coef" and line.ours == "kl_coef" for line in found.lines)
     with pytest.raises(ConfigError, match="divergence_coef is 0.01 and algorithm.kl_coef, which means the same, 0.1"):
-        translate({"optimization.divergence_coef": 0.01, "algorithm.kl_coef": 0.1})
+        convert({"optimization.divergence_coef": 0.01, "algorithm.kl_coef": 0.1})
 
 
 def test_vppo_shapes_trajectories_with_perception_alone():
     """In their update the trajectories are scaled only where perception filtering is on."""
     names = {"algorithm__use_advantage_shaping": True, "algorithm__advantage_scaling_min": 0.9}
-    assert translated(**names).options["enable_trajectory_reweighting"] is False
-    options = translated(**names, algorithm__use_vppo_on_perception=True).options
+    assert converted(**names).options["enable_trajectory_reweighting"] is False
+    options = converted(**names, algorithm__use_vppo_on_perception=True).options
     assert (options["enable_trajectory_reweighting"], options["trajectory_scaling_min"]) == (True, 0.9)
 
 
@@ -261,41 +260,41 @@ def test_a_critic():
     given = {"algorithm.adv_estimator": "gae", "algorithm.lam": 0.95, "trainer.critic_warmup": 3,
              "worker.critic.optim.lr": 1e-5, "worker.critic.optim.lr_warmup_steps": 5,
              "worker.critic.cliprange_value": 0.2}  # fmt: skip
-    found = translate({**ENOUGH, **given})
+    found = convert({**ENOUGH, **given})
     assert (found.stopped, found.refused) == ({}, {})
     expected = {"advantage_estimator": "gae", "lam": 0.95, "gamma": 1.0, "critic": "model", "critic_warmup": 4,
                 "critic_learning_rate": 1e-5, "critic_warmup_steps": 10, "cliprange_value": 0.2}  # fmt: skip
     assert {name: found.options[name] for name in expected} == expected
     other = {"worker.critic.model.model_path": "other", "worker.critic.ppo_epochs": 2}
-    assert set(translate({**ENOUGH, **given, **other}).refused) == set(other)
+    assert set(convert({**ENOUGH, **given, **other}).refused) == set(other)
 
 
 def test_a_default_that_nobody_wrote_stops_nothing(monkeypatch):
     """Theirs: 256 prompts an update for a critic, 4 completions a pass, vLLM on 2 GPUs, and wandb."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     given = {"worker.actor.global_batch_size": 2, "worker.actor.ppo_epochs": 2, "worker.rollout.n": 3}
-    found = translate({**ENOUGH, **given, "algorithm.adv_estimator": "gae", "worker.actor.optim.weight_decay": 0.1})
+    found = convert({**ENOUGH, **given, "algorithm.adv_estimator": "gae", "worker.actor.optim.weight_decay": 0.1})
     assert (found.stopped, found.refused) == ({}, {})
     assert (found.options["per_device_train_batch_size"], found.options["gradient_accumulation_steps"]) == (3, 2)
     assert (found.options["use_vllm"], found.options["report_to"]) == (False, ["none"])
     stated = {"worker.rollout.name": "vllm", "trainer.logger": ["wandb"]}
-    options = translate({**ENOUGH, **stated}).options
+    options = convert({**ENOUGH, **stated}).options
     assert (options["use_vllm"], options["report_to"]) == (True, ["wandb"])
     for processes, size in ((1, 1), (4, 2)):
-        options = translate({**ENOUGH, **stated, "worker.actor.global_batch_size": 64}, processes).options
+        options = convert({**ENOUGH, **stated, "worker.actor.global_batch_size": 64}, processes).options
         assert options["vllm_tensor_parallel_size"] == size
     with pytest.raises(ConfigError, match="cannot share evenly"):
-        translate({**ENOUGH, **given, "worker.actor.micro_batch_size_per_device_for_update": 4})
+        convert({**ENOUGH, **given, "worker.actor.micro_batch_size_per_device_for_update": 4})
 
 
 def test_what_stops_names_the_key_to_add():
-    refused = translate({key: value for key, value in ENOUGH.items() if key != "worker.rollout.n"}).refused
+    refused = convert({key: value for key, value in ENOUGH.items() if key != "worker.rollout.n"}).refused
     assert refused.keys() == {"worker.rollout.n"}
     assert "give worker.rollout.n=8" in refused["worker.rollout.n"]
     with pytest.raises(ConfigError, match="add worker.actor.global_batch_size, whose default"):
-        translated(data__rollout_batch_size=128)
+        converted(data__rollout_batch_size=128)
     with pytest.raises(ConfigError, match="add data.rollout_batch_size, whose default"):
-        translated(worker__actor__global_batch_size=48)
+        converted(worker__actor__global_batch_size=48)
 
 
 def test_verl_names_with_verl_defaults():
@@ -305,19 +304,19 @@ def test_verl_names_with_verl_defaults():
         "actor_rollout_ref.actor.ppo_mini_batch_size": 512, "actor_rollout_ref.model.use_remove_padding": True,
         "actor_rollout_ref.rollout.val_kwargs": {"do_sample": False}, "trainer.test_freq": 5,
     }  # fmt: skip
-    found = translate(given)
+    found = convert(given)
     assert found.refused == {}
     assert list(found.stopped) == ["worker.reward.reward_function"]
     expected = {"kl_coef": 1e-3, "kl_penalty": "low_var_kl", "use_kl_loss": True, "epsilon_high": 0.2,
                 "num_train_epochs": 30, "num_generations": 5, "loss_type": "dapo"}  # fmt: skip
     assert {name: found.options[name] for name in expected} == expected
-    assert translate({**given, "actor_rollout_ref.actor.use_kl_loss": False}).options["kl_coef"] == 0.0
-    found = translate({**given, "algorithm.adv_estimator": "gae"})
+    assert convert({**given, "actor_rollout_ref.actor.use_kl_loss": False}).options["kl_coef"] == 0.0
+    found = convert({**given, "algorithm.adv_estimator": "gae"})
     assert (found.refused, found.options["critic_learning_rate"]) == ({}, 1e-5)
-    assert "actor_rollout_ref.actor.megatron.x" in translate({**given, "actor_rollout_ref.actor.megatron.x": 1}).stopped
+    assert "actor_rollout_ref.actor.megatron.x" in convert({**given, "actor_rollout_ref.actor.megatron.x": 1}).stopped
 
 
-def test_files_of_ours_are_not_theirs():
-    assert not is_theirs({"learning_rate": 1e-5, "model_init_kwargs": {"a": 1}})
-    assert not is_theirs(None)
-    assert is_theirs(yaml.safe_load(MTRL))
+def test_files_of_ours_are_not_converted():
+    assert not is_convertible({"learning_rate": 1e-5, "model_init_kwargs": {"a": 1}})
+    assert not is_convertible(None)
+    assert is_convertible(yaml.safe_load(MTRL))

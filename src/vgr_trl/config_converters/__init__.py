@@ -1,0 +1,604 @@
+"""Configurations of EasyR1, MTRL, VPPO and verl as options of this library.
+
+`easyr1.yaml` and `verl.yaml` name every key with its default there, and say which are renamed, ignored or fixed; the
+functions below compute options of the rest.
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from importlib import util
+from math import gcd
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from vgr_trl.utils import ConfigError
+
+
+class Key(NamedTuple):
+    """A key of another trainer.
+
+    Attributes:
+        default: its value where the configuration does not state it.
+        option: the option that takes its value as it is.
+        why: why it needs no option.
+        accepted: the values that need none; others stop the run. None: all.
+        is_computed: a function makes options of it.
+    """
+
+    default: Any
+    option: str | None = None
+    why: str = ""
+    accepted: list[Any] | None = None
+    is_computed: bool = False
+
+
+def _read(name: str) -> dict[str, Any]:
+    return yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def _keys(tables: Mapping[str, Any]) -> dict[str, Key]:
+    found = {key: Key(default, option) for key, (default, option) in tables.get("renamed", {}).items()}
+    found |= {key: Key(default, is_computed=True) for key, default in tables["computed"].items()}
+    found |= {key: Key(value, why=why) for why, keys in tables["ignored"].items() for key, value in keys.items()}
+    found |= {key: Key(values[0], why=why, accepted=values) for key, (why, *values) in tables["fixed"].items()}
+    return dict(sorted(found.items()))
+
+
+_EASYR1, _VERL = _read("easyr1"), _read("verl")
+KEYS, VERL_KEYS = _keys(_EASYR1), _keys(_VERL)  # of EasyR1; of verl, which EasyR1 has not
+NAMES: dict[str, str] = _EASYR1["names"]  # of MTRL and VPPO -> EasyR1's
+VERL_NAMES: dict[str, list[Any]] = _VERL["names"]  # verl's key -> EasyR1's, and verl's default
+VERL_DEFAULTS: dict[str, Any] = _VERL["defaults"]
+SECTIONS = ("data", "algorithm", "worker", "trainer", *_EASYR1["sections"], "actor_rollout_ref", "critic",
+            "custom_reward_function")  # fmt: skip
+_MAPPINGS = [key for key, known in KEYS.items() if isinstance(known.default, dict)]  # whose values are no sections
+_MAPPINGS += [key for key, (_, default) in VERL_NAMES.items() if isinstance(default, dict)]
+
+
+def easyr1_name(key: str) -> str:
+    """Return the name that a key of MTRL or VPPO has in EasyR1."""
+    section, dot, rest = key.partition(".")
+    key = f"{_EASYR1['sections'].get(section, section)}{dot}{rest}"
+    return NAMES.get(key, key)
+
+
+def is_convertible(content: Any) -> bool:
+    """Whether the content of a YAML file has sections of these trainers."""
+    return isinstance(content, dict) and any(isinstance(content.get(name), dict) for name in SECTIONS)
+
+
+def flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a nested configuration by dotted keys."""
+    found: dict[str, Any] = {}
+    for name, value in content.items():
+        key = f"{prefix}{name}"
+        is_section = isinstance(value, Mapping) and easyr1_name(key) not in _MAPPINGS and key not in _MAPPINGS
+        found |= flat(value, f"{key}.") if is_section else {key: value}
+    return found
+
+
+class Line(NamedTuple):
+    """A line of the table: their key, our option (or why there is none), its value, whether it was stated."""
+
+    key: str
+    ours: str
+    value: str
+    is_stated: bool
+
+
+@dataclass
+class Conversion:
+    """What a configuration becomes.
+
+    Attributes:
+        values: of all keys of EasyR1, stated or default.
+        processes: of this run.
+        names: keys of EasyR1 -> their names in the configuration, where those differ.
+        stated: keys of EasyR1 that the configuration states.
+        options: of this library, by name.
+        made: key of EasyR1 -> the options made of it; "": those made of none.
+        stopped: keys that are unknown, or that have no meaning here, and why.
+        refused: keys without which something else would be trained, and why.
+    """
+
+    values: dict[str, Any]
+    processes: int
+    names: Mapping[str, str]
+    stated: Collection[str]
+    options: dict[str, Any] = field(default_factory=dict)
+    made: dict[str, list[str]] = field(default_factory=dict)
+    stopped: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.values[key]
+
+    def set(self, option: str, value: Any, *keys: str) -> None:
+        """Set an option that is made of some keys."""
+        self.options[option] = value
+        for key in keys or ("",):
+            self.made.setdefault(key, []).append(option)
+
+    def numbers(self, section: str, *names: str, **options: str) -> None:
+        """Set options to numbers of a section: those of the same name, and others as option=name."""
+        for option, name in {**{name: name for name in names}, **options}.items():
+            self.set(option, float(self[f"{section}.{name}"]), f"{section}.{name}")
+
+    def stop(self, key: str, why: str) -> None:
+        """Note that the value of a key has no meaning here."""
+        self.stopped[self.names.get(key, key)] = self._reason(key, why)
+
+    def refuse(self, key: str, why: str) -> None:
+        """Note that the value of a key cannot be followed, and that without it something else would be trained."""
+        self.refused[self.names.get(key, key)] = self._reason(key, why)
+
+    def _reason(self, key: str, why: str) -> str:
+        return f"is {self[key]!r}{'' if key in self.stated else ' by default'}: {why}"
+
+    def whole(self, key: str, least: int = 1) -> int:
+        """Return a whole number, or raise `ConfigError`."""
+        value = self[key]
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"{key} is {value!r}: give a whole number of at least {least}.")
+        return value
+
+    def one_of(self, key: str, *known: Any) -> Any:
+        """Return a value that is one of those known, else note why not and return the first."""
+        if self[key] in known:
+            return self[key]
+        self.refuse(key, f"here it can be {', '.join(map(str, known))}")
+        return known[0]
+
+    @property
+    def updates(self) -> int:
+        """Updates of the policy, our steps, per rollout, their step."""
+        rollout, update = self.whole(_ROLLOUT_SIZE), self.whole(_UPDATE_SIZE)
+        if rollout % update:
+            missing = next((key for key in (_ROLLOUT_SIZE, _UPDATE_SIZE) if key not in self.stated), None)
+            raise ConfigError(
+                f"{_ROLLOUT_SIZE} is {rollout} and {_UPDATE_SIZE} {update}, but a rollout is a multiple of the prompts "
+                f"of an update: {f'add {missing}, whose default this is' if missing else 'change one of the two'}."
+            )
+        return rollout // update * self.whole("worker.actor.ppo_epochs")
+
+    @property
+    def lines(self) -> list[Line]:
+        """The table of keys and options."""
+        reasons, found = {**self.stopped, **self.refused}, list[Line]()
+        for key, known in KEYS.items():
+            name, is_stated = self.names.get(key, key), key in self.stated
+            if name in reasons:
+                found.append(Line(name, "—", f"stops: {reasons[name].split(': ', 1)[-1]}", is_stated))
+                continue
+            options = self.made.get(key, ())
+            found += [Line(name, option, str(self.options[option]), is_stated) for option in options]
+            if not options and is_stated:
+                found.append(Line(name, "—", known.why or "has no part in this configuration", True))
+        shown = {line.key for line in found}
+        found += [Line(key, "—", f"stops: {why}", True) for key, why in self.stopped.items() if key not in shown]
+        return found + [Line("(none)", name, str(self.options[name]), False) for name in self.made.get("", ())]
+
+
+def convert(given: Mapping[str, Any], processes: int = 1) -> Conversion:
+    """Return what the stated keys, and the defaults of the others, become.
+
+    Args:
+        given: values by dotted key, as the file and the overrides state them.
+        processes: of this run.
+
+    Raises:
+        ConfigError: a value cannot be right in EasyR1 either, or two names of a key have different values.
+    """
+    stated, names = _in_easyr1(given)
+    keys = {key for key in KEYS if names.get(key, key) in given}
+    found = Conversion({key: known.default for key, known in KEYS.items()}, processes, names, keys)
+    for key, value in stated.items():
+        if key in KEYS:
+            _check_type(names.get(key, key), value, KEYS[key])
+            found.values[key] = value
+        elif (known := VERL_KEYS.get(key)) is None:
+            nearest = get_close_matches(key, KEYS, n=1, cutoff=0.6)
+            found.stopped[names.get(key, key)] = f"is unknown.{f' Did you mean {nearest[0]}?' if nearest else ''}"
+        elif known.accepted is not None and value not in known.accepted:
+            found.stopped[key] = f"is {value!r}: {known.why}"
+    for rule in RULES:
+        try:
+            rule(found)
+        except ConfigError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"A value of the configuration is of another kind than EasyR1's, where {rule.__name__} is read "
+                f"({error})."
+            ) from error
+    for key, known in KEYS.items():
+        value = found[key]
+        if known.option is not None and value is not None:
+            found.set(known.option, value, key)
+        elif known.accepted is not None and value not in known.accepted:
+            found.stop(key, known.why)
+    return found
+
+
+def _check_type(name: str, value: Any, known: Key) -> None:
+    """Refuse what is no switch or number where the default is one: a text such as "flase" would switch it on."""
+    if value is None or not (known.is_computed or known.option is not None):
+        return
+    if isinstance(known.default, bool):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} is {value!r}: give true or false.")
+    elif isinstance(known.default, int | float):
+        try:
+            is_number = not isinstance(value, bool) and math.isfinite(float(value))
+        except (TypeError, ValueError):
+            is_number = False
+        if not is_number:
+            raise ConfigError(f"{name} is {value!r}: give a number.")
+
+
+def _in_easyr1(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Values of EasyR1's keys, and the names that these keys have in the configuration where those differ."""
+    if any(key.startswith("actor_rollout_ref.") for key in given):
+        return _of_verl(given)
+    stated: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    for name, value in given.items():
+        key = easyr1_name(name)
+        if key in stated and stated[key] != value:
+            raise ConfigError(f"{names[key]} is {stated[key]!r} and {name}, which means the same, {value!r}: give one.")
+        stated[key], names[key] = value, name
+    return stated, names
+
+
+_MODES = {"token-mean": "token", "seq-mean-token-mean": "seq", "vanilla": "default"}
+
+
+def _of_verl(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    found = VERL_DEFAULTS | {key: value for key, value in given.items() if key not in VERL_NAMES}
+    found |= {key: given.get(name, default) for name, (key, default) in VERL_NAMES.items()}
+    names = {key: name for name, (key, _) in VERL_NAMES.items()}
+    own = {key: given.get(key, known.default) for key, known in VERL_KEYS.items()}
+    actor = "actor_rollout_ref.actor"
+    in_loss = bool(found["algorithm.use_kl_loss"])
+    found["algorithm.disable_kl"] = not (in_loss or own["algorithm.use_kl_in_reward"])
+    pairs = {"worker.actor.loss_avg_mode": f"{actor}.loss_agg_mode",
+             "worker.actor.loss_type": f"{actor}.policy_loss.loss_mode"}  # fmt: skip
+    if in_loss:
+        pairs |= {"algorithm.kl_coef": f"{actor}.kl_loss_coef", "algorithm.kl_penalty": f"{actor}.kl_loss_type"}
+    for key, name in pairs.items():
+        found[key], names[key] = _MODES.get(own[name], own[name]), name
+    return found, names
+
+
+# What is computed, in the order of a step. Steps of EasyR1 are rollouts, ours updates.
+
+_NEVER = 10**9
+_ROLLOUT_SIZE, _UPDATE_SIZE = "data.rollout_batch_size", "worker.actor.global_batch_size"
+_MICRO_SIZE = "worker.actor.micro_batch_size_per_device_for_update"
+_TYPES = {None: "float32", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def model(c: Conversion) -> None:
+    """The checkpoint, the types that it is held and computed in, and its adapter."""
+    key = "worker.actor.model"
+    path = c[f"{key}.model_path"]
+    if path is None:
+        raise ConfigError(f"{key}.model_path is missing: give a checkpoint folder or a hub name.")
+    c.set("model_name_or_path", path, f"{key}.model_path")
+    if c[f"{key}.tokenizer_path"] not in (None, path):
+        c.stop(f"{key}.tokenizer_path", "the processor is the one saved with the model")
+    held, computed = "worker.actor.fsdp.torch_dtype", "worker.actor.fsdp.mp_param_dtype"
+    c.set("dtype", _TYPES[c.one_of(held, *_TYPES)], held)
+    kind = c.one_of(computed, "bf16", "fp16", "fp32")
+    c.set("bf16", kind == "bf16", computed)
+    c.set("fp16", kind == "fp16", computed)
+    _adapter(c, key, f"{key}.lora")
+
+
+def _adapter(c: Conversion, key: str, lora: str) -> None:
+    kind = c.one_of(f"{key}.peft_type", None, "lora", "qlora")
+    rank, excluded, frozen = c.whole(f"{lora}.rank", 0), c[f"{lora}.exclude_modules"], f"{key}.freeze_vision_tower"
+    if kind is not None and rank == 0:
+        raise ConfigError(f"{key}.peft_type is {kind}, but no rank is given: give {key}.lora_rank.")
+    if c[frozen] and not (rank and excluded):
+        c.stop(frozen, "give lora.exclude_modules: only adapters that leave the tower out freeze it")
+    if rank == 0:
+        return
+    c.set("use_peft", True, f"{lora}.rank")
+    c.set("load_in_4bit", kind == "qlora", f"{key}.peft_type")
+    c.set("lora_r", rank, f"{lora}.rank")
+    c.set("lora_alpha", c[f"{lora}.alpha"], f"{lora}.alpha")
+    c.numbers(lora, lora_dropout="dropout")
+    targets = _names(c[f"{lora}.target_modules"])
+    if excluded:  # one pattern for PEFT, since no option of TRL excludes modules
+        names = "|".join(map(re.escape, _LINEAR if targets == ["all-linear"] else targets))
+        targets = [rf"(?!(?:{excluded})$)(?:.*\.)?(?:{names})"]
+    c.set("lora_target_modules", targets, f"{lora}.target_modules", *[f"{lora}.exclude_modules"] * bool(excluded))
+
+
+def _names(given: Any) -> list[str]:
+    texts = [given or ""] if isinstance(given, str | None) else list(given)
+    return [name.strip() for text in texts for name in text.split(",") if name.strip()]
+
+
+def data(c: Conversion) -> None:
+    """Files, folders and names on the hub, each with its split behind `@`; the columns as named, nothing else."""
+    train_key, test_key = "data.train_files", "data.val_files"
+    (train, split), (test, test_split) = _source(c[train_key], train_key), _source(c[test_key], test_key)
+    if train is None:
+        raise ConfigError(f"{train_key} is missing: give files, a folder or a name on the hub, with @ and the split.")
+    if isinstance(train, list):
+        files = f"train={'+'.join(train)}"
+        if isinstance(test, list):
+            files, test, test_split = f"{files},test={'+'.join(test)}", train, "test"
+        c.set("data_files", files, train_key)
+    else:
+        c.set("dataset_path" if Path(train).is_dir() else "dataset_name", train, train_key)
+    c.set("dataset_train_split", split, train_key)
+    if test is not None:
+        c.set("dataset_test_split", test_split, test_key)
+        if test != train:
+            c.set("test_dataset", test[0] if isinstance(test, list) else test, test_key)
+            if isinstance(test, list) and len(test) > 1:
+                c.refuse(test_key, "several files to evaluate on go with files to train on alone")
+    c.set("choices_key", "none")
+    for part in ("image", "video"):
+        key = f"data.{part}_key"
+        if c[key] not in (f"{part}s", part):
+            c.set(f"{part}_key", c[key] or "none", key)
+    template = c["data.format_prompt"]
+    option = "system_prompt_file" if template is None else "question_template_file"
+    c.set(option, template or "none", "data.format_prompt")
+
+
+def _source(given: Any, key: str) -> tuple[Any, str]:
+    """A list of files, or a folder or hub name, and the split; None where nothing is given."""
+    pairs = [(name, split or "train") for name, _, split in (part.partition("@") for part in _names(given))]
+    if not pairs:
+        return None, ""
+    suffixes = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
+    if all(Path(name).is_file() or Path(name).suffix in suffixes for name, _ in pairs):
+        return [name for name, _ in pairs], "train"
+    if len(pairs) > 1:
+        raise ConfigError(f"{key} is {given!r}: several parts must all be files.")
+    return pairs[0]
+
+
+def reward(c: Conversion) -> None:
+    """The function of the file, and the score that groups are filtered by as a reward of weight 0."""
+    key, filter_key = "worker.reward.reward_function", "algorithm.filter_key"
+    kind = c.one_of("worker.reward.reward_type", None, "function", "batch", "sequential")
+    if c[key] is None:
+        c.stop(key, "give FILE.py:FUNCTION, or --reward_funcs")
+        return
+    file, colon, name = str(c[key]).rpartition(":")
+    spec = f"{file}:{name}" if colon else f"{name}:{'reward_function' if kind == 'function' else 'main'}"
+    if c["algorithm.online_filtering"] and c[filter_key] != "overall":
+        c.set("reward_funcs", [spec, f"{spec}[{c[filter_key]}]"], key, filter_key)
+        c.set("reward_weights", [1.0, 0.0], filter_key)
+    else:
+        c.set("reward_funcs", [spec], key)
+    if kind in ("batch", "sequential"):
+        c.set("reward_type", kind, "worker.reward.reward_type")
+    if arguments := c["worker.reward.reward_function_kwargs"]:
+        c.set("reward_function_kwargs", json.dumps(arguments), "worker.reward.reward_function_kwargs")
+
+
+def batches(c: Conversion) -> None:
+    """The same completions in a micro-batch, an update and a rollout, on however many processes."""
+    n, micro = c.whole("worker.rollout.n"), c.whole(_MICRO_SIZE)
+    if n < 2:
+        why = "TRL takes at least 2 completions of a prompt, with a critic too: give worker.rollout.n=8, for example"
+        c.refuse("worker.rollout.n", why)
+    rollout, update = c.whole(_ROLLOUT_SIZE) * n, c.whole(_UPDATE_SIZE) * n
+    while _MICRO_SIZE not in c.stated and micro > 1 and update % (micro * c.processes):
+        micro -= 1
+    at_once = micro * c.processes
+    if update % at_once:
+        raise ConfigError(
+            f"An update takes {update} completions ({_UPDATE_SIZE} · worker.rollout.n), which {c.processes} processes "
+            f"with {micro} at a time ({_MICRO_SIZE}) cannot share evenly: change one of the three."
+        )
+    c.set("num_generations", n, "worker.rollout.n")
+    c.set("per_device_train_batch_size", micro, _MICRO_SIZE)
+    c.set("gradient_accumulation_steps", update // at_once, _UPDATE_SIZE)
+    c.set("steps_per_generation", rollout // at_once, _ROLLOUT_SIZE)
+
+
+def schedule(c: Conversion) -> None:
+    """Lengths and intervals in our steps."""
+    steps, warmup, ratio = "trainer.max_steps", "worker.actor.optim.lr_warmup_steps", "worker.actor.optim"
+    if c[steps] is not None:
+        c.set("max_steps", c.whole(steps) * c.updates, steps)
+    else:
+        c.set("num_train_epochs", c.whole("trainer.total_epochs"), "trainer.total_epochs")
+    c.set("logging_steps", c.updates)
+    save, limit = c["trainer.save_freq"], c["trainer.save_limit"]
+    c.set("save_strategy", "steps" if save > 0 else "no", "trainer.save_freq")
+    if save > 0:
+        c.set("save_steps", save * c.updates, "trainer.save_freq")
+    if limit is not None and limit > 0:
+        c.set("save_total_limit", limit, "trainer.save_limit")
+    if c[warmup] not in (None, -1):
+        c.set("warmup_steps", c.whole(warmup, 0) * c.updates, warmup)
+    else:
+        c.numbers(ratio, warmup_ratio="lr_warmup_ratio")
+
+
+def evaluations(c: Conversion) -> None:
+    """When is evaluated, and how completions are sampled then; EasyR1 also does it at the end, as this library."""
+    key, sampling, first = "trainer.val_freq", "worker.rollout.val_override_config", "trainer.val_before_train"
+    given = dict(c[sampling] or {})
+    n = given.pop("n", 1)
+    if given.pop("do_sample", True) is False:
+        given["temperature"] = 0
+    temperature, top_p = given.pop("temperature", None), given.pop("top_p", None)
+    if any(value != -1 for value in given.values()):
+        c.stop(sampling, f"evaluations have no {', '.join(given)} of their own")
+    if not c["data.val_files"] or not (c[key] > 0 or c[first]):
+        c.set("eval_strategy", "no", key)
+        return
+    c.set("eval_strategy", "steps", key)
+    c.set("eval_steps", c[key] * c.updates if c[key] > 0 else _NEVER, key)
+    c.set("eval_on_start", bool(c[first]), first)
+    c.set("num_generations_eval", n, sampling)
+    c.set("per_device_eval_batch_size", n * max(1, c.whole(_MICRO_SIZE) // n))
+    if temperature is not None:
+        c.set("eval_temperature", temperature, sampling)
+    if top_p is not None and temperature != 0:
+        c.set("eval_top_p", top_p, sampling)
+
+
+def optimizer(c: Conversion) -> None:
+    """AdamW's betas and the schedule of the learning rate."""
+    key = "worker.actor.optim"
+    first, second = c[f"{key}.betas"]
+    c.set("adam_beta1", float(first), f"{key}.betas")
+    c.set("adam_beta2", float(second), f"{key}.betas")
+    if c[f"{key}.strategy"] != "adamw":
+        why = "it makes up for the rounding of bfloat16 weights: give adamw, with fsdp.torch_dtype null for float32"
+        c.refuse(f"{key}.strategy", why)
+    kind = c.one_of(f"{key}.lr_scheduler_type", "constant", "constant_with_warmup", "cosine")
+    least = c[f"{key}.min_lr_ratio"] if kind == "cosine" else None
+    name = "constant_with_warmup" if kind != "cosine" else "cosine_with_min_lr" if least else "cosine"
+    c.set("lr_scheduler_type", name, f"{key}.lr_scheduler_type")
+    if least:
+        c.set("lr_scheduler_kwargs", {"min_lr_rate": float(least)}, f"{key}.min_lr_ratio")
+
+
+def rollout(c: Conversion) -> None:
+    """Generation by vLLM beside the training; no ratio of its probabilities to the policy's is taken."""
+    key, parallel = "worker.rollout.name", "worker.rollout.tensor_parallel_size"
+    engine = c.one_of(key, "vllm", "hf")
+    if key not in c.stated and util.find_spec("vllm") is None:
+        engine = "hf"
+    c.set("use_vllm", engine == "vllm", key)
+    if engine == "vllm":
+        c.set("vllm_mode", "colocate", key)
+        c.set("vllm_enable_sleep_mode", True)
+        c.set("vllm_importance_sampling_correction", False)
+        size = c.whole(parallel)
+        c.set("vllm_tensor_parallel_size", size if parallel in c.stated else gcd(size, c.processes), parallel)
+    c.set("top_k", max(0, c["worker.rollout.top_k"]), "worker.rollout.top_k")
+
+
+def advantages(c: Conversion) -> None:
+    """How completions are compared."""
+    key = "algorithm.adv_estimator"
+    if c[key] == "reinforce_plus_plus":
+        c.refuse(key, "EasyR1's has no baseline, ours of that name has the mean of the group: use rloo or grpo")
+    else:
+        c.set("advantage_estimator", c.one_of(key, "grpo", "rloo", "remax", "grpo_passk", "gae"), key)
+    reweighted, filtered = "algorithm.enable_trajectory_reweighting", "algorithm.enable_perception_filtering"
+    c.set("enable_trajectory_reweighting", bool(c[reweighted] and c[filtered]), reweighted, filtered)
+
+
+def critic(c: Conversion) -> None:
+    """A model of its own with a head, trained beside the policy; only with GAE."""
+    waits, key, policy = "trainer.critic_warmup", "worker.critic", "worker.actor"
+    if c["algorithm.adv_estimator"] != "gae":
+        if c.whole(waits, 0) > 1:
+            c.refuse(waits, "there the policy waits that many steps, though there is no critic")
+        return
+    c.numbers("algorithm", "gamma", "lam")
+    c.numbers(key, "cliprange_value", critic_learning_rate="optim.lr")
+    c.set("critic", "model", f"{key}.model.model_path")
+    steps = c[f"{key}.optim.lr_warmup_steps"]
+    steps = 0 if steps in (None, -1) else steps
+    c.set("critic_warmup_steps", steps * c.updates, f"{key}.optim.lr_warmup_steps")
+    if steps == 0 and c[f"{key}.optim.lr_warmup_ratio"]:
+        c.refuse(f"{key}.optim.lr_warmup_ratio", "give lr_warmup_steps, which critic_warmup_steps are")
+    c.set("critic_warmup", max(0, c.whole(waits, 0) - 1) * c.updates, waits)
+    if c[f"{key}.model.model_path"] not in (None, c[f"{policy}.model.model_path"]):
+        c.refuse(f"{key}.model.model_path", "the critic starts as a copy of the policy")
+    same = ("global_batch_size", "ppo_epochs", "max_grad_norm", "loss_avg_mode", "optim.weight_decay", "optim.betas")
+    for name in same:
+        if f"{key}.{name}" in c.stated and c[f"{key}.{name}"] != (given := c[f"{policy}.{name}"]):
+            c.refuse(f"{key}.{name}", f"the critic is trained as the policy: give {given}, or leave it out")
+
+
+def losses(c: Conversion) -> None:
+    """The clipped loss and its relatives, by TRL's names."""
+    key = "worker.actor"
+    kind = c.one_of(f"{key}.loss_type", "default", "gspo", "gspo_token", "cispo", "sapo")
+    mode = c.one_of(f"{key}.loss_avg_mode", "token", "seq")
+    if kind == "sapo":
+        c.set("loss_type", "sapo", f"{key}.loss_type")
+        c.numbers(key, sapo_temperature_pos="tau_positive", sapo_temperature_neg="tau_negative")
+        if mode != "seq":
+            c.refuse(f"{key}.loss_avg_mode", "TRL's sapo is a mean over completions: give seq")
+    elif kind == "cispo":
+        c.set("loss_type", "cispo", f"{key}.loss_type")
+        c.set("epsilon_high", 1 + float(c[f"{key}.clip_ratio_high"]), f"{key}.clip_ratio_high")
+        if c[f"{key}.clip_ratio_low"] is not None:
+            why = "EasyR1 bounds the ratio of cispo from below too, TRL from above alone: give null for that"
+            c.refuse(f"{key}.clip_ratio_low", why)
+        if mode != "token":
+            c.refuse(f"{key}.loss_avg_mode", "TRL's cispo is a mean over tokens: give token")
+    else:
+        c.set("loss_type", "dapo" if mode == "token" else "grpo", f"{key}.loss_type", f"{key}.loss_avg_mode")
+        if kind != "default":
+            c.set("importance_sampling_level", "sequence", f"{key}.loss_type")
+        c.numbers(key, epsilon="clip_ratio_low", epsilon_high="clip_ratio_high", delta="clip_ratio_dual")
+
+
+def divergence(c: Conversion) -> None:
+    """The KL from the reference."""
+    if c["algorithm.disable_kl"]:
+        c.set("kl_coef", 0.0, "algorithm.disable_kl")
+        return
+    c.numbers("algorithm", "kl_coef")
+    in_loss = bool(c["algorithm.use_kl_loss"])
+    c.set("use_kl_loss", in_loss, "algorithm.use_kl_loss")
+    kind = c.one_of("algorithm.kl_penalty", "kl", "abs", "mse", "low_var_kl")
+    c.set("kl_penalty", kind, "algorithm.kl_penalty")
+    controller = c.one_of("algorithm.kl_type", "fixed", "adaptive")
+    c.set("kl_type", "fixed" if in_loss else controller, "algorithm.kl_type")
+    if not in_loss and controller == "adaptive":
+        c.numbers("algorithm", "kl_target", "kl_horizon")
+
+
+def filtering(c: Conversion) -> None:
+    """Groups outside the bounds are left out, and other prompts sampled in their place."""
+    key, tries = "algorithm.online_filtering", c["trainer.max_try_make_batch"]
+    c.set("online_filtering", bool(c[key]), key)
+    if c[key]:
+        c.set("filter_key", c["algorithm.filter_key"], "algorithm.filter_key")
+        c.numbers("algorithm", "filter_low", "filter_high")
+        c.set("dynamic_sampling", "resample", key)
+        c.set("dynamic_sampling_max_rounds", tries - 1 if tries > 1 else 1000, "trainer.max_try_make_batch")
+
+
+def run(c: Conversion) -> None:
+    """Where the run is saved and continued, and which trackers log it."""
+    key, project = "trainer.save_checkpoint_path", c["trainer.project_name"]
+    folder = c[key] or os.path.join("checkpoints", project, c["trainer.experiment_name"])
+    c.set("output_dir", folder, key)
+    if c["trainer.load_checkpoint_path"] is not None:
+        c.set("resume_from_checkpoint", c["trainer.load_checkpoint_path"], "trainer.load_checkpoint_path")
+    elif c["trainer.find_last_checkpoint"] and any(Path(folder).glob("checkpoint-*")):
+        c.set("resume_from_checkpoint", "latest", "trainer.find_last_checkpoint")
+    c.set("project", project, "trainer.project_name")
+    known = ("wandb", "tensorboard", "mlflow", "swanlab", "trackio")
+    logger = c["trainer.logger"]
+    names = [logger] if isinstance(logger, str) else list(logger)
+    if unknown := [name for name in names if name not in (*known, "console", "file")]:
+        c.stop("trainer.logger", f"there is no {', '.join(unknown)} here, but {', '.join(known)}")
+    trackers = [name for name in names if name in known]
+    if "trainer.logger" not in c.stated:  # a folder ./wandb has a spec too, but no origin
+        trackers = [name for name in trackers if getattr(util.find_spec(name), "origin", None)]
+    c.set("report_to", trackers or ["none"], "trainer.logger")
+
+
+RULES = (
+    model, data, reward, batches, schedule, evaluations, optimizer, rollout, advantages, critic, losses, divergence,
+    filtering, run,
+)  # fmt: skip
