@@ -18,7 +18,6 @@ from typing import Any
 
 import yaml
 from packaging.version import Version
-from torch import distributed
 from yaml.constructor import ConstructorError
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -335,6 +334,8 @@ def silence_named(timeout: int, step: Callable[[], int]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        from torch import distributed  # rewards and processes of the report do without torch
+
         if not (distributed.is_available() and distributed.is_initialized() and "gloo" in str(error)):
             raise
         others = f"of the {distributed.get_world_size()} processes"

@@ -101,22 +101,6 @@ def test_marked_function_gets_what_trl_passes_and_no_local_column():
     assert seen == {"value": [1], "num_generations": 1, "trainer_state": "state", "log_metric": print}
 
 
-def test_missing_column():
-    with pytest.raises(
-        RewardError,
-        match=r"^On process 0 best_of_group needs the column 'value', which the rows lack \(columns: other\): add",
-    ):
-        alone(num_generations=1)(completions=["a"], other=[1])
-
-
-@pytest.mark.parametrize("value", [[1, 2], "a", 3])
-def test_column_of_the_wrong_length(value):
-    with pytest.raises(
-        RewardError, match=r"^On process 0 best_of_group got a column 'value' that does not have one value for"
-    ):
-        alone(num_generations=1)(completions=["a"], value=value)
-
-
 @pytest.mark.parametrize("size", [None, 2, 0, -3])
 def test_group_size_that_does_not_fit(size):
     with pytest.raises(

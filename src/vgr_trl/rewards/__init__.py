@@ -1,8 +1,7 @@
-"""What a completion earned: rewards for TRL's `reward_funcs`, by name or path, weighted by step.
+"""Rewards for TRL's `reward_funcs`, by name or path, weighted by step.
 
-Read `accuracy.py` and `answers/`, which it stands on. Then `format.py`, `length.py`, and rewards within a group:
-`whole_groups.py`, `attention.py`, `accuracy_scale.py`. How they come to a trainer: `registry.py`, `signatures.py`,
-`schedule.py`, `outcome.py`; files of EasyR1: `scored_files.py`.
+Begin with `accuracy.py` and `answers.py`, which it stands on; `simple.py` has format and length, `attention.py` what is
+made of VGR, `groups.py` rewards that compare the completions of a prompt. `loading.py` brings them to a trainer.
 """
 
 from vgr_trl.rewards.accuracy import accuracy_reward

@@ -1,4 +1,4 @@
-"""Accuracy: 1 for a right answer, 0 for a wrong one; of a completion, or of what is answered by it alone."""
+"""Accuracy: 1 for a right answer, 0 for a wrong one; of a completion, or of what its description allows to answer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +9,7 @@ from vgr_trl.rewards.answers import (
     Solution,
     answer_tag,
     completion_text,
+    excerpt,
     last_statement,
     letter_in_parentheses,
     normalise,
@@ -80,13 +81,10 @@ def blind_accuracy_reward(
 def _column(name: str, values: Any, count: int) -> Sequence[Any]:
     if values is None:
         return [None] * count
-    if isinstance(values, str) or not hasattr(values, "__len__") or len(values) != count:
-        given = (
-            repr(values)[:80] if isinstance(values, str) or not hasattr(values, "__len__") else f"{len(values)} values"
-        )
-        raise RewardError(f"{name} is {given} for {count} completions: give a list with one value per completion.")
-    found: Sequence[Any] = values
-    return found
+    if isinstance(values, str) or len(values) != count:
+        raise RewardError(f"{name} is {excerpt(values)} for {count} completions: give a list with a value for each.")
+    columns: Sequence[Any] = values
+    return columns
 
 
 def states_answer(text: str, solution: Solution) -> bool:

@@ -1,4 +1,8 @@
-"""Stated answers: where a completion states one, what it says, and whether that is what the row calls right."""
+"""Stated answers: where a completion states one, what it says, and whether that is what the row calls right.
+
+In this order: text, the statement, letters of options, the right answer of a row (`Stated answer` in definitions.md);
+then open answers: units, numbers, and formulas, which math-verify compares.
+"""
 
 import logging
 import math
@@ -13,87 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from itertools import accumulate
 from numbers import Integral, Real
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from vgr_trl.utils import RewardError
-
-# ---------------------------------------------------------------------------------------------------------------------
-# math-verify with a limit of computing time, in the main thread and in others.
-
-
-_SECONDS = 5.0
-
-
-@lru_cache(maxsize=1024)
-def same_formula(gold: str, answer: str) -> bool:
-    """Return whether math-verify takes the LaTeX formulas for equal; False if it has to compute for more than seconds.
-
-    Args:
-        gold: the right formula, without dollar signs.
-        answer: the stated formula, without dollar signs.
-    """
-    from math_verify import LatexExtractionConfig, parse, verify
-    from math_verify.errors import TimeoutException
-
-    for name in ("math_verify.parser", "math_verify.grader"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    try:
-        with _limit()(_SECONDS, TimeoutException):
-            parsed = [
-                parse(f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
-                for text in (gold, answer)
-            ]
-            return bool(verify(*parsed, timeout_seconds=None))
-    except (Exception, TimeoutException):
-        return False
-
-
-def _limit() -> Any:
-    """What limits a block of this thread: its computing time, so that a reward does not depend on what else runs.
-
-    math-verify's own limit is of time that passes, and no other may be set beside it.
-    """
-    is_main = threading.current_thread() is threading.main_thread()
-    return _by_signal if is_main and hasattr(signal, "setitimer") else _by_profile
-
-
-@contextmanager
-def _by_signal(seconds: float, error: type[BaseException]) -> Iterator[None]:
-    """Raise `error` when the process has computed for `seconds` in this block, and again should it be caught."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise error
-
-    before = signal.signal(signal.SIGVTALRM, interrupt)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
-
-
-@contextmanager
-def _by_profile(seconds: float, error: type[BaseException]) -> Iterator[None]:
-    """Raise `error` at the first call of a function after this thread has computed for `seconds` in this block."""
-    soonest, end, previous = time.monotonic() + seconds, time.thread_time() + seconds, sys.getprofile()
-
-    def check(frame: Any, event: str, argument: Any) -> None:
-        if time.monotonic() > soonest and time.thread_time() > end:
-            raise error
-
-    sys.setprofile(check)
-    try:
-        yield
-    finally:
-        sys.setprofile(previous)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Text as rewards read it: completions of TRL, full-width characters, normalised text.
-
 
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3000: 0x20}
 _FINAL_MARKS = ".,;:。"
@@ -112,33 +42,23 @@ def completion_text(completion: Any) -> str:
     """
     if isinstance(completion, str):
         return completion
-    if isinstance(completion, list) and all(isinstance(message, dict) for message in completion):
-        written = [message for message in completion if message.get("role", "assistant") == "assistant"]
-        return "\n".join(_content_text(message.get("content")) for message in written)
-    raise RewardError(
-        f"A completion is a {type(completion).__name__}: pass a string, or a list of messages such as "
-        '[{"role": "assistant", "content": "..."}].'
-    )
+    if not isinstance(completion, list):
+        raise RewardError(
+            f"A completion is a {type(completion).__name__}: pass a string, or a list of messages such as "
+            '[{"role": "assistant", "content": "..."}].'
+        )
+    written = [message for message in completion if message.get("role", "assistant") == "assistant"]
+    return "\n".join(_content_text(message.get("content")) for message in written)
 
 
 def _content_text(content: Any) -> str:
-    if content is None:
-        return ""
     if isinstance(content, str):
         return content
-    if isinstance(content, list):
-        parts = [
-            part if isinstance(part, str) else part.get("text") for part in content if isinstance(part, str | dict)
-        ]
-        return "".join(part for part in parts if isinstance(part, str))
-    raise RewardError(
-        f"The content of a message is a {type(content).__name__}: pass a string or a list of parts such as "
-        '{"type": "text", "text": "..."}.'
-    )
+    return "".join(part if isinstance(part, str) else part.get("text") or "" for part in content or ())
 
 
-def shown(value: Any) -> str:
-    """Return a value as messages show it, in at most 80 characters."""
+def excerpt(value: Any) -> str:
+    """Return at most 80 characters of a value for a message."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -158,474 +78,6 @@ def normalise(text: str) -> str:
     while match := _EXCLAMATION_AFTER_WORD.search(stripped):
         stripped = stripped[: match.start()].rstrip(_FINAL_MARKS).rstrip()
     return stripped or collapsed
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Which option of a multiple-choice question a stated answer means (`Stated answer` in definitions.md).
-
-
-LETTERS = "ABCDEFGHIJ"
-
-_WRAPPED = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\s*\{(.*)\}", re.DOTALL)
-_MARKS = " \t\r\n*`$"
-_LETTER = re.compile(r"(?:\(\s*([A-Za-z])\s*\)|([A-Za-z])(?![A-Za-z0-9_'’]))(.*)", re.DOTALL)
-_SEPARATOR = re.compile(r"[\s*`]*(?:[.:。)]{1,2}|[-–—,、](?=[\s*`]*\S))?[\s*`]*")
-_OPTION_WORD = re.compile(r"(?:option|choice|[选選][项項])\s+", re.IGNORECASE)
-_CLAUSE_END = re.compile(r"[\s*`]*[.。,;!]|[ \t*`]*\n")
-_REASON = re.compile(r"(?:because|since|as|因为|因為)(?![a-z])", re.IGNORECASE)
-_CLAUSE = re.compile(r"[.,;!?。，、/&\n]|(?<![A-Za-z])(?:or|and)(?![A-Za-z])|[或和及]")
-_LABELLED = re.compile(r"(?:\(\s*([A-Ja-j])\s*\)|([A-Ja-j])\s?\))\s*(\S[^\n]*)")
-_SINGLE_LETTER = re.compile(r"(?<![A-Za-z0-9'’])[A-Za-j](?![A-Za-z0-9])")
-_POINTED_AT = re.compile(
-    r"(?:(?<![A-Za-z])(?:or|and|nor|not|also|maybe|perhaps|possibly|option|choice)|[/&|+(\[]|[或和及与跟])[\s*(\[]*$",
-    re.IGNORECASE,
-)
-_AS_A_WORD = re.compile(
-    r"['’]|\s+(?!(?:or|and|nor|is|are|was|also|as|may|might|could|can|would|seems|fits|too)(?![A-Za-z]))[A-Za-z]{2}"
-)
-
-
-def unwrap(text: str) -> str:
-    """Return `text` without white space, emphasis, dollar signs, `\\boxed{}` and `\\text{}` around it."""
-    for _ in range(4):
-        text = text.strip(_MARKS)
-        match = _WRAPPED.fullmatch(text)
-        if match is None:
-            break
-        text = match[1]
-    return text.strip(_MARKS)
-
-
-def read_letter(content: str, choices: Sequence[str] = (), *, in_sentence: bool = False) -> str | None:
-    """Return the one letter, in upper case, that `content` consists of; None if it is anything else.
-
-    Args:
-        content: a stated answer: a letter of either width and case, bare or in parentheses, with a full stop or colon,
-            and followed by its option's text if at all.
-        choices: texts of the options; without them no text may follow.
-        in_sentence: whether the letter may be followed by the rest of a sentence or line, separated by punctuation or
-            `because`, as long as that names no other option.
-    """
-    content = unwrap(half_width(content).replace(r"\(", "(").replace(r"\)", ")"))
-    if in_sentence:
-        content = _OPTION_WORD.sub("", content, count=1) if _OPTION_WORD.match(content) else content
-    match = _LETTER.match(content)
-    if match is None:
-        return None
-    letter, after = match[1] or match[2], match[3]
-    rest = after[_SEPARATOR.match(after).end() :]  # type: ignore[union-attr]
-    index = LETTERS.find(letter.upper())
-    own = normalise(choices[index]) if 0 <= index < len(choices) else ""
-    said = normalise(unwrap(rest))
-    if said in ("", own) or (own and said == f"({own})"):
-        return letter.upper()
-    if not in_sentence:
-        return None
-    behind_own = re.match(re.escape(own) + r"(?=\s*[).,;!。])", half_width(rest).casefold()) if own else None
-    if not (behind_own or _CLAUSE_END.match(after) or _REASON.match(rest)):
-        return None
-    rest = rest[behind_own.end() :] if behind_own else rest
-    others = {normalise(choice) for position, choice in enumerate(choices) if position != index}
-    named = {said, *(normalise(unwrap(clause)) for clause in _CLAUSE.split(rest))}
-    return None if others & named or names_another(rest, letter) else letter.upper()
-
-
-def read_labelled(content: str) -> str | None:
-    """Return the letter, in upper case, of an option with its text (`B) blue`, `(B) blue`); None for anything else."""
-    match = _LABELLED.fullmatch(unwrap(half_width(content)))
-    if match is None or names_another(match[3], letter := match[1] or match[2]):
-        return None
-    return letter.upper()
-
-
-def names_another(text: str, letter: str) -> bool:
-    """Return whether `text` names an option other than `letter` by its letter.
-
-    An `a` or `I` before a word is a word, and small letters are variables, unless `letter` is a small one too, nothing
-    or something like `or` stands before them, or they are in parentheses.
-    """
-    text = half_width(text)
-    for match in _SINGLE_LETTER.finditer(text):
-        other, before = match[0], text[max(match.start() - 20, 0) : match.start()]
-        if other.upper() == letter.upper() or (other in "aI" and _AS_A_WORD.match(text, match.end())):
-            continue
-        if other.isupper() or letter.islower() or _POINTED_AT.search(before) or not before.strip(" (*"):
-            return True
-    return False
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The units that may stand behind a number: the one list of them, with their plurals.
-
-
-# One unit a line, its spellings separated by commas. Symbols of one letter, and those with milli or mega before one,
-# count as they are written here; everything else in any case. No scale words: 5 k and 5 million are not 5.
-_SPELLINGS = """
-m, metre, metres, meter, meters, 米
-km, kilometre, kilometres, kilometer, kilometers, kms, 千米, 公里
-dm, decimetre, decimetres, decimeter, decimeters, 分米
-cm, centimetre, centimetres, centimeter, centimeters, cms, 厘米
-mm, millimetre, millimetres, millimeter, millimeters, 毫米
-μm, micrometre, micrometres, micrometer, micrometers, micron, microns, 微米
-nm, nanometre, nanometres, nanometer, nanometers, 纳米
-in, inch, inches, 英寸
-ft, foot, feet, 英尺
-yd, yard, yards
-mi, mile, miles, 英里
-ha, hectare, hectares, 公顷
-acre, acres
-l, L, litre, litres, liter, liters, 升
-dl, decilitre, decilitres, deciliter, deciliters
-cl, centilitre, centilitres, centiliter, centiliters
-ml, millilitre, millilitres, milliliter, milliliters, 毫升
-gal, gallon, gallons
-cup, cups
-g, gram, grams, gramme, grammes, 克
-kg, kilogram, kilograms, kilo, kilos, kgs, 千克, 公斤
-mg, milligram, milligrams, 毫克
-ton, tons
-tonne, tonnes, 吨
-lb, lbs, pound, pounds, 磅
-oz, ounce, ounces
-s, sec, secs, second, seconds, 秒
-ms, millisecond, milliseconds, 毫秒
-min, mins, minute, minutes, 分钟
-h, hr, hrs, hour, hours, 小时
-day, days, 天
-week, weeks, 周
-month, months, 个月
-year, years, yr, yrs, 年
-year old, years old, 岁
-mph
-kph
-Hz, hertz
-kHz, kilohertz
-MHz, megahertz
-GHz, gigahertz
-N, newton, newtons, 牛, 牛顿
-kN, kilonewton, kilonewtons
-J, joule, joules, 焦, 焦耳
-kJ, kilojoule, kilojoules, 千焦
-MJ, megajoule, megajoules
-mJ, millijoule, millijoules
-cal, calorie, calories
-kcal, kilocalorie, kilocalories
-eV, electronvolt, electronvolts
-W, watt, watts, 瓦
-mW, milliwatt, milliwatts
-kW, kilowatt, kilowatts, 千瓦
-MW, megawatt, megawatts
-kWh, kilowatt hour, kilowatt hours
-Pa, pascal, pascals, 帕
-mPa, millipascal, millipascals
-kPa, kilopascal, kilopascals
-MPa, megapascal, megapascals
-atm
-V, volt, volts, 伏
-kV, kilovolt, kilovolts
-mV, millivolt, millivolts
-MV, megavolt, megavolts
-A, amp, amps, ampere, amperes, 安
-mA, milliamp, milliamps, milliampere, milliamperes
-Ω, ohm, ohms, 欧, 欧姆
-kΩ, kiloohm, kiloohms
-mΩ, milliohm, milliohms
-MΩ, megaohm, megaohms
-C, coulomb, coulombs
-F, farad, farads
-mol, mole, moles
-kelvin, kelvins
-°, deg, degree, degrees, 度
-°C, degree Celsius, degrees Celsius, Celsius, 摄氏度
-°F, degree Fahrenheit, degrees Fahrenheit, Fahrenheit, 华氏度
-rad, radian, radians
-dB, decibel, decibels
-ppm
-rpm
-px, pixel, pixels
-pt, pts
-kB, kilobyte, kilobytes
-MB, megabyte, megabytes
-GB, gigabyte, gigabytes
-TB, terabyte, terabytes
-unit, units
-$, US$, USD, dollar, dollars, 美元
-cent, cents
-€, EUR, euro, euros, 欧元
-£, GBP
-¥, ￥
-yen, JPY, 日元
-元, CNY, RMB, yuan
-₹, INR, rupee, rupees
-月
-日
-分
-个
-人
-只
-块
-"""
-_LISTED = {spelling: line.split(", ")[0] for line in _SPELLINGS.strip().split("\n") for spelling in line.split(", ")}
-_FOLDED = {
-    spelling.casefold(): name
-    for spelling, name in _LISTED.items()
-    if len(spelling) > 1 and not (spelling[0] in "mM" and spelling[1:] in _LISTED)  # milli or mega
-}
-
-_POWERS = {"square": "2", "sq": "2", "sq.": "2", "平方": "2", "cubic": "3", "立方": "3"}
-_POWER_BEFORE = re.compile(r"(square|sq\.?|cubic)\s+|(平方|立方)", re.IGNORECASE)
-_POWER_BEHIND = re.compile(r"(?<=\S)\s?(?:\^\s?\{?([23])\}?|(?<=m)([23]))$")
-_PER = re.compile(r"\s?/\s?|\s+per\s+", re.IGNORECASE)
-_DEGREE = re.compile(r"\^?\s?\{?\s?\\(?:circ|degree)(?![A-Za-z])\s?\}?|[º˚]")
-_LATEX_TEXT = re.compile(r"\\(?:text|textrm|mathrm|mathbf|textbf|operatorname|rm)\s?\{([^{}]*)\}")
-_LATEX_SPACE = re.compile(r"\\[,;:! ]|\\(?:quad|qquad)(?![A-Za-z])|(?<=\S)~")
-
-
-def plain_units(text: str) -> str:
-    r"""Return `text` with degrees, spaces and texts of LaTeX as plain characters, such as 5 cm for `5\,\text{cm}`."""
-    return _LATEX_TEXT.sub(r"\1", _LATEX_SPACE.sub(" ", _DEGREE.sub("°", text))).replace("²", "^2").replace("³", "^3")
-
-
-def read_unit(text: str, *, attached: bool = False) -> str | None:
-    """Return the one name of the unit that `text` spells, alike for all its spellings; None if it is no unit listed.
-
-    Args:
-        text: a unit, also squared or cubed, also per another: `cm`, `square metres`, `km/h`, `m/s^2`.
-        attached: whether no space is between the number and it; a letter alone is a variable there, as in 5m.
-    """
-    text = " ".join(unicodedata.normalize("NFKC", text).split())
-    text = text[:-1] if text.endswith(".") else text
-    if attached and re.fullmatch(r"[A-Za-z](?:\^\{?\d\}?)?", text) and not re.match(r"m\^", text):
-        return None
-    parts = [_term(part) for part in _PER.split(text, maxsplit=1)]
-    return None if None in parts else "/".join(filter(None, parts))
-
-
-def _term(text: str) -> str | None:
-    before, behind = _POWER_BEFORE.match(text), _POWER_BEHIND.search(text)
-    if before and behind:
-        return None
-    base = text[before.end() :] if before else text[: behind.start()] if behind else text
-    unit = _LISTED.get(base) or (_FOLDED.get(base.casefold()) if len(base) > 1 else None)
-    if unit is None or not (before or behind):
-        return unit
-    power = _POWERS[before[0].strip().lower()] if before else behind[1] or behind[2]  # type: ignore[index]
-    return f"{unit}^{power}"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Numbers as answers state them: exact values, so that no two different numbers count as equal.
-
-
-_NUMBER = r"(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
-_POWER_OF_TEN = r"[eE](?P<exponent>[+-]?\d{1,2})|\s?(?:×|\\times|\*)\s?10\s?\^\s?(?P<power>-?\d|\{\s?[+-]?\d{1,2}\s?\})"
-_QUANTITY = re.compile(
-    r"(?:(?P<before>[+-])?(?P<currency>[€£¥￥₹]|(?:US)?\\?\$)\s?)?"
-    rf"(?P<sign>[+-])?(?P<number>{_NUMBER})(?:{_POWER_OF_TEN})?(?P<gap>\s*)(?P<unit>\S.*)?",
-    re.DOTALL,
-)
-_FRACTION = re.compile(r"([+-]?)(?:(\d+)\s?/\s?(\d+)|\\[dt]?frac\s?\{(\d+)\}\s?\{(\d+)\})")
-_PERCENT = frozenset(["%", r"\%", "percent", "per cent", "pct"])
-_MINUS = re.compile("[−–‐‑﹣]")
-_LONGEST = 100
-_FEWEST_DECIMALS, _FEWEST_DIGITS = 6, 5
-
-
-@dataclass(frozen=True)
-class Quantity:
-    """A number, the unit it is given in ("" for none), and to how many decimals it is written (None for a fraction)."""
-
-    value: Fraction
-    unit: str = ""
-    decimals: int | None = 0
-
-    def equals(self, other: "Quantity") -> bool:
-        """Return whether both are the same number; a unit that only one of them has is ignored.
-
-        A fraction also equals its value rounded or cut to six or more decimals.
-        """
-        if self.unit and other.unit and self.unit != other.unit:
-            return False
-        if self.value == other.value:
-            return True
-        written, exact = (self, other) if other.decimals is None else (other, self)
-        if exact.decimals is not None or written.decimals is None or written.decimals < _FEWEST_DECIMALS:
-            return False
-        last_place = Fraction(1, 10**written.decimals)
-        if (written.value < 0) != (exact.value < 0) or abs(written.value) < last_place * 10 ** (_FEWEST_DIGITS - 1):
-            return False
-        return -last_place / 2 <= abs(exact.value) - abs(written.value) < last_place
-
-
-def read_quantity(text: str) -> Quantity | None:
-    """Return the number that `text` consists of, with its unit if any; None if it is anything else.
-
-    Args:
-        text: decimal, number with thousands commas, scientific notation, fraction or percentage (5% is 0.05), with a
-            currency sign or a unit of the list in `units.py`.
-    """
-    text = _MINUS.sub("-", plain_units(text)).strip().rstrip(" .,;:。")
-    if len(text) > _LONGEST or not text.isprintable():
-        return None
-    if match := _FRACTION.fullmatch(text):
-        return _fraction(match)
-    match = _QUANTITY.fullmatch(text)
-    if match is None or (match["before"] and match["sign"]):
-        return None
-    exponent = int((match["exponent"] or match["power"] or "0").strip("{} "))
-    number = match["number"].replace(",", "")
-    decimals = len(number.partition(".")[2]) - exponent
-    value = Fraction(number) * Fraction(10) ** exponent
-    if "-" in (match["before"], match["sign"]):
-        value = -value
-    unit, currency = match["unit"] or "", match["currency"]
-    if unit.casefold() in _PERCENT and not currency:
-        return Quantity(value / 100, "%", decimals + 2)
-    names = {read_unit(unit, attached=not match["gap"])} if unit else set()
-    if currency:
-        names.add(read_unit(currency.replace("\\", "")))
-    return None if None in names or len(names) > 1 else Quantity(value, "".join(map(str, names)), decimals)
-
-
-def _fraction(match: re.Match[str]) -> Quantity | None:
-    above, below = int(match[2] or match[4]), int(match[3] or match[5])
-    if below == 0:
-        return None
-    value = Fraction(above, below)
-    return Quantity(-value if match[1] == "-" else value, "", None)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Whether an open answer is the right one: exact numbers, then math-verify, then normalised text.
-
-
-_SIGNS = {
-    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "≤": r"\leq ", "≥": r"\geq ",
-    "≠": r"\neq ", "±": r"\pm ", "∞": r"\infty ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "°": r"^\circ ",
-    "²": "^{2}", "³": "^{3}", "**": "^", r"\left": "", r"\right": "", r"\dfrac": r"\frac", r"\tfrac": r"\frac",
-}  # fmt: skip
-_COMMANDS = (
-    "frac|sqrt|pi|cdot|times|div|pm|infty|theta|alpha|beta|gamma|delta|lambda|mu|phi|omega|sin|cos|tan|cot|log|ln|exp|"
-    "circ|leq|geq|neq|le|ge|ne|lt|gt|cup|cap"
-)
-_MATHEMATICAL = re.compile(
-    rf"(?:\\(?:{_COMMANDS})(?![A-Za-z])|\\[{{}}]|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])|[0-9.+\-*/^=<>(){{}}\[\],|_ ])+"
-)
-_SIGN_OF_MATHEMATICS = re.compile(r"[0-9\\+*^=<>]")
-_NOT_ONE_EXPRESSION = re.compile(r"\d\s+\d|\d\.\d*\.|\d\s*_|[*/+^_=-]\s*$")
-_DATE_OR_RANGE = re.compile(r"\s*\d+(?:\s*-\s*\d+|(?:\s*[-/]\s*\d+){2,})\s*")
-_INFINITE_BOUND = re.compile(r"(?:^|(?<=[(\[,<>]))\s*[+-]?\s*\\infty\s*(?=[,)\]<>]|$)")
-_VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
-_EXPONENT = re.compile(r"\^\s*(?:\{([^{}^]*)\}|([A-Za-z0-9])|(-\d)|\\circ)")
-_ASSIGNMENT = re.compile(r"\s*[A-Za-z](?:_\w)?\s*=\s*([^=]+)")
-_OPEN_ANSWERS_LONGEST, _DEEPEST = 200, 6
-
-
-def same_open_answer(gold: str, answer: str) -> bool:
-    """Return whether `answer` states the open answer `gold`.
-
-    Numbers are compared as exact values. math-verify decides only where both sides are formulas: it would take the last
-    number out of any text ("3 dogs" and "3 cats") and words for products of letters ("on" and "no"). Everything else is
-    compared without differences of case, white space and final punctuation.
-    """
-    gold, answer = unwrap_open(gold), unwrap_open(answer)
-    if not normalise(answer):
-        return False
-    first, second = read_quantity(gold), read_quantity(answer)
-    if first is not None and second is not None:
-        return first.equals(second)
-    if normalise(gold) == normalise(answer):
-        return True
-    return _same_formula(_formula(gold), _formula(answer))
-
-
-def unwrap_open(text: str) -> str:
-    r"""Return `text` in half width without white space, emphasis, paired dollars, `\boxed{}` or `\( \)` around it."""
-    text = half_width(text).strip(" \t\r\n*`").rstrip(".。").strip()
-    if re.fullmatch(r"\\\(.*\\\)|\\\[.*\\\]", text, re.DOTALL):
-        text = text[2:-2]
-    paired = text.startswith("$") == text.endswith("$")
-    return unwrap(text) if paired else text
-
-
-def _formula(text: str) -> str:
-    text = text.rstrip(" .,;:。")
-    for sign, latex in _SIGNS.items():
-        text = text.replace(sign, latex)
-    text = re.sub(r"(?<![A-Za-z\\])sqrt\s?\(([^()]*)\)", r"\\sqrt{\1}", text)
-    return re.sub(r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi ", text).strip()
-
-
-def _same_formula(gold: str, answer: str) -> bool:
-    if (
-        len(gold) > _OPEN_ANSWERS_LONGEST
-        or len(answer) > _OPEN_ANSWERS_LONGEST
-        or not _SIGN_OF_MATHEMATICS.search(gold)
-    ):
-        return False
-    golds, answers = _split_list(gold), _split_list(answer)
-    if len(golds) != len(answers):
-        return False
-    if len(golds) > 1:
-        return all(same_open_answer(*pair) for pair in zip(golds, answers, strict=True))
-    if "=" not in gold and (assigned := _ASSIGNMENT.fullmatch(answer)):
-        return same_open_answer(gold, assigned[1])
-    if "=" not in answer and (assigned := _ASSIGNMENT.fullmatch(gold)):
-        return same_open_answer(assigned[1], answer)
-    if set(_VARIABLE.findall(gold)) != set(_VARIABLE.findall(answer)):  # math-verify takes letters for units: 3m for 3
-        return False
-    if gold.count("=") != answer.count("=") or not (_is_formula(gold) and _is_formula(answer)):
-        return False
-    return same_formula(gold, answer)
-
-
-def _split_list(text: str) -> list[str]:
-    """Split at the commas outside brackets; a list is compared in its order."""
-    parts, depth = [""], 0
-    for character in text:
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return parts
-
-
-def _is_formula(text: str) -> bool:
-    if not _MATHEMATICAL.fullmatch(text) or _NOT_ONE_EXPRESSION.search(text) or _DATE_OR_RANGE.fullmatch(text):
-        return False
-    if "\\infty" in _INFINITE_BOUND.sub("", text) or (re.search(r"[=<>]", text) and not _VARIABLE.search(text)):
-        return False
-    return _bracket_depth(text) <= _DEEPEST and _has_small_powers(text)
-
-
-def _bracket_depth(text: str) -> int:
-    depth = deepest = 0
-    for character in text:
-        depth += (character in "([{") - (character in ")]}")
-        deepest = max(deepest, depth)
-    return deepest
-
-
-def _has_small_powers(text: str) -> bool:
-    """Return whether evaluating `text` cannot take long: no towers of powers, no large exponents."""
-    exponents = list(_EXPONENT.finditer(text))
-    if len(exponents) != text.count("^"):
-        return False
-    product = 1
-    for match in exponents:
-        if text[match.end() :].lstrip().startswith("^"):
-            return False
-        for digits in re.findall(r"\d+", match[0]):
-            if len(digits) > 4:
-                return False
-            product *= max(int(digits), 1)
-    of_brackets = re.search(r"[)\]}]\s*\^", text) is not None
-    return product <= (16 if of_brackets else 10_000) and max(map(len, re.findall(r"\d+", text)), default=0) <= 30
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Where a completion states its answer (`Stated answer` in definitions.md).
 
 
 _THINK_TAG = re.compile(r"<(/?)think>", re.IGNORECASE | re.ASCII)
@@ -736,12 +188,97 @@ def letter_in_parentheses(text: str) -> str | None:
     return letters.pop() if len(letters) == 1 else None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What the right answer of a row is: a letter, an index, the text of an option, or an open answer.
+LETTERS = "ABCDEFGHIJ"
+
+_WRAPPED = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\s*\{(.*)\}", re.DOTALL)
+_MARKS = " \t\r\n*`$"
+_LETTER = re.compile(r"(?:\(\s*([A-Za-z])\s*\)|([A-Za-z])(?![A-Za-z0-9_'’]))(.*)", re.DOTALL)
+_SEPARATOR = re.compile(r"[\s*`]*(?:[.:。)]{1,2}|[-–—,、](?=[\s*`]*\S))?[\s*`]*")
+_OPTION_WORD = re.compile(r"(?:option|choice|[选選][项項])\s+", re.IGNORECASE)
+_CLAUSE_END = re.compile(r"[\s*`]*[.。,;!]|[ \t*`]*\n")
+_REASON = re.compile(r"(?:because|since|as|因为|因為)(?![a-z])", re.IGNORECASE)
+_CLAUSE = re.compile(r"[.,;!?。，、/&\n]|(?<![A-Za-z])(?:or|and)(?![A-Za-z])|[或和及]")
+_LABELLED = re.compile(r"(?:\(\s*([A-Ja-j])\s*\)|([A-Ja-j])\s?\))\s*(\S[^\n]*)")
+_SINGLE_LETTER = re.compile(r"(?<![A-Za-z0-9'’])[A-Za-j](?![A-Za-z0-9])")
+_POINTED_AT = re.compile(
+    r"(?:(?<![A-Za-z])(?:or|and|nor|not|also|maybe|perhaps|possibly|option|choice)|[/&|+(\[]|[或和及与跟])[\s*(\[]*$",
+    re.IGNORECASE,
+)
+_AS_A_WORD = re.compile(
+    r"['’]|\s+(?!(?:or|and|nor|is|are|was|also|as|may|might|could|can|would|seems|fits|too)(?![A-Za-z]))[A-Za-z]{2}"
+)
 
 
-FEWEST_CHOICES, MOST_CHOICES = 2, len(LETTERS)
-LARGEST_INTEGER = 10**18
+def unwrap(text: str) -> str:
+    """Return `text` without white space, emphasis, dollar signs, `\\boxed{}` and `\\text{}` around it."""
+    for _ in range(4):
+        text = text.strip(_MARKS)
+        match = _WRAPPED.fullmatch(text)
+        if match is None:
+            break
+        text = match[1]
+    return text.strip(_MARKS)
+
+
+def read_letter(content: str, choices: Sequence[str] = (), *, in_sentence: bool = False) -> str | None:
+    """Return the one letter, in upper case, that `content` consists of; None if it is anything else.
+
+    Args:
+        content: a stated answer: a letter of either width and case, bare or in parentheses, with a full stop or colon,
+            and followed by its option's text if at all.
+        choices: texts of the options; without them no text may follow.
+        in_sentence: whether the letter may be followed by the rest of a sentence or line, separated by punctuation or
+            `because`, as long as that names no other option.
+    """
+    content = unwrap(half_width(content).replace(r"\(", "(").replace(r"\)", ")"))
+    if in_sentence:
+        content = _OPTION_WORD.sub("", content, count=1) if _OPTION_WORD.match(content) else content
+    match = _LETTER.match(content)
+    if match is None:
+        return None
+    letter, after = match[1] or match[2], match[3]
+    rest = after[_SEPARATOR.match(after).end() :]  # type: ignore[union-attr]
+    index = LETTERS.find(letter.upper())
+    own = normalise(choices[index]) if 0 <= index < len(choices) else ""
+    following = normalise(unwrap(rest))
+    if following in ("", own) or (own and following == f"({own})"):
+        return letter.upper()
+    if not in_sentence:
+        return None
+    behind_own = re.match(re.escape(own) + r"(?=\s*[).,;!。])", half_width(rest).casefold()) if own else None
+    if not (behind_own or _CLAUSE_END.match(after) or _REASON.match(rest)):
+        return None
+    rest = rest[behind_own.end() :] if behind_own else rest
+    others = {normalise(choice) for position, choice in enumerate(choices) if position != index}
+    named = {following, *(normalise(unwrap(clause)) for clause in _CLAUSE.split(rest))}
+    return None if others & named or names_another(rest, letter) else letter.upper()
+
+
+def read_labelled(content: str) -> str | None:
+    """Return the letter, in upper case, of an option with its text (`B) blue`, `(B) blue`); None for anything else."""
+    match = _LABELLED.fullmatch(unwrap(half_width(content)))
+    if match is None or names_another(match[3], letter := match[1] or match[2]):
+        return None
+    return letter.upper()
+
+
+def names_another(text: str, letter: str) -> bool:
+    """Return whether `text` names an option other than `letter` by its letter.
+
+    An `a` or `I` before a word is a word, and small letters are variables, unless `letter` is a small one too, nothing
+    or something like `or` stands before them, or they are in parentheses.
+    """
+    text = half_width(text)
+    for match in _SINGLE_LETTER.finditer(text):
+        other, before = match[0], text[max(match.start() - 20, 0) : match.start()]
+        if other.upper() == letter.upper() or (other in "aI" and _AS_A_WORD.match(text, match.end())):
+            continue
+        if other.isupper() or letter.islower() or _POINTED_AT.search(before) or not before.strip(" (*"):
+            return True
+    return False
+
+
+_LARGEST_INTEGER = 10**18  # floats beyond it are not exact
 
 
 @dataclass(frozen=True)
@@ -772,40 +309,34 @@ def resolve_solution(solution: Any, choices: Any = None, label_idx: Any = None) 
             2 to 10 texts that differ.
     """
     options = _options(choices)
-    if (
-        solution is None
-        and not options
-        and isinstance(label_idx, Real)
-        and not (_is_bool(label_idx) or _is_missing(label_idx))
-    ):
+    if solution is None and not options and not isinstance(label_idx, str) and _is_usable(label_idx):
         return _letter_at(label_idx)
     solution = label_idx if solution is None else solution
-    if _is_missing(solution):
-        raise RewardError(f"solution is {solution!r}: give the right answer as {_accepted(options)}")
-    if isinstance(solution, Integral) and abs(int(solution)) >= LARGEST_INTEGER:
-        raise RewardError("solution is an integer of more than 18 digits: give it as a text")
-    if not isinstance(solution, str | Real) or _is_bool(solution):
-        raise RewardError(f"solution is {shown(solution)} ({type(solution).__name__}): give {_accepted(options)}")
-    if not options and isinstance(solution, float) and math.isinf(solution):
-        raise RewardError(f"solution is {solution}: give a finite number, or a text")
-    if not options and isinstance(solution, str):
-        return _of_text(_without_tag(solution))
-    if not options:
-        return Solution(_number_text(solution))
+    if not _is_usable(solution):
+        raise RewardError(f"solution is {excerpt(solution)}: give the right answer as {_accepted(options)}")
     if isinstance(solution, str):
-        index = _index_of_text(_without_tag(solution), options)
-    else:
-        index = _index_of_number(solution, options)
+        solution = _without_tag(solution)
+    if not options:
+        return _open_or_letter(solution) if isinstance(solution, str) else Solution(_number_text(solution))
+    index = _index_of_text(solution, options) if isinstance(solution, str) else _index_of_number(solution, options)
     return Solution(options[index], options, index)
 
 
-def _letter_at(label_idx: Any) -> Solution:
-    if label_idx not in range(MOST_CHOICES):
-        raise RewardError(f"label_idx is {shown(label_idx)}: without choices give an index 0 to {MOST_CHOICES - 1}")
-    return Solution(LETTERS[int(label_idx)], index=int(label_idx))
+def _is_usable(solution: Any) -> bool:
+    if isinstance(solution, str):
+        return bool(_without_tag(solution))
+    if isinstance(solution, Integral):
+        return not isinstance(solution, bool) and abs(int(solution)) < _LARGEST_INTEGER
+    return isinstance(solution, Real) and math.isfinite(solution)
 
 
-def _of_text(solution: str) -> Solution:
+def _letter_at(index: Any) -> Solution:
+    if index not in range(len(LETTERS)):
+        raise RewardError(f"label_idx is {excerpt(index)}: without choices give an index 0 to {len(LETTERS) - 1}")
+    return Solution(LETTERS[int(index)], index=int(index))
+
+
+def _open_or_letter(solution: str) -> Solution:
     letter = read_letter(solution) or read_labelled(solution)
     return Solution(solution) if letter is None or letter not in LETTERS else _letter_at(LETTERS.index(letter))
 
@@ -813,23 +344,20 @@ def _of_text(solution: str) -> Solution:
 def _options(choices: Any) -> tuple[str, ...]:
     if choices is None:
         return ()
-    if hasattr(choices, "tolist"):
-        choices = choices.tolist()
-    if not isinstance(choices, Sequence) or isinstance(choices, str):
-        raise RewardError(f"choices is {shown(choices)} ({type(choices).__name__}): give a list of option texts")
-    if not FEWEST_CHOICES <= len(choices) <= MOST_CHOICES:
+    choices = choices.tolist() if hasattr(choices, "tolist") else choices
+    if not isinstance(choices, Sequence) or isinstance(choices, str) or not 2 <= len(choices) <= len(LETTERS):
         raise RewardError(
-            f"choices has {len(choices)} options: give {FEWEST_CHOICES} to {MOST_CHOICES}, or None for an open question"
+            f"choices is {excerpt(choices)}: give a list of 2 to {len(LETTERS)} texts, or None for an open question"
         )
     texts = [_number_text(choice) if isinstance(choice, Real) else choice for choice in choices]
-    for position, text in enumerate(texts):
+    for letter, text in zip(LETTERS, texts, strict=False):
         if not isinstance(text, str) or not text.strip():
-            raise RewardError(f"option {LETTERS[position]} of choices is {text!r}: give every option a text")
+            raise RewardError(f"option {letter} of choices is {text!r}: give every option a text")
     folded = [" ".join(text.casefold().split()) for text in texts]
     for position, text in enumerate(folded):
         if (first := folded.index(text)) != position:
             raise RewardError(
-                f"options {LETTERS[first]} and {LETTERS[position]} of choices are both {shown(texts[first])} "
+                f"options {LETTERS[first]} and {LETTERS[position]} of choices are both {excerpt(texts[first])} "
                 "(case and white space aside): give options that differ"
             )
     return tuple(texts)
@@ -838,7 +366,9 @@ def _options(choices: Any) -> tuple[str, ...]:
 def _index_of_text(solution: str, options: tuple[str, ...]) -> int:
     letter = read_letter(solution, options)
     by_letter = None if letter is None else LETTERS.find(letter)
-    exact = [index for index, option in enumerate(options) if _plain(option) == _plain(solution)]
+    exact = [
+        index for index, option in enumerate(options) if half_width(option).strip() == half_width(solution).strip()
+    ]
     if by_letter is not None and 0 <= by_letter < len(options):
         if other := [index for index in exact if index != by_letter]:
             raise _ambiguous(solution, [by_letter, *other], options)
@@ -848,11 +378,12 @@ def _index_of_text(solution: str, options: tuple[str, ...]) -> int:
         raise _ambiguous(solution, matches, options)
     if matches:
         return matches[0]
-    if letter is not None:
-        raise RewardError(
-            f"solution is the letter {letter}, but there are {len(options)} choices: give {_accepted(options)}"
-        )
-    raise RewardError(f"solution is {shown(solution)}, which is none of the choices: give {_accepted(options)}")
+    name = (
+        f"the letter {letter}, but there are {len(options)} choices"
+        if letter
+        else f"{excerpt(solution)}, which is none of the choices"
+    )
+    raise RewardError(f"solution is {name}: give {_accepted(options)}")
 
 
 def _index_of_number(solution: Any, options: tuple[str, ...]) -> int:
@@ -873,20 +404,10 @@ def _accepted(options: tuple[str, ...]) -> str:
 
 
 def _ambiguous(solution: str, indices: list[int], options: tuple[str, ...]) -> RewardError:
-    meanings = " or ".join(f"{LETTERS[index]} ({shown(options[index])})" for index in indices)
+    meanings = " or ".join(f"{LETTERS[index]} ({excerpt(options[index])})" for index in indices)
     return RewardError(
-        f"solution is {shown(solution)}, which could mean option {meanings}: give the index of the right option"
+        f"solution is {excerpt(solution)}, which could mean option {meanings}: give the index of the right option"
     )
-
-
-def _is_missing(solution: Any) -> bool:
-    if isinstance(solution, str):
-        return not _without_tag(solution)
-    return solution is None or (isinstance(solution, Real) and solution != solution)
-
-
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool) or type(value).__name__ in ("bool_", "bool")
 
 
 def _without_tag(solution: str) -> str:
@@ -895,10 +416,312 @@ def _without_tag(solution: str) -> str:
 
 
 def _number_text(value: Any) -> str:
-    if _is_bool(value) or (not isinstance(value, Integral) and not float(value).is_integer()):
-        return str(value)
-    return str(int(value)) if abs(value) < LARGEST_INTEGER else str(value)
+    is_whole = not isinstance(value, Integral) and abs(value) < _LARGEST_INTEGER and float(value).is_integer()
+    return str(int(value)) if is_whole else str(value)
 
 
-def _plain(text: str) -> str:
-    return half_width(text).strip()
+# One unit a line, its spellings separated by commas, and its name first; what counts in any case is decided below.
+_LINES = Path(__file__).with_name("units.txt").read_text(encoding="utf-8").splitlines()
+_UNITS = [line.split(", ") for line in _LINES if not line.startswith("#")]
+_LISTED = {spelling: unit[0] for unit in _UNITS for spelling in unit}
+_FOLDED = {
+    spelling.casefold(): name
+    for spelling, name in _LISTED.items()
+    if len(spelling) > 1 and not (spelling[0] in "mM" and spelling[1:] in _LISTED)  # milli or mega
+}
+
+_POWERS = {"square": "2", "sq": "2", "sq.": "2", "平方": "2", "cubic": "3", "立方": "3"}
+_POWER_BEFORE = re.compile(r"(square|sq\.?|cubic)\s+|(平方|立方)", re.IGNORECASE)
+_POWER_BEHIND = re.compile(r"(?<=\S)\s?(?:\^\s?\{?([23])\}?|(?<=m)([23]))$")
+_PER = re.compile(r"\s?/\s?|\s+per\s+", re.IGNORECASE)
+_DEGREE = re.compile(r"\^?\s?\{?\s?\\(?:circ|degree)(?![A-Za-z])\s?\}?|[º˚]")
+_LATEX_TEXT = re.compile(r"\\(?:text|textrm|mathrm|mathbf|textbf|operatorname|rm)\s?\{([^{}]*)\}")
+_LATEX_SPACE = re.compile(r"\\[,;:! ]|\\(?:quad|qquad)(?![A-Za-z])|(?<=\S)~")
+
+
+def plain_units(text: str) -> str:
+    r"""Return `text` with degrees, spaces and texts of LaTeX as plain characters, such as 5 cm for `5\,\text{cm}`."""
+    return _LATEX_TEXT.sub(r"\1", _LATEX_SPACE.sub(" ", _DEGREE.sub("°", text))).replace("²", "^2").replace("³", "^3")
+
+
+def read_unit(text: str, *, attached: bool = False) -> str | None:
+    """Return the one name of the unit that `text` spells, alike for all its spellings; None if it is no unit listed.
+
+    Args:
+        text: a unit, also squared or cubed, also per another: `cm`, `square metres`, `km/h`, `m/s^2`.
+        attached: whether no space is between the number and it; a letter alone is a variable there, as in 5m.
+    """
+    text = " ".join(unicodedata.normalize("NFKC", text).split())
+    text = text[:-1] if text.endswith(".") else text
+    if attached and re.fullmatch(r"[A-Za-z](?:\^\{?\d\}?)?", text) and not re.match(r"m\^", text):
+        return None
+    parts = [_term(part) for part in _PER.split(text, maxsplit=1)]
+    return None if None in parts else "/".join(filter(None, parts))
+
+
+def _term(text: str) -> str | None:
+    before, behind = _POWER_BEFORE.match(text), _POWER_BEHIND.search(text)
+    if before and behind:
+        return None
+    base = text[before.end() :] if before else text[: behind.start()] if behind else text
+    unit = _LISTED.get(base) or (_FOLDED.get(base.casefold()) if len(base) > 1 else None)
+    if unit is None or not (before or behind):
+        return unit
+    power = _POWERS[before[0].strip().lower()] if before else behind[1] or behind[2]  # type: ignore[index]
+    return f"{unit}^{power}"
+
+
+_NUMBER = r"(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
+_POWER_OF_TEN = r"[eE](?P<exponent>[+-]?\d{1,2})|\s?(?:×|\\times|\*)\s?10\s?\^\s?(?P<power>-?\d|\{\s?[+-]?\d{1,2}\s?\})"
+_QUANTITY = re.compile(
+    r"(?:(?P<before>[+-])?(?P<currency>[€£¥￥₹]|(?:US)?\\?\$)\s?)?"
+    rf"(?P<sign>[+-])?(?P<number>{_NUMBER})(?:{_POWER_OF_TEN})?(?P<gap>\s*)(?P<unit>\S.*)?",
+    re.DOTALL,
+)
+_FRACTION = re.compile(r"([+-]?)(?:(\d+)\s?/\s?(\d+)|\\[dt]?frac\s?\{(\d+)\}\s?\{(\d+)\})")
+_PERCENT = frozenset(["%", r"\%", "percent", "per cent", "pct"])
+_MINUS = re.compile("[−–‐‑﹣]")
+_LONGEST_QUANTITY = 100
+_FEWEST_DECIMALS, _FEWEST_DIGITS = 6, 5
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number, the unit it is given in ("" for none), and to how many decimals it is written (None for a fraction)."""
+
+    value: Fraction
+    unit: str = ""
+    decimals: int | None = 0
+
+    def equals(self, other: "Quantity") -> bool:
+        """Return whether both are the same number; a unit that only one of them has is ignored.
+
+        A fraction also equals its value rounded or cut to six or more decimals.
+        """
+        if self.unit and other.unit and self.unit != other.unit:
+            return False
+        if self.value == other.value:
+            return True
+        written, exact = (self, other) if other.decimals is None else (other, self)
+        if exact.decimals is not None or written.decimals is None or written.decimals < _FEWEST_DECIMALS:
+            return False
+        last_place = Fraction(1, 10**written.decimals)
+        if (written.value < 0) != (exact.value < 0) or abs(written.value) < last_place * 10 ** (_FEWEST_DIGITS - 1):
+            return False
+        return -last_place / 2 <= abs(exact.value) - abs(written.value) < last_place
+
+
+def read_quantity(text: str) -> Quantity | None:
+    """Return the number that `text` consists of, with its unit if any; None if it is anything else.
+
+    Args:
+        text: decimal, number with thousands commas, scientific notation, fraction or percentage (5% is 0.05), with a
+            currency sign or a unit of `units.txt`.
+    """
+    text = _MINUS.sub("-", plain_units(text)).strip().rstrip(" .,;:。")
+    if len(text) > _LONGEST_QUANTITY or not text.isprintable():
+        return None
+    if match := _FRACTION.fullmatch(text):
+        return _fraction(match)
+    match = _QUANTITY.fullmatch(text)
+    if match is None or (match["before"] and match["sign"]):
+        return None
+    exponent = int((match["exponent"] or match["power"] or "0").strip("{} "))
+    number = match["number"].replace(",", "")
+    decimals = len(number.partition(".")[2]) - exponent
+    value = Fraction(number) * Fraction(10) ** exponent
+    if "-" in (match["before"], match["sign"]):
+        value = -value
+    unit, currency = match["unit"] or "", match["currency"]
+    if unit.casefold() in _PERCENT and not currency:
+        return Quantity(value / 100, "%", decimals + 2)
+    names = {read_unit(unit, attached=not match["gap"])} if unit else set()
+    if currency:
+        names.add(read_unit(currency.replace("\\", "")))
+    return None if None in names or len(names) > 1 else Quantity(value, "".join(map(str, names)), decimals)
+
+
+def _fraction(match: re.Match[str]) -> Quantity | None:
+    above, below = int(match[2] or match[4]), int(match[3] or match[5])
+    if below == 0:
+        return None
+    value = Fraction(above, below)
+    return Quantity(-value if match[1] == "-" else value, "", None)
+
+
+_SIGNS = {
+    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "≤": r"\leq ", "≥": r"\geq ",
+    "≠": r"\neq ", "±": r"\pm ", "∞": r"\infty ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "°": r"^\circ ",
+    "²": "^{2}", "³": "^{3}", "**": "^", r"\left": "", r"\right": "", r"\dfrac": r"\frac", r"\tfrac": r"\frac",
+}  # fmt: skip
+_COMMANDS = (
+    "frac|sqrt|pi|cdot|times|div|pm|infty|theta|alpha|beta|gamma|delta|lambda|mu|phi|omega|sin|cos|tan|cot|log|ln|exp|"
+    "circ|leq|geq|neq|le|ge|ne|lt|gt|cup|cap"
+)
+_MATHEMATICAL = re.compile(
+    rf"(?:\\(?:{_COMMANDS})(?![A-Za-z])|\\[{{}}]|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])|[0-9.+\-*/^=<>(){{}}\[\],|_ ])+"
+)
+_SIGN_OF_MATHEMATICS = re.compile(r"[0-9\\+*^=<>]")
+_NOT_ONE_EXPRESSION = re.compile(r"\d\s+\d|\d\.\d*\.|\d\s*_|[*/+^_=-]\s*$")
+_DATE_OR_RANGE = re.compile(r"\s*\d+(?:\s*-\s*\d+|(?:\s*[-/]\s*\d+){2,})\s*")
+_INFINITE_BOUND = re.compile(r"(?:^|(?<=[(\[,<>]))\s*[+-]?\s*\\infty\s*(?=[,)\]<>]|$)")
+_VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
+_EXPONENT = re.compile(r"\^\s*(?:\{([^{}^]*)\}|([A-Za-z0-9])|(-\d)|\\circ)")
+_ASSIGNMENT = re.compile(r"\s*[A-Za-z](?:_\w)?\s*=\s*([^=]+)")
+_LONGEST_FORMULA, _DEEPEST = 200, 6
+
+
+def same_open_answer(gold: str, answer: str) -> bool:
+    """Return whether `answer` states the open answer `gold`.
+
+    Numbers are compared as exact values. math-verify decides only where both sides are formulas: it would take the last
+    number out of any text ("3 dogs" and "3 cats") and words for products of letters ("on" and "no"). Everything else is
+    compared without differences of case, white space and final punctuation.
+    """
+    gold, answer = unwrap_open(gold), unwrap_open(answer)
+    if not normalise(answer):
+        return False
+    first, second = read_quantity(gold), read_quantity(answer)
+    if first is not None and second is not None:
+        return first.equals(second)
+    if normalise(gold) == normalise(answer):
+        return True
+    return _same_formula(_formula(gold), _formula(answer))
+
+
+def unwrap_open(text: str) -> str:
+    r"""Return `text` in half width without white space, emphasis, paired dollars, `\boxed{}` or `\( \)` around it."""
+    text = half_width(text).strip(" \t\r\n*`").rstrip(".。").strip()
+    if re.fullmatch(r"\\\(.*\\\)|\\\[.*\\\]", text, re.DOTALL):
+        text = text[2:-2]
+    paired = text.startswith("$") == text.endswith("$")
+    return unwrap(text) if paired else text
+
+
+def _formula(text: str) -> str:
+    text = text.rstrip(" .,;:。")
+    for sign, latex in _SIGNS.items():
+        text = text.replace(sign, latex)
+    text = re.sub(r"(?<![A-Za-z\\])sqrt\s?\(([^()]*)\)", r"\\sqrt{\1}", text)
+    return re.sub(r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi ", text).strip()
+
+
+def _same_formula(gold: str, answer: str) -> bool:
+    if max(len(gold), len(answer)) > _LONGEST_FORMULA or not _SIGN_OF_MATHEMATICS.search(gold):
+        return False
+    golds, answers = _split_list(gold), _split_list(answer)
+    if len(golds) != len(answers):
+        return False
+    if len(golds) > 1:
+        return all(same_open_answer(*pair) for pair in zip(golds, answers, strict=True))
+    if "=" not in gold and (assigned := _ASSIGNMENT.fullmatch(answer)):
+        return same_open_answer(gold, assigned[1])
+    if "=" not in answer and (assigned := _ASSIGNMENT.fullmatch(gold)):
+        return same_open_answer(assigned[1], answer)
+    if set(_VARIABLE.findall(gold)) != set(_VARIABLE.findall(answer)):  # math-verify takes letters for units: 3m for 3
+        return False
+    if gold.count("=") != answer.count("=") or not (_is_formula(gold) and _is_formula(answer)):
+        return False
+    return same_formula(gold, answer)
+
+
+def _split_list(text: str) -> list[str]:
+    """Split at the commas outside brackets; a list is compared in its order."""
+    parts = [""]
+    for character, depth in zip(text, _depths(text), strict=True):
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+def _depths(text: str) -> Iterator[int]:
+    """How many brackets are open behind each character."""
+    return accumulate((character in "([{") - (character in ")]}") for character in text)
+
+
+def _is_formula(text: str) -> bool:
+    if not _MATHEMATICAL.fullmatch(text) or _NOT_ONE_EXPRESSION.search(text) or _DATE_OR_RANGE.fullmatch(text):
+        return False
+    if "\\infty" in _INFINITE_BOUND.sub("", text) or (re.search(r"[=<>]", text) and not _VARIABLE.search(text)):
+        return False
+    return max(_depths(text), default=0) <= _DEEPEST and _has_small_powers(text)
+
+
+def _has_small_powers(text: str) -> bool:
+    """Return whether evaluating `text` cannot take long: no towers of powers, no large exponents."""
+    exponents = list(_EXPONENT.finditer(text))
+    if len(exponents) != text.count("^"):
+        return False
+    product = 1
+    for match in exponents:
+        if text[match.end() :].lstrip().startswith("^"):
+            return False
+        for digits in re.findall(r"\d+", match[0]):
+            if len(digits) > 4:
+                return False
+            product *= max(int(digits), 1)
+    of_brackets = re.search(r"[)\]}]\s*\^", text) is not None
+    return product <= (16 if of_brackets else 10_000) and max(map(len, re.findall(r"\d+", text)), default=0) <= 30
+
+
+_SECONDS = 5.0
+
+
+@lru_cache(maxsize=1024)
+def same_formula(gold: str, answer: str) -> bool:
+    """Return whether math-verify takes the LaTeX formulas for equal; False if it has to compute for more than seconds.
+
+    Args:
+        gold: the right formula, without dollar signs.
+        answer: the stated formula, without dollar signs.
+    """
+    from math_verify import LatexExtractionConfig, parse, verify
+    from math_verify.errors import TimeoutException
+
+    # Limits are of computing time, so that a reward does not depend on what else runs; math-verify's own is of time.
+    limited = _by_signal if threading.current_thread() is threading.main_thread() else _by_profile
+    for name in ("math_verify.parser", "math_verify.grader"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        with limited(_SECONDS, TimeoutException):
+            parsed = [
+                parse(f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
+                for text in (gold, answer)
+            ]
+            return bool(verify(*parsed, timeout_seconds=None))
+    except (Exception, TimeoutException):
+        return False
+
+
+@contextmanager
+def _by_signal(seconds: float, error: type[BaseException]) -> Iterator[None]:
+    """Raise `error` when the process has computed for `seconds` in this block, and again should it be caught."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise error
+
+    before = signal.signal(signal.SIGVTALRM, interrupt)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+@contextmanager
+def _by_profile(seconds: float, error: type[BaseException]) -> Iterator[None]:
+    """Raise `error` at the first call of a function after this thread has computed for `seconds` in this block."""
+    soonest, end, previous = time.monotonic() + seconds, time.thread_time() + seconds, sys.getprofile()
+
+    def check(frame: Any, event: str, argument: Any) -> None:
+        if time.monotonic() > soonest and time.thread_time() > end:
+            raise error
+
+    sys.setprofile(check)
+    try:
+        yield
+    finally:
+        sys.setprofile(previous)

@@ -4,7 +4,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from types import FunctionType
 from typing import Any
 
 from vgr_trl.registries import declares
@@ -36,7 +35,7 @@ def vgr_reward(
     Raises:
         RewardError: the values are not those of whole groups.
     """
-    return _by_group(completions, vgr, num_generations, lambda group, rows: _rank(group))
+    return _by_group(len(vgr), num_generations, lambda rows: _ranks([vgr[row] for row in rows]))
 
 
 @needs_whole_groups("vgr", optional=("solution", "choices", "label_idx"))
@@ -80,14 +79,16 @@ def hard_negative_rewards(
         RewardError: the values are not those of whole groups.
     """
 
-    def reward(group: list[float | None], rows: range) -> list[float | None]:
-        right = [i for i, row in enumerate(rows) if accuracy[row] == 1]
-        rewards = [None if accuracy[row] is None else 0.0 for row in rows]
-        for i, rank in zip(right, _rank([group[i] for i in right]), strict=True):
-            rewards[i] = None if rank is None else (rank - 0.5) * (len(right) > 1)
+    def of_group(rows: range) -> list[float | None]:
+        right = [row for row in rows if accuracy[row] == 1]
+        ranks = dict(zip(right, _ranks([vgr[row] for row in right]), strict=True))
+        rewards: list[float | None] = []
+        for row in rows:
+            rank = ranks.get(row, 0.5 if accuracy[row] is not None else None)
+            rewards.append(None if rank is None else (rank - 0.5) * (len(right) > 1))
         return rewards
 
-    return _by_group(accuracy, vgr, num_generations, reward)
+    return _by_group(len(vgr), num_generations, of_group)
 
 
 def mdi_reward(
@@ -108,16 +109,17 @@ def mdi_reward(
         N rewards in [-1, 1]; None where VGR is undefined.
 
     Raises:
-        RewardError: there is not one VGR per completion, or R is not above 1.
+        RewardError: R is not above 1.
     """
-    _check_length(completions, vgr)
     ratios = [mdi_balance_ratio] * len(vgr) if isinstance(mdi_balance_ratio, int | float) else mdi_balance_ratio
     if not all(math.isfinite(ratio) and ratio > 1 for ratio in ratios):
         raise RewardError(f"mdi_balance_ratio is {mdi_balance_ratio}: give a number above 1.")
-    return [None if _undefined(v) else _balance(v, ratio) for v, ratio in zip(vgr, ratios, strict=True)]
+    return [_balance(v, ratio) for v, ratio in zip(vgr, ratios, strict=True)]
 
 
-def _balance(vgr: Any, ratio: float) -> float:
+def _balance(vgr: float | None, ratio: float) -> float | None:
+    if vgr is None or math.isnan(vgr):
+        return None
     distance = abs(math.log(vgr)) if vgr > 0 else math.inf
     return 2 * min(max(1 - distance / math.log(ratio), 0.0), 1.0) - 1
 
@@ -137,35 +139,18 @@ def region_reward(
 
 
 def _by_group(
-    completions: Sequence[Any],
-    vgr: Sequence[float | None],
-    num_generations: int | Sequence[int],
-    reward: Callable[[list[float | None], range], list[float | None]],
+    count: int, num_generations: int | Sequence[int], of_group: Callable[[range], list[float | None]]
 ) -> list[float | None]:
-    _check_length(completions, vgr)
     size = read_num_generations(num_generations) or 1
-    if size < 1 or len(vgr) % size:
+    if size < 1 or count % size:
         raise RewardError(
-            f"There are {len(vgr)} completions with num_generations {size}: give those of whole groups, the "
-            "completions of a prompt one after another."
+            f"There are {count} completions with num_generations {size}: give those of whole groups, the completions "
+            "of a prompt one after another."
         )
-    rewards: list[float | None] = []
-    for start in range(0, len(vgr), size):
-        rows = range(start, start + size)
-        rewards += reward([vgr[row] for row in rows], rows)
-    return rewards
+    return [reward for start in range(0, count, size) for reward in of_group(range(start, start + size))]
 
 
-def _check_length(completions: Sequence[Any], vgr: Sequence[float | None]) -> None:
-    if len(vgr) != len(completions):
-        raise RewardError(f"vgr has {len(vgr)} values for {len(completions)} completions: give one for each.")
-
-
-def _undefined(value: float | None) -> bool:
-    return value is None or math.isnan(value)
-
-
-def _rank(group: Sequence[float | None]) -> list[float | None]:
+def _ranks(group: Sequence[float | None]) -> list[float | None]:
     finite = [value for value in group if value is not None and math.isfinite(value)]
     first, third = 0.0, 0.0
     if len(finite) > 1:
@@ -176,15 +161,9 @@ def _rank(group: Sequence[float | None]) -> list[float | None]:
             return None
         if math.isinf(value):
             return 0.0
-        if third - first < _SMALLEST_SPREAD:
-            return 0.5
-        return min(max((third - value) / (third - first), 0.0), 1.0)
+        return 0.5 if third - first < _SMALLEST_SPREAD else min(max((third - value) / (third - first), 0.0), 1.0)
 
     return [rank(value) for value in group]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rewards of attention that count as far as the completions of a prompt differ in accuracy.
 
 
 _MIDDLES: dict[Any, float] = {vgr_reward: 0.5, vgr_hard_negative_reward: 0.0, mdi_reward: 0.0}
@@ -204,18 +183,14 @@ def scaled_by_accuracy(rewards: Iterable[Any]) -> list[Any]:
         RewardError: none of them is.
     """
     rewards = list(rewards)
-    changed = [_scaled(reward) if _is_of_attention(reward) else reward for reward in rewards]
-    if changed == rewards:
-        shown = " ".join(getattr(reward, "__name__", type(reward).__name__) for reward in rewards)
+    scaled = [_scaled(reward) if any(reward is each for each in _MIDDLES) else reward for reward in rewards]
+    if scaled == rewards:
+        names = " ".join(getattr(reward, "__name__", type(reward).__name__) for reward in rewards)
         raise RewardError(
-            f"attention_reward_scale is accuracy, but the reward functions are {shown or 'none'}: name vgr, "
+            f"attention_reward_scale is accuracy, but the reward functions are {names or 'none'}: name vgr, "
             "vgr_hard_negative or mdi there, or give none."
         )
-    return changed
-
-
-def _is_of_attention(reward: Any) -> bool:
-    return isinstance(reward, FunctionType) and reward in _MIDDLES
+    return scaled
 
 
 def _scaled(reward: Any) -> Any:
@@ -227,17 +202,13 @@ def _scaled(reward: Any) -> Any:
         rewards: list[float | None] = reward(completions, num_generations=num_generations, **kwargs)
         accuracy = accuracy_reward(completions, **kwargs)
         size = read_num_generations(num_generations) or 1
-        scales = [_spread(accuracy[start : start + size]) for start in range(0, len(accuracy), size)]
-        return [_drawn(value, middle, scales[row // size]) for row, value in enumerate(rewards)]
+        scales = [_twice_deviation(accuracy[start : start + size]) for start in range(0, len(accuracy), size)]
+        pairs = [(value, scales[row // size]) for row, value in enumerate(rewards)]
+        return [None if v is None or scale is None else middle + scale * (v - middle) for v, scale in pairs]
 
     return scaled
 
 
-def _spread(accuracy: Sequence[float | None]) -> float | None:
-    """Twice the standard deviation of what is known of a group's accuracy, in [0, 1]."""
+def _twice_deviation(accuracy: Sequence[float | None]) -> float | None:
     known = [value for value in accuracy if value is not None]
     return 2 * statistics.pstdev(known) if known else None
-
-
-def _drawn(value: float | None, middle: float, scale: float | None) -> float | None:
-    return None if value is None or scale is None else middle + scale * (value - middle)

@@ -1,4 +1,4 @@
-"""How rewards come to a trainer: by name, path or file of EasyR1, weighted by step, and what they said."""
+"""How rewards come to a trainer: by name, path or file of EasyR1, weighted by step, and their results checked."""
 
 import inspect
 import math
@@ -17,142 +17,16 @@ from typing import Any
 from vgr_trl import registries
 from vgr_trl.registries import import_file
 from vgr_trl.rewards.accuracy import accuracy_reward, blind_accuracy_reward
-from vgr_trl.rewards.answers import completion_text, shown
+from vgr_trl.rewards.answers import completion_text, excerpt
 from vgr_trl.rewards.attention import mdi_reward, region_reward, vgr_hard_negative_reward, vgr_reward
 from vgr_trl.rewards.groups import WholeGroups, at_most, innermost, is_asynchronous, without_limit
 from vgr_trl.rewards.simple import get_soft_overlong_punishment, tag_count_reward, think_format_reward
 from vgr_trl.utils import ConfigError, RewardError, kill_workers, pool
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What a reward function returned: a number or None for each completion, else an error that names the function.
-
-
-_CONTAINERS = (list, dict)
-
-
-def checked(
-    reward: Any,
-    name: str,
-    on_nan: Callable[[str, int], None],
-    trainer: object = None,
-    seconds: float | None = None,
-) -> Callable[..., Any]:
-    """Return `reward`, asynchronous if it is, such that it returns a list of floats and Nones or fails with its name.
-
-    Args:
-        reward: called with keywords only, `completions` among them.
-        on_nan: called with the name and the number of NaN that the reward returned, if there are any.
-        trainer: passed as `trainer` to a reward that takes it, by name or among `**kwargs`, and does not hand on its
-            own; None: to none.
-        seconds: that one call may take; None: any number. Asynchronous rewards, which limit themselves, may take any.
-    """
-    given = {"trainer": trainer} if trainer is not None and _takes(reward, "trainer") else {}
-    if is_asynchronous(innermost(reward)):
-
-        async def call_async(**kwargs: Any) -> list[float | None]:
-            try:
-                returned = await reward(**given | kwargs)
-            except TypeError as error:
-                if not _brings_its_own(error, given):
-                    raise
-                returned = await reward(**kwargs)
-            return _read(returned, len(kwargs["completions"]), name, on_nan)
-
-        return call_async
-
-    def call(**kwargs: Any) -> list[float | None]:
-        with at_most(seconds, name), _as_given(kwargs):
-            try:
-                returned = reward(**given | kwargs)
-            except TypeError as error:
-                if not _brings_its_own(error, given):
-                    raise
-                returned = reward(**kwargs)
-            return _read(returned, len(kwargs["completions"]), name, on_nan)  # a generator computes here
-
-    return call
-
-
-@contextmanager
-def _as_given(columns: dict[str, Any]) -> Iterator[None]:
-    """After this block all lists and dicts in the columns are what they were: others read them too."""
-    before = [(each, each.copy()) for each in _containers(list(columns.values()))]
-    yield
-    for each, items in before:
-        each.clear()
-        each.extend(items) if isinstance(each, list) else each.update(items)
-
-
-def _containers(items: Iterable[Any]) -> Iterator[Any]:
-    """The lists and dicts among `items`, and those in them; images and tensors are left alone."""
-    for item in items:
-        if isinstance(item, _CONTAINERS):
-            yield item
-            yield from _containers(item.values() if isinstance(item, dict) else item)
-
-
-def _brings_its_own(error: TypeError, given: dict[str, Any]) -> bool:
-    """Whether a wrapper with `**kwargs` hands on a trainer of its own; from now on it gets none."""
-    if not given or "multiple values for keyword argument 'trainer'" not in str(error):
-        return False
-    given.clear()
-    return True
-
-
-def _takes(reward: Any, name: str) -> bool:
-    """Whether a reward can be called with a keyword that no `functools.partial` has bound."""
-    if name in getattr(reward, "keywords", {}):
-        return False
-    try:
-        parameters = inspect.signature(reward).parameters
-    except ValueError:  # a built-in function without a signature
-        return False
-    return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-
-
-def _read(returned: Any, count: int, name: str, on_nan: Callable[[str, int], None]) -> list[float | None]:
-    expected = f"return a list of one number per completion ({count}), None where it does not apply"
-    if isinstance(returned, str | bytes | Mapping | Set) or not hasattr(returned, "__iter__"):
-        raise RewardError(f"The reward {name} returned {shown(returned)} ({type(returned).__name__}): {expected}.")
-    values = list(returned)
-    if len(values) != count:
-        raise RewardError(f"The reward {name} returned {len(values)} rewards: {expected}.")
-    rewards = [_number(value, row, name) for row, value in enumerate(values)]
-    if undefined := sum(reward is not None and math.isnan(reward) for reward in rewards):
-        on_nan(name, undefined)
-    return rewards
-
-
-def _number(value: Any, row: int, name: str) -> float | None:
-    if value is None:
-        return None
-    number = value.item() if getattr(value, "shape", None) == () else value
-    if not isinstance(number, Real):
-        raise RewardError(
-            f"The reward {name} returned {shown(value)} ({type(value).__name__}) for completion {row}: give a number, "
-            "or None where it does not apply."
-        )
-    try:
-        return float(number)
-    except OverflowError:  # infinite rewards are refused by all processes together
-        return math.inf if value > 0 else -math.inf
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Reward files in the form of EasyR1 and MTRL, called as TRL calls a reward.
-#
-# Such a function takes a dict per completion (`response`, `response_length`, `ground_truth`, `prompt`) and returns
-# its
-# scores, of which `overall` is the reward. Sequential: one dict in, with the `images` too; a dict of scores or a pair
-# (reward, metrics) out. Batch: a list of the completions of all processes in, a list out, or a pair of lists.
-
-
 OVERALL = "overall"
 FORMS = ("batch", "sequential")
 _pool = cache(pool)
 _PARAMETERS = {"reward_inputs": "batch", "reward_input": "sequential", "data_dict": "sequential"}
-_OF_TRL = ("prompts", "completions", "completion_ids")
-_MARKS = ("REWARD_TYPE", "REWARD_NAME")
 
 
 @dataclass(frozen=True)
@@ -174,195 +48,6 @@ class FileOptions:
             raise RewardError(f"reward_type is {self.form!r}: give one of {', '.join(FORMS)}.")
         if isinstance(self.processes, bool) or not isinstance(self.processes, int) or self.processes < 1:
             raise RewardError(f"reward_num_cpus is {self.processes!r}: give a number of processes, at least 1.")
-
-
-def is_scored(function: Any) -> bool:
-    """Whether `function` is in the form of EasyR1 or MTRL: by its parameter, or by what its module says of itself."""
-    if not inspect.isfunction(function):
-        return False
-    names = list(inspect.signature(function).parameters)
-    if not names or set(names) & set(_OF_TRL):
-        return False
-    return names[0] in _PARAMETERS or any(hasattr(sys.modules.get(function.__module__), mark) for mark in _MARKS)
-
-
-def scored_reward(function: Callable[..., Any], key: str, options: FileOptions) -> "ScoredFile":
-    """Return the score `key` of what `function` returns as a reward.
-
-    Raises:
-        RewardError: the function does not take the arguments that it is to be given.
-    """
-    parameters = inspect.signature(function).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    unknown = [] if takes_all else [name for name in options.arguments if name not in parameters]
-    if unknown:
-        raise RewardError(
-            f"reward_function_kwargs has {unknown[0]!r}, which {function.__name__} does not take: it takes "
-            f"{', '.join(list(parameters)[1:]) or 'no more arguments'}."
-        )
-    return ScoredFile(_Scores(function, options), key)
-
-
-def share_scores(rewards: Sequence[Any]) -> None:
-    """Let the scores of a function be computed once where several of `rewards` are among them."""
-    first: dict[Any, _Scores] = {}
-    for reward in rewards:
-        if isinstance(reward, ScoredFile):
-            reward.scores = first.setdefault(reward.scores.function, reward.scores)
-
-
-class ScoredFile:
-    """One of the scores of a function as a reward; the others are logged by that of `overall`."""
-
-    def __init__(self, scores: "_Scores", key: str) -> None:
-        self.scores, self.key = scores, key
-        self.__name__ = scores.function.__name__ if key == OVERALL else key
-
-    @property
-    def source(self) -> str:
-        """The text of the file, and how it is called."""
-        return f"{Path(inspect.getfile(self.scores.function)).read_text(encoding='utf-8')}{self.scores.options}"
-
-    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        """Return this score of each completion."""
-        found = self.scores.of(completions, columns)
-        log = columns.get("log_metric")
-        if self.key == OVERALL and log is not None and found:
-            for key in sorted({key for row in found for key in row}):
-                values = [float(row[key]) for row in found if isinstance(row.get(key), Real)]
-                if values:
-                    log(f"reward/{key}", sum(values) / len(values))
-        return [self._of(row) for row in found]
-
-    def _of(self, row: Mapping[str, Any]) -> Any:
-        if self.key not in row:
-            raise RewardError(
-                f"{self.scores.function.__name__} returned no {self.key!r}, but {', '.join(row) or 'nothing'}: name "
-                "one of these."
-            )
-        return row[self.key]
-
-
-class _Scores:
-    def __init__(self, function: Callable[..., Any], options: FileOptions) -> None:
-        self.function, self.options = function, options
-        module = sys.modules.get(function.__module__)
-        by_parameter = _PARAMETERS.get(next(iter(inspect.signature(function).parameters)), "batch")
-        self.form = str(getattr(module, "REWARD_TYPE", None) or options.form or by_parameter)
-        if self.form not in FORMS:
-            raise RewardError(f"{function.__name__} has REWARD_TYPE {self.form!r}: it can be {' or '.join(FORMS)}.")
-        self._given: tuple[Any, Any] = None, None
-        self._found: list[dict[str, Any]] = []
-
-    def of(self, completions: Sequence[Any], columns: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the scores of the completions of this process."""
-        given = completions, columns.get("solution")
-        if any(new is not old for new, old in zip(given, self._given, strict=True)):
-            images = (columns.get("images") or columns.get("image")) if self.form == "sequential" else None
-            self._given, self._found = given, self._scored(_rows(completions, columns, images))
-        return self._found
-
-    def _scored(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        if self.form == "sequential":
-            return [self._read(returned) for returned in self._one_by_one(rows)]
-        everything, start = _of_all_processes(rows)
-        found = self._read_all(self.function(everything, **self.options.arguments), len(everything))
-        return found[start : start + len(rows)]
-
-    def _one_by_one(self, rows: list[dict[str, Any]]) -> list[Any]:
-        arguments = dict(self.options.arguments)
-        if self.options.processes == 1:
-            return [self.function(row, **arguments) for row in rows]
-        where = inspect.getfile(self.function), self.function.__name__, arguments
-        workers = _pool(self.options.processes)
-        try:
-            return list(workers.map(_score_elsewhere, [where] * len(rows), rows, chunksize=4))
-        except BaseException as error:  # the limit of reward_timeout among them
-            with without_limit():
-                kill_workers(workers)
-                _pool.cache_clear()
-            if not isinstance(error, BrokenProcessPool):
-                raise
-            raise RewardError(
-                f"A process of {self.function.__name__} ended unexpectedly, for want of memory or by the function "
-                "itself: mend it, or lower reward_num_cpus."
-            ) from error
-
-    def _read_all(self, returned: Any, count: int) -> list[dict[str, Any]]:
-        if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
-            rewards, metrics = returned
-            columns = {key: list(values) for key, values in metrics.items()} | {OVERALL: list(rewards)}
-            lengths = {len(values) for values in columns.values()}
-            returned = [dict(zip(columns, row, strict=False)) for row in zip(*columns.values(), strict=False)]
-            if len(lengths) > 1:
-                raise RewardError(f"{self.function.__name__} returned lists of the lengths {sorted(lengths)}.")
-        if isinstance(returned, Mapping) or not hasattr(returned, "__len__") or len(returned) != count:
-            raise RewardError(
-                f"{self.function.__name__} returned {_shown(returned)} for a batch of {count} completions: return a "
-                "list with the scores of each, or set REWARD_TYPE to sequential in its file."
-            )
-        return [self._read(row) for row in returned]
-
-    def _read(self, returned: Any) -> dict[str, Any]:
-        if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
-            return {**returned[1], OVERALL: returned[0]}
-        if isinstance(returned, Mapping):
-            return dict(returned)
-        if isinstance(returned, Real) or getattr(returned, "shape", None) == ():
-            return {OVERALL: returned}
-        raise RewardError(
-            f"{self.function.__name__} returned {_shown(returned)} for a completion: return its scores, a dict with "
-            f"{OVERALL!r}, or a pair (reward, metrics)."
-        )
-
-
-def _of_all_processes(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
-    """The rows of all processes, and the place of the first of this one."""
-    from accelerate import PartialState  # with torch, which processes of a sequential function do without
-    from accelerate.utils import gather_object
-
-    state = PartialState()
-    if state.num_processes == 1:
-        return rows, 0
-    with without_limit():
-        return gather_object(rows), sum(gather_object([len(rows)])[: state.process_index])
-
-
-def _score_elsewhere(where: tuple[str, str, dict[str, Any]], row: dict[str, Any]) -> Any:
-    file, name, arguments = where
-    return getattr(import_file(file, "reward", RewardError), name)(row, **arguments)
-
-
-def _rows(completions: Sequence[Any], columns: Mapping[str, Any], images: Any) -> list[dict[str, Any]]:
-    count = len(completions)
-    ids = columns.get("completion_ids") or [None] * count
-    prompts = columns.get("prompts") or [None] * count
-    solutions = columns.get("solution") or [None] * count
-    rows = []
-    for i, completion in enumerate(completions):
-        text = completion_text(completion)
-        row = {"response": text, "response_length": len(text if ids[i] is None else ids[i])}
-        rows.append(row | {"ground_truth": solutions[i], "prompt": _asked(prompts[i])})
-        if images is not None:
-            rows[-1]["images"] = images[i] if isinstance(images[i], list) else [images[i]]
-    return rows
-
-
-def _asked(prompt: Any) -> str | None:
-    if not isinstance(prompt, list):
-        text: str | None = prompt
-        return text
-    questions = [message for message in prompt if message.get("role") == "user"]
-    return completion_text([{**questions[-1], "role": "assistant"}]) if questions else None
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rewards by name: those of this library and of installed packages, dotted paths, and files.
 
 
 for _names, _reward in (
@@ -411,13 +96,15 @@ def load_rewards(
         RewardError: one cannot be loaded, or is named twice, whose metrics would be one.
     """
     specs = [specs] if isinstance(specs, str) else list(specs)
-    rewards = [
-        _loaded(spec, max_completion_length, soft_punish_cache, files or FileOptions(), options or {}) for spec in specs
-    ]
+    files, options = files or FileOptions(), options or {}
+    rewards = [_loaded(spec, max_completion_length, soft_punish_cache, files, options) for spec in specs]
     for place, reward in enumerate(rewards):
         if reward in rewards[:place] or specs[place] in specs[:place]:
             raise RewardError(f"The reward {specs[place]} is named twice: name it once, and give it a larger weight.")
-    share_scores(rewards)
+    first: dict[Any, ScoredFile] = {}
+    for reward in rewards:
+        if isinstance(reward, ScoredFile):  # the scores of a function are computed once for all its rewards
+            reward.computed = first.setdefault(reward.function, reward).computed
     return rewards
 
 
@@ -448,12 +135,12 @@ def load_reward(
             declares no such option.
     """
     reward = _loaded(spec, max_completion_length, soft_punish_cache, files or FileOptions(), options or {})
-    own = registries.option_class(reward, _registry_shown(reward))
+    own = registries.option_class(reward, reward_name(reward))
     known = [] if own is None else [field.name for field in fields(own)]
     for name in options or ():
         if name not in known:
             accepted = ", ".join(known) or "none, as it declares none"
-            raise RewardError(f"The reward {_registry_shown(reward)} has no option {name!r}: give {accepted}.")
+            raise RewardError(f"The reward {reward_name(reward)} has no option {name!r}: give {accepted}.")
     return reward
 
 
@@ -464,21 +151,25 @@ def _loaded(
     files: FileOptions,
     options: Mapping[str, Any],
 ) -> Callable[..., Any]:
-    if not isinstance(spec, str):
-        reward = _limited(registries.rewards.load(spec), repr(spec), max_completion_length, soft_punish_cache)
-        return _bound(reward, repr(spec), options) if options else reward
-    name, key = _KEY.fullmatch(spec.strip()).groups()  # type: ignore[union-attr]  # the first part takes anything
-    found = registries.rewards.load(name)
-    if is_scored(found):
-        return scored_reward(found, key or OVERALL, files)
+    name, key = _KEY.fullmatch(spec.strip()).groups() if isinstance(spec, str) else (spec, None)  # type: ignore[union-attr]  # the first part takes anything
+    reward = registries.rewards.load(name)
+    if is_scored(reward) and isinstance(spec, str):
+        return ScoredFile(reward, key or OVERALL, files)
     if key is not None:
         raise RewardError(f"The reward {spec!r} names the score {key!r}, but {name} returns one number: drop [{key}].")
-    return _bound(_limited(found, repr(name), max_completion_length, soft_punish_cache), name, options)
+    if reward is get_soft_overlong_punishment:
+        if max_completion_length is None:
+            raise RewardError(
+                f"The reward {name!r} needs max_completion_length, which is None: give it as a number of tokens."
+            )
+        cache = max_completion_length // 5 if soft_punish_cache is None else soft_punish_cache
+        return get_soft_overlong_punishment(max_completion_length, cache)
+    return reward if reward is spec and not options else _bound(reward, repr(name), options)
 
 
-def _bound(reward: Callable[..., Any], shown: str, given: Mapping[str, Any]) -> Callable[..., Any]:
+def _bound(reward: Callable[..., Any], name: str, given: Mapping[str, Any]) -> Callable[..., Any]:
     """The reward with its own options as named arguments, if it declares any."""
-    options = registries.option_class(reward, shown)
+    options = registries.option_class(reward, name)
     if options is None:
         return reward
     filled = partial(reward, **vars(registries.option_values(options, given)))
@@ -500,33 +191,156 @@ def hardened(rewards: Iterable[Any]) -> list[Any]:
     rewards = list(rewards)
     changed = [_HARD.get(reward, reward) if isinstance(reward, str | FunctionType) else reward for reward in rewards]
     if not any(reward in _HARD.values() for reward in changed if isinstance(reward, str | FunctionType)):
-        shown = " ".join(reward if isinstance(reward, str) else _registry_shown(reward) for reward in rewards)
+        names = " ".join(map(reward_name, rewards))
         raise RewardError(
-            f"vgr_hard_negative is on, but the reward functions are {shown or 'none'}: name vgr there, or switch it "
+            f"vgr_hard_negative is on, but the reward functions are {names or 'none'}: name vgr there, or switch it "
             "off."
         )
     return changed
 
 
-def _registry_shown(reward: Any) -> str:
-    return str(getattr(reward, "__name__", type(reward).__name__))
+def is_scored(function: Any) -> bool:
+    """Whether `function` is in the form of EasyR1 or MTRL: by its parameter, or by what its module says of itself."""
+    if not inspect.isfunction(function):
+        return False
+    names = list(inspect.signature(function).parameters)
+    if not names or set(names) & {"prompts", "completions", "completion_ids"}:
+        return False
+    module = sys.modules.get(function.__module__)
+    return names[0] in _PARAMETERS or hasattr(module, "REWARD_TYPE") or hasattr(module, "REWARD_NAME")
 
 
-def _limited(
-    reward: Callable[..., Any], shown: str, max_completion_length: int | None, soft_punish_cache: int | None
-) -> Callable[..., Any]:
-    if reward is get_soft_overlong_punishment:
-        if max_completion_length is None:
+class ScoredFile:
+    """One of the scores of a function in the form of EasyR1 as a reward; that of `overall` logs the others.
+
+    Such a function takes a dict per completion (`response`, `response_length`, `ground_truth`, `prompt`) and returns
+    its scores, of which `overall` is the reward. Sequential: one dict in, with the `images` too; a dict of scores or a
+    pair (reward, metrics) out. Batch: a list of the completions of all processes in, a list out, or a pair of lists.
+
+    Raises:
+        RewardError: the function does not take the arguments that it is to be given, or its file names no form.
+    """
+
+    def __init__(self, function: Callable[..., Any], key: str, options: FileOptions) -> None:
+        self.__name__ = function.__name__ if key == OVERALL else key
+        self.function, self.key, self.file_options = function, key, options
+        self.source = f"{Path(inspect.getfile(function)).read_text(encoding='utf-8')}{options}"
+        self.computed: dict[str, Any] = {}  # the last completions and their scores, also of other keys of the function
+        parameters = inspect.signature(function).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        if unknown := [name for name in options.arguments if not takes_all and name not in parameters]:
             raise RewardError(
-                f"The reward {shown} needs max_completion_length, which is None: give it as a number of tokens."
+                f"reward_function_kwargs has {unknown[0]!r}, which {function.__name__} does not take: it takes "
+                f"{', '.join(list(parameters)[1:]) or 'no more arguments'}."
             )
-        cache = max_completion_length // 5 if soft_punish_cache is None else soft_punish_cache
-        return get_soft_overlong_punishment(max_completion_length, cache)
-    return reward
+        of_module = getattr(sys.modules.get(function.__module__), "REWARD_TYPE", None)
+        self.form = str(of_module or options.form or _PARAMETERS.get(next(iter(parameters)), "batch"))
+        if self.form not in FORMS:
+            raise RewardError(f"{function.__name__} has REWARD_TYPE {self.form!r}: it can be {' or '.join(FORMS)}.")
+
+    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        """Return this score of each completion of this process."""
+        solution = columns.get("solution")
+        last = self.computed.get("of")
+        if last is None or last[0] is not completions or last[1] is not solution:
+            scores = self._scored(_rows(completions, columns, with_images=self.form == "sequential"))
+            self.computed.update(of=(completions, solution), scores=scores)
+        scores = self.computed["scores"]
+        if self.key == OVERALL and (log := columns.get("log_metric")) is not None:
+            for key in sorted({key for row in scores for key in row}):
+                if values := [float(row[key]) for row in scores if isinstance(row.get(key), Real)]:
+                    log(f"reward/{key}", sum(values) / len(values))
+        for row in scores:
+            if self.key not in row:
+                raise RewardError(
+                    f"{self.function.__name__} returned no {self.key!r}, but {', '.join(row) or 'nothing'}: name one "
+                    "of these."
+                )
+        return [row[self.key] for row in scores]
+
+    def _scored(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if self.form == "sequential":
+            return [self._read(returned) for returned in self._one_by_one(rows)]
+        from accelerate import PartialState  # with torch, which processes of a sequential function do without
+        from accelerate.utils import gather_object
+
+        with without_limit():
+            everything, lengths = gather_object(rows), gather_object([len(rows)])
+        scores = self._read_all(self.function(everything, **self.file_options.arguments), len(everything))
+        start = sum(lengths[: PartialState().process_index])
+        return scores[start : start + len(rows)]
+
+    def _one_by_one(self, rows: list[dict[str, Any]]) -> list[Any]:
+        arguments = dict(self.file_options.arguments)
+        if self.file_options.processes == 1:
+            return [self.function(row, **arguments) for row in rows]
+        where = inspect.getfile(self.function), self.function.__name__, arguments
+        workers = _pool(self.file_options.processes)
+        try:
+            return list(workers.map(_score_elsewhere, [where] * len(rows), rows, chunksize=4))
+        except BaseException as error:  # the limit of reward_timeout among them
+            with without_limit():
+                kill_workers(workers)
+                _pool.cache_clear()
+            if not isinstance(error, BrokenProcessPool):
+                raise
+            raise RewardError(
+                f"A process of {self.function.__name__} ended unexpectedly, for want of memory or by the function "
+                "itself: correct it, or lower reward_num_cpus."
+            ) from error
+
+    def _read_all(self, returned: Any, count: int) -> list[dict[str, Any]]:
+        if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
+            columns = {**returned[1], OVERALL: returned[0]}
+            if len(lengths := {len(values) for values in columns.values()}) > 1:
+                raise RewardError(f"{self.function.__name__} returned lists of the lengths {sorted(lengths)}.")
+            returned = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        if not isinstance(returned, list | tuple) or len(returned) != count:
+            raise RewardError(
+                f"{self.function.__name__} returned {excerpt(returned)} ({type(returned).__name__}) for a batch of "
+                f"{count} completions: return a list with the scores of each, or set REWARD_TYPE to sequential in its "
+                "file."
+            )
+        return [self._read(row) for row in returned]
+
+    def _read(self, returned: Any) -> dict[str, Any]:
+        if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
+            return {**returned[1], OVERALL: returned[0]}
+        if isinstance(returned, Mapping):
+            return dict(returned)
+        if isinstance(returned, Real) or getattr(returned, "shape", None) == ():
+            return {OVERALL: returned}
+        raise RewardError(
+            f"{self.function.__name__} returned {excerpt(returned)} ({type(returned).__name__}) for a completion: "
+            f"return its scores, a dict with {OVERALL!r}, or a pair (reward, metrics)."
+        )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Which weights the rewards have at a step.
+def _score_elsewhere(where: tuple[str, str, dict[str, Any]], row: dict[str, Any]) -> Any:
+    file, name, arguments = where
+    return getattr(import_file(file, "reward", RewardError), name)(row, **arguments)
+
+
+def _rows(completions: Sequence[Any], columns: Mapping[str, Any], with_images: bool) -> list[dict[str, Any]]:
+    absent = [None] * len(completions)
+    ids, prompts, solutions = (columns.get(name) or absent for name in ("completion_ids", "prompts", "solution"))
+    images = (columns.get("images") or columns.get("image")) if with_images else None
+    rows = []
+    for i, completion in enumerate(completions):
+        text = completion_text(completion)
+        row = {"response": text, "response_length": len(text if ids[i] is None else ids[i])}
+        rows.append(row | {"ground_truth": solutions[i], "prompt": _question(prompts[i])})
+        if images is not None:
+            rows[-1]["images"] = images[i] if isinstance(images[i], list) else [images[i]]
+    return rows
+
+
+def _question(prompt: Any) -> str | None:
+    if not isinstance(prompt, list):
+        text: str | None = prompt
+        return text
+    questions = [message for message in prompt if message.get("role") == "user"]
+    return completion_text([{**questions[-1], "role": "assistant"}]) if questions else None
 
 
 def reward_name(reward: Any) -> str:
@@ -563,8 +377,8 @@ class RewardSchedule:
             ConfigError: the number of weights is not that of the rewards, or a weight is not a finite number.
         """
         names = [reward_name(reward) for reward in rewards]
-        regular = _checked("reward_weights", reward_weights, names)
-        early = _checked("early_reward_weights", early_reward_weights, names)
+        regular = _weights("reward_weights", reward_weights, names)
+        early = _weights("early_reward_weights", early_reward_weights, names)
         return cls(regular if regular is not None else (1.0,) * len(names), early)
 
     @property
@@ -581,29 +395,16 @@ class RewardSchedule:
         return list(self.early if self.early is not None and step < early_steps else self.regular)
 
 
-def _checked(option: str, weights: Sequence[float] | None, names: list[str]) -> tuple[float, ...] | None:
+def _weights(option: str, weights: Sequence[float] | None, names: list[str]) -> tuple[float, ...] | None:
     if weights is None:
         return None
-    listed = ", ".join(names)
-    if not isinstance(weights, list | tuple):
-        raise ConfigError(f"{option} is {weights!r}: give a list with a number per function ({listed}).")
-    if len(weights) != len(names):
+    numbers = [weight for weight in weights if isinstance(weight, int | float) and math.isfinite(weight)]
+    if len(numbers) != len(weights) or len(numbers) != len(names):
         raise ConfigError(
-            f"{option} has {_count(len(weights), 'value')} but there {'is' if len(names) == 1 else 'are'} "
-            f"{_count(len(names), 'reward function')} ({listed}): give one weight per function, in this order."
+            f"{option} is {weights!r}, {len(weights)} values but there are {len(names)} reward functions "
+            f"({', '.join(names)}): give one weight per function, a finite number, in this order."
         )
-    for weight, name in zip(weights, names, strict=True):
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-            raise ConfigError(f"{option} is {weight!r} for {name}: give a finite number per function ({listed}).")
-    return tuple(float(weight) for weight in weights)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Whether a reward function can be called with what TRL will pass, seen before anything is generated.
+    return tuple(map(float, numbers))
 
 
 ALWAYS_PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -621,16 +422,18 @@ def check_callable(reward: Any, columns: Iterable[str]) -> None:
         reward: a reward function; models are not looked at.
         columns: of the data, each of which is passed as a list.
     """
-    columns = list(columns)
-    missing = _missing(reward, columns)
-    name = getattr(reward, "__name__", type(reward).__name__)
+    columns, name = list(columns), reward_name(reward)
+    needed = reward.required if isinstance(reward, WholeGroups) else ()
+    missing = [column for column in needed if column not in {*columns, *ALWAYS_PASSED}]
+    if reads_solution(reward) and not {"solution", "label_idx"} & set(columns):
+        missing = ["solution"]
     if missing:
-        raise RewardError(f"The reward {name} needs the column {missing!r}, but the data have {columns}: add it.")
+        raise RewardError(f"The reward {name} needs the column {missing[0]!r}, but the data have {columns}: add it.")
     if isinstance(reward, WholeGroups) or not callable(reward) or hasattr(reward, "forward"):
         return
-    passed = dict.fromkeys([*ALWAYS_PASSED, *(column for column in columns if column not in ("prompt", "completion"))])
     try:
-        inspect.signature(reward).bind(**passed)
+        passed = dict.fromkeys([*ALWAYS_PASSED, *columns])
+        inspect.signature(reward).bind(**{key: None for key in passed if key not in ("prompt", "completion")})
     except TypeError as error:
         raise RewardError(
             f"The reward {name} cannot be called with what is passed to it ({error}): take `completions`, the columns "
@@ -640,9 +443,88 @@ def check_callable(reward: Any, columns: Iterable[str]) -> None:
         return
 
 
-def _missing(reward: Any, columns: list[str]) -> str | None:
-    if reads_solution(reward) and not {"solution", "label_idx"} & set(columns):
-        return "solution"
-    if isinstance(reward, WholeGroups):
-        return next((name for name in reward.required if name not in {*columns, *ALWAYS_PASSED}), None)
-    return None
+def checked(
+    reward: Any,
+    name: str,
+    on_nan: Callable[[str, int], None],
+    trainer: object = None,
+    seconds: float | None = None,
+) -> Callable[..., Any]:
+    """Return `reward`, asynchronous if it is, such that it returns a list of floats and Nones or fails with its name.
+
+    Args:
+        reward: called with keywords only, `completions` among them.
+        on_nan: called with the name and the number of NaN that the reward returned, if there are any.
+        trainer: passed as `trainer` to a reward that takes it, by name or among `**kwargs`; None: to none.
+        seconds: that one call may take; None: any number. Asynchronous rewards, which limit themselves, may take any.
+    """
+    given = {"trainer": trainer} if trainer is not None and _takes(reward, "trainer") else {}
+    if is_asynchronous(innermost(reward)):
+
+        async def call_async(**kwargs: Any) -> list[float | None]:
+            return _read(await reward(**given | kwargs), len(kwargs["completions"]), name, on_nan)
+
+        return call_async
+
+    def call(**kwargs: Any) -> list[float | None]:
+        with at_most(seconds, name), _restored(kwargs):
+            return _read(reward(**given | kwargs), len(kwargs["completions"]), name, on_nan)  # a generator runs here
+
+    return call
+
+
+@contextmanager
+def _restored(columns: dict[str, Any]) -> Iterator[None]:
+    """After this block all lists and dicts in the columns are what they were: others read them too."""
+    before = [(each, each.copy()) for each in _containers(list(columns.values()))]
+    yield
+    for each, items in before:
+        each.clear()
+        each.extend(items) if isinstance(each, list) else each.update(items)
+
+
+def _containers(items: Iterable[Any]) -> Iterator[Any]:
+    """The lists and dicts among `items`, and those in them; images and tensors are left alone."""
+    for item in items:
+        if isinstance(item, list | dict):
+            yield item
+            yield from _containers(item.values() if isinstance(item, dict) else item)
+
+
+def _takes(reward: Any, name: str) -> bool:
+    """Whether a reward can be called with a keyword that no `functools.partial` has bound."""
+    if name in getattr(reward, "keywords", {}):
+        return False
+    try:
+        parameters = inspect.signature(reward).parameters
+    except ValueError:  # a built-in function without a signature
+        return False
+    return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def _read(returned: Any, count: int, name: str, on_nan: Callable[[str, int], None]) -> list[float | None]:
+    expected = f"return a list of one number per completion ({count}), None where it does not apply"
+    if isinstance(returned, str | bytes | Mapping | Set) or not hasattr(returned, "__iter__"):
+        raise RewardError(f"The reward {name} returned {excerpt(returned)} ({type(returned).__name__}): {expected}.")
+    values = list(returned)
+    if len(values) != count:
+        raise RewardError(f"The reward {name} returned {len(values)} rewards: {expected}.")
+    rewards = [_number(value, row, name) for row, value in enumerate(values)]
+    if undefined := sum(reward is not None and math.isnan(reward) for reward in rewards):
+        on_nan(name, undefined)
+    return rewards
+
+
+def _number(value: Any, row: int, name: str) -> float | None:
+    if value is None:
+        return None
+    number = value.item() if getattr(value, "shape", None) == () else value
+    if not isinstance(number, Real):
+        raise RewardError(
+            f"The reward {name} returned {excerpt(value)} ({type(value).__name__}) for completion {row}: give a "
+            "number, or None where it does not apply."
+        )
+    try:
+        return float(number)
+    except OverflowError:  # all processes refuse infinite rewards together
+        return math.inf if value > 0 else -math.inf

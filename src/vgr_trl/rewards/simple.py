@@ -1,15 +1,12 @@
 """Rewards of form: the format of a completion, and its length."""
 
+import math
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
 from vgr_trl.rewards.answers import completion_text
 from vgr_trl.utils import RewardError
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Format: thought, then answer; or the tags of both, each for itself.
-
 
 _HANGUL_FILLERS = "\u115f\u1160\u3164\uffa0"  # letters to Unicode, but nothing to see
 _LINES = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
@@ -59,10 +56,6 @@ def _says_something(text: str) -> bool:
     return any(character.isalnum() and character not in _HANGUL_FILLERS for character in text)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Length: a penalty that grows over the last tokens before the limit.
-
-
 class SoftOverlongPunishment:
     """The reward that `get_soft_overlong_punishment` returns; a class, so that it can be pickled."""
 
@@ -77,12 +70,10 @@ class SoftOverlongPunishment:
         return [self._reward(len(ids)) for ids in completion_ids]
 
     def _reward(self, length: int) -> float:
-        free = self.max_completion_len - self.soft_punish_cache
-        if length <= free:
-            return 0.0
+        over = length - (self.max_completion_len - self.soft_punish_cache)
         if length > self.max_completion_len:
             return -1.0
-        return (free - length) / self.soft_punish_cache
+        return -over / self.soft_punish_cache if over > 0 else 0.0
 
     def __repr__(self) -> str:
         return f"get_soft_overlong_punishment({self.max_completion_len}, {self.soft_punish_cache})"
@@ -100,17 +91,10 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
     Raises:
         RewardError: an argument is out of range.
     """
-    if not _is_integer(max_completion_len) or max_completion_len < 1:
-        raise RewardError(
-            f"max_completion_len is {max_completion_len!r}: give a number of tokens, an integer of at least 1."
-        )
-    if not _is_integer(soft_punish_cache) or not 0 <= soft_punish_cache <= max_completion_len:
-        raise RewardError(
-            f"soft_punish_cache is {soft_punish_cache!r}: give a number of tokens, an integer in "
-            f"[0, max_completion_len = {max_completion_len}]."
-        )
+    for name, value, smallest, largest in (
+        ("max_completion_len", max_completion_len, 1, math.inf),
+        ("soft_punish_cache", soft_punish_cache, 0, max_completion_len),
+    ):
+        if isinstance(value, bool) or not isinstance(value, Integral) or not smallest <= value <= largest:
+            raise RewardError(f"{name} is {value!r}: give an integer number of tokens in [{smallest}, {largest}].")
     return SoftOverlongPunishment(int(max_completion_len), int(soft_punish_cache))
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -1,0 +1,306 @@
+"""Which answer a completion states, by hand from `Stated answer` in definitions.md."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vgr_trl.rewards import accuracy_reward
+from vgr_trl.rewards.answers import completion_text, names_another, read_labelled, read_letter
+from vgr_trl.utils import RewardError
+
+CHOICES = ["red", "green", "blue dog", "a big dog"]
+
+
+def stated(text, choices=CHOICES):
+    """The letters for which `text` is right."""
+    rewards = accuracy_reward([text] * len(choices), list(range(len(choices))), [choices] * len(choices))
+    return "".join(letter for letter, reward in zip("ABCDEFGHIJ", rewards, strict=False) if reward)
+
+
+ONE = {
+    "in the tag": [
+        ("<answer>B</answer>", "B"), ("<answer> ｂ。 </answer>", "B"), ("<answer>（Ｂ）</answer>", "B"),
+        ("<answer>B)</answer>", "B"), ("<answer>**B**</answer>", "B"), ("<answer>$\\boxed{B}$</answer>", "B"),
+        ("<Answer>B：</Answer>", "B"), ("<answer>\n(C) blue dog\n</answer>", "C"),
+        ("<answer>C. Blue  Dog.</answer>", "C"),
+    ],
+    "text of an option": [("<answer>blue dog</answer>", "C"), ("<answer>A BIG\nDOG.</answer>", "D")],
+    "the last tag": [
+        ("<answer>A</answer> no: <answer>B</answer>", "B"), ("<answer><answer>B</answer></answer>", "B"),
+        ("<answer>B</answer> Answer: A", "B"), ("Answer: A <answer>B</answer>", "B"),
+        ("<answer>A or B</answer> so <answer>B</answer>", "B"),
+    ],
+    "never a thought": [
+        ("<think>Answer: A</think><answer>B</answer>", "B"), ("Answer: A</think>Answer: B", "B"),
+    ],
+    "a label": [
+        ("The image shows (A) and (C). Answer: B", "B"), ("**Answer**: B", "B"), ("Final Answer: C. blue dog", "C"),
+        ("answer：B", "B"), ("Answer:\nB", "B"), ("Answer: A. Wait.\nAnswer: B", "B"),
+        ("Answer: D. A big dog. Yes.", "D"),
+        ("Answer: B!", "B"), ("Answer: A (red)", "A"), ("Answer: B\n\nBecause it grows.", "B"),
+        ("Wrong answer: A\nAnswer: B", "B"), ("答案: (B)", "B"), ("答案：Ｂ", "B"),
+    ],
+    "a sentence": [
+        ("the answer is: b.", "B"), ("So the final answer is (B).", "B"), ("The correct answer is option B.", "B"),
+        ("The answer is B because it grows.", "B"), ("The answer is B, green.", "B"), ("The answer is \\(B\\).", "B"),
+        ("Answer: B. I think so.", "B"), ("Answer: B, since x = 2", "B"), ("Answer: b, a fine one", "B"),
+        ("正确答案是B。因为是草。", "B"),
+    ],
+    "an option by its word": [
+        ("选项 B", "B"), ("选项B，绿色", "B"), ("故选：B", "B"), ("应选（B）", "B"), ("不选A，选B", "B"),
+    ],
+    "a box": [
+        ("So \\boxed{\\text{B}}. Not A.", "B"), ("Of A and B I choose \\boxed{B}", "B"),
+        ("not \\boxed{A}. So \\boxed{B}", "B"),
+    ],
+    "one letter in parentheses": [("It must be (B), as (b) grows.", "B"), ("结果（Ｂ）", "B")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ONE)
+def test_states_one_option(kind):
+    assert [(text, stated(text)) for text, _ in ONE[kind]] == ONE[kind]
+
+
+NONE = {
+    "nothing": ["", "B", "green", "Answer:", "<answer></answer>", "<answer> \n </answer>", "\\boxed{}",
+        "<answer>\u200b</answer>"],
+    "not closed": ["<answer>B", "\\boxed{B", "<think>Answer: B", "</answer>B<answer>"],
+    "a thought": ["<think><answer>B</answer></think>", "Answer: B</think>", "<answer><think>B</think></answer>"],
+    "an empty tag counts before a label": ["<answer></answer> Answer: B"],
+    "no option's letter": ["<answer>E</answer>", "<answer>K</answer>", "(E)", "Answer: 1", "Answer: Α", "Answer: А"],
+    "two letters": [
+        "Answer: A; B", "Answer: A. Or B.", "Answer: A, red. B, green.", "Answer: A and C", "Answer: A-D",
+        "Answer: A (B)",
+        "Answer: A? B!", "Answer: a. or b", "Answer: A\nB", "Answer: A\n- B", "Answer: A, not B",
+        "**Answer:** A. **B**",
+        "答案：A、B", "答案：A。B也可能", "选A或B", "The answer is A. B is possible.", "\\boxed{A} or \\boxed{B}",
+        "\\boxed{A}/B", "A or \\boxed{B}", "\\boxed{A,B}", "<answer>A, B</answer>", "<answer>(A)(B)</answer>",
+        "<answer>A\nB</answer>", "(A) or (B)", "（A）（B）",
+    ],
+    "a letter and another text": [
+        "Answer: A, green", "Answer: A. red / green", "<answer>A. green</answer>", "<answer>red or green</answer>",
+    ],
+    "a refusal": [
+        "The answer is not A", "Answer: not A", "答案不是A", "不能选A", "排除选项A", "It can't be (A)", "不是（A）",
+        "Wrong answer: A", "错误答案：A", "Answer: A is wrong", "Answer: A?", "Answer: anything but A",
+    ],
+    "a word": [
+        "Answer: a big cat", "The answer is a big dog", "<answer>A cat</answer>", "Answer: I think", "Answer: A+",
+        "Answer: A_1", "Answer: Apple", "答案是A型血", "Answer: vitamin C", "f(B) is a function",
+        "<answer>B because</answer>",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NONE)
+def test_states_no_single_option(kind):
+    assert [(text, stated(text)) for text in NONE[kind]] == [(text, "") for text in NONE[kind]]
+
+
+def test_letters_count_before_texts():
+    choices = ["B", "A", "x"]
+    assert accuracy_reward(["<answer>B</answer>"] * 2, [0, 1], [choices] * 2) == [0.0, 1.0]
+    assert accuracy_reward(["<answer>F</answer>"], ["F"], [["F", "G", "H"]]) == [1.0]  # letters A, B, C: F is a text
+    assert accuracy_reward(["<answer>cat</answer>"], [0], [["cat", "Cat.", "dog"]]) == [0.0]  # two of that text
+
+
+LETTER = st.sampled_from("ABCDEFGHIJ")
+FORM = st.sampled_from(
+    [
+        "Answer: {}",
+        "答案：{}",
+        "The answer is {}.",
+        "\\boxed{{{}}}",
+        "<answer>{}</answer>",
+        "选项 {}",
+        "**Answer:** ({})",
+    ]
+)
+SEPARATOR = st.sampled_from(
+    ["; ", ",", " or ", " and ", ". Or ", "/", " & ", "、", "。", " 或 ", " - ", ".\n", ") (", ". Maybe ", ", not "]
+)
+
+
+@given(FORM, LETTER, st.integers(2, 10), st.booleans())
+def test_a_letter_in_any_form_is_right_for_its_option_alone(form, letter, count, lower):
+    choices = [f"option number {i}" for i in range(count)]
+    expected = letter if "ABCDEFGHIJ".index(letter) < count else ""
+    assert stated(form.format(letter.lower() if lower else letter), choices) == expected
+
+
+@settings(max_examples=200)
+@given(st.lists(LETTER, min_size=2, max_size=4, unique=True), SEPARATOR, FORM, st.booleans())
+def test_two_letters_in_a_statement_are_no_option(letters, separator, form, lower):
+    text = separator.join(letters)
+    text = form.format(text.lower() if lower else text)
+    assert stated(text, [f"option number {i}" for i in range(10)]) == ""
+    assert accuracy_reward([text], ["B"]) == accuracy_reward([text], label_idx=[1]) == [0.0]
+
+
+@given(LETTER, st.from_regex(r"[a-z]{2,8}( [a-z]{2,8}){0,2}", fullmatch=True), st.booleans())
+def test_a_word_behind_the_letter_makes_it_no_letter(letter, words, lower):
+    letter = letter.lower() if lower else letter
+    assert read_letter(f"{letter} {words}", ["nothing"] * 10) is None
+    assert read_letter(f"{letter} {words}", [words] * 10) == letter.upper()
+
+
+PIECES = st.sampled_from(
+    [
+        "<think>",
+        "</think>",
+        "<answer>",
+        "</answer>",
+        "Answer:",
+        "答案是",
+        "选",
+        "the answer is ",
+        "\\boxed{",
+        "}",
+        "(",
+        ")",
+    ]
+    + ["A", "Ｃ", "d", ".", "：", " ", "\n", "or", "because", "blue dog", "7", "^", "$", "\ud800"]
+)
+
+
+@settings(max_examples=200)
+@given(st.lists(st.one_of(PIECES, st.text(st.characters(exclude_categories=()), max_size=5)), max_size=30).map("".join))
+def test_any_text_is_right_for_at_most_one_option(text):
+    assert len(stated(text)) <= 1
+    assert accuracy_reward([f"<answer>{text}"], ["5"])[0] in (0.0, 1.0)
+
+
+NAMING = [
+    ("it is green", "A", False), ("B", "A", True), ("A", "A", False), ("b", "A", True), ("so b", "A", False),
+    ("so b", "a", True), ("or b", "A", True), ("(b)", "A", True), ("I think", "A", False), ("I or J", "A", True),
+    ("a dog", "B", False), ("a or c", "b", True), ("A dog", "B", True), ("B2 or C3", "A", False), ("it's", "A", False),
+    ("B's", "A", True), ("也可能是B", "A", True), ("Ｂ", "A", True), ("I'm", "B", False), ("x = 3", "A", False),
+]  # fmt: skip
+
+
+def test_naming_another_option():
+    assert [(text, letter, names_another(text, letter)) for text, letter, _ in NAMING] == NAMING
+
+
+LABELLED = [
+    ("B) blue", "B"), ("(b) blue", "B"), ("（Ｂ）blue", "B"), ("**B) blue**", "B"), ("B)", None), ("B. blue", None),
+    ("K) blue", None), ("B) blue C) red", None), ("B) blue\nred", None), ("AB) blue", None), ("(B blue", None),
+]  # fmt: skip
+
+
+def test_labelled_options():
+    assert [(text, read_labelled(text)) for text, _ in LABELLED] == LABELLED
+
+
+STATES_B = [
+    "<answer>(B)</answer>", "Answer: B.", "It is (B)", "<answer>b</answer>", "<answer>B) blue</answer>", "选项 B",
+    "Answer: B) blue", "Answer: B. blue", "the answer is B, blue", "\\boxed{B}",
+]  # fmt: skip
+NOT_B = [
+    "<answer>C</answer>", "(B) or (C)", "<answer>A) blue</answer>", "<answer>B) blue or C) red</answer>",
+    "Answer: B or C",
+    "<answer>blue</answer>", "<answer>1</answer>", "Answer: not B", "<answer></answer>", "<answer>B blue</answer>", "B",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("column", ["solution", "label_idx"])
+@pytest.mark.parametrize(
+    "right", ["B", "ｂ", "(B)", "B.", "B) blue", "(B) blue dog", "<answer>B</answer>", np.int64(1), 1.0]
+)
+def test_a_letter_without_choices_is_compared_with_the_stated_letter(column, right):
+    if column == "solution" and not isinstance(right, str):
+        assert accuracy_reward(["<answer>1</answer>", "<answer>B</answer>"], [right] * 2) == [1.0, 0.0]
+        return
+    texts = [*STATES_B, *NOT_B]
+    expected = [1.0] * len(STATES_B) + [0.0] * len(NOT_B)
+    assert accuracy_reward(texts, **{column: [right] * len(texts)}) == expected
+
+
+def test_label_idx_stands_in_for_solution():
+    completions = ["<answer>B</answer>"] * 3
+    assert accuracy_reward(completions, choices=[CHOICES] * 3, label_idx=[1, "B", 0]) == [1.0, 1.0, 0.0]
+    assert accuracy_reward(completions, [None, "B", None], [CHOICES] * 3, label_idx=[1, 0, None]) == [1.0, 1.0, None]
+    assert accuracy_reward(["<answer>1</answer>"], label_idx=["1"]) == [1.0]
+    assert accuracy_reward(completions) == [None] * 3
+
+
+OPEN = [
+    "Answer: **12**", "答案：12", "答案是12。因为有12个。", "The answer is 12. It was counted.", "\\boxed{\\text{12}}",
+    "Answer: 11\nAnswer: 12", "<think>Answer: 11</think> Answer: 12", "11</think><answer>12</answer>",
+]  # fmt: skip
+NOT_OPEN = [
+    "12", "(12)", "<think>\\boxed{12}", "<answer>12", "Answer: 12 or 13", "\\boxed{12", "The answer is 12. Or 13.",
+    "The answer is 12; 13.", "The answer is 12. 13 is possible.", "答案是12。也可能是13。",
+    "\\boxed{12} or \\boxed{13}", "Answer: 12. Or 13.", "答案：12、13", "Wrong answer: 12",
+    "<answer>12</answer><answer>13</answer>",
+]  # fmt: skip
+
+
+def test_statement_of_an_open_answer():
+    assert [accuracy_reward([text] * 2, ["12", "11"]) for text in OPEN] == [[1.0, 0.0]] * len(OPEN)
+    assert accuracy_reward(NOT_OPEN, ["12"] * len(NOT_OPEN)) == [0.0] * len(NOT_OPEN)
+
+
+def test_called_as_trl_calls_it():
+    parts = [{"type": "text", "text": "<answer>"}, {"type": "text", "text": "A</answer>"}, {"type": "image"}]
+    rewards = accuracy_reward(
+        prompts=[[{"role": "user", "content": "?"}]] * 4,
+        completions=[
+            [{"role": "assistant", "content": "<answer>B</answer>"}],
+            [{"role": "assistant", "content": parts}],
+            [{"role": "assistant", "content": None}, {"role": "tool", "content": "<answer>B</answer>"}],
+            [{"role": "tool", "content": "Answer: A"}, {"role": "assistant", "content": "Answer: 4"}],
+        ],
+        completion_ids=[[1], [2], [3], [4]],
+        solution=["B", "B", "B", "4"],
+        choices=[CHOICES, CHOICES, CHOICES, None],
+        image=[object()] * 4,
+        log_metric=print,
+    )
+    assert rewards == [1.0, 0.0, 0.0, 1.0]
+    assert all(type(value) is float for value in rewards)
+
+
+def test_messages_around_a_tool_are_on_lines_of_their_own():
+    parts = [{"role": "assistant", "content": text} for text in ("a", "b")]
+    assert completion_text([parts[0], {"role": "tool", "content": "c"}, parts[1]]) == "a\nb"
+
+
+@pytest.mark.parametrize(
+    ("completions", "solution", "match"),
+    [(["a", "b"], ["A"], "solution"), (["a", "b"], "AB", "solution"), ([None], ["A"], "NoneType")],
+)
+def test_columns_that_do_not_fit(completions, solution, match):
+    with pytest.raises(RewardError, match=match):
+        accuracy_reward(completions, solution)
+
+
+LONG = [
+    "<think>",
+    "<answer>",
+    "answer ",
+    "the final ",
+    "答案",
+    "选 ",
+    "\\boxed{",
+    "( ",
+    "(A)",
+    "B or ",
+    "*",
+    " ",
+    "\\text{",
+    "\ud800",
+    "1,000",
+    "9^",
+    "},{",
+]
+
+
+@pytest.mark.parametrize("piece", LONG)
+def test_long_texts_are_read_in_linear_time(piece):
+    """A pattern that backtracks would take hours for a million characters."""
+    long = piece * (1_000_000 // len(piece))
+    texts = [long, f"the answer is B{long}x", f"<answer>B{long}x</answer>", f"<answer>{long}x</answer>"]
+    assert len(accuracy_reward(texts, ["B", "B", "B", "2^{10}"], [["cat", "dog"]] * 3 + [None])) == 4

@@ -1,0 +1,424 @@
+"""How rewards come to a trainer, by hand from `Reward weights` in definitions.md, and what they may return."""
+
+import asyncio
+import contextlib
+import copy
+import functools
+import math
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from fractions import Fraction
+from functools import partial
+from importlib.metadata import EntryPoint, EntryPoints
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from math_verify import parse, verify
+
+from vgr_trl import registries
+from vgr_trl.rewards import (
+    RewardSchedule,
+    accuracy_reward,
+    gather_groups,
+    get_soft_overlong_punishment,
+    load_reward,
+    load_rewards,
+    mdi_reward,
+    needs_whole_groups,
+    think_format_reward,
+    vgr_hard_negative_reward,
+    vgr_reward,
+)
+from vgr_trl.rewards.loading import check_callable, checked, hardened, reward_name
+from vgr_trl.utils import ConfigError, RewardError
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty working directory; what is imported from it is forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", ".")])
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "reward"),
+    [
+        ("accuracy", accuracy_reward), ("accuracy_reward", accuracy_reward),
+        ("vgr_trl.rewards:accuracy_reward", accuracy_reward),
+        (" vgr_trl.rewards.think_format_reward ", think_format_reward), ("format", think_format_reward),
+        ("vgr", vgr_reward),
+        ("vgr_hard_negative", vgr_hard_negative_reward), ("mdi", mdi_reward),
+    ],
+)  # fmt: skip
+def test_rewards_by_name(name, reward):
+    assert load_reward(name) is reward
+
+
+def test_length_by_name():
+    """Lmax = 100 and c = 20, a fifth unless given: 90 tokens give −0.5."""
+    for name in ("length", "soft_overlong", "vgr_trl.rewards.get_soft_overlong_punishment"):
+        assert load_reward(name, max_completion_length=100, soft_punish_cache=20)([[1] * 90]) == [-0.5]
+    assert load_reward("length", max_completion_length=100)([[1] * 90, [1] * 80]) == [-0.5, 0.0]
+    with pytest.raises(RewardError, match="max_completion_length"):
+        load_reward("length")
+
+
+def test_several_in_order():
+    rewards = load_rewards(["format", "length", accuracy_reward], max_completion_length=10)
+    assert [reward.__name__ for reward in rewards] == [
+        "think_format_reward", "soft_overlong_punishment_reward", "accuracy_reward",
+    ]  # fmt: skip
+    assert load_rewards("accuracy") == [accuracy_reward]
+    assert load_rewards([]) == []
+
+
+@pytest.mark.parametrize("names", [["format", "format"], ["accuracy", "format", "accuracy_reward"], ["length"] * 2])
+def test_a_reward_named_twice(names):
+    with pytest.raises(RewardError, match=f"The reward {names[-1]} is named twice: name it once"):
+        load_rewards(names, max_completion_length=8)
+
+
+@pytest.mark.parametrize(("name", "match"), [("acuracy", "Did you mean accuracy"), (3, "int")])
+def test_names_that_nothing_has(name, match):
+    with pytest.raises(RewardError, match=match):
+        load_reward(name)
+
+
+def test_function_of_a_file(folder):
+    (folder / "my_rewards.py").write_text("def my_reward(completions, **kwargs): return [5.0] * len(completions)")
+    reward = load_reward("my_rewards.py:my_reward")
+    assert reward(["x", "y"]) == [5.0, 5.0]
+    assert load_reward(f"{folder}/my_rewards.py:my_reward") is reward
+    assert load_reward("my_rewards.my_reward") is reward
+    assert pickle.loads(pickle.dumps(reward)) is reward
+    with pytest.raises(RewardError, match="my_reward"):
+        load_reward("my_rewards.py:mine")
+
+
+def test_file_in_another_folder_with_the_name_of_an_installed_module(folder):
+    other = folder / "sub"
+    other.mkdir()
+    (other / "json.py").write_text("def my_reward(completions, **kwargs): return [0.5]")
+    reward = load_reward("sub/json.py:my_reward")
+    assert reward([""]) == [0.5]
+    assert load_reward("./sub/json.py:my_reward") is reward
+    assert pickle.loads(pickle.dumps(reward)) is reward
+    assert sys.modules["json"].loads("1") == 1
+
+
+def test_rewards_of_other_packages(monkeypatch):
+    def entry(name, value, package):
+        return EntryPoint(name, value, "vgr_trl.rewards")._for(SimpleNamespace(name=package))
+
+    entries = EntryPoints(
+        [entry("count", "builtins:len", "c"), entry("neat", "one:neat", "one"), entry("neat", "two:neat", "two")]
+    )
+    monkeypatch.setattr(registries, "entry_points", lambda **query: entries.select(**query))
+    assert load_reward("count") is len
+    with pytest.raises(RewardError, match="more than once, by one .* and by two"):
+        load_reward("neat")
+
+
+def test_hard_negatives_take_the_place_of_vgr():
+    own = functools.partial(accuracy_reward)
+    assert hardened([own, "vgr"]) == [own, "vgr_hard_negative"]
+    assert hardened([accuracy_reward, vgr_reward]) == [accuracy_reward, vgr_hard_negative_reward]
+    assert hardened(["vgr_hard_negative_reward"]) == ["vgr_hard_negative_reward"]
+    with pytest.raises(RewardError, match="the reward functions are accuracy partial: name vgr there"):
+        hardened(["accuracy", own])
+
+
+def test_rewards_are_imported_without_torch_and_trl():
+    code = (
+        "import sys, vgr_trl.rewards as r\n"
+        "assert r.load_rewards(['accuracy', 'format', 'length'], max_completion_length=8)\n"
+        "assert r.accuracy_reward(['<answer>2x+1</answer>'], ['1+2x']) == [1.0]\n"
+        "print([name for name in ('torch', 'trl', 'transformers') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"
+    assert result.stderr == ""
+
+
+REWARDS = [accuracy_reward, "models/judge-7b/", think_format_reward, get_soft_overlong_punishment(10, 2)]
+
+
+def test_early_weights_hold_while_the_step_is_below_the_early_steps():
+    schedule = RewardSchedule.for_rewards(REWARDS[:2], [1, 0.5], [0, 1])
+    assert schedule.changes
+    assert [schedule.weights_at(step, 3) for step in (0, 2, 3, 100)] == [[0.0, 1.0], [0.0, 1.0], [1.0, 0.5], [1.0, 0.5]]
+
+
+def test_without_early_weights_the_regular_ones_always_hold():
+    assert RewardSchedule.for_rewards(REWARDS, [1, 2, 3, 4]).weights_at(0, 5) == [1.0, 2.0, 3.0, 4.0]
+    assert RewardSchedule.for_rewards(REWARDS[:2]).weights_at(0, 5) == [1.0, 1.0]
+    assert not RewardSchedule.for_rewards(REWARDS[:2]).changes
+    assert not RewardSchedule.for_rewards(REWARDS[:2], None, [1, 1]).changes
+
+
+@pytest.mark.parametrize(
+    ("warmup", "total", "early"),
+    [(7, 100, 7), (0, 100, 10), (0, 30, 3), (0, 101, 11), (0, 5, 1), (0, 0, 0), (0, -1, 0)],
+)
+def test_early_steps_are_the_warm_up_or_a_tenth_of_all(warmup, total, early):
+    assert RewardSchedule((1.0,), (2.0,)).early_steps(warmup, total) == early
+
+
+@pytest.mark.parametrize("weights", [[1] * 3, [1] * 5, [], [1, math.nan, 1, 1], [1, math.inf, 1, 1], [1, None, 1, 1]])
+def test_weights_that_do_not_fit(weights):
+    with pytest.raises(ConfigError, match="early_reward_weights .*judge-7b"):
+        RewardSchedule.for_rewards(REWARDS, None, weights)
+
+
+class Judge:
+    """A reward that is an instance: a model, or an object that can be called."""
+
+    def __init__(self, path=None):
+        self.config = SimpleNamespace(_name_or_path=path)
+
+    def __call__(self, completions, **kwargs):
+        return [0.0 for _ in completions]
+
+
+@pytest.mark.parametrize(
+    ("reward", "name"),
+    [
+        (accuracy_reward, "accuracy_reward"),
+        ("folder/models/judge-7b/", "judge-7b"),
+        ("judge", "judge"),
+        (Judge("folder/models/judge-7b"), "judge-7b"),
+        (Judge(""), "Judge"),
+        (Judge(), "Judge"),
+        (partial(accuracy_reward), "partial"),
+    ],
+)
+def test_names_of_functions_paths_models_and_instances(reward, name):
+    assert reward_name(reward) == name
+
+
+def without_kwargs(completions):
+    return [0.0 for _ in completions]
+
+
+def with_a_column(completions, depth, **kwargs):
+    return [0.0 for _ in completions]
+
+
+def good(completions, **kwargs):
+    return [0.0 for _ in completions]
+
+
+@pytest.mark.parametrize(
+    "reward", [good, functools.partial(good), get_soft_overlong_punishment(10, 2), accuracy_reward, object()]
+)
+def test_rewards_that_can_be_called(reward):
+    check_callable(reward, ["prompt", "solution"])
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (without_kwargs, "The reward without_kwargs cannot be called .*unexpected keyword argument"),
+        (with_a_column, "The reward with_a_column cannot be called .*missing a required argument: 'depth'"),
+        (get_soft_overlong_punishment, "The reward get_soft_overlong_punishment cannot be called"),
+    ],
+)
+def test_rewards_that_cannot(reward, message):
+    with pytest.raises(RewardError, match=message):
+        check_callable(reward, ["prompt", "solution"])
+
+
+def test_an_accuracy_reward_without_a_solution_would_only_give_none():
+    for reward in (accuracy_reward, functools.partial(accuracy_reward)):
+        with pytest.raises(RewardError, match="accuracy_reward|partial"):
+            check_callable(reward, ["prompt", "answer"])
+        check_callable(reward, ["prompt", "label_idx"])
+
+
+def test_columns_of_whole_groups_are_known_before_the_first_generation():
+    @needs_whole_groups("vgr")
+    def rank(completions, vgr, num_generations, **kwargs):
+        return vgr
+
+    with pytest.raises(RewardError, match="The reward rank needs the column 'vgr'"):
+        check_callable(gather_groups(rank, list, 0), ["prompt"])
+    check_callable(gather_groups(rank, list, 0), ["prompt", "vgr"])
+
+
+def call(returned, count=2):
+    counted = []
+    rewards = checked(lambda completions, **kwargs: returned, "mine", lambda *nans: counted.append(nans))(
+        completions=["x"] * count, prompts=[]
+    )
+    return rewards, counted
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        [1, 0.5], (1.0, 0.5), np.array([1.0, 0.5]), torch.tensor([1.0, 0.5]), [np.float32(1), Fraction(1, 2)],
+        [True, torch.tensor(0.5)], [np.int64(1), np.array(0.5)], iter([1, 0.5]),
+    ],
+)  # fmt: skip
+def test_numbers_of_any_kind(returned):
+    rewards, counted = call(returned)
+    assert rewards == [1.0, 0.5]
+    assert [type(reward) for reward in rewards] == [float, float]
+    assert not counted
+
+
+def test_what_a_reward_does_to_its_arguments_is_undone():
+    def careless(completions, solution, **kwargs):
+        completions[0][0]["content"] = solution[0]
+        completions[1].clear()
+        solution[:] = ["x", "y", "z"]
+        return [1.0, 1.0]
+
+    def careless_within_rows(choices, completion_ids, meta, **kwargs):
+        choices[0].reverse()
+        completion_ids[1][:] = []
+        meta[0]["boxes"][0].append(5)
+        return [1.0, 1.0]
+
+    completions = [[{"role": "assistant", "content": "red"}], [{"role": "assistant", "content": "blue"}]]
+    columns = {
+        "completions": completions, "prompts": ["", ""], "solution": ["green", "blue"], "choices": [["a", "b"]] * 2,
+        "completion_ids": [[1, 2], [3]], "meta": [{"boxes": [[1, 2, 3, 4]]}, None], "image": [object(), object()],
+    }  # fmt: skip
+    given = {name: (values, copy.copy(values), copy.deepcopy(values)) for name, values in columns.items()}
+    for reward in (careless, careless_within_rows):
+        assert checked(reward, "careless", print)(**columns) == [1, 1]
+    for name, (values, same_rows, equal_rows) in given.items():
+        assert columns[name] is values
+        assert all(row is same for row, same in zip(values, same_rows, strict=True))
+        assert name == "image" or values == equal_rows
+
+
+def test_a_number_beyond_floats_is_infinite_which_all_processes_refuse_together():
+    assert call([10**400, -(10**400)])[0] == [math.inf, -math.inf]
+
+
+def test_nan_is_counted_and_none_is_not():
+    rewards, counted = call([math.nan, None, np.float32("nan"), 1.0], 4)
+    assert [math.isnan(reward) for reward in rewards[::2]] == [True, True]
+    assert rewards[1::2] == [None, 1.0]
+    assert counted == [("mine", 2)]
+    assert call([None, None]) == ([None, None], [])
+
+
+@pytest.mark.parametrize(
+    ("returned", "match"),
+    [
+        (["1.0", 1.0], "'1.0'.* completion 0"), ([1.0, [0.5]], r"\[0.5\].* completion 1"),
+        ([1.0, torch.ones(1)], "Tensor"),
+        ([1.0, 1j], "complex"), ([1.0], "1 rewards"), ([1.0] * 3, "3 rewards"), ("ab", "str"),
+        ({0: 1.0, 1: 2.0}, "dict"),
+        ({1.0, 2.0}, "set"), (1.0, "float"), (None, "NoneType"),
+    ],
+)  # fmt: skip
+def test_everything_else_is_an_error_with_the_name(returned, match):
+    with pytest.raises(RewardError, match=f"The reward mine returned .*{match}"):
+        call(returned)
+
+
+async def later(completions, value, **kwargs):
+    return [value] * len(completions)
+
+
+class Later:
+    async def __call__(self, completions, **kwargs):
+        return await later(completions, "no")
+
+
+def test_asynchronous_rewards_stay_so():
+    right = checked(functools.partial(later, value=1), "mine", print)
+    assert asyncio.run(right(completions=["x"] * 2)) == [1.0, 1.0]
+    for wrong in (functools.partial(later, value="no"), Later()):
+        with pytest.raises(RewardError, match=r"^The reward mine returned 'no' \(str\) for completion 0"):
+            asyncio.run(checked(wrong, "mine", print)(completions=["x"]))
+
+
+def test_the_trainer_reaches_rewards_that_take_it():
+    """Those of our users' scripts read `kwargs["trainer"]`; others are called as before."""
+    trainer = object()
+
+    def by_name(completions, trainer, **kwargs):
+        return [1.0 if trainer is given else 0.0 for given in [kwargs["expected"]] for _ in completions]
+
+    def among_others(completions, **kwargs):
+        return [1.0 if kwargs["trainer"] is kwargs["expected"] else 0.0 for _ in completions]
+
+    def without(completions, expected):
+        return [1.0 for _ in completions]
+
+    bound = functools.partial(by_name, trainer="bound")
+    for reward, expected in ((by_name, trainer), (among_others, trainer), (without, None), (bound, "bound")):
+        call = checked(reward, "mine", lambda *count: None, trainer=trainer)
+        assert call(completions=["x", "y"], expected=expected) == [1.0, 1.0]
+    unused = checked(lambda completions, **kwargs: [float("trainer" in kwargs)], "mine", lambda *count: None)
+    assert unused(completions=["x"]) == [0.0]
+
+
+def hang():
+    threading.Event().wait(900)
+
+
+def after_math_verify(completions, **kwargs):
+    verify(parse("$1$"), parse("$2$"))
+    hang()
+
+
+def after_an_alarm_of_its_own(completions, **kwargs):
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.alarm(900)
+    signal.alarm(0)
+    hang()
+
+
+def catching_everything(completions, **kwargs):
+    for _ in completions:
+        with contextlib.suppress(BaseException):
+            hang()
+    return [1.0] * len(completions)
+
+
+class Hangs:
+    def __del__(self):
+        hang()
+
+
+def in_del(completions, **kwargs):
+    for _ in completions:
+        Hangs()
+    return [1.0] * len(completions)
+
+
+def in_a_generator(completions, **kwargs):
+    for _ in completions:
+        hang()
+        yield 1.0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    "reward", [after_math_verify, after_an_alarm_of_its_own, catching_everything, in_del, in_a_generator]
+)
+def test_a_limit_holds_whatever_the_reward_does(reward):
+    parse("$1$")  # the first time it takes longer than the limit
+    alarm, urgent = signal.getsignal(signal.SIGALRM), signal.getsignal(signal.SIGURG)
+    limited = checked(reward, "mine", print, seconds=0.2)
+    try:
+        with pytest.raises(RewardError, match="The reward mine has not returned within reward_timeout=0.2 seconds"):
+            limited(completions=["x"] * 3, prompts=[])
+    finally:
+        signal.signal(signal.SIGALRM, alarm)
+    assert signal.getsignal(signal.SIGURG) is urgent

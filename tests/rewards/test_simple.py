@@ -1,0 +1,95 @@
+"""The rewards of format and length, by hand from `Rewards` in definitions.md."""
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vgr_trl.rewards import get_soft_overlong_punishment, think_format_reward
+from vgr_trl.rewards.simple import tag_count_reward
+from vgr_trl.utils import RewardError
+
+WELL_FORMED = [
+    "<think>a</think><answer>b</answer>",
+    " \n<think>\na\n</think>\n\n<answer>\nb\n</answer>\n",
+    "<think>a < b and c > d</think> <answer>-1</answer>",
+    "<think>看图</think><answer>五</answer>",
+    "<think>... 7 ...</think><answer>(B)</answer>",
+]
+BADLY_FORMED = [
+    "", "a", "<think></think><answer>b</answer>", "<think>a</think>", "<answer>b</answer>",
+    "<answer>b</answer><think>a</think>", "<think>a<answer>b</answer></think>", "<think>a<answer></think>b</answer>",
+    "<think>a</think><think>a</think><answer>b</answer>", "<think>a</think><answer>b</answer></answer>",
+    "<think>a<answer>b</answer>", "a</think><answer>b</answer>", "<think>a</think><answer>?</answer>",
+    "<think>...</think><answer>b</answer>", "<think>\u3164\u115f\u1160\uffa0</think><answer>b</answer>",
+    "<think>🤔</think><answer>b</answer>", "<THINK>a</THINK><ANSWER>b</ANSWER>",
+]  # fmt: skip
+
+
+def test_format():
+    assert think_format_reward(WELL_FORMED) == [1.0] * len(WELL_FORMED)
+    assert think_format_reward(BADLY_FORMED) == [0.0] * len(BADLY_FORMED)
+
+
+def test_called_as_trl_calls_it():
+    completions = [[{"role": "assistant", "content": [{"type": "text", "text": "<think>a</think><answer>b</answer>"}]}]]
+    assert think_format_reward(prompts=["?"], completions=completions, completion_ids=[[1]], trainer_state=None,
+                               solution=["B"], log_extra=print, log_metric=print) == [1.0]  # fmt: skip
+
+
+@given(st.text(st.characters(categories=("P", "S", "Z", "C", "M"), exclude_characters="<>"), max_size=20))
+def test_thought_or_answer_without_letter_digit_or_ideograph_is_empty(text):
+    assert think_format_reward(
+        [f"<think>{text}</think><answer>b</answer>", f"<think>a</think><answer>{text}</answer>"]
+    ) == [0, 0]
+    assert think_format_reward([f"<think>{text}a</think><answer>{text}5</answer>"]) == [1]
+
+
+@given(st.text(max_size=50))
+def test_text_around_the_parts_is_not_allowed(text):
+    expected = float(not text.strip())
+    assert think_format_reward([f"{text}<think>a</think><answer>b</answer>"]) == [expected]
+    assert think_format_reward([f"<think>a</think>{text}<answer>b</answer>"]) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think>\nred\n</think>\n<answer>\nA\n</answer>", 1.0),
+        ("<think>\nred</think>\n<answer>\nA\n</answer>", 0.75),
+        ("<think>red</think><answer>A</answer>", 0.0),
+        ("<think>\n<think>\nred", 0.0),
+        ("red\n</answer>", 0.25),
+    ],
+)
+def test_tags_on_lines_of_their_own_count_a_quarter_each(text, expected):
+    assert tag_count_reward([[{"role": "assistant", "content": text}]]) == [expected]
+
+
+def test_overlong_worked_case():
+    """Lmax = 100, c = 20: free up to 80; 85 is a quarter of the way, 90 half, 100 all of it."""
+    reward = get_soft_overlong_punishment(100, 20)
+    ids = [[1] * length for length in (0, 80, 85, 90, 100, 101, 500)]
+    assert reward(ids) == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0, -1.0]
+    assert reward(prompts=None, completions=None, completion_ids=ids[:1], trainer_state=None, log_extra=print) == [0.0]
+
+
+def test_without_a_cache_only_what_is_too_long_is_punished():
+    assert get_soft_overlong_punishment(10, 0)([[1] * 10, [1] * 11]) == [0.0, -1.0]
+
+
+def test_whole_length_as_cache():
+    assert get_soft_overlong_punishment(4, 4)([[], [1], [1] * 4]) == [0.0, -0.25, -1.0]
+
+
+def test_name_and_pickle():
+    reward = pickle.loads(pickle.dumps(get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=20)))
+    assert reward.__name__ == "soft_overlong_punishment_reward"
+    assert reward([[1] * 90]) == [-0.5]
+
+
+@pytest.mark.parametrize(("longest", "cache"), [(0, 0), (True, 0), ("100", 0), (100, -1), (100, 101), (100, 0.5)])
+def test_numbers_of_tokens_out_of_range(longest, cache):
+    with pytest.raises(RewardError, match="soft_punish_cache" if longest == 100 else "max_completion_len"):
+        get_soft_overlong_punishment(longest, cache)
