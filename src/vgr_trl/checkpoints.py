@@ -1,9 +1,10 @@
-"""Checkpoints: complete or not there, and each process's share."""
+"""Checkpoints: complete or not there, what each process keeps of its own, and which one a run is continued from.
 
-import hashlib
+The manifest names every file with its size. It is written last, under a temporary name, and removed first.
+"""
+
 import json
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -19,77 +20,34 @@ from transformers.utils import logging
 
 from vgr_trl.utils import ConfigError, VGRError, disk_full_named, replaced
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The manifest of a checkpoint: what it consists of, written last and removed first.
-
+logger = logging.get_logger(__name__)
 
 MANIFEST = "manifest.json"
 
 
 def write_manifest(folder: str | Path, num_processes: int = 1) -> None:
-    """Name every file of a checkpoint with its size and SHA-256, which makes the checkpoint complete.
+    """Name every file of a checkpoint with its size, which makes the checkpoint complete.
 
-    Call it by hand on a checkpoint of TRL or of vgr_trl before 0.2 that is known to be whole.
+    Call it by hand on a checkpoint of TRL that is known to be complete.
 
     Args:
         num_processes: how many saved it.
     """
     folder = Path(folder)
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(MANIFEST))
-    files = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": checksum}
-        for path, checksum in zip(paths, _checksums(paths), strict=True)
-    }
+    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
     unfinished = folder / f"{MANIFEST}.unfinished"
-    unfinished.write_text(json.dumps({"num_processes": num_processes, "files": files}, indent=1), encoding="utf-8")
+    unfinished.write_text(json.dumps({"num_processes": num_processes, "files": sizes}, indent=1), encoding="utf-8")
     unfinished.replace(folder / MANIFEST)
-
-
-def remove_manifest(folder: Path) -> None:
-    """Make a checkpoint incomplete, before any of its files is written anew."""
-    (folder / MANIFEST).unlink(missing_ok=True)
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Return the manifest of a checkpoint, None if it has none that can be read."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        files = {
-            name: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for name, entry in manifest["files"].items()
-        }
-        return {"num_processes": int(manifest["num_processes"]), "files": files}
-    except (OSError, ValueError, OverflowError, TypeError, KeyError, AttributeError):
+        return {"num_processes": int(manifest["num_processes"]), "files": dict(manifest["files"])}
+    except (OSError, ValueError, OverflowError, TypeError, KeyError):
         return None
-
-
-def what_differs(folder: Path, files: dict[str, dict[str, Any]]) -> str | None:
-    """Return which file of a checkpoint is not as its manifest says, None if all are; sizes are compared first."""
-    for name, expected in files.items():
-        if not (folder / name).is_file():
-            return f"{name} is missing"
-        if (size := (folder / name).stat().st_size) != expected["bytes"]:
-            return f"{name} has {size} bytes instead of {expected['bytes']}"
-    for (name, expected), checksum in zip(files.items(), _checksums(folder / name for name in files), strict=True):
-        if checksum != expected["sha256"]:
-            return f"{name} differs from its checksum"
-    return None
-
-
-def _checksums(paths: Iterable[Path]) -> list[str]:
-    with ThreadPoolExecutor(max_workers=8) as pool:  # hashing lets go of the interpreter's lock
-        return list(pool.map(_checksum, paths))
-
-
-def _checksum(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints: complete or not, and what each process keeps of its own.
 
 
 SHARE = "{}_{}_of_{}.pt"  # what a process keeps beside weights and optimizer, by kind, process and number of processes
@@ -97,7 +55,7 @@ KINDS = {"choice": "the replay buffer", "generation": "the generation batch", "k
 
 
 @contextmanager
-def whole_checkpoint(folder: Path, accelerator: Accelerator, writes: bool) -> Iterator[None]:
+def complete_checkpoint(folder: Path, accelerator: Accelerator, writes: bool) -> Iterator[None]:
     """Make a checkpoint folder that is written inside complete at the end, or leave it without a manifest.
 
     Older checkpoints are deleted after that, so that a kill in between leaves one to continue from.
@@ -111,7 +69,7 @@ def whole_checkpoint(folder: Path, accelerator: Accelerator, writes: bool) -> It
     rotate, held = trainer_module.rotate_checkpoints, []
     with disk_full_named(folder, "free space there, then continue with resume_from_checkpoint latest"):
         if writes:
-            remove_manifest(folder)
+            (folder / MANIFEST).unlink(missing_ok=True)
         accelerator.wait_for_everyone()
         with replaced(trainer_module, "rotate_checkpoints", lambda **options: held.append(options)):
             yield
@@ -123,7 +81,7 @@ def whole_checkpoint(folder: Path, accelerator: Accelerator, writes: bool) -> It
 
 
 def save_share(state: dict[str, Any], folder: Path, process_index: int, num_processes: int, kind: str) -> None:
-    """Write a process's share of a run's state into a checkpoint folder, whole or not at all.
+    """Write a process's share of a run's state into a checkpoint folder, all of it or nothing.
 
     Shares of another number of processes, left there by a run that was killed while saving, are removed.
 
@@ -131,10 +89,10 @@ def save_share(state: dict[str, Any], folder: Path, process_index: int, num_proc
         state: tensors, numbers, texts, lists and dictionaries.
         kind: one of `KINDS`.
     """
-    path = folder / SHARE.format(kind, process_index, num_processes)
-    for other in _shares(folder, kind):
+    for other in shares_of(folder, kind):
         if _written_by(other) != num_processes:
             other.unlink(missing_ok=True)
+    path = folder / SHARE.format(kind, process_index, num_processes)
     unfinished = path.with_suffix(".unfinished")
     torch.save(state, unfinished)
     unfinished.replace(path)
@@ -158,26 +116,20 @@ def load_shares(folder: Path, kind: str, only: int | None = None) -> list[dict[s
         raise ConfigError(
             f"The checkpoint {folder} has {missing}: bring those of all processes there, or give an earlier checkpoint."
         )
-    paths = _shares(folder, kind)
+    paths = shares_of(folder, kind)
+    if only is not None:
+        paths = paths[only : only + 1]
     try:
-        return [
-            torch.load(path, map_location="cpu", weights_only=True)
-            for path in (paths if only is None else paths[only : only + 1])
-        ]
+        return [torch.load(path, map_location="cpu", weights_only=True) for path in paths]
     except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
         raise ConfigError(
             f"A share of {KINDS[kind]} in {folder} cannot be read ({type(error).__name__}): give an earlier checkpoint."
         ) from error
 
 
-def num_shares(folder: Path, kind: str) -> int:
-    """Return how many shares of a kind a checkpoint folder holds."""
-    return len(_shares(folder, kind))
-
-
 def missing_shares(folder: Path, kind: str) -> str | None:
-    """Return what is missing of the shares in a checkpoint folder, None if they are whole or none was written."""
-    paths = _shares(folder, kind)
+    """Return what is missing of the shares in a checkpoint folder, None if they are complete or none was written."""
+    paths = shares_of(folder, kind)
     counts = set(map(_written_by, paths))
     if not paths or counts == {len(paths)}:
         return None
@@ -189,28 +141,16 @@ def _written_by(share: Path) -> int:
     return int(share.stem.split("_")[-1])
 
 
-def _shares(folder: Path, kind: str) -> list[Path]:
+def shares_of(folder: Path, kind: str) -> list[Path]:
     return sorted(folder.glob(SHARE.format(kind, "*", "*")), key=lambda path: int(path.stem.split("_")[1]))
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Which checkpoint a run is continued from.
-
-
-logger = logging.get_logger(__name__)
 
 TRACES = ("trainer_state.json", "model.safetensors", "model.safetensors.index.json", "adapter_config.json")
 SHARDED = ("latest", "optimizer_0", "optimizer.bin")  # where DeepSpeed and FSDP (sharded, whole) have the optimizer
 
 
-class WholeCheckpoint(str):
-    """The path of a checkpoint that was found to be complete, so that its files are not read for that again."""
-
-
 def resume_mode(value: str | bool | None) -> str | None:
     """Return None (start at the beginning), `latest`, or a path, of what a flag, a YAML file or a caller says."""
-    if isinstance(value, WholeCheckpoint):
-        return value
     if value is None or value is False or str(value).lower() in ("", "false", "none"):
         return None
     return "latest" if value is True or str(value).lower() in ("true", "latest") else str(value)
@@ -227,13 +167,12 @@ def resolve_checkpoint(resume: str | None, output_dir: Path) -> str | None:
         ConfigError: the named checkpoint does not exist or is not complete, or `latest` would start over in the folder
             of a finished run.
     """
-    if resume is None or isinstance(resume, WholeCheckpoint):
-        return resume
-    found = _answer_of_the_first_process(partial(_latest if resume == "latest" else _named, resume, output_dir))
-    return None if found is None else WholeCheckpoint(found)
+    if resume is None:
+        return None
+    return _answer_of_the_first_process(partial(_latest, output_dir) if resume == "latest" else partial(_named, resume))
 
 
-def _latest(_: str, output_dir: Path) -> str | None:
+def _latest(output_dir: Path) -> str | None:
     for checkpoint in reversed(checkpoints_of(output_dir)):
         wrong = what_is_wrong(checkpoint)
         if wrong is None:
@@ -248,7 +187,7 @@ def _latest(_: str, output_dir: Path) -> str | None:
     return None
 
 
-def _named(resume: str, _: Path) -> str:
+def _named(resume: str) -> str:
     if not Path(resume).is_dir():
         raise ConfigError(f"resume_from_checkpoint is {resume}, which is no folder: give a checkpoint, or latest.")
     if wrong := what_is_wrong(Path(resume)):
@@ -277,11 +216,14 @@ def what_is_wrong(checkpoint: Path) -> str | None:
     manifest = read_manifest(checkpoint)
     if manifest is None:
         return (
-            f"no readable {MANIFEST}, which is written last; a whole checkpoint of TRL or of an earlier vgr_trl gets "
-            "one by vgr_trl.checkpoints.write_manifest"
+            f"no readable {MANIFEST}, which is written last; a complete checkpoint of TRL gets one by "
+            "vgr_trl.checkpoints.write_manifest"
         )
-    if (difference := what_differs(checkpoint, manifest["files"])) is not None:
-        return difference
+    for name, size in manifest["files"].items():
+        if not (checkpoint / name).is_file():
+            return f"{name} is missing"
+        if (checkpoint / name).stat().st_size != size:
+            return f"{name} has {(checkpoint / name).stat().st_size} bytes instead of {size}"
     processes = manifest["num_processes"]
     needed = ["trainer_state.json"]
     if not any((checkpoint / name).exists() for name in SHARDED):
@@ -335,7 +277,7 @@ def refuse_other_number(checkpoint: str | None, processes: int) -> None:
 
 
 def _answer_of_the_first_process(ask: Callable[[], str | None]) -> str | None:
-    """What one process sees holds for all: they do not read every file again, nor decide differently."""
+    """What one process sees holds for all, so that they do not decide differently."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return ask()
     answer: list[str | VGRError | None] = [None]

@@ -1,4 +1,9 @@
-"""How an ended run is continued: what it overrides, and where it stands in its data."""
+"""How an ended run is continued: what it overrides, and where it stands in its data.
+
+TRL draws the order of each epoch from one generator, and begins a generation batch whenever a count of micro-batches
+says so. Neither is in its checkpoints, so a continued run would take the order of the first epoch again, and generate
+anew in the middle of a batch.
+"""
 
 import hashlib
 import json
@@ -17,9 +22,9 @@ from transformers.utils import logging
 from trl.trainer.utils import RepeatSampler, unsplit_pixel_values_by_grid
 
 from vgr_trl.checkpoints import (
+    complete_checkpoint,
     global_step,
     load_shares,
-    num_shares,
     read_manifest,
     refuse_finished,
     refuse_other_number,
@@ -27,15 +32,14 @@ from vgr_trl.checkpoints import (
     resolve_checkpoint,
     resume_mode,
     save_share,
-    whole_checkpoint,
+    shares_of,
 )
 from vgr_trl.patches import load_weights, whole_model
 from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.sampling import Replay
 from vgr_trl.utils import ConfigError, silence_named, words_of
 
-# ---------------------------------------------------------------------------------------------------------------------
-# TRL's trainer with checkpoints that are complete, and from which a run goes on as if undisturbed.
+logger = logging.get_logger(__name__)
 
 
 class Resumed(Protocol):
@@ -89,7 +93,7 @@ class ResumableTrainer(ConstructedTrainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Add to TRL's: the checkpoint is complete once all is written, and not before; a full disk is named."""
         folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        with whole_checkpoint(folder, self.accelerator, self.args.should_save):
+        with complete_checkpoint(folder, self.accelerator, self.args.should_save):
             super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -142,10 +146,6 @@ def _refuse_other_shapes(optimizer: Any) -> None:
                     raise ValueError(f"{name} of shape {tuple(state[name].shape)} for {tuple(weight.shape)}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A run that was killed after its last step, before its model was written.
-
-
 def only_lacks_its_model(trainer: ResumableTrainer, checkpoint: str | None, max_steps: int, written_last: Path) -> bool:
     """Whether all steps are behind a checkpoint, and what is written after them is not there.
 
@@ -168,18 +168,6 @@ def load_trained(trainer: ResumableTrainer, checkpoint: str) -> None:
     else:
         trainer._load_from_checkpoint(checkpoint)
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Where a continued run stands: in the order of the prompts, and within a generation batch.
-#
-# TRL draws the order of each epoch from one generator, and begins a generation batch whenever a count of micro-
-# batches
-# says so. Neither is in its checkpoints, so a continued run would take the order of the first epoch again, and
-# generate
-# anew in the middle of a batch.
-
-
-logger = logging.get_logger(__name__)
 
 GENERATION = "generation"
 ORDER = "order.json"
@@ -294,7 +282,7 @@ def _continue_generation(trainer: ConstructedTrainer, folder: Path, micro_batch:
     cure = f"give a checkpoint whose step is a multiple of {every}"
     if every % trainer.args.gradient_accumulation_steps == 0:
         cure = f"give a checkpoint whose step is a multiple of {every // trainer.args.gradient_accumulation_steps}"
-    saved = num_shares(folder, GENERATION)
+    saved = len(shares_of(folder, GENERATION))
     if saved == 0 and micro_batch == 0:
         return
     if saved == 0:

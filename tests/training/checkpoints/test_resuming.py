@@ -13,11 +13,9 @@ from vgr_trl.checkpoints import (
     MANIFEST,
     refuse_finished,
     refuse_other_number,
-    remove_manifest,
     resolve_checkpoint,
     resume_mode,
     save_share,
-    what_differs,
     what_is_wrong,
     write_manifest,
 )
@@ -37,32 +35,27 @@ def checkpoint(folder: Path, step: int, processes: int = 1, shares: int = 0) -> 
     return path
 
 
-def test_a_manifest_names_every_file_with_size_and_checksum(tmp_path):
+def test_a_manifest_names_every_file_with_its_size(tmp_path):
     (tmp_path / "global_step4").mkdir()
     (tmp_path / "global_step4" / "shard.pt").write_bytes(b"abc")
     (tmp_path / "trainer_state.json").write_text("{}")
     write_manifest(tmp_path, 2)
     manifest = json.loads((tmp_path / MANIFEST).read_text())
-    # SHA-256 of "abc": FIPS 180-4, appendix B.1 of its examples.
-    shard = {"bytes": 3, "sha256": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"}
-    assert manifest["num_processes"] == 2
-    assert set(manifest["files"]) == {"global_step4/shard.pt", "trainer_state.json"}
-    assert manifest["files"]["global_step4/shard.pt"] == shard
-    assert what_differs(tmp_path, manifest["files"]) is None
+    assert manifest == {"num_processes": 2, "files": {"global_step4/shard.pt": 3, "trainer_state.json": 2}}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step4", MANIFEST, "trainer_state.json"]
 
 
-def test_what_is_wrong_is_said_of_each_folder_that_latest_passes_over(tmp_path, monkeypatch):
-    said: list[str] = []
-    monkeypatch.setattr("vgr_trl.checkpoints.logger.warning", said.append)
+def test_latest_passes_over_what_is_not_complete(tmp_path, monkeypatch):
+    warned: list[str] = []
+    monkeypatch.setattr("vgr_trl.checkpoints.logger.warning", warned.append)
     complete = [checkpoint(tmp_path, 5), checkpoint(tmp_path, 10)]
     (checkpoint(tmp_path, 15) / "optimizer.pt").write_bytes(b"short")
-    remove_manifest(checkpoint(tmp_path, 20))
+    (checkpoint(tmp_path, 20) / MANIFEST).unlink()
     (tmp_path / "checkpoint-best").mkdir()
     assert resolve_checkpoint("latest", tmp_path) == str(complete[-1])
-    assert len(said) == 2
-    assert re.search(r"passes over .*checkpoint-20, which is not complete: no readable manifest", said[0])
-    assert re.search(r"passes over .*checkpoint-15, which .*: optimizer.pt has 5 bytes instead of 180\.$", said[1])
+    assert len(warned) == 2
+    assert re.search(r"passes over .*checkpoint-20, which is not complete: no readable manifest", warned[0])
+    assert re.search(r"passes over .*checkpoint-15, which .*: optimizer.pt has 5 bytes instead of 180\.$", warned[1])
     assert complete_checkpoints(tmp_path) == complete
     assert resolve_checkpoint(str(complete[0]), tmp_path) == str(complete[0])
 
@@ -72,11 +65,11 @@ def test_latest_without_any_checkpoint_starts_at_the_beginning(tmp_path):
     assert resolve_checkpoint(None, tmp_path) is None
 
 
-def test_a_named_checkpoint_must_exist_and_be_whole(tmp_path):
+def test_a_named_checkpoint_must_exist_and_be_complete(tmp_path):
     with pytest.raises(ConfigError, match="nowhere, which is no folder: give a checkpoint, or latest"):
         resolve_checkpoint("nowhere", tmp_path)
     half = checkpoint(tmp_path, 3)
-    remove_manifest(half)
+    (half / MANIFEST).unlink()
     with pytest.raises(ConfigError, match=r"which is not complete \(no readable manifest.json, .*\): give an earlier"):
         resolve_checkpoint(str(half), tmp_path)
 
@@ -106,12 +99,9 @@ def test_values_that_mean_the_latest(value):
     ("break_it", "reason"),
     [
         (lambda path: (path / "model.safetensors").unlink(), "model.safetensors is missing"),
-        (lambda path: (path / "rng_state_1.pth").unlink(), "rng_state_1.pth is missing"),
         (lambda path: (path / "choice_0_of_2.pt").unlink(), "choice_0_of_2.pt is missing"),
         (lambda path: (path / "optimizer.pt").write_bytes(b"PK"), "optimizer.pt has 2 bytes instead of 24"),
-        (lambda path: (path / "optimizer.pt").write_bytes(b"x" * 24), "optimizer.pt differs from its checksum"),
         (lambda path: (path / MANIFEST).write_text("{"), "no readable manifest.json"),
-        (lambda path: (path / MANIFEST).write_text("[]"), "no readable manifest.json"),
     ],
 )
 def test_every_file_of_a_checkpoint_must_be_what_was_written(tmp_path, break_it, reason):
@@ -146,8 +136,7 @@ def test_what_was_never_saved_is_missed(tmp_path, leave_out, reason):
     [
         ({"num_processes": 10**12}, "no rng_state_0.pth was saved"),
         ({"num_processes": float("inf")}, "no readable manifest.json"),
-        ({"files": {"trainer_state.json": {}}}, "no readable manifest.json"),
-        ({"files": {"trainer_state.json": 3}}, "no readable manifest.json"),
+        ({"files": {"trainer_state.json": {}}}, "trainer_state.json has 18 bytes instead of {}"),
         ({"files": 3}, "no readable manifest.json"),
     ],
     ids=str,
@@ -166,14 +155,6 @@ def test_deepspeed_keeps_the_optimizer_in_a_folder_of_its_own(tmp_path):
     (path / "latest").write_text("global_step2")
     write_manifest(path)
     assert what_is_wrong(path) is None
-
-
-def test_a_checkpoint_that_was_examined_is_not_read_again(tmp_path):
-    checked = resolve_checkpoint(str(checkpoint(tmp_path, 1)), tmp_path)
-    torch.save({}, Path(checked) / "optimizer.pt")
-    assert resolve_checkpoint(resume_mode(checked), tmp_path) is checked
-    with pytest.raises(ConfigError):
-        resolve_checkpoint(str(Path(checked)), tmp_path)
 
 
 def finished(checkpoint, step):
@@ -213,23 +194,11 @@ def other_rows(rows):
 )
 def test_what_differs_from_the_run_that_is_continued(text_trainer, text_rows, monkeypatch, change, options, differs):
     text_trainer(max_steps=1, **RESUMED).train()
-    said: list[str] = []
-    monkeypatch.setattr("vgr_trl.resume.logger.warning", said.append)
+    warned: list[str] = []
+    monkeypatch.setattr("vgr_trl.resume.logger.warning", warned.append)
     text_trainer(rows=change(text_rows), max_steps=2, **RESUMED, **options).train(resume_from_checkpoint=True)
-    assert len(said) == (differs is not None)
-    assert all(differs in line for line in said)
-
-
-def test_a_checkpoint_that_does_not_say_what_it_was_saved_with(text_trainer, tmp_path, monkeypatch):
-    """As those of TRL and of earlier releases."""
-    text_trainer(max_steps=1, **RESUMED).train()
-    saved = tmp_path / "run" / "checkpoint-1"
-    (saved / "order.json").unlink()
-    write_manifest(saved)
-    said: list[str] = []
-    monkeypatch.setattr("vgr_trl.resume.logger.warning", said.append)
-    text_trainer(max_steps=2, **RESUMED).train(resume_from_checkpoint=True)
-    assert said == []
+    assert len(warned) == (differs is not None)
+    assert all(differs in line for line in warned)
 
 
 @pytest.mark.parametrize("wrong", ["nothing", "shapes"])
@@ -247,8 +216,8 @@ def test_an_optimizer_of_other_weights_is_refused(text_trainer, tmp_path, wrong)
 
 def test_true_from_python_is_latest_of_the_command_line(text_trainer, tmp_path, monkeypatch):
     """The newest checkpoint was being written anew when the run ended, so it mixes two saves."""
-    said: list[str] = []
-    monkeypatch.setattr("vgr_trl.checkpoints.logger.warning", said.append)
+    warned: list[str] = []
+    monkeypatch.setattr("vgr_trl.checkpoints.logger.warning", warned.append)
     steps: list[int] = []
 
     def reward(completions, trainer_state, **kwargs):
@@ -258,13 +227,13 @@ def test_true_from_python_is_latest_of_the_command_line(text_trainer, tmp_path, 
     sizes = {"per_device_train_batch_size": 4, "max_completion_length": 4, "save_strategy": "steps", "save_steps": 2}
     build = partial(text_trainer, reward, output_dir=tmp_path, **sizes)
     build(max_steps=4).train()
-    remove_manifest(tmp_path / "checkpoint-4")
+    (tmp_path / "checkpoint-4" / MANIFEST).unlink()
     steps.clear()
     trainer = build(max_steps=6)
     trainer.train(resume_from_checkpoint=True)
     assert steps == [2, 3, 4, 5]
-    assert len(said) == 1
-    assert re.search("passes over .*checkpoint-4, which is not complete", said[0])
+    assert len(warned) == 1
+    assert re.search("passes over .*checkpoint-4, which is not complete", warned[0])
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     with pytest.raises(ConfigError, match=finished("checkpoint-6", 6)):
         build(max_steps=6).train(resume_from_checkpoint="latest")
