@@ -11,7 +11,13 @@ sys.path.append(str(Path(__file__).parents[1] / "with_verl" / "parts"))
 from tiny_rollout import rollout, tiny_model
 
 from vgr_trl.integrations.verl.options import SignalOptions
-from vgr_trl.integrations.verl.signals import MeasuredPass, black_of, packed_layout, padded_layout, perturb_row
+from vgr_trl.integrations.verl.signals import (
+    MeasuredPass,
+    black_of,
+    packed_layout,
+    padded_layout,
+    perturb_row,
+)
 from vgr_trl.signals.ratios import special_token_ids
 from vgr_trl.utils import ConfigError, DataError
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from vgr_trl import registries
+from vgr_trl.integrations.verl.credit import SignalContext, estimate
 from vgr_trl.integrations.verl.options import SignalOptions
-from vgr_trl.integrations.verl.signals import SignalsAtHand, estimate
 
 
 def centred(token_level_rewards, response_mask, index, **_):
@@ -26,7 +26,7 @@ def test_a_rule_that_compares_completions_knows_their_prompts(monkeypatch):
         return torch.full(mask.shape, 2.0), {}
 
     monkeypatch.setitem(registries.credit_rules._own, "comparing", rule)
-    found = SignalsAtHand(SignalOptions.read({"credit_rules": ["comparing"]}))
+    found = SignalContext(SignalOptions.read({"credit_rules": ["comparing"]}))
     assert (estimated(torch.ones(4, 2), ["b", "a", "b", "c"], found) == -1).all()
     assert seen["groups"] == [0, 1, 0, 2]
 
@@ -36,7 +36,7 @@ def test_rows_that_fill_a_batch_take_no_part():
     mask = torch.tensor([[1, 1], [1, 0], [0, 0], [0, 0]])
     vgr = torch.tensor([[1.0, 1.0], [2.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
     options = SignalOptions.read({"vgr_reward_weight": 1.0, "mdi_reward_weight": 1.0})
-    found = SignalsAtHand(options, {"vgr_vision": torch.ones(4, 2), "vgr_instruction": vgr})
+    found = SignalContext(options, {"vgr_vision": torch.ones(4, 2), "vgr_instruction": vgr})
     advantages = estimated(mask, ["x", "x", "fill", "fill"], found)
     balance = {1.0: 1.0, 2.0: -1.0}  # of VGR 1, and of 2 with a ratio of 2
     expected = [[1 + balance[1.0] - 0.5] * 2, [0 + balance[2.0] - 0.5, 0], [0, 0], [0, 0]]

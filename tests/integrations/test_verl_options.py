@@ -2,7 +2,7 @@
 
 import pytest
 
-from vgr_trl.integrations.verl.options import Point, SignalOptions, check_points, options_of
+from vgr_trl.integrations.verl.options import SignalOptions, options_of
 from vgr_trl.utils import ConfigError
 
 
@@ -57,17 +57,3 @@ def test_options_without_effect_are_refused():
     ):
         with pytest.raises(ConfigError, match=sentence):
             options_of(estimator, given, loss)
-
-
-def test_seams_that_are_not_there_are_named():
-    there = Point("json", "JSONDecoder.decode", ("s",))
-    check_points([there], "a package")
-    points = [
-        there,
-        Point("json", "JSONDecoder.read"),
-        Point("no_such_module", "x"),
-        Point("json", "loads", ("s", "q")),
-    ]
-    points[3] = Point("json", "scanner.py_make_scanner", ("context", "other"))
-    with pytest.raises(ConfigError, match=r"lacks json.JSONDecoder.read; no_such_module .*scanner\(other\): install a"):
-        check_points(points, "a package")

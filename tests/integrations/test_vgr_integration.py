@@ -3,22 +3,13 @@
 python -m pytest tests/integrations/test_vgr_integration.py
 """
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 
 from vgr_trl.batch import AttentionMass
 from vgr_trl.integrations.verl import token_vgr_weights
-from vgr_trl.integrations.verl.options import ACTOR_OF_EASYR1, OF_VERL, check_points, options_of
-from vgr_trl.integrations.verl.signals import SignalsAtHand, shape
-
-
-def test_what_is_relied_on_is_installed():
-    if find_spec("verl") is None:
-        pytest.skip("neither verl nor EasyR1 is installed")
-    is_easyr1 = find_spec("verl.workers.actor") is not None
-    check_points(ACTOR_OF_EASYR1 if is_easyr1 else OF_VERL, "EasyR1 at b44b311" if is_easyr1 else "verl 0.9.1")
+from vgr_trl.integrations.verl.credit import SignalContext, shape
+from vgr_trl.integrations.verl.options import options_of
 
 
 def test_a_token_that_looks_at_the_image_gets_more_weight():
@@ -35,7 +26,7 @@ def test_a_token_that_looks_at_the_image_gets_more_weight():
 def test_weights_of_a_reward_reach_the_loss(apply_to):
     options = options_of("vgr_token_weights", {"apply_to": apply_to, "collect_attentions": True})
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
-    found = SignalsAtHand(options, token_weights=torch.tensor([[1.0, 3.0, 9.0], [1.0, 1.0, 4.0]]))
+    found = SignalContext(options, token_weights=torch.tensor([[1.0, 3.0, 9.0], [1.0, 1.0, 4.0]]))
     shaped = shape(torch.tensor([[2.0, 2.0, 2.0], [-1.0, -1.0, -1.0]]), mask, found)
     weights = torch.tensor([[0.5, 1.5, 0.0], [0.5, 0.5, 2.0]])
     if apply_to == "advantages":
@@ -48,6 +39,6 @@ def test_weights_of_a_reward_reach_the_loss(apply_to):
 
 def test_positive_advantages_alone():
     options = options_of("vgr_token_weights", {"positive_only": True, "collect_attentions": True})
-    found = SignalsAtHand(options, token_weights=torch.tensor([[1.0, 3.0], [1.0, 3.0]]))
+    found = SignalContext(options, token_weights=torch.tensor([[1.0, 3.0], [1.0, 3.0]]))
     shaped = shape(torch.tensor([[1.0, 1.0], [-1.0, -1.0]]), torch.ones(2, 2), found)
     assert shaped.tolist() == [[0.5, 1.5], [-1, -1]]

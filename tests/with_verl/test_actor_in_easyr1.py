@@ -15,16 +15,10 @@ from tiny_rollout import GROUP, rollout, tiny_model
 from verl.trainer import core_algos
 from verl.workers.actor import dp_actor
 
+from vgr_trl.integrations.verl.credit import LossContext, SignalContext, set_signal_context, token_terms
 from vgr_trl.integrations.verl.inside_easyr1.actor import register
-from vgr_trl.integrations.verl.options import ACTOR_OF_EASYR1, SignalOptions, check_points, options_of
-from vgr_trl.integrations.verl.signals import (
-    SignalsAtHand,
-    TermsAtHand,
-    black_of,
-    lay_at_hand,
-    perturb_row,
-    token_terms,
-)
+from vgr_trl.integrations.verl.options import SignalOptions, options_of
+from vgr_trl.integrations.verl.signals import black_of, perturb_row
 from vgr_trl.loss import entropy_penalty, perception_loss
 from vgr_trl.signals import RolloutScorer, visual_dependency
 from vgr_trl.signals.ratios import special_token_ids, token_vision_gain_ratio
@@ -41,8 +35,7 @@ WANTED = {
 
 
 @pytest.fixture(autouse=True, scope="module")
-def seams():
-    check_points(ACTOR_OF_EASYR1, "EasyR1 at b44b311")
+def registered():
     register()
 
 
@@ -154,7 +147,7 @@ def test_gradients_of_the_published_code(index):
     stated = {"enable_perception_filtering": False, "enable_trajectory_reweighting": False, "estimator": "given"}
     options = options_of("vgr_vppo", stated | case["options"])
     columns = {"vgr_dependency": visual_dependency(old, perturbed), "entropies": entropies}
-    with lay_at_hand(SignalsAtHand(options, columns)):
+    with set_signal_context(SignalContext(options, columns)):
         shaped, _ = core_algos.compute_advantage_return(
             "vgr_vppo", token_level_rewards=torch.zeros_like(old), response_mask=mask.long(), index=np.arange(len(old)),
             gamma=1.0, lam=1.0,
@@ -165,7 +158,7 @@ def test_gradients_of_the_published_code(index):
         clip_ratio_high=0.3, clip_ratio_dual=3.0, tau_positive=1.0, tau_negative=1.0, loss_type="default",
         loss_avg_mode="token",
     )  # fmt: skip
-    for term in token_terms(TermsAtHand(options), logps, mask).values():
+    for term in token_terms(LossContext(options), logps, mask).values():
         loss = loss + core_algos.average_loss(term, mask, mode="token")
     loss.backward()
     assert (logps.grad - torch.tensor(case["grad"])).abs().max() <= 1e-6

@@ -12,9 +12,14 @@ from verl.trainer.ppo import core_algos
 from vgr_trl.advantages import estimate_advantages
 from vgr_trl.batch import AttentionMass, RolloutSignals
 from vgr_trl.credit import CreditOptions, shape_advantages
+from vgr_trl.integrations.verl.credit import (
+    LossContext,
+    SignalContext,
+    set_loss_context,
+    set_signal_context,
+)
 from vgr_trl.integrations.verl.inside_verl.engine import register
-from vgr_trl.integrations.verl.options import OF_VERL, check_points, options_of
-from vgr_trl.integrations.verl.signals import SignalsAtHand, TermsAtHand, lay_at_hand, lay_terms_at_hand
+from vgr_trl.integrations.verl.options import options_of
 from vgr_trl.loss import perception_loss
 from vgr_trl.signals import visual_dependency
 from vgr_trl.utils import ConfigError
@@ -26,7 +31,6 @@ needs_golden = pytest.mark.skipif(not cases, reason="needs ../shared/golden/vppo
 
 @pytest.fixture(autouse=True, scope="module")
 def registered():
-    check_points(OF_VERL, "verl 0.9.1")
     register()
     register()  # a second time changes nothing
 
@@ -37,7 +41,7 @@ def actor_config():
 
 
 def policy_loss(name, options, logps, old, advantages, mask, perturbed=None):
-    with lay_terms_at_hand(TermsAtHand(options, perturbed)):
+    with set_loss_context(LossContext(options, perturbed)):
         return core_algos.get_policy_loss_fn(name)(
             old_log_prob=old,
             log_prob=logps,
@@ -64,7 +68,7 @@ def test_gradients_of_the_published_code(index):
     stated = {"enable_perception_filtering": False, "enable_trajectory_reweighting": False, "estimator": "given"}
     options = options_of("vgr_vppo", stated | case["options"], "vgr_vppo")
     columns = {"vgr_dependency": visual_dependency(old, perturbed), "entropies": entropies}
-    with lay_at_hand(SignalsAtHand(options, columns)) as found:
+    with set_signal_context(SignalContext(options, columns)) as found:
         shaped, _ = core_algos.get_adv_estimator_fn("vgr_vppo")(
             token_level_rewards=torch.zeros_like(old), response_mask=mask.long(), index=np.arange(len(old)), config=None
         )
@@ -100,7 +104,7 @@ def test_advantages_are_those_of_the_trainer(shuffled):
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1)) if shuffled else torch.arange(12)
     given = {"enable_token_weights": True, "token_weight_clip": [0.5, 2.0], "positive_only": True}
     options = options_of("vgr_vppo", given)
-    with lay_at_hand(SignalsAtHand(options, {name: value[order] for name, value in columns.items()})):
+    with set_signal_context(SignalContext(options, {name: value[order] for name, value in columns.items()})):
         found, _ = core_algos.get_adv_estimator_fn("vgr_vppo")(
             token_level_rewards=rewards[order], response_mask=mask[order].long(), index=index[order], config=None
         )
@@ -136,7 +140,7 @@ def test_rewards_made_of_attention_are_compared_within_a_prompt():
 
     core_algos.ADV_ESTIMATOR_REGISTRY["keeps"] = keeps
     options.estimator = "keeps"
-    with lay_at_hand(SignalsAtHand(options, columns)) as found:
+    with set_signal_context(SignalContext(options, columns)) as found:
         core_algos.get_adv_estimator_fn("vgr")(
             token_level_rewards=torch.zeros(8, 2), response_mask=mask, index=index, config=None
         )
@@ -169,13 +173,13 @@ def test_weights_of_a_reward():
     mask, rewards, index, _ = rollout()
     options = options_of("vgr_token_weights", {"collect_attentions": True})
     weights = torch.rand(12, 6, generator=torch.Generator().manual_seed(3)) + 0.5
-    with lay_at_hand(SignalsAtHand(options, {}, weights)):
+    with set_signal_context(SignalContext(options, {}, weights)):
         estimator = core_algos.get_adv_estimator_fn("vgr_token_weights")
         found, _ = estimator(token_level_rewards=rewards, response_mask=mask.long(), index=index, config=None)
     plain, _ = core_algos.compute_grpo_outcome_advantage(rewards, mask.long(), index)
     mean = (weights * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
     assert torch.allclose(found, plain * weights / mean * mask, atol=1e-6)
-    with lay_at_hand(SignalsAtHand(options, {})), pytest.warns(UserWarning, match="all weights are 1"):
+    with set_signal_context(SignalContext(options, {})), pytest.warns(UserWarning, match="all weights are 1"):
         unweighted, _ = estimator(token_level_rewards=rewards, response_mask=mask.long(), index=index, config=None)
     assert torch.allclose(unweighted, plain, atol=1e-6)
 

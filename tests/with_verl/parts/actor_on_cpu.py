@@ -16,7 +16,7 @@ from verl.workers.actor.config import ActorConfig
 
 from vgr_trl.integrations.verl.inside_easyr1.actor import SignalActor, register
 from vgr_trl.integrations.verl.inside_easyr1.main import put_back_moved_names
-from vgr_trl.integrations.verl.options import OF_EASYR1, SignalOptions, check_points
+from vgr_trl.integrations.verl.options import SignalOptions
 from vgr_trl.integrations.verl.signals import black_of
 from vgr_trl.signals.ratios import special_token_ids
 
@@ -45,7 +45,6 @@ def hooks_importable():
     sys.meta_path.append(finder)
     try:
         put_back_moved_names()
-        check_points(OF_EASYR1, "EasyR1 at b44b311")
         from vgr_trl.integrations.verl.inside_easyr1 import actor as hooks
 
         register()

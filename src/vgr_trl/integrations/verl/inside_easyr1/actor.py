@@ -12,22 +12,24 @@ from verl.trainer.core_algos import average_loss
 from verl.workers import fsdp_workers
 from verl.workers.actor import dp_actor
 
+from vgr_trl.integrations.verl.credit import (
+    LossContext,
+    SignalContext,
+    columns_in,
+    estimate,
+    set_signal_context,
+    signal_context,
+    token_terms,
+)
 from vgr_trl.integrations.verl.options import ESTIMATORS, SignalOptions, options_of
 from vgr_trl.integrations.verl.signals import (
     Layout,
     MeasuredPass,
-    SignalsAtHand,
-    TermsAtHand,
+    actor_context,
     as_weights,
-    at_hand,
-    columns_in,
-    estimate,
-    lay_at_hand,
     packed_layout,
     padded_layout,
     perturb_row,
-    token_terms,
-    told,
 )
 from vgr_trl.signals.dependency import visual_dependency
 from vgr_trl.utils import ConfigError, replaced
@@ -44,21 +46,21 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
     """
 
     columns: Mapping[str, torch.Tensor] = {}
-    _told: Mapping[str, Any] | None = None
+    _context: Mapping[str, Any] | None = None
     _names: tuple[str, ...] = ()
     _perturbed_logps: torch.Tensor | None = None
 
     @torch.no_grad()
     def compute_log_prob(self, data: Any) -> torch.Tensor:
         """Return log-probabilities (N, T)."""
-        told = data.meta_info.get(KEY)
-        if told is None or self.actor_optimizer is None:  # the reference has none
+        context = data.meta_info.get(KEY)
+        if context is None or self.actor_optimizer is None:  # the reference has none
             return super().compute_log_prob(data)
-        self._told, self._names = told, ()
+        self._context, self._names = context, ()
         try:
             stacked = super().compute_log_prob(data)  # (N, T), or with columns (N, T, C)
         finally:
-            self._told = None
+            self._context = None
         if not self._names:
             return stacked
         logps, *columns = stacked.unbind(-1)
@@ -66,9 +68,9 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
         return logps
 
     def _forward_micro_batch(self, micro_batch: dict[str, Any], temperature: float) -> torch.Tensor:
-        if self._told is None:
+        if self._context is None:
             return super()._forward_micro_batch(micro_batch, temperature)
-        options = SignalOptions.read(self._told["options"])
+        options = SignalOptions.read(self._context["options"])
         if torch.is_grad_enabled():
             logps = super()._forward_micro_batch(micro_batch, temperature)
             if options.uses_perception_loss:
@@ -77,7 +79,7 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
         columns: dict[str, torch.Tensor] = {}
         if options.measures_attention:
             measured = MeasuredPass(
-                self.actor_module, self._layout(micro_batch), options, self._told["special_token_ids"]
+                self.actor_module, self._layout(micro_batch), options, self._context["special_token_ids"]
             )
             with measured.active():
                 logps = super()._forward_micro_batch(micro_batch, temperature)
@@ -94,28 +96,28 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
 
     def update_policy(self, data: Any) -> dict[str, Any]:
         """Train on the batch, and return metrics."""
-        told = data.meta_info.get(KEY)
-        if told is None:
+        context = data.meta_info.get(KEY)
+        if context is None:
             return super().update_policy(data)
-        options = SignalOptions.read(told["options"])
+        options = SignalOptions.read(context["options"])
         plain = dp_actor.compute_policy_loss
 
         def loss(*, log_probs: Any, response_mask: Any, loss_avg_mode: str, **given: Any) -> Any:
             value, metrics = plain(
                 log_probs=log_probs, response_mask=response_mask, loss_avg_mode=loss_avg_mode, **given
             )
-            terms = token_terms(TermsAtHand(options, self._perturbed_logps), log_probs, response_mask)
+            terms = token_terms(LossContext(options, self._perturbed_logps), log_probs, response_mask)
             for name, per_token in terms.items():
                 share = average_loss(per_token, response_mask, mode=loss_avg_mode)
                 value, metrics[name] = value + share, share.detach().item()
             return value, metrics
 
-        self._told = told
+        self._context = context
         try:
             with replaced(dp_actor, "compute_policy_loss", loss):
                 return super().update_policy(data)
         finally:
-            self._told = self._perturbed_logps = None
+            self._context = self._perturbed_logps = None
 
     def _layout(self, micro_batch: dict[str, Any]) -> Layout:
         ids, present = micro_batch["input_ids"], micro_batch["attention_mask"].bool()
@@ -141,8 +143,8 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
         return int(micro_batch["responses"].size(-1))
 
     def _dark(self, micro_batch: dict[str, Any], options: SignalOptions) -> dict[str, Any]:
-        assert self._told is not None
-        step, black = self._told["step"], self._told["black"]
+        assert self._context is not None
+        step, black = self._context["step"], self._context["black"]
         rows = [perturb_row(row, options, step, black) for row in _rows_of_images(micro_batch)]
         return {**micro_batch, "multi_modal_inputs": rows}
 
@@ -150,10 +152,6 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
 def _rows_of_images(micro_batch: Mapping[str, Any]) -> list[dict[str, Any]]:
     given = micro_batch.get("multi_modal_inputs")
     return [dict(row or {}) for row in given] if given is not None else [{}] * len(micro_batch["input_ids"])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# EasyR1's worker and trainer with the signals of the actor in its batches.
 
 
 PRESET = "preset"
@@ -210,7 +208,7 @@ class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
     """EasyR1's trainer. Its `fit` calls functions of its module; two of them are wrapped for the duration.
 
     `_balance_batch`: tells the actor, by `meta_info`, what to measure.
-    `fit`: advantages with signals at hand; `token_weights` of the reward are taken out of its metrics.
+    `fit`: advantages with the signals as context; `token_weights` of the reward are taken out of its metrics.
     """
 
     signal_options: Mapping[str, Any] = {}
@@ -226,7 +224,7 @@ class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
     def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         super()._balance_batch(batch, metrics, *args, **kwargs)
         processor = self.processor if self.processor is not None else self.tokenizer
-        batch.meta_info[KEY] = told(self.options, int(self.global_step), processor)
+        batch.meta_info[KEY] = actor_context(self.options, int(self.global_step), processor)
         self._metrics = metrics
 
     def fit(self) -> None:
@@ -255,7 +253,7 @@ class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
         mask = data.batch["response_mask"]
         weights, self._weights = self._weights, None
         given = as_weights(weights, mask) if weights is not None and self.options.token_weights else None
-        with lay_at_hand(SignalsAtHand(self.options, columns_in(data.batch), given)) as found:
+        with set_signal_context(SignalContext(self.options, columns_in(data.batch), given)) as found:
             data = plain(data, self.preset, gamma, lam)
         if found.response_mask is not None:
             data.batch["response_mask"] = found.response_mask
@@ -263,14 +261,10 @@ class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
         return data
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Estimators of this library in EasyR1's table of estimators.
-
-
 def _estimator(name: str) -> Any:
     def estimator(**given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return advantages and returns, (N, T) each, with the signals of the batch at hand."""
-        found = at_hand(name)
+        """Return advantages and returns, (N, T) each, with the signals of the batch."""
+        found = signal_context(name)
         return estimate(core_algos.ADV_ESTIMATOR_MAP[found.options.estimator], found, **given)
 
     return estimator

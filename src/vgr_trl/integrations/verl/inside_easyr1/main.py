@@ -10,10 +10,8 @@ from typing import Any
 import transformers.modeling_utils
 import yaml
 
-from vgr_trl.integrations.verl.options import OF_EASYR1, check_points
 from vgr_trl.utils import replaced
 
-# ---------------------------------------------------------------------------------------------------------------------
 # EasyR1 (b44b311) imports `no_init_weights` from where transformers 5 does not have it any more.
 #
 # Removable when EasyR1 reads it from `transformers.initialization`.
@@ -29,7 +27,6 @@ def put_back_moved_names() -> None:
 
 
 PREFIX = "vgr."
-TESTED = "EasyR1 at b44b311"
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
@@ -65,13 +62,12 @@ def runner_with(options: dict[str, Any]) -> Any:
 def main() -> None:
     """Train as the command line says."""
     put_back_moved_names()
-    check_points(OF_EASYR1, TESTED)
     sys.argv[1:], options = split_arguments(sys.argv[1:])
     from verl.trainer import main as theirs
 
     from vgr_trl.integrations.verl.inside_easyr1.actor import read_options
 
-    read_options(options, "grpo")  # what is wrong with them is said before Ray starts
+    read_options(options, "grpo")  # so that errors come before Ray starts
     with replaced(theirs, "Runner", runner_with(options)):
         theirs.main()
 

@@ -23,23 +23,25 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.padding import no_padding_2_padding, response_from_nested
 
+from vgr_trl.integrations.verl.credit import (
+    COLUMNS,
+    LossContext,
+    SignalContext,
+    estimate,
+    set_loss_context,
+    set_signal_context,
+    signal_context,
+    with_terms,
+)
 from vgr_trl.integrations.verl.options import ESTIMATORS, LOSSES, SignalOptions, options_of
 from vgr_trl.integrations.verl.signals import (
-    COLUMNS,
     Layout,
     MeasuredPass,
-    SignalsAtHand,
-    TermsAtHand,
+    actor_context,
     as_weights,
-    at_hand,
-    estimate,
-    lay_at_hand,
-    lay_terms_at_hand,
     packed_layout,
     padded_layout,
     perturb_row,
-    told,
-    with_terms,
 )
 from vgr_trl.sharing.model_support import base_of, causal_model, is_attention
 from vgr_trl.signals.attention import find_decoder
@@ -47,12 +49,10 @@ from vgr_trl.signals.dependency import visual_dependency
 from vgr_trl.signals.scoring import policy_is_active
 from vgr_trl.utils import ConfigError, replaced
 
-# ---------------------------------------------------------------------------------------------------------------------
 # verl's forward passes of Qwen-VL hand a cache on to the language model, but do not name it among their parameters.
 #
 # Where rows have no images they pass a made-up one through the tower, and cannot read what comes out with
-# transformers
-# 5.10; completions behind a prompt need none.
+# transformers 5.10; completions behind a prompt need none.
 
 
 @contextmanager
@@ -91,11 +91,9 @@ def naming_its_cache(model: Any) -> Iterator[None]:
         yield
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Attention that verl calls by itself: with padding removed, layers of Qwen2-VL and GLM-4V look nothing up.
 #
 # For the duration their calls go through transformers' registry, where a probe finds them.
-
 
 MODULES = ("verl.models.transformers.qwen2_vl", "verl.models.transformers.glm4v")
 NAME = "_custom_flash_attention_forward"
@@ -196,7 +194,7 @@ class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
 
             super().forward_step(self._perturbed(micro_batch, options, given), keep, False)
             logps = kept["logps"]
-        with lay_terms_at_hand(TermsAtHand(options, logps)):
+        with set_loss_context(LossContext(options, logps)):
             return super().forward_step(micro_batch, loss_function, False)
 
     def _layout(self, micro_batch: Any) -> Layout:
@@ -257,16 +255,12 @@ def _has_pixels(inputs: dict[str, Any]) -> bool:
     return inputs.get("pixel_values") is not None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Estimators and policy losses of this library in verl's registries. Import it where verl is installed.
-
-
 def _estimator(name: str) -> Any:
     def estimator(
         token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any, **more: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return advantages and returns, (N, T) each, with the signals of the batch at hand."""
-        found = at_hand(name)
+        """Return advantages and returns, (N, T) each, with the signals of the batch."""
+        found = signal_context(name)
         base = core_algos.get_adv_estimator_fn(found.options.estimator)
         taken = inspect.signature(base).parameters
         if "norm_adv_by_std_in_grpo" in taken and more.get("config") is not None:
@@ -294,10 +288,6 @@ def register() -> None:
         if name not in core_algos.POLICY_LOSS_REGISTRY:
             vanilla = core_algos.get_policy_loss_fn("vanilla")
             core_algos.register_policy_loss(name)(with_terms(vanilla, core_algos.agg_loss, name))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# verl's synchronous trainer, with the signals of the actor in its batches: `trainer.v1.trainer_mode=vgr_sync`.
 
 
 WEIGHTS = "token_weights"  # of a reward
@@ -331,7 +321,7 @@ class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
     """verl's trainer, and around its steps what signals need.
 
     `_compute_old_log_prob`: asks the engine to measure, and keeps what it measured along the responses.
-    `_compute_advantage`: lays that at hand for the registered estimators, and logs their metrics.
+    `_compute_advantage`: sets that as the context of the registered estimators, and logs their metrics.
     `_update_actor`: tells the engine which terms the loss has.
     `_val_metrics_update`: leaves out token weights, of which verl would take means.
     """
@@ -344,7 +334,7 @@ class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
         options = self.signal_options
         if not (options.measures_attention or options.needs_dependency):
             return super()._compute_old_log_prob(batch, metrics)
-        batch.extra_info[KEY] = self._told()
+        batch.extra_info[KEY] = self._actor_context()
         after = super()._compute_old_log_prob(batch, metrics)
         for meta in (batch, after):
             (meta.extra_info or {}).pop(KEY, None)
@@ -359,14 +349,14 @@ class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
             )
         columns = self._columns(batch)
         weights = self._token_weights(batch, columns.pop("response_mask"))
-        with lay_at_hand(SignalsAtHand(self.signal_options, columns, weights)) as found:
+        with set_signal_context(SignalContext(self.signal_options, columns, weights)) as found:
             after = super()._compute_advantage(batch, metrics)
         metrics.update(found.metrics)
         return after
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         if self.config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla") in LOSSES:
-            batch.extra_info[KEY] = self._told()
+            batch.extra_info[KEY] = self._actor_context()
         after = super()._update_actor(batch, metrics)
         (after.extra_info or {}).pop(KEY, None)
         return after
@@ -377,10 +367,10 @@ class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
         infos = {name: values for name, values in reward_extra_infos_dict.items() if name != WEIGHTS}
         return super()._val_metrics_update(data_sources, sample_uids, infos, *rest, **more)
 
-    def _told(self) -> dict[str, Any]:
-        """What the engine is told: options, and what only the processor knows."""
+    def _actor_context(self) -> dict[str, Any]:
+        """What the engine gets with a batch: options, and what only the processor knows."""
         processor = self.processor if self.processor is not None else self.tokenizer
-        return told(self.signal_options, int(self.global_steps), processor)
+        return actor_context(self.signal_options, int(self.global_steps), processor)
 
     def _keep_along_responses(self, batch: Any) -> None:
         """Cut the columns, which the engine returns along whole sequences, to the responses."""
@@ -412,12 +402,10 @@ def _get(batch: Any, fields: list[str]) -> Any:
     return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # verl 0.9.1 asks an installed TRL for a class with a value head, which TRL 1.16 has no more, and stops without it.
 #
-# The class is patched there for critics of long ago and not used; so verl is told that there is no TRL. Removable
-# when
-# verl asks for the class only where there is one.
+# The class is patched there for critics of long ago and not used; so `is_trl_available` answers that there is no TRL.
+# Removable when verl asks for the class only where there is one.
 
 
 def hide_newer_trl() -> bool:
