@@ -30,9 +30,7 @@ from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.columns import images_of
 from vgr_trl.utils import ConfigError, VLLMServerError, printable, release, replaced
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Prompts and completions in the form that tables of completions can hold and show.
-
 
 TABLES = "completions_[0-9]*.parquet"
 
@@ -126,7 +124,6 @@ def _part(part: Any) -> str:
     return str(part["text"]) if part.get("type") == "text" else f"<{part.get('type')}>"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # `ddp_timeout` on a CPU, where transformers 5.23 does not hand it to the process group: it stays at 30 minutes.
 
 
@@ -136,15 +133,13 @@ def give_timeout(seconds: int) -> None:
         _set_pg_timeout(timedelta(seconds=seconds))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The end of a process of several: its group is closed while the interpreter still runs.
 #
 # Gloo frees a finished collective in a thread of its own, which needs the interpreter's lock. After the interpreter
-# has
-# shut down that thread is ended in the middle of it (`terminate called without an active exception`, pytorch/pytorch
-# #190489); while the lock is held by whoever destroys the group, both wait forever. The thread outlives a group that
-# was destroyed but is still referred to, as by DDP and DeepSpeed. Removable when torch waits for it.
-
+# has shut down that thread is ended in the middle of it (`terminate called without an active exception`,
+# pytorch/pytorch #190489); while the lock is held by whoever destroys the group, both wait forever. The thread
+# outlives a group that was destroyed but is still referred to, as by DDP and DeepSpeed. Removable when torch waits
+# for it.
 
 _THREADS = Path("/proc/self/task")  # of Linux
 _NAME = "pt_gloo_runloop"
@@ -196,14 +191,11 @@ def _close() -> None:
         distributed.destroy_process_group()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The images of the table of completions, gathered by all processes or by none.
 #
 # TRL gathers them where the rows of a process have images, so rows with images on one process and without on another
-# end
-# in a hang or an abort (grpo_trainer of TRL 1.16, `log_multimodal`); and where only some batches have images, those
-# of a
-# table stand beside the wrong completions.
+# end in a hang or an abort (grpo_trainer of TRL 1.16, `log_multimodal`); and where only some batches have images,
+# those of a table stand beside the wrong completions.
 
 
 @contextmanager
@@ -231,13 +223,10 @@ def _in_messages(prompt: Any) -> list[Any]:
     return [part["image"] for part in parts if part.get("type") == "image" and part.get("image") is not None]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What TRL's loss divides by, which it computes within `_compute_loss` and gives nobody.
 #
 # A term that is added to the loss has to be averaged as the loss is. Removable when TRL offers its normaliser; the
-# tests
-# compare with TRL's own loss for all its types (tests/training/test_loss_terms.py).
-
+# tests compare with TRL's own loss for all its types (tests/training/test_loss_terms.py).
 
 _PER_COMPLETION = ("grpo", "sapo")
 _PER_WINDOW = ("dapo", "cispo", "vespo")
@@ -275,14 +264,11 @@ def average_as_loss(
     return (per_token * mask).sum(-1).mean() / accumulation_steps  # luspo
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Weights of a vision-language model resumed under the names they were saved with.
 #
 # transformers saves vision-language models under other names than their parameters have. `from_pretrained` renames
-# them
-# back; the trainer's own loading does not, and then keeps the weights of the start with a warning (seen with
-# transformers
-# 5.23 and Qwen2.5-VL). Removable when `Trainer._load_from_checkpoint` renames.
+# them back; the trainer's own loading does not, and then keeps the weights of the start with a warning (seen with
+# transformers 5.23 and Qwen2.5-VL). Removable when `Trainer._load_from_checkpoint` renames.
 
 
 def whole_model(trainer: Trainer, model: Any) -> PreTrainedModel | None:
@@ -331,9 +317,7 @@ def _refuse_incomplete(report: dict[str, Any], checkpoint: str) -> None:
             )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What TRL logs of a rollout batch, where further rounds of prompts belong to the same batch.
-
 
 _EXTREMES = {"min": min, "max": max}
 
@@ -420,12 +404,10 @@ def unlogged(trainer: GRPOTrainer) -> Iterator[None]:
         trainer.state.num_input_tokens_seen = tokens
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Completions without image tokens: TRL before 1.16 lets the policy sample them.
 #
 # A sampled image token stands for an image that is not there, and the next pass fails (`Image features and image
-# tokens
-# do not match`). TRL 1.16 suppresses it; this does the same. Removable with TRL 1.15.
+# tokens do not match`). TRL 1.16 suppresses it; this does the same. Removable with TRL 1.15.
 
 
 def suppress_image_tokens(trainer: GRPOTrainer, installed: str | None = None) -> None:
@@ -444,7 +426,6 @@ def suppress_image_tokens(trainer: GRPOTrainer, installed: str | None = None) ->
         trainer.generation_config = GenerationConfig(**options, disable_compile=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Token types of completions, where prompts have some: they must not let a completion see what comes after it.
 
 
@@ -464,15 +445,12 @@ def with_causal_completions(inputs: Mapping[str, Any], config: Any, completion_l
     return changed
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Features of images that vLLM keeps: forgotten when it gets new weights.
 #
 # vLLM keeps what the vision tower makes of an image, by the content of the image alone. After new weights TRL 1.16
-# has it
-# forget the prompts it has read, not the images, so an image that came in an earlier step is answered as the earlier
-# weights saw it. Nothing fails. See https://github.com/huggingface/trl/issues/7198; to be removed with a TRL that
-# calls
-# `reset_encoder_cache` itself.
+# has it forget the prompts it has read, not the images, so an image that came in an earlier step is answered as the
+# earlier weights saw it. Nothing fails. See https://github.com/huggingface/trl/issues/7198; to be removed with a TRL
+# that calls `reset_encoder_cache` itself.
 
 
 def forget_with_new_weights(trainer: GRPOTrainer) -> None:
@@ -508,17 +486,12 @@ def forget_image_features(generation: Any) -> None:
             )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Prompts with images for vLLM: one placeholder token per image where vLLM writes the others itself.
 #
 # TRL 1.15 and 1.16 give a colocated vLLM the images, and prompts in which every image already takes n placeholder
-# tokens.
-# vLLM reads the first of them as the whole image and writes n tokens in its place, so the model is prompted with 2n -
-# 1
-# of them, n - 1 of which stand for nothing. Nothing fails; the completions answer another prompt than the one trained
-# on.
-# See https://github.com/huggingface/trl/issues/6294.
-
+# tokens. vLLM reads the first of them as the whole image and writes n tokens in its place, so the model is prompted
+# with 2n - 1 of them, n - 1 of which stand for nothing. Nothing fails; the completions answer another prompt than the
+# one trained on. See https://github.com/huggingface/trl/issues/6294.
 
 TRL_RELEASES = ("1.15", "1.17")  # from, up to but without
 PROBE_SIZE = (64, 64)
@@ -686,7 +659,6 @@ def repeats_one_token(processor: Any) -> bool:
     return runs == 1 and list(_with_runs(written, token, [1])) == list(unexpanded)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Log-probabilities of prompts with images as a server of vLLM 0.32 sends them, for TRL 1.16 to read.
 #
 # TRL looks for each token's `token`, a text such as "token_id:17", which vLLM sent up to 0.31; from 0.32 on

@@ -1,4 +1,4 @@
-"""Errors, files that are whole or not there, and other small tools that know no stage."""
+"""Errors, atomic files, patched attributes, and other small tools that the rest of the package stands on."""
 
 import errno
 import multiprocessing
@@ -19,10 +19,6 @@ from typing import Any
 import yaml
 from packaging.version import Version
 from yaml.constructor import ConstructorError
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Text of a model or of data, as it can be printed: nothing in it moves a cursor, reorders a line or hides.
-
 
 # Control characters but line feed and tab, surrogates, characters of private use, line breaks that only some readers
 # see, marks of writing direction, and characters that show nothing, in which a text can be hidden; but for those that
@@ -47,10 +43,6 @@ def printable(text: str) -> str:
 def _number(character: str) -> str:
     code = ord(character)
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The errors of this library: one family, and every member is also the built-in that callers expect.
 
 
 def words_of(error: BaseException, most: int = 200) -> str:
@@ -105,10 +97,6 @@ class DiskFullError(VGRError, OSError):
     """A disk or a quota is full; what was being written is not whole."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A full disk, which libraries report in many words, said in one sentence.
-
-
 # What libraries say that hide the error of the system: PyTorch's writer of archives, safetensors, pyarrow.
 WORDS = (
     "PytorchStreamWriter failed writing",
@@ -122,9 +110,7 @@ WORDS = (
 def is_disk_full(error: BaseException | None) -> bool:
     """Whether an error, or one that led to it, comes from a disk or a quota that is full."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        if any(words in str(error) for words in WORDS):
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(text in str(error) for text in WORDS):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -150,14 +136,9 @@ def _file(target: str | Path, error: BaseException) -> Path:
     target = Path(target)
     if not target.is_dir():
         return target
-    if isinstance(error, OSError) and isinstance(error.filename, (str, Path)) and Path(error.filename).is_file():
-        return Path(error.filename)
+    named = Path(str(getattr(error, "filename", None)))
     begun = [(path.stat().st_mtime_ns, path) for path in target.rglob("*") if not path.is_dir()]
-    return max(begun, default=(0, target))[1]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Files that are either whole or not there, whenever the process is killed.
+    return named if named.is_file() else max(begun, default=(0, target))[1]
 
 
 def unfinished(path: Path) -> Path:
@@ -187,10 +168,7 @@ def write_whole(path: Path, data: bytes, sync: bool = True) -> None:
     try:
         with disk_full_named(path):
             unfinished(path).write_bytes(data)
-            if sync:
-                publish(path)
-            else:
-                unfinished(path).replace(path)
+            publish(path) if sync else unfinished(path).replace(path)
     finally:
         unfinished(path).unlink(missing_ok=True)
 
@@ -235,29 +213,18 @@ def is_writable(path: Path) -> bool:
 
 
 def sync_files(paths: Sequence[Path]) -> None:
-    """Wait until files and their names are on the disk; all at once where the system can, which is much faster."""
-    if hasattr(os, "sync"):
-        if paths:
-            os.sync()
-        return
-    for path in paths:
-        with path.open("rb+") as file:
-            os.fsync(file.fileno())
+    """Wait until files and their names are on the disk, all at once, which is much faster than one by one."""
+    if paths:
+        os.sync()
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in `folder` are on the disk, on systems where a folder can be waited for."""
-    if os.name == "nt":
-        return
+    """Wait until the names in `folder` are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Setting an attribute, or a method, for a while.
 
 
 @contextmanager
@@ -310,10 +277,6 @@ def _itself(value: Any) -> Any:
     return value
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What the other processes of a run do when one is silent or has ended, in words that say what to do.
-
-
 _SILENT = ("Timed out waiting", "timed out after", "Application timeout caused pair closure")
 _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 
@@ -326,7 +289,7 @@ def silence_named(timeout: int, step: Callable[[], int]) -> Iterator[None]:
 
     Args:
         timeout: `ddp_timeout`, in seconds.
-        step: asked for the step at hand, counted from 1.
+        step: returns the step in work, counted from 1.
 
     Raises:
         ProcessError: another process is silent or has ended.
@@ -347,14 +310,10 @@ def silence_named(timeout: int, step: Callable[[], int]) -> Iterator[None]:
             ) from error
         if any(words in str(error) for words in _GONE):
             raise ProcessError(
-                f"Another {others} has ended at step {step()}: what it said last is the reason; end them all, and "
+                f"Another {others} has ended at step {step()}: what it logged last is the reason; end them all, and "
                 "continue with resume_from_checkpoint latest."
             ) from error
         raise
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Which releases of TRL this library extends; asked before anything of TRL is imported.
 
 
 SUPPORTED = ("1.15", "1.17")  # from, up to but without; the tests run with these releases
@@ -383,10 +342,6 @@ def check_release(installed: str | None = None) -> None:
     first, end = map(Version, SUPPORTED)
     if not first <= release(installed) < end:
         raise UnsupportedTRLError(f"{supported(installed)}; {CURE}")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Processes that this one has work done in: none of them outlives it.
 
 
 def pool(workers: int) -> ProcessPoolExecutor:
@@ -418,10 +373,6 @@ def _belong_to_parent() -> None:
             os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# YAML as people mean it: what the reader would make something else of in silence is an error.
 
 
 class StrictLoader(yaml.SafeLoader):
