@@ -311,7 +311,7 @@ def test_own_files_with_known_columns_and_with_others(tmp_path):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"answer": float("inf")}, "solution is inf: give a finite number"),
+        ({"answer": float("inf")}, "solution is inf: give the right answer"),
         ({"choices": ["x", {"a": 1}]}, "one of its options is {'a': 1}: options must be texts or numbers"),
         ({"prompt": [{"role": "system", "content": "x"}]}, "its prompt is a conversation: a converted row has a text"),
     ],
