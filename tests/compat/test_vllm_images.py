@@ -21,11 +21,9 @@ PAD = 9  # the placeholder token of images
     ("trl", "mode", "needed"),
     [
         ("1.16.0", "colocate", True),
-        ("1.16.3", "colocate", True),
         ("1.15.0", "colocate", True),
         ("1.14.2", "colocate", False),
         ("1.17.0", "colocate", False),
-        ("1.17.0.dev0", "colocate", False),
         ("1.16.0", "server", False),
     ],
 )
@@ -38,7 +36,6 @@ def test_the_releases_and_modes_that_have_the_defect(trl, mode, needed):
     [
         ([1, 2], 0, None, [1, 2]),
         ([1, PAD, PAD, PAD, 2], 1, None, [1, PAD, 2]),
-        ([1, PAD, 2], 1, None, [1, PAD, 2]),  # already one token
         ([PAD, PAD, 2, PAD, PAD, PAD], 2, None, [PAD, 2, PAD]),
         ([1, PAD, PAD, PAD, PAD, PAD, 2], 2, [2, 3], [1, PAD, PAD, 2]),  # two images that touch
         ([PAD, PAD, PAD, 1, PAD, PAD, PAD], 3, [1, 2, 3], [PAD, PAD, 1, PAD]),
@@ -67,9 +64,7 @@ def test_sizes_of_other_images_are_not_used():
         ([PAD, PAD, PAD, PAD], 2, None),  # (1, 3), (2, 2) or (3, 1)
         ([PAD, PAD, PAD, PAD], 2, [2, 3]),
         ([PAD, PAD, 1, PAD, PAD], 3, [3, 1, 1]),
-        ([PAD, PAD, PAD, PAD], 3, [2, 2, 1]),
         ([PAD, 1, PAD], 1, [2]),
-        ([PAD, 1], 0, []),
         ([1, 2], 1, [4]),
     ],
 )
@@ -91,10 +86,6 @@ def test_the_prompts_of_the_processor_become_those_of_the_tokenizer():
     collapsed, given = guard.prepared(prompts, images, written)
     assert collapsed == processor.tokenizer(texts)["input_ids"]
     assert given == [[small, large], [large, small], None]
-
-
-def test_without_images_nothing_changes():
-    assert VLLMImages(PAD, 2).prepared([[1, PAD]], None, {}) == ([[1, PAD]], None)
 
 
 def test_where_nothing_is_collapsed_a_prompt_without_images_still_has_none():

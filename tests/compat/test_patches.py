@@ -1,0 +1,173 @@
+"""Repairs of TRL and transformers (`patches.py`), but for prompts with images for vLLM."""
+
+import io
+from collections import defaultdict, deque
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+from trl.trainer import utils
+
+from vgr_trl.patches import (
+    as_text,
+    beside_training,
+    images_logged_by_all,
+    in_texts,
+    keep_newest,
+    let_tables_hold,
+    merge_rounds,
+    remove_oldest_tables,
+    replace_newest,
+    suppress_image_tokens,
+)
+
+HOSTILE = "a\x1b[2J\x1b]0;title\x07\x9b31m\u202e\u2066b\x00\x08\r\x0b</td><script>alert(1)</script>[link=x]"
+SHOWN = "a\\x1b[2J\\x1b]0;title\\x07\\x9b31m\\u202e\\u2066b\\x00\\x08\\x0d\\x0b</td><script>alert(1)</script>[link=x]"
+
+
+def test_texts_of_a_table_have_no_characters_that_do_something():
+    message = {"role": "user", "content": [{"type": "text", "text": HOSTILE}]}
+    assert as_text([message]) == SHOWN
+    assert as_text(HOSTILE) == SHOWN
+    assert as_text([{"role": "system", "content": "line\n\ttab"}]) == "line\n\ttab"
+    columns = {"prompt": [[message]], "completion": [HOSTILE]}
+    with in_texts(columns):
+        assert columns == {"prompt": [SHOWN], "completion": [SHOWN]}
+
+
+def test_the_terminal_gets_text(monkeypatch):
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=200)
+    monkeypatch.setattr(utils, "Console", lambda *_, **__: console)
+    columns = {"prompt": ["what?"], "completion": [[{"role": "assistant", "content": HOSTILE}]]}
+    with in_texts(columns):
+        utils.print_prompt_completions_sample(columns["prompt"], columns["completion"], {"r": [1.0]}, [0.5], 1)
+    text = shown.getvalue()
+    assert "\x1b[2J" not in text
+    assert not set(text) & set("\x07\x9b\u202e\u2066\x00\x08\r\x0b")
+    assert "<script>alert(1)" in text
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "completions").mkdir()
+    return tmp_path / "completions"
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_table_of_an_evaluation_replaces_none_of_training(folder, trained):
+    file, evaluated = folder / "completions_00002.parquet", folder / "completions_00002_eval.parquet"
+    if trained:
+        file.write_text("training")
+    with beside_training(str(folder.parent), 2, True):
+        file.write_text("evaluation")
+    assert evaluated.read_text() == "evaluation"
+    assert {path.name for path in folder.iterdir()} == ({file.name, evaluated.name} if trained else {evaluated.name})
+    assert not trained or file.read_text() == "training"
+
+
+def test_beyond_the_bound_the_oldest_tables_but_the_first_go(folder):
+    names = [f"completions_{step:05d}{kind}.parquet" for step in (0, 9, 10, 99_999, 100_000) for kind in ("", "_eval")]
+    for name in names:
+        (folder / name).write_bytes(b"x" * 100)
+    (folder / "mine.parquet").write_bytes(b"x" * 10_000)
+    remove_oldest_tables(str(folder.parent), 1000)
+    assert len(list(folder.iterdir())) == 11
+    remove_oldest_tables(str(folder.parent), 450)
+    assert {path.name for path in folder.iterdir()} == {names[0], *names[-3:], "mine.parquet"}
+    remove_oldest_tables(str(folder.parent), 1)
+    assert {path.name for path in folder.iterdir()} == {names[0], names[-1], "mine.parquet"}
+
+
+NAN = float("nan")
+
+
+def test_rounds_become_one_entry():
+    """A batch of 8 completions and rounds of 4 and 2, after an entry of an earlier rollout: (8 a + 4 b + 2 c) / 14."""
+    metrics = {
+        "reward": [9.0, 1.0, 2.0, 3.0],
+        "rewards/of_one/mean": [9.0, NAN, 2.0, 8.0],
+        "rewards/of_none/mean": [9.0, NAN, NAN, NAN],
+        "completions/min_length": [1.0, 5.0, 3.0, 4.0],
+        "completions/max_length": [99.0, 5.0, 3.0, 7.0],
+        "sampling/importance_sampling_ratio/max": [9.0, 0.5, 1.5, 1.0],
+        "num_tokens": [70.0],
+        "step_time": [1.0],
+    }
+    before = {name: 1 if name in ("num_tokens", "step_time") else 2 for name in metrics}
+    merge_rounds(metrics, before, [8, 4, 2])
+    assert metrics.pop("rewards/of_none/mean") == pytest.approx([9.0, NAN], nan_ok=True)
+    assert metrics == {
+        "reward": [9.0, pytest.approx(22 / 14)],
+        "rewards/of_one/mean": [9.0, 4.0],
+        "completions/min_length": [1.0, 3.0],
+        "completions/max_length": [99.0, 7.0],
+        "sampling/importance_sampling_ratio/max": [9.0, 1.5],
+        "num_tokens": [70.0],
+        "step_time": [1.0],
+    }
+
+
+def test_tables_hold_further_rounds_of_the_same_batch_only():
+    logs = {"prompt": deque("ab", maxlen=2), "rewards": defaultdict(lambda: deque(maxlen=2), {"r": deque([1, 2])})}
+    let_tables_hold(logs, 6)
+    logs["prompt"].extend("cdef")
+    logs["rewards"]["late"].extend([1, 2, 3])
+    keep_newest(logs, 2)
+    assert [*logs["prompt"], *logs["rewards"]["r"], *logs["rewards"]["late"]] == ["e", "f", 1, 2, 2, 3]
+    logs["prompt"].extend("ghij")
+    assert "".join(logs["prompt"]) == "efghij"
+
+
+def test_the_newest_values_of_a_column_are_replaced():
+    column = deque([1, 2, 3, 4], maxlen=4)
+    replace_newest(column, [7, 8])
+    assert list(column) == [1, 2, 7, 8]
+
+
+def test_batches_without_images_among_batches_with_some():
+    logs = {"prompt": deque(maxlen=6), "images": deque(maxlen=6)}
+    trainer = SimpleNamespace(log_multimodal=True, tools=None, environment_factories=None, _logs=logs)
+    of_messages = [{"role": "user", "content": [{"type": "image", "image": "c"}, {"type": "text", "text": "?"}]}]
+    batches = (
+        [{"prompt": "p"}, {"prompt": "q"}],
+        [{"prompt": "r", "image": "a"}, {"prompt": "s", "images": ["b", "b"]}],
+        [{"prompt": of_messages}, {"prompt": "t", "images": None}],
+        [{"prompt": "u"}, {"prompt": "v"}],
+    )
+    found = []
+    for rows in batches:
+        with images_logged_by_all(trainer, rows):
+            assert not trainer.log_multimodal
+            logs["prompt"].extend(rows)  # as TRL does
+        found.append(list(logs["images"]))
+    assert trainer.log_multimodal
+    assert found == [
+        [],
+        [[], [], ["a"], ["b", "b"]],
+        [[], [], ["a"], ["b", "b"], ["c"], []],
+        [["a"], ["b", "b"], ["c"], [], [], []],
+    ]
+
+
+def test_image_tokens_are_suppressed_where_trl_does_not(vision_trainer):
+    trainer = vision_trainer()
+    token = trainer.model.config.image_token_id
+    assert trainer.generation_config.suppress_tokens == [token], "by TRL, or by what is tested here"
+    own = {name: value for name, value in trainer.generation_kwargs.items() if name != "suppress_tokens"}
+    trainer.generation_kwargs = {**own, "temperature": 0.5}
+    trainer.generation_config.suppress_tokens = None
+    suppress_image_tokens(trainer, installed="1.16.0")
+    assert trainer.generation_config.suppress_tokens is None
+    suppress_image_tokens(trainer, installed="1.15.0")
+    assert trainer.generation_config.suppress_tokens == trainer.generation_kwargs["suppress_tokens"] == [token]
+    assert trainer.generation_config.temperature == 0.5
+    trainer.generation_kwargs = {**own, "suppress_tokens": [3]}
+    suppress_image_tokens(trainer, installed="1.15.0")
+    assert trainer.generation_config.suppress_tokens == [3], "what the user says comes first"
+
+
+def test_text_is_left_alone(text_trainer):
+    trainer = text_trainer()
+    suppress_image_tokens(trainer, installed="1.15.0")
+    assert trainer.generation_config.suppress_tokens is None
