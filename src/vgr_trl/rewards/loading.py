@@ -152,7 +152,7 @@ def _loaded(
     options: Mapping[str, Any],
 ) -> Callable[..., Any]:
     name, key = _KEY.fullmatch(spec.strip()).groups() if isinstance(spec, str) else (spec, None)  # type: ignore[union-attr]  # the first part takes anything
-    reward = registries.rewards.load(name)
+    reward: Callable[..., Any] = registries.rewards.load(name)
     if is_scored(reward) and isinstance(spec, str):
         return ScoredFile(reward, key or OVERALL, files)
     if key is not None:
@@ -322,8 +322,9 @@ def _score_elsewhere(where: tuple[str, str, dict[str, Any]], row: dict[str, Any]
 
 
 def _rows(completions: Sequence[Any], columns: Mapping[str, Any], with_images: bool) -> list[dict[str, Any]]:
-    absent = [None] * len(completions)
-    ids, prompts, solutions = (columns.get(name) or absent for name in ("completion_ids", "prompts", "solution"))
+    absent: Any = [None] * len(completions)
+    ids = columns.get("completion_ids") or absent
+    prompts, solutions = columns.get("prompts") or absent, columns.get("solution") or absent
     images = (columns.get("images") or columns.get("image")) if with_images else None
     rows = []
     for i, completion in enumerate(completions):
