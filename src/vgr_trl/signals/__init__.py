@@ -1,8 +1,8 @@
 """What each token saw: attention to the image and to the instruction, and dependence on the image.
 
-Read `ratios.py` (which tokens are the image, and what is made of attention), then how it is measured: `attention.py`.
-Hidden states: `similarity.py`. Regions of an image: `regions.py`. Dependence: `dependency.py`, `perturbation.py`. A
-batch: `scoring.py` (any model) and `vgr_trl/measure.py` (in a trainer), `named.py` (what rewards and metrics see).
+`ratios.py`: which tokens are the image, and what is made of attention. `attention.py`: how it is measured.
+`similarity.py`: hidden states. `regions.py`: boxes of an image. `dependency.py` and `perturbation.py`: how much a token
+depends on the image. `scoring.py`: a batch, with any model. `named.py`: what rewards, rules and metrics read.
 """
 
 from vgr_trl.batch import AttentionMass, RolloutSignals

@@ -4,8 +4,6 @@ import math
 
 import torch
 
-from vgr_trl.utils import DataError
-
 
 def visual_dependency(logps: torch.Tensor, perturbed_logps: torch.Tensor) -> torch.Tensor:
     """Return the visual dependency of each token, in [0, 10]: 0 where the image made no difference.
@@ -20,15 +18,7 @@ def visual_dependency(logps: torch.Tensor, perturbed_logps: torch.Tensor) -> tor
     Returns:
         (N, T) float32. NaN (undefined) where one of the two is NaN, or both are the same infinity. Gradients flow into
         both arguments, except where the value is clamped.
-
-    Raises:
-        DataError: the shapes differ.
     """
-    if logps.shape != perturbed_logps.shape:
-        raise DataError(
-            f"visual_dependency got log-probabilities of shape {tuple(logps.shape)} and perturbed ones of shape "
-            f"{tuple(perturbed_logps.shape)}: give both for the same N completions of T tokens."
-        )
     difference = (perturbed_logps.float() - logps.float()).clamp(-20, 20)  # (N, T)
     return (torch.expm1(difference) - difference).clamp(0, 10)
 

@@ -6,9 +6,10 @@ signals by their names, which it finds in `signals.extra`.
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from sys import intern
 from typing import Any
 
@@ -61,23 +62,24 @@ def named_signals(options: PluginOptions, further: Sequence[str] = ()) -> tuple[
     Raises:
         ConfigError: one is not found, or is made of itself.
     """
-    rules = [registries.credit_rules.load(name) for name in options.plugin_rules]
-    read = [need for rule in rules for need in needs_of(rule) if not is_measurement(need)]
-    read += [need for need in further if need != "regions"]  # which is no signal of its own
     found: dict[str, NamedSignal] = {}
-    for spec in _in_order([*(options.signals or ()), *read]):
+
+    def add(spec: str) -> None:
+        requires = tuple(measurements([spec]))  # refuses what is made of itself
         function = registries.signals.load(spec)
-        values = options.plugin_values(function, spec)
-        found.setdefault(short_name(spec), NamedSignal(short_name(spec), function, values, tuple(measurements([spec]))))
+        for need in needs_of(function) if not is_measurement(spec) else ():
+            if not is_measurement(need):
+                add(need)
+        name = short_name(spec)
+        found.setdefault(name, NamedSignal(name, function, options.plugin_values(function, spec), requires))
+
+    read = [need for rule in options.plugin_rules for need in needs_of(registries.credit_rules.load(rule))]
+    for spec in options.signals or ():
+        add(spec)
+    for need in (*(need for need in read if not is_measurement(need)), *further):
+        if need != "regions":  # which is no signal of its own
+            add(need)
     return tuple(found.values())
-
-
-def _in_order(specs: Iterable[str]) -> Iterator[str]:
-    for spec in specs:
-        if not is_measurement(spec):
-            measurements([spec])  # refuses what is made of itself
-            yield from _in_order(need for need in needs_of(registries.signals.load(spec)) if not is_measurement(need))
-        yield spec
 
 
 def add_named(named: Sequence[NamedSignal], signals: RolloutSignals) -> list[str]:
@@ -131,16 +133,16 @@ def named_metrics(
 @declares(needs=("attention",))
 def image_attention(signals: RolloutSignals, options: Any) -> torch.Tensor:
     """Return the attention on all image tokens together, the mean over the late layers, in [0, 1]."""
-    mass = _mass(signals)
-    return mass.vision[_late(mass.vision, options)].mean(0)
+    mass, late = _mass(signals, options)
+    return mass.vision[late].mean(0)
 
 
 @registries.signals.register("token_vgr")
 @declares(needs=("attention",))
 def token_vgr(signals: RolloutSignals, options: Any) -> torch.Tensor:
     """Return the VGR of each token, of the late layers."""
-    mass = _mass(signals)
-    return token_vision_gain_ratio(mass, _late(mass.vision, options))
+    mass, late = _mass(signals, options)
+    return token_vision_gain_ratio(mass, late)
 
 
 @registries.signals.register("region_share")
@@ -150,11 +152,10 @@ def region_share(signals: RolloutSignals, options: Any) -> torch.Tensor:
 
     NaN for rows that name no box.
     """
-    mass = _mass(signals)
+    mass, late = _mass(signals, options)
     assert mass.region is not None
     assert mass.num_region is not None
-    layers = _late(mass.vision, options)
-    share = mass.region[layers].mean(0) / mass.vision[layers].mean(0)
+    share = mass.region[late].mean(0) / mass.vision[late].mean(0)
     return share.masked_fill((mass.num_region == 0).unsqueeze(1), torch.nan)
 
 
@@ -162,18 +163,16 @@ def region_share(signals: RolloutSignals, options: Any) -> torch.Tensor:
 @declares(needs=("region_share",))
 def region_focus(signals: RolloutSignals, options: Any) -> torch.Tensor:
     """Return `region_share` over the region's share of the image's tokens: above 1, more than an average token gets."""
-    mass = _mass(signals)
+    mass, _ = _mass(signals, options)
     assert mass.num_region is not None
     return signals.extra["region_share"] / (mass.num_region / mass.num_vision).unsqueeze(1)
 
 
-def _mass(signals: RolloutSignals) -> AttentionMass:
+def _mass(signals: RolloutSignals, options: Any) -> tuple[AttentionMass, list[int]]:
+    """Return the attention mass, and its late layers."""
     assert signals.attention is not None
-    return signals.attention
-
-
-def _late(layers: torch.Tensor, options: Any) -> list[int]:
-    return late_layers(len(layers), getattr(options, "attention_segments", "thirds"))
+    scheme = getattr(options, "attention_segments", "thirds")
+    return signals.attention, late_layers(len(signals.attention.vision), scheme)
 
 
 @registries.signals.register("stability")
@@ -187,24 +186,14 @@ def stability(signals: RolloutSignals, options: Any) -> torch.Tensor:
     return 1 - 2 * probabilities.std(0, correction=0)
 
 
-def _offer(name: str, need: str) -> None:
-    """Let what `RolloutSignals` has by that name be asked for as a signal."""
-
-    @registries.signals.register(name)
-    @declares(needs=(need,))
-    def measured(signals: RolloutSignals, options: Any) -> torch.Tensor:
-        values: torch.Tensor | None = getattr(signals, name)
-        assert values is not None
-        return values
+def _measured(name: str, signals: RolloutSignals, options: Any) -> Any:
+    """Return what `RolloutSignals` has by that name."""
+    return getattr(signals, name)
 
 
-for _name in ("similarity", "dependency", "entropies", "logps"):
-    _offer(_name, need=_name)
-_offer("jsd", need="shift")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Signals of completions as columns for rewards and tables, and as metrics.
+for _name in ("similarity", "dependency", "entropies", "logps", "jsd"):
+    _signal = declares(needs=("shift" if _name == "jsd" else _name,))(partial(_measured, _name))
+    registries.signals.register(_name)(_signal)
 
 
 SINGLE_COLUMNS = ("vgr", "aei_vision", "aei_instruction", "mdi_balance")
@@ -235,17 +224,17 @@ def reward_columns(segments: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
     """Return the `SIGNAL_COLUMNS`: per completion those of the late segment (else of all layers), and all as a dict."""
     rows = {name: values.tolist() for name, values in segments.items()}
     count = len(rows["all"])
-    dicts = [
-        {name: dict(zip(QUANTITIES, map(_defined, values[row]), strict=True)) for name, values in rows.items()}
+    tables = [
+        {
+            name: {
+                key: None if math.isnan(value) else value for key, value in zip(QUANTITIES, values[row], strict=True)
+            }
+            for name, values in rows.items()
+        }
         for row in range(count)
     ]
-    of_reward = [found.get("late", found["all"]) for found in dicts]
-    single = {name: [found[name] for found in of_reward] for name in SINGLE_COLUMNS}
-    return {**single, "attention_metrics": dicts}
-
-
-def _defined(value: float) -> float | None:
-    return None if math.isnan(value) else value
+    of_reward = [table.get("late", table["all"]) for table in tables]
+    return {name: [table[name] for table in of_reward] for name in SINGLE_COLUMNS} | {"attention_metrics": tables}
 
 
 def attention_metrics(

@@ -1,4 +1,8 @@
-"""Which tokens are the image, and ratios of attention: VGR, AEI and MDI balance, for segments of layers."""
+"""Which tokens are the image, and ratios of attention: VGR, AEI and MDI balance, for segments of layers.
+
+Averages come first, ratios after: a segment's attention is the mean over its layers and over the valid tokens.
+Undefined values (no vision tokens, no instruction tokens, no completion tokens, no attention on either) are NaN.
+"""
 
 import math
 from collections.abc import Sequence
@@ -8,11 +12,7 @@ from typing import Any
 import torch
 
 from vgr_trl.batch import AttentionMass
-from vgr_trl.utils import ConfigError, DataError
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Which tokens of a prompt are the image, which the instruction.
-
+from vgr_trl.utils import ConfigError
 
 _ID_NAMES = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 
@@ -45,23 +45,14 @@ def build_modality_masks(
         attention_mask: (N, P), 0 for padding.
         vision_token_ids: placeholder tokens of images and videos.
         special_token_ids: tokens that belong to neither: chat-template markers, vision start and end, bos, eos.
-
-    Raises:
-        DataError: the shapes differ.
     """
-    if input_ids.shape != attention_mask.shape:
-        raise DataError(
-            f"input_ids has the shape {tuple(input_ids.shape)} and attention_mask {tuple(attention_mask.shape)}: give "
-            "both for the same tokens."
-        )
     present = attention_mask.bool()
-    vision = _is_one_of(input_ids, vision_token_ids) & present
-    special = _is_one_of(input_ids, special_token_ids)
+    vision, special = (
+        torch.isin(input_ids, torch.tensor(list(ids), device=input_ids.device, dtype=input_ids.dtype))
+        for ids in (vision_token_ids, special_token_ids)
+    )
+    vision &= present
     return ModalityMasks(vision, present & ~vision & ~special)
-
-
-def _is_one_of(input_ids: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
-    return torch.isin(input_ids, torch.tensor(list(ids), device=input_ids.device, dtype=input_ids.dtype))
 
 
 def vision_token_ids(model: Any, processor: Any = None) -> tuple[int, ...]:
@@ -73,8 +64,7 @@ def vision_token_ids(model: Any, processor: Any = None) -> tuple[int, ...]:
     """
     config = getattr(model, "config", model)
     found = {getattr(config, name, None) for name in _ID_NAMES}
-    for name in ("image_token_id", "video_token_id"):
-        found.add(getattr(processor, name, None))
+    found |= {getattr(processor, name, None) for name in ("image_token_id", "video_token_id")}
     tokenizer = getattr(processor, "tokenizer", processor)
     if tokenizer is not None:
         for name in ("image_token", "video_token"):
@@ -98,13 +88,6 @@ def special_token_ids(processor: Any) -> tuple[int, ...]:
     return tuple(sorted({*tokenizer.all_special_ids, *(index for index, token in added.items() if token.special)}))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Ratios of attention: VGR, AEI and MDI balance, for segments of layers.
-#
-# Averages come first, ratios after: a segment's attention is the mean over its layers and over the valid tokens.
-# Undefined values (no vision tokens, no instruction tokens, no completion tokens, no attention on either) are NaN.
-
-
 def split_layers(num_layers: int, scheme: str = "thirds") -> dict[str, list[int]]:
     """Return the layers of the segments `early`, `middle`, `late` and `all`; only `all` for fewer than 3 layers.
 
@@ -114,10 +97,8 @@ def split_layers(num_layers: int, scheme: str = "thirds") -> dict[str, list[int]
             or `ends`, the first two, the middle two and the last two layers.
 
     Raises:
-        ConfigError: `num_layers` is below 1, or there is no such scheme.
+        ConfigError: there is no such scheme.
     """
-    if num_layers < 1:
-        raise ConfigError(f"num_layers is {num_layers}: give an integer of at least 1.")
     if scheme not in ("thirds", "ends"):
         raise ConfigError(f"scheme is {scheme!r}: give thirds or ends.")
     layers = list(range(num_layers))
@@ -200,10 +181,10 @@ def attention_efficiency_index(
     """
     vision, instruction = mean_attention(mass, layers)
     attention, tokens = vision + instruction, mass.num_vision + mass.num_instruction
-    defined = _both(mass.num_vision, mass.num_instruction)
+    undefined = (mass.num_vision == 0) | (mass.num_instruction == 0)
     return (
-        (vision / attention / (mass.num_vision / tokens)).masked_fill(~defined, math.nan),
-        (instruction / attention / (mass.num_instruction / tokens)).masked_fill(~defined, math.nan),
+        (vision / attention / (mass.num_vision / tokens)).masked_fill(undefined, math.nan),
+        (instruction / attention / (mass.num_instruction / tokens)).masked_fill(undefined, math.nan),
     )
 
 
@@ -230,8 +211,4 @@ def _ratio(
     vision: torch.Tensor, instruction: torch.Tensor, num_vision: torch.Tensor, num_instruction: torch.Tensor
 ) -> torch.Tensor:
     ratio = (instruction / num_instruction) / (vision / num_vision)
-    return ratio.masked_fill(~_both(num_vision, num_instruction), math.nan)
-
-
-def _both(num_vision: torch.Tensor, num_instruction: torch.Tensor) -> torch.Tensor:
-    return (num_vision > 0) & (num_instruction > 0)
+    return ratio.masked_fill((num_vision == 0) | (num_instruction == 0), math.nan)

@@ -1,4 +1,9 @@
-"""Images that show nothing but what a question is about."""
+"""Which vision tokens show what a question is about, for the families of models whose pixel inputs are known.
+
+The processor itself finds out what of an image is within a region: it gets an image of the same size that is white
+there and black elsewhere, so that resizing, cropping, padding and tiles are its own. What is left is how patches and
+tiles become tokens.
+"""
 
 from collections.abc import Mapping, Sequence
 from math import isqrt
@@ -14,15 +19,10 @@ from vgr_trl.utils import DataError
 def in_pixels(boxes: Sequence[Box], size: tuple[int, int]) -> list[tuple[float, float, float, float]]:
     """Return boxes as (left, top, width, height) in pixels of an image of this size, to a millionth."""
     wide, high = size
-    return [
-        (
-            round(left * wide, 6),
-            round(top * high, 6),
-            round((right - left) * wide, 6),
-            round((bottom - top) * high, 6),
-        )
-        for left, top, right, bottom in boxes
-    ]
+    corners = (
+        (left * wide, top * high, (right - left) * wide, (bottom - top) * high) for left, top, right, bottom in boxes
+    )
+    return [(round(x, 6), round(y, 6), round(w, 6), round(h, 6)) for x, y, w, h in corners]
 
 
 def drawn(boxes: Sequence[Box], size: tuple[int, int]) -> Image.Image:
@@ -33,16 +33,6 @@ def drawn(boxes: Sequence[Box], size: tuple[int, int]) -> Image.Image:
         far = max(round(right * size[0]), x + 1), max(round(bottom * size[1]), y + 1)
         image.paste((255, 255, 255), (max(x, 0), max(y, 0), *far))
     return image
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# From pixels to the vision tokens that stand for them, for the families of models whose pixel inputs are known.
-#
-# What of an image is within a region is found out by the processor itself: it is given an image of the same size that
-# is
-# white there and black elsewhere, so that resizing, cropping, padding and tiles are its own. What is left is how
-# patches
-# and tiles become tokens.
 
 
 ENOUGH = 0.5  # share of a token that has to be within the region
