@@ -1,7 +1,6 @@
 """What a notebook shows of a completion: parsed as HTML, so that escaping and structure are those a browser sees."""
 
 import base64
-import json
 import math
 from html.parser import HTMLParser
 from pathlib import Path
@@ -182,7 +181,7 @@ def test_no_text_changes_the_structure(run: Path, text: str, token: str) -> None
     ]
 
 
-def test_text_that_looks_like_markup_is_text(run: Path) -> None:
+def test_markup_and_what_does_not_show_are_text(run: Path) -> None:
     page = shown(run, prompt='</p><script>alert("1")</script>', tokens=["<b", '">', "\n\u202e\x00"])
     assert page.all("p")[0][1] == '</p><script>alert("1")</script>'
     assert [text for _, text in page.all("span")] == ["<b", '">', "↵\n⟨U+202E⟩⟨U+0000⟩"]
@@ -219,13 +218,6 @@ def test_positions_stay_in_their_range_and_have_colours_on_which_black_is_readab
             linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
             luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
             assert (luminance + 0.05) / 0.05 >= 4.5
-
-
-def test_the_notebook_is_committed_without_outputs() -> None:
-    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-    code = [cell for cell in cells if cell["cell_type"] == "code"]
-    assert len(code) >= 5
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
 
 
 @pytest.mark.slow

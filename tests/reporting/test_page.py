@@ -29,7 +29,7 @@ from vgr_trl.reporting.page import (
     page_template,
     write_report,
 )
-from vgr_trl.reporting.records import AttentionMap, read_thumbnail
+from vgr_trl.reporting.records import AttentionMap, LogEntry, encode, read_thumbnail
 from vgr_trl.utils import ConfigError, DataError
 
 SOURCES = Path(__file__).parents[2] / "report_page"
@@ -176,6 +176,21 @@ def test_curves_are_thinned_at_even_distances(tmp_path: Path) -> None:
     shown = report_of(make_run(tmp_path / "run", steps=1200))
     assert max(len(curve["steps"]) for curve in shown["curves"]) == 1000
     assert shown["notes"][0] == "Curves show 1000 of 1200 logged steps, at even distances."
+
+
+def test_signs_of_collapse_and_the_time_from_the_first_log_to_the_last(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1)
+    losses = [1.0, 1.0, float("nan"), 1.0, 0.5]
+    entries = [
+        LogEntry(step, "train", 60.0 * step, {"loss": loss}) for step, loss in zip((1, 2, 3, 4, 2), losses, strict=True)
+    ]
+    (run / "rollouts/logs.jsonl").write_bytes(b"".join(map(encode, entries)))
+    shown = report_of(run)
+    assert shown["signs"] == [{"step": 3, "seen": "loss is not finite"}]
+    assert shown["seconds"] == 180
+    assert shown["curves"] == [
+        {"name": "loss", "mode": "train", "steps": [1, 2, 3, 4], "values": [1.0, 0.5, None, 1.0]}
+    ]  # of a step that was run twice, the last
 
 
 def test_ends_come_first() -> None:

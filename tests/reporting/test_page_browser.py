@@ -169,21 +169,6 @@ def test_red_flags_name_their_step(browser: Browser, tmp_path: Path) -> None:
     page.close()
 
 
-def test_sections_are_folded_and_unfold(opened: Open) -> None:
-    page = opened("two")
-    assert page.locator(".curves h2").all_inner_texts() == [
-        "Rewards", "Accuracy", "Vision gain ratio", "Attention efficiency", "Dependency on the image",
-        "Replay and resampling", "Clipping and divergence", "Entropy", "Optimisation",
-    ]  # fmt: skip
-    expect(page.locator(".curves .chart")).to_have_count(0)
-    page.get_by_role("navigation", name="Sections").get_by_role("button", name="Rewards").click()
-    expect(page.locator(".curves .chart strong")).to_have_text(["Reward"])
-    page.get_by_role("button", name="With deviations and what never changes (1)").click()
-    expect(page.locator(".curves .chart strong")).to_have_text(["Reward", "VGR reward, mean"])
-    page.reload()
-    expect(page.locator(".curves .chart strong")).to_have_text(["Reward"])  # the place is in the address
-
-
 def test_curves_of_two_runs_share_a_chart(opened: Open) -> None:
     page = opened("two")
     expect(page.locator(".legend li")).to_have_text(["one", "two", "with dots: evaluation"])
@@ -199,25 +184,6 @@ def test_curves_of_two_runs_share_a_chart(opened: Open) -> None:
         ".data.buffer)).size"
     )
     assert drawn > 4
-
-
-def test_segments_of_layers_are_lines_of_one_chart(opened: Open) -> None:
-    page = opened("one")
-    readings = chart(page, "attention/*/vgr").locator(".reading")
-    expect(readings).to_have_text(["early 1.1", "middle 1.1", "late 1.1", "all 1.1"])  # 1.5 - 0.4
-    strokes = [line.get_attribute("stroke") for line in readings.locator("line").all()]
-    assert len(set(strokes)) == 4
-
-
-def test_of_several_runs_the_first_screen_has_the_late_layers_and_the_section_all(opened: Open) -> None:
-    page = opened("two")
-    first = page.locator(".charts.first .chart").filter(has=page.get_by_text("attention/*/vgr", exact=True))
-    expect(first.locator(".reading")).to_have_text([re.compile(r"^one 1\.\d+$"), re.compile(r"^two 1\.\d+$")])
-    assert len({line.get_attribute("stroke-dasharray") for line in first.locator(".reading line").all()}) == 2
-    expect(first.locator("strong")).to_have_text(re.compile(r"\(late layers\)$"))
-    page.get_by_role("button", name="Vision gain ratio").click()
-    whole = page.locator(".curves .chart").filter(has=page.get_by_text("attention/*/vgr", exact=True))
-    expect(whole.locator(".reading")).to_have_count(8)
 
 
 def test_a_chart_is_read_with_the_keyboard_and_the_cursor(opened: Open) -> None:
@@ -236,55 +202,6 @@ def test_a_chart_is_read_with_the_keyboard_and_the_cursor(opened: Open) -> None:
     expect(readout).to_have_text(re.compile("0.5.*step 6$"))
     plot.locator(".u-over").hover(position={"x": 1, "y": 50})
     expect(readout).to_have_text(re.compile("step 1$"))
-
-
-def test_the_axis_of_steps_says_so(browser: Browser, pages: dict[str, Path]) -> None:
-    page = browser.new_page()
-    page.add_init_script(
-        "window.written = []; const plain = CanvasRenderingContext2D.prototype.fillText;"
-        "CanvasRenderingContext2D.prototype.fillText = function (text, ...place) "
-        "{ window.written.push(text); plain.call(this, text, ...place); };"
-    )
-    page.goto(pages["one"].as_uri())
-    expect(page.locator("canvas").first).to_be_visible()
-    assert "step" in page.evaluate("window.written")
-    shown, drawn = (page.locator(part).first.bounding_box() for part in (".plot", ".plot .uplot"))
-    assert shown is not None
-    assert drawn is not None
-    assert shown["height"] >= drawn["height"]  # nothing is cut off
-    page.close()
-
-
-def test_curves_are_found_by_name_and_smoothed(opened: Open) -> None:
-    page = opened("one")
-    control(page, "Find").fill("late/")
-    expect(page.locator(".chart strong")).to_have_text(["VGR – smaller: looks more", "AEI vision"])
-    readings = page.locator(".reading").first
-    expect(readings).to_have_text(re.compile("1.1$"))  # 1.5 − 0.4
-    control(page, "Smoothing").select_option(label="strong")
-    # The mean moves by a tenth of the way at each of five further steps, in units of 0.4 / 6 from 1.4333 on.
-    mean = 1.5 - 0.4 / 6
-    for step in range(2, 7):
-        mean = 0.9 * mean + 0.1 * (1.5 - 0.4 * step / 6)
-    expect(readings).to_have_text(re.compile(f"{mean:.4g}$"))
-    control(page, "Find").fill("nothing like it")
-    expect(page.get_by_text("No value has “nothing like it” in its name.")).to_be_visible()
-
-
-def test_of_thousands_of_curves_those_are_drawn_that_are_seen(browser: Browser, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", steps=1)
-    entries = [LogEntry(step, "train", 0.0, {f"many/{i}": float(step * i) for i in range(1, 5001)}) for step in (1, 2)]
-    (run / "rollouts/logs.jsonl").write_bytes(b"".join(map(encode, entries)))
-    write_report([run], tmp_path / "page.html")
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
-    page.goto(f"{(tmp_path / 'page.html').as_uri()}#open=Other")
-    expect(page.locator(".chart").first).to_be_visible()
-    expect(page.get_by_role("button", name="4940 more")).to_be_attached()  # 60 are laid out
-    assert page.locator("canvas").count() < 30
-    page.get_by_role("button", name="4940 more").scroll_into_view_if_needed()
-    expect(page.locator("canvas")).not_to_have_count(0)
-    assert page.locator("canvas").count() < 30
-    page.close()
 
 
 def test_of_twenty_thousand_completions_a_hundred_are_laid_out(browser: Browser, tmp_path: Path) -> None:
@@ -332,16 +249,6 @@ def test_completions_are_filtered(opened: Open) -> None:
     control(page, "Reward").select_option("accuracy_reward")
     control(page, "to").fill("0")
     assert set(listed.locator(".verdict").all_inner_texts()) == {"✗ wrong"}
-
-
-def test_the_list_is_walked_with_the_keyboard(opened: Open) -> None:
-    page = opened("one", "Completions")
-    page.locator(".list button").first.focus()
-    page.keyboard.press("ArrowDown")
-    current = page.locator(".list [aria-current]")
-    expect(current).to_be_focused()
-    assert current.evaluate("element => getComputedStyle(element).outlineStyle") == "solid"
-    expect(page.locator(".prompt")).to_have_text("<image> What colour is disc number 1?")
 
 
 def test_tokens_are_coloured_by_the_chosen_number(opened: Open) -> None:
@@ -458,7 +365,7 @@ def test_the_perturbed_image_and_the_region_stand_on_the_page(browser: Browser, 
     page.close()
 
 
-@pytest.mark.parametrize("back", [(255, 255, 255), (211, 211, 211), (0, 0, 0), (230, 30, 30), (214, 0, 122)])
+@pytest.mark.parametrize("back", [(255, 255, 255), (0, 0, 0), (214, 0, 122)])
 def test_attention_is_seen_on_any_image(browser: Browser, tmp_path: Path, back: tuple[int, int, int]) -> None:
     run = make_run(tmp_path / "run", steps=1)
     for file in (run / "rollouts/images").iterdir():
@@ -474,22 +381,6 @@ def test_attention_is_seen_on_any_image(browser: Browser, tmp_path: Path, back: 
     assert isinstance(dark, tuple)
     assert isinstance(lit, tuple)
     assert max(abs(one - other) for one, other in zip(dark, lit, strict=True)) >= 60
-
-
-def test_cells_are_read_with_the_keyboard_and_the_cursor(opened: Open) -> None:
-    page = opened("one", "Completions")
-    tokens(page).nth(5).click()
-    said = page.locator(".picture figcaption")
-    expect(said).to_have_text("400 × 300 px, 3 × 4 vision tokens")
-    box = page.locator(".picture svg").bounding_box()
-    assert box is not None
-    page.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + box["height"] * 0.5)
-    expect(said).to_have_text("row 2, column 2: 100 % of the attention on the image")
-    page.mouse.move(0, 0)
-    page.locator(".picture svg").focus()
-    for key in ("ArrowRight", "ArrowRight", "ArrowRight"):
-        page.keyboard.press(key)
-    expect(said).to_have_text("row 1, column 3: 0.0 % of the attention on the image")
 
 
 def test_steps_stand_side_by_side(opened: Open) -> None:
@@ -513,36 +404,6 @@ def test_steps_stand_side_by_side(opened: Open) -> None:
     expect(before.locator(".prompt")).to_have_text("<image> What colour is disc number 0?")
 
 
-def test_a_run_whose_questions_never_recur_has_nothing_side_by_side(browser: Browser, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", steps=1)
-    rewrite(run, lambda text: "".join(line for line in text.splitlines(True) if '"mode":"train"' in line))
-    write_report([run], tmp_path / "page.html")
-    page = browser.new_page()
-    page.set_default_timeout(PATIENCE)
-    page.goto(f"{(tmp_path / 'page.html').as_uri()}#tab=Same+question")
-    tabs = page.get_by_role("tab")
-    expect(tabs).to_have_text(["Curves", "Completions"])
-    expect(tabs.first).to_have_attribute("aria-selected", "true")
-    tabs.first.press("ArrowLeft")
-    expect(tabs.last).to_have_attribute("aria-selected", "true")
-    page.close()
-
-
-def test_runs_stand_side_by_side(opened: Open) -> None:
-    page = opened("two", "Same question")
-    sides = page.locator(".compare > section")
-    names = ["one, step 1, evaluation", "one, step 6, evaluation", "two, step 4, evaluation"]
-    assert [side.get_attribute("aria-label") for side in sides.all()] == names
-    page.get_by_role("button", name="Add a step or run").click()
-    expect(sides).to_have_count(4)
-    page.get_by_role("button", name="Remove one, step 6, evaluation").click()
-    expect(sides).to_have_count(3)
-    sides.first.get_by_role("combobox", name="Run and step").select_option(
-        label="two, step 4, evaluation – 100 % right"
-    )
-    expect(page.get_by_role("region", name="two, step 4, evaluation")).not_to_have_count(0)
-
-
 def test_a_link_leads_to_the_same_place(opened: Open, pages: dict[str, Path]) -> None:
     page = opened("one", "Completions")
     control(page, "Answer").select_option("right")
@@ -556,77 +417,6 @@ def test_a_link_leads_to_the_same_place(opened: Open, pages: dict[str, Path]) ->
         expect(shown.locator(".list button").nth(2)).to_have_attribute("aria-current", "true")
         expect(tokens(shown).nth(4)).to_have_attribute("aria-pressed", "true")
         expect(control(shown, "Colour tokens by")).to_have_value("entropies")
-
-
-def test_on_a_phone_a_tap_leads_to_the_completion_and_filters_are_in_a_sheet(opened: Open) -> None:
-    page = opened("one", "Completions", width=390)
-    expect(control(page, "Answer")).to_be_hidden()
-    page.get_by_role("button", name="Filters").click()
-    control(page, "Answer").select_option("right")
-    page.get_by_role("button", name="Show completions").click()
-    expect(page.get_by_role("status")).to_have_text("8 of 16 completions")
-    expect(page.get_by_role("button", name="Filters (1)")).to_be_visible()
-    page.locator(".list button").nth(1).click()
-    expect(page.locator(".completion > header")).to_be_in_viewport()
-    assert page.evaluate("window.scrollY") > 0
-
-
-@pytest.mark.parametrize("tab", ["Completions", "Same question"])
-@pytest.mark.parametrize("width", [1280, 700, 360])
-def test_rewards_with_long_names_can_be_read_without_scrolling(opened: Open, tab: str, width: int) -> None:
-    page = opened("long", tab, width=width)
-    tables = page.locator(".scroll", has_text="Rewards")
-    assert tables.count() == (1 if tab == "Completions" else 2)
-    for table in tables.all():
-        expect(table.get_by_text(LONG_NAME)).to_be_visible()
-        assert table.evaluate("element => element.scrollWidth <= element.clientWidth")
-
-
-def test_questions_are_named_by_what_differs_between_them(opened: Open) -> None:
-    page = opened("long", "Same question")
-    assert control(page, "Question").locator("option").all_inner_texts() == [
-        "0 % → 100 % right: What colour is disc number 0?",
-        "0 % → 100 % right: What colour is disc number 1?",
-    ]
-    expect(page.get_by_text("Look at the image and reason").first).to_be_visible()
-
-
-def test_the_axis_of_a_curve_of_noughts_ends_at_one(browser: Browser, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", steps=2)
-    logs = [encode(LogEntry(step, "train", 0.0, {"loss": 0.0})) for step in (1, 2)]
-    (run / "rollouts/logs.jsonl").write_bytes(b"".join(logs))
-    write_report([run], tmp_path / "page.html")
-    page = browser.new_page()
-    page.add_init_script(
-        "window.drawn = []; const fill = CanvasRenderingContext2D.prototype.fillText;"
-        "CanvasRenderingContext2D.prototype.fillText = function (text, ...rest)"
-        "{ window.drawn.push(text); fill.call(this, text, ...rest); }"
-    )
-    page.goto((tmp_path / "page.html").as_uri())
-    page.get_by_role("navigation", name="Sections").get_by_role("button", name="Optimisation").click()
-    page.get_by_role("button", name="With deviations").click()
-    expect(page.locator(".chart")).to_have_count(1)
-    page.wait_for_function("() => window.drawn.length")
-    drawn = page.evaluate("() => window.drawn")
-    page.close()
-    assert {"0", "0.5", "1"} <= set(drawn)
-    assert "100" not in drawn
-
-
-def test_tabs_are_walked_with_the_keyboard(opened: Open) -> None:
-    page = opened("one")
-    page.get_by_role("tab", name="Curves").focus()
-    page.keyboard.press("ArrowRight")
-    expect(page.get_by_role("tab", name="Completions")).to_be_focused()
-    expect(page.get_by_role("tabpanel", name="Completions")).to_be_visible()
-    page.keyboard.press("End")
-    expect(page.get_by_role("tabpanel", name="Same question")).to_be_visible()
-
-
-def test_the_run_is_chosen(opened: Open) -> None:
-    page = opened("two", "Completions")
-    control(page, "Run").select_option(label="two")
-    expect(page.get_by_role("status")).to_have_text("12 of 12 completions")
 
 
 def test_hostile_text_is_shown_as_text(opened: Open) -> None:
@@ -647,12 +437,6 @@ def test_what_is_missing_is_said(opened: Open) -> None:
     expect(page.locator(".picture .missing")).to_be_visible()
     expect(page.locator(".picture figcaption")).to_contain_text("its thumbnail is missing")
     assert len(heat(page)) == 12
-
-
-def test_licences_are_shown(opened: Open) -> None:
-    page = opened("one")
-    page.get_by_text("Licences of the libraries in this page").click()
-    expect(page.locator("footer pre")).to_contain_text("uplot - ")
 
 
 def test_damaged_page_says_so(browser: Browser, tmp_path: Path) -> None:

@@ -213,9 +213,8 @@ def test_snapshots_become_completions_that_hold_nothing_of_the_batch(tmp_path):
     assert math.isnan(found.rewards["other"])
     assert trainer._tokenizer.used == 0, "another thread may not decode with the tokenizer of this one"
     # A critic's advantages are those of tokens: their mean is recorded as the completion's.
-    snapshots[1].replaced = False
     add_credit(snapshots, rollout, torch.tensor([[0.0, 0]] * 3 + [[1, 3.0]]), torch.tensor([0.0, 0, 0, 5]))
-    assert (snapshots[1].advantage, snapshots[1].advantages) == (2.0, [5.0, 5.0])
+    assert (snapshots[1].completion.advantage, snapshots[1].completion.advantages) == (2.0, [5.0, 5.0])
 
 
 def test_a_batch_in_numbers():

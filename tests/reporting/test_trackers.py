@@ -46,16 +46,10 @@ def expected(held: dict[str, Any]) -> dict[str, dict[int, float]]:
     return values
 
 
-def test_the_trainer_logs_what_is_looked_for(held: dict[str, Any]) -> None:
-    names = set(expected(held))
-    for name in ("attention/late/vgr", "attention/all/aei_vision", "rewards/vgr_reward/mean"):
-        assert {f"train/{name}", f"eval/{name}"} <= names
-    assert {"train/replay/size", "train/token_weight_max", "train/perf/tokens_per_second"} <= names
-
-
 @pytest.mark.skipif("tensorboard" not in TRACKERS, reason="tensorboard is not installed")
 def test_every_metric_reaches_tensorboard(held: dict[str, Any]) -> None:
     found = {name: dict(values) for name, values in held["tensorboard"].items()}
+    assert {"train/attention/late/vgr", "eval/rewards/vgr_reward/mean", "train/perf/tokens_per_second"} <= set(found)
     for name, values in expected(held).items():
         assert found[name] == pytest.approx(values, rel=1e-5), name
 
@@ -143,14 +137,6 @@ def test_conversations_are_texts_while_a_table_is_made_and_stay_as_they_are() ->
     assert columns["prompt"] is prompts
     assert list(prompts) == [[two], [one, two], "a plain prompt"]
     assert two["content"] is parts
-
-
-def test_the_columns_come_back_when_the_table_cannot_be_made() -> None:
-    columns: dict[str, Any] = {"prompt": deque([[{"role": "user", "content": "what?"}]]), "completion": deque()}
-    before = dict(columns)
-    with pytest.raises(OSError, match="full"), in_texts(columns):
-        raise OSError("disk full")
-    assert columns == before
 
 
 def test_parts_of_other_kinds_and_calls_of_tools_are_named() -> None:

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.resources import files
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -85,7 +86,7 @@ class Curve:
 
 @dataclass
 class PageRun:
-    """A run as the page shows it; the attributes without an underscore are what the page reads, as JSON.
+    """A run as the page reads it, as JSON.
 
     Attributes:
         name: unique among the runs of the page.
@@ -132,7 +133,8 @@ def write_report(
     page = page_template()
     room = int((max_megabytes * MEGABYTE - len(page.encode())) * 3 / 4) - 1024  # base64: 4 letters for 3 bytes
     shown, images = page_data([Path(run) for run in runs], room, names)
-    packed = zlib.compress(_as_bytes({"version": 1, "runs": [asdict(run) for run in shown], "images": images}), _LEVEL)
+    content = [{**vars(run), "curves": [vars(curve) for curve in run.curves]} for run in shown]
+    packed = zlib.compress(_as_bytes({"version": 1, "runs": content, "images": images}), _LEVEL)
     html = page.replace(PLACE, base64.b64encode(packed).decode("ascii")).encode()
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_whole(Path(path), html)
@@ -338,9 +340,7 @@ def ends_first(keys: Sequence[Key]) -> list[Key]:
 
 def interleaved(first: Sequence[Key], second: Sequence[Key]) -> list[Key]:
     """Return the members of both, taken in turns; what is left of the longer one follows."""
-    shorter = min(len(first), len(second))
-    pairs = [key for pair in zip(first, second, strict=False) for key in pair]
-    return [*pairs, *first[shorter:], *second[shorter:]]
+    return [key for pair in zip_longest(first, second) for key in pair if key is not None]
 
 
 def _as_bytes(content: Any) -> bytes:

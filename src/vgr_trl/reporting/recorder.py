@@ -39,7 +39,6 @@ from vgr_trl.reporting.records import (
     AttentionMap,
     Completion,
     LogEntry,
-    Numbers,
     Record,
     RecordedImage,
     RecordWriter,
@@ -66,38 +65,26 @@ Decode = Callable[[list[int]], str]  # keeps special tokens, does not clean up
 
 @dataclass
 class RowSnapshot:
-    """A recorded row of a rollout batch, in memory of the host.
+    """A recorded row of a rollout batch, on the CPU.
 
     Attributes:
         place: among the rows of all processes.
-        group: number of its prompt.
-        prompt, completion: tokens, without padding.
-        images, thumbnails: of the prompt; thumbnails of the images as they were perturbed follow, if they were.
+        prompt, ids: tokens of prompt and completion, without padding.
+        completion: what is known of it before the thread decodes its tokens and adds what was measured.
+        thumbnails: of the images of the prompt, then of the images as they were perturbed, if they were.
         digest: of the images.
-        solution: of the data.
         rewards: of each function, NaN where one does not apply.
         signals: of this row, (1, T); None: nothing was measured.
-        attention: over the vision tokens.
-        changes: of the log-probabilities when images are perturbed.
-        advantage, advantages: of the completion, and of its tokens as the loss reads them; None: not trained on.
-        replaced: whether another group took its place.
     """
 
     place: int
-    group: int
     prompt: list[int]
-    completion: list[int]
-    images: list[RecordedImage]
+    ids: list[int]
+    completion: Completion
     thumbnails: list[Image.Image | None]
     digest: bytes
-    solution: Any
     rewards: list[float]
     signals: RolloutSignals | None
-    attention: AttentionMap | None
-    changes: Numbers | None
-    advantage: float
-    advantages: Numbers | None = None
-    replaced: bool = False
 
 
 class RolloutRecorder:
@@ -174,26 +161,26 @@ class RolloutRecorder:
                 images[group] = images_of_row(rollout.rows[row], grids)
             recorded, thumbnails, digest = images[group]
             perturbed = [] if rollout.perturbed_images is None else rollout.perturbed_images[row]
-            prompt = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist()
             ids, mask = batch["completion_ids"][row].tolist(), batch["completion_mask"][row].tolist()
-            completion = without_padding(ids, mask, trainer._tokenizer.pad_token_id)
-            attention = (rollout.maps or {}).get(row)
-            has_changes = rollout.changes is not None and recorded
+            ids = without_padding(ids, mask, trainer._tokenizer.pad_token_id)
+            completion = Completion("", group, "", "", [], advantage=batch["advantages"][row].item())
+            completion.images = [replace(image) for image in recorded]
+            if (solution := rollout.rows[row].get("solution")) is not None:
+                completion.solution = str(solution)
+            if rollout.changes is not None and recorded:
+                completion.changes = rollout.changes[row, : len(ids)].tolist()
+            if rollout.maps is not None and row in rollout.maps:
+                completion.attention = quantised(rollout.maps[row].mean(0)[: len(ids)], grids)
             snapshots.append(
                 RowSnapshot(
                     place=first + row,
-                    group=group,
-                    prompt=prompt,
+                    prompt=batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist(),
+                    ids=ids,
                     completion=completion,
-                    images=[replace(image) for image in recorded],
                     thumbnails=[*thumbnails, *map(shrunk, perturbed)],
                     digest=digest,
-                    solution=rollout.rows[row].get("solution"),
                     rewards=rollout.rewards[first + row].tolist(),
                     signals=own,
-                    attention=None if attention is None else quantised(attention.mean(0)[: len(completion)], grids),
-                    changes=rollout.changes[row, : len(completion)].tolist() if has_changes else None,  # type: ignore[index]
-                    advantage=batch["advantages"][row].item(),
                 )
             )
         return snapshots
@@ -293,32 +280,22 @@ class RolloutRecorder:
         def exactly(tokens: list[int]) -> str:
             return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-        names, length = self.trainer.reward_func_names, len(row.completion)
-        measured = {} if row.signals is None else measures_of_row(row.signals, length, self.args)
-        if self.args.token_weights_positive_only and row.advantages is not None and row.advantage < 0:
-            measured |= {"weights": [1.0] * length} if "weights" in measured else {}
-        prompt = prompt_text(row.prompt, self.trainer.measurement.vision_token_ids, exactly)
+        names, found = self.trainer.reward_func_names, row.completion
+        measured = {} if row.signals is None else measures_of_row(row.signals, len(row.ids), self.args)
+        found = replace(found, **measured)
+        is_negative = found.advantages is not None and (found.advantage or 0) < 0
+        if self.args.token_weights_positive_only and is_negative and found.weights is not None:
+            found.weights = [1.0] * len(row.ids)
+        found.prompt = prompt_text(row.prompt, self.trainer.measurement.vision_token_ids, exactly)
+        found.question = question_id(found.prompt, row.digest)
+        found.text = str(self._tokenizer.decode(row.ids, skip_special_tokens=True))
+        found.tokens = token_pieces(row.ids, exactly)
         rewards = dict(zip(names, row.rewards, strict=True))
         accuracy = rewards.get(accuracy_name(names) or "", math.nan)
+        found.rewards, found.correct = {**rewards}, None if math.isnan(accuracy) else accuracy == 1
         weighted = (value * weight for value, weight in zip(row.rewards, weights, strict=True))
-        return Completion(
-            question=question_id(prompt, row.digest),
-            group=row.group,
-            prompt=prompt,
-            text=str(self._tokenizer.decode(row.completion, skip_special_tokens=True)),
-            tokens=token_pieces(row.completion, exactly),
-            solution=None if row.solution is None else str(row.solution),
-            advantages=row.advantages,
-            changes=row.changes,
-            rewards={**rewards},
-            reward=sum(value for value in weighted if not math.isnan(value)),
-            advantage=row.advantage,
-            correct=None if math.isnan(accuracy) else accuracy == 1,
-            images=row.images,
-            attention=row.attention,
-            replaced=row.replaced,
-            **measured,
-        )
+        found.reward = sum(value for value in weighted if not math.isnan(value))
+        return found
 
 
 def add_credit(snapshots: list[RowSnapshot], selected: Rollout, before: torch.Tensor, after: torch.Tensor) -> None:
@@ -330,13 +307,13 @@ def add_credit(snapshots: list[RowSnapshot], selected: Rollout, before: torch.Te
         after: likewise with credit applied, (N,) or (N, T).
     """
     for snapshot, row in zip(snapshots, selected.recorded or (), strict=True):
-        if snapshot.group in selected.replaced:
-            snapshot.replaced = True
+        found, length = snapshot.completion, len(snapshot.ids)
+        if found.group in selected.replaced:
+            found.replaced = True
             continue
-        length = len(snapshot.completion)
         advantage, credit = before[row], after[row]
-        snapshot.advantage = (advantage[:length].sum() / max(length, 1) if advantage.ndim else advantage).item()
-        snapshot.advantages = credit[:length].tolist() if credit.ndim else [credit.item()] * length
+        found.advantage = (advantage[:length].sum() / max(length, 1) if advantage.ndim else advantage).item()
+        found.advantages = credit[:length].tolist() if credit.ndim else [credit.item()] * length
 
 
 def rows_to_record(samples: int, num_generations: int, total: int) -> list[int]:
