@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import update_wrapper
@@ -210,12 +210,6 @@ def is_writable(path: Path) -> bool:
         return False
     folder = next(folder for folder in path.absolute().parents if folder.exists())
     return folder.is_dir() and os.access(folder, os.W_OK)
-
-
-def sync_files(paths: Sequence[Path]) -> None:
-    """Wait until files and their names are on the disk, all at once, which is much faster than one by one."""
-    if paths:
-        os.sync()
 
 
 def sync_folder(folder: Path) -> None:

@@ -10,7 +10,7 @@ from datasets import Dataset, load_dataset
 from vgr_trl.checkpoints import how_to_go_on, resolve_checkpoint, write_manifest
 from vgr_trl.cli.__main__ import main
 from vgr_trl.cli.train import check_output_dir, write_identity
-from vgr_trl.data.load import hold_out
+from vgr_trl.data.load import train_test_split
 from vgr_trl.data.rows import prepare_rows
 from vgr_trl.reporting.records import read_run
 from vgr_trl.utils import ConfigError
@@ -150,14 +150,14 @@ def test_rows_that_share_an_image_stay_on_one_side(rows):
     many = rows.select([number % 5 for number in range(20)])
     prepared, _ = prepare_rows(many)
     for seed in range(4):
-        left, right = hold_out(prepared, seed)
+        left, right = train_test_split(prepared, seed)
         shown = [{row["image"].tobytes() for row in side} for side in (left, right)]
         assert not shown[0] & shown[1]
         assert (len(left), len(right)) == (16, 4)  # an image has four rows, the smallest share above none
-    again = hold_out(prepared, 1)[1]
-    assert again["problem"] == hold_out(prepared, 1)[1]["problem"]
+    again = train_test_split(prepared, 1)[1]
+    assert again["problem"] == train_test_split(prepared, 1)[1]["problem"]
     text, _ = prepare_rows(Dataset.from_dict({"question": [f"q{n}" for n in range(20)], "answer": ["x"] * 20}))
-    assert tuple(map(len, hold_out(text, 0))) == (18, 2)
+    assert tuple(map(len, train_test_split(text, 0))) == (18, 2)
 
 
 def test_data_of_text_alone_train_without_the_reward_that_needs_images(train, tmp_path):

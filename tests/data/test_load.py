@@ -95,19 +95,19 @@ def test_exactly_one_source_is_needed(tmp_path):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda folder: {"data_files": f"train={folder}/no.parquet"}, "no.parquet of data_files does not exist"),
+        (lambda folder: {"data_files": f"train={folder}/no.parquet"}, "no.parquet does not exist"),
         (lambda folder: {"data_files": f"test={folder}/no.parquet"}, "splits ['test'], but the split 'train'"),
         (lambda folder: {"dataset_path": f"{folder}/no"}, "which is not a folder; for single files use data_files"),
         (lambda folder: {"dataset_path": f"{folder}/empty"}, "empty, which is empty"),
         (
             lambda folder: {"data_files": f"train={folder}/empty"},
-            "empty of data_files is a folder: give it as dataset_p",
+            "empty is a folder: give its files",
         ),
         (
             lambda folder: {"dataset_path": f"{folder}/two"},
             "two/b.parquet, are no one set: name those to read by data_fi",
         ),
-        (lambda folder: {"data_files": f"{folder}/text.txt"}, "text.txt of data_files is none of .parquet"),
+        (lambda folder: {"data_files": f"{folder}/text.txt"}, "text.txt is none of .parquet"),
     ],
 )
 def test_missing_and_unreadable_sources_are_named(tmp_path, make, message):

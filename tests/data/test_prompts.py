@@ -95,7 +95,7 @@ def test_the_system_prompt_that_flags_name(tmp_path):
 def test_flags_that_cannot_be_followed(tmp_path):
     with pytest.raises(ConfigError, match="prompt_language is 'fr': give one of en, zh"):
         DataArguments(prompt_language="fr")
-    with pytest.raises(ConfigError, match="prompt_language and system_prompt_file are both given"):
+    with pytest.raises(ConfigError, match="each say what is asked"):
         DataArguments(prompt_language="zh", system_prompt_file="mine.txt")
     with pytest.raises(ConfigError, match="which does not exist"):
         read_system_prompt(str(tmp_path / "no.txt"))
@@ -117,7 +117,7 @@ def test_a_question_template_is_what_the_user_says(tmp_path):
     assert "cannot be filled in with" in row_problem(dialogue, RowOptions(system_prompt=template))
     with pytest.raises(ConfigError, match="names answer, but a template knows content, problem only"):
         QuestionTemplate("{{ answer }}")
-    with pytest.raises(ConfigError, match="question_template_file is given with a system prompt"):
+    with pytest.raises(ConfigError, match="each say what is asked"):
         DataArguments(question_template_file="x", prompt_language="zh")
     assert system_prompt_of(DataArguments(system_prompt_file="none")) is None
 
@@ -168,12 +168,12 @@ def test_as_many_placeholders_as_images_or_none(prompt, images):
     [("<image>", 0, 1), ("<image>", 2, 1), ("<image> <image>", 1, 2), ([IMAGE, text("<image>")], 1, 2)],
 )
 def test_other_numbers_are_refused(prompt, images, marks):
-    reason = re.escape(f"its prompt has {marks} <image> marks, but there are {images} images")
+    reason = re.escape(f"its prompt has {marks} <image> placeholders, but there are {images} images")
     for given in (prompt, asked(prompt)) if isinstance(prompt, str) else (asked(prompt),):
         with pytest.raises(DataError, match=reason):
             require_placeholders(given, images)
 
 
 def test_placeholders_beside_a_video_are_refused():
-    with pytest.raises(DataError, match="marks places of images beside a video"):
+    with pytest.raises(DataError, match="beside a video"):
         require_placeholders("<image>", 1, has_videos=True)

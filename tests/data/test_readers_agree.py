@@ -156,27 +156,33 @@ UNUSABLE: dict[str, tuple[Any, str]] = {
         {**OPEN, "problem": 7, "solution": "x"},
         "its prompt is a int: give a text or a conversation (a list of messages)",
     ),
-    "mark without image": ({"problem": "<image>?", "solution": "x"}, "its prompt has 1 <image> marks, but there are 0"),
-    "mark for one of two": (
-        {"problem": "<image>?", "solution": "x", "images": ["red.png", "blue.png"]},
-        "its prompt has 1 <image> marks, but there are 2 images",
+    "placeholder without image": (
+        {"problem": "<image>?", "solution": "x"},
+        "its prompt has 1 <image> placeholders, but there are 0",
     ),
-    "marks for one": ({**OPEN, "problem": "<image><image>", "solution": "x"}, "its prompt has 2 <image> marks"),
-    "mark in a choice": (
+    "placeholder for one of two": (
+        {"problem": "<image>?", "solution": "x", "images": ["red.png", "blue.png"]},
+        "its prompt has 1 <image> placeholders, but there are 2 images",
+    ),
+    "placeholders for one": (
+        {**OPEN, "problem": "<image><image>", "solution": "x"},
+        "its prompt has 2 <image> placeholders",
+    ),
+    "placeholder in a choice": (
         {"problem": "Which?", "choices": ["<image>", "blue"], "solution": "A"},
-        "its prompt has 1 <image> marks, but there are 0 images",
+        "its prompt has 1 <image> placeholders, but there are 0 images",
     ),
     "index of A-OKVQA beyond": (
         {"question": "Which?", "choices": ["red", "blue"], "correct_choice_idx": 2},
         "solution is the index 2",
     ),
-    "MMMU-Pro's mark without image": (
+    "MMMU-Pro's placeholder without image": (
         {"question": "Is <image 2>?", "answer": "x", "image_1": "red.png"},
         "it refers to <image 2>, but there is no",
     ),
     "LLaVA without image": (
         {"conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "3"}]},
-        "its prompt has 1 <image> marks, but there are 0",
+        "its prompt has 1 <image> placeholders, but there are 0",
     ),
     "messages of others": (
         {"messages": [{"role": "tool", "content": "?"}, {"role": "assistant", "content": "3"}]},
@@ -202,7 +208,7 @@ UNUSABLE: dict[str, tuple[Any, str]] = {
     "thin": ({**OPEN, "image": "thin.png", "solution": "x"}, "image has size 400x1"),
     "floating point": ({**OPEN, "image": "wild.tiff", "solution": "x"}, "image has mode F and values from -1 to"),
     "half a pair": ({**OPEN, "problem": "a\ud800", "solution": "x"}, "its text "),
-    "long number": ('{"problem": "q", "solution": 99999999999999999999}', "the line is not JSON (the whole number"),
+    "long number": ('{"problem": "q", "solution": 99999999999999999999}', "the line is not JSON (the integer"),
     "torn line": ('{"problem": "q", "solut', "the line is not JSON"),
     "a list": ("[1, 2]", "the row is a list, not an object"),
     "null": ("null", "the row is a NoneType, not an object"),

@@ -146,7 +146,7 @@ def ask(text: str, **columns) -> dict:
 def test_a_special_token_of_the_tokenizer_in_a_text_is_a_reason(row):
     special = special_tokens(build_processor([]))
     assert special is not None
-    found = re.fullmatch(r"its text has '(<.*>)', which the model's tokenizer reads as a special token: take it out",
+    found = re.fullmatch(r"its text has '(<.*>)', which the model's tokenizer reads as a special token: remove it",
                          row_problem(row, RowOptions(special=special)) or "")  # fmt: skip
     assert found
     assert found[1] in build_processor([]).tokenizer.all_special_tokens

@@ -23,7 +23,7 @@ from vgr_trl.cli.loading import image_root, load_processor, load_rows, refuse_mi
 from vgr_trl.cli.plan import describe_run, dry_run, print_plan, total_steps
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.columns import FLAGS, image_columns, images_of, undecoded
-from vgr_trl.data.load import hold_out
+from vgr_trl.data.load import train_test_split
 from vgr_trl.data.read import parse_data_files, readable
 from vgr_trl.data.rows import SkippedRow, append_skipped, report_skipped
 from vgr_trl.options import changed_options
@@ -232,7 +232,8 @@ def rows_to_evaluate(
             if data.dataset_streaming:
                 raise DataError(f"{error} A stream cannot be split: name one, or drop --eval_strategy.") from error
             count, skipped = len(train_rows), []
-            train_rows, test_rows = hold_out(train_rows, config.seed, image_root(data, data.dataset_train_split))
+            root = image_root(data, data.dataset_train_split)
+            train_rows, test_rows = train_test_split(train_rows, config.seed, root)
             note = (
                 f"The data have no split {split}: {len(test_rows)} of {count} rows are held out of training for it, by "
                 f"image and seed {config.seed}."

@@ -1,6 +1,6 @@
-"""How a data set becomes prompts.
+"""Data sets: found, read, understood, prepared for training, converted to one schema, inspected.
 
-From the ground up: `rows/` (a row, its images and its question, checked and written down for the model), `read/` (rows
-of files), `build/` (sets converted to one schema and merged), then what training reads: `load.py`, `joined.py`,
-`held_out.py`. `inspect/`: what is wrong with a set, and what it costs, before training.
+`read.py` reads files, `columns.py` understands a row, `images.py` opens its images and videos, `prompts.py` writes its
+prompt, `rows.py` prepares data sets for training, which `load.py` finds; `convert.py`, `merge.py` and `public_sets.py`
+make sets of one schema, and `inspect.py` checks a set.
 """

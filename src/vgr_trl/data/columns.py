@@ -566,12 +566,12 @@ def make_question(
 
 
 def id_of(row: Mapping[str, Any], origin: Origin, *names: str) -> str:
-    """Return the row's id, a text or a whole number, or one made of its place where it has none."""
+    """Return the row's id, a text or an integer, or one made of its place where it has none."""
     value = value_of(row, *names)
     if value is None or value == "":
         return f"{origin.file.replace(chr(92), '/').rsplit('/', 1)[-1]}-{origin.row}"
     if isinstance(value, bool) or not isinstance(value, str | Integral):
-        raise DataError(f"its {_named(names)} is {_shown(value)}: it must be a text or a whole number")
+        raise DataError(f"its {_named(names)} is {_shown(value)}: it must be a text or an integer")
     return str(value)
 
 

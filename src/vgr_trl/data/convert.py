@@ -263,7 +263,7 @@ def finished_split(output: Output, identity: Any) -> "Statistics | None":
             names = [name for name in now if before.get(name) != now[name]] if isinstance(before, dict) else []
             raise ConfigError(
                 f"{folder} holds a conversion with other {', '.join(names) or 'options'}: choose another folder, or "
-                "delete it to begin anew."
+                "delete it."
             )
         if len(list(folder.glob(f"{split}-*.{output.kind}"))) == records[split]["files"]:
             return Statistics.of(records[split]["counts"])
@@ -477,8 +477,8 @@ def commonest(counts: Mapping[str, int]) -> dict[str, int]:
 def table_lines(statistics: Statistics) -> Iterator[str]:
     """Yield the tables as lines of text."""
     for table, counts in tables(statistics).items():
-        whole = sum(counts.values())
-        lines = [f"  {number:>9,}  {number / whole:>6.1%}  {name}" for name, number in counts.items()]
+        total = sum(counts.values())
+        lines = [f"  {number:>9,}  {number / total:>6.1%}  {name}" for name, number in counts.items()]
         yield from ("", TITLES[table], *lines)
 
 

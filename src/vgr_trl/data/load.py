@@ -35,6 +35,7 @@ from vgr_trl.data.read import (
     parse_data_files,
     read_card,
     readable,
+    require_file,
     row_files,
     splits_of,
     stream_of,
@@ -141,7 +142,8 @@ def _from_hub(name: str, config: str | None, streaming: bool) -> Any:
 
 def _from_files(paths: Sequence[Path], streaming: bool, with_folders: bool = True) -> Any:
     for path in paths:
-        _require_file(path)
+        require_file(path, BUILDERS)
+        _require_rows([path])
     with_folders = with_folders and len({path.absolute().parent for path in paths}) > 1
     if all(BUILDERS[path.suffix.lower()] == "text" for path in paths):
         return (stream_of if streaming else table_of)(paths, with_folders)
@@ -153,21 +155,6 @@ def _from_files(paths: Sequence[Path], streaming: bool, with_folders: bool = Tru
             f"{', '.join(map(str, paths))} have columns of different types, so they are no one split "
             f"({str(error)[:300]}): bring them to one schema by vgr-trl data convert, and join them by merge."
         ) from error
-
-
-def _require_file(path: Path) -> None:
-    problem = None
-    if path.is_dir():
-        problem = f"is a folder: give it as dataset_path, or the files in it ({path}/*)"
-    elif not path.is_file():
-        problem = "does not exist"
-    elif path.suffix.lower() not in BUILDERS:
-        problem = f"is none of {', '.join(BUILDERS)}"
-    elif path.stat().st_size == 0:
-        problem = "is empty"
-    if problem is not None:
-        raise DataError(f"The file {path} of data_files {problem}.")
-    _require_rows([path])
 
 
 def _from_file(path: Path, streaming: bool, with_folders: bool) -> Any:
@@ -209,8 +196,8 @@ def _from_folder(path: Path, streaming: bool) -> Any:
 
 
 def _read_texts(files: dict[str, list[str]], streaming: bool) -> DatasetDict | IterableDatasetDict:
-    read, whole = (stream_of, IterableDatasetDict) if streaming else (table_of, DatasetDict)
-    return whole({split: read([Path(name) for name in names]) for split, names in files.items()})
+    read, splits = (stream_of, IterableDatasetDict) if streaming else (table_of, DatasetDict)
+    return splits({split: read([Path(name) for name in names]) for split, names in files.items()})
 
 
 def _require_rows(paths: Sequence[Path]) -> None:
@@ -307,7 +294,7 @@ def _arxivqa_rows(source: Source, identity: Any) -> Iterator[dict[str, Any]]:
             yield {**blank, **kept, "image": found.images[0]}
 
 
-def hold_out(dataset: Dataset, seed: int, root: Path = Path()) -> tuple[Dataset, Dataset]:
+def train_test_split(dataset: Dataset, seed: int, root: Path = Path()) -> tuple[Dataset, Dataset]:
     """Return the rows to train on, and a tenth to evaluate on; rows that share an image (or a question) stay together.
 
     Args:

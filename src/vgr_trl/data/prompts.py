@@ -10,29 +10,41 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from vgr_trl.utils import ConfigError, DataError, words_of
 
-# ---------------------------------------------------------------------------------------------------------------------
-# `<image>` in the text of a question marks the place of an image, as LLaVA, ms-swift and EasyR1 write it.
-
-
-PLACEHOLDER = "<image>"
+LETTERS = "ABCDEFGHIJ"
+PLACEHOLDER = "<image>"  # of an image in the text of a question, as LLaVA, ms-swift and EasyR1 write it
 # What transformers reads a file from, or fetches it, while it writes a conversation down; an `image` may be one itself.
 NAMES = ("url", "path", "base64", "image_url", "video", "video_url", "audio", "audio_url")
+SYSTEM_PROMPT = (
+    "Look at the image and reason about the question before you answer. Write your reasoning between <think> and "
+    "</think>, then only the final answer between <answer> and </answer>. For a multiple-choice question the final "
+    "answer is the letter of the right option."
+)
+SYSTEM_PROMPTS = {
+    "en": SYSTEM_PROMPT,
+    "zh": (
+        "请先观察图片并针对问题进行推理，再作答。把推理过程写在 <think> 和 </think> 之间，"
+        "然后只把最终答案写在 <answer> 和 </answer> 之间。对于选择题，最终答案是正确选项的字母。"
+    ),
+}
 
 Part = dict[str, Any]
 
 
 def require_placeholders(prompt: str | Sequence[Part], images: int, has_videos: bool = False) -> None:
-    """Raise `DataError` if `prompt`, a text or a conversation, marks places of images, but not of as many as there are.
+    """Raise `DataError` if `prompt`, a text or a conversation, has placeholders, but not as many as there are images.
 
     Args:
-        prompt: with marks in the texts of the user, or parts of type `image`.
+        prompt: with `<image>` in the texts of the user, or parts of type `image`.
         has_videos: whether it has videos, whose frames come before the text.
     """
-    marks = prompt.count(PLACEHOLDER) if isinstance(prompt, str) else sum(map(_is_image, _parts_of(placed(prompt))))
-    if marks and has_videos:
-        raise DataError("its prompt marks places of images beside a video, whose frames come first: take them out")
-    if marks and marks != images:
-        raise DataError(f"its prompt has {marks} <image> marks, but there are {images} images")
+    if isinstance(prompt, str):
+        found = prompt.count(PLACEHOLDER)
+    else:
+        found = sum(part.get("type") == "image" for part in _parts_of(placed(prompt)))
+    if found and has_videos:
+        raise DataError("its prompt has <image> beside a video, whose frames come first: remove the placeholders")
+    if found and found != images:
+        raise DataError(f"its prompt has {found} <image> placeholders, but there are {images} images")
 
 
 def placed(conversation: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -84,26 +96,6 @@ def _parts_of(conversation: Sequence[dict[str, Any]], role: str | None = None) -
     return (
         part for message in conversation if role in (None, message["role"]) for part in as_parts(message["content"])
     )
-
-
-def _is_image(part: Part) -> bool:
-    return part.get("type") == "image"
-
-
-LETTERS = "ABCDEFGHIJ"
-
-SYSTEM_PROMPT = (
-    "Look at the image and reason about the question before you answer. Write your reasoning between <think> and "
-    "</think>, then only the final answer between <answer> and </answer>. For a multiple-choice question the final "
-    "answer is the letter of the right option."
-)
-SYSTEM_PROMPTS = {
-    "en": SYSTEM_PROMPT,
-    "zh": (
-        "请先观察图片并针对问题进行推理，再作答。把推理过程写在 <think> 和 </think> 之间，"
-        "然后只把最终答案写在 <answer> 和 </answer> 之间。对于选择题，最终答案是正确选项的字母。"
-    ),
-}
 
 
 class SystemTemplate:
@@ -222,10 +214,6 @@ def system_message(
     return [{"role": "system", "content": system_prompt}] if system_prompt else []
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Text of data that a model's tokenizer would read as one of its special tokens, as the end of a turn for example.
-
-
 def special_tokens(processor: Any) -> re.Pattern[str] | None:
     """Return a pattern that finds the special tokens of a processor's tokenizer, None if it has none.
 
@@ -247,4 +235,4 @@ def special_problem(special: re.Pattern[str] | None, conversation: Sequence[dict
     found = None if special is None else next(filter(None, map(special.search, texts_of(placed(conversation)))), None)
     if found is None:
         return None
-    return f"its text has {found[0]!r}, which the model's tokenizer reads as a special token: take it out"
+    return f"its text has {found[0]!r}, which the model's tokenizer reads as a special token: remove it"

@@ -174,7 +174,7 @@ def _figures(source: Source, queries: Rows, figure_of: dict[str, str]) -> Iterat
 def _key(row: Mapping[str, Any], name: str) -> str:
     value = value_of(row, name)
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        raise DataError(f"its {name} is a {type(value).__name__}: it must be a text or a whole number")
+        raise DataError(f"its {name} is a {type(value).__name__}: it must be a text or an integer")
     return str(value)
 
 
@@ -357,7 +357,7 @@ def read_ids(path: Path) -> set[str]:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"question_id_file is {path}, which cannot be read ({error}).") from error
     if any(isinstance(value, bool) or not isinstance(value, str | int) for value in found):
-        raise ConfigError(f"question_id_file is {path}, whose list holds more than texts and whole numbers.")
+        raise ConfigError(f"question_id_file is {path}, whose list holds more than texts and integers.")
     ids = {str(value).strip() for value in found} - {""}
     if not ids:
         raise ConfigError(f"question_id_file is {path}, which has no ids: give one per line.")

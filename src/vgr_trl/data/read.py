@@ -3,7 +3,7 @@
 import csv
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import glob
@@ -167,25 +167,23 @@ def read_files(paths: Sequence[Path]) -> Iterator[Record]:
         DataError: a file does not exist, is empty, of another kind, or cannot be read.
     """
     for path in paths:
-        yield from reader_of(path)(path)
+        require_file(path, READERS)
+        yield from READERS[path.suffix.lower()](path)
 
 
-def reader_of(path: Path) -> Callable[[Path], Iterator[Record]]:
-    """Return the reader of the file, by its suffix.
-
-    Raises:
-        DataError: it does not exist, is empty, a folder or of another kind.
-    """
-    reader = READERS.get(path.suffix.lower())
+def require_file(path: Path, suffixes: Iterable[str]) -> None:
+    """Raise `DataError` if a file does not exist, is empty, a folder or of another kind than `suffixes`."""
+    problem = None
     if path.is_dir():
-        raise DataError(f"The file {path} is a folder: give its files, or the folder as dataset_path.")
-    if reader is None:
-        raise DataError(f"The file {path} is none of {', '.join(READERS)}.")
-    if not path.is_file():
-        raise DataError(f"The file {path} does not exist.")
-    if path.stat().st_size == 0:
-        raise DataError(f"The file {path} is empty.")
-    return reader
+        problem = f"is a folder: give its files ({path}/*), or the folder as dataset_path"
+    elif path.suffix.lower() not in suffixes:
+        problem = f"is none of {', '.join(suffixes)}"
+    elif not path.is_file():
+        problem = "does not exist"
+    elif path.stat().st_size == 0:
+        problem = "is empty"
+    if problem is not None:
+        raise DataError(f"The file {path} {problem}.")
 
 
 def count_rows(paths: Sequence[Path]) -> int | None:
@@ -291,7 +289,7 @@ def _loads(data: bytes) -> Any:
 def _integer(digits: str) -> int:
     """Numbers beyond 64 bits have no place in a table; a reader that kept them as floats would change them."""
     if len(digits) > 20 or not -(2**63) <= int(digits) < 2**63:
-        raise ValueError(f"the whole number {digits[:20]}… has more than 64 bits: write it as a text")
+        raise ValueError(f"the integer {digits[:20]}… has more than 64 bits: write it as a text")
     return int(digits)
 
 
@@ -361,7 +359,7 @@ class Source:
             return _dataset_records(str(self.dataset_path), self._from_disk, config)
         paths = self._paths(config)
         for path in paths:
-            reader_of(path)  # a missing file is named before the first row is worked on
+            require_file(path, READERS)  # a missing file is named before the first row is worked on
         return read_files(paths)
 
     def count(self, config: str | None = None) -> int | None:
