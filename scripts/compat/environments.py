@@ -8,7 +8,7 @@ TESTS = (
     "tests/credit/test_trl_losses.py",
     "tests/sharing/test_grpo_steps.py",
     "tests/sharing/families/test_other_families.py",
-    "tests/sharing/test_scored_columns.py",
+    "tests/sharing/test_prefix_forward.py",
     "tests/sharing/families/test_share_families.py",
     "tests/signals/test_attention.py",
     "tests/signals/test_scoring.py",

@@ -4,7 +4,7 @@
 entry. `Rows` are completions with everything that TRL's loss reads for each of them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import accumulate, pairwise
@@ -1030,12 +1030,6 @@ class Placement:
     def num_groups(self) -> int:
         """Groups on all processes together."""
         return self.rows * self.num_processes // self.num_generations
-
-    def check(self, groups: Iterable[int]) -> None:
-        """Raise `DataError` unless every one of `groups` is a number of a group."""
-        for group in groups:
-            if not 0 <= group < self.num_groups:
-                raise DataError(f"There is no group {group}: the batch has the groups 0 to {self.num_groups - 1}.")
 
     def holders(self, group: int) -> range:
         """The processes that hold completions of `group`."""

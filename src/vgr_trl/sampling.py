@@ -466,7 +466,6 @@ def groups_from_batch(
     Raises:
         DataError: the batch cannot be cut into rows, or `gather` is missing.
     """
-    placement.check(wanted)
     rows = Rows.of_batch(batch, signals)
     rows.columns.pop("advantages", None)
     lengths = [batch[name].sum(1).tolist() for name in ("prompt_mask", "completion_mask")]
@@ -575,7 +574,6 @@ def insert_groups(
 
 def _brought(replacements: Mapping[int, Group], placement: Placement, gather: Gather | None) -> dict[int, Rows]:
     """The rows of the groups of which this process needs some, with their advantages."""
-    placement.check(replacements)
     for group in replacements.values():
         if len(group.advantages) != placement.num_generations:
             raise DataError(

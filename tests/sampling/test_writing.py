@@ -373,8 +373,6 @@ def test_what_does_not_fit_the_batch():
         write(reference, {0: stored})
     with pytest.raises(DataError, match="A group has 2 completions, but num_generations is 4: continue with the same"):
         write(batch, {0: stored}, group=4)
-    with pytest.raises(DataError, match="There is no group 2: the batch has the groups 0 to 1"):
-        write(batch, {2: stored})
     with pytest.raises(DataError, match=r"has advantages of shape \(4, 4\): replace groups while there is one"):
         write(batch | {"advantages": torch.rand(4, 4)}, {0: stored})
     with pytest.raises(DataError, match=r"have place of the shapes \(4, 2\) and \(2, 3\): only its first dimension"):

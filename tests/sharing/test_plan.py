@@ -41,12 +41,10 @@ def test_a_loss_that_divides_by_the_micro_batch_keeps_its_order_unless_told_othe
     ("mode", "changed", "places"),
     [
         ("auto", {"zero": 3}, ("on", "on", "on")),
-        ("auto", {"zero": 2}, ("on", "on", "on")),
         ("auto", {"fsdp": 2}, ("off (FSDP)", "on", "on")),
         ("on", {"fsdp": 1}, ("off (FSDP)", "on", "off (the first version of FSDP)")),
         ("auto", {"compile": "INDUCTOR"}, ("on", "off (torch.compile)", "off (torch.compile)")),
         ("auto", {"vllm": True}, ("off (vLLM shares prompts itself)", "on", "on")),
-        ("auto", {"continuous": True}, ("off (continuous batching)", "on", "on")),
         ("off", {}, ("off (share_prompts=off)",) * 3),
     ],
 )
@@ -92,12 +90,6 @@ def test_reentrant_checkpointing_trains_plainly(vision, image_rows, tmp_path):
     assert ours.places["training"].rows == 0
     assert ours.places["generation"].prompts_per_row == ours.places["scoring"].prompts_per_row == 1 / 4
     assert largest_relative_update(model, ours, stock) < 1e-5
-
-
-def test_a_model_that_was_given_with_reentrant_checkpointing(make):
-    model = build_model("qwen3")
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    assert str(make(model).sharing.training) == "off (gradient checkpointing with use_reentrant=True)"
 
 
 @pytest.mark.parametrize(("coefficient", "training"), [(None, "off (the load-balancing loss"), (0.0, "on")])

@@ -7,7 +7,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support.models.compare import (
     assert_same_scores,
-    checkpointed,
     generated,
     gradients,
     largest_relative,
@@ -67,9 +66,8 @@ def test_a_training_loop_with_a_loss_on_every_token(name):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"use_dora": True}, {"lora_dropout": 0.5}], ids=["lora", "dora", "dropout off"]
+    ("name", "options"), [("qwen2_5_vl", {}), ("qwen3_5", {"use_dora": True}), ("llava", {"lora_dropout": 0.5})]
 )
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5", "llava"])
 def test_adapters(name, options):
     model, batch = with_adapter(name, **options), make_batch(name)
     plain = adapter_gradients(model, batch)
@@ -78,17 +76,6 @@ def test_adapters(name, options):
     assert not report.plain
     assert set(plain) == {parameter for parameter in plain if "lora_" in parameter}
     assert largest_relative(plain, shared) < (2e-4 if name == "qwen3_5" else 1e-5)
-
-
-def test_adapters_with_checkpointing():
-    model, batch = with_adapter("qwen2_5_vl").train(), make_batch("qwen2_5_vl")
-    plain = adapter_gradients(model, batch)
-    checkpointed(causal_model(model))
-    causal_model(model).enable_input_require_grads()
-    with share_prompts(model, batch.completion_length) as report:
-        shared = adapter_gradients(model, batch)
-    assert not report.plain
-    assert largest_relative(plain, shared) < 1e-5
 
 
 def test_policy_and_reference_do_not_share_a_prefix():
@@ -138,10 +125,7 @@ FEW_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
     [
         ("Mixtral", {**FEW_EXPERTS, "router_jitter_noise": 0.1}, True),
         ("Mixtral", {**FEW_EXPERTS, "router_jitter_noise": 0.0}, False),
-        ("Phimoe", {**FEW_EXPERTS, "router_jitter_noise": 0.3}, True),
         ("Phimoe", {**FEW_EXPERTS, "router_jitter_noise": 0.0, "input_jitter_noise": 0.1}, True),
-        ("Phimoe", {**FEW_EXPERTS, "router_jitter_noise": 0.0}, False),
-        ("OPT", {"dropout": 0.1, "ffn_dim": 48}, True),
         ("OPT", {"dropout": 0.0, "layerdrop": 0.5, "ffn_dim": 48}, True),
         ("OPT", {"dropout": 0.0, "ffn_dim": 48}, False),
         ("Nemotron", {"attention_dropout": 0.1}, True),
@@ -176,27 +160,11 @@ def test_bfloat16_is_as_far_from_float32_as_the_plain_pass(autocast):
     assert 1e-4 < (shared.float() - exact).abs().mean() < 1.5 * far
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "smolvlm"])
+@pytest.mark.parametrize(("name", "implementation"), [("qwen3_vl", "eager"), ("gemma3", "eager"), ("smolvlm", "sdpa")])
 def test_attention_implementations(name, implementation):
     model, batch = with_head(build(name)), make_batch(name)
     model.set_attn_implementation(implementation)
     assert_same_scores(model, batch, 12, 4e-6, (2, 6))
-
-
-@pytest.mark.parametrize("name", ["qwen2_vl", "llama"])
-def test_without_an_attention_mask(name):
-    model, batch = with_head(build(name)), make_batch(name, images=(1,), text=(33,))
-    ones = {**batch.inputs, "attention_mask": torch.ones_like(batch.inputs["attention_mask"])}
-    inputs = {key: value for key, value in batch.inputs.items() if key != "attention_mask"}
-    with torch.no_grad():
-        plain = model(**inputs).logits[:, -13:]
-        with share_prompts(model) as report:
-            shared = model(**inputs).logits[:, -13:]
-            masked = model(**ones).logits[:, -13:]
-    assert report.prompts_per_row == 1 / 3
-    assert (plain - shared).abs().max() < 1e-5
-    assert (plain - masked).abs().max() < 1e-5
 
 
 def test_positions_of_ones_own():
@@ -206,7 +174,7 @@ def test_positions_of_ones_own():
     assert_same_scores(model, batch, 12, 4e-6, (2, 6))
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "idefics3", "qwen3"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3"])
 def test_several_completions_per_row_of_generate(name):
     model, batch = build(name), make_batch(name, generations=1)
     plain = generated(model, batch, sample=True, num_return_sequences=4)
@@ -316,10 +284,3 @@ def test_wrong_arguments():
         pass
     with pytest.raises(ConfigError, match="completion_length is 0"), share_prompts(build("qwen3"), 0):
         pass
-
-
-@pytest.mark.parametrize(("rate", "expected"), [(0.0, False), (0.1, True)])
-def test_dropout_of_nothing_is_none(rate, expected):
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(rate))
-    assert has_active_dropout(model.train()) == has_active_dropout(model.eval(), when_training=True) == expected
-    assert not has_active_dropout(model.eval())

@@ -68,10 +68,9 @@ OF_EMBEDDINGS = {
 
 
 @pytest.mark.filterwarnings("ignore:Position ids are not supported")
-@pytest.mark.parametrize("settings", [{"credit": True}, {"beta": 0.1, **TWICE}], ids=["credit", "reference"])
 @pytest.mark.parametrize("name", [*READ_WHOLE_ROWS, *OF_EMBEDDINGS])
-def test_steps_of_other_adapters(name, settings):
-    settings = {**settings, "peft": (READ_WHOLE_ROWS | OF_EMBEDDINGS)[name]}
+def test_steps_of_other_adapters(name):
+    settings = {"beta": 0.1, **TWICE, "credit": True, "peft": (READ_WHOLE_ROWS | OF_EMBEDDINGS)[name]}
     start = weights_of(build(True, **settings))
     stock, ours = train(True, **settings), train(False, **settings)
     assert relative_difference(start, weights_of(ours), weights_of(stock)) < ROUNDING

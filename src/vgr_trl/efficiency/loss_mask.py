@@ -1,4 +1,4 @@
-"""Which tokens of a micro-batch the loss reads, and the smallest part of it that has them all."""
+"""Which tokens of a micro-batch have a loss, and the smallest part of it that has them all."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -58,7 +58,7 @@ def find_loss_mask(advantages: torch.Tensor, mask: torch.Tensor, *, rows: bool, 
 
 
 def find_window(
-    live: torch.Tensor,
+    loss_mask: torch.Tensor,
     prompt_mask: torch.Tensor,
     num_images: Sequence[int] | None = None,
     *,
@@ -66,29 +66,29 @@ def find_window(
     padding: bool,
     multiple: int | None = None,
 ) -> Window:
-    """Return the smallest part that has all live tokens.
+    """Return the smallest part that has all tokens with loss.
 
     Without any it is one row and one column: every process makes a pass, in which all parameters take part. For the
     same reason a row with an image stays if there was one.
 
     Args:
-        live: (N, T) bool.
+        loss_mask: (N, T) bool.
         prompt_mask: (N, P), padded on the left.
         num_images: images of each row; None: there are none, or none has to run.
         multiple: of which the columns of prompts and of completions are kept, as far as there are.
     """
     lengths = _prompt_lengths(prompt_mask)
-    kept = list(range(len(live)))
+    kept = list(range(len(loss_mask)))
     if rows:
         has_image = [count > 0 for count in num_images or ()]
-        kept = live.any(1).nonzero().flatten().tolist()
-        shown = [row for row in range(len(live)) if has_image[row]] if any(has_image) else range(len(live))
+        kept = loss_mask.any(1).nonzero().flatten().tolist()
+        shown = [row for row in range(len(loss_mask)) if has_image[row]] if any(has_image) else range(len(loss_mask))
         if not set(kept).intersection(shown):
             kept = sorted([*kept, min(shown, key=lengths.tolist().__getitem__)])
     if not padding:
-        return Window(kept, prompt_mask.size(1), live.size(1))
-    columns = live.any(0).nonzero().flatten().tolist()
-    completion = _up_to_multiple(max(columns, default=0) + 1, multiple, live.size(1))
+        return Window(kept, prompt_mask.size(1), loss_mask.size(1))
+    columns = loss_mask.any(0).nonzero().flatten().tolist()
+    completion = _up_to_multiple(max(columns, default=0) + 1, multiple, loss_mask.size(1))
     return Window(kept, _up_to_multiple(int(lengths[kept].max()), multiple, prompt_mask.size(1)), completion)
 
 
@@ -106,13 +106,13 @@ def find_text(is_image: torch.Tensor, completion: int, multiple: int | None = No
     return Window(rows[:1], before, behind, images=False) if rows else None
 
 
-def extents_of(live: torch.Tensor, prompt_mask: torch.Tensor, *, rows: bool, padding: bool) -> list[Extent]:
+def extents_of(loss_mask: torch.Tensor, prompt_mask: torch.Tensor, *, rows: bool, padding: bool) -> list[Extent]:
     """Return what runs of each row; arguments as those of `find_window`."""
-    columns = torch.arange(1, live.size(1) + 1, device=live.device)
-    completions = (live * columns).amax(1).tolist()  # (N,)
-    runs = live.any(1).tolist()
+    columns = torch.arange(1, loss_mask.size(1) + 1, device=loss_mask.device)
+    completions = (loss_mask * columns).amax(1).tolist()  # (N,)
+    runs = loss_mask.any(1).tolist()
     if not padding:
-        prompts, completions = [prompt_mask.size(1)] * len(live), [live.size(1)] * len(live)
+        prompts, completions = [prompt_mask.size(1)] * len(loss_mask), [loss_mask.size(1)] * len(loss_mask)
     else:
         prompts = _prompt_lengths(prompt_mask).tolist()
     return [Extent(*extent) for extent in zip(prompts, completions, [ran or not rows for ran in runs], strict=True)]
@@ -124,10 +124,6 @@ def _prompt_lengths(prompt_mask: torch.Tensor) -> torch.Tensor:
 
 def _up_to_multiple(length: int, multiple: int | None, largest: int) -> int:
     return min(length + -length % (multiple or 1), largest)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Which rows run together: those of similar length, and as many as a number of tokens allows.
 
 
 def group_by_length(order: Sequence[int], groups: Sequence[int], lengths: Sequence[int], window: int) -> list[int]:
@@ -184,10 +180,6 @@ def tokens_of(rows: Sequence[int], extents: Sequence[Extent], groups: Sequence[i
     return prompts * longest + len(running) * max((extents[row].completion for row in running), default=0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# TRL's fused head on some tokens of a batch, and no others.
-
-
 @contextmanager
 def only_tokens(causal: Any, base: Any, wanted: torch.Tensor | None) -> Iterator[None]:
     """Let TRL's fused head score these tokens alone: all others have log-probability and entropy 0, and no gradient.
@@ -233,20 +225,16 @@ def only_tokens(causal: Any, base: Any, wanted: torch.Tensor | None) -> Iterator
         yield
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A part of a micro-batch as inputs of TRL's pass, and what the pass returns for all of it.
-
-
 _PER_TOKEN = ("input_ids", "attention_mask", *TOKEN_TYPES)
 _OF_IMAGES = {*IMAGE_INPUTS, "num_images", "num_tiles"}
 
 
-def trim(inputs: Mapping[str, Any], window: Window, live: torch.Tensor | None = None) -> dict[str, Any]:
+def trim(inputs: Mapping[str, Any], window: Window, loss_mask: torch.Tensor | None = None) -> dict[str, Any]:
     """Return the inputs of TRL's `_get_per_token_logps_and_entropies` for a part of its rows and columns.
 
     Args:
         inputs: its named arguments but for the model: `logits_to_keep` is T; None where there is nothing.
-        live: (N, T) bool; behind the last live token of a row there is padding then. None: there is what there is.
+        loss_mask: (N, T) bool; what is behind the last token with loss of a row becomes padding. None: nothing does.
 
     Raises:
         DataError: pixel inputs cannot be assigned to rows, some of which are left out.
@@ -259,8 +247,8 @@ def trim(inputs: Mapping[str, Any], window: Window, live: torch.Tensor | None = 
     for name in _PER_TOKEN:
         if inputs.get(name) is not None:
             part[name] = (inputs[name] if every else inputs[name][window.rows])[:, columns]
-    if live is not None:
-        read = live[window.rows, : window.completion].flip(1).cumsum(1).flip(1) > 0  # (rows, columns)
+    if loss_mask is not None:
+        read = loss_mask[window.rows, : window.completion].flip(1).cumsum(1).flip(1) > 0  # (rows, columns)
         part["attention_mask"] = part["attention_mask"] * torch.nn.functional.pad(read, (window.prompt, 0), value=True)
     if not window.images:
         return {name: value for name, value in part.items() if name not in _OF_IMAGES}
@@ -297,22 +285,20 @@ def _with_images_of(rows: Sequence[int], batch: Mapping[str, Any], part: dict[st
     return {name: value for name, value in part.items() if name not in IMAGE_INPUTS or value is not None}
 
 
-def scatter_back(values: torch.Tensor, window: Window, live: torch.Tensor, rest: torch.Tensor | None) -> torch.Tensor:
-    """Return what a pass over a part gives for the live tokens of all rows and columns, (N, T).
+def scatter_back(
+    values: torch.Tensor, window: Window, loss_mask: torch.Tensor, rest: torch.Tensor | None
+) -> torch.Tensor:
+    """Return what a pass over a part gives for the tokens with loss of all rows and columns, (N, T).
 
     Args:
         values: (rows, columns) of the part.
-        live: (N, T) bool.
+        loss_mask: (N, T) bool.
         rest: (N, T), values of the other tokens; None: 0.
     """
-    wide = torch.nn.functional.pad(values, (0, live.size(1) - values.size(1)))
+    wide = torch.nn.functional.pad(values, (0, loss_mask.size(1) - values.size(1)))
     index = torch.tensor(window.rows, device=values.device)
-    every = wide.new_zeros(live.shape).index_copy(0, index, wide)
-    return torch.where(live, every, every.new_zeros(()) if rest is None else rest.detach().to(every).nan_to_num())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What a run leaves out of its training passes, what it does not, and why.
+    every = wide.new_zeros(loss_mask.shape).index_copy(0, index, wide)
+    return torch.where(loss_mask, every, every.new_zeros(()) if rest is None else rest.detach().to(every).nan_to_num())
 
 
 # Layers and rotary embeddings to which only the distance of two tokens matters.
@@ -328,8 +314,8 @@ class SkippingPlan:
     Attributes:
         rows: completions without an advantage.
         tokens: tokens without one.
-        padding: columns that are padding in all rows, or behind the last live token.
-        head: whether the head scores live tokens only.
+        padding: columns that are padding in all rows, or behind the last token with loss.
+        head: whether the head scores tokens with loss only.
         packing: padding between completions of unequal length that pass behind shared prompts.
         dealing: rows dealt to micro-batches by length.
         old_logps: old log-probabilities taken from the first training pass.

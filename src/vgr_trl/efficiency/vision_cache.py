@@ -1,9 +1,11 @@
-"""Images made into pixel inputs once per rollout: TRL has its processor do so for every completion, and twice."""
+"""Images of a rollout are processed once, and their features computed once where the vision tower is frozen.
+
+TRL has its processor make pixel inputs of every completion, and twice.
+"""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from inspect import signature
 from itertools import accumulate, chain, pairwise
 from typing import Any
@@ -23,7 +25,7 @@ from vgr_trl.utils import replaced_method
 # What processors of transformers return beside pixel inputs: one entry per image, or per row of images.
 _PER_IMAGE = {"num_patches", "num_crops", "num_soft_tokens_per_image"}
 _PER_ROW = {"rows", "cols"}
-_EXACT = "transformers.models."  # where processors draw no lots
+_EXACT = "transformers.models."  # where processors are deterministic
 
 
 @contextmanager
@@ -58,8 +60,8 @@ class _ProcessedOnce:
         keys = _keys(images) if as_tensors and self._is_known else None
         if keys is None:
             return self.plain(images, *args, **options)
-        told = [f"{name}={value}" for name, value in options.items() if value != getattr(self.processor, name, None)]
-        call = (*sorted(one for one in told if not one.startswith("return_tensors=")), *keys)
+        changed = [f"{name}={value}" for name, value in options.items() if value != getattr(self.processor, name, None)]
+        call = (*sorted(one for one in changed if not one.startswith("return_tensors=")), *keys)
         if call not in self._known:
             outputs = self._outputs(images, keys, options)
             if outputs is None:
@@ -80,7 +82,11 @@ class _ProcessedOnce:
         if len(different) == len(keys):
             return dict(found)
         own = [different.index(key) for key in keys]
-        return {name: _joined([value[parts[name][one]] for one in own]) for name, value in found.items()}
+        rows_of = {name: [value[parts[name][one]] for one in own] for name, value in found.items()}
+        return {
+            name: torch.cat(values) if isinstance(values[0], torch.Tensor) else list(chain.from_iterable(values))
+            for name, values in rows_of.items()
+        }
 
 
 def _keys(images: Any) -> list[Hashable] | None:
@@ -95,8 +101,8 @@ def _keys(images: Any) -> list[Hashable] | None:
 
 
 def _key(image: PIL_Image.Image) -> Hashable:
-    digest = blake2b(image.tobytes(), digest_size=16).digest()
-    return image.mode, image.size, str(image.info.get("transparency")), digest
+    transparency = str(image.info.get("transparency"))
+    return image.mode, image.size, transparency, xxhash.xxh3_128_digest(image.tobytes())
 
 
 def _parts(found: Mapping[str, Any], num_images: Sequence[int]) -> Parts:
@@ -110,16 +116,6 @@ def _parts(found: Mapping[str, Any], num_images: Sequence[int]) -> Parts:
     if unknown := [name for name in found if name not in parts or len(found[name]) != parts[name][-1].stop]:
         raise UnknownParts(f"the output {unknown[0]} of an image processor")
     return parts
-
-
-def _joined(values: list[Any]) -> Any:
-    if isinstance(values[0], torch.Tensor):
-        return torch.cat(values)
-    return [entry for value in values for entry in value]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Vision tower and merger of a model: do they train, do they have adapters, do they use dropout.
 
 
 def parts_of_tower(base: Any) -> list[nn.Module]:
@@ -145,13 +141,9 @@ def has_tower_adapters(base: Any) -> bool:
     return any(isinstance(module, adapters) for part in parts_of_tower(base) for module in part.modules())
 
 
-def tower_draws(base: Any) -> bool:
-    """Whether dropout is at work in tower or merger while training."""
+def tower_has_dropout(base: Any) -> bool:
+    """Whether dropout is active in tower or merger while training."""
     return any(has_active_dropout(part, when_training=True) for part in parts_of_tower(base))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Image features of a frozen vision tower, computed once per rollout for generation, scoring and training.
 
 
 # Families whose image features have been seen to be all that their decoders read of images (transformers 5.23, tested).
@@ -246,7 +238,7 @@ def why_not_once(base: Any) -> str | None:
         return "the vision tower trains"
     if has_tower_adapters(base):
         return "adapters in the vision tower, which the reference may leave out"
-    return "dropout in the vision tower" if tower_draws(base) else None
+    return "dropout in the vision tower" if tower_has_dropout(base) else None
 
 
 def _images_of(arguments: Mapping[str, Any]) -> list[Image] | None:

@@ -1,4 +1,4 @@
-"""Which part of the pixel inputs belongs to which row: by counts and by placeholder tokens alike, for every layout."""
+"""Which part of the pixel inputs belongs to which row, by counts and by tokens; and inputs of scoring made of rows."""
 
 import pytest
 import torch
@@ -11,9 +11,10 @@ from vgr_trl.batch import (
     find_layout,
     parts_by_counts,
     parts_by_tokens,
+    rows_with_images,
 )
 
-IMAGE, PAD = 7, 0
+IMAGE, PAD = 2, 9
 GRIDS = torch.tensor([[1, 2, 4], [1, 4, 4], [1, 2, 2]])  # 8, 16 and 4 patches, four to a token
 TILES = torch.tensor([[4, 4], [4, 4], [2, 4], [2, 2]])  # the first image: two tiles and a thumbnail of 8 patches
 AREAS = torch.tensor([[16, 16], [8, 16], [16, 16]])  # 4, 2 and 4 tokens of 64 pixels
@@ -85,7 +86,7 @@ def test_every_layout_is_among_the_cases():
     assert [layout for layout in LAYOUTS if layout not in found] == []
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["patches", "tiles of unequal size", "rows padded to the most images"])
 def test_one_image_more_is_refused(case):
     inputs, _, num_images, num_tiles, _ = CASES[case]
     inputs = {name: torch.cat([value, value[:1]]) for name, value in inputs.items()}
@@ -125,3 +126,65 @@ def test_tiles_of_unequal_size_are_counted_by_their_tokens():
 def test_tiles_of_one_size_are_counted_where_there_are_more_than_images(count, expected):
     prompts = [[IMAGE] * 6, [IMAGE] * 2, [1]] if expected else [[IMAGE] * 2, [IMAGE] * 2, [1]]
     assert scoring_batch({"pixel_values": torch.zeros(count, 3, 4, 4)}, prompts, [1, 1, 0])["num_tiles"] == expected
+
+
+@pytest.mark.parametrize(
+    ("inputs", "rows"),
+    [
+        ({"pixel_values": torch.zeros(8, 3), "image_grid_thw": torch.tensor([[1, 2, 4]])}, ["x", "x"]),
+        ({"pixel_values": torch.zeros(8, 3), "image_grid_thw": torch.tensor([[1, 2, 4]])}, ["  ", ""]),
+        ({"pixel_values": torch.zeros(3, 3, 2, 2)}, ["xx", "xx"]),
+        ({"pixel_values": torch.zeros(3, 5, 3, 2, 2), "image_sizes": torch.zeros(3, 2)}, ["xxxx", "x"]),
+        ({"pixel_values": torch.zeros(3, 1, 3, 2, 2)}, ["x", "x"]),
+        ({"pixel_values": torch.zeros(2, 3, 2, 2), "pixel_attention_mask": torch.zeros(2, 2, 2)}, ["x", "x"]),
+        ({"image_grid_thw": torch.tensor([[1, 2, 4]])}, ["xx"]),
+    ],
+    ids=["grid", "no tokens", "tokens", "adjacent", "rows", "other input", "no pixels"],
+)
+def test_what_tokens_cannot_assign_with_certainty(inputs, rows):
+    with pytest.raises(UnknownParts):
+        parts_by_tokens(inputs, placeholders(rows))
+
+
+def batch_of(ids, images=None, completions=((7,), (7, 8)), **fields):
+    return build_scoring_inputs(
+        Prompts(ids, images, fields),
+        [list(row) for row in completions],
+        pad_token_id=PAD,
+        vision_token_ids=[IMAGE],
+    )
+
+
+def test_prompts_are_padded_on_the_left_and_completions_on_the_right():
+    batch = batch_of([[5], [5, 6]])
+    assert batch["input_ids"].tolist() == [[PAD, 5, 7, PAD], [5, 6, 7, 8]]
+    assert batch["attention_mask"].tolist() == [[0, 1, 1, 0], [1, 1, 1, 1]]
+    assert (batch["num_images"], batch["num_tiles"]) == (None, None)
+
+
+def test_rows_with_images():
+    prompts = torch.zeros(3, 2)
+    assert rows_with_images({"prompt_ids": prompts, "num_images": [2, 0, 1]}).tolist() == [True, False, True]
+    assert rows_with_images({"prompt_ids": prompts}).tolist() == [False] * 3
+
+
+PROMPTS = [[5, *[IMAGE] * 4], [5, *[IMAGE] * 12]]  # 4 tokens for each tile
+TWO = [["one image"], ["another"]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "tiles"),
+    [
+        ({"pixel_values": torch.zeros(4, 3, 2, 2)}, [1, 3]),
+        ({"pixel_values": torch.zeros(2, 3, 2, 2)}, None),  # one entry per image
+        ({"pixel_values": torch.zeros(4, 3)}, None),  # patches
+        ({"pixel_values": torch.zeros(4, 3), "spatial_shapes": torch.full((4, 2), 4)}, [1, 3]),
+        ({"pixel_values": torch.zeros(2, 3), "spatial_shapes": torch.ones(2, 2)}, [1, 1]),
+        ({"pixel_values": torch.zeros(4, 3, 2, 2), "image_grid_thw": torch.ones(2, 3)}, None),
+        ({}, None),
+    ],
+)
+def test_tiles_of_rows(fields, tiles):
+    batch = batch_of(PROMPTS, TWO, **fields)
+    assert batch["num_images"] == [1, 1]
+    assert batch["num_tiles"] == tiles

@@ -1,0 +1,128 @@
+"""Prompts of `generate` computed once, in a cache that grows in place; and passes that want a cache of their own."""
+
+from contextlib import nullcontext
+from unittest.mock import patch
+
+import pytest
+import torch
+from support.models.families import EOS, build, make_batch
+from transformers import DynamicCache
+
+from vgr_trl.sharing import generation, share_prompts
+
+
+@pytest.fixture(scope="module")
+def case():
+    return build("llama"), make_batch("llama")
+
+
+def test_a_pass_that_wants_a_cache_gets_it(case):
+    model, batch = case
+    with torch.no_grad(), share_prompts(model) as report:
+        outputs = model(**batch.inputs, use_cache=True)
+    assert outputs.past_key_values.get_seq_length() == batch.inputs["input_ids"].size(1)
+    assert len(outputs.past_key_values.layers[0].keys) == 6
+    assert report.rows == 0
+
+
+def test_passes_inside_of_generate_are_not_counted(case):
+    """Without a cache they look like any other pass."""
+    model, batch = case
+    with share_prompts(model) as report:
+        model.generate(**batch.prompt_inputs(), max_new_tokens=3, do_sample=False, use_cache=False)
+        assert (report.rows, dict(report.plain)) == (6, {"generate without its default, growing cache": 1})
+        with torch.no_grad():
+            model(**batch.inputs)
+    assert (report.rows, report.prompts) == (12, 8)
+
+
+def test_a_model_that_samples_by_itself_draws_the_same_numbers(case):
+    """The pass over the prompts draws none, whatever the model's own generation config says."""
+    model, batch = case
+    model.generation_config.do_sample = True
+    try:
+        tokens = []
+        for shares in (False, True):
+            torch.manual_seed(3)
+            with share_prompts(model) if shares else nullcontext() as report:
+                tokens.append(model.generate(**batch.prompt_inputs(), max_new_tokens=5))
+    finally:
+        model.generation_config.do_sample = False
+    assert report.prompts == 2
+    assert torch.equal(*tokens)
+
+
+def test_prompts_of_one_token_are_generated_from_plainly(case):
+    model, _ = case
+    ids = torch.full((3, 1), 20)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 3}
+    plain = model.generate(**inputs)
+    with share_prompts(model) as report:
+        shared = model.generate(**inputs)
+    assert torch.equal(plain, shared)
+    assert dict(report.plain) == {"no prompt before the completions": 1}
+
+
+def test_what_layers_say_about_caches_is_left_as_it_was():
+    """Checkpointed layers may use our cache; one that had been told so by its user still may afterwards."""
+    model, batch = build("llama").train(), make_batch("llama")
+    first, second = model.model.layers
+    first._can_checkpoint_with_cache = False
+    with share_prompts(model, 12) as report:
+        model(**batch.inputs)
+    assert report.prompts == 2
+    assert vars(first)["_can_checkpoint_with_cache"] is False
+    assert "_can_checkpoint_with_cache" not in vars(second)
+
+
+def test_a_generate_that_is_not_that_of_transformers_is_called_once_as_it_is(text_model):
+    """A mock, or a generate that another library has put in place, may not be asked to prefill prompts."""
+    ids = torch.tensor([[5, 6, 7]] * 4)
+    with patch.object(text_model, "generate", return_value=ids) as own, share_prompts(text_model) as report:
+        assert text_model.generate(input_ids=ids, attention_mask=torch.ones_like(ids)) is ids
+    assert own.call_count == 1
+    assert own.call_args.kwargs["input_ids"] is ids
+    assert report.plain == {"a generate that is not that of transformers": 1}
+
+
+def copied(cache, index):
+    """In place of growing: as transformers does it."""
+    cache.reorder_cache(index)
+
+
+def logits(model, batch):
+    torch.manual_seed(11)
+    options = {"do_sample": True, "max_new_tokens": 12, "suppress_tokens": [EOS], "return_dict_in_generate": True}
+    with share_prompts(model) as report:
+        found = model.generate(**batch.prompt_inputs(), **options, output_logits=True)
+    assert report.prompts_per_row == 1 / 3
+    return found.sequences, torch.stack(found.logits)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "qwen3_5"])
+def test_tokens_and_logits_are_the_same_bit_for_bit(name, monkeypatch):
+    model, batch = build(name), make_batch(name)
+    monkeypatch.setattr(generation, "ROOM", 5)  # outgrown twice
+    tokens, found = logits(model, batch)
+    monkeypatch.setattr(generation, "grow_in_place", copied)
+    expected_tokens, expected = logits(model, batch)
+    assert torch.equal(tokens, expected_tokens)
+    assert torch.equal(found, expected)
+
+
+def test_tokens_are_added_where_there_is_room():
+    """Two prompts of three tokens, for three rows; two heads of width four."""
+    keys, values = torch.randn(2, 2, 2, 3, 4)
+    cache = DynamicCache()
+    cache.update(keys, values, 0)
+    index = torch.tensor([1, 0, 1])
+    generation.grow_in_place(cache, index)
+    place, expected = cache.layers[0].keys.data_ptr(), (keys[index], values[index])
+    for tokens in (1, generation.ROOM - 1, 2):
+        new = torch.randn(2, 3, 2, tokens, 4)
+        found = cache.update(*new, 0)
+        expected = [torch.cat([before, after], dim=-2) for before, after in zip(expected, new, strict=True)]
+        assert all(map(torch.equal, found, expected))
+        is_full = cache.get_seq_length() > 3 + generation.ROOM
+        assert (cache.layers[0].keys.data_ptr() == place) != is_full
+    assert is_full

@@ -1,0 +1,162 @@
+"""Prompts that end early, completions that pass by length, heads that score the columns of completions only."""
+
+import itertools
+
+import pytest
+import torch
+from support.models.compare import checkpointed, gradients, largest_relative, needs_shared, scored, with_head
+from support.models.families import build, make_batch
+from trl.trainer.utils import add_fused_lm_head
+
+from vgr_trl.sharing import prefix_forward, share_prompts
+from vgr_trl.sharing.prefix_forward import cut_by_length
+from vgr_trl.signals.attention import AttentionProbe
+from vgr_trl.signals.ratios import build_modality_masks
+
+
+def cost(passes, lengths, of_a_pass):
+    return sum(of_a_pass + len(rows) * max(lengths[row] for row in rows) for rows in passes)
+
+
+@pytest.mark.parametrize("of_a_pass", [0, 3])
+def test_no_other_passes_cost_less(of_a_pass):
+    """All ways to number five rows by pass."""
+    lengths = [2, 9, 3, 9, 1]
+    found = cut_by_length(lengths, of_a_pass)
+    assert sorted(itertools.chain(*found)) == [0, 1, 2, 3, 4]
+    ways = itertools.product(range(5), repeat=5)
+    all_passes = ([[row for row in range(5) if way[row] == one] for one in set(way)] for way in ways)
+    assert cost(found, lengths, of_a_pass) == min(cost(passes, lengths, of_a_pass) for passes in all_passes)
+
+
+def test_one_pass_has_rows_as_they_are():
+    assert cut_by_length([3, 5, 4], 100) == [[0, 1, 2]]
+    assert cut_by_length([4, 4, 4], 0) == [[0, 1, 2]]
+    assert cut_by_length([4, 5, 4], 0) == [[1], [0, 2]]
+
+
+@pytest.fixture
+def many_passes(monkeypatch):
+    """As if a pass cost nothing; yields how many there were."""
+    counted = []
+
+    def cut(lengths, of_a_pass):
+        counted.append(len(passes := cut_by_length(lengths, 0)))
+        return passes
+
+    monkeypatch.setattr(prefix_forward, "cut_by_length", cut)
+    return counted
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5", "idefics3", "gemma3", "llama"])
+def test_passes_by_length_give_the_same(name, many_passes):
+    model, batch = with_head(build(name)), make_batch(name)
+    plain, expected = scored(model, batch), gradients(model, batch)
+    with share_prompts(model, batch.completion_length) as report:
+        shared, found = scored(model, batch), gradients(model, batch)
+    assert report.prompts_per_row < 1
+    assert min(many_passes) > 1
+    assert all((one - other).abs().max() < 3e-5 for one, other in zip(plain, shared, strict=True))
+    assert largest_relative(expected, found) < 2e-4
+
+
+def test_attention_is_that_of_one_pass(many_passes):
+    model, batch = with_head(build("qwen2_5_vl")), make_batch("qwen2_5_vl")
+    ids, mask, length = batch.inputs["input_ids"], batch.inputs["attention_mask"], batch.completion_length
+    image = [model.config.image_token_id]
+    masks = build_modality_masks(ids[:, :-length], mask[:, :-length], vision_token_ids=image, special_token_ids=[])
+    masses = []
+    with torch.no_grad():
+        for shares in (False, True):
+            probe = AttentionProbe(model, masks, measure_prompt=True, keep_rows=(0, 3))
+            if shares:
+                with share_prompts(model, length), probe:
+                    scored(model, batch)
+            else:
+                with probe:
+                    scored(model, batch)
+            masses.append(probe)
+    plain, shared = masses
+    valid = mask[:, -length:].bool()
+    assert many_passes[0] > 1
+    assert (plain.mass.vision - shared.mass.vision)[:, valid].abs().max() < 1e-6
+    assert (plain.mass.instruction - shared.mass.instruction)[:, valid].abs().max() < 1e-6
+    assert (plain.prompt_mass.vision - shared.prompt_mass.vision).abs().max() < 1e-6
+    for row, of_row in plain.kept.items():
+        assert (of_row - shared.kept[row])[:, valid[row]].abs().max() < 1e-6
+
+
+def last_layer(model):
+    return model.model.get_decoder().layers[-1]
+
+
+@pytest.mark.parametrize(("family", "checkpoints"), [("qwen3_vl", True), ("gemma3", True), ("llava", False)])
+def test_no_gradient_is_lost(family, checkpoints):
+    model, batch = with_head(build(family)).train(), make_batch(family)
+    if checkpoints:
+        checkpointed(model)
+    seen = []
+    mlp = last_layer(model).mlp
+    expected = gradients(model, batch)
+    plain = mlp.forward
+    mlp.forward = lambda hidden: seen.append(hidden.shape[1]) or plain(hidden)
+    with share_prompts(model, batch.completion_length) as report:
+        found = gradients(model, batch)
+    assert report.prompts_per_row < 1
+    assert set(seen) == {batch.completion_length}  # columns: none of a prompt but its last
+    assert largest_relative(expected, found) < 2e-4
+
+
+def test_a_hook_gets_its_outputs():
+    model, batch = with_head(build("qwen3")), make_batch("qwen3")
+    shapes = []
+    hook = last_layer(model).register_forward_hook(lambda module, args, output: shapes.append(output.shape[1]))
+    with torch.no_grad(), share_prompts(model, batch.completion_length):
+        scored(model, batch)
+    hook.remove()
+    with torch.no_grad(), share_prompts(model, batch.completion_length):
+        scored(model, batch)
+    assert shapes == [batch.inputs["input_ids"].size(1) - batch.completion_length - 1, batch.completion_length]
+
+
+def fused(model, batch):
+    labels = batch.inputs["input_ids"].masked_fill(batch.inputs["attention_mask"] == 0, -100)
+    labels[:, : -batch.completion_length] = -100
+    return model(**batch.inputs, labels=labels, fused_lm_head=True)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5", "idefics3", "gemma3", "llama"])
+def test_the_fused_head_gives_what_it_gives_otherwise(name):
+    model, batch = build(name), make_batch(name)
+    needs_shared(model)
+    length = batch.completion_length
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    plain = fused(model, batch)
+    plain.loss.backward()
+    expected = {key: value.grad.clone() for key, value in model.named_parameters() if value.grad is not None}
+    model.zero_grad()
+    with share_prompts(model, length) as report:
+        shared = fused(model, batch)
+        shared.loss.backward()
+    assert report.prompts_per_row < 1
+    assert shared.log_probs.shape == shared.entropy.shape == (len(batch.inputs["input_ids"]), length)
+    for found, wanted in ((shared.log_probs, plain.log_probs), (shared.entropy, plain.entropy)):
+        assert (found - wanted[:, -length:]).abs().max() < 3e-5
+    assert shared.loss.item() == pytest.approx(plain.loss.item(), rel=1e-5)
+    for key, value in model.named_parameters():
+        if value.grad is not None:
+            assert (value.grad - expected[key]).abs().max() <= 2e-4 * expected[key].abs().max() + 1e-7, key
+
+
+def test_other_calls_are_as_they_were():
+    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
+    before = model.forward
+    with torch.no_grad():
+        plain = model(**batch.inputs).logits
+        with share_prompts(model, batch.completion_length):
+            assert model.forward != before
+            shared = model(**batch.inputs).logits
+            with_loss = model(**batch.inputs, labels=batch.inputs["input_ids"])
+    assert shared.shape == plain.shape == with_loss.logits.shape
+    assert with_loss.loss is not None
+    assert model.forward == before
