@@ -352,21 +352,23 @@ class TestEstimators:
         """Rewards are 0 or 1, so in a live group the largest advantage is 1 / deviation above the smallest."""
         trainer = make(
             advantage_estimator="reinforce_plus_plus", dynamic_sampling="resample", dynamic_sampling_max_rounds=4,
-            replay_buffer_size=8, max_steps=6,
+            replay_buffer_size=8, max_steps=12,
         )  # fmt: skip
+        drawn, draw = [], trainer.replay.draw
+        trainer.replay.draw = lambda count: drawn.append(draw(count)) or drawn[-1]
 
         def see(before, chosen):
             logged = trainer._logs["advantages"], trainer._logs["rewards"]["coarse_reward"]
             table = [torch.tensor(list(values)) for values in logged]
             assert len(table[0]) == len(table[1]) == len(logged[1])
-            return chosen.batch["advantages"].view(2, 4), *table, chosen.replaced
+            return chosen.batch["advantages"].view(2, 4), *table, chosen.replaced, drawn[-1]
 
         seen = on_choice(trainer, see)
         trainer.train()
         mixed = 0
-        for advantages, of_table, rewards, replaced in seen:
+        for advantages, of_table, rewards, replaced, replayed in seen:
             spread = advantages.amax(1) - advantages.amin(1)
-            if len(of_table) == 8 or (spread == 0).any():
+            if len(of_table) == 8 or (spread == 0).any() or replayed:  # which keep theirs
                 continue
             mixed += len(replaced) == 1
             centred = advantages / spread.unsqueeze(1)
