@@ -610,8 +610,8 @@ class KLOptions:
 # Beside the loss: efficiency, evaluation, records.
 
 SWITCHES = (
-    *("skip_dead_rows", "skip_dead_tokens", "skip_padding"),
-    *("pack_completions", "deal_by_length", "reuse_first_pass"),
+    *("skip_zero_advantage", "skip_zero_advantage_tokens", "skip_padding"),
+    *("pack_completions", "group_by_length", "reuse_first_pass"),
 )
 AutoOrOff = Literal["auto", "off"]
 
@@ -625,15 +625,15 @@ class EfficiencyOptions:
     """
 
     # fmt: off
-    skip_dead_rows: AutoOrOff = option("auto", "Leave completions without a gradient out of training passes. auto: "
-        "wherever nothing else in the loss reads them; off.")
-    skip_dead_tokens: AutoOrOff = option("auto", "Leave tokens without a gradient out of the head in training passes. "
-        "auto: wherever nothing else in the loss reads them; off.")
+    skip_zero_advantage: AutoOrOff = option("auto", "Leave completions without an advantage out of training "
+        "passes. auto: wherever nothing else in the loss reads them; off.")
+    skip_zero_advantage_tokens: AutoOrOff = option("auto", "Leave tokens without an advantage out of the head in "
+        "training passes. auto: wherever nothing else in the loss reads them; off.")
     skip_padding: AutoOrOff = option("auto", "Cut training passes to the longest prompt and the last scored token of a "
         "micro-batch. auto: wherever positions do not count padding; off.")
     pack_completions: AutoOrOff = option("auto", "Let completions of unequal length pass behind shared prompts in one "
         "row without padding, in training. auto: wherever attention is flash and positions do not count padding; off.")
-    deal_by_length: AutoOrOff = option("auto", "Deal the rows of an optimizer step to its micro-batches by length, "
+    group_by_length: AutoOrOff = option("auto", "Deal the rows of an optimizer step to its micro-batches by length, "
         "groups together. auto: wherever the loss does not depend on which rows share a micro-batch; off.")
     reuse_first_pass: AutoOrOff = option("auto", "Take old log-probabilities from the first training pass instead of a "
         "pass of their own. auto: wherever the policy has not changed in between and nothing reads them before; off.")

@@ -338,7 +338,7 @@ def _extents(trainer: "DAPOTrainer", batch: dict[str, Any]) -> list[Extent]:
 
 def shuffle_rows(trainer: "DAPOTrainer") -> Callable[[dict[str, Any]], dict[str, Any]] | None:
     """Return what takes the place of TRL's `shuffle_sequence_dict`; None: nothing does."""
-    if not trainer.skipping.dealing.enabled:
+    if not trainer.skipping.by_length.enabled:
         return shuffle_by_group if trainer.sharing.regroups else None
 
     def by_length(batch: dict[str, Any]) -> dict[str, Any]:

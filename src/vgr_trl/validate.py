@@ -137,12 +137,12 @@ def plan_skipping(trainer: ConstructedTrainer, measurement: Measurement, sharing
     headless = "a model that is its own base" if base is causal else None
     columns = _why_columns_count(trainer)
     return SkippingPlan(
-        rows=Feature(off["skip_dead_rows"] or read),
-        tokens=Feature(off["skip_dead_tokens"] or read or headless or _why_completions_are_read(trainer)),
+        rows=Feature(off["skip_zero_advantage"] or read),
+        tokens=Feature(off["skip_zero_advantage_tokens"] or read or headless or _why_completions_are_read(trainer)),
         padding=Feature(off["skip_padding"] or compiled or router or columns or why_padding_counts(base)),
         packing=Feature(off["pack_completions"] or _why_not_pack(trainer, base, sharing)),
-        head=(off["skip_dead_tokens"] or compiled or headless) is None,
-        dealing=Feature(off["deal_by_length"] or _why_not_deal(trainer)),
+        head=(off["skip_zero_advantage_tokens"] or compiled or headless) is None,
+        by_length=Feature(off["group_by_length"] or _why_not_by_length(trainer)),
         old_logps=Feature(off["reuse_first_pass"] or _why_old_logps_are_scored(trainer, measurement)),
         images=_is_sharded(trainer) or not parts_of_tower(base) or tower_trains(base),
         window=trainer.args.per_device_train_batch_size * min(accumulated, generated),
@@ -156,7 +156,7 @@ def _why_not_pack(trainer: ConstructedTrainer, base: nn.Module, sharing: Sharing
     return why_not_pack(base) or ("FSDP" if trainer.is_fsdp_enabled else None) or why_padding_counts(base)
 
 
-def _why_not_deal(trainer: ConstructedTrainer) -> str | None:
+def _why_not_by_length(trainer: ConstructedTrainer) -> str | None:
     """Why which rows share a micro-batch changes an optimizer step; None if it does not."""
     accumulated, generated = trainer.args.gradient_accumulation_steps, trainer.args.steps_per_generation or 1
     if accumulated % generated and generated % accumulated:

@@ -12,7 +12,7 @@ TINY = (
     "--use_cpu --bf16 false --gradient_checkpointing false --num_generations 4 --per_device_train_batch_size 8 "
     "--max_completion_length 8 --max_steps 1 --learning_rate 1e-3 --logging_steps 1 --save_strategy no "
     "--report_to none --disable_tqdm true --compute_attention_metrics false --eval_strategy no "
-    "--skip_dead_rows off"  # passes are counted by their rows
+    "--skip_zero_advantage off"  # passes are counted by their rows
 )
 SMALLER = {"soft_punish_cache": 2, "noisy_generations": 2}
 ROWS = 8

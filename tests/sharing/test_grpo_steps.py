@@ -77,7 +77,7 @@ if KEEPS_LESS:
 
 @pytest.mark.parametrize("case", CASES)
 def test_steps_with_other_options(case, vision, image_rows, tmp_path):
-    stock, ours = stock_and_ours(vision, image_rows, options(tmp_path, **CASES[case]), skip_dead_rows="off")
+    stock, ours = stock_and_ours(vision, image_rows, options(tmp_path, **CASES[case]), skip_zero_advantage="off")
     assert_equal_steps(vision, stock, ours)
     assert ours.sharing.regroups == (case not in NOT_REGROUPED)
     if ours.sharing.regroups:

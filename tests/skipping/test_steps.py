@@ -119,22 +119,22 @@ def test_steps_with_other_options(case):
 def test_nothing_is_left_out_that_another_term_reads(option):
     """But for padding, here behind completions that end early."""
     ours = assert_equal_steps(**READ[option])
-    assert f"skip_dead_rows: off ({option} reads all tokens)" in str(ours.skipping)
-    assert f"skip_dead_tokens: off ({option} reads all tokens)" in str(ours.skipping)
+    assert f"skip_zero_advantage: off ({option} reads all tokens)" in str(ours.skipping)
+    assert f"skip_zero_advantage_tokens: off ({option} reads all tokens)" in str(ours.skipping)
     assert sum(logged(ours, "skipped/rows") + logged(ours, "skipped/tokens")) == 0
 
 
 @pytest.mark.parametrize("option", READ_TOKENS)
 def test_whole_completions_run_where_they_are_compared(option):
     ours = assert_equal_steps(**READ_TOKENS[option])
-    assert f"skip_dead_rows: on; skip_dead_tokens: off ({option}" in str(ours.skipping)
+    assert f"skip_zero_advantage: on; skip_zero_advantage_tokens: off ({option}" in str(ours.skipping)
     assert min(logged(ours, "skipped/rows")) >= 5
 
 
 def test_steps_with_neftune_are_trls_to_the_same_random_numbers():
     """The scale of its noise depends on the columns of a pass: nothing is shared or cut off. Dead rows draw none."""
     settings = {"neftune_noise_alpha": 5.0, "reward": uneven_reward, **TWICE}
-    stock, ours = train(True, **settings), train(False, **settings, deal_by_length="off", skip_dead_rows="off")
+    stock, ours = train(True, **settings), train(False, **settings, group_by_length="off", skip_zero_advantage="off")
     assert relative_difference(START, weights_of(ours), weights_of(stock)) < ROUNDING
     assert ours.sharing.training.reason == ours.skipping.padding.reason
 
@@ -174,11 +174,11 @@ def test_parts_of_a_loss_that_is_not_their_sum_are_refused():
         train(False, max_tokens_per_micro_batch=28, entropy_coef=0.1)
 
 
-def test_rows_are_dealt_by_length():
+def test_rows_are_grouped_by_length():
     """Rollouts of two groups: the one with the longest live completion comes first, the longest rows of each, too."""
     with micro_batches() as batches:
         ours = train(False, per_device_train_batch_size=2, gradient_accumulation_steps=4)
-    assert "deal_by_length: on" in str(ours.skipping)
+    assert "group_by_length: on" in str(ours.skipping)
     live = [(batch["advantages"] != 0) * batch["completion_mask"].sum(1) for batch in batches]
     rollouts = torch.cat(live).view(3, 2, 4)  # lengths by rollout and group, 0 without a gradient
     assert torch.equal(rollouts, rollouts.sort(dim=2, descending=True).values)

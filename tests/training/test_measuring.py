@@ -19,7 +19,7 @@ from vgr_trl.utils import ConfigError
 
 OPTIONS = {
     "max_steps": 2,
-    "skip_dead_rows": "off",  # passes are counted by their rows
+    "skip_zero_advantage": "off",  # passes are counted by their rows
 }
 
 

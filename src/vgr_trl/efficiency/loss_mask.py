@@ -317,7 +317,7 @@ class SkippingPlan:
         padding: columns that are padding in all rows, or behind the last token with loss.
         head: whether the head scores tokens with loss only.
         packing: padding between completions of unequal length that pass behind shared prompts.
-        dealing: rows dealt to micro-batches by length.
+        by_length: rows of similar length in one micro-batch.
         old_logps: old log-probabilities taken from the first training pass.
         images: whether images have to run in every pass that is given some, read or not.
         window: rows of this process that change places with each other: those of a rollout within an optimizer step.
@@ -328,15 +328,16 @@ class SkippingPlan:
     padding: Feature
     packing: Feature
     head: bool
-    dealing: Feature
+    by_length: Feature
     old_logps: Feature
     images: bool
     window: int
 
     def __str__(self) -> str:
         return (
-            f"skip_dead_rows: {self.rows}; skip_dead_tokens: {self.tokens}; skip_padding: {self.padding}; "
-            f"pack_completions: {self.packing}; deal_by_length: {self.dealing}; reuse_first_pass: {self.old_logps}"
+            f"skip_zero_advantage: {self.rows}; skip_zero_advantage_tokens: {self.tokens}; "
+            f"skip_padding: {self.padding}; pack_completions: {self.packing}; group_by_length: {self.by_length}; "
+            f"reuse_first_pass: {self.old_logps}"
         )
 
 

@@ -80,7 +80,7 @@ def run() -> None:
     cases = CASES if KIND == "ddp" else CASES[:3]
     for loss, batches in cases:
         stock = trained(STOCK, {**loss, **batches})
-        shares = {"skip_dead_rows": "off"}  # all rows are counted
+        shares = {"skip_zero_advantage": "off"}  # all rows are counted
         ours = trained(DAPO, {**loss, **batches, **shares})
         assert stock.accelerator.num_processes == 2
         assert ours.accelerator.distributed_type == ("MULTI_CPU" if KIND == "ddp" else "DEEPSPEED")

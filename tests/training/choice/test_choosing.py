@@ -40,7 +40,12 @@ def lively_reward(completions, **kwargs):
 
 
 # What is left out changes the order of additions, which Adam's first steps take up.
-EXACT = {"skip_dead_rows": "off", "skip_dead_tokens": "off", "skip_padding": "off", "deal_by_length": "off"}
+EXACT = {
+    "skip_zero_advantage": "off",
+    "skip_zero_advantage_tokens": "off",
+    "skip_padding": "off",
+    "group_by_length": "off",
+}
 
 
 def trained_batches(trainer):
