@@ -89,30 +89,30 @@ def _column(name: str, values: Any, count: int) -> Sequence[Any]:
 
 def states_answer(text: str, solution: Solution) -> bool:
     """Return whether the completion `text` states any answer of the kind that `solution` is, right or wrong."""
-    visible = strip_thought(text)
-    if solution.choices:
-        return chosen_option(visible, solution.choices) is not None
-    if solution.index is not None:
-        return _stated_letter(visible, ()) is not None
-    return _stated_text(visible) is not None
-
-
-def _stated_text(visible: str) -> str | None:
-    stated = answer_tag(visible)
-    if stated is None and (statement := last_statement(visible, options=False)):
-        stated = statement.text
-    return stated
+    return _stated(text, solution) is not None
 
 
 def is_right(text: str, solution: Solution) -> bool:
     """Return whether the completion `text` states `solution` as its answer."""
+    stated = _stated(text, solution)
+    if solution.choices:
+        return stated == solution.index
+    if solution.index is not None:
+        return stated == LETTERS[solution.index]
+    return isinstance(stated, str) and same_open_answer(solution.text, stated)
+
+
+def _stated(text: str, solution: Solution) -> str | int | None:
+    """What a completion states: an option, where there are choices, or a letter, or an open answer."""
     visible = strip_thought(text)
     if solution.choices:
-        return chosen_option(visible, solution.choices) == solution.index
+        return chosen_option(visible, solution.choices)
     if solution.index is not None:
-        return _stated_letter(visible, ()) == LETTERS[solution.index]
-    stated = _stated_text(visible)
-    return stated is not None and same_open_answer(solution.text, stated)
+        return _stated_letter(visible, ())
+    stated = answer_tag(visible)
+    if stated is None and (statement := last_statement(visible, options=False)):
+        stated = statement[0]
+    return stated
 
 
 def chosen_option(visible: str, choices: Sequence[str]) -> int | None:
@@ -135,7 +135,7 @@ def chosen_option(visible: str, choices: Sequence[str]) -> int | None:
 def _stated_letter(visible: str, choices: Sequence[str]) -> str | None:
     content, in_sentence = answer_tag(visible), False
     if content is None and (statement := last_statement(visible, options=True)) is not None:
-        content, in_sentence = statement.text, statement.in_sentence
+        content, in_sentence = statement
     if content is None:
         return letter_in_parentheses(visible)
     return read_letter(content, choices, in_sentence=in_sentence) or (None if choices else read_labelled(content))

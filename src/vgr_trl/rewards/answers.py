@@ -104,14 +104,6 @@ _NOT_THE_LETTER = re.compile(
 _SENTENCE_END = re.compile(r"[.!?](?=\s)(?!\s+(?:or|and|maybe|perhaps|\d))|。(?!\s*(?:或|也|\d))", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class Statement:
-    """What a completion states as its answer: its text, and whether other words of a sentence may follow it."""
-
-    text: str
-    in_sentence: bool = False
-
-
 def strip_thought(text: str) -> str:
     """Return `text` without what stands in `<think>`.
 
@@ -144,30 +136,28 @@ def answer_tag(text: str) -> str | None:
     return content
 
 
-def last_statement(text: str, *, options: bool) -> Statement | None:
-    """Return the last explicit statement of an answer in `text`, None if there is none.
+def last_statement(text: str, *, options: bool) -> tuple[str, bool] | None:
+    """Return what `text` last states as its answer, and whether other words of a sentence may follow; or None.
 
     Args:
         options: whether `选项 X` counts, which only states one of several options.
     """
     plain = half_width(text)
-    found = None
-    for match in _STATEMENT.finditer(plain):
-        if options or match.lastgroup != "option":
-            found = match
-    if found is None:
+    found = [match for match in _STATEMENT.finditer(plain) if options or match.lastgroup != "option"]
+    if not found:
         return None
-    behind = plain[found.end() :]
-    if found.lastgroup == "boxed":
+    last = found[-1]
+    behind = plain[last.end() :]
+    if last.lastgroup == "boxed":
         content = _balanced(behind)
-        before = plain[max(found.start() - 80, 0) : found.start()]
+        before = plain[max(last.start() - 80, 0) : last.start()]
         several = _ALTERNATIVE_BEFORE.search(before) or _ALTERNATIVE_BEHIND.match(behind, len(content) + 1)
-        return Statement("" if several else content)
+        return ("" if several else content), False
     line, _, further = behind.partition("\n")
-    if found.lastgroup == "sentence" and not options:
+    if last.lastgroup == "sentence" and not options:
         line = _SENTENCE_END.split(line, maxsplit=1)[0]
     next_line = further.lstrip().partition("\n")[0]
-    return Statement(f"{line}\n{next_line}" if options and _NEXT_OPTION.match(next_line) else line, in_sentence=True)
+    return (f"{line}\n{next_line}" if options and _NEXT_OPTION.match(next_line) else line), True
 
 
 def _balanced(text: str) -> str:
@@ -194,7 +184,7 @@ _WRAPPED = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\s*\{(.*)\}", re.DO
 _MARKS = " \t\r\n*`$"
 _LETTER = re.compile(r"(?:\(\s*([A-Za-z])\s*\)|([A-Za-z])(?![A-Za-z0-9_'’]))(.*)", re.DOTALL)
 _SEPARATOR = re.compile(r"[\s*`]*(?:[.:。)]{1,2}|[-–—,、](?=[\s*`]*\S))?[\s*`]*")
-_OPTION_WORD = re.compile(r"(?:option|choice|[选選][项項])\s+", re.IGNORECASE)
+_OPTION_WORD = re.compile(r"^(?:option|choice|[选選][项項])\s+", re.IGNORECASE)
 _CLAUSE_END = re.compile(r"[\s*`]*[.。,;!]|[ \t*`]*\n")
 _REASON = re.compile(r"(?:because|since|as|因为|因為)(?![a-z])", re.IGNORECASE)
 _CLAUSE = re.compile(r"[.,;!?。，、/&\n]|(?<![A-Za-z])(?:or|and)(?![A-Za-z])|[或和及]")
@@ -231,9 +221,7 @@ def read_letter(content: str, choices: Sequence[str] = (), *, in_sentence: bool 
             `because`, as long as that names no other option.
     """
     content = unwrap(half_width(content).replace(r"\(", "(").replace(r"\)", ")"))
-    if in_sentence:
-        content = _OPTION_WORD.sub("", content, count=1) if _OPTION_WORD.match(content) else content
-    match = _LETTER.match(content)
+    match = _LETTER.match(_OPTION_WORD.sub("", content) if in_sentence else content)
     if match is None:
         return None
     letter, after = match[1] or match[2], match[3]

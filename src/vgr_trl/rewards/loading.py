@@ -80,24 +80,19 @@ def is_reward_name(spec: Any) -> bool:
 
 
 def load_rewards(
-    specs: Iterable[Any],
-    *,
-    max_completion_length: int | None = None,
-    soft_punish_cache: int | None = None,
-    files: FileOptions | None = None,
-    options: Mapping[str, Any] | None = None,
+    specs: Iterable[Any], *, options: Mapping[str, Any] | None = None, **how: Any
 ) -> list[Callable[..., Any]]:
-    """Return the reward functions that `specs` name, in their order; see `load_reward`.
+    """Return the reward functions that `specs` name, in their order.
 
     Args:
         options: of all plug-ins of a run, from which each reward takes its own.
+        how: further arguments of `load_reward`.
 
     Raises:
         RewardError: one cannot be loaded, or is named twice, whose metrics would be one.
     """
     specs = [specs] if isinstance(specs, str) else list(specs)
-    files, options = files or FileOptions(), options or {}
-    rewards = [_loaded(spec, max_completion_length, soft_punish_cache, files, options) for spec in specs]
+    rewards = [_loaded(spec, options or {}, **how) for spec in specs]
     for place, reward in enumerate(rewards):
         if reward in rewards[:place] or specs[place] in specs[:place]:
             raise RewardError(f"The reward {specs[place]} is named twice: name it once, and give it a larger weight.")
@@ -134,7 +129,7 @@ def load_reward(
         RewardError: nothing has this name, two packages have it, it cannot be imported, it is not a function, or it
             declares no such option.
     """
-    reward = _loaded(spec, max_completion_length, soft_punish_cache, files or FileOptions(), options or {})
+    reward = _loaded(spec, options or {}, max_completion_length, soft_punish_cache, files)
     own = registries.option_class(reward, reward_name(reward))
     known = [] if own is None else [field.name for field in fields(own)]
     for name in options or ():
@@ -146,15 +141,15 @@ def load_reward(
 
 def _loaded(
     spec: Any,
-    max_completion_length: int | None,
-    soft_punish_cache: int | None,
-    files: FileOptions,
     options: Mapping[str, Any],
+    max_completion_length: int | None = None,
+    soft_punish_cache: int | None = None,
+    files: FileOptions | None = None,
 ) -> Callable[..., Any]:
     name, key = _KEY.fullmatch(spec.strip()).groups() if isinstance(spec, str) else (spec, None)  # type: ignore[union-attr]  # the first part takes anything
     reward: Callable[..., Any] = registries.rewards.load(name)
     if is_scored(reward) and isinstance(spec, str):
-        return ScoredFile(reward, key or OVERALL, files)
+        return ScoredFile(reward, key or OVERALL, files or FileOptions())
     if key is not None:
         raise RewardError(f"The reward {spec!r} names the score {key!r}, but {name} returns one number: drop [{key}].")
     if reward is get_soft_overlong_punishment:
