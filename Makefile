@@ -82,16 +82,16 @@ $(VLLM)/.installed: pyproject.toml tests/with_vllm/requirements.txt
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@
 
-# Inside verl and EasyR1 on a CPU, in environments of their own, and the rooms without TRL with the oldest and the newest
-# transformers; by hand. EASYR1 may be a git copy at hand.
+# Inside verl and EasyR1 on a CPU, in environments of their own, and the packages without TRL with the oldest and the newest
+# transformers; by hand. EASYR1 may be a local clone.
 VERL := .venv-verl
 EASYR1_VENV := .venv-easyr1
 EASYR1 ?= https://github.com/hiyouga/EasyR1
 EASYR1_COMMIT := b44b311b669bf1fd1aa2fc36f2251482ba33cb16
 IN_VERL := -m pytest -c tests/with_verl/pytest.ini --rootdir . tests/with_verl tests/integrations
-ROOMS := -m pytest -p rooms_without_trl tests/batch tests/credit tests/rewards tests/sharing tests/signals
-.PHONY: verl-tests tests-in-verl tests-in-easyr1 rooms-with-oldest rooms-with-newest
-verl-tests: tests-in-verl tests-in-easyr1 rooms-with-oldest rooms-with-newest
+PACKAGES := -m pytest -p packages_without_trl tests/batch tests/credit tests/rewards tests/sharing tests/signals
+.PHONY: verl-tests tests-in-verl tests-in-easyr1 packages-with-oldest packages-with-newest
+verl-tests: tests-in-verl tests-in-easyr1 packages-with-oldest packages-with-newest
 
 tests-in-verl: $(VERL)/.installed
 	PYTHONPATH=tests $(VERL)/bin/python $(IN_VERL)
@@ -99,11 +99,11 @@ tests-in-verl: $(VERL)/.installed
 tests-in-easyr1: $(EASYR1_VENV)/.installed
 	PYTHONPATH=tests $(EASYR1_VENV)/bin/python $(IN_VERL)
 
-rooms-with-oldest: $(EASYR1_VENV)/.installed
-	PYTHONPATH=tests/with_verl/parts $(EASYR1_VENV)/bin/python $(ROOMS)
+packages-with-oldest: $(EASYR1_VENV)/.installed
+	PYTHONPATH=tests/with_verl/parts $(EASYR1_VENV)/bin/python $(PACKAGES)
 
-rooms-with-newest: $(DEV)
-	PYTHONPATH=tests/with_verl/parts $(BIN)/python $(ROOMS)
+packages-with-newest: $(DEV)
+	PYTHONPATH=tests/with_verl/parts $(BIN)/python $(PACKAGES)
 
 $(VERL)/.installed: pyproject.toml
 	$(PYTHON) -m venv --clear $(VERL)

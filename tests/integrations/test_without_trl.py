@@ -1,15 +1,15 @@
-"""The rooms that verl and EasyR1 use import where there is no TRL."""
+"""The packages that verl and EasyR1 use import where there is no TRL."""
 
 import subprocess
 import sys
 
-ROOMS = ("batch", "config", "credit", "integrations", "rewards", "sharing", "signals")
+PACKAGES = ("batch", "config", "credit", "integrations", "rewards", "sharing", "signals")
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 sys.modules["trl"] = None
 for name in sys.argv[1:]:
-    room = importlib.import_module(f"vgr_trl.{name}")
-    for module in pkgutil.walk_packages(getattr(room, "__path__", []), f"{room.__name__}."):
+    package = importlib.import_module(f"vgr_trl.{name}")
+    for module in pkgutil.walk_packages(getattr(package, "__path__", []), f"{package.__name__}."):
         if not module.name.startswith(%r):
             importlib.import_module(module.name)
 print(sorted({name.split(".")[1] for name in sys.modules if name.startswith("vgr_trl.")}))
@@ -21,10 +21,10 @@ NEED_MORE = (
 )
 
 
-def test_rooms_import_without_trl():
-    command = [sys.executable, "-c", IMPORT_ALL % (NEED_MORE,), *ROOMS]
+def test_imports_without_trl():
+    command = [sys.executable, "-c", IMPORT_ALL % (NEED_MORE,), *PACKAGES]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     imported = set(eval(result.stdout))
-    assert set(ROOMS) <= imported
+    assert set(PACKAGES) <= imported
     assert not imported & {"trainer", "rollout", "patches", "demo", "cli"}

@@ -1,4 +1,4 @@
-"""A plug-in of pytest: the tests of a room where TRL cannot be imported, with the release of transformers at hand.
+"""A plug-in of pytest: the tests of a package where TRL cannot be imported, with the installed release of transformers.
 
 Files that import TRL are not collected. Releases of transformers before 5.17 keep the states of linear attention in
 layers that cannot be continued with several tokens, and checkpoint without caches, so prompts are not shared there and
