@@ -8,7 +8,7 @@ group have a reward, the advantages are 0.
 import torch
 
 from vgr_trl.metrics import Gather
-from vgr_trl.options import check_number
+from vgr_trl.options import check_value
 from vgr_trl.utils import ConfigError
 
 ESTIMATORS = ("grpo", "rloo", "remax", "reinforce_plus_plus", "grpo_passk")
@@ -112,8 +112,8 @@ def gae(
     Raises:
         ConfigError: `gamma` or `lam` is out of range.
     """
-    check_number("gamma", gamma, 0, 1, "in [0, 1]")
-    check_number("lam", lam, 0, 1, "in [0, 1]")
+    check_value("gamma", gamma, float, ge=0, le=1)
+    check_value("lam", lam, float, ge=0, le=1)
     mask = mask.bool()
     rewards, values = rewards.float().masked_fill(~mask, 0), values.float().masked_fill(~mask, 0)
     advantages = torch.zeros_like(values)  # (N, T)
@@ -167,7 +167,7 @@ def value_loss(
     Raises:
         ConfigError: `cliprange` is out of range.
     """
-    check_number("cliprange_value", cliprange, 1e-30, 1e30, "above 0")
+    check_value("cliprange_value", cliprange, float, gt=0)
     mask = mask.bool()
     values, old_values, returns = (tensor.float().masked_fill(~mask, 0) for tensor in (values, old_values, returns))
     clipped = values.clamp(old_values - cliprange, old_values + cliprange)

@@ -198,14 +198,3 @@ def _why_unused(options: Any, each: Field[Any], absent: Collection[str] = ()) ->
 
 def _default(each: Field[Any]) -> Any:
     return each.default if each.default_factory is MISSING else each.default_factory()
-
-
-def check_number(name: str, value: Any, low: float, high: float, meaning: str) -> None:
-    """Raise `ConfigError` unless `value` is a number in [low, high], described by `meaning`."""
-    if not (is_number(value) and low <= value <= high):
-        raise ConfigError(f"{name} is {value!r}: give a number {meaning}.")
-
-
-def check_integer(name: str, value: Any, low: int) -> None:
-    """Raise `ConfigError` unless `value` is an integer of at least `low`."""
-    check_value(name, value, int, ge=low)

@@ -1,4 +1,8 @@
-"""What can be added from outside, by name or path, and how it is imported."""
+"""What can be added from outside: signals, credit rules, perturbations, rewards and data sets, by name or path.
+
+A plug-in is a function. It is named by what it is registered as (here, or as an entry point of an installed package),
+by a dotted path, or by its file: `my_rules.py:my_rule`. What it reads and which options it has, `declares` says.
+"""
 
 import dataclasses
 import hashlib
@@ -8,7 +12,9 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
+from importlib.machinery import SourceFileLoader
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -16,31 +22,38 @@ from typing import Any, TypeVar
 
 from vgr_trl.utils import ConfigError, RewardError, VGRError
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Importing the module or file that a plug-in of the user is in.
+Plugin = TypeVar("Plugin")
+# Signals that are not made of others. Beside them, `logps:gaussian_blur` is what its name says, of any perturbation.
+MEASUREMENTS = ("attention", "dependency", "entropies", "logps", "regions", "shift", "similarity", "views")
+VIEW = "logps:"
+BLIND_ANSWERS = "blind_answers"  # which rewards may need: generated, not measured
 
 
-def import_module(name: str, kind: str = "plug-in", error_type: type[VGRError] = ConfigError) -> ModuleType:
-    """Return the module with this dotted name, from the working directory too.
-
-    Args:
-        name: dotted.
-        kind: what is looked for in it, for messages.
-        error_type: raised if it does not exist, or importing it fails.
-    """
-    _make_importable(os.getcwd())
-    importlib.invalidate_caches()
+@contextmanager
+def _importing(where: str, kind: str, error_type: type[VGRError]) -> Iterator[None]:
+    """Raise `error_type` where importing a plug-in fails, with the reason."""
     try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise error_type(
-                f"There is no module {name!r} ({error}): install it, run in the folder it is in, or give the file as "
-                f"{file_form(kind)}."
-            ) from error
-        raise error_type(_failed(name, kind, error)) from error
+        yield
     except (Exception, SystemExit) as error:
-        raise error_type(_failed(name, kind, error)) from error
+        raise error_type(
+            f"Importing {where} for a {kind} failed with {type(error).__name__}: {error}; repair it."
+        ) from error
+
+
+def _import_module(name: str, kind: str, error_type: type[VGRError]) -> ModuleType:
+    """Return the module with this dotted name, from the working directory too."""
+    _make_importable(os.getcwd())
+    with _importing(name, kind, error_type):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if not f"{name}.".startswith(f"{error.name}."):
+                raise
+            missing = error
+    raise error_type(
+        f"There is no module {name!r} ({missing}): install it, run in the folder it is in, or give the file as "
+        f"{_file_form(kind)}."
+    ) from missing
 
 
 def import_file(path: str, kind: str = "plug-in", error_type: type[VGRError] = ConfigError) -> ModuleType:
@@ -58,22 +71,21 @@ def import_file(path: str, kind: str = "plug-in", error_type: type[VGRError] = C
     if not file.is_file():
         raise error_type(f"The file {path} of a {kind} does not exist (looked for {file}): give its path.")
     _make_importable(str(file.parent))
-    importlib.invalidate_caches()
-    name = (
-        file.stem if _is_free(file.stem, file) else f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
-    )
+    name = file.stem
+    if not _is_free(name, file):
+        name = f"{name}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise error_type(f"The file {path} of a {kind} is not a Python file: give one that ends in .py.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    spec = importlib.util.spec_from_file_location(name, file, loader=SourceFileLoader(name, str(file)))
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        sys.modules.pop(name, None)
-        raise error_type(_failed(str(file), kind, error)) from error
+        with _importing(str(file), kind, error_type):
+            spec.loader.exec_module(module)
+    except error_type:
+        del sys.modules[name]
+        raise
     return module
 
 
@@ -92,31 +104,13 @@ def _is_free(name: str, file: Path) -> bool:
 def _make_importable(folder: str) -> None:
     if folder not in sys.path:
         sys.path.append(folder)
+    importlib.invalidate_caches()
 
 
-def file_form(kind: str) -> str:
+def _file_form(kind: str) -> str:
     """Return how a function of a file is named, for messages: `my_rewards.py:my_reward`."""
     noun = kind.replace(" ", "_").replace("-", "_")
     return f"my_{noun}s.py:my_{noun}"
-
-
-def _failed(where: str, kind: str, error: BaseException) -> str:
-    return f"Importing {where} for a {kind} failed with {type(error).__name__}: {error}; repair it."
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What can be added from outside: signals, credit rules, perturbations, rewards and data sets, by name or path.
-#
-# A plug-in is a function. It is named by what it is registered as (here, or as an entry point of an installed
-# package),
-# by a dotted path, or by its file: `my_rules.py:my_rule`. What it reads and which options it has, `declares` says.
-
-
-Plugin = TypeVar("Plugin")
-# Signals that are not made of others. Beside them, `logps:gaussian_blur` is what its name says, of any perturbation.
-MEASUREMENTS = ("attention", "dependency", "entropies", "logps", "regions", "shift", "similarity", "views")
-VIEW = "logps:"
-BLIND_ANSWERS = "blind_answers"  # which rewards may need: generated, not measured
 
 
 class Registry:
@@ -125,13 +119,13 @@ class Registry:
     Args:
         kind: what one of them is called in messages.
         group: of entry points, by which installed packages add theirs.
-        room: module that registers those of this library; imported when a name is first looked up.
+        module: that registers those of this library; imported when a name is first looked up.
         form: what one of them has to be, for messages.
         error_type: raised if one is not found, or cannot be imported.
     """
 
-    def __init__(self, kind: str, group: str, room: str, form: str, error_type: type[VGRError] = ConfigError) -> None:
-        self.kind, self.group, self.room, self.form, self.error_type = kind, group, room, form, error_type
+    def __init__(self, kind: str, group: str, module: str, form: str, error_type: type[VGRError] = ConfigError) -> None:
+        self.kind, self.group, self.module, self.form, self.error_type = kind, group, module, form, error_type
         self._own: dict[str, Any] = {}
 
     def register(self, *names: str) -> Callable[[Plugin], Plugin]:
@@ -151,7 +145,7 @@ class Registry:
 
     def names(self) -> list[str]:
         """Return all names that are known, those of installed packages too."""
-        importlib.import_module(self.room)
+        importlib.import_module(self.module)
         return sorted({*self._own, *(entry.name for entry in entry_points(group=self.group))})
 
     def load(self, spec: Any) -> Any:
@@ -169,33 +163,34 @@ class Registry:
             return self.checked(spec, repr(spec))
         name = spec.strip()
         path, colon, attribute = name.rpartition(":")
-        if colon and path.endswith(".py"):
-            found = self._attribute(import_file(path, self.kind, self.error_type), attribute, path)
-        elif colon:
-            found = self._attribute(import_module(path, self.kind, self.error_type), attribute, path)
-        elif "." not in name or name in self.names():
-            found = self._named(name)
-        elif name.endswith(".py"):
+        if not colon and ("." not in name or name in self.names()):
+            return self.checked(self._named(name), repr(name))
+        if not colon and name.endswith(".py"):
+            function = _file_form(self.kind).partition(":")[2]
             raise self.error_type(
-                f"The {self.kind} {name!r} is a file: add which function of it, as in {name}:"
-                f"{file_form(self.kind).partition(':')[2]}."
+                f"The {self.kind} {name!r} is a file: add which function of it, as in {name}:{function}."
             )
-        else:
-            module, _, attribute = name.rpartition(".")
-            found = self._attribute(import_module(module, self.kind, self.error_type), attribute, module)
-        return self.checked(found, repr(name))
+        if not colon:
+            path, _, attribute = name.rpartition(".")
+        load = import_file if path.endswith(".py") else _import_module
+        module = load(path, self.kind, self.error_type)
+        if not hasattr(module, attribute):
+            functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"]
+            raise self.error_type(
+                f"{path} has no {self.kind} {attribute!r}: give one of its functions "
+                f"({', '.join(functions) or 'it has none'})."
+            )
+        return self.checked(getattr(module, attribute), repr(name))
 
     def checked(self, plugin: Any, shown: str) -> Any:
         """Return the plug-in, or raise if it is no function; `shown` is its name for the message."""
         if not callable(plugin) or inspect.isclass(plugin):
-            raise self.error_type(
-                f"The {self.kind} {shown} is {'a class' if inspect.isclass(plugin) else f'of type {_kind_of(plugin)}'}"
-                f": give {self.form}."
-            )
+            given = "a class" if inspect.isclass(plugin) else f"of type {type(plugin).__name__}"
+            raise self.error_type(f"The {self.kind} {shown} is {given}: give {self.form}.")
         return plugin
 
     def _named(self, name: str) -> Any:
-        importlib.import_module(self.room)
+        importlib.import_module(self.module)
         own = self._own.get(name)
         registered = {entry.value: entry for entry in entry_points(group=self.group, name=name)}
         others = [entry for entry in registered.values() if own is None or not entry.value.startswith("vgr_trl.")]
@@ -208,7 +203,7 @@ class Registry:
         if own is not None:
             return own
         if not others:
-            file = file_form(self.kind)
+            file = _file_form(self.kind)
             noun = file.partition(":")[2]
             nearest = get_close_matches(name, self.names(), n=1)
             meant = f". Did you mean {nearest[0]}? Else give" if nearest else ": give"
@@ -216,29 +211,8 @@ class Registry:
                 f"There is no {self.kind} {name!r}{meant} one of {', '.join(self.names())}, or a dotted path or file "
                 f"such as my_package.{noun.removeprefix('my_')}s.{noun} or {file}."
             )
-        try:
+        with _importing(f"{name} of {_package(others[0])}", self.kind, self.error_type):
             return others[0].load()
-        except Exception as error:
-            raise self.error_type(
-                f"The {self.kind} {name!r} of {_package(others[0])} cannot be imported ({type(error).__name__}: "
-                f"{error}): repair or remove that package."
-            ) from error
-
-    def _attribute(self, module: Any, name: str, where: str) -> Any:
-        try:
-            return getattr(module, name)
-        except AttributeError as error:
-            functions = [
-                key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")
-            ]
-            raise self.error_type(
-                f"{where} has no {self.kind} {name!r}: give one of its functions "
-                f"({', '.join(functions) or 'it has none'})."
-            ) from error
-
-
-def _kind_of(value: object) -> str:
-    return type(value).__name__
 
 
 def _package(entry: EntryPoint) -> str:

@@ -114,7 +114,7 @@ def test_weights_of_the_beginning_and_of_the_rest_under_their_earlier_names():
     early = "--early_reward_weights 2.5 1.0 0.5 --late_reward_weights 0.5 1.0 2.5"
     _, config = parse((DataArguments, DAPOConfig), "train", [*flags.split(), *early.split()])
     assert (config.early_reward_weights, config.reward_weights) == ([2.5, 1.0, 0.5], [0.5, 1.0, 2.5])
-    with pytest.raises(ConfigError, match="without weights for the beginning: add early_reward_weights"):
+    with pytest.raises(ConfigError, match="without early_reward_weights: add them"):
         parse((DataArguments, DAPOConfig), "train", flags.split())
     # Which three rewards they are of is not known, so the four of a run are named.
     rewards = load_rewards(DefaultRewards.of_run(config.reward_weights), max_completion_length=8)

@@ -15,7 +15,7 @@ from PIL import Image, ImageFilter
 
 from vgr_trl import registries
 from vgr_trl.config import REMOVE_IMAGE
-from vgr_trl.options import check_integer, check_number
+from vgr_trl.options import check_value
 from vgr_trl.utils import ConfigError, DataError
 
 Perturb = Callable[..., list[Image.Image]]  # images of a conversation, index=its number -> as many images
@@ -151,8 +151,8 @@ def blacken_patches(image: Image.Image, *, patch_size: int = 14, black_prob: flo
     Raises:
         ConfigError: a parameter is out of range.
     """
-    check_integer("patch_size", patch_size, 1)
-    check_number("black_prob", black_prob, 0, 1, "in [0, 1]")
+    check_value("patch_size", patch_size, int, ge=1)
+    check_value("black_prob", black_prob, float, ge=0, le=1)
     side = min(patch_size, max(*image.size, 1))
     rows, columns = math.ceil(image.height / side), math.ceil(image.width / side)
     black = np.random.default_rng(seed).random((rows, columns)) < black_prob
@@ -170,7 +170,7 @@ def add_gaussian_noise(image: Image.Image, *, std: float = 189.0, seed: int) -> 
     Raises:
         ConfigError: a parameter is out of range.
     """
-    check_number("std", std, 0, 1e6, "in [0, 1e6]")
+    check_value("std", std, float, ge=0, le=1e6)
     white, (before, opacity) = _white_level(image), _colours(image)
     # Single precision cannot hold 32-bit integers.
     exact: type[np.float32 | np.float64] = np.float64 if image.mode in _WIDE else np.float32
@@ -190,7 +190,7 @@ def gaussian_blur(image: Image.Image, *, radius: float = 6.0) -> Image.Image:
     Raises:
         ConfigError: `radius` is out of range.
     """
-    check_number("radius", radius, 0, 1e6, "in [0, 1e6]")
+    check_value("radius", radius, float, ge=0, le=1e6)
     colours, opacity = _colours(image)
     if not colours.size or not radius:
         return image.copy()
@@ -218,7 +218,7 @@ def mask_image(image: Image.Image, *, value: int = 128) -> Image.Image:
     Raises:
         ConfigError: `value` is out of range.
     """
-    check_number("value", value, 0, 255, "in [0, 255]")
+    check_value("value", value, int, ge=0, le=255)
     level = (255 if value >= 128 else 0) if image.mode == "1" else value
     return _painted(image, np.ones((image.height, image.width), bool), level)
 
@@ -234,7 +234,7 @@ def shuffle_patches(image: Image.Image, *, patch_size: int = 14, seed: int) -> I
     Raises:
         ConfigError: a parameter is out of range.
     """
-    check_integer("patch_size", patch_size, 1)
+    check_value("patch_size", patch_size, int, ge=1)
     rows, columns = image.height // patch_size, image.width // patch_size
     corners = [(column * patch_size, row * patch_size) for row in range(rows) for column in range(columns)]
     result = image.copy()
@@ -255,7 +255,7 @@ def crop_image(image: Image.Image, *, share: float = 0.5, seed: int) -> Image.Im
     Raises:
         ConfigError: a parameter is out of range.
     """
-    check_number("share", share, 1e-9, 1, "in (0, 1]")
+    check_value("share", share, float, gt=0, le=1)
     if not min(image.size):
         return image.copy()
     wide, high = (max(1, round(side * math.sqrt(share))) for side in image.size)
@@ -284,7 +284,7 @@ def diffusion_noise(image: Image.Image, *, steps: int = 500, seed: int) -> Image
     Raises:
         ConfigError: a parameter is out of range.
     """
-    check_number("diffusion_steps", steps, 0, _STEPS - 1, f"in [0, {_STEPS - 1}]")
+    check_value("diffusion_steps", steps, int, ge=0, le=_STEPS - 1)
     white, (colours, opacity) = _white_level(image), _colours(image)
     left = image_left(steps)
     noise = np.random.default_rng(seed).standard_normal(colours.shape)
