@@ -1,12 +1,14 @@
 """The layers of docs/design.md: imports run downwards, without circles."""
 
 import ast
+import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import vgr_trl
 
 ROOT = Path(vgr_trl.__file__).parent
+DESIGN = Path(__file__).parents[1] / "docs" / "design.md"
 
 
 def modules() -> dict[str, Path]:
@@ -37,3 +39,17 @@ def test_imports_have_no_circle():
     graph = {name: imported(file, known) - {name} for name, file in known.items() if name != "vgr_trl"}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
     assert len(graph) > 50
+
+
+def test_imports_run_downwards():
+    rows = re.findall(r"^\| (\d+) \| (.+?) \|", DESIGN.read_text(encoding="utf-8"), re.MULTILINE)
+    layers = {name: int(layer) for layer, names in rows for name in re.findall(r"`(\w+)`", names)}
+    known = modules()
+    pairs = {
+        (name.split(".")[1], other.split(".")[1])
+        for name, file in known.items()
+        if name != "vgr_trl"
+        for other in imported(file, known)
+    }
+    assert {one for pair in pairs for one in pair} <= set(layers), "give it a row in docs/design.md"
+    assert [pair for pair in sorted(pairs) if pair[0] != pair[1] and layers[pair[1]] >= layers[pair[0]]] == []
