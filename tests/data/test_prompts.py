@@ -93,16 +93,16 @@ def test_the_system_prompt_that_flags_name(tmp_path):
 
 
 def test_flags_that_cannot_be_followed(tmp_path):
-    with pytest.raises(ConfigError, match="prompt_language is 'fr': give one of en, zh"):
+    with pytest.raises(ConfigError, match="prompt_language is 'fr': give en or zh"):
         DataArguments(prompt_language="fr")
-    with pytest.raises(ConfigError, match="each say what is asked"):
+    with pytest.raises(ConfigError, match="give only one"):
         DataArguments(prompt_language="zh", system_prompt_file="mine.txt")
     with pytest.raises(ConfigError, match="which does not exist"):
         read_system_prompt(str(tmp_path / "no.txt"))
     (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
-    with pytest.raises(ConfigError, match="is not a UTF-8 text"):
+    with pytest.raises(ConfigError, match="is not a readable UTF-8 text"):
         read_system_prompt(str(tmp_path / "latin.txt"))
-    with pytest.raises(ConfigError, match="which is not a file"):
+    with pytest.raises(ConfigError, match="which is not a readable"):
         read_system_prompt(str(tmp_path))
 
 
@@ -117,7 +117,7 @@ def test_a_question_template_is_what_the_user_says(tmp_path):
     assert "cannot be filled in with" in row_problem(dialogue, RowOptions(system_prompt=template))
     with pytest.raises(ConfigError, match="names answer, but a template knows content, problem only"):
         QuestionTemplate("{{ answer }}")
-    with pytest.raises(ConfigError, match="each say what is asked"):
+    with pytest.raises(ConfigError, match="give only one"):
         DataArguments(question_template_file="x", prompt_language="zh")
     assert system_prompt_of(DataArguments(system_prompt_file="none")) is None
 

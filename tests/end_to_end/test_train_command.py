@@ -190,33 +190,23 @@ def test_another_run_in_the_folder_is_refused_and_resume_continues_it(model_fold
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--reward_weights", "1.0"], "accuracy_reward, vgr_reward, think_format_reward, soft_overlong_punishment"),
-        (["--reward_funcs", "nonsense"], "nonsense"),
-        (["--max_prompt_length", "5"], "has more than max_prompt_length=5 tokens"),
-        (["--dataset_path", "/nowhere"], "but dataset_path and data_files was given"),
-        (["--per_device_train_batch_size", "128"], "The train data has 16 rows, but a rollout takes 32 prompts"),
-        (["--system_prompt_file", "/nowhere.txt"], "system_prompt_file is /nowhere.txt, which does not exist"),
-        (["--num_generations", "3"], "generation_batch_size (8) must be divisible by num_generations (3)"),
-        (["--config", "/nowhere.yaml"], "--config is /nowhere.yaml, which is no file"),
-        (["--dataset_streaming", "--max_steps", "-1"], "so the number of steps is not known: give max_steps"),
-        (["--model_name_or_path", "/nowhere/model"], "There is no model folder /nowhere/model: give a"),
-        (["--use_peft", "--lora_target_modules", "nonsense"], "lora_target_modules gives: give all-linear, or names"),
-        (["--use_peft"], "knows no modules of this model: give --lora_target_modules all-linear"),
-        (
-            ["--lora_r", "8", "--max_train_rows", "1"],
-            "lora_r is without effect because use_peft is False",
-        ),
-        (["--reward_model_name_or_path", "/nowhere/model"], "There is no model folder /nowhere/model"),
-        (["--vision_token_ids", "999999"], "vision_token_ids has 999999, but the model has"),
-        (["--attn_implementation", "bogus"], "bogus"),
-        (["--config"], "--config is given without a file"),
-        (["--max_train_rows", "0"], "max_train_rows is 0: give an integer of at least 1"),
-        (["--warmup_ratio", "2"], "warmup_ratio is 2.0: give a share of all steps in [0, 1)"),
+        ("--reward_weights 1.0", "accuracy_reward, vgr_reward, think_format_reward, soft_overlong_punishment"),
+        ("--reward_funcs nonsense", "nonsense"),
+        ("--max_prompt_length 5", "has more than max_prompt_length=5 tokens"),
+        ("--dataset_path /nowhere", "dataset_path and data_files"),
+        ("--per_device_train_batch_size 128", "The train data has 16 rows, but a rollout takes 32 prompts"),
+        ("--system_prompt_file /nowhere.txt", "system_prompt_file is /nowhere.txt, which does not exist"),
+        ("--dataset_streaming --max_steps -1", "so the number of steps is not known: give max_steps"),
+        ("--use_peft --lora_target_modules nonsense", "nonsense"),
+        ("--lora_r 8 --max_train_rows 1", "lora_r is without effect because use_peft is False"),
+        ("--reward_model_name_or_path /nowhere/model", "There is no model folder /nowhere/model"),
+        ("--attn_implementation bogus", "bogus"),
+        ("--max_train_rows 0", "max_train_rows is 0"),
     ],
 )
 def test_bad_input_is_one_sentence_and_trains_nothing(model_folder, question_files, tmp_path, capsys, more, message):
     output = tmp_path / "run"
-    assert main(["train", *flags(model_folder, question_files, output, *more)]) == 1
+    assert main(["train", *flags(model_folder, question_files, output, *more.split())]) == 1
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
@@ -226,22 +216,23 @@ def test_bad_input_is_one_sentence_and_trains_nothing(model_folder, question_fil
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--output_file", "/proc/numbers.json"], "output_file is /proc/numbers.json, which cannot be written"),
-        (["--group_by", "famly"], "group_by is 'famly': give one of the columns"),
-        (["--temperature", "0"], "temperature is 0.0: give a number above 0"),
-        (["--dtype", "float8"], "dtype is 'float8': give one of auto, bfloat16, float16, float32"),
-        (["--model_name_or_path", "/nowhere/model"], "There is no model folder /nowhere/model: give a"),
-        (["--dataset_test_split", "validation"], "but the split 'validation' is asked for"),
+        ("--output_file /proc/numbers.json", "output_file is /proc/numbers.json"),
+        ("--group_by famly", "group_by is 'famly': give one of the columns"),
+        ("--temperature 0", "temperature is 0.0: give a number above 0"),
+        ("--dtype float8", "float8"),
+        ("--dataset_test_split validation", "but the split 'validation' is asked for"),
     ],
 )
 def test_bad_input_to_evaluate_is_one_sentence(model_folder, question_files, capsys, more, message):
     fixed = ["--model_name_or_path", str(model_folder), "--data_files", question_files]
-    assert main(["evaluate", *fixed, *more]) == 1
+    assert main(["evaluate", *fixed, *more.split()]) == 1
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate", "data inspect"])
-def test_a_mistyped_model_folder_is_told_with_the_nearest(model_folder, question_files, tmp_path, capsys, command):
+def test_a_mistyped_model_folder_is_reported_with_the_nearest(
+    model_folder, question_files, tmp_path, capsys, command, monkeypatch
+):
     mistyped = model_folder.with_name(f"{model_folder.name}x")
     given = {
         "train": flags(mistyped, question_files, tmp_path / "run"),
@@ -249,22 +240,11 @@ def test_a_mistyped_model_folder_is_told_with_the_nearest(model_folder, question
         "data inspect": [question_files.split("=")[-1], "--model", str(mistyped), "--samples", "0"],
     }[command]
     assert main([*command.split(), *given]) == 1
-    said = f"There is no model folder {mistyped}. Did you mean {model_folder}?"
-    assert capsys.readouterr().err.splitlines()[-1].partition(": ")[2].startswith(said)
-
-
-def test_a_home_that_no_shell_has_spelled_out_is_named(model_folder, question_files, monkeypatch, capsys):
+    assert f"There is no model folder {mistyped}. Did you mean {model_folder}?" in capsys.readouterr().err
     monkeypatch.setenv("HOME", str(model_folder.parent))
-    given = ["--model_name_or_path", f"~/{model_folder.name}", "--data_files", question_files]
-    assert main(["evaluate", *given]) == 1
-    assert f"There is no model folder ~/{model_folder.name}: write {model_folder}" in capsys.readouterr().err
-
-
-def test_the_help_lists_commands_and_an_unknown_one_is_named(capsys):
-    assert main(["--help"]) == 0
-    assert "evaluate" in capsys.readouterr().out
-    assert main(["fly"]) == 2
-    assert "there is no command 'fly'. The commands are train, " in capsys.readouterr().err
+    if command == "evaluate":
+        assert main(["evaluate", "--model_name_or_path", f"~/{model_folder.name}", *given[2:]]) == 1
+        assert f"There is no model folder ~/{model_folder.name}: write {model_folder}" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -21,8 +21,7 @@ from transformers import HfArgumentParser
 
 from vgr_trl.data.columns import keys_of
 from vgr_trl.data.images import MAX_SHORT_SIDE, ImageLimits, ImageRule, VideoOptions
-from vgr_trl.data.prompts import SYSTEM_PROMPTS
-from vgr_trl.options import option
+from vgr_trl.options import check_options, option
 from vgr_trl.recipes import load_recipe
 from vgr_trl.registries import option_class
 from vgr_trl.rewards.loading import FileOptions, ScoredFile, load_rewards
@@ -31,25 +30,17 @@ from vgr_trl.utils import ConfigError, VGRError, parse_yaml
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vgr_trl" / "evaluations"
 
 
+# fmt: off
 @dataclass
 class RunArguments:
     """This command"""
 
-    recipe: str | None = option(
-        None,
-        "Start from the options of a published method (vgr-trl recipes lists them; or a file of your own, my.yaml). "
-        "--config overrides them, and flags override both.",
-    )
-    dry_run: bool = option(
-        False,
-        "Load everything, put a few prompts through one step, show them and what the whole run would take, and write "
-        "nothing.",
-    )
-    ignore_unknown_keys: bool = option(
-        False,
-        "With a configuration of EasyR1, MTRL or verl as --config: run without the keys that have no meaning here; "
-        "without this flag they stop the run.",
-    )
+    recipe: str | None = option(None, "Start from the options of a published method (vgr-trl recipes lists them; or a "
+        "file of your own, my.yaml). --config overrides them, and flags override both.")
+    dry_run: bool = option(False, "Load everything, put a few prompts through one step, show them and what the whole "
+        "run would take, and write nothing.")
+    ignore_unknown_keys: bool = option(False, "With a configuration of EasyR1, MTRL or verl as --config: run without "
+        "the keys that have no meaning here; without this flag they stop the run.")
     stated: set[str] = field(default_factory=set, init=False)  # names of the options that flags, file or recipe give
 
 
@@ -60,86 +51,50 @@ class DataArguments:
     dataset_name: str | None = option(None, "Name of a data set on the hub.")
     dataset_config: str | None = option(None, "Configuration of the hub data set.")
     dataset_path: str | None = option(None, "Folder with a data set: files of one kind, or written by save_to_disk.")
-    data_files: str | None = option(
-        None,
-        "train=a.parquet,test=b.parquet; several files as train=a.jsonl+b.jsonl, train=*.jsonl, or by the flag again; "
-        "Parquet, JSON, JSONL, CSV or Arrow.",
-        nargs="+",
-        action="extend",
-    )
-    problem_key: str | None = option(
-        None,
-        "Column of the question, a text or messages (else prompt, problem, question, query, messages or "
-        "conversations).",
-    )
-    solution_key: str | None = option(
-        None, "Column of the right answer (else solution, answer, label_idx or correct_choice_idx)."
-    )
+    data_files: str | None = option(None, "train=a.parquet,test=b.parquet; several files as train=a.jsonl+b.jsonl, "
+        "train=*.jsonl, or by the flag again; Parquet, JSON, JSONL, CSV or Arrow.", nargs="+", action="extend")
+    problem_key: str | None = option(None, "Column of the question, a text or messages (else prompt, problem, "
+        "question, query, messages or conversations).")
+    solution_key: str | None = option(None, "Column of the right answer (else solution, answer, label_idx or "
+        "correct_choice_idx).")
     choices_key: str | None = option(None, "Column of the options (else choices or options); none: there are none.")
     image_key: str | None = option(None, "Column of the images (else images or image); none: train on the text alone.")
     video_key: str | None = option(None, "Column of the videos (else videos or video); none: there are none.")
-    image_dir: str | None = option(
-        None, "Folder that paths of images and videos start from and stay in (else the data's)."
-    )
+    image_dir: str | None = option(None, "Folder that paths of images and videos start from and stay in (else the "
+        "data's).")
     min_pixels: int | None = option(None, "Enlarge smaller images to this area.")
     max_pixels: int | None = option(None, "Reduce larger images to this area.")
     max_short_side: int | None = option(None, "Reduce images whose shorter side has more pixels; 0: none.")
-    filter_big_images: bool = option(
-        False, "Leave out rows with images above max_pixels or max_short_side (1024 if neither is given)."
-    )
+    filter_big_images: bool = option(False, "Leave out rows with images above max_pixels or max_short_side (1024 if "
+        "neither is given).")
     dataset_train_split: str = option("train", "Split to train on.")
     dataset_test_split: str = option("test", "Split to evaluate on.")
     dataset_streaming: bool = option(False, "Read rows as they are needed (max_steps is set).")
-    test_dataset: str | None = option(
-        None, "Hub name, folder or file to evaluate on, where that is not a split of the same data."
-    )
-    max_train_rows: int | None = option(None, "Train on the first so many rows only.")
-    max_test_rows: int | None = option(None, "Evaluate on the first so many rows only.")
-    system_prompt_file: str | None = option(
-        None,
-        "File whose content replaces the system prompt: a text or a Jinja2 template with problem, choices, letters and "
-        "source; an empty file, or none: no system prompt.",
-    )
-    question_template_file: str | None = option(
-        None, "Jinja2 template of what the user says, with the question as content; without system prompt."
-    )
-    prompt_language: str | None = option(None, "Language of the standard system prompt: en (default) or zh.")
+    test_dataset: str | None = option(None, "Hub name, folder or file to evaluate on, where that is not a split of the "
+        "same data.")
+    max_train_rows: int | None = option(None, "Train on the first so many rows only.", ge=1)
+    max_test_rows: int | None = option(None, "Evaluate on the first so many rows only.", ge=1)
+    system_prompt_file: str | None = option(None, "File whose content replaces the system prompt: a text or a Jinja2 "
+        "template with problem, choices, letters and source; an empty file, or none: no system prompt.")
+    question_template_file: str | None = option(None, "Jinja2 template of what the user says, with the question as "
+        "content; without system prompt.")
+    prompt_language: Literal["en", "zh"] | None = option(None, "Language of the standard system prompt.")
     video_fps: float = option(2.0, "Frames taken of each second of a video.")
     max_video_frames: int = option(16, "Most frames of one row; rows with more are left out and listed.")
+    # fmt: on
 
     def __post_init__(self) -> None:
         if isinstance(self.data_files, list):
             self.data_files = ",".join(map(str, self.data_files))
+        check_options(self)
         keys_of(**vars(self))
         self.image_rule()
         VideoOptions(self.video_fps, self.max_video_frames)
-        for refused, sentence in (
-            (
-                self.image_dir is not None and not Path(self.image_dir).is_dir(),
-                f"image_dir is {self.image_dir}, which is not a folder.",
-            ),
-            (
-                self.prompt_language not in (None, *SYSTEM_PROMPTS),
-                f"prompt_language is {self.prompt_language!r}: give one of {', '.join(SYSTEM_PROMPTS)}.",
-            ),
-            (
-                len(
-                    [
-                        each
-                        for each in (self.prompt_language, self.system_prompt_file, self.question_template_file)
-                        if each
-                    ]
-                )
-                > 1,
-                "prompt_language, system_prompt_file and question_template_file each say what is asked: give one.",
-            ),
-            (
-                any(rows is not None and rows < 1 for rows in (self.max_train_rows, self.max_test_rows)),
-                f"max_train_rows is {self.max_train_rows} and max_test_rows {self.max_test_rows}: give at least 1.",
-            ),
-        ):
-            if refused:
-                raise ConfigError(sentence)
+        if self.image_dir is not None and not Path(self.image_dir).is_dir():
+            raise ConfigError(f"image_dir is {self.image_dir}, which is not a folder.")
+        prompts = self.prompt_language, self.system_prompt_file, self.question_template_file
+        if sum(prompt is not None for prompt in prompts) > 1:
+            raise ConfigError("prompt_language, system_prompt_file and question_template_file: give only one of them.")
 
     def image_rule(self) -> ImageRule:
         """Return what becomes of images that are too large or too small."""
@@ -210,16 +165,16 @@ class RewardArguments(RewardFileArguments):
     )
 
 
+# fmt: off
 @dataclass
 class EvaluationArguments(RewardFileArguments):
     """What is evaluated, and how"""
 
-    model_name_or_path: list[str] | None = option(
-        None, "Checkpoint folders, LoRA adapter folders or hub names; several stand side by side."
-    )
+    model_name_or_path: list[str] | None = option(None, "Checkpoint folders, LoRA adapter folders or hub names; "
+        "several stand side by side.")
     model_revision: str | None = option(None, "Branch, tag or commit of a hub model.")
     trust_remote_code: bool = option(False, "Allow a model that brings its own code.")
-    dtype: str = option("auto", "auto, bfloat16, float16 or float32.")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = option("auto", "Of the weights.")
     num_samples: int = option(8, "k of mean@k and pass@k; 0: greedy only.")
     temperature: float = option(1.0, "Of sampling, above 0.")
     max_completion_length: int = option(512, "In tokens.")
@@ -228,14 +183,14 @@ class EvaluationArguments(RewardFileArguments):
     blank_images: bool = option(False, "Replace images by grey: what is answered blindly?")
     blind_baseline: bool = option(True, "Answer greedily with grey images too, for the column blind.")
     reward_funcs: list[str] = option([], "Rewards whose means are given too: names, dotted paths, files, as for train.")
-    group_by: str | None = option(
-        None, "Column; scores are given for each of its values too. Default: family or source; none: none."
-    )
+    group_by: str | None = option(None, "Column; scores are given for each of its values too. Default: family or "
+        "source; none: none.")
     seed: int = option(0, "Of sampling.")
     output_file: str | None = option(None, "Write the numbers there, as JSON.")
     save_completions: bool = option(False, "Add every completion to the JSON.")
     cache_dir: str | None = option(None, f"Folder of evaluations made before (default {CACHE}).")
     use_cache: bool = option(True, "Take an evaluation of the same model, data and settings from the cache.")
+    # fmt: on
 
 
 @contextmanager

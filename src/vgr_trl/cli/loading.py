@@ -24,7 +24,6 @@ from vgr_trl.data.rows import SkippedRow, prepare_rows
 from vgr_trl.utils import ConfigError
 
 NO_PROMPT = "none"
-DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 def load_processor(model: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -33,7 +32,7 @@ def load_processor(model: str, revision: str | None = None, trust_remote_code: b
     Raises:
         ConfigError: there is none.
     """
-    with _refusing(model):
+    with _named(model):
         return AutoProcessor.from_pretrained(
             model, revision=revision, padding_side="left", trust_remote_code=trust_remote_code
         )
@@ -41,12 +40,10 @@ def load_processor(model: str, revision: str | None = None, trust_remote_code: b
 
 def load_processor_for_inference(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """Return the processor with which `load_for_inference` would load `name`, without its model."""
-    adapter = _adapter(name, revision)
-    if adapter is None or any(
-        (Path(name) / file).exists() for file in ("processor_config.json", "tokenizer_config.json")
-    ):
-        return load_processor(name, revision, trust_remote_code)
-    return load_processor(str(adapter.base_model_name_or_path), adapter.revision, trust_remote_code)
+    adapter, files = _adapter(name, revision), ("processor_config.json", "tokenizer_config.json")
+    if adapter is not None and not any((Path(name) / file).exists() for file in files):
+        name, revision = str(adapter.base_model_name_or_path), adapter.revision
+    return load_processor(name, revision, trust_remote_code)
 
 
 def load_for_inference(
@@ -54,74 +51,55 @@ def load_for_inference(
 ) -> tuple[Any, Any]:
     """Return the model and the processor of a checkpoint, a LoRA adapter (on its base model) or a hub name.
 
-    Args:
-        dtype: auto, bfloat16, float16 or float32.
-
     Raises:
         ConfigError: it does not exist or cannot be loaded.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype is {dtype!r}: give one of {', '.join(DTYPES)}.")
     adapter = _adapter(name, revision)
-    if adapter is None:
-        model = _load_model(name, dtype, revision, trust_remote_code)
-    else:
-        base = _load_model(str(adapter.base_model_name_or_path), dtype, adapter.revision, trust_remote_code)
-        with _refusing(name):
-            model = PeftModel.from_pretrained(base, name, revision=revision)
+    base = name if adapter is None else str(adapter.base_model_name_or_path)
+    options = {"revision": adapter.revision if adapter else revision, "trust_remote_code": trust_remote_code}
+    with _named(base):
+        config = AutoConfig.from_pretrained(base, **options)
+        architecture: Any = getattr(transformers, (config.architectures or [""])[0], None) or AutoModelForCausalLM
+        model = architecture.from_pretrained(base, config=config, dtype=dtype, **options)
+        model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    if adapter is not None:
+        with _named(name):
+            model = PeftModel.from_pretrained(model, name, revision=revision)
     return model, load_processor_for_inference(name, revision=revision, trust_remote_code=trust_remote_code)
 
 
 def _adapter(name: str, revision: str | None) -> PeftConfig | None:
-    with _refusing(name):
-        if find_adapter_config_file(name, revision=revision) is None:
-            return None
-        adapter: PeftConfig = PeftConfig.from_pretrained(name, revision=revision)
-    if not adapter.base_model_name_or_path:
-        raise ConfigError(f"The adapter in {name} does not say which base model it belongs to.")
-    return adapter
-
-
-def _load_model(name: str, dtype: str, revision: str | None, trust_remote_code: bool) -> Any:
-    options = {"revision": revision, "trust_remote_code": trust_remote_code}
-    with _refusing(name):
-        config = AutoConfig.from_pretrained(name, **options)
-        architecture: Any = getattr(transformers, (config.architectures or [""])[0], None) or AutoModelForCausalLM
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        return architecture.from_pretrained(name, config=config, dtype=dtype, **options).to(device)
+    with _named(name):
+        found = find_adapter_config_file(name, revision=revision) is not None
+        return PeftConfig.from_pretrained(name, revision=revision) if found else None
 
 
 @contextmanager
-def _refusing(name: str) -> Iterator[None]:
+def _named(name: str) -> Iterator[None]:
     """Turn what transformers and the hub raise for a missing or broken model into one sentence."""
     refuse_missing_folder(name)
     try:
         yield
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if not Path(name).exists():
-            raise ConfigError(f"There is no model folder {name}{_meant(name)} (from the hub: {cause})") from error
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"{name} cannot be loaded ({cause}): give a model folder or a hub name.") from error
 
 
 def refuse_missing_folder(name: str) -> None:
     """Raise `ConfigError` for a path that does not exist and is no name in the cache or on the hub."""
-    if Path(name).exists():
-        return
-    if not HUB_NAME.fullmatch(name):
-        raise ConfigError(f"There is no model folder {name}{_meant(name)}")
-    if (why := why_not_on_hub(name, "model")) is not None:
-        raise ConfigError(f"There is no model folder {name}{_meant(name)} (from the hub: {why})")
-
-
-def _meant(name: str) -> str:
-    """What a path that does not exist may stand for: the same with a spelled-out home, or the nearest beside it."""
     path = Path(name)
+    if path.exists():
+        return
+    why = why_not_on_hub(name, "model") if HUB_NAME.fullmatch(name) else ""
+    if why is None:
+        return
     if (expanded := path.expanduser()) != path and expanded.exists():
-        return f": write {expanded}, since only a shell knows what ~ is."
-    beside = {entry.name for entry in path.parent.iterdir() if entry.is_dir()} if path.parent.is_dir() else set()
-    nearest = get_close_matches(path.name, beside, n=1)
-    return f". Did you mean {path.parent / nearest[0]}?" if nearest else ": give a model folder or a hub name."
+        hint = f": write {expanded}, since only a shell knows what ~ is."
+    else:
+        beside = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+        nearest = get_close_matches(path.name, beside, n=1)
+        hint = f". Did you mean {path.parent / nearest[0]}?" if nearest else ": give a model folder or a hub name."
+    raise ConfigError(f"There is no model folder {name}{hint}{f' (from the hub: {why})' if why else ''}")
 
 
 def system_prompt_of(arguments: DataArguments) -> str | SystemTemplate | None:
@@ -147,14 +125,12 @@ def read_system_prompt(path: str | None) -> str | SystemTemplate | None:
 
 
 def _text_of(option: str, path: str) -> str:
-    if not Path(path).exists():
-        raise ConfigError(f"{option} is {path}, which does not exist.")
-    if not Path(path).is_file():
-        raise ConfigError(f"{option} is {path}, which is not a file.")
     try:
         return Path(path).read_text(encoding="utf-8-sig").strip()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{option} is {path}, which is not a UTF-8 text ({error}): save it as one.") from error
+    except FileNotFoundError as error:
+        raise ConfigError(f"{option} is {path}, which does not exist.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{option} is {path}, which is not a readable UTF-8 text ({error}).") from error
 
 
 def tested(arguments: DataArguments) -> DataArguments:
@@ -208,9 +184,7 @@ def load_rows(
     )
     keys = keys_of(**vars(arguments))
     if limit is not None:
-        dataset = (
-            dataset.take(limit) if arguments.dataset_streaming else dataset.select(range(min(limit, len(dataset))))
-        )
+        dataset = dataset.take(limit if arguments.dataset_streaming else min(limit, len(dataset)))
     source = arguments.dataset_name or arguments.dataset_path or arguments.data_files
     with readable(source, "the data"):  # of a stream, what is damaged is found only now
         if processor is not None and set(keys.video) & set(_column_names(dataset)):
