@@ -1,5 +1,4 @@
 import copy
-import re
 from functools import partial
 
 import pytest
@@ -130,33 +129,22 @@ def test_rows_without_solution_are_counted_not_scored(tokenizer):
     assert (result.questions, result.skipped, result.accuracy) == (1, 1, 1.0)
 
 
-def test_no_usable_row_is_an_error(tokenizer):
-    with pytest.raises(DataError, match="evaluate got no rows"):
-        evaluate(Scripted(tokenizer, SCRIPT), tokenizer, [])
-    with pytest.raises(DataError, match="None of the 1 rows has a usable solution"):
-        evaluate(Scripted(tokenizer, SCRIPT), tokenizer, [{"problem": "what ?"}], num_samples=0, progress=False)
-
-
-def test_blanking_needs_images(tokenizer):
-    with pytest.raises(DataError, match="blank_images=True needs images, but no row has an `image` or `images`"):
-        evaluate(Scripted(tokenizer, SCRIPT), tokenizer, ROWS, num_samples=2, blank_images=True, progress=False)
+def test_rows_that_cannot_be_evaluated(tokenizer):
+    for rows, more, message in (
+        ([], {}, "evaluate got no rows"),
+        ([{"problem": "what ?"}], {}, "None of the 1 rows has a usable solution"),
+        (ROWS, {"blank_images": True}, "needs images"),
+    ):
+        with pytest.raises(DataError, match=message):
+            evaluate(Scripted(tokenizer, SCRIPT), tokenizer, rows, num_samples=0, progress=False, **more)
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("num_samples", -1, "num_samples is -1: give an integer of at least 0."),
-        ("batch_size", 0, "batch_size is 0: give an integer of at least 1."),
-        ("max_completion_length", 0, "max_completion_length is 0: give an integer of at least 1."),
-        ("temperature", 0.0, "temperature is 0.0: give a number above 0"),
-    ],
+    ("option", "value"), [("num_samples", -1), ("batch_size", 0), ("max_completion_length", 0), ("temperature", 0.0)]
 )
-def test_options_out_of_range(tokenizer, option, value, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
+def test_options_out_of_range(tokenizer, option, value):
+    with pytest.raises(ConfigError, match=f"{option} is {value}: give"):
         evaluate(Scripted(tokenizer, SCRIPT), tokenizer, ROWS, **{option: value})
-
-
-def test_group_by_must_be_a_column(tokenizer):
     with pytest.raises(ConfigError, match="group_by is 'famly': give one of the columns problem, solution, family"):
         evaluate(Scripted(tokenizer, SCRIPT), tokenizer, ROWS, group_by="famly")
 

@@ -1,40 +1,18 @@
-"""The tiny model reads images, its processor survives a round trip, and warm-start steps lower the loss."""
+"""The tiny model reads images, and its processor survives a round trip."""
 
-import pytest
 import torch
 from support import trainers
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 from trl import GRPOTrainer
 
-from vgr_trl.data.prompts import format_question
-from vgr_trl.demo.demo import (
-    draw_questions,
-    encode,
-    learn_answers,
-    learn_captions,
-    supervised_loss,
-    target_text,
-    warm_start,
-)
-from vgr_trl.demo.tiny_model import build_tiny_vlm
+from vgr_trl.demo.demo import encode, target_text
 
 
-@pytest.fixture(scope="module")
-def rows():
-    return draw_questions(64, seed=0, split="train")
-
-
-@pytest.fixture
-def tiny(rows):
-    texts = [format_question(row["problem"], row["choices"]) for row in rows] + [target_text(row) for row in rows]
-    return build_tiny_vlm(texts, seed=0)
-
-
-def test_model_has_three_thirds_of_layers_and_sees_the_image(tiny, rows):
+def test_model_has_three_thirds_of_layers_and_sees_the_image(tiny, demo_rows):
     model, processor = tiny
     assert isinstance(model, Qwen2_5_VLForConditionalGeneration)
     assert model.config.text_config.num_hidden_layers >= 3
-    inputs, lengths = encode(processor, rows[:2], images=True)
+    inputs, lengths = encode(processor, demo_rows[:2], images=True)
     assert (inputs["input_ids"] == model.config.image_token_id).sum(1).tolist() == [4, 4]
     model.eval()
     with torch.no_grad():
@@ -43,7 +21,7 @@ def test_model_has_three_thirds_of_layers_and_sees_the_image(tiny, rows):
         blind = model(**inputs).logits
     assert logits.shape == (*inputs["input_ids"].shape, len(processor.tokenizer))
     assert not torch.allclose(logits, blind)
-    assert lengths.tolist() == [len(processor.tokenizer(target_text(row))["input_ids"]) for row in rows[:2]]
+    assert lengths.tolist() == [len(processor.tokenizer(target_text(row))["input_ids"]) for row in demo_rows[:2]]
 
 
 def test_every_word_is_one_token_and_tags_are_ordinary(tiny):
@@ -55,13 +33,13 @@ def test_every_word_is_one_token_and_tags_are_ordinary(tiny):
     assert tokenizer.decode(tokenizer("naïve ☂")["input_ids"]) == "naïve ☂"
 
 
-def test_processor_is_saved_and_loaded(tiny, rows, tmp_path):
+def test_processor_is_saved_and_loaded(tiny, demo_rows, tmp_path):
     model, processor = tiny
     processor.save_pretrained(tmp_path)
     model.save_pretrained(tmp_path)
     loaded = AutoProcessor.from_pretrained(tmp_path)
     assert type(loaded).__module__.startswith("transformers."), "no code of this package"
-    before, after = (encode(each, rows[:3], images=True)[0] for each in (processor, loaded))
+    before, after = (encode(each, demo_rows[:3], images=True)[0] for each in (processor, loaded))
     assert before.keys() == after.keys()
     for name in before:
         torch.testing.assert_close(before[name], after[name])
@@ -75,21 +53,3 @@ def test_trl_alone_trains_the_saved_model_on_images(model_folder, question_files
     before = trainer.model.model.visual.patch_embed.proj.weight.detach().clone()
     trainer.train()
     assert not torch.equal(before, trainer.model.model.visual.patch_embed.proj.weight)
-
-
-def test_warm_start_lowers_the_loss(tiny, rows):
-    model, processor = tiny
-    before = supervised_loss(model, processor, rows[:16], images=True)[0].item()
-    assert learn_answers(model, processor, rows, max_steps=2, batch_size=8) == 2
-    assert learn_captions(model, processor, rows, max_steps=2, batch_size=8) == 2
-    history = warm_start(model, processor, rows, accuracy=lambda: 0.0, max_steps=8, measure_every=4, batch_size=8)
-    assert [step for step, _ in history] == [4, 8]
-    assert supervised_loss(model, processor, rows[:16], images=True)[0].item() < 0.8 * before
-
-
-def test_warm_start_stops_at_the_target(tiny, rows):
-    model, processor = tiny
-    history = warm_start(
-        model, processor, rows, accuracy=lambda: 0.9, target_accuracy=0.5, measure_every=2, batch_size=4
-    )
-    assert history == [(2, 0.9)]

@@ -1,0 +1,108 @@
+"""The demo: drawn questions, the warm start, and what a short run leaves."""
+
+import json
+from collections import Counter
+
+import pytest
+from rich.console import Console
+from transformers import AutoProcessor
+
+from vgr_trl.cli.__main__ import main
+from vgr_trl.data.prompts import LETTERS
+from vgr_trl.demo import Options, demo
+from vgr_trl.demo.demo import (
+    FAMILIES,
+    Comparison,
+    as_open_question,
+    comparison_table,
+    draw_questions,
+    learn_answers,
+    learn_captions,
+    supervised_loss,
+    warm_start,
+)
+from vgr_trl.evaluation import Evaluation
+from vgr_trl.reporting.records import read_run
+
+SPLITS = ("train", "validation", "test")
+
+
+def evaluation(sampled: float) -> Evaluation:
+    return Evaluation(questions=4, k=2, accuracy=0.5, mean_at_k=sampled, pass_at_k=1.0, format=1.0, format_sampled=0.75)
+
+
+def comparison(before: float, after: float) -> Comparison:
+    return Comparison(evaluation(before), evaluation(after), evaluation(0.25), evaluation(0.25))
+
+
+@pytest.mark.parametrize(("after", "status"), [(0.6, 0), (0.5, 1), (0.4, 1)])
+def test_exit_status_says_whether_accuracy_rose(monkeypatch, tmp_path, after, status):
+    monkeypatch.setattr(demo, "run_demo", lambda options, output_dir: comparison(0.5, after))
+    assert main(["demo", "--seed", "3", "--output_dir", str(tmp_path)]) == status
+
+
+def test_table_shows_before_and_after():
+    console = Console(record=True, width=100)
+    console.print(comparison_table(comparison(0.5, 0.6)))
+    text = console.export_text()
+    assert all(part in text for part in ("accuracy, sampled", "0.500", "0.600", "0.250"))
+
+
+def test_a_short_run_leaves_model_metrics_and_rollouts(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "warm_up", lambda *arguments: None)
+    monkeypatch.setattr(demo, "set_up_process", lambda options: None)  # changes the logging of the whole process
+    rows = {split: draw_questions(8, seed=0, split=split, multiple_choice=False) for split in SPLITS}
+    options = Options(steps=2, prompts_per_step=2, num_generations=2, num_samples=2, threads=1)
+    demo.run(demo.Questions(**rows), options, tmp_path)
+    assert AutoProcessor.from_pretrained(tmp_path).image_token_id is not None
+    assert (tmp_path / "model.safetensors").is_file()
+    assert len(list((tmp_path / "completions").iterdir())) == 3
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert (metrics["options"]["steps"], metrics["before"]["k"]) == (2, 2)
+    before, after = read_run(tmp_path).records("eval")
+    assert (before.step, after.step) == (0, 2)
+    asked = [{completion.question for completion in record.completions} for record in (before, after)]
+    assert len(asked[0]) == 8
+    assert asked[0] == asked[1]
+
+
+def test_warm_start_lowers_the_loss_and_stops_at_the_target(tiny, demo_rows):
+    model, processor = tiny
+    before = supervised_loss(model, processor, demo_rows[:16], images=True)[0].item()
+    assert learn_answers(model, processor, demo_rows, max_steps=2, batch_size=8) == 2
+    assert learn_captions(model, processor, demo_rows, max_steps=2, batch_size=8) == 2
+    settings = {"measure_every": 4, "batch_size": 8}
+    history = warm_start(model, processor, demo_rows, accuracy=lambda: 0.0, max_steps=10, **settings)
+    assert [step for step, _ in history] == [4, 8, 10]
+    assert supervised_loss(model, processor, demo_rows[:16], images=True)[0].item() < 0.8 * before
+    assert warm_start(model, processor, demo_rows, accuracy=lambda: 0.9, target_accuracy=0.5, **settings) == [(4, 0.9)]
+
+
+def test_a_seed_draws_the_same_questions_again_and_no_image_is_in_two_splits():
+    first, second = (draw_questions(20, seed=3, split="train") for _ in range(2))
+    assert first == second
+    assert first != draw_questions(20, seed=4, split="train")
+    for seed in (0, 1):
+        images = [{row["image"].tobytes() for row in draw_questions(400, seed=seed, split=split)} for split in SPLITS]
+        assert len(set.union(*images)) == sum(map(len, images))
+
+
+def test_solution_is_in_the_thought_and_its_letter_says_nothing_about_it():
+    rows = draw_questions(2000, seed=0, split="train")
+    pairs = Counter()
+    for row in rows:
+        word = row["choices"][LETTERS.index(row["solution"])]
+        assert word in row["thought"].split()
+        assert sorted(row["choices"]) == sorted(FAMILIES[row["family"]][1])
+        pairs[word, row["solution"]] += 1
+    assert len(pairs) == 12 * 4
+    # 2000 rows over 48 pairs: 42 on average; five standard deviations of a Poisson count are 32.
+    assert all(10 < count < 74 for count in pairs.values())
+
+
+def test_an_open_question_has_the_word_as_solution():
+    row = draw_questions(1, seed=0, split="test")[0]
+    opened = as_open_question(row)
+    assert "choices" not in opened
+    assert opened["solution"] == row["choices"][LETTERS.index(row["solution"])]
+    assert opened == draw_questions(1, seed=0, split="test", multiple_choice=False)[0]
