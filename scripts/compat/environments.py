@@ -22,7 +22,7 @@ TESTS = (
     "tests/training/test_loss_terms.py",
     "tests/training/test_measuring.py",
     "tests/training/checkpoints/test_resuming.py",
-    "tests/training/start/test_seams.py",
+    "tests/training/start/test_release.py",
     "tests/test_trainer.py",
 )
 TESTING = ("pytest>=8.4", "hypothesis>=6.130")
