@@ -1,6 +1,6 @@
-"""`python -m vgr_trl.mtrl config=theirs.yaml a.b=c`, in place of `verl.trainer.main` or `mtrl.training.training_main`.
+"""`python -m vgr_trl.mtrl config=config.yaml a.b=c`, in place of `verl.trainer.main` or `mtrl.training.training_main`.
 
-It starts as many processes as the configuration asks for, as theirs does, unless it is among those already.
+It starts as many processes as the configuration asks for, as EasyR1 does, unless it is among those already.
 """
 
 import os
@@ -27,17 +27,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train, or evaluate, as the configuration says, and return the exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
     arguments = [f"--{argument}" if argument.startswith("config=") else argument for argument in given]
-    processes = _asked(arguments)
+    processes = _processes(arguments)
     if processes > 1 and not _is_launched():
         return _launch(processes, given)
     return run_command(["train", *arguments])
 
 
-def _asked(arguments: Sequence[str]) -> int:
+def _processes(arguments: Sequence[str]) -> int:
     """Processes that the configuration asks for on this machine, or GPUs there are where it does not say; 1 where it
-    cannot be read, which is told later."""
+    cannot be read, which is reported later."""
     values: dict[str, Any] = {"nnodes": 1, "val_only": False, "n_gpus_per_node": None}
-    stated = _stated(arguments)
+    stated = _read(arguments)
     if stated is None:
         return 1
     for key, value in {**stated, **_overrides(arguments)}.items():
@@ -66,7 +66,7 @@ def _gpus_by_default() -> int:
     return max(1, min(torch.cuda.device_count(), int(KEYS["trainer.n_gpus_per_node"].default)))
 
 
-def _stated(arguments: Sequence[str]) -> dict[str, Any] | None:
+def _read(arguments: Sequence[str]) -> dict[str, Any] | None:
     """What the file of `config` states, None if it cannot be read."""
     file = next((argument.split("=", 1)[1] for argument in arguments if argument.startswith("--config=")), None)
     try:
@@ -86,7 +86,7 @@ def _is_launched() -> bool:
 
 
 def _launch(processes: int, given: list[str]) -> int:
-    """Start the processes, sharded by accelerate where there are GPUs, as theirs are."""
+    """Start the processes, sharded by accelerate where there are GPUs, as EasyR1's are."""
     environment = {**os.environ, _LAUNCHED: "1"}
     if "--use_cpu" in given:
         launch = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]

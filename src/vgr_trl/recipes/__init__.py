@@ -12,11 +12,6 @@ from vgr_trl.utils import ConfigError, parse_yaml
 
 __all__ = ["About", "Recipe", "load_recipe", "read_recipe", "recipe_names"]
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Recipes, from files: the options of a method, and what it is.
-
-
 FOLDER = Path(__file__).parent
 
 

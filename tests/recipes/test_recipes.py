@@ -12,6 +12,7 @@ from vgr_trl.cli.__main__ import main
 from vgr_trl.cli.arguments import DataArguments, RewardArguments, RunArguments, parse
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.recipes import load_recipe, read_recipe, recipe_names
+from vgr_trl.registries import rewards as reward_registry
 from vgr_trl.utils import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -24,17 +25,16 @@ def parsed(*argv):
     return rewards, config, run.stated
 
 
-@pytest.mark.parametrize("name", recipe_names())
-def test_every_recipe_says_what_it_is_and_has_options_that_there_are(name, tmp_path):
-    recipe = read_recipe(name)
-    assert recipe.about is not None
-    assert recipe.about.method
-    assert re.match(r"https://arxiv.org/abs/\d{4}\.\d{5}$|experiments/\w+\.sh$", recipe.about.paper)
-    rewards, config, _ = parsed("--recipe", name, "--output_dir", str(tmp_path))
-    assert len(config.reward_weights or [1]) == len(rewards.reward_funcs)
-    for option, value in recipe.options.items():
-        if option != "reward_funcs":
-            assert getattr(config, option) == value, option
+def test_every_recipe_says_what_it_is_and_has_known_options(tmp_path):
+    for name in recipe_names():
+        recipe = read_recipe(name)
+        assert recipe.about is not None
+        assert recipe.about.method
+        assert re.match(r"https://arxiv.org/abs/\d{4}\.\d{5}$|experiments/\w+\.sh$", recipe.about.paper)
+        rewards, config, _ = parsed("--recipe", name, "--output_dir", str(tmp_path))
+        assert len(config.reward_weights or [1]) == len(rewards.reward_funcs)
+        own = {option: value for option, value in recipe.options.items() if option != "reward_funcs"}
+        assert {option: getattr(config, option) for option in own} == own, name
 
 
 def test_a_recipe_gives_way_to_the_file_and_both_to_flags(tmp_path):
@@ -170,3 +170,34 @@ def test_a_recipe_takes_the_place_of_the_flags_of_a_script(script, own, monkeypa
             runpy.run_path(str(ROOT / "examples" / f"{script}.py"), run_name="__main__")
     assert seen[0] == ["train", "--recipe=vppo"]
     assert own in seen[1]
+
+
+TINY = (
+    "--use_cpu --bf16 false --gradient_checkpointing false --num_generations 4 --per_device_train_batch_size 8 "
+    "--max_completion_length 8 --max_steps 1 --learning_rate 1e-3 --logging_steps 1 --save_strategy no "
+    "--report_to none --disable_tqdm true --compute_attention_metrics false --eval_strategy no "
+    "--skip_zero_advantage off"  # passes are counted by their rows
+)
+SMALLER = {"soft_punish_cache": 2, "noisy_generations": 2}
+ROWS = 8
+
+
+def accuracy_reward(completions, **columns):
+    """In place of right answers, which a random model does not give: many values, so that no group is dead."""
+    return [sum(map(ord, completion[0]["content"])) % 7 / 7 for completion in completions]
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_step_in_as_many_passes_as_the_recipe_says(name, model_folder, question_files, tmp_path, monkeypatch, passes):
+    monkeypatch.setitem(reward_registry._own, "accuracy", accuracy_reward)
+    no_system_prompt = tmp_path / "empty.txt"
+    no_system_prompt.touch()
+    recipe = read_recipe(name)
+    flags = f"--recipe {name} --model_name_or_path {model_folder} --data_files {question_files} {TINY}"
+    flags += f" --output_dir {tmp_path / 'run'} --system_prompt_file {no_system_prompt}"
+    flags += "".join(f" --{name} {value}" for name, value in SMALLER.items() if name in recipe.options)
+    assert main(["train", *flags.split()]) == 0
+    history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
+    assert history[0]["grad_norm"] > 0
+    rows = [sum(rows for graded, rows in passes if graded == trains) for trains in (False, True)]
+    assert [count / ROWS for count in rows] == list(recipe.about.passes)
