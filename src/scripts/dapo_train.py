@@ -1,17 +1,1 @@
-"""Train low-rank adapters with hard negatives; the same as `vgr-trl train` with these flags in front.
-
-accelerate launch --config_file accelerate_configs/deepspeed_zero2.yaml examples/dapo_train.py \
-    --model_name_or_path Qwen/Qwen2.5-VL-7B-Instruct --data_files train=train.parquet,test=test.parquet \
-    --lora_target_modules "q_proj", "v_proj" --dtype bfloat16 --output_dir runs/dapo
-"""
-
-import sys
-
-from vgr_trl.cli.__main__ import main
-
-DAPO = ["--use_peft", "--vgr_hard_negative"]
-DAPO += ["--reward_weights", "2.5", "1", "0.5", "1", "--early_reward_weights", "1", "1", "2", "1"]
-
-if __name__ == "__main__":
-    own = [] if any(flag.split("=")[0] == "--recipe" for flag in sys.argv) else DAPO
-    sys.exit(main(["train", *own, *sys.argv[1:]]))
+../../examples/dapo_train.py
