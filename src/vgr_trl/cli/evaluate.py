@@ -26,7 +26,6 @@ from vgr_trl.cli.loading import load_for_inference, load_processor_for_inference
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.rows import report_skipped
 from vgr_trl.evaluation import Cache, Evaluation, Scores, evaluate, key_of, model_identity, rows_identity
-from vgr_trl.reporting.records import refuse_unwritable
 from vgr_trl.rewards.loading import ScoredFile
 from vgr_trl.utils import ConfigError
 
@@ -67,14 +66,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     ignored = {option.name for group in of_training for option in fields(group)}
     data, options = parse((DataArguments, EvaluationArguments), "evaluate", argv, ignored)
     if options.output_file:
-        refuse_unwritable(Path(options.output_file), "output_file")
+        try:  # before the work whose numbers it is to hold
+            Path(options.output_file).parent.mkdir(parents=True, exist_ok=True)
+            Path(options.output_file).open("a").close()
+        except OSError as error:
+            raise ConfigError(f"output_file is {options.output_file}, which cannot be written ({error}).") from error
     results = run(data, options)
     (Console() if sys.stdout.isatty() else Console(width=240)).print(scores_table(results))
     if options.output_file:
         values = {name: result.to_dict(records=options.save_completions) for name, result in results.items()}
         content = next(iter(values.values())) if len(values) == 1 else {"models": values}
         text = json.dumps(content, indent=2, default=str) + "\n"
-        Path(options.output_file).parent.mkdir(parents=True, exist_ok=True)
         Path(options.output_file).write_text(text, encoding="utf-8")
     return 0
 
