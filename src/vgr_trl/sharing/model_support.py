@@ -131,7 +131,7 @@ def _draws(module: nn.Module) -> bool:
 
 def shards_layers(model: nn.Module) -> bool:
     """Whether FSDP2 gathers the weights of a layer for its backward pass when a gradient reaches the layer's output."""
-    if not distributed.is_available():
+    if not (distributed.is_available() and distributed.is_initialized()):
         return False
     from torch.distributed.fsdp import FSDPModule
 
@@ -140,7 +140,7 @@ def shards_layers(model: nn.Module) -> bool:
 
 def flattens_layers(model: nn.Module) -> bool:
     """Whether parts of the model are wrapped by the first version of FSDP."""
-    if not distributed.is_available():
+    if not (distributed.is_available() and distributed.is_initialized()):
         return False
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -202,6 +202,8 @@ def why_not_share(model: nn.Module, *, gradients: bool) -> str | None:
 def why_adapter_reads_whole_rows(model: nn.Module) -> str | None:
     """Why PEFT's active adapter gives other results for other rows or columns of a batch; None if it does not."""
     for module in model.modules():
+        if isinstance(module, PreTrainedModel):  # which PEFT wraps: there is none inside
+            return None
         if isinstance(module, PeftModel):
             config = module.active_peft_config
             if config.is_prompt_learning:

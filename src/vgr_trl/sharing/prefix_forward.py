@@ -4,7 +4,7 @@
 so in place of a model's own forward pass wherever that is exact.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -454,9 +454,11 @@ def prefix_forward(
     common.pop("logits_to_keep", None)  # Gemma 4 would keep that many of each pass
     prefix = prefix_to_write(base.config)
     prefix.groups = split.groups
-    with _cache_through_checkpoints(base), _own_rope_deltas(base) as deltas:
+    modules = dict(base.named_modules())  # of large models thousands, which a pass goes through once
+    layers = {name: module for name, module in modules.items() if isinstance(module, GradientCheckpointingLayer)}
+    with _cache_through_checkpoints(layers.values()), _own_rope_deltas(base) as deltas:
         prompts = None
-        with nullcontext() if whole or alike else _early_exit(base, prefix):
+        with nullcontext() if whole or alike else _early_exit(modules, layers, prefix):
             prompts = plain(**common, **split.prompt_inputs(inputs), past_key_values=prefix)
         check_written(prefix, split.start, None if prompts is None else _hidden(prompts))
         if getattr(base, "rope_deltas", None) is not None:
@@ -558,45 +560,42 @@ def _positions(
 
 
 @contextmanager
-def _early_exit(base: torch.nn.Module, prefix: Prefix) -> Iterator[None]:
+def _early_exit(modules: Mapping[str, Any], layers: Mapping[str, Any], prefix: Prefix) -> Iterator[None]:
     """End a pass over prompts where the last layer has stored its keys and values, unless a hook waits for its outputs.
 
     Queries, attention and what comes behind them serve no completion. The layer is not computed again in the backward
     pass, which a checkpoint that has been left cannot do.
+
+    Args:
+        modules: of the base model, by name.
+        layers: those among them that can be checkpointed.
     """
     number = len(prefix.layers) - 1
-    last = [
-        name
-        for name, layer in _checkpoints(base).items()
-        if any(getattr(module, "layer_idx", None) == number for module in layer.modules())
-    ]
-    if len(last) != 1 or not ends_with_keys(prefix) or _has_hooks(base, last[0]):
+    attention = [name for name, module in modules.items() if getattr(module, "layer_idx", None) == number]
+    last = [layer for layer in layers if any(_within(name, layer) for name in attention)]
+    hooked = len(last) == 1 and any(
+        module._forward_hooks or hasattr(module, "_hf_hook")
+        for name, module in modules.items()
+        if _within(name, last[0]) or _within(last[0], name)
+    )
+    if len(last) != 1 or hooked or not ends_with_keys(prefix):
         yield
         return
     prefix.layers[-1].ends_pass = True
-    with suppress(PromptsStored), replaced(base.get_submodule(last[0]), "gradient_checkpointing", False):
+    with suppress(PromptsStored), replaced(layers[last[0]], "gradient_checkpointing", False):
         yield
 
 
-def _checkpoints(base: torch.nn.Module) -> dict[str, Any]:
-    """Layers by name."""
-    return {name: module for name, module in base.named_modules() if isinstance(module, GradientCheckpointingLayer)}
-
-
-def _has_hooks(base: torch.nn.Module, name: str) -> bool:
-    """Whether a hook waits for the outputs of a module, of one within it or of one around it."""
-    return any(
-        module._forward_hooks or hasattr(module, "_hf_hook")
-        for other, module in base.named_modules()
-        if f"{other}.".startswith(f"{name}.") or f"{name}.".startswith(f"{other}." if other else "")
-    )
+def _within(name: str, other: str) -> bool:
+    """Whether a module of that name is another, or a part of it; the whole model has the empty name."""
+    return not other or name == other or name.startswith(f"{other}.")
 
 
 @contextmanager
-def _cache_through_checkpoints(base: torch.nn.Module) -> Iterator[None]:
+def _cache_through_checkpoints(layers: Iterable[Any]) -> Iterator[None]:
     """Let checkpointed layers use a cache: ours is not changed by a recomputation."""
     with ExitStack() as stack:
-        for layer in _checkpoints(base).values():
+        for layer in layers:
             stack.enter_context(replaced(layer, "_can_checkpoint_with_cache", True))
         yield
 
