@@ -256,21 +256,18 @@ def test_training_continues_where_records_cannot_be_written(make, tmp_path, monk
     warnings = []
     trainer = make(max_steps=2)
     monkeypatch.setattr("vgr_trl.reporting.recorder.logger.warning", warnings.append)
-    (tmp_path / "run" / "rollouts" / "images").mkdir(parents=True)
-    (tmp_path / "run" / "rollouts" / "records-000000.jsonl").mkdir()
-    monkeypatch.setattr("vgr_trl.reporting.records.RecordWriter._next_file", lambda writer: Full(writer.folder))
+
+    def always_full(writer):
+        (writer.folder / "records-000001.jsonl").symlink_to("/dev/full")
+        return writer.folder / "records-000001.jsonl"
+
+    monkeypatch.setattr("vgr_trl.reporting.records.RecordWriter._next_file", always_full)
     trainer.train()
     assert trainer.state.global_step == 2
     assert len(warnings) == 1
     assert "Disk full while writing" in warnings[0]
     assert "## Training, step 1" in next((tmp_path / "run" / "training_logs").glob("rollout*")).read_text()
     assert len((tmp_path / "run" / "rollouts" / "logs.jsonl").read_text().splitlines()) == 3
-
-
-def Full(folder):
-    """A file on a disk that is always full."""
-    (folder / "records-000001.jsonl").symlink_to("/dev/full")
-    return folder / "records-000001.jsonl"
 
 
 FAILING = """

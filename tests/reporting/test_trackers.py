@@ -132,8 +132,8 @@ def test_conversations_are_texts_while_a_table_is_made_and_stay_as_they_are() ->
     prompts = deque([[two], [one, two], "a plain prompt"], maxlen=3)
     columns: dict[str, Any] = {"prompt": prompts, "completion": deque(), "advantages": [1.0]}
     with in_texts(columns):
-        told = ["<image>what is it?", "system: answer\n\nuser: <image>what is it?", "a plain prompt"]
-        assert columns == {"prompt": told, "completion": [], "advantages": [1.0]}
+        texts = ["<image>what is it?", "system: answer\n\nuser: <image>what is it?", "a plain prompt"]
+        assert columns == {"prompt": texts, "completion": [], "advantages": [1.0]}
     assert columns["prompt"] is prompts
     assert list(prompts) == [[two], [one, two], "a plain prompt"]
     assert two["content"] is parts

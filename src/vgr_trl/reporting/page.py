@@ -131,8 +131,8 @@ def write_report(
     if names is not None and len(names) != len(runs):
         raise ConfigError(f"There are {len(names)} names for {len(runs)} runs: give one name per run, in order.")
     page = page_template()
-    room = int((max_megabytes * MEGABYTE - len(page.encode())) * 3 / 4) - 1024  # base64: 4 letters for 3 bytes
-    shown, images = page_data([Path(run) for run in runs], room, names)
+    max_bytes = int((max_megabytes * MEGABYTE - len(page.encode())) * 3 / 4) - 1024  # base64: 4 letters for 3 bytes
+    shown, images = page_data([Path(run) for run in runs], max_bytes, names)
     content = [{**vars(run), "curves": [vars(curve) for curve in run.curves]} for run in shown]
     packed = zlib.compress(_as_bytes({"version": 1, "runs": content, "images": images}), _LEVEL)
     html = page.replace(PLACE, base64.b64encode(packed).decode("ascii")).encode()
@@ -165,9 +165,9 @@ def page_data(
             page.rewards = source.rewards
         read_curves(page, path)
     left = max_bytes - _fit_curves(pages, int(CURVES_SHARE * max_bytes))
-    room = _Room(left, int(ATTENTION_SHARE * max_bytes))
-    room.is_rounded = sum(size_of_records(run) for run in sources if run is not None) > left
-    readers = [room.fill(page, run) for page, run in zip(pages, sources, strict=True) if run is not None]
+    space = _Space(left, int(ATTENTION_SHARE * max_bytes))
+    space.is_rounded = sum(size_of_records(run) for run in sources if run is not None) > left
+    readers = [space.fill(page, run) for page, run in zip(pages, sources, strict=True) if run is not None]
     while readers:  # in turns, so that all runs get the same part of the page
         readers = [reader for reader in readers if next(reader, None) is not None]
     for page, source in zip(pages, sources, strict=True):
@@ -176,7 +176,7 @@ def page_data(
             page.notes.append("The run has no records of completions: it has curves only.")
         elif not source.steps():
             page.notes.append("The run has no records of completions yet.")
-    return pages, room.images
+    return pages, space.images
 
 
 def open_run(folder: Path) -> Run | None:
@@ -257,7 +257,7 @@ def _fit_curves(pages: Sequence[PageRun], max_bytes: int) -> int:
     return size
 
 
-class _Room:
+class _Space:
     """The bytes of a page that are left, and the thumbnails that are in it.
 
     Attributes:
@@ -304,7 +304,10 @@ class _Room:
             yield step
         small, recorded = "to keep the page small.", len(run.steps())
         if len(page.records) < recorded:
-            page.notes.append(f"{len(page.records)} of {recorded} recorded steps are shown, at even distances, {small}")
+            page.notes.append(
+                f"{len(page.records)} of {recorded} recorded steps are shown, at even distances; the others do not "
+                "fit, or cannot be read."
+            )
         if maps_left_out:
             page.notes.append(
                 f"Attention over the image is shown for {maps} of {maps + maps_left_out} completions, {small}"

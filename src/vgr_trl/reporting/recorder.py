@@ -105,6 +105,7 @@ class RolloutRecorder:
         self._last: dict[str, int | None] = {"train": None, "eval": None}  # step of the last record
         self._executor = ThreadPoolExecutor(1, "vgr_trl-records")
         self._job: Future[None] | None = None
+        self._opened: RecordWriter | None = None
         self._warned: set[type] = set()
         for option, is_measured, cure in (
             ("attention_diag_log_path", has_attention, "compute_attention_metrics"),
@@ -240,8 +241,6 @@ class RolloutRecorder:
             max_bytes = int(self.args.rollout_log_max_megabytes * 1e6)
             self._opened = RecordWriter(self.output_dir, description, max_bytes, resumed=step > 0)
         return self._opened
-
-    _opened: RecordWriter | None = None
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
