@@ -28,10 +28,6 @@ from vgr_trl.utils import ConfigError, NotFiniteError, replaced
 if TYPE_CHECKING:
     from vgr_trl.trainer import DAPOTrainer
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A scheduler's SIGTERM: the step at hand is finished and saved, and the run ends so that it can be continued.
-
-
 logger = logging.get_logger(__name__)
 EXIT_STATUS = 128 + signal.SIGTERM  # what a shell says of a process that the signal has ended
 SECONDS_OF_ONE_REQUEST = 10
@@ -84,10 +80,6 @@ class SaveOnTermination(TrainerCallback):
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Leave signals as they were."""
         signal.signal(signal.SIGTERM, self._before)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Updates whose gradient is not finite are left out, as verl and EasyR1 leave them out.
 
 
 LONGEST = 5  # steps in a row whose gradient is not finite, after which the run ends
@@ -152,10 +144,6 @@ def are_finite(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor:
     return nn.utils.get_total_norm(here).isfinite()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Watches for signs that a run is collapsing, after every step of training.
-
-
 PERCEPTION_HISTORY = 40  # steps in which signs of a perception loss that is won by breaking the policy are looked for
 
 
@@ -190,10 +178,6 @@ class CollapseWatch(TrainerCallback):
             if state.is_world_process_zero:
                 logger.warning(self.found)
             control.should_training_stop |= args.stop_on_collapse
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What is measured of a training step besides TRL's own metrics.
 
 
 _VALID_MEANS = ("entropy_penalty", "perception_loss", "perturbed_entropy", "kl", "kl/mean")
@@ -333,10 +317,6 @@ class StepMetrics:
         self._tokens = self._samples = self._skipped_rows = self._skipped_tokens = 0.0
         self._updates_left_out = 0
         return found
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Trackers (wandb, TensorBoard, …): under which names they get metrics, and what becomes of one that fails.
 
 
 _LATER = ("on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_predict", "on_train_end")

@@ -114,10 +114,6 @@ def add_weights(totals: Totals, name: str, weights: torch.Tensor, mask: torch.Te
     totals.add_largest(f"{name}_max", weights, mask)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# How long the stages of a training step take.
-
-
 STAGES = ("generation", "reward", "old_logps", "reference", "values", "perceive", "choose", "update", "optimizer")
 _OF_TWO = "perceive"  # whose passes are its own
 

@@ -81,7 +81,7 @@ def on_choice(monkeypatch):
 
 
 class TestReplay:
-    def test_dead_groups_are_replaced_by_stored_ones_with_the_ratio_of_their_own_policy(self, make):
+    def test_zero_variance_groups_are_replaced_by_stored_ones_with_the_ratio_of_their_own_policy(self, make):
         trainer = make(replay_buffer_size=8, max_steps=6, learning_rate=5e-3)
         batches = trained_batches(trainer)
         trainer.train()
@@ -135,7 +135,7 @@ class TestReplay:
         assert logged(trainer, "replay/mean_age")[1:4] == [1, 2, 3]
         assert logged(trainer, "replay/replaced_fraction")[1:5] == [1, 1, 1, 0]
 
-    def test_an_empty_buffer_leaves_dead_groups_where_they_are(self, make):
+    def test_an_empty_buffer_leaves_zero_variance_groups_where_they_are(self, make):
         trainer = make(rewards=constant_reward, replay_buffer_size=2, max_steps=2)
         before = weights(trainer)
         trainer.train()
@@ -195,7 +195,7 @@ class TestReplay:
 
 
 class TestResampling:
-    def test_further_prompts_replace_dead_groups(self, make, tmp_path):
+    def test_further_prompts_replace_zero_variance_groups(self, make, tmp_path):
         trainer = make(dynamic_sampling="resample", dynamic_sampling_max_rounds=4, log_completions=True,
                        num_completions_to_print=0)  # fmt: skip
         trainer.train()
@@ -340,7 +340,7 @@ class TestFiltering:
         assert found([0.2, 0.2, 0.2, 0.21, 0.4, 0.4, 0.4, 0.41], first.bounds).filtered == [0]
 
 
-def test_dead_groups_take_no_part_in_the_trajectory_scale_without_a_buffer_either(make, on_choice):
+def test_zero_variance_groups_take_no_part_in_the_trajectory_scale_without_a_buffer_either(make, on_choice):
     trainer = make(enable_trajectory_reweighting=True, max_steps=4)
     found = on_choice(
         trainer,

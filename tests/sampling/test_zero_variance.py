@@ -1,8 +1,18 @@
+"""Groups without a gradient, online filtering, and the warning where no group has had a gradient for steps."""
+
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from vgr_trl.advantages import ESTIMATORS, estimate_advantages
-from vgr_trl.sampling import filter_index, filtered_groups, quantile_bounds, zero_variance_groups
+from vgr_trl.sampling import (
+    ZeroVarianceStreak,
+    filter_index,
+    filtered_groups,
+    quantile_bounds,
+    zero_variance_groups,
+)
 from vgr_trl.utils import ConfigError
 
 NAN = float("nan")
@@ -19,7 +29,7 @@ NAMES = ["accuracy_reward", "think_format_reward", "soft_overlong_punishment_rew
         ("grpo_passk", [1, 2, 3]),  # two that are equally best say nothing
     ],
 )
-def test_which_groups_are_dead_depends_on_the_estimator(estimator, expected):
+def test_which_groups_have_no_gradient_depends_on_the_estimator(estimator, expected):
     rewards = torch.tensor([0.0, 1, 0, 2, 2, 2, 3, 0, 3, 0, 0, 0, 0.0, 0, 1])
     baseline = torch.tensor([0.5, 1.0, 0.5, 1.0, 0.0]) if estimator == "remax" else None
     advantages = estimate_advantages(rewards, 3, estimator, baseline)
@@ -27,7 +37,7 @@ def test_which_groups_are_dead_depends_on_the_estimator(estimator, expected):
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_a_group_of_completions_without_rewards_is_dead(estimator):
+def test_a_group_of_completions_without_rewards_has_no_gradient(estimator):
     rewards = torch.tensor([NAN, NAN, 0.0, 1.0])
     baseline = torch.tensor([0.5, 0.5]) if estimator == "remax" else None
     advantages = estimate_advantages(rewards, 2, estimator, baseline)
@@ -48,7 +58,7 @@ def test_epsilon_is_compared_with_the_deviation_for_grpo_and_else_with_the_large
     assert zero_variance_groups(advantages, rewards, 2, estimator="rloo", epsilon=0.29) == []
 
 
-def test_with_epsilon_0_only_groups_without_any_gradient_are_dead():
+def test_with_epsilon_0_only_groups_without_any_gradient_are_found():
     """Rewards 1 and 1; 1 and the next float32 above it. Advantages 0 and 0; 0 and the smallest float32 there is."""
     rewards = torch.tensor([1.0, 1.0, 1.0, 1.0 + 2.0**-23])
     assert zero_variance_groups(torch.zeros(4), rewards, 2, epsilon=0.0) == [0]
@@ -111,3 +121,49 @@ def test_the_name_of_a_function_is_nearer_than_a_part_of_it():
     assert filter_index("accuracy", ["blind_accuracy_reward", "accuracy_reward"]) == 1
     assert filter_index("accuracy", ["blind_accuracy_reward", "think_format_reward"]) == 0
     assert filter_index("blind_accuracy", ["accuracy_reward", "blind_accuracy_reward"]) == 1
+
+
+def streak(**changed):
+    defaults = {
+        "steps_per_generation": 1, "num_iterations": 1, "gradient_accumulation_steps": 1, "replay_buffer_size": 0,
+        "replay_var_epsilon": 1e-6, "filter_key": "accuracy", "filter_low": 0.2, "filter_high": 0.8,
+        "filter_mode": "bounds",
+    }  # fmt: skip
+    return ZeroVarianceStreak(SimpleNamespace(**defaults | changed))
+
+
+def warned(counter, kept):
+    """Steps at which there is a warning, when so many groups have a gradient at each."""
+    return [step for step, count in enumerate(kept) if counter.end_rollout(step, count)]
+
+
+def test_a_streak_of_five_is_warned_of_once():
+    assert warned(streak(), [0] * 4 + [1] + [0] * 7 + [2] + [0] * 5) == [9, 17]
+
+
+@pytest.mark.parametrize(("served", "expected"), [({"steps_per_generation": 2}, 4), ({"num_iterations": 5}, 0)])
+def test_a_streak_counts_steps_and_not_rollouts(served, expected):
+    counter, per = streak(**served), served.get("steps_per_generation", 5)
+    assert [step for step in range(0, 20, per) if counter.end_rollout(step, 0)] == [expected]
+
+
+def test_a_streak_with_several_rollouts_per_step():
+    counter = streak(gradient_accumulation_steps=2)
+    found = [step for step in range(8) for _ in range(2) if counter.end_rollout(step, 0)]
+    assert found == [4]
+
+
+def test_both_reasons_are_counted_a_group_once():
+    """Of 4 groups 1 and 2 are equal, 2 and 3 outside the bounds; group 0 has a gradient at first."""
+    counter = streak()
+    counter.add(4, [1, 2], [2, 3], [0.5, 0.5, 0.0, 0.9])
+    assert counter.end_rollout(0, kept=1) is None
+    for step in range(1, 6):
+        counter.add(4, [0, 1, 2], [2, 3], [0.5, 0.5, 0.0, 0.9 + step / 100])
+        sentence = counter.end_rollout(step, kept=0)
+    assert sentence == (
+        "No group has had a gradient for 5 steps, so nothing is trained: of 20 groups 15 have rewards that do not "
+        "differ (replay_var_epsilon 1e-06) and 5 are left out by online_filtering, because their means of filter_key "
+        "accuracy (they are 0.91 to 0.95) are not between filter_low 0.2 and filter_high 0.8; use questions or rewards "
+        "for which the completions of a prompt differ, or give bounds that such means lie between."
+    )
