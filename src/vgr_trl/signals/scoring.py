@@ -97,7 +97,12 @@ class Head:
         Returns:
             (N, T) float32 each, entropies in nats.
         """
-        return self._by_position(self._score, mask, temperature, hidden, tokens)
+
+        def measure(states: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+            logps = torch.log_softmax(self._scaled(states, temperature), dim=-1)  # (C, vocabulary)
+            return torch.stack([logps.gather(-1, chosen.unsqueeze(-1)).squeeze(-1), _entropies(logps)])
+
+        return self._by_position(measure, mask, hidden, tokens)
 
     def shift(
         self, hidden: torch.Tensor, others: torch.Tensor, mask: torch.Tensor, temperature: float
@@ -113,7 +118,12 @@ class Head:
         Returns:
             (N, T) float32 each, the Jensen-Shannon divergence and entropies, in nats; 0 where `mask` is False.
         """
-        return self._by_position(self._shift, mask, temperature, hidden, others, passes=2)
+
+        def measure(states: torch.Tensor, other_states: torch.Tensor) -> torch.Tensor:
+            logits, other = (self._scaled(each, temperature) for each in (states, other_states))
+            return torch.stack([jensen_shannon(logits, other), _entropies(torch.log_softmax(other, dim=-1))])
+
+        return self._by_position(measure, mask, hidden, others, passes=2)
 
     def positions_at_a_time(self, device: torch.device, passes: int = 1) -> int:
         """Return for how many positions there is room for logits of so many passes."""
@@ -123,7 +133,6 @@ class Head:
         self,
         measure: Callable[..., torch.Tensor],
         mask: torch.Tensor,
-        temperature: float,
         *of_tokens: torch.Tensor,
         passes: int = 1,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,24 +142,19 @@ class Head:
         found = torch.zeros(2, *mask.shape, device=device)
         if mask.any():
             parts = zip(*(values[mask].split(count) for values in of_tokens), strict=True)
-            found[:, mask] = torch.cat([measure(*part, temperature) for part in parts], dim=1)
+            found[:, mask] = torch.cat([measure(*part) for part in parts], dim=1)
         return found[0], found[1]
 
-    def _shift(self, hidden: torch.Tensor, others: torch.Tensor, temperature: float) -> torch.Tensor:
-        logits, other = (self.logits(states).float() / temperature for states in (hidden, others))
-        logps = torch.log_softmax(other, dim=-1)
-        entropies = -torch.linalg.vecdot(logps.exp(), logps.clamp(min=torch.finfo(logps.dtype).min))
-        return torch.stack([jensen_shannon(logits, other), entropies])
+    def _scaled(self, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
+        logits = self.logits(hidden).float()
+        return logits if temperature == 1 else logits / temperature
 
-    def _score(self, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-        logits = self.logits(hidden).float()  # (C, vocabulary)
-        logps = torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
-        del logits
-        chosen = logps.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-        probabilities = logps.exp()
-        # A forbidden token has the logit -inf and adds nothing.
-        entropies = -torch.linalg.vecdot(probabilities, logps.clamp_(min=torch.finfo(logps.dtype).min))
-        return torch.stack([chosen, entropies])
+
+def _entropies(logps: torch.Tensor) -> torch.Tensor:
+    """Return the entropies of (C, vocabulary) log-probabilities, which are changed in place."""
+    probabilities = logps.exp()
+    # A forbidden token has the logit -inf and adds nothing.
+    return -torch.linalg.vecdot(probabilities, logps.clamp_(min=torch.finfo(logps.dtype).min))
 
 
 @contextmanager
