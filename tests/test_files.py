@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vgr_trl import utils as files
-from vgr_trl.utils import DiskFullError, append_whole, disk_full_named, is_writable, write_whole
+from vgr_trl.utils import DiskFullError, append_atomic, is_writable, naming_full_disk, write_atomic
 
 
 class SmallDisk(FileIO):
@@ -23,32 +23,32 @@ class SmallDisk(FileIO):
 
 def test_what_does_not_fit_is_not_appended_at_all(tmp_path, monkeypatch):
     path = tmp_path / "log.md"
-    append_whole(path, b"abc")
+    append_atomic(path, b"abc")
     monkeypatch.setattr(files, "_opened", lambda path: SmallDisk(path, "ab"))
     with pytest.raises(DiskFullError, match=r"Disk full while writing .*log\.md: free space there"):
-        append_whole(path, b"defghij")  # three of its seven bytes fit
+        append_atomic(path, b"defghij")  # three of its seven bytes fit
     assert path.read_bytes() == b"abc"
-    append_whole(path, b"def")
+    append_atomic(path, b"def")
     assert path.read_bytes() == b"abcdef"
 
 
 def test_appending_makes_the_folder_and_a_head_in_an_empty_file(tmp_path):
     path = tmp_path / "deep" / "log.md"
     for line in (b"one\n", b"two\n"):
-        append_whole(path, line, head=b"# Log\n")
+        append_atomic(path, line, head=b"# Log\n")
     assert path.read_bytes() == b"# Log\none\ntwo\n"
 
 
 def test_a_whole_file_that_does_not_fit_is_named_and_the_old_one_stays(tmp_path, monkeypatch):
     path = tmp_path / "run.json"
-    write_whole(path, b"old")
+    write_atomic(path, b"old")
 
     def full(self, data):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(DiskFullError, match=r"Disk full while writing .*run\.json: free space there"):
-        write_whole(path, b"new", sync=False)
+        write_atomic(path, b"new", sync=False)
     assert path.read_bytes() == b"old"
     assert [found.name for found in tmp_path.iterdir()] == ["run.json"]
 
@@ -60,18 +60,18 @@ def test_of_a_folder_the_file_is_named_that_was_begun_last(tmp_path):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (1000 - age, 1000 - age))
     named = r"Disk full while writing .*deep/model\.safetensors: free it"
-    with pytest.raises(DiskFullError, match=named), disk_full_named(tmp_path, "free it"):
+    with pytest.raises(DiskFullError, match=named), naming_full_disk(tmp_path, "free it"):
         raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
-    with pytest.raises(DiskFullError, match=r"writing .*config\.json:"), disk_full_named(tmp_path, "free it"):
+    with pytest.raises(DiskFullError, match=r"writing .*config\.json:"), naming_full_disk(tmp_path, "free it"):
         raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "config.json"))
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path):
     (tmp_path / "a").mkdir()
     with pytest.raises(OSError):  # noqa: PT011
-        write_whole(tmp_path / "a", b"content")
+        write_atomic(tmp_path / "a", b"content")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
-    write_whole(tmp_path / "b", b"content")
+    write_atomic(tmp_path / "b", b"content")
     assert (tmp_path / "b").read_bytes() == b"content"
 
 

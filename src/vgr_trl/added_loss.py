@@ -30,7 +30,7 @@ from vgr_trl.patches import average_as_loss
 from vgr_trl.rollout import ConstructedTrainer, Rollout, TrainingPass
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.signals.scoring import Head
-from vgr_trl.utils import ConfigError, replaced
+from vgr_trl.utils import ConfigError, patched_attribute
 
 if TYPE_CHECKING:
     from vgr_trl.trainer import DAPOTrainer
@@ -110,7 +110,7 @@ def constructed_with_reference(args: DAPOConfig) -> Iterator[None]:
     weights = args.reward_weights
     if args.penalises_kl and weights is not None:
         weights = [*weights, 1.0]
-    with replaced(args, "beta", 1.0), replaced(args, "reward_weights", weights):
+    with patched_attribute(args, "beta", 1.0), patched_attribute(args, "reward_weights", weights):
         yield
 
 
@@ -120,7 +120,7 @@ def scored_by_reference(trainer: ConstructedTrainer) -> Iterator[None]:
     if trainer.args.kl_coef == 0 or not trainer.model.training:
         yield
         return
-    with replaced(trainer, "beta", 1.0):
+    with patched_attribute(trainer, "beta", 1.0):
         yield
 
 

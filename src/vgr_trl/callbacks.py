@@ -23,7 +23,7 @@ from vgr_trl.loss import collapse_warning
 from vgr_trl.reporting.collapse import MetricHistory, find_collapse, warning_of
 from vgr_trl.reporting.verl_names import in_verl
 from vgr_trl.rollout import ConstructedTrainer, TrainingPass
-from vgr_trl.utils import ConfigError, NotFiniteError, replaced
+from vgr_trl.utils import ConfigError, NotFiniteError, patched_attribute
 
 if TYPE_CHECKING:
     from vgr_trl.trainer import DAPOTrainer
@@ -380,5 +380,5 @@ def _log(on_log: Any, processes: int | None, *args: Any, logs: Any = None, **kwa
     logs = logs and {name: value for name, value in logs.items() if value is not None}
     if logs is None or processes is None:
         return on_log(*args, logs=logs, **kwargs)
-    with replaced(integration_utils, "rewrite_logs", dict):
+    with patched_attribute(integration_utils, "rewrite_logs", dict):
         return on_log(*args, logs=in_verl(logs, processes), **kwargs)

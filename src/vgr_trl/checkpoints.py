@@ -18,7 +18,7 @@ from torch import distributed
 from transformers import trainer as trainer_module
 from transformers.utils import logging
 
-from vgr_trl.utils import ConfigError, VGRError, disk_full_named, replaced
+from vgr_trl.utils import ConfigError, VGRError, naming_full_disk, patched_attribute
 
 logger = logging.get_logger(__name__)
 
@@ -67,11 +67,11 @@ def complete_checkpoint(folder: Path, accelerator: Accelerator, writes: bool) ->
         DiskFullError: naming the file that was being written.
     """
     rotate, held = trainer_module.rotate_checkpoints, []
-    with disk_full_named(folder, "free space there, then continue with resume_from_checkpoint latest"):
+    with naming_full_disk(folder, "free space there, then continue with resume_from_checkpoint latest"):
         if writes:
             (folder / MANIFEST).unlink(missing_ok=True)
         accelerator.wait_for_everyone()
-        with replaced(trainer_module, "rotate_checkpoints", lambda **options: held.append(options)):
+        with patched_attribute(trainer_module, "rotate_checkpoints", lambda **options: held.append(options)):
             yield
         accelerator.wait_for_everyone()
         if writes:

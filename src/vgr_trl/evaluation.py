@@ -23,7 +23,7 @@ from vgr_trl.rewards.accuracy import accuracy_reward, states_answer
 from vgr_trl.rewards.answers import Solution, normalise, resolve_solution
 from vgr_trl.rewards.loading import check_callable
 from vgr_trl.rewards.simple import think_format_reward
-from vgr_trl.utils import ConfigError, DataError, RewardError, replaced, write_whole
+from vgr_trl.utils import ConfigError, DataError, RewardError, patched_attribute, write_atomic
 
 __all__ = ["Evaluation", "Scores", "blank_image", "evaluate"]
 
@@ -295,7 +295,7 @@ class Writer:
 def _only_these_settings(model: Any, settings: GenerationConfig) -> AbstractContextManager[None]:
     """Keep what the checkpoint prefers (beams, a smaller top_k, …) from filling in what `settings` leaves open."""
     owner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return replaced(owner, "generation_config", settings)
+    return patched_attribute(owner, "generation_config", settings)
 
 
 def _left_padded(rows: Sequence[Sequence[int]], value: int) -> torch.Tensor:
@@ -435,7 +435,7 @@ class Cache:
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             text = json.dumps(result.to_dict(records=True), default=str)
-            write_whole(self.folder / f"{key}.json", text.encode())
+            write_atomic(self.folder / f"{key}.json", text.encode())
 
 
 def key_of(model: Mapping[str, Any], rows: str, settings: Mapping[str, Any]) -> str:

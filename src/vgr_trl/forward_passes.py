@@ -36,7 +36,7 @@ from vgr_trl.sharing.model_support import base_of, causal_model, is_compiled
 from vgr_trl.sharing.prefix_forward import find_groups, has_images, is_image_token
 from vgr_trl.sharing.sharing import Feature, shuffle_by_group, whole_groups
 from vgr_trl.signals.scoring import leaves_rows_out, policy_is_active
-from vgr_trl.utils import DataError, NotFiniteError, replaced
+from vgr_trl.utils import DataError, NotFiniteError, patched_attribute
 
 if TYPE_CHECKING:
     from vgr_trl.trainer import DAPOTrainer
@@ -127,7 +127,7 @@ class DummyImage:
                     return plain(*args, **kwargs)
             return plain(*args, **kwargs)
 
-        with replaced(owner, name, taking_part):
+        with patched_attribute(owner, name, taking_part):
             yield
 
     def _refuse_uneven(self, inputs: Mapping[str, Any]) -> None:
@@ -201,6 +201,7 @@ def scoring_pass(
         rollout: the current one, which keeps what is measured.
     """
     ids, completion, role = inputs["input_ids"], inputs["logits_to_keep"], model_role(trainer, model)
+    scored: Scored
     of_policy = rollout if role == "policy" else None
     stage = {"policy": "old_logps", "reference": "reference", "other": "values"}[role]
     with trainer.clock.stage(stage, trainer.model.training):
@@ -210,7 +211,8 @@ def scoring_pass(
         score = partial(_without_nan, trainer, model, inputs, partial(plain, model, **inputs, batch_size=rows))
         with forward_context(trainer, trainer.sharing.scoring, model, completion):
             if of_policy is not None and of_policy.signals is None and trainer.measurement.scoring:
-                return measure_pass(trainer, of_policy, model, inputs, score)
+                scored = measure_pass(trainer, of_policy, model, inputs, score)
+                return scored
             scored = score()
             if of_policy is not None and of_policy.hidden is not None and "shift" in trainer.measurement.needed:
                 of_policy.shift = shift_of_pass(trainer, of_policy, model)
@@ -232,7 +234,7 @@ def _rows_of_chunk(trainer: "DAPOTrainer", inputs: dict[str, Any], batch_size: i
         return batch_size
     accelerator = trainer.accelerator
     longest = torch.tensor([inputs["input_ids"].size(1), inputs["logits_to_keep"]], device=accelerator.device)
-    columns, completion = accelerator.gather(longest).view(-1, 2).amax(0).tolist()
+    columns, completion = map(int, accelerator.gather(longest).view(-1, 2).amax(0).tolist())
     if not trainer.sharing.training.enabled:
         return min(batch_size, max(most // columns, 1))
     if (groups := most // (columns + (size - 1) * completion)) > 0:

@@ -18,7 +18,7 @@ from vgr_trl.rollout import ConstructedTrainer, Noise, Rollout, weighted_sums
 from vgr_trl.sampling import OLD_LOGPS
 from vgr_trl.signals.attention import GenerationProbe
 from vgr_trl.signals.perturbation import perturb_images, perturbed_prompts
-from vgr_trl.utils import DataError, NotFiniteError, VLLMServerError, replaced
+from vgr_trl.utils import DataError, NotFiniteError, VLLMServerError, patched_attribute
 
 if TYPE_CHECKING:
     from vgr_trl.trainer import DAPOTrainer
@@ -96,7 +96,7 @@ def sampling_of_mode(trainer: ConstructedTrainer) -> Iterator[None]:
     with ExitStack() as stack:
         if trainer.use_vllm:
             for name, value in wanted.items():
-                stack.enter_context(replaced(trainer.vllm_generation, name, value))
+                stack.enter_context(patched_attribute(trainer.vllm_generation, name, value))
         else:
             stack.enter_context(sampled(trainer, wanted))
         yield
@@ -107,7 +107,10 @@ def sampled(trainer: ConstructedTrainer, wanted: Mapping[str, float]) -> Iterato
     """In this block transformers samples with other values of its options; a temperature of 0 is greedy."""
     config = GenerationConfig(**_changed(trainer.generation_config.to_diff_dict(), wanted))
     options = _changed(trainer.generation_kwargs, wanted)
-    with replaced(trainer, "generation_config", config), replaced(trainer, "generation_kwargs", options):
+    with (
+        patched_attribute(trainer, "generation_config", config),
+        patched_attribute(trainer, "generation_kwargs", options),
+    ):
         yield
 
 

@@ -54,7 +54,7 @@ from vgr_trl.signals.ratios import ModalityMasks, build_modality_masks, late_lay
 from vgr_trl.signals.regions import drawn, in_region, lit_share, token_shares
 from vgr_trl.signals.scoring import Head
 from vgr_trl.signals.similarity import SimilarityProbe, decoder_layers, hidden_state_number
-from vgr_trl.utils import ConfigError, replaced
+from vgr_trl.utils import ConfigError, patched_attribute
 
 if TYPE_CHECKING:
     from vgr_trl.trainer import DAPOTrainer
@@ -261,7 +261,7 @@ class HiddenStateHook:
             self._found.append(hidden if self._make is None else self._make(hidden))
             return outputs
 
-        with replaced(base, "forward", read):
+        with patched_attribute(base, "forward", read):
             yield
 
     def take(self) -> torch.Tensor | None:

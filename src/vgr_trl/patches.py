@@ -28,7 +28,7 @@ from trl.generation import vllm_client
 from vgr_trl.batch import causal_type
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.columns import images_of
-from vgr_trl.utils import ConfigError, VLLMServerError, printable, release, replaced
+from vgr_trl.utils import ConfigError, VLLMServerError, patched_attribute, printable, release
 
 # Prompts and completions in the form that tables of completions can hold and show.
 
@@ -207,7 +207,7 @@ def images_logged_by_all(trainer: GRPOTrainer, rows: Sequence[Mapping[str, Any]]
     if not trainer.log_multimodal or trainer.tools or trainer.environment_factories:
         yield
         return
-    with replaced(trainer, "log_multimodal", False):
+    with patched_attribute(trainer, "log_multimodal", False):
         yield
     gathered = gather_object([images_of(row) or _in_messages(row.get("prompt")) for row in rows])
     logged: Any = trainer._logs["images"]
@@ -670,7 +670,9 @@ def repeats_one_token(processor: Any) -> bool:
 def readable_logprobs() -> Iterator[None]:
     """In this block TRL's client reads log-probabilities in both forms."""
     plain = vllm_client.parse_logprobs
-    with replaced(vllm_client, "parse_logprobs", lambda choices: plain([with_texts(choice) for choice in choices])):
+    with patched_attribute(
+        vllm_client, "parse_logprobs", lambda choices: plain([with_texts(choice) for choice in choices])
+    ):
         yield
 
 

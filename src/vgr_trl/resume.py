@@ -37,7 +37,7 @@ from vgr_trl.checkpoints import (
 from vgr_trl.patches import load_weights, whole_model
 from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.sampling import Replay
-from vgr_trl.utils import ConfigError, silence_named, words_of
+from vgr_trl.utils import ConfigError, error_text, naming_silent_process
 
 logger = logging.get_logger(__name__)
 
@@ -73,7 +73,7 @@ class ResumableTrainer(ConstructedTrainer):
         checkpoint = resolve_checkpoint(resume_mode(resume_from_checkpoint), Path(str(self.args.output_dir)))
         if self._divides_optimizer():
             refuse_other_number(checkpoint, self.accelerator.num_processes)
-        with silence_named(self.args.ddp_timeout, lambda: self.state.global_step + 1):
+        with naming_silent_process(self.args.ddp_timeout, lambda: self.state.global_step + 1):
             return super().train(checkpoint, *args, **options)
 
     def _divides_optimizer(self) -> bool:
@@ -115,7 +115,7 @@ class ResumableTrainer(ConstructedTrainer):
         except (AttributeError, KeyError, TypeError, ValueError, UnpicklingError) as error:
             raise ConfigError(
                 f"The optimizer or scheduler in {checkpoint} is not of the weights that this run trains "
-                f"({words_of(error)}): continue with the model, the adapter and the optim that it was saved with, or "
+                f"({error_text(error)}): continue with the model, the adapter and the optim that it was saved with, or "
                 "give another checkpoint."
             ) from error
         if checkpoint is not None:

@@ -65,7 +65,7 @@ from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.sharing.sharing import SharedPasses
 from vgr_trl.signals.named import SINGLE_COLUMNS
 from vgr_trl.signals.scoring import head_of_rows
-from vgr_trl.utils import RewardError, check_release, replaced
+from vgr_trl.utils import RewardError, check_release, patched_attribute
 from vgr_trl.validate import plan_dummy_image, plan_sharing, plan_skipping, plan_vision, refuse_unfit_options
 
 logger = logging.get_logger(__name__)
@@ -208,8 +208,8 @@ class DAPOTrainer(ResumableTrainer):
         join_pixels = grpo_trainer.unsplit_pixel_values_by_grid
         at_once = join_pixels if self.num_iterations > 1 else dict
         with (
-            replaced(grpo_trainer, "shuffle_sequence_dict", shuffle),
-            replaced(grpo_trainer, "unsplit_pixel_values_by_grid", at_once),
+            patched_attribute(grpo_trainer, "shuffle_sequence_dict", shuffle),
+            patched_attribute(grpo_trainer, "unsplit_pixel_values_by_grid", at_once),
         ):
             return join_pixels(super()._prepare_inputs(generation_batch))
 
@@ -238,7 +238,7 @@ class DAPOTrainer(ResumableTrainer):
             # Read by rewards of our users' scripts, through the argument `trainer`.
             self._mdi_balance_scores_current_batch = columns.get("mdi_balance")
             rows = [row | {name: values[i] for name, values in columns.items()} for i, row in enumerate(inputs)]
-            with replaced(self, "reward_funcs", self._checked_rewards(rollout)):
+            with patched_attribute(self, "reward_funcs", self._checked_rewards(rollout)):
                 rewards = super()._calculate_rewards(rows, prompts, completions, completion_ids_list)
             rewards = self.kl.without_unscored(rewards)
             refuse_infinite(rewards, self.reward_func_names, rows, len(rows) * self.accelerator.process_index)

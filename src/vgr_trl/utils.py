@@ -45,7 +45,7 @@ def _number(character: str) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-def words_of(error: BaseException, most: int = 200) -> str:
+def error_text(error: BaseException, most: int = 200) -> str:
     """Return what an error says, on one line of at most so many characters; its type where it says nothing."""
     return " ".join(str(error).split())[:most] or type(error).__name__
 
@@ -117,7 +117,7 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 
 @contextmanager
-def disk_full_named(target: str | Path, cure: str = "free space there") -> Iterator[None]:
+def naming_full_disk(target: str | Path, cure: str = "free space there") -> Iterator[None]:
     """Turn what is raised when the disk is full into a `DiskFullError` that names the file.
 
     Args:
@@ -154,7 +154,7 @@ def publish(path: Path) -> None:
     sync_folder(path.parent)
 
 
-def write_whole(path: Path, data: bytes, sync: bool = True) -> None:
+def write_atomic(path: Path, data: bytes, sync: bool = True) -> None:
     """Write `data` to `path`, which is replaced at once or not at all.
 
     Args:
@@ -166,14 +166,14 @@ def write_whole(path: Path, data: bytes, sync: bool = True) -> None:
         DiskFullError: naming the file.
     """
     try:
-        with disk_full_named(path):
+        with naming_full_disk(path):
             unfinished(path).write_bytes(data)
             publish(path) if sync else unfinished(path).replace(path)
     finally:
         unfinished(path).unlink(missing_ok=True)
 
 
-def append_whole(path: Path, data: bytes, head: bytes = b"") -> None:
+def append_atomic(path: Path, data: bytes, head: bytes = b"") -> None:
     """Append all of `data` to `path`, or nothing if that fails; a missing folder is made.
 
     Args:
@@ -184,7 +184,7 @@ def append_whole(path: Path, data: bytes, head: bytes = b"") -> None:
     Raises:
         DiskFullError: naming the file.
     """
-    with disk_full_named(path), _opened(path) as file:
+    with naming_full_disk(path), _opened(path) as file:
         end = file.seek(0, os.SEEK_END)
         rest = memoryview(data if end else head + data)
         try:
@@ -222,7 +222,7 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def patched_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set an attribute of a module or object for the duration; an object that had none of its own has none after."""
     missing = object()
     before = vars(owner).get(name, missing)
@@ -237,7 +237,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def replaced_method(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+def patched_method(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Call a function in place of a method of one object for the duration; copies of the object call their own method.
 
     Raises:
@@ -249,7 +249,7 @@ def replaced_method(owner: Any, name: str, function: Callable[..., Any]) -> Iter
             f"Another thread shares prompts in this {type(owner).__name__}: "
             "enter share_prompts once, around both threads."
         )
-    with replaced(owner, name, _Replacement(plain, function)):
+    with patched_attribute(owner, name, _Replacement(plain, function)):
         yield
 
 
@@ -276,7 +276,7 @@ _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
 
 
 @contextmanager
-def silence_named(timeout: int, step: Callable[[], int]) -> Iterator[None]:
+def naming_silent_process(timeout: int, step: Callable[[], int]) -> Iterator[None]:
     """Turn what gloo raises when another process does not answer into a `ProcessError`.
 
     NCCL ends the process itself, after the same time and with its own words.

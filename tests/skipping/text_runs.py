@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 from trl import GRPOConfig, GRPOTrainer
 
 from vgr_trl import DAPOConfig, DAPOTrainer
-from vgr_trl.utils import replaced
+from vgr_trl.utils import patched_attribute
 
 PAD, EOS, VOCABULARY = 0, 1, 40
 
@@ -122,7 +122,7 @@ def computed_tokens(gradients):
             passes[-1] += kwargs["input_ids"].numel()
         return forward(model, *args, **kwargs)
 
-    with replaced(Qwen3Model, "forward", counted):
+    with patched_attribute(Qwen3Model, "forward", counted):
         yield passes
 
 
@@ -135,7 +135,7 @@ def micro_batches():
         found.append(inputs)
         return compute(trainer, model, inputs)
 
-    with replaced(GRPOTrainer, "_compute_loss", recorded):
+    with patched_attribute(GRPOTrainer, "_compute_loss", recorded):
         yield found
 
 

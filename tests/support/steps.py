@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from vgr_trl.sharing import SharingReport, share_prompts, sharing
-from vgr_trl.utils import replaced
+from vgr_trl.utils import patched_attribute
 
 PLACES = ("generation", "scoring", "training")
 DAPO, STOCK = trainers.OURS, trainers.STOCK
@@ -88,7 +88,7 @@ def reports_by_place():
             yield report
         found[place].add(report)
 
-    with replaced(sharing, "share_prompts", recording):
+    with patched_attribute(sharing, "share_prompts", recording):
         yield found
 
 

@@ -35,7 +35,7 @@ from vgr_trl.data.public_sets import CONVERTERS, Converter, keep_ids, load_conve
 from vgr_trl.data.read import MEANT, Source, has_config, readable, splits_in
 from vgr_trl.data.rows import RowOptions, SkippedRow
 from vgr_trl.demo.tiny_model import build_processor
-from vgr_trl.utils import ConfigError, DataError, is_writable, publish, unfinished, write_whole
+from vgr_trl.utils import ConfigError, DataError, is_writable, publish, unfinished, write_atomic
 
 OUTPUT_SPLITS = tuple(dict.fromkeys(MEANT.values()))
 JSONL_FLAGS = ("image_dir", *(f"{option.name}_key" for option in fields(Keys)))
@@ -205,7 +205,7 @@ def _show(folder: Path, picture: Path | None) -> None:
     """Print what the sets in `folder` consist of, write it to `report.txt` there, and draw it if asked for."""
     statistics = statistics_in(folder)
     text = "\n".join(f"{split}: {report(counts)}" for split, counts in statistics.items())
-    write_whole(folder / "report.txt", text.encode())
+    write_atomic(folder / "report.txt", text.encode())
     print(text)
     left_out = sum(counts.reasons.total() for counts in statistics.values())
     print(f"Rows are in {folder}" + (f"; {left_out:,} left out are listed in {folder / SKIPPED}." if left_out else "."))
@@ -342,7 +342,7 @@ def inspect_run(flags: argparse.Namespace) -> Findings:
     if flags.skipped:
         print(f"\nThe rows that cannot be used are listed in {flags.skipped}.")
     if flags.samples:
-        write_whole(flags.page, page(findings, budget, flags.path, flags.seed))
+        write_atomic(flags.page, page(findings, budget, flags.path, flags.seed))
         print(f"\n{len(findings.sample)} questions to look at are in {flags.page}.")
     return findings
 

@@ -35,7 +35,7 @@ from vgr_trl.reporting.records import refuse_unwritable
 from vgr_trl.resume import load_trained, only_lacks_its_model
 from vgr_trl.rewards.loading import hardened, reads_solution
 from vgr_trl.trainer import DAPOTrainer
-from vgr_trl.utils import CollapseError, ConfigError, DataError, MissingSplitError, write_whole
+from vgr_trl.utils import CollapseError, ConfigError, DataError, MissingSplitError, write_atomic
 
 RUN_FILE = "run.json"
 METRICS = "metrics.json"
@@ -118,7 +118,7 @@ def train(
         trainer.save_state()
         metrics = evaluation.of_final_model(trainer)
         if is_main:
-            write_whole(metrics_file, (json.dumps(metrics, indent=2) + "\n").encode())
+            write_atomic(metrics_file, (json.dumps(metrics, indent=2) + "\n").encode())
             print(f"The model and its metrics are in {output_dir}; vgr-trl report {output_dir} makes a page of them.")
     trainer.accelerator.wait_for_everyone()
     let_gloo_finish()
@@ -358,7 +358,7 @@ def check_output_dir(output_dir: Path, identity: dict[str, Any], resume: str | N
 def write_identity(output_dir: Path, identity: dict[str, Any]) -> None:
     """Write `run.json`, from which a later start sees whose folder it is."""
     output_dir.mkdir(parents=True, exist_ok=True)
-    write_whole(output_dir / RUN_FILE, (json.dumps(identity, indent=2) + "\n").encode())
+    write_atomic(output_dir / RUN_FILE, (json.dumps(identity, indent=2) + "\n").encode())
 
 
 class LastEvaluation(TrainerCallback):

@@ -23,7 +23,7 @@ from vgr_trl.data.columns import Candidate, Question
 from vgr_trl.data.images import ImageLimits, image_bytes, read_image, to_rgb
 from vgr_trl.data.prompts import LETTERS
 from vgr_trl.data.read import READERS
-from vgr_trl.utils import ConfigError, DataError, kill_workers, pool, publish, unfinished, write_whole
+from vgr_trl.utils import ConfigError, DataError, kill_workers, pool, publish, unfinished, write_atomic
 
 SUFFIXES = {"JPEG": ".jpg", "PNG": ".png", "WEBP": ".webp"}  # formats that are stored as they are
 JPEG_QUALITY = 95
@@ -217,7 +217,7 @@ def convert(
     if not files:
         raise DataError(_why_empty(statistics, log))
     record = {"identity": identity, "files": len(files), "counts": vars(statistics)}
-    write_whole(_record(folder, output.split), json.dumps(record, default=str).encode())
+    write_atomic(_record(folder, output.split), json.dumps(record, default=str).encode())
     return statistics
 
 
@@ -344,7 +344,7 @@ def _write_jsonl(path: Path, rows: Iterator[tuple[Question, list[Encoded]]], out
                 target = output.folder / names[-1]
                 if not target.exists() or target.stat().st_size != len(image.data):
                     target.parent.mkdir(parents=True, exist_ok=True)
-                    write_whole(target, image.data, sync=False)
+                    write_atomic(target, image.data, sync=False)
             file.write(json.dumps(_row(question, names, output), ensure_ascii=False) + "\n")
 
 

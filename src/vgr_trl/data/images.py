@@ -18,7 +18,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from vgr_trl.data.columns import FOLDER, IMAGE_COLUMNS, PLACE, folder_of, images_of, videos_of
 from vgr_trl.data.prompts import placed
-from vgr_trl.utils import ConfigError, DataError, words_of
+from vgr_trl.utils import ConfigError, DataError, error_text
 
 LARGEST_FILE = 2**30  # bytes; more than Pillow's limit of pixels takes without compression, and read as a whole
 MOST_ELONGATED = 200  # the ratio of sides from which on Qwen's image processors refuse an image
@@ -115,7 +115,7 @@ def read_image(value: Any, root: Path = Path(), max_image_pixels: int | None = N
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
         raise DataError(f"image has too many pixels (more than {Image.MAX_IMAGE_PIXELS}): scale it down") from error
     except Exception as error:  # Pillow's decoders raise whatever damaged bytes lead them to
-        raise DataError(f"image is unreadable: {words_of(error)}") from error
+        raise DataError(f"image is unreadable: {error_text(error)}") from error
     return _decoded(image, max_image_pixels)
 
 
@@ -133,7 +133,7 @@ def image_bytes(value: Any, root: Path = Path()) -> bytes:
     try:
         return found.read_bytes()
     except OSError as error:
-        raise DataError(f"image file {str(found)[:200]!r} cannot be read ({words_of(error)})") from error
+        raise DataError(f"image file {str(found)[:200]!r} cannot be read ({error_text(error)})") from error
 
 
 def _stored(value: Any, root: Path, kind: str) -> bytes | Path:
@@ -156,7 +156,7 @@ def _stored(value: Any, root: Path, kind: str) -> bytes | Path:
     except (OSError, ValueError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{kind} file {str(root / value)[:200]!r} cannot be read ({words_of(error)})") from error
+        raise DataError(f"{kind} file {str(root / value)[:200]!r} cannot be read ({error_text(error)})") from error
     raise DataError(f"{kind} file {str(path)[:200]} {'is a folder' if is_folder else 'does not exist'}")
 
 
@@ -192,13 +192,13 @@ def _decoded(image: Image.Image, max_image_pixels: int | None) -> Image.Image:
         with _quietly():
             image.load()
     except Exception as error:  # as above
-        raise DataError(f"image is truncated or damaged: {words_of(error)}") from error
+        raise DataError(f"image is truncated or damaged: {error_text(error)}") from error
     try:
         with _quietly():
             turned = image.getexif().get(ORIENTATION, 1) in range(2, 9)
             return ImageOps.exif_transpose(image) if turned else image
     except Exception as error:  # as above
-        raise DataError(f"image has damaged EXIF data: {words_of(error)}") from error
+        raise DataError(f"image has damaged EXIF data: {error_text(error)}") from error
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
@@ -397,7 +397,7 @@ def sample_frames(value: Any, options: VideoOptions, root: Path = Path()) -> lis
     except DataError:
         raise
     except Exception as error:  # decoders raise whatever damaged bytes lead them to
-        raise DataError(f"video cannot be decoded ({words_of(error)})") from error
+        raise DataError(f"video cannot be decoded ({error_text(error)})") from error
     if not frames:
         raise DataError("video has no pictures")
     if len(frames) > options.max_frames:
@@ -424,7 +424,7 @@ def refuse_single_image_models(processor: Any) -> None:
     except Exception as error:  # a processor for one image says so in its own way
         raise ConfigError(
             f"The data have videos, which become several images, but {name} does not take several "
-            f"({words_of(error)}): use a model for several images, or remove the videos."
+            f"({error_text(error)}): use a model for several images, or remove the videos."
         ) from error
     if two <= one:
         raise ConfigError(

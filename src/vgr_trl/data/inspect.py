@@ -24,7 +24,7 @@ from vgr_trl.data.images import to_rgb
 from vgr_trl.data.prompts import LETTERS, as_parts
 from vgr_trl.data.rows import RowOptions, SkippedRow, ready_row
 from vgr_trl.rewards.answers import resolve_solution
-from vgr_trl.utils import ConfigError, DataError, RewardError, words_of
+from vgr_trl.utils import ConfigError, DataError, RewardError, error_text
 
 MOST_BINS = 12
 LONGEST_SIDE = 640  # pixels of a shown image; twelve questions stay far below 10 MB
@@ -247,7 +247,7 @@ def _measured(row: Mapping[str, Any], length_of: Callable[[Mapping[str, Any]], i
     try:
         return None if length_of is None else length_of(row)
     except Exception as error:  # processors raise whatever a prompt leads them to
-        raise DataError(f"the model's processor refuses its prompt ({words_of(error)})") from error
+        raise DataError(f"the model's processor refuses its prompt ({error_text(error)})") from error
 
 
 def report(findings: Findings, budget: Budget) -> str:

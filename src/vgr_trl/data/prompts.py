@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import StrictUndefined, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from vgr_trl.utils import ConfigError, DataError, words_of
+from vgr_trl.utils import ConfigError, DataError, error_text
 
 LETTERS = "ABCDEFGHIJ"
 PLACEHOLDER = "<image>"  # of an image in the text of a question, as LLaVA, ms-swift and EasyR1 write it
@@ -121,7 +121,7 @@ class SystemTemplate:
             unknown = meta.find_undeclared_variables(environment.parse(text)) - set(self.variables)
             self._template = environment.from_string(text)
         except (TemplateError, RecursionError, MemoryError) as error:
-            raise ConfigError(f"{name} is not a Jinja2 template ({words_of(error)}): correct it there.") from error
+            raise ConfigError(f"{name} is not a Jinja2 template ({error_text(error)}): correct it there.") from error
         unknown -= set(environment.globals)
         if unknown:
             raise ConfigError(
@@ -143,7 +143,7 @@ class SystemTemplate:
         try:
             text = self._template.render(**values)
         except Exception as error:  # expressions of a template raise whatever Python's do
-            raise DataError(f"{self.name} cannot be filled in for it ({words_of(error)})") from error
+            raise DataError(f"{self.name} cannot be filled in for it ({error_text(error)})") from error
         return text.strip() or None
 
 

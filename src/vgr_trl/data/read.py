@@ -39,7 +39,7 @@ from vgr_trl.data.columns import (
     undecoded,
 )
 from vgr_trl.data.images import downloaded, path_within
-from vgr_trl.utils import ConfigError, DataError, VGRError, words_of
+from vgr_trl.utils import ConfigError, DataError, VGRError, error_text
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 CARDS = ("README.md", ".huggingface.yaml")
@@ -128,7 +128,7 @@ def readable(source: str | None, name: str, only_reads: bool = False) -> Iterato
     except VGRError:
         raise
     except (DatasetNotFoundError, ConnectionError) as error:
-        raise DataError(f"No data set is found at {source} ({words_of(error, 300)}): check {name}.") from error
+        raise DataError(f"No data set is found at {source} ({error_text(error, 300)}): check {name}.") from error
     except (DatasetGenerationError, ArrowException, OSError, ValueError, RecursionError, StopIteration) as error:
         is_of_system = isinstance(error, OSError) and error.errno is not None  # a full disk for example
         is_of_data = isinstance(error, DatasetGenerationError | ArrowException | UnicodeError | DataFilesNotFoundError)
@@ -136,7 +136,7 @@ def readable(source: str | None, name: str, only_reads: bool = False) -> Iterato
             raise
         cause = error.__cause__ or error
         raise DataError(
-            f"{source} cannot be read ({words_of(cause, 300)}): check {name}, and that it is complete."
+            f"{source} cannot be read ({error_text(cause, 300)}): check {name}, and that it is complete."
         ) from error
 
 
@@ -304,7 +304,9 @@ def _object(value: Any) -> dict[str, Any] | str:
 
 
 def _unreadable(path: Path, row: int, error: Exception) -> DataError:
-    return DataError(f"The file {path} cannot be read beyond row {row} ({words_of(error)}): check that it is complete.")
+    return DataError(
+        f"The file {path} cannot be read beyond row {row} ({error_text(error)}): check that it is complete."
+    )
 
 
 READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
@@ -489,7 +491,8 @@ def _dataset_records(name: str, load: Callable[[str | None], Any], config: str |
         raise
     except (DatasetsError, ArrowException, AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as e:
         raise DataError(
-            f"{name} cannot be read beyond row {number} ({words_of(e, 300)}): check the name, and that it is complete."
+            f"{name} cannot be read beyond row {number} ({error_text(e, 300)}): "
+            "check the name, and that it is complete."
         ) from e
 
 

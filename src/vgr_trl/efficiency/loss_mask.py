@@ -12,7 +12,7 @@ from vgr_trl.batch import IMAGE_INPUTS, PERTURBED, TOKEN_TYPES, split_images, st
 from vgr_trl.sharing.model_support import changed_hidden_states, check_causal_attention
 from vgr_trl.sharing.prefix_cache import UnsupportedModel
 from vgr_trl.sharing.sharing import Feature
-from vgr_trl.utils import replaced_method
+from vgr_trl.utils import patched_method
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def only_tokens(causal: Any, base: Any, wanted: torch.Tensor | None) -> Iterator
                 setattr(outputs, name, every.masked_scatter(scored.to(value.device), value))
         return outputs
 
-    with replaced_method(causal, "forward", chosen):
+    with patched_method(causal, "forward", chosen):
         yield
 
 

@@ -20,7 +20,7 @@ from transformers import BatchFeature
 
 from vgr_trl.batch import Parts, UnknownParts, find_layout, image_inputs_of, parts_by_counts
 from vgr_trl.sharing.model_support import base_of, causal_model, has_active_dropout
-from vgr_trl.utils import replaced_method
+from vgr_trl.utils import patched_method
 
 # What processors of transformers return beside pixel inputs: one entry per image, or per row of images.
 _PER_IMAGE = {"num_patches", "num_crops", "num_soft_tokens_per_image"}
@@ -42,7 +42,7 @@ def images_processed_once(processor: Any) -> Iterator[None]:
     if not type(images).__module__.startswith(_EXACT):
         yield
         return
-    with replaced_method(images, "preprocess", _ProcessedOnce(images, images.preprocess)):
+    with patched_method(images, "preprocess", _ProcessedOnce(images, images.preprocess)):
         yield
 
 
@@ -195,7 +195,7 @@ class VisionCache:
         def features(*args: Any, **kwargs: Any) -> Any:
             return self._outputs(plain, dict(zip(names, args, strict=False)) | kwargs)
 
-        with replaced_method(self.base, "get_image_features", features):
+        with patched_method(self.base, "get_image_features", features):
             yield
 
     def metrics(self) -> dict[str, float]:

@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from vgr_trl.reporting.records import Completion, Record, as_json
-from vgr_trl.utils import append_whole, printable
+from vgr_trl.utils import append_atomic, printable
 
 FOLDER = "training_logs"
 FULL = b"\n\nThis file has reached rollout_log_max_megabytes: `vgr-trl report` shows the completions that came later.\n"
@@ -97,7 +97,7 @@ class MarkdownLogs:
         file, data = Path(self.paths[title]), section.encode("utf-8", "replace")
         size, most = file.stat().st_size if file.exists() else 0, self.options.rollout_log_max_megabytes * 1e6
         if size < most:
-            append_whole(file, data + FULL if size + len(data) >= most else data, head=f"# {title}\n\n".encode())
+            append_atomic(file, data + FULL if size + len(data) >= most else data, head=f"# {title}\n\n".encode())
 
 
 def rollout_section(

@@ -29,7 +29,7 @@ from vgr_trl.reporting.records import (
     read_thumbnail,
     records_folder,
 )
-from vgr_trl.utils import ConfigError, write_whole
+from vgr_trl.utils import ConfigError, write_atomic
 
 PAGE = "page.html"  # built from report_page/ by `make report-page`
 PLACE = "VGR_TRL_DATA_GOES_HERE"
@@ -137,7 +137,7 @@ def write_report(
     packed = zlib.compress(_as_bytes({"version": 1, "runs": content, "images": images}), _LEVEL)
     html = page.replace(PLACE, base64.b64encode(packed).decode("ascii")).encode()
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    write_whole(Path(path), html)
+    write_atomic(Path(path), html)
     return Report(Path(path), len(html), sum(len(run.records) for run in shown), {run.name: run.notes for run in shown})
 
 

@@ -48,7 +48,7 @@ from vgr_trl.rollout import ConstructedTrainer, Rollout
 from vgr_trl.signals.named import QUANTITIES, measure_segments, reward_columns
 from vgr_trl.signals.ratios import late_layers, token_vision_gain_ratio
 from vgr_trl.signals.regions import in_pixels
-from vgr_trl.utils import ConfigError, DataError, words_of
+from vgr_trl.utils import ConfigError, DataError, error_text
 
 if TYPE_CHECKING:
     from vgr_trl.trainer import DAPOTrainer
@@ -225,7 +225,7 @@ class RolloutRecorder:
         except Exception as error:  # whatever it is, it must not end the training that it describes
             if type(error) not in self._warned:
                 self._warned.add(type(error))
-                reason = words_of(error).rstrip(".")
+                reason = error_text(error).rstrip(".")
                 logger.warning(f"Rollouts cannot be recorded ({reason}); training continues without these records.")
 
     def _writer(self, step: int) -> RecordWriter:

@@ -20,7 +20,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from vgr_trl.utils import ConfigError, DataError, append_whole, write_whole
+from vgr_trl.utils import ConfigError, DataError, append_atomic, write_atomic
 
 logger = logging.get_logger(__name__)
 
@@ -207,21 +207,21 @@ class RecordWriter:
         if not (self.folder / RUN_FILE).exists():
             created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             text = json.dumps({"version": VERSION, "created": created, **description}, indent=2, default=str)
-            write_whole(self.folder / RUN_FILE, text.encode(), sync=False)
+            write_atomic(self.folder / RUN_FILE, text.encode(), sync=False)
         if (self.folder / LOGS_FILE).exists():
-            append_whole(self.folder / LOGS_FILE, b"\n")  # ends a line that a kill has cut
+            append_atomic(self.folder / LOGS_FILE, b"\n")  # ends a line that a kill has cut
         self._file, self._size = self._next_file(), self._measure()
 
     def add(self, record: Record, thumbnails: Mapping[str, bytes]) -> None:
         """Append a record, and write the files `images/….webp` that it names and that are not there yet."""
         for name, content in thumbnails.items():
             if not (self.folder / name).exists():
-                write_whole(self.folder / name, content, sync=False)
+                write_atomic(self.folder / name, content, sync=False)
                 self._size += len(content)
         line = encode(record)
         if self._file.exists() and self._file.stat().st_size + len(line) > self.max_bytes // _FILES:
             self._file = self._next_file()
-        append_whole(self._file, line)
+        append_atomic(self._file, line)
         self._size += len(line)
         for oldest in sorted(self.folder.glob(RECORDS))[1:-1]:
             if self._size <= self.max_bytes:
@@ -236,7 +236,7 @@ class RecordWriter:
 
     def log(self, entry: LogEntry) -> None:
         """Append what the trainer has logged."""
-        append_whole(self.folder / LOGS_FILE, encode(entry))
+        append_atomic(self.folder / LOGS_FILE, encode(entry))
 
     def _next_file(self) -> Path:
         """A new file, also for a run that continues: a kill may have cut the last line of the one before."""

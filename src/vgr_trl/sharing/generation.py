@@ -23,7 +23,7 @@ from vgr_trl.sharing.prefix_forward import (
     rows_of_images,
     without_empty_images,
 )
-from vgr_trl.utils import replaced
+from vgr_trl.utils import patched_attribute
 
 ROOM = 128  # tokens for which there is room before the next copy
 
@@ -98,7 +98,7 @@ class SharedGeneration:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kwargs = without_empty_images(kwargs, self.forward.agree_on_images)
-        with self.forward.lock, replaced(self.forward, "paused", True):
+        with self.forward.lock, patched_attribute(self.forward, "paused", True):
             groups: list[int] | None = None
             reason = ""
             try:
@@ -188,7 +188,7 @@ class SharedGeneration:
         # One greedy step draws no random numbers, and prepares positions and masks as the family's own generate does.
         # The model's own defaults are for completions.
         step = GenerationConfig(max_new_tokens=1, do_sample=False, num_beams=1, return_dict_in_generate=True)
-        with torch.no_grad(), replaced(self.model, "generation_config", step):
+        with torch.no_grad(), patched_attribute(self.model, "generation_config", step):
             self.plain(**prompts, **others, past_key_values=cache, generation_config=step)
         whole = cache.get_seq_length() == ids.size(1) - 1
         require(whole, "the model did not keep the whole prompt in its cache")

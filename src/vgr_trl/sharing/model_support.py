@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import AttentionInterface
 
 from vgr_trl.sharing.prefix_cache import UnsupportedModel, keeps_nothing, require
-from vgr_trl.utils import ConfigError, replaced
+from vgr_trl.utils import ConfigError, patched_attribute
 
 # Attributes by which layers of transformers hold the rate of a dropout, or the width of the noise of a router.
 _RATES = (
@@ -66,7 +66,7 @@ def changed_hidden_states(base: Any, change: Callable[[torch.Tensor], torch.Tens
             outputs.last_hidden_state = change(outputs.last_hidden_state)
         return outputs
 
-    with replaced(base, "forward", forward):
+    with patched_attribute(base, "forward", forward):
         yield
 
 
@@ -166,7 +166,7 @@ def attention_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) 
     def get_interface(interface: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
         return wrap(look_up(interface, name, default))
 
-    with replaced(AttentionInterface, "get_interface", get_interface):
+    with patched_attribute(AttentionInterface, "get_interface", get_interface):
         yield
 
 

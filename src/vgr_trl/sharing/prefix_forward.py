@@ -40,7 +40,7 @@ from vgr_trl.sharing.prefix_cache import (
     prefix_to_write,
     require,
 )
-from vgr_trl.utils import DataError, replaced
+from vgr_trl.utils import DataError, patched_attribute
 
 # What a pass costs beside its tokens, in tokens.
 _PASS_COST = {"cpu": 32}
@@ -536,7 +536,7 @@ def _own_rope_deltas(base: Any) -> Iterator[list[torch.Tensor]]:
         a list for it, (N, 1), empty for other models and without images.
     """
     deltas: list[torch.Tensor] = []
-    with nullcontext() if not hasattr(base, "rope_deltas") else replaced(base, "rope_deltas", None):
+    with nullcontext() if not hasattr(base, "rope_deltas") else patched_attribute(base, "rope_deltas", None):
         yield deltas
     if deltas:
         base.rope_deltas = deltas[0]
@@ -582,7 +582,7 @@ def _early_exit(modules: Mapping[str, Any], layers: Mapping[str, Any], prefix: P
         yield
         return
     prefix.layers[-1].ends_pass = True
-    with suppress(PromptsStored), replaced(layers[last[0]], "gradient_checkpointing", False):
+    with suppress(PromptsStored), patched_attribute(layers[last[0]], "gradient_checkpointing", False):
         yield
 
 
@@ -596,7 +596,7 @@ def _cache_through_checkpoints(layers: Iterable[Any]) -> Iterator[None]:
     """Let checkpointed layers use a cache: ours is not changed by a recomputation."""
     with ExitStack() as stack:
         for layer in layers:
-            stack.enter_context(replaced(layer, "_can_checkpoint_with_cache", True))
+            stack.enter_context(patched_attribute(layer, "_can_checkpoint_with_cache", True))
         yield
 
 

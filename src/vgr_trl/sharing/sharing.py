@@ -22,7 +22,7 @@ from vgr_trl.sharing.model_support import (
 )
 from vgr_trl.sharing.prefix_cache import SharingReport
 from vgr_trl.sharing.prefix_forward import SharedForward, find_groups, first_rows, without_empty_images
-from vgr_trl.utils import ConfigError, replaced_method
+from vgr_trl.utils import ConfigError, patched_method
 
 
 @contextmanager
@@ -78,15 +78,15 @@ def share_prompts(
     base = base_of(causal)
     forward = SharedForward(base, base.forward, report, completion_length, agree, sharded, packs)
     with ExitStack() as stack:
-        stack.enter_context(replaced_method(base, "forward", forward))
+        stack.enter_context(patched_method(base, "forward", forward))
         if base is not causal:
             head = with_unseen_counted(causal.forward, forward)
             if completion_length is not None:
                 head = with_scored_columns(head, base, completion_length, forward.lock)
-            stack.enter_context(replaced_method(causal, "forward", head))
+            stack.enter_context(patched_method(causal, "forward", head))
         if base is not causal and hasattr(causal, "generate"):
             generate = SharedGeneration(causal, causal.generate, forward, report)
-            stack.enter_context(replaced_method(causal, "generate", generate))
+            stack.enter_context(patched_method(causal, "generate", generate))
         yield report
 
 
@@ -112,7 +112,7 @@ def leave_out_empty_images(model: nn.Module, *, agree: Callable[[bool], bool] | 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return plain(**without_empty_images(dict(zip(names, args, strict=False)) | kwargs, agree))
 
-    with replaced_method(base, "forward", forward):
+    with patched_method(base, "forward", forward):
         yield
 
 

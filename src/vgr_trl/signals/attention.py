@@ -29,7 +29,7 @@ from vgr_trl.sharing.model_support import (
     why_adapter_reads_whole_rows,
 )
 from vgr_trl.signals.ratios import ModalityMasks, build_modality_masks
-from vgr_trl.utils import ConfigError, replaced
+from vgr_trl.utils import ConfigError, patched_attribute
 
 SUPPORTED = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
 
@@ -563,7 +563,7 @@ class GenerationProbe:
 
     def __enter__(self) -> "GenerationProbe":
         generate = wraps(self.causal.generate)(partial(self._generate, self.causal.generate))
-        self._stack.enter_context(replaced(self.causal, "generate", generate))
+        self._stack.enter_context(patched_attribute(self.causal, "generate", generate))
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -35,7 +35,7 @@ from vgr_trl.signals.attention import AttentionProbe, find_decoder
 from vgr_trl.signals.dependency import jensen_shannon
 from vgr_trl.signals.ratios import ModalityMasks, build_modality_masks, vision_token_ids
 from vgr_trl.signals.similarity import SimilarityProbe
-from vgr_trl.utils import ConfigError, DataError, replaced
+from vgr_trl.utils import ConfigError, DataError, patched_attribute
 
 if TYPE_CHECKING:
     from trl.trainer.utils import FusedCausalLMOutput
@@ -74,7 +74,7 @@ class Head:
             return outputs
 
         base, decoder = self.causal.base_model, find_decoder(self.causal)  # OPT's head calls the decoder of its base
-        with replaced(base, "forward", forward), replaced(decoder, "forward", forward):
+        with patched_attribute(base, "forward", forward), patched_attribute(decoder, "forward", forward):
             logits: torch.Tensor = self.causal(input_ids=ids, use_cache=False, return_dict=True).logits[0]
         if calls != 1:
             raise ConfigError(
@@ -154,7 +154,8 @@ def _entropies(logps: torch.Tensor) -> torch.Tensor:
     """Return the entropies of (C, vocabulary) log-probabilities, which are changed in place."""
     probabilities = logps.exp()
     # A forbidden token has the logit -inf and adds nothing.
-    return -torch.linalg.vecdot(probabilities, logps.clamp_(min=torch.finfo(logps.dtype).min))
+    sums: torch.Tensor = torch.linalg.vecdot(probabilities, logps.clamp_(min=torch.finfo(logps.dtype).min))
+    return -sums
 
 
 @contextmanager
@@ -188,7 +189,7 @@ def head_of_rows(model: nn.Module, rows: Sequence[int] | None) -> Iterator[None]
         )
 
     forward.of_rows = True  # type: ignore[attr-defined]
-    with replaced(causal, "forward", forward):
+    with patched_attribute(causal, "forward", forward):
         yield
 
 

@@ -32,7 +32,7 @@ from vgr_trl.integrations.verl.signals import (
     perturb_row,
 )
 from vgr_trl.signals.dependency import visual_dependency
-from vgr_trl.utils import ConfigError, replaced
+from vgr_trl.utils import ConfigError, patched_attribute
 
 KEY = "vgr"  # of a batch's `meta_info`
 
@@ -114,7 +114,7 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
 
         self._context = context
         try:
-            with replaced(dp_actor, "compute_policy_loss", loss):
+            with patched_attribute(dp_actor, "compute_policy_loss", loss):
                 return super().update_policy(data)
         finally:
             self._context = self._perturbed_logps = None
@@ -163,7 +163,7 @@ class SignalWorker(fsdp_workers.FSDPWorker):  # type: ignore[misc]
     @decorator_register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Build the model; the actor that EasyR1 imports meanwhile is ours."""
-        with replaced(dp_actor, "DataParallelPPOActor", SignalActor):
+        with patched_attribute(dp_actor, "DataParallelPPOActor", SignalActor):
             super().init_model()
 
     @decorator_register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -235,8 +235,10 @@ class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
             return self.advantages(plain_advantage, data, gamma, lam)
 
         with (
-            replaced(ray_trainer, "reduce_metrics", lambda metrics: plain_reduce(self.without_weights(metrics))),
-            replaced(ray_trainer, "compute_advantage", compute_advantage),
+            patched_attribute(
+                ray_trainer, "reduce_metrics", lambda metrics: plain_reduce(self.without_weights(metrics))
+            ),
+            patched_attribute(ray_trainer, "compute_advantage", compute_advantage),
         ):
             super().fit()
 

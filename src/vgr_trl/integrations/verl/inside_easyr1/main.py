@@ -10,7 +10,7 @@ from typing import Any
 import transformers.modeling_utils
 import yaml
 
-from vgr_trl.utils import replaced
+from vgr_trl.utils import patched_attribute
 
 # EasyR1 (b44b311) imports `no_init_weights` from where transformers 5 does not have it any more.
 #
@@ -53,7 +53,7 @@ def runner_with(options: dict[str, Any]) -> Any:
 
             registered.register()
             trainer = type("SignalTrainer", (SignalTrainer,), {"signal_options": options})
-            with replaced(main, "FSDPWorker", SignalWorker), replaced(main, "RayPPOTrainer", trainer):
+            with patched_attribute(main, "FSDPWorker", SignalWorker), patched_attribute(main, "RayPPOTrainer", trainer):
                 super().run(config)
 
     return ray.remote(num_cpus=1)(SignalRunner)
@@ -68,7 +68,7 @@ def main() -> None:
     from vgr_trl.integrations.verl.inside_easyr1.actor import read_options
 
     read_options(options, "grpo")  # so that errors come before Ray starts
-    with replaced(theirs, "Runner", runner_with(options)):
+    with patched_attribute(theirs, "Runner", runner_with(options)):
         theirs.main()
 
 

@@ -47,7 +47,7 @@ from vgr_trl.sharing.model_support import base_of, causal_model, is_attention
 from vgr_trl.signals.attention import find_decoder
 from vgr_trl.signals.dependency import visual_dependency
 from vgr_trl.signals.scoring import policy_is_active
-from vgr_trl.utils import ConfigError, replaced
+from vgr_trl.utils import ConfigError, patched_attribute
 
 # verl's forward passes of Qwen-VL hand a cache on to the language model, but do not name it among their parameters.
 #
@@ -87,7 +87,7 @@ def naming_its_cache(model: Any) -> Iterator[None]:
             return base.language_model(inputs_embeds=base.get_input_embeddings()(input_ids), **given)
         return plain(input_ids, **given)
 
-    with replaced(base, "forward", forward):
+    with patched_attribute(base, "forward", forward):
         yield
 
 
@@ -115,7 +115,7 @@ def looked_up(model: Any) -> Iterator[None]:
             owner: Any = importlib.import_module(name)
             if hasattr(owner, NAME):
                 through = partial(_through_registry, getattr(owner, NAME), running)
-                stack.enter_context(replaced(owner, NAME, through))
+                stack.enter_context(patched_attribute(owner, NAME, through))
         yield
 
 
