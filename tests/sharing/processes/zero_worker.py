@@ -8,9 +8,9 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
-from process_worker import all_agree, difference_with_images_once, frozen
+from process_worker import all_agree, difference_with_images_once
 from support.models.compare import checkpointed, largest_relative, loss_of, with_head
-from support.models.families import build, make_batch
+from support.models.families import build, make_batch, with_frozen_tower
 
 from vgr_trl.patches import close_group_at_exit
 from vgr_trl.sharing import share_prompts
@@ -52,7 +52,7 @@ def run() -> None:
             assert len(plain) > 10
             difference = largest_relative(plain, shared)
             assert difference < 1e-5, (stage, checkpointing, difference)
-    difference = difference_with_images_once(rank, engine_for(2, True, frozen), batch, gradients)
+    difference = difference_with_images_once(rank, engine_for(2, True, with_frozen_tower), batch, gradients)
     assert difference < 1e-5, difference
 
 
