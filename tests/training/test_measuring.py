@@ -61,9 +61,9 @@ def test_no_pass_is_made_twice(make, passes, changed, expected):
     assert passes == expected
 
 
-@pytest.mark.parametrize(("source", "scoring"), [("scoring", [2, 8]), ("generate", [])])
-def test_forward_calls_of_a_rollout_batch(make, source, scoring):
-    """Rows per pass of the language model, two prompts with four completions each; the tower sees each image once."""
+@pytest.mark.parametrize(("source", "scoring", "tower"), [("scoring", [2, 8], 3), ("generate", [], 2)])
+def test_forward_calls_of_a_rollout_batch(make, source, scoring, tower):
+    """Rows per pass of the language model, two prompts with four completions each; images once per pass, as the tower trains."""
     trainer = make(rewards=[letters_reward, vgr_reward], token_weights=True, attention_source=source, max_steps=1,
                    rollout_log_steps=0)  # fmt: skip
     rows, images = [], []
@@ -76,7 +76,7 @@ def test_forward_calls_of_a_rollout_batch(make, source, scoring):
     trainer.train()
     passes = [count for count, tokens in rows if tokens > 1]  # without the steps of generation
     assert passes == [2, *scoring, 2, 8]
-    assert images == [2, 2]  # for the rollout and, with gradients, for training
+    assert images == [2] * tower  # in generation, scoring and training, each image once
 
 
 @pytest.mark.parametrize(
