@@ -69,7 +69,6 @@ def test_every_feature_trains_as_in_one_process(kind, train):
     check_equal(folder, kind, "mixed")
     history = outcome(folder, kind, "mixed")[0]["history"]
     assert [entry["replay/replaced_fraction"] for entry in history] == [0, 0, 0.5]
-    assert [entry["dynamic_sampling/generated_groups"] for entry in history] == [0, 0, 1]
     assert [entry["reward_weights/vgr_hard_negative_reward"] for entry in history] == [0.5, 1, 1]
     assert all(entry["sharing/prompts_per_row"] < 1 for entry in history), "prompts are shared by default"
     assert list((folder / f"{kind} mixed" / "rollouts").glob("records-*.jsonl"))

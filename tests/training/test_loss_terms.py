@@ -134,8 +134,8 @@ def test_a_row_without_an_image_has_no_dependency(make):
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 2
     found = []
-    recorder_keep = trainer.recorder.keep
-    trainer.recorder.keep = lambda rollout: found.append(rollout.signals) or recorder_keep(rollout)
+    take_snapshot = trainer.recorder.snapshot
+    trainer.recorder.snapshot = lambda rollout: found.append(rollout.signals) or take_snapshot(rollout)
     trainer._prepare_inputs(rows)
     [signals] = found
     assert signals.dependency[4:].isnan().all()

@@ -5,7 +5,7 @@ import torch
 from datasets import IterableDataset, load_dataset
 from support.trainers import letters_reward, train_file
 
-from vgr_trl import forward_passes as score
+from vgr_trl import measure as score
 from vgr_trl.data.images import ImageLimits, ImageRule
 from vgr_trl.data.rows import prepare_rows
 from vgr_trl.reporting.recorder import images_of_row
