@@ -63,7 +63,7 @@ def test_no_pass_is_made_twice(make, passes, changed, expected):
 
 @pytest.mark.parametrize(("source", "scoring", "tower"), [("scoring", [2, 8], 3), ("generate", [], 2)])
 def test_forward_calls_of_a_rollout_batch(make, source, scoring, tower):
-    """Rows per pass of the language model, two prompts with four completions each; images once per pass, as the tower trains."""
+    """Rows per pass of the language model, two prompts of four completions; a tower that trains runs in each pass."""
     trainer = make(rewards=[letters_reward, vgr_reward], token_weights=True, attention_source=source, max_steps=1,
                    rollout_log_steps=0)  # fmt: skip
     rows, images = [], []
