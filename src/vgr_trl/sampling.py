@@ -78,7 +78,7 @@ def select_groups(trainer: "DAPOTrainer", rollout: Rollout) -> dict[str, float]:
     if replay is not None:
         rollout.batch = replay.numbered(rollout.batch)
         metrics |= replay.metrics(len(replayed) / num_groups)
-    metrics["sampling/live_fraction"] = (trained + len(replayed)) / num_groups
+    metrics["sampling/nonzero_variance_fraction"] = (trained + len(replayed)) / num_groups
     rollout.with_gradient, rollout.replaced = selection.rows_with_gradient(replacements), sorted(replacements)
     # A filtered group that nothing replaces has rewards that differ; without this it would be trained on.
     advantages = rollout.batch["advantages"]

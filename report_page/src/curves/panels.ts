@@ -68,7 +68,7 @@ const RULES: Rule[] = [
   { section: "Attention efficiency", pattern: /^attention\/(prompt\/)?(\w+)\/(aei_\w+)$/, title: ([, prompt, , what]) => `AEI ${AEI[what!] ?? what}${prompt ? ", of the prompt" : ""}` },
   { section: "Attention", pattern: /^attention\/(prompt\/)?(\w+)\/(\w+)$/, title: ([, prompt, , what]) => `${capital(plain(what!))}${prompt ? ", of the prompt" : ""}` },
   { section: "Dependency on the image", pattern: /dependency|perception|sensitivity|scaling|low_var_kl|combined_token_fraction|perturbed/ },
-  { section: "Replay and resampling", pattern: /^(replay|sampling\/live|dynamic_sampling)/ },
+  { section: "Replay and resampling", pattern: /^(replay|sampling\/nonzero|dynamic_sampling)/ },
   { section: "Clipping and divergence", pattern: /clip|(^|_)kl($|\/)|^sampling\// },
   { section: "Entropy", pattern: /entropy/ },
   { section: "Token weights", pattern: /token_weight/ },
@@ -142,7 +142,7 @@ const MATTERS = [
   [/^reward$/],
   [/^attention\/\*\/vgr$/],
   [/^completions\/mean_length$/],
-  [/^sampling\/live_fraction$/, /^frac_reward_zero_std$/],
+  [/^sampling\/nonzero_variance_fraction$/, /^frac_reward_zero_std$/],
   [/^entropy$/],
 ];
 

@@ -16,8 +16,8 @@ const WANTED: { title: string; patterns: RegExp[]; share: boolean; complement?: 
   { title: "Accuracy", patterns: [/^rewards\/.*accuracy.*\/mean$/, /accuracy|pass@|mean@/], share: true },
   { title: "Format", patterns: [/^rewards\/.*format.*\/mean$/], share: true },
   { title: "Length", patterns: [/^completions\/mean_length$/], share: false },
-  { title: "Live groups", patterns: [/^sampling\/live_fraction$/], share: true },
-  { title: "Live groups", patterns: [/^frac_reward_zero_std$/], share: true, complement: true },
+  { title: "Non-zero variance", patterns: [/^sampling\/nonzero_variance_fraction$/], share: true },
+  { title: "Non-zero variance", patterns: [/^frac_reward_zero_std$/], share: true, complement: true },
   { title: "VGR", patterns: [/^attention\/late\/vgr$/, /^attention\/(?!prompt)\w+\/vgr$/], share: false },
 ];
 

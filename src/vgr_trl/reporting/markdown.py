@@ -32,7 +32,7 @@ _STEP_LINE = (  # heading, names under which trainers log it, format
     ("format", ("rewards/think_format_reward/mean",), "{:.2f}"),
     ("length", ("completions/mean_length",), "{:.0f}"),
     ("VGR", ("attention/late/vgr", "attention/all/vgr"), "{:.3f}"),
-    ("live", ("sampling/live_fraction",), "{:.0%}"),
+    ("non-zero variance", ("sampling/nonzero_variance_fraction",), "{:.0%}"),
     ("loss", ("loss",), "{:.4f}"),
 )
 
@@ -244,7 +244,7 @@ def token_shades(completion: Completion) -> list[str]:
 
 
 def step_line(step: int, total: int, logs: Mapping[str, float], seconds_per_step: float | None) -> str:
-    """Return step, reward, accuracy, length, VGR, live groups, seconds per step and the time that is left.
+    """Return one line: step, reward, accuracy, length, VGR, groups with non-zero variance, seconds per step, time left.
 
     Args:
         total: steps of the run.
@@ -252,7 +252,7 @@ def step_line(step: int, total: int, logs: Mapping[str, float], seconds_per_step
         seconds_per_step: mean of the last steps; None: not known yet.
     """
     if "frac_reward_zero_std" in logs:
-        logs = {"sampling/live_fraction": 1 - logs["frac_reward_zero_std"], **logs}
+        logs = {"sampling/nonzero_variance_fraction": 1 - logs["frac_reward_zero_std"], **logs}
     parts = [f"step {step:>{len(str(total))}}/{total}"]
     for heading, names, form in _STEP_LINE:
         value = next((logs[name] for name in names if logs.get(name) is not None), None)

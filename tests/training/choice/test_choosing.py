@@ -139,7 +139,7 @@ class TestReplay:
         trainer = make(rewards=constant_reward, replay_buffer_size=2, max_steps=2)
         before = weights(trainer)
         trainer.train()
-        assert logged(trainer, "sampling/live_fraction") == [0.0, 0.0]
+        assert logged(trainer, "sampling/nonzero_variance_fraction") == [0.0, 0.0]
         assert logged(trainer, "replay/size") == [0.0, 0.0]
         assert torch.equal(weights(trainer), before), "AdamW has no weight decay here, and no group a gradient"
 
@@ -199,7 +199,7 @@ class TestResampling:
         trainer = make(dynamic_sampling="resample", dynamic_sampling_max_rounds=4, log_completions=True,
                        num_completions_to_print=0)  # fmt: skip
         trainer.train()
-        live = logged(trainer, "sampling/live_fraction")
+        live = logged(trainer, "sampling/nonzero_variance_fraction")
         dead = logged(trainer, "frac_reward_zero_std")
         generated = logged(trainer, "dynamic_sampling/generated_groups")
         discarded = logged(trainer, "dynamic_sampling/discarded_groups")
@@ -269,7 +269,7 @@ class TestFiltering:
         trainer = make(lively_reward, online_filtering=True, filter_key="overall", **bounds, max_steps=1)
         before = weights(trainer)
         trainer.train()
-        assert logged(trainer, "sampling/live_fraction") == [0.0]
+        assert logged(trainer, "sampling/nonzero_variance_fraction") == [0.0]
         assert torch.equal(weights(trainer), before)
 
     def test_the_default_looks_at_accuracy_whatever_the_weights_are(self, make):
@@ -284,7 +284,7 @@ class TestFiltering:
         rewards = [accuracy_reward, format_reward]
         trainer = make(rewards, reward_weights=[2.5, 0.5], online_filtering=True, max_steps=1)
         trainer.train()
-        assert logged(trainer, "sampling/live_fraction") == [1.0]
+        assert logged(trainer, "sampling/nonzero_variance_fraction") == [1.0]
 
     def test_the_key_is_only_looked_for_where_it_is_used(self, make):
         assert make(online_filtering=False).args.filter_key == "accuracy"
@@ -466,7 +466,7 @@ class TestCheckpoints:
         whole.train()
         resumed = make(**options)
         resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
-        for name in ("replay/size", "replay/mean_age", "sampling/live_fraction", "loss"):
+        for name in ("replay/size", "replay/mean_age", "sampling/nonzero_variance_fraction", "loss"):
             assert logged(resumed, name)[-3:] == pytest.approx(logged(whole, name)[-3:], abs=1e-6), name
         assert torch.allclose(weights(whole), weights(resumed), atol=1e-6)
 
