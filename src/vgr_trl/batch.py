@@ -4,9 +4,8 @@
 entry. `Rows` are completions with everything that TRL's loss reads for each of them.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal, TypedDict, TypeVar
 
@@ -14,7 +13,6 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vgr_trl.registries import VIEW
 from vgr_trl.utils import DataError
 
 IMAGE_INPUTS = (
@@ -577,107 +575,6 @@ def owned(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value.detach())
 
 
-@dataclass
-class AttentionMass:
-    """Attention of the emitting queries on the prompt's vision and instruction tokens, summed over keys.
-
-    Attributes:
-        vision: (L, N, T) float32 in [0, 1], mean over heads of the attention on all vision tokens together.
-        instruction: (L, N, T) float32 in [0, 1], likewise on all instruction tokens.
-        num_vision: (N,) int, vision tokens of each row's prompt.
-        num_instruction: (N,) int, instruction tokens of each row's prompt.
-        mask: (N, T) bool, completion tokens that count in the loss.
-        region: (L, N, T) float32, likewise on the vision tokens of what the question is about; None: not measured.
-        num_region: (N,) int, their number; None: not measured.
-    """
-
-    vision: torch.Tensor
-    instruction: torch.Tensor
-    num_vision: torch.Tensor
-    num_instruction: torch.Tensor
-    mask: torch.Tensor
-    region: torch.Tensor | None = None
-    num_region: torch.Tensor | None = None
-
-
-@dataclass
-class RolloutSignals:
-    """Signals of N completions of T tokens, under the policy that generated them.
-
-    Attributes:
-        logps: (N, T) float32, log-probabilities of the completion tokens; NaN if they were not measured.
-        entropies: (N, T) float32, in nats; NaN if they were not measured.
-        mask: (N, T) bool, completion tokens that count in the loss.
-        attention: attention mass; None if it was not measured.
-        dependency: (N, T) float32 in [0, 10], `visual_dependency` of the tokens; None if it was not measured.
-        extra: name -> (N, T) float32, signals that were asked for by name; NaN where undefined.
-        similarity: (N, T) float32 in [-1, 1], of the hidden state that emits a token to those of the image; NaN without
-            one, None if it was not measured.
-        views: name of a perturbation -> (N, T) float32, log-probabilities of the tokens given images so perturbed; NaN
-            without an image.
-        jsd: (N, T) float32 in [0, ln 2], Jensen-Shannon divergence of what a token is drawn from given the image, and
-            given the perturbed one; NaN without an image, None if it was not measured.
-        perturbed_entropies: (N, T) float32, in nats, of what it is drawn from given the perturbed image, likewise.
-    """
-
-    logps: torch.Tensor
-    entropies: torch.Tensor
-    mask: torch.Tensor
-    attention: AttentionMass | None = None
-    dependency: torch.Tensor | None = None
-    extra: dict[str, torch.Tensor] = field(default_factory=dict)
-    similarity: torch.Tensor | None = None
-    views: dict[str, torch.Tensor] = field(default_factory=dict)
-    jsd: torch.Tensor | None = None
-    perturbed_entropies: torch.Tensor | None = None
-
-    def measured(self, need: str) -> Any:
-        """Return a measurement by its name among the needs of plug-ins, None if it was not made."""
-        if need.startswith(VIEW):
-            return self.views.get(need.removeprefix(VIEW))
-        return (self.views or None) if need == "views" else getattr(self, need)
-
-    @property
-    def shift(self) -> torch.Tensor | None:
-        """`jsd`, which is measured together with `perturbed_entropies`."""
-        return self.jsd
-
-    @property
-    def regions(self) -> torch.Tensor | None:
-        """Attention on what the questions are about, (L, N, T); None if it was not measured."""
-        return None if self.attention is None else self.attention.region
-
-
-@contextmanager
-def read_only(who: str, *given: Any) -> Iterator[None]:
-    """In this block a plug-in may read tensors, and what holds them, but not change them in place.
-
-    Raises:
-        DataError: it did, naming `who`.
-    """
-    before = [(tensor, tensor._version) for tensor in _tensors(given) if not tensor.is_inference()]
-    yield
-    if any(tensor._version != version for tensor, version in before):
-        raise DataError(f"{who} changed in place what it was given: make new tensors, a * 2 where a.mul_(2) stands.")
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    if isinstance(value, RolloutSignals | AttentionMass):
-        value = vars(value)
-    if isinstance(value, Mapping | tuple):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(part)
-
-
-def unmeasured(mask: torch.Tensor) -> RolloutSignals:
-    """Return the signals of completions of which nothing was measured but which tokens count, (N, T) bool."""
-    nothing = torch.full(mask.shape, torch.nan, device=mask.device)
-    return RolloutSignals(nothing, nothing, mask)
-
-
 # In these families 0 opens a token to everything of that type, before and behind it; what is generated gets this one.
 _CAUSAL_TYPE = {"paligemma": 1}
 VIEWS = "signals.views."  # before the names of perturbations
@@ -706,47 +603,6 @@ _MISSING = {"tool_mask": 1.0, "old_per_token_logps": float("nan"), **dict.fromke
 def tokens_along(name: str) -> Literal["prompt", "completion", "sequence"] | None:
     """Return which tokens of a row the column of that name lies along, None if it does not."""
     return "completion" if name.startswith((VIEWS, EXTRA)) else _ALONG.get(name)
-
-
-def columns_of_signals(signals: RolloutSignals | None) -> dict[str, torch.Tensor]:
-    """Return the tensors of `signals`, rows first: (N, T), (N, L, T) and (N,)."""
-    if signals is None:
-        return {}
-    parts = {
-        f"signals.{name}": value for name, value in vars(signals).items() if name not in ("attention", "views", "extra")
-    }
-    parts |= {f"{VIEWS}{name}": value for name, value in signals.views.items()}
-    parts |= {f"{EXTRA}{name}": value for name, value in signals.extra.items()}
-    if signals.attention is not None:
-        parts |= {f"signals.attention.{name}": value for name, value in vars(signals.attention).items()}
-    return {
-        name: value.transpose(0, 1) if name in LAYERED else value for name, value in parts.items() if value is not None
-    }
-
-
-def signals_of_columns(columns: dict[str, Any]) -> RolloutSignals | None:
-    """Return the signals that `columns_of_signals` made columns of; None if there are none among `columns`."""
-    given = {
-        name.removeprefix("signals."): value.transpose(0, 1) if name in LAYERED else value
-        for name, value in columns.items()
-        if name.startswith("signals.")
-    }
-    if not given:
-        return None
-    mass: Any = {part.name: given.get(f"attention.{part.name}") for part in fields(AttentionMass)}
-    rest: Any = {part.name: given.get(part.name) for part in fields(RolloutSignals)}
-    rest["views"] = {name.removeprefix(VIEWS): value for name, value in columns.items() if name.startswith(VIEWS)}
-    rest["extra"] = {name.removeprefix(EXTRA): value for name, value in columns.items() if name.startswith(EXTRA)}
-    rest["attention"] = AttentionMass(**mass) if mass["mask"] is not None else None
-    return RolloutSignals(**rest)
-
-
-def map_signals(parts: Sequence[RolloutSignals], make: Callable[[list[torch.Tensor]], torch.Tensor]) -> RolloutSignals:
-    """Return the signals whose tensors, rows first, `make` makes of those of parts in which the same was measured."""
-    columns = [columns_of_signals(part) for part in parts]
-    made = signals_of_columns({name: make([each[name] for each in columns]) for name in columns[0]})
-    assert made is not None
-    return made
 
 
 def causal_type(config: Any, name: str) -> int:
@@ -805,13 +661,13 @@ class Rows:
         return sum(map(nbytes, [*columns, *inputs.values()]))
 
     @classmethod
-    def of_batch(cls, batch: Mapping[str, Any], signals: RolloutSignals | None = None) -> "Rows":
+    def of_batch(cls, batch: Mapping[str, Any]) -> "Rows":
         """Return the rows of a batch of TRL; nothing is copied.
 
         Columns of unknown names are kept with their rows.
 
         Args:
-            batch: what `_generate_and_score_completions` returns.
+            batch: what `_generate_and_score_completions` returns, with `columns_of_signals`.
 
         Raises:
             DataError: an entry of the batch cannot be assigned to rows.
@@ -820,7 +676,6 @@ class Rows:
         completion_length = batch["completion_ids"].size(1)
         images, one_per_row = split_images(batch, count)
         entries = {name: value for name, value in batch.items() if name not in ROW_INPUTS}
-        entries |= columns_of_signals(signals)
         columns = {name: value for name, value in entries.items() if not _of_whole_batch(value)}
         rows = cls(prompt_length, completion_length, columns, images, one_per_row)
         for name, value in columns.items():
@@ -877,10 +732,6 @@ class Rows:
             for name, value in self.columns.items()
         }
         return Rows(self.prompt_length, self.completion_length, columns, store_images(self.images), self.one_per_row)
-
-    def signals(self) -> RolloutSignals | None:
-        """Return the signals of the rows, None if there are none."""
-        return signals_of_columns(self.columns)
 
     def into_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return these rows as a batch of TRL, with the entries of `batch` that belong to no row, in its order."""

@@ -14,12 +14,12 @@ from typing import Any, Literal
 import torch
 
 from vgr_trl import registries
-from vgr_trl.batch import AttentionMass, RolloutSignals, read_only
 from vgr_trl.config import RULES, CreditOptions
 from vgr_trl.metrics import Gather, Totals, add_filter, add_weights
 from vgr_trl.options import check_options, check_value, option
 from vgr_trl.registries import declares, is_measurement, needs_of, short_name
-from vgr_trl.signals.ratios import last_layers, late_layers, token_vision_gain_ratio
+from vgr_trl.signals.named import RolloutSignals, read_only
+from vgr_trl.signals.ratios import AttentionMass, last_layers, late_layers, token_vision_gain_ratio
 from vgr_trl.utils import ConfigError, DataError
 
 __all__ = [

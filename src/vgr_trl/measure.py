@@ -11,8 +11,6 @@ from PIL import Image
 from torch import nn
 
 from vgr_trl.batch import (
-    AttentionMass,
-    RolloutSignals,
     build_scoring_inputs,
     image_inputs_of,
     image_tensors,
@@ -24,7 +22,6 @@ from vgr_trl.batch import (
     stacked_inputs,
     text_inputs,
     tiles_by_tokens,
-    unmeasured,
     valid_tokens,
 )
 from vgr_trl.config import REMOVE_IMAGE
@@ -40,6 +37,7 @@ from vgr_trl.signals.dependency import visual_dependency
 from vgr_trl.signals.named import (
     SIGNAL_COLUMNS,
     NamedSignal,
+    RolloutSignals,
     add_named,
     attention_metrics,
     columns_needed_by,
@@ -48,9 +46,17 @@ from vgr_trl.signals.named import (
     named_metrics,
     named_signals,
     reward_columns,
+    unmeasured,
 )
 from vgr_trl.signals.perturbation import images_in, perturb_images, perturbed_prompts, without_images
-from vgr_trl.signals.ratios import ModalityMasks, build_modality_masks, late_layers, special_token_ids, vision_token_ids
+from vgr_trl.signals.ratios import (
+    AttentionMass,
+    ModalityMasks,
+    build_modality_masks,
+    late_layers,
+    special_token_ids,
+    vision_token_ids,
+)
 from vgr_trl.signals.regions import drawn, in_region, lit_share, token_shares
 from vgr_trl.signals.scoring import Head
 from vgr_trl.signals.similarity import SimilarityProbe, decoder_layers, hidden_state_number

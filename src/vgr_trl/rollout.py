@@ -10,8 +10,10 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from trl import GRPOTrainer
 
-from vgr_trl.batch import AttentionMass, Placement, Prompts, RolloutSignals
+from vgr_trl.batch import Placement, Prompts
 from vgr_trl.dapo_config import DAPOConfig
+from vgr_trl.signals.named import RolloutSignals
+from vgr_trl.signals.ratios import AttentionMass
 
 if TYPE_CHECKING:
 

@@ -20,7 +20,7 @@ from datasets import IterableDataset
 from transformers.utils import logging
 
 from vgr_trl.advantages import estimate_advantages
-from vgr_trl.batch import EXTRA, VIEWS, Gather, Placement, RolloutSignals, Rows, checked, join_rows, valid_tokens
+from vgr_trl.batch import EXTRA, VIEWS, Gather, Placement, Rows, checked, join_rows, valid_tokens
 from vgr_trl.checkpoints import load_shares, save_share
 from vgr_trl.credit import active_rules, masked_mean
 from vgr_trl.data.columns import images_of
@@ -28,6 +28,7 @@ from vgr_trl.options import is_number
 from vgr_trl.patches import as_one_batch, replace_newest
 from vgr_trl.registries import VIEW, is_measurement, short_name
 from vgr_trl.rollout import GroupSelection, Rollout, TrainingPass, weighted_sums
+from vgr_trl.signals.named import RolloutSignals, columns_of_signals, signals_of_columns
 from vgr_trl.utils import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -466,7 +467,7 @@ def groups_from_batch(
     Raises:
         DataError: the batch cannot be cut into rows, or `gather` is missing.
     """
-    rows = Rows.of_batch(batch, signals)
+    rows = Rows.of_batch({**batch, **columns_of_signals(signals)})
     rows.columns.pop("advantages", None)
     lengths = [batch[name].sum(1).tolist() for name in ("prompt_mask", "completion_mask")]
     pieces = {}
@@ -553,7 +554,7 @@ def insert_groups(
     Raises:
         DataError: a group has another number of completions or lacks what the batch has, or `gather` is missing.
     """
-    rows = Rows.of_batch(batch, signals)
+    rows = Rows.of_batch({**batch, **columns_of_signals(signals)})
     if batch["advantages"].ndim != 1:
         raise DataError(
             f"The batch has advantages of shape {tuple(batch['advantages'].shape)}: replace groups while there is one "
@@ -569,7 +570,7 @@ def insert_groups(
     if len(parts) == 1:
         return dict(batch), signals
     joined = join_rows(parts, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of).take(source)
-    return joined.into_batch(batch), joined.signals()
+    return joined.into_batch(batch), signals_of_columns(joined.columns)
 
 
 def _brought(replacements: Mapping[int, Group], placement: Placement, gather: Gather | None) -> dict[int, Rows]:

@@ -13,7 +13,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer import grpo_trainer
 
 from vgr_trl.added_loss import FullKL, KLControl, added_loss, constructed_with_reference, scored_by_reference
-from vgr_trl.batch import Prompts, unmeasured, valid_tokens, with_perturbed_rows
+from vgr_trl.batch import Prompts, valid_tokens, with_perturbed_rows
 from vgr_trl.callbacks import CollapseWatch, FiniteUpdates, StepMetrics, name_for_trackers, outlive_trackers
 from vgr_trl.credit import shape_advantages
 from vgr_trl.critic import Critic
@@ -63,7 +63,7 @@ from vgr_trl.rollout import Rollout, TrainingPass
 from vgr_trl.sampling import FurtherPrompts, Replay, ZeroVarianceStreak, select_groups
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.sharing.sharing import SharedPasses
-from vgr_trl.signals.named import SINGLE_COLUMNS
+from vgr_trl.signals.named import SINGLE_COLUMNS, unmeasured
 from vgr_trl.signals.scoring import head_of_rows
 from vgr_trl.utils import RewardError, check_release, patched_attribute
 from vgr_trl.validate import plan_dummy_image, plan_sharing, plan_skipping, plan_vision, refuse_unfit_options

@@ -6,9 +6,10 @@ import torch
 import torch.distributed as dist
 
 from vgr_trl import registries
-from vgr_trl.batch import AttentionMass, RolloutSignals
 from vgr_trl.credit import CreditOptions, shape_advantages
 from vgr_trl.patches import close_group_at_exit
+from vgr_trl.signals.named import RolloutSignals
+from vgr_trl.signals.ratios import AttentionMass
 
 OPTIONS = CreditOptions(
     token_weights=True,

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from support.launching import results_of
 
-from vgr_trl.batch import AttentionMass, RolloutSignals
 from vgr_trl.credit import (
     AnchorOptions,
     CreditOptions,
@@ -27,6 +26,8 @@ from vgr_trl.credit import (
     trajectory_scale,
     vgpo,
 )
+from vgr_trl.signals.named import RolloutSignals
+from vgr_trl.signals.ratios import AttentionMass
 from vgr_trl.utils import ConfigError, DataError
 
 INF, NAN = math.inf, math.nan

@@ -11,10 +11,10 @@ from support.trainers import STOCK
 from support.trl_loss import loss_of, make_trainer
 
 from vgr_trl.advantages import estimate_advantages
-from vgr_trl.batch import RolloutSignals
 from vgr_trl.credit import CreditOptions, shape_advantages
 from vgr_trl.loss import entropy_penalty
 from vgr_trl.signals.dependency import visual_dependency
+from vgr_trl.signals.named import RolloutSignals
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "vppo.json"
 DEFAULTS = {"top_p_perception_tokens": 0.2, "top_p_entropy_tokens": 0.2, "trajectory_scaling_min": 0.8}

@@ -13,12 +13,12 @@ from PIL import Image
 from support.trainers import config, letters_reward, logged, prompts, train_file, vision_trainer
 
 from vgr_trl import DAPOConfig, registries
-from vgr_trl.batch import AttentionMass, RolloutSignals
 from vgr_trl.cli.__main__ import main
 from vgr_trl.credit import CreditOptions, per_token, shape_advantages
 from vgr_trl.rewards import load_reward, load_rewards
-from vgr_trl.signals.named import add_named, named_signals
+from vgr_trl.signals.named import RolloutSignals, add_named, named_signals
 from vgr_trl.signals.perturbation import perturb_images
+from vgr_trl.signals.ratios import AttentionMass
 from vgr_trl.utils import ConfigError, DataError, RewardError
 
 DOCS = Path(__file__).parents[2] / "docs" / "extending.md"

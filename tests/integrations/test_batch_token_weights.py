@@ -7,12 +7,11 @@ import pytest
 import torch
 from PIL import Image
 
-from vgr_trl.batch import AttentionMass
 from vgr_trl.demo.tiny_model import SPECIAL_TOKENS, build_tiny_vlm
 from vgr_trl.integrations.verl import build_token_vgr_weights_for_batch, token_vgr_weights
 from vgr_trl.integrations.verl.signals import as_weights
 from vgr_trl.signals import RolloutScorer, token_vision_gain_ratio
-from vgr_trl.signals.ratios import special_token_ids
+from vgr_trl.signals.ratios import AttentionMass, special_token_ids
 from vgr_trl.utils import ConfigError, DataError
 
 WORDS = "what colour is this red green blue yellow"

@@ -6,10 +6,10 @@ python -m pytest tests/integrations/test_vgr_integration.py
 import pytest
 import torch
 
-from vgr_trl.batch import AttentionMass
 from vgr_trl.integrations.verl import token_vgr_weights
 from vgr_trl.integrations.verl.credit import SignalContext, shape
 from vgr_trl.integrations.verl.options import options_of
+from vgr_trl.signals.ratios import AttentionMass
 
 
 def test_a_token_that_looks_at_the_image_gets_more_weight():

@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from vgr_trl.batch import AttentionMass, RolloutSignals
+from vgr_trl.signals.named import RolloutSignals
+from vgr_trl.signals.ratios import AttentionMass
 
 PAD = 9
 FAMILIES = ("qwen", "gemma4", "lfm2", "internvl", "llava_next", "llava", "idefics")

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from batches import PAD, draw_batch, draw_signals
 
-from vgr_trl.batch import columns_of_signals, signals_of_columns
 from vgr_trl.patches import let_gloo_finish
 from vgr_trl.sampling import (
     Placement,
@@ -25,6 +24,7 @@ from vgr_trl.sampling import (
     with_old_logps,
     zero_variance_groups,
 )
+from vgr_trl.signals.named import columns_of_signals, signals_of_columns
 
 GROUP, GROUPS, STEPS = 4, 3, 8
 DEAD = {1: [1], 3: [1], 4: [2], 5: [0, 1], 6: [0, 2], 7: [0, 1, 2]}  # by step

@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 
-from vgr_trl.batch import RolloutSignals, columns_of_signals, signals_of_columns
 from vgr_trl.config import MeasureOptions
 from vgr_trl.rewards import (
     accuracy_reward,
@@ -17,12 +16,15 @@ from vgr_trl.rewards import (
 from vgr_trl.signals import AttentionMass
 from vgr_trl.signals.named import (
     QUANTITIES,
+    RolloutSignals,
     add_named,
     attention_metrics,
     columns_needed_by,
+    columns_of_signals,
     measure_segments,
     named_signals,
     reward_columns,
+    signals_of_columns,
 )
 
 NAN, INF = math.nan, math.inf

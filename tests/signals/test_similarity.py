@@ -6,10 +6,9 @@ from support.models.eager_reference import masks_of
 from support.models.families import build, make_batch
 from test_measurement import measured_by
 
-from vgr_trl.batch import RolloutSignals, columns_of_signals, signals_of_columns
 from vgr_trl.config import MeasureOptions
 from vgr_trl.sharing import share_prompts
-from vgr_trl.signals.named import add_named, named_signals
+from vgr_trl.signals.named import RolloutSignals, add_named, columns_of_signals, named_signals, signals_of_columns
 from vgr_trl.signals.similarity import SimilarityProbe, cosine_similarity
 from vgr_trl.utils import ConfigError
 

@@ -8,11 +8,10 @@ import torch
 from support.trainers import letters_reward, logged
 
 from vgr_trl import DAPOConfig, registries
-from vgr_trl.batch import RolloutSignals, columns_of_signals, signals_of_columns
 from vgr_trl.config import PerturbationOptions
 from vgr_trl.measure import score_perturbed
 from vgr_trl.registries import declares
-from vgr_trl.signals.named import add_named, named_signals
+from vgr_trl.signals.named import RolloutSignals, add_named, columns_of_signals, named_signals, signals_of_columns
 from vgr_trl.utils import ConfigError
 
 VIEWS = ("mask_image", "gaussian_blur", "blacken_patches")

@@ -10,7 +10,6 @@ import torch
 from verl.trainer.ppo import core_algos
 
 from vgr_trl.advantages import estimate_advantages
-from vgr_trl.batch import AttentionMass, RolloutSignals
 from vgr_trl.credit import CreditOptions, shape_advantages
 from vgr_trl.integrations.verl.credit import (
     LossContext,
@@ -22,6 +21,8 @@ from vgr_trl.integrations.verl.inside_verl.engine import register
 from vgr_trl.integrations.verl.options import options_of
 from vgr_trl.loss import perception_loss
 from vgr_trl.signals import visual_dependency
+from vgr_trl.signals.named import RolloutSignals
+from vgr_trl.signals.ratios import AttentionMass
 from vgr_trl.utils import ConfigError
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "vppo.json"

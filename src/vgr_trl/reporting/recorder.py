@@ -28,7 +28,6 @@ from PIL import Image
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from transformers.utils import logging
 
-from vgr_trl.batch import RolloutSignals, map_signals
 from vgr_trl.config import LOG_OPTIONS
 from vgr_trl.credit import attention_weights
 from vgr_trl.data.columns import images_of
@@ -45,7 +44,7 @@ from vgr_trl.reporting.records import (
     refuse_unwritable,
 )
 from vgr_trl.rollout import ConstructedTrainer, Rollout
-from vgr_trl.signals.named import QUANTITIES, measure_segments, reward_columns
+from vgr_trl.signals.named import QUANTITIES, RolloutSignals, map_signals, measure_segments, reward_columns
 from vgr_trl.signals.ratios import late_layers, token_vision_gain_ratio
 from vgr_trl.signals.regions import in_pixels
 from vgr_trl.utils import ConfigError, DataError, error_text

@@ -5,11 +5,12 @@
 depends on the image. `scoring.py`: a batch, with any model. `named.py`: what rewards, rules and metrics read.
 """
 
-from vgr_trl.batch import AttentionMass, RolloutSignals
 from vgr_trl.signals.attention import AttentionProbe, GenerationProbe
 from vgr_trl.signals.dependency import visual_dependency
+from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.perturbation import add_gaussian_noise, blacken_patches, gaussian_blur, mask_image, perturb_images
 from vgr_trl.signals.ratios import (
+    AttentionMass,
     ModalityMasks,
     attention_efficiency_index,
     build_modality_masks,

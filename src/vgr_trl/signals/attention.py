@@ -18,7 +18,6 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 
-from vgr_trl.batch import AttentionMass
 from vgr_trl.sharing.model_support import (
     attention_wrapped,
     causal_model,
@@ -28,7 +27,7 @@ from vgr_trl.sharing.model_support import (
     layer_index,
     why_adapter_reads_whole_rows,
 )
-from vgr_trl.signals.ratios import ModalityMasks, build_modality_masks
+from vgr_trl.signals.ratios import AttentionMass, ModalityMasks, build_modality_masks
 from vgr_trl.utils import ConfigError, patched_attribute
 
 SUPPORTED = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")

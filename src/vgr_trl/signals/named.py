@@ -1,4 +1,4 @@
-"""Signals per token that are asked for by name: `signal(signals, options) -> (N, T)`, made of what was measured.
+"""`RolloutSignals`: what was measured of completions; and signals made of it: `signal(signals, options) -> (N, T)`.
 
 A signal says by `declares(needs=...)` what it is made of: measurements (`vgr_trl.registries.MEASUREMENTS`), or other
 signals by their names, which it finds in `signals.extra`.
@@ -6,9 +6,9 @@ signals by their names, which it finds in `signals.extra`.
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields
 from functools import partial
 from sys import intern
 from typing import Any
@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from vgr_trl import registries
-from vgr_trl.batch import AttentionMass, RolloutSignals, read_only
+from vgr_trl.batch import EXTRA, LAYERED, VIEWS
 from vgr_trl.config import PluginOptions
-from vgr_trl.registries import declares, is_late, is_measurement, measurements, needs_of, short_name
+from vgr_trl.registries import VIEW, declares, is_late, is_measurement, measurements, needs_of, short_name
 from vgr_trl.signals.ratios import (
+    AttentionMass,
     attention_efficiency_index,
     late_layers,
     mdi_balance,
@@ -29,6 +30,125 @@ from vgr_trl.signals.ratios import (
     vision_gain_ratio,
 )
 from vgr_trl.utils import DataError
+
+
+@dataclass
+class RolloutSignals:
+    """Signals of N completions of T tokens, under the policy that generated them.
+
+    Attributes:
+        logps: (N, T) float32, log-probabilities of the completion tokens; NaN if they were not measured.
+        entropies: (N, T) float32, in nats; NaN if they were not measured.
+        mask: (N, T) bool, completion tokens that count in the loss.
+        attention: attention mass; None if it was not measured.
+        dependency: (N, T) float32 in [0, 10], `visual_dependency` of the tokens; None if it was not measured.
+        extra: name -> (N, T) float32, signals that were asked for by name; NaN where undefined.
+        similarity: (N, T) float32 in [-1, 1], of the hidden state that emits a token to those of the image; NaN without
+            one, None if it was not measured.
+        views: name of a perturbation -> (N, T) float32, log-probabilities of the tokens given images so perturbed; NaN
+            without an image.
+        jsd: (N, T) float32 in [0, ln 2], Jensen-Shannon divergence of what a token is drawn from given the image, and
+            given the perturbed one; NaN without an image, None if it was not measured.
+        perturbed_entropies: (N, T) float32, in nats, of what it is drawn from given the perturbed image, likewise.
+    """
+
+    logps: torch.Tensor
+    entropies: torch.Tensor
+    mask: torch.Tensor
+    attention: AttentionMass | None = None
+    dependency: torch.Tensor | None = None
+    extra: dict[str, torch.Tensor] = field(default_factory=dict)
+    similarity: torch.Tensor | None = None
+    views: dict[str, torch.Tensor] = field(default_factory=dict)
+    jsd: torch.Tensor | None = None
+    perturbed_entropies: torch.Tensor | None = None
+
+    def measured(self, need: str) -> Any:
+        """Return a measurement by its name among the needs of plug-ins, None if it was not made."""
+        if need.startswith(VIEW):
+            return self.views.get(need.removeprefix(VIEW))
+        return (self.views or None) if need == "views" else getattr(self, need)
+
+    @property
+    def shift(self) -> torch.Tensor | None:
+        """`jsd`, which is measured together with `perturbed_entropies`."""
+        return self.jsd
+
+    @property
+    def regions(self) -> torch.Tensor | None:
+        """Attention on what the questions are about, (L, N, T); None if it was not measured."""
+        return None if self.attention is None else self.attention.region
+
+
+def unmeasured(mask: torch.Tensor) -> RolloutSignals:
+    """Return the signals of completions of which nothing was measured but which tokens count, (N, T) bool."""
+    nothing = torch.full(mask.shape, torch.nan, device=mask.device)
+    return RolloutSignals(nothing, nothing, mask)
+
+
+def columns_of_signals(signals: RolloutSignals | None) -> dict[str, torch.Tensor]:
+    """Return the tensors of `signals`, rows first: (N, T), (N, L, T) and (N,)."""
+    if signals is None:
+        return {}
+    parts = {
+        f"signals.{name}": value for name, value in vars(signals).items() if name not in ("attention", "views", "extra")
+    }
+    parts |= {f"{VIEWS}{name}": value for name, value in signals.views.items()}
+    parts |= {f"{EXTRA}{name}": value for name, value in signals.extra.items()}
+    if signals.attention is not None:
+        parts |= {f"signals.attention.{name}": value for name, value in vars(signals.attention).items()}
+    return {
+        name: value.transpose(0, 1) if name in LAYERED else value for name, value in parts.items() if value is not None
+    }
+
+
+def signals_of_columns(columns: dict[str, Any]) -> RolloutSignals | None:
+    """Return the signals that `columns_of_signals` made columns of; None if there are none among `columns`."""
+    given = {
+        name.removeprefix("signals."): value.transpose(0, 1) if name in LAYERED else value
+        for name, value in columns.items()
+        if name.startswith("signals.")
+    }
+    if not given:
+        return None
+    mass: Any = {part.name: given.get(f"attention.{part.name}") for part in fields(AttentionMass)}
+    rest: Any = {part.name: given.get(part.name) for part in fields(RolloutSignals)}
+    rest["views"] = {name.removeprefix(VIEWS): value for name, value in columns.items() if name.startswith(VIEWS)}
+    rest["extra"] = {name.removeprefix(EXTRA): value for name, value in columns.items() if name.startswith(EXTRA)}
+    rest["attention"] = AttentionMass(**mass) if mass["mask"] is not None else None
+    return RolloutSignals(**rest)
+
+
+def map_signals(parts: Sequence[RolloutSignals], make: Callable[[list[torch.Tensor]], torch.Tensor]) -> RolloutSignals:
+    """Return the signals whose tensors, rows first, `make` makes of those of parts in which the same was measured."""
+    columns = [columns_of_signals(part) for part in parts]
+    made = signals_of_columns({name: make([each[name] for each in columns]) for name in columns[0]})
+    assert made is not None
+    return made
+
+
+@contextmanager
+def read_only(who: str, *given: Any) -> Iterator[None]:
+    """In this block a plug-in may read tensors, and what holds them, but not change them in place.
+
+    Raises:
+        DataError: it did, naming `who`.
+    """
+    before = [(tensor, tensor._version) for tensor in _tensors(given) if not tensor.is_inference()]
+    yield
+    if any(tensor._version != version for tensor, version in before):
+        raise DataError(f"{who} changed in place what it was given: make new tensors, a * 2 where a.mul_(2) stands.")
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if isinstance(value, RolloutSignals | AttentionMass):
+        value = vars(value)
+    if isinstance(value, Mapping | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(part)
 
 
 @dataclass(frozen=True)

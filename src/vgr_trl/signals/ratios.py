@@ -11,10 +11,32 @@ from typing import Any
 
 import torch
 
-from vgr_trl.batch import AttentionMass
 from vgr_trl.utils import ConfigError
 
 _ID_NAMES = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+
+
+@dataclass
+class AttentionMass:
+    """Attention of the emitting queries on the prompt's vision and instruction tokens, summed over keys.
+
+    Attributes:
+        vision: (L, N, T) float32 in [0, 1], mean over heads of the attention on all vision tokens together.
+        instruction: (L, N, T) float32 in [0, 1], likewise on all instruction tokens.
+        num_vision: (N,) int, vision tokens of each row's prompt.
+        num_instruction: (N,) int, instruction tokens of each row's prompt.
+        mask: (N, T) bool, completion tokens that count in the loss.
+        region: (L, N, T) float32, likewise on the vision tokens of what the question is about; None: not measured.
+        num_region: (N,) int, their number; None: not measured.
+    """
+
+    vision: torch.Tensor
+    instruction: torch.Tensor
+    num_vision: torch.Tensor
+    num_instruction: torch.Tensor
+    mask: torch.Tensor
+    region: torch.Tensor | None = None
+    num_region: torch.Tensor | None = None
 
 
 @dataclass

@@ -16,9 +16,7 @@ from torch import nn
 from vgr_trl.batch import (
     IMAGE_INPUTS,
     TOKEN_TYPES,
-    RolloutSignals,
     UnknownParts,
-    map_signals,
     parts_by_counts,
     parts_by_tokens,
     with_completion_types,
@@ -33,6 +31,7 @@ from vgr_trl.sharing.prefix_forward import is_image_token
 from vgr_trl.sharing.sharing import share_prompts, whole_groups
 from vgr_trl.signals.attention import AttentionProbe, find_decoder
 from vgr_trl.signals.dependency import jensen_shannon
+from vgr_trl.signals.named import RolloutSignals, map_signals
 from vgr_trl.signals.ratios import ModalityMasks, build_modality_masks, vision_token_ids
 from vgr_trl.signals.similarity import SimilarityProbe
 from vgr_trl.utils import ConfigError, DataError, patched_attribute

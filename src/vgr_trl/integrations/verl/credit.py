@@ -13,14 +13,12 @@ from typing import Any
 
 import torch
 
-from vgr_trl.batch import AttentionMass, RolloutSignals
 from vgr_trl.credit import active_rules, shape_advantages
 from vgr_trl.integrations.verl.options import SignalOptions
 from vgr_trl.loss import entropy_penalty, perception_loss, surprisal
 from vgr_trl.rewards.attention import hard_negative_rewards, mdi_reward, vgr_reward
-from vgr_trl.signals.ratios import (
-    vision_gain_ratio,
-)
+from vgr_trl.signals.named import RolloutSignals
+from vgr_trl.signals.ratios import AttentionMass, vision_gain_ratio
 from vgr_trl.utils import ConfigError
 
 COLUMNS = ("vgr_vision", "vgr_instruction", "vgr_token", "vgr_dependency")  # in a batch, (N, T) each

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from vgr_trl.batch import AttentionMass
 from vgr_trl.credit import token_weights
 from vgr_trl.integrations.verl.options import SignalOptions
 from vgr_trl.sharing.model_support import causal_model, flattens_layers
@@ -18,6 +17,7 @@ from vgr_trl.sharing.prefix_cache import SharingReport
 from vgr_trl.sharing.sharing import share_prompts
 from vgr_trl.signals.attention import AttentionProbe, mass_of_steps
 from vgr_trl.signals.ratios import (
+    AttentionMass,
     ModalityMasks,
     build_modality_masks,
     last_layers,
