@@ -1,10 +1,11 @@
 """What watches a run: measures of a step, signs of a collapse, trackers, signals that end it."""
 
 import math
+import re
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -20,8 +21,7 @@ from transformers.utils import logging
 from vgr_trl.batch import valid_tokens
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.loss import collapse_warning
-from vgr_trl.reporting.collapse import MetricHistory, find_collapse, warning_of
-from vgr_trl.reporting.verl_names import in_verl
+from vgr_trl.metrics import MetricHistory, collapse_sentence, find_collapse
 from vgr_trl.rollout import ConstructedTrainer, TrainingPass
 from vgr_trl.utils import ConfigError, NotFiniteError, patched_attribute
 
@@ -170,7 +170,7 @@ class CollapseWatch(TrainerCallback):
             self._histories.setdefault(name, MetricHistory()).add(value)
         weights = dict(zip(self._trainer.reward_func_names, self._trainer.reward_weights.tolist(), strict=True))
         if signs := find_collapse(self._histories, weights):
-            self.found = warning_of(signs, state.global_step)
+            self.found = collapse_sentence(signs, state.global_step)
         elif args.perception_loss_weight > 0:
             self._perception.append(newest)
             self.found = collapse_warning(self._perception)
@@ -346,7 +346,7 @@ def _start(begin: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> A
         return begin(*args, **kwargs)
     except Exception as error:
         raise ConfigError(
-            f"The tracker {name} of report_to cannot be started ({_words(error)}): mend that, keep its data here "
+            f"Tracker {name} of report_to cannot be started ({_words(error)}): fix that, keep its data here "
             "(WANDB_MODE=offline for wandb), or give report_to none."
         ) from error
 
@@ -357,8 +357,8 @@ def _go_on(call: Callable[..., Any], name: str, failed: set[str], *args: Any, **
     except Exception as error:
         if not failed:
             logger.warning(
-                f"The tracker {name} has failed ({_words(error)}), and training goes on: what it misses is in "
-                "trainer_state.json and rollouts/logs.jsonl. This is said once."
+                f"Tracker {name} failed ({_words(error)}); training continues without it. What it misses is in "
+                "trainer_state.json and rollouts/logs.jsonl."
             )
         failed.add(name)
         return None
@@ -382,3 +382,60 @@ def _log(on_log: Any, processes: int | None, *args: Any, logs: Any = None, **kwa
         return on_log(*args, logs=logs, **kwargs)
     with patched_attribute(integration_utils, "rewrite_logs", dict):
         return on_log(*args, logs=in_verl(logs, processes), **kwargs)
+
+
+VERL_NAMES: dict[str, tuple[str, ...]] = {  # what verl, EasyR1 and MTRL call these metrics
+    "policy_loss": ("actor/pg_loss",), "grad_norm": ("actor/grad_norm",), "learning_rate": ("actor/lr",),
+    "entropy": ("actor/entropy",), "approx_kl": ("actor/approx_kl",),
+    "clip_ratio/region_mean": ("actor/clipfrac", "actor/pg_clipfrac"),
+    "kl": ("actor/kl_loss",), "kl/mean": ("actor/kl_loss",), "kl/completion": ("actor/kl_penalty",),
+    "kl/coefficient": ("actor/kl_coef",), "critic/value_loss": ("critic/vf_loss",),
+    "critic/explained_variance": ("critic/vf_explained_var",), "critic/learning_rate": ("critic/lr",),
+    "reward": ("critic/rewards/mean", "reward/overall"), "eval_reward": ("val/reward_score",),
+    "completions/mean_length": ("response_length/mean",), "completions/min_length": ("response_length/min",),
+    "completions/max_length": ("response_length/max",), "completions/clipped_ratio": ("response_length/clip_ratio",),
+    "step_time": ("perf/time_per_step", "timing_s/step"), "timing/generation": ("timing_s/gen",),
+    "timing/reward": ("timing_s/reward",), "timing/old_logps": ("timing_s/old",),
+    "timing/reference": ("timing_s/ref",), "timing/perceive": ("timing_s/aug",), "timing/choose": ("timing_s/adv",),
+    "timing/values": ("timing_s/values",),
+} | {name: (f"actor/{name}",) for name in (
+    "entropy_token_fraction", "perception_token_fraction", "combined_token_fraction", "sensitivity_score_mean",
+    "scaling_factor_mean", "dynamic_scaling_max", "low_var_kl_mean_selected", "low_var_kl_mean_rejected",
+    "low_var_kl_threshold", "entropy_mean_selected", "entropy_mean_rejected", "entropy_threshold",
+)}  # fmt: skip
+
+
+def in_verl(logs: Mapping[str, Any], processes: int = 1) -> dict[str, Any]:
+    """Return what is logged under verl's names; metrics that it has no name for keep theirs.
+
+    `actor/pg_loss` is the whole loss where TRL logs no part of it; `perf/throughput` tokens per second and process;
+    `timing_s/update_actor` passes and optimizer together.
+
+    Args:
+        processes: of the run.
+    """
+    found: dict[str, Any] = {}
+    for name, value in logs.items():
+        for other in _names_in_verl(name):
+            if other == name or other not in logs:
+                found[other] = value
+    if "loss" in logs:
+        found.setdefault("actor/pg_loss", logs["loss"])
+    if "perf/tokens_per_second" in logs:
+        found["perf/throughput"] = logs["perf/tokens_per_second"] / processes
+    if seconds := [found.pop(name) for name in ("timing/update", "timing/optimizer") if name in found]:
+        found["timing_s/update_actor"] = sum(seconds)
+    return found
+
+
+def _names_in_verl(name: str) -> tuple[str, ...]:
+    plain = name.removeprefix("eval_")
+    if name in VERL_NAMES:
+        return VERL_NAMES[name]
+    if reward := re.fullmatch("rewards/(.*)/mean", plain):
+        return (f"reward/{reward[1]}" if plain == name else f"val/{reward[1]}_reward",)
+    if plain != name and plain.startswith("reward/"):
+        return (f"val/{plain.removeprefix('reward/')}_reward",)
+    if plain != name and plain.startswith("completions/") and plain in VERL_NAMES:
+        return tuple(f"val_{other}" for other in VERL_NAMES[plain])
+    return (name,)

@@ -5,8 +5,7 @@ from itertools import repeat
 
 import pytest
 
-from vgr_trl.reporting.collapse import MetricHistory, find_collapse, first_signs, warning_of
-from vgr_trl.reporting.records import LogEntry
+from vgr_trl.metrics import MetricHistory, collapse_sentence, find_collapse, first_signs
 
 WEIGHTS = {"accuracy_reward": 2.5, "vgr_reward": 1.0, "think_format_reward": 0.5}
 HEALTHY = {
@@ -50,10 +49,10 @@ def test_a_history_compares_the_newest_steps_with_all_before():
         ({"format_reward_mean": 0.3}, "think_format_reward fell from 0.9 to 0.3"),
         ({"accuracy_reward_mean": 0.2}, "accuracy_reward fell from 0.6 to 0.2"),
         ({"mean_length": 20.0}, "the length of completions fell from 100 to 20"),
-        ({"clipped_ratio": 0.95}, "95% of the completions never end (at least 10% before)"),
+        ({"clipped_ratio": 0.95}, "95% of the completions are truncated (at the lowest 10%)"),
         ({"entropy": 0.001}, "entropy fell from 0.3 to 0.001"),
         ({"entropy": 1.5}, "entropy rose from 0.3 to 1.5"),
-        ({"zero_std": 0.97}, "97% of the groups have equal rewards (at least 40% before)"),
+        ({"zero_std": 0.97}, "97% of the groups have equal rewards (at the lowest 40%)"),
         (
             {"vgr_reward_mean": 0.1, "accuracy_reward_std": 0.04, "format_reward_std": 0.0},
             "vgr_reward fell from 0.5 to 0.1 while it is 75% of the rewards' deviation",
@@ -96,7 +95,7 @@ def test_what_was_never_there_cannot_fall():
 
 def test_the_warning_names_sign_step_and_remedy():
     found = signs(format_reward_mean=0.3, mean_length=20.0)
-    assert warning_of(found, 40) == (
+    assert collapse_sentence(found, 40) == (
         "The run shows signs of collapse at step 40: think_format_reward fell from 0.9 to 0.3, the length of "
         "completions fell from 100 to 20 (means of 8 steps); go back to a checkpoint before step 24 and try a lower "
         "learning_rate, or less weight on vgr_reward."
@@ -126,15 +125,14 @@ def test_a_run_warns_once_and_ends_where_it_shall(stop, text_trainer, monkeypatc
     assert math.isclose(0.281, 0.75 * 3 / 8, abs_tol=1e-3)
 
 
-def logged(values, name="rewards/accuracy_reward/mean", mode="train", **more):
-    return [LogEntry(step, mode, 0.0, {name: value, **more}) for step, value in enumerate(values, 1)]
+def logged(values, name="rewards/accuracy_reward/mean", **more):
+    return [(step, {name: value, **more}) for step, value in enumerate(values, 1)]
 
 
 def test_a_sign_is_reported_once_at_the_step_where_it_is_first_seen():
     """The mean of eight falls below half of 1 with the fifth zero, at step 21: 3 of 8 are 1."""
     fallen = logged([1.0] * 16 + [0.0] * 12)
     assert first_signs(fallen) == [(21, "accuracy_reward fell from 1 to 0.375")]
-    assert first_signs(logged([1.0] * 16 + [0.0] * 12, mode="eval")) == []
     assert first_signs(logged([1.0] * 16 + [0.0] * 4)) == []
 
 
@@ -150,8 +148,8 @@ def test_a_loss_that_is_not_finite_is_a_sign_at_once(value):
 
 def test_signs_stand_in_the_order_of_their_steps():
     entries = logged([1.0] * 16 + [0.0] * 12, **{"frac_reward_zero_std": 0.0})
-    for entry in entries[20:]:
-        entry.values["frac_reward_zero_std"] = 1.0
+    for _, values in entries[20:]:
+        values["frac_reward_zero_std"] = 1.0
     # Of the eight newest all are 1 from step 28 on.
     assert [step for step, _ in first_signs(entries)] == [21, 28]
-    assert first_signs(entries)[1][1] == "100% of the groups have equal rewards (at least 0% before)"
+    assert first_signs(entries)[1][1] == "100% of the groups have equal rewards (at the lowest 0%)"

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from vgr_trl.reporting.collapse import first_signs
+from vgr_trl.metrics import first_signs
 from vgr_trl.reporting.records import (
     LOGS_FILE,
     RECORDS,
@@ -208,7 +208,10 @@ def read_curves(page: PageRun, output_dir: Path) -> None:
     elif not entries:
         page.notes.append("Nothing was logged yet: there are no curves.")
     trained = {entry.step: entry for entry in entries if entry.mode == "train"}  # of a step run twice, the last
-    page.signs = [{"step": step, "seen": seen} for step, seen in first_signs(trained[step] for step in sorted(trained))]
+    page.signs = [
+        {"step": step, "seen": seen}
+        for step, seen in first_signs((step, trained[step].values) for step in sorted(trained))
+    ]
     times = [entry.time for entry in entries if entry.mode == "train" and entry.time > 0]
     page.seconds = max(times) - min(times) if len(set(times)) > 1 else None
     points: dict[tuple[str, str], dict[int, float | None]] = {}

@@ -7,9 +7,8 @@ import torch
 from transformers.integrations import integration_utils
 
 from vgr_trl import metrics as clocks
-from vgr_trl.callbacks import name_for_trackers
+from vgr_trl.callbacks import in_verl, name_for_trackers
 from vgr_trl.metrics import OptimizerClock, StageClock
-from vgr_trl.reporting.verl_names import in_verl
 
 
 @pytest.fixture
