@@ -89,7 +89,7 @@ def test_prompts_computed_once_train_the_same(vision, changed):
     per_row = logged(trainer, "sharing/prompts_per_row")
     plain_training = KEEPS_LESS and "gradient_checkpointing" in changed
     regroups = changed.get("loss_type") != "bnpo" and not plain_training
-    assert trainer.sharing.regroups == regroups
+    assert trainer.features["regroup"].enabled == regroups
     if plain_training:
         assert min(per_row) < 1, "in generation"
     elif "gradient_accumulation_steps" not in changed:

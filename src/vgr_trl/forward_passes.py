@@ -34,7 +34,7 @@ from vgr_trl.rollout import Rollout, TrainingPass
 from vgr_trl.sampling import OLD_LOGPS
 from vgr_trl.sharing.model_support import base_of, causal_model, is_compiled
 from vgr_trl.sharing.prefix_forward import find_groups, has_images, is_image_token
-from vgr_trl.sharing.sharing import Feature, shuffle_by_group, whole_groups
+from vgr_trl.sharing.sharing import shuffle_by_group, whole_groups
 from vgr_trl.signals.scoring import leaves_rows_out, policy_is_active
 from vgr_trl.utils import DataError, NotFiniteError, patched_attribute
 
@@ -48,20 +48,21 @@ Loss = Callable[[nn.Module, dict[str, Any]], torch.Tensor]  # TRL's `_compute_lo
 
 @contextmanager
 def forward_context(
-    trainer: "DAPOTrainer", place: Feature, model: nn.Module, completion_length: int | None = None, packs: bool = False
+    trainer: "DAPOTrainer", model: nn.Module, completion_length: int | None = None, packs: bool = False
 ) -> Iterator[None]:
     """Compute prompts and image features once in passes of this block, and keep the hidden states that are asked for.
 
     Args:
-        place: of the sharing plan.
         completion_length: T of a scored batch; None where the model generates.
         packs: whether completions pass without padding between them.
     """
+    stage = "generation" if completion_length is None else "training" if torch.is_grad_enabled() else "scoring"
+    feature = trainer.features[f"share_{stage}"]
     with ExitStack() as stack:
         stack.enter_context(trainer.vision_cache.around(model))
         if completion_length is not None and not torch.is_grad_enabled():
             stack.enter_context(_head_without_padding(model))
-        stack.enter_context(trainer.shared_passes.around(place, model, completion_length, packs=packs))
+        stack.enter_context(trainer.shared_passes.around(feature, model, completion_length, packs=packs))
         for hook in (trainer.value_hook, trainer.hidden_hook):
             if hook is not None and completion_length is not None:
                 stack.enter_context(hook.around(model, completion_length))
@@ -209,7 +210,7 @@ def scoring_pass(
             return torch.full((len(ids), completion), torch.nan, device=ids.device), None, None
         rows = batch_size and _rows_of_chunk(trainer, inputs, batch_size)
         score = partial(_without_nan, trainer, model, inputs, partial(plain, model, **inputs, batch_size=rows))
-        with forward_context(trainer, trainer.sharing.scoring, model, completion):
+        with forward_context(trainer, model, completion):
             if of_policy is not None and of_policy.signals is None and trainer.measurement.scoring:
                 scored = measure_pass(trainer, of_policy, model, inputs, score)
                 return scored
@@ -223,19 +224,19 @@ def scoring_pass(
 
 def first_pass_gives_old_logps(trainer: "DAPOTrainer", rollout: Rollout) -> bool:
     """Whether what TRL scores of a rollout by the policy before its rewards comes from the first training pass."""
-    return trainer.skipping.old_logps.enabled and trainer.model.training and not rollout.rewarding
+    return trainer.features["reuse_first_pass"].enabled and trainer.model.training and not rollout.rewarding
 
 
 def _rows_of_chunk(trainer: "DAPOTrainer", inputs: dict[str, Any], batch_size: int) -> int:
     size, most = trainer.completions_per_prompt, trainer.args.max_tokens_per_micro_batch
-    if trainer.sharing.scoring.enabled:
+    if trainer.features["share_scoring"].enabled:
         batch_size = whole_groups(batch_size, size)
     if most is None:
         return batch_size
     accelerator = trainer.accelerator
     longest = torch.tensor([inputs["input_ids"].size(1), inputs["logits_to_keep"]], device=accelerator.device)
     columns, completion = map(int, accelerator.gather(longest).view(-1, 2).amax(0).tolist())
-    if not trainer.sharing.training.enabled:
+    if not trainer.features["share_training"].enabled:
         return min(batch_size, max(most // columns, 1))
     if (groups := most // (columns + (size - 1) * completion)) > 0:
         return min(batch_size, groups * size)
@@ -277,13 +278,13 @@ def training_pass(
         batch_size: this size, of passes that are not over the micro-batch.
         passed: the micro-batch; it learns which tokens have loss, and what its first pass gives.
     """
-    place, skipping = trainer.sharing.training, trainer.skipping
+    features = trainer.features
     if passed is None or model is not passed.model:
-        with forward_context(trainer, place, model, inputs["logits_to_keep"]):
+        with forward_context(trainer, model, inputs["logits_to_keep"]):
             return plain(model, **inputs, batch_size=batch_size)
     loss_mask = _loss_mask(trainer, passed.inputs)
     window = _window(trainer, model, loss_mask, inputs)
-    cut = loss_mask if skipping.padding.enabled else None
+    cut = loss_mask if features["skip_padding"].enabled else None
     try:
         part = trim(inputs, window, cut)
     except DataError:  # whose pixels belong to which row is not known: none is left out
@@ -292,8 +293,11 @@ def training_pass(
     passed.loss_mask, passed.rows_run = loss_mask, len(window.rows)
     causal = causal_model(model)
     head = only_tokens(causal, base_of(causal), loss_mask[window.rows, : window.completion])
-    packs = skipping.packing.enabled
-    with head if skipping.head else nullcontext(), forward_context(trainer, place, model, window.completion, packs):
+    packs = features["pack_completions"].enabled
+    with (
+        head if features["skip_head"].enabled else nullcontext(),
+        forward_context(trainer, model, window.completion, packs),
+    ):
         logps, entropies, aux_loss = plain(model, **part)
     logps = scatter_back(logps, window, loss_mask, passed.inputs.get(OLD_LOGPS))
     if passed.logps is None:
@@ -311,9 +315,9 @@ def training_pass(
 
 def _window(trainer: "DAPOTrainer", model: nn.Module, loss_mask: torch.Tensor, inputs: dict[str, Any]) -> Window:
     """The smallest part of a micro-batch that has all tokens with loss."""
-    skipping, completion, multiple = trainer.skipping, inputs["logits_to_keep"], trainer.pad_to_multiple_of or None
-    rows, padding = skipping.rows.enabled, skipping.padding.enabled
-    runs_images = skipping.images and inputs.get("pixel_values") is not None
+    features, completion, multiple = trainer.features, inputs["logits_to_keep"], trainer.pad_to_multiple_of or None
+    rows, padding = features["skip_zero_advantage"].enabled, features["skip_padding"].enabled
+    runs_images = not features["skip_images"].enabled and inputs.get("pixel_values") is not None
     if rows and padding and not runs_images and not loss_mask.any():
         is_image = is_image_token(inputs["input_ids"], causal_model(model).config)
         if (window := find_text(is_image, completion, multiple)) is not None:
@@ -325,8 +329,8 @@ def _window(trainer: "DAPOTrainer", model: nn.Module, loss_mask: torch.Tensor, i
 
 def _loss_mask(trainer: "DAPOTrainer", batch: dict[str, Any]) -> torch.Tensor:
     """The tokens whose log-probabilities the loss or the replay buffer reads, (N, T) bool."""
-    skipping, mask = trainer.skipping, valid_tokens(batch)
-    rows, tokens = skipping.rows.enabled, skipping.tokens.enabled
+    features, mask = trainer.features, valid_tokens(batch)
+    rows, tokens = features["skip_zero_advantage"].enabled, features["skip_zero_advantage_tokens"].enabled
     found = find_loss_mask(batch["advantages"], mask, rows=rows, tokens=tokens)
     read = None if trainer.replay is None else trainer.replay.rows_read(batch)
     return found if read is None else found | (mask.bool() & read.to(mask.device).unsqueeze(1))
@@ -334,20 +338,21 @@ def _loss_mask(trainer: "DAPOTrainer", batch: dict[str, Any]) -> torch.Tensor:
 
 def _extents(trainer: "DAPOTrainer", batch: dict[str, Any]) -> list[Extent]:
     """What runs of each row of a batch of TRL."""
-    rows, padding = trainer.skipping.rows.enabled, trainer.skipping.padding.enabled
+    rows, padding = trainer.features["skip_zero_advantage"].enabled, trainer.features["skip_padding"].enabled
     return extents_of(_loss_mask(trainer, batch), batch["prompt_mask"], rows=rows, padding=padding)
 
 
 def shuffle_rows(trainer: "DAPOTrainer") -> Callable[[dict[str, Any]], dict[str, Any]] | None:
     """Return what takes the place of TRL's `shuffle_sequence_dict`; None: nothing does."""
-    if not trainer.skipping.by_length.enabled:
-        return shuffle_by_group if trainer.sharing.regroups else None
+    if not trainer.features["group_by_length"].enabled:
+        return shuffle_by_group if trainer.features["regroup"].enabled else None
+    args = trainer.args
+    accumulated, generated = args.gradient_accumulation_steps, args.steps_per_generation or 1
+    window = args.per_device_train_batch_size * min(accumulated, generated)  # rows of a rollout in an optimizer step
 
     def by_length(batch: dict[str, Any]) -> dict[str, Any]:
         lengths = [extent.completion if extent.runs else 0 for extent in _extents(trainer, batch)]
-        return shuffle_by_group(
-            batch, lambda order, groups: group_by_length(order, groups, lengths, trainer.skipping.window)
-        )
+        return shuffle_by_group(batch, lambda order, groups: group_by_length(order, groups, lengths, window))
 
     return by_length
 
@@ -389,7 +394,7 @@ def loss_in_parts(trainer: "DAPOTrainer", model: nn.Module, inputs: dict[str, An
 def _parts(trainer: "DAPOTrainer", inputs: dict[str, Any]) -> list[list[int]]:
     """Rows of each part, the same on every process: TRL gathers metrics of rows after each."""
     count, accelerator = len(inputs["prompt_ids"]), trainer.accelerator
-    shares = trainer.sharing.training.enabled
+    shares = trainer.features["share_training"].enabled
     groups = find_groups(inputs["prompt_ids"], inputs["prompt_mask"]) if shares else range(count)
     mine = [
         [extent.prompt, extent.completion, extent.runs, group]

@@ -52,7 +52,7 @@ def generate(
         ids, images = trainer.vllm_images.prepared(ids, images, prompts.fields)
     with (
         trainer.clock.stage("generation", model.training),
-        forward_context(trainer, trainer.sharing.generation, model),
+        forward_context(trainer, model),
         _finite_logits(trainer.state.global_step + 1),
         sampling_of_mode(trainer),
         named_server(trainer),

@@ -20,7 +20,6 @@ from vgr_trl.data.images import COLUMNS as BOX_COLUMNS
 from vgr_trl.data.images import box_problem, fitted_by
 from vgr_trl.data.prompts import refuse_named_files, special_problem, special_tokens
 from vgr_trl.data.rows import Sieve, SkippedRow, drop_long_prompts, prepare_rows, scan, skipped_rows
-from vgr_trl.efficiency.loss_mask import SkippingPlan
 from vgr_trl.efficiency.vision_cache import VisionCache
 from vgr_trl.loss import coefficient_warning
 from vgr_trl.measure import Measurement, named_datasets
@@ -38,8 +37,8 @@ from vgr_trl.rewards.loading import (
     reads_solution,
 )
 from vgr_trl.rollout import ConstructedTrainer
-from vgr_trl.sharing.sharing import SharingPlan
-from vgr_trl.utils import ConfigError, DataError
+from vgr_trl.sharing.model_support import has_active_dropout
+from vgr_trl.utils import ConfigError, DataError, Feature, describe_features
 from vgr_trl.validate import check_head, refuse_targets_without_module
 
 logger = logging.get_logger(__name__)
@@ -226,19 +225,20 @@ def find_idle_options(trainer: ConstructedTrainer, measurement: Measurement, wei
 
 def announce(
     trainer: ConstructedTrainer,
-    sharing: SharingPlan,
+    features: Mapping[str, Feature],
     vision: VisionCache,
-    skipping: SkippingPlan,
     idle_options: Mapping[str, str],
 ) -> None:
     """Let the main process say what passes leave out and compute once, and which options are risky or idle."""
     if not trainer.accelerator.is_main_process:
         return
     args = trainer.args
-    logger.warning(str(sharing))
+    logger.warning(describe_features(features))
+    shared = features["share_generation"].enabled or features["share_training"].enabled
+    if shared and has_active_dropout(trainer.model, when_training=True):
+        logger.warning("Where prompts are shared, the completions of a prompt share the dropout drawn over it.")
     if trainer._is_vlm:
         logger.warning(str(vision))
-    logger.warning(str(skipping))
     risk = coefficient_warning(args.perception_loss_weight, args.der_loss_weight1, args.der_loss_weight2)
     if risk is not None:
         logger.warning(risk)

@@ -66,7 +66,7 @@ from vgr_trl.sharing.sharing import SharedPasses
 from vgr_trl.signals.named import SINGLE_COLUMNS, unmeasured
 from vgr_trl.signals.scoring import head_of_rows
 from vgr_trl.utils import RewardError, check_release, patched_attribute
-from vgr_trl.validate import plan_dummy_image, plan_sharing, plan_skipping, plan_vision, refuse_unfit_options
+from vgr_trl.validate import is_sharded, plan_dummy_image, plan_features, plan_vision, refuse_unfit_options
 
 logger = logging.get_logger(__name__)
 
@@ -90,7 +90,7 @@ class DAPOTrainer(ResumableTrainer):
 
     Attributes:
         measurement: what is measured of rollouts.
-        sharing, skipping: where prompts are computed once, and what training passes leave out.
+        features: where prompts are computed once and what training passes leave out, or why not, by name.
         replay, further_prompts, critic: None where they are off.
         kl: the KL to the reference, and the coefficient that follows it.
         idle_options: why options that are not at their defaults have no effect, by name.
@@ -127,17 +127,22 @@ class DAPOTrainer(ResumableTrainer):
         self._add_state()
         self._add_callbacks()
         self.idle_options = find_idle_options(self, self.measurement, self.reward_schedule.changes)
-        announce(self, self.sharing, self.vision_cache, self.skipping, self.idle_options)
+        announce(self, self.features, self.vision_cache, self.idle_options)
 
     def _plan_passes(self) -> None:
         """What is computed once, and what is left out."""
         has_images = data_has_images(self)
-        self.sharing = plan_sharing(self)
-        refuse_unfit_options(self, self.sharing.sharded, has_images)
-        self.skipping = plan_skipping(self, self.measurement, self.sharing)
+        sharded = is_sharded(self)
+        refuse_unfit_options(self, sharded, has_images)
+        self.features = plan_features(self, self.measurement)
         self.vision_cache = plan_vision(self, has_images)
         self.dummy_image = plan_dummy_image(self, has_images)
-        self.shared_passes = SharedPasses(self.sharing, self._all_agree, evens_images=self.dummy_image is not None)
+        self.shared_passes = SharedPasses(
+            self._all_agree,
+            sharded=sharded,
+            in_order=bool(self.is_deepspeed_enabled),
+            evens_images=self.dummy_image is not None,
+        )
         self.vllm_images = plan_vllm_images(self, has_images)
         forget_with_new_weights(self)
 

@@ -6,9 +6,10 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import update_wrapper
 from importlib.metadata import version
 from io import FileIO
@@ -48,6 +49,29 @@ def _number(character: str) -> str:
 def error_text(error: BaseException, most: int = 200) -> str:
     """Return what an error says, on one line of at most so many characters; its type where it says nothing."""
     return " ".join(str(error).split())[:most] or type(error).__name__
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Something that a run does unless there is a reason not to; printed as "on", or "off" and why.
+
+    Attributes:
+        reason: why it is off; None: it is on.
+    """
+
+    reason: str | None = None
+
+    @property
+    def enabled(self) -> bool:
+        return self.reason is None
+
+    def __str__(self) -> str:
+        return "on" if self.reason is None else f"off ({self.reason})"
+
+
+def describe_features(features: Mapping[str, Feature]) -> str:
+    """Return which features are on, and why the others are off, on one line."""
+    return "; ".join(f"{name}: {feature}" for name, feature in features.items())
 
 
 class VGRError(Exception):

@@ -14,7 +14,7 @@ from trl.trainer import utils
 
 from vgr_trl.added_loss import what_reads_every_token
 from vgr_trl.config import SWITCHES
-from vgr_trl.efficiency.loss_mask import SkippingPlan, why_padding_counts
+from vgr_trl.efficiency.loss_mask import why_padding_counts
 from vgr_trl.efficiency.vision_cache import VisionCache, parts_of_tower, tower_trains, why_not_once
 from vgr_trl.forward_passes import DummyImage
 from vgr_trl.measure import Measurement
@@ -32,37 +32,42 @@ from vgr_trl.sharing.model_support import (
     why_not_share,
 )
 from vgr_trl.sharing.prefix_forward import why_not_pack
-from vgr_trl.sharing.sharing import Feature, SharingPlan, why_not_regroup
-from vgr_trl.utils import ConfigError, UnsupportedTRLError, release
+from vgr_trl.sharing.sharing import why_not_regroup
+from vgr_trl.utils import ConfigError, Feature, UnsupportedTRLError, release
 
 
-def plan_sharing(trainer: ConstructedTrainer) -> SharingPlan:
-    """Return where the constructed `trainer` shares prompts, by its option `share_prompts` and its model."""
-    mode = trainer.args.share_prompts
-    sharded = _is_sharded(trainer)
-    regroup_reason = why_rows_matter(
-        trainer,
-        trainer.loss_type,
-        steps_per_generation=trainer.args.steps_per_generation or 1,
-        gradient_accumulation_steps=trainer.args.gradient_accumulation_steps,
-    )
-    model = trainer.model
-    everywhere = "share_prompts=off" if mode == "off" else _why_columns_count(trainer)
-    generation = everywhere or _why_not_generate(trainer) or why_not_share(model, gradients=False)
-    compiled = "torch.compile" if _compiles(trainer) else None
-    scoring = everywhere or compiled or why_not_share(model, gradients=False)
-    training = everywhere or compiled or _why_not_train(trainer) or why_not_share(model, gradients=True)
-    return SharingPlan(
-        mode=mode,
-        generation=Feature(generation),
-        scoring=Feature(scoring),
-        training=Feature(training),
-        regroup_reason=regroup_reason,
-        regroups=training is None and (regroup_reason is None or mode == "on"),
-        sharded=sharded,
-        dropout=None in (generation, training) and has_active_dropout(model, when_training=True),
-        in_order=bool(trainer.is_deepspeed_enabled),
-    )
+def plan_features(trainer: ConstructedTrainer, measurement: Measurement) -> dict[str, Feature]:
+    """Return what the `trainer` computes once and leaves out, or why not, by its options, its loss and its model."""
+    args, model = trainer.args, trainer.model
+    causal = causal_model(model)
+    base = base_of(causal)
+    off = {name: f"{name}=off" if getattr(args, name) == "off" else None for name in ("share_prompts", *SWITCHES)}
+    columns = _why_columns_count(trainer)
+    compiles = "torch.compile" if _compiles(trainer) else None
+    compiled = compiles or ("torch.compile" if is_compiled(model) else None)
+    headless = "a model that is its own base" if base is causal else None
+    router = "the load-balancing loss reads all tokens" if trainer.aux_loss_enabled else None
+    option = what_reads_every_token(args)
+    read = compiled or router or (option and f"{option} reads all tokens")
+    unshared = off["share_prompts"] or columns
+    training = unshared or compiles or _why_not_train(trainer) or why_not_share(model, gradients=True)
+    alone = "training does not share prompts" if training else None
+    tokens = off["skip_zero_advantage_tokens"]
+    reasons = {
+        "share_generation": unshared or _why_not_generate(trainer) or why_not_share(model, gradients=False),
+        "share_scoring": unshared or compiles or why_not_share(model, gradients=False),
+        "share_training": training,
+        "regroup": alone or (None if args.share_prompts == "on" else _why_order_counts(trainer)),
+        "skip_zero_advantage": off["skip_zero_advantage"] or read,
+        "skip_zero_advantage_tokens": tokens or read or headless or _why_completions_are_read(trainer),
+        "skip_padding": off["skip_padding"] or compiled or router or columns or why_padding_counts(base),
+        "skip_head": tokens or compiled or headless,
+        "skip_images": _why_images_run(trainer, base),
+        "pack_completions": off["pack_completions"] or alone or _why_not_pack(trainer, base),
+        "group_by_length": off["group_by_length"] or _why_not_by_length(trainer),
+        "reuse_first_pass": off["reuse_first_pass"] or _why_old_logps_are_scored(trainer, measurement),
+    }
+    return {name: Feature(reason) for name, reason in reasons.items()}
 
 
 def _why_columns_count(trainer: ConstructedTrainer) -> str | None:
@@ -104,7 +109,7 @@ def plan_dummy_image(trainer: ConstructedTrainer, has_images: bool) -> DummyImag
     alone = trainer.accelerator.num_processes == 1 or not (has_images and trainer._is_vlm)
     if alone or processor is None or not hasattr(base, "get_image_features") or _compiles(trainer):
         return None
-    return DummyImage(processor, trainer.accelerator, _is_sharded(trainer))
+    return DummyImage(processor, trainer.accelerator, is_sharded(trainer))
 
 
 def plan_vision(trainer: ConstructedTrainer, has_images: bool) -> VisionCache:
@@ -119,41 +124,33 @@ def _why_not_once(trainer: ConstructedTrainer, base: nn.Module) -> str | None:
         return "switched off"
     if _compiles(trainer) or is_compiled(trainer.model):
         return "torch.compile"
-    if _is_sharded(trainer):
+    if is_sharded(trainer):
         return "sharded parameters: every process has to call the vision tower equally often"
     return why_not_once(base)
 
 
-def plan_skipping(trainer: ConstructedTrainer, measurement: Measurement, sharing: SharingPlan) -> SkippingPlan:
-    """Return what the constructed `trainer` leaves out of its passes, by its options, its loss and its model."""
-    causal = causal_model(trainer.model)
-    base = base_of(causal)
-    off = {name: _switched_off(trainer, name) for name in SWITCHES}
-    accumulated, generated = trainer.args.gradient_accumulation_steps, trainer.args.steps_per_generation or 1
-    compiled = "torch.compile" if _compiles(trainer) or is_compiled(trainer.model) else None
-    router = "the load-balancing loss reads all tokens" if trainer.aux_loss_enabled else None
-    option = what_reads_every_token(trainer.args)
-    read = compiled or router or (option and f"{option} reads all tokens")
-    headless = "a model that is its own base" if base is causal else None
-    columns = _why_columns_count(trainer)
-    return SkippingPlan(
-        rows=Feature(off["skip_zero_advantage"] or read),
-        tokens=Feature(off["skip_zero_advantage_tokens"] or read or headless or _why_completions_are_read(trainer)),
-        padding=Feature(off["skip_padding"] or compiled or router or columns or why_padding_counts(base)),
-        packing=Feature(off["pack_completions"] or _why_not_pack(trainer, base, sharing)),
-        head=(off["skip_zero_advantage_tokens"] or compiled or headless) is None,
-        by_length=Feature(off["group_by_length"] or _why_not_by_length(trainer)),
-        old_logps=Feature(off["reuse_first_pass"] or _why_old_logps_are_scored(trainer, measurement)),
-        images=_is_sharded(trainer) or not parts_of_tower(base) or tower_trains(base),
-        window=trainer.args.per_device_train_batch_size * min(accumulated, generated),
-    )
-
-
-def _why_not_pack(trainer: ConstructedTrainer, base: nn.Module, sharing: SharingPlan) -> str | None:
+def _why_not_pack(trainer: ConstructedTrainer, base: nn.Module) -> str | None:
     """Why completions do not pass behind their prompts without padding; None if they do."""
-    if not sharing.training.enabled:
-        return "training does not share prompts"
     return why_not_pack(base) or ("FSDP" if trainer.is_fsdp_enabled else None) or why_padding_counts(base)
+
+
+def _why_images_run(trainer: ConstructedTrainer, base: nn.Module) -> str | None:
+    """Why images run in every pass that is given some, read or not; None if those that are not read need not."""
+    if is_sharded(trainer):
+        return "sharded parameters"
+    if not parts_of_tower(base):
+        return "a model without a vision tower"
+    return "the vision tower trains" if tower_trains(base) else None
+
+
+def _why_order_counts(trainer: ConstructedTrainer) -> str | None:
+    """Why completions of a prompt cannot come together without a change of the optimizer step; None if they can."""
+    return why_rows_matter(
+        trainer,
+        trainer.loss_type,
+        steps_per_generation=trainer.args.steps_per_generation or 1,
+        gradient_accumulation_steps=trainer.args.gradient_accumulation_steps,
+    )
 
 
 def _why_not_by_length(trainer: ConstructedTrainer) -> str | None:
@@ -205,15 +202,12 @@ def _why_completions_are_read(trainer: ConstructedTrainer) -> str | None:
     return None
 
 
-def _switched_off(trainer: ConstructedTrainer, option: str) -> str | None:
-    return f"{option}=off" if getattr(trainer.args, option) == "off" else None
-
-
 def _compiles(trainer: ConstructedTrainer) -> bool:
     return bool(trainer.accelerator.state.dynamo_plugin.backend.value != "NO")
 
 
-def _is_sharded(trainer: ConstructedTrainer) -> bool:
+def is_sharded(trainer: ConstructedTrainer) -> bool:
+    """Whether a process has only parts of the parameters, under FSDP and ZeRO-3."""
     plugin = trainer.args.deepspeed_plugin if trainer.is_deepspeed_enabled else None
     return bool(trainer.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3))
 

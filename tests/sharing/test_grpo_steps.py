@@ -43,7 +43,7 @@ def test_steps_of_every_loss(loss, vision, image_rows, tmp_path):
     stock, ours = stock_and_ours(vision, image_rows, options(tmp_path, **LOSSES[loss], **TWICE))
     assert_equal_steps(vision, stock, ours)
     assert ours.places["scoring"].prompts_per_row == 1 / 4
-    assert ours.sharing.regroups == (loss != "bnpo")
+    assert ours.features["regroup"].enabled == (loss != "bnpo")
     if loss != "bnpo":
         assert ours.places["training"].prompts_per_row == 1 / 4
         assert not ours.places["training"].plain
@@ -79,8 +79,8 @@ if KEEPS_LESS:
 def test_steps_with_other_options(case, vision, image_rows, tmp_path):
     stock, ours = stock_and_ours(vision, image_rows, options(tmp_path, **CASES[case]), skip_zero_advantage="off")
     assert_equal_steps(vision, stock, ours)
-    assert ours.sharing.regroups == (case not in NOT_REGROUPED)
-    if ours.sharing.regroups:
+    assert ours.features["regroup"].enabled == (case not in NOT_REGROUPED)
+    if ours.features["regroup"].enabled:
         assert ours.places["training"].prompts_per_row == 1 / 4
         assert not ours.places["training"].plain
 
@@ -107,7 +107,7 @@ def test_regrouping_on_request_changes_a_step_that_divides_by_the_micro_batch(ca
     settings = options(tmp_path, **{**LOSSES, **CASES}[case])
     stock, ours = stock_and_ours(vision, image_rows, settings, share_prompts="on")
     assert ours.places["training"].prompts_per_row == 1 / 4
-    assert ours.sharing.regroup_reason in str(ours.sharing)
+    assert ours.features["regroup"].enabled
     assert largest_relative_update(vision[0], ours, stock) > 1e-4
 
 
@@ -126,7 +126,7 @@ def test_passes_are_shared_whatever_wrote_the_completions(vision, image_rows, tm
     stock, ours = stock_and_ours(vision, image_rows, options(tmp_path, use_vllm=True))
     assert texts_of(ours) == texts_of(stock)
     assert largest_relative_update(vision[0], ours, stock) < ROUNDING
-    assert str(ours.sharing.generation) == "off (vLLM shares prompts itself)"
+    assert str(ours.features["share_generation"]) == "off (vLLM shares prompts itself)"
     assert ours.places["generation"].rows == 0
     assert ours.places["scoring"].prompts_per_row == ours.places["training"].prompts_per_row == 1 / 4
     ratios = [entry["sampling/importance_sampling_ratio/mean"] for entry in ours.state.log_history[:-1]]

@@ -14,6 +14,7 @@ from test_grpo_steps import LOSSES
 from vgr_trl.sharing import share_prompts
 from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.sharing.prefix_forward import PrefixSplit, find_packing, why_not_pack
+from vgr_trl.utils import describe_features
 
 # Of the largest update, in float32: additions in another order, by kernels that differ from CPU to CPU, change it by up
 # to 2e-5; a token or a row too many changes it by 1e-2.
@@ -82,7 +83,7 @@ def test_steps_are_those_of_trl(loss, vision, image_rows, tmp_path, packed):
     assert not packed
     flash = as_flash(copy.deepcopy(model))
     ours = trained(DAPO, flash, processor, image_rows, settings)
-    assert "pack_completions: on" in str(ours.skipping)
+    assert "pack_completions: on" in describe_features(ours.features)
     assert texts_of(ours) == texts_of(stock)
     assert largest_relative_update(model, ours, stock) < ROUNDING
     assert any(queries != keys and len(set(queries)) > 1 for queries, keys in packed)
@@ -92,11 +93,11 @@ def test_packed_passes_are_off_where_they_are_not_wanted(vision, image_rows, tmp
     flash = as_flash(copy.deepcopy(vision[0]))
     settings = options(tmp_path, max_steps=1)
     off = trained(DAPO, flash, vision[1], image_rows, settings | {"pack_completions": "off"})
-    assert "pack_completions: off (pack_completions=off)" in str(off.skipping)
+    assert "pack_completions: off (pack_completions=off)" in describe_features(off.features)
     alone = trained(DAPO, flash, vision[1], image_rows, settings | {"share_prompts": "off"})
-    assert "pack_completions: off (training does not share prompts)" in str(alone.skipping)
+    assert "pack_completions: off (training does not share prompts)" in describe_features(alone.features)
     sdpa = trained(DAPO, *vision, image_rows, settings)
-    assert "pack_completions: off (sdpa attention; flash attention packs them)" in str(sdpa.skipping)
+    assert "pack_completions: off (sdpa attention; flash attention packs them)" in describe_features(sdpa.features)
 
 
 def test_without_a_kernel():

@@ -1,5 +1,6 @@
-"""What the start of a run says about sharing is what the run does."""
+"""Which features a run has, and what it reports of them."""
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +10,10 @@ from support.models.families import build as build_model
 from support.steps import DAPO, STOCK, build_trainer, largest_relative_update, options, trained
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from vgr_trl.validate import plan_sharing
+from vgr_trl.utils import describe_features
+from vgr_trl.validate import is_sharded, plan_features
 
 ROWS = Dataset.from_dict({"prompt": ["red blue green teal " * 6] * 8})
-ON = "generation on, scoring on, training on; completions of a prompt kept together"
 
 
 @pytest.fixture
@@ -24,56 +25,46 @@ def make(text_tokenizer, tmp_path):
     return build
 
 
-def test_everything_is_on_by_default(make):
-    assert str(make().sharing) == f"share_prompts=auto: {ON}"
-    assert str(make(share_prompts="off").sharing) == "share_prompts=off"
+def test_prompts_are_shared_everywhere_by_default(make):
+    line = "share_generation: on; share_scoring: on; share_training: on; regroup: on; skip_zero_advantage: on"
+    assert line in describe_features(make().features)
+
+
+@pytest.mark.parametrize(("mode", "regroup"), [("auto", "off (the loss bnpo divides by"), ("on", "on")])
+def test_a_loss_that_divides_by_the_micro_batch_keeps_its_order_by_default(mode, regroup, make):
+    features = make(loss_type="bnpo", share_prompts=mode).features
+    assert features["share_training"].enabled
+    assert str(features["regroup"]).startswith(regroup)
 
 
 @pytest.mark.parametrize(
-    ("mode", "order"), [("auto", "shuffled (the loss"), ("on", "kept together, although the loss")]
-)
-def test_a_loss_that_divides_by_the_micro_batch_keeps_its_order_unless_told_otherwise(mode, order, make):
-    said = str(make(loss_type="bnpo", share_prompts=mode).sharing)
-    assert f"{order} bnpo divides by the tokens of a micro-batch" in said
-
-
-@pytest.mark.parametrize(
-    ("mode", "changed", "places"),
+    ("launch", "expected"),
     [
-        ("auto", {"zero": 3}, ("on", "on", "on")),
-        ("auto", {"fsdp": 2}, ("off (FSDP)", "on", "on")),
-        ("on", {"fsdp": 1}, ("off (FSDP)", "on", "off (the first version of FSDP)")),
-        ("auto", {"compile": "INDUCTOR"}, ("on", "off (torch.compile)", "off (torch.compile)")),
-        ("auto", {"vllm": True}, ("off (vLLM shares prompts itself)", "on", "on")),
-        ("off", {}, ("off (share_prompts=off)",) * 3),
+        ({"zero": 3}, ("on", "on", "on")),
+        ({"fsdp": 2}, ("off (FSDP)", "on", "on")),
+        ({"fsdp": 1}, ("off (FSDP)", "on", "off (the first version of FSDP)")),
+        ({"compile": "INDUCTOR"}, ("on", "off (torch.compile)", "off (torch.compile)")),
+        ({"vllm": True}, ("off (vLLM shares prompts itself)", "on", "on")),
+        ({"mode": "off"}, ("off (share_prompts=off)",) * 3),
     ],
 )
-def test_what_a_trainer_is_launched_with(mode, changed, places, make, monkeypatch):
-    """The plan reads what accelerate and TRL know of a run: here set by hand, as on many GPUs."""
-    trainer = make(share_prompts=mode)
-    zero, fsdp = changed.get("zero"), changed.get("fsdp")
+def test_launches(launch, expected, make, monkeypatch):
+    """What accelerate and TRL know of a run is set by hand, as on many GPUs."""
+    trainer = make(share_prompts=launch.get("mode", "auto"))
+    zero, fsdp = launch.get("zero"), launch.get("fsdp")
     state = SimpleNamespace(
-        dynamo_plugin=SimpleNamespace(backend=SimpleNamespace(value=changed.get("compile", "NO"))),
+        dynamo_plugin=SimpleNamespace(backend=SimpleNamespace(value=launch.get("compile", "NO"))),
         fsdp_plugin=SimpleNamespace(fsdp_version=fsdp),
     )
     monkeypatch.setattr(trainer, "accelerator", SimpleNamespace(state=state))
     monkeypatch.setattr(trainer, "is_fsdp_enabled", fsdp is not None)
     monkeypatch.setattr(trainer, "is_deepspeed_enabled", zero is not None)
     monkeypatch.setattr(trainer.args, "deepspeed_plugin", SimpleNamespace(zero_stage=zero))
-    monkeypatch.setattr(trainer, "use_vllm", changed.get("vllm", False))
-    monkeypatch.setattr(trainer, "use_transformers_continuous_batching", changed.get("continuous", False))
-    plan = plan_sharing(trainer)
-    assert (str(plan.generation), str(plan.scoring), str(plan.training)) == places
-    assert plan.sharded == (zero == 3 or fsdp is not None)
-    assert plan.regroups == (places[2] == "on")
-
-
-def test_a_compiled_run_says_so(make):
-    trainer = make(torch_compile=True, torch_compile_backend="eager")
-    assert str(trainer.sharing) == (
-        "share_prompts=auto: generation on, scoring off (torch.compile), training off (torch.compile); completions of "
-        "a prompt shuffled (training is off)"
-    )
+    monkeypatch.setattr(trainer, "use_vllm", launch.get("vllm", False))
+    features = plan_features(trainer, trainer.measurement)
+    assert tuple(str(features[f"share_{stage}"]) for stage in ("generation", "scoring", "training")) == expected
+    assert features["regroup"].enabled == (expected[2] == "on")
+    assert is_sharded(trainer) == (zero == 3 or fsdp is not None)
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_(en|dis)able` is deprecated:FutureWarning")
@@ -86,7 +77,7 @@ def test_reentrant_checkpointing_trains_plainly(vision, image_rows, tmp_path):
     peft = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
     stock = trained(STOCK, model, processor, image_rows, settings, peft_config=LoraConfig(**peft))
     ours = trained(DAPO, model, processor, image_rows, settings, peft_config=LoraConfig(**peft))
-    assert str(ours.sharing.training) == "off (gradient checkpointing with use_reentrant=True)"
+    assert str(ours.features["share_training"]) == "off (gradient checkpointing with use_reentrant=True)"
     assert ours.places["training"].rows == 0
     assert ours.places["generation"].prompts_per_row == ours.places["scoring"].prompts_per_row == 1 / 4
     assert largest_relative_update(model, ours, stock) < 1e-5
@@ -96,17 +87,17 @@ def test_reentrant_checkpointing_trains_plainly(vision, image_rows, tmp_path):
 def test_the_load_balancing_loss_of_experts(coefficient, training, make):
     body = dict(build_model("qwen3").config.to_dict(), num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{key: body[key] for key in body if key != "model_type"}))
-    trainer = make(model, router_aux_loss_coef=coefficient)
-    assert str(trainer.sharing.training).startswith(training)
-    assert str(trainer.sharing.scoring) == "on"
+    features = make(model, router_aux_loss_coef=coefficient).features
+    assert str(features["share_training"]).startswith(training)
+    assert features["share_scoring"].enabled
 
 
 @pytest.mark.parametrize(("lora", "attention"), [(0.1, 0.0), (0.0, 0.1), (0.0, 0.0)])
-def test_dropout_is_announced(lora, attention, make):
+def test_shared_dropout_is_announced(lora, attention, make, caplog):
     """The mode of the model at the start does not matter: TRL trains it in training mode."""
     model = build_model("qwen3")
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = attention
-    trainer = make(model, {"peft_config": LoraConfig(r=2, lora_dropout=lora, target_modules=["q_proj"])})
-    announced = "; with dropout or noise in routers, the completions of a prompt share what is drawn over it"
-    assert str(trainer.sharing).endswith(announced) == bool(lora or attention)
+    with caplog.at_level(logging.WARNING):
+        make(model, {"peft_config": LoraConfig(r=2, lora_dropout=lora, target_modules=["q_proj"])})
+    assert ("share the dropout drawn over it" in caplog.text) == bool(lora or attention)

@@ -18,7 +18,7 @@ from text_runs import (
 )
 
 from vgr_trl.config import SWITCHES
-from vgr_trl.utils import ConfigError
+from vgr_trl.utils import ConfigError, describe_features
 
 # Of the largest update, in float32: additions in another order, by kernels that differ from CPU to CPU, change it by up
 # to 2e-5; a token or a row too many changes it by 1e-2.
@@ -38,8 +38,8 @@ def assert_equal_steps(**settings):
 def test_steps_of_every_loss(loss):
     """A group is dead, of the other every other completion; with credit for a third of the tokens where it is read."""
     ours = assert_equal_steps(**LOSSES[loss], **TWICE, credit=loss not in WHOLE_COMPLETIONS)
-    assert ours.skipping.rows.enabled
-    assert (ours.skipping.tokens.enabled) == (loss not in WHOLE_COMPLETIONS)
+    assert ours.features["skip_zero_advantage"].enabled
+    assert (ours.features["skip_zero_advantage_tokens"].enabled) == (loss not in WHOLE_COMPLETIONS)
     assert min(logged(ours, "skipped/rows")) >= 5  # of the 6 dead rows of 8; the dead micro-batch runs one
 
 
@@ -74,8 +74,8 @@ def test_steps_of_other_adapters(name):
     start = weights_of(build(True, **settings))
     stock, ours = train(True, **settings), train(False, **settings)
     assert relative_difference(start, weights_of(ours), weights_of(stock)) < ROUNDING
-    places = ours.sharing.generation, ours.sharing.scoring, ours.sharing.training, ours.skipping.padding
-    assert all((place.enabled) == (name in OF_EMBEDDINGS) for place in places)
+    for feature in ("share_generation", "share_scoring", "share_training", "skip_padding"):
+        assert ours.features[feature].enabled == (name in OF_EMBEDDINGS)
 
 
 @pytest.mark.filterwarnings("ignore:Position ids are not supported")
@@ -119,15 +119,15 @@ def test_steps_with_other_options(case):
 def test_nothing_is_left_out_that_another_term_reads(option):
     """But for padding, here behind completions that end early."""
     ours = assert_equal_steps(**READ[option])
-    assert f"skip_zero_advantage: off ({option} reads all tokens)" in str(ours.skipping)
-    assert f"skip_zero_advantage_tokens: off ({option} reads all tokens)" in str(ours.skipping)
+    assert f"skip_zero_advantage: off ({option} reads all tokens)" in describe_features(ours.features)
+    assert f"skip_zero_advantage_tokens: off ({option} reads all tokens)" in describe_features(ours.features)
     assert sum(logged(ours, "skipped/rows") + logged(ours, "skipped/tokens")) == 0
 
 
 @pytest.mark.parametrize("option", READ_TOKENS)
 def test_whole_completions_run_where_they_are_compared(option):
     ours = assert_equal_steps(**READ_TOKENS[option])
-    assert f"skip_zero_advantage: on; skip_zero_advantage_tokens: off ({option}" in str(ours.skipping)
+    assert f"skip_zero_advantage: on; skip_zero_advantage_tokens: off ({option}" in describe_features(ours.features)
     assert min(logged(ours, "skipped/rows")) >= 5
 
 
@@ -136,7 +136,7 @@ def test_steps_with_neftune_are_trls_to_the_same_random_numbers():
     settings = {"neftune_noise_alpha": 5.0, "reward": uneven_reward, **TWICE}
     stock, ours = train(True, **settings), train(False, **settings, group_by_length="off", skip_zero_advantage="off")
     assert relative_difference(START, weights_of(ours), weights_of(stock)) < ROUNDING
-    assert ours.sharing.training.reason == ours.skipping.padding.reason
+    assert ours.features["share_training"].reason == ours.features["skip_padding"].reason
 
 
 def test_steps_without_any_gradient():
@@ -178,7 +178,7 @@ def test_rows_are_grouped_by_length():
     """Rollouts of two groups: the one with the longest live completion comes first, the longest rows of each, too."""
     with micro_batches() as batches:
         ours = train(False, per_device_train_batch_size=2, gradient_accumulation_steps=4)
-    assert "group_by_length: on" in str(ours.skipping)
+    assert "group_by_length: on" in describe_features(ours.features)
     live = [(batch["advantages"] != 0) * batch["completion_mask"].sum(1) for batch in batches]
     rollouts = torch.cat(live).view(3, 2, 4)  # lengths by rollout and group, 0 without a gradient
     assert torch.equal(rollouts, rollouts.sort(dim=2, descending=True).values)
@@ -190,7 +190,7 @@ def test_old_log_probabilities_of_the_first_pass():
     """Of two iterations the first is that of the policy which generated; the second has other ratios."""
     with computed_tokens(False) as scoring:
         ours = train(False, **TWICE)
-    assert ours.skipping.old_logps.enabled
+    assert ours.features["reuse_first_pass"].enabled
     assert scoring == []
     kl = logged(ours, "approx_kl")
     assert kl[0] == kl[2] == 0
@@ -208,9 +208,11 @@ REASONS = {
 
 def test_when_old_log_probabilities_are_scored():
     for reason, options in REASONS.items():
-        assert build(False, **options).skipping.old_logps.reason.endswith(reason)
+        assert build(False, **options).features["reuse_first_pass"].reason.endswith(reason)
 
 
 def test_switches():
     ours = build(False, **dict.fromkeys(SWITCHES, "off"))
-    assert str(ours.skipping) == "; ".join(f"{option}: off ({option}=off)" for option in SWITCHES)
+    assert {option: str(ours.features[option]) for option in SWITCHES} == {
+        option: f"off ({option}=off)" for option in SWITCHES
+    }

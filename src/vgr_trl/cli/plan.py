@@ -23,7 +23,7 @@ from vgr_trl.reporting.markdown import duration
 from vgr_trl.reporting.recorder import is_recorded_before
 from vgr_trl.reporting.records import Completion, read_run
 from vgr_trl.trainer import DAPOTrainer
-from vgr_trl.utils import printable
+from vgr_trl.utils import describe_features, printable
 
 ALWAYS_SHOWN = (
     "loss_type", "epsilon", "epsilon_high", "beta", "learning_rate", "lr_scheduler_type", "warmup_steps",
@@ -65,7 +65,7 @@ def describe_run(trainer: DAPOTrainer, source: str, checkpoint: str | None) -> l
         ("step", f"{args.per_device_train_batch_size} per device x {args.world_size} processes x "
                  f"{args.gradient_accumulation_steps} accumulated = {per_step} completions; a rollout serves "
                  f"{steps_per_rollout:g} steps"),
-        ("prompts", str(trainer.sharing)),
+        ("passes", describe_features(trainer.features)),
         *([("before step 1", f"{before} completions of the data to evaluate on, with their rewards, for the report")]
           if checkpoint is None and is_recorded_before(trainer) else []),
         ("steps", str(total_steps(trainer))),

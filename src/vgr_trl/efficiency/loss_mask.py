@@ -11,7 +11,6 @@ import torch
 from vgr_trl.batch import IMAGE_INPUTS, PERTURBED, TOKEN_TYPES, split_images, stack_images
 from vgr_trl.sharing.model_support import changed_hidden_states, check_causal_attention
 from vgr_trl.sharing.prefix_cache import UnsupportedModel
-from vgr_trl.sharing.sharing import Feature
 from vgr_trl.utils import patched_method
 
 
@@ -305,40 +304,6 @@ def scatter_back(
 _RELATIVE_LAYERS = {"full_attention", "sliding_attention"}
 _RELATIVE_ROPE = {"default", "linear", "llama3", "yarn"}
 _ABSOLUTE_SCALES = ("llama_4_scaling_beta", "attn_temperature_tuning")
-
-
-@dataclass(frozen=True)
-class SkippingPlan:
-    """What the options of `EfficiencyOptions` come to in a run; printed as the one line that says so.
-
-    Attributes:
-        rows: completions without an advantage.
-        tokens: tokens without one.
-        padding: columns that are padding in all rows, or behind the last token with loss.
-        head: whether the head scores tokens with loss only.
-        packing: padding between completions of unequal length that pass behind shared prompts.
-        by_length: rows of similar length in one micro-batch.
-        old_logps: old log-probabilities taken from the first training pass.
-        images: whether images have to run in every pass that is given some, read or not.
-        window: rows of this process that change places with each other: those of a rollout within an optimizer step.
-    """
-
-    rows: Feature
-    tokens: Feature
-    padding: Feature
-    packing: Feature
-    head: bool
-    by_length: Feature
-    old_logps: Feature
-    images: bool
-    window: int
-
-    def __str__(self) -> str:
-        return (
-            f"skip_zero_advantage: {self.rows}; skip_zero_advantage_tokens: {self.tokens}; "
-            f"skip_padding: {self.padding}; pack_completions: {self.packing}; group_by_length: {self.by_length}; "
-            f"reuse_first_pass: {self.old_logps}"
-        )
 
 
 def why_padding_counts(base: Any) -> str | None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
 from typing import Any
@@ -22,7 +21,7 @@ from vgr_trl.sharing.model_support import (
 )
 from vgr_trl.sharing.prefix_cache import SharingReport
 from vgr_trl.sharing.prefix_forward import SharedForward, find_groups, first_rows, without_empty_images
-from vgr_trl.utils import ConfigError, patched_method
+from vgr_trl.utils import ConfigError, Feature, patched_method
 
 
 @contextmanager
@@ -116,87 +115,41 @@ def leave_out_empty_images(model: nn.Module, *, agree: Callable[[bool], bool] | 
         yield
 
 
-@dataclass(frozen=True)
-class Feature:
-    """Something that a run does unless there is a reason not to; printed as "on", or "off" and why.
-
-    Attributes:
-        reason: why it is off; None: it is on.
-    """
-
-    reason: str | None = None
-
-    @property
-    def enabled(self) -> bool:
-        return self.reason is None
-
-    def __str__(self) -> str:
-        return "on" if self.reason is None else f"off ({self.reason})"
-
-
-@dataclass(frozen=True)
-class SharingPlan:
-    """What `share_prompts` comes to in a run; printed as the one line that says so."""
-
-    mode: str
-    generation: Feature
-    scoring: Feature
-    training: Feature
-    regroup_reason: str | None
-    regroups: bool
-    sharded: bool
-    dropout: bool
-    in_order: bool = False  # gradients are added up in the order in which they come, which has to be that of all
-
-    def __str__(self) -> str:
-        if self.mode == "off":
-            return "share_prompts=off"
-        together = "kept together" if self.regroups else f"shuffled ({self.regroup_reason or 'training is off'})"
-        changed = f", although {self.regroup_reason}" if self.regroups and self.regroup_reason else ""
-        return (
-            f"share_prompts={self.mode}: generation {self.generation}, scoring {self.scoring}, training "
-            f"{self.training}; completions of a prompt {together}{changed}"
-            + (
-                "; with dropout or noise in routers, the completions of a prompt share what is drawn over it"
-                if self.dropout
-                else ""
-            )
-        )
-
-
 class SharedPasses:
-    """Shares prompts where a plan says so.
+    """Shares prompts in the passes of a run.
 
     Args:
-        plan: of the run.
         agree: as `share_prompts` takes it.
+        sharded: whether parameters are.
+        in_order: whether gradients are added up in the order in which they come, which has to be that of all processes.
         evens_images: whether the caller lets the vision tower run in every process if it does in one.
     """
 
-    def __init__(self, plan: SharingPlan, agree: Callable[[bool], bool], evens_images: bool = False) -> None:
-        self.plan, self._agree = plan, agree
-        self._refuses_uneven = plan.sharded and not evens_images
+    def __init__(
+        self, agree: Callable[[bool], bool], *, sharded: bool, in_order: bool, evens_images: bool = False
+    ) -> None:
+        self._agree, self._sharded, self._in_order = agree, sharded, in_order
+        self._refuses_uneven = sharded and not evens_images
         self._report = SharingReport()
 
     @contextmanager
     def around(
-        self, place: Feature, model: nn.Module, completion_length: int | None = None, *, packs: bool = False
+        self, feature: Feature, model: nn.Module, completion_length: int | None = None, *, packs: bool = False
     ) -> Iterator[None]:
-        """Share prompts in passes of this block.
+        """Share prompts in passes of this block, if the feature is on.
 
         Args:
-            place: of the plan.
             model: as `share_prompts` takes it.
             completion_length: T of a scored batch; None where the model generates.
             packs: as `share_prompts` takes it.
         """
         refuses = self._refuses_uneven
-        if not place.enabled:
+        if not feature.enabled:
             generates = completion_length is None
             with leave_out_empty_images(model, agree=self._agree if refuses and not generates else None):
                 yield
             return
-        alike = self.plan.sharded or (self.plan.in_order and torch.is_grad_enabled())
+        alike = self._sharded or (self._in_order and torch.is_grad_enabled())
         agree = self._agree if alike else None
         with share_prompts(model, completion_length, agree=agree, sharded=refuses, packs=packs) as report:
             yield
