@@ -1,24 +1,37 @@
-"""Checkpoints: complete or not there, what each process keeps of its own, and which one a run is continued from.
+"""Checkpoints: complete or not there, which one a run is continued from, and where it goes on in its data.
 
-The manifest names every file with its size. It is written last, under a temporary name, and removed first.
+The manifest names every file of a checkpoint with its size. It is written last, under a temporary name, and removed
+first. TRL draws the order of each epoch from one generator, and begins a generation batch whenever a count of
+micro-batches says so. Neither is in its checkpoints: a continued run would take the order of the first epoch again, and
+would generate again in the middle of a batch. `ResumableTrainer` saves and restores both.
 """
 
+import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
-from torch import distributed
+from datasets import Dataset, IterableDataset
+from torch import distributed, nn
+from torch.utils.data import Sampler
+from transformers import TrainerState
 from transformers import trainer as trainer_module
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from transformers.utils import logging
 
-from vgr_trl.utils import ConfigError, VGRError, naming_full_disk, patched_attribute
+from vgr_trl.utils import ConfigError, VGRError, error_text, naming_full_disk, naming_silent_process, patched_attribute
+
+if TYPE_CHECKING:
+    from vgr_trl.rollout import ConstructedTrainer
+else:
+    ConstructedTrainer = object  # a mixin: the KL controller's state is saved where there is no TRL, too
 
 logger = logging.get_logger(__name__)
 
@@ -50,15 +63,12 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-SHARE = "{}_{}_of_{}.pt"  # what a process keeps beside weights and optimizer, by kind, process and number of processes
-KINDS = {"choice": "the replay buffer", "generation": "the generation batch", "kl": "the coefficient of the KL"}
-
-
 @contextmanager
 def complete_checkpoint(folder: Path, accelerator: Accelerator, writes: bool) -> Iterator[None]:
     """Make a checkpoint folder that is written inside complete at the end, or leave it without a manifest.
 
-    Older checkpoints are deleted after that, so that a kill in between leaves one to continue from.
+    What a run that was killed while saving left there of its processes is removed first, older checkpoints only once
+    this one is complete, so that a kill in between leaves one to continue from.
 
     Args:
         writes: whether this process writes what processes share.
@@ -66,41 +76,35 @@ def complete_checkpoint(folder: Path, accelerator: Accelerator, writes: bool) ->
     Raises:
         DiskFullError: naming the file that was being written.
     """
-    rotate, held = trainer_module.rotate_checkpoints, []
+    rotate, postponed = trainer_module.rotate_checkpoints, []
     with naming_full_disk(folder, "free space there, then continue with resume_from_checkpoint latest"):
         if writes:
-            (folder / MANIFEST).unlink(missing_ok=True)
+            for path in (folder / MANIFEST, *folder.glob(SHARE.format("*", "*", "*"))):
+                path.unlink(missing_ok=True)
         accelerator.wait_for_everyone()
-        with patched_attribute(trainer_module, "rotate_checkpoints", lambda **options: held.append(options)):
+        with patched_attribute(trainer_module, "rotate_checkpoints", lambda **options: postponed.append(options)):
             yield
         accelerator.wait_for_everyone()
         if writes:
             write_manifest(folder, accelerator.num_processes)
-    for options in held:
+    for options in postponed:
         rotate(**options)
+
+
+SHARE = "{}_{}_of_{}.pt"  # what a process keeps beside weights and optimizer, by kind, process and number of processes
 
 
 def save_share(state: dict[str, Any], folder: Path, process_index: int, num_processes: int, kind: str) -> None:
     """Write a process's share of a run's state into a checkpoint folder, all of it or nothing.
 
-    Shares of another number of processes, left there by a run that was killed while saving, are removed.
-
     Args:
         state: tensors, numbers, texts, lists and dictionaries.
-        kind: one of `KINDS`.
+        kind: what it is the state of, a word.
     """
-    for other in shares_of(folder, kind):
-        if _written_by(other) != num_processes:
-            other.unlink(missing_ok=True)
     path = folder / SHARE.format(kind, process_index, num_processes)
     unfinished = path.with_suffix(".unfinished")
     torch.save(state, unfinished)
     unfinished.replace(path)
-
-
-def remove_share(folder: Path, process_index: int, num_processes: int, kind: str) -> None:
-    """Remove what an earlier save left of this process in a checkpoint folder that is written anew."""
-    (folder / SHARE.format(kind, process_index, num_processes)).unlink(missing_ok=True)
 
 
 def load_shares(folder: Path, kind: str, only: int | None = None) -> list[dict[str, Any]]:
@@ -123,25 +127,20 @@ def load_shares(folder: Path, kind: str, only: int | None = None) -> list[dict[s
         return [torch.load(path, map_location="cpu", weights_only=True) for path in paths]
     except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
         raise ConfigError(
-            f"A share of {KINDS[kind]} in {folder} cannot be read ({type(error).__name__}): give an earlier checkpoint."
+            f"A file {SHARE.format(kind, '*', '*')} in {folder} cannot be read ({type(error).__name__}): give an "
+            "earlier checkpoint."
         ) from error
 
 
 def missing_shares(folder: Path, kind: str) -> str | None:
     """Return what is missing of the shares in a checkpoint folder, None if they are complete or none was written."""
     paths = shares_of(folder, kind)
-    counts = set(map(_written_by, paths))
-    if not paths or counts == {len(paths)}:
-        return None
-    return f"{len(paths)} of {max(counts)} shares of {KINDS[kind]}"
-
-
-def _written_by(share: Path) -> int:
-    """How many processes wrote the checkpoint that `share` is of."""
-    return int(share.stem.split("_")[-1])
+    counts = {int(path.stem.split("_")[-1]) for path in paths}
+    return None if not paths or counts == {len(paths)} else f"{len(paths)} of {max(counts)} files of the kind {kind}"
 
 
 def shares_of(folder: Path, kind: str) -> list[Path]:
+    """Return the shares in a checkpoint folder, in the order of their processes."""
     return sorted(folder.glob(SHARE.format(kind, "*", "*")), key=lambda path: int(path.stem.split("_")[1]))
 
 
@@ -183,7 +182,7 @@ def _latest(output_dir: Path) -> str | None:
             f"resume_from_checkpoint is latest, but output_dir {output_dir} has no complete checkpoint, only a "
             f"finished run ({models[0]}): choose another output_dir."
         )
-    logger.warning(f"resume_from_checkpoint latest finds no complete checkpoint in {output_dir}: the run starts anew.")
+    logger.warning(f"resume_from_checkpoint latest finds no complete checkpoint in {output_dir}: a new run starts.")
     return None
 
 
@@ -196,6 +195,22 @@ def _named(resume: str) -> str:
             "latest."
         )
     return resume
+
+
+def _answer_of_the_first_process(ask: Callable[[], str | None]) -> str | None:
+    """What one process sees holds for all, so that they do not decide differently."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return ask()
+    answer: list[str | VGRError | None] = [None]
+    if distributed.get_rank() == 0:
+        try:
+            answer = [ask()]
+        except VGRError as error:
+            answer = [error]
+    distributed.broadcast_object_list(answer)
+    if isinstance(answer[0], VGRError):
+        raise answer[0]
+    return answer[0]
 
 
 def checkpoints_of(output_dir: Path) -> list[Path]:
@@ -232,19 +247,18 @@ def what_is_wrong(checkpoint: Path) -> str | None:
     for name in chain(needed, states):  # one by one: a damaged manifest may name any number of processes
         if name not in manifest["files"]:
             return f"no {name} was saved"
-    if global_step(checkpoint) is None:
-        return "no step in trainer_state.json"
-    missing = (missing_shares(checkpoint, kind) for kind in KINDS)
+    kinds = sorted({path.name.split("_")[0] for path in checkpoint.glob(SHARE.format("*", "*", "*"))})
+    missing = (missing_shares(checkpoint, kind) for kind in kinds)
     return next((f"only {what}" for what in missing if what is not None), None)
 
 
-def global_step(checkpoint: Path) -> int | None:
-    """Return the step that `checkpoint` was saved at, None if its state cannot be read."""
+def global_step(checkpoint: str | Path | None) -> int | None:
+    """Return the step that a checkpoint was saved at, None if there is none, or its state cannot be read."""
     try:
-        step = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8")).get("global_step")
-    except (OSError, ValueError, AttributeError):
+        text = (Path(checkpoint or "") / "trainer_state.json").read_text(encoding="utf-8")
+        return int(json.loads(text)["global_step"]) if checkpoint else None
+    except (OSError, ValueError, TypeError, KeyError):
         return None
-    return step if isinstance(step, int) else None
 
 
 def refuse_finished(checkpoint: str | None, max_steps: int) -> None:
@@ -253,7 +267,7 @@ def refuse_finished(checkpoint: str | None, max_steps: int) -> None:
     Raises:
         ConfigError: naming both steps.
     """
-    step = global_step(Path(checkpoint)) if checkpoint else None
+    step = global_step(checkpoint)
     if step is not None and step >= max_steps > 0:
         raise ConfigError(
             f"The run is finished: {checkpoint}, which has its model, was saved at step {step} of {max_steps}; raise "
@@ -276,17 +290,232 @@ def refuse_other_number(checkpoint: str | None, processes: int) -> None:
         )
 
 
-def _answer_of_the_first_process(ask: Callable[[], str | None]) -> str | None:
-    """What one process sees holds for all, so that they do not decide differently."""
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return ask()
-    answer: list[str | VGRError | None] = [None]
-    if distributed.get_rank() == 0:
+class ResumableTrainer(ConstructedTrainer):
+    """What a trainer of TRL overrides to save and load.
+
+    Attributes:
+        resumed: what is saved and loaded beside weights, optimizer and the place in the data: objects with
+            `save(folder)` and `load(folder)`, which every process calls.
+        replay: the replay buffer, if there is one, whose groups may wait for the first training pass over a batch.
+        train_sampler: TRL's `RepeatSampler`, whose order a continued run takes up.
+    """
+
+    resumed: Sequence[Any] = ()
+    replay: Any = None
+    train_sampler: Any = None
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> TrainOutput:
+        """Add to TRL's: `True` and `latest` find the newest complete checkpoint; one that is not is refused.
+
+        Raises:
+            ConfigError: the checkpoint is not complete, or ZeRO has divided it between another number of processes.
+            ProcessError: another process does not answer, or has ended.
+        """
+        checkpoint = resolve_checkpoint(resume_mode(resume_from_checkpoint), Path(str(self.args.output_dir)))
+        if self.is_deepspeed_enabled:
+            plugin = self.accelerator.state.deepspeed_plugin
+            is_universal = plugin.deepspeed_config.get("checkpoint", {}).get("load_universal", False)
+            if plugin.zero_stage > 0 and not is_universal:
+                refuse_other_number(checkpoint, self.accelerator.num_processes)
+        with naming_silent_process(self.args.ddp_timeout, lambda: self.state.global_step + 1):
+            return super().train(checkpoint, *args, **options)
+
+    def _get_train_sampler(self, dataset: Dataset | IterableDataset | None = None) -> Sampler[Any]:
+        """Keep TRL's sampler."""
+        self.train_sampler = super()._get_train_sampler(dataset)
+        return self.train_sampler  # type: ignore[no-any-return]
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Add to TRL's: the checkpoint is complete once all is written, and not before; a full disk is named."""
+        folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        with complete_checkpoint(folder, self.accelerator, self.args.should_save):
+            super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Add to the parent's: what else is resumed."""
+        super()._save_rng_state(output_dir)
+        for part in self.resumed:
+            part.save(Path(output_dir))
+        save_place(self, Path(output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Add to TRL's: what else is resumed; an optimizer of other weights is refused.
+
+        Raises:
+            ConfigError: naming the checkpoint.
+        """
         try:
-            answer = [ask()]
-        except VGRError as error:
-            answer = [error]
-    distributed.broadcast_object_list(answer)
-    if isinstance(answer[0], VGRError):
-        raise answer[0]
-    return answer[0]
+            super()._load_optimizer_and_scheduler(checkpoint)
+            if not self.is_fsdp_enabled:  # which has its parts in shapes of their own
+                _check_shapes(getattr(self.optimizer, "optimizer", self.optimizer))
+        except (AttributeError, KeyError, TypeError, ValueError, UnpicklingError) as error:
+            raise ConfigError(
+                f"The optimizer or scheduler in {checkpoint} is not of the weights that this run trains "
+                f"({error_text(error)}): continue with the model, the adapter and the optim that it was saved with, or "
+                "give another checkpoint."
+            ) from error
+        if checkpoint is not None:
+            for part in self.resumed:
+                part.load(Path(checkpoint))
+            load_place(self, Path(checkpoint))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Replace the parent's where it would keep the weights of the start."""
+        if not self._loads_weights(resume_from_checkpoint, self.model if model is None else model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        """Replace the parent's for the same models, and for the same reason."""
+        if not self._loads_weights(str(self.state.best_model_checkpoint), self.model):
+            super()._load_best_model()
+
+    def _loads_weights(self, checkpoint: str, model: nn.Module) -> bool:
+        from vgr_trl.patches import load_weights, whole_model  # which need TRL
+
+        if (target := whole_model(self, model)) is not None:
+            load_weights(target, checkpoint)
+        return target is not None
+
+
+def _check_shapes(optimizer: Any) -> None:
+    """Raise `ValueError` for averages of other weights, which fused AdamW would take, and write past their end."""
+    for weight, state in optimizer.state.items() if isinstance(optimizer, torch.optim.Adam) else ():
+        for name in ("exp_avg", "exp_avg_sq"):
+            if name in state and state[name].shape != weight.shape:
+                raise ValueError(f"{name} of shape {tuple(state[name].shape)} for {tuple(weight.shape)}")
+
+
+def only_lacks_its_model(trainer: ResumableTrainer, checkpoint: str | None, max_steps: int, written_last: Path) -> bool:
+    """Whether all steps are behind a checkpoint, and what is written after them is not there.
+
+    Args:
+        trainer: constructed; with ZeRO or FSDP the answer is no, as only a training loads their checkpoints.
+        written_last: the file that a run ends with.
+    """
+    step = global_step(checkpoint)
+    sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+    return step is not None and step >= max_steps > 0 and not sharded and not written_last.exists()
+
+
+def load_trained(trainer: ResumableTrainer, checkpoint: str) -> None:
+    """Give the trainer weights and state of a checkpoint that has all steps behind it, or the best weights if asked."""
+    trainer.state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
+    trainer.state.is_local_process_zero = trainer.is_local_process_zero()
+    trainer.state.is_world_process_zero = trainer.is_world_process_zero()
+    if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
+        trainer._load_best_model()
+    else:
+        trainer._load_from_checkpoint(checkpoint)
+
+
+# Where a run stands in its data: the order of the prompts, and the generation batch.
+
+GENERATION = "generation"
+ORDER = "order.json"
+COMPARED, MOST_COMPARED = ("id", "prompt", "choices", "solution"), 256  # columns and rows that tell data from others
+
+
+def save_place(trainer: ResumableTrainer, folder: Path) -> None:
+    """Write what the order depends on, and within a generation batch the completions still to be trained on."""
+    from trl.trainer.utils import unsplit_pixel_values_by_grid
+
+    every, accelerator = _generates_every(trainer), trainer.accelerator
+    if trainer.args.should_save:
+        (folder / ORDER).write_text(json.dumps(_order_of(trainer)), encoding="utf-8")
+    if trainer._step % every:
+        state = {
+            "micro_batch": trainer._step % every,
+            "of": every,
+            "inputs": [unsplit_pixel_values_by_grid(inputs) for inputs in trainer._buffered_inputs],
+            "waiting": trainer.replay is not None and trainer.replay.waits,
+        }
+        save_share(state, folder, accelerator.process_index, accelerator.num_processes, GENERATION)
+
+
+def load_place(trainer: ResumableTrainer, folder: Path) -> None:
+    """Take up the order of the prompts and the generation batch where the checkpoint was saved.
+
+    Raises:
+        ConfigError: the run is finished, or its order cannot be taken up.
+    """
+    refuse_finished(str(folder), trainer.state.max_steps)
+    if trainer.accelerator.is_main_process and (folder / ORDER).exists():  # checkpoints of TRL have none
+        there, here = json.loads((folder / ORDER).read_text(encoding="utf-8")), _order_of(trainer)
+        changed = [name for name in here if there.get(name) != here[name]]
+        differs = [f"{name} ({there.get(name)} there, {here[name]} here)" for name in changed]
+        if differs:
+            logger.warning(
+                f"The run that saved {folder} differs from this one in {', '.join(differs)}: in this epoch some "
+                "prompts may come twice, and others not at all."
+            )
+    epochs, batches = _behind(trainer, folder)
+    if trainer.shuffle_dataset and trainer.train_sampler is not None:
+        for _ in range(epochs):
+            torch.randperm(len(trainer.train_dataset), generator=trainer.train_sampler.generator)
+    trainer._step = batches
+    if not trainer.args.ignore_data_skip:
+        _continue_generation(trainer, folder, batches % _generates_every(trainer))
+
+
+def _order_of(trainer: ConstructedTrainer) -> dict[str, Any]:
+    """What decides the order of the prompts: options, and of a data set its length and the texts of some rows."""
+    found: dict[str, Any] = {"seed": trainer.args.seed, "shuffle_dataset": trainer.shuffle_dataset}
+    if isinstance(dataset := trainer.train_dataset, Dataset):
+        rows = dataset.with_format(None).select(range(0, len(dataset), -(-len(dataset) // MOST_COMPARED)))
+        texts = rows.select_columns([name for name in COMPARED if name in dataset.column_names]).to_list()
+        as_json = json.dumps(texts, default=lambda value: type(value).__name__)
+        checksum = hashlib.sha256(as_json.encode()).hexdigest()[:12]
+        found |= {"number of prompts": len(dataset), "checksum of prompts": checksum}
+    return found
+
+
+def _generates_every(trainer: ConstructedTrainer) -> int:
+    """Micro-batches of a process from one generation to the next."""
+    return int(trainer.args.steps_per_generation or 1) * trainer.num_iterations
+
+
+def _behind(trainer: ConstructedTrainer, folder: Path) -> tuple[int, int]:
+    """Whole epochs that are behind the run, and micro-batches since the last generation that began an epoch."""
+    args, step = trainer.args, trainer.state.global_step
+    window = args.gradient_accumulation_steps
+    if isinstance(trainer.train_dataset, IterableDataset):
+        if (trainer.state.epoch or 0) >= 1 and not args.ignore_data_skip:
+            raise ConfigError(
+                f"{folder} was saved in a later epoch of the stream ({trainer.state.epoch:.2f}), whose order is not "
+                "known: give ignore_data_skip to go on at the head of the stream, or an earlier checkpoint."
+            )
+        return 0, 0 if args.ignore_data_skip else step * window
+    batches = len(trainer.train_dataset) // args.prompts_per_rollout * _generates_every(trainer)  # of an epoch
+    epochs, steps = divmod(step, -(-batches // window))
+    return epochs, 0 if args.ignore_data_skip else steps * window
+
+
+def _continue_generation(trainer: ConstructedTrainer, folder: Path, micro_batch: int) -> None:
+    """Take up the generation batch of a checkpoint that was saved after so many micro-batches of it."""
+    processes, every = trainer.accelerator.num_processes, _generates_every(trainer)
+    window = trainer.args.gradient_accumulation_steps
+    cure = f"give a checkpoint whose step is a multiple of {every // window if every % window == 0 else every}"
+    saved = len(shares_of(folder, GENERATION))
+    if saved == 0 and micro_batch == 0:
+        return
+    if saved != processes:
+        raise ConfigError(
+            f"{folder} was saved after {micro_batch} of the {every} micro-batches of a generation batch and holds the "
+            f"completions of {saved} processes, but {processes} would continue it: {cure}, or start as many."
+        )
+    (share,) = load_shares(folder, GENERATION, only=trainer.accelerator.process_index)
+    if (share["micro_batch"], share["of"]) != (micro_batch, every):
+        raise ConfigError(
+            f"{folder} was saved after {share['micro_batch']} of {share['of']} micro-batches of a generation batch, "
+            f"which are {micro_batch} of {every} with these options: continue with the steps_per_generation, "
+            "num_iterations, batch size and gradient_accumulation_steps that it was saved with."
+        )
+    if share["waiting"]:
+        raise ConfigError(
+            f"{folder} was saved in the middle of a generation batch whose groups waited for the replay buffer: {cure}."
+        )
+    device = trainer.accelerator.device
+    trainer._buffered_inputs = [
+        {name: value.to(device) if torch.is_tensor(value) else value for name, value in inputs.items()}
+        for inputs in share["inputs"]
+    ]

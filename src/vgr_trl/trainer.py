@@ -15,6 +15,7 @@ from trl.trainer import grpo_trainer
 from vgr_trl.added_loss import FullKL, KLControl, added_loss, constructed_with_reference, scored_by_reference
 from vgr_trl.batch import Prompts, valid_tokens, with_perturbed_rows
 from vgr_trl.callbacks import CollapseWatch, FiniteUpdates, StepMetrics, name_for_trackers, outlive_trackers
+from vgr_trl.checkpoints import ResumableTrainer
 from vgr_trl.credit import shape_advantages
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
@@ -55,11 +56,10 @@ from vgr_trl.prepare import (
 )
 from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, rewards_of
 from vgr_trl.reporting.recorder import FlushRecords, RolloutRecorder, add_credit
-from vgr_trl.resume import PromptOrder, ResumableTrainer
 from vgr_trl.rewards.answers import completion_text
 from vgr_trl.rewards.groups import WholeGroups
 from vgr_trl.rewards.loading import checked
-from vgr_trl.rollout import Rollout, TrainingPass
+from vgr_trl.rollout import ConstructedTrainer, Rollout, TrainingPass
 from vgr_trl.sampling import FurtherPrompts, Replay, ZeroVarianceStreak, select_groups
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.sharing.sharing import SharedPasses
@@ -71,7 +71,7 @@ from vgr_trl.validate import is_sharded, plan_dummy_image, plan_features, plan_v
 logger = logging.get_logger(__name__)
 
 
-class DAPOTrainer(ResumableTrainer):
+class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
     """TRL's `GRPOTrainer` with DAPO's defaults, signals of what the model looked at, and credit by them.
 
     Takes the arguments of `GRPOTrainer`; `args` is a `DAPOConfig`. With its own options at their defaults it trains as
@@ -162,7 +162,7 @@ class DAPOTrainer(ResumableTrainer):
             self.hidden_hook = HiddenStateHook()
         self.critic = Critic(self) if args.uses_critic else None
         self.value_hook = None if self.critic is None else self.critic.hook
-        parts = (self.replay, self.further_prompts, self.kl, self.critic, PromptOrder(self, self.replay))
+        parts = (self.replay, self.further_prompts, self.kl, self.critic)
         self.resumed = [part for part in parts if part is not None]
 
     def _add_callbacks(self) -> None:

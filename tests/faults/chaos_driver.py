@@ -27,8 +27,7 @@ from support.launching import held_port
 from support.trainers import config, letters_reward, prompts, vision_trainer
 from transformers import TrainerCallback
 
-from vgr_trl.checkpoints import resolve_checkpoint
-from vgr_trl.resume import load_trained, only_lacks_its_model
+from vgr_trl.checkpoints import load_trained, only_lacks_its_model, resolve_checkpoint
 
 KILLED = 137
 STEPS = 2

@@ -17,7 +17,15 @@ from transformers.trainer_utils import IntervalStrategy
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from vgr_trl.callbacks import EXIT_STATUS, SaveOnTermination
-from vgr_trl.checkpoints import TRACES, how_to_go_on, refuse_finished, resolve_checkpoint, resume_mode
+from vgr_trl.checkpoints import (
+    TRACES,
+    how_to_go_on,
+    load_trained,
+    only_lacks_its_model,
+    refuse_finished,
+    resolve_checkpoint,
+    resume_mode,
+)
 from vgr_trl.cli.arguments import DataArguments, DefaultRewards, RewardArguments, RunArguments, one_sentence, parse
 from vgr_trl.cli.loading import image_root, load_processor, load_rows, refuse_missing_folder, tested
 from vgr_trl.cli.plan import describe_run, dry_run, print_plan, total_steps
@@ -32,7 +40,6 @@ from vgr_trl.prepare import reads_boxes
 from vgr_trl.reporting.markdown import step_line
 from vgr_trl.reporting.recorder import RecordBefore
 from vgr_trl.reporting.records import refuse_unwritable
-from vgr_trl.resume import load_trained, only_lacks_its_model
 from vgr_trl.rewards.loading import hardened, reads_solution
 from vgr_trl.trainer import DAPOTrainer
 from vgr_trl.utils import CollapseError, ConfigError, DataError, MissingSplitError, write_atomic

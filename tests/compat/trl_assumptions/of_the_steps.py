@@ -42,7 +42,7 @@ ASSUMPTIONS = [
     ),
     Assumption(
         "a rollout is kept in _buffered_inputs, in lists of micro-batches, until _step calls for another",
-        "resume.py",
+        "checkpoints.py",
         of_method(
             "_prepare_inputs",
             "generate_every = self.args.steps_per_generation * self.num_iterations",
@@ -53,13 +53,13 @@ ASSUMPTIONS = [
     ),
     Assumption(
         "_step counts micro-batches",
-        "resume.py",
+        "checkpoints.py",
         of_method("training_step", "self._step += 1"),
         (TRAINER, "        self._step += 1\n", "        self._step += 2\n"),
     ),
     Assumption(
         "prompts are drawn by a RepeatSampler with the seed of the run, shuffled if shuffle_dataset",
-        "resume.py, resume.py",
+        "checkpoints.py",
         of_method(
             "_get_train_sampler",
             "return RepeatSampler(",
@@ -71,7 +71,7 @@ ASSUMPTIONS = [
     ),
     Assumption(
         "a RepeatSampler draws one permutation per epoch from its generator and drops what fills no batch",
-        "resume.py, sampling.py",
+        "checkpoints.py, sampling.py",
         sampler,
         (UTILS, "torch.randperm(self.num_samples, generator=self.generator)", "torch.randperm(self.num_samples)"),
     ),
@@ -98,7 +98,7 @@ ASSUMPTIONS = [
     ),
     Assumption(
         "a checkpoint gets its card from create_model_card, then what transformers saves",
-        "resume.py, trainer.py",
+        "checkpoints.py, trainer.py",
         of_method("_save_checkpoint", "self.create_model_card(", "super()._save_checkpoint(model, trial)"),
         (TRAINER, "super()._save_checkpoint(model, trial)", "pass"),
     ),

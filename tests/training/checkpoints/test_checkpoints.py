@@ -17,27 +17,28 @@ from vgr_trl.utils import ConfigError, DiskFullError
 
 def test_shares_come_back_in_the_order_of_their_processes(tmp_path):
     for process in (10, 2, *range(3, 10), 0, 1, 11):
-        save_share({"process": process}, tmp_path, process, 12, "choice")
-    assert missing_shares(tmp_path, "choice") is None
-    assert [share["process"] for share in load_shares(tmp_path, "choice")] == list(range(12))
+        save_share({"process": process}, tmp_path, process, 12, "replay")
+    assert missing_shares(tmp_path, "replay") is None
+    assert [share["process"] for share in load_shares(tmp_path, "replay")] == list(range(12))
 
 
 def test_shares_of_a_run_that_was_killed_while_saving_do_not_stay(tmp_path):
     """It had two processes, of which one had saved; the run that goes on has one, or three."""
     for processes in (1, 3):
-        save_share({"process": "other"}, tmp_path, 1, 2, "choice")
-        for process in range(processes):
-            save_share({"process": process}, tmp_path, process, processes, "choice")
-        assert missing_shares(tmp_path, "choice") is None
-        assert [share["process"] for share in load_shares(tmp_path, "choice")] == list(range(processes))
+        save_share({"process": "other"}, tmp_path, 1, 2, "replay")
+        with complete_checkpoint(tmp_path, Accelerator(cpu=True), writes=True):
+            for process in range(processes):
+                save_share({"process": process}, tmp_path, process, processes, "replay")
+        assert missing_shares(tmp_path, "replay") is None
+        assert [share["process"] for share in load_shares(tmp_path, "replay")] == list(range(processes))
 
 
 def test_a_share_that_was_cut_off(tmp_path):
-    save_share({"numbers": list(range(99))}, tmp_path, 0, 1, "choice")
+    save_share({"numbers": list(range(99))}, tmp_path, 0, 1, "replay")
     (share,) = tmp_path.iterdir()
     share.write_bytes(share.read_bytes()[:200])
-    with pytest.raises(ConfigError, match=r"A share of the replay buffer in .* cannot be read \(\w+\): give an"):
-        load_shares(tmp_path, "choice")
+    with pytest.raises(ConfigError, match=r"replay_\*_of_\*.pt in .* cannot be read \(\w+\): give an"):
+        load_shares(tmp_path, "replay")
 
 
 def test_older_checkpoints_are_deleted_once_the_new_one_is_complete(tmp_path, monkeypatch):
@@ -95,12 +96,12 @@ class Program:
 
 @pytest.mark.parametrize("write", [torch.save, lambda value, path: Path(path).write_bytes(pickle.dumps(value, 2))])
 def test_a_share_with_a_program_is_refused(tmp_path, write):
-    save_share({"numbers": [1]}, tmp_path, 0, 1, "choice")
+    save_share({"numbers": [1]}, tmp_path, 0, 1, "replay")
     (share,) = tmp_path.iterdir()
     ran = tmp_path / "ran"
     write({"numbers": Program(ran)}, share)
-    with pytest.raises(ConfigError, match="A share of the replay buffer in .* cannot be read"):
-        load_shares(tmp_path, "choice")
+    with pytest.raises(ConfigError, match="in .* cannot be read"):
+        load_shares(tmp_path, "replay")
     assert not ran.exists()
     torch.load(share, weights_only=False) if write is torch.save else pickle.loads(share.read_bytes())
     assert ran.exists(), "the program would not have run anyway"

@@ -29,7 +29,7 @@ def checkpoint(folder: Path, step: int, processes: int = 1, shares: int = 0) -> 
     for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", *states):
         (path / name).write_bytes(name.encode() * step)
     for index in range(shares):
-        save_share({"process": index}, path, index, shares, "choice")
+        save_share({"process": index}, path, index, shares, "replay")
     (path / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     write_manifest(path, processes)
     return path
@@ -99,7 +99,7 @@ def test_values_that_mean_the_latest(value):
     ("break_it", "reason"),
     [
         (lambda path: (path / "model.safetensors").unlink(), "model.safetensors is missing"),
-        (lambda path: (path / "choice_0_of_2.pt").unlink(), "choice_0_of_2.pt is missing"),
+        (lambda path: (path / "replay_0_of_2.pt").unlink(), "replay_0_of_2.pt is missing"),
         (lambda path: (path / "optimizer.pt").write_bytes(b"PK"), "optimizer.pt has 2 bytes instead of 24"),
         (lambda path: (path / MANIFEST).write_text("{"), "no readable manifest.json"),
     ],
@@ -120,7 +120,7 @@ def test_every_file_of_a_checkpoint_must_be_what_was_written(tmp_path, break_it,
         ("optimizer.pt", "no optimizer.pt was saved"),
         ("scheduler.pt", "no scheduler.pt was saved"),
         ("trainer_state.json", "no trainer_state.json was saved"),
-        ("choice_0_of_2.pt", "only 1 of 2 shares of the replay buffer"),
+        ("replay_0_of_2.pt", "only 1 of 2 files of the kind replay"),
     ],
 )
 def test_what_was_never_saved_is_missed(tmp_path, leave_out, reason):
@@ -184,9 +184,9 @@ def other_rows(rows):
     ("change", "options", "differs"),
     [
         (lambda rows: rows, {}, None),
-        (lambda rows: rows.select(range(8)), {}, "prompts (12 there, 8 here)"),
-        (lambda rows: rows.select(range(11, -1, -1)), {}, "in prompts (others, or in another order)"),
-        (other_rows, {}, "in prompts (others, or in another order)"),
+        (lambda rows: rows.select(range(8)), {}, "number of prompts (12 there, 8 here)"),
+        (lambda rows: rows.select(range(11, -1, -1)), {}, "in checksum of prompts ("),
+        (other_rows, {}, "in checksum of prompts ("),
         (lambda rows: rows, {"seed": 7}, "in seed (42 there, 7 here)"),
         (lambda rows: rows, {"shuffle_dataset": False}, "in shuffle_dataset (True there, False here)"),
     ],
@@ -195,7 +195,7 @@ def other_rows(rows):
 def test_what_differs_from_the_run_that_is_continued(text_trainer, text_rows, monkeypatch, change, options, differs):
     text_trainer(max_steps=1, **RESUMED).train()
     warned: list[str] = []
-    monkeypatch.setattr("vgr_trl.resume.logger.warning", warned.append)
+    monkeypatch.setattr("vgr_trl.checkpoints.logger.warning", warned.append)
     text_trainer(rows=change(text_rows), max_steps=2, **RESUMED, **options).train(resume_from_checkpoint=True)
     assert len(warned) == (differs is not None)
     assert all(differs in line for line in warned)

@@ -7,9 +7,9 @@ import torch
 from datasets import Dataset, DatasetDict, IterableDataset
 
 from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl.checkpoints import _behind
 from vgr_trl.measure import Measurement
 from vgr_trl.prepare import check_data, make_data_ready
-from vgr_trl.resume import _behind
 from vgr_trl.rewards import vgr_reward
 from vgr_trl.rewards.groups import WholeGroups
 from vgr_trl.sampling import why_unusable
@@ -48,7 +48,7 @@ def test_a_stream_that_begins_anew_is_not_resumed():
         args=args, num_iterations=1, state=SimpleNamespace(global_step=3, epoch=1.0),
         train_dataset=IterableDataset.from_generator(lambda: iter(())),
     )  # fmt: skip
-    with pytest.raises(ConfigError, match=r"saved after the stream had begun anew \(epoch 1.00\)"):
+    with pytest.raises(ConfigError, match=r"saved in a later epoch of the stream \(1.00\)"):
         _behind(trainer, "checkpoint-3")
     trainer.state.epoch = 0.99
     assert _behind(trainer, "checkpoint-3") == (0, 3)
