@@ -1,11 +1,10 @@
-"""What watches a run: measures of a step, signs of a collapse, trackers, signals that end it."""
+"""Callbacks of a run: SIGTERM, updates that are not finite, signs of a collapse, trackers that fail."""
 
-import math
 import re
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -18,12 +17,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.integrations import integration_utils
 from transformers.utils import logging
 
-from vgr_trl.batch import valid_tokens
-from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.loss import collapse_warning
-from vgr_trl.metrics import MetricHistory, collapse_sentence, find_collapse
-from vgr_trl.rollout import ConstructedTrainer, TrainingPass
-from vgr_trl.utils import ConfigError, NotFiniteError, patched_attribute
+from vgr_trl.metrics import MetricHistory, StepMetrics, collapse_sentence, find_collapse
+from vgr_trl.utils import ConfigError, NotFiniteError, error_text, patched_attribute
 
 if TYPE_CHECKING:
     from vgr_trl.trainer import DAPOTrainer
@@ -88,40 +84,32 @@ LONGEST = 5  # steps in a row whose gradient is not finite, after which the run 
 class FiniteUpdates(TrainerCallback):
     """Leaves out updates whose gradient is NaN or infinite: weights and moments stay as they are.
 
-    DeepSpeed leaves them out itself, and is asked whether it has. With fp16 nothing is done here: by such steps the
-    scaler of the loss looks for its scale.
+    DeepSpeed leaves them out itself, and is asked whether it has. Not to be used with fp16, whose loss scaler finds its
+    scale by such steps.
     """
 
-    def __init__(self, accelerator: Accelerator, count: Callable[[], None]) -> None:
-        self._accelerator, self._count = accelerator, count
+    def __init__(self, accelerator: Accelerator, step_metrics: StepMetrics) -> None:
+        self._accelerator, self._step_metrics = accelerator, step_metrics
         self._left_out, self._streak = False, 0
-
-    @property
-    def _is_off(self) -> bool:
-        return bool(self._accelerator.mixed_precision == "fp16")
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take the gradients away if any is not finite: optimizers pass over parameters without one."""
-        if self._is_off:
-            return
         finite = are_finite(value.grad for value in kwargs["model"].parameters())
         self._left_out = not self._accelerator.gather(finite.to(self._accelerator.device).view(1)).all()
         if self._left_out:
             kwargs["optimizer"].zero_grad()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count, say it at the first of several in a row, and end the run at the last that is borne.
+        """Count updates that were left out, and warn of the first of several in a row.
 
         Raises:
             NotFiniteError: there were `LONGEST` in a row.
         """
-        if self._is_off:
-            return
         if not (self._left_out or self._accelerator.optimizer_step_was_skipped):
             self._streak = 0
             return
         self._streak += 1
-        self._count()
+        self._step_metrics.updates_left_out += 1
         step = state.global_step + 1
         if self._streak == LONGEST:
             raise NotFiniteError(
@@ -180,163 +168,22 @@ class CollapseWatch(TrainerCallback):
             control.should_training_stop |= args.stop_on_collapse
 
 
-_VALID_MEANS = ("entropy_penalty", "perception_loss", "perturbed_entropy", "kl", "kl/mean")
-_RATIO_MEANS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
-
-
-def approximate_kl(logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return per completion the sum over its valid tokens of the k3 estimate of KL(old policy ‖ policy).
-
-    k3 = ratio − 1 − ln ratio with ratio = π/π_old of a token sampled from π_old, never negative and unbiased
-    (Schulman, http://joschu.net/blog/kl-approx.html).
-
-    Args:
-        logps: log-probabilities under the policy, (N, T).
-        old_logps: those under the policy that generated the tokens, (N, T).
-        mask: valid tokens, (N, T).
-
-    Returns:
-        (N,), at least 0.
-    """
-    log_ratio = (logps - old_logps).float() * mask
-    return (log_ratio.exp() - 1 - log_ratio).sum(dim=1)
-
-
-def live_means(args: DAPOConfig) -> tuple[str, ...]:
-    """Return TRL's metrics of a micro-batch that are means over the tokens which train.
-
-    Args:
-        args: of the trainer; with importance ratios of sequences, what is clipped is counted by completions.
-    """
-    by_completion = args.importance_sampling_level == "sequence" and not args.has_token_advantages
-    return ("entropy",) if by_completion else ("entropy", *_RATIO_MEANS)
-
-
-def over_live_tokens(
-    metrics: MutableMapping[str, list[float]], names: Iterable[str], valid: float, live: float
-) -> None:
-    """Make the newest means over valid tokens, of which those that are not live count as 0, means over live tokens.
-
-    Args:
-        valid, live: tokens of the newest micro-batch, over all processes; of no live token the mean is NaN.
-    """
-    for name in names:
-        if values := metrics.get(name):
-            values[-1] = values[-1] * valid / live if live else math.nan
-
-
-def weigh_by_tokens(metrics: MutableMapping[str, list[float]], names: Iterable[str], counts: Sequence[float]) -> None:
-    """Replace the values of micro-batches by one mean in which every token counts the same.
-
-    Args:
-        metrics: values by name; those that do not have one value for each micro-batch stay as they are.
-        counts: tokens of each micro-batch, over all processes.
-    """
-    for name in names:
-        values = metrics.get(name, [])
-        if len(values) != len(counts):
-            continue
-        pairs = [(value, count) for value, count in zip(values, counts, strict=True) if not math.isnan(value)]
-        if total := sum(count for _, count in pairs):
-            metrics[name] = [sum(value * count for value, count in pairs) / total]
-
-
-class StepMetrics:
-    """Counts and means of the micro-batches since the last log."""
-
-    def __init__(self, trainer: "DAPOTrainer") -> None:
-        self._trainer = trainer
-        self._valid: list[float] = []  # tokens of each micro-batch that count in the loss
-        self._live: list[float] = []  # those of them that were scored
-        self._tokens = self._samples = self._skipped_rows = self._skipped_tokens = 0.0
-        self._prompts_too_long = 0  # of streams, in the whole run
-        self._updates_left_out = 0
-
-    def count_prompt_too_long(self) -> None:
-        """Count a prompt of a stream that is left out."""
-        self._prompts_too_long += 1
-
-    def count_update_left_out(self) -> None:
-        """Count a step that changes nothing because its gradient is not finite."""
-        self._updates_left_out += 1
-
-    def measure(self, passed: TrainingPass, of_trl: MutableMapping[str, list[float]] | None = None) -> dict[str, float]:
-        """Count a micro-batch, over all processes, and return its metrics, which are means over its live tokens.
-
-        Args:
-            of_trl: TRL's metrics, of which the newest values are made such means, too.
-        """
-        assert passed.logps is not None
-        inputs, logps = passed.inputs, passed.logps.detach()
-        mask = valid_tokens(inputs)  # (N, T)
-        live = mask if passed.loss_mask is None else passed.loss_mask
-        old_logps = inputs.get("old_per_token_logps", logps)  # TRL leaves them out while they equal the new ones
-        kl = approximate_kl(logps, old_logps, live)  # (N,)
-        tokens = inputs["prompt_mask"].sum() + inputs["completion_mask"].sum()
-        rows = len(mask)
-        counts = [mask.sum(), live.sum(), tokens, rows, rows if passed.loss_mask is None else passed.rows_run]
-        local = torch.stack([kl.sum(), *(torch.as_tensor(count, device=kl.device).float() for count in counts)])
-        kl_sum, valid, scored, all_tokens, all_rows, run = self._trainer.accelerator.reduce(
-            local, reduction="sum"
-        ).tolist()
-        if scored != valid:
-            over_live_tokens({} if of_trl is None else of_trl, live_means(self._trainer.args), valid, scored)
-        self._valid.append(valid)
-        self._live.append(scored)
-        self._tokens += all_tokens
-        self._samples += all_rows
-        self._skipped_rows += all_rows - run
-        self._skipped_tokens += valid - scored
-        return {"approx_kl": kl_sum / scored if scored else math.nan}
-
-    def merge(self, metrics: MutableMapping[str, list[float]]) -> None:
-        """Make one value of those of the micro-batches, before they are logged."""
-        weigh_by_tokens(metrics, _VALID_MEANS, self._valid)
-        weigh_by_tokens(metrics, ("approx_kl", *live_means(self._trainer.args)), self._live)
-        self._valid.clear()
-        self._live.clear()
-
-    def of_window(self, seconds: float) -> dict[str, float]:
-        """Return what is logged of the micro-batches since the last log, and of the run; start a new window.
-
-        Those are tokens and completions per second, generation and scoring included; completions that did not run and
-        tokens that were not scored; the weights of the rewards.
-        """
-        weights = zip(self._trainer.reward_func_names, self._trainer.reward_weights.tolist(), strict=True)
-        found = {
-            "perf/tokens_per_second": self._tokens / seconds,
-            "perf/samples_per_second": self._samples / seconds,
-            "skipped/rows": self._skipped_rows,
-            "skipped/tokens": self._skipped_tokens,
-            **{f"reward_weights/{name}": weight for name, weight in weights},
-        }
-        if self._updates_left_out:
-            found["skipped/updates"] = self._updates_left_out
-        if self._prompts_too_long:
-            found["data/prompts_too_long"] = self._prompts_too_long
-        self._tokens = self._samples = self._skipped_rows = self._skipped_tokens = 0.0
-        self._updates_left_out = 0
-        return found
-
-
 _LATER = ("on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_predict", "on_train_end")
 
 
-def _trackers(trainer: ConstructedTrainer) -> Iterator[TrainerCallback]:
-    """Those of `report_to`."""
-    return (each for each in trainer.callback_handler.callbacks if type(each).__module__ == integration_utils.__name__)
+def guard_trackers(trainer: "DAPOTrainer") -> None:
+    """Let the trackers of `report_to` log by `metric_names`; one that fails in the run does not end it.
 
-
-def outlive_trackers(trainer: ConstructedTrainer) -> None:
-    """Let a tracker that cannot be started end the run in one sentence, and one that fails later not end it.
-
-    Raises, in the run:
+    Raises, at the start of training:
         ConfigError: a tracker cannot be started.
     """
-    for tracker in _trackers(trainer):
-        name = type(tracker).__name__.removesuffix("Callback")
-        tracker.on_train_begin = partial(_start, tracker.on_train_begin, name)  # type: ignore[method-assign]
-        failed: set[str] = set()
+    processes = None if trainer.args.metric_names == "trl" else trainer.accelerator.num_processes
+    for tracker in trainer.callback_handler.callbacks:
+        if type(tracker).__module__ != integration_utils.__name__:
+            continue
+        name, failed = type(tracker).__name__.removesuffix("Callback"), set[str]()
+        tracker.on_train_begin = partial(_start, tracker.on_train_begin, name)
+        tracker.on_log = partial(_log, tracker.on_log, processes)
         for event in _LATER:
             setattr(tracker, event, partial(_go_on, getattr(tracker, event), name, failed))
 
@@ -346,8 +193,8 @@ def _start(begin: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> A
         return begin(*args, **kwargs)
     except Exception as error:
         raise ConfigError(
-            f"Tracker {name} of report_to cannot be started ({_words(error)}): fix that, keep its data here "
-            "(WANDB_MODE=offline for wandb), or give report_to none."
+            f"Tracker {name} of report_to cannot be started ({type(error).__name__}: {error_text(error)}): fix "
+            "that, keep its data here (WANDB_MODE=offline for wandb), or give report_to none."
         ) from error
 
 
@@ -357,22 +204,11 @@ def _go_on(call: Callable[..., Any], name: str, failed: set[str], *args: Any, **
     except Exception as error:
         if not failed:
             logger.warning(
-                f"Tracker {name} failed ({_words(error)}); training continues without it. What it misses is in "
-                "trainer_state.json and rollouts/logs.jsonl."
+                f"Tracker {name} failed ({type(error).__name__}: {error_text(error)}); training continues without it. "
+                "What it misses is in trainer_state.json and rollouts/logs.jsonl. Later failures are not logged."
             )
         failed.add(name)
         return None
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
-def name_for_trackers(trainer: ConstructedTrainer) -> None:
-    """Let the trackers of the trainer log as `metric_names` says, and without what a step has no value of."""
-    processes = None if trainer.args.metric_names == "trl" else trainer.accelerator.num_processes
-    for tracker in _trackers(trainer):
-        tracker.on_log = partial(_log, tracker.on_log, processes)  # type: ignore[method-assign]
 
 
 def _log(on_log: Any, processes: int | None, *args: Any, logs: Any = None, **kwargs: Any) -> Any:

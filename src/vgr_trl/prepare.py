@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
 from accelerate.utils import gather_object
@@ -40,6 +40,9 @@ from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.sharing.model_support import has_active_dropout
 from vgr_trl.utils import ConfigError, DataError, Feature, describe_features
 from vgr_trl.validate import check_head, refuse_targets_without_module
+
+if TYPE_CHECKING:
+    from vgr_trl.trainer import DAPOTrainer
 
 logger = logging.get_logger(__name__)
 
@@ -192,19 +195,18 @@ def make_ready(trainer: ConstructedTrainer, peft_config: PeftConfig | None) -> N
     refuse_images_without_vision(trainer)
 
 
-def check_data(trainer: ConstructedTrainer, measured_columns: Iterable[str], on_streamed: Callable[[], None]) -> None:
-    """Refuse rewards and data that cannot be trained with; leave out prompts over `max_prompt_length`.
-
-    Args:
-        on_streamed: called for each prompt of a stream that is left out.
-    """
+def check_data(trainer: "DAPOTrainer", measured_columns: Iterable[str]) -> None:
+    """Refuse rewards and data that cannot be trained with; leave out prompts over `max_prompt_length`."""
     check_rewards(trainer, measured_columns)
     limit: int | None = trainer.args.max_prompt_length
     if limit is not None:
 
+        def count(split: str) -> None:
+            trainer.step_metrics.prompts_too_long += split == "train"
+
         def kept(dataset: Any, split: str, part: str | None) -> Any:
-            dropped = on_streamed if split == "train" else lambda: None
-            return drop_long_prompts(dataset, lambda row: prompt_length(trainer, row), limit, part or split, dropped)
+            length = partial(prompt_length, trainer)
+            return drop_long_prompts(dataset, length, limit, part or split, partial(count, split))
 
         change_data(trainer, kept)
     refuse_too_few_prompts(trainer)

@@ -14,7 +14,7 @@ from trl.trainer import grpo_trainer
 
 from vgr_trl.added_loss import FullKL, KLControl, added_loss, constructed_with_reference, scored_by_reference
 from vgr_trl.batch import Prompts, valid_tokens, with_perturbed_rows
-from vgr_trl.callbacks import CollapseWatch, FiniteUpdates, StepMetrics, name_for_trackers, outlive_trackers
+from vgr_trl.callbacks import CollapseWatch, FiniteUpdates, guard_trackers
 from vgr_trl.checkpoints import ResumableTrainer
 from vgr_trl.credit import shape_advantages
 from vgr_trl.critic import Critic
@@ -31,7 +31,7 @@ from vgr_trl.measure import (
     score_perturbed,
     signals_as_columns,
 )
-from vgr_trl.metrics import OptimizerClock, StageClock
+from vgr_trl.metrics import OptimizerClock, StageClock, StepMetrics
 from vgr_trl.patches import (
     beside_training,
     forget_with_new_weights,
@@ -122,7 +122,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         make_ready(self, options.get("peft_config"))
         self.clock, self.step_metrics = StageClock(), StepMetrics(self)
         self.measurement = plan_measurement(self)
-        check_data(self, self.measurement.columns, self.step_metrics.count_prompt_too_long)
+        check_data(self, self.measurement.columns)
         self._plan_passes()
         self._add_state()
         self._add_callbacks()
@@ -169,9 +169,9 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         self.collapse_watch, self.recorder = CollapseWatch(self), RolloutRecorder(self)
         self.add_callback(self.collapse_watch)
         self.add_callback(OptimizerClock(self.clock))
-        self.add_callback(FiniteUpdates(self.accelerator, self.step_metrics.count_update_left_out))
-        name_for_trackers(self)
-        outlive_trackers(self)
+        if self.accelerator.mixed_precision != "fp16":
+            self.add_callback(FiniteUpdates(self.accelerator, self.step_metrics))
+        guard_trackers(self)
         if self.recorder.is_on:
             self.add_callback(FlushRecords(self.recorder))
 

@@ -62,7 +62,7 @@ ASSUMPTIONS = [
     ),
     Assumption(
         "_compute_loss takes the log-probabilities of the pass for old ones that are missing",
-        "callbacks.py",
+        "metrics.py",
         of_the_method("per_token_logps.detach() if old_per_token_logps is None else old_per_token_logps"),
         (TRAINER, "per_token_logps.detach() if old_per_token_logps is None", "None if old_per_token_logps is None"),
     ),
@@ -114,7 +114,7 @@ ASSUMPTIONS = [
     ),
     Assumption(
         "entropy and clip ratios are logged once per micro-batch, as means over all valid tokens",
-        "callbacks.py",
+        "metrics.py",
         of_the_method(
             "self._metrics[mode]['entropy'].append(global_masked_mean(entropies))",
             "self._metrics[mode]['clip_ratio/region_mean'].append(global_masked_mean(",

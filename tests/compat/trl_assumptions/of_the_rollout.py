@@ -181,7 +181,7 @@ ASSUMPTIONS = [
     ),
     Assumption(
         "metrics wait in _metrics by mode, are averaged when they are logged, and begin anew",
-        "rollout.py, callbacks.py",
+        "rollout.py, metrics.py",
         of_method("log", "self._metrics[mode].items()", "self._metrics[mode].clear()"),
         (TRAINER, "self._metrics[mode].clear()", "pass"),
     ),

@@ -1,10 +1,15 @@
+"""Means over tokens and processes, seconds by stage with a clock that a test turns, and names of verl."""
+
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers.integrations import integration_utils
 
-from vgr_trl.callbacks import StepMetrics, approximate_kl, over_live_tokens, weigh_by_tokens
+from vgr_trl import metrics as clocks
+from vgr_trl.callbacks import guard_trackers, in_verl
+from vgr_trl.metrics import OptimizerClock, StageClock, StepMetrics, approximate_kl, weigh_by_tokens
 from vgr_trl.rollout import TrainingPass
 
 
@@ -16,19 +21,26 @@ def test_approximate_kl_by_hand():
     assert approximate_kl(new, old, mask).tolist() == pytest.approx([0.5, 0.0], abs=1e-6)
 
 
+def step_metrics(names=(), weights=()):
+    args = SimpleNamespace(importance_sampling_level="token", has_token_advantages=False)
+    accelerator = SimpleNamespace(reduce=lambda local, reduction: local)
+    weights = torch.tensor(weights)
+    return StepMetrics(
+        SimpleNamespace(accelerator=accelerator, args=args, reward_func_names=names, reward_weights=weights)
+    )
+
+
 def test_rates_start_a_new_window_after_each_reading():
     """Two micro-batches on one process: 4 + 3 tokens of prompts and completions, 2 completions each."""
-    weights = {"reward_func_names": ["accuracy", "format"], "reward_weights": torch.tensor([0.5, 2.0])}
-    trainer = SimpleNamespace(accelerator=SimpleNamespace(reduce=lambda local, reduction: local), **weights)
-    steps = StepMetrics(trainer)
+    steps = step_metrics(["accuracy", "format"], [0.5, 2.0])
     inputs = {"prompt_mask": torch.tensor([[1, 1], [1, 1]]), "completion_mask": torch.tensor([[1, 1], [1, 0]])}
     for _ in range(2):
-        assert steps.measure(TrainingPass(inputs, logps=torch.zeros(2, 2))) == {"approx_kl": 0.0}
+        assert steps.measure(TrainingPass(inputs, logps=torch.zeros(2, 2)), {}) == {"approx_kl": 0.0}
     rest = {
         "skipped/rows": 0.0, "skipped/tokens": 0.0, "reward_weights/accuracy": 0.5, "reward_weights/format": 2.0,
     }  # fmt: skip
     assert steps.of_window(2.0) == {"perf/tokens_per_second": 7.0, "perf/samples_per_second": 2.0, **rest}
-    steps.count_prompt_too_long()
+    steps.prompts_too_long += 1
     rest["data/prompts_too_long"] = 1
     assert steps.of_window(1.0) == {"perf/tokens_per_second": 0.0, "perf/samples_per_second": 0.0, **rest}
 
@@ -40,34 +52,129 @@ def test_every_token_counts_the_same_in_a_mean_over_micro_batches():
     assert metrics == {"kl": [pytest.approx(0.275)], "entropy": [2.0], "loss": [1.0, 3.0], "entropy_penalty": [7.0]}
 
 
-def test_means_over_live_tokens_by_hand():
-    """0.3 over 10 tokens, of which 4 are live and 6 count as 0, is 0.75 over the 4; the value before stays."""
-    metrics = {"entropy": [0.9, 0.3], "loss": [1.0]}
-    over_live_tokens(metrics, ("entropy", "kl"), 10.0, 4.0)
-    assert metrics == {"entropy": [0.9, pytest.approx(0.75)], "loss": [1.0]}
-    over_live_tokens(metrics, ("entropy",), 10.0, 0.0)
-    assert math.isnan(metrics["entropy"][-1])
+def test_tokens_without_loss_count_as_skipped_and_in_no_mean():
+    """Of 3 valid tokens of 2 completions 1 has loss, in the one that runs; ratio 2 there: 2 - 1 - ln 2 = 0.306853.
 
-
-def test_what_is_not_live_is_counted_as_skipped():
-    """Of 3 valid tokens of 2 completions 1 is live, in the one that runs; ratio 2 there: 2 - 1 - ln 2 = 0.306853."""
-    args = SimpleNamespace(importance_sampling_level="token", has_token_advantages=False)
-    accelerator = SimpleNamespace(reduce=lambda local, reduction: local)
-    trainer = SimpleNamespace(accelerator=accelerator, args=args, reward_func_names=[], reward_weights=torch.tensor([]))
-    steps, old = StepMetrics(trainer), torch.tensor([[-2.0, -1.0], [-1.0, -1.0]])
+    An entropy of 0.5 over 3 tokens, of which 2 count as 0, is 1.5 over the 1; the value before stays.
+    """
+    steps, old = step_metrics(), torch.tensor([[-2.0, -1.0], [-1.0, -1.0]])
     inputs = {"prompt_mask": torch.ones(2, 1), "completion_mask": torch.tensor([[1, 1], [1, 0]])}
-    live = torch.tensor([[True, False], [False, False]])
-    passed = TrainingPass(inputs | {"old_per_token_logps": old}, logps=old + math.log(2), loss_mask=live, rows_run=1)
-    metrics = {"entropy": [0.5]}
+    with_loss = torch.tensor([[True, False], [False, False]])
+    inputs["old_per_token_logps"] = old
+    passed = TrainingPass(inputs, logps=old + math.log(2), loss_mask=with_loss, rows_run=1)
+    metrics = {"entropy": [0.9, 0.5], "loss": [1.0]}
     assert steps.measure(passed, metrics) == {"approx_kl": pytest.approx(0.306853, abs=1e-6)}
-    steps.merge(metrics)
-    assert metrics["entropy"] == [pytest.approx(1.5)]
+    assert metrics == {"entropy": [0.9, pytest.approx(1.5)], "loss": [1.0]}
     for rows, tokens in ((1.0, 2.0), (0.0, 0.0)):
         found = steps.of_window(1.0)
         assert (found["skipped/rows"], found["skipped/tokens"]) == (rows, tokens)
+    passed.loss_mask, passed.rows_run = torch.zeros(2, 2, dtype=torch.bool), 0
+    assert math.isnan(steps.measure(passed, metrics)["approx_kl"])
+    assert math.isnan(metrics["entropy"][-1])
 
 
 def test_micro_batches_without_tokens_leave_values_as_they_are():
     metrics = {"kl": [0.5, 0.2]}
     weigh_by_tokens(metrics, ("kl",), [0.0, 0.0])
     assert metrics == {"kl": [0.5, 0.2]}
+
+
+@pytest.fixture
+def now(monkeypatch):
+    hands = SimpleNamespace(at=100.0)
+    monkeypatch.setattr(clocks.time, "perf_counter", lambda: hands.at)
+    monkeypatch.setattr(clocks.torch.cuda, "is_available", lambda: False)
+    return hands
+
+
+def alone(other=None):
+    """One process, or two of which the other one has these seconds."""
+    rows = lambda own: own if other is None else torch.cat([own, torch.tensor(other)])  # noqa: E731
+    return SimpleNamespace(device="cpu", gather=rows)
+
+
+def test_a_stage_within_another_stops_that_one(now):
+    """Rewards take 2 + 1 s around a pass of 5 s; perturbing takes 4 s with the pass in it; the rest of 20 s is 8."""
+    clock = StageClock()
+    with clock.stage("reward"):
+        now.at += 2
+        with clock.stage("old_logps"):
+            now.at += 5
+        now.at += 1
+    now.at += 50
+    with clock.stage("perceive"):
+        now.at += 1
+        with clock.stage("old_logps"):
+            now.at += 3
+    optimizer = OptimizerClock(clock)
+    optimizer.on_pre_optimizer_step(None, None, None)
+    now.at += 0.5
+    optimizer.on_optimizer_step(None, None, None)
+    found = clock.metrics(alone(), [12.0, 8.0])
+    assert found == {"timing/reward": 1.5, "timing/old_logps": 2.5, "timing/perceive": 2.0, "timing/update": 4.0,
+                     "timing/optimizer": 0.25}  # fmt: skip
+    assert clock.metrics(alone(), [3.0]) == {"timing/update": 3.0}
+
+
+def test_of_two_processes_the_slower_one_counts(now):
+    clock = StageClock()
+    with clock.stage("generation"):
+        now.at += 2
+    other = [3.0, 0, 0, 0, 0, 0, 0, 6.0, 0]
+    assert clock.metrics(alone(other), [10.0]) == {"timing/generation": 3.0, "timing/update": 8.0}
+
+
+LOGS = {
+    "loss": 0.5, "policy_loss": 0.4, "reward": 1.5, "rewards/accuracy/mean": 0.7, "approx_kl": 0.1, "step_time": 2.0,
+    "clip_ratio/region_mean": 0.2, "perf/tokens_per_second": 300.0, "timing/generation": 1.0, "timing/update": 0.7,
+    "timing/optimizer": 0.1, "perception_token_fraction": 0.25, "kl/mean": 0.01, "learning_rate": 1e-6,
+}  # fmt: skip
+
+
+def test_names_of_verl():
+    assert in_verl({"loss": 0.5}) == {"loss": 0.5, "actor/pg_loss": 0.5}
+    found = in_verl(LOGS, processes=3)
+    expected = {
+        "loss": 0.5, "actor/pg_loss": 0.4, "reward/overall": 1.5, "critic/rewards/mean": 1.5, "reward/accuracy": 0.7,
+        "actor/approx_kl": 0.1, "timing_s/step": 2.0, "perf/time_per_step": 2.0, "actor/clipfrac": 0.2,
+        "actor/pg_clipfrac": 0.2, "perf/tokens_per_second": 300.0, "perf/throughput": 100.0, "timing_s/gen": 1.0,
+        "timing_s/update_actor": pytest.approx(0.8), "actor/perception_token_fraction": 0.25, "actor/kl_loss": 0.01,
+        "actor/lr": 1e-6,
+    }  # fmt: skip
+    assert found == expected
+    logs = {"eval_reward": 1.0, "eval_rewards/accuracy/mean": 0.5, "eval_reward/length": 7, "eval_loss": 2.0,
+            "eval_completions/mean_length": 9.0}  # fmt: skip
+    assert in_verl(logs) == {"val/reward_score": 1.0, "val/accuracy_reward": 0.5, "val/length_reward": 7,
+                             "eval_loss": 2.0, "val_response_length/mean": 9.0}  # fmt: skip
+    assert in_verl({"reward": 3.0, "reward/overall": 2.0}) == {"critic/rewards/mean": 3.0, "reward/overall": 2.0}
+
+
+class Tracker(integration_utils.TensorBoardCallback):
+    """Keeps what it would write, as the trackers of transformers name it."""
+
+    __module__ = integration_utils.__name__
+
+    def __init__(self):
+        self.written = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.written.append(integration_utils.rewrite_logs(logs))
+
+
+@pytest.mark.parametrize(
+    ("names", "written"),
+    [("trl", {"train/reward": 2.0}), ("verl", {"critic/rewards/mean": 2.0, "reward/overall": 2.0})],
+)
+def test_trackers_get_the_names_that_are_asked_for(names, written):
+    tracker = Tracker()
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(metric_names=names),
+        accelerator=SimpleNamespace(num_processes=1),
+        callback_handler=SimpleNamespace(callbacks=[tracker]),
+    )
+    guard_trackers(trainer)
+    logs = {"reward": 2.0, "ppo_kl": None}  # which a step without a gradient has no value of
+    tracker.on_log(None, None, None, logs=logs)
+    assert tracker.written == [written]
+    assert logs == {"reward": 2.0, "ppo_kl": None}
+    assert integration_utils.rewrite_logs({"a": 1}) == {"train/a": 1}

@@ -64,7 +64,7 @@ def test_long_prompts_leave_every_evaluation_set():
     lengths = {"a": 1, "a b c": 3}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vgr_trl.prepare.prompt_length", lambda _, row: lengths[row["prompt"]])
-        check_data(trainer, (), lambda: None)
+        check_data(trainer, ())
     assert isinstance(trainer.eval_dataset, DatasetDict)
     assert {name: part["prompt"] for name, part in trainer.eval_dataset.items()} == {"one": ["a"], "other": ["a"]}
 
