@@ -55,7 +55,7 @@ from vgr_trl.prepare import (
     with_image_lists,
 )
 from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, rewards_of
-from vgr_trl.reporting.recorder import FlushRecords, RolloutRecorder, add_credit
+from vgr_trl.reporting.recorder import RolloutRecorder
 from vgr_trl.rewards.answers import completion_text
 from vgr_trl.rewards.groups import WholeGroups
 from vgr_trl.rewards.loading import checked
@@ -172,8 +172,6 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         if self.accelerator.mixed_precision != "fp16":
             self.add_callback(FiniteUpdates(self.accelerator, self.step_metrics))
         guard_trackers(self)
-        if self.recorder.is_on:
-            self.add_callback(FlushRecords(self.recorder))
 
     def _all_agree(self, answer: bool) -> bool:
         return bool(self.accelerator.gather(torch.tensor([answer], device=self.accelerator.device)).all())
@@ -288,7 +286,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
                         self._log_metrics(self.critic.estimate(rollout))
                     advantages = rollout.batch["advantages"]  # (N,), with a critic (N, T)
                     self._log_metrics(rollout.metrics | apply_token_credit(self, rollout))
-                add_credit(recorded, rollout, advantages, rollout.batch["advantages"])
+                self.recorder.add_credit(recorded, rollout, advantages, rollout.batch["advantages"])
             self.recorder.write(rollout, recorded)
             return with_perturbed_rows(rollout.batch)
 

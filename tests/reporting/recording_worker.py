@@ -24,7 +24,6 @@ def run(model_folder, question_file, output, rows_per_process):
     rewards = [accuracy_reward, vgr_reward, length_reward]
     trainer = vision_trainer(model_folder, rewards, options, rows, rows.select(range(4)))
     trainer.model.generate = generate_by_prompt(trainer)
-    trainer.add_callback(RecordBefore(trainer, trainer.recorder.evaluated))
+    trainer.add_callback(RecordBefore(trainer))
     trainer.train()
     trainer.evaluate()
-    trainer.recorder.flush()

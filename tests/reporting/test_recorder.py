@@ -14,16 +14,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.reporting.recorder import (
     RolloutRecorder,
-    add_credit,
     grids_of_row,
     images_of_row,
     prompt_text,
     quantised,
     question_id,
     rows_to_record,
-    shrunk,
     summary_of,
-    thumbnail_file,
+    thumbnail,
     token_pieces,
     without_padding,
 )
@@ -92,12 +90,11 @@ def test_images_have_sizes_and_thumbnails_and_what_is_none_has_not():
     image = Image.new("RGB", (512, 128), "red")
     recorded, thumbnails, digest = images_of_row({"images": [image, "no such file"]}, [(2, 8), None])
     assert [(item.width, item.height, item.grid) for item in recorded] == [(512, 128, (2, 8)), (0, 0, None)]
-    assert thumbnails[0].size == (256, 64)
-    assert thumbnails[1] is None
+    assert [item.file for item in recorded] == [*thumbnails, None]
     same, other = (images_of_row({"image": picture}, [])[2] for picture in (image, Image.new("RGB", (512, 128))))
     assert question_id("what?", digest) == question_id("what?", same)
     assert len({question_id(*pair) for pair in (("what?", digest), ("what?", other), ("who?", digest))}) == 3
-    assert images_of_row({"prompt": "text"}, [])[:2] == ([], [])
+    assert images_of_row({"prompt": "text"}, [])[:2] == ([], {})
 
 
 def test_regions_are_pixels_or_shares_of_the_image():
@@ -112,25 +109,28 @@ def test_regions_are_pixels_or_shares_of_the_image():
         assert recorded.regions == expected
 
 
+def opened(image):
+    return Image.open(io.BytesIO(thumbnail(image)[1]))
+
+
 @pytest.mark.parametrize(
-    ("size", "expected"), [((512, 256), (256, 128)), ((30, 20), (30, 20)), ((60_000, 3), (256, 1))]
+    ("size", "mode", "expected"),
+    [
+        ((512, 256), "L", (256, 128)),
+        ((30, 20), "P", (30, 20)),
+        ((60_000, 3), "1", (256, 1)),
+        ((9, 300), "CMYK", (8, 256)),
+    ],
 )
-def test_the_longer_side_of_a_thumbnail_has_at_most_256_pixels(size, expected):
-    assert shrunk(Image.new("RGB", size)).size == expected
-
-
-@pytest.mark.parametrize("mode", ["1", "LA", "P", "CMYK", "RGBA"])
-def test_every_mode_becomes_a_thumbnail_named_by_its_content(mode):
-    image = Image.new("RGB", (300, 40), (200, 30, 90)).convert(mode)
-    name, content = thumbnail_file(shrunk(image))
-    opened = Image.open(io.BytesIO(content))
-    assert (opened.format, opened.size, image.mode) == ("WEBP", (256, 34), mode)
-    assert (name, content) == thumbnail_file(shrunk(image.copy()))
-    assert name != thumbnail_file(shrunk(Image.new(mode, (300, 40))))[0]
+def test_a_thumbnail_has_at_most_256_pixels_along_a_side_and_is_named_by_its_content(size, mode, expected):
+    image = Image.new("RGB", size, (200, 30, 90)).convert(mode)
+    assert (opened(image).format, opened(image).size, image.size, image.mode) == ("WEBP", expected, size, mode)
+    assert thumbnail(image) == thumbnail(image.copy())
+    assert thumbnail(image)[0] != thumbnail(Image.new("RGB", size, "white"))[0]
 
 
 def test_what_is_transparent_shows_white():
-    assert shrunk(Image.new("RGBA", (4, 4), (255, 0, 0, 0))).getpixel((0, 0)) == (255, 255, 255)
+    assert opened(Image.new("RGBA", (4, 4), (255, 0, 0, 0))).getpixel((0, 0)) == (255, 255, 255)
 
 
 def test_a_truncated_completion_whose_mask_is_empty_ends_before_the_padding():
@@ -170,25 +170,24 @@ def test_the_tokens_of_an_image_are_one_word_in_a_prompt():
     assert prompt_text([image] * 4 + red + [image] + blue, [image], decode) == "<image>red<image> blue"
 
 
-def test_snapshots_become_completions_that_hold_nothing_of_the_batch(tmp_path):
+def test_snapshots_are_completions_that_get_their_credit():
     """Row 3 is the second of the second prompt; weights 1 and 2 of rewards 0.5 and NaN make 0.5."""
 
     class Letters:
-        pad_token_id, used = 9, 0
+        pad_token_id = 9
 
         def decode(self, tokens, **kwargs):
-            self.used += 1
             return "".join("abcdefghij"[token] for token in tokens)
 
     trainer = SimpleNamespace(
         args=SimpleNamespace(
-            output_dir=tmp_path, rollout_log_steps=1, rollout_log_path=None, eval_log_path=None, token_weights=False,
+            output_dir="", rollout_log_steps=0, rollout_log_path=None, eval_log_path=None, token_weights=False,
             attention_diag_log_path=None, token_weights_log_path=None, markdown_logs=False,
-            token_weights_positive_only=False,
+            token_weights_positive_only=True,
         ),
         accelerator=SimpleNamespace(process_index=0, is_main_process=True), completions_per_prompt=2,
         _tokenizer=Letters(), processing_class=None, reward_func_names=["accuracy", "other"],
-        measurement=SimpleNamespace(needed=set(), vision_token_ids=[6]),
+        measurement=SimpleNamespace(needed=set(), vision_token_ids=[6]), reward_weights=torch.tensor([1.0, 2.0]),
     )  # fmt: skip
     recorder = RolloutRecorder(trainer)
     batch = {
@@ -200,21 +199,20 @@ def test_snapshots_become_completions_that_hold_nothing_of_the_batch(tmp_path):
     }
     rewards = torch.tensor([[1.0, 1.0], [1.0, 1.0], [1.0, 1.0], [0.5, math.nan]])
     rollout = Rollout([{"solution": 7}] * 4, recorded=(0, 3), batch=batch, rewards=rewards, replaced=[0])
-    snapshots = recorder.snapshot(rollout)
+    recorded = recorder.snapshot(rollout)
+    first, found = (item.completion for item in recorded)
+    found.weights = [0.5, 1.5]
     before, after = torch.tensor([0.0, 0.0, 1.0, -2.0]), torch.tensor([[0.0, 0], [0, 0], [1, 1], [-2, -1]])
-    add_credit(snapshots, rollout, before, after)
-    for values in (batch["completion_ids"], rewards, before, after):
-        values.zero_()
-    first, found = (recorder._completion(snapshot, [1.0, 2.0]) for snapshot in snapshots)
+    recorder.add_credit(recorded, rollout, before, after)
+    assert [item.place for item in recorded] == [0, 3]
     assert (first.replaced, first.advantages, first.group) == (True, None, 0)
     assert (found.group, found.prompt, found.text, found.tokens) == (1, "<image>f", "bc", ["b", "c"])
     assert (found.solution, found.advantage, found.advantages, found.replaced) == ("7", -2.0, [-2.0, -1.0], False)
-    assert (found.reward, found.correct) == (0.5, False)
+    assert (found.reward, found.correct, found.weights) == (0.5, False, [1.0, 1.0])
     assert math.isnan(found.rewards["other"])
-    assert trainer._tokenizer.used == 0, "another thread may not decode with the tokenizer of this one"
     # A critic's advantages are those of tokens: their mean is recorded as the completion's.
-    add_credit(snapshots, rollout, torch.tensor([[0.0, 0]] * 3 + [[1, 3.0]]), torch.tensor([0.0, 0, 0, 5]))
-    assert (snapshots[1].completion.advantage, snapshots[1].completion.advantages) == (2.0, [5.0, 5.0])
+    recorder.add_credit(recorded, rollout, torch.tensor([[0.0, 0]] * 3 + [[1, 3.0]]), torch.tensor([0.0, 0, 0, 5]))
+    assert (found.advantage, found.advantages) == (2.0, [5.0, 5.0])
 
 
 def test_a_batch_in_numbers():

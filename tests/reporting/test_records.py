@@ -17,6 +17,7 @@ from vgr_trl.reporting.records import (
     as_json,
     decode_record,
     encode,
+    read_logs,
     read_run,
     refuse_unwritable,
 )
@@ -91,8 +92,7 @@ def test_what_is_written_is_read_in_the_order_of_steps(tmp_path):
         run = read_run(place)
         assert list(run.records()) == [record(0), record(1, "eval"), pictured(1, image_name(1))]
         assert [item.step for item in run.records("train")] == [0, 1]
-        assert run.record(2, "train") is None
-        assert run.logs() == [LogEntry(1, "train", 2.0, {"loss": 0.5})]
+        assert list(read_logs(run.folder / "logs.jsonl")) == [LogEntry(1, "train", 2.0, {"loss": 0.5})]
         assert (run.name, run.rewards, run.description["version"]) == ("a run", ["accuracy"], 1)
     assert (run.folder / "images" / image_name(1)).read_bytes() == b"picture"
     assert sorted(path.name for path in run.folder.iterdir()) == [
@@ -114,7 +114,7 @@ def test_a_continued_run_appends_behind_what_a_kill_has_left(tmp_path):
     second.log(LogEntry(1, "train", 2.0, {"loss": 2.0}))
     run = read_run(tmp_path)
     assert list(run.records()) == [record(0), record(1)]  # of a step that was run twice, the last counts
-    assert [entry.values["loss"] for entry in run.logs()] == [1.0, 2.0]
+    assert [entry.values["loss"] for entry in read_logs(run.folder / "logs.jsonl")] == [1.0, 2.0]
     assert run.description["created"] == created
 
 
@@ -173,23 +173,8 @@ def test_a_damaged_line_costs_that_line_only(folder, caplog):
     (folder / "run.json").write_text('{"version":')
     run = read_run(folder)
     assert [item.step for item in run.records()] == [0, 2]
-    assert [entry.step for entry in run.logs()] == [1]
+    assert [entry.step for entry in read_logs(folder / "logs.jsonl")] == [1]
     assert (run.name, run.rewards) == ("run", [])
-
-
-def test_logs_of_a_step_are_one_entry_with_the_last_values(folder):
-    entries = [
-        LogEntry(1, "train", 1.0, {"loss": 0.5, "reward": 0.25}),
-        LogEntry(2, "train", 2.0, {"loss": 0.125}),
-        LogEntry(1, "train", 3.0, {"loss": 0.75, "train_runtime": 9.0}),
-        LogEntry(1, "eval", 4.0, {"eval_loss": None}),
-    ]
-    (folder / "logs.jsonl").write_bytes(b"".join(map(encode, entries)))
-    assert [(entry.step, entry.mode, entry.values) for entry in read_run(folder).logs()] == [
-        (1, "eval", {"eval_loss": None}),
-        (1, "train", {"loss": 0.75, "reward": 0.25, "train_runtime": 9.0}),
-        (2, "train", {"loss": 0.125}),
-    ]
 
 
 @pytest.mark.parametrize("file", ["records-000001.jsonl", "logs.jsonl", "run.json"])
@@ -197,7 +182,7 @@ def test_a_later_version_is_refused(folder, file):
     (folder / "records-000001.jsonl").write_bytes(encode(record(0)))
     (folder / file).write_bytes(encode(LogEntry(0, "train", 0.0, {})).replace(b'"version":1', b'"version":2'))
     with pytest.raises(DataError, match="version 2"):
-        read_run(folder).logs()
+        list(read_logs(read_run(folder).folder / "logs.jsonl"))
 
 
 def test_folders_without_records_are_refused(tmp_path, folder):

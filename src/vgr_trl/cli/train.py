@@ -96,7 +96,7 @@ def train(
         trainer.remove_callback(callback)
     trainer.add_callback(StepLines())
     trainer.add_callback(evaluation := LastEvaluation())
-    trainer.add_callback(RecordBefore(trainer, trainer.recorder.evaluated))
+    trainer.add_callback(RecordBefore(trainer))
     trainer.add_callback(SaveOnTermination(trainer.accelerator))
     is_main = trainer.accelerator.is_main_process
     if is_main:

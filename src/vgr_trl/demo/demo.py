@@ -440,7 +440,7 @@ def reinforce(model: Any, processor: Any, rows: Rows, asked: Rows, options: Opti
     )
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(ReinforceBar())
-    trainer.add_callback(RecordBefore(trainer, trainer.recorder.evaluated))
+    trainer.add_callback(RecordBefore(trainer))
     trainer.train()
     trainer.save_model(str(output_dir))
     trainer.save_state()

@@ -1,23 +1,21 @@
-"""Recording rollouts during training: a few rows of a batch, written in a thread as records, Markdown and printed text.
+"""Recording rollouts: a few rows of a batch become the completions of a record.
 
-In the order of a rollout: `rows_due` says which rows are recorded, `snapshot` copies them once their rewards are known,
-`add_credit` adds what the loss reads of them, and `write` gathers them and lets the main process write them.
+In the order of a rollout: `rows_due` says which rows are recorded, `snapshot` makes completions of them once their
+rewards are known, `add_credit` adds what the loss reads of them, and `write` gathers them and lets the main process
+write records, Markdown and printed text.
 """
 
 import copy
 import io
-import math
 import random
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 from hashlib import sha1
-from itertools import cycle, groupby, islice
-from math import isqrt, prod
+from itertools import chain, cycle, groupby, islice, repeat
+from math import isnan, isqrt, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +23,7 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 from PIL import Image
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import TrainerCallback
 from transformers.utils import logging
 
 from vgr_trl.config import LOG_OPTIONS
@@ -63,36 +61,19 @@ Decode = Callable[[list[int]], str]  # keeps special tokens, does not clean up
 
 
 @dataclass
-class RowSnapshot:
-    """A recorded row of a rollout batch, on the CPU.
-
-    Attributes:
-        place: among the rows of all processes.
-        prompt, ids: tokens of prompt and completion, without padding.
-        completion: what is known of it before the thread decodes its tokens and adds what was measured.
-        thumbnails: of the images of the prompt, then of the images as they were perturbed, if they were.
-        digest: of the images.
-        rewards: of each function, NaN where one does not apply.
-        signals: of this row, (1, T); None: nothing was measured.
-    """
+class RecordedRow:
+    """A recorded row: its number among the rows of all processes, its completion, the thumbnails that this names."""
 
     place: int
-    prompt: list[int]
-    ids: list[int]
     completion: Completion
-    thumbnails: list[Image.Image | None]
-    digest: bytes
-    rewards: list[float]
-    signals: RolloutSignals | None
+    thumbnails: dict[str, bytes]
 
 
 class RolloutRecorder:
-    """Records a few completions of rollouts, in a thread of the main process.
-
-    Every process takes part in what is gathered, at the same steps.
+    """Records a few completions of rollouts. All processes take part in what is gathered; the main one writes.
 
     Raises:
-        ConfigError: a file or folder cannot be written, or a log is asked for that nothing is measured for.
+        ConfigError: a file or folder cannot be written, or nothing is measured for a log.
     """
 
     def __init__(self, trainer: "DAPOTrainer") -> None:
@@ -102,20 +83,20 @@ class RolloutRecorder:
         has_attention = "attention" in trainer.measurement.needed
         self.logs = MarkdownLogs(self.args, time.strftime("%Y%m%d_%H%M%S"), has_attention)
         self._last: dict[str, int | None] = {"train": None, "eval": None}  # step of the last record
-        self._executor = ThreadPoolExecutor(1, "vgr_trl-records")
-        self._job: Future[None] | None = None
-        self._opened: RecordWriter | None = None
+        self._writer: RecordWriter | None = None
         self._warned: set[type] = set()
+        if not self.is_on:
+            return
         for option, is_measured, cure in (
             ("attention_diag_log_path", has_attention, "compute_attention_metrics"),
             ("token_weights_log_path", self.args.token_weights, "token_weights"),
         ):
-            if self.is_on and getattr(self.args, option) is not None and not is_measured:
+            if getattr(self.args, option) is not None and not is_measured:
                 raise ConfigError(
                     f"{option} is {getattr(self.args, option)}, but nothing is measured for it: switch {cure} on, or "
                     f"leave {option} out."
                 )
-        if self.is_on and trainer.accelerator.is_main_process:
+        if trainer.accelerator.is_main_process:
             refuse_unwritable(self.output_dir / FOLDER, "output_dir", is_folder=True)
             for option in LOG_OPTIONS:
                 if (path := getattr(self.args, option)) is not None:
@@ -127,109 +108,136 @@ class RolloutRecorder:
         Args:
             rows: completions of each process.
         """
+        if not self.is_on:
+            return None
         trainer, mode, step = self.trainer, self.trainer.mode, self.trainer.state.global_step
-        last, every = self._last[mode], self.args.rollout_log_steps
         # Of each evaluation the first batch; in training the first one after every so many steps.
-        if not self.is_on or (last is not None and (mode == "eval" or step // every == last // every)):
+        last, every = self._last[mode], self.args.rollout_log_steps if mode == "train" else 1
+        if last is not None and step // every == last // every:
             return None
         self._last[mode] = step
         first, total = trainer.accelerator.process_index * rows, rows * trainer.accelerator.num_processes
         chosen = rows_to_record(self.args.rollout_log_samples, trainer.completions_per_prompt, total)
         return tuple(row - first for row in chosen if first <= row < first + rows)
 
-    def evaluated(self) -> None:
-        """An evaluation is over: the next one is recorded again."""
-        self._last["eval"] = None
-
-    def snapshot(self, rollout: Rollout) -> list[RowSnapshot]:
+    def snapshot(self, rollout: Rollout) -> list[RecordedRow]:
         """Return the recorded rows of a rollout whose rewards are known, before groups are selected and credited."""
         trainer, batch, chosen = self.trainer, rollout.batch, list(rollout.recorded or ())
         first = trainer.accelerator.process_index * len(rollout.rows)
         merge_size = getattr(getattr(trainer.processing_class, "image_processor", None), "merge_size", None)
-        signals = rollout.signals
-        if signals is not None and chosen:
-            signals = map_signals([signals], lambda tensors: tensors[0][chosen].cpu())
-        images: dict[int, tuple[list[RecordedImage], list[Image.Image | None], bytes]] = {}
-        snapshots = []
+        tokenizer = trainer._tokenizer
+
+        def decode(ids: list[int]) -> str:
+            return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+        assert rollout.rewards is not None
+        measured = Measured()
+        if chosen and rollout.signals is not None:
+            signals = map_signals([rollout.signals], lambda tensors: tensors[0][chosen].cpu())
+            measured = measurements(signals, self.args)
+        recorded = []
         for index, row in enumerate(chosen):
-            assert rollout.rewards is not None
-            own = None if signals is None else map_signals([signals], lambda of, i=index: of[0][i : i + 1])  # type: ignore[misc]
-            num_vision = None if own is None or own.attention is None else int(own.attention.num_vision)
-            grids = grids_of_row(batch, row, merge_size, num_vision)
-            group = (first + row) // trainer.completions_per_prompt
-            if group not in images:  # the completions of a prompt were shown the same
-                images[group] = images_of_row(rollout.rows[row], grids)
-            recorded, thumbnails, digest = images[group]
-            perturbed = [] if rollout.perturbed_images is None else rollout.perturbed_images[row]
+            data, place = rollout.rows[row], first + row
             ids, mask = batch["completion_ids"][row].tolist(), batch["completion_mask"][row].tolist()
-            ids = without_padding(ids, mask, trainer._tokenizer.pad_token_id)
-            completion = Completion("", group, "", "", [], advantage=batch["advantages"][row].item())
-            completion.images = [replace(image) for image in recorded]
-            if (solution := rollout.rows[row].get("solution")) is not None:
-                completion.solution = str(solution)
-            if rollout.changes is not None and recorded:
+            ids = without_padding(ids, mask, tokenizer.pad_token_id)
+            grids = grids_of_row(batch, row, merge_size, measured.num_vision[index] if measured.num_vision else None)
+            images, thumbnails, digest = images_of_row(data, grids)
+            perturbed_images = rollout.perturbed_images[row] if rollout.perturbed_images is not None else []
+            for image, perturbed in zip(images, perturbed_images, strict=False):
+                image.perturbed, content = thumbnail(perturbed)
+                thumbnails[image.perturbed] = content
+            prompt_ids = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist()
+            prompt = prompt_text(prompt_ids, trainer.measurement.vision_token_ids, decode)
+            completion = Completion(
+                question=question_id(prompt, digest),
+                group=place // trainer.completions_per_prompt,
+                prompt=prompt,
+                text=str(tokenizer.decode(ids, skip_special_tokens=True)),
+                tokens=token_pieces(ids, decode),
+                solution=None if data.get("solution") is None else str(data["solution"]),
+                advantage=batch["advantages"][row].item(),
+                images=images,
+                **measured.of_row(index, len(ids)),
+            )
+            if rollout.changes is not None and images:
                 completion.changes = rollout.changes[row, : len(ids)].tolist()
             if rollout.maps is not None and row in rollout.maps:
                 completion.attention = quantised(rollout.maps[row].mean(0)[: len(ids)], grids)
-            snapshots.append(
-                RowSnapshot(
-                    place=first + row,
-                    prompt=batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist(),
-                    ids=ids,
-                    completion=completion,
-                    thumbnails=[*thumbnails, *map(shrunk, perturbed)],
-                    digest=digest,
-                    rewards=rollout.rewards[first + row].tolist(),
-                    signals=own,
-                )
-            )
-        return snapshots
+            self._add_rewards(completion, rollout.rewards[place].tolist())
+            recorded.append(RecordedRow(place, completion, thumbnails))
+        return recorded
 
-    def write(self, rollout: Rollout, snapshots: list[RowSnapshot]) -> None:
+    def _add_rewards(self, completion: Completion, values: list[float]) -> None:
+        names, weights = self.trainer.reward_func_names, self.trainer.reward_weights.tolist()
+        completion.rewards = dict(zip(names, values, strict=True))
+        weighted = (value * weight for value, weight in zip(values, weights, strict=True))
+        completion.reward = sum(value for value in weighted if not isnan(value))
+        accuracy = completion.rewards.get(accuracy_name(names) or "")
+        completion.correct = None if accuracy is None or isnan(accuracy) else accuracy == 1
+
+    def add_credit(
+        self, recorded: list[RecordedRow], selected: Rollout, before: torch.Tensor, after: torch.Tensor
+    ) -> None:
+        """Add to recorded rows what the loss reads of them.
+
+        Args:
+            selected: the rollout after groups were selected.
+            before: its advantages, (N,), or (N, T) of a critic, whose mean is recorded as the completion's.
+            after: likewise with credit applied, (N,) or (N, T).
+        """
+        for item, row in zip(recorded, selected.recorded or (), strict=True):
+            completion, length = item.completion, len(item.completion.tokens)
+            if completion.group in selected.replaced:
+                completion.replaced = True
+                continue
+            advantage, credit = before[row], after[row]
+            completion.advantage = (advantage[:length].sum() / max(length, 1) if advantage.ndim else advantage).item()
+            completion.advantages = credit[:length].tolist() if credit.ndim else [credit.item()] * length
+            if self.args.token_weights_positive_only and completion.advantage < 0 and completion.weights is not None:
+                completion.weights = [1.0] * length
+
+    def write(self, rollout: Rollout, recorded: list[RecordedRow]) -> None:
         """Gather the recorded rows of a rollout, and let the main process write them; every process calls."""
+        trainer = self.trainer
         if rollout.recorded is None:
             return
-        trainer = self.trainer
         if trainer.accelerator.num_processes > 1:
-            snapshots = gather_object(snapshots)
-        if trainer.accelerator.is_main_process:
+            recorded = gather_object(recorded)
+        if not trainer.accelerator.is_main_process:
+            return
+        recorded = sorted(recorded, key=lambda item: item.place)
+        record = Record(trainer.state.global_step, trainer.mode, time.time(), [item.completion for item in recorded])
+        with self._failures_logged():
+            self._writer_at(record.step).add(record, dict(chain(*(item.thumbnails.items() for item in recorded))))
+        with self._failures_logged():
             assert rollout.rewards is not None
-            record = Record(trainer.state.global_step, trainer.mode, time.time(), [])
-            rewards, weights = rollout.rewards.detach().clone().cpu(), trainer.reward_weights.tolist()
-            self._submit(self._write, record, snapshots, rewards, weights, trainer.newest_metrics())
+            names, weights = trainer.reward_func_names, trainer.reward_weights.cpu()
+            self.logs.add(record, summary_of(rollout.rewards.cpu(), names, weights, trainer.newest_metrics()))
+        if self.args.colorize_output:
+            print_record(record, prompt_length=self.args.prompt_preview_length)
 
     def log(self, logs: dict[str, Any], mode: str) -> None:
         """Record what the trainer has logged."""
         if self.is_on and self.trainer.accelerator.is_main_process:
-            values: dict[str, float | None] = {
-                name: float(value) for name, value in logs.items() if isinstance(value, (int, float))
-            }
-            entry = LogEntry(self.trainer.state.global_step, mode, time.time(), values)
-            self._submit(lambda: self._writer(entry.step).log(entry))
+            values = {name: float(value) for name, value in logs.items() if isinstance(value, (int, float))}
+            entry = LogEntry(self.trainer.state.global_step, mode, time.time(), {**values})
+            with self._failures_logged():
+                self._writer_at(entry.step).log(entry)
 
-    def flush(self) -> None:
-        """Wait until everything so far is on disk."""
-        if self._job is not None:
-            self._job.result()
-
-    def _submit(self, function: Callable[..., None], *args: Any) -> None:
-        """Call a function in the thread, after those before; at the end of the interpreter those that wait are run."""
-        self._job = self._executor.submit(self._call, function, args)
-
-    # In the thread
-
-    def _call(self, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    @contextmanager
+    def _failures_logged(self) -> Iterator[None]:
+        """Whatever fails here must not end the training that it describes."""
         try:
-            function(*args)
-        except Exception as error:  # whatever it is, it must not end the training that it describes
+            yield
+        except Exception as error:
             if type(error) not in self._warned:
                 self._warned.add(type(error))
                 reason = error_text(error).rstrip(".")
                 logger.warning(f"Rollouts cannot be recorded ({reason}); training continues without these records.")
 
-    def _writer(self, step: int) -> RecordWriter:
+    def _writer_at(self, step: int) -> RecordWriter:
         """Opened at the first record: a run that begins behind step 0 is one that continues."""
-        if self._opened is None:
+        if self._writer is None:
             model = self.trainer.model
             description = {
                 "name": self.args.run_name or self.output_dir.resolve().name,
@@ -238,86 +246,14 @@ class RolloutRecorder:
                 "options": self.args.to_sanitized_dict(),
             }
             max_bytes = int(self.args.rollout_log_max_megabytes * 1e6)
-            self._opened = RecordWriter(self.output_dir, description, max_bytes, resumed=step > 0)
-        return self._opened
-
-    @cached_property
-    def _tokenizer(self) -> PreTrainedTokenizerBase:
-        """A copy: the Rust part of a tokenizer that one thread pads with refuses another thread."""
-        tokenizer: PreTrainedTokenizerBase = copy.deepcopy(self.trainer._tokenizer)
-        return tokenizer
-
-    def _write(
-        self,
-        record: Record,
-        snapshots: list[RowSnapshot],
-        rewards: torch.Tensor,
-        weights: list[float],
-        metrics: dict[str, float],
-    ) -> None:
-        files: dict[str, bytes] = {}
-        names: dict[int, str] = {}  # completions of a prompt share their thumbnails
-        for row in sorted(snapshots, key=lambda row: row.place):
-            completion = self._completion(row, weights)
-            record.completions.append(completion)
-            places = [(image, name) for name in ("file", "perturbed") for image in completion.images]
-            for (image, name), thumbnail in zip(places, row.thumbnails, strict=False):
-                if thumbnail is not None:
-                    if id(thumbnail) not in names:
-                        names[id(thumbnail)], content = thumbnail_file(thumbnail)
-                        files[names[id(thumbnail)]] = content
-                    setattr(image, name, names[id(thumbnail)])
-        try:
-            self._writer(record.step).add(record, files)
-        finally:
-            self.logs.add(record, summary_of(rewards, self.trainer.reward_func_names, torch.tensor(weights), metrics))
-            if self.args.colorize_output:
-                print_record(record, prompt_length=self.args.prompt_preview_length)
-
-    def _completion(self, row: RowSnapshot, weights: list[float]) -> Completion:
-        def exactly(tokens: list[int]) -> str:
-            return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-        names, found = self.trainer.reward_func_names, row.completion
-        measured = {} if row.signals is None else measures_of_row(row.signals, len(row.ids), self.args)
-        found = replace(found, **measured)
-        is_negative = found.advantages is not None and (found.advantage or 0) < 0
-        if self.args.token_weights_positive_only and is_negative and found.weights is not None:
-            found.weights = [1.0] * len(row.ids)
-        found.prompt = prompt_text(row.prompt, self.trainer.measurement.vision_token_ids, exactly)
-        found.question = question_id(found.prompt, row.digest)
-        found.text = str(self._tokenizer.decode(row.ids, skip_special_tokens=True))
-        found.tokens = token_pieces(row.ids, exactly)
-        rewards = dict(zip(names, row.rewards, strict=True))
-        accuracy = rewards.get(accuracy_name(names) or "", math.nan)
-        found.rewards, found.correct = {**rewards}, None if math.isnan(accuracy) else accuracy == 1
-        weighted = (value * weight for value, weight in zip(row.rewards, weights, strict=True))
-        found.reward = sum(value for value in weighted if not math.isnan(value))
-        return found
-
-
-def add_credit(snapshots: list[RowSnapshot], selected: Rollout, before: torch.Tensor, after: torch.Tensor) -> None:
-    """Add to recorded rows what the loss reads of them.
-
-    Args:
-        selected: the rollout after groups were selected.
-        before: its advantages, (N,), or (N, T) of a critic, whose mean is recorded as the completion's.
-        after: likewise with credit applied, (N,) or (N, T).
-    """
-    for snapshot, row in zip(snapshots, selected.recorded or (), strict=True):
-        found, length = snapshot.completion, len(snapshot.ids)
-        if found.group in selected.replaced:
-            found.replaced = True
-            continue
-        advantage, credit = before[row], after[row]
-        found.advantage = (advantage[:length].sum() / max(length, 1) if advantage.ndim else advantage).item()
-        found.advantages = credit[:length].tolist() if credit.ndim else [credit.item()] * length
+            self._writer = RecordWriter(self.output_dir, description, max_bytes, resumed=step > 0)
+        return self._writer
 
 
 def rows_to_record(samples: int, num_generations: int, total: int) -> list[int]:
     """Return which of all rows of a rollout batch are recorded: the first two of each prompt, prompt by prompt.
 
-    Two completions of a prompt can be compared; a third tells less than another prompt.
+    Two completions of a prompt can be compared; a third says less than another prompt.
 
     Args:
         total: rows of all processes.
@@ -328,27 +264,39 @@ def rows_to_record(samples: int, num_generations: int, total: int) -> list[int]:
 
 def images_of_row(
     row: Mapping[str, Any], grids: Sequence[Grid | None]
-) -> tuple[list[RecordedImage], list[Image.Image | None], bytes]:
-    """Return the images of a row of the data, their thumbnails, and a digest of all; one that is none has no size."""
+) -> tuple[list[RecordedImage], dict[str, bytes], bytes]:
+    """Return the images of a row of the data, their thumbnails by name, and a digest; one that is none has no size."""
     recorded: list[RecordedImage] = []
-    thumbnails: list[Image.Image | None] = []
+    thumbnails: dict[str, bytes] = {}
     digest = sha1(usedforsecurity=False)
-    for index, value in enumerate(images_of(row)):
-        grid = grids[index] if index < len(grids) else None
+    for value, grid in zip(images_of(row), chain(grids, repeat(None)), strict=False):
         try:
             image = open_image(value)
         except DataError:  # the model has read it all the same, from an address for instance
             recorded.append(RecordedImage(None, 0, 0, grid))
-            thumbnails.append(None)
             continue
         digest.update(f"{image.mode} {image.size} ".encode() + image.tobytes())
-        recorded.append(RecordedImage(None, *image.size, grid))
-        thumbnails.append(shrunk(image))
+        name, content = thumbnail(image)
+        thumbnails[name] = content
+        recorded.append(RecordedImage(name, *image.size, grid))
     if len(recorded) == 1:
         size = recorded[0].width, recorded[0].height
         with suppress(DataError):  # the column holds something else
             recorded[0].regions = in_pixels(boxes_of(row, size), size) or None
     return recorded, thumbnails, digest.digest()
+
+
+def thumbnail(image: Image.Image) -> tuple[str, bytes]:
+    """Return name and content of a WebP file of at most 256 pixels along a side; what is transparent shows white.
+
+    The same picture has the same name.
+    """
+    small, data = image.copy(), io.BytesIO()
+    small.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+    if small.has_transparency_data:
+        small = Image.alpha_composite(Image.new("RGBA", small.size, "white"), small.convert("RGBA"))
+    small.convert("RGB").save(data, "WEBP", quality=QUALITY)
+    return f"images/{sha1(data.getvalue(), usedforsecurity=False).hexdigest()}.webp", data.getvalue()
 
 
 def grids_of_row(
@@ -396,26 +344,6 @@ def without_padding(ids: Sequence[int], mask: Sequence[int], pad_token_id: int) 
     return list(ids[:length])
 
 
-def shrunk(image: Image.Image) -> Image.Image:
-    """Return an RGB copy of `image` whose longer side has at most 256 pixels; what is transparent shows white."""
-    small = image.copy()
-    if (ratio := LONGEST_SIDE / max(image.size)) < 1:
-        size = max(1, round(image.width * ratio)), max(1, round(image.height * ratio))
-        small = image.resize(size, reducing_gap=2.0)
-    if small.has_transparency_data:
-        opaque = Image.new("RGBA", small.size, "white")
-        opaque.alpha_composite(small.convert("RGBA"))
-        small = opaque
-    return small.convert("RGB")
-
-
-def thumbnail_file(image: Image.Image) -> tuple[str, bytes]:
-    """Return name and content of the file of a shrunk image: the same picture has the same name."""
-    data = io.BytesIO()
-    image.save(data, "WEBP", quality=QUALITY)
-    return f"images/{sha1(data.getvalue(), usedforsecurity=False).hexdigest()}.webp", data.getvalue()
-
-
 def question_id(prompt: str, images: bytes) -> str:
     """Return what is the same for the same prompt with the same images: 16 hexadecimal digits."""
     return sha1(prompt.encode("utf-8", "replace") + b"\0" + images, usedforsecurity=False).hexdigest()[:16]
@@ -451,25 +379,40 @@ def prompt_text(ids: Sequence[int], vision_token_ids: Sequence[int], decode: Dec
     return "".join("<image>" if is_vision else decode(list(run)) for is_vision, run in runs)
 
 
-def measures_of_row(signals: RolloutSignals, length: int, options: Any) -> dict[str, Any]:
-    """Return what was measured of a completion of `length` tokens, as `Completion` has it.
+@dataclass
+class Measured:
+    """What was measured of N rows, on the CPU.
 
-    Args:
-        signals: of this row, (1, T).
-        options: `DAPOConfig`.
+    Attributes:
+        columns: (N, T) by attribute of `Completion`, NaN where nothing was measured.
+        metrics: by segment of layers, then by quantity, of each row.
+        num_vision: vision tokens of each row's prompt.
     """
+
+    columns: dict[str, torch.Tensor] = field(default_factory=dict)
+    metrics: list[dict[str, dict[str, float | None]]] = field(default_factory=list)
+    num_vision: list[int] = field(default_factory=list)
+
+    def of_row(self, row: int, length: int) -> dict[str, Any]:
+        """Return the attributes of a `Completion` of `length` tokens, without those that were not measured."""
+        found = {name: values[row, :length] for name, values in self.columns.items()}
+        lists: dict[str, Any] = {name: own.tolist() for name, own in found.items() if not own.isnan().all()}
+        return lists | ({"metrics": self.metrics[row]} if self.metrics else {})
+
+
+def measurements(signals: RolloutSignals, options: Any) -> Measured:
+    """Return what signals on the CPU say about each of their rows, by the options of `DAPOConfig`."""
     columns = {"logps": signals.logps, "entropies": signals.entropies, "dependency": signals.dependency}
-    found: dict[str, Any] = {}
-    for name, values in columns.items():  # NaN throughout where they were not measured
-        if values is not None and not values[0, :length].isnan().all():
-            found[name] = values[0, :length].tolist()
+    measured = Measured({name: values for name, values in columns.items() if values is not None})
     if (mass := signals.attention) is not None:
-        vgr = token_vision_gain_ratio(mass, late_layers(len(mass.vision), options.attention_segments))
-        segments = measure_segments(mass, options.attention_segments, options.mdi_balance_ratio)
-        found |= {"vgr": vgr[0, :length].tolist(), "metrics": reward_columns(segments)["attention_metrics"][0]}
+        layers = late_layers(len(mass.vision), options.attention_segments)
+        measured.columns["vgr"] = token_vision_gain_ratio(mass, layers)
         if options.token_weights:
-            found["weights"] = attention_weights(mass, signals.mask, options)[0, :length].tolist()
-    return found
+            measured.columns["weights"] = attention_weights(mass, signals.mask, options)
+        segments = measure_segments(mass, options.attention_segments, options.mdi_balance_ratio)
+        measured.metrics = reward_columns(segments)["attention_metrics"]
+        measured.num_vision = mass.num_vision.tolist()
+    return measured
 
 
 def accuracy_name(names: Sequence[str]) -> str | None:
@@ -487,42 +430,20 @@ def summary_of(
         weights: of the functions, (number of functions,).
         metrics: of the batch, by the names under which they are logged.
     """
+    summary = Summary(len(rewards), {})
     total = (rewards * weights).nansum(dim=1, keepdim=True)  # (N, 1)
-    statistics: dict[str, tuple[float | None, float | None]] = {}
-    success = None
     for name, column in zip([*names, "total"], torch.cat([rewards, total], dim=1).double().T, strict=True):
         values = column[~column.isnan()]
         mean = values.mean().item() if len(values) else None
-        statistics[name] = mean, values.std().item() if len(values) > 1 else None
+        summary.rewards[name] = mean, values.std().item() if len(values) > 1 else None
         if name == accuracy_name(names) and len(values):
-            success = (values == 1).double().mean().item()
-    segments: dict[str, dict[str, float | None]] = {}
+            summary.success_rate = (values == 1).double().mean().item()
     for name, value in metrics.items():
         if found := _SEGMENT_METRIC.fullmatch(name):
-            segments.setdefault(found[1], {})[found[2]] = value
-    credit: dict[str, float | None] = {
-        name: value for name, value in metrics.items() if name.startswith("token_weight_") or "token_fraction" in name
-    }
-    return Summary(len(rewards), statistics, success, segments, credit)
-
-
-class FlushRecords(TrainerCallback):
-    """Lets nothing be lost that was recorded before a checkpoint, or before the end."""
-
-    def __init__(self, recorder: RolloutRecorder) -> None:
-        self.recorder = recorder
-
-    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Let the next evaluation be recorded."""
-        self.recorder.evaluated()
-
-    def on_save(self, *args: Any, **kwargs: Any) -> None:
-        """Write what waits."""
-        self.recorder.flush()
-
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """Write what waits."""
-        self.recorder.flush()
+            summary.segments.setdefault(found[1], {})[found[2]] = value
+        elif name.startswith("token_weight_") or "token_fraction" in name:
+            summary.credit[name] = value
+    return summary
 
 
 class RecordBefore(TrainerCallback):
@@ -530,52 +451,40 @@ class RecordBefore(TrainerCallback):
 
     It costs one rollout, which calls the reward functions, and leaves no other trace: random state, metrics and tables
     of completions are what they were.
-
-    Args:
-        on_recorded: called afterwards.
     """
 
-    def __init__(self, trainer: ConstructedTrainer, on_recorded: Callable[[], None]) -> None:
-        self._trainer, self._on_recorded = trainer, on_recorded
+    def __init__(self, trainer: ConstructedTrainer) -> None:
+        self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Answer, unless the run continues."""
         trainer = self._trainer
         if state.global_step > 0 or not is_recorded_before(trainer):
             return
-        data, size = _evaluated(trainer), trainer.args.eval_batch_size
+        data, size = _first_eval_set(trainer), trainer.args.eval_batch_size
         first = trainer.accelerator.process_index * size
         rows = [data[row] for row in islice(cycle(trainer._get_eval_sampler(data)), first, first + size)]
+        metrics, logs = copy.deepcopy(trainer._metrics["eval"]), copy.deepcopy(trainer._logs)
+        python, numpy = random.getstate(), np.random.get_state()
         model = trainer.model_wrapped
         model.eval()
         try:
-            with _untouched(trainer), torch.no_grad():
+            with torch.random.fork_rng(), torch.no_grad():
                 trainer._prepare_inputs(rows)
         finally:
             model.train()
-            self._on_recorded()
+            random.setstate(python)
+            np.random.set_state(numpy)
+            trainer._metrics["eval"], trainer._logs = metrics, logs
 
 
 def is_recorded_before(trainer: ConstructedTrainer) -> bool:
-    """Whether a run that begins has rows of a known number to evaluate on, records, and does not evaluate at once."""
-    args, data = trainer.args, _evaluated(trainer)
-    asked = args.rollout_log_steps > 0 and not args.eval_on_start and args.eval_strategy != "no"
-    return asked and hasattr(data, "__len__") and len(data) > 0
+    """Whether a run that begins records, evaluates rows of a known number, and does not evaluate at once."""
+    args, data = trainer.args, _first_eval_set(trainer)
+    wanted = args.rollout_log_steps > 0 and not args.eval_on_start and args.eval_strategy != "no"
+    return wanted and hasattr(data, "__len__") and len(data) > 0
 
 
-def _evaluated(trainer: ConstructedTrainer) -> Any:
+def _first_eval_set(trainer: ConstructedTrainer) -> Any:
     data = trainer.eval_dataset
     return next(iter(data.values()), None) if isinstance(data, dict) else data
-
-
-@contextmanager
-def _untouched(trainer: ConstructedTrainer) -> Iterator[None]:
-    metrics, logs = copy.deepcopy(trainer._metrics["eval"]), copy.deepcopy(trainer._logs)
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        trainer._metrics["eval"], trainer._logs = metrics, logs

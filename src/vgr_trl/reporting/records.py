@@ -6,21 +6,22 @@ has neither NaN nor infinity: both are null.
 """
 
 import base64
+import io
 import json
 import math
-import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
+from itertools import count
 from pathlib import Path
 from sys import intern
 from typing import Any
 
 from transformers.utils import logging
 
-from vgr_trl.utils import ConfigError, DataError, append_atomic, write_atomic
+from vgr_trl.utils import ConfigError, DataError, append_atomic, is_writable, write_atomic
 
 logger = logging.get_logger(__name__)
 
@@ -30,8 +31,8 @@ Numbers = list[float | None]
 
 _HEAD = re.compile(rb'\{"version":(\d{1,9}),"step":(\d{1,18}),"mode":"(train|eval)"')
 _THUMBNAIL = re.compile(rb'"images/(\w+\.webp)"')
-_UNREADABLE = (ValueError, TypeError, KeyError, AttributeError)  # what a damaged line raises
-_FILES = 16  # that the records are spread over: one at a time is removed where they get too large
+_DAMAGED = (ValueError, TypeError, KeyError, AttributeError)  # what a line raises that a kill has cut
+_FILES = 16  # of records within the bound of bytes, beyond which the oldest is removed
 
 
 @dataclass
@@ -188,20 +189,19 @@ def _known(kind: type, item: Mapping[str, Any]) -> dict[str, Any]:
 class RecordWriter:
     """Writes the records of a run, within a bound of bytes.
 
-    Where records and thumbnails get larger than the bound, the oldest file goes with the thumbnails that only it shows,
-    except the first one, which shows how the run began.
+    Where records and thumbnails get larger than the bound, the oldest file is removed with the thumbnails that only it
+    names, except the first one, which shows how the run began.
 
     Args:
         description: content of `run.json` besides version and time.
         max_bytes: bound of records and thumbnails together.
-        resumed: whether the run continues; else records that are there are moved to `rollouts.1`.
+        resumed: whether the run continues; otherwise existing records are moved to `rollouts.1`.
     """
 
     def __init__(self, output_dir: Path, description: Mapping[str, Any], max_bytes: int, resumed: bool) -> None:
         self.folder, self.max_bytes = output_dir / FOLDER, max_bytes
         if self.folder.exists() and not resumed:
-            taken = [path.suffix for path in output_dir.glob(f"{FOLDER}.*")]
-            number = next(number for number in range(1, len(taken) + 2) if f".{number}" not in taken)
+            number = next(number for number in count(1) if not (output_dir / f"{FOLDER}.{number}").exists())
             self.folder.rename(self.folder.with_suffix(f".{number}"))
         (self.folder / "images").mkdir(parents=True, exist_ok=True)
         if not (self.folder / RUN_FILE).exists():
@@ -213,7 +213,7 @@ class RecordWriter:
         self._file, self._size = self._next_file(), self._measure()
 
     def add(self, record: Record, thumbnails: Mapping[str, bytes]) -> None:
-        """Append a record, and write the files `images/….webp` that it names and that are not there yet."""
+        """Append a record, and write the files `images/….webp` that it names and that do not exist yet."""
         for name, content in thumbnails.items():
             if not (self.folder / name).exists():
                 write_atomic(self.folder / name, content, sync=False)
@@ -227,10 +227,10 @@ class RecordWriter:
             if self._size <= self.max_bytes:
                 return
             oldest.unlink()
-            files = self.folder.glob(RECORDS)
-            shown = {name.decode() for file in files for name in _THUMBNAIL.findall(file.read_bytes())}
+            lines = b"".join(file.read_bytes() for file in self.folder.glob(RECORDS))
+            named = {name.decode() for name in _THUMBNAIL.findall(lines)}
             for image in (self.folder / "images").iterdir():
-                if image.name not in shown:
+                if image.name not in named:
                     image.unlink()
             self._size = self._measure()
 
@@ -244,8 +244,7 @@ class RecordWriter:
         return self.folder / f"records-{max(numbers, default=0) + 1:06d}.jsonl"
 
     def _measure(self) -> int:
-        paths = [*self.folder.glob(RECORDS), *(self.folder / "images").iterdir()]
-        return sum(path.stat().st_size for path in paths)
+        return sum(path.stat().st_size for path in (*self.folder.glob(RECORDS), *(self.folder / "images").iterdir()))
 
 
 class Run:
@@ -254,6 +253,8 @@ class Run:
     Attributes:
         folder: of the records.
         description: content of `run.json`: name, created, rewards, model, options; empty if it cannot be read.
+        name: of the run, by default that of its folder.
+        rewards: their names, in order.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -261,10 +262,12 @@ class Run:
         with suppress(OSError, ValueError):
             self.description = json.loads((folder / RUN_FILE).read_bytes())
         _check_version(self.description.get("version", 1), folder / RUN_FILE)
+        self.name = str(self.description.get("name") or folder.resolve().parent.name)
+        self.rewards: list[str] = self.description.get("rewards", [])
         self._places: dict[tuple[int, str], tuple[Path, int]] = {}
         for path in sorted(folder.glob(RECORDS)):
+            offset = 0
             with path.open("rb") as file:
-                offset = 0
                 for line in file:
                     if (head := _HEAD.match(line)) and line.endswith(b"}\n"):
                         _check_version(int(head[1]), path)
@@ -273,18 +276,8 @@ class Run:
                         _warn(path)
                     offset += len(line)
 
-    @property
-    def name(self) -> str:
-        """Of the run, by default that of its folder."""
-        return str(self.description.get("name") or self.folder.resolve().parent.name)
-
-    @property
-    def rewards(self) -> list[str]:
-        """Names of the rewards, in order."""
-        return list(self.description.get("rewards", ()))
-
     def steps(self, mode: str | None = None) -> list[tuple[int, str]]:
-        """Return step and mode of the records, in order; of one mode if given."""
+        """Return step and mode of the records, in order; those of one mode if it is given."""
         return sorted(key for key in self._places if mode in (None, key[1]))
 
     def records(self, mode: str | None = None) -> Iterator[Record]:
@@ -294,30 +287,15 @@ class Run:
                 yield record
 
     def record(self, step: int, mode: str) -> Record | None:
-        """Return the record of a step; None if there is none, or it cannot be read."""
-        if (step, mode) not in self._places:
-            return None
+        """Return the record of a step that `steps` names; None if it cannot be read."""
         path, offset = self._places[step, mode]
         try:
             with path.open("rb") as file:
                 file.seek(offset)
                 return decode_record(file.readline())
-        except (OSError, *_UNREADABLE):
+        except (OSError, *_DAMAGED):
             _warn(path)
             return None
-
-    def logs(self) -> list[LogEntry]:
-        """Return what the trainer logged, in the order of steps; of a value logged twice at a step, the last.
-
-        Raises:
-            DataError: an entry is of a later version.
-        """
-        merged: dict[tuple[int, str], LogEntry] = {}
-        for entry in read_logs(self.folder / LOGS_FILE):
-            before = merged.setdefault((entry.step, entry.mode), entry)
-            before.time = entry.time
-            before.values |= entry.values
-        return [merged[key] for key in sorted(merged)]
 
 
 def read_run(path: str | Path) -> Run:
@@ -327,7 +305,7 @@ def read_run(path: str | Path) -> Run:
         DataError: it has no records, or they are of a later version.
     """
     folder = records_folder(Path(path))
-    if not (folder / LOGS_FILE).is_file() and not any(folder.glob(RECORDS)):
+    if not has_records(folder):
         raise DataError(f"{path} has no records: give the output_dir of a run with rollout_log_steps above 0.")
     return Run(folder)
 
@@ -337,21 +315,25 @@ def records_folder(path: Path) -> Path:
     return path if path.name == FOLDER else path / FOLDER
 
 
+def has_records(folder: Path) -> bool:
+    """Whether anything was recorded or logged in this folder of records."""
+    return (folder / LOGS_FILE).is_file() or any(folder.glob(RECORDS))
+
+
 def read_logs(path: Path) -> Iterator[LogEntry]:
     """Yield what the trainer logged, in the order in which it did; lines that cannot be read are left out.
 
     Raises:
         DataError: an entry is of a later version.
     """
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for line in filter(bytes.strip, file):
+    lines = path.open("rb") if path.is_file() else io.BytesIO()
+    with lines:
+        for line in filter(bytes.strip, lines):
             try:
                 content = json.loads(line)
                 values = {intern(name): value for name, value in content["values"].items()}
                 entry, version = LogEntry(content["step"], content["mode"], content["time"], values), content["version"]
-            except _UNREADABLE:
+            except _DAMAGED:
                 _warn(path)
                 continue
             _check_version(version, path)
@@ -370,9 +352,8 @@ def read_thumbnail(folder: Path, name: str) -> bytes | None:
 
 def refuse_unwritable(path: Path, option: str, is_folder: bool = False) -> None:
     """Raise `ConfigError` if a file (or folder) at `path`, which `option` names, could not be written."""
-    existing = next(existing for existing in (path, *path.absolute().parents) if existing.exists())
-    if existing.is_dir() != (is_folder or existing != path) or not os.access(existing, os.W_OK):
-        raise ConfigError(f"{option} is {path}, but {existing} cannot be written to: choose another place.")
+    if not is_writable(path / "file" if is_folder else path):
+        raise ConfigError(f"{option} is {path}, which cannot be written to: choose another place.")
 
 
 def _check_version(version: int, path: Path) -> None:
@@ -384,4 +365,4 @@ def _check_version(version: int, path: Path) -> None:
 
 
 def _warn(path: Path) -> None:
-    logger.warning_once(f"{path} has lines that cannot be read: they are left out.")
+    logger.warning_once(f"{path} has lines that cannot be read; they are left out.")
