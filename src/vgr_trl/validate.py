@@ -32,7 +32,6 @@ from vgr_trl.sharing.model_support import (
     why_not_share,
 )
 from vgr_trl.sharing.prefix_forward import why_not_pack
-from vgr_trl.sharing.sharing import why_not_regroup
 from vgr_trl.utils import ConfigError, Feature, UnsupportedTRLError, release
 
 
@@ -145,12 +144,10 @@ def _why_images_run(trainer: ConstructedTrainer, base: nn.Module) -> str | None:
 
 def _why_order_counts(trainer: ConstructedTrainer) -> str | None:
     """Why completions of a prompt cannot come together without a change of the optimizer step; None if they can."""
-    return why_rows_matter(
-        trainer,
-        trainer.loss_type,
-        steps_per_generation=trainer.args.steps_per_generation or 1,
-        gradient_accumulation_steps=trainer.args.gradient_accumulation_steps,
-    )
+    if reason := why_rows_matter(trainer, trainer.loss_type):
+        return reason
+    spread = trainer.args.gradient_accumulation_steps % (trainer.args.steps_per_generation or 1)
+    return "a rollout is spread over several optimizer steps" if spread else None
 
 
 def _why_not_by_length(trainer: ConstructedTrainer) -> str | None:
@@ -161,15 +158,19 @@ def _why_not_by_length(trainer: ConstructedTrainer) -> str | None:
     return why_rows_matter(trainer, trainer.loss_type)
 
 
-def why_rows_matter(trainer: ConstructedTrainer, loss_type: str, **windows: int) -> str | None:
-    """Why a loss depends on which rows share a micro-batch, in an optimizer step by default; None if it does not."""
-    return why_not_regroup(
-        loss_type=loss_type,
-        entropy_bonus=trainer._entropy_bonus_enabled,
-        top_entropy_quantile=trainer.top_entropy_quantile,
-        router_loss=trainer.aux_loss_enabled,
-        **windows,
-    )
+# Losses that divide by something that does not depend on which rows share a micro-batch (read in TRL 1.16, and tested).
+_REGROUPABLE_LOSSES = {"dapo", "cispo", "vespo", "grpo", "sapo", "dr_grpo", "luspo"}
+
+
+def why_rows_matter(trainer: ConstructedTrainer, loss_type: str) -> str | None:
+    """Why a loss depends on which rows share a micro-batch; None if it does not."""
+    if loss_type not in _REGROUPABLE_LOSSES:
+        return f"the loss {loss_type} divides by the tokens of a micro-batch"
+    if trainer._entropy_bonus_enabled:
+        return "the entropy term is a mean over the tokens of a micro-batch"
+    if trainer.top_entropy_quantile < 1.0:
+        return "top_entropy_quantile is taken over the tokens of a micro-batch"
+    return "the load-balancing loss is taken over the tokens of a micro-batch" if trainer.aux_loss_enabled else None
 
 
 def _why_old_logps_are_scored(trainer: ConstructedTrainer, measurement: Measurement) -> str | None:

@@ -2,14 +2,12 @@
 
 import copy
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from threading import Event
 
 import pytest
 import torch
 import transformers as hf
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from support.models.compare import (
     checkpointed,
     generated,
@@ -47,7 +45,7 @@ from vgr_trl.sharing import (
     share_prompts,
     why_not_share,
 )
-from vgr_trl.utils import ConfigError, DataError
+from vgr_trl.utils import DataError
 
 WRONG = 1e-2
 SAME = 1e-6  # a plain pass, whose head scores fewer columns
@@ -312,6 +310,13 @@ def test_an_adapter_that_begins_within_the_prompt():
     assert report.plain == {"aLoRA, which begins at tokens that it looks for in whole rows": 1}
 
 
+def test_a_prompt_learning_adapter_around_the_decoder_alone():
+    model = build("qwen2_5_vl")
+    config = PrefixTuningConfig(num_virtual_tokens=3, task_type="FEATURE_EXTRACTION")
+    model.model.language_model = get_peft_model(model.model.language_model, config)
+    assert "prompt learning" in why_not_share(model, gradients=False)
+
+
 def test_rotary_embeddings_that_depend_on_the_length_of_the_pass(monkeypatch):
     """The prompt alone is within the length that the model was trained with, prompt and completion are not."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
@@ -484,7 +489,7 @@ def test_packed_rows_without_a_mask(monkeypatch):
         plain = model(input_ids=ids, position_ids=positions).logits[:, -13:]
         with share_prompts(model, 12) as report:
             shared = model(input_ids=ids, position_ids=positions).logits[:, -13:]
-        assert report.plain == {"position_ids that start anew, without an attention mask": 1}
+        assert report.plain == {"position_ids that restart, without an attention mask": 1}
         assert torch.equal(plain, shared)
         alone = torch.arange(ids.size(1)).repeat(len(ids), 1)
         with share_prompts(model, 12) as report:
@@ -503,57 +508,6 @@ def test_holes_in_the_mask_of_a_completion(name, completion_length):
     plain, shared, report = plain_and_shared(model, batch, completion_length)
     assert report.plain == {"holes in the mask of a completion": 1}
     assert (plain - shared).abs().max() < SAME
-
-
-def in_threads(*calls):
-    """Run calls in threads of their own, started one after the other; their results."""
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return [future.result(timeout=900) for future in [pool.submit(call) for call in calls]]
-
-
-def test_two_threads_with_one_model(monkeypatch):
-    """The model keeps the offsets behind the images of the batch at hand; another batch would replace them."""
-    model = with_head(build("qwen2_vl"))
-    batches = make_batch("qwen2_vl", images=(1, 3)), make_batch("qwen2_vl", images=(4, 0))
-    first_is_inside, second_is_done = Event(), Event()
-    check = prefix_forward.check_written
-
-    def wait(*args):
-        if not first_is_inside.is_set():
-            first_is_inside.set()
-            second_is_done.wait(timeout=1)
-        check(*args)
-
-    def score(batch):
-        with torch.no_grad():
-            return scored(model, batch)[0]
-
-    def second():
-        first_is_inside.wait(timeout=900)
-        logps = score(batches[1])
-        second_is_done.set()
-        return logps
-
-    expected = [score(batch) for batch in batches]
-    monkeypatch.setattr(prefix_forward, "check_written", wait)
-    with share_prompts(model, 12) as report:
-        shared = in_threads(lambda: score(batches[0]), second)
-    assert not report.plain
-    assert all((one - other).abs().max() < 4e-6 for one, other in zip(expected, shared, strict=True))
-
-
-def test_blocks_of_two_threads():
-    """The one that ends first would undo the other's, and the last leave its own for ever."""
-    model = build("qwen3")
-
-    def enter():
-        with share_prompts(model):
-            pass
-
-    with share_prompts(model), pytest.raises(ConfigError, match="enter share_prompts once, around both threads"):
-        in_threads(enter)
-    in_threads(enter)
-    assert "forward" not in vars(model.model)
 
 
 @pytest.mark.parametrize(
@@ -616,18 +570,3 @@ def test_defaults_of_generate(defaults):
     assert (report.prompts, report.rows, dict(report.plain)) == (2, 6, {})
     assert torch.equal(plain, shared)
     assert model.generation_config.to_dict().items() >= defaults.items()
-
-
-@pytest.mark.parametrize("form", [torch.Tensor.tolist, torch.Tensor.numpy], ids=["list", "array"])
-def test_sizes_of_images_that_are_no_tensor(form):
-    model, batch = with_head(build("llava_next")), make_batch("llava_next", images=(1, 2))
-    with torch.no_grad():
-        plain, _ = scored(model, batch)
-        tokens = generated(model, batch, sample=True)
-        batch.inputs["image_sizes"] = form(batch.inputs["image_sizes"])
-        with share_prompts(model, 12) as report:
-            shared, _ = scored(model, batch)
-            shared_tokens = generated(model, batch, sample=True)
-    assert (report.prompts, report.rows, dict(report.plain)) == (4, 12, {})
-    assert (plain - shared).abs().max() < 4e-6
-    assert torch.equal(tokens, shared_tokens)

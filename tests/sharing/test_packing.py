@@ -30,12 +30,12 @@ def test_where_tokens_and_keys_lie():
     """Two prompts of 3 columns, the second with one of padding; rows of 2, 1 and 3 tokens, of 4 columns each."""
     cut = PrefixSplit(start=3, stop=7, groups=[0, 1, 1], pixels={})
     mask = torch.tensor([[1, 1, 1], [0, 1, 1], [0, 1, 1]])
-    found = find_packing(cut, [2, 1, 3], mask, torch.device("cpu"))
-    assert found.tokens.tolist() == [0, 1, 4, 8, 9, 10]
-    assert found.keys.tolist() == [0, 1, 2, 6, 7, 4, 5, 8, 4, 5, 9, 10, 11]  # 6 keys of prompts, then the tokens
-    assert found.bounds["cu_seq_lens_q"].tolist() == [0, 2, 3, 6]
-    assert found.bounds["cu_seq_lens_k"].tolist() == [0, 5, 8, 13]
-    assert (found.bounds["max_length_q"], found.bounds["max_length_k"]) == (3, 5)
+    tokens, keys, bounds = find_packing(cut, [2, 1, 3], mask, torch.device("cpu"))
+    assert tokens.tolist() == [0, 1, 4, 8, 9, 10]
+    assert keys.tolist() == [0, 1, 2, 6, 7, 4, 5, 8, 4, 5, 9, 10, 11]  # 6 keys of prompts, then the tokens
+    assert bounds["cu_seq_lens_q"].tolist() == [0, 2, 3, 6]
+    assert bounds["cu_seq_lens_k"].tolist() == [0, 5, 8, 13]
+    assert (bounds["max_length_q"], bounds["max_length_k"]) == (3, 5)
 
 
 FOUND = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "internvl", "qwen3", "llama", "gemma3_text", "mistral"]

@@ -7,10 +7,9 @@ import torch
 from support.models.families import IMAGE, build
 from trl.trainer.utils import shuffle_sequence_dict, split_pixel_values_by_grid
 
-from vgr_trl.sharing.generation import SharedGeneration
 from vgr_trl.sharing.prefix_cache import SharingReport, UnsupportedModel
-from vgr_trl.sharing.prefix_forward import SharedForward, best_split, find_groups, find_split, first_rows
-from vgr_trl.sharing.sharing import shuffle_by_group, sort_by_group, whole_groups, why_not_regroup
+from vgr_trl.sharing.prefix_forward import best_split, check_inputs, find_groups, find_split, first_rows
+from vgr_trl.sharing.sharing import shuffle_by_group, sort_by_group, whole_groups
 
 CONFIG = build("qwen2_5_vl").config
 
@@ -22,7 +21,7 @@ def two_rows():
 
 
 def test_all_but_the_last_token_of_the_prompt_is_computed_once():
-    cut = find_split(two_rows(), CONFIG, 2)
+    cut = find_split(two_rows(), CONFIG, (3, 5))
     assert (cut.start, cut.stop, cut.groups, cut.prompts) == (3, 5, [0, 0], 1)
     inputs = cut.prompt_inputs(two_rows())
     assert inputs["input_ids"].tolist() == [[10, 11, 12]]
@@ -34,44 +33,27 @@ def test_images_at_the_end_of_the_prompt_and_behind(name, value, column):
     inputs = two_rows()
     inputs[name][:, column] = value
     with pytest.raises(UnsupportedModel, match="images in completions"):
-        find_split(inputs, CONFIG, 2)
+        find_split(inputs, CONFIG, (3, 5))
 
 
 def test_padding_at_the_end_of_the_prompt():
     inputs = two_rows()
     inputs["attention_mask"][:, 3] = 0
     with pytest.raises(UnsupportedModel, match="not padded on the left"):
-        find_split(inputs, CONFIG, 2)
+        find_split(inputs, CONFIG, (3, 5))
 
 
 def test_padding_of_a_whole_completion():
     inputs = two_rows()
     inputs["attention_mask"][1, 4:] = 0
-    assert find_split(inputs, CONFIG, 2).groups == [0, 0]
-
-
-@pytest.mark.parametrize(("name", "value"), [("input_ids", IMAGE), ("mm_token_type_ids", 1)])
-@pytest.mark.parametrize(("column", "refused"), [(3, True), (2, False)])
-def test_prompts_that_end_with_an_image_are_not_generated_from(name, value, column, refused):
-    """The last token is computed behind the others; an image that ends before it is among those."""
-    model = build("qwen2_5_vl")
-    report = SharingReport()
-    forward = SharedForward(model.model, model.model.forward, report, None, None)
-    generate = SharedGeneration(model, model.generate, forward, report)
-    inputs = {key: value[:, :4].clone() for key, value in two_rows().items()}
-    inputs[name][:, column] = value
-    if refused:
-        with pytest.raises(UnsupportedModel, match="a prompt that ends with an image"):
-            generate._groups((), inputs)
-    else:
-        assert generate._groups((), inputs)[1:] == ([0, 0], 1)
+    assert find_split(inputs, CONFIG, (3, 5)).groups == [0, 0]
 
 
 @pytest.mark.parametrize("asked", [{"return_dict": False}, {"output_attentions": True}])
 def test_outputs_that_are_not_made(asked):
     with pytest.raises(UnsupportedModel, match=next(iter(asked))):
-        find_split({**two_rows(), **asked}, CONFIG, 2)
-    find_split({**two_rows(), "return_dict": True}, CONFIG, 2)
+        check_inputs({**two_rows(), **asked}, CONFIG)
+    check_inputs({**two_rows(), "return_dict": True}, CONFIG)
 
 
 def test_a_report_of_nothing():
@@ -159,23 +141,3 @@ def test_the_shuffle_is_that_of_trl_with_groups_together():
         assert all(one.untyped_storage().nbytes() == one.nbytes for one in ours[name])
     assert ours["num_items_in_batch"] == 17
     assert ours["old_per_token_logps"] is None
-
-
-def test_losses_that_do_not_depend_on_the_micro_batch():
-    for loss_type in ("dapo", "cispo", "vespo", "grpo", "sapo", "dr_grpo", "luspo"):
-        assert why_not_regroup(loss_type=loss_type, steps_per_generation=2, gradient_accumulation_steps=4) is None
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"loss_type": "bnpo"}, "bnpo"),
-        ({"entropy_bonus": True}, "entropy term"),
-        ({"top_entropy_quantile": 0.8}, "top_entropy_quantile"),
-        ({"router_loss": True}, "load-balancing"),
-        ({"steps_per_generation": 4, "gradient_accumulation_steps": 2}, "several optimizer steps"),
-        ({"loss_type": "not known yet"}, "not known yet"),
-    ],
-)
-def test_what_depends_on_the_micro_batch(options, reason):
-    assert reason in why_not_regroup(**{"loss_type": "dapo", **options})

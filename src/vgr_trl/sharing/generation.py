@@ -11,18 +11,7 @@ from transformers.generation import GenerationMixin, GenerationMode
 from vgr_trl.batch import IMAGE_INPUTS
 from vgr_trl.sharing.model_support import check_token_types, is_checkpointed
 from vgr_trl.sharing.prefix_cache import SharingReport, UnsupportedModel, require
-from vgr_trl.sharing.prefix_forward import (
-    PER_TOKEN,
-    SharedForward,
-    check_equal_prompts,
-    find_groups,
-    first_rows,
-    images_as_tensors,
-    is_image_token,
-    pixels_by_row,
-    rows_of_images,
-    without_empty_images,
-)
+from vgr_trl.sharing.prefix_forward import PER_TOKEN, PrefixSplit, SharedForward, find_split, without_empty_images
 from vgr_trl.utils import patched_attribute
 
 ROOM = 128  # tokens for which there is room before the next copy
@@ -98,22 +87,22 @@ class SharedGeneration:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kwargs = without_empty_images(kwargs, self.forward.agree_on_images)
-        with self.forward.lock, patched_attribute(self.forward, "paused", True):
-            groups: list[int] | None = None
-            reason = ""
+        split, reason = None, ""
+        with patched_attribute(self.forward, "paused", True):
             try:
-                inputs, groups, copies = self._groups(args, kwargs)
+                inputs, copies = self._inputs(args, kwargs)
+                split = self._split(inputs, copies)
             except UnsupportedModel as error:
                 reason = str(error)
-            if not self.forward.all_agree(groups is not None) and groups is not None:
-                groups, reason = None, "another process cannot share this batch"
-            if groups is not None:
+            if not self.forward.all_agree(split is not None) and split is not None:
+                split, reason = None, "another process cannot share this batch"
+            if split is not None:
                 try:
-                    cache = self._prefill(inputs, groups)
+                    cache = self._prefill(inputs, split, copies)
                 except UnsupportedModel as error:
                     reason = str(error)
                 else:
-                    self.report.add_shared(len(groups), max(groups) + 1)
+                    self.report.add_shared(len(split.groups) * copies, split.prompts)
                     return self._continue(inputs, copies, cache)
             ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
             self.report.add_plain(len(ids) if isinstance(ids, torch.Tensor) else 0, reason)
@@ -128,40 +117,33 @@ class SharedGeneration:
             inputs["num_return_sequences"] = 1
         return self.plain(**inputs, past_key_values=cache)
 
-    def _groups(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[int], int]:
-        """The inputs by name, the prompt of every row to be generated, and the rows to be generated per input row."""
+    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], int]:
+        """The inputs by name, and the completions per row."""
         plain_generate = getattr(self.plain, "__func__", None) is _GENERATE
         require(plain_generate, "a generate that is not that of transformers")
         self.forward.check_model(gradients=False)
         require(not is_checkpointed(self.model), "generate with gradient checkpointing on")
-        inputs = images_as_tensors(kwargs)
+        inputs = dict(kwargs)
         twice = args and ("input_ids" in inputs or "inputs" in inputs)
         require(len(args) <= 1 and not twice, "positional arguments of generate")
         if args or "inputs" in inputs:
             inputs["input_ids"] = args[0] if args else inputs.pop("inputs")
-        ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
-        if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.size(1) < 2:
-            raise UnsupportedModel("no prompt before the completions")
-        if mask is None or mask.shape != ids.shape:
-            raise UnsupportedModel("generate without an attention mask")
         starts_anew = inputs.get("past_key_values") is None and inputs.get("inputs_embeds") is None
         require(starts_anew, "generate from a cache or from embeddings")
         for name, value in inputs.items():
             per_row = isinstance(value, torch.Tensor) and value.ndim and name not in (*PER_TOKEN, *IMAGE_INPUTS)
             require(not per_row, f"the input {name}")
             require(name not in ("assistant_model", "custom_generate") or value is None, name)
-        copies = self._check_config(inputs)
+        return inputs, self._check_config(inputs)
+
+    def _split(self, inputs: dict[str, Any], copies: int) -> PrefixSplit:
+        """Prompts without their last tokens, which begin the completions."""
+        ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+        if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+            raise UnsupportedModel("no prompt before the completions")
+        require(mask is not None and mask.shape == ids.shape, "generate without an attention mask")
         check_token_types(inputs, self.model.config)
-        is_image = is_image_token(ids, self.model.config)
-        pixels = pixels_by_row(inputs, rows_of_images(inputs, is_image), len(ids))
-        groups = find_groups(ids, mask, pixels)
-        require(max(groups) + 1 < len(groups) * copies, "no prompt occurs twice")
-        check_equal_prompts(inputs, groups, ids.size(1))
-        types = inputs.get("mm_token_type_ids")
-        ends_with_image = is_image[:, -1].any() or (types is not None and types[:, -1].any())
-        require(not ends_with_image, "a prompt that ends with an image")
-        require(mask[:, -2:].all(), "prompts that are not padded on the left")
-        return inputs, [group for group in groups for _ in range(copies)], copies
+        return find_split(inputs, self.model.config, (ids.size(1) - 1, ids.size(1)), alone=copies > 1)
 
     def _check_config(self, inputs: dict[str, Any]) -> int:
         """Raise `UnsupportedModel` unless `generate` samples token by token; completions per input row."""
@@ -175,14 +157,9 @@ class SharedGeneration:
         require(not config.output_hidden_states, "output_hidden_states=True")
         return config.num_return_sequences or 1
 
-    def _prefill(self, inputs: dict[str, Any], groups: list[int]) -> Cache:
+    def _prefill(self, inputs: dict[str, Any], split: PrefixSplit, copies: int) -> Cache:
         """The cache of all rows to be generated, after all tokens of their prompts but the last."""
-        ids = inputs["input_ids"]
-        copies = len(groups) // len(ids)
-        rows = [row // copies for row in first_rows(groups)]
-        prompts = {name: inputs[name][rows, :-1] for name in PER_TOKEN if inputs.get(name) is not None}
-        parts = rows_of_images(inputs, is_image_token(ids, self.model.config))
-        prompts |= {name: torch.cat([inputs[name][slices[row]] for row in rows]) for name, slices in parts.items()}
+        prompts = split.prompt_inputs(inputs)
         others = {"synced_gpus": inputs["synced_gpus"]} if "synced_gpus" in inputs else {}
         cache = DynamicCache(config=self.model.config)
         # One greedy step draws no random numbers, and prepares positions and masks as the family's own generate does.
@@ -190,9 +167,9 @@ class SharedGeneration:
         step = GenerationConfig(max_new_tokens=1, do_sample=False, num_beams=1, return_dict_in_generate=True)
         with torch.no_grad(), patched_attribute(self.model, "generation_config", step):
             self.plain(**prompts, **others, past_key_values=cache, generation_config=step)
-        whole = cache.get_seq_length() == ids.size(1) - 1
+        whole = cache.get_seq_length() == split.start
         require(whole, "the model did not keep the whole prompt in its cache")
-        index = torch.tensor(groups, device=ids.device)
+        index = torch.tensor(split.groups, device=inputs["input_ids"].device).repeat_interleave(copies)  # (N * copies,)
         grow_in_place(cache, index)
         base = self.forward.base
         if getattr(base, "rope_deltas", None) is not None:

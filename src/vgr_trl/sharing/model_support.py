@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
-from threading import get_ident
 from typing import Any
 
 import torch
 from peft import PeftModel
-from torch import distributed, nn
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
@@ -56,14 +56,13 @@ def base_of(causal: Any) -> Any:
 
 @contextmanager
 def changed_hidden_states(base: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Let a base model return other last hidden states in this block, to this thread."""
-    plain, mine = base.forward, get_ident()
+    """Let a base model return other last hidden states in this block."""
+    plain = base.forward
 
     @wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
         outputs = plain(*args, **kwargs)
-        if get_ident() == mine:
-            outputs.last_hidden_state = change(outputs.last_hidden_state)
+        outputs.last_hidden_state = change(outputs.last_hidden_state)
         return outputs
 
     with patched_attribute(base, "forward", forward):
@@ -131,20 +130,16 @@ def _draws(module: nn.Module) -> bool:
 
 def shards_layers(model: nn.Module) -> bool:
     """Whether FSDP2 gathers the weights of a layer for its backward pass when a gradient reaches the layer's output."""
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return False
-    from torch.distributed.fsdp import FSDPModule
-
-    return any(isinstance(module, FSDPModule) for module in model.modules())
+    return _has_module(model, FSDPModule)
 
 
 def flattens_layers(model: nn.Module) -> bool:
     """Whether parts of the model are wrapped by the first version of FSDP."""
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return False
-    from torch.distributed.fsdp import FullyShardedDataParallel
+    return _has_module(model, FullyShardedDataParallel)
 
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+def _has_module(model: nn.Module, kind: type) -> bool:
+    return any(isinstance(module, kind) for module in model.modules())
 
 
 def has_sharded_parameters(model: nn.Module) -> bool:
@@ -202,8 +197,6 @@ def why_not_share(model: nn.Module, *, gradients: bool) -> str | None:
 def why_adapter_reads_whole_rows(model: nn.Module) -> str | None:
     """Why PEFT's active adapter gives other results for other rows or columns of a batch; None if it does not."""
     for module in model.modules():
-        if isinstance(module, PreTrainedModel):  # which PEFT wraps: there is none inside
-            return None
         if isinstance(module, PeftModel):
             config = module.active_peft_config
             if config.is_prompt_learning:

@@ -305,8 +305,3 @@ class PackedKeys(ExpandedKeys):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return len(self.index), 0
-
-
-def packed_prefix(written: Prefix, places: torch.Tensor) -> Prefix:
-    """Return a written prefix of layers that keep keys and values as packed completions read it."""
-    return Prefix(layers=[PackedKeys(layer, places) for layer in written.layers])

@@ -10,16 +10,14 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from itertools import compress
-from threading import RLock
 from typing import Any
 
-import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_flash_attention_utils import flash_attn_supports_top_left_mask, lazy_import_flash_attention
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from vgr_trl.batch import IMAGE_INPUTS, TOKEN_TYPES, Parts, UnknownParts, image_inputs_of, parts_by_tokens
+from vgr_trl.batch import IMAGE_INPUTS, TOKEN_TYPES, UnknownParts, image_inputs_of, parts_by_tokens
 from vgr_trl.sharing.model_support import (
     attention_wrapped,
     check_model,
@@ -28,6 +26,7 @@ from vgr_trl.sharing.model_support import (
     shards_layers,
 )
 from vgr_trl.sharing.prefix_cache import (
+    PackedKeys,
     Prefix,
     PromptsStored,
     SharingReport,
@@ -35,7 +34,6 @@ from vgr_trl.sharing.prefix_cache import (
     check_read,
     check_written,
     ends_with_keys,
-    packed_prefix,
     prefix_to_read,
     prefix_to_write,
     require,
@@ -174,35 +172,6 @@ def without_empty_images(inputs: Mapping[str, Any], agree: Callable[[bool], bool
     return {name: value for name, value in inputs.items() if not (empty and name in IMAGE_INPUTS)}
 
 
-def images_as_tensors(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs, with sizes and positions of images as tensors where they are lists or arrays of numbers."""
-    pixels = inputs.get("pixel_values")
-    lists = {name: inputs[name] for name in IMAGE_INPUTS[1:] if isinstance(inputs.get(name), list | tuple | np.ndarray)}
-    if not isinstance(pixels, torch.Tensor):
-        return dict(inputs)
-    with suppress(TypeError, ValueError):  # uneven, or of tensors on a GPU
-        return {**inputs} | {name: torch.tensor(np.array(sizes), device=pixels.device) for name, sizes in lists.items()}
-    return dict(inputs)
-
-
-def rows_of_images(inputs: Mapping[str, Any], is_image: torch.Tensor) -> Parts:
-    """Per pixel input, the slice of its first dimension that belongs to each row.
-
-    Raises:
-        UnsupportedModel: the pixel inputs cannot be assigned to rows with certainty.
-    """
-    given = image_inputs_of(inputs)
-    try:
-        return parts_by_tokens(given, is_image) if given else {}
-    except UnknownParts as error:
-        raise UnsupportedModel(error.reason) from error
-
-
-def pixels_by_row(inputs: Mapping[str, Any], parts: Parts, count: int) -> list[list[torch.Tensor]] | None:
-    """The pixel inputs of each of `count` rows, whose `parts` are those of `rows_of_images`; None without any."""
-    return [[inputs[name][slices[row]] for name, slices in parts.items()] for row in range(count)] if parts else None
-
-
 PER_TOKEN = ("input_ids", "attention_mask", *TOKEN_TYPES)
 _KNOWN = {*PER_TOKEN, *IMAGE_INPUTS, "position_ids"}
 _EXTRA_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -243,48 +212,53 @@ class PrefixSplit:
 
 
 def find_split(
-    inputs: Mapping[str, Any], config: Any, completion_length: int | None, alone: bool = False
+    inputs: Mapping[str, Any], config: Any, columns: tuple[int, int] | None = None, *, alone: bool = False
 ) -> PrefixSplit:
-    """How a batch is split; its last column is left out if the completion length is given.
+    """Return how a batch is split.
 
     Args:
-        completion_length: T, or None to find the split that saves most.
-        alone: whether a batch in which no prompt occurs twice is split as well, if T is given.
+        inputs: tokens (N, S), and what else a pass gets for each token and image.
+        columns: (start, stop) of a `PrefixSplit`; None: the split that saves most, up to the last column.
+        alone: whether a batch in which no prompt occurs twice is split as well, at given columns.
 
     Raises:
         UnsupportedModel: the batch has no equal prompts, or computing them once would not be exact.
     """
-    _check_inputs(inputs, config)
-    ids = inputs["input_ids"]  # (N, S)
+    ids, types = inputs["input_ids"], inputs.get("mm_token_type_ids")  # (N, S)
     mask = torch.ones_like(ids) if inputs.get("attention_mask") is None else inputs["attention_mask"]  # (N, S)
     is_image = is_image_token(ids, config)
-    parts = rows_of_images(inputs, is_image)
-    pixels = pixels_by_row(inputs, parts, len(ids))
-    stop = ids.size(1)
-    start: int | None
-    if completion_length is None:
-        columns = torch.arange(stop, device=ids.device)
-        earliest = int(torch.where(is_image | (mask == 0).cumprod(1).bool(), columns, -1).max()) + 2
-        require(earliest <= stop, "a row without a token behind its padding and images")
-        seen = mask.bool().all(0).long()  # (S,): columns that are padding in no row
-        start = best_split(ids, mask, pixels, earliest, earliest - 2 + int(seen[earliest - 1 :].cumprod(0).sum()))
-        if start is None:
-            raise UnsupportedModel("no prompt occurs twice")
-    else:
-        stop -= 1
-        start = stop - completion_length
-    require(start >= 1 and completion_length != 0, "no prompt before the completions")
+    given = image_inputs_of(inputs)
+    try:
+        parts = parts_by_tokens(given, is_image) if given else {}
+    except UnknownParts as error:
+        raise UnsupportedModel(error.reason) from error
+    rows = range(len(ids))
+    pixels = [[given[name][slices[row]] for name, slices in parts.items()] for row in rows] if parts else None
+    start, stop = columns or (_best_start(ids, mask, is_image, pixels), ids.size(1))
+    require(1 <= start < stop, "no prompt before the completions")
     groups = find_groups(ids[:, :start], mask[:, :start], pixels)
     require(alone or max(groups) + 1 < len(groups), "no prompt occurs twice")
     check_equal_prompts(inputs, groups, start)
-    types = inputs.get("mm_token_type_ids")
     require(not (is_image[:, start:].any() or (types is not None and types[:, start:].any())), "images in completions")
     require(mask[:, start - 1 : start + 1].all(), "prompts that are not padded on the left")
     require(not (mask[:, start:].bool().long().diff() > 0).any(), "holes in the mask of a completion")
     return PrefixSplit(start, stop, groups, parts)
 
 
-def _check_inputs(inputs: Mapping[str, Any], config: Any) -> None:
+def _best_start(
+    ids: torch.Tensor, mask: torch.Tensor, is_image: torch.Tensor, pixels: Sequence[Sequence[torch.Tensor]] | None
+) -> int:
+    columns = torch.arange(ids.size(1), device=ids.device)
+    earliest = int(torch.where(is_image | (mask == 0).cumprod(1).bool(), columns, -1).max()) + 2
+    require(earliest <= ids.size(1), "a row without a token behind its padding and images")
+    seen = mask.bool().all(0).long()  # (S,): columns that are padding in no row
+    start = best_split(ids, mask, pixels, earliest, earliest - 2 + int(seen[earliest - 1 :].cumprod(0).sum()))
+    if start is None:
+        raise UnsupportedModel("no prompt occurs twice")
+    return start
+
+
+def check_inputs(inputs: Mapping[str, Any], config: Any) -> None:
     """Raise `UnsupportedModel` for inputs that a split would compute otherwise, and for outputs that it lacks."""
     ids, mask, positions = (inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
@@ -292,7 +266,7 @@ def _check_inputs(inputs: Mapping[str, Any], config: Any) -> None:
     one_per_token = mask is None or (isinstance(mask, torch.Tensor) and mask.shape == ids.shape)
     require(one_per_token, "an attention mask that is not one number per token")
     restarts = mask is None and positions is not None and (positions.diff() != 1).any()
-    require(not restarts, "position_ids that start anew, without an attention mask")
+    require(not restarts, "position_ids that restart, without an attention mask")
     for name in _EXTRA_OUTPUTS:
         asked = inputs.get(name)
         by_default = any(getattr(part, name, False) for part in (config, config.get_text_config()))
@@ -321,22 +295,6 @@ def _is_constant(value: object) -> bool:
     return isinstance(value, bool | int | float | str) or (isinstance(value, torch.Tensor) and value.ndim == 0)
 
 
-@dataclass(frozen=True)
-class Packing:
-    """Where the tokens of packed completions, and the keys that they see, come from.
-
-    Attributes:
-        tokens: (Q,) place of each token among the N rows of the columns behind the prompts, flattened.
-        keys: (K,) place of each key among the U prompts, flattened, and the Q tokens behind these; a row's prompt,
-            without its padding, is followed by the row's own tokens.
-        bounds: arguments of flash attention: where tokens and keys of each row begin, and the longest.
-    """
-
-    tokens: torch.Tensor
-    keys: torch.Tensor
-    bounds: dict[str, Any]
-
-
 def why_not_pack(base: Any) -> str | None:
     """Why completions of a base model cannot be packed; None if they can. Positions have to be relative."""
     attention = str(base.config.get_text_config(decoder=True)._attn_implementation)
@@ -353,15 +311,23 @@ def why_not_pack(base: Any) -> str | None:
     return f"layers of type {min(unknown)}" if unknown else None
 
 
+Packing = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
+
+
 def find_packing(
     split: PrefixSplit, lengths: Sequence[int], mask: torch.Tensor | None, device: torch.device
 ) -> Packing:
-    """Return how the completions of a batch are packed.
+    """Return where the tokens of packed completions, and the keys that they see, come from.
 
     Args:
         lengths: (N,) tokens of each row behind its prompt.
         mask: attention mask of the batch, (N, S); prompts are padded on the left. None: there is no padding.
         device: of the batch.
+
+    Returns:
+        (Q,) index of each token among the N rows of the columns behind the prompts, flattened; (K,) index of each key
+        among the U prompts, flattened, and the Q tokens behind these: a row's prompt, without its padding, is followed
+        by the row's own tokens; arguments of flash attention: where tokens and keys of each row begin, and the longest.
     """
     columns, width = split.stop - split.start, split.start
     firsts = first_rows(split.groups)
@@ -376,7 +342,7 @@ def find_packing(
     bounds: dict[str, Any] = {"max_length_q": max(lengths), "max_length_k": max(seen)}
     for name, counts in (("cu_seq_lens_q", lengths), ("cu_seq_lens_k", seen)):
         bounds[name] = torch.tensor([0, *counts], device=device).cumsum(0).int()
-    return Packing(torch.cat(tokens).to(device), torch.cat(keys).to(device), bounds)
+    return torch.cat(tokens).to(device), torch.cat(keys).to(device), bounds
 
 
 def packed_pass(
@@ -399,7 +365,8 @@ def packed_pass(
     if positions is None:
         positions = torch.arange(split.start, split.stop, device=ids.device).unsqueeze(0)
     positions = positions.expand(*positions.shape[:-2], *ids.shape).flatten(-2)  # (..., N * columns)
-    cache = packed_prefix(written, packing.keys)
+    tokens, keys, bounds = packing
+    cache = Prefix(layers=[PackedKeys(layer, keys) for layer in written.layers])
     reason = "a model that does not tell its attention where packed completions begin"
     attended = 0
 
@@ -407,22 +374,22 @@ def packed_pass(
         def with_bounds(*args: Any, **kwargs: Any) -> Any:
             nonlocal attended
             attended += 1
-            require(kwargs.get("cu_seq_lens_k") is packing.bounds["cu_seq_lens_k"], reason)
+            require(kwargs.get("cu_seq_lens_k") is bounds["cu_seq_lens_k"], reason)
             return attend(*args, **kwargs)
 
         return with_bounds
 
     with attention_wrapped(wrap):
         outputs = plain(
-            input_ids=ids.flatten()[packing.tokens].unsqueeze(0),
-            position_ids=positions[..., packing.tokens].unsqueeze(-2),
+            input_ids=ids.flatten()[tokens].unsqueeze(0),
+            position_ids=positions[..., tokens].unsqueeze(-2),
             past_key_values=cache,
-            **packing.bounds,
+            **bounds,
             **options,
         )
     require(attended == len(cache.layers), reason)
     hidden = outputs.last_hidden_state[0]  # (Q, D)
-    every = hidden.new_zeros(ids.numel(), hidden.size(-1)).index_copy(0, packing.tokens, hidden)
+    every = hidden.new_zeros(ids.numel(), hidden.size(-1)).index_copy(0, tokens, hidden)
     outputs.last_hidden_state = every.unflatten(0, ids.shape)
     return outputs
 
@@ -629,19 +596,12 @@ class SharedForward:
         self.alike = sharded and agree is not None
         self.names = list(signature(plain).parameters)
         self.agree_on_images = agree if sharded and "pixel_values" in self.names else None
-        self.calls = 0
         self.paused = False  # `generate` makes its own arrangements
-        self.lock = RLock()  # the model keeps the offsets of one batch at a time
         self.refused: dict[bool, str] = {}  # with gradients -> why the model turned out to be unsupported
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_tracing():
+        if is_tracing() or self.paused:
             return self.plain(*args, **kwargs)
-        self.calls += 1
-        with self.lock:
-            return self.plain(*args, **kwargs) if self.paused else self._call(*args, **kwargs)
-
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
         inputs = without_empty_images(dict(zip(self.names, args, strict=False)) | kwargs, self.agree_on_images)
         if inputs.get("use_cache") or inputs.get("past_key_values") is not None:
             return self.plain(**inputs)
@@ -650,8 +610,10 @@ class SharedForward:
         if not reason:
             try:
                 self.check_model(gradients)
-                tensors = images_as_tensors(inputs)
-                split = find_split(tensors, self.base.config, self.completion_length, alone=self.agree is not None)
+                check_inputs(inputs, self.base.config)
+                stop, width = inputs["input_ids"].size(1) - 1, self.completion_length
+                columns = None if width is None else (stop - width, stop)  # the last column emits nothing
+                split = find_split(inputs, self.base.config, columns, alone=self.agree is not None)
             except UnsupportedModel as error:
                 reason = str(error)
         if not self.all_agree(split is not None) and split is not None:
@@ -663,7 +625,7 @@ class SharedForward:
             whole = self.completion_length is None or (gradients and shards_layers(self.base))
             modes = {"whole": whole, "alike": self.alike, "packs": self.packs}
             try:
-                outputs = prefix_forward(self.base, self.plain, tensors, split, **modes)
+                outputs = prefix_forward(self.base, self.plain, inputs, split, **modes)
             except UnsupportedModel as error:
                 self.refused[gradients] = reason = str(error)
             else:

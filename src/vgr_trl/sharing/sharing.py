@@ -1,7 +1,7 @@
 """`share_prompts`: equal prompts computed once in forward, backward and `generate`, and where a run does so."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from inspect import signature
 from typing import Any
@@ -43,7 +43,6 @@ def share_prompts(
     Log-probabilities, gradients and tokens are those of the plain passes, up to the order of additions. A call for
     which that cannot be had runs plainly, and the report says why. Dropout at work, or noise in routers, is the
     exception: the completions of a prompt then share what is drawn over their prompt, where plain passes draw for each.
-    Calls from several threads take turns.
 
     Args:
         model: transformers model, also wrapped by DDP, DeepSpeed or PEFT, or patched by TRL.
@@ -79,13 +78,12 @@ def share_prompts(
     with ExitStack() as stack:
         stack.enter_context(patched_method(base, "forward", forward))
         if base is not causal:
-            head = with_unseen_counted(causal.forward, forward)
             if completion_length is not None:
-                head = with_scored_columns(head, base, completion_length, forward.lock)
-            stack.enter_context(patched_method(causal, "forward", head))
-        if base is not causal and hasattr(causal, "generate"):
-            generate = SharedGeneration(causal, causal.generate, forward, report)
-            stack.enter_context(patched_method(causal, "generate", generate))
+                head = with_scored_columns(causal.forward, base, completion_length)
+                stack.enter_context(patched_method(causal, "forward", head))
+            if hasattr(causal, "generate"):
+                generate = SharedGeneration(causal, causal.generate, forward, report)
+                stack.enter_context(patched_method(causal, "generate", generate))
         yield report
 
 
@@ -161,42 +159,6 @@ class SharedPasses:
         return {"sharing/prompts_per_row": report.prompts_per_row} if report.rows else {}
 
 
-# Losses that divide by something that does not depend on which rows share a micro-batch (read in TRL 1.16, and tested).
-REGROUPABLE_LOSSES = frozenset({"dapo", "cispo", "vespo", "grpo", "sapo", "dr_grpo", "luspo"})
-
-
-def why_not_regroup(
-    *,
-    loss_type: str,
-    entropy_bonus: bool = False,
-    top_entropy_quantile: float = 1.0,
-    router_loss: bool = False,
-    steps_per_generation: int = 1,
-    gradient_accumulation_steps: int = 1,
-) -> str | None:
-    """Why bringing completions of a prompt into one micro-batch would change the optimizer step; None if it does not.
-
-    Args:
-        loss_type: TRL's.
-        entropy_bonus: whether an entropy term is part of the loss, of TRL or of this library.
-        top_entropy_quantile: TRL's, in (0, 1].
-        router_loss: whether the load-balancing loss of a mixture of experts is part of the loss.
-        steps_per_generation: micro-batches per rollout.
-        gradient_accumulation_steps: micro-batches per optimizer step.
-    """
-    if loss_type not in REGROUPABLE_LOSSES:
-        return f"the loss {loss_type} divides by the tokens of a micro-batch"
-    if entropy_bonus:
-        return "the entropy term is a mean over the tokens of a micro-batch"
-    if top_entropy_quantile < 1.0:
-        return "top_entropy_quantile is taken over the tokens of a micro-batch"
-    if router_loss:
-        return "the load-balancing loss is taken over the tokens of a micro-batch"
-    if gradient_accumulation_steps % steps_per_generation:
-        return "a rollout is spread over several optimizer steps"
-    return None
-
-
 def whole_groups(batch_size: int, num_generations: int) -> int:
     """The smallest multiple of `num_generations` that is at least `batch_size`: rows of a pass without gradients."""
     return -(-batch_size // num_generations) * num_generations
@@ -243,42 +205,13 @@ def _one_per_group(values: Sequence[torch.Tensor], groups: Sequence[int]) -> lis
     return [kept[group] for group in groups]
 
 
-def with_unseen_counted(forward: Callable[..., Any], shared: SharedForward) -> Callable[..., Any]:
-    """Return the forward pass of a causal model that reports calls which do not come to its base model.
-
-    OPT, Bart and Whisper call the decoder inside of it.
-
-    Args:
-        shared: what its base model's forward pass has been replaced by.
-    """
-
-    @wraps(forward)
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        # Whoever has replaced the base model's forward once more, as for a head alone, wants no pass through it.
-        replaced_again = getattr(shared.base.forward, "function", None) is not shared
-        if is_tracing() or shared.paused or replaced_again:
-            return forward(*args, **kwargs)
-        before = shared.calls
-        outputs = forward(*args, **kwargs)
-        if shared.calls == before:
-            ids = kwargs.get("input_ids", args[0] if args else None)
-            rows = len(ids) if isinstance(ids, torch.Tensor) else 0
-            shared.report.add_plain(rows, "a head that does not call its base model")
-        return outputs
-
-    return counted
-
-
-def with_scored_columns(
-    forward: Callable[..., Any], base: Any, completion_length: int, lock: AbstractContextManager[Any]
-) -> Callable[..., Any]:
+def with_scored_columns(forward: Callable[..., Any], base: Any, completion_length: int) -> Callable[..., Any]:
     """Return the forward pass of a causal model whose fused head scores the last T columns only.
 
     What the head returns has T columns instead of P + T - 1; other calls are passed on, as are compiled ones.
 
     Args:
         forward: of a model, patched by TRL's `add_fused_lm_head` or not.
-        lock: held while the base model is made to return fewer columns.
     """
 
     @wraps(forward)
@@ -286,7 +219,7 @@ def with_scored_columns(
         if is_tracing() or not fused_lm_head or labels is None or labels.size(1) <= completion_length:
             given = {"fused_lm_head": fused_lm_head or None, "labels": labels}
             return forward(*args, **{name: value for name, value in given.items() if value is not None}, **kwargs)
-        with lock, changed_hidden_states(base, lambda hidden: hidden[:, -completion_length - 1 : -1]):  # (N, T, D)
+        with changed_hidden_states(base, lambda hidden: hidden[:, -completion_length - 1 : -1]):  # (N, T, D)
             return forward(*args, fused_lm_head=True, shift_labels=labels[:, -completion_length:], **kwargs)
 
     return narrow
