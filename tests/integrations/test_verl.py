@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from vgr_trl import registries
-from vgr_trl.integrations.verl.credit import SignalContext, estimate
+from vgr_trl.integrations.verl.credit import SignalContext, SignalOptions, estimate, options_of
 from vgr_trl.integrations.verl.inside_easyr1 import rewards as easyr1_rewards
 from vgr_trl.integrations.verl.inside_easyr1.main import split_arguments
-from vgr_trl.integrations.verl.options import SignalOptions, options_of
-from vgr_trl.integrations.verl.rewards import SCORES, compute_score
+from vgr_trl.integrations.verl.rewards import compute_score
 from vgr_trl.utils import ConfigError, RewardError
 
 
@@ -18,10 +17,10 @@ def test_names_of_the_notes():
         "token_weight_last_k_layers": 4, "token_weight_topk_ratio": 0.3, "positive_only": True,
     }  # fmt: skip
     options = SignalOptions.read(given)
-    assert options.token_weights
-    assert options.token_weights_clip == [0.5, 2.0]
-    assert (options.token_weights_smooth_sigma, options.token_weights_last_k_layers) == (1.5, 4)
-    assert (options.token_weights_topk_ratio, options.token_weights_positive_only) == (0.3, True)
+    assert options.to_dict() == {
+        "token_weights": True, "token_weights_clip": [0.5, 2.0], "token_weights_smooth_sigma": 1.5,
+        "token_weights_last_k_layers": 4, "token_weights_topk_ratio": 0.3, "token_weights_positive_only": True,
+    }  # fmt: skip
     assert options.measures_attention
     assert SignalOptions.read(options.to_dict()) == options
     assert not SignalOptions.read(given | {"collect_attentions": True}).measures_attention
@@ -33,26 +32,20 @@ def test_names_of_the_notes():
         ({"blur_radius": 3}, "blur_radius is not known here"),
         ({"token_weights": True, "enable_token_weights": True}, "token_weights is given twice"),
         ({"token_weight_topk_ratio": 2.0}, "topk_ratio is 2.0"),
-        ({"collect_attentions": True}, "collect_attentions is given, but enable_token_weights is off"),
-        ({"apply_to": "mask"}, "apply_to is given, but enable_token_weights is off"),
-        ({"token_weight_last_k_layers": 2}, "token_weights_last_k_layers is given, but token_weights is False"),
-        ({"top_p_perception_tokens": 0.4}, "but enable_perception_filtering is False"),
+        ({"apply_to": "mask"}, "apply_to is given, but token_weights is False"),
         ({"black_prob": 0.3}, "but nothing is measured on perturbed images"),
         ({"seed": 1}, "but nothing is measured on perturbed images"),
         ({"right_from": 0.1, "vgr_reward_weight": 1.0}, "right_from is given, but hard_negative_reward_weight is 0"),
-        ({"mdi_balance_ratio": 3.0, "vgr_reward_weight": 1.0}, "but mdi_reward_weight is 0"),
         ({"share_prompts": "off"}, "share_prompts is given, but the actor measures no attention"),
-        ({"hidden_similarity_layer": 2}, "hidden_similarity_layer is not known here"),
         ({"credit_rules": ["vgpo"]}, "the credit rule vgpo reads similarity, which is not measured here"),
-        ({"apply_to": "loss", "token_weights": True}, "apply_to is 'loss'"),
     ],
 )
-def test_what_is_refused(given, sentence):
+def test_options_that_are_refused(given, sentence):
     with pytest.raises(ConfigError, match=sentence):
         SignalOptions.read(given)
 
 
-def test_options_without_effect_are_refused():
+def test_names_of_estimators_and_losses_switch_options_on():
     assert options_of("vgr_vppo", {}).enable_trajectory_reweighting
     assert not options_of("vgr_vppo", {"enable_trajectory_reweighting": False}).enable_trajectory_reweighting
     assert options_of("grpo", {"use_entropy_penalty": True}, "vgr_vppo").use_entropy_penalty
@@ -73,14 +66,10 @@ def test_score_of_verl():
     limits = {"max_completion_len": 20, "soft_punish_cache": 10}
     score = compute_score("set", RIGHT, "blue", info, format_weight=0.5, length_weight=0.2, **limits)
     assert score == {"accuracy": 1, "format": 1, "length": -0.5, "score": pytest.approx(1 + 0.5 - 0.1)}
-    assert compute_score("set", "<answer>A</answer>", "B") == {"score": 0, "accuracy": 0, "format": 0}
-
-
-def test_a_weight_that_is_misspelt():
-    with pytest.raises(TypeError, match="formt_weight"):
-        compute_score("set", RIGHT, "B", formt_weight=0.5)
-    managed = compute_score("set", RIGHT, "B", reward_router_address="10.0.0.1", reward_model_tokenizer=None)
-    assert managed["score"] == 1
+    managed = compute_score("set", "<answer>A</answer>", "B", reward_router_address="10.0.0.1")
+    assert managed == {"score": 0, "accuracy": 0, "format": 0}
+    with pytest.raises(RewardError, match="response_length in extra_info"):
+        compute_score("set", RIGHT, "B", {}, length_weight=1.0, **limits)
 
 
 def test_scores_of_easyr1():
@@ -92,30 +81,9 @@ def test_scores_of_easyr1():
     assert easyr1_rewards.REWARD_TYPE == "batch"
 
 
-def test_rewards_made_of_attention_read_what_was_measured():
-    """VGR 1, 2, 3, 4: rewards 1, 0.8333, 0.1667, 0; among the right ones 1, 2, 4: 0.5, 0.1667, 0, -0.5."""
-    info = {"group_vgr": [1.0, 2.0, 3.0, 4.0], "group_accuracy": [1.0, 1.0, 0.0, 1.0], "vgr": 2.0**0.5}
-    found = [[SCORES[name]("set", "", "", info | {"group_index": row}) for row in range(4)] for name in
-             ("vgr", "vgr_hard_negative")]  # fmt: skip
-    assert found[0] == pytest.approx([1, 5 / 6, 1 / 6, 0])
-    assert found[1] == pytest.approx([0.5, 1 / 6, 0, -0.5])
-    assert SCORES["mdi"]("set", "", "", info) == pytest.approx(0)
-
-
-@pytest.mark.parametrize(("name", "key"), [("vgr", "group_vgr"), ("mdi", "vgr"), ("length", "response_length")])
-def test_what_is_missing_is_named(name, key):
-    with pytest.raises(RewardError, match=f"needs '{key}' in extra_info, which has"):
-        SCORES[name]("set", "text", "B", {"index": 3})
-
-
 def centred(token_level_rewards, response_mask, index, **_):
     each = (token_level_rewards.sum(1, keepdim=True) - 0.5) * response_mask
     return each, each
-
-
-def estimated(mask, index, found, rewards=None):
-    rewards = torch.zeros(mask.shape) if rewards is None else rewards
-    return estimate(centred, found, token_level_rewards=rewards, response_mask=mask, index=index)[0]
 
 
 def test_a_rule_that_compares_completions_knows_their_prompts(monkeypatch):
@@ -126,26 +94,51 @@ def test_a_rule_that_compares_completions_knows_their_prompts(monkeypatch):
         return torch.full(mask.shape, 2.0), {}
 
     monkeypatch.setitem(registries.credit_rules._own, "comparing", rule)
-    found = SignalContext(SignalOptions.read({"credit_rules": ["comparing"]}))
-    assert (estimated(torch.ones(4, 2), ["b", "a", "b", "c"], found) == -1).all()
+    context, mask = SignalContext(SignalOptions.read({"credit_rules": ["comparing"]})), torch.ones(4, 2)
+    index = ["b", "a", "b", "c"]
+    advantages, _ = estimate(centred, context, token_level_rewards=0 * mask, response_mask=mask, index=index)
+    assert (advantages == -1).all()
     assert seen["groups"] == [0, 1, 0, 2]
 
 
-def test_rows_that_fill_a_batch_take_no_part():
-    """verl appends rows without tokens; those of VGR 1 and 2 are compared with each other alone: 1 and 0."""
-    mask = torch.tensor([[1, 1], [1, 0], [0, 0], [0, 0]])
-    vgr = torch.tensor([[1.0, 1.0], [2.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
-    options = SignalOptions.read({"vgr_reward_weight": 1.0, "mdi_reward_weight": 1.0})
-    found = SignalContext(options, {"vgr_vision": torch.ones(4, 2), "vgr_instruction": vgr})
-    advantages = estimated(mask, ["x", "x", "fill", "fill"], found)
-    balance = {1.0: 1.0, 2.0: -1.0}  # of VGR 1, and of 2 with a ratio of 2
-    expected = [[1 + balance[1.0] - 0.5] * 2, [0 + balance[2.0] - 0.5, 0], [0, 0], [0, 0]]
-    assert advantages.tolist() == [pytest.approx(row) for row in expected]
-    assert found.metrics["rewards/vgr/mean"] == pytest.approx(0.5)
-    assert found.metrics["rewards/vgr/not_applicable"] == 0
+def test_rewards_made_of_attention():
+    """VGR 1, 2, 3, 4 of one prompt, in any order: 1, 5/6, 1/6, 0; the right ones, 1, 2, 4: 0.5, 1/6, -0.5, wrong: 0.
+
+    Their balance with a ratio of 2 is 1, 0, 0, 0: rewards 1, -1, -1, -1. Rows without tokens fill the batch of verl.
+    """
+    vgr, mask = torch.tensor([2.0, 1.0, 4.0, 3.0, 0.0]), torch.tensor([[1, 1], [1, 0], [1, 1], [1, 1], [0, 0]])
+    weights = {"vgr_reward_weight": 1.0, "hard_negative_reward_weight": 10.0, "mdi_reward_weight": 100.0}
+    columns = {"vgr_vision": torch.ones(5, 2), "vgr_instruction": vgr.unsqueeze(1).expand(5, 2) * mask}
+    context, rewards = SignalContext(SignalOptions.read(weights), columns), torch.zeros(5, 2)
+    rewards[[0, 1, 2], [1, 0, 1]] = 1.0
+    index = ["x", "x", "x", "x", "fill"]
+    advantages, _ = estimate(centred, context, token_level_rewards=rewards, response_mask=mask, index=index)
+    expected = [1 + 5 / 6 + 10 / 6 - 100, 1 + 1 + 5 + 100, 1 + 0 - 5 - 100, 1 / 6 - 100]
+    assert advantages[:4, 0].tolist() == pytest.approx([value - 0.5 for value in expected])
+    assert advantages[1].tolist() == [pytest.approx(106.5), 0]
+    assert advantages[4].tolist() == [0, 0]
+    assert context.metrics["rewards/vgr/mean"] == pytest.approx(0.5)
+    assert context.metrics["rewards/mdi/not_applicable"] == 0
 
 
-def test_options_are_taken_out():
+@pytest.mark.parametrize("where", ["rollout", "actor"])
+def test_weights_and_another_rule_multiply(where):
+    """VGR 1, 2, 4: weights 12/7, 6/7, 3/7 (definitions); the filter keeps the two tokens of largest dependency."""
+    options = options_of("vgr", {"credit_rules": ["token_weights", "perception_filter"], "top_p_perception_tokens": 0.6,
+                                 "positive_only": True})  # fmt: skip
+    columns = {"vgr_dependency": torch.tensor([[3.0, 1.0, 2.0]]).repeat(2, 1)}
+    weights = torch.tensor([[4.0, 2.0, 1.0]]).repeat(2, 1)
+    if where == "actor":
+        columns |= {"vgr_vision": torch.ones(2, 3), "vgr_instruction": torch.tensor([[1.0, 2.0, 4.0]]).repeat(2, 1)}
+    context = SignalContext(options, columns, weights if where == "rollout" else None)
+    mask, rewards = torch.ones(2, 3), torch.tensor([[0.0, 0.0, 1.5], [0.0, 0.0, -0.5]])
+    advantages, _ = estimate(centred, context, token_level_rewards=rewards, response_mask=mask, index=["a", "a"])
+    expected = [[12 / 7, 0, 3 / 7], [-1, 0, -1]]
+    assert advantages.tolist() == [pytest.approx(row, abs=1e-5) for row in expected]
+    assert context.metrics["vgr/token_weight_mean"] == pytest.approx(1)
+
+
+def test_the_command_line_of_easyr1_is_split():
     theirs, own = split_arguments(
         ["config=examples/config.yaml", "vgr.preset=vgr_vppo", "vgr.token_weight_clip=[0.5, 2.0]", "trainer.nnodes=2"]
     )

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from vgr_trl.integrations.verl import token_vgr_weights
-from vgr_trl.integrations.verl.credit import SignalContext, shape
-from vgr_trl.integrations.verl.options import options_of
+from vgr_trl.integrations.verl.credit import SignalContext, options_of, shape
 from vgr_trl.signals.ratios import AttentionMass
 
 

@@ -15,9 +15,8 @@ from tiny_rollout import GROUP, rollout, tiny_model
 from verl.trainer import core_algos
 from verl.workers.actor import dp_actor
 
-from vgr_trl.integrations.verl.credit import LossContext, SignalContext, set_signal_context, token_terms
+from vgr_trl.integrations.verl.credit import SignalContext, SignalOptions, options_of, set_signal_context, token_terms
 from vgr_trl.integrations.verl.inside_easyr1.actor import register
-from vgr_trl.integrations.verl.options import SignalOptions, options_of
 from vgr_trl.integrations.verl.signals import black_of, perturb_row
 from vgr_trl.loss import entropy_penalty, perception_loss
 from vgr_trl.signals import RolloutScorer, visual_dependency
@@ -158,7 +157,7 @@ def test_gradients_of_the_published_code(index):
         clip_ratio_high=0.3, clip_ratio_dual=3.0, tau_positive=1.0, tau_negative=1.0, loss_type="default",
         loss_avg_mode="token",
     )  # fmt: skip
-    for term in token_terms(LossContext(options), logps, mask).values():
+    for term in token_terms(SignalContext(options), logps, mask).values():
         loss = loss + core_algos.average_loss(term, mask, mode="token")
     loss.backward()
     assert (logps.grad - torch.tensor(case["grad"])).abs().max() <= 1e-6

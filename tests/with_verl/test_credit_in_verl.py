@@ -12,13 +12,11 @@ from verl.trainer.ppo import core_algos
 from vgr_trl.advantages import estimate_advantages
 from vgr_trl.credit import CreditOptions, shape_advantages
 from vgr_trl.integrations.verl.credit import (
-    LossContext,
     SignalContext,
-    set_loss_context,
+    options_of,
     set_signal_context,
 )
-from vgr_trl.integrations.verl.inside_verl.engine import register
-from vgr_trl.integrations.verl.options import options_of
+from vgr_trl.integrations.verl.inside_verl.plugin import register
 from vgr_trl.loss import perception_loss
 from vgr_trl.signals import visual_dependency
 from vgr_trl.signals.named import RolloutSignals
@@ -42,7 +40,7 @@ def actor_config():
 
 
 def policy_loss(name, options, logps, old, advantages, mask, perturbed=None):
-    with set_loss_context(LossContext(options, perturbed)):
+    with set_signal_context(SignalContext(options, perturbed_logps=perturbed)):
         return core_algos.get_policy_loss_fn(name)(
             old_log_prob=old,
             log_prob=logps,
@@ -187,7 +185,7 @@ def test_weights_of_a_reward():
 
 def test_names_that_get_no_signals():
     mask, rewards, index, _ = rollout()
-    with pytest.raises(ConfigError, match=r"set trainer.v1.trainer_mode=vgr_sync"):
+    with pytest.raises(ConfigError, match="The advantage estimator vgr got no signals"):
         core_algos.get_adv_estimator_fn("vgr")(token_level_rewards=rewards, response_mask=mask, index=index)
     with pytest.raises(ConfigError, match="VERL_ENGINE_VENDOR=vgr"):
         core_algos.get_policy_loss_fn("vgr")(rewards, rewards, rewards, mask, config=actor_config())

@@ -8,7 +8,7 @@ import torch
 from support.launching import launch
 from tiny_rollout import GROUP, rollout, tiny_model
 
-from vgr_trl.integrations.verl.options import SignalOptions
+from vgr_trl.integrations.verl.credit import SignalOptions
 from vgr_trl.integrations.verl.signals import black_of, perturb_row
 from vgr_trl.loss import entropy_penalty, perception_loss
 from vgr_trl.signals import RolloutScorer, visual_dependency

@@ -10,8 +10,7 @@ from example_scripts import EXAMPLES, check_marks, overrides, said
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 
-from vgr_trl.integrations.verl.inside_verl.engine import read_options
-from vgr_trl.integrations.verl.inside_verl.plugin import MODE, VENDOR
+from vgr_trl.integrations.verl.inside_verl.plugin import MODE, VENDOR, read_options
 from vgr_trl.integrations.verl.rewards import compute_score
 from vgr_trl.utils import ConfigError
 

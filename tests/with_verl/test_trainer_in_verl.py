@@ -11,8 +11,7 @@ from memory_store import Store, configuration, nested, trainer
 from tensordict import NonTensorStack
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
-from vgr_trl.integrations.verl.inside_verl import engine as ours
-from vgr_trl.integrations.verl.inside_verl import plugin
+from vgr_trl.integrations.verl.inside_verl import plugin as ours
 from vgr_trl.utils import ConfigError
 
 LENGTHS, PROMPT = (3, 2, 4, 1), 2
@@ -116,7 +115,7 @@ def test_verl_hangs_it_in_by_its_own_environment():
     )
     environment = {
         **os.environ,
-        "VERL_USE_EXTERNAL_MODULES": plugin.__name__,
+        "VERL_USE_EXTERNAL_MODULES": ours.__name__,
         "VERL_ENGINE_VENDOR": "vgr",
         "VERL_ENGINE_DEVICE": "cuda",
     }

@@ -14,9 +14,9 @@ from verl.protocol import DataProto
 from verl.workers.actor import dp_actor
 from verl.workers.actor.config import ActorConfig
 
+from vgr_trl.integrations.verl.credit import SignalOptions
 from vgr_trl.integrations.verl.inside_easyr1.actor import SignalActor, register
 from vgr_trl.integrations.verl.inside_easyr1.main import put_back_moved_names
-from vgr_trl.integrations.verl.options import SignalOptions
 from vgr_trl.integrations.verl.signals import black_of
 from vgr_trl.signals.ratios import special_token_ids
 

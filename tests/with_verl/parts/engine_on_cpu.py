@@ -22,7 +22,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.utils.padding import left_right_2_no_padding
 
-from vgr_trl.integrations.verl.inside_verl.engine import SignalEngine
+from vgr_trl.integrations.verl.inside_verl.plugin import SignalEngine
 
 
 def packed_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, softmax_scale=None, **kwargs):

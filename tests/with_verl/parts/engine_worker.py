@@ -16,7 +16,7 @@ from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
-from vgr_trl.integrations.verl.inside_verl.engine import hide_newer_trl, register
+from vgr_trl.integrations.verl.inside_verl import plugin  # noqa: F401  registers itself
 from vgr_trl.integrations.verl.signals import black_of
 from vgr_trl.patches import close_group_at_exit
 from vgr_trl.signals.ratios import special_token_ids
@@ -26,8 +26,6 @@ def run(folder: Path, packed: bool, options: dict) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     close_group_at_exit()
-    register()
-    hide_newer_trl()
     rank, world = distributed.get_rank(), distributed.get_world_size()
     model, processor = tiny_model()
     if rank == 0:

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import trainer_base
 
-from vgr_trl.integrations.verl.inside_verl import engine as ours
+from vgr_trl.integrations.verl.inside_verl import plugin as ours
 
 
 class Store(dict):

@@ -1,6 +1,6 @@
-"""Rewards, advantages and loss terms of a batch from its signals, as the estimators and losses of verl and EasyR1.
+"""Options of this library inside verl and EasyR1, and what becomes of signals there: rewards, advantages, loss terms.
 
-verl's registered estimators get rewards and a mask, nothing else of the batch; so the trainer, which has the batch,
+Registered estimators and losses get rewards and a mask, nothing else of the batch; so the trainer, which has the batch,
 sets what was measured as the context of the call.
 """
 
@@ -8,30 +8,171 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 import torch
 
-from vgr_trl.credit import active_rules, shape_advantages
-from vgr_trl.integrations.verl.options import SignalOptions
+from vgr_trl.config import PERTURBATION_CONFLICTS, CreditOptions, MeasureOptions, PerturbationOptions, check_conflicts
+from vgr_trl.credit import active_rules, attention_weights, shape_advantages
 from vgr_trl.loss import entropy_penalty, perception_loss, surprisal
+from vgr_trl.metrics import Totals, add_weights
+from vgr_trl.options import FACTS, changed_options, check_options, option, unused_options
 from vgr_trl.rewards.attention import hard_negative_rewards, mdi_reward, vgr_reward
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass, vision_gain_ratio
 from vgr_trl.utils import ConfigError
+
+NAMES_OF_NOTES = {
+    "enable_token_weights": "token_weights",
+    "token_weight_clip": "token_weights_clip",
+    "token_weight_smooth_sigma": "token_weights_smooth_sigma",
+    "token_weight_last_k_layers": "token_weights_last_k_layers",
+    "token_weight_topk_ratio": "token_weights_topk_ratio",
+    "positive_only": "token_weights_positive_only",
+}
+_MEASURED = ("attention", "dependency", "entropies", "logps")  # what rules of credit may read here
+_WITHOUT_MEANING = {
+    "compute_attention_metrics", "attention_source", "perturbation", "further_perturbations", "dependency_over",
+    "patch_size", "noise_std", "blur_radius", "diffusion_steps", "crop_share", "mask_value", "perturb_per", "signals",
+    "hidden_similarity_layer", "hidden_similarity_over",
+}  # fmt: skip
+
+
+def _unless_perturbed(options: Any) -> str | None:
+    perturbs = options.needs_dependency or options.uses_perception_loss
+    return None if perturbs else "nothing is measured on perturbed images"
+
+
+def _unless_measured(options: Any) -> str | None:
+    return None if options.measures_attention else "the actor measures no attention"
+
+
+@dataclass
+class SignalOptions(MeasureOptions, PerturbationOptions, CreditOptions):
+    """What is measured in the actor, and what becomes of it: options of this library, and of these integrations."""
+
+    # fmt: off
+    estimator: str = option("grpo", "Advantage estimator of verl or EasyR1 whose advantages are shaped.")
+    apply_to: Literal["advantages", "mask"] = option("advantages", "Token weights multiply advantages, or the response "
+        "mask.", needs="token_weights")
+    collect_attentions: bool = option(False, "Token weights come with the rollout; the actor measures no attention for "
+        "them.", needs="token_weights")
+    vgr_reward_weight: float = option(0.0, "Weight of the VGR reward, compared within each prompt.")
+    hard_negative_reward_weight: float = option(0.0, "Weight of the VGR reward among right answers.")
+    mdi_reward_weight: float = option(0.0, "Weight of the MDI reward.")
+    mdi_balance_ratio: float = option(2.0, "VGR (or its inverse) at which the MDI balance is 0; above 1.", gt=1,
+        needs="mdi_reward_weight")
+    right_from: float = option(0.5, "A reward of at least this is a right answer, for the hard negative reward.",
+        needs="hard_negative_reward_weight")
+    share_prompts: Literal["auto", "off"] = option("auto", "auto: each prompt of the measured pass is computed once, "
+        "where it can be; off.", needs=_unless_measured)
+    seed: int = option(42, "Seed of the perturbed images.", ge=0, needs=_unless_perturbed)
+    # fmt: on
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any] | None) -> "SignalOptions":
+        """Return the options of a mapping, named as here or as in the notes.
+
+        Raises:
+            ConfigError: an option is unknown, without meaning here, given twice, out of range, or without effect.
+        """
+        known = {each.name for each in fields(cls)} - _WITHOUT_MEANING
+        values: dict[str, Any] = {}
+        for key, value in dict(given or {}).items():
+            name = NAMES_OF_NOTES.get(key, key)
+            if name not in known:
+                accepted = ", ".join(sorted(known | set(NAMES_OF_NOTES)))
+                raise ConfigError(f"The option {key} is not known here: give some of {accepted}.")
+            if name in values:
+                raise ConfigError(f"The option {name} is given twice, as {key} too: give it once.")
+            values[name] = list(value) if name == "token_weights_clip" else value
+        options = cls(**values)
+        options.check()
+        return options
+
+    def check(self) -> None:
+        """Raise `ConfigError` for values out of range, and for options that would have no effect."""
+        check_options(self)
+        self.check_plugins()
+        check_conflicts(self, PERTURBATION_CONFLICTS)
+        for need, readers in self.readers().items():
+            if need not in _MEASURED:
+                raise ConfigError(
+                    f"{readers[0]} reads {need}, which is not measured here: give one that reads no more than "
+                    f"{', '.join(_MEASURED)}."
+                )
+        absent = FACTS.keys() - ({"attention"} if self.measures_attention else set())
+        for name, why in unused_options(self, absent).items():
+            raise ConfigError(f"{name} is given, but {why}: leave it out, or switch on what it steers.")
+
+    @property
+    def rewards_attention(self) -> bool:
+        """Whether a reward is made of attention."""
+        return any((self.vgr_reward_weight, self.hard_negative_reward_weight, self.mdi_reward_weight))
+
+    @property
+    def measures_attention(self) -> bool:
+        """Whether the pass for old log-probabilities measures attention."""
+        weighs = self.token_weights and not self.collect_attentions
+        return weighs or self.rewards_attention or "attention" in self.readers()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the options that differ from their defaults, as `read` takes them."""
+        return {name: value for name, value in changed_options(self).items() if name not in _WITHOUT_MEANING}
+
+
+ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
+    "vgr": {},
+    "vgr_vppo": {"enable_perception_filtering": True, "enable_trajectory_reweighting": True},
+    "vgr_token_weights": {"token_weights": True},
+}
+LOSSES = ("vgr", "vgr_vppo", "vgr_papo")  # verl's vanilla loss, and the terms that the options switch on
+
+
+def options_of(adv_estimator: str, given: Mapping[str, Any] | None, loss_mode: str | None = None) -> SignalOptions:
+    """Return the options of a run: those given, on top of what the names of estimator and loss switch on.
+
+    Args:
+        adv_estimator: of the configuration.
+        given: options, named as in `SignalOptions` or in the notes.
+        loss_mode: of the configuration; None where the trainer has no registry of losses.
+
+    Raises:
+        ConfigError: an option is unknown, out of range, or would have no effect.
+    """
+    stated = {NAMES_OF_NOTES.get(key, key) for key in given or ()}
+    named = {name: value for name, value in ESTIMATORS.get(adv_estimator, {}).items() if name not in stated}
+    options = SignalOptions.read(named | dict(given or {}))
+    shapes = options.shapes_advantages or options.rewards_attention
+    if shapes and adv_estimator not in ESTIMATORS:
+        raise ConfigError(
+            f"Options of this library shape advantages, but adv_estimator is {adv_estimator!r}, which does not read "
+            f"them: give one of {', '.join(ESTIMATORS)}, and {adv_estimator!r} as the option estimator."
+        )
+    terms = options.use_entropy_penalty or options.uses_perception_loss or options.der_loss_weight1 > 0
+    if loss_mode is not None and terms and loss_mode not in LOSSES:
+        raise ConfigError(
+            f"Options of this library add terms to the loss, but loss_mode is {loss_mode!r}, which does not read them: "
+            f"give one of {', '.join(LOSSES)}."
+        )
+    if loss_mode == "vgr_papo" and not options.uses_perception_loss:
+        raise ConfigError("loss_mode is vgr_papo, but perception_loss_weight is 0: give it a weight, such as 0.01.")
+    return options
+
 
 COLUMNS = ("vgr_vision", "vgr_instruction", "vgr_token", "vgr_dependency")  # in a batch, (N, T) each
 
 
 @dataclass
 class SignalContext:
-    """What an estimator of this library may read beside verl's arguments.
+    """What estimators and losses of this library read beside the arguments of verl and EasyR1.
 
     Attributes:
         options: of the run.
         columns: name -> (N, T) of `COLUMNS`, and `entropies` and `old_log_probs` where they are known.
         token_weights: (N, T), where they came with the rollout.
+        perturbed_logps: (N, T) with gradients, given perturbed images; None: no term of the loss reads it.
         metrics: filled by the estimator; what the trainer logs.
         response_mask: filled by the estimator where token weights are applied to the mask.
     """
@@ -39,150 +180,120 @@ class SignalContext:
     options: SignalOptions
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
     token_weights: torch.Tensor | None = None
+    perturbed_logps: torch.Tensor | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     response_mask: torch.Tensor | None = None
 
-    def attention(self, mask: torch.Tensor, name: str = "vgr_token") -> AttentionMass | None:
-        """Return the attention per token of one kind, as a mass of one layer; None if it was not measured.
+    def attention(self, mask: torch.Tensor, late: bool = False) -> AttentionMass | None:
+        """Return the attention per token as a mass of one layer; None if it was not measured.
 
         Args:
             mask: (N, T) bool.
-            name: `vgr_token`, of the layers that token weights read, or `late`, of the layers that rewards read.
+            late: of the late layers, which rewards read; else of those that token weights read.
         """
-        one = torch.ones(len(mask), dtype=torch.long, device=mask.device)
-        if name == "vgr_token" and "vgr_token" in self.columns:
-            ratio = self.columns["vgr_token"].to(mask.device).float()  # a ratio over an attention of 1
-            return AttentionMass(torch.ones_like(ratio)[None], ratio[None], one, one, mask)
-        if "vgr_vision" not in self.columns:
+        vision, instruction = self.columns.get("vgr_vision"), self.columns.get("vgr_instruction")
+        if "vgr_token" in self.columns and not late:  # a ratio over an attention of 1
+            instruction = self.columns["vgr_token"]
+            vision = torch.ones_like(instruction)
+        if vision is None or instruction is None:
             return None
-        vision, instruction = (
-            self.columns[side].to(mask.device).float()[None] for side in ("vgr_vision", "vgr_instruction")
-        )
-        return AttentionMass(vision, instruction, one, one, mask)
+        one = torch.ones(len(mask), dtype=torch.long)
+        return AttentionMass(vision.float()[None], instruction.float()[None], one, one, mask)
 
-    def signals(self, response_mask: torch.Tensor) -> RolloutSignals:
-        """Return what was measured as the signals that credit reads; NaN where log-probabilities are not known.
+    def signals(self, mask: torch.Tensor) -> RolloutSignals:
+        """Return what was measured as the signals that credit reads; NaN where they are not known.
 
         Args:
-            response_mask: (N, T).
+            mask: (N, T) bool.
         """
-        mask = response_mask.bool()
-        unknown = torch.full(mask.shape, torch.nan, device=mask.device)
-        logps, entropies = (self.columns.get(name, unknown).to(mask.device) for name in ("old_log_probs", "entropies"))
+        unknown = torch.full(mask.shape, torch.nan)
+        logps, entropies = (self.columns.get(name, unknown).float() for name in ("old_log_probs", "entropies"))
         dependency = self.columns.get("vgr_dependency")
         return RolloutSignals(
-            logps.float(),
-            entropies.float(),
-            mask,
-            self.attention(mask),
-            None if dependency is None else dependency.to(mask.device).float(),
+            logps, entropies, mask, self.attention(mask), None if dependency is None else dependency.float()
         )
 
 
-_SIGNAL_CONTEXT: ContextVar[SignalContext | None] = ContextVar("signal_context", default=None)
+_CONTEXT: ContextVar[SignalContext | None] = ContextVar("signal_context", default=None)
 
 
 @contextmanager
-def set_signal_context(signals: SignalContext) -> Iterator[SignalContext]:
-    """Let estimators find the signals of a batch for the duration."""
-    token = _SIGNAL_CONTEXT.set(signals)
+def set_signal_context(context: SignalContext) -> Iterator[SignalContext]:
+    """Let estimators and losses find the signals of a batch for the duration."""
+    token = _CONTEXT.set(context)
     try:
-        yield signals
+        yield context
     finally:
-        _SIGNAL_CONTEXT.reset(token)
+        _CONTEXT.reset(token)
 
 
-def signal_context(name: str) -> SignalContext:
-    """Return the signals of the batch in work, for the estimator of that name.
+def signal_context(reader: str) -> SignalContext:
+    """Return the signals of the batch in work, for an estimator or a loss, which a message would name.
 
     Raises:
-        ConfigError: none are.
+        ConfigError: none are set.
     """
-    found = _SIGNAL_CONTEXT.get()
-    if found is None:
+    if (context := _CONTEXT.get()) is None:
         raise ConfigError(
-            f"The advantage estimator {name} got no signals: set trainer.v1.trainer_mode=vgr_sync, whose trainer hands "
-            "them over, or call it in set_signal_context."
+            f"{reader} got no signals: set the environment variable VERL_ENGINE_VENDOR=vgr and "
+            "trainer.v1.trainer_mode=vgr_sync, whose engine and trainer hand them over."
         )
-    return found
-
-
-def columns_in(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return those of `COLUMNS` that a batch has."""
-    return {name: batch[name] for name in COLUMNS if name in batch}
+    return context
 
 
 def add_signal_rewards(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Sequence[Any], found: SignalContext
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Sequence[Any], context: SignalContext
 ) -> torch.Tensor:
     """Return the rewards (N, T) with those made of attention added to the last token of each completion.
 
-    A reward that is not defined for a completion adds nothing to it, and is counted.
+    A reward that is not defined for a completion adds nothing to it, and is counted. Rows without tokens, which verl
+    appends to fill a batch, take no part.
 
     Args:
         token_level_rewards: (N, T), whose sums are the rewards of the completions.
         response_mask: (N, T).
         index: (N,), the same for completions of one prompt, in any order.
-        found: signals of the batch; its metrics are filled.
+        context: signals of the batch; its metrics are filled.
 
     Raises:
         ConfigError: attention was not measured.
     """
-    options = found.options
+    options = context.options
     if not options.rewards_attention:
         return token_level_rewards
-    mass = found.attention(response_mask.bool(), "late")
+    mass = context.attention(response_mask.bool(), late=True)
     if mass is None:
         raise ConfigError("A reward made of attention has a weight, but the batch has no measured attention.")
-    vgr = vision_gain_ratio(mass).tolist()
-    right = (token_level_rewards.sum(1) >= options.right_from).tolist()
-    weights = {
-        "vgr": options.vgr_reward_weight,
-        "vgr_hard_negative": options.hard_negative_reward_weight,
-        "mdi": options.mdi_reward_weight,
-    }
-    added = torch.zeros(len(vgr))
-    defined: dict[str, list[float]] = {name: [] for name, weight in weights.items() if weight}
-    for group in _groups(index, response_mask.any(1)):
-        own, accuracy, texts = [vgr[row] for row in group], [float(right[row]) for row in group], [""] * len(group)
+    vgr, right = vision_gain_ratio(mass).tolist(), (token_level_rewards.sum(1) >= options.right_from).float().tolist()
+    groups: dict[Any, list[int]] = {}
+    for row in response_mask.any(1).nonzero().flatten().tolist():
+        groups.setdefault(index[row], []).append(row)
+    rewards, last = token_level_rewards.float().clone(), response_mask.long().cumsum(1).argmax(1)  # (N, T), (N,)
+    for name, weight, reward in (
+        ("vgr", options.vgr_reward_weight, lambda own, right: vgr_reward(own, own, len(own))),
+        ("vgr_hard_negative", options.hard_negative_reward_weight,
+         lambda own, right: hard_negative_rewards(right, own, len(own))),
+        ("mdi", options.mdi_reward_weight, lambda own, right: mdi_reward(own, own, options.mdi_balance_ratio)),
+    ):  # fmt: skip
+        if not weight:
+            continue
         values = {
-            "vgr": vgr_reward(texts, own, len(group)),
-            "vgr_hard_negative": hard_negative_rewards(accuracy, own, len(group)),
-            "mdi": mdi_reward(texts, own, options.mdi_balance_ratio),
+            row: value
+            for group in groups.values()
+            for row, value in zip(group, reward([vgr[r] for r in group], [right[r] for r in group]), strict=True)
         }
-        for name, of_reward in defined.items():
-            for row, value in zip(group, values[name], strict=True):
-                if value is not None:
-                    added[row] += weights[name] * value
-                    of_reward.append(value)
-    last = response_mask.long().cumsum(1).argmax(1)  # (N,)
-    rewards = token_level_rewards.float().clone()
-    rewards[torch.arange(len(rewards)), last] += added.to(rewards.device)
-    for name, of_reward in defined.items():
-        if of_reward:
-            found.metrics[f"rewards/{name}/mean"] = sum(of_reward) / len(of_reward)
-            found.metrics[f"rewards/{name}/not_applicable"] = int(response_mask.any(1).sum()) - len(of_reward)
+        defined = {row: value for row, value in values.items() if value is not None}
+        for row, value in defined.items():
+            rewards[row, last[row]] += weight * value
+        if defined:
+            context.metrics[f"rewards/{name}/mean"] = sum(defined.values()) / len(defined)
+            context.metrics[f"rewards/{name}/not_applicable"] = len(values) - len(defined)
     return rewards
 
 
-def _groups(index: Sequence[Any], answered: torch.Tensor) -> list[list[int]]:
-    """Rows of each prompt, without those that verl appends to fill a batch, which have no tokens."""
-    groups: dict[Any, list[int]] = {}
-    for row in answered.nonzero().flatten().tolist():
-        groups.setdefault(index[row], []).append(row)
-    return list(groups.values())
-
-
-Estimator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-_NO_WEIGHTS = (
-    "enable_token_weights is on, but the batch has neither token_weights nor measured attention: all weights are 1 "
-    "(logged once)."
-)
-
-
 def estimate(
-    base: Estimator,
-    found: SignalContext,
+    base: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    context: SignalContext,
     *,
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -192,7 +303,7 @@ def estimate(
     """Return advantages per token and returns: those of `base` on rewards with signals, shaped by the rules in use.
 
     Args:
-        found: signals of the batch; its metrics are filled.
+        context: signals of the batch; its metrics are filled.
         token_level_rewards: (N, T).
         response_mask: (N, T).
         index: (N,), the same for completions of one prompt.
@@ -200,124 +311,70 @@ def estimate(
     Raises:
         ConfigError: a rule or reward that is on needs a signal that was not measured.
     """
-    rewards = add_signal_rewards(token_level_rewards, response_mask, index, found)
+    rewards = add_signal_rewards(token_level_rewards, response_mask, index, context)
     advantages, returns = base(token_level_rewards=rewards, response_mask=response_mask, index=index, **more)
-    prompts = _numbered(index, advantages.device)
-    return shape(advantages, response_mask, found, _live(advantages, response_mask, prompts), prompts), returns
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(index))}
+    prompts = torch.tensor([numbers[key] for key in index])  # (N,)
+    nonzero = ((advantages * response_mask) != 0).any(1)
+    varied = torch.isin(prompts, prompts[nonzero])  # prompts whose advantages are not all 0
+    return shape(advantages, response_mask, context, varied, prompts), returns
 
 
 def shape(
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
-    found: SignalContext,
-    live: torch.Tensor | None = None,
+    context: SignalContext,
+    shaped: torch.Tensor | None = None,
     prompts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return advantages (N, T) times what the rules that are on give to each token.
 
-    With `apply_to` mask, token weights do not multiply the advantages: `found.response_mask` becomes mask x weight.
+    With `apply_to` mask, token weights do not multiply the advantages: `context.response_mask` becomes mask x weight.
 
     Args:
         advantages: (N, T).
         response_mask: (N, T).
-        found: signals of the same batch; its metrics are filled.
-        live: (N,) bool, completions that take part in the statistics of the trajectory scale; None: all.
+        context: signals of the same batch; its metrics are filled.
+        shaped: (N,) bool, completions that take part in the statistics of the trajectory scale; None: all.
         prompts: (N,) numbers of the prompts, for rules that compare completions; None: all belong to one.
     """
-    options, mask = found.options, response_mask.bool()
-    weights = _weights_that_came(advantages, mask, found, options)
-    apart = weights is not None or options.apply_to == "mask"
-    rules = replace(options, token_weights=False) if apart else options
-    if options.token_weights and weights is None and found.attention(mask) is None:
-        warnings.warn(_NO_WEIGHTS, stacklevel=2)
-        rules, weights = replace(options, token_weights=False), torch.ones_like(advantages)
-    elif options.token_weights and weights is None and apart:
-        weights = _measured_weights(advantages, response_mask, found, options)
-    rules = replace(rules, token_weights_last_k_layers=None)  # the columns are of those layers already
-    shaped = advantages.float() * mask
-    if active_rules(rules):
-        signals = found.signals(response_mask)
-        if any("entropies" in needs for needs in active_rules(rules).values()) and "entropies" not in found.columns:
+    options, mask = context.options, response_mask.bool()
+    credit = advantages.float() * mask
+    others = replace(options, token_weights=False, credit_rules=options.plugin_rules)
+    if rules := active_rules(others):
+        if any("entropies" in needs for needs in rules.values()) and "entropies" not in context.columns:
             raise ConfigError("A rule reads entropies, which this trainer does not compute: switch it off.")
-        shaped, metrics = shape_advantages(shaped, signals, rules, shaped=live, groups=prompts)
-        found.metrics |= {f"vgr/{name}": value for name, value in metrics.items()}
-    if weights is not None:
-        found.metrics["vgr/token_weight_mean"] = float(weights[mask].mean()) if bool(mask.any()) else 1.0
+        credit, metrics = shape_advantages(credit, context.signals(mask), others, shaped=shaped, groups=prompts)
+        context.metrics |= {f"vgr/{name}": value for name, value in metrics.items()}
+    if options.token_weights:
+        weights = _token_weights(context, mask)
+        if options.token_weights_positive_only:
+            weights = weights.masked_fill(advantages < 0, 1)
+        add_weights(totals := Totals(), "vgr/token_weight", weights, mask)
+        context.metrics |= totals.metrics()
         if options.apply_to == "mask":
-            found.response_mask = response_mask * weights
+            context.response_mask = response_mask * weights
         else:
-            shaped = shaped * weights
-    return shaped * mask
+            credit = credit * weights
+    return credit * mask
 
 
-def _numbered(index: Sequence[Any], device: torch.device) -> torch.Tensor:
-    """Numbers (N,) in place of the prompts' names."""
-    numbers = {key: number for number, key in enumerate(dict.fromkeys(index))}
-    return torch.tensor([numbers[key] for key in index], device=device)
-
-
-def _live(advantages: torch.Tensor, response_mask: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
-    """Which completions (N,) belong to a prompt whose advantages are not all 0."""
-    moved = ((advantages * response_mask) != 0).any(1)
-    return torch.isin(prompts, prompts[moved])
-
-
-def _measured_weights(
-    advantages: torch.Tensor, response_mask: torch.Tensor, found: SignalContext, options: SignalOptions
-) -> torch.Tensor:
-    own = SignalOptions(
-        token_weights=True,
-        token_weights_clip=options.token_weights_clip,
-        token_weights_smooth_sigma=options.token_weights_smooth_sigma,
-        token_weights_topk_ratio=options.token_weights_topk_ratio,
+def _token_weights(context: SignalContext, mask: torch.Tensor) -> torch.Tensor:
+    """Weights (N, T) of mean 1 over each completion: those that came with the rollout, else those measured, else 1."""
+    if (weights := context.token_weights) is not None:
+        mean = (weights * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+        return torch.where(mask & (mean > 0), weights / mean.masked_fill(mean <= 0, 1), 1.0)
+    if (mass := context.attention(mask)) is not None:  # of the chosen layers already
+        return attention_weights(mass, mask, replace(context.options, token_weights_last_k_layers=None))
+    warnings.warn(
+        "enable_token_weights is on, but the batch has neither token_weights nor measured attention: all weights are 1 "
+        "(logged once).",
+        stacklevel=3,
     )
-    weights, _ = shape_advantages(torch.ones_like(advantages), found.signals(response_mask), own)
-    return _positive_only(weights, advantages, options)
-
-
-def _weights_that_came(
-    advantages: torch.Tensor, mask: torch.Tensor, found: SignalContext, options: SignalOptions
-) -> torch.Tensor | None:
-    """Weights that came with the rollout, divided by their mean over each completion."""
-    if not options.token_weights or found.token_weights is None:
-        return None
-    weights = found.token_weights.to(advantages.device).float()
-    mean = (weights * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-    weights = torch.where(mask & (mean > 0), weights / mean.masked_fill(mean <= 0, 1), 1.0)
-    return _positive_only(weights, advantages, options)
-
-
-def _positive_only(weights: torch.Tensor, advantages: torch.Tensor, options: SignalOptions) -> torch.Tensor:
-    return weights.masked_fill(advantages < 0, 1) if options.token_weights_positive_only else weights
+    return torch.ones(mask.shape)
 
 
 Loss = tuple[torch.Tensor, dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class LossContext:
-    """What the terms of a micro-batch are made of, beside the arguments that verl gives to a policy loss.
-
-    Attributes:
-        options: of the run.
-        perturbed_logps: (N, T) with gradients, given perturbed images; None: no term reads it.
-    """
-
-    options: SignalOptions
-    perturbed_logps: torch.Tensor | None = None
-
-
-_LOSS_CONTEXT: ContextVar[LossContext | None] = ContextVar("loss_context", default=None)
-
-
-@contextmanager
-def set_loss_context(terms: LossContext) -> Iterator[None]:
-    """Let policy losses find what their terms are made of for the duration."""
-    token = _LOSS_CONTEXT.set(terms)
-    try:
-        yield
-    finally:
-        _LOSS_CONTEXT.reset(token)
 
 
 def with_terms(base: Callable[..., Loss], aggregate: Callable[..., torch.Tensor], name: str) -> Callable[..., Loss]:
@@ -337,22 +394,12 @@ def with_terms(base: Callable[..., Loss], aggregate: Callable[..., torch.Tensor]
         config: Any = None,
         rollout_is_weights: torch.Tensor | None = None,
     ) -> Loss:
-        terms = _LOSS_CONTEXT.get()
-        if terms is None:
-            raise ConfigError(
-                f"The policy loss {name} got no terms: set the environment variable VERL_ENGINE_VENDOR=vgr and "
-                "trainer.v1.trainer_mode=vgr_sync, whose engine hands them over."
-            )
+        context = signal_context(f"The policy loss {name}")
+        how = {"loss_agg_mode": loss_agg_mode, "config": config, "rollout_is_weights": rollout_is_weights}
         value, metrics = base(
-            old_log_prob=old_log_prob,
-            log_prob=log_prob,
-            advantages=advantages,
-            response_mask=response_mask,
-            loss_agg_mode=loss_agg_mode,
-            config=config,
-            rollout_is_weights=rollout_is_weights,
+            old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, response_mask=response_mask, **how
         )
-        for term, per_token in token_terms(terms, log_prob, response_mask).items():
+        for term, per_token in token_terms(context, log_prob, response_mask).items():
             share = aggregate(
                 loss_mat=per_token, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info
             )
@@ -363,7 +410,7 @@ def with_terms(base: Callable[..., Loss], aggregate: Callable[..., torch.Tensor]
     return loss
 
 
-def token_terms(terms: LossContext, logps: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+def token_terms(context: SignalContext, logps: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the terms that are on, (N, T) each, 0 outside the mask.
 
     Args:
@@ -373,21 +420,21 @@ def token_terms(terms: LossContext, logps: torch.Tensor, mask: torch.Tensor) -> 
     Raises:
         ConfigError: the perception loss is on, and there are no log-probabilities given perturbed images.
     """
-    options, found = terms.options, {}
-    mask = mask.bool()
+    options, mask = context.options, mask.bool()
+    terms = {}
     if options.use_entropy_penalty:
-        found["entropy_penalty"] = entropy_penalty(logps, mask, options.entropy_penalty_coef)
-    if not options.uses_perception_loss and options.der_loss_weight1 > 0:
-        found["entropy_loss"] = options.der_loss_weight1 * surprisal(logps, mask)
+        terms["entropy_penalty"] = entropy_penalty(logps, mask, options.entropy_penalty_coef)
     if options.uses_perception_loss:
-        if terms.perturbed_logps is None:
+        if context.perturbed_logps is None:
             raise ConfigError("The perception loss is on, but the micro-batch has no perturbed images: give rows some.")
-        found["perception_loss"] = perception_loss(
+        terms["perception_loss"] = perception_loss(
             logps,
-            terms.perturbed_logps,
+            context.perturbed_logps,
             mask,
             coefficient=options.perception_loss_weight,
             entropy_coefficient=options.der_loss_weight1,
             perturbed_entropy_coefficient=options.der_loss_weight2,
         )
-    return found
+    elif options.der_loss_weight1 > 0:
+        terms["entropy_loss"] = options.der_loss_weight1 * surprisal(logps, mask)
+    return terms

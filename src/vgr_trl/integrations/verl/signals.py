@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from vgr_trl.credit import token_weights
-from vgr_trl.integrations.verl.options import SignalOptions
+from vgr_trl.integrations.verl.credit import SignalOptions
 from vgr_trl.sharing.model_support import causal_model, flattens_layers
 from vgr_trl.sharing.prefix_cache import SharingReport
 from vgr_trl.sharing.sharing import share_prompts
@@ -30,7 +30,6 @@ from vgr_trl.signals.ratios import (
 from vgr_trl.utils import ConfigError, DataError
 
 LAST_LAYERS = "token_weight_last_k_layers"  # the option, as the notes name it
-_FITTED = "token_weights were padded with 1 or cut to the {} tokens of the responses (logged once)."
 
 
 def build_token_vgr_weights_for_batch(
@@ -75,14 +74,25 @@ def build_token_vgr_weights_for_batch(
     vision = vision_token_ids(None, processor)
     if not vision:
         raise ConfigError(f"{type(processor).__name__} has no image token: give the processor of the model.")
-    _check_grid(input_ids, vision, processor, image_grid_thw)
+    if image_grid_thw is not None:
+        merged = getattr(getattr(processor, "image_processor", None), "merge_size", 2) ** 2
+        expected = int(torch.as_tensor(image_grid_thw).prod(-1).sum()) // merged
+        found = int(torch.isin(input_ids, torch.tensor(vision, device=input_ids.device)).sum())
+        if found != expected:
+            raise DataError(
+                f"The prompts have {found} image tokens, but image_grid_thw makes {expected}: give the grid of the "
+                "images of these prompts, once per row."
+            )
     present = (input_ids != tokenizer.pad_token_id).cumsum(1) > 0  # (N, P): padding stands in front
     masks = build_modality_masks(
         input_ids, present, vision_token_ids=vision, special_token_ids=special_token_ids(processor)
     )
     sets = torch.stack([masks.vision, masks.instruction], dim=-1)  # (N, P, 2)
     mass = mass_of_steps(outputs_attentions[:length], sets.repeat_interleave(count // len(input_ids), dim=0))
-    mass.mask = _valid(sequences[:, -length:], tokenizer)
+    tokens = sequences[:, -length:]
+    ends = tokens == tokenizer.eos_token_id
+    before_end = ends.cumsum(1) - ends.long() == 0  # up to the first end of sequence, which counts itself
+    mass.mask = before_end & ((tokens != tokenizer.pad_token_id) | ends)
     return token_vgr_weights(
         mass, clip=clip, smooth_sigma=smooth_sigma, last_k_layers=last_k_layers, topk_ratio=topk_ratio
     )
@@ -137,38 +147,17 @@ def as_weights(values: Any, response_mask: torch.Tensor) -> torch.Tensor:
     rows = [torch.ones(0) if row is None else torch.as_tensor(row, dtype=torch.float32).flatten() for row in values]
     if len(rows) != count:
         raise DataError(f"token_weights has {len(rows)} rows for {count} responses: give one for each.")
-    weights = torch.ones(count, length)
-    for row, given in zip(weights, rows, strict=True):
-        row[: len(given)] = given[:length]
-    valid = response_mask.bool().cpu()
+    weights, valid = torch.ones(count, length), response_mask.bool().cpu()
+    for filled, row in zip(weights, rows, strict=True):
+        filled[: len(row)] = row[:length]
     if any(len(row) > length or len(row) < int(mask.sum()) for row, mask in zip(rows, valid, strict=True)):
-        warnings.warn(_FITTED.format(length), stacklevel=2)
+        warnings.warn(
+            f"token_weights were padded with 1 or cut to the {length} tokens of the responses (logged once).",
+            stacklevel=2,
+        )
     if not bool((weights[valid].isfinite() & (weights[valid] >= 0)).all()):
         raise DataError("token_weights of a valid token is negative or not finite: give numbers of at least 0.")
     return weights.to(response_mask.device)
-
-
-def _valid(tokens: torch.Tensor, tokenizer: Any) -> torch.Tensor:
-    """Which generated tokens (N, T) count: up to the first end of sequence, which counts itself."""
-    ended = (tokens == tokenizer.eos_token_id).long()
-    padding = (tokens == tokenizer.pad_token_id) & (tokens != tokenizer.eos_token_id)
-    valid: torch.Tensor = (ended.cumsum(1) - ended == 0) & ~padding
-    return valid
-
-
-def _check_grid(
-    input_ids: torch.Tensor, vision: Sequence[int], processor: Any, image_grid_thw: torch.Tensor | None
-) -> None:
-    if image_grid_thw is None:
-        return
-    merged = getattr(getattr(processor, "image_processor", None), "merge_size", 2) ** 2
-    expected = int(torch.as_tensor(image_grid_thw).prod(-1).sum()) // merged
-    found = int(torch.isin(input_ids, torch.tensor(vision, device=input_ids.device)).sum())
-    if found != expected:
-        raise DataError(
-            f"The prompts have {found} image tokens, but image_grid_thw makes {expected}: give the grid of the images "
-            "of these prompts, once per row."
-        )
 
 
 @dataclass(frozen=True)
@@ -275,30 +264,29 @@ class MeasuredPass:
 
         What stands at a position belongs to the token that it emits, which is the next one.
         """
-        options, layout = self.options, self.layout
-        late = late_layers(len(mass.vision), options.attention_segments)
-        columns = {}
-        sides = {
-            "vgr_vision": (mass.vision, self.masks.vision),
-            "vgr_instruction": (mass.instruction, self.masks.instruction),
-        }
-        for name, (side, mask) in sides.items():
+        layout, last_k = self.layout, self.options.token_weights_last_k_layers
+        sides = {}
+        for name, side, mask in (
+            ("vision", mass.vision, self.masks.vision),
+            ("instruction", mass.instruction, self.masks.instruction),
+        ):
             counts = torch.zeros(layout.count, device=mask.device)
             counts = counts.index_add(0, layout.rows.flatten(), mask.flatten().float())  # (N,)
-            of_token = counts[layout.rows[:, first:stop]].masked_fill(
-                counts[layout.rows[:, first:stop]] == 0, torch.nan
-            )
-            columns[name] = self._along(side[late].mean(0) / of_token, first, stop)
-            if options.token_weights and options.token_weights_last_k_layers is not None:
-                chosen = last_layers(len(side), options.token_weights_last_k_layers, "thirds", LAST_LAYERS)
-                columns[f"{name}_chosen"] = self._along(side[chosen].mean(0) / of_token, first, stop)
-        if "vgr_vision_chosen" in columns:
-            columns["vgr_token"] = columns.pop("vgr_instruction_chosen") / columns.pop("vgr_vision_chosen")
-        return columns
+            of_token = counts[layout.rows[:, first:stop]]
+            sides[name] = side / of_token.masked_fill(of_token == 0, torch.nan)  # (L, rows, stop - first)
+        late = late_layers(len(mass.vision), self.options.attention_segments)
+        columns = {f"vgr_{name}": side[late].mean(0) for name, side in sides.items()}
+        if self.options.token_weights and last_k is not None:
+            chosen = last_layers(len(mass.vision), last_k, "thirds", LAST_LAYERS)
+            columns["vgr_token"] = sides["instruction"][chosen].mean(0) / sides["vision"][chosen].mean(0)
+        margins = (first, layout.input_ids.size(1) - stop)
+        return {name: torch.nn.functional.pad(each, margins, value=torch.nan) for name, each in columns.items()}
 
-    def _along(self, values: torch.Tensor, first: int, stop: int) -> torch.Tensor:
-        columns = self.layout.input_ids.size(1)
-        return torch.nn.functional.pad(values, (first, columns - stop), value=torch.nan)
+
+def rows_of_images(micro_batch: Any, count: int) -> list[dict[str, Any]]:
+    """Return the pixel inputs of each of the rows of a micro-batch, empty for rows without images."""
+    rows = micro_batch.get("multi_modal_inputs", None)
+    return [dict(getattr(row, "data", row) or {}) for row in ([None] * count if rows is None else rows)]
 
 
 def perturb_row(
@@ -315,31 +303,28 @@ def perturb_row(
         step: of the optimizer.
         black: per channel, what black is after the processor's normalisation.
         patch_size: of the squares, in pixels of (..., C, H, W); where patches are rows they are the squares.
-
-    Raises:
-        DataError: there are pixels in another form.
     """
     pixels = inputs.get("pixel_values")
     if pixels is None:
         return dict(inputs)
-    if not isinstance(pixels, torch.Tensor) or pixels.ndim < 2:
-        raise DataError(f"pixel_values is a {type(pixels).__name__}: only tensors of patches or images are perturbed.")
     content = zlib.crc32(pixels.detach().cpu().float().contiguous().numpy().tobytes())
     generator = np.random.default_rng([options.seed, step, content])
     colours = torch.tensor(black, dtype=pixels.dtype, device=pixels.device)  # (C,)
     if pixels.ndim == 2:
-        if pixels.size(1) % len(black):
-            raise DataError(f"pixel_values has {pixels.size(1)} numbers per patch: give {len(black)} channels first.")
-        dark = torch.from_numpy(generator.random(len(pixels)) < options.black_prob).to(pixels.device)  # (patches,)
-        value = colours.repeat_interleave(pixels.size(1) // len(black))
-        return {**inputs, "pixel_values": torch.where(dark.unsqueeze(1), value, pixels)}
-    *front, channels, height, width = pixels.shape
-    if channels != len(black):
-        raise DataError(f"pixel_values has the shape {tuple(pixels.shape)}: give (..., {len(black)}, height, width).")
-    grid = (*front, 1, -(-height // patch_size), -(-width // patch_size))
+        grid, colours = (len(pixels), 1), colours.repeat_interleave(pixels.size(1) // len(black))
+    else:
+        *front, _, height, width = pixels.shape
+        grid, colours = (*front, 1, -(-height // patch_size), -(-width // patch_size)), colours.view(-1, 1, 1)
     dark = torch.from_numpy(generator.random(grid) < options.black_prob).to(pixels.device)
-    dark = dark.repeat_interleave(patch_size, -2).repeat_interleave(patch_size, -1)[..., :height, :width]
-    return {**inputs, "pixel_values": torch.where(dark, colours.view(-1, 1, 1), pixels)}
+    if pixels.ndim > 2:
+        dark = dark.repeat_interleave(patch_size, -2).repeat_interleave(patch_size, -1)[..., :height, :width]
+    return {**inputs, "pixel_values": torch.where(dark, colours, pixels)}
+
+
+def perturbed_rows(micro_batch: Any, count: int, context: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the pixel inputs of each row, perturbed as the context of the actor says."""
+    options = SignalOptions.read(context["options"])
+    return [perturb_row(row, options, context["step"], context["black"]) for row in rows_of_images(micro_batch, count)]
 
 
 def actor_context(options: SignalOptions, step: int, processor: Any) -> dict[str, Any]:

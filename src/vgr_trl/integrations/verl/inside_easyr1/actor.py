@@ -1,4 +1,4 @@
-"""EasyR1's actor: its pass for old log-probabilities measures signals, its loss may look at perturbed images."""
+"""EasyR1 (b44b311): its actor measures signals beside log-probabilities; its trainer makes advantages of them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,15 +13,16 @@ from verl.workers import fsdp_workers
 from verl.workers.actor import dp_actor
 
 from vgr_trl.integrations.verl.credit import (
-    LossContext,
+    COLUMNS,
+    ESTIMATORS,
     SignalContext,
-    columns_in,
+    SignalOptions,
     estimate,
+    options_of,
     set_signal_context,
     signal_context,
     token_terms,
 )
-from vgr_trl.integrations.verl.options import ESTIMATORS, SignalOptions, options_of
 from vgr_trl.integrations.verl.signals import (
     Layout,
     MeasuredPass,
@@ -29,12 +30,14 @@ from vgr_trl.integrations.verl.signals import (
     as_weights,
     packed_layout,
     padded_layout,
-    perturb_row,
+    perturbed_rows,
+    rows_of_images,
 )
 from vgr_trl.signals.dependency import visual_dependency
 from vgr_trl.utils import ConfigError, patched_attribute
 
 KEY = "vgr"  # of a batch's `meta_info`
+PRESET = "preset"  # among the options: the name of our estimator
 
 
 class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
@@ -68,29 +71,33 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
         return logps
 
     def _forward_micro_batch(self, micro_batch: dict[str, Any], temperature: float) -> torch.Tensor:
-        if self._context is None:
-            return super()._forward_micro_batch(micro_batch, temperature)
-        options = SignalOptions.read(self._context["options"])
+        plain, context = super()._forward_micro_batch, self._context
+        if context is None:
+            return plain(micro_batch, temperature)
+        options = SignalOptions.read(context["options"])
+
+        def perturbed_logps() -> torch.Tensor:
+            rows = perturbed_rows(micro_batch, len(micro_batch["input_ids"]), context)
+            return plain({**micro_batch, "multi_modal_inputs": rows}, temperature)
+
         if torch.is_grad_enabled():
-            logps = super()._forward_micro_batch(micro_batch, temperature)
-            if options.uses_perception_loss:
-                self._perturbed_logps = super()._forward_micro_batch(self._dark(micro_batch, options), temperature)
+            logps = plain(micro_batch, temperature)
+            self._perturbed_logps = perturbed_logps() if options.uses_perception_loss else None
             return logps
         columns: dict[str, torch.Tensor] = {}
         if options.measures_attention:
-            measured = MeasuredPass(
-                self.actor_module, self._layout(micro_batch), options, self._context["special_token_ids"]
-            )
+            layout = self._layout(micro_batch)
+            measured = MeasuredPass(self.actor_module, layout, options, context["special_token_ids"])
             with measured.active():
-                logps = super()._forward_micro_batch(micro_batch, temperature)
+                logps = plain(micro_batch, temperature)
             columns = {name: self._of_responses(column, micro_batch) for name, column in measured.columns.items()}
         else:
-            logps = super()._forward_micro_batch(micro_batch, temperature)
+            logps = plain(micro_batch, temperature)
         if options.needs_dependency:
-            other = super()._forward_micro_batch(self._dark(micro_batch, options), temperature)
-            blind = torch.tensor(["pixel_values" not in row for row in _rows_of_images(micro_batch)])
-            dependency = visual_dependency(logps, other)
-            columns["vgr_dependency"] = dependency.masked_fill(blind.to(dependency.device).unsqueeze(1), torch.nan)
+            dependency = visual_dependency(logps, perturbed_logps())
+            images = rows_of_images(micro_batch, len(dependency))
+            blind = torch.tensor(["pixel_values" not in row for row in images], device=dependency.device)
+            columns["vgr_dependency"] = dependency.masked_fill(blind.unsqueeze(1), torch.nan)
         self._names = tuple(columns)
         return torch.stack([logps.float(), *(column.to(logps.device) for column in columns.values())], dim=-1)
 
@@ -99,14 +106,13 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
         context = data.meta_info.get(KEY)
         if context is None:
             return super().update_policy(data)
-        options = SignalOptions.read(context["options"])
-        plain = dp_actor.compute_policy_loss
+        options, plain = SignalOptions.read(context["options"]), dp_actor.compute_policy_loss
 
-        def loss(*, log_probs: Any, response_mask: Any, loss_avg_mode: str, **given: Any) -> Any:
+        def loss(*, log_probs: Any, response_mask: Any, loss_avg_mode: str, **others: Any) -> Any:
             value, metrics = plain(
-                log_probs=log_probs, response_mask=response_mask, loss_avg_mode=loss_avg_mode, **given
+                log_probs=log_probs, response_mask=response_mask, loss_avg_mode=loss_avg_mode, **others
             )
-            terms = token_terms(LossContext(options, self._perturbed_logps), log_probs, response_mask)
+            terms = token_terms(SignalContext(options, perturbed_logps=self._perturbed_logps), log_probs, response_mask)
             for name, per_token in terms.items():
                 share = average_loss(per_token, response_mask, mode=loss_avg_mode)
                 value, metrics[name] = value + share, share.detach().item()
@@ -121,7 +127,8 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
 
     def _layout(self, micro_batch: dict[str, Any]) -> Layout:
         ids, present = micro_batch["input_ids"], micro_batch["attention_mask"].bool()
-        prompt = present & (torch.arange(ids.size(1), device=ids.device) < ids.size(1) - self._length(micro_batch))
+        length = micro_batch["responses"].size(-1)
+        prompt = present & (torch.arange(ids.size(1), device=ids.device) < ids.size(1) - length)
         if not self.config.padding_free:
             return padded_layout(ids, present, prompt)
         if self.config.ulysses_size > 1:
@@ -133,28 +140,11 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
     def _of_responses(self, column: torch.Tensor, micro_batch: dict[str, Any]) -> torch.Tensor:
         """What stands at the positions that emit the tokens of the responses, (N, T)."""
         if self.config.padding_free:
-            present = micro_batch["attention_mask"].bool()
+            present = micro_batch["attention_mask"].bool().to(column.device)
             along = torch.full(present.shape, torch.nan, device=column.device)
-            along[present.to(column.device)] = column[0]
+            along[present] = column[0]
             column = along
-        return column[:, -self._length(micro_batch) - 1 : -1]
-
-    def _length(self, micro_batch: dict[str, Any]) -> int:
-        return int(micro_batch["responses"].size(-1))
-
-    def _dark(self, micro_batch: dict[str, Any], options: SignalOptions) -> dict[str, Any]:
-        assert self._context is not None
-        step, black = self._context["step"], self._context["black"]
-        rows = [perturb_row(row, options, step, black) for row in _rows_of_images(micro_batch)]
-        return {**micro_batch, "multi_modal_inputs": rows}
-
-
-def _rows_of_images(micro_batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-    given = micro_batch.get("multi_modal_inputs")
-    return [dict(row or {}) for row in given] if given is not None else [{}] * len(micro_batch["input_ids"])
-
-
-PRESET = "preset"
+        return column[:, -micro_batch["responses"].size(-1) - 1 : -1]
 
 
 class SignalWorker(fsdp_workers.FSDPWorker):  # type: ignore[misc]
@@ -207,7 +197,7 @@ def read_options(given: Mapping[str, Any], estimator: str, filters: bool = False
 class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
     """EasyR1's trainer. Its `fit` calls functions of its module; two of them are wrapped for the duration.
 
-    `_balance_batch`: tells the actor, by `meta_info`, what to measure.
+    `_balance_batch`: asks the actor, by `meta_info`, to measure.
     `fit`: advantages with the signals as context; `token_weights` of the reward are taken out of its metrics.
     """
 
@@ -231,13 +221,14 @@ class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
         """Train."""
         plain_reduce, plain_advantage = ray_trainer.reduce_metrics, ray_trainer.compute_advantage
 
+        def reduce_metrics(metrics: Mapping[str, Any]) -> Any:
+            return plain_reduce(self.without_weights(metrics))
+
         def compute_advantage(data: Any, adv_estimator: Any, gamma: float = 1.0, lam: float = 1.0) -> Any:
             return self.advantages(plain_advantage, data, gamma, lam)
 
         with (
-            patched_attribute(
-                ray_trainer, "reduce_metrics", lambda metrics: plain_reduce(self.without_weights(metrics))
-            ),
+            patched_attribute(ray_trainer, "reduce_metrics", reduce_metrics),
             patched_attribute(ray_trainer, "compute_advantage", compute_advantage),
         ):
             super().fit()
@@ -254,20 +245,21 @@ class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
         """Return the batch with advantages by our estimator, and where `apply_to` is mask with a weighted mask."""
         mask = data.batch["response_mask"]
         weights, self._weights = self._weights, None
-        given = as_weights(weights, mask) if weights is not None and self.options.token_weights else None
-        with set_signal_context(SignalContext(self.options, columns_in(data.batch), given)) as found:
+        weights = as_weights(weights, mask) if weights is not None and self.options.token_weights else None
+        columns = {name: data.batch[name] for name in COLUMNS if name in data.batch}
+        with set_signal_context(SignalContext(self.options, columns, weights)) as context:
             data = plain(data, self.preset, gamma, lam)
-        if found.response_mask is not None:
-            data.batch["response_mask"] = found.response_mask
-        self._metrics.update(found.metrics)
+        if context.response_mask is not None:
+            data.batch["response_mask"] = context.response_mask
+        self._metrics.update(context.metrics)
         return data
 
 
 def _estimator(name: str) -> Any:
     def estimator(**given: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return advantages and returns, (N, T) each, with the signals of the batch."""
-        found = signal_context(name)
-        return estimate(core_algos.ADV_ESTIMATOR_MAP[found.options.estimator], found, **given)
+        context = signal_context(f"The advantage estimator {name}")
+        return estimate(core_algos.ADV_ESTIMATOR_MAP[context.options.estimator], context, **given)
 
     return estimator
 

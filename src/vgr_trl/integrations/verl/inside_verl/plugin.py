@@ -1,24 +1,395 @@
-"""Hangs this library in verl, in every process that imports verl with `VERL_USE_EXTERNAL_MODULES` naming this module.
+"""Adds this library to verl 0.9.1, in processes whose `VERL_USE_EXTERNAL_MODULES` names this module.
 
-Estimators and losses get their names, the trainer the mode `vgr_sync`, and the engine the vendor
-`vgr`, which `VERL_ENGINE_VENDOR=vgr` chooses.
+Estimators and losses get their names, the trainer the mode `vgr_sync`, and the engine the vendor `vgr`, which
+`VERL_ENGINE_VENDOR=vgr` chooses. The engine's pass for old log-probabilities measures signals, its loss may look at
+perturbed images: what it has to measure comes in the batch, from the trainer; a batch without it passes as in verl.
 """
 
+import importlib
+import inspect
 import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib.metadata import version
+from typing import Any
 
+import torch
+import transfer_queue as tq
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from torch import distributed
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from verl.models.transformers import monkey_patch
+from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, register_trainer
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils import tensordict_utils as tu
 from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.utils.padding import no_padding_2_padding, response_from_nested
 
-from vgr_trl.integrations.verl.inside_verl import engine as registered
-from vgr_trl.integrations.verl.inside_verl.engine import SignalEngine, SignalTrainer, hide_newer_trl
+from vgr_trl.integrations.verl.credit import (
+    COLUMNS,
+    ESTIMATORS,
+    LOSSES,
+    SignalContext,
+    SignalOptions,
+    estimate,
+    options_of,
+    set_signal_context,
+    signal_context,
+    with_terms,
+)
+from vgr_trl.integrations.verl.signals import (
+    Layout,
+    MeasuredPass,
+    actor_context,
+    as_weights,
+    packed_layout,
+    padded_layout,
+    perturbed_rows,
+    rows_of_images,
+)
+from vgr_trl.sharing.model_support import base_of, causal_model, is_attention
+from vgr_trl.signals.attention import find_decoder
+from vgr_trl.signals.dependency import visual_dependency
+from vgr_trl.signals.scoring import policy_is_active
+from vgr_trl.utils import ConfigError, patched_attribute
+
+# verl's forward passes of Qwen-VL hand a cache on to the language model, but do not name it among their parameters.
+#
+# Where rows have no images they pass a made-up one through the tower, and cannot read what comes out with
+# transformers 5.10; completions behind a prompt need none.
+
+
+@contextmanager
+def naming_its_cache(model: Any) -> Iterator[None]:
+    """Give the base model a forward pass that names `past_key_values`, so that prompts can be computed once."""
+    base = base_of(causal_model(model))
+    plain = base.forward
+    parameters = inspect.signature(plain).parameters
+    takes_more = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    if "past_key_values" in parameters or not takes_more:
+        yield
+        return
+
+    def forward(
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        pixel_values: Any = None,
+        image_grid_thw: Any = None,
+        **others: Any,
+    ) -> Any:
+        given = {
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "pixel_values": pixel_values,
+            "image_grid_thw": image_grid_thw,
+        }
+        given = {name: value for name, value in given.items() if value is not None} | others
+        if past_key_values is not None and pixel_values is None:
+            return base.language_model(inputs_embeds=base.get_input_embeddings()(input_ids), **given)
+        return plain(input_ids, **given)
+
+    with patched_attribute(base, "forward", forward):
+        yield
+
+
+# Attention that verl calls by itself: with padding removed, layers of Qwen2-VL and GLM-4V look nothing up.
+#
+# For the duration their calls go through transformers' registry, where a probe finds them.
+
+MODULES = ("verl.models.transformers.qwen2_vl", "verl.models.transformers.glm4v")
+NAME = "_custom_flash_attention_forward"
+
+
+@contextmanager
+def looked_up(model: Any) -> Iterator[None]:
+    """Let the layers of `model` look their attention up, whichever function they call."""
+    running: list[Any] = []
+
+    def enter(module: Any, args: Any) -> None:
+        running[:] = [module]
+
+    with ExitStack() as stack:
+        for module in find_decoder(model).modules():
+            if is_attention(module):
+                stack.callback(module.register_forward_pre_hook(enter).remove)
+        for name in MODULES:
+            owner: Any = importlib.import_module(name)
+            if hasattr(owner, NAME):
+                through = partial(_through_registry, getattr(owner, NAME), running)
+                stack.enter_context(patched_attribute(owner, NAME, through))
+        yield
+
+
+def _through_registry(
+    plain: Any, running: list[Any], query: Any, key: Any, value: Any, mask: Any, **options: Any
+) -> Any:
+    """Call `plain` (rows, positions, heads, width) as transformers calls functions (rows, heads, positions, width)."""
+
+    def function(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+        return plain(*(side.transpose(1, 2) for side in (query, key, value)), mask, **options), None
+
+    found = ALL_ATTENTION_FUNCTIONS.get_interface("eager", function)
+    sides = (side.transpose(1, 2) for side in (query, key, value))
+    return found(running[0], *sides, mask, **options)[0]
+
+
+KEY = "vgr"  # of the batch
+
+
+class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
+    """verl's engine and, in passes whose batch asks for it, attention and dependency beside log-probabilities.
+
+    `forward_step`: measures around `super()`; makes a second pass of `super()` over perturbed images where the
+    dependency or the perception loss needs one.
+    """
+
+    def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
+        """Return verl's loss and outputs; those of a measured pass have columns of signals among `model_output`."""
+        context = tu.get_non_tensor_data(data=micro_batch, key=KEY, default=None)
+        if context is None or (forward_only and not policy_is_active(self.module)):
+            return super().forward_step(micro_batch, loss_function, forward_only)
+        step = self._measured_step if forward_only else self._training_step
+        return step(micro_batch, loss_function, SignalOptions.read(context["options"]), context)
+
+    def _measured_step(
+        self, micro_batch: Any, loss_function: Any, options: SignalOptions, context: dict[str, Any]
+    ) -> Any:
+        if options.measures_attention:
+            measured = MeasuredPass(
+                self.module, self._layout(micro_batch), options, context["special_token_ids"], agree=self._all_agree
+            )
+            with naming_its_cache(self.module), looked_up(self.module), measured.active():
+                loss, output = super().forward_step(micro_batch, loss_function, True)
+            offsets, present = micro_batch["input_ids"].offsets(), measured.layout.present
+            output["model_output"] |= {
+                name: torch.nested.nested_tensor_from_jagged(column[present].float(), offsets)
+                for name, column in measured.columns.items()
+            }
+            self.sharing = measured.report
+        else:
+            loss, output = super().forward_step(micro_batch, loss_function, True)
+        if options.needs_dependency:
+            _, other = super().forward_step(self._perturbed(micro_batch, context), loss_function, True)
+            plain = output["model_output"]["log_probs"]
+            offsets = plain.offsets()
+            dependency = visual_dependency(plain.values()[None], other["model_output"]["log_probs"].values()[None])[0]
+            images = rows_of_images(micro_batch, len(offsets) - 1)
+            blind = torch.tensor([row.get("pixel_values") is None for row in images], device=dependency.device)
+            output["model_output"]["vgr_dependency"] = torch.nested.nested_tensor_from_jagged(
+                dependency.masked_fill(blind.repeat_interleave(offsets.diff()), torch.nan), offsets
+            )
+        return loss, output
+
+    def _training_step(
+        self, micro_batch: Any, loss_function: Any, options: SignalOptions, context: dict[str, Any]
+    ) -> Any:
+        logps = None
+        if options.uses_perception_loss:
+            kept: dict[str, Any] = {}
+
+            def keep(model_output: Any, data: Any, dp_group: Any = None) -> Any:
+                kept["logps"] = no_padding_2_padding(model_output["log_probs"], data)
+                return kept["logps"].sum() * 0, {}
+
+            super().forward_step(self._perturbed(micro_batch, context), keep, False)
+            logps = kept["logps"]
+        with set_signal_context(SignalContext(options, perturbed_logps=logps)):
+            return super().forward_step(micro_batch, loss_function, False)
+
+    def _layout(self, micro_batch: Any) -> Layout:
+        if self.use_ulysses_sp:
+            raise ConfigError(
+                "Attention cannot be measured where sequences are cut over processes: set "
+                "actor_rollout_ref.actor.ulysses_sequence_parallel_size=1."
+            )
+        ids = micro_batch["input_ids"]
+        lengths = ids.offsets().diff()
+        prompts = micro_batch["prompts"]
+        prompt_lengths = (
+            prompts.offsets().diff()
+            if prompts.is_nested
+            else micro_batch["attention_mask"][:, : prompts.shape[1]].sum(dim=1)
+        )
+        if tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True):
+            tokens = ids.values()
+            pad = self._get_packed_pad_size(len(tokens))
+            return packed_layout(tokens, lengths.tolist(), prompt_lengths.tolist(), pad)
+        padded = torch.nested.to_padded_tensor(ids, padding=0)
+        columns = torch.arange(padded.size(1), device=padded.device)
+        return padded_layout(padded, columns < lengths.unsqueeze(1), columns < prompt_lengths.unsqueeze(1))
+
+    def _perturbed(self, micro_batch: Any, context: dict[str, Any]) -> Any:
+        rows = perturbed_rows(micro_batch, len(micro_batch["input_ids"].offsets()) - 1, context)
+        perturbed = micro_batch.clone(recurse=False)
+        tu.assign_non_tensor_stack(perturbed, "multi_modal_inputs", rows)
+        return perturbed
+
+    def _all_agree(self, mine: bool) -> bool:
+        answer = torch.tensor(float(mine), device=next(self.module.parameters()).device)
+        distributed.all_reduce(answer, op=distributed.ReduceOp.MIN, group=self.get_data_parallel_group())
+        return bool(answer)
+
+
+def _estimator(name: str) -> Any:
+    def estimator(
+        token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any, **more: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return advantages and returns, (N, T) each, with the signals of the batch."""
+        context = signal_context(f"The advantage estimator {name}")
+        base = core_algos.get_adv_estimator_fn(context.options.estimator)
+        taken = inspect.signature(base).parameters
+        if "norm_adv_by_std_in_grpo" in taken and more.get("config") is not None:
+            more["norm_adv_by_std_in_grpo"] = more["config"].get("norm_adv_by_std_in_grpo", True)
+        if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values()):
+            more = {key: value for key, value in more.items() if key in taken}
+        return estimate(
+            base, context, token_level_rewards=token_level_rewards, response_mask=response_mask, index=index, **more
+        )
+
+    return estimator
+
+
+def register() -> None:
+    """Register every name that is not registered yet."""
+    for name in ESTIMATORS:
+        if name not in core_algos.ADV_ESTIMATOR_REGISTRY:
+            core_algos.register_adv_est(name)(_estimator(name))
+    for name in LOSSES:
+        if name not in core_algos.POLICY_LOSS_REGISTRY:
+            vanilla = core_algos.get_policy_loss_fn("vanilla")
+            core_algos.register_policy_loss(name)(with_terms(vanilla, core_algos.agg_loss, name))
+
+
+WEIGHTS = "token_weights"  # of a reward
+
+
+def read_options(config: Any) -> SignalOptions:
+    """Return the options under `algorithm.vgr` of a configuration of verl.
+
+    Raises:
+        ConfigError: an option is unknown, out of range, or means nothing in this run.
+    """
+    given = config.algorithm.get("vgr")
+    given = OmegaConf.to_container(given, resolve=True) if given is not None else {}
+    loss_mode = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
+    options = options_of(config.algorithm.adv_estimator, given, loss_mode)
+    if options.apply_to == "mask":
+        raise ConfigError(
+            "apply_to is mask, but the loss of verl casts response_mask to bool, which would drop the weights: leave "
+            "it at advantages."
+        )
+    correction = config.algorithm.get("rollout_correction")
+    measures = options.measures_attention or options.needs_dependency
+    if measures and correction is not None and correction.get("bypass_mode", False):
+        raise ConfigError(
+            "algorithm.rollout_correction.bypass_mode leaves out the pass that measures signals: switch it off."
+        )
+    return options
+
+
+class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
+    """verl's trainer, and around its steps what signals need.
+
+    `_compute_old_log_prob`: asks the engine to measure, and keeps what it measured along the responses.
+    `_compute_advantage`: sets that as the context of the registered estimators, and logs their metrics.
+    `_update_actor`: tells the engine which terms the loss has.
+    `_val_metrics_update`: leaves out token weights, of which verl would take means.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.signal_options = read_options(config)
+        super().__init__(config)
+
+    def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        options = self.signal_options
+        if not (options.measures_attention or options.needs_dependency):
+            return super()._compute_old_log_prob(batch, metrics)
+        batch.extra_info[KEY] = self._actor_context()
+        after = super()._compute_old_log_prob(batch, metrics)
+        for meta in (batch, after):
+            (meta.extra_info or {}).pop(KEY, None)
+        self._keep_along_responses(batch)
+        return after
+
+    def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        if any(not key.endswith("_0") for key in batch.keys):  # PROMPT_SESSION_OUTPUT
+            raise ConfigError(
+                "An agent loop has returned several outputs of one session, which the estimators of this library "
+                "would take for several completions: let it return one."
+            )
+        columns = self._columns(batch)
+        weights = self._token_weights(batch, columns.pop("response_mask"))
+        with set_signal_context(SignalContext(self.signal_options, columns, weights)) as context:
+            after = super()._compute_advantage(batch, metrics)
+        metrics.update(context.metrics)
+        return after
+
+    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        if self.config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla") in LOSSES:
+            batch.extra_info[KEY] = self._actor_context()
+        after = super()._update_actor(batch, metrics)
+        (after.extra_info or {}).pop(KEY, None)
+        return after
+
+    def _val_metrics_update(
+        self, data_sources: Any, sample_uids: Any, reward_extra_infos_dict: Mapping[str, Any], *rest: Any, **more: Any
+    ) -> Any:
+        infos = {name: values for name, values in reward_extra_infos_dict.items() if name != WEIGHTS}
+        return super()._val_metrics_update(data_sources, sample_uids, infos, *rest, **more)
+
+    def _actor_context(self) -> dict[str, Any]:
+        """What the engine gets with a batch: options, and what only the processor knows."""
+        processor = self.processor if self.processor is not None else self.tokenizer
+        return actor_context(self.signal_options, int(self.global_steps), processor)
+
+    def _keep_along_responses(self, batch: Any) -> None:
+        """Cut the columns, which the engine returns along whole sequences, to the responses."""
+        data = _get(batch, [*COLUMNS, "response_mask"])
+        found = {name: response_from_nested(data[name], data["response_mask"]) for name in COLUMNS if name in data}
+        if found:
+            fields = TensorDict(found, batch_size=len(batch))
+            tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+
+    def _columns(self, batch: Any) -> dict[str, torch.Tensor]:
+        data = _get(batch, [*COLUMNS, "entropy", "old_log_probs", "response_mask"])
+        found = {name: value.to_padded_tensor(0) for name, value in data.items() if name != "response_mask"}
+        if "entropy" in found:
+            found["entropies"] = found.pop("entropy")
+        return {**found, "response_mask": data["response_mask"].to_padded_tensor(0)}
+
+    def _token_weights(self, batch: Any, response_mask: torch.Tensor) -> torch.Tensor | None:
+        """`token_weights` among what the reward returned beside the score, None if no row has them."""
+        if not self.signal_options.token_weights:
+            return None
+        data = _get(batch, ["extra_fields"])
+        fields: Sequence[Any] = list(data["extra_fields"]) if "extra_fields" in data else []
+        infos = [(getattr(each, "data", each) or {}).get("reward_extra_info") or {} for each in fields]
+        rows = [info.get(WEIGHTS) for info in infos]
+        return None if all(row is None for row in rows) else as_weights(rows, response_mask)
+
+
+def _get(batch: Any, fields: list[str]) -> Any:
+    return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+
+
+# verl 0.9.1 asks an installed TRL for a class with a value head, which TRL 1.16 has no more, and stops without it.
+#
+# The class is patched there for critics of long ago and not used; so `is_trl_available` answers that there is no TRL.
+# Removable when verl asks for the class only where there is one.
+monkey_patch.is_trl_available = lambda: False
 
 MODE, VENDOR, TESTED = "vgr_sync", "vgr", "0.9.1"
 
 if version("verl") != TESTED:
     warnings.warn(f"verl {version('verl')} is installed; vgr_trl is tested with verl {TESTED}.", stacklevel=2)
-hide_newer_trl()
-registered.register()
+register()
 if MODE not in TRAINER_REGISTRY:
     register_trainer(MODE)(SignalTrainer)
     EngineRegistry.register(
