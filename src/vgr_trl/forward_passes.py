@@ -29,13 +29,13 @@ from vgr_trl.efficiency.loss_mask import (
     trim,
 )
 from vgr_trl.efficiency.vision_cache import tower_trains
-from vgr_trl.measure import measure_pass, shift_of_pass, take_hidden
+from vgr_trl.measure import measure_pass, shift_of_pass
 from vgr_trl.rollout import Rollout, TrainingPass
 from vgr_trl.sampling import OLD_LOGPS
 from vgr_trl.sharing.model_support import base_of, causal_model, is_compiled
 from vgr_trl.sharing.prefix_forward import find_groups, has_images, is_image_token
 from vgr_trl.sharing.sharing import shuffle_by_group, whole_groups
-from vgr_trl.signals.scoring import leaves_rows_out, policy_is_active
+from vgr_trl.signals.scoring import leaves_rows_out, policy_is_active, take_hidden
 from vgr_trl.utils import DataError, NotFiniteError, patched_attribute
 
 if TYPE_CHECKING:

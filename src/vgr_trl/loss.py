@@ -1,16 +1,37 @@
 """Loss terms beside TRL's: KL divergences of all kinds, perception loss, entropy penalty; and signs of a collapse.
 
 Terms are per token, (N, T), and 0 on invalid tokens: the caller sums and divides them as it does its policy loss.
+`KLControl` and `added_loss` are those of a run of `DAPOTrainer`; nothing here needs TRL to be imported.
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from statistics import mean
+from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import Accelerator
+from peft.utils import AuxiliaryTrainingWrapper
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.utils import logging
 
+from vgr_trl.batch import joined, scoring_inputs, valid_tokens
+from vgr_trl.checkpoints import load_shares, save_share
+from vgr_trl.metrics import Totals
+from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.signals.dependency import visual_dependency
-from vgr_trl.utils import ConfigError, DataError
+from vgr_trl.signals.scoring import Head, HiddenStateHook
+from vgr_trl.utils import ConfigError, DataError, patched_attribute
+
+if TYPE_CHECKING:
+    from vgr_trl.dapo_config import DAPOConfig
+    from vgr_trl.rollout import Rollout, TrainingPass
+    from vgr_trl.trainer import DAPOTrainer
+
+logger = logging.get_logger(__name__)
 
 KINDS = ("kl", "abs", "mse", "low_var_kl", "full")
 _LARGEST = 10.0  # of `low_var_kl`
@@ -179,6 +200,236 @@ def entropy_penalty(logps: torch.Tensor, mask: torch.Tensor, coefficient: float 
         (N, T) float32, the loss of each token, 0 outside `mask`; its mean over the valid tokens is the penalty.
     """
     return coefficient * surprisal(logps, mask)
+
+
+class FullKL:
+    """Takes hidden states through the heads of two models, some positions at a time.
+
+    Attributes:
+        hook: keeps the hidden states.
+
+    Args:
+        reference: None: the policy without its adapter, which must leave the head as it is.
+
+    Raises:
+        ConfigError: the adapter changes the head.
+    """
+
+    def __init__(self, policy: nn.Module, reference: nn.Module | None, temperature: float) -> None:
+        causal = causal_model(policy)
+        if reference is None and isinstance(causal.get_output_embeddings(), AuxiliaryTrainingWrapper):
+            raise ConfigError(
+                "kl_penalty is full with an adapter that trains the model's head, which the reference would have too: "
+                "leave the head out of modules_to_save, or use low_var_kl."
+            )
+        self._policy, self._reference = causal, causal if reference is None else causal_model(reference)
+        self._temperature, self.hook = temperature, HiddenStateHook()
+
+    def between(self, hidden: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return the divergence at every position (N, T), 0 where `mask` is False; with gradients of the policy.
+
+        Args:
+            hidden: (N, T', D) of the policy; T' is T, or less if the others are not in the mask.
+            reference: (N, T, D).
+            mask: (N, T) bool.
+        """
+        found = torch.zeros(mask.shape, device=hidden.device)
+        mine = hidden[mask[:, : hidden.size(1)]]  # (K, D)
+        heads = Head(self._policy, self.hook.output_type), Head(self._reference, self.hook.output_type)
+        size = heads[0].positions_at_a_time(hidden.device)
+        parts = [
+            checkpoint(self._of_positions, *heads, *part, use_reentrant=False)
+            for part in zip(mine.split(size), reference[mask].split(size), strict=True)
+        ]
+        return found.masked_scatter(mask, torch.cat(parts)) if len(mine) else found
+
+    def _of_positions(
+        self, policy: Head, reference: Head, hidden: torch.Tensor, reference_hidden: torch.Tensor
+    ) -> torch.Tensor:
+        logits = policy.logits(hidden).float() / self._temperature
+        with torch.no_grad():
+            theirs = reference.logits(reference_hidden.to(hidden.dtype)).float() / self._temperature
+        return kl_penalty(logits.unsqueeze(0), theirs.unsqueeze(0), "full").squeeze(0)
+
+
+def kl_penalty_reward(
+    completions: list[Any], kl_penalty: list[float] | None = None, **columns: Any
+) -> list[float | None]:
+    """Return what the KL takes from each completion's reward, None without a reference pass (in evaluation)."""
+    return [None] * len(completions) if kl_penalty is None else list(kl_penalty)
+
+
+PENALTY = kl_penalty_reward.__name__
+
+
+def with_reference(owner: Any, args: "DAPOConfig") -> AbstractContextManager[None]:
+    """Let TRL build a reference, or score by it, in this block if a KL needs it: it does so where `beta` is not 0."""
+    return patched_attribute(owner, "beta", 1.0) if args.kl_coef > 0 else nullcontext()
+
+
+class KLControl:
+    """Takes the KL of a run from its rewards, or adds it to its loss, and lets the coefficient follow.
+
+    Attributes:
+        penalises, in_loss: which of the two it does, if any.
+    """
+
+    def __init__(self, args: "DAPOConfig", accelerator: Accelerator, full: FullKL | None) -> None:
+        self.args, self.accelerator, self.full = args, accelerator, full
+        self.penalises, self.in_loss = args.penalises_kl, args.has_kl_loss
+        self.is_adaptive = args.kl_coef > 0 and args.kl_type == "adaptive"
+        self.controller: AdaptiveKLController | FixedKLController = FixedKLController(args.kl_coef)
+        if self.is_adaptive:
+            self.controller = AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
+        self._sum, self._completions, self._largest = 0.0, 0, -math.inf  # since the last update
+
+    def penalise(self, rollout: "Rollout") -> tuple[dict[str, list[Any]], dict[str, float]]:
+        """Return the column that `kl_penalty_reward` reads, and metrics; both empty where there is no penalty.
+
+        Args:
+            rollout: scored by the policy and its reference; keeps the penalty of each token.
+        """
+        if not self.penalises or rollout.reference_logps is None:
+            return {}, {}
+        assert rollout.signals is not None
+        mask = rollout.signals.mask.bool()
+        if self.full is None:
+            kl = self._kl(rollout.signals.logps, rollout.reference_logps, mask)  # (N, T)
+        else:
+            assert rollout.hidden is not None
+            assert rollout.reference_hidden is not None
+            with torch.no_grad():
+                kl = self.full.between(rollout.hidden, rollout.reference_hidden, mask)
+            rollout.reference_hidden = None
+        rollout.kl_penalty = -self.controller.coefficient * kl
+        return {"kl_penalty": rollout.kl_penalty.sum(dim=1).tolist()}, self._measured(kl, mask)
+
+    def without_unscored(self, rewards: torch.Tensor) -> torch.Tensor:
+        """Return rewards (N of all, F) in which a completion that no other reward applies to has no penalty either.
+
+        Args:
+            rewards: the last column is that of the penalty, where there is one.
+        """
+        if not self.penalises:
+            return rewards
+        unscored = rewards[:, :-1].isnan().all(dim=1)
+        penalties = rewards[:, -1].masked_fill(unscored, torch.nan)
+        return torch.cat([rewards[:, :-1], penalties.unsqueeze(1)], dim=1)
+
+    def keep_reference(self, rollout: "Rollout") -> None:
+        """Put the reference's hidden states into the batch of a scored rollout, if a loss over all words needs them."""
+        if self.full is not None and rollout.reference_hidden is not None:
+            rollout.batch["reference_hidden"] = rollout.reference_hidden.transpose(1, 2).contiguous()  # (N, D, T)
+        rollout.reference_hidden = None
+
+    def term(self, passed: "TrainingPass", mask: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return the loss of every token of a micro-batch (N, T), 0 outside its mask, and metrics."""
+        assert passed.logps is not None
+        mask, coefficient = mask.bool(), self.controller.coefficient
+        if self.full is None:
+            kl = self._kl(passed.logps, passed.inputs["ref_per_token_logps"], mask)
+        else:
+            assert passed.hidden is not None
+            kl = self.full.between(passed.hidden, passed.inputs["reference_hidden"].transpose(1, 2), mask)
+        metrics = self._measured(kl.detach(), mask)
+        if self.accelerator.sync_gradients:
+            metrics |= self.update()
+        return coefficient * kl, metrics
+
+    def _kl(self, logps: torch.Tensor, reference_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return kl_penalty(logps.masked_fill(~mask, 0), reference_logps.masked_fill(~mask, 0), self.args.kl_penalty)
+
+    def _measured(self, kl: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
+        totals, accelerator = Totals(), self.accelerator
+        totals.add_mean("kl/mean", kl, mask)
+        totals.add_largest("kl/max", kl, mask)
+        means = kl.sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # (N,)
+        totals.add_mean("kl/completion", means, mask.any(dim=1))
+        metrics = totals.metrics(accelerator.gather)
+        largest, mean = metrics.pop("kl/max"), metrics["kl/completion"]
+        if not math.isnan(mean):
+            rows = len(kl) * accelerator.num_processes
+            self._sum += mean * rows
+            self._completions += rows
+            self._largest = max(self._largest, largest)
+        return metrics
+
+    def update(self) -> dict[str, float]:
+        """Let the coefficient follow the completions since the last update; return metrics."""
+        metrics = {"kl/coefficient": self.controller.coefficient}
+        if self._completions:
+            self.controller.update(self._sum / self._completions, self._completions)
+            metrics["kl/max"] = self._largest
+        self._sum, self._completions, self._largest = 0.0, 0, -math.inf
+        return metrics
+
+    def save(self, folder: Path) -> None:
+        """Write an adaptive coefficient into a checkpoint."""
+        if self.is_adaptive:
+            index, count = self.accelerator.process_index, self.accelerator.num_processes
+            save_share(dict(self.controller.state_dict()), folder, index, count, "kl")
+
+    def load(self, folder: Path) -> None:
+        """Continue with the coefficient of a checkpoint, which any number of processes may have written."""
+        if not self.is_adaptive:
+            return
+        if shares := load_shares(folder, "kl"):
+            self.controller.load_state_dict(shares[0])
+        elif self.accelerator.is_main_process:
+            logger.warning(f"{folder} was saved without an adaptive KL coefficient, which starts at kl_coef.")
+
+
+def added_loss(trainer: "DAPOTrainer", passed: "TrainingPass") -> tuple[torch.Tensor | float, dict[str, float]]:
+    """Return the terms of a micro-batch that are no advantages, averaged as TRL averages its own loss, and metrics."""
+    args, accelerator, totals = trainer.args, trainer.accelerator, Totals()
+    mask, terms, metrics = valid_tokens(passed.inputs), list[torch.Tensor](), dict[str, float]()  # terms (N, T) each
+    assert passed.logps is not None
+    if args.use_entropy_penalty:
+        terms.append(entropy_penalty(passed.logps, mask, args.entropy_penalty_coef))
+        totals.add_mean("entropy_penalty", terms[0].detach(), mask.bool())
+    if args.perception_loss_weight > 0 or args.der_loss_weight1 > 0 or args.der_loss_weight2 > 0:
+        terms.append(_perception_term(trainer, passed, mask, totals))
+    if trainer.kl.in_loss:
+        term, metrics = trainer.kl.term(passed, mask)
+        terms.append(term)
+    if not terms:
+        return 0.0, metrics
+    from vgr_trl.patches import average_as_loss  # imports TRL, without which the formulas above are used too
+
+    average = average_as_loss(
+        torch.stack(terms).sum(dim=0),
+        mask,
+        passed.inputs,
+        args,
+        accumulation_steps=trainer.current_gradient_accumulation_steps,
+        num_processes=accelerator.num_processes,
+    )
+    return average, metrics | totals.metrics(accelerator.gather)
+
+
+def _perception_term(
+    trainer: "DAPOTrainer", passed: "TrainingPass", mask: torch.Tensor, totals: Totals
+) -> torch.Tensor:
+    """The perception loss of every token (N, T), the one term that takes a further pass, through perturbed images."""
+    args, inputs, logps = trainer.args, passed.inputs, passed.logps
+    assert logps is not None
+    perturbed_logps = logps
+    if args.uses_perception_loss:
+        pixels = inputs.get("perturbed_pixel_values")
+        perturbed = scoring_inputs(inputs if pixels is None else inputs | {"pixel_values": joined(pixels)})
+        score = trainer._get_per_token_logps_and_entropies
+        perturbed_logps, entropies, _ = score(passed.model, **perturbed, compute_entropy=True)
+        divergence = perception_divergence(logps.detach(), perturbed_logps.detach(), mask)
+        totals.add_mean("perturbed_entropy", entropies.detach(), mask.bool())
+        totals.add_mean("perception_loss", -divergence, mask.bool())
+    return perception_loss(
+        logps,
+        perturbed_logps,
+        mask,
+        coefficient=args.perception_loss_weight,
+        entropy_coefficient=args.der_loss_weight1,
+        perturbed_entropy_coefficient=args.der_loss_weight2,
+    )
 
 
 # What PAPO (https://huggingface.co/papers/2507.06448) calls early signs of KL hacking: the perception loss is won by

@@ -1,9 +1,9 @@
 """What has to be measured of a rollout for these options, and the passes that measure it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +31,7 @@ from vgr_trl.data.images import COLUMNS, Box, boxes_of
 from vgr_trl.data.prompts import texts_of
 from vgr_trl.registries import BLIND_ANSWERS, VIEW, is_late, measurements, needs_of
 from vgr_trl.rollout import ConstructedTrainer, Rollout
-from vgr_trl.sharing.model_support import base_of, causal_model
+from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.signals.attention import AttentionProbe, count_attention_layers, find_decoder, why_not_measurable
 from vgr_trl.signals.dependency import visual_dependency
 from vgr_trl.signals.named import (
@@ -58,9 +58,9 @@ from vgr_trl.signals.ratios import (
     vision_token_ids,
 )
 from vgr_trl.signals.regions import drawn, in_region, lit_share, token_shares
-from vgr_trl.signals.scoring import Head
+from vgr_trl.signals.scoring import Head, take_hidden
 from vgr_trl.signals.similarity import SimilarityProbe, decoder_layers, hidden_state_number
-from vgr_trl.utils import ConfigError, patched_attribute
+from vgr_trl.utils import ConfigError
 
 if TYPE_CHECKING:
     from vgr_trl.trainer import DAPOTrainer
@@ -228,57 +228,6 @@ def data_has_images(trainer: ConstructedTrainer) -> bool:
         getattr(dataset, "column_names", None) is None or image_columns(dataset)
         for _, dataset in named_datasets(trainer)
     )
-
-
-class HiddenStateHook:
-    """Keeps the hidden states of the positions that emit completions, in the latest block.
-
-    Args:
-        make: of hidden states (N, T, D), what is kept, (N, T, …); None: themselves.
-        reads: whether the passes of a model are read; None: those of all.
-
-    Attributes:
-        output_type: class of what base models return.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        reads: Callable[[nn.Module], bool] | None = None,
-    ) -> None:
-        self._make, self._reads = make, reads
-        self._found: list[torch.Tensor] = []
-        self.output_type: Any = None
-
-    @contextmanager
-    def around(self, model: nn.Module, completion_length: int) -> Iterator[None]:
-        """Read passes of this block, over completions of T tokens."""
-        if self._reads is not None and not self._reads(model):
-            yield
-            return
-        base = base_of(causal_model(model))
-        plain, self._found = base.forward, []
-
-        @wraps(plain)
-        def read(*args: Any, **kwargs: Any) -> Any:
-            outputs = plain(*args, **kwargs)
-            self.output_type = type(outputs)
-            hidden = outputs.last_hidden_state[:, -completion_length - 1 : -1]  # (N, T, D)
-            self._found.append(hidden if self._make is None else self._make(hidden))
-            return outputs
-
-        with patched_attribute(base, "forward", read):
-            yield
-
-    def take(self) -> torch.Tensor | None:
-        """Return what was read in the latest block of which something was, once."""
-        found, self._found = self._found, []
-        return torch.cat(found) if found else None
-
-
-def take_hidden(hook: HiddenStateHook | None) -> torch.Tensor | None:
-    """Return what a hook has read, None without one."""
-    return None if hook is None else hook.take()
 
 
 # The pass that measures the completions of a rollout, and what rewards get of it

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 from trl.data_utils import prepare_multimodal_messages
 
-from vgr_trl.added_loss import kl_penalty_reward
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.columns import IMAGE_COLUMNS, PLACE, image_columns, images_of, undecoded
 from vgr_trl.data.images import COLUMNS as BOX_COLUMNS
@@ -21,7 +20,7 @@ from vgr_trl.data.images import box_problem, fitted_by
 from vgr_trl.data.prompts import refuse_named_files, special_problem, special_tokens
 from vgr_trl.data.rows import Sieve, SkippedRow, drop_long_prompts, prepare_rows, scan, skipped_rows
 from vgr_trl.efficiency.vision_cache import VisionCache
-from vgr_trl.loss import coefficient_warning
+from vgr_trl.loss import coefficient_warning, kl_penalty_reward
 from vgr_trl.measure import Measurement, named_datasets
 from vgr_trl.options import unused_options
 from vgr_trl.patches import close_group_at_exit, give_timeout, suppress_image_tokens

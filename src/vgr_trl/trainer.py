@@ -12,7 +12,6 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer import grpo_trainer
 
-from vgr_trl.added_loss import FullKL, KLControl, added_loss, constructed_with_reference, scored_by_reference
 from vgr_trl.batch import Prompts, valid_tokens, with_perturbed_rows
 from vgr_trl.callbacks import CollapseWatch, FiniteUpdates, guard_trackers
 from vgr_trl.checkpoints import ResumableTrainer
@@ -23,8 +22,8 @@ from vgr_trl.data.images import ReadOnce, reads_alike
 from vgr_trl.efficiency.vision_cache import images_processed_once
 from vgr_trl.forward_passes import loss_in_parts, scoring_pass, shuffle_rows, training_pass
 from vgr_trl.generation import blind_answers, finish_noise, generate, sampled
+from vgr_trl.loss import FullKL, KLControl, added_loss, with_reference
 from vgr_trl.measure import (
-    HiddenStateHook,
     data_has_images,
     plan_measurement,
     score_completions,
@@ -64,7 +63,7 @@ from vgr_trl.sampling import FurtherPrompts, Replay, ZeroVarianceStreak, select_
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.sharing.sharing import SharedPasses
 from vgr_trl.signals.named import SINGLE_COLUMNS, unmeasured
-from vgr_trl.signals.scoring import head_of_rows
+from vgr_trl.signals.scoring import HiddenStateHook, head_of_rows
 from vgr_trl.utils import RewardError, check_release, patched_attribute
 from vgr_trl.validate import is_sharded, plan_dummy_image, plan_features, plan_vision, refuse_unfit_options
 
@@ -116,7 +115,8 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         self._rollouts: list[Rollout] = []  # the current one, behind those it is a further round of
         self._pass: TrainingPass | None = None
         self._rewards_with_nan: set[str] = set()
-        with constructed_with_reference(args):
+        weights = args.reward_weights and args.reward_weights + [1.0] * args.penalises_kl
+        with with_reference(args, args), patched_attribute(args, "reward_weights", weights):
             super().__init__(model, rewards, args, *rest, **options)
         self.beta = args.beta
         make_ready(self, options.get("peft_config"))
@@ -281,7 +281,8 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             if self.model.training:
                 with self.clock.stage("choose"):
                     self._log_metrics(select_groups(self, rollout))
-                    self._log_metrics(self.kl.end_rollout())
+                    if self.kl.penalises:
+                        self._log_metrics(self.kl.update())
                     if self.critic is not None:
                         self._log_metrics(self.critic.estimate(rollout))
                     advantages = rollout.batch["advantages"]  # (N,), with a critic (N, T)
@@ -293,7 +294,8 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
     def generate_and_score(self, rollout: Rollout) -> None:
         """Fill in a rollout by TRL's generation, scoring and rewards, and when training by perturbed images."""
         once = images_processed_once(self.processing_class)
-        with images_logged_by_all(self, rollout.rows), scored_by_reference(self), once:
+        reference = with_reference(self, self.args) if self.model.training else nullcontext()
+        with images_logged_by_all(self, rollout.rows), reference, once:
             rollout.batch = super()._generate_and_score_completions(rollout.rows)
         if not self.model.training:
             return

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import GenerationConfig
 from trl.trainer import utils
 
-from vgr_trl.added_loss import what_reads_every_token
 from vgr_trl.config import SWITCHES
+from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.efficiency.loss_mask import why_padding_counts
 from vgr_trl.efficiency.vision_cache import VisionCache, parts_of_tower, tower_trains, why_not_once
 from vgr_trl.forward_passes import DummyImage
@@ -99,6 +99,23 @@ def _why_not_train(trainer: ConstructedTrainer) -> str | None:
     if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version == 1:
         return "the first version of FSDP"
     return None
+
+
+def what_reads_every_token(args: DAPOConfig) -> str | None:
+    """Return the option by which tokens that have no advantage are trained on too, a term of the loss or a critic."""
+    terms = {
+        "beta": args.beta != 0,
+        "entropy_coef": args.entropy_coef != 0,
+        "use_adaptive_entropy": args.use_adaptive_entropy,
+        "top_entropy_quantile": args.top_entropy_quantile < 1,
+        "use_entropy_penalty": args.use_entropy_penalty,
+        "perception_loss_weight": args.perception_loss_weight > 0,
+        "der_loss_weight1": args.der_loss_weight1 > 0,
+        "der_loss_weight2": args.der_loss_weight2 > 0,
+        "kl_coef": args.has_kl_loss,
+        "advantage_estimator": args.uses_critic,
+    }
+    return next((name for name, is_on in terms.items() if is_on), None)
 
 
 def plan_dummy_image(trainer: ConstructedTrainer, has_images: bool) -> DummyImage | None:

@@ -8,9 +8,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from vgr_trl import DAPOConfig
-from vgr_trl.added_loss import PENALTY, FullKL, what_reads_every_token
 from vgr_trl.batch import scoring_inputs, valid_tokens
+from vgr_trl.loss import PENALTY, FullKL
 from vgr_trl.utils import ConfigError
+from vgr_trl.validate import what_reads_every_token
 
 OPTIONS = {
     "per_device_train_batch_size": 4,

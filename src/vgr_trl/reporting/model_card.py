@@ -8,9 +8,9 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from vgr_trl.added_loss import PENALTY
 from vgr_trl.config import AliasOptions, EfficiencyOptions, EvaluateOptions, ReportOptions
 from vgr_trl.dapo_config import DAPOConfig
+from vgr_trl.loss import PENALTY
 from vgr_trl.options import options_in_effect
 from vgr_trl.rollout import ConstructedTrainer
 

@@ -1,11 +1,12 @@
 """Log-probabilities, entropies and attention of completions, with any model: `RolloutScorer`.
 
-`Head` makes log-probabilities of hidden states, few positions at a time.
+`Head` makes log-probabilities of hidden states, few positions at a time; `HiddenStateHook` keeps those of a pass.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import wraps
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from vgr_trl.batch import (
     with_completion_types,
 )
 from vgr_trl.sharing.model_support import (
+    base_of,
     causal_model,
     changed_hidden_states,
     has_sharded_parameters,
@@ -155,6 +157,57 @@ def _entropies(logps: torch.Tensor) -> torch.Tensor:
     # A forbidden token has the logit -inf and adds nothing.
     sums: torch.Tensor = torch.linalg.vecdot(probabilities, logps.clamp_(min=torch.finfo(logps.dtype).min))
     return -sums
+
+
+class HiddenStateHook:
+    """Keeps the hidden states of the positions that emit completions, in the latest block.
+
+    Args:
+        make: makes what is kept, (N, T, …), of hidden states (N, T, D); None: they are kept themselves.
+        reads: whether the passes of a model are read; None: those of every model are.
+
+    Attributes:
+        output_type: class of what base models return.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        reads: Callable[[nn.Module], bool] | None = None,
+    ) -> None:
+        self._make, self._reads = make, reads
+        self._kept: list[torch.Tensor] = []
+        self.output_type: Any = None
+
+    @contextmanager
+    def around(self, model: nn.Module, completion_length: int) -> Iterator[None]:
+        """Read the passes of this block, over completions of T tokens."""
+        if self._reads is not None and not self._reads(model):
+            yield
+            return
+        base = base_of(causal_model(model))
+        plain, self._kept = base.forward, []
+
+        @wraps(plain)
+        def read(*args: Any, **kwargs: Any) -> Any:
+            outputs = plain(*args, **kwargs)
+            self.output_type = type(outputs)
+            hidden = outputs.last_hidden_state[:, -completion_length - 1 : -1]  # (N, T, D)
+            self._kept.append(hidden if self._make is None else self._make(hidden))
+            return outputs
+
+        with patched_attribute(base, "forward", read):
+            yield
+
+    def take(self) -> torch.Tensor | None:
+        """Return what the latest block read, and forget it; None if it read nothing."""
+        kept, self._kept = self._kept, []
+        return torch.cat(kept) if kept else None
+
+
+def take_hidden(hook: HiddenStateHook | None) -> torch.Tensor | None:
+    """Return what a hook has read, None without one."""
+    return None if hook is None else hook.take()
 
 
 @contextmanager

@@ -81,7 +81,7 @@ ASSUMPTIONS = [
     ),
     Assumption(
         "the head looks its base model up at each call",
-        f"{HEADS}, signals/scoring.py, added_loss.py",
+        f"{HEADS}, signals/scoring.py, loss.py",
         looks_the_backbone_up,
         (UTILS, "backbone_outputs = getattr(self, backbone_attr)(", "backbone_outputs = backbone("),
     ),
@@ -99,7 +99,7 @@ ASSUMPTIONS = [
     ),
     Assumption(
         "policy and reference get the head with the temperature of the run, the policy also entropies",
-        "added_loss.py, rollout.py",
+        "loss.py, rollout.py",
         heads_at_the_temperature_of_the_run,
         (TRAINER, "self.ref_model, temperature=self.temperature", "self.ref_model, temperature=1.0"),
     ),

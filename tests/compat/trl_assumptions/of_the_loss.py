@@ -75,7 +75,7 @@ ASSUMPTIONS = [
     ),
     Assumption(
         "a pass gives log-probabilities, entropies and a router's loss, in this order",
-        "forward_passes.py, added_loss.py",
+        "forward_passes.py, loss.py",
         of_the_method("per_token_logps, entropies, aux_loss = self._get_per_token_logps_and_entropies("),
         (
             TRAINER,

@@ -145,7 +145,7 @@ ASSUMPTIONS = [
     ),
     Assumption(
         "a reference is built, and scores rollouts, where beta is not 0 at that time",
-        "added_loss.py",
+        "loss.py",
         lambda source: (
             says(source.method("__init__"), "if self.beta == 0.0:")
             and says(rollout(source), "if self.beta != 0.0:", "output['ref_per_token_logps'] = ref_per_token_logps")

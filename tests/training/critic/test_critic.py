@@ -7,9 +7,9 @@ import torch
 from peft import LoraConfig
 
 from vgr_trl import DAPOConfig
-from vgr_trl.added_loss import what_reads_every_token
 from vgr_trl.batch import scoring_inputs
 from vgr_trl.utils import ConfigError
+from vgr_trl.validate import what_reads_every_token
 
 OPTIONS = {
     "per_device_train_batch_size": 4,
