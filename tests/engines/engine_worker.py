@@ -48,13 +48,12 @@ class Case:
     without_images: bool = False
 
 
-# Which prompts are drawn again decides how close to ties the ranks of a group are, so these cases replay only.
 REPLAYED = {name: value for name, value in EVERYTHING.items() if not name.startswith("dynamic_sampling")}
 GAE = {"advantage_estimator": "gae", "lam": 0.9, "critic_learning_rate": 1e-2, "token_weights": True}
 CASES = {
     "everything": Case(),
     "mixed": Case(REPLAYED, without_images=True),
-    "mixed lora": Case(REPLAYED, lora=True, without_images=True),
+    "mixed lora": Case(lora=True, without_images=True),
     "lora": Case(lora=True),
     "remax": Case({"advantage_estimator": "remax"}, (accuracy_reward,)),
     "critic head": Case(GAE | {"critic": "head"}, (accuracy_reward,)),

@@ -11,7 +11,7 @@ from vgr_trl.rewards.accuracy import accuracy_reward
 from vgr_trl.rewards.groups import needs_whole_groups, read_num_generations
 from vgr_trl.utils import RewardError
 
-_SMALLEST_SPREAD = 1e-8
+_SMALLEST_SPREAD = 1e-5  # of Q3: equal completions of a group differ by the rounding of float32, 1e-7 to 1e-6
 
 
 @needs_whole_groups("vgr")
@@ -29,8 +29,8 @@ def vgr_reward(
         kwargs: what else TRL passes.
 
     Returns:
-        N rewards in [0, 1]: 0.5 where the group's values do not differ (Q3 - Q1 < 1e-8) or fewer than 2 are finite, 0
-        for inf, None where VGR is undefined.
+        N rewards in [0, 1]: 0.5 where the group's values do not differ (Q3 - Q1 <= 1e-5 Q3) or fewer than 2 are finite,
+        0 for inf, None where VGR is undefined.
 
     Raises:
         RewardError: the values are not those of whole groups.
@@ -161,7 +161,9 @@ def _ranks(group: Sequence[float | None]) -> list[float | None]:
             return None
         if math.isinf(value):
             return 0.0
-        return 0.5 if third - first < _SMALLEST_SPREAD else min(max((third - value) / (third - first), 0.0), 1.0)
+        if third - first <= _SMALLEST_SPREAD * third:
+            return 0.5
+        return min(max((third - value) / (third - first), 0.0), 1.0)
 
     return [rank(value) for value in group]
 
