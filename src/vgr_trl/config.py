@@ -8,33 +8,12 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from vgr_trl import registries
 from vgr_trl.options import option
 from vgr_trl.registries import VIEW, Registry, needs_of, option_class, option_values, short_name
 from vgr_trl.utils import ConfigError
-
-if TYPE_CHECKING:
-    from vgr_trl.dapo_config import DAPOConfig
-
-__all__ = [
-    "AliasOptions",
-    "BlindOptions",
-    "CreditOptions",
-    "CriticOptions",
-    "DAPOConfig",
-    "EfficiencyOptions",
-    "EvaluateOptions",
-    "GroupOptions",
-    "KLOptions",
-    "MeasureOptions",
-    "NoisyOptions",
-    "PerturbationOptions",
-    "PluginOptions",
-    "ReportOptions",
-]
-
 
 # Other names of options, those of our users' scripts.
 
@@ -63,13 +42,11 @@ class AliasOptions:
     out_dir: str | None = option(None, "Alias of output_dir.")
     clip_ratio_low: float | None = option(None, "Alias of epsilon.", ge=0)
     clip_ratio_high: float | None = option(None, "Alias of epsilon_high.", ge=0)
-    clip_ratio_dual: float | None = option(None, "Alias of delta: largest ratio of a token with negative advantage "
-        "(dual clip), often 3.0.", ge=0)
-    loss_avg_mode: Literal["token", "sequence", "seq"] | None = option(None, "token: loss_type dapo, the mean over all "
-        "tokens; sequence (or seq): loss_type grpo.")
+    clip_ratio_dual: float | None = option(None, "Alias of delta, the dual clip, often 3.0.", ge=0)
+    loss_avg_mode: Literal["token", "sequence", "seq"] | None = option(None, "token: loss_type dapo, a mean over "
+        "tokens; sequence, seq: grpo.")
     late_reward_weights: list[float] | None = option(None, "Alias of reward_weights.")
-    use_segmented_reward_weights: bool = option(False, "Has no effect: early_reward_weights are used first wherever "
-        "they are given.")
+    use_segmented_reward_weights: bool = option(False, "Has no effect: early_reward_weights alone switch it on.")
     # fmt: on
 
     def resolve_aliases(self) -> None:
@@ -108,13 +85,12 @@ class PluginOptions:
     """What is added from outside; docs/extending.md says how."""
 
     # fmt: off
-    credit_rules: list[str] | None = option(None, f"Rules that give tokens their credit: {', '.join(RULES)}; vgpo, "
-        "pgpo, vepo, anchor_tokens (docs/recipes.md); those of installed packages, dotted paths or files "
-        "(my_rules.py:my_rule).")
-    signals: list[str] | None = option(None, "Signals per token that are measured, logged and given to rewards: names, "
-        "dotted paths or files (my_signals.py:my_signal).")
-    plugin_options: dict[str, Any] | str | None = option(None, "Options that credit rules, signals and "
-        "perturbations declare, as JSON, or as a mapping in a file.")
+    credit_rules: list[str] | None = option(None, f"Rules that give tokens credit: {', '.join(RULES)}; vgpo, pgpo, "
+        "vepo, anchor_tokens; names of plug-ins, dotted paths or files (my_rules.py:my_rule).")
+    signals: list[str] | None = option(None, "Signals per token to measure, log and give to rewards: names, dotted "
+        "paths or files (my_signals.py:my_signal).")
+    plugin_options: dict[str, Any] | str | None = option(None, "Options of credit rules, signals and perturbations, as "
+        "JSON or a mapping.")
     # fmt: on
 
     @property
@@ -192,56 +168,38 @@ class MeasureOptions(PluginOptions):
     """How much attention the generated tokens pay to the image and to the instruction."""
 
     # fmt: off
-    compute_attention_metrics: bool | None = option(None, "Log how attention is shared between image and instruction "
-        "(VGR, AEI, MDI balance, by segment of layers). None: wherever it can be.")
-    attention_source: Literal["scoring", "generate"] = option("scoring", "scoring: attention is measured in one pass "
-        "without gradients per rollout batch, with any kernel and any generation backend; generate: while transformers "
-        "generates, with eager attention.", needs="attention")
+    compute_attention_metrics: bool | None = option(None, "Log how attention is shared between image and instruction. "
+        "None: wherever it can be.")
+    attention_source: Literal["scoring", "generate"] = option("scoring", "scoring: attention is measured in a pass of "
+        "its own per rollout, with any kernel and backend; generate: while transformers generates, with eager "
+        "attention.", needs="attention")
     attention_segments: Literal["thirds", "ends"] = option("thirds", "thirds: early, middle and late thirds of the "
         "layers; ends: first, middle and last two.", needs="attention")
-    vision_token_ids: list[int] | None = option(None, "Ids of the image and video placeholder tokens. None: found from "
-        "the model and processor.", ge=0, needs="attention")
-    hidden_similarity_layer: int = option(-1, "Hidden states whose similarity to the image is taken: 0 is what enters "
-        "the first layer, -1 what the last one returns.", ge=-1000, needs="similarity")
-    hidden_similarity_over: Literal["max", "mean", "centre"] = option("max", "Similarity of a token's hidden state to "
-        "the image: max or mean of its cosines to the image tokens', or centre, the cosine to their mean.",
-        needs="similarity")
-    mdi_balance_ratio: float = option(2.0, "VGR (or its inverse) at which the MDI balance is 0; above 1.", gt=1,
-        needs="attention")
+    vision_token_ids: list[int] | None = option(None, "Ids of image and video placeholder tokens. None: the model's.",
+        ge=0, needs="attention")
+    hidden_similarity_layer: int = option(-1, "Layer whose hidden states are compared with those of the image; 0: what "
+        "enters the first, -1: the last.", ge=-1000, needs="similarity")
+    hidden_similarity_over: Literal["max", "mean", "centre"] = option("max", "Similarity of a hidden state to the "
+        "image: max or mean of its cosines to the image tokens', or centre: to their mean.", needs="similarity")
+    mdi_balance_ratio: float = option(2.0, "VGR (or inverse) at which the MDI balance is 0.", gt=1, needs="attention")
     # fmt: on
 
 
-def _unless_scored(args: Any) -> str | None:
-    return None if scoring_perturbations(args) else "nothing is measured on perturbed images"
+def _used_by(*names: str) -> Callable[[Any], str | None]:
+    """Return why an option of these perturbations is unused, or without names one of all that are scored."""
 
-
-def _unless_perturbed_by(*names: str) -> Callable[[Any], str | None]:
     def reason(args: Any) -> str | None:
-        used = scoring_perturbations(args) | set(getattr(args, "noisy_perturbations", ()))
+        used = scoring_perturbations(args) | set(getattr(args, "noisy_perturbations", ()) if names else ())
         if not used:
-            return _unless_scored(args)
-        return None if used & set(names) else f"images are perturbed by {' and '.join(sorted(used))}"
+            return "nothing is measured on perturbed images"
+        return None if not names or used & set(names) else f"images are perturbed by {' and '.join(sorted(used))}"
 
     return reason
 
 
-def _unless_own_scored(args: Any) -> str | None:
-    scored = scoring_perturbations(args)
-    if args.perturbation in scored:
-        return None
-    return _unless_scored(args) or f"images are perturbed by {' and '.join(sorted(scored))}"
-
-
-def _unless_dependency(args: Any) -> str | None:
-    return None if args.needs_dependency else "no credit rule and no signal reads the dependency"
-
-
 def _unless_views(args: Any) -> str | None:
-    return None if "views" in args.readers() else _unless_dependency(args)
-
-
-def _unless_several(args: Any) -> str | None:
-    return _unless_dependency(args) or (None if args.further_perturbations else "there are no further_perturbations")
+    reads = args.needs_dependency or "views" in args.readers()
+    return None if reads else "no credit rule and no signal reads the dependency"
 
 
 def scoring_perturbations(args: Any) -> set[str]:
@@ -255,33 +213,25 @@ class PerturbationOptions(PluginOptions):
 
     # fmt: off
     perturbation: str = option("blacken_patches", f"How images are perturbed: {', '.join(PERTURBATIONS)}, those of "
-        "installed packages, dotted paths or files (my_perturbations.py:my_perturbation).", needs=_unless_own_scored)
+        "installed packages, dotted paths or files (my_perturbations.py:my_perturbation).", needs=_used_by())
     further_perturbations: list[str] | None = option(None, "More perturbations for the dependency, in the same pass.",
         needs=_unless_views)
-    dependency_over: Literal["mean", "min"] = option("mean", "Of a token's dependencies under them, the mean or the "
-        "min.", needs=_unless_several)
-    patch_size: int = option(14, "Side of the squares of blacken_patches and shuffle_patches, in pixels.", ge=1,
-        needs=_unless_perturbed_by("blacken_patches", "shuffle_patches"))
-    black_prob: float = option(0.5, "Probability that a square is blackened.", ge=0, le=1,
-        needs=_unless_perturbed_by("blacken_patches"))
-    noise_std: float = option(189.0, "Standard deviation of add_gaussian_noise, on the scale 0 to 255.", ge=0, le=1e6,
-        needs=_unless_perturbed_by("add_gaussian_noise"))
-    blur_radius: float = option(6.0, "Radius of gaussian_blur, in pixels.", ge=0, le=1e6,
-        needs=_unless_perturbed_by("gaussian_blur"))
-    diffusion_steps: int = option(500, "Steps of diffusion_noise, 0 to 999.", ge=0, le=999,
-        needs=_unless_perturbed_by("diffusion_noise"))
-    crop_share: float = option(0.5, "Share of an image that crop_image keeps.", gt=0, le=1,
-        needs=_unless_perturbed_by("crop_image"))
-    mask_value: int = option(128, "Grey value of mask_image, 0 to 255.", ge=0, le=255,
-        needs=_unless_perturbed_by("mask_image"))
-    perturb_per: Literal["prompt", "completion"] = option("prompt", "prompt: the completions of a prompt share one "
-        "perturbed image; completion: one for each.", needs=_unless_scored)
-    perception_loss_weight: float = option(0.0, "Weight of the implicit perception loss of PAPO, its gamma (a gradient "
-        "pass of its own); 0: none.", ge=0)
-    der_loss_weight1: float = option(0.0, "Weight of the entropy term on the original image, eta 1 of PAPO's double "
-        "entropy.", ge=0)
-    der_loss_weight2: float = option(0.0, "Weight of the entropy term on the perturbed image, eta 2 of PAPO's double "
-        "entropy.", ge=0)
+    dependency_over: Literal["mean", "min"] = option("mean", "Of a token's dependencies under them, the mean or min.",
+        needs="further_perturbations")
+    patch_size: int = option(14, "Side of the squares, in pixels.", ge=1,
+        needs=_used_by("blacken_patches", "shuffle_patches"))
+    black_prob: float = option(0.5, "Probability of a black square.", ge=0, le=1, needs=_used_by("blacken_patches"))
+    noise_std: float = option(189.0, "Standard deviation of add_gaussian_noise, of 0 to 255.", ge=0, le=1e6,
+        needs=_used_by("add_gaussian_noise"))
+    blur_radius: float = option(6.0, "Radius of gaussian_blur.", ge=0, le=1e6, needs=_used_by("gaussian_blur"))
+    diffusion_steps: int = option(500, "Steps of diffusion_noise.", ge=0, le=999, needs=_used_by("diffusion_noise"))
+    crop_share: float = option(0.5, "Share that crop_image keeps.", gt=0, le=1, needs=_used_by("crop_image"))
+    mask_value: int = option(128, "Grey of mask_image, 0 to 255.", ge=0, le=255, needs=_used_by("mask_image"))
+    perturb_per: Literal["prompt", "completion"] = option("prompt", "The completions of a prompt share one perturbed "
+        "image, or have one each.", needs=_used_by())
+    perception_loss_weight: float = option(0.0, "Weight of PAPO's perception loss (one more gradient pass).", ge=0)
+    der_loss_weight1: float = option(0.0, "Weight of the entropy on the original image (eta 1 of PAPO).", ge=0)
+    der_loss_weight2: float = option(0.0, "Weight of the entropy on the perturbed image (eta 2 of PAPO).", ge=0)
     # fmt: on
 
     @property
@@ -338,22 +288,19 @@ class NoisyOptions(PerturbationOptions):
     """Completions sampled from a perturbed image (NoisyRollout, https://huggingface.co/papers/2504.13055)."""
 
     # fmt: off
-    noisy_generations: int = option(0, "Completions of each prompt that are sampled from a perturbed image and trained "
-        "on the clean one (NoisyRollout), 0 to num_generations.", ge=0)
-    noisy_perturbation: str = option("diffusion_noise", "How images are perturbed for noisy_generations, as "
-        "perturbation.", needs="noisy_generations")
-    noisy_importance: Literal["clean", "perturbed"] = option("clean", "Image of the old log-probabilities of "
-        "noisy_generations: clean, as published, or perturbed, of the policy that generated (one more scoring pass).",
+    noisy_generations: int = option(0, "Completions of a prompt sampled from a perturbed image and trained on the "
+        "clean one.", ge=0)
+    noisy_perturbation: str = option("diffusion_noise", "How their images are perturbed, as perturbation.",
         needs="noisy_generations")
+    noisy_importance: Literal["clean", "perturbed"] = option("clean", "Image of their old log-probabilities: as "
+        "published, or as generated (one more pass).", needs="noisy_generations")
     noisy_decay: Literal["none", "linear", "power", "exponential", "sigmoid"] = option("none", "How the noise falls "
-        "over the run: none, linear, power, exponential or sigmoid.", needs="noisy_generations")
-    noisy_decay_of: Literal["strength", "generations", "both"] = option("strength", "What noisy_decay lowers: "
-        "strength, generations, or both.", needs="noisy_decay!=none")
-    noisy_decay_coef: float = option(30.0, "c of noisy_decay, above 0: 1 - s^c (power), 1 - c^(steps left), with c "
-        "below 1 (exponential), 1 - sigmoid(c (s - midpoint)).", gt=0, le=1e6,
-        needs="noisy_decay=power|exponential|sigmoid")
-    noisy_decay_midpoint: float = option(40.0, "Step at which the sigmoid decay is 1/2.", ge=0,
-        needs="noisy_decay=sigmoid")
+        "over the run.", needs="noisy_generations")
+    noisy_decay_of: Literal["strength", "generations", "both"] = option("strength", "What noisy_decay lowers.",
+        needs="noisy_decay!=none")
+    noisy_decay_coef: float = option(30.0, "c of noisy_decay: 1 - s^c, 1 - c^(steps left), 1 - sigmoid(c (s - "
+        "midpoint)).", gt=0, le=1e6, needs="noisy_decay=power|exponential|sigmoid")
+    noisy_decay_midpoint: float = option(40.0, "Step of half the sigmoid decay.", ge=0, needs="noisy_decay=sigmoid")
     # fmt: on
 
     @property
@@ -399,16 +346,13 @@ def decay(kind: str, step: int, total: int, coefficient: float, midpoint: float)
         midpoint: step.
     """
     share = step / total
-    if kind == "none":
-        return 1.0
-    if kind == "linear":
-        left = 1 - share
-    elif kind == "power":
-        left = 1 - share**coefficient
-    elif kind == "exponential":
-        left = 1 - coefficient ** (total - step)
-    else:
-        left = 1 / (1 + math.exp(min(coefficient * (share - midpoint / total), 700)))
+    left = {
+        "none": lambda: 1.0,
+        "linear": lambda: 1 - share,
+        "power": lambda: 1 - share**coefficient,
+        "exponential": lambda: 1 - coefficient ** (total - step),
+        "sigmoid": lambda: 1 / (1 + math.exp(min(coefficient * (share - midpoint / total), 700))),
+    }[kind]()
     return float(min(max(left, 0.0), 1.0))
 
 
@@ -427,11 +371,10 @@ class BlindOptions:
     """How a question is asked again without its image (Vision-SR1, https://huggingface.co/papers/2508.19652)."""
 
     # fmt: off
-    blind_tag: str = option("description", "Tag of a completion between which it describes the image, for blind "
-        "answers.", needs="blind_answers")
+    blind_tag: str = option("description", "Tag around the image's description in a completion.", needs="blind_answers")
     blind_without_tag: Literal["wrong", "completion"] = option("wrong", "Blind answers of completions without a "
-        "description: wrong, or from the whole completion, as published.", needs="blind_answers")
-    blind_prompt: str = option(BLIND_PROMPT, "Prompt of a blind answer, a text with {description} and {question}.",
+        "description: wrong, or from all of it.", needs="blind_answers")
+    blind_prompt: str = option(BLIND_PROMPT, "Prompt of a blind answer, with {description} and {question}.",
         needs="blind_answers")
     # fmt: on
 
@@ -442,46 +385,30 @@ Estimator = Literal["grpo", "rloo", "remax", "reinforce_plus_plus", "grpo_passk"
 ESTIMATORS = get_args(Estimator)
 
 
-def _unless_groups_compared(args: Any) -> str | None:
-    if args.selects_groups or args.enable_trajectory_reweighting:
-        return None
-    return "replay_buffer_size, dynamic_sampling, online_filtering and enable_trajectory_reweighting are off"
-
-
-def _unless_zero_variance(args: Any) -> str | None:
-    if args.advantage_estimator == "gae" and not args.online_filtering:
-        return "advantage_estimator is gae, which has no zero-variance groups, and online_filtering is False"
-    return None
-
-
 @dataclass
 class GroupOptions:
     """How completions of a prompt are compared, and what happens to zero-variance groups, which have no gradient."""
 
     # fmt: off
-    advantage_estimator: Estimator = option("grpo",
-        f"How completions of a prompt are compared: {', '.join(ESTIMATORS)}.")
+    advantage_estimator: Estimator = option("grpo", "How completions of a prompt are compared.")
     replay_buffer_size: int = option(0, "Groups kept to replace zero-variance groups; 0: none.", ge=0)
-    replay_var_epsilon: float = option(1e-6, "Largest |advantage| (grpo: standard deviation of the rewards) of a "
-        "zero-variance group.", ge=0, needs=_unless_groups_compared)
-    filter_min_reward: float | None = option(None, "Mean reward that a group needs to enter the replay buffer. None: "
-        "any.", needs="replay_buffer_size")
-    replay_max_age: int | None = option(None, "Steps after which a group leaves the replay buffer. None: never.", ge=1,
+    replay_var_epsilon: float = option(1e-6, "Largest |advantage| (grpo: deviation of rewards) of a zero-variance "
+        "group.", ge=0,
+        needs="replay_buffer_size or dynamic_sampling or online_filtering or enable_trajectory_reweighting")
+    filter_min_reward: float | None = option(None, "Mean reward of groups in the buffer. None: any.",
+        needs="replay_buffer_size")
+    replay_max_age: int | None = option(None, "Steps that a group stays in the buffer. None: all.", ge=1,
         needs="replay_buffer_size")
     dynamic_sampling: Literal["resample"] | None = option(None, "resample: sample more prompts while there are "
-        "zero-variance groups. None: do not.", needs=_unless_zero_variance)
-    dynamic_sampling_max_rounds: int = option(3, "How often more prompts are sampled for a batch, at most.", ge=1,
-        needs="dynamic_sampling")
-    online_filtering: bool = option(False, "Drop groups whose mean of filter_key lies outside (filter_low, "
-        "filter_high).")
-    filter_key: str = option("accuracy", "Reward function, or a part of its name (accuracy for accuracy_reward), whose "
-        "unweighted values online filtering looks at; or overall, the weighted sum of all.", needs="online_filtering")
-    filter_mode: Literal["bounds", "quantile"] = option("bounds", "bounds: filter_low and filter_high are values of "
-        "filter_key; quantile: of the rollout's groups.", needs="online_filtering")
-    filter_low: float = option(0.01, "Lower bound of online filtering, exclusive; or quantile, inclusive.",
-        needs="online_filtering")
-    filter_high: float = option(0.99, "Upper bound of online filtering; the default fits rewards from 0 to 1.",
-        needs="online_filtering")
+        "zero-variance groups.", needs="advantage_estimator!=gae or online_filtering")
+    dynamic_sampling_max_rounds: int = option(3, "Most rounds of prompts per batch.", ge=1, needs="dynamic_sampling")
+    online_filtering: bool = option(False, "Drop groups whose mean filter_key is outside (filter_low, filter_high).")
+    filter_key: str = option("accuracy", "Reward function, or a part of its name, that online filtering looks at; or "
+        "overall, the weighted sum.", needs="online_filtering")
+    filter_mode: Literal["bounds", "quantile"] = option("bounds", "Whether filter_low and filter_high are values, or "
+        "quantiles of the rollout.", needs="online_filtering")
+    filter_low: float = option(0.01, "Exclusive lower bound of online filtering or quantile.", needs="online_filtering")
+    filter_high: float = option(0.99, "Upper bound of online filtering, or quantile.", needs="online_filtering")
     # fmt: on
 
     @property
@@ -490,34 +417,27 @@ class GroupOptions:
         return self.replay_buffer_size > 0 or self.dynamic_sampling is not None or self.online_filtering
 
 
-def _unless_weighted(args: Any) -> str | None:
-    soft = args.enable_perception_filtering and args.perception_weighting == "soft"
-    return None if args.token_weights or soft else "token_weights is False"
-
-
 @dataclass
 class CreditOptions(PluginOptions):
     """Which tokens get the advantage of their completion, and how much of it."""
 
     # fmt: off
     token_weights: bool = option(False, "Weigh tokens by how much they look at the image (VGR per token).")
-    token_weights_topk_ratio: float | None = option(None, "Share of tokens that keep a weight; the others get weight "
-        "1. None: all.", gt=0, le=1, needs="token_weights")
-    token_weights_clip: list[float] = option([0.2, 3.0], "Smallest and largest weight before normalisation, 0 <= low "
-        "<= 1 <= high.", ge=0, needs=_unless_weighted)
-    token_weights_smooth_sigma: float = option(0.0, "Standard deviation of the smoothing of weights along the tokens; "
-        "0: none.", ge=0, le=1e6, needs="token_weights")
+    token_weights_topk_ratio: float | None = option(None, "Share of tokens that keep a weight, the others get 1. None: "
+        "all.", gt=0, le=1, needs="token_weights")
+    token_weights_clip: list[float] = option([0.2, 3.0], "Smallest and largest weight before normalisation, around 1.",
+        ge=0, needs="token_weights or perception_weighting=soft")
+    token_weights_smooth_sigma: float = option(0.0, "Standard deviation of their smoothing along the tokens; 0: none.",
+        ge=0, le=1e6, needs="token_weights")
     token_weights_last_k_layers: int | None = option(None, "Weigh by the attention of the last so many layers. None: "
         "the late segment.", ge=1, needs="token_weights")
-    token_weights_positive_only: bool = option(False, "Weigh only completions with a positive advantage.",
-        needs="token_weights")
+    token_weights_positive_only: bool = option(False, "Weigh positive advantages only.", needs="token_weights")
     enable_perception_filtering: bool = option(False, "Give credit only to the tokens that depend most on the image.")
     top_p_perception_tokens: float = option(0.2, "Share of a completion's tokens that the perception filter keeps.",
         gt=0, le=1, needs="perception_weighting=filter")
-    perception_weighting: Literal["filter", "soft"] = option("filter", "filter: tokens outside the share get no "
-        "credit; soft: weights from the dependency instead.", needs="enable_perception_filtering")
-    enable_entropy_filtering: bool = option(False, "Give credit only to tokens of highest entropy; both filters: the "
-        "union.")
+    perception_weighting: Literal["filter", "soft"] = option("filter", "filter: other tokens get no credit; soft: "
+        "weights by the dependency.", needs="enable_perception_filtering")
+    enable_entropy_filtering: bool = option(False, "Give credit only to tokens of high entropy; both filters: union.")
     top_p_entropy_tokens: float = option(0.2, "Share of a completion's tokens that the entropy filter keeps.", gt=0,
         le=1, needs="enable_entropy_filtering")
     enable_trajectory_reweighting: bool = option(False, "Scale completions by their mean dependency on the image.")
@@ -555,17 +475,15 @@ class CriticOptions:
     # fmt: off
     gamma: float = option(1.0, "Discount of advantage_estimator gae.", ge=0, le=1, needs="advantage_estimator=gae")
     lam: float = option(1.0, "Lambda of advantage_estimator gae.", ge=0, le=1, needs="advantage_estimator=gae")
-    critic: Literal["head", "model"] = option("head", "head: on the policy's last hidden states, which it does not "
-        "train; model: a copy of the policy with a scalar head, of which those parameters are trained that the policy "
-        "trains.", needs="advantage_estimator=gae")
-    critic_learning_rate: float | None = option(None, "Learning rate of the critic. None: 1e-3 for a head, 1e-5 for a "
-        "model.", gt=0, needs="advantage_estimator=gae")
-    critic_warmup_steps: int = option(0, "Steps over which the critic's learning rate rises from 0.", ge=0,
+    critic: Literal["head", "model"] = option("head", "head: on the policy's hidden states, which it does not train; "
+        "model: a copy of the policy with a scalar head.", needs="advantage_estimator=gae")
+    critic_learning_rate: float | None = option(None, "Learning rate of the critic. None: 1e-3 (head), 1e-5 (model).",
+        gt=0, needs="advantage_estimator=gae")
+    critic_warmup_steps: int = option(0, "Warm-up steps of the critic's learning rate.", ge=0,
         needs="advantage_estimator=gae")
-    critic_warmup: int = option(0, "Steps in the beginning in which only the critic is trained.", ge=0,
+    critic_warmup: int = option(0, "Steps in which only the critic is trained.", ge=0, needs="advantage_estimator=gae")
+    cliprange_value: float = option(0.5, "How far a value may move from that of the rollout.", gt=0,
         needs="advantage_estimator=gae")
-    cliprange_value: float = option(0.5, "How far a value may move from that of the rollout before its loss stops "
-        "following.", gt=0, needs="advantage_estimator=gae")
     # fmt: on
 
 
@@ -578,17 +496,12 @@ class KLOptions:
     """What keeps the policy near its reference; TRL's `beta` is another way to do so, and never goes with these."""
 
     # fmt: off
-    kl_coef: float = option(0.0, "Coefficient of the KL to the reference model, besides TRL's beta; its start where "
-        "kl_type is adaptive; 0: none.", ge=0)
-    kl_penalty: KLKind = option("low_var_kl", f"Estimate of the KL of a token: {', '.join(KL_KINDS)}.", needs="kl_coef")
-    use_kl_loss: bool = option(True, "Add the KL to the loss; False: subtract it from the rewards, token by token.",
-        needs="kl_coef")
-    kl_type: Literal["fixed", "adaptive"] = option("fixed", "fixed, or adaptive: kl_coef follows kl_target.",
-        needs="kl_coef")
-    kl_target: float = option(6.0, "KL that an adaptive coefficient keeps, in nats per token.", gt=0,
-        needs="kl_type=adaptive")
-    kl_horizon: float = option(10_000.0, "Completions over which an adaptive coefficient follows.", gt=0,
-        needs="kl_type=adaptive")
+    kl_coef: float = option(0.0, "Coefficient of the KL to the reference, besides TRL's beta; 0: none.", ge=0)
+    kl_penalty: KLKind = option("low_var_kl", "Estimate of the KL of a token.", needs="kl_coef")
+    use_kl_loss: bool = option(True, "KL in the loss; False: subtracted from the rewards, per token.", needs="kl_coef")
+    kl_type: Literal["fixed", "adaptive"] = option("fixed", "fixed, or adaptive, to keep kl_target.", needs="kl_coef")
+    kl_target: float = option(6.0, "KL to keep where adaptive, in nats per token.", gt=0, needs="kl_type=adaptive")
+    kl_horizon: float = option(10_000.0, "Completions over which it adapts.", gt=0, needs="kl_type=adaptive")
     # fmt: on
 
     @property
@@ -625,21 +538,14 @@ class EfficiencyOptions:
     """
 
     # fmt: off
-    skip_zero_advantage: AutoOrOff = option("auto", "Leave completions without an advantage out of training "
-        "passes. auto: wherever nothing else in the loss reads them; off.")
-    skip_zero_advantage_tokens: AutoOrOff = option("auto", "Leave tokens without an advantage out of the head in "
-        "training passes. auto: wherever nothing else in the loss reads them; off.")
-    skip_padding: AutoOrOff = option("auto", "Cut training passes to the longest prompt and the last scored token of a "
-        "micro-batch. auto: wherever positions do not count padding; off.")
-    pack_completions: AutoOrOff = option("auto", "Let completions of unequal length pass behind shared prompts in one "
-        "row without padding, in training. auto: wherever attention is flash and positions do not count padding; off.")
-    group_by_length: AutoOrOff = option("auto", "Deal the rows of an optimizer step to its micro-batches by length, "
-        "groups together. auto: wherever the loss does not depend on which rows share a micro-batch; off.")
-    reuse_first_pass: AutoOrOff = option("auto", "Take old log-probabilities from the first training pass instead of a "
-        "pass of their own. auto: wherever the policy has not changed in between and nothing reads them before; off.")
-    max_tokens_per_micro_batch: int | None = option(None, "Run the rows of per_device_train_batch_size in as many "
-        "parts as it takes for no pass of training or scoring to compute more tokens than this, padding included, as "
-        "far as single rows allow; the update is the same. None: in one.", ge=1)
+    skip_zero_advantage: AutoOrOff = option("auto", "Leave rows without an advantage out of training passes.")
+    skip_zero_advantage_tokens: AutoOrOff = option("auto", "Leave tokens without an advantage out of the head.")
+    skip_padding: AutoOrOff = option("auto", "Cut passes to the longest prompt and the last scored token.")
+    pack_completions: AutoOrOff = option("auto", "Pack completions behind shared prompts (flash attention).")
+    group_by_length: AutoOrOff = option("auto", "Give rows of like length to one micro-batch.")
+    reuse_first_pass: AutoOrOff = option("auto", "Take old log-probabilities from the first training pass.")
+    max_tokens_per_micro_batch: int | None = option(None, "Split micro-batches so that no pass computes more tokens "
+        "than this, as far as single rows allow; the update is the same. None: do not.", ge=1)
     # fmt: on
 
 
@@ -651,8 +557,7 @@ class EvaluateOptions:
     """
 
     # fmt: off
-    eval_temperature: float | None = option(None, "Sampling temperature in evaluations, 0: greedy. None: temperature.",
-        ge=0)
+    eval_temperature: float | None = option(None, "Temperature in evaluations; 0: greedy. None: temperature.", ge=0)
     eval_top_p: float | None = option(None, "top_p in evaluations. None: top_p.", gt=0, le=1)
     # fmt: on
 
@@ -660,11 +565,7 @@ class EvaluateOptions:
 LOG_OPTIONS = ("rollout_log_path", "eval_log_path", "attention_diag_log_path", "token_weights_log_path")
 
 
-def _unless_files(args: Any) -> str | None:
-    return None if args.log_completions or args.rollout_log_steps else "rollout_log_steps is 0"
-
-
-def _unless_markdown(args: Any) -> str | None:
+def _no_markdown(args: Any) -> str | None:
     return None if args.markdown_logs or any(getattr(args, name) for name in LOG_OPTIONS) else "no Markdown is written"
 
 
@@ -673,39 +574,28 @@ class ReportOptions:
     """What is recorded of the rollouts, for `vgr-trl report` and for the eye."""
 
     # fmt: off
-    rollout_log_steps: int = option(10, "Record completions in output_dir/rollouts at the first rollout of every so "
-        "many steps and at each evaluation; 0: never.", ge=0)
-    rollout_log_samples: int = option(4, "Completions per record: the first two of each prompt.", ge=1,
-        needs="rollout_log_steps")
-    rollout_log_max_megabytes: float = option(512, "Bound of records and thumbnails, whose oldest but the first ones "
-        "go beyond it; of the tables of log_completions likewise; and of each Markdown file, to which nothing is "
-        "added.", ge=1, needs=_unless_files)
-    markdown_logs: bool = option(True, "Write the recorded completions, with their token weights, as Markdown to "
-        "output_dir/training_logs too.")
-    rollout_log_path: str | None = option(None, "Another Markdown file for the recorded completions of training.",
-        needs="rollout_log_steps")
-    eval_log_path: str | None = option(None, "Another Markdown file for the recorded completions of evaluations.",
-        needs="evaluation")
-    attention_diag_log_path: str | None = option(None, "Another Markdown file for the attention of the recorded "
-        "completions, by segment of layers.", needs="rollout_log_steps")
-    token_weights_log_path: str | None = option(None, "Markdown file for token weights, for instance token_weights.md.",
-        needs="rollout_log_steps")
-    realtime_rollout_logging: bool = option(False, "Accepted for older scripts: the Markdown files always grow as "
-        "soon as a rollout is recorded.", needs=_unless_markdown)
-    prompt_preview_length: int | None = option(600, "Characters of a prompt in the Markdown files. None: all.", ge=1,
-        needs=_unless_markdown)
-    completion_preview_length: int | None = option(2000, "Characters of a completion in the Markdown files. None: all.",
-        ge=1, needs=_unless_markdown)
-    metric_names: Literal["trl", "verl"] = option("trl", "Names of metrics in trackers (wandb, TensorBoard, …): trl or "
-        "verl.")
-    colorize_output: bool = option(False, "Print the recorded completions on the terminal, with coloured tokens.",
-        needs="rollout_log_steps")
+    rollout_log_steps: int = option(10, "Record completions in output_dir/rollouts every so many steps and in "
+        "evaluations; 0: never.", ge=0)
+    rollout_log_samples: int = option(4, "Completions per record: two per prompt.", ge=1, needs="rollout_log_steps")
+    rollout_log_max_megabytes: float = option(512, "Bound of records and thumbnails, of the tables of log_completions, "
+        "and of each Markdown file; the oldest but the first go.", ge=1, needs="log_completions or rollout_log_steps")
+    markdown_logs: bool = option(True, "Write recorded completions and token weights as Markdown, too.")
+    rollout_log_path: str | None = option(None, "Markdown file for completions of training.", needs="rollout_log_steps")
+    eval_log_path: str | None = option(None, "Markdown file for completions of evaluations.", needs="evaluation")
+    attention_diag_log_path: str | None = option(None, "Markdown file for attention.", needs="rollout_log_steps")
+    token_weights_log_path: str | None = option(None, "Markdown file for token weights.", needs="rollout_log_steps")
+    realtime_rollout_logging: bool = option(False, "Accepted for older scripts, no effect.", needs=_no_markdown)
+    prompt_preview_length: int | None = option(600, "Characters of prompts in Markdown. None: all.", ge=1,
+        needs=_no_markdown)
+    completion_preview_length: int | None = option(2000, "Characters of completions in Markdown. None: all.", ge=1,
+        needs=_no_markdown)
+    metric_names: Literal["trl", "verl"] = option("trl", "Names of metrics in trackers: trl or verl.")
+    colorize_output: bool = option(False, "Print recorded completions in colours.", needs="rollout_log_steps")
     # fmt: on
 
 
 # Combinations that would train something else than was asked for, or nothing: condition, sentence.
 
-LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 Conflicts = tuple[tuple[Callable[[Any], Any], str], ...]
 
 # fmt: off
@@ -720,8 +610,6 @@ PERTURBATION_CONFLICTS: Conflicts = (
 )
 CONFLICTS: Conflicts = (
     *PERTURBATION_CONFLICTS,
-    (lambda o: o.loss_type not in LOSS_TYPES,
-     "loss_type is {o.loss_type!r}: give one of dapo, grpo, dr_grpo, bnpo, cispo, sapo, luspo, vespo."),
     (lambda o: o.output_dir is not None and not str(o.output_dir).strip(),
      "output_dir is empty: give a folder."),
     (lambda o: o.max_steps == 0 or (o.max_steps < 0 and o.num_train_epochs <= 0),
@@ -729,8 +617,6 @@ CONFLICTS: Conflicts = (
      "max_steps of at least 1, or more epochs."),
     (lambda o: o.save_strategy == "steps" and not o.save_steps > 0,
      "save_steps is 0: give more, or save_strategy no."),
-    (lambda o: o.eval_strategy == "steps" and o.eval_steps is not None and not o.eval_steps > 0,
-     "eval_steps is {o.eval_steps}: give a number above 0, or eval_strategy no."),
     (lambda o: o.warmup_ratio is not None and o.warmup_steps not in (0, o.warmup_ratio),
      "warmup_ratio is {o.warmup_ratio} and warmup_steps is {o.warmup_steps}: give one of them."),
     (lambda o: o.use_segmented_reward_weights and o.early_reward_weights is None,

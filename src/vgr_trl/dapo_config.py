@@ -24,6 +24,7 @@ from vgr_trl.config import (
 )
 from vgr_trl.options import check_options, option
 
+LossType = Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
 _AT_LEAST_1 = (
     "num_generations_eval", "num_iterations", "steps_per_generation", "max_completion_length",
     "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
@@ -71,35 +72,30 @@ class DAPOConfig(
 
     # fmt: off
     # The parent's default, restated so that a change of TRL's cannot change what this class trains.
-    loss_type: str = option("dapo", "Loss of TRL's GRPOTrainer: dapo, grpo, dr_grpo, bnpo, cispo, sapo, luspo or "
-        "vespo, as TRL defines them.")
+    loss_type: LossType = option("dapo", "Loss of TRL's GRPOTrainer, as TRL defines it.")
     beta: float = option(0.0, "Weight of the KL term to the reference model, at least 0; DAPO uses none.", ge=0)
-    epsilon_high: float | None = option(0.28, "Upper clip range of the importance ratio; DAPO's clip-higher is 0.28.",
-        ge=0, needs="loss_type!=sapo|vespo")
-    resume_from_checkpoint: str | None = option(None, "Continue from this checkpoint; without a path, or with latest, "
-        "from the newest complete one.", nargs="?", const="latest")
-    max_prompt_length: int | None = option(None, "Leave out rows whose prompt has more tokens than this, image tokens "
-        "included; nothing is truncated. None: no limit.", ge=1)
-    share_prompts: Literal["auto", "on", "off"] = option("auto", "Compute each prompt once for its completions, in "
-        "generation, scoring and training. auto: wherever that changes nothing; on: also where bringing the "
-        "completions of a prompt into one micro-batch changes a normaliser of the loss; off.")
-    vision_cache_megabytes: int = option(1024, "Compute the features of an image once per rollout, for generation, "
-        "scoring and training, where the vision tower is frozen; as many MiB of them are kept. 0: in every pass.", ge=0)
+    epsilon_high: float | None = option(0.28, "Upper clip range of the importance ratio (DAPO's clip-higher).", ge=0,
+        needs="loss_type!=sapo|vespo")
+    resume_from_checkpoint: str | None = option(None, "Continue from this checkpoint; latest, or no path: the newest "
+        "complete one.", nargs="?", const="latest")
+    max_prompt_length: int | None = option(None, "Leave out rows whose prompt has more tokens, image tokens included. "
+        "None: no limit.", ge=1)
+    share_prompts: Literal["auto", "on", "off"] = option("auto", "Compute each prompt once for its completions. auto: "
+        "wherever that changes nothing; on: also where it changes a normaliser of the loss; off.")
+    vision_cache_megabytes: int = option(1024, "Compute the features of an image once per rollout, where the vision "
+        "tower is frozen; as many MiB are kept. 0: in every pass.", ge=0)
     warmup_ratio: float | None = option(None, "Share of all steps that warm the learning rate up.", ge=0, lt=1)
-    early_reward_weights: list[float] | None = option(None, "Reward weights during the warm-up steps (without warm-up: "
-        "the first tenth of all steps), in the order of the reward functions; reward_weights hold afterwards.",
-        needs="changing_weights")
+    early_reward_weights: list[float] | None = option(None, "Reward weights during the warm-up steps (without: the "
+        "first tenth of all), before reward_weights.", needs="changing_weights")
     vgr_hard_negative: bool = option(False, "Give the reward vgr to right completions only.")
-    attention_reward_scale: Literal["none", "accuracy"] = option("none", "accuracy: the rewards vgr, vgr_hard_negative "
-        "and mdi count as far as the completions of a prompt differ in accuracy, not where all or none are right; "
-        "none: everywhere alike.")
+    attention_reward_scale: Literal["none", "accuracy"] = option("none", "accuracy: rewards made of attention count as "
+        "far as the completions of a prompt differ in accuracy; none: everywhere.")
     soft_punish_cache: int | None = option(None, "Tokens before max_completion_length over which the length reward "
-        "falls from 0 to -1; None: a fifth of it.", ge=0, needs="length_reward")
-    stop_on_collapse: bool = option(False, "End at the first sign of collapse (accuracy, format or length fallen, "
-        "entropy at 0 or soaring, groups with equal rewards) instead of a warning.")
+        "falls to -1; None: a fifth of it.", ge=0, needs="length_reward")
+    stop_on_collapse: bool = option(False, "End at the first sign of collapse instead of a warning.")
     reward_timeout: float | None = option(None, "Seconds that a reward function may take for a batch, then it ends the "
-        "run, by name. Not covered: asynchronous rewards, reward models, one call of C code that keeps the interpreter "
-        "to itself (a regular expression), and loops that catch everything for ever. None: any number.", gt=0)
+        "run, by name; not covered: asynchronous rewards, reward models, one call of C code (a regular expression). "
+        "None: any number.", gt=0)
     # fmt: on
 
     def __post_init__(self) -> None:

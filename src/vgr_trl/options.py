@@ -1,6 +1,7 @@
 """How an option is declared, and what follows from that: the check of its value, and whether it is used in a run."""
 
 import math
+import operator
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
@@ -20,7 +21,13 @@ FACTS = {  # what an option may need of a run besides other options -> why it is
     "evaluation": "there are no data to evaluate on",
     "length_reward": "there is no length reward",
 }
-_OURS = ("gt", "ge", "lt", "le", "needs")
+_BOUNDS = {
+    "gt": (operator.gt, "above {:g}"),
+    "ge": (operator.ge, "of at least {:g}"),
+    "lt": (operator.lt, "below {:g}"),
+    "le": (operator.le, "of at most {:g}"),
+}
+_OURS = (*_BOUNDS, "needs")
 
 
 class _Metadata(dict[str, Any]):
@@ -51,8 +58,9 @@ def option(
         help: one description, shown by `--help`, in docs and in model cards.
         gt: a number, or each number of a list, is greater than this; `ge`, `lt` and `le` likewise.
         needs: what must hold for the option to be used: another option that is on (`online_filtering`) or has one of
-            some values (`kl_type=adaptive`, `loss_type!=sapo|vespo`), one of `FACTS`, or a function that takes all
-            options and returns why the option is unused, or None.
+            some values (`kl_type=adaptive`, `loss_type!=sapo|vespo`), one of `FACTS`, one or another of these
+            (`token_weights or perception_weighting=soft`), or a function that takes all options and returns why the
+            option is unused, or None.
         parsing: arguments of argparse that the type does not imply.
     """
     metadata = _Metadata(help=help, gt=gt, ge=ge, lt=lt, le=le, needs=needs, **parsing)
@@ -72,7 +80,7 @@ def check_options(options: Any, limits: Mapping[str, Mapping[str, Any]] | None =
         value, hint = getattr(options, each.name), hints[each.name]
         known = each.metadata if "needs" in each.metadata else (limits or {}).get(each.name)
         if known is not None:
-            check_value(each.name, value, hint, **{name: known.get(name) for name in _OURS[:-1]})
+            check_value(each.name, value, hint, **{bound: known.get(bound) for bound in _BOUNDS})
         elif value is None and hint in (int, float):
             check_value(each.name, value, hint)
 
@@ -83,18 +91,20 @@ def check_value(name: str, value: Any, hint: Any, **bounds: float | None) -> Non
     if (value is None and NoneType in kinds) or any(get_origin(kind) is dict for kind in kinds):
         return
     kind = next(kind for kind in kinds if kind is not NoneType)
+    within = {bound: limit for bound, limit in bounds.items() if limit is not None}
     if get_origin(kind) is Literal:
-        *others, last = get_args(kind)
-        correct, accepted = value in get_args(kind), " or ".join(filter(None, (", ".join(others), last)))
+        correct, accepted = value in get_args(kind), f"one of {', '.join(get_args(kind))}"
     elif get_origin(kind) is list:
         correct, accepted = isinstance(value, Sequence) and not isinstance(value, str), f"a list, [{value!r}]"
-        for item in value if correct and any(bound is not None for bound in bounds.values()) else ():
-            check_value(name, item, *get_args(kind), **bounds)
+        for item in value if correct and within else ():
+            check_value(name, item, *get_args(kind), **within)
     elif kind is bool:
         correct, accepted = isinstance(value, bool), "True or False"
     elif kind in (int, float):
-        correct = isinstance(value, Integral if kind is int else Real) and is_number(value) and _within(value, **bounds)
-        accepted = " ".join(filter(None, ("an integer" if kind is int else "a number", _range_text(**bounds))))
+        correct = isinstance(value, Integral if kind is int else Real) and is_number(value)
+        correct = correct and all(_BOUNDS[bound][0](value, limit) for bound, limit in within.items())
+        limits = " and ".join(_BOUNDS[bound][1].format(limit) for bound, limit in within.items())
+        accepted = f"{'an integer' if kind is int else 'a number'} {limits}".strip()
     else:
         correct, accepted = not isinstance(value, bool | int | float | None), "a text"
     if not correct:
@@ -106,28 +116,10 @@ def is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _within(
-    value: Any, gt: float | None = None, ge: float | None = None, lt: float | None = None, le: float | None = None
-) -> bool:
-    above = (gt is None or value > gt) and (ge is None or value >= ge)
-    return above and (lt is None or value < lt) and (le is None or value <= le)
-
-
-def _range_text(
-    gt: float | None = None, ge: float | None = None, lt: float | None = None, le: float | None = None
-) -> str:
-    low, high = gt if ge is None else ge, lt if le is None else le
-    if low is not None and high is not None:
-        return f"in {'[' if gt is None else '('}{low:g}, {high:g}{']' if lt is None else ')'}"
-    if low is not None:
-        return f"above {low:g}" if ge is None else f"of at least {low:g}"
-    return "" if high is None else f"below {high:g}" if le is None else f"of at most {high:g}"
-
-
 def changed_options(options: Any) -> dict[str, Any]:
     """Return the options of a dataclass that differ from their defaults, by name."""
-    values = {each.name: getattr(options, each.name) for each in fields(options)}
-    return {each.name: values[each.name] for each in fields(options) if values[each.name] != _default(each)}
+    values = {each.name: (getattr(options, each.name), _default(each)) for each in fields(options)}
+    return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def unused_options(options: Any, absent: Collection[str] = ()) -> dict[str, str]:
@@ -136,8 +128,8 @@ def unused_options(options: Any, absent: Collection[str] = ()) -> dict[str, str]
     Args:
         absent: those of `FACTS` that the run lacks.
     """
-    changed = changed_options(options)
-    reasons = {each.name: _why_unused(options, each, absent) for each in fields(options) if each.name in changed}
+    known = type(options).__dataclass_fields__
+    reasons = {name: _why_unused(options, known[name], absent) for name in changed_options(options)}
     return {name: why for name, why in reasons.items() if why is not None}
 
 
@@ -183,13 +175,18 @@ def _needs(each: Field[Any]) -> Needs | None:
 
 
 def _why_unused(options: Any, each: Field[Any], absent: Collection[str] = ()) -> str | None:
-    """Return why an option is unused: what it needs is off, or itself unused."""
+    """Return why an option is unused: everything that it may need is off, or itself unused."""
     needs = _needs(each)
     if needs is None or callable(needs):
         return needs and needs(options)
-    if needs in FACTS:
-        return FACTS[needs] if needs in absent else None
-    name, negated, values = re.fullmatch(r"(\w+)(!?)(?:=(.+))?", needs).groups()  # type: ignore[union-attr]
+    reasons = [_why_off(options, need, absent) for need in needs.split(" or ")]
+    return " and ".join(dict.fromkeys(filter(None, reasons))) if all(reasons) else None
+
+
+def _why_off(options: Any, need: str, absent: Collection[str]) -> str | None:
+    if need in FACTS:
+        return FACTS[need] if need in absent else None
+    name, negated, values = re.fullmatch(r"(\w+)(!?)(?:=(.+))?", need).groups()  # type: ignore[union-attr]
     value = getattr(options, name)
     fits = bool(value) if values is None else (value in values.split("|")) != bool(negated)
     needed = type(options).__dataclass_fields__[name]
