@@ -16,8 +16,8 @@ from trl import GRPOConfig
 
 from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.config import SWITCHES
-from vgr_trl.prepare import prompt_length
 from vgr_trl.utils import ConfigError, DataError, RewardError
+from vgr_trl.validate import prompt_length
 
 
 def length_reward(completion_ids, **kwargs):
@@ -102,7 +102,7 @@ def test_prompts_computed_once_train_the_same(vision, changed):
 
 def test_a_single_reward_and_no_config_are_accepted(text_model, text_tokenizer, text_rows, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("vgr_trl.prepare.DAPOConfig", ConfigOnCPU)
+    monkeypatch.setattr("vgr_trl.validate.DAPOConfig", ConfigOnCPU)
     text_model.config._name_or_path = "some/model"
     trainer = DAPOTrainer(text_model, letters_reward, None, text_rows, processing_class=text_tokenizer)
     assert trainer.args.output_dir == "model-DAPO"

@@ -12,8 +12,11 @@ from trl import GRPOTrainer
 
 from vgr_trl.batch import Placement, Prompts
 from vgr_trl.dapo_config import DAPOConfig
+from vgr_trl.data.columns import IMAGE_COLUMNS, images_of
+from vgr_trl.data.prompts import refuse_named_files
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass
+from vgr_trl.utils import DataError
 
 if TYPE_CHECKING:
 
@@ -176,6 +179,24 @@ class TrainingPass:
     hidden: torch.Tensor | None = None
     loss_mask: torch.Tensor | None = None
     rows_run: int = 0
+
+
+def with_image_lists(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows of which those with a null image have an empty list of images, which TRL knows; null fails there."""
+    columns = [name for name in IMAGE_COLUMNS if name in rows[0]]
+    if columns and not all(any(row.get(name) for name in columns) for row in rows):
+        return [{**row, "images": images_of(row)} for row in rows]
+    return rows
+
+
+def refuse_files_in_prompts(prompts: list[Any]) -> None:
+    """Raise `DataError` if a conversation names files or addresses, which its processor would read or fetch."""
+    try:
+        for prompt in prompts:
+            if isinstance(prompt, list):
+                refuse_named_files(prompt)
+    except DataError as error:
+        raise DataError(f"A row of the data cannot be used: {error}.") from None
 
 
 def weighted_sums(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -42,30 +42,37 @@ from vgr_trl.patches import (
     unlogged,
     with_causal_completions,
 )
-from vgr_trl.prepare import (
-    announce,
-    as_list,
-    check_data,
-    checked_config,
-    find_idle_options,
-    make_ready,
-    plan_rewards,
-    refuse_files_in_prompts,
-    with_image_lists,
-)
 from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, rewards_of
 from vgr_trl.reporting.recorder import RolloutRecorder
 from vgr_trl.rewards.answers import completion_text
 from vgr_trl.rewards.groups import WholeGroups
 from vgr_trl.rewards.loading import checked
-from vgr_trl.rollout import ConstructedTrainer, Rollout, TrainingPass
+from vgr_trl.rollout import (
+    ConstructedTrainer,
+    Rollout,
+    TrainingPass,
+    refuse_files_in_prompts,
+    with_image_lists,
+)
 from vgr_trl.sampling import FurtherPrompts, Replay, ZeroVarianceStreak, select_groups
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.sharing.sharing import SharedPasses
 from vgr_trl.signals.named import SINGLE_COLUMNS, unmeasured
 from vgr_trl.signals.scoring import HiddenStateHook, head_of_rows
 from vgr_trl.utils import RewardError, check_release, patched_attribute
-from vgr_trl.validate import is_sharded, plan_dummy_image, plan_features, plan_vision, refuse_unfit_options
+from vgr_trl.validate import (
+    announce,
+    check_data,
+    checked_config,
+    find_idle_options,
+    is_sharded,
+    make_ready,
+    plan_dummy_image,
+    plan_features,
+    plan_rewards,
+    plan_vision,
+    refuse_unfit_options,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -126,15 +133,15 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         self._plan_passes()
         self._add_state()
         self._add_callbacks()
-        self.idle_options = find_idle_options(self, self.measurement, self.reward_schedule.changes)
-        announce(self, self.features, self.vision_cache, self.idle_options)
+        self.idle_options = find_idle_options(self)
+        announce(self)
 
     def _plan_passes(self) -> None:
         """What is computed once, and what is left out."""
         has_images = data_has_images(self)
         sharded = is_sharded(self)
         refuse_unfit_options(self, sharded, has_images)
-        self.features = plan_features(self, self.measurement)
+        self.features = plan_features(self)
         self.vision_cache = plan_vision(self, has_images)
         self.dummy_image = plan_dummy_image(self, has_images)
         self.shared_passes = SharedPasses(
@@ -365,7 +372,8 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
         """Add to TRL's: tags, rewards, the options that were on, and the papers to cite."""
-        super().create_model_card(model_name, dataset_name, [*as_list(tags), *method_tags(self.args, rewards_of(self))])
+        own = [tags] if isinstance(tags, str) else tags or []
+        super().create_model_card(model_name, dataset_name, [*own, *method_tags(self.args, rewards_of(self))])
         if self.is_world_process_zero():
             extend_card(self, model_name, dataset_name or self.data_source)
 

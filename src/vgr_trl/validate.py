@@ -1,24 +1,47 @@
-"""What does not go together, told before the first step: options, passes, and TRL's private names."""
+"""What is checked, made and planned before the first generation: options, rewards, data, and what passes leave out."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
-from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from datasets import Dataset, IterableDataset
 from packaging.version import Version
-from peft import PeftModel
-from torch import nn
-from transformers import GenerationConfig
+from peft import PeftConfig, PeftModel
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import logging
+from trl.data_utils import prepare_multimodal_messages
 from trl.trainer import utils
 
 from vgr_trl.config import SWITCHES
 from vgr_trl.dapo_config import DAPOConfig
+from vgr_trl.data.columns import IMAGE_COLUMNS, PLACE, image_columns, images_of, undecoded
+from vgr_trl.data.images import COLUMNS as BOX_COLUMNS
+from vgr_trl.data.images import box_problem, fitted_by
+from vgr_trl.data.prompts import special_problem, special_tokens
+from vgr_trl.data.rows import Sieve, SkippedRow, drop_long_prompts, prepare_rows, scan, skipped_rows
 from vgr_trl.efficiency.loss_mask import why_padding_counts
 from vgr_trl.efficiency.vision_cache import VisionCache, parts_of_tower, tower_trains, why_not_once
 from vgr_trl.forward_passes import DummyImage
-from vgr_trl.measure import Measurement
-from vgr_trl.rollout import ConstructedTrainer
+from vgr_trl.loss import coefficient_warning, kl_penalty_reward
+from vgr_trl.measure import named_datasets
+from vgr_trl.options import unused_options
+from vgr_trl.patches import close_group_at_exit, give_timeout, suppress_image_tokens
+from vgr_trl.registries import BLIND_ANSWERS, measurements, needs_of
+from vgr_trl.rewards.attention import scaled_by_accuracy
+from vgr_trl.rewards.groups import gather_groups, needed_columns
+from vgr_trl.rewards.loading import (
+    RewardSchedule,
+    check_callable,
+    hardened,
+    is_reward_name,
+    load_reward,
+    reads_solution,
+)
 from vgr_trl.sampling import filter_index
 from vgr_trl.sharing.model_support import (
     DROPS_CACHES,
@@ -32,312 +55,287 @@ from vgr_trl.sharing.model_support import (
     why_not_share,
 )
 from vgr_trl.sharing.prefix_forward import why_not_pack
-from vgr_trl.utils import ConfigError, Feature, UnsupportedTRLError, release
+from vgr_trl.utils import ConfigError, DataError, Feature, UnsupportedTRLError, describe_features, release
+
+if TYPE_CHECKING:
+    from vgr_trl.trainer import DAPOTrainer
+
+logger = logging.get_logger(__name__)
 
 
-def plan_features(trainer: ConstructedTrainer, measurement: Measurement) -> dict[str, Feature]:
-    """Return what the `trainer` computes once and leaves out, or why not, by its options, its loss and its model."""
-    args, model = trainer.args, trainer.model
-    causal = causal_model(model)
-    base = base_of(causal)
-    off = {name: f"{name}=off" if getattr(args, name) == "off" else None for name in ("share_prompts", *SWITCHES)}
-    columns = _why_columns_count(trainer)
-    compiles = "torch.compile" if _compiles(trainer) else None
-    compiled = compiles or ("torch.compile" if is_compiled(model) else None)
-    headless = "a model that is its own base" if base is causal else None
-    router = "the load-balancing loss reads all tokens" if trainer.aux_loss_enabled else None
-    option = what_reads_every_token(args)
-    read = compiled or router or (option and f"{option} reads all tokens")
-    unshared = off["share_prompts"] or columns
-    training = unshared or compiles or _why_not_train(trainer) or why_not_share(model, gradients=True)
-    alone = "training does not share prompts" if training else None
-    tokens = off["skip_zero_advantage_tokens"]
-    reasons = {
-        "share_generation": unshared or _why_not_generate(trainer) or why_not_share(model, gradients=False),
-        "share_scoring": unshared or compiles or why_not_share(model, gradients=False),
-        "share_training": training,
-        "regroup": alone or (None if args.share_prompts == "on" else _why_order_counts(trainer)),
-        "skip_zero_advantage": off["skip_zero_advantage"] or read,
-        "skip_zero_advantage_tokens": tokens or read or headless or _why_completions_are_read(trainer),
-        "skip_padding": off["skip_padding"] or compiled or router or columns or why_padding_counts(base),
-        "skip_head": tokens or compiled or headless,
-        "skip_images": _why_images_run(trainer, base),
-        "pack_completions": off["pack_completions"] or alone or _why_not_pack(trainer, base),
-        "group_by_length": off["group_by_length"] or _why_not_by_length(trainer),
-        "reuse_first_pass": off["reuse_first_pass"] or _why_old_logps_are_scored(trainer, measurement),
-    }
-    return {name: Feature(reason) for name, reason in reasons.items()}
+def checked_config(args: DAPOConfig | None, model: str | PreTrainedModel, options: Mapping[str, Any]) -> DAPOConfig:
+    """Return the options of a trainer; raise `ConfigError` if they do not fit its other named arguments."""
+    if args is None:
+        name = model if isinstance(model, str) else model.config._name_or_path
+        return DAPOConfig(f"{name.rstrip('/').split('/')[-1]}-DAPO")
+    if not isinstance(args, DAPOConfig):
+        raise ConfigError(f"args is a {type(args).__name__}: give a DAPOConfig, which takes the same options.")
+    if args.max_prompt_length is not None and options.get("environment_factory") is not None:
+        raise ConfigError(
+            "max_prompt_length needs prompts from the data, but environment_factory makes them: drop one."
+        )
+    return args
 
 
-def _why_columns_count(trainer: ConstructedTrainer) -> str | None:
-    """Why passes keep the columns that TRL gives them; None if they need not."""
-    neftune = "the scale of NEFTune's noise depends on the columns" if trainer.args.neftune_noise_alpha else None
-    return neftune or why_adapter_reads_whole_rows(trainer.model)
+def plan_rewards(
+    reward_funcs: Any, args: DAPOConfig, num_generations: Callable[[], int]
+) -> tuple[list[Any], RewardSchedule]:
+    """Return the rewards as TRL gets them, and the schedule of their weights.
+
+    Rewards that compare the completions of a prompt see whole groups.
+
+    Args:
+        reward_funcs: None, one or several; some may be names.
+        num_generations: returns the completions per prompt, at each call.
+    """
+    several = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+    sizes: Any = {"max_completion_length": args.max_completion_length, "soft_punish_cache": args.soft_punish_cache}
+    rewards = [load_reward(each, **sizes) if is_reward_name(each) else each for each in several if each is not None]
+    if args.vgr_hard_negative:
+        rewards = hardened(rewards)
+    if args.attention_reward_scale == "accuracy":
+        rewards = scaled_by_accuracy(rewards)
+    schedule = RewardSchedule.for_rewards(rewards, args.reward_weights, args.early_reward_weights)
+    state = PartialState()
+    over_groups = [
+        gather_groups(reward, gather_object, state.process_index, state.num_processes, num_generations)
+        if needed_columns(reward) is not None
+        else reward
+        for reward in rewards
+    ]
+    return over_groups + [kl_penalty_reward] * args.penalises_kl, schedule
 
 
-def _why_not_generate(trainer: ConstructedTrainer) -> str | None:
-    if trainer.use_vllm:
-        return "vLLM shares prompts itself"
-    if trainer.use_transformers_continuous_batching:
-        return "continuous batching"
-    return "FSDP" if trainer.is_fsdp_enabled else None
+# The data
 
 
-def _why_not_train(trainer: ConstructedTrainer) -> str | None:
-    """What only shows once the trainer has started: it wraps the model and switches checkpointing on later."""
-    if trainer.args.gradient_checkpointing:
-        options: Any = trainer.args.gradient_checkpointing_kwargs or {}
-        reentrant = options.get("use_reentrant", False)
-    else:
-        reentrant = recomputes_without_graph(trainer.model, when_training=True)
-    if reentrant:
-        return "gradient checkpointing with use_reentrant=True"
-    if trainer.args.gradient_checkpointing and checkpoints_drop_caches():
-        return DROPS_CACHES
-    if trainer.aux_loss_enabled:
-        return "the load-balancing loss needs the router of every token"
-    if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version == 1:
-        return "the first version of FSDP"
-    return None
+def make_ready(trainer: "DAPOTrainer", peft_config: PeftConfig | None) -> None:
+    """Check what TRL has constructed, and make prompts of its data.
+
+    Raises:
+        UnsupportedTRLError: TRL cannot score on its device.
+        ConfigError: the adapter names modules that the model lacks, or the data have images that it cannot read.
+        DataError: the data are not understood, or no row can be used.
+    """
+    close_group_at_exit()
+    give_timeout(trainer.args.ddp_timeout)
+    check_head(trainer.accelerator.device)
+    suppress_image_tokens(trainer)
+    if peft_config is not None:
+        refuse_targets_without_module(trainer.accelerator.unwrap_model(trainer.model))
+    make_data_ready(trainer)
+    for name, dataset in named_datasets(trainer):
+        if not trainer._is_vlm and (columns := image_columns(dataset)):
+            raise ConfigError(
+                f"The {name} data has a column `{columns[0]}`, but {type(trainer.model).__name__} with "
+                f"{type(trainer.processing_class).__name__} reads text only: use a vision-language model with its "
+                "processor, or remove the column."
+            )
 
 
-def what_reads_every_token(args: DAPOConfig) -> str | None:
-    """Return the option by which tokens that have no advantage are trained on too, a term of the loss or a critic."""
-    terms = {
-        "beta": args.beta != 0,
-        "entropy_coef": args.entropy_coef != 0,
-        "use_adaptive_entropy": args.use_adaptive_entropy,
-        "top_entropy_quantile": args.top_entropy_quantile < 1,
-        "use_entropy_penalty": args.use_entropy_penalty,
-        "perception_loss_weight": args.perception_loss_weight > 0,
-        "der_loss_weight1": args.der_loss_weight1 > 0,
-        "der_loss_weight2": args.der_loss_weight2 > 0,
-        "kl_coef": args.has_kl_loss,
-        "advantage_estimator": args.uses_critic,
-    }
-    return next((name for name, is_on in terms.items() if is_on), None)
+def make_data_ready(trainer: "DAPOTrainer") -> None:
+    """Make prompts of rows that are questions; leave out rows that cannot be used, with a warning.
+
+    Raises:
+        DataError: the columns are not understood, or no row can be used.
+    """
+    if trainer.environment_factories is not None or trainer.rollout_func is not None:
+        return  # which make the prompts
+    special = special_tokens(trainer.processing_class)
+    needs_solution = any(map(reads_solution, trainer.reward_funcs))
+    boxes = reads_boxes(trainer.args, trainer.reward_funcs)
+
+    def ready(dataset: Any, split: str, part: str | None) -> Any:
+        if not isinstance(dataset, Dataset | IterableDataset):
+            return dataset
+        split = split if part is None else f"{split} {part}"
+        if not _has_prompts(dataset):
+            names = ", ".join(_names(dataset))
+            dataset, skipped = prepare_rows(
+                dataset, split=split, needs_solution=needs_solution, special=special, boxes=boxes
+            )
+            _warn(
+                f"The {split} data are questions ({names}); prompts were made of them with the standard system prompt. "
+                "vgr_trl.data.rows.prepare_rows does so with options of your own."
+            )
+            _warn_left_out(split, skipped)
+            return dataset
+        if isinstance(dataset, Dataset):
+            return _without_bad_rows(dataset, split, special, boxes)
+        if boxes:
+            sieve = Sieve(split, box_problem)
+            dataset = dataset.filter(sieve.keeps, with_indices=True)
+            sieve.require_row(dataset)
+        return dataset
+
+    change_data(trainer, ready)
 
 
-def plan_dummy_image(trainer: ConstructedTrainer, has_images: bool) -> DummyImage | None:
-    """Return what takes part in the vision tower where only other processes have images; None: nothing need."""
-    base = base_of(causal_model(trainer.model))
-    processor = getattr(trainer.processing_class, "image_processor", None)
-    alone = trainer.accelerator.num_processes == 1 or not (has_images and trainer._is_vlm)
-    if alone or processor is None or not hasattr(base, "get_image_features") or _compiles(trainer):
-        return None
-    return DummyImage(processor, trainer.accelerator, is_sharded(trainer))
+def change_data(trainer: "DAPOTrainer", change: Callable[[Any, str, str | None], Any]) -> None:
+    """Replace the data of `trainer`, called `train`, and `eval` with the name of a part if it has several."""
+
+    def changed(dataset: Any, split: str) -> Any:
+        if isinstance(dataset, dict):
+            return type(dataset)({name: change(part, split, name) for name, part in dataset.items()})
+        return None if dataset is None else change(dataset, split, None)
+
+    trainer.train_dataset = changed(trainer.train_dataset, "train")
+    trainer.eval_dataset = changed(trainer.eval_dataset, "eval")
 
 
-def plan_vision(trainer: ConstructedTrainer, has_images: bool) -> VisionCache:
-    """Return the cache of the constructed `trainer`, off or on; `has_images`: whether its data have any."""
-    base = base_of(causal_model(trainer.model))
-    reason = _why_not_once(trainer, base) if has_images else "data without images"
-    return VisionCache(base, trainer.args.vision_cache_megabytes, reason)
+def reads_boxes(args: DAPOConfig, rewards: Iterable[Any]) -> bool:
+    """Return whether a signal, a rule of credit or one of the rewards reads the boxes of rows."""
+    needs = {need for reward in rewards for need in needs_of(reward)} - {BLIND_ANSWERS}
+    return "regions" in {*args.readers(), *measurements(needs)}
 
 
-def _why_not_once(trainer: ConstructedTrainer, base: nn.Module) -> str | None:
-    if trainer.args.vision_cache_megabytes == 0:
-        return "switched off"
-    if _compiles(trainer) or is_compiled(trainer.model):
-        return "torch.compile"
-    if is_sharded(trainer):
-        return "sharded parameters: every process has to call the vision tower equally often"
-    return why_not_once(base)
+def _has_prompts(dataset: Any) -> bool:
+    """Whether the rows have prompts that TRL can read: with images, these must be conversations."""
+    if "prompt" not in _names(dataset):
+        return False
+    first: dict[str, Any] = next(iter(dataset), {})
+    return not (image_columns(dataset) and isinstance(first.get("prompt"), str))
 
 
-def _why_not_pack(trainer: ConstructedTrainer, base: nn.Module) -> str | None:
-    """Why completions do not pass behind their prompts without padding; None if they do."""
-    return why_not_pack(base) or ("FSDP" if trainer.is_fsdp_enabled else None) or why_padding_counts(base)
+def _names(dataset: Any) -> list[str]:
+    return list(next(iter(dataset), {}) if dataset.column_names is None else dataset.column_names)
 
 
-def _why_images_run(trainer: ConstructedTrainer, base: nn.Module) -> str | None:
-    """Why images run in every pass that is given some, read or not; None if those that are not read need not."""
-    if is_sharded(trainer):
-        return "sharded parameters"
-    if not parts_of_tower(base):
-        return "a model without a vision tower"
-    return "the vision tower trains" if tower_trains(base) else None
+def _without_bad_rows(dataset: Dataset, split: str, special: re.Pattern[str] | None, boxes: bool) -> Dataset:
+    """The rows, with prompts, whose conversations hold no special token, and whose boxes can be read.
+
+    A text is a prompt in its final form, and may hold special tokens.
+    """
+    names = set(dataset.column_names or ())
+    boxes = boxes and bool(names & set(BOX_COLUMNS))
+    read = names & {"prompt", PLACE, *(BOX_COLUMNS + IMAGE_COLUMNS if boxes else ())}
+    rows = undecoded(dataset.with_format(None).select_columns(sorted(read)))
+    texts = len(rows) > 0 and not isinstance(rows[0]["prompt"], list)
+    if len(rows) == 0 or (texts and not boxes):
+        return dataset
+    fitted = fitted_by(dataset)
+
+    def problem(row: Mapping[str, Any]) -> str | None:
+        reason = None if texts else special_problem(special, row["prompt"])
+        return box_problem(row, fitted) if reason is None and boxes else reason
+
+    reasons = scan(rows, problem, f"check prompts ({split})")
+    skipped = skipped_rows(split, reasons, places=rows[PLACE] if PLACE in read else None)
+    _warn_left_out(split, skipped)
+    return dataset.select([row for row, reason in enumerate(reasons) if reason is None]) if skipped else dataset
 
 
-def _why_order_counts(trainer: ConstructedTrainer) -> str | None:
-    """Why completions of a prompt cannot come together without a change of the optimizer step; None if they can."""
-    if reason := why_rows_matter(trainer, trainer.loss_type):
-        return reason
-    spread = trainer.args.gradient_accumulation_steps % (trainer.args.steps_per_generation or 1)
-    return "a rollout is spread over several optimizer steps" if spread else None
+def _warn_left_out(split: str, skipped: Sequence[SkippedRow]) -> None:
+    if skipped:
+        first = skipped[0]
+        _warn(f"Left out {len(skipped)} rows of the {split} data; the first: row {first.row}: {first.reason}.")
 
 
-def _why_not_by_length(trainer: ConstructedTrainer) -> str | None:
-    """Why which rows share a micro-batch changes an optimizer step; None if it does not."""
-    accumulated, generated = trainer.args.gradient_accumulation_steps, trainer.args.steps_per_generation or 1
-    if accumulated % generated and generated % accumulated:
-        return "optimizer steps begin within a rollout"
-    return why_rows_matter(trainer, trainer.loss_type)
+def _warn(sentence: str) -> None:
+    if PartialState().is_main_process:
+        logger.warning(sentence)
 
 
-# Losses that divide by something that does not depend on which rows share a micro-batch (read in TRL 1.16, and tested).
-_REGROUPABLE_LOSSES = {"dapo", "cispo", "vespo", "grpo", "sapo", "dr_grpo", "luspo"}
+def check_data(trainer: "DAPOTrainer", measured_columns: Iterable[str]) -> None:
+    """Refuse rewards and data that cannot be trained with; leave out prompts over `max_prompt_length`.
 
-
-def why_rows_matter(trainer: ConstructedTrainer, loss_type: str) -> str | None:
-    """Why a loss depends on which rows share a micro-batch; None if it does not."""
-    if loss_type not in _REGROUPABLE_LOSSES:
-        return f"the loss {loss_type} divides by the tokens of a micro-batch"
-    if trainer._entropy_bonus_enabled:
-        return "the entropy term is a mean over the tokens of a micro-batch"
-    if trainer.top_entropy_quantile < 1.0:
-        return "top_entropy_quantile is taken over the tokens of a micro-batch"
-    return "the load-balancing loss is taken over the tokens of a micro-batch" if trainer.aux_loss_enabled else None
-
-
-def _why_old_logps_are_scored(trainer: ConstructedTrainer, measurement: Measurement) -> str | None:
-    """Why old log-probabilities cannot come from the first training pass; None if they can."""
+    Environments add columns of their own later.
+    """
     args = trainer.args
-    accumulated, generated = args.gradient_accumulation_steps, args.steps_per_generation or 1
-    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
-        return "the correction of vLLM's sampling compares with them"
-    if accumulated % (generated * args.num_iterations) == 0:
-        return "the policy does not change between generation and loss: there are none"
-    if accumulated % generated:
-        return "a rollout is spread over several optimizer steps"
-    if args.replay_buffer_size > 0:
-        return "replay_buffer_size keeps them"
-    for need in ("entropies", "dependency", "logps", "shift", "values"):
-        if need in measurement.needed:
-            return f"{measurement.needed[need]} needs the pass anyway"
-    random = trainer.args.neftune_noise_alpha or has_active_dropout(trainer.model, when_training=True)
-    return "dropout, or the noise of NEFTune" if random else None
+    if trainer.environment_factories is None and trainer.rollout_func is None:
+        for _, dataset in named_datasets(trainer):
+            for reward in trainer.reward_funcs if getattr(dataset, "column_names", None) is not None else ():
+                check_callable(reward, [*dataset.column_names, *measured_columns])
+    if (limit := args.max_prompt_length) is not None:
+
+        def count(split: str) -> None:
+            trainer.step_metrics.prompts_too_long += split == "train"
+
+        def kept(dataset: Any, split: str, part: str | None) -> Any:
+            length = partial(prompt_length, trainer)
+            return drop_long_prompts(dataset, length, limit, part or split, partial(count, split))
+
+        change_data(trainer, kept)
+    prompts, train_dataset = args.prompts_per_rollout, trainer.train_dataset
+    if hasattr(train_dataset, "__len__") and (rows := len(train_dataset)) < prompts:
+        raise DataError(  # TRL drops what is left over of an epoch, which would be everything
+            f"The train data has {rows} rows, but a rollout takes {prompts} prompts (generation_batch_size "
+            f"{args.generation_batch_size} / num_generations {args.num_generations}): add rows, or lower "
+            "per_device_train_batch_size or gradient_accumulation_steps."
+        )
 
 
-def _why_completions_are_read(trainer: ConstructedTrainer) -> str | None:
-    """Why the loss reads tokens without an advantage in completions that have one; None if it does not."""
-    if trainer.importance_sampling_level == "sequence":
-        return "importance_sampling_level is sequence, a ratio of whole completions"
-    if trainer.loss_type == "vespo":
-        return "vespo weighs by the ratio of whole completions"
-    if trainer.off_policy_mask_threshold is not None:
-        return "off_policy_mask_threshold compares whole completions"
-    return None
+def prompt_length(trainer: "DAPOTrainer", row: Mapping[str, Any]) -> int:
+    """Tokens of the row's prompt as the policy will read it, image tokens included."""
+    prompt, images = row["prompt"], images_of(row)
+    if images:
+        if isinstance(prompt, str):
+            raise DataError("A row with images has a text as its prompt: give a conversation (a list of messages).")
+        prompt = prepare_multimodal_messages(prompt, images=images)
+    return len(trainer._tokenize_prompts([prompt])[0][0])
 
 
-def _compiles(trainer: ConstructedTrainer) -> bool:
-    return bool(trainer.accelerator.state.dynamo_plugin.backend.value != "NO")
+# Options that do not fit the model, the data or the launch
 
 
-def is_sharded(trainer: ConstructedTrainer) -> bool:
-    """Whether a process has only parts of the parameters, under FSDP and ZeRO-3."""
-    plugin = trainer.args.deepspeed_plugin if trainer.is_deepspeed_enabled else None
-    return bool(trainer.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3))
-
-
-def refuse_unfit_options(trainer: ConstructedTrainer, sharded: bool, has_images: bool) -> None:
+def refuse_unfit_options(trainer: "DAPOTrainer", sharded: bool, has_images: bool) -> None:
     """Raise `ConfigError` for the first option that does not go with a trainer, a `filter_key` without reward too."""
-    sentences = chain(_of_choice(trainer), _of_generation(trainer), _of_shards(trainer, sharded), _of_makers(trainer),
-                      _of_budget(trainer), _of_noise(trainer, has_images))  # fmt: skip
-    if (sentence := next(sentences, None)) is not None:
-        raise ConfigError(sentence)
-    if trainer.args.online_filtering:
-        filter_index(trainer.args.filter_key, trainer.reward_func_names)
-
-
-def _of_choice(trainer: ConstructedTrainer) -> Iterator[str]:
-    args = trainer.args
-    if args.advantage_estimator != "grpo" and args.multi_objective_aggregation != "sum_then_normalize":
-        yield (
-            f"advantage_estimator is {args.advantage_estimator} with multi_objective_aggregation "
-            f"{args.multi_objective_aggregation}: the estimators take weighted sums, so use sum_then_normalize."
-        )
-    if args.selects_groups and args.multi_objective_aggregation != "sum_then_normalize":
-        yield (
-            f"multi_objective_aggregation is {args.multi_objective_aggregation} with replay_buffer_size, "
-            "dynamic_sampling or online_filtering, which find groups without a gradient by weighted sums: use "
-            "sum_then_normalize, or drop them."
-        )
-    if args.advantage_estimator == "remax" and (trainer.use_vllm or trainer.use_transformers_continuous_batching):
-        yield (
-            "advantage_estimator is remax, whose greedy completions are generated by transformers: switch off vLLM and "
-            "continuous batching, or use rloo."
-        )
-
-
-def _of_generation(trainer: ConstructedTrainer) -> Iterator[str]:
-    if trainer.use_vllm:
-        return
-    usual = GenerationConfig()
-    for name in trainer.args.generation_kwargs or {}:
-        if not hasattr(usual, name):
-            yield (
-                f"generation_kwargs has {name}, which the generation of transformers does not know and leaves unread: "
-                "give names of its GenerationConfig, or drop it."
-            )
-
-
-def _of_shards(trainer: ConstructedTrainer, sharded: bool) -> Iterator[str]:
-    args = trainer.args
-    if not sharded:
-        return
-    if args.kl_coef > 0 and args.kl_penalty == "full":
-        yield (
-            "kl_penalty is full with ZeRO-3 or FSDP, which do not gather the heads it runs again: use low_var_kl, or "
-            "ZeRO-2."
-        )
-    if "shift" in args.readers():
-        yield (
-            f"{args.readers()['shift'][0]} compares whole distributions, which ZeRO-3 and FSDP do not gather the head "
-            "for: use ZeRO-2, or a rule that reads the dependency."
-        )
-    if args.uses_critic and args.critic == "model":
-        yield (
-            "critic is model with ZeRO-3 or FSDP, of whose parameters no process has a whole copy: use critic head, or "
-            "ZeRO-2."
-        )
-
-
-def _of_makers(trainer: ConstructedTrainer) -> Iterator[str]:
-    """What makes completions otherwise than `generate` of the policy does."""
-    args = trainer.args
-    for name in ("rollout_func", "tools", "environment_factories"):
-        given = name.removesuffix("_factories") if getattr(trainer, name, None) else None
-        if given and args.selects_groups:
-            yield (
-                f"Groups cannot be replaced with {given}: drop it, or replay_buffer_size, dynamic_sampling and "
-                "online_filtering."
-            )
-        if given and args.advantage_estimator == "remax":
-            yield (
-                f"advantage_estimator is remax with {given}, which would not generate greedily: drop it, or use rloo."
-            )
-
-
-def _of_budget(trainer: ConstructedTrainer) -> Iterator[str]:
-    """A loss that is not the sum of those of parts; those of `bnpo` are weighed by their tokens."""
-    most = trainer.args.max_tokens_per_micro_batch
-    reason = why_rows_matter(trainer, "dapo" if trainer.loss_type == "bnpo" else trainer.loss_type)
-    if trainer.args.uses_critic:
-        reason = "a critic learns from whole micro-batches"
-    if most is not None and reason is not None:
-        yield (
-            f"max_tokens_per_micro_batch is {most}, but {reason}: switch one of the two off, or lower "
-            "per_device_train_batch_size instead."
-        )
-
-
-def _of_noise(trainer: ConstructedTrainer, has_images: bool) -> Iterator[str]:
-    args, size = trainer.args, int(trainer.num_generations)
-    if not args.noisy_generations:
-        return
-    if args.noisy_generations > size:
-        yield f"noisy_generations is {args.noisy_generations} with num_generations {size}: give at most that many."
-    measures = args.attention_source == "generate"
-    corrects = trainer.use_vllm and trainer.vllm_importance_sampling_correction
-    reasons = {
-        "the data have no images; add some, or switch it off.": not has_images,
-        "of rollout_func and tools; switch one of the two off.": trainer.rollout_func or trainer.tools,
-        'attention_source is "generate", which would measure noise; use "scoring".': measures,
-        "continuous batching shows no images; switch it off.": trainer.use_transformers_continuous_batching,
-        "vllm_importance_sampling_correction would weigh perturbed against clean images; set it to False.": corrects,
-    }
-    yield from (f"noisy_generations cannot be used here: {why}" for why, is_so in reasons.items() if is_so)
+    args, generations = trainer.args, int(trainer.num_generations)
+    estimator, aggregation = args.advantage_estimator, args.multi_objective_aggregation
+    makers = ("rollout_func", "tools", "environment_factories")
+    maker = next((name.removesuffix("_factories") for name in makers if getattr(trainer, name, None)), None)
+    of_transformers = {} if trainer.use_vllm else args.generation_kwargs or {}
+    unknown = [name for name in of_transformers if not hasattr(GenerationConfig(), name)]
+    # The losses of parts of a micro-batch add up to its loss; those of bnpo, if they are weighed by their tokens.
+    parts = _why_rows_matter(trainer, "dapo" if trainer.loss_type == "bnpo" else trainer.loss_type)
+    parts = "a critic learns from whole micro-batches" if args.uses_critic else parts
+    noisy, corrects = args.noisy_generations, trainer.use_vllm and trainer.vllm_importance_sampling_correction
+    shift = args.readers().get("shift", [""])[0]
+    table: list[tuple[Any, str]] = [
+        (estimator != "grpo" and aggregation != "sum_then_normalize",
+         f"advantage_estimator is {estimator} with multi_objective_aggregation {aggregation}: the estimators take "
+         "weighted sums, so use sum_then_normalize."),
+        (args.selects_groups and aggregation != "sum_then_normalize",
+         f"multi_objective_aggregation is {aggregation} with replay_buffer_size, dynamic_sampling or "
+         "online_filtering, which find groups without a gradient by weighted sums: use sum_then_normalize, or drop "
+         "them."),
+        (estimator == "remax" and (trainer.use_vllm or trainer.use_transformers_continuous_batching),
+         "advantage_estimator is remax, whose greedy completions are generated by transformers: switch off vLLM and "
+         "continuous batching, or use rloo."),
+        (unknown, f"generation_kwargs has {', '.join(unknown)}, which the generation of transformers does not know and "
+         "leaves unread: give names of its GenerationConfig, or drop it."),
+        (sharded and args.kl_coef > 0 and args.kl_penalty == "full",
+         "kl_penalty is full with ZeRO-3 or FSDP, which do not gather the heads it runs again: use low_var_kl, or "
+         "ZeRO-2."),
+        (sharded and shift, f"{shift} compares whole distributions, which ZeRO-3 and FSDP do not gather the head for: "
+         "use ZeRO-2, or a rule that reads the dependency."),
+        (sharded and args.uses_critic and args.critic == "model",
+         "critic is model with ZeRO-3 or FSDP, of whose parameters no process has a whole copy: use critic head, or "
+         "ZeRO-2."),
+        (maker and args.selects_groups, f"Groups cannot be replaced with {maker}: drop it, or replay_buffer_size, "
+         "dynamic_sampling and online_filtering."),
+        (maker and estimator == "remax", f"advantage_estimator is remax with {maker}, which would not generate "
+         "greedily: drop it, or use rloo."),
+        (args.max_tokens_per_micro_batch is not None and parts,
+         f"max_tokens_per_micro_batch is {args.max_tokens_per_micro_batch}, but {parts}: switch one of the two off, or "
+         "lower per_device_train_batch_size instead."),
+        (noisy > generations,
+         f"noisy_generations is {noisy} with num_generations {generations}: give at most that many."),
+        *((noisy and wrong, f"noisy_generations cannot be used here: {why}") for wrong, why in (
+            (not has_images, "the data have no images; add some, or switch it off."),
+            (trainer.rollout_func or trainer.tools, "of rollout_func and tools; switch one of the two off."),
+            (args.attention_source == "generate",
+             'attention_source is "generate", which would measure noise; use "scoring".'),
+            (trainer.use_transformers_continuous_batching, "continuous batching shows no images; switch it off."),
+            (corrects, "vllm_importance_sampling_correction would weigh perturbed against clean images; set it to "
+             "False."),
+        )),
+    ]  # fmt: skip
+    for wrong, sentence in table:
+        if wrong:
+            raise ConfigError(sentence)
+    if args.online_filtering:
+        filter_index(args.filter_key, trainer.reward_func_names)
 
 
 def refuse_targets_without_module(model: PeftModel) -> None:
@@ -346,7 +344,7 @@ def refuse_targets_without_module(model: PeftModel) -> None:
     if isinstance(targets, str) or not targets:
         return
     adapted = getattr(model.base_model, "targeted_module_names", [])
-    missing = sorted(target for target in targets if not any(_ends_with(name, target) for name in adapted))
+    missing = sorted(target for target in targets if not any(f".{name}".endswith(f".{target}") for name in adapted))
     if missing:
         linear = {name.split(".")[-1] for name, module in model.named_modules() if hasattr(module, "in_features")}
         names = ", ".join(sorted(linear - {"base_layer", "default"}))
@@ -354,10 +352,6 @@ def refuse_targets_without_module(model: PeftModel) -> None:
             f"No module of {type(model.get_base_model()).__name__} is named {' or '.join(missing)}, which the adapter "
             f"targets: give other names (linear modules are {names})."
         )
-
-
-def _ends_with(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")
 
 
 def check_head(device: torch.device, installed: str | None = None) -> None:
@@ -373,3 +367,197 @@ def check_head(device: torch.device, installed: str | None = None) -> None:
             f"TRL {installed or version('trl')} scores by a Triton kernel, but the model is on {device.type}: train on "
             'a GPU, or pip install "trl>=1.16".'
         )
+
+
+# What is computed once and what passes leave out, or why not
+
+
+def _first(reasons: Mapping[str, Any]) -> str | None:
+    """The first reason that holds; None if none does."""
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def plan_features(trainer: "DAPOTrainer") -> dict[str, Feature]:
+    """Return what the `trainer` computes once and leaves out, or why not, by its options, its loss and its model."""
+    args, model = trainer.args, trainer.model
+    causal = causal_model(model)
+    base = base_of(causal)
+    off = {name: f"{name}=off" if getattr(args, name) == "off" else None for name in ("share_prompts", *SWITCHES)}
+    neftune = "the scale of NEFTune's noise depends on the columns" if args.neftune_noise_alpha else None
+    columns = neftune or why_adapter_reads_whole_rows(model)
+    compiles = "torch.compile" if _compiles(trainer) else None
+    compiled = compiles or ("torch.compile" if is_compiled(model) else None)
+    headless = "a model that is its own base" if base is causal else None
+    router = "the load-balancing loss reads all tokens" if trainer.aux_loss_enabled else None
+    option = what_reads_every_token(args)
+    read = compiled or router or (option and f"{option} reads all tokens")
+    unshared = off["share_prompts"] or columns
+    training = unshared or compiles or _why_not_train(trainer) or why_not_share(model, gradients=True)
+    alone = "training does not share prompts" if training else None
+    rows = _why_rows_matter(trainer, trainer.loss_type)
+    accumulated, generated = args.gradient_accumulation_steps, args.steps_per_generation or 1
+    spread = "a rollout is spread over several optimizer steps" if accumulated % generated else None
+    cut = "optimizer steps begin within a rollout" if spread and generated % accumulated else None
+    tokens, padding = off["skip_zero_advantage_tokens"], why_padding_counts(base)
+    generation = {
+        "vLLM shares prompts itself": trainer.use_vllm,
+        "continuous batching": trainer.use_transformers_continuous_batching,
+        "FSDP": trainer.is_fsdp_enabled,
+    }
+    whole_completions = {
+        "importance_sampling_level is sequence, a ratio of whole completions":
+            trainer.importance_sampling_level == "sequence",
+        "vespo weighs by the ratio of whole completions": trainer.loss_type == "vespo",
+        "off_policy_mask_threshold compares whole completions": trainer.off_policy_mask_threshold is not None,
+    }  # fmt: skip
+    images = {
+        "sharded parameters": is_sharded(trainer),
+        "a model without a vision tower": not parts_of_tower(base),
+        "the vision tower trains": tower_trains(base),
+    }
+    reasons = {
+        "share_generation": unshared or _first(generation) or why_not_share(model, gradients=False),
+        "share_scoring": unshared or compiles or why_not_share(model, gradients=False),
+        "share_training": training,
+        "regroup": alone or (None if args.share_prompts == "on" else rows or spread),
+        "skip_zero_advantage": off["skip_zero_advantage"] or read,
+        "skip_zero_advantage_tokens": tokens or read or headless or _first(whole_completions),
+        "skip_padding": off["skip_padding"] or compiled or router or columns or padding,
+        "skip_head": tokens or compiled or headless,
+        "skip_images": _first(images),
+        "pack_completions": off["pack_completions"] or alone or why_not_pack(base)
+            or ("FSDP" if trainer.is_fsdp_enabled else padding),
+        "group_by_length": off["group_by_length"] or cut or rows,
+        "reuse_first_pass": off["reuse_first_pass"] or _why_old_logps_are_scored(trainer, spread),
+    }  # fmt: skip
+    return {name: Feature(reason) for name, reason in reasons.items()}
+
+
+def _why_not_train(trainer: "DAPOTrainer") -> str | None:
+    """What only shows once the trainer has started: it wraps the model and switches checkpointing on later."""
+    checkpointing, options = trainer.args.gradient_checkpointing, trainer.args.gradient_checkpointing_kwargs
+    if checkpointing:
+        reentrant = isinstance(options, dict) and options.get("use_reentrant", False)
+    else:
+        reentrant = recomputes_without_graph(trainer.model, when_training=True)
+    first_fsdp = trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version == 1
+    reasons = {
+        "gradient checkpointing with use_reentrant=True": reentrant,
+        DROPS_CACHES: checkpointing and checkpoints_drop_caches(),
+        "the load-balancing loss needs the router of every token": trainer.aux_loss_enabled,
+        "the first version of FSDP": first_fsdp,
+    }
+    return _first(reasons)
+
+
+def what_reads_every_token(args: DAPOConfig) -> str | None:
+    """Return the option by which tokens that have no advantage are trained on too, a term of the loss or a critic."""
+    return _first(
+        {
+            "beta": args.beta != 0,
+            "entropy_coef": args.entropy_coef != 0,
+            "use_adaptive_entropy": args.use_adaptive_entropy,
+            "top_entropy_quantile": args.top_entropy_quantile < 1,
+            "use_entropy_penalty": args.use_entropy_penalty,
+            "perception_loss_weight": args.perception_loss_weight > 0,
+            "der_loss_weight1": args.der_loss_weight1 > 0,
+            "der_loss_weight2": args.der_loss_weight2 > 0,
+            "kl_coef": args.has_kl_loss,
+            "advantage_estimator": args.uses_critic,
+        }
+    )
+
+
+# Losses that divide by something that does not depend on which rows share a micro-batch (read in TRL 1.16, and tested).
+_REGROUPABLE_LOSSES = {"dapo", "cispo", "vespo", "grpo", "sapo", "dr_grpo", "luspo"}
+
+
+def _why_rows_matter(trainer: "DAPOTrainer", loss_type: str) -> str | None:
+    """Why a loss depends on which rows share a micro-batch; None if it does not."""
+    reasons = {
+        f"the loss {loss_type} divides by the tokens of a micro-batch": loss_type not in _REGROUPABLE_LOSSES,
+        "the entropy term is a mean over the tokens of a micro-batch": trainer._entropy_bonus_enabled,
+        "top_entropy_quantile is taken over the tokens of a micro-batch": trainer.top_entropy_quantile < 1.0,
+        "the load-balancing loss is taken over the tokens of a micro-batch": trainer.aux_loss_enabled,
+    }
+    return _first(reasons)
+
+
+def _why_old_logps_are_scored(trainer: "DAPOTrainer", spread: str | None) -> str | None:
+    """Why old log-probabilities cannot come from the first training pass; None if they can."""
+    args, needed = trainer.args, trainer.measurement.needed
+    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
+        return "the correction of vLLM's sampling compares with them"
+    if args.gradient_accumulation_steps % ((args.steps_per_generation or 1) * args.num_iterations) == 0:
+        return "the policy does not change between generation and loss: there are none"
+    if spread or args.replay_buffer_size > 0:
+        return spread or "replay_buffer_size keeps them"
+    for need in ("entropies", "dependency", "logps", "shift", "values"):
+        if need in needed:
+            return f"{needed[need]} needs the pass anyway"
+    random = args.neftune_noise_alpha or has_active_dropout(trainer.model, when_training=True)
+    return "dropout, or the noise of NEFTune" if random else None
+
+
+def plan_dummy_image(trainer: "DAPOTrainer", has_images: bool) -> DummyImage | None:
+    """Return what takes part in the vision tower where only other processes have images; None: nothing need."""
+    base = base_of(causal_model(trainer.model))
+    processor = getattr(trainer.processing_class, "image_processor", None)
+    alone = trainer.accelerator.num_processes == 1 or not (has_images and trainer._is_vlm)
+    if alone or processor is None or not hasattr(base, "get_image_features") or _compiles(trainer):
+        return None
+    return DummyImage(processor, trainer.accelerator, is_sharded(trainer))
+
+
+def plan_vision(trainer: "DAPOTrainer", has_images: bool) -> VisionCache:
+    """Return the cache of the constructed `trainer`, off or on; `has_images`: whether its data have any."""
+    base, megabytes = base_of(causal_model(trainer.model)), trainer.args.vision_cache_megabytes
+    reasons = {
+        "data without images": not has_images,
+        "switched off": megabytes == 0,
+        "torch.compile": _compiles(trainer) or is_compiled(trainer.model),
+        "sharded parameters: every process has to call the vision tower equally often": is_sharded(trainer),
+    }
+    return VisionCache(base, megabytes, _first(reasons) or why_not_once(base))
+
+
+def _compiles(trainer: "DAPOTrainer") -> bool:
+    return bool(trainer.accelerator.state.dynamo_plugin.backend.value != "NO")
+
+
+def is_sharded(trainer: "DAPOTrainer") -> bool:
+    """Whether a process has only parts of the parameters, under FSDP and ZeRO-3."""
+    plugin = trainer.args.deepspeed_plugin if trainer.is_deepspeed_enabled else None
+    return bool(trainer.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3))
+
+
+def find_idle_options(trainer: "DAPOTrainer") -> dict[str, str]:
+    """Return why each option of the trainer that is not at its default has no effect, by name."""
+    needed = trainer.measurement.needed
+    facts = {
+        "attention": "attention" in needed,
+        "similarity": "similarity" in needed,
+        "blind_answers": "blind" in needed,
+        "changing_weights": trainer.reward_schedule.changes,
+        "evaluation": trainer.eval_dataset is not None,
+        "length_reward": any("overlong" in name for name in trainer.reward_func_names),
+    }
+    return unused_options(trainer.args, [name for name, holds in facts.items() if not holds])
+
+
+def announce(trainer: "DAPOTrainer") -> None:
+    """Let the main process log what passes leave out and compute once, and which options are risky or idle."""
+    if not trainer.accelerator.is_main_process:
+        return
+    args, features = trainer.args, trainer.features
+    logger.warning(describe_features(features))
+    shared = features["share_generation"].enabled or features["share_training"].enabled
+    if shared and has_active_dropout(trainer.model, when_training=True):
+        logger.warning("Where prompts are shared, the completions of a prompt share the dropout drawn over it.")
+    if trainer._is_vlm:
+        logger.warning(str(trainer.vision_cache))
+    risk = coefficient_warning(args.perception_loss_weight, args.der_loss_weight1, args.der_loss_weight2)
+    if risk is not None:
+        logger.warning(risk)
+    for name, why in trainer.idle_options.items():
+        logger.warning(f"{name} is without effect because {why}.")

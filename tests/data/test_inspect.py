@@ -25,8 +25,8 @@ from vgr_trl.data.load import load_path
 from vgr_trl.data.prompts import SYSTEM_PROMPTS, build_prompt
 from vgr_trl.data.rows import RowOptions
 from vgr_trl.demo.tiny_model import build_processor
-from vgr_trl.prepare import prompt_length
 from vgr_trl.utils import ConfigError, DataError
+from vgr_trl.validate import prompt_length
 
 HOSTILE = "</p><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }} \u2028\u202e\x1b[2J"
 

@@ -61,7 +61,7 @@ def test_launches(launch, expected, make, monkeypatch):
     monkeypatch.setattr(trainer, "is_deepspeed_enabled", zero is not None)
     monkeypatch.setattr(trainer.args, "deepspeed_plugin", SimpleNamespace(zero_stage=zero))
     monkeypatch.setattr(trainer, "use_vllm", launch.get("vllm", False))
-    features = plan_features(trainer, trainer.measurement)
+    features = plan_features(trainer)
     assert tuple(str(features[f"share_{stage}"]) for stage in ("generation", "scoring", "training")) == expected
     assert features["regroup"].enabled == (expected[2] == "on")
     assert is_sharded(trainer) == (zero == 3 or fsdp is not None)

@@ -36,13 +36,13 @@ from vgr_trl.data.read import parse_data_files, readable
 from vgr_trl.data.rows import SkippedRow, append_skipped, report_skipped
 from vgr_trl.options import changed_options
 from vgr_trl.patches import close_group_at_exit, let_gloo_finish
-from vgr_trl.prepare import reads_boxes
 from vgr_trl.reporting.markdown import step_line
 from vgr_trl.reporting.recorder import RecordBefore
 from vgr_trl.reporting.records import refuse_unwritable
 from vgr_trl.rewards.loading import hardened, reads_solution
 from vgr_trl.trainer import DAPOTrainer
 from vgr_trl.utils import CollapseError, ConfigError, DataError, MissingSplitError, write_atomic
+from vgr_trl.validate import reads_boxes
 
 RUN_FILE = "run.json"
 METRICS = "metrics.json"

@@ -3,9 +3,9 @@
 import pytest
 from support.trainers import config
 
-from vgr_trl.prepare import plan_rewards
 from vgr_trl.rewards import accuracy_reward
 from vgr_trl.utils import RewardError
+from vgr_trl.validate import plan_rewards
 
 
 def planned(folder, *rewards):

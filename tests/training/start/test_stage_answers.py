@@ -9,11 +9,11 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from vgr_trl import DAPOConfig, DAPOTrainer
 from vgr_trl.checkpoints import _behind
 from vgr_trl.measure import Measurement
-from vgr_trl.prepare import check_data, make_data_ready
 from vgr_trl.rewards import vgr_reward
 from vgr_trl.rewards.groups import WholeGroups
 from vgr_trl.sampling import why_unusable
 from vgr_trl.utils import ConfigError
+from vgr_trl.validate import check_data, make_data_ready
 
 
 def test_a_greedy_completion_has_none_to_be_compared_with():
@@ -63,7 +63,7 @@ def test_long_prompts_leave_every_evaluation_set():
     )  # fmt: skip
     lengths = {"a": 1, "a b c": 3}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vgr_trl.prepare.prompt_length", lambda _, row: lengths[row["prompt"]])
+        patch.setattr("vgr_trl.validate.prompt_length", lambda _, row: lengths[row["prompt"]])
         check_data(trainer, ())
     assert isinstance(trainer.eval_dataset, DatasetDict)
     assert {name: part["prompt"] for name, part in trainer.eval_dataset.items()} == {"one": ["a"], "other": ["a"]}
