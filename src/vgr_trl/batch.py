@@ -4,24 +4,23 @@
 entry. `Rows` are completions with everything that TRL's loss reads for each of them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal, TypedDict, TypeVar
 
 import numpy as np
 import torch
+import xxhash
 from PIL import Image
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from vgr_trl.utils import DataError
 
 IMAGE_INPUTS = (
-    "pixel_values",
-    "image_grid_thw",
-    "pixel_attention_mask",
-    "image_sizes",
-    "image_position_ids",
-    "spatial_shapes",
+    *("pixel_values", "image_grid_thw", "pixel_attention_mask"),
+    *("image_sizes", "image_position_ids", "spatial_shapes"),
 )
 
 ImageInputs = Mapping[str, torch.Tensor]  # pixel inputs by name
@@ -42,12 +41,10 @@ class Layout:
     """How the pixel inputs of some families of models lie.
 
     Attributes:
-        applies: whether inputs lie so, by their names and shapes and the images of all rows, None if not known.
         units: of each input that there may be, what it has an entry for.
         count: the rows' images or tiles, from the inputs and the placeholder tokens of images, (N, S) bool.
     """
 
-    applies: Callable[[ImageInputs, int | None], bool]
     units: Mapping[str, Unit]
     count: Callable[[ImageInputs, torch.Tensor], list[int]]
 
@@ -102,7 +99,17 @@ def find_layout(given: ImageInputs, images: int | None = None) -> Layout:
     """Return how the pixel inputs lie; `images` are those of all rows, where they are known."""
     if "pixel_values" not in given or any(not isinstance(value, torch.Tensor) for value in given.values()):
         raise UnknownParts("pixel inputs of an unknown form")
-    layout = next(layout for layout in LAYOUTS if layout.applies(given, images))
+    pixels = given["pixel_values"]
+    # Images of a row lie together, padded to the most images, with a mask. PerceptionLM has tiles there, and no mask.
+    of_rows = "pixel_attention_mask" in given or len(pixels) != images
+    if "image_grid_thw" in given:
+        layout = PATCHES
+    elif "spatial_shapes" in given:
+        layout = UNEQUAL_TILES
+    elif pixels.ndim == 5 and "image_sizes" not in given and of_rows:
+        layout = PADDED_ROWS
+    else:
+        layout = UNEQUAL_IMAGES if "image_sizes" in given or "image_position_ids" in given else EQUAL_TILES
     if unknown := given.keys() - layout.units.keys():
         raise UnknownParts(f"the input {min(unknown)} beside pixel_values")
     return layout
@@ -115,17 +122,13 @@ def _parts(given: ImageInputs, layout: Layout, counts: dict[Unit, list[int]]) ->
         slices["patch"] = _slices([sum(patches[images]) for images in slices["image"]])
     parts = {name: slices[layout.units[name]] for name in given}
     for name, value in given.items():
-        if len(parts[name]) != len(counts["row"]) or parts[name][-1].stop != len(value):
+        if (parts[name][-1].stop if parts[name] else 0) != len(value):
             raise UnknownParts(f"{name} of shape {tuple(value.shape)}")
     return parts
 
 
 def _slices(counts: Sequence[int]) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise([0, *accumulate(counts)])]
-
-
-def _one_each(given: ImageInputs, is_image: torch.Tensor) -> list[int]:
-    return [1] * len(is_image)
 
 
 def _count_by(name: str) -> Callable[[ImageInputs, torch.Tensor], list[int]]:
@@ -147,7 +150,7 @@ def _count_by(name: str) -> Callable[[ImageInputs, torch.Tensor], list[int]]:
 
 def _count_runs(given: ImageInputs, is_image: torch.Tensor) -> list[int]:
     """An image per uninterrupted run of tokens; by area where families mark the rows of an image by other tokens."""
-    starts = is_image & ~torch.nn.functional.pad(is_image, (1, 0))[:, :-1]  # (N, S)
+    starts = is_image & ~pad(is_image, (1, 0))[:, :-1]  # (N, S)
     counts: list[int] = starts.sum(1).tolist()
     return counts if sum(counts) == len(given["pixel_values"]) else _count_by("image_sizes")(given, is_image)
 
@@ -160,38 +163,20 @@ def _count_equal(given: ImageInputs, is_image: torch.Tensor) -> list[int]:
     return [count * tiles // sum(tokens) for count in tokens]
 
 
-LAYOUTS = (  # the first that applies
-    # Qwen, GLM: patches of all images one behind the other.
-    Layout(
-        lambda given, images: "image_grid_thw" in given,
-        {"pixel_values": "patch", "image_grid_thw": "image"},
-        _count_by("image_grid_thw"),
-    ),
-    # LFM2-VL: tiles of unequal size.
-    Layout(
-        lambda given, images: "spatial_shapes" in given,
-        {"pixel_values": "tile", "spatial_shapes": "tile", "pixel_attention_mask": "tile"},
-        _count_by("spatial_shapes"),
-    ),
-    # Idefics, SmolVLM: the images of a row together, padded to the most images. PerceptionLM has tiles there, no mask.
-    Layout(
-        lambda given, images: (
-            given["pixel_values"].ndim == 5
-            and "image_sizes" not in given
-            and ("pixel_attention_mask" in given or len(given["pixel_values"]) != images)
-        ),
-        {"pixel_values": "row", "pixel_attention_mask": "row"},
-        _one_each,
-    ),
-    # LLaVA-NeXT and -OneVision, Mistral 3, Gemma 4: images of unequal size.
-    Layout(
-        lambda given, images: "image_sizes" in given or "image_position_ids" in given,
-        {"pixel_values": "image", "image_sizes": "image", "image_position_ids": "image"},
-        _count_runs,
-    ),
-    # LLaVA, Gemma 3, InternVL: images or tiles of one size.
-    Layout(lambda given, images: True, {"pixel_values": "tile"}, _count_equal),
+# Qwen, GLM: patches of all images one behind the other.
+PATCHES = Layout({"pixel_values": "patch", "image_grid_thw": "image"}, _count_by("image_grid_thw"))
+# LFM2-VL.
+UNEQUAL_TILES = Layout(
+    dict.fromkeys(("pixel_values", "spatial_shapes", "pixel_attention_mask"), "tile"), _count_by("spatial_shapes")
 )
+# Idefics, SmolVLM.
+PADDED_ROWS = Layout(
+    dict.fromkeys(("pixel_values", "pixel_attention_mask"), "row"), lambda given, is_image: [1] * len(is_image)
+)
+# LLaVA-NeXT and -OneVision, Mistral 3, Gemma 4.
+UNEQUAL_IMAGES = Layout(dict.fromkeys(("pixel_values", "image_sizes", "image_position_ids"), "image"), _count_runs)
+# LLaVA, Gemma 3, InternVL: images or tiles of one size.
+EQUAL_TILES = Layout({"pixel_values": "tile"}, _count_equal)
 
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
@@ -228,8 +213,8 @@ def build_scoring_inputs(
         valid: per row, whether its tokens count; None: all do.
         pad_to_multiple_of: P and T are made multiples of it.
     """
-    prompt_ids, prompt_mask = _padded(prompts.ids, pad_token_id, True, pad_to_multiple_of)
-    completions, completion_mask = _padded(completion_ids, pad_token_id, False, pad_to_multiple_of)
+    prompt_ids, prompt_mask = _padded(prompts.ids, pad_token_id, "left", pad_to_multiple_of)
+    completions, completion_mask = _padded(completion_ids, pad_token_id, "right", pad_to_multiple_of)
     if valid is not None:
         completion_mask = completion_mask * torch.tensor(valid).unsqueeze(1)
     inputs: dict[str, Any] = {
@@ -243,9 +228,9 @@ def build_scoring_inputs(
         return inputs
     inputs["num_images"] = [len(images or ()) for images in prompts.images]
     for name in prompts.fields.keys() & TOKEN_TYPES:
-        types, _ = _padded(prompts.fields[name], 0, True, pad_to_multiple_of)
+        types, _ = _padded(prompts.fields[name], 0, "left", pad_to_multiple_of)
         padding = (prompt_ids.size(1) - types.size(1), completions.size(1))
-        inputs[name] = torch.nn.functional.pad(types, padding)
+        inputs[name] = pad(types, padding)
     if images := image_tensors(prompts.fields):
         is_image = torch.isin(prompt_ids, torch.tensor(vision_token_ids))  # (N, P)
         inputs |= images | {"num_tiles": tiles_by_tokens(images, inputs["num_images"], is_image)}
@@ -279,19 +264,17 @@ def text_inputs(batch: Mapping[str, Any], prompts: Prompts, pad_token_id: int) -
     if (longest := max(map(len, prompts.ids))) > width:
         raise DataError(f"A prompt without its image has {longest} tokens, with it at most {width}: images add some.")
     other: dict[str, Any] = dict(batch)
-    for name, value in zip(("prompt_ids", "prompt_mask"), _padded(prompts.ids, pad_token_id, True, width), strict=True):
-        other[name] = value.to(batch[name])
+    ids, mask = _padded(prompts.ids, pad_token_id, "left", width)
+    other |= {"prompt_ids": ids.to(batch["prompt_ids"]), "prompt_mask": mask.to(batch["prompt_mask"])}
     for name in TOKEN_TYPES:
         if batch.get(name) is not None:
-            types, _ = _padded(prompts.fields.get(name) or [[0]] * rows, 0, True, width)
+            types, _ = _padded(prompts.fields.get(name) or [[0]] * rows, 0, "left", width)
             missing = batch[name].size(1) - width
-            other[name] = torch.nn.functional.pad(types, (0, missing)).to(batch[name])
+            other[name] = pad(types, (0, missing)).to(batch[name])
     if given := image_inputs_of(batch):
         one_per_row = find_layout(given, sum(batch["num_images"])).units["pixel_values"] == "row"
         other |= {name: torch.zeros_like(value) if one_per_row else value[:0] for name, value in given.items()}
-    for name in ("num_images", "num_tiles"):
-        if batch.get(name) is not None:
-            other[name] = [0] * rows
+    other |= {name: [0] * rows for name in ("num_images", "num_tiles") if batch.get(name) is not None}
     return scoring_inputs(other)
 
 
@@ -357,17 +340,16 @@ def joined(pixels: list[torch.Tensor] | torch.Tensor) -> torch.Tensor:
 
 
 def _padded(
-    rows: Sequence[Sequence[int]], value: int, left: bool, multiple: int | None
+    rows: Sequence[Sequence[int]], value: int, side: Literal["left", "right"], multiple: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    length = max(map(len, rows))
-    length += -length % (multiple or 1)
-    ids = torch.full((len(rows), length), value)
-    mask = torch.zeros(len(rows), length, dtype=torch.long)
-    for index, row in enumerate(rows):
-        columns = slice(length - len(row), length) if left else slice(0, len(row))
-        ids[index, columns] = torch.as_tensor(row)
-        mask[index, columns] = 1
-    return ids, mask
+    """Tokens and their mask, (N, S) each, S a multiple of `multiple`."""
+    ids = [torch.tensor(row, dtype=torch.long) for row in rows]
+    padded = []
+    for tokens, padding in ((ids, value), ([torch.ones_like(row) for row in ids], 0)):
+        equal = pad_sequence(tokens, batch_first=True, padding_value=padding, padding_side=side)
+        missing = -equal.size(1) % (multiple or 1)
+        padded.append(pad(equal, (missing, 0) if side == "left" else (0, missing), value=padding))
+    return padded[0], padded[1]
 
 
 def image_tensors(fields: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -378,98 +360,43 @@ def image_tensors(fields: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     }
 
 
-# Processors make floating-point numbers of images with 256 levels per channel: they are stored as a byte each.
-LEVELS = 256
-SMALLEST = 2**14  # elements below which packing is not worth its time
-
-
 class Packed(TypedDict):
-    """A tensor as bytes.
-
-    Attributes:
-        index: (channels, …) uint8, which of the levels.
-        levels: (channels, at most 256), the values.
-        layout: how the tensor lies by channels, see `_by_channel`.
-        shape: of the tensor.
-    """
+    """A tensor of few different values: which of the `levels` (at most `LEVELS`,) each element has, int16."""
 
     index: torch.Tensor
     levels: torch.Tensor
-    layout: str
-    shape: list[int]
 
 
-def _by_channel(shape: Sequence[int], layout: str) -> tuple[tuple[int, ...], int] | None:
-    """The shape to view a tensor in, and the dimension of its channels there; None if it cannot lie so."""
-    *rest, last = shape
-    if layout == "image":
-        return (tuple(shape), len(shape) - 3) if len(shape) >= 4 and shape[-3] == 3 else None
-    if layout == "frames":  # two equal ones that follow each other, as Qwen's processors make of an image
-        return ((*rest, 3, 2, last // 6), len(rest)) if last % 6 == 0 else None
-    if layout == "one channel":
-        return (*shape, 1), len(shape)
-    if last % 3:
-        return None
-    return ((*rest, 3, last // 3), len(rest)) if layout == "patch" else ((*rest, last // 3, 3), len(shape))
+LEVELS = 1024  # processors make numbers of images with 256 levels in each of three channels
 
 
 def pack(value: torch.Tensor) -> "torch.Tensor | Packed":
-    """Return `value` with a byte per element, from which `unpack` restores it exactly, or itself where it has no such.
-
-    Of two equal frames one is kept.
-    """
-    if not value.is_floating_point() or value.numel() < SMALLEST:
+    """Return float32 with two bytes per element, from which `unpack` restores it exactly, or itself if it cannot be."""
+    if value.dtype != torch.float32 or value.numel() < 2**14:
         return value
-    for layout in ("image", "frames", "patch", "patch, channels last", "one channel"):
-        if (view := _by_channel(value.shape, layout)) is None:
-            continue
-        channels = value.reshape(view[0]).movedim(view[1], 0)
-        if layout == "frames":
-            channels, second = channels.unbind(-2)
-            if not torch.equal(channels, second):
-                continue
-        parts = [part for channel in channels if (part := _indexed(channel.flatten())) is not None]
-        if len(parts) == len(channels):
-            index = torch.stack([index for index, _ in parts]).view(channels.shape)
-            levels = torch.nn.utils.rnn.pad_sequence([levels for _, levels in parts], batch_first=True)
-            return Packed(index=index, levels=levels, layout=layout, shape=list(value.shape))
+    flat = value.flatten()
+    levels = flat[:: len(flat) // 4096].unique()  # most of them; sorting all elements would take longer
+    for _ in range(2):
+        if len(levels) > LEVELS:
+            break
+        index = torch.searchsorted(levels, flat).clamp(max=len(levels) - 1)
+        others = flat[levels[index] != flat]
+        if len(others) == 0:
+            return Packed(index=index.to(torch.int16).view(value.shape), levels=levels)
+        levels = torch.cat([levels, others]).unique()
     return value
 
 
 def unpack(value: "torch.Tensor | Packed", device: torch.device | str) -> torch.Tensor:
-    """Return the tensor that `pack` was given, on `device`."""
+    """Return the tensor that `pack` was called with, on `device`."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
-    index, levels = value["index"].to(device), value["levels"].to(device)
-    channels = torch.stack([of[where.int()] for of, where in zip(levels, index, strict=True)])
-    view = _by_channel(value["shape"], value["layout"])
-    if view is None:
-        raise ValueError(value["layout"])
-    if value["layout"] == "frames":
-        channels = channels.unsqueeze(-2).expand(*channels.shape[:-1], 2, channels.size(-1))
-    return channels.movedim(0, view[1]).reshape(value["shape"])
+    return value["levels"].to(device)[value["index"].to(device).int()]
 
 
 def nbytes(value: "torch.Tensor | Packed") -> int:
     """Return the bytes of a tensor, packed or not."""
     return value.nbytes if isinstance(value, torch.Tensor) else value["index"].nbytes + value["levels"].nbytes
-
-
-def _indexed(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Which of at most 256 levels each of `values` has, uint8, and the levels; None if there are more."""
-    some = values[:: max(1, len(values) // 4096)].unique()  # most of the levels, sorted
-    if len(some) > LEVELS:
-        return None
-    if len(some) > 1:  # levels are evenly spaced: this is quicker than sorting all
-        places = ((values.double() - values.min().double()) / some.double().diff().min()).round()
-        if places.max() < LEVELS:
-            index = places.to(torch.uint8)
-            levels = values.new_zeros(int(places.max()) + 1)
-            levels[index.int()] = values
-            if torch.equal(levels[index.int()], values):
-                return index, levels
-    levels, index = values.unique(return_inverse=True)
-    return (index.to(torch.uint8), levels) if len(levels) <= LEVELS else None
 
 
 PERTURBED = "perturbed_pixel_values"  # lie as `pixel_values` do
@@ -488,25 +415,15 @@ def split_images(batch: Mapping[str, Any], count: int) -> tuple[list[Images], bo
     Raises:
         DataError: an input cannot be assigned to rows.
     """
-    given = {name: batch[name] for name in ROW_INPUTS if batch.get(name) is not None}
+    given = image_inputs_of(batch)
     if not given:
         return [{} for _ in range(count)], False
-    num_images, num_tiles = batch.get("num_images"), batch.get("num_tiles")
-    known, perturbed = image_inputs_of(batch), given.get(PERTURBED)
-    try:
-        if num_images is None or len(num_images) != count or "pixel_values" not in given:
-            raise UnknownParts(", ".join(given))
-        parts = parts_by_counts(known, num_images, num_tiles)
-        if perturbed is not None and len(perturbed) != len(given["pixel_values"]):
-            raise UnknownParts(f"{PERTURBED} of shape {tuple(perturbed.shape)}")
-    except UnknownParts as error:
-        raise DataError(
-            f"The batch has {error.reason}, which cannot be assigned to {count} rows with num_images {num_images} and "
-            f"num_tiles {num_tiles}."
-        ) from error
-    parts[PERTURBED] = parts["pixel_values"]
+    num_images = batch.get("num_images") or []
+    parts = parts_by_counts(given, num_images, batch.get("num_tiles"))
+    if batch.get(PERTURBED) is not None:
+        given[PERTURBED], parts[PERTURBED] = batch[PERTURBED], parts["pixel_values"]
     rows = [{name: value[parts[name][row]] for name, value in given.items()} for row in range(count)]
-    one_per_row = find_layout(known, sum(num_images)).units["pixel_values"] == "row"
+    one_per_row = find_layout(image_inputs_of(batch), sum(num_images)).units["pixel_values"] == "row"
     return [{name: value for name, value in row.items() if len(value)} for row in rows], one_per_row
 
 
@@ -527,29 +444,12 @@ def _stack(parts: Sequence[torch.Tensor | None], padding: int, one_per_row: bool
     shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in present), strict=True)]
     if one_per_row:
         parts = [present[0].new_zeros((1, *shape)) if part is None else part for part in parts]
-    return torch.cat([_grown(part, shape, padding).to(present[0]) for part in parts if part is not None])
-
-
-def _grown(part: torch.Tensor, shape: Sequence[int], padding: int) -> torch.Tensor:
-    if list(part.shape[1:]) == list(shape):
-        return part
-    grown = part.new_full((part.size(0), *shape), padding)
-    grown[tuple(slice(size) for size in part.shape)] = part
-    return grown
-
-
-def share_equal(rows: Sequence[Images]) -> list[Images]:
-    """Return the rows such that equal tensors are one object, which then is stored, saved and sent once."""
-    distinct: dict[str, list[torch.Tensor]] = {}
-    return [{name: _known(value, distinct.setdefault(name, [])) for name, value in row.items()} for row in rows]
-
-
-def _known(value: torch.Tensor, distinct: list[torch.Tensor]) -> torch.Tensor:
-    for other in distinct:
-        if value.shape == other.shape and torch.equal(value, other):
-            return other
-    distinct.append(value)
-    return value
+    grown = []
+    for part in (part for part in parts if part is not None):
+        missing = [size - own for size, own in zip(shape, part.shape[1:], strict=True)]
+        widths = [width for size in reversed(missing) for width in (0, size)]  # the last dimension first
+        grown.append(pad(part, widths, value=padding).to(present[0]) if any(missing) else part.to(present[0]))
+    return torch.cat(grown)
 
 
 def move_images(rows: Sequence[Images], device: torch.device | str) -> list[Images]:
@@ -558,16 +458,26 @@ def move_images(rows: Sequence[Images], device: torch.device | str) -> list[Imag
 
 
 def store_images(rows: Sequence[Images]) -> list[Images]:
-    """Return copies on the CPU that keep no batch in memory, equal ones once, pixels as bytes where they have been."""
-    return _once_each(share_equal(rows), lambda value: pack(owned(value, "cpu")))
+    """Return copies on the CPU that keep no batch in memory, equal tensors as one object, packed where they can be."""
+    return _once_each(rows, lambda value: pack(owned(value, "cpu")), fingerprint)
 
 
-def _once_each(rows: Sequence[Images], change: Callable[[Any], Any]) -> list[Images]:
-    changed: dict[int, Any] = {}
-    for value in (value for row in rows for value in row.values()):
-        if id(value) not in changed:
-            changed[id(value)] = change(value)
-    return [{name: changed[id(value)] for name, value in row.items()} for row in rows]
+def _once_each(
+    rows: Sequence[Images], change: Callable[[Any], Any], key: Callable[[Any], Hashable] = id
+) -> list[Images]:
+    changed: dict[Hashable, Any] = {}
+    keys = [{name: key(value) for name, value in row.items()} for row in rows]
+    for row, of_row in zip(rows, keys, strict=True):
+        for name, value in row.items():
+            if of_row[name] not in changed:
+                changed[of_row[name]] = change(value)
+    return [{name: changed[one] for name, one in of_row.items()} for of_row in keys]
+
+
+def fingerprint(value: torch.Tensor) -> Hashable:
+    """Return what tells a tensor from others: its form and a hash of its bytes."""
+    data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    return value.dtype, value.shape, xxhash.xxh3_128_digest(data)
 
 
 def owned(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:
@@ -581,28 +491,31 @@ VIEWS = "signals.views."  # before the names of perturbations
 EXTRA = "signals.extra."  # before the names of signals (N, T) that were asked for by name
 LAYERED = ("signals.attention.vision", "signals.attention.instruction", "signals.attention.region")  # (N, L, T)
 
-# What TRL 1.16 trains on, and the signals of a rollout, by the tokens that the last dimension of a tensor lies along:
-# P of the prompt, padded on the left, T of the completion, padded on the right, or all of the sequence.
-_ALONG: dict[str, Literal["prompt", "completion", "sequence"]] = {
-    **dict.fromkeys(("prompt_ids", "prompt_mask"), "prompt"),
-    **dict.fromkeys(TOKEN_TYPES, "sequence"),
-    **dict.fromkeys(("completion_ids", "completion_mask", "tool_mask"), "completion"),
-    **dict.fromkeys(("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"), "completion"),
-    **dict.fromkeys(("importance_sampling_ratio", "reference_hidden", "values", "returns"), "completion"),
-    **dict.fromkeys(("token_advantages", "signals.logps", "signals.entropies", "signals.mask"), "completion"),
-    **dict.fromkeys(("signals.similarity", "signals.dependency", "signals.jsd"), "completion"),
-    **dict.fromkeys(("signals.perturbed_entropies", "signals.attention.mask", *LAYERED), "completion"),
+# What TRL 1.16 trains on, by the tokens that it lies along: P of the prompt, padded on the left, T of the completion,
+# padded on the right, or both.
+_OF_PROMPTS = {"prompt_ids", "prompt_mask"}
+_OF_COMPLETIONS = {
+    *("completion_ids", "completion_mask", "tool_mask", "importance_sampling_ratio", "reference_hidden"),
+    *("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"),
+    *("token_advantages", "values", "returns"),
 }
 _MAY_BE_SINGLE = "importance_sampling_ratio"  # (N, T) or, one value per row, (N, 1)
 _PAD_VALUES = {"tool_mask": 1.0, _MAY_BE_SINGLE: 1.0}  # of the others: 0, of ids the tokenizer's
 # For rows from a batch without the column. TRL leaves old log-probabilities out while they equal those of the training
 # pass; NaN says that they are to be taken from there.
-_MISSING = {"tool_mask": 1.0, "old_per_token_logps": float("nan"), **dict.fromkeys(TOKEN_TYPES, 0.0)}
+_MISSING = {
+    **{"tool_mask": 1.0, "old_per_token_logps": float("nan")},
+    **dict.fromkeys((*TOKEN_TYPES, "num_images", "num_tiles"), 0.0),
+}
 
 
 def tokens_along(name: str) -> Literal["prompt", "completion", "sequence"] | None:
-    """Return which tokens of a row the column of that name lies along, None if it does not."""
-    return "completion" if name.startswith((VIEWS, EXTRA)) else _ALONG.get(name)
+    """Return which tokens of a row the last dimension of the column of that name lies along, None if it does not."""
+    if name in _OF_COMPLETIONS or (name.startswith("signals.") and ".num_" not in name):
+        return "completion"
+    if name in _OF_PROMPTS:
+        return "prompt"
+    return "sequence" if name in TOKEN_TYPES else None
 
 
 def causal_type(config: Any, name: str) -> int:
@@ -614,21 +527,11 @@ def causal_type(config: Any, name: str) -> int:
     return _CAUSAL_TYPE.get(config.model_type, 0) if name == "token_type_ids" else 0
 
 
-def with_completion_types(
-    inputs: Mapping[str, torch.Tensor], config: Any, count: int, prompt_length: int, completion_length: int
-) -> dict[str, torch.Tensor]:
-    """Return token types (N, P + T); where only prompts have some, completions get the one that keeps them causal."""
+def with_completion_types(inputs: Mapping[str, torch.Tensor], config: Any, length: int) -> dict[str, torch.Tensor]:
+    """Return token types of so many columns, P + T; where only prompts have some, completions stay causal."""
     types = {name: inputs[name] for name in TOKEN_TYPES if name in inputs}
-    columns = prompt_length + completion_length
-    for name, value in types.items():
-        if value.ndim != 2 or len(value) != count or value.size(1) not in (prompt_length, columns):
-            raise DataError(
-                f"{name} has the shape {tuple(value.shape)}: give {(count, prompt_length)}, for the "
-                f"prompts, or {(count, columns)}."
-            )
     return {
-        name: torch.nn.functional.pad(value, (0, columns - value.size(1)), value=causal_type(config, name))
-        for name, value in types.items()
+        name: pad(value, (0, length - value.size(1)), value=causal_type(config, name)) for name, value in types.items()
     }
 
 
@@ -677,24 +580,13 @@ class Rows:
         images, one_per_row = split_images(batch, count)
         entries = {name: value for name, value in batch.items() if name not in ROW_INPUTS}
         columns = {name: value for name, value in entries.items() if not _of_whole_batch(value)}
-        rows = cls(prompt_length, completion_length, columns, images, one_per_row)
         for name, value in columns.items():
-            rows._check(name, value)
-        return rows
-
-    def _check(self, name: str, value: Any) -> None:
-        is_tensor = isinstance(value, torch.Tensor)
-        shape = f"of shape {tuple(value.shape)}" if is_tensor else f"of type {type(value).__name__}"
-        if not (is_tensor or isinstance(value, list | tuple)) or len(value) != len(self):
-            raise DataError(
-                f"The batch has {name} {shape}, which cannot be assigned to its {len(self)} rows: give a tensor or a "
-                "list with one entry per row, or a single number."
-            )
-        if not is_tensor and not all(isinstance(entry, int | float | str | None) for entry in value):
-            raise DataError(f"The batch has {name}, a list of neither numbers nor texts, which cannot be saved.")
-        width = self.width(name)
-        if width and not (is_tensor and value.size(-1) in (width, 1 if name == _MAY_BE_SINGLE else width)):
-            raise DataError(f"The batch has {name} {shape}, but {width} tokens: give a tensor with one entry for each.")
+            if not isinstance(value, torch.Tensor | list | tuple) or len(value) != count:
+                raise DataError(
+                    f"The batch has {name}, which cannot be assigned to its {count} rows: give a tensor or a list with "
+                    "one entry per row, or a single number."
+                )
+        return cls(prompt_length, completion_length, columns, images, one_per_row)
 
     def width(self, name: str) -> int:
         """Return the tokens that a column has an entry for, 0 if it does not lie along tokens."""
@@ -743,9 +635,7 @@ class Rows:
 
 
 def _of_whole_batch(value: object) -> bool:
-    return (
-        value is None or isinstance(value, int | float | str) or (isinstance(value, torch.Tensor) and value.ndim == 0)
-    )
+    return value is None or isinstance(value, int | float | str) or getattr(value, "ndim", 1) == 0
 
 
 def join_rows(parts: Sequence[Rows], *, pad_token_id: int, pad_to_multiple_of: int | None = None) -> Rows:
@@ -762,79 +652,52 @@ def join_rows(parts: Sequence[Rows], *, pad_token_id: int, pad_to_multiple_of: i
         DataError: a part lacks a column that the first part has and that cannot be filled in.
     """
     multiple = pad_to_multiple_of or 1
-    prompt_length = max(part.prompt_length for part in parts)
-    completion_length = max(part.completion_length for part in parts)
-    joined = Rows(
-        prompt_length + -prompt_length % multiple,
-        completion_length + -completion_length % multiple,
-        {},
-        [],
-        any(part.one_per_row for part in parts),
-    )
+    longest = max(part.prompt_length for part in parts), max(part.completion_length for part in parts)
+    prompt, completion = (length + -length % multiple for length in longest)
+    joined = Rows(prompt, completion, {}, [], any(part.one_per_row for part in parts))
     device = parts[0].columns["prompt_ids"].device
-    for name in dict.fromkeys(name for part in parts for name in part.columns):
-        first = next(part.columns[name] for part in parts if name in part.columns)
-        if tokens_along(name) is not None:
-            values = _token_column(name, parts, joined, pad_token_id)
-        elif name in parts[0].columns or name in ("num_images", "num_tiles"):
-            values = [_row_column(name, part) for part in parts]
-        else:
-            values = None
-        if values is None:
-            continue
-        if isinstance(first, torch.Tensor):
-            joined.columns[name] = _concatenated(name, [value.to(device, first.dtype) for value in values])
+    known = parts[0].columns.keys() | _MISSING.keys()
+    for name in dict.fromkeys(name for part in parts for name in part.columns if name in known):
+        values = _column(name, parts, joined, pad_token_id)
+        if isinstance(values[0], torch.Tensor):
+            joined.columns[name] = torch.cat([value.to(device, values[0].dtype) for value in values])
         else:
             joined.columns[name] = [entry for value in values for entry in value]
-    joined.images = move_images(_images(parts), device)
+    wanted = {name for row in parts[0].images for name in row}
+    rows = [row for part in parts for row in part.images]
+    for row in rows:
+        if row and not wanted <= row.keys():
+            raise _lacking(min(wanted - row.keys()))
+    kept = [{name: row[name] for name in row if name in wanted or not wanted} for row in rows]
+    joined.images = move_images(kept, device)
     return joined
 
 
-def _images(parts: Sequence[Rows]) -> list[Images]:
-    """Image inputs of all rows, those that the first part has if it has any."""
-    wanted = {name: None for row in parts[0].images for name in row}
-    rows = [row for part in parts for row in part.images]
-    if not wanted:
-        return rows
-    for row in rows:
-        for name in wanted:
-            if row and name not in row:
-                raise _lacking(name)
-    return [{name: row[name] for name in row if name in wanted} for row in rows]
-
-
-def _token_column(name: str, parts: Sequence[Rows], joined: Rows, pad_token_id: int) -> list[torch.Tensor] | None:
-    """The column `name` of each part at the width of `joined`; None if it is to be dropped."""
+def _column(name: str, parts: Sequence[Rows], joined: Rows, pad_token_id: int) -> list[Any]:
+    """The column `name` of each part, at the width of `joined` if it lies along tokens."""
+    along = tokens_along(name)
     present = [part.columns[name] for part in parts if name in part.columns]
     if len(present) < len(parts) and name not in _MISSING:
-        if name not in parts[0].columns:
-            return None
         raise _lacking(name)
-    single = name == _MAY_BE_SINGLE and all(value.size(-1) == 1 for value in present)
-    padding = pad_token_id if name in ("prompt_ids", "completion_ids") else _PAD_VALUES.get(name, 0)
-    padding = float("nan") if name.startswith((VIEWS, EXTRA)) else padding
+    if along is None:
+        return [part.columns[name] if name in part.columns else _missing_counts(name, part) for part in parts]
+    if name == _MAY_BE_SINGLE and all(value.size(-1) == 1 for value in present):
+        return present
+    undefined = float("nan") if name.startswith((VIEWS, EXTRA)) else 0
+    padding = pad_token_id if name in ("prompt_ids", "completion_ids") else _PAD_VALUES.get(name, undefined)
     values = []
     for part in parts:
-        value, width = part.columns.get(name), part.width(name)
-        if value is None:
-            value = present[0].new_full((len(part), width), _MISSING[name])
-        if not single:
-            value = value if value.size(-1) == width else value.expand(len(part), width)
-            left = 0 if tokens_along(name) == "completion" else joined.prompt_length - part.prompt_length
-            right = joined.width(name) - width - left
-            value = torch.nn.functional.pad(value, (left, right), value=padding)
-        values.append(value)
+        width, left = part.width(name), 0 if along == "completion" else joined.prompt_length - part.prompt_length
+        value = part.columns.get(name, present[0].new_full((len(part), 1), _MISSING.get(name, 0)))
+        value = value if value.size(-1) == width else value.expand(len(part), width)
+        values.append(pad(value, (left, joined.width(name) - width - left), value=padding))
     return values
 
 
-def _row_column(name: str, part: Rows) -> Any:
-    if name in part.columns:
-        return part.columns[name]
-    if name == "num_tiles":  # TRL leaves it out of a batch in which each image is a single tile
-        return part.columns.get("num_images", [0] * len(part))
-    if name == "num_images":
-        return [0] * len(part)
-    raise _lacking(name)
+def _missing_counts(name: str, part: Rows) -> list[int]:
+    none: list[int] = [0] * len(part)
+    # TRL leaves `num_tiles` out of a batch in which each image is a single tile.
+    return part.columns.get("num_images", none) if name == "num_tiles" else none
 
 
 def _lacking(name: str) -> DataError:
@@ -842,16 +705,6 @@ def _lacking(name: str) -> DataError:
         f"A group to be put into the batch has no {name}, which the batch has: it was stored under other options, so "
         "continue with those, or start with an empty replay buffer."
     )
-
-
-def _concatenated(name: str, values: list[torch.Tensor]) -> torch.Tensor:
-    if len({value.shape[1:] for value in values}) > 1:
-        shapes = " and ".join(str(tuple(value.shape)) for value in values)
-        raise DataError(
-            f"The batch and a group to be put into it have {name} of the shapes {shapes}: only its first dimension, "
-            "the rows, may differ."
-        )
-    return torch.cat(values)
 
 
 Gather = Callable[[list[Any]], list[Any]]  # a list per process -> their concatenation, in their order, everywhere
@@ -913,14 +766,8 @@ class Placement:
         travelling = [group for group, holder in holders.items() if list(self.holders(group)) != [holder]]
         if travelling:
             sent = [(group, here, pieces[group]) for group in travelling if group in pieces and group not in found]
-            for group, process, piece in checked(gather)(sent):
+            assert gather is not None
+            for group, process, piece in gather(sent):
                 if holders[group] == here:
                     found.setdefault(group, {})[process] = piece
         return {group: [parts[process] for process in sorted(parts)] for group, parts in found.items()}
-
-
-def checked(gather: Gather | None) -> Gather:
-    """Return `gather`; raise `DataError` if there is none."""
-    if gather is None:
-        raise DataError("A group has to go from one process to another: give a gather function that reaches all.")
-    return gather

@@ -20,7 +20,7 @@ from datasets import IterableDataset
 from transformers.utils import logging
 
 from vgr_trl.advantages import estimate_advantages
-from vgr_trl.batch import EXTRA, VIEWS, Gather, Placement, Rows, checked, join_rows, valid_tokens
+from vgr_trl.batch import EXTRA, VIEWS, Gather, Placement, Rows, join_rows, valid_tokens
 from vgr_trl.checkpoints import load_shares, save_share
 from vgr_trl.credit import active_rules, masked_mean
 from vgr_trl.data.columns import images_of
@@ -589,7 +589,8 @@ def _brought(replacements: Mapping[int, Group], placement: Placement, gather: Ga
     arrived: dict[int, Rows | None] = {target: group.rows for target, group in replacements.items()}
     if travelling:
         sent = [(target, group.rows) for target, group in travelling.items() if group.holder == placement.process_index]
-        arrived |= dict(checked(gather)(sent))
+        assert gather is not None
+        arrived |= dict(gather(sent))
     brought = {}
     for target, group in replacements.items():
         if placement.here(target):

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from vgr_trl.sampling import Placement
-from vgr_trl.utils import DataError
 
 WORKER = Path(__file__).with_name("spread_worker.py")
 
@@ -72,8 +71,3 @@ def test_where_rows_lie():
     assert places[1].here(1) == [(2, 0), (3, 1)]
     assert places[2].here(0) == []
     assert places[0].num_groups == 2
-
-
-def test_a_spread_group_without_a_way_to_gather():
-    with pytest.raises(DataError, match="A group has to go from one process to another: give a gather function"):
-        Placement(2, 4, 0, 2).bring_to_holders({0: "rows"}, {0: 0}, None)

@@ -18,7 +18,7 @@ from PIL import Image as PIL_Image
 from torch import nn
 from transformers import BatchFeature
 
-from vgr_trl.batch import Parts, UnknownParts, find_layout, image_inputs_of, parts_by_counts
+from vgr_trl.batch import Parts, UnknownParts, find_layout, fingerprint, image_inputs_of, parts_by_counts
 from vgr_trl.sharing.model_support import base_of, causal_model, has_active_dropout
 from vgr_trl.utils import patched_method
 
@@ -209,7 +209,7 @@ class VisionCache:
         images = _images_of(arguments)
         if images is None:
             return plain(**arguments)
-        keys = [_fingerprint(image) for image in images]
+        keys = [tuple((name, fingerprint(value)) for name, value in image.items()) for image in images]
         missing = {key: image for key, image in zip(keys, images, strict=True) if key not in self._kept}
         self._wanted, self._computed = self._wanted + len(keys), self._computed + len(missing)
         found = {key: self._kept[key] for key in keys if key in self._kept}
@@ -255,12 +255,6 @@ def _images_of(arguments: Mapping[str, Any]) -> list[Image] | None:
     patches = given["image_grid_thw"].prod(-1).tolist() if unit == "patch" else 1
     parts = {name: value.split(patches if name == "pixel_values" else 1) for name, value in given.items()}
     return [dict(zip(parts, image, strict=True)) for image in zip(*parts.values(), strict=True)]
-
-
-def _fingerprint(image: Image) -> Hashable:
-    """What tells an image from others: shapes and a hash of its pixels."""
-    values = {name: value.cpu().contiguous().view(torch.uint8).numpy().data for name, value in image.items()}
-    return tuple((name, image[name].shape, xxhash.xxh3_128_digest(value)) for name, value in values.items())
 
 
 def _split(outputs: Any) -> tuple[Form, list[Features]]:

@@ -73,7 +73,7 @@ def first_rows(groups: Sequence[int]) -> list[int]:
 
 
 def _equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    return all(one.shape == other.shape and torch.equal(one, other) for one, other in zip(some, others, strict=True))
+    return all(map(torch.equal, some, others))
 
 
 def best_split(

@@ -406,7 +406,7 @@ class RolloutScorer:
         }
         given = {name: value.to(device) for name, value in image_inputs.items() if value is not None}
         images = {name: value for name, value in given.items() if name not in TOKEN_TYPES}
-        batch |= with_completion_types(given, self.causal.config, count, prompt_ids.size(1), length)
+        batch |= with_completion_types(given, self.causal.config, prompt_ids.size(1) + length)
         step = count if self.batch_size is None else self.batch_size
         if step < count and self.share_prompts != "off":
             step = whole_groups(step, num_generations)

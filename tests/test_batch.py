@@ -1,18 +1,22 @@
-"""Which part of the pixel inputs belongs to which row, by counts and by tokens; and inputs of scoring made of rows."""
+"""Which pixels belong to which row; rows made into inputs of scoring, joined and stored. Expected by hand."""
 
 import pytest
 import torch
 
 from vgr_trl.batch import (
-    LAYOUTS,
     Prompts,
+    Rows,
     UnknownParts,
     build_scoring_inputs,
-    find_layout,
+    join_rows,
+    nbytes,
+    pack,
     parts_by_counts,
     parts_by_tokens,
     rows_with_images,
+    unpack,
 )
+from vgr_trl.sampling import Group, ReplayBuffer
 
 IMAGE, PAD = 2, 9
 GRIDS = torch.tensor([[1, 2, 4], [1, 4, 4], [1, 2, 2]])  # 8, 16 and 4 patches, four to a token
@@ -81,14 +85,8 @@ def test_counts_and_tokens_give_the_same_parts(case):
     assert sizes(parts_by_tokens(inputs, placeholders(rows))) == expected
 
 
-def test_every_layout_is_among_the_cases():
-    found = [find_layout(inputs, sum(num_images)) for inputs, _, num_images, _, _ in CASES.values()]
-    assert [layout for layout in LAYOUTS if layout not in found] == []
-
-
-@pytest.mark.parametrize("case", ["patches", "tiles of unequal size", "rows padded to the most images"])
-def test_one_image_more_is_refused(case):
-    inputs, _, num_images, num_tiles, _ = CASES[case]
+def test_one_image_more_is_refused():
+    inputs, _, num_images, num_tiles, _ = CASES["patches"]
     inputs = {name: torch.cat([value, value[:1]]) for name, value in inputs.items()}
     with pytest.raises(UnknownParts, match="cannot be assigned to its rows, because of pixel_values of shape"):
         parts_by_counts(inputs, num_images, num_tiles)
@@ -99,33 +97,6 @@ def test_tiles_and_no_mask_of_a_row():
     tiles = {"pixel_values": torch.zeros(3, 5, 3, 4, 4)}
     assert sizes(parts_by_counts(tiles, [2, 0, 1])) == {"pixel_values": [2, 0, 1]}
     assert sizes(parts_by_counts(tiles, [2, 0, 2])) == {"pixel_values": [1, 1, 1]}
-
-
-def scoring_batch(fields, prompts, images):
-    return build_scoring_inputs(
-        Prompts(prompts, [["image"] * count for count in images], fields),
-        [[5]] * len(prompts),
-        pad_token_id=PAD,
-        vision_token_ids=[IMAGE],
-    )
-
-
-def test_tiles_of_unequal_size_are_counted_by_their_tokens():
-    """8 patches to a token: 2 + 2 + 1 of an image with a thumbnail, and 8 tokens of an image that is one large tile."""
-    shapes = torch.tensor([[4, 4], [4, 4], [2, 4], [8, 8]])
-    fields = {
-        "pixel_values": torch.zeros(4, 64, 3),
-        "spatial_shapes": shapes,
-        "pixel_attention_mask": torch.zeros(4, 64),
-    }
-    batch = scoring_batch(fields, [[IMAGE] * 5, [IMAGE] * 8, [1]], [1, 1, 0])
-    assert batch["num_tiles"] == [3, 1, 0]
-
-
-@pytest.mark.parametrize(("count", "expected"), [(4, [3, 1, 0]), (2, None)])
-def test_tiles_of_one_size_are_counted_where_there_are_more_than_images(count, expected):
-    prompts = [[IMAGE] * 6, [IMAGE] * 2, [1]] if expected else [[IMAGE] * 2, [IMAGE] * 2, [1]]
-    assert scoring_batch({"pixel_values": torch.zeros(count, 3, 4, 4)}, prompts, [1, 1, 0])["num_tiles"] == expected
 
 
 @pytest.mark.parametrize(
@@ -180,7 +151,6 @@ TWO = [["one image"], ["another"]]
         ({"pixel_values": torch.zeros(4, 3)}, None),  # patches
         ({"pixel_values": torch.zeros(4, 3), "spatial_shapes": torch.full((4, 2), 4)}, [1, 3]),
         ({"pixel_values": torch.zeros(2, 3), "spatial_shapes": torch.ones(2, 2)}, [1, 1]),
-        ({"pixel_values": torch.zeros(4, 3, 2, 2), "image_grid_thw": torch.ones(2, 3)}, None),
         ({}, None),
     ],
 )
@@ -188,3 +158,108 @@ def test_tiles_of_rows(fields, tiles):
     batch = batch_of(PROMPTS, TWO, **fields)
     assert batch["num_images"] == [1, 1]
     assert batch["num_tiles"] == tiles
+
+
+def test_tiles_of_unequal_size_are_counted_by_their_tokens():
+    """8 patches to a token: 2 + 2 + 1 of an image with a thumbnail, and 8 tokens of an image that is one large tile."""
+    shapes = torch.tensor([[4, 4], [4, 4], [2, 4], [8, 8]])
+    fields = {"pixel_values": torch.zeros(4, 64, 3), "spatial_shapes": shapes}
+    batch = batch_of([[IMAGE] * 5, [IMAGE] * 8, [1]], [["one"], ["another"], []], [[7]] * 3, **fields)
+    assert batch["num_tiles"] == [3, 1, 0]
+
+
+def pixels(*shape):
+    """Bytes, normalised by channel, which is the last dimension."""
+    mean, deviation = torch.tensor([0.48, 0.46, 0.41]), torch.tensor([0.27, 0.26, 0.28])
+    drawn = torch.randint(0, 256, (*shape, 3), generator=torch.Generator().manual_seed(0))
+    return (drawn / 255 - mean) / deviation
+
+
+RARE = torch.full((200, 300), 0.25)
+RARE[5, 7] = 0.5  # in no sample of the elements
+
+
+@pytest.mark.parametrize("value", [pixels(2, 80, 80).permute(0, 3, 1, 2), pixels(40, 196).flatten(1), RARE])
+def test_two_bytes_per_element_restore_each_exactly(value):
+    packed = pack(value)
+    assert nbytes(packed) < 0.6 * nbytes(value)
+    assert torch.equal(unpack(packed, "cpu"), value)
+
+
+@pytest.mark.parametrize("value", [torch.randn(200, 300), pixels(10, 10), torch.arange(20_000), RARE / 0])
+def test_other_tensors_are_stored_as_they_are(value):
+    assert unpack(pack(value), "cpu").equal(value)
+    assert nbytes(pack(value)) <= nbytes(value)
+
+
+def test_stored_completions_of_a_prompt_share_pixels():
+    value = pixels(40, 196).flatten(1)
+    rows = Rows(1, 1, {}, [{"pixel_values": value}, {"pixel_values": value.clone()}, {"pixel_values": -value}, {}])
+    stored = rows.stored()
+    first, second, other, without = stored.images
+    assert first["pixel_values"] is second["pixel_values"]
+    assert torch.equal(unpack(other["pixel_values"], "cpu"), -value)
+    assert without == {}
+    assert stored.nbytes == 2 * nbytes(first["pixel_values"])
+
+
+def rows(prompt, completion, count=1, **columns):
+    """Tokens counted up from 1, all of them valid."""
+    wide = {
+        "prompt_ids": torch.arange(1, prompt + 1).expand(count, -1),
+        "prompt_mask": torch.ones(count, prompt, dtype=torch.long),
+        "completion_ids": torch.arange(1, completion + 1).expand(count, -1),
+        "completion_mask": torch.ones(count, completion, dtype=torch.long),
+    }
+    return Rows(prompt, completion, {**wide, **columns}, [{} for _ in range(count)])
+
+
+def test_joined_prompts_are_padded_on_the_left_and_completions_on_the_right():
+    joined = join_rows([rows(2, 3), rows(3, 1)], pad_token_id=PAD).columns
+    assert joined["prompt_ids"].tolist() == [[PAD, 1, 2], [1, 2, 3]]
+    assert joined["prompt_mask"].tolist() == [[0, 1, 1], [1, 1, 1]]
+    assert joined["completion_ids"].tolist() == [[1, 2, 3], [1, PAD, PAD]]
+    assert joined["completion_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+
+
+def test_lengths_are_multiples():
+    joined = join_rows([rows(2, 3), rows(4, 1)], pad_token_id=PAD, pad_to_multiple_of=4)
+    assert (joined.prompt_length, joined.completion_length) == (4, 4)
+    assert joined.columns["prompt_ids"].tolist() == [[PAD, PAD, 1, 2], [1, 2, 3, 4]]
+
+
+def test_columns_that_only_one_has():
+    """No tool: every token is the policy's. No old log-probabilities: NaN, taken from the first pass. No type: 0."""
+    one = rows(
+        2,
+        2,
+        tool_mask=torch.tensor([[1, 0]]),
+        old_per_token_logps=torch.tensor([[-0.5, -0.25]]),
+        token_type_ids=torch.tensor([[0, 1, 0, 0]]),
+        importance_sampling_ratio=torch.tensor([[0.5]]),
+    )
+    other = rows(1, 3, importance_sampling_ratio=torch.tensor([[2.0, 3.0, 4.0]]))
+    joined = join_rows([one, other], pad_token_id=PAD).columns
+    assert joined["tool_mask"].tolist() == [[1, 0, 1], [1, 1, 1]]
+    assert joined["token_type_ids"].tolist() == [[0, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
+    assert joined["importance_sampling_ratio"].tolist() == [[0.5, 0.5, 1.0], [2.0, 3.0, 4.0]]
+    logps = joined["old_per_token_logps"]
+    assert logps[0].tolist() == [-0.5, -0.25, 0.0]
+    assert logps[1].isnan().all()
+
+
+def test_megabytes():
+    """Two rows of 2 + 3 tokens, ids and masks: 2 x 5 x 2 numbers of 8 bytes."""
+    stored = rows(2, 3, count=2)
+    values = torch.tensor([0.0, 1.0])
+    buffer = ReplayBuffer(2)
+    assert buffer.megabytes == 0
+    assert buffer.add(Group(advantages=values - 0.5, rewards=values, rows=stored))
+    assert buffer.megabytes == 160 / 1e6
+
+
+def test_groups_without_variance_are_not_stored():
+    """Rewards 0 and d have the deviation d / sqrt(2): 0.7e-6 and 1.4e-6."""
+    for difference, admitted in ((1e-6, False), (2e-6, True)):
+        values = torch.tensor([0.0, difference])
+        assert ReplayBuffer(1).add(Group(advantages=values - values.mean(), rewards=values)) is admitted
