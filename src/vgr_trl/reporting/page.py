@@ -7,7 +7,7 @@ import base64
 import json
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.resources import files
 from itertools import zip_longest
@@ -21,9 +21,9 @@ from vgr_trl.reporting.records import (
     LOGS_FILE,
     RECORDS,
     LogEntry,
-    Record,
     Run,
     as_json,
+    has_records,
     read_logs,
     read_run,
     read_thumbnail,
@@ -111,16 +111,13 @@ class PageRun:
 def write_report(
     runs: Sequence[str | Path], path: str | Path, *, max_megabytes: float = 9.5, names: Sequence[str] | None = None
 ) -> Report:
-    """Write a page with the curves and completions of one or several runs; what does not fit is thinned.
-
-    The data go in as compressed bytes in base64, whose letters mean nothing to HTML, so text of a model cannot become
-    part of the page.
+    """Write a page that shows `runs`, and return what is in it.
 
     Args:
-        runs: their `output_dir`.
-        path: of the page; replaced, at once or not at all, if it exists.
-        max_megabytes: bound of its size, 10⁶ bytes each, in [1, 100].
-        names: of the runs, in order; by default as they call themselves.
+        runs: folders of runs (`output_dir`, or `rollouts` in it).
+        path: of the page, which is replaced at once or not at all; its folder is made.
+        max_megabytes: bound of the page, in [1, 100].
+        names: of the runs, in order; by default those that were recorded, else those of their folders.
 
     Raises:
         ConfigError: the bound is out of range, or there are not as many names as runs.
@@ -130,15 +127,15 @@ def write_report(
         raise ConfigError(f"max_megabytes is {max_megabytes}: give a number in [{SMALLEST:g}, {LARGEST:g}].")
     if names is not None and len(names) != len(runs):
         raise ConfigError(f"There are {len(names)} names for {len(runs)} runs: give one name per run, in order.")
-    page = page_template()
-    max_bytes = int((max_megabytes * MEGABYTE - len(page.encode())) * 3 / 4) - 1024  # base64: 4 letters for 3 bytes
-    shown, images = page_data([Path(run) for run in runs], max_bytes, names)
-    content = [{**vars(run), "curves": [vars(curve) for curve in run.curves]} for run in shown]
+    template, path = page_template(), Path(path)
+    max_bytes = int((max_megabytes * MEGABYTE - len(template.encode())) * 3 / 4) - 1024  # base64: 4 letters for 3 bytes
+    pages, images = page_data([Path(run) for run in runs], max_bytes, names)
+    content = [{**vars(page), "curves": [vars(curve) for curve in page.curves]} for page in pages]
     packed = zlib.compress(_as_bytes({"version": 1, "runs": content, "images": images}), _LEVEL)
-    html = page.replace(PLACE, base64.b64encode(packed).decode("ascii")).encode()
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(Path(path), html)
-    return Report(Path(path), len(html), sum(len(run.records) for run in shown), {run.name: run.notes for run in shown})
+    html = template.replace(PLACE, base64.b64encode(packed).decode("ascii")).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, html)
+    return Report(path, len(html), sum(len(page.records) for page in pages), {page.name: page.notes for page in pages})
 
 
 def page_template() -> str:
@@ -149,34 +146,28 @@ def page_template() -> str:
 def page_data(
     folders: Sequence[Path], max_bytes: int, names: Sequence[str] | None = None
 ) -> tuple[list[PageRun], dict[str, str]]:
-    """Return the runs, and their thumbnails in base64 by name, gathered until the bytes are spent."""
-    sources = [open_run(folder) for folder in folders]
+    """Return the runs, and their thumbnails in base64 by name, as many as fit."""
+    runs = [open_run(folder) for folder in folders]
     output_dirs = [records_folder(folder).parent for folder in folders]
-    if names is None:
-        names = [
-            source.name if source else path.resolve().name for source, path in zip(sources, output_dirs, strict=True)
-        ]
+    names = names or [run.name if run else path.resolve().name for run, path in zip(runs, output_dirs, strict=True)]
     pages = []
-    for name, source, path in zip(names, sources, output_dirs, strict=True):
+    for name, run, path in zip(names, runs, output_dirs, strict=True):
         page = PageRun(name if list(names).count(name) == 1 else f"{name} ({path})")
-        pages.append(page)
-        if source is not None:
-            page.model, page.created = (str(source.description.get(key) or "") for key in ("model", "created"))
-            page.rewards = source.rewards
+        if run is not None:
+            page.model, page.created = (str(run.description.get(key) or "") for key in ("model", "created"))
+            page.rewards = run.rewards
         read_curves(page, path)
+        pages.append(page)
     left = max_bytes - _fit_curves(pages, int(CURVES_SHARE * max_bytes))
-    space = _Space(left, int(ATTENTION_SHARE * max_bytes))
-    space.is_rounded = sum(size_of_records(run) for run in sources if run is not None) > left
-    readers = [space.fill(page, run) for page, run in zip(pages, sources, strict=True) if run is not None]
-    while readers:  # in turns, so that all runs get the same part of the page
-        readers = [reader for reader in readers if next(reader, None) is not None]
-    for page, source in zip(pages, sources, strict=True):
-        page.records.sort(key=lambda record: (record["step"], record["mode"]))
-        if source is None:
+    images: dict[str, str] = {}
+    for index, (page, run) in enumerate(zip(pages, runs, strict=True)):
+        if run is None:
             page.notes.append("The run has no records of completions: it has curves only.")
-        elif not source.steps():
+        elif not run.steps():
             page.notes.append("The run has no records of completions yet.")
-    return pages, space.images
+        else:  # equal parts of the page; what a run leaves goes to those behind it
+            left -= add_records(page, run, images, left // (len(runs) - index))
+    return pages, images
 
 
 def open_run(folder: Path) -> Run | None:
@@ -186,8 +177,7 @@ def open_run(folder: Path) -> Run | None:
         DataError: it has neither, or its records are of a later version.
     """
     records = records_folder(folder)
-    has_records = (records / LOGS_FILE).is_file() or any(records.glob(RECORDS))
-    return None if not has_records and find_state(records.parent) is not None else read_run(folder)
+    return None if not has_records(records) and find_state(records.parent) is not None else read_run(folder)
 
 
 def size_of_records(run: Run) -> int:
@@ -200,18 +190,15 @@ def read_curves(page: PageRun, output_dir: Path) -> None:
     entries = list(read_logs(records_folder(output_dir) / LOGS_FILE))
     if not entries and (state := find_state(output_dir)) is not None:
         try:
-            history = json.loads(state.read_text(encoding="utf-8"))["log_history"]
-            entries = [_entry_of_state(item) for item in history]
+            entries = [_entry_of_state(item) for item in json.loads(state.read_text(encoding="utf-8"))["log_history"]]
             page.notes.append(f"Curves are those of {state.relative_to(output_dir)}.")
         except (ValueError, KeyError, TypeError) as error:  # transformers writes it in place: a kill cuts it
             page.notes.append(f"{STATE_FILE} cannot be read ({type(error).__name__}): there are no curves.")
     elif not entries:
         page.notes.append("Nothing was logged yet: there are no curves.")
     trained = {entry.step: entry for entry in entries if entry.mode == "train"}  # of a step run twice, the last
-    page.signs = [
-        {"step": step, "seen": seen}
-        for step, seen in first_signs((step, trained[step].values) for step in sorted(trained))
-    ]
+    signs = first_signs((step, trained[step].values) for step in sorted(trained))
+    page.signs = [{"step": step, "seen": seen} for step, seen in signs]
     times = [entry.time for entry in entries if entry.mode == "train" and entry.time > 0]
     page.seconds = max(times) - min(times) if len(set(times)) > 1 else None
     points: dict[tuple[str, str], dict[int, float | None]] = {}
@@ -231,102 +218,78 @@ def find_state(output_dir: Path) -> Path | None:
     """Return the `trainer_state.json` of a run, that of its last checkpoint if it has not ended; None without any."""
     if (state := output_dir / STATE_FILE).is_file():
         return state
-    states = list(output_dir.glob(f"checkpoint-*[0-9]/{STATE_FILE}"))
+    states = output_dir.glob(f"checkpoint-*[0-9]/{STATE_FILE}")
     return max(states, key=lambda path: int(path.parent.name.rpartition("-")[2]), default=None)
 
 
 def _entry_of_state(item: dict[str, Any]) -> LogEntry:
     """`log_history` holds training and evaluation side by side; evaluation has its prefix."""
-    values: dict[str, float | None] = {
-        name: float(value) for name, value in item.items() if isinstance(value, (int, float))
-    }
+    values = {name: float(value) for name, value in item.items() if isinstance(value, (int, float))}
     mode = "eval" if any(name.startswith("eval_") for name in values) else "train"
-    return LogEntry(item["step"], mode, 0.0, values)
+    return LogEntry(item["step"], mode, 0.0, {**values})
 
 
 def _fit_curves(pages: Sequence[PageRun], max_bytes: int) -> int:
     """Thin the curves until they fit; return their bytes."""
-    points, longest = MOST_POINTS, [max((len(curve.steps) for curve in page.curves), default=0) for page in pages]
-    while True:
+    points = 2 * MOST_POINTS
+    size = max_bytes + 1
+    while size > max_bytes and points > FEWEST_POINTS:
+        points //= 2
         thinned = [[curve.thinned(points) for curve in page.curves] for page in pages]
         size = sum(_size([vars(curve) for curve in curves]) for curves in thinned)
-        if size <= max_bytes or points <= FEWEST_POINTS:
-            break
-        points //= 2
-    for page, curves, count in zip(pages, thinned, longest, strict=True):
-        page.curves = curves
-        if count > points:
+    for page, curves in zip(pages, thinned, strict=True):
+        if (count := max((len(curve.steps) for curve in page.curves), default=0)) > points:
             page.notes.append(f"Curves show {points} of {count} logged steps, at even distances.")
+        page.curves = curves
     return size
 
 
-class _Space:
-    """The bytes of a page that are left, and the thumbnails that are in it.
+def add_records(page: PageRun, run: Run, images: dict[str, str], max_bytes: int) -> int:
+    """Add records, the ends of evaluation and training first, until the next does not fit; return the bytes taken.
 
-    Attributes:
-        left, attention_left: bytes of all, and of attention maps.
-        is_rounded: whether attention maps are rounded, as those of runs larger than the page.
-        images: thumbnails in base64, by name.
+    Args:
+        images: thumbnails of the page in base64, by name, to which those of the records are added.
     """
-
-    def __init__(self, left: int, attention_left: int) -> None:
-        self.left, self.attention_left = left, attention_left
-        self.is_rounded = False
-        self.images: dict[str, str] = {}
-
-    def fill(self, page: PageRun, run: Run) -> Iterator[int]:
-        """Add records one by one, the ends of evaluation and training first, until one more would be too many."""
-        maps = maps_left_out = 0
-        missing: set[str] = set()
-        order = interleaved(ends_first(run.steps("eval")), ends_first(run.steps("train")))
-        for step, mode in order[:MOST_RECORDS]:
-            if (record := run.record(step, mode)) is None:
-                continue
-            thumbnails = self._thumbnails(record, run.folder, missing)
-            bare = [replace(completion, attention=None) for completion in record.completions]
-            content = as_json(asdict(replace(record, completions=bare)))
-            size = _size(content) + sum(map(len, thumbnails.values()))
-            if size > self.left:
-                break
-            self.left -= size
-            for completion, attention in zip(
-                content["completions"], (c.attention for c in record.completions), strict=True
-            ):
-                if attention is None:
-                    continue
-                values = attention.values.translate(_ROUNDED) if self.is_rounded else attention.values
+    left, attention_left = max_bytes, int(ATTENTION_SHARE * max_bytes)
+    is_rounded = size_of_records(run) > max_bytes
+    maps = maps_left_out = 0
+    missing: set[str] = set()
+    order = interleaved(ends_first(run.steps("eval")), ends_first(run.steps("train")))
+    for record in filter(None, (run.record(*key) for key in order[:MOST_RECORDS])):
+        pictures = [image for completion in record.completions for image in completion.images]
+        names = {name for image in pictures for name in (image.file, image.perturbed) if name is not None}
+        contents = {name: read_thumbnail(run.folder, name) for name in sorted(names - images.keys())}
+        missing |= {name for name, content in contents.items() if content is None}
+        thumbnails = {name: content for name, content in contents.items() if content is not None}
+        attentions = [completion.attention for completion in record.completions]
+        bare = [replace(completion, attention=None) for completion in record.completions]
+        content = as_json(asdict(replace(record, completions=bare)))
+        size = _size(content) + sum(map(len, thumbnails.values()))
+        if size > left:
+            break
+        left -= size
+        for completion, attention in zip(content["completions"], attentions, strict=True):
+            if attention is not None:
+                values = attention.values.translate(_ROUNDED) if is_rounded else attention.values
                 shown = as_json({"scale": attention.scale, "values": values})
-                if (size := _size(shown)) <= min(self.left, self.attention_left):
+                if (size := _size(shown)) <= min(left, attention_left):
                     completion["attention"] = shown
-                    self.left, self.attention_left = self.left - size, self.attention_left - size
-                    maps += 1
+                    left, attention_left, maps = left - size, attention_left - size, maps + 1
                 else:
                     maps_left_out += 1
-            self.images |= {name: base64.b64encode(file).decode() for name, file in thumbnails.items()}
-            page.records.append(content)
-            yield step
-        small, recorded = "to keep the page small.", len(run.steps())
-        if len(page.records) < recorded:
-            page.notes.append(
-                f"{len(page.records)} of {recorded} recorded steps are shown, at even distances; the others do not "
-                "fit, or cannot be read."
-            )
-        if maps_left_out:
-            page.notes.append(
-                f"Attention over the image is shown for {maps} of {maps + maps_left_out} completions, {small}"
-            )
-        if maps and self.is_rounded:
-            page.notes.append(f"Attention over the image is rounded to 16 steps, {small}")
-        if missing:
-            page.notes.append(f"Thumbnails that are missing: {len(missing)}; grey is shown instead.")
-
-    def _thumbnails(self, record: Record, folder: Path, missing: set[str]) -> dict[str, bytes]:
-        """Content of the record's thumbnails that the page does not have yet."""
-        images = [image for completion in record.completions for image in completion.images]
-        names = {name for image in images for name in (image.file, image.perturbed) if name is not None}
-        found = {name: read_thumbnail(folder, name) for name in sorted(names - self.images.keys())}
-        missing.update(name for name, content in found.items() if content is None)
-        return {name: content for name, content in found.items() if content is not None}
+        images |= {name: base64.b64encode(file).decode() for name, file in thumbnails.items()}
+        page.records.append(content)
+    page.records.sort(key=lambda record: (record["step"], record["mode"]))
+    count, recorded, small = len(page.records), len(run.steps()), "to keep the page small."
+    notes = {
+        f"{count} of {recorded} recorded steps are shown, at even distances; the others do not fit, or cannot be "
+        "read.": count < recorded,
+        f"Attention over the image is shown for {maps} of {maps + maps_left_out} completions, {small}": maps_left_out,
+        f"Attention over the image is rounded to 16 steps, {small}": maps and is_rounded,
+        f"Thumbnails that are missing: {len(missing)}; grey is shown instead.": missing,
+    }
+    page.notes += [note for note, applies in notes.items() if applies]
+    return max_bytes - left
 
 
 def ends_first(keys: Sequence[Key]) -> list[Key]:
