@@ -21,9 +21,6 @@ from vgr_trl.reporting import page as page_module
 from vgr_trl.reporting.page import (
     PLACE,
     Curve,
-    area_share,
-    attention_share,
-    covered_shares,
     ends_first,
     interleaved,
     page_template,
@@ -298,47 +295,3 @@ def test_command_writes_the_page_into_the_first_run(tmp_path: Path, capsys: pyte
     assert "\x1b" not in printed
     assert main(["report", str(tmp_path / "missing")]) == 1
     assert capsys.readouterr().err.startswith(f"vgr-trl report: {tmp_path / 'missing'} has no records")
-
-
-@pytest.mark.parametrize(
-    ("grid", "size", "boxes", "expected"),
-    [
-        # 2 rows x 3 columns on 60 x 20 pixels: cells of 20 x 10. Second row, third column is the last of six cells.
-        ((2, 3), (60, 20), [(40, 10, 20, 10)], [0, 0, 0, 0, 0, 1]),
-        # From x = 15 to 25 and from y = 5 to 15: 25 of a cell's 200 px in each of the four cells around (20, 10).
-        ((2, 3), (60, 20), [(15, 5, 10, 10)], [0.125, 0.125, 0, 0.125, 0.125, 0]),
-        # Two boxes of 6 x 6 with an overlap of 2 x 2 cover 36 + 36 - 4 = 68 px of 100; a third within adds none.
-        ((1, 1), (10, 10), [(0, 0, 6, 6), (4, 4, 6, 6), (1, 1, 2, 2)], [0.68]),
-        ((1, 2), (10, 10), [(-5, -5, 10, 10), (20, 0, 5, 5), (3, 3, 0, 4)], [0.5, 0]),
-        # A cell of 100 / 3 px; the box is the last one.
-        ((1, 3), (100, 10), [(200 / 3, 0, 100 / 3, 10)], [0, 0, 1]),
-        ((1, 2), (10, 10), [], [0, 0]),
-    ],
-)
-def test_boxes_cover_parts_of_cells(grid: Any, size: Any, boxes: Any, expected: list[float]) -> None:
-    assert covered_shares(grid, size, boxes) == pytest.approx(expected)
-
-
-def test_attention_share_weighs_cells_by_their_attention() -> None:
-    # 0.1 of 0.5 lies in a cell that is covered whole, 0.3 in one that is covered to a third: 0.1 + 0.1 of 0.5.
-    assert attention_share([0.1, 0.3, 0.1], [1, 1 / 3, 0]) == pytest.approx(0.4)
-    assert attention_share([0, 0], [1, 0]) is None
-    assert area_share([0.125, 0.125, 0, 0.125, 0.125, 0]) == pytest.approx(100 / 1200)
-
-
-@given(
-    rows=st.integers(1, 5),
-    columns=st.integers(1, 5),
-    boxes=st.lists(st.tuples(*[st.integers(-4, 14)] * 2, *[st.integers(0, 12)] * 2), max_size=5),
-)
-def test_shares_agree_with_counting_pixels(rows: int, columns: int, boxes: list[tuple[int, ...]]) -> None:
-    # Cells of 3 x 2 px and boxes on whole pixels: counting pixels is exact.
-    shares = covered_shares((rows, columns), (3 * columns, 2 * rows), boxes)
-    for index, share in enumerate(shares):
-        row, column = divmod(index, columns)
-        inside = [
-            any(left <= x < left + width and top <= y < top + height for left, top, width, height in boxes)
-            for x in range(3 * column, 3 * column + 3)
-            for y in range(2 * row, 2 * row + 2)
-        ]
-        assert share == pytest.approx(sum(inside) / 6)

@@ -3,9 +3,9 @@
 import base64
 import math
 import unicodedata
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ _TEMPLATE = Path(__file__).with_name("completion.html")
 
 
 class Quantity(NamedTuple):
-    """How a number per token is read: its name, what values below and above the middle mean, and the middle.
+    """How a number per token is read: its name, what values below and above the middle mean, and whether it is a ratio.
 
     The middle of a ratio is 1, and twice as far as half; otherwise it is 0.
     """
@@ -62,8 +62,8 @@ def show_completion(
 ) -> CompletionView:
     """Return a view of a recorded completion: coloured tokens, and each image beside the attention over it.
 
-    Every token and every cell of an image says its value when pointed at. Cells are the darker the less attention they
-    get, relative to the cell that gets most.
+    The value of a token, and the share of a cell of an image, stand in its tooltip. Cells are the darker the less
+    attention they get, relative to the cell that gets most.
 
     Args:
         completion: of a record that `vgr_trl.reporting.records.read_run` gives.
@@ -79,32 +79,26 @@ def show_completion(
     count = len(completion.tokens)
     if token is not None and not -count <= token < count:
         raise ConfigError(f"token is {token}, and the completion has {count} tokens: give one in [{-count}, {count}).")
-    quantity, values = QUANTITIES[color_by], getattr(completion, color_by)
+    quantity, values = QUANTITIES[color_by], getattr(completion, color_by) or [None] * count
     tokens = []
-    places = positions(values or [None] * count, quantity.is_ratio)
-    for text, value, place in zip(completion.tokens, values or [None] * count, places, strict=True):
-        style = "border-radius:3px;padding:2px 0;border:1px solid #ddd;"
-        style += f"background:{colour_at(place)};color:#000" if place is not None else ""
-        tokens.append({"text": _visible(text), "title": f"{quantity.title} {_number(value)}", "style": style})
-    known = [value for value in values or () if value is not None]
-    legend = f"The {quantity.title} was not measured."
-    if known:
-        legend = (
-            f"{quantity.title} here {_number(min(known))} to {_number(max(known))}, {int(quantity.is_ratio)} in the "
-            "middle. Point at a token for its value."
+    for text, value, place in zip(completion.tokens, values, positions(values, quantity.is_ratio), strict=True):
+        tokens.append(
+            {
+                "text": _visible(text),
+                "title": f"{quantity.title} {_number(value)}",
+                "colour": None if place is None else colour_at(place),
+            }
         )
+    known = [value for value in values if value is not None]
     html = _template().render(
         prompt=_visible(completion.prompt),
         solution=None if completion.solution is None else _visible(completion.solution),
         reward=_number(completion.reward),
         rewards=", ".join(f"{name} {_number(value)}" for name, value in completion.rewards.items()),
         right={None: None, True: "right", False: "wrong"}[completion.correct],
-        title=quantity.title,
+        quantity=quantity,
         tokens=tokens,
-        measured=bool(known),
-        legend=legend,
-        below=quantity.below,
-        above=quantity.above,
+        range=f"{_number(min(known))} to {_number(max(known))}" if known else None,
         colours=",".join(map(colour_at, (-1.0, 0.0, 1.0))),
         images=_images(completion, records_folder(Path(run_folder)), token),
     )
@@ -117,7 +111,7 @@ def _template() -> Template:
     return Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
 
 
-def positions(values: Sequence[float | None], is_ratio: bool) -> list[float | None]:
+def positions(values: Numbers, is_ratio: bool) -> Numbers:
     """Return where each value lies between the farthest value below the middle, -1, and above it, 1; the middle is 0.
 
     Both sides have the same scale, that of the farthest value. None stays None.
@@ -127,7 +121,7 @@ def positions(values: Sequence[float | None], is_ratio: bool) -> list[float | No
         is_ratio: the middle is 1, distances are those of logarithms, and 0 or less is as far as it gets; otherwise the
             middle is 0 and distances are differences.
     """
-    distances: Numbers = list(values)
+    distances = list(values)
     if is_ratio:
         distances = [None if value is None else math.log(value) if value > 0 else -math.inf for value in values]
     farthest = max((abs(distance) for distance in distances if distance and math.isfinite(distance)), default=1.0)
@@ -147,35 +141,33 @@ def _images(completion: Completion, folder: Path, token: int | None) -> list[dic
         chosen = range(len(completion.tokens)) if token is None else [token % len(completion.tokens)]
         maps = [completion.attention.row(index) for index in chosen]
         attention = [sum(column) / len(maps) for column in zip(*maps, strict=True)]
-    shown, first = [], 0
+    images, rest = [], iter(attention if any(attention) else ())
     for number, (image, count) in enumerate(zip(completion.images, cells, strict=True), 1):
         longer = max(image.width, image.height, 1)
         width, height = (max(1, round(side * WIDTH / longer)) for side in (image.width, image.height))
         content = None if image.file is None else read_thumbnail(folder, image.file)
-        data = None if content is None else "data:image/webp;base64," + base64.b64encode(content).decode()
-        label = f"Image {number}" + ("" if data else " (its thumbnail is missing)")
+        label = f"Image {number}" + ("" if content else " (its thumbnail is missing)")
         if attention:
             of = "all tokens" if token is None else f"token {token % len(completion.tokens)}"
             label += f": as it is, and lit where {of} looked"
         drawn = []
         rows, columns = image.grid or (0, 0)
-        if any(attention):
-            for cell, value in enumerate(attention[first : first + count]):
-                row, column = divmod(cell, columns)
-                share = f"{value / sum(attention):.1%} of the attention on the images"
-                drawn.append(
-                    {
-                        "x": round(width + 8 + column * width / columns, 2),
-                        "y": round(row * height / rows, 2),
-                        "width": round(width / columns, 2),
-                        "height": round(height / rows, 2),
-                        "opacity": round(DARKEST * (1 - value / max(attention)), 3),
-                        "title": f"row {row + 1}, column {column + 1}: {share}",
-                    }
-                )
-        shown.append({"data": data, "shown": (width, height), "label": label, "cells": drawn})
-        first += count
-    return shown
+        for cell, value in enumerate(islice(rest, count)):
+            row, column = divmod(cell, columns)
+            drawn.append(
+                {
+                    "x": round(width + 8 + column * width / columns, 2),
+                    "y": round(row * height / rows, 2),
+                    "width": round(width / columns, 2),
+                    "height": round(height / rows, 2),
+                    "opacity": round(DARKEST * (1 - value / max(attention)), 3),
+                    "title": f"row {row + 1}, column {column + 1}: {value / sum(attention):.1%} of the attention on "
+                    "the images",
+                }
+            )
+        data = content and "data:image/webp;base64," + base64.b64encode(content).decode()
+        images.append({"data": data, "shown": (width, height), "label": label, "cells": drawn})
+    return images
 
 
 def _visible(text: str) -> str:

@@ -1,20 +1,15 @@
-"""Runs as one page of HTML that opens from disk: curves, completions and thumbnails, within a bound of bytes.
-
-Also how much of the attention on an image falls into boxes that are drawn on it.
-"""
+"""Runs as one page of HTML that opens from disk: curves, completions and thumbnails, within a bound of bytes."""
 
 import base64
 import json
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.resources import files
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
-
-import numpy as np
 
 from vgr_trl.metrics import first_signs
 from vgr_trl.reporting.records import (
@@ -319,47 +314,3 @@ def _as_bytes(content: Any) -> bytes:
 def _size(content: Any) -> int:
     """Bytes it takes in the page: close to, and rather above, what it takes among everything else."""
     return len(zlib.compress(_as_bytes(content), _LEVEL))
-
-
-def covered_shares(grid: tuple[int, int], size: tuple[float, float], boxes: Iterable[Sequence[float]]) -> list[float]:
-    """Return the share of each cell that lies in at least one box, row by row from the top left, each in [0, 1].
-
-    The cells divide the image evenly. Image processors stretch an image to a multiple of the cell, so the cells may be
-    fractions of a pixel of the original image, and need not be square there.
-
-    Args:
-        grid: rows and columns of vision tokens.
-        size: width and height of the image on which the boxes are drawn, in pixels.
-        boxes: left, top, width and height in pixels; what lies outside of the image does not count.
-    """
-    (rows, columns), (width, height) = grid, size
-    left, top, wide, high = np.array([*boxes], dtype=float).reshape(-1, 4).T  # (B,) each
-    columns_at, rows_at = np.linspace(0, width, columns + 1), np.linspace(0, height, rows + 1)
-    # All edges cut the image into rectangles that lie in one cell, and in or out of each box.
-    x = np.unique(np.concatenate([columns_at, left, left + wide]).clip(0, width))
-    y = np.unique(np.concatenate([rows_at, top, top + high]).clip(0, height))
-    mid_x, mid_y = (x[1:] + x[:-1]) / 2, (y[1:] + y[:-1]) / 2
-    in_x = (left <= mid_x[:, None]) & (mid_x[:, None] < left + wide)  # (X, B)
-    in_y = (top <= mid_y[:, None]) & (mid_y[:, None] < top + high)  # (Y, B)
-    covered = (in_y[:, None] & in_x).any(axis=-1) * np.diff(y)[:, None] * np.diff(x)  # (Y, X), areas
-    cells = np.zeros(grid)
-    np.add.at(cells, (np.searchsorted(rows_at, mid_y)[:, None] - 1, np.searchsorted(columns_at, mid_x) - 1), covered)
-    return [float(share) for share in (cells / (width * height / rows / columns)).ravel()]
-
-
-def attention_share(attention: Sequence[float], covered: Sequence[float]) -> float | None:
-    """Return the share of the attention that falls into the boxes, in [0, 1]; None if there is no attention.
-
-    The attention of a vision token counts as spread evenly over its cell.
-
-    Args:
-        attention: of each vision token, row by row from the top left, in any unit.
-        covered: share of each cell in the boxes, as `covered_shares` returns it.
-    """
-    total = math.fsum(attention)
-    return sum(value * share for value, share in zip(attention, covered, strict=True)) / total if total else None
-
-
-def area_share(covered: Sequence[float]) -> float:
-    """Return the share of the image's area that the boxes cover, in [0, 1]: `attention_share` of even attention."""
-    return math.fsum(covered) / len(covered)
