@@ -11,7 +11,7 @@ from PIL import Image
 
 from vgr_trl import DAPOConfig
 from vgr_trl.cli.__main__ import main
-from vgr_trl.reporting.model_card import DAPO, VPPO, citations, extended_card, method_section, method_tags
+from vgr_trl.reporting.model_card import DAPO, PAPERS, VPPO, extended_card, method_section, method_tags
 
 CARD = (
     "---\ntags: []\n---\n\n# Model\n\nTrained.\n\n### Framework versions\n\n- TRL: 1.16\n\n## Citations\n\nCite TRL.\n"
@@ -27,7 +27,7 @@ def test_without_options_it_says_so_and_cites_nothing_more() -> None:
     assert "No option that" in section
     assert "| `accuracy_reward` | 1 |" in section
     assert "`epsilon_high=0.28`" in section
-    assert citations(options(), ["accuracy_reward"]) == ""
+    assert "@misc" not in extended_card(CARD, options(), ["accuracy_reward"])
     assert method_tags(options(), ["accuracy_reward"]) == ["dapo", "vgr_trl"]
 
 
@@ -36,7 +36,10 @@ def test_what_is_on_is_named_with_its_options_and_paper() -> None:
     section = method_section(on, ["accuracy_reward", "think_format_reward"])
     rows = [line for line in section.splitlines() if line.startswith("| `")][2:]
     helps = {option.name: option.metadata["help"] for option in fields(DAPOConfig)}
-    assert rows[0] == f"| `enable_perception_filtering=True` | {helps['enable_perception_filtering']} | {VPPO.link} |"
+    assert (
+        rows[0]
+        == f"| `enable_perception_filtering=True` | {helps['enable_perception_filtering']} | {PAPERS[VPPO].link} |"
+    )
     assert f"| `top_p_perception_tokens=0.3` | {helps['top_p_perception_tokens']} |  |" in rows
     named = [row[3:].partition("=")[0] for row in rows]
     assert {"perception_weighting", "perturbation", "patch_size", "black_prob"} <= set(named), "what belongs to it"
@@ -70,7 +73,7 @@ def test_what_is_on_is_named_with_its_options_and_paper() -> None:
 def test_each_method_is_cited_once_and_tagged(
     changed: dict[str, Any], rewards: list[str], arxiv: str, tag: str | None
 ) -> None:
-    cited = citations(options(**changed), rewards)
+    cited = extended_card(CARD, options(**changed), rewards)
     assert cited.count("@misc{") == 1
     assert re.findall(r"eprint *= \{(.*)\}", cited) == [arxiv]
     assert method_tags(options(**changed), rewards) == ["dapo", "vgr_trl", *([tag] if tag else [])]
@@ -84,10 +87,10 @@ def test_methods_of_one_paper_cite_it_once_and_dapo_is_left_to_trl() -> None:
         dynamic_sampling="resample",
         replay_buffer_size=8,
     )
-    cited = citations(on, ["vgr_reward"])
+    cited = extended_card(CARD, on, ["vgr_reward"])
     assert re.findall(r"@misc\{(\w+),", cited) == ["wu2025language", "huang2025spotlight"]
     section = method_section(on, ["vgr_reward"])
-    assert DAPO.link in section
+    assert PAPERS[DAPO].link in section
     assert re.search(r"\| `replay_buffer_size=8` \| .+ \|  \|", section)
 
 
@@ -123,7 +126,7 @@ def test_the_trainer_writes_the_card(tmp_path: Path, text_trainer: Any) -> None:
     assert body.count("### Training signal") == 1
     assert "| `length_reward` | 1 |" in body
     assert "`top_p_entropy_tokens=0.2`" in body
-    assert DAPO.link in body  # TRL's sentence on the method
+    assert PAPERS[DAPO].link in body  # TRL's sentence on the method
     assert body.count("@misc{") == 2
     assert {"trl", "grpo", "dapo", "vgr_trl"} <= set(trainer.model.model_tags)
     assert "None" not in card

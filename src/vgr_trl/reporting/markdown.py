@@ -3,11 +3,13 @@
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
@@ -23,17 +25,16 @@ _COLUMNS = {
     "vgr": "VGR", "aei_vision": "AEI image", "aei_instruction": "AEI instruction", "mdi_balance": "MDI balance",
     "attention_vision": "attention image", "attention_instruction": "attention instruction",
 }  # fmt: skip
-_CORRECT = {True: "right", False: "wrong", None: "without an accuracy reward"}
 # From little to much of the image, told apart by readers who do not see red and green alike (viridis, light half).
 _SHADES = ("#8a8a8a", "#3b8ac4", "#21a5a5", "#5ec962", "#fde725")
-_STEP_LINE = (  # heading, names under which trainers log it, format
-    ("reward", ("reward",), "{:.3f}"),
-    ("accuracy", ("rewards/accuracy_reward/mean",), "{:.3f}"),
-    ("format", ("rewards/think_format_reward/mean",), "{:.2f}"),
-    ("length", ("completions/mean_length",), "{:.0f}"),
-    ("VGR", ("attention/late/vgr", "attention/all/vgr"), "{:.3f}"),
-    ("non-zero variance", ("sampling/nonzero_variance_fraction",), "{:.0%}"),
-    ("loss", ("loss",), "{:.4f}"),
+_STEP_LINE = (  # heading, name under which trainers log it, format
+    ("reward", "reward", "{:.3f}"),
+    ("accuracy", "rewards/accuracy_reward/mean", "{:.3f}"),
+    ("format", "rewards/think_format_reward/mean", "{:.2f}"),
+    ("length", "completions/mean_length", "{:.0f}"),
+    ("VGR", "attention/late/vgr", "{:.3f}"),
+    ("non-zero variance", "sampling/nonzero_variance_fraction", "{:.0%}"),
+    ("loss", "loss", "{:.4f}"),
 )
 
 Segments = dict[str, dict[str, float | None]]  # segment -> quantity -> value
@@ -69,105 +70,33 @@ class MarkdownLogs:
 
     def __init__(self, options: Any, started: str, attention: bool) -> None:
         self.options = options
-        folder = Path(options.output_dir, FOLDER)
-        self.paths = {
-            "Rollouts": options.rollout_log_path,
-            "Evaluations": options.eval_log_path,
-            "Attention": options.attention_diag_log_path,
-            "Token weights": options.token_weights_log_path,
-        }
-        if options.markdown_logs:
-            self.paths["Rollouts"] = self.paths["Rollouts"] or folder / f"rollout_results_{started}.md"
-            self.paths["Evaluations"] = self.paths["Evaluations"] or folder / f"eval_results_{started}.md"
-            if attention:
-                self.paths["Attention"] = self.paths["Attention"] or folder / f"attention_diagnostics_{started}.md"
+        self.paths: dict[str, Path | str | None] = {}
+        for title, option, default in (
+            ("Rollouts", "rollout_log_path", "rollout_results"),
+            ("Evaluations", "eval_log_path", "eval_results"),
+            ("Attention", "attention_diag_log_path", "attention_diagnostics" if attention else None),
+            ("Token weights", "token_weights_log_path", None),
+        ):
+            self.paths[title] = getattr(options, option)
+            if self.paths[title] is None and options.markdown_logs and default:
+                self.paths[title] = Path(options.output_dir, FOLDER, f"{default}_{started}.md")
 
     def add(self, record: Record, summary: Summary) -> None:
         """Append a section to each file that is wanted."""
         lengths = self.options.prompt_preview_length, self.options.completion_preview_length
         title = "Rollouts" if record.mode == "train" else "Evaluations"
-        self._append(title, rollout_section(record, summary, *lengths))
-        self._append("Attention", attention_section(record, summary))
+        self._append(title, sections().rollouts(record, summary, *lengths))
+        self._append("Attention", sections().attention(record, summary))
         if record.mode == "train":
-            self._append("Token weights", token_weights_section(record, summary))
+            self._append("Token weights", sections().token_weights(record, summary))
 
     def _append(self, title: str, section: str) -> None:
-        if self.paths[title] is None:
+        if (path := self.paths[title]) is None:
             return
-        file, data = Path(self.paths[title]), section.encode("utf-8", "replace")
+        file, data = Path(path), section.encode("utf-8", "replace")
         size, most = file.stat().st_size if file.exists() else 0, self.options.rollout_log_max_megabytes * 1e6
         if size < most:
             append_atomic(file, data + FULL if size + len(data) >= most else data, head=f"# {title}\n\n".encode())
-
-
-def rollout_section(
-    record: Record, summary: Summary, prompt_length: int | None = None, completion_length: int | None = None
-) -> str:
-    """Return a section on a rollout batch: its numbers, each recorded completion, and token weights if any."""
-    rewards = [[inline(name), number(mean), number(std)] for name, (mean, std) in summary.rewards.items()]
-    parts = [
-        f"## {_title(record)}\n",
-        f"{summary.completions} completions, success rate {number(summary.success_rate)}, "
-        f"{len(record.completions)} shown.\n",
-        table(["reward", "mean", "standard deviation"], rewards),
-    ]
-    if summary.segments:
-        parts.append(_segment_table(summary.segments, ("vgr", "aei_vision", "aei_instruction")))
-    for index, item in enumerate(record.completions, 1):
-        texts = {"Prompt": preview(item.prompt, prompt_length), "Completion": preview(item.text, completion_length)}
-        if item.solution is not None:
-            texts["Solution"] = preview(item.solution, completion_length)
-        parts.append(f"### Sample {index}: prompt {item.group}, {_CORRECT[item.correct]}\n")
-        parts += [f"{heading}\n\n{fenced(text)}" for heading, text in texts.items()]
-        rewarded = {"rewards": item.rewards, "reward": item.reward, "advantage": item.advantage}
-        parts.append(f"Rewards\n\n{fenced_json(rewarded)}")
-        if item.metrics is not None:
-            parts.append(f"Attention\n\n{fenced_json(item.metrics)}")
-        if item.replaced:
-            parts.append("Another group took the place of this one: it was not trained on.\n")
-    if any(item.weights is not None for item in record.completions):
-        parts += ["### Token weights\n", *_token_weights(record, summary, "####")]
-    return "\n".join([*parts, ""])
-
-
-def attention_section(record: Record, summary: Summary) -> str:
-    """Return a section on the attention of a rollout batch, then of each recorded completion, by segment."""
-    parts = [f"## {_title(record)}\n", _segment_table(summary.segments, _COLUMNS)]
-    for index, item in enumerate(record.completions, 1):
-        parts.append(f"### Sample {index}: prompt {item.group}\n")
-        unmeasured = "No attention was measured.\n"
-        parts.append(unmeasured if item.metrics is None else _segment_table(item.metrics, _COLUMNS))
-    return "\n".join([*parts, ""])
-
-
-def token_weights_section(record: Record, summary: Summary) -> str:
-    """Return a section on token weights: statistics of the batch, then token–weight pairs of each completion."""
-    return "\n".join([f"## {_title(record)}\n", *_token_weights(record, summary, "###"), ""])
-
-
-def _token_weights(record: Record, summary: Summary, heading: str) -> list[str]:
-    weights = [weight for item in record.completions for weight in item.weights or [] if weight is not None]
-    above, below = sum(weight > 1 for weight in weights), sum(weight < 1 for weight in weights)
-    statistics = {
-        **summary.credit,
-        "shown tokens with weight above 1": above / len(weights) if weights else None,
-        "shown tokens with weight below 1": below / len(weights) if weights else None,
-    }
-    parts = [table(["quantity", "value"], [[inline(name), number(value)] for name, value in statistics.items()])]
-    for index, item in enumerate(record.completions, 1):
-        if item.weights is not None:
-            parts.append(f"{heading} Sample {index}: prompt {item.group}\n")
-            parts.append(fenced_json([list(pair) for pair in zip(item.tokens, item.weights, strict=True)]))
-    return parts
-
-
-def _segment_table(segments: Segments, quantities: Sequence[str] | Mapping[str, str]) -> str:
-    rows = [[inline(name), *(number(values.get(key)) for key in quantities)] for name, values in segments.items()]
-    return table(["segment", *(_COLUMNS[key] for key in quantities)], rows)
-
-
-def _title(record: Record) -> str:
-    return f"{'Training' if record.mode == 'train' else 'Evaluation'}, step {record.step}"
 
 
 def fenced(text: str, language: str = "text") -> str:
@@ -205,10 +134,20 @@ def number(value: float | None) -> str:
     return "–" if value is None or value != value else f"{value:.4g}"
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """Return a table of cells that are already escaped; its first column is of text, the others of numbers."""
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+def share_of_weights(record: Record, sign: int) -> float | None:
+    """Return which share of the recorded token weights lie above 1 (`sign` 1), or below (-1); None without any."""
+    weights = [weight for item in record.completions for weight in item.weights or [] if weight is not None]
+    return sum(sign * (weight - 1) > 0 for weight in weights) / len(weights) if weights else None
+
+
+@cache
+def sections() -> Any:
+    """Return the functions of `sections.md`: rollouts, attention and token_weights of a record and its summary."""
+    environment = Environment(trim_blocks=True, lstrip_blocks=True)
+    for function in (fenced, fenced_json, inline, preview, number, share_of_weights):
+        environment.filters[function.__name__] = function
+    source = Path(__file__).with_name("sections.md").read_text(encoding="utf-8")
+    return environment.from_string(source, {"columns": _COLUMNS, "zip": zip}).module
 
 
 def print_record(record: Record, console: Console | None = None, prompt_length: int | None = None) -> None:
@@ -254,9 +193,8 @@ def step_line(step: int, total: int, logs: Mapping[str, float], seconds_per_step
     if "frac_reward_zero_std" in logs:
         logs = {"sampling/nonzero_variance_fraction": 1 - logs["frac_reward_zero_std"], **logs}
     parts = [f"step {step:>{len(str(total))}}/{total}"]
-    for heading, names, form in _STEP_LINE:
-        value = next((logs[name] for name in names if logs.get(name) is not None), None)
-        if value is not None:
+    for heading, name, form in _STEP_LINE:
+        if (value := logs.get(name)) is not None:
             parts.append(f"{heading} {form.format(value)}")
     if seconds_per_step is not None:
         parts += [f"{seconds_per_step:.1f} s/step", f"{duration((total - step) * seconds_per_step)} left"]

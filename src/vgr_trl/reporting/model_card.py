@@ -30,42 +30,34 @@ class Paper:
 
 
 def _read_papers() -> dict[str, Paper]:
-    found = {}
+    papers = {}
     text = Path(__file__).with_name("papers.bib").read_text(encoding="utf-8")
     for entry in re.finditer(r"@misc\{(\w+),\n(.*?)\n\}", text, re.DOTALL):
         values = dict(re.findall(r"^ +(\w+) += \{(.*)\},$", entry[2], re.MULTILINE))
-        found[entry[1]] = Paper(values["title"].strip("{}"), values["eprint"], entry[0])
-    return found
+        papers[entry[1]] = Paper(values["title"].strip("{}"), values["eprint"], entry[0])
+    return papers
 
 
-_PAPERS = _read_papers()
-DAPO, MDI, VPPO, PAPO = (
-    _PAPERS[key] for key in ("yu2025dapo", "wu2025language", "huang2025spotlight", "wang2025perception")
-)
-ESTIMATORS = {
-    "rloo": _PAPERS["ahmadian2024back"],
-    "remax": _PAPERS["li2023remax"],
-    "reinforce_plus_plus": _PAPERS["hu2025reinforce"],
-    "gae": _PAPERS["schulman2015high"],
-    "grpo_passk": _PAPERS["tang2025optimizing"],
-}
-PAPERS = {  # option -> where what it switches on comes from
-    "token_weights": MDI,
-    **dict.fromkeys(("enable_perception_filtering", "enable_trajectory_reweighting", "use_entropy_penalty"), VPPO),
-    **dict.fromkeys(("perception_loss_weight", "der_loss_weight1", "der_loss_weight2"), PAPO),
-    "noisy_generations": _PAPERS["liu2025noisyrollout"],
-    "enable_entropy_filtering": _PAPERS["wang2025beyond"],
-    "dynamic_sampling": DAPO,
-    "online_filtering": _PAPERS["cui2025process"],
-}
-REWARDS = {  # reward -> where it comes from
-    **dict.fromkeys(("vgr_reward", "vgr_hard_negative_reward", "mdi_reward"), MDI),
-    "blind_accuracy_reward": _PAPERS["li2025self"],
-}
+PAPERS = _read_papers()
+DAPO, MDI, VPPO, PAPO = "yu2025dapo", "wu2025language", "huang2025spotlight", "wang2025perception"
+OF_ESTIMATOR = {
+    "rloo": "ahmadian2024back", "remax": "li2023remax", "reinforce_plus_plus": "hu2025reinforce",
+    "gae": "schulman2015high", "grpo_passk": "tang2025optimizing",
+}  # fmt: skip
+OF_OPTION = {  # option -> where what it switches on comes from
+    "token_weights": MDI, "enable_perception_filtering": VPPO, "enable_trajectory_reweighting": VPPO,
+    "use_entropy_penalty": VPPO, "perception_loss_weight": PAPO, "der_loss_weight1": PAPO, "der_loss_weight2": PAPO,
+    "noisy_generations": "liu2025noisyrollout", "enable_entropy_filtering": "wang2025beyond", "dynamic_sampling": DAPO,
+    "online_filtering": "cui2025process",
+}  # fmt: skip
+OF_REWARD = {
+    "vgr_reward": MDI, "vgr_hard_negative_reward": MDI, "mdi_reward": MDI, "blind_accuracy_reward": "li2025self",
+}  # fmt: skip
 TAG_OF = {MDI: "vision-gain-ratio", VPPO: "vppo", PAPO: "papo"}
 TAGS = ("dapo", "vgr_trl")
-TRL_PAPER = {"title": DAPO.title, "id": DAPO.arxiv, "citation": DAPO.bibtex}  # the form in which TRL wants the paper
-_BEFORE = "### Framework versions"  # heading of TRL's card that follows on the procedure
+TRL_PAPER = {  # the form in which TRL wants the paper
+    "title": PAPERS[DAPO].title, "id": PAPERS[DAPO].arxiv, "citation": PAPERS[DAPO].bibtex,
+}  # fmt: skip
 _ASIDE = (AliasOptions, ReportOptions, EvaluateOptions, EfficiencyOptions, GRPOConfig)  # which steer no method
 OF_THE_METHOD = {option.name for group in DAPOConfig.__bases__ if group not in _ASIDE for option in fields(group)}
 OF_THE_METHOD |= {"early_reward_weights", "vgr_hard_negative", "attention_reward_scale"}
@@ -94,8 +86,7 @@ def rewards_of(trainer: ConstructedTrainer) -> list[str]:
 
 def method_tags(options: DAPOConfig, rewards: Sequence[str]) -> list[str]:
     """Return the tags of a model trained with `options` and the rewards of these names."""
-    tags = [TAG_OF[paper] for paper in _papers(options, rewards) if paper in TAG_OF]
-    return list(dict.fromkeys([*TAGS, *tags]))
+    return [*TAGS, *(TAG_OF[key] for key in papers_behind(options, rewards) if key in TAG_OF)]
 
 
 def extend_card(trainer: ConstructedTrainer, name: str | None, data: str | None) -> None:
@@ -113,8 +104,8 @@ def extend_card(trainer: ConstructedTrainer, name: str | None, data: str | None)
 def with_origin(card: str, trainer: ConstructedTrainer, name: str | None, data: str | None) -> str:
     """Return TRL's card with its title, its sentence on origin and its example replaced by those of the model."""
     args, rows, has_images = trainer.args, trainer.train_dataset, bool(trainer._is_vlm)
-    is_counted = hasattr(rows, "__len__") and len(rows) > 0
-    system = _system_prompt(rows[0]) if is_counted else None
+    count = len(rows) if hasattr(rows, "__len__") else 0
+    system = _system_prompt(rows[0]) if count else None
     example = _EXAMPLE.format(
         auto="AutoModelForImageTextToText" if has_images else "AutoModelForCausalLM",
         reader="AutoProcessor" if has_images else "AutoTokenizer",
@@ -124,18 +115,13 @@ def with_origin(card: str, trainer: ConstructedTrainer, name: str | None, data: 
         content=_CONTENT if has_images else '"What is 7 times 8?"',
         length=args.max_completion_length or 512,
     )
-    base = getattr(trainer.model.config, "_name_or_path", None)
-    source = (
-        f" from {code(base) if Path(base).exists() else f'[{base}](https://huggingface.co/{base})'}" if base else ""
-    )
-    number = f"{len(rows):,} rows" if is_counted else "a stream"
-    origin = (
-        f"This {'vision-language ' if has_images else ''}model was trained{source} on {number}"
-        f"{f' of {code(data)}' if data else ''}, by reinforcement learning."
-    )
+    origin = f"This {'vision-language ' if has_images else ''}model was trained"
+    if base := getattr(trainer.model.config, "_name_or_path", None):
+        origin += f" from {code(base) if Path(base).exists() else f'[{base}](https://huggingface.co/{base})'}"
+    origin += f" on {f'{count:,} rows' if count else 'a stream'}{f' of {code(data)}' if data else ''}"
     title = f"# Model Card for {name or Path(str(args.output_dir)).resolve().name}"
     for pattern, text in (
-        (r"^This model is a fine-tuned version of .*$", origin),
+        (r"^This model is a fine-tuned version of .*$", f"{origin}, by reinforcement learning."),
         (r"(?s:(?<=^## Quick start\n\n)```python\n.*?\n```)", f"```python\n{example}\n```"),
         (r"^# Model Card for .*$", title),
     ):
@@ -153,11 +139,13 @@ def _system_prompt(row: Mapping[str, Any]) -> str | None:
 
 
 def extended_card(card: str, options: DAPOConfig, rewards: Sequence[str]) -> str:
-    """Return TRL's model card, as Markdown, with the section and the citations in their places."""
-    section, cited = method_section(options, rewards), citations(options, rewards)
-    start, heading, rest = card.partition(_BEFORE)
-    card = f"{start}{section}\n{heading}{rest}" if heading else f"{card.rstrip()}\n\n{section}"
-    return f"{card.rstrip()}\n\n{cited}" if cited else card
+    """Return TRL's model card, as Markdown, with the section before the versions and the citations at the end."""
+    start, heading, rest = card.partition("### Framework versions")
+    card = f"{start.rstrip()}\n\n{method_section(options, rewards)}\n{heading}{rest}".rstrip() + "\n"
+    entries = [PAPERS[key].bibtex for key in papers_behind(options, rewards) if key != DAPO]  # DAPO's is in TRL's part
+    if entries:
+        card += "\nCite what the training signal builds on as:\n\n```bibtex\n" + "\n\n".join(entries) + "\n```\n"
+    return card
 
 
 def method_section(options: DAPOConfig, rewards: Sequence[str]) -> str:
@@ -182,29 +170,21 @@ def method_section(options: DAPOConfig, rewards: Sequence[str]) -> str:
     if found := options_in_effect(options, OF_THE_METHOD):
         lines += ["| option | what it does | paper |", "|---|---|---|"]
         for name, what in found.items():
-            paper = _paper(options, name)
-            lines.append(f"| {_stated(options, name)} | {_cell(what)} | {paper.link if paper else ''} |")
+            key = _paper(options, name)
+            lines.append(f"| {_stated(options, name)} | {_cell(what)} | {PAPERS[key].link if key else ''} |")
     else:
         lines.append("No option that `vgr_trl` adds to the method was on.")
     return "\n".join([*lines, ""])
 
 
-def citations(options: DAPOConfig, rewards: Sequence[str]) -> str:
-    """Return, as Markdown, the BibTeX of the papers behind what was on; DAPO's stands in TRL's part of the card."""
-    entries = [paper.bibtex for paper in _papers(options, rewards) if paper != DAPO]
-    if not entries:
-        return ""
-    return "Cite what the training signal builds on as:\n\n```bibtex\n" + "\n\n".join(entries) + "\n```\n"
+def papers_behind(options: DAPOConfig, rewards: Sequence[str]) -> list[str]:
+    """Return the keys in `papers.bib` of what was on, each once."""
+    keys = [_paper(options, name) for name in options_in_effect(options, OF_THE_METHOD)]
+    return list(dict.fromkeys(key for key in (*keys, *map(OF_REWARD.get, rewards)) if key is not None))
 
 
-def _papers(options: DAPOConfig, rewards: Sequence[str]) -> list[Paper]:
-    found = [_paper(options, name) for name in options_in_effect(options, OF_THE_METHOD)]
-    found += [REWARDS.get(name) for name in rewards]
-    return list(dict.fromkeys(paper for paper in found if paper is not None))
-
-
-def _paper(options: DAPOConfig, name: str) -> Paper | None:
-    return ESTIMATORS.get(options.advantage_estimator) if name == "advantage_estimator" else PAPERS.get(name)
+def _paper(options: DAPOConfig, name: str) -> str | None:
+    return OF_ESTIMATOR.get(options.advantage_estimator) if name == "advantage_estimator" else OF_OPTION.get(name)
 
 
 def _stated(options: DAPOConfig, name: str) -> str:
