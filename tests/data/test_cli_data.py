@@ -1,5 +1,4 @@
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -61,7 +60,6 @@ def test_ids_and_size_of_a_subset(tmp_path, capsys):
     (tmp_path / "ids.txt").write_text("q7\nq1\nq9\nq99\n")
     assert convert(tmp_path, "--data_files", file, "--question_id_file", tmp_path / "ids.txt") == 0
     assert ids(tmp_path / "out") == ["q1", "q7", "q9"]
-    assert "No question has 1 ids of" in capsys.readouterr().err
     (tmp_path / "ids.txt").write_text('["q2"]')
     assert convert(tmp_path, "--data_files", file, "--question_id_file", tmp_path / "ids.txt") == 1
     assert "holds a conversion with other question_ids" in capsys.readouterr().err
@@ -75,9 +73,7 @@ def test_a_split_gets_a_name_that_is_found_again(tmp_path, capsys):
     assert len(load_dataset(str(tmp_path / "out"), split="validation", cache_dir=str(tmp_path / "cache"))) == 3
     other = ("--data_files", tmp_path / "in" / "dev.parquet", "--split", "mine")
     assert convert(tmp_path, *other, out="mine") == 1
-    assert "The split is 'mine': say what it becomes by --output_split train | validation | test." in (
-        capsys.readouterr().err
-    )
+    assert "The split is 'mine': say what it becomes by --output_split train" in (capsys.readouterr().err)
     assert convert(tmp_path, *other, "--output_split", "test", out="mine") == 0
     assert ids(tmp_path / "mine", "test") == ["q0", "q1", "q2"]
 
@@ -85,10 +81,10 @@ def test_a_split_gets_a_name_that_is_found_again(tmp_path, capsys):
 def test_own_files_with_own_columns(tmp_path):
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "a.png").write_bytes(picture()["bytes"])
-    (tmp_path / "film.mp4").write_bytes(b"film")
+    (tmp_path / "pictures" / "film.mp4").write_bytes(b"film")
     rows = [
         {"frage": "Which?", "antwort": "blue", "bild": "a.png", "film": None},
-        {"frage": "And then?", "antwort": "red", "bild": None, "film": str(tmp_path / "film.mp4")},
+        {"frage": "And then?", "antwort": "red", "bild": None, "film": "film.mp4"},
         {"frage": "And here?", "antwort": "red", "bild": "b.png", "film": None},
     ]
     flags = ["--prompt_key", "frage", "--answer_key", "antwort", "--image_key", "bild", "--video_key", "film"]
@@ -97,7 +93,7 @@ def test_own_files_with_own_columns(tmp_path):
     found = rows_in(tmp_path / "out")
     assert [(row["problem"], row["solution"], len(row["images"]), row["videos"]) for row in found] == [
         ("Which?", "blue", 1, []),
-        ("And then?", "red", 0, [str(tmp_path / "film.mp4")]),
+        ("And then?", "red", 0, [str(tmp_path / "pictures" / "film.mp4")]),
     ]
     assert "b.png does not exist" in skipped_in(tmp_path / "out")[0]["reason"]
 
@@ -130,7 +126,7 @@ def test_limits_reach_the_images(tmp_path, capsys):
     assert convert(tmp_path, "--data_files", file, "--max_short_side", 4, "--output_format", "jsonl") == 0
     (line, _) = (tmp_path / "out" / "train-00000.jsonl").read_text().splitlines()
     assert (tmp_path / "out" / json.loads(line)["image"]).is_file()
-    assert "below 32" in capsys.readouterr().out
+    assert "4 to 7" in capsys.readouterr().out
     assert convert(tmp_path, "--data_files", file, "--max_image_pixels", 95, out="none") == 1
     assert "None of the 2 rows can be used; 2 because: image has … pixels" in capsys.readouterr().err
 
@@ -150,58 +146,43 @@ def test_merge_splits_and_draws(tmp_path, capsys):
     assert sorted(ids(tmp_path / "again")) == sorted(ids(tmp_path / "out", "test"))
 
 
+FILE = ["--data_files", "a.parquet"]
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["convert", "jsonl"], "jsonl needs one of dataset_path, data_files and dataset_name"),
+        (["convert", "jsonl"], "Data come from one of dataset_name, dataset_path, data_files, but none was given"),
         (["convert", "aokvqa", "--data_files", "no.parquet"], "The file no.parquet does not exist"),
-        (["convert", "aokvqa", "--data_files", "a.parquet", "--image_dir", "x"], "image_dir is given, but only jsonl"),
-        (
-            ["convert", "jsonl", "--data_files", "a.parquet", "--image_dir", "x"],
-            "image_dir is x, which is not a folder",
-        ),
-        (["convert", "aokvqa", "--data_files", "a.parquet", "--subset_size", "0"], "limit is 0"),
-        (
-            ["convert", "aokvqa", "--data_files", "a.parquet", "--question_id_file", "no"],
-            "question_id_file is no, which",
-        ),
-        (["convert", "aokvqa", "--dataset_path", "."], "output_dir is out, within ., which is read"),
-        (
-            ["convert", "jsonl", "--data_files", "a.parquet", "--prompt_key", ""],
-            "problem_key is '': give the name of",
-        ),
-        (["convert", "aokvqa", "--data_files", "a.parquet", "--output_dir", "a.parquet"], "a.parquet is no folder to"),
-        (
-            ["convert", "aokvqa", "--data_files", "a.parquet", "--output_dir", "."],
-            ". has a.parquet, which no finished",
-        ),
-        (["convert", "arxivqa", "--data_files", "a.parquet"], "give it as queries=FILE"),
-        (["merge", "nowhere"], "There is no set at nowhere"),
+        (["convert", "aokvqa", *FILE, "--image_dir", "x"], "image_dir and names of columns are for jsonl"),
+        (["convert", "aokvqa", *FILE, "--answer_key", "x"], "image_dir and names of columns are for jsonl"),
+        (["convert", "aokvqa", *FILE, "--subset_size", "0"], "the source has no rows that are asked for"),
+        (["convert", "aokvqa", *FILE, "--question_id_file", "no"], "No such file or directory: 'no'"),
+        (["convert", "aokvqa", "--dataset_path", "."], "output_dir out is in ., which is read"),
+        (["convert", "jsonl", *FILE, "--prompt_key", ""], "problem_key is '': give the name of"),
+        (["convert", "aokvqa", *FILE, "--output_dir", "a.parquet"], "File exists: 'a.parquet'"),
+        (["convert", "aokvqa", *FILE, "--output_dir", "."], ". has a.parquet, which no finished"),
+        (["convert", "arxivqa", *FILE], "give it as queries=FILE"),
+        (["merge", "nowhere"], "dataset_path is nowhere, which is not a folder"),
         (["merge", "empty"], "empty has no .parquet or .jsonl or .json or .csv file"),
-        (["merge", "a.parquet", "--weights", "1", "2"], "weights has 2 numbers for 1 sets"),
-        (["nothing"], "There is no data command 'nothing'"),
+        (["merge", "a.parquet", "--weights", "1", "2"], "give a number above 0 for each of the 1 sets"),
+        (["merge", "two"], "two has the splits test, train: name one, as two:test."),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence(tmp_path, monkeypatch, capsys, flags, words):
     monkeypatch.chdir(tmp_path)
-    aokvqa(tmp_path / "a.parquet", 2)
+    for name in ("a.parquet", "two/train.parquet", "two/test.parquet"):
+        aokvqa(tmp_path / name, 2)
     (tmp_path / "empty").mkdir()
-    output = ["--output_dir", "out", "--workers", "0"] if flags[0] != "nothing" else []
-    assert run(flags[0], *output, *flags[1:]) == 1
+    assert run(flags[0], "--output_dir", "out", "--workers", "0", *flags[1:]) == 1
     printed = capsys.readouterr().err
-    assert re.search(re.escape(words), printed)
+    assert words in printed
     assert "Traceback" not in printed
     assert printed.count("\n") == 1
 
 
-def test_a_folder_of_several_splits_has_to_be_named(tmp_path, capsys):
-    for split in ("train", "test"):
-        aokvqa(tmp_path / "in" / f"{split}.parquet", 4)
-    assert run("merge", tmp_path / "in", "--output_dir", tmp_path / "out") == 1
-    assert f"has the splits test, train: name one, as {tmp_path / 'in'}:test." in capsys.readouterr().err
-
-
-def test_usage(capsys):
-    assert run("--help") == 0
-    assert "convert" in capsys.readouterr().out
-    assert run() == 2
+@pytest.mark.parametrize(("flags", "status"), [(["--help"], 0), ([], 2), (["nothing"], 2)])
+def test_usage(capsys, flags, status):
+    with pytest.raises(SystemExit, match=str(status)):
+        run(*flags)
+    assert "{convert,merge,inspect}" in "".join(capsys.readouterr())

@@ -1,5 +1,3 @@
-import json
-import re
 from collections import Counter
 from dataclasses import replace
 
@@ -14,7 +12,6 @@ from vgr_trl.data import merge as merge_module
 from vgr_trl.data.columns import Origin, Question
 from vgr_trl.data.convert import Output
 from vgr_trl.data.merge import (
-    MergeOptions,
     Row,
     interleaved,
     merge,
@@ -49,12 +46,11 @@ def two_sets(tmp_path) -> list[Source]:
         )
         for number in range(10)
     ]
-    return [made_set(tmp_path / "a", first, rows_per_file=20), made_set(tmp_path / "b", second, several_images=True)]
+    return [made_set(tmp_path / "a", first, rows_per_file=20), made_set(tmp_path / "b", second, columns=("images",))]
 
 
 def merged(tmp_path, sources, *, name="out", identity="same", kind="parquet", **options):
-    output = Output(tmp_path / name, workers=0, kind=kind)
-    return merge(sources, output, MergeOptions(**options), identity)
+    return merge(sources, Output(tmp_path / name, workers=0, kind=kind), {"sets": identity}, **options)
 
 
 def bytes_of(row) -> set[bytes]:
@@ -81,6 +77,12 @@ def test_sets_of_one_image_stay_so(tmp_path):
     merged(tmp_path, two_sets(tmp_path)[:1], test_share=0)
     assert [row["image"]["bytes"] is not None for row in rows_in(tmp_path / "out")] == [True] * 30
     assert not list((tmp_path / "out").glob("test-*"))
+
+
+def test_rows_without_an_image_are_told_apart_by_their_question(tmp_path):
+    rows = [{"prompt": f"What is {number // 2}?", "answer": "x"} for number in range(8)]
+    merged(tmp_path, [Source(data_files=[str(jsonl(tmp_path / "mine.jsonl", rows))])], test_share=0.25)
+    assert [len(rows_in(tmp_path / "out", name)) for name in ("train", "test")] == [3, 1]
 
 
 def test_the_same_image_in_another_format_is_the_same(tmp_path):
@@ -142,7 +144,7 @@ def test_a_merge_that_is_killed_is_made_again_and_a_finished_one_is_not(tmp_path
         assert rows_in(tmp_path / "out", name) == rows_in(tmp_path / "plain", name)
     monkeypatch.setattr(merge_module, "_examine", lambda *_: pytest.fail("looked at the rows again"))
     merged(tmp_path, sources, shuffle_choices=True)
-    with pytest.raises(ConfigError, match="holds a conversion with other options"):
+    with pytest.raises(ConfigError, match="holds a conversion with other sets"):
         merged(tmp_path, sources, identity="another")
 
 
@@ -175,7 +177,7 @@ def test_regions_are_carried_on_in_the_form_of_converted_sets(tmp_path):
     with_boxes = [replace(question("c0", (9, 9, 9)), regions=[[0.5, 0, 0.25, 1]])]
     sources = [
         Source(data_files=[str(jsonl(tmp_path / "mine.jsonl", rows))]),
-        made_set(tmp_path / "c", with_boxes, regions=True),
+        made_set(tmp_path / "c", with_boxes, columns=("image", "regions")),
         made_set(tmp_path / "d", [question("d0", (8, 8, 8))]),
     ]
     merged(tmp_path, sources, test_share=0)
@@ -192,33 +194,14 @@ def test_regions_are_carried_on_in_the_form_of_converted_sets(tmp_path):
     assert "regions" not in rows_in(tmp_path / "none")[0]
 
 
-def test_a_set_as_jsonl(tmp_path):
-    merged(tmp_path, two_sets(tmp_path), kind="jsonl")
-    lines = [json.loads(line) for line in (tmp_path / "out" / "train-00000.jsonl").read_text().splitlines()]
-    assert len(lines) == 36
-    assert all((tmp_path / "out" / image).is_file() for line in lines for image in line["images"])
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"test_share": 1}, "test_share is 1: give a number from 0 (no split) up to below 1"),
-        ({"test_share": -0.1}, "test_share is -0.1"),
-        ({"test_share": float("nan")}, "test_share is nan"),
-        ({"weights": (1, 0)}, "weights is [1, 0]: give a number above 0 for each set"),
-        ({"weights": (float("nan"), 1)}, "weights is [nan, 1]"),
-        ({"weights": (float("inf"), 1)}, "weights is [inf, 1]"),
-    ],
-)
-def test_options_out_of_range(options, words):
-    with pytest.raises(ConfigError, match=re.escape(words)):
-        MergeOptions(**options)
-
-
 def test_what_cannot_be_merged(tmp_path):
     source = made_set(tmp_path / "a", [question("a0", (1, 1, 1))])
-    with pytest.raises(ConfigError, match=re.escape("weights has 2 numbers for 1 sets: give one for each.")):
-        merged(tmp_path, [source], weights=(1, 1))
+    for share in (1, -0.1, float("nan")):
+        with pytest.raises(ConfigError, match=f"test_share is {share}: give a number from 0"):
+            merged(tmp_path, [source], test_share=share)
+    for weights in ((1, 1), (0,), (float("nan"),), (float("inf"),)):
+        with pytest.raises(ConfigError, match="give a number above 0 for each of the 1 sets"):
+            merged(tmp_path, [source], weights=weights)
     with pytest.raises(DataError, match="The 1 rows cannot be split"):
         merged(tmp_path, [source])
     against = made_set(tmp_path / "b", [question("b0", (1, 1, 1), solution="B")])
@@ -273,7 +256,8 @@ def test_weights_by_hand():
         kept = weighted(rows, weights, seed=0)
         assert [sum(found.source == number for found in kept) for number in (0, 1)] == expected
         assert kept == [found for found in rows if found in kept]  # order stays
-    assert weighted(rows, None, seed=0) == rows
+    with pytest.raises(DataError, match="Source 3 has no row that can be used"):
+        weighted(rows, (1, 1, 1), seed=0)
 
 
 def test_what_weights_leave_depends_on_the_seed_and_the_content_alone():
@@ -282,11 +266,6 @@ def test_what_weights_leave_depends_on_the_seed_and_the_content_alone():
     moved = [row(29 - found.position, found.images, source=found.source) for found in rows]
     assert {found.images for found in weighted(moved, (1, 1), seed=0)} == kept
     assert {found.images for found in weighted(rows, (1, 1), seed=1)} != kept
-
-
-def test_no_weight_for_a_set_without_rows():
-    with pytest.raises(DataError, match="Source 2 has no row that can be used"):
-        weighted([row(0)], (1, 1), seed=0)
 
 
 ROWS = st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=3), min_size=2, max_size=40)

@@ -18,14 +18,13 @@ from vgr_trl.data.public_sets import (
     CONVERTERS,
     jsonl_read,
     keep_ids,
-    names_videos,
     read_ids,
-    shuffle_choices,
+    shuffled_choices,
     stays_in_order,
 )
 from vgr_trl.data.read import Source
 from vgr_trl.data.rows import prepare_rows
-from vgr_trl.utils import ConfigError, DataError
+from vgr_trl.utils import DataError
 
 COLOURS = ["red", "green", "blue", "white", "black", "gray", "pink"]
 PICTURES = [picture(ImageColor.getrgb(colour)) for colour in COLOURS]
@@ -105,16 +104,11 @@ def test_rows_as_they_are_published(tmp_path, name, row, expected):
     assert fields(found) == expected
 
 
-@pytest.mark.parametrize(
-    ("choices", "index", "read_as", "letter"),
-    [
-        ("['two', 3, '4', 5.5]", 1, ["two", "3", "4", "5.5"], "B"),
-        ([2, 1, 0, 3], 1, ["2", "1", "0", "3"], "B"),  # an index, though an option's text is 1
-    ],
-)
-def test_choices_of_a_okvqa_in_other_forms(tmp_path, choices, index, read_as, letter):
-    (found,) = questions(read("aokvqa", tmp_path, {**AOKVQA, "choices": choices, "correct_choice_idx": index}))
-    assert (found.choices, found.solution) == (read_as, letter)
+def test_choices_of_a_okvqa_in_other_forms(tmp_path):
+    """An index is an index, though an option's text is 1."""
+    for choices, texts in (("['two', 3, '4', 5.5]", ["two", "3", "4", "5.5"]), ([2, 1, 0, 3], ["2", "1", "0", "3"])):
+        (found,) = questions(read("aokvqa", tmp_path, {**AOKVQA, "choices": choices, "correct_choice_idx": 1}))
+        assert (found.choices, found.solution) == (texts, "B")
 
 
 @pytest.mark.parametrize(
@@ -123,20 +117,15 @@ def test_choices_of_a_okvqa_in_other_forms(tmp_path, choices, index, read_as, le
         ("aokvqa", AOKVQA | {"image": None}, "it has no image"),
         ("aokvqa", AOKVQA | {"correct_choice_idx": None}, "solution is None"),  # the test split
         ("aokvqa", AOKVQA | {"correct_choice_idx": 4}, "solution is the index 4, but there are 4 choices"),
-        ("aokvqa", AOKVQA | {"correct_choice_idx": 1.5}, "solution is "),
         ("aokvqa", AOKVQA | {"question": "  "}, "its question is '  ': it must be a text"),
         ("aokvqa", AOKVQA | {"choices": None}, "it has no options"),
-        ("aokvqa", AOKVQA | {"choices": "toothpick, food"}, "its options is 'toothpick, food': it must be a list"),
         ("aokvqa", AOKVQA | {"choices": ["Red", "red ", "y"], "correct_choice_idx": 2}, "options A and B of choices"),
         ("aokvqa", AOKVQA | {"choices": ["B", "A", "C"], "correct_choice_idx": 0}, "solution is 'A', which could mean"),
         ("mmmu_pro", MMMU | {"question": "See <image 2>."}, "it refers to <image 2>, but there is no image_2"),
-        ("mmmu_pro", MMMU | {"options": "['<image 3>', 'x']"}, "it refers to <image 3>, but there is no image_3"),
-        ("mmmu_pro", MMMU | {"options": "[]"}, "it has 0 options: there must be 2 to 10"),
         ("mmmu_pro", MMMU | {"options": r"['$\theta$', '$\pi$']"}, "its options is "),  # \t is a control character
         ("mmmu_pro", MMMU | {"answer": "E"}, "solution is the letter E, but there are 4 choices"),
         ("mmmu_pro", VISION | {"answer": "K"}, "solution is the letter K, but there are 10 choices"),
         ("nlvr", NLVR | {"label": "perhaps"}, "solution is 'perhaps', which is none of"),
-        ("nlvr", NLVR | {"sentence": ""}, "its sentence is '': it must be a text"),
     ],
 )
 def test_rows_that_cannot_be_used(tmp_path, name, row, reason):
@@ -162,12 +151,6 @@ def test_a_missing_number_closes_up_in_images_and_placeholders(tmp_path):
     assert renumber_placeholders(["<Image 3>, <image3>", "<image 12"], [3]) == ["<image 1>, <image 1>", "<image 12"]
     with pytest.raises(DataError, match="it refers to <image 99999999>"):
         renumber_placeholders(["<image 99999999>"], [1])
-
-
-def test_options_that_are_written_with_escaped_backslashes(tmp_path):
-    for options in (r"['$\\theta$', '$\\pi$']", json.dumps([r"$\theta$", r"$\pi$"])):
-        (found,) = questions(read("mmmu_pro", tmp_path, MMMU | {"options": options, "answer": "A"}))
-        assert found.choices == [r"$\theta$", r"$\pi$"]
 
 
 def test_easy_vqa_has_several_questions_to_an_image(tmp_path):
@@ -225,23 +208,18 @@ def test_questions_of_arxivqa_get_their_figures(tmp_path):
     assert [question.solution for question in found] == ["B", "D", "B", "B", "B"]
     assert found[0].choices == ["It rises", "It falls", "It stays", "It vanishes"]
     assert (found[0].source, found[0].problem) == ("ArxivQA", "What does curve 0 do?")
-    assert CONVERTERS["arxivqa"].count(source) == 5
 
 
 @pytest.mark.parametrize(
     ("changed", "choices", "solution"),
     [
         ({"answer": "(B)"}, None, "B"),
-        ({"answer": "B) It falls"}, None, "B"),
-        ({"answer": "It falls"}, None, "B"),
         ({"answer": 1}, None, "B"),
         ({"options": "['10', '20']", "answer": "A"}, ["10", "20"], "A"),
         ({"options": ["A: x", "B: y"], "answer": "A"}, ["x", "y"], "A"),
         ({"options": ["A) x", "y"], "answer": "A"}, ["A) x", "y"], "A"),  # only one carries its letter
-        ({"options": [0, 1, 2], "answer": 2}, ["0", "1", "2"], "C"),  # an index that is its own option's text
         ({"options": ["B) x", "A) y"], "answer": "A"}, None, "its options carry the letters B, A, which are not"),
         ({"options": [2, 1, 3, 0], "answer": 2}, None, "its solution (or answer) is the number 2, which is one"),
-        ({"options": ["x", "y"], "answer": "A) z"}, None, "solution is 'A) z', which is none of the choices"),
     ],
 )
 def test_options_and_answers_in_the_forms_that_occur(tmp_path, changed, choices, solution):
@@ -269,7 +247,6 @@ def test_what_cannot_be_joined_is_listed(tmp_path):
     candidates = list(CONVERTERS["arxivqa"].read(arxivqa(tmp_path, queries, qrels, corpus)))
     assert [question.id for question in questions(candidates)] == ["q0", "q4"]
     assert sorted(reasons(candidates)) == [
-        (1, "its corpus-id '1501.00001_1.jpg' occurs twice: the first figure is used"),
         (1, "qrels names 2 figures for it: there must be one"),
         (2, "its figure 'gone.jpg' is not in the corpus"),
         (3, "qrels names 0 figures for it: there must be one"),
@@ -287,7 +264,6 @@ def test_the_tables_as_named_files(tmp_path):
     candidates = list(CONVERTERS["arxivqa"].read(source))
     assert [question.id for question in questions(candidates)] == ["q0"]
     assert [row for row, _ in reasons(candidates)] == [0, 2, 1, 2]
-    assert CONVERTERS["arxivqa"].count(source) is None
 
 
 def own(folder, *rows, **options):
@@ -329,11 +305,9 @@ def test_videos_are_paths_that_exist(tmp_path):
     assert [(item.images, item.videos) for item in questions(found)] == [([], [str(tmp_path / "a.mp4")])] * 2
     assert [reason[:33] for _, reason in reasons(found)] == [
         f"video file {tmp_path}/b.mp4 does not exist"[:33],
-        "its video is 5: it must be a path",
+        "video file 5 does not exist",
         f"video file {tmp_path}/{'x' * 999}"[:33],
     ]
-    for row, expected in (({"videos": None}, True), ({"video": "x"}, True), ({"film": "x"}, False), ([1], False)):
-        assert names_videos(Source(data_files=[str(jsonl(tmp_path / "mine.jsonl", [row]))])) is expected
 
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -364,22 +338,10 @@ def test_ids_per_line_or_as_json(tmp_path, text, ids):
     assert read_ids(tmp_path / "ids") == ids
 
 
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [(b"\n \n", "has no ids"), (b'["a"', "cannot be read"), (b"\xff\xfe", "cannot be read"), (b'[{"a": 1}]', "holds")],
-)
-def test_files_without_ids(tmp_path, data, words):
-    (tmp_path / "ids").write_bytes(data)
-    with pytest.raises(ConfigError, match=words):
-        read_ids(tmp_path / "ids")
-
-
-def test_reasons_pass_and_missing_ids_are_known_at_the_end():
+def test_reasons_pass():
     rows = [(Origin("f", 0), "bad"), *((Origin("f", 1), Question(name, "s", "p", "x", ["i"])) for name in "abc")]
-    missing = {"c", "a", "z"}
-    kept = keep_ids(rows, {"c", "a", "z"}, missing)
+    kept = keep_ids(rows, {"c", "a", "z"})
     assert [found if isinstance(found, str) else found.id for _, found in kept] == ["bad", "a", "c"]
-    assert missing == {"z"}
 
 
 def asked(choices=tuple(COLOURS[:4]), solution="A", problem="Which colour?") -> Question:
@@ -387,7 +349,7 @@ def asked(choices=tuple(COLOURS[:4]), solution="A", problem="Which colour?") -> 
 
 
 def shuffled(given, seed=0):
-    return [found for _, found in shuffle_choices(((Origin("f", 0), item) for item in given), seed)]
+    return [found for _, found in shuffled_choices(((Origin("f", 0), item) for item in given), seed)]
 
 
 def test_right_letters_come_equally_often():
@@ -415,12 +377,10 @@ def test_the_right_option_stays_right_and_none_is_lost(count, right, seed):
     [
         ("Which?", "None of the above", True),
         ("Which?", "Both A and B", True),
-        ("Which?", "(A) or (C)", True),
         ("Which?", "only B", True),
         ("Which?", "B", True),
         ("Is option B larger than option C?", "teal", True),
         ("Which?", "Vitamin A", False),
-        ("Which?", "a and b", False),
     ],
 )
 def test_options_that_name_others_stay(problem, last, stays):

@@ -320,7 +320,7 @@ def test_what_a_source_depends_on(tmp_path):
 
 def test_what_is_written_can_be_converted_again(tmp_path):
     asked = Question("q7", "made", "Which?", "B", [picture((7, 0, 0))], ["x", "y"])
-    written([(Origin("f", 0), asked)], tmp_path / "a", several_images=True)
+    written([(Origin("f", 0), asked)], tmp_path / "a", columns=("images",))
     again = CONVERTERS["jsonl"].read(Source(dataset_path=str(tmp_path / "a")))
-    written(again, tmp_path / "b", several_images=True)
+    written(again, tmp_path / "b", columns=("images",))
     assert rows_in(tmp_path / "b") == rows_in(tmp_path / "a")

@@ -335,7 +335,7 @@ def test_inspect_and_convert_take_the_same_flags(tmp_path, pictures, capsys):
     found = inspect_run(
         data_inspect.inspect_parser().parse_args([str(tmp_path / "rows.jsonl"), "--samples", "0", *flags])
     )
-    assert (found.usable, dict(found.counts.letters)) == (1, {"B": 1})
+    assert (found.usable, dict(found.counts["letters"])) == (1, {"B": 1})
     out = ["--data_files", str(tmp_path / "rows.jsonl"), "--output_dir", str(tmp_path / "out"), "--workers", "0"]
     data_convert.convert_run(data_convert.convert_parser().parse_args(["jsonl", *out, *flags]))
     (row,), _ = load(dataset_path=str(tmp_path / "out"))

@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 from PIL import Image
 
-from vgr_trl.data.convert import SKIPPED, Output, Statistics, convert
+from vgr_trl.data.convert import SKIPPED, Counts, Output, convert
 
 IMAGE = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
 
@@ -54,9 +54,9 @@ def reasons(candidates: Any) -> list[tuple[int, str]]:
     return [(origin.row, found) for origin, found in candidates if isinstance(found, str)]
 
 
-def written(candidates: Any, folder: Path, **options: Any) -> Statistics:
+def written(candidates: Any, folder: Path, **options: Any) -> Counts:
     """Convert in this process."""
-    return convert(candidates, Output(folder, **{"workers": 0, **options}), "the same")
+    return convert(candidates, Output(folder, **{"workers": 0, **options}), {"set": "the same"})
 
 
 def rows_in(folder: Path, split: str = "train") -> list[dict[str, Any]]:

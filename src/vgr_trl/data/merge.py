@@ -4,19 +4,20 @@ The sets are read twice: once to decide which rows are written where, once to wr
 """
 
 import hashlib
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
 
-from vgr_trl.data import public_sets
-from vgr_trl.data.columns import Candidate, Question
-from vgr_trl.data.convert import Encoded, Output, convert, encode_candidates, finished_split
+from vgr_trl.data.columns import Candidate, Origin, Question
+from vgr_trl.data.convert import Output, convert, encode_candidates, finished
 from vgr_trl.data.prompts import LETTERS
+from vgr_trl.data.public_sets import jsonl_read, shuffled_choices
 from vgr_trl.data.read import Source
 from vgr_trl.rewards.answers import normalise
 from vgr_trl.utils import ConfigError, DataError
@@ -29,7 +30,7 @@ class Row:
     Attributes:
         source: which set it is in.
         position: which of the set's candidates it is.
-        images: hashes of the pixels of its images, then of its video files.
+        images: hashes of the pixels of its images, then of its video files; of a row without any, its question.
         problem: its question, in normal form.
         answer: its right answer as a text, in normal form.
         choices: its options, in normal form; empty for an open question.
@@ -45,36 +46,26 @@ class Row:
     columns: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True)
-class MergeOptions:
-    """How sets are merged.
-
-    Attributes:
-        weights: one per set, in proportion to which they are represented; None: every row.
-        test_share: of the rows, in [0, 1).
-        seed: of what is left out by weight, of the split and of the order of options.
-        shuffle_choices: whether options are put in another order, right letters coming equally often.
-    """
-
-    weights: tuple[float, ...] | None = None
-    test_share: float = 0.1
-    seed: int = 0
-    shuffle_choices: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.test_share < 1:
-            raise ConfigError(f"test_share is {self.test_share}: give a number from 0 (no split) up to below 1.")
-        if any(not 0 < weight < float("inf") for weight in self.weights or ()):
-            raise ConfigError(f"weights is {list(self.weights or ())}: give a number above 0 for each set.")
-
-
-def merge(sources: Sequence[Source], output: Output, options: MergeOptions, identity: Any = None) -> int:
+def merge(
+    sources: Sequence[Source],
+    output: Output,
+    identity: Mapping[str, Any],
+    *,
+    weights: Sequence[float] | None = None,
+    test_share: float = 0.1,
+    seed: int = 0,
+    shuffle_choices: bool = False,
+) -> int:
     """Write the rows of `sources` as `train` and `test` to the folder of `output`.
 
     Args:
         sources: sets in the schema, as `convert` writes them, or JSONL of the user's own.
         output: where and how; its split and columns are not read.
         identity: what the result depends on, as JSON.
+        weights: one per set, in proportion to which they are represented; None: every row.
+        test_share: of the rows, in [0, 1); 0: no split.
+        seed: of what is left out by weight, of the split and of the order of options.
+        shuffle_choices: whether options are put in another order, right letters coming equally often.
 
     Returns:
         How many rows are left out for the weights alone.
@@ -83,10 +74,12 @@ def merge(sources: Sequence[Source], output: Output, options: MergeOptions, iden
         ConfigError: an option is out of range, or the folder holds something else.
         DataError: a set cannot be read, no row is left, or there is no way to split.
     """
-    splits = ("train", "test") if options.test_share else ("train",)
-    if options.weights is not None and len(options.weights) != len(sources):
-        raise ConfigError(f"weights has {len(options.weights)} numbers for {len(sources)} sets: give one for each.")
-    if None not in [finished_split(replace(output, split=name), identity) for name in splits]:
+    if not 0 <= test_share < 1:
+        raise ConfigError(f"test_share is {test_share}: give a number from 0 (no split) up to below 1.")
+    if weights and (len(weights) != len(sources) or not all(0 < weight < math.inf for weight in weights)):
+        raise ConfigError(f"weights is {list(weights)}: give a number above 0 for each of the {len(sources)} sets.")
+    splits = ("train", "test") if test_share else ("train",)
+    if None not in [finished(replace(output, split=name), identity) for name in splits]:
         return 0
     rows, left_out = _examine(sources, output)
     kept, duplicates = without_duplicates(list(rows))
@@ -94,62 +87,50 @@ def merge(sources: Sequence[Source], output: Output, options: MergeOptions, iden
     if not kept:
         first = f"; the first: {left_out[0][1]}" if left_out else ""
         raise DataError(f"None of the {len(left_out)} rows can be used{first}.")
-    chosen = weighted(kept, options.weights, options.seed)
-    columns = frozenset[str]().union(*(row.columns for row in chosen))
-    for name, side in zip(splits, split(chosen, options.test_share, options.seed), strict=False):
+    chosen = weighted(kept, weights, seed) if weights else kept
+    needed = frozenset[str]().union(*(row.columns for row in chosen))
+    columns = ("images" if "images" in needed else "image", *sorted(needed - {"images"}, reverse=True))
+    for name, side in zip(splits, split(chosen, test_share, seed), strict=False):
+        candidates = _read_rows(sources, interleaved(side))
+        if shuffle_choices:
+            candidates = shuffled_choices(candidates, seed)
         listed = left_out if name == "train" else []
-        candidates: Iterable[Candidate] = chain(listed, _read_rows(sources, interleaved(side)))
-        if options.shuffle_choices:
-            candidates = public_sets.shuffle_choices(candidates, options.seed)
-        part = replace(
-            output,
-            split=name,
-            several_images="images" in columns,
-            videos="videos" in columns,
-            regions="regions" in columns,
-        )
-        convert(candidates, part, identity, len(listed) + len(side))
+        convert(chain(listed, candidates), replace(output, split=name, columns=columns), identity)
     return len(kept) - len(chosen)
 
 
-def _examine(sources: Sequence[Source], output: Output) -> tuple[dict[Row, Any], list[Candidate]]:
+def _examine(sources: Sequence[Source], output: Output) -> tuple[dict[Row, Origin], list[Candidate]]:
     """Return what is known of the usable rows, with their origins, and why others cannot be used."""
-    rows: dict[Row, Any] = {}
+    rows: dict[Row, Origin] = {}
     left_out: list[Candidate] = []
     for number, source in enumerate(sources):
-        bar = tqdm(
-            public_sets.jsonl_read(source), desc=f"examine {source}", total=source.count(), unit=" rows", delay=1
-        )
-        for position, ((origin, found), images) in enumerate(encode_candidates(bar, output, with_digest=True)):
-            if isinstance(found, str):
-                left_out.append((origin, found))
+        bar = tqdm(jsonl_read(source), desc=f"examine {source}", unit=" rows", delay=1)
+        for position, (origin, question) in enumerate(encode_candidates(bar, output, with_digest=True)):
+            if isinstance(question, str):
+                left_out.append((origin, question))
             else:
-                rows[_row(number, position, found, images)] = origin
+                rows[_row(number, position, question)] = origin
     return rows, left_out
 
 
-def _row(source: int, position: int, question: Question, images: Sequence[Encoded]) -> Row:
+def _row(source: int, position: int, question: Question) -> Row:
     choices = question.choices or []
-    columns = {"images": len(images) != 1, "videos": bool(question.videos), "regions": bool(question.regions)}
+    films = [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in question.videos]
+    needs = {"images": len(question.images) != 1, "videos": bool(films), "regions": bool(question.regions)}
     return Row(
         source,
         position,
-        (*(image.digest for image in images), *map(_file_digest, question.videos)),
+        (*(image.digest for image in question.images), *films) or (normalise(question.problem),),
         normalise(question.problem),
         normalise(choices[LETTERS.index(question.solution)] if choices else question.solution),
         frozenset(map(normalise, choices)),
-        frozenset(name for name, needed in columns.items() if needed),
+        frozenset(name for name, needed in needs.items() if needed),
     )
-
-
-def _file_digest(path: str) -> str:
-    with Path(path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _read_rows(sources: Sequence[Source], rows: Sequence[Row]) -> Iterator[Candidate]:
     """Yield the candidates of rows that are in order of position within each source; each source is read once."""
-    readers = {number: enumerate(public_sets.jsonl_read(sources[number])) for number in {row.source for row in rows}}
+    readers = {number: enumerate(jsonl_read(sources[number])) for number in {row.source for row in rows}}
     for row in rows:
         yield next(candidate for position, candidate in readers[row.source] if position == row.position)
 
@@ -165,7 +146,7 @@ def without_duplicates(rows: Sequence[Row]) -> tuple[list[Row], dict[Row, str]]:
         alike[row.images, row.problem].append(row)
     kept, reasons = [], {}
     for same in alike.values():
-        if any(_contradict(one, other) for index, one in enumerate(same) for other in same[:index]):
+        if any(_contradict(one, other) for one, other in combinations(same, 2)):
             reasons.update(dict.fromkeys(same, "another row with the same image and question has another answer"))
             continue
         kept.append(same[0])
@@ -175,15 +156,12 @@ def without_duplicates(rows: Sequence[Row]) -> tuple[list[Row], dict[Row, str]]:
 
 def _contradict(one: Row, other: Row) -> bool:
     """Whether the rows call different answers right where both could have been chosen."""
-    if one.answer == other.answer:
-        return False
-    if not one.choices and not other.choices:
-        return True
-    return one.answer in other.choices and other.answer in one.choices
+    both_open = not one.choices and not other.choices
+    return one.answer != other.answer and (both_open or (one.answer in other.choices and other.answer in one.choices))
 
 
-def weighted(rows: Sequence[Row], weights: Sequence[float] | None, seed: int) -> list[Row]:
-    """Return the largest choice of `rows` in which the sources are to each other as `weights`; None: all rows.
+def weighted(rows: Sequence[Row], weights: Sequence[float], seed: int) -> list[Row]:
+    """Return the largest choice of `rows` in which the sources are to each other as `weights`.
 
     Which rows of a source stay depends on `seed` and on their content, not on their order.
 
@@ -194,8 +172,6 @@ def weighted(rows: Sequence[Row], weights: Sequence[float] | None, seed: int) ->
     Raises:
         DataError: a source has no rows.
     """
-    if weights is None:
-        return list(rows)
     by_source = [[row for row in rows if row.source == number] for number in range(len(weights))]
     if [] in by_source:
         raise DataError(f"Source {by_source.index([]) + 1} has no row that can be used, so it cannot have a weight.")
@@ -222,17 +198,16 @@ def split(rows: Sequence[Row], test_share: float, seed: int) -> tuple[list[Row],
     if test_share == 0:
         return list(rows), []
     groups = sharing_images(rows)
+    if len(groups) == 1:
+        raise DataError(
+            f"The {len(rows)} rows cannot be split, for all are linked by images they share: give test_share 0."
+        )
     groups.sort(key=lambda group: _rank(seed, "split", min(image for row in group for image in row.images)))
     wanted, test = min(max(1, round(test_share * len(rows))), len(rows) - 1), set[Row]()
     for group in groups:
         if len(test) + len(group) <= wanted:
             test.update(group)
-    if not test:
-        test.update(sorted(groups, key=len)[0])
-    if len(test) == len(rows):
-        raise DataError(
-            f"The {len(rows)} rows cannot be split, for all are linked by images they share: give test_share 0."
-        )
+    test = test or set(sorted(groups, key=len)[0])
     return [row for row in rows if row not in test], [row for row in rows if row in test]
 
 

@@ -16,6 +16,7 @@ from random import Random
 from typing import Any
 
 from PIL import Image
+from transformers.utils import logging
 
 from vgr_trl import registries
 from vgr_trl.data.columns import (
@@ -25,6 +26,7 @@ from vgr_trl.data.columns import (
     Keys,
     Origin,
     Question,
+    files_of,
     id_of,
     list_of,
     make_question,
@@ -33,19 +35,18 @@ from vgr_trl.data.columns import (
     text_of,
     to_candidates,
     try_question,
-    value_of,
 )
-from vgr_trl.data.images import ADDRESS, COLUMNS, as_shares, boxes_of, in_pixels_of_its_image, path_within, read_image
+from vgr_trl.data.images import ADDRESS, as_shares, boxes_of, in_pixels_of_its_image, path_within, read_image
 from vgr_trl.data.prompts import LETTERS
 from vgr_trl.data.read import Source
-from vgr_trl.utils import ConfigError, DataError
+from vgr_trl.utils import DataError
+
+logger = logging.get_logger(__name__)
 
 HUB_NAME = "HuggingFaceM4/A-OKVQA"
 ARXIVQA_HUB_NAME = "openbmb/VisRAG-Ret-Test-ArxivQA"
 MMMU_PRO_HUB_NAME = "MMMU/MMMU_Pro"
 HUB_CONFIG = "standard (10 options)"  # of MMMU-Pro
-
-Rows = dict[str, tuple[Origin, Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,6 @@ class Converter:
         hub_name: read where no source is named; None: a source must be named.
         config: configuration of the hub data set that is read where none is named.
         split: read where none is named.
-        count: the number of rows where it is known; None: that of the source.
     """
 
     read: Callable[..., Iterator[Candidate]]
@@ -68,7 +68,6 @@ class Converter:
     hub_name: str | None = None
     config: str | None = None
     split: str = "train"
-    count: Callable[[Source], int | None] = Source.count
 
 
 def _each_row(questions: Callable[[Origin, Mapping[str, Any]], Iterable[Question | str]]) -> Callable[..., Any]:
@@ -102,80 +101,48 @@ def arxivqa_read(source: Source) -> Iterator[Candidate]:
 
     Three tables: `corpus` (`corpus-id`, `image`), `queries` (`query-id`, `query`, `options`, `answer`) and `qrels`
     (`query-id`, `corpus-id`, and `score`), which says which figure a question is about.
-    Figures are read once and one by one; questions, which are short, are kept.
+    Figures are read once and one by one, of several with one id the first; questions, which are short, are kept.
     """
-    queries: Rows = {}
-    yield from _kept_by_id(source, "queries", "query-id", queries)
-    figure_of: dict[str, str] = {}
-    yield from _figures(source, queries, figure_of)
-    asked: dict[str, list[str]] = defaultdict(list)
-    for query_id, corpus_id in figure_of.items():
-        asked[corpus_id].append(query_id)
-    seen: set[str] = set()
-    for origin, record in source.records("corpus"):
-        if isinstance(record, str):
-            yield origin, record
-            continue
-        try:
-            corpus_id = _key(record, "corpus-id")
-            if corpus_id in seen:
-                raise DataError(f"its corpus-id {corpus_id[:80]!a} occurs twice: the first figure is used")
-        except DataError as error:
-            yield origin, str(error)
-            continue
-        seen.add(corpus_id)
-        rows = [queries.pop(query_id) for query_id in asked.pop(corpus_id, [])]
-        asked_about = [(place, {**row, "image": record.get("image")}) for place, row in rows]
-        yield from to_candidates(asked_about, partial(_multiple_choice, source="ArxivQA", id_column="query-id"))
-    for query_id, (origin, _) in queries.items():
-        yield origin, f"its figure {figure_of[query_id][:80]!a} is not in the corpus"
-
-
-def _kept_by_id(source: Source, config: str, name: str, kept: Rows) -> Iterator[Candidate]:
-    """Put the rows into `kept`, and yield those that have no id of their own."""
-    rows: dict[str, list[tuple[Origin, Mapping[str, Any]]]] = defaultdict(list)
-    for origin, record in source.records(config):
-        try:
-            if isinstance(record, str):
-                raise DataError(record)
-            rows[_key(record, name)].append((origin, record))
-        except DataError as error:
-            yield origin, str(error)
-    for key, same in rows.items():
-        if all(record == same[0][1] for _, record in same):
-            kept[key] = same.pop(0)
-        for origin, _ in same:
-            yield origin, f"its {name} {key[:80]!a} occurs twice"
-
-
-def _figures(source: Source, queries: Rows, figure_of: dict[str, str]) -> Iterator[Candidate]:
-    """Put the one figure of each query into `figure_of`; take out queries without exactly one, and yield why."""
-    relevant: dict[str, set[str]] = defaultdict(set)
-    for origin, record in source.records("qrels"):
-        try:
-            if isinstance(record, str):
-                raise DataError(record)
-            score = record.get("score")
-            if score is None or score > 0:
-                relevant[_key(record, "query-id")].add(_key(record, "corpus-id"))
-        except DataError as error:
-            yield origin, str(error)
-        except TypeError:
-            yield origin, f"its score is a {type(record['score']).__name__}: it must be a number"  # type: ignore[index]
-    for query_id in list(queries):
-        figures = relevant.get(query_id, set())
-        if len(figures) == 1:
-            (figure_of[query_id],) = figures
+    queries: dict[str, list[tuple[Origin, Any]]] = defaultdict(list)
+    figures: dict[str, set[str]] = defaultdict(set)
+    asked: dict[str, list[tuple[Origin, Any]]] = defaultdict(list)
+    for origin, row, ids in _with_ids(source, "queries", "query-id"):
+        if isinstance(row, str):
+            yield origin, row
         else:
-            origin, _ = queries.pop(query_id)
-            yield origin, f"qrels names {len(figures)} figures for it: there must be one"
+            queries[ids[0]].append((origin, row))
+    for origin, row, ids in _with_ids(source, "qrels", "query-id", "corpus-id"):
+        if isinstance(row, str):
+            yield origin, row
+        elif row.get("score") != 0:
+            figures[ids[0]].add(ids[1])
+    for query_id, rows in queries.items():
+        found = figures[query_id]
+        if len(rows) == 1 and len(found) == 1:
+            asked[found.pop()] += rows
+            continue
+        reason = f"qrels names {len(found)} figures for it: there must be one"
+        if len(rows) > 1:
+            reason = f"its query-id {query_id[:80]!a} occurs twice"
+        yield from ((origin, reason) for origin, _ in rows)
+    to_questions = partial(_multiple_choice, source="ArxivQA", id_column="query-id")
+    for origin, figure, ids in _with_ids(source, "corpus", "corpus-id"):
+        if isinstance(figure, str):
+            yield origin, figure
+        else:
+            rows = [(place, {**row, "image": figure.get("image")}) for place, row in asked.pop(ids[0], [])]
+            yield from to_candidates(rows, to_questions)
+    for name, rows in asked.items():
+        yield from ((origin, f"its figure {name[:80]!a} is not in the corpus") for origin, _ in rows)
 
 
-def _key(row: Mapping[str, Any], name: str) -> str:
-    value = value_of(row, name)
-    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        raise DataError(f"its {name} is a {type(value).__name__}: it must be a text or an integer")
-    return str(value)
+def _with_ids(source: Source, config: str, *names: str) -> Iterator[tuple[Origin, Any, list[str]]]:
+    """Yield the rows of a table with the ids in the named columns; in place of a row without one, why it is none."""
+    for origin, row in source.records(config):
+        ids = [] if isinstance(row, str) else [row.get(name) for name in names]
+        if any(isinstance(value, bool) or not isinstance(value, str | int) or value == "" for value in ids):
+            row = f"its {' and '.join(names)} must be texts or integers"
+        yield origin, row, list(map(str, ids))
 
 
 def _easy_vqa(origin: Origin, row: Mapping[str, Any]) -> Iterator[Question | str]:
@@ -183,23 +150,26 @@ def _easy_vqa(origin: Origin, row: Mapping[str, Any]) -> Iterator[Question | str
     questions, answers = list_of(row.get("questions"), "questions"), list_of(row.get("answers"), "answers")
     if len(questions) != len(answers) or not questions:
         raise DataError(f"it has {len(questions)} questions and {len(answers)} answers: there must be as many of both")
-    name, image = id_of(row, origin, "image_id"), value_of(row, "image")
+    name = f"{Path(origin.file).stem}-{id_of(row, origin, 'image_id')}"
     for number, (problem, answer) in enumerate(zip(questions, answers, strict=True)):
-        if not isinstance(problem, str):
-            yield f"its question {number} is a {type(problem).__name__}: it must be a text"
-            continue
         yield try_question(
-            id=f"{Path(origin.file).stem}-{name}-{number}",
+            id=f"{name}-{number}",
             source="easy-VQA",
-            problem=problem,
+            problem=text_of({"question": problem}, "question"),
             answer=answer,
-            images=[] if image is None else [image],
+            images=files_of(row, "image"),
         )
 
 
 def _nlvr(origin: Origin, row: Mapping[str, Any]) -> list[Question]:
     """A question of Cornell NLVR: `identifier`, `image`, `sentence`, `label`, and `objects`, JSON with a box each."""
-    label, image = row.get("label"), value_of(row, "image")
+    label, images = row.get("label"), files_of(row, "image")
+    try:
+        image = Image.open(io.BytesIO(images[0]["bytes"]))
+        boxes = [[float(side) for side in found["box"]] for found in json.loads(row["objects"])]
+        regions = [[x / image.width, y / image.height, w / image.width, h / image.height] for x, y, w, h in boxes]
+    except (OSError, ValueError, TypeError, LookupError):
+        regions = []  # no row is lost for its boxes; encoding reports an image that cannot be read
     return [
         make_question(
             id=id_of(row, origin, "identifier"),
@@ -207,20 +177,10 @@ def _nlvr(origin: Origin, row: Mapping[str, Any]) -> list[Question]:
             problem=f"Is this statement about the image true or false? {text_of(row, 'sentence').strip()}",
             choices=["true", "false"],
             answer=str(label).lower() if isinstance(label, bool) else label,
-            images=[] if image is None else [image],
-            regions=_boxes(row.get("objects"), image),
+            images=images,
+            regions=regions,
         )
     ]
-
-
-def _boxes(objects: Any, image: Any) -> list[list[float]]:
-    """Of all objects, as shares of the image; none where they or its size cannot be read."""
-    try:
-        wide, high = (image if isinstance(image, Image.Image) else Image.open(io.BytesIO(image["bytes"]))).size
-        boxes = [[float(side) for side in found["box"]] for found in json.loads(objects)]
-        return [[left / wide, top / high, width / wide, height / high] for left, top, width, height in boxes]
-    except (OSError, ValueError, TypeError, KeyError):
-        return []
 
 
 def jsonl_read(source: Source, keys: Keys = KEYS, image_dir: Path | None = None) -> Iterator[Candidate]:
@@ -233,98 +193,60 @@ def jsonl_read(source: Source, keys: Keys = KEYS, image_dir: Path | None = None)
     return to_candidates(source.records(), partial(_jsonl, keys=keys, root=root))
 
 
-def names_videos(source: Source, keys: Keys = KEYS) -> bool:
-    """Return whether the first row of `source` has a column of videos."""
-    return any(name in _first(source) for name in keys.video)
-
-
 def _jsonl(origin: Origin, row: Mapping[str, Any], *, keys: Keys, root: Path) -> list[Question]:
     row = renamed_row(row, keys)
     reading = read_row(row)
-    images = [_from(root, value) for value in reading.images]
-    for path in images:
-        if isinstance(path, str) and path and not ADDRESS.match(path):
-            path_within(root, path)
+    prompt = reading.prompt
+    if not isinstance(prompt, str):
+        if len(prompt) != 1 or prompt[0]["role"] != "user":
+            raise DataError("its prompt is a conversation: a converted row has a text, or one message of the user")
+        prompt = text_of(prompt[0], "content")
+    images, videos = ([_full_path(value, root) for value in files] for files in (reading.images, reading.videos))
+    for video in videos:
+        if not isinstance(video, str) or not os.path.isfile(video):  # Path.is_file raises for a name that is too long
+            raise DataError(f"video file {str(video)[:200]} does not exist")
     return [
         make_question(
             id=id_of(row if isinstance(row.get("id"), str | int) else {}, origin, "id"),  # no row is lost for its name
-            source=value_of(row, "source") if isinstance(row.get("source"), str) else Path(origin.file).stem,
-            problem=_question(reading.prompt),
+            source=row["source"] if isinstance(row.get("source"), str) else Path(origin.file).stem,
+            problem=prompt,
             choices=reading.choices,
             answer=reading.answer,
             images=images,
-            videos=[_existing(_from(root, value)) for value in reading.videos],
+            videos=videos,
             regions=_regions(row, images),
             needs_image=False,
         )
     ]
 
 
-def names_regions(source: Source) -> bool:
-    """Return whether the first row of `source` has a column of boxes."""
-    return any(name in _first(source) for name in COLUMNS)
-
-
-def _first(source: Source) -> Mapping[str, Any]:
-    return next((record for _, record in source.records() if not isinstance(record, str)), {})
-
-
-def _regions(row: Mapping[str, Any], images: list[Any]) -> list[list[float]]:
-    """The boxes of a row of one image; none where it cannot be read, which encoding it reports."""
-    if len(images) != 1:
-        return []
-    size = (1, 1)
-    if in_pixels_of_its_image(row):
-        try:
-            size = read_image(images[0]).size
-        except DataError:
-            return []
-    return as_shares(boxes_of(row, size))
-
-
-def _question(prompt: str | list[dict[str, Any]]) -> str:
-    """The text of a question, also where it is a conversation of one message of the user."""
-    if isinstance(prompt, str):
-        return prompt
-    if len(prompt) != 1 or prompt[0]["role"] != "user":
-        raise DataError("its prompt is a conversation: a converted row has a text, or one message of the user")
-    return text_of(prompt[0], "content")
-
-
-def _from(root: Path, value: Any) -> Any:
-    """A file of a row, as a path from `root` on where it is one, so that nothing else has to know where they start."""
+def _full_path(value: Any, root: Path) -> Any:
+    """Return a file of a row, as a full path where it is a path, or raise `DataError` if that leads out of `root`."""
     if isinstance(value, Mapping) and value.get("bytes") is None:
         value = value.get("path")
     is_path = isinstance(value, str) and value and not ADDRESS.match(value)
-    return str((root / value).absolute()) if is_path else value
+    return str(path_within(root, value).absolute()) if is_path else value
 
 
-def _existing(video: Any) -> str:
-    """The path of a video, which is not opened here."""
-    if not isinstance(video, str) or not video:
-        raise DataError(f"its video is {ascii(video)[:80]}: it must be a path")
-    if not os.path.isfile(video):  # Path.is_file raises for a name that is too long
-        raise DataError(f"video file {video[:200]} does not exist")
-    return video
+def _regions(row: Mapping[str, Any], images: list[Any]) -> list[list[float]]:
+    """The boxes of a row of one image, which is read only where they are in pixels."""
+    if len(images) != 1:
+        return []
+    return as_shares(boxes_of(row, read_image(images[0]).size if in_pixels_of_its_image(row) else (1, 1)))
 
 
+_read_aokvqa, _read_mmmu_pro = (
+    _each_row(partial(_multiple_choice, source=source, id_column=id_column))
+    for source, id_column in (("A-OKVQA", "question_id"), ("MMMU-Pro", "id"))
+)
 CONVERTERS = {
-    "aokvqa": Converter(
-        _each_row(partial(_multiple_choice, source="A-OKVQA", id_column="question_id")), hub_name=HUB_NAME
-    ),
-    "arxivqa": Converter(arxivqa_read, hub_name=ARXIVQA_HUB_NAME, count=lambda source: source.count("queries")),
-    "mmmu_pro": Converter(
-        _each_row(partial(_multiple_choice, source="MMMU-Pro", id_column="id")),
-        several_images=True,
-        hub_name=MMMU_PRO_HUB_NAME,
-        config=HUB_CONFIG,
-        split="test",
-    ),
+    "aokvqa": Converter(_read_aokvqa, hub_name=HUB_NAME),
+    "arxivqa": Converter(arxivqa_read, hub_name=ARXIVQA_HUB_NAME),
+    "mmmu_pro": Converter(_read_mmmu_pro, True, hub_name=MMMU_PRO_HUB_NAME, config=HUB_CONFIG, split="test"),
     "jsonl": Converter(jsonl_read, several_images=True),
     "easy_vqa": Converter(_each_row(_easy_vqa)),
     "nlvr": Converter(_each_row(_nlvr), regions=True),
 }
-
 for _name, _converter in CONVERTERS.items():
     registries.datasets.register(_name)(_converter.read)
 
@@ -346,32 +268,21 @@ def load_converter(spec: str) -> Converter:
 
 
 def read_ids(path: Path) -> set[str]:
-    """Return the ids in a file: one per line, or a JSON list.
-
-    Raises:
-        ConfigError: the file does not exist, cannot be read, has none, or has something else.
-    """
-    try:
-        text = path.read_text(encoding="utf-8-sig").strip()
-        found = json.loads(text) if text.startswith("[") else text.splitlines()
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"question_id_file is {path}, which cannot be read ({error}).") from error
-    if any(isinstance(value, bool) or not isinstance(value, str | int) for value in found):
-        raise ConfigError(f"question_id_file is {path}, whose list holds more than texts and integers.")
-    ids = {str(value).strip() for value in found} - {""}
-    if not ids:
-        raise ConfigError(f"question_id_file is {path}, which has no ids: give one per line.")
-    return ids
+    """Return the ids in a file: one per line, or a JSON list."""
+    text = path.read_text(encoding="utf-8-sig").strip()
+    found = json.loads(text) if text.startswith("[") else text.splitlines()
+    return {str(value).strip() for value in found} - {""}
 
 
-def keep_ids(candidates: Iterable[Candidate], ids: set[str], missing: set[str]) -> Iterator[Candidate]:
-    """Yield the questions with the given ids, and the reasons; take the ids of these questions out of `missing`."""
+def keep_ids(candidates: Iterable[Candidate], ids: set[str]) -> Iterator[Candidate]:
+    """Yield the questions with the given ids, and the reasons; warn of ids that no question has."""
+    missing = set(ids)
     for origin, candidate in candidates:
-        if isinstance(candidate, str):
+        if isinstance(candidate, str) or candidate.id in ids:
+            missing -= set() if isinstance(candidate, str) else {candidate.id}
             yield origin, candidate
-        elif candidate.id in ids:
-            missing.discard(candidate.id)
-            yield origin, candidate
+    if missing:
+        logger.warning(f"No question has {len(missing)} of the ids: {', '.join(sorted(missing)[:3])}, …")
 
 
 # Words that mean other options by their place or letter. Such options stay where they are, and so does a question that
@@ -385,7 +296,7 @@ _LETTERS = re.compile(
 _OPTION_LETTER = re.compile(r"\b(?:options?|choices?|answers?)\s+\(?[A-J]\b")
 
 
-def shuffle_choices(candidates: Iterable[Candidate], seed: int) -> Iterator[Candidate]:
+def shuffled_choices(candidates: Iterable[Candidate], seed: int) -> Iterator[Candidate]:
     """Yield the candidates with their options in another order, where that does not change what they mean.
 
     Among the questions with n options, every n in a row have each letter once as the right one.
@@ -409,7 +320,5 @@ def shuffle_choices(candidates: Iterable[Candidate], seed: int) -> Iterator[Cand
 
 def stays_in_order(question: Question) -> bool:
     """Return whether the question or one of its options refers to options by their place or letter."""
-    choices = question.choices or []
-    return bool(_OPTION_LETTER.search(question.problem)) or any(
-        _PLACES.search(choice) or _LETTERS.search(choice) for choice in choices
-    )
+    names_options = any(_PLACES.search(choice) or _LETTERS.search(choice) for choice in question.choices or ())
+    return names_options or _OPTION_LETTER.search(question.problem) is not None
