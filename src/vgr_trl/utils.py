@@ -172,10 +172,18 @@ def unfinished(path: Path) -> Path:
 
 def publish(path: Path) -> None:
     """Give the file at `unfinished(path)` its name, once its bytes are on the disk."""
-    with unfinished(path).open("rb") as file:
-        os.fsync(file.fileno())
+    _sync(unfinished(path))
     unfinished(path).replace(path)
-    sync_folder(path.parent)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    """Wait until the bytes of a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_atomic(path: Path, data: bytes, sync: bool = True) -> None:
@@ -221,11 +229,8 @@ def append_atomic(path: Path, data: bytes, head: bytes = b"") -> None:
 
 
 def _opened(path: Path) -> FileIO:
-    try:
-        return path.open("ab", buffering=0)
-    except FileNotFoundError:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("ab", buffering=0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("ab", buffering=0)
 
 
 def is_writable(path: Path) -> bool:
@@ -234,15 +239,6 @@ def is_writable(path: Path) -> bool:
         return False
     folder = next(folder for folder in path.absolute().parents if folder.exists())
     return folder.is_dir() and os.access(folder, os.W_OK)
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in `folder` are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
@@ -319,36 +315,25 @@ def naming_silent_process(timeout: int, step: Callable[[], int]) -> Iterator[Non
 
         if not (distributed.is_available() and distributed.is_initialized() and "gloo" in str(error)):
             raise
-        others = f"of the {distributed.get_world_size()} processes"
         if any(words in str(error) for words in _SILENT):
-            raise ProcessError(
-                f"Another {others} has not answered for ddp_timeout={timeout} seconds at step {step()}: see whether it "
-                "is stopped or hangs (in a reward, which reward_timeout would end), end them all, and continue with "
-                "resume_from_checkpoint latest; raise ddp_timeout if a process may take longer than that."
-            ) from error
-        if any(words in str(error) for words in _GONE):
-            raise ProcessError(
-                f"Another {others} has ended at step {step()}: what it logged last is the reason; end them all, and "
-                "continue with resume_from_checkpoint latest."
-            ) from error
-        raise
+            why = f"has not answered for ddp_timeout={timeout} seconds"
+        elif any(words in str(error) for words in _GONE):
+            why = "has ended"
+        else:
+            raise
+        raise ProcessError(
+            f"Another of the {distributed.get_world_size()} processes {why} at step {step()}: see what it logged last, "
+            "or whether it hangs (in a reward, which reward_timeout would end), end them all, and continue with "
+            "resume_from_checkpoint latest."
+        ) from error
 
 
 SUPPORTED = ("1.15", "1.17")  # from, up to but without; the tests run with these releases
-CURE = f'install one of those: pip install "trl>={SUPPORTED[0]},<{SUPPORTED[1]}".'
 
 
 def release(installed: str | None = None) -> Version:
     """Return the release of the installed TRL, or of the version given, without what follows on its numbers."""
     return Version(Version(installed or version("trl")).base_version)
-
-
-def supported(installed: str | None = None) -> str:
-    """Return the beginning of a sentence about the installed TRL."""
-    return (
-        f"TRL {installed or version('trl')} is installed, but vgr_trl is tested with trl>={SUPPORTED[0]},"
-        f"<{SUPPORTED[1]}"
-    )
 
 
 def check_release(installed: str | None = None) -> None:
@@ -357,13 +342,16 @@ def check_release(installed: str | None = None) -> None:
     Args:
         installed: version of TRL, that of the installed package by default.
     """
-    first, end = map(Version, SUPPORTED)
-    if not first <= release(installed) < end:
-        raise UnsupportedTRLError(f"{supported(installed)}; {CURE}")
+    first, end = SUPPORTED
+    if not Version(first) <= release(installed) < Version(end):
+        raise UnsupportedTRLError(
+            f"TRL {installed or version('trl')} is installed, but vgr_trl is tested with trl>={first},<{end}; install "
+            f'one of those: pip install "trl>={first},<{end}".'
+        )
 
 
 def pool(workers: int) -> ProcessPoolExecutor:
-    """Return a pool of processes that import anew, and that end with the process that started them, not before.
+    """Return a pool of processes that import again, and that end with the process that started them, not before.
 
     A scheduler's SIGTERM, or Ctrl-C, goes to them as well; what becomes of their work is for that process to say.
     """
