@@ -4,8 +4,7 @@ from typing import Any
 
 from trl.data_utils import prepare_multimodal_messages
 
-from vgr_trl.cli.arguments import DataArguments
-from vgr_trl.cli.loading import system_prompt_of
+from vgr_trl.cli.arguments import DataArguments, system_prompt_of
 from vgr_trl.data.prompts import build_prompt
 from vgr_trl.data.rows import RowOptions, ready_row
 from vgr_trl.rewards import accuracy_reward

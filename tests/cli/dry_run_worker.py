@@ -13,5 +13,5 @@ if __name__ == "__main__":
     folder, *flags = sys.argv[1:]
     torch.set_num_threads(1)
     with (Path(folder) / f"printed_{os.environ['RANK']}.txt").open("w") as file, redirect_stdout(file):
-        status = main(["train", "--dry_run", *flags])
+        status = main(["train", *flags])
     sys.exit(status)

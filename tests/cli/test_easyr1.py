@@ -8,7 +8,7 @@ import pytest
 
 from vgr_trl import mtrl
 from vgr_trl.cli.__main__ import main
-from vgr_trl.cli.easyr1 import convert_flags
+from vgr_trl.cli.arguments import convert_flags
 
 CONFIG = """
 data: {{train_files: {train}, val_files: {test}, prompt_key: problem, answer_key: solution, max_prompt_length: 128,
@@ -51,9 +51,9 @@ def config(model_folder, question_files, tmp_path, monkeypatch):
 def test_a_run_of_theirs(config, capsys):
     """Four prompts of four completions and two prompts an update: two of our steps for one of theirs, logged once."""
     assert main(["train", "--config", str(config), "data.seed=3", *CPU]) == 0
-    said = capsys.readouterr().out
-    assert "worker.actor.optim.lr" in said
-    assert "* " in said
+    printed = capsys.readouterr().out
+    assert "worker.actor.optim.lr" in printed
+    assert "* " in printed
     state = json.loads((config.parent / "run" / "trainer_state.json").read_text())
     assert state["global_step"] == 2
     logged = next(entry for entry in state["log_history"] if "reward" in entry)
@@ -66,9 +66,9 @@ def test_a_run_of_theirs(config, capsys):
 def test_their_entry_point_evaluates_only(config, capsys):
     arguments = [f"config={config}", "trainer.val_only=true", "trainer.n_gpus_per_node=8"]
     assert mtrl.main([*arguments, "--use_cache", "false", "--blind_baseline", "false"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "compute_score" in said
-    assert "The configuration asks for 8 processes, this run has 1" in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "compute_score" in printed
+    assert "The configuration asks for 8 processes, this run has 1" in printed
 
 
 @pytest.mark.parametrize(
@@ -79,19 +79,24 @@ def test_their_entry_point_evaluates_only(config, capsys):
         (["algorithm.adv_estimator=reinforce_plus_plus", "--ignore_unknown_keys"], "something else would be trained"),
     ],
 )
-def test_what_cannot_be_followed_stops_the_run(config, capsys, more, message):
+def test_keys_that_cannot_be_followed_stop_the_run(config, capsys, more, message):
     assert main(["train", "--config", str(config), *more]) == 1
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_too_few_gpus_are_told_before_anything_starts(config, capsys, monkeypatch):
+def test_unknown_keys_can_be_ignored(config, capsys):
+    command, flags = convert_flags("train", [f"--config={config}", "trainer.raytime=1", "--ignore_unknown_keys"])
+    assert command == "train"
+    assert flags[flags.index("--learning_rate") + 1] == "5e-4"
+    assert "trainer.raytime" in capsys.readouterr().out
+    assert convert_flags("evaluate", ["--seed", "1"]) == ("evaluate", ["--seed", "1"])
+
+
+def test_processes_are_started_as_the_configuration_asks(config, capsys, monkeypatch):
+    """As many as there are GPUs where it does not; none by a process that was started itself."""
     for name in ("LOCAL_RANK", "RANK", "VGR_TRL_LAUNCHED"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert mtrl.main([f"config={config}", "trainer.n_gpus_per_node=8"]) == 1
-    assert "this machine has 2 GPUs: give trainer.n_gpus_per_node=2" in capsys.readouterr().err
-    counted = f"config={config.with_name('uncounted.yaml')}"
-    config.with_name("uncounted.yaml").write_text(config.read_text().replace(", n_gpus_per_node: 1", ""))
     started = []
 
     def run(command, env, check):
@@ -100,39 +105,27 @@ def test_too_few_gpus_are_told_before_anything_starts(config, capsys, monkeypatc
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert mtrl.main([f"config={config}", "trainer.n_gpus_per_node=2"]) == 0
-    (command,) = started
-    assert command[command.index("--num_processes") + 1] == "2"
-    assert command[-4:] == ["-m", "vgr_trl.mtrl", f"config={config}", "trainer.n_gpus_per_node=2"]
     monkeypatch.setattr(mtrl, "run_command", lambda arguments: started.append(arguments) or 0)
-    assert mtrl.main([f"config={config}", "trainer.n_gpus_per_node=2"]) == 0
-    assert started.pop() == ["train", f"--config={config}", "trainer.n_gpus_per_node=2"], "which starts no more"
+    for processes, message in (("8", "this machine has 2 GPUs: give trainer.n_gpus_per_node=2"), ("0", "at least 1")):
+        assert mtrl.main([f"config={config}", f"trainer.n_gpus_per_node={processes}"]) == 1
+        assert message in capsys.readouterr().err
+    given = [f"config={config}", "trainer.n_gpus_per_node=2"]
+    assert mtrl.main(given) == 0
+    command = started.pop()
+    assert command[command.index("--num_processes") + 1] == "2"
+    assert command[-4:] == ["-m", "vgr_trl.mtrl", *given]
+    assert mtrl.main(given) == 0
+    assert started.pop() == ["train", f"--config={config}", "trainer.n_gpus_per_node=2"]
     monkeypatch.delenv("VGR_TRL_LAUNCHED")
-    assert mtrl.main([counted]) == 0
-    assert started.pop()[-1] == counted, "as many as there are, where the file does not say"
+    config.write_text(config.read_text().replace(", n_gpus_per_node: 1", ""))
+    assert mtrl.main([f"config={config}"]) == 0
+    assert "accelerate.commands.launch" in started.pop()
+    monkeypatch.delenv("VGR_TRL_LAUNCHED")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.delenv("VGR_TRL_LAUNCHED")
-    assert mtrl.main([counted]) == 0
-    assert started.pop() == ["train", f"--{counted}"]
+    assert mtrl.main([f"config={config}"]) == 0
+    assert started.pop() == ["train", f"--config={config}"]
 
 
-def test_unknown_keys_can_be_ignored(config, capsys):
-    command, flags = convert_flags("train", ["--config", str(config), "trainer.raytime=1", "--ignore_unknown_keys"])
-    assert command == "train"
-    assert flags[flags.index("--learning_rate") + 1] == "0.0005"
-    assert "raytime" not in " ".join(flags)
-    assert "trainer.raytime" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("value", ["0", "x", "true"])
-def test_processes_that_are_no_number_are_told(tmp_path, capsys, value):
-    file = tmp_path / "theirs.yaml"
-    file.write_text("trainer: {n_gpus_per_node: 1}\n")
-    with pytest.raises(SystemExit):
-        mtrl.main([f"config={file}", f"trainer.n_gpus_per_node={value}"])
-    assert "give a whole number of at least 1" in capsys.readouterr().err
-
-
-def test_a_file_that_is_not_there_is_told_before_the_processes_it_might_ask_for(tmp_path, capsys):
+def test_a_missing_file_is_reported_before_processes_are_counted(tmp_path, capsys):
     assert mtrl.main([f"config={tmp_path / 'none.yaml'}"]) == 1
-    assert "none.yaml, which is no file" in capsys.readouterr().err
+    assert "none.yaml, which cannot be read" in capsys.readouterr().err

@@ -6,8 +6,8 @@ import shutil
 import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
 
+from vgr_trl.cli import arguments
 from vgr_trl.cli import evaluate as command
-from vgr_trl.cli import loading
 from vgr_trl.cli.__main__ import main
 from vgr_trl.data.load import load_path
 from vgr_trl.utils import ConfigError, DataError
@@ -68,11 +68,11 @@ def test_the_hub_is_asked_once_for_what_may_be_a_misspelt_path(model_folder, tmp
     error = RepositoryNotFoundError.__new__(RepositoryNotFoundError)
     monkeypatch.setattr("vgr_trl.data.read.get_hf_file_metadata", ask)
     monkeypatch.setattr("vgr_trl.data.load.load_dataset", pytest.fail)
-    monkeypatch.setattr(loading.AutoProcessor, "from_pretrained", pytest.fail)
+    monkeypatch.setattr(arguments.AutoProcessor, "from_pretrained", pytest.fail)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "first").mkdir(parents=True)
     with pytest.raises(ConfigError, match="There is no model folder runs/frist. Did you mean runs/first"):
-        loading.load_processor("runs/frist")
+        arguments.load_processor("runs/frist")
     with pytest.raises(DataError, match="No data set is found at rows/frist"):
         load_path("rows/frist")
     assert len(asked) == 2
@@ -93,7 +93,7 @@ def test_the_file_of_a_training_is_taken_without_what_is_of_training(model_folde
     assert "Without effect here: learning_rate, num_generations, reward_funcs.\n" in said
     file.write_text(json.dumps({**options, "num_sample": 2}))
     assert main(["evaluate", *flags.split()]) == 1
-    assert "has num_sample, which is no option. Did you mean num_samples?" in capsys.readouterr().err
+    assert "has num_sample, which is not an option. Did you mean num_samples?" in capsys.readouterr().err
 
 
 def test_the_same_model_data_and_settings_are_not_measured_again(run, model_folder, tmp_path, capsys):

@@ -10,7 +10,7 @@ import pytest
 from trl import TrlParser
 
 from vgr_trl import DAPOConfig
-from vgr_trl.cli.plan import describe_run
+from vgr_trl.cli.train import describe_run
 from vgr_trl.config import ALIASES
 from vgr_trl.options import FACTS, changed_options, check_options, check_value, options_in_effect, unused_options
 from vgr_trl.utils import ConfigError, VGRError

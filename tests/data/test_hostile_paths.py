@@ -14,8 +14,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from vgr_trl.cli.__main__ import main
-from vgr_trl.cli.arguments import DataArguments
-from vgr_trl.cli.loading import load_rows
+from vgr_trl.cli.arguments import DataArguments, load_rows
 from vgr_trl.data.columns import images_of
 from vgr_trl.data.images import open_image
 from vgr_trl.utils import DataError

@@ -2,8 +2,7 @@ import re
 
 import pytest
 
-from vgr_trl.cli.arguments import DataArguments
-from vgr_trl.cli.loading import read_system_prompt, system_prompt_of
+from vgr_trl.cli.arguments import DataArguments, system_prompt_of
 from vgr_trl.data.prompts import (
     SYSTEM_PROMPT,
     SYSTEM_PROMPTS,
@@ -89,7 +88,7 @@ def test_the_system_prompt_that_flags_name(tmp_path):
     assert isinstance(mine, SystemTemplate)
     assert mine.render("q", ["a", "b"]) == "2 options"
     (tmp_path / "empty.txt").write_text(" \n", encoding="utf-8")
-    assert read_system_prompt(str(tmp_path / "empty.txt")) is None
+    assert system_prompt_of(DataArguments(system_prompt_file=str(tmp_path / "empty.txt"))) is None
 
 
 def test_flags_that_cannot_be_followed(tmp_path):
@@ -97,13 +96,10 @@ def test_flags_that_cannot_be_followed(tmp_path):
         DataArguments(prompt_language="fr")
     with pytest.raises(ConfigError, match="give only one"):
         DataArguments(prompt_language="zh", system_prompt_file="mine.txt")
-    with pytest.raises(ConfigError, match="which does not exist"):
-        read_system_prompt(str(tmp_path / "no.txt"))
     (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
-    with pytest.raises(ConfigError, match="is not a readable UTF-8 text"):
-        read_system_prompt(str(tmp_path / "latin.txt"))
-    with pytest.raises(ConfigError, match="which is not a readable"):
-        read_system_prompt(str(tmp_path))
+    for path in (tmp_path / "no.txt", tmp_path / "latin.txt", tmp_path):
+        with pytest.raises(ConfigError, match="which cannot be read as UTF-8 text"):
+            system_prompt_of(DataArguments(system_prompt_file=str(path)))
 
 
 def test_a_question_template_is_what_the_user_says(tmp_path):

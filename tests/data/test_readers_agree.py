@@ -12,9 +12,8 @@ from support.made_sets import encoded, picture, skipped_in
 
 from vgr_trl.cli import data as data_convert
 from vgr_trl.cli import data as data_inspect
-from vgr_trl.cli.arguments import DataArguments
+from vgr_trl.cli.arguments import DataArguments, load_rows
 from vgr_trl.cli.data import inspect_run as inspect_rows
-from vgr_trl.cli.loading import load_rows
 from vgr_trl.data.columns import images_of
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.rewards import resolve_solution

@@ -14,9 +14,8 @@ from support.made_sets import jsonl, parquet, picture
 
 from vgr_trl.cli import data as data_convert
 from vgr_trl.cli import data as data_inspect
-from vgr_trl.cli.arguments import DataArguments, parse
+from vgr_trl.cli.arguments import DataArguments, load_rows, parse
 from vgr_trl.cli.data import inspect_run
-from vgr_trl.cli.loading import load_rows
 from vgr_trl.data.columns import images_of
 from vgr_trl.data.inspect import inspect_rows
 from vgr_trl.data.load import load_split

@@ -3,7 +3,7 @@
 import pytest
 from datasets import load_dataset
 
-from vgr_trl.cli.loading import load_for_inference
+from vgr_trl.cli.evaluate import load_for_inference
 from vgr_trl.demo.write_folder import main, write_folder
 from vgr_trl.evaluation import evaluate
 

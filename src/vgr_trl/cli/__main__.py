@@ -3,13 +3,11 @@
 import argparse
 import importlib
 import os
-import platform
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +19,18 @@ LEGEND = """
 passes: over the completions of a rollout, beside generation, without + with gradients. The attention metrics of a run
 with images share the first of them; where there is none they are one more (not with --compute_attention_metrics false).
 vgr-trl recipes NAME shows one, with departures and numbers; vgr-trl train --recipe NAME starts from it."""
-PACKAGES = (
-    "torch", "trl", "transformers", "accelerate", "peft", "datasets", "math-verify", "deepspeed", "vllm", "flash-attn",
-    "bitsandbytes", "liger-kernel", "trackio", "wandb", "torchvision",
-)  # fmt: skip
 RENAMED = r"`\w*gradient_checkpointing\w*` is deprecated"  # by transformers 5.23, and TRL 1.16 calls it at every step
 
 
-def demo(argv: Sequence[str]) -> int:
-    """Warm-start a tiny vision-language model, train it, and return 0 if held-out accuracy rose, else 1."""
-    from vgr_trl.demo import Options  # after the command is known: what is imported here may take seconds
+def _parser(command: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(prog=f"vgr-trl {command}", description=COMMANDS[command][0])
 
-    parser = argparse.ArgumentParser(prog="vgr-trl demo", description=COMMANDS["demo"][0])
+
+def demo(argv: Sequence[str]) -> int:
+    """Warm-start a tiny vision-language model, train it, and return 0 if its accuracy on new questions rose."""
+    from vgr_trl.demo import Options  # imported once the command is known, as it may take seconds
+
+    parser = _parser("demo")
     parser.add_argument("--seed", type=int, default=0, help="of questions, weights and sampling (default 0)")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/demo"), help="run folder (default runs/demo)")
     parser.add_argument("--steps", type=int, default=Options.steps, help=f"of reinforcement (default {Options.steps})")
@@ -48,72 +46,76 @@ def demo(argv: Sequence[str]) -> int:
     return 0 if run_demo(options, flags.output_dir).rose else 1
 
 
+def report(argv: Sequence[str]) -> int:
+    """Write a page with the curves and completions of one or several runs, print where it is and what it leaves out."""
+    from vgr_trl.reporting.page import MEGABYTE, write_report
+    from vgr_trl.utils import printable
+
+    parser = _parser("report")
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="output_dir of a run")
+    parser.add_argument("--output", type=Path, help="the page (default: report.html in the first RUN)")
+    parser.add_argument("--names", nargs="+", help="names of the runs, in order (default: their own)")
+    parser.add_argument("--max_megabytes", type=float, default=9.5, help="largest size, 1 to 100 (default 9.5)")
+    flags = parser.parse_args(argv)
+    output = flags.output or flags.runs[0] / "report.html"
+    page = write_report(flags.runs, output, max_megabytes=flags.max_megabytes, names=flags.names)
+    print(printable(f"{page.path}: {page.size / MEGABYTE:.1f} MB, {page.records} recorded steps."))
+    for name, notes in page.notes.items():
+        for note in notes:
+            print(printable(f"  {name}: {note}"))
+    return 0
+
+
 def recipes(argv: Sequence[str]) -> int:
     """List the recipes, or print the file of one."""
-    parser = argparse.ArgumentParser(prog="vgr-trl recipes", description=COMMANDS["recipes"][0])
+    parser = _parser("recipes")
     parser.add_argument("name", nargs="?", help="print this recipe: its paper, departures, options and their numbers")
     name = parser.parse_args(argv).name
     if name is not None:
         print(recipe_file(name).read_text(encoding="utf-8"), end="")
         return 0
-    names = recipe_names()
-    width = max(map(len, names)) + 2
-    for known in names:
-        about = read_recipe(known).about
+    width = max(map(len, recipe_names())) + 2
+    for name in recipe_names():
+        about = read_recipe(name).about
         assert about is not None  # a test checks this for every recipe
-        reads, passes = ", ".join(about.signals) or "no signal", " + ".join(map(str, about.passes))
-        print(f"{known:<{width}}{about.method}\n{'':<{width}}{about.paper}; {reads}; {passes} passes")
+        signals, passes = ", ".join(about.signals) or "no signal", " + ".join(map(str, about.passes))
+        print(f"{name:<{width}}{about.method}\n{'':<{width}}{about.paper}; {signals}; {passes} passes")
     print(LEGEND)
     return 0
 
 
 def init(argv: Sequence[str]) -> int:
     """Write a commented YAML file; for a laptop also the model and the questions that it names, in `tiny_vlm`."""
-    parser = argparse.ArgumentParser(prog="vgr-trl init", description=COMMANDS["init"][0])
+    parser = _parser("init")
     parser.add_argument("file", nargs="?", type=Path, default=Path("train.yaml"), help="to write (default train.yaml)")
     parser.add_argument("--laptop", action="store_true", help="for a CPU, with a tiny model and data (a minute or two)")
     flags = parser.parse_args(argv)
-    if flags.file.exists():
-        raise ConfigError(f"{flags.file} exists already: give another name, or remove it.")
-    template = Path(__file__).parent / "templates" / ("laptop.yaml" if flags.laptop else "gpu.yaml")
     folder = flags.file.parent / "tiny_vlm"
-    text = template.read_text(encoding="utf-8").format(name=flags.file, tiny=folder)
+    template = Path(__file__).parent / "templates" / ("laptop.yaml" if flags.laptop else "gpu.yaml")
+    try:
+        with flags.file.open("x", encoding="utf-8") as file:
+            file.write(template.read_text(encoding="utf-8").format(name=flags.file, tiny=folder))
+    except FileExistsError as error:
+        raise ConfigError(f"{flags.file} exists already: give another name, or remove it.") from error
+    except OSError as error:
+        raise ConfigError(f"{flags.file} cannot be written ({error}): give another name.") from error
     if flags.laptop:
         from vgr_trl.demo import Options
         from vgr_trl.demo.write_folder import write_warm_folder
 
-        print(
-            f"Warm-starting a tiny vision-language model; it is written to {folder} with questions to train and test."
-        )
+        print(f"Warm-starting a tiny vision-language model; it and its questions are written to {folder}.", flush=True)
         write_warm_folder(folder, Options(warm_start_accuracy=0.45))  # below the demo's: the rise shows in fewer steps
-    try:
-        flags.file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{flags.file} cannot be written ({error}): give another name.") from error
     print(f"Wrote {flags.file}. Next: {'' if flags.laptop else 'edit it, then '}vgr-trl train --config {flags.file}")
     return 0
 
 
 def env(argv: Sequence[str]) -> int:
-    """Print versions of packages, and devices."""
-    argparse.ArgumentParser(prog="vgr-trl env", description=COMMANDS["env"][0]).parse_args(argv)
-    import torch
+    """Print the versions of packages, and the devices."""
+    _parser("env").parse_args(argv)
+    from trl.scripts.env import print_env
 
-    found = {"vgr_trl": __version__, "Python": platform.python_version(), "system": platform.platform()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    found["CUDA"] = torch.version.cuda or "none"
-    found["GPU"] = "none"
-    for index in range(torch.cuda.device_count()):
-        device = torch.cuda.get_device_properties(index)
-        name = "GPU" if index == 0 else f"GPU {index}"
-        found[name] = f"{device.name}, {device.total_memory / 2**30:.0f} GiB, sm_{device.major}{device.minor}"
-    found["CPU threads"] = str(torch.get_num_threads())
-    for name, value in found.items():
-        print(f"{name:<16}{value}")
+    print(f"vgr_trl {__version__}")
+    print_env()
     return 0
 
 
@@ -124,15 +126,13 @@ def _imported(name: str) -> Callable[[Sequence[str]], int]:
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "train": ("train a vision-language model with DAPO (the script of `accelerate launch`)", _imported("train")),
     "evaluate": ("measure accuracy, mean@k, pass@k and format of a model, without training", _imported("evaluate")),
-    "report": (
-        "make one page of HTML of a run, or of several: curves, completions, what they looked at", _imported("report")
-    ),
+    "report": ("make one page of HTML of a run, or of several: curves, completions, what they looked at", report),
     "data": ("convert public question sets to one schema, merge and inspect them", _imported("data")),
     "demo": ("train the embedded vision-language model and show accuracy before and after", demo),
     "recipes": ("list the published methods that `train --recipe NAME` starts from, or show one", recipes),
     "init": ("write a commented YAML file for `vgr-trl train --config`", init),
     "env": ("print versions and devices, for bug reports", env),
-}  # fmt: skip
+}
 
 
 @contextmanager
@@ -143,11 +143,11 @@ def dedupe_warnings() -> Iterator[None]:
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=RENAMED, category=FutureWarning)
-        show, shown = warnings.showwarning, set()
+        show, seen = warnings.showwarning, set()
 
         def show_new(message: Any, category: Any, filename: str, lineno: int, *where: Any) -> None:
-            if (known := (str(message), filename, lineno)) not in shown:
-                shown.add(known)
+            if (key := (str(message), filename, lineno)) not in seen:
+                seen.add(key)
                 show(message, category, filename, lineno, *where)
 
         warnings.showwarning = show_new  # type: ignore[assignment]
@@ -172,10 +172,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if name in ("train", "evaluate"):
             if os.environ.get("RANK", "0") == "0":
-                print(
-                    f"vgr-trl {__version__}: {name}; loading torch, transformers and TRL", file=sys.stderr, flush=True
-                )
-            from vgr_trl.cli.easyr1 import convert_flags
+                loading = f"vgr-trl {__version__}: {name}; loading torch, transformers and TRL"
+                print(loading, file=sys.stderr, flush=True)
+            from vgr_trl.cli.arguments import convert_flags
 
             name, rest = convert_flags(name, rest)
         with dedupe_warnings():

@@ -1,4 +1,4 @@
-"""The options of `vgr-trl train` and `evaluate`, read from flags, then `--config FILE`, then `--recipe NAME`."""
+"""Options of `vgr-trl train` and `evaluate`, from flags, `--config FILE` and `--recipe NAME`, and what they load."""
 
 import argparse
 import inspect
@@ -6,27 +6,43 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_type_hints
 
 import yaml
+from peft import PeftConfig
 from pyarrow.lib import ArrowException
-from transformers import HfArgumentParser
+from safetensors import SafetensorError
+from transformers import AutoProcessor, HfArgumentParser
+from transformers.hf_argparser import string_to_bool
+from transformers.utils import find_adapter_config_file
 
+from vgr_trl.config_converters import convert, read_configuration
 from vgr_trl.data.columns import keys_of
-from vgr_trl.data.images import MAX_SHORT_SIDE, ImageLimits, ImageRule, VideoOptions
-from vgr_trl.options import check_options, option
+from vgr_trl.data.images import (
+    MAX_SHORT_SIDE,
+    ImageLimits,
+    ImageRule,
+    VideoOptions,
+    downloaded,
+    refuse_single_image_models,
+)
+from vgr_trl.data.load import load_split
+from vgr_trl.data.prompts import SYSTEM_PROMPTS, QuestionTemplate, SystemTemplate, special_tokens
+from vgr_trl.data.read import HUB_NAME, parse_data_files, readable, why_not_on_hub
+from vgr_trl.data.rows import SkippedRow, prepare_rows
+from vgr_trl.options import check_options, check_value, option
 from vgr_trl.recipes import load_recipe
 from vgr_trl.registries import option_class
 from vgr_trl.rewards.loading import FileOptions, ScoredFile, load_rewards
 from vgr_trl.utils import ConfigError, VGRError, parse_yaml
 
+SOURCES = ("dataset_name", "dataset_config", "dataset_path", "data_files")
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vgr_trl" / "evaluations"
 
 
@@ -41,7 +57,7 @@ class RunArguments:
         "run would take, and write nothing.")
     ignore_unknown_keys: bool = option(False, "With a configuration of EasyR1, MTRL or verl as --config: run without "
         "the keys that have no meaning here; without this flag they stop the run.")
-    stated: set[str] = field(default_factory=set, init=False)  # names of the options that flags, file or recipe give
+    stated: set[str] = field(default_factory=set, init=False)  # options that flags, file or recipe give
 
 
 @dataclass
@@ -55,27 +71,23 @@ class DataArguments:
         "train=*.jsonl, or by the flag again; Parquet, JSON, JSONL, CSV or Arrow.", nargs="+", action="extend")
     problem_key: str | None = option(None, "Column of the question, a text or messages (else prompt, problem, "
         "question, query, messages or conversations).")
-    solution_key: str | None = option(None, "Column of the right answer (else solution, answer, label_idx or "
-        "correct_choice_idx).")
+    solution_key: str | None = option(None, "Column of the answer (else solution, answer, label_idx, …).")
     choices_key: str | None = option(None, "Column of the options (else choices or options); none: there are none.")
     image_key: str | None = option(None, "Column of the images (else images or image); none: train on the text alone.")
     video_key: str | None = option(None, "Column of the videos (else videos or video); none: there are none.")
-    image_dir: str | None = option(None, "Folder that paths of images and videos start from and stay in (else the "
-        "data's).")
+    image_dir: str | None = option(None, "Folder that paths of images start from and stay in (else the data's).")
     min_pixels: int | None = option(None, "Enlarge smaller images to this area.")
     max_pixels: int | None = option(None, "Reduce larger images to this area.")
     max_short_side: int | None = option(None, "Reduce images whose shorter side has more pixels; 0: none.")
-    filter_big_images: bool = option(False, "Leave out rows with images above max_pixels or max_short_side (1024 if "
-        "neither is given).")
+    filter_big_images: bool = option(False, "Leave rows with images above max_pixels or max_short_side (1024) out.")
     dataset_train_split: str = option("train", "Split to train on.")
     dataset_test_split: str = option("test", "Split to evaluate on.")
     dataset_streaming: bool = option(False, "Read rows as they are needed (max_steps is set).")
-    test_dataset: str | None = option(None, "Hub name, folder or file to evaluate on, where that is not a split of the "
-        "same data.")
+    test_dataset: str | None = option(None, "Hub name, folder or file to evaluate on, if not a split of the same data.")
     max_train_rows: int | None = option(None, "Train on the first so many rows only.", ge=1)
     max_test_rows: int | None = option(None, "Evaluate on the first so many rows only.", ge=1)
-    system_prompt_file: str | None = option(None, "File whose content replaces the system prompt: a text or a Jinja2 "
-        "template with problem, choices, letters and source; an empty file, or none: no system prompt.")
+    system_prompt_file: str | None = option(None, "File with the system prompt: a text, or a Jinja2 template with "
+        "problem, choices, letters and source; an empty file, or none: no system prompt.")
     question_template_file: str | None = option(None, "Jinja2 template of what the user says, with the question as "
         "content; without system prompt.")
     prompt_language: Literal["en", "zh"] | None = option(None, "Language of the standard system prompt.")
@@ -126,14 +138,11 @@ class RewardFileArguments:
 
     def load(self, specs: Sequence[str], max_completion_length: int | None, soft_punish_cache: int | None) -> list[Any]:
         """Return the reward functions that `specs` name, with their further arguments."""
-        arguments: Any = self.reward_function_kwargs or {}
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except ValueError as error:
-                raise ConfigError(f"reward_function_kwargs is {arguments!r}, which is no JSON ({error}).") from error
-        if not isinstance(arguments, dict):
-            raise ConfigError(f"reward_function_kwargs is {arguments!r}: give a JSON object of names and values.")
+        given: Any = self.reward_function_kwargs or {}
+        try:
+            arguments = dict(json.loads(given) if isinstance(given, str) else given)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"reward_function_kwargs is {given!r}: give a JSON object ({error}).") from error
         functions = load_rewards(
             specs,
             max_completion_length=max_completion_length,
@@ -141,12 +150,11 @@ class RewardFileArguments:
             files=FileOptions(self.reward_type, self.reward_num_cpus, arguments),
             options=arguments,
         )
-        classes = [option_class(function, str(function)) for function in functions]
-        known = {each.name for options in classes if options is not None for each in fields(options)}
+        declared = [option_class(function, str(function)) for function in functions]
+        known = {each.name for options in declared if options is not None for each in fields(options)}
         if not known.issuperset(arguments) and not any(isinstance(each, ScoredFile) for each in functions):
-            raise ConfigError(
-                f"reward_function_kwargs is {arguments}: the rewards have {sorted(known) or 'no options'}."
-            )
+            accepted = ", ".join(sorted(known)) or "no options"
+            raise ConfigError(f"reward_function_kwargs is {arguments}: the rewards have {accepted}.")
         return functions
 
 
@@ -170,8 +178,7 @@ class RewardArguments(RewardFileArguments):
 class EvaluationArguments(RewardFileArguments):
     """What is evaluated, and how"""
 
-    model_name_or_path: list[str] | None = option(None, "Checkpoint folders, LoRA adapter folders or hub names; "
-        "several stand side by side.")
+    model_name_or_path: list[str] | None = option(None, "One or several checkpoints, LoRA adapters or hub names.")
     model_revision: str | None = option(None, "Branch, tag or commit of a hub model.")
     trust_remote_code: bool = option(False, "Allow a model that brings its own code.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option("auto", "Of the weights.")
@@ -183,8 +190,7 @@ class EvaluationArguments(RewardFileArguments):
     blank_images: bool = option(False, "Replace images by grey: what is answered blindly?")
     blind_baseline: bool = option(True, "Answer greedily with grey images too, for the column blind.")
     reward_funcs: list[str] = option([], "Rewards whose means are given too: names, dotted paths, files, as for train.")
-    group_by: str | None = option(None, "Column; scores are given for each of its values too. Default: family or "
-        "source; none: none.")
+    group_by: str | None = option(None, "Column by whose values scores are given too (else family or source); none.")
     seed: int = option(0, "Of sampling.")
     output_file: str | None = option(None, "Write the numbers there, as JSON.")
     save_completions: bool = option(False, "Add every completion to the JSON.")
@@ -202,12 +208,6 @@ def one_sentence() -> Iterator[None]:
         raise
     except (ArrowException, ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]) from error
-
-
-def did_you_mean(name: str, known: Collection[str]) -> str:
-    """Return a sentence with the nearest of the known names, or where to find them."""
-    nearest = get_close_matches(name, known, n=1, cutoff=0.6)
-    return f" Did you mean {nearest[0]}?" if nearest else " --help lists them, --help-all those of TRL too."
 
 
 # The options of TRL that most runs set; `--help-all` lists the others.
@@ -237,7 +237,7 @@ class _Help(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if isinstance(values, str) and values not in parser.stages:
-            raise ConfigError(f"there is no stage {values} in the help: give one of {', '.join(parser.stages)}.")
+            raise ConfigError(f"There is no stage {values} in the help: give one of {', '.join(parser.stages)}.")
         names = [values] if isinstance(values, str) else [name for name in parser.stages if self.const or name != RARE]
         parser._action_groups = [parser.stages[name] for name in names]
         parser.print_help()
@@ -248,6 +248,7 @@ class _Parser(HfArgumentParser):
     """Sorts the options by stage, and raises `ConfigError` where argparse prints a usage of hundreds of flags."""
 
     def __init__(self, groups: Sequence[Any], command: str) -> None:
+        self.stages: dict[str, argparse._ArgumentGroup] = {}
         super().__init__(
             groups,
             prog=f"vgr-trl {command}",
@@ -262,20 +263,18 @@ class _Parser(HfArgumentParser):
         for action in self._actions:
             if self.options.setdefault(action.dest, action) is not action:
                 action.help = argparse.SUPPRESS  # --no_x of x
-            elif action.nargs is None and self.hints[action.dest] == bool | None:
-                action.nargs, action.const = "?", True  # stands alone too, as `bool` does
-        self._sort_by_stage(groups)
+            elif action.type is string_to_bool:
+                action.nargs, action.const = "?", True  # stands alone where the default is None too
         self.add_argument("--config")
         self.add_argument("--help", "-h", action=_Help, nargs="?", const=False)
         self.add_argument("--help-all", "--help_all", action=_Help, nargs=0, const=True)
 
-    def _sort_by_stage(self, groups: Sequence[type]) -> None:
-        """Make an argument group of each dataclass of options, titled by its docstring; those of TRL are two."""
-        self.stages: dict[str, argparse._ArgumentGroup] = {}
-        left = dict(self.options)
-        for base in (base for group in groups for base in group.__mro__):
+    def _add_dataclass_arguments(self, dtype: Any) -> None:
+        """Make an argument group of each dataclass that options are declared in, titled by its docstring."""
+        hints, left = get_type_hints(dtype), {each.name: each for each in fields(dtype) if each.init}
+        for base in dtype.__mro__:
             for name in inspect.get_annotations(base):
-                if name not in left:
+                if (each := left.pop(name, None)) is None:
                     continue
                 if base.__module__.startswith("vgr_trl."):
                     stage = re.sub("(Options|Arguments|Config)$", "", base.__name__).lower()
@@ -283,7 +282,8 @@ class _Parser(HfArgumentParser):
                 else:
                     stage, title = ("training", "Training") if name in COMMON else (RARE, "TRL and transformers")
                 section = self.stages.get(stage) or self.add_argument_group(f"{title} [{stage}]")
-                self.stages.setdefault(stage, section)._group_actions.append(left.pop(name))
+                self.stages[stage], each.type = section, hints[name]
+                self._parse_dataclass_field(section, each)  # type: ignore[arg-type]
 
     def error(self, message: str) -> NoReturn:
         """Raise `ConfigError`."""
@@ -291,31 +291,26 @@ class _Parser(HfArgumentParser):
         raise ConfigError(f"{message}; {self.prog} --help describes the flags.")
 
     def words_for(self, values: Mapping[str, Any]) -> list[str]:
-        """Return the words of a command line that give the values of a file; what none can give becomes a default.
-
-        Raises:
-            ConfigError: a value is missing.
-        """
+        """Return the words of a command line that give the values of a file; what none can give becomes a default."""
         words = []
         for name, value in values.items():
-            hint = self.hints[name]
-            members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-            kinds = {get_origin(member) or member for member in members}
-            many = self.options[name].nargs == "+"
-            if value is None and NoneType not in kinds:
-                raise ConfigError(f"{name} has no value in the file: give one, or leave its line out.")
-            if (
-                value is None
-                or (isinstance(value, list) and (not value if many else bool(kinds & {str, list})))
-                or (isinstance(value, dict) and dict in kinds)
-                or (isinstance(value, bool) and bool not in kinds and kinds & {str, Literal})
-            ):
-                self.options[name].default = value
-            elif isinstance(value, list) and many:
+            action = self.options[name]
+            if isinstance(value, list) and value and action.nargs == "+":
                 words += [f"--{name}", *map(str, value)]
-            else:
+            elif isinstance(value, bool) and action.type not in (int, float, string_to_bool):
+                action.default = value  # scale_rewards: false, share_prompts: on
+            elif isinstance(value, str | int | float):
                 words.append(f"--{name}={value}")
+            else:
+                check_value(name, value, self.hints[name])
+                action.default = value
         return words
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """Return a sentence with the nearest of the known names, or where to find them."""
+    nearest = get_close_matches(name, known, n=1, cutoff=0.6)
+    return f" Did you mean {nearest[0]}?" if nearest else " --help lists them, --help-all those of TRL too."
 
 
 def parse(
@@ -336,19 +331,15 @@ def parse(
         flag = next((word.partition("=")[0] for word in rest if word.startswith("--")), None)
         if flag is None:
             raise ConfigError(f"{rest[0]!r} stands among the flags but belongs to none: take it out, or quote it.")
-        flags = [text for action in parser._actions for text in action.option_strings]
-        raise ConfigError(f"there is no flag {flag}.{did_you_mean(flag, flags)}")
+        raise ConfigError(f"There is no flag {flag}.{did_you_mean(flag, parser._option_string_actions)}")
     values = {} if given.config is None else _read(Path(given.config), parser.options, ignored)
     recipe = getattr(given, "recipe", None) or values.get("recipe")
     if recipe is not None:
         values = _checked(load_recipe(str(recipe)), f"The recipe {recipe}", parser.options) | values
     stated = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
     words = parser.words_for({name: value for name, value in values.items() if name not in stated})
-    given = parser.parse_args([*words, *argv])
     try:
-        filled = [
-            group(**{each.name: getattr(given, each.name) for each in fields(group) if each.init}) for group in groups
-        ]
+        *filled, _ = parser.parse_args_into_dataclasses([*words, *argv], look_for_args_file=False)
     except VGRError:
         raise
     except (ValueError, TypeError, OSError) as error:
@@ -364,11 +355,11 @@ def _read(file: Path, known: Collection[str], ignored: Collection[str]) -> dict[
     try:
         values = parse_yaml(file.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise ConfigError(f"--config is {file}, which is no file that can be read: give a YAML file.") from error
+        raise ConfigError(f"--config is {file}, which cannot be read: give a YAML file.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is no YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{file} holds no options: give lines of the form `learning_rate: 1e-5`.")
+        raise ConfigError(f"{file} has no options: give lines of the form `learning_rate: 1e-5`.")
     os.environ.update({name: str(value) for name, value in (values.pop("env", None) or {}).items()})
     left_out = [name for name in values if name not in known and name in ignored]
     if left_out:
@@ -380,7 +371,164 @@ def _read(file: Path, known: Collection[str], ignored: Collection[str]) -> dict[
 def _checked(values: dict[str, Any], where: str, known: Collection[str]) -> dict[str, Any]:
     for name, value in values.items():
         if name not in known:
-            raise ConfigError(f"{where} has {name}, which is no option.{did_you_mean(str(name), known)}")
+            raise ConfigError(f"{where} has {name}, which is not an option.{did_you_mean(str(name), known)}")
         if value is False and name.endswith("_strategy"):
             raise ConfigError(f'{where} has {name}: no, which YAML reads as false: write "no" in quotes.')
     return values
+
+
+def convert_flags(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the command and its flags, a configuration of EasyR1, MTRL or verl among them converted and printed.
+
+    `val_only` makes `evaluate` of `train`.
+
+    Raises:
+        ConfigError: a key is unknown or has no meaning here, and `--ignore_unknown_keys` is not given.
+    """
+    given, kept = read_configuration(argv)
+    if given is None:
+        return command, list(argv)
+    found = convert(given, int(os.environ.get("WORLD_SIZE", "1")))
+    if os.environ.get("RANK", "0") == "0":
+        print(found.table(), flush=True)
+    flags = {word.partition("=")[0] for word in kept}
+    found.check("--ignore_unknown_keys" in flags, "--reward_funcs" in flags)
+    for name in ("WANDB_PROJECT", "SWANLAB_PROJ_NAME", "MLFLOW_EXPERIMENT_NAME"):
+        os.environ.setdefault(name, str(found.options["project"]))
+    options = found.options
+    if command == "evaluate" or found["trainer.val_only"]:
+        known = {each.name for group in (DataArguments, EvaluationArguments) for each in fields(group)}
+        options = {name: value for name, value in found.evaluation_options().items() if name in known}
+        command, kept = "evaluate", [word for word in kept if word != "--ignore_unknown_keys"]
+    words = []
+    for name, value in options.items():
+        items = value if isinstance(value, list) else [value]
+        words += [f"--{name}", *(json.dumps(each) if isinstance(each, dict | bool) else str(each) for each in items)]
+    return command, [*words, *kept]
+
+
+def system_prompt_of(arguments: DataArguments) -> str | SystemTemplate | None:
+    """Return the system prompt that the flags name: a file's, or the standard one in their language."""
+    if (path := arguments.question_template_file) is not None:
+        return QuestionTemplate(_text_of("question_template_file", path), f"question_template_file {path}")
+    if (path := arguments.system_prompt_file) is None:
+        return SYSTEM_PROMPTS[arguments.prompt_language or "en"]
+    text = "" if path == "none" else _text_of("system_prompt_file", path)
+    return SystemTemplate(text, f"system_prompt_file {path}") if text else None
+
+
+def _text_of(option: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8-sig").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{option} is {path}, which cannot be read as UTF-8 text ({error}).") from error
+
+
+def evaluation_source(arguments: DataArguments) -> DataArguments:
+    """Return the arguments such that they name the data to evaluate on, where `test_dataset` names others."""
+    test = arguments.test_dataset
+    if test is None:
+        return arguments
+    kind = "dataset_path" if Path(test).is_dir() else "data_files" if Path(test).is_file() else "dataset_name"
+    source: dict[str, Any] = dict.fromkeys((*SOURCES, "test_dataset"))
+    source[kind] = f"{arguments.dataset_test_split}={test}" if kind == "data_files" else test
+    return replace(arguments, **source)
+
+
+def source_of(data: DataArguments) -> str:
+    """Return what names the data: a name on the hub, a folder or files."""
+    return str(data.dataset_name or data.dataset_path or data.data_files)
+
+
+def load_rows(
+    arguments: DataArguments, split: str, *, limit: int | None, processor: Callable[[], Any] | None = None, **rules: Any
+) -> tuple[Any, list[SkippedRow]]:
+    """Return the usable rows of a split, with prompts, and the rows left out.
+
+    Args:
+        limit: the first so many rows only.
+        processor: gives the model's processor, whose special tokens no text of a row may hold, and which must take
+            several images if the data have videos.
+        rules: further arguments of `prepare_rows`: `needs_solution`, `boxes`, `on_skipped`, `shuffle_seed`.
+
+    Raises:
+        ConfigError, DataError: an option or the data cannot be used.
+    """
+    system_prompt, keys = system_prompt_of(arguments), keys_of(**vars(arguments))
+    streaming, source = arguments.dataset_streaming, {name: getattr(arguments, name) for name in SOURCES}
+    dataset = load_split(split, streaming=streaming, with_folders=arguments.image_dir is None, **source)
+    if limit is not None:
+        dataset = dataset.take(limit if streaming else min(limit, len(dataset)))
+    with readable(source_of(arguments), "the data"):  # damage in a stream is found only now
+        names = dataset.column_names if dataset.column_names is not None else next(iter(dataset), {})
+        if processor is not None and set(keys.video) & set(names):
+            refuse_single_image_models(processor())
+        return prepare_rows(
+            dataset,
+            split=split,
+            keys=keys,
+            root=image_root(arguments, split),
+            system_prompt=system_prompt,
+            videos=VideoOptions(arguments.video_fps, arguments.max_video_frames),
+            special=None if processor is None else special_tokens(processor()),
+            images=arguments.image_rule(),
+            **rules,
+        )
+
+
+def image_root(arguments: DataArguments, split: str) -> Path:
+    """Return the folder that relative paths of images and videos start from, and that none leads out of."""
+    if arguments.image_dir is not None:
+        return Path(arguments.image_dir).absolute()
+    if arguments.data_files:
+        files = parse_data_files(arguments.data_files)
+        return files.get(split, next(iter(files.values())))[0].absolute().parent
+    return Path(arguments.dataset_path or downloaded()).absolute()
+
+
+@contextmanager
+def naming_model(name: str) -> Iterator[None]:
+    """Turn what transformers and the hub raise for a missing or broken model into one sentence."""
+    require_model(name)
+    try:
+        yield
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"{name} cannot be loaded ({cause}): give a model folder or a hub name.") from error
+
+
+def require_model(name: str) -> None:
+    """Raise `ConfigError` for a path that does not exist and is no name in the cache or on the hub."""
+    path = Path(name)
+    why = why_not_on_hub(name, "model") if HUB_NAME.fullmatch(name) and not path.exists() else ""
+    if path.exists() or why is None:
+        return
+    beside = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+    nearest = get_close_matches(path.name, beside, n=1)
+    hint = f". Did you mean {path.parent / nearest[0]}?" if nearest else ": give a model folder or a hub name."
+    raise ConfigError(f"There is no model folder {name}{hint}{f' (from the hub: {why})' if why else ''}")
+
+
+def adapter_of(name: str, revision: str | None) -> PeftConfig | None:
+    """Return the configuration of a LoRA adapter, None for a whole model."""
+    with naming_model(name):
+        is_adapter = find_adapter_config_file(name, revision=revision) is not None
+        return PeftConfig.from_pretrained(name, revision=revision) if is_adapter else None
+
+
+def load_processor(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """Return the processor (or tokenizer) saved with a model or an adapter, else with the adapter's base model.
+
+    Args:
+        name: a folder or a hub name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    adapter, files = adapter_of(name, revision), ("processor_config.json", "tokenizer_config.json")
+    if adapter is not None and not any((Path(name) / file).exists() for file in files):
+        name, revision = str(adapter.base_model_name_or_path), adapter.revision
+    with naming_model(name):
+        return AutoProcessor.from_pretrained(
+            name, revision=revision, padding_side="left", trust_remote_code=trust_remote_code
+        )

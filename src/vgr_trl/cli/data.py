@@ -12,8 +12,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from vgr_trl.cli.arguments import DataArguments, one_sentence
-from vgr_trl.cli.loading import load_processor, system_prompt_of
+from vgr_trl.cli.arguments import DataArguments, load_processor, one_sentence, system_prompt_of
 from vgr_trl.data.columns import FLAGS, KEYS, keys_of
 from vgr_trl.data.convert import ROWS_PER_FILE, SKIPPED, WRITERS, Output, convert, plot, report, statistics_in
 from vgr_trl.data.images import COLUMNS, MAX_SHORT_SIDE, ImageLimits, VideoOptions, downloaded

@@ -9,8 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+from peft import PeftModel
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
+from transformers import AutoConfig, AutoModelForCausalLM
 from trl import ModelConfig
 
 from vgr_trl.cli.arguments import (
@@ -19,45 +23,21 @@ from vgr_trl.cli.arguments import (
     EvaluationArguments,
     RewardArguments,
     RunArguments,
+    adapter_of,
+    evaluation_source,
+    load_processor,
+    load_rows,
+    naming_model,
     one_sentence,
     parse,
 )
-from vgr_trl.cli.loading import load_for_inference, load_processor_for_inference, load_rows, tested
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.rows import report_skipped
 from vgr_trl.evaluation import Cache, Evaluation, Scores, evaluate, key_of, model_identity, rows_identity
 from vgr_trl.rewards.loading import ScoredFile
 from vgr_trl.utils import ConfigError
 
-
-def scores_table(results: Mapping[str, Evaluation]) -> Table:
-    """Return a row for all questions of each model, and one for each group of them; models stand side by side."""
-    first = next(iter(results.values()))
-    rewards = list(dict.fromkeys(name for result in results.values() for name in result.rewards))
-    table = Table()
-    for heading in ("", *(["model"] if len(results) > 1 else [])):
-        table.add_column(heading, overflow="fold")
-    numbers = ["questions", "accuracy", "95 %", "majority", "blind", "unparsable", f"mean@{first.k}", f"pass@{first.k}"]
-    for heading in (*numbers, "format", *rewards):
-        table.add_column(heading, justify="right", overflow="fold")
-    for group in (None, *dict.fromkeys(name for result in results.values() for name in result.groups)):
-        for model, result in results.items():
-            scores = result if group is None else result.groups.get(group)
-            if scores is not None:
-                names = [group or "all", *([model] if len(results) > 1 else [])]
-                table.add_row(*names, *_cells(scores, rewards), end_section=model == list(results)[-1])
-    return table
-
-
-def _cells(scores: Scores, rewards: list[str]) -> list[str]:
-    low, high = scores.interval
-    rates = (scores.majority, scores.blind, scores.unparsable, scores.mean_at_k, scores.pass_at_k, scores.format)
-    shown = [_rate(rate) for rate in (*rates, *(scores.rewards.get(name) for name in rewards))]
-    return [str(scores.questions), _rate(scores.accuracy), f"{low:.3f}–{high:.3f}", *shown]
-
-
-def _rate(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+MEASURED = ("num_samples", "temperature", "max_completion_length", "batch_size", "blank_images", "seed")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,19 +45,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     of_training = (RunArguments, RewardArguments, DAPOConfig, ModelConfig)
     ignored = {option.name for group in of_training for option in fields(group)}
     data, options = parse((DataArguments, EvaluationArguments), "evaluate", argv, ignored)
-    if options.output_file:
-        try:  # before the work whose numbers it is to hold
-            Path(options.output_file).parent.mkdir(parents=True, exist_ok=True)
-            Path(options.output_file).open("a").close()
-        except OSError as error:
-            raise ConfigError(f"output_file is {options.output_file}, which cannot be written ({error}).") from error
+    output = Path(options.output_file) if options.output_file else None
+    if output is not None:
+        with one_sentence():  # before the work whose numbers it is for
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.open("a").close()
     results = run(data, options)
     (Console() if sys.stdout.isatty() else Console(width=240)).print(scores_table(results))
-    if options.output_file:
+    if output is not None:
         values = {name: result.to_dict(records=options.save_completions) for name, result in results.items()}
         content = next(iter(values.values())) if len(values) == 1 else {"models": values}
-        text = json.dumps(content, indent=2, default=str) + "\n"
-        Path(options.output_file).write_text(text, encoding="utf-8")
+        output.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
     return 0
 
 
@@ -88,6 +66,7 @@ def run(data: DataArguments, options: EvaluationArguments) -> dict[str, Evaluati
     if data.dataset_streaming:
         raise ConfigError("dataset_streaming is on, but evaluate reads a whole split: remove the flag.")
     rewards = options.load(options.reward_funcs, options.max_completion_length, options.soft_punish_cache)
+    measured = {name: getattr(options, name) for name in MEASURED}
     elsewhere = ("model_name_or_path", "output_file", "save_completions", "cache_dir", "use_cache")
     settings = {name: value for name, value in asdict(options).items() if name not in elsewhere}
     settings["rewards"] = [
@@ -96,19 +75,15 @@ def run(data: DataArguments, options: EvaluationArguments) -> dict[str, Evaluati
         if inspect.isfunction(reward) or isinstance(reward, ScoredFile)
     ]
     cache = Cache((Path(options.cache_dir) if options.cache_dir else CACHE) if options.use_cache else None)
+    loading: dict[str, Any] = {"revision": options.model_revision, "trust_remote_code": options.trust_remote_code}
+    source, split, limit = evaluation_source(data), data.dataset_test_split, data.max_test_rows
     left_out: list[Any] = []
     questions: dict[str, tuple[Any, str]] = {}
     results: dict[str, Evaluation] = {}
-    loading: dict[str, Any] = {"revision": options.model_revision, "trust_remote_code": options.trust_remote_code}
-    for name in dict.fromkeys(options.model_name_or_path):  # all are looked up before the first answers
+    for name in dict.fromkeys(options.model_name_or_path):  # a missing one is named before the first answers
         with one_sentence():
-            rows, skipped = load_rows(
-                tested(data),
-                data.dataset_test_split,
-                needs_solution=True,
-                limit=data.max_test_rows,
-                processor=partial(load_processor_for_inference, name, **loading),
-            )
+            processor = partial(load_processor, name, **loading)
+            rows, skipped = load_rows(source, split, needs_solution=True, limit=limit, processor=processor)
             left_out = left_out or skipped
             identity = model_identity(name, options.model_revision)
             questions[name] = rows, key_of(identity, rows_identity(rows), settings)
@@ -116,21 +91,9 @@ def run(data: DataArguments, options: EvaluationArguments) -> dict[str, Evaluati
         result = cache.find(key)
         if result is None:
             with one_sentence():
-                model, processor = load_for_inference(name, dtype=options.dtype, **loading)
-            result = evaluate(
-                model,
-                processor,
-                rows,
-                num_samples=options.num_samples,
-                temperature=options.temperature,
-                max_completion_length=options.max_completion_length,
-                batch_size=options.batch_size,
-                blank_images=options.blank_images,
-                blind=options.blind_baseline,
-                reward_funcs=rewards,
-                group_by=_group_column(options.group_by, rows),
-                seed=options.seed,
-            )
+                model, loaded = load_for_inference(name, dtype=options.dtype, **loading)
+            group_by, blind = _group_column(options.group_by, rows), options.blind_baseline
+            result = evaluate(model, loaded, rows, blind=blind, reward_funcs=rewards, group_by=group_by, **measured)
             cache.keep(key, result)
         else:
             print(f"{name}: taken from {cache.folder}; --use_cache false measures again.")
@@ -140,9 +103,57 @@ def run(data: DataArguments, options: EvaluationArguments) -> dict[str, Evaluati
     return results
 
 
+def load_for_inference(
+    name: str, *, dtype: str = "auto", revision: str | None = None, trust_remote_code: bool = False
+) -> tuple[Any, Any]:
+    """Return the model and the processor of a checkpoint, a LoRA adapter (on its base model) or a hub name.
+
+    Raises:
+        ConfigError: it does not exist or cannot be loaded.
+    """
+    adapter = adapter_of(name, revision)
+    base = name if adapter is None else str(adapter.base_model_name_or_path)
+    options = {"revision": adapter.revision if adapter else revision, "trust_remote_code": trust_remote_code}
+    with naming_model(base):
+        config = AutoConfig.from_pretrained(base, **options)
+        architecture: Any = getattr(transformers, (config.architectures or [""])[0], None) or AutoModelForCausalLM
+        model = architecture.from_pretrained(base, config=config, dtype=dtype, **options)
+        model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    if adapter is not None:
+        with naming_model(name):
+            model = PeftModel.from_pretrained(model, name, revision=revision)
+    return model, load_processor(name, revision, trust_remote_code)
+
+
 def _group_column(given: str | None, rows: Any) -> str | None:
     """The column that is asked for, else one of families in which there are several."""
     if given is not None:
         return None if given == "none" else given
     several = (name for name in ("family", "source") if name in rows.column_names and len(set(rows[name])) > 1)
     return next(several, None)
+
+
+def scores_table(results: Mapping[str, Evaluation]) -> Table:
+    """Return a row for all questions of each model, and one for each group of them; models stand side by side."""
+    first, has_several = next(iter(results.values())), len(results) > 1
+    rewards = list(dict.fromkeys(name for result in results.values() for name in result.rewards))
+    numbers = ["questions", "accuracy", "95 %", "majority", "blind", "unparsable", f"mean@{first.k}", f"pass@{first.k}"]
+    table = Table(
+        *(Column(heading, overflow="fold") for heading in ("", *["model"] * has_several)),
+        *(Column(heading, overflow="fold", justify="right") for heading in (*numbers, "format", *rewards)),
+    )
+    for group in (None, *dict.fromkeys(name for result in results.values() for name in result.groups)):
+        for model, result in results.items():
+            scores: Scores | None = result if group is None else result.groups.get(group)
+            if scores is not None:
+                rates = [scores.majority, scores.blind, scores.unparsable, scores.mean_at_k, scores.pass_at_k]
+                rates += [scores.format, *(scores.rewards.get(name) for name in rewards)]
+                low, high = scores.interval
+                cells = [str(scores.questions), _rate(scores.accuracy), f"{low:.3f}–{high:.3f}", *map(_rate, rates)]
+                names = [group or "all", *[model] * has_several]
+                table.add_row(*names, *cells, end_section=model == list(results)[-1])
+    return table
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

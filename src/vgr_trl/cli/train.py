@@ -1,20 +1,29 @@
-"""`vgr-trl train`: train a vision-language model with DAPO."""
+"""`vgr-trl train`: train a vision-language model with DAPO; what a run will do, and `--dry_run`."""
 
 import json
+import os
 import re
+import resource
 import sys
+import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from copy import copy
+from dataclasses import fields
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate import Accelerator, DistributedType
 from datasets import IterableDataset
+from rich.console import Console
+from rich.table import Column, Table
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
-from trl import ModelConfig, get_peft_config, get_quantization_config
+from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 
 from vgr_trl.callbacks import EXIT_STATUS, SaveOnTermination
 from vgr_trl.checkpoints import (
@@ -26,9 +35,20 @@ from vgr_trl.checkpoints import (
     resolve_checkpoint,
     resume_mode,
 )
-from vgr_trl.cli.arguments import DataArguments, DefaultRewards, RewardArguments, RunArguments, one_sentence, parse
-from vgr_trl.cli.loading import image_root, load_processor, load_rows, refuse_missing_folder, tested
-from vgr_trl.cli.plan import describe_run, dry_run, print_plan, total_steps
+from vgr_trl.cli.arguments import (
+    DataArguments,
+    DefaultRewards,
+    RewardArguments,
+    RunArguments,
+    evaluation_source,
+    image_root,
+    load_processor,
+    load_rows,
+    one_sentence,
+    parse,
+    require_model,
+    source_of,
+)
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.columns import FLAGS, image_columns, images_of, undecoded
 from vgr_trl.data.load import train_test_split
@@ -36,25 +56,38 @@ from vgr_trl.data.read import parse_data_files, readable
 from vgr_trl.data.rows import SkippedRow, append_skipped, report_skipped
 from vgr_trl.options import changed_options
 from vgr_trl.patches import close_group_at_exit, let_gloo_finish
-from vgr_trl.reporting.markdown import step_line
-from vgr_trl.reporting.recorder import RecordBefore
-from vgr_trl.reporting.records import refuse_unwritable
+from vgr_trl.reporting.markdown import duration, print_record, step_line
+from vgr_trl.reporting.recorder import RecordBefore, is_recorded_before
+from vgr_trl.reporting.records import read_run, refuse_unwritable
 from vgr_trl.rewards.loading import hardened, reads_solution
 from vgr_trl.trainer import DAPOTrainer
-from vgr_trl.utils import CollapseError, ConfigError, DataError, MissingSplitError, write_atomic
+from vgr_trl.utils import (
+    CollapseError,
+    ConfigError,
+    DataError,
+    MissingSplitError,
+    describe_features,
+    write_atomic,
+)
 from vgr_trl.validate import reads_boxes
 
 RUN_FILE = "run.json"
 METRICS = "metrics.json"
-FIRST_ROWS = 16  # of a stream, which say whether it has images
+FIRST_ROWS = 16  # of a stream, which show whether it has images
 WINDOW = 20  # logs over which the seconds of a step are averaged
+ALWAYS_SHOWN = (
+    "loss_type", "epsilon", "epsilon_high", "beta", "learning_rate", "lr_scheduler_type", "warmup_steps",
+    "temperature", "max_completion_length", "num_iterations", "scale_rewards", "importance_sampling_level",
+    "mask_truncated_completions", "use_vllm", "bf16", "gradient_checkpointing", "seed",
+)  # fmt: skip
+OWN_OPTIONS = tuple(option.name for option in fields(DAPOConfig) if option.name not in GRPOConfig.__dataclass_fields__)
+PROMPTS = 3  # of a dry run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse flags (or `--config x.yaml`, which flags override), train, and return 0."""
-    how, data, rewards, config, model = parse(
-        (RunArguments, DataArguments, RewardArguments, DAPOConfig, ModelConfig), "train", argv
-    )
+    groups = RunArguments, DataArguments, RewardArguments, DAPOConfig, ModelConfig
+    how, data, rewards, config, model = parse(groups, "train", argv)
     close_group_at_exit()
     if not model.model_name_or_path:
         raise ConfigError("model_name_or_path is missing: give a checkpoint folder or a hub name.")
@@ -81,24 +114,21 @@ def train(
         ConfigError, DataError, RewardError: an option, the data or a reward cannot be used; nothing was trained.
         CollapseError: `stop_on_collapse` ended the training.
     """
-    output_dir = Path(config.output_dir or "trainer_output")
-    resume = resume_mode(config.resume_from_checkpoint)
+    output_dir, resume = Path(config.output_dir or "trainer_output"), resume_mode(config.resume_from_checkpoint)
     check_output_dir(output_dir, identity, resume)
     checkpoint = resolve_checkpoint(resume, output_dir)
     with one_sentence():
         trainer = build()
     trainer.data_source = source_of(data)
-    metrics_file = output_dir / METRICS  # written last
-    is_trained = only_lacks_its_model(trainer, checkpoint, total_steps(trainer), metrics_file)
+    metrics_file, steps, is_main = output_dir / METRICS, total_steps(trainer), trainer.accelerator.is_main_process
+    is_trained = only_lacks_its_model(trainer, checkpoint, steps, metrics_file)  # metrics are written last
     if not is_trained:
-        refuse_finished(checkpoint, total_steps(trainer))
-    for callback in (PrinterCallback, ProgressCallback):  # files and trackers get their numbers all the same
-        trainer.remove_callback(callback)
-    trainer.add_callback(StepLines())
-    trainer.add_callback(evaluation := LastEvaluation())
-    trainer.add_callback(RecordBefore(trainer))
-    trainer.add_callback(SaveOnTermination(trainer.accelerator))
-    is_main = trainer.accelerator.is_main_process
+        refuse_finished(checkpoint, steps)
+    for printer in (PrinterCallback, ProgressCallback):  # files and trackers get their numbers all the same
+        trainer.remove_callback(printer)
+    evaluation = LastEvaluation()
+    for callback in (StepLines(), evaluation, RecordBefore(trainer), SaveOnTermination(trainer.accelerator)):
+        trainer.add_callback(callback)
     if is_main:
         write_identity(output_dir, identity)
         print_plan(describe_run(trainer, source_of(data), checkpoint))
@@ -114,19 +144,19 @@ def train(
             raise KeyboardInterrupt(how_to_go_on(output_dir)) from interrupted
     if trainer.state.global_step == 0:
         raise DataError("Nothing was trained: the data gave no whole rollout; see the rows left out above.")
-    collapsed = None
-    if was_terminated(trainer):
+    is_terminated = was_terminated(trainer)
+    collapsed = trainer.collapse_watch.found if config.stop_on_collapse and not is_terminated else None
+    if is_terminated:
         if is_main:
             print(f"Stopped by SIGTERM at step {trainer.state.global_step}: --resume_from_checkpoint continues.")
-    elif config.stop_on_collapse and (collapsed := trainer.collapse_watch.found) is not None:
-        trainer.save_state()
     else:
-        trainer.save_model(str(output_dir))
         trainer.save_state()
-        metrics = evaluation.of_final_model(trainer)
-        if is_main:
-            write_atomic(metrics_file, (json.dumps(metrics, indent=2) + "\n").encode())
-            print(f"The model and its metrics are in {output_dir}; vgr-trl report {output_dir} makes a page of them.")
+        if collapsed is None:
+            trainer.save_model(str(output_dir))
+            metrics = evaluation.of_final_model(trainer)
+            if is_main:
+                write_atomic(metrics_file, (json.dumps(metrics, indent=2) + "\n").encode())
+                print(f"Model and metrics are in {output_dir}; vgr-trl report {output_dir} makes a page of them.")
     trainer.accelerator.wait_for_everyone()
     let_gloo_finish()
     trainer.accelerator.end_training()  # what `trainer.end` does, which transformers 5.17 has not
@@ -143,7 +173,7 @@ def was_terminated(trainer: DAPOTrainer) -> bool:
 def build_trainer(
     data: DataArguments, rewards: RewardArguments, config: DAPOConfig, model: ModelConfig, eval_follows: bool
 ) -> DAPOTrainer:
-    """Return the trainer of a run, its data loaded; say on the main process which rows and options are left out.
+    """Return the trainer of a run, its data loaded; the main process prints which rows and options are left out.
 
     Args:
         eval_follows: a data set of the hub or a folder is evaluated on where it can be, though `eval_strategy` is no.
@@ -151,24 +181,20 @@ def build_trainer(
     Raises:
         ConfigError, DataError, RewardError: an option, the data or a reward cannot be used.
     """
-    if data.dataset_streaming and config.max_steps <= 0:
-        raise ConfigError("dataset_streaming is on, so the number of steps is not known: give max_steps.")
-    if isinstance(config.model_init_kwargs, str):
-        raise ConfigError(f"model_init_kwargs is {config.model_init_kwargs!r}: give a JSON object.")
     if isinstance(rewards.reward_funcs, DefaultRewards):
         rewards.reward_funcs = DefaultRewards.of_run(config.reward_weights or config.early_reward_weights)
     reward_funcs = rewards.load(rewards.reward_funcs, config.max_completion_length, config.soft_punish_cache)
     if rewards.reward_model_name_or_path:
-        refuse_missing_folder(rewards.reward_model_name_or_path)
+        require_model(rewards.reward_model_name_or_path)
         reward_funcs.insert(0, rewards.reward_model_name_or_path)
-    skipped_file = Path(config.output_dir or "trainer_output") / "skipped.jsonl"
+    is_main, skipped_file = config.process_index == 0, Path(config.output_dir or "trainer_output") / "skipped.jsonl"
     processor = cache(
         partial(load_processor, str(model.model_name_or_path), model.model_revision, config.trust_remote_code)
     )
     load = partial(
         load_rows,
         needs_solution=any(map(reads_solution, reward_funcs)),
-        on_skipped=partial(append_skipped, path=skipped_file) if config.process_index == 0 else lambda row: None,
+        on_skipped=partial(append_skipped, path=skipped_file) if is_main else lambda row: None,
         processor=processor,
         boxes=reads_boxes(config, reward_funcs),
     )
@@ -176,15 +202,15 @@ def build_trainer(
     rows, skipped = load(data, data.dataset_train_split, limit=data.max_train_rows, shuffle_seed=order)
     if data.dataset_streaming:
         config.shuffle_dataset = False  # TRL's buffer would hold a thousand rows with decoded images
-    load_test = partial(load, tested(data), data.dataset_test_split, limit=data.max_test_rows)
+    load_test = partial(load, evaluation_source(data), data.dataset_test_split, limit=data.max_test_rows)
     rows, test_rows, skipped_tests, note = rows_to_evaluate(data, config, rows, load_test, eval_follows)
-    reward_funcs, left_out = _without_vgr(rewards, config, reward_funcs, rows)
-    if config.process_index == 0:
-        for sentence in filter(None, (note, left_out, _unused_adapter_options(model))):
+    notes = [note, drop_vgr(rewards, config, reward_funcs, rows), _unused_adapter_options(model)]
+    if is_main:
+        for sentence in filter(None, notes):
             print(sentence, file=sys.stderr)
         report_skipped([*skipped, *skipped_tests], skipped_file)
     loading = {"revision": model.model_revision, "attn_implementation": model.attn_implementation, "dtype": model.dtype}
-    config.model_init_kwargs = loading | (config.model_init_kwargs or {})
+    config.model_init_kwargs = {**loading, **(config.model_init_kwargs or {})}  # type: ignore[dict-item]
     return DAPOTrainer(
         model=model.model_name_or_path,
         reward_funcs=reward_funcs,
@@ -204,7 +230,7 @@ def rows_to_evaluate(
     load: Callable[[], tuple[Any, list[SkippedRow]]],
     follows: bool,
 ) -> tuple[Any, Any, list[SkippedRow], str | None]:
-    """Return rows to train and to evaluate on, those left out of the latter, and what the start says about it.
+    """Return rows to train and to evaluate on, those left out of the latter, and a sentence about it for the start.
 
     Args:
         config: the options of the run; `eval_strategy` is set where the user has left it open and there are rows.
@@ -215,35 +241,33 @@ def rows_to_evaluate(
     Raises:
         DataError: evaluation is asked for, and there are no rows for it.
     """
-    asked, split, has_own = config.eval_strategy != "no", data.dataset_test_split, data.test_dataset is not None
-    size = config.per_device_eval_batch_size * config.world_size
+    asked, split, note = config.eval_strategy != "no", data.dataset_test_split, None
+    without = train_rows, None, list[SkippedRow]()
+    if not asked and data.data_files and data.test_dataset is None:
+        unused = f"{split}= is given, but nothing is evaluated, because eval_strategy is no: add --eval_strategy steps."
+        return *without, unused if split in parse_data_files(data.data_files) else None
+    if not asked and (not follows or data.dataset_streaming):
+        return *without, None
+    batch = config.per_device_eval_batch_size * config.world_size
     generations = config.num_generations_eval or config.num_generations or 1
-    note, without = None, (train_rows, None, list[SkippedRow]())
-    if not asked:
-        if data.data_files and not has_own:
-            hint = "is given, but nothing is evaluated, because eval_strategy is no: add --eval_strategy steps."
-            return *without, f"{split}= {hint}" if split in parse_data_files(data.data_files) else None
-        if not follows or data.dataset_streaming:
-            return *without, None
-        if size % generations:  # which TRL refuses where evaluation is asked for
-            return *without, (
-                f"Nothing is evaluated, because a batch of {size} completions (per_device_eval_batch_size) is no "
-                f"multiple of {generations} completions per prompt (eval_num_generations): change one of the two."
-            )
     try:
+        if not asked and batch % generations:
+            raise DataError(
+                f"a batch of {batch} completions (per_device_eval_batch_size) is not a multiple of {generations} "
+                "completions per prompt (eval_num_generations); change one of the two."
+            )
         try:
             test_rows, skipped = load()
-        except MissingSplitError as error:
-            if has_own:
+        except MissingSplitError:
+            if data.test_dataset is not None or data.dataset_streaming:
                 raise
-            if data.dataset_streaming:
-                raise DataError(f"{error} A stream cannot be split: name one, or drop --eval_strategy.") from error
             count, skipped = len(train_rows), []
-            root = image_root(data, data.dataset_train_split)
-            train_rows, test_rows = train_test_split(train_rows, config.seed, root)
+            train_rows, test_rows = train_test_split(
+                train_rows, config.seed, image_root(data, data.dataset_train_split)
+            )
             note = (
-                f"The data have no split {split}: {len(test_rows)} of {count} rows are held out of training for it, by "
-                f"image and seed {config.seed}."
+                f"The data have no split {split}: {len(test_rows)} of {count} rows are not trained on but evaluated, "
+                f"chosen by image and seed {config.seed}."
             )
             test_rows = test_rows.select(range(min(len(test_rows), data.max_test_rows or len(test_rows))))
     except DataError as error:
@@ -252,27 +276,22 @@ def rows_to_evaluate(
         return *without, f"Nothing is evaluated: {error}"
     if not asked:
         config.eval_strategy, config.do_eval = IntervalStrategy.EPOCH, True
-        note = (
-            f"{note or f'The data have the split {split}.'} It is evaluated every epoch (not with --eval_strategy no)."
-        )
+        note = note or f"The data have the split {split}."
+        note += " It is evaluated every epoch (not with --eval_strategy no)."
     return train_rows, test_rows, skipped, note
 
 
-def _without_vgr(
-    rewards: RewardArguments, config: DAPOConfig, functions: list[Any], rows: Any
-) -> tuple[list[Any], str | None]:
-    """Return the reward functions, the default ones without `vgr` where no row has an image, and a sentence on that."""
-    names = rewards.reward_funcs
+def drop_vgr(rewards: RewardArguments, config: DAPOConfig, functions: list[Any], rows: Any) -> str | None:
+    """Remove the default reward `vgr` and its weights where no row has an image; return a sentence on that."""
+    names, count = rewards.reward_funcs, len(functions)
     wanted = config.vgr_hard_negative or config.attention_reward_scale != "none"
     if not isinstance(names, DefaultRewards) or wanted or _has_images(rows):
-        return functions, None
-    place = names.index("vgr") + len(functions) - len(names)
-    for option in ("reward_weights", "early_reward_weights"):
-        weights = getattr(config, option)
-        if weights is not None and len(weights) == len(functions):
-            setattr(config, option, [*weights[:place], *weights[place + 1 :]])
-    kept = [*functions[:place], *functions[place + 1 :]]
-    return kept, "The data have no images: the reward vgr, which needs them, is left out, and its weight with it."
+        return None
+    place = names.index("vgr") + count - len(names)  # a reward model stands before the named ones
+    for each in (functions, config.reward_weights, config.early_reward_weights):
+        if each is not None and len(each) == count:
+            del each[place]
+    return "The data have no images: the reward vgr, which needs them, is left out, and its weight with it."
 
 
 def _has_images(rows: Any) -> bool:
@@ -285,8 +304,7 @@ def _unused_adapter_options(model: ModelConfig) -> str | None:
     unused = [name for name in changed_options(model) if name.startswith(("lora_", "use_rslora", "use_dora"))]
     if model.use_peft or not unused:
         return None
-    names = f"{' and '.join(unused)} {'is' if len(unused) == 1 else 'are'}"
-    return f"{names} without effect because use_peft is False, so all weights train: add --use_peft."
+    return f"Without effect: {', '.join(unused)}; use_peft is False, so all weights train: add --use_peft."
 
 
 def separate_lora_modules(model: ModelConfig) -> None:
@@ -302,21 +320,14 @@ def separate_lora_modules(model: ModelConfig) -> None:
         model.lora_target_modules = names
 
 
-def source_of(data: DataArguments) -> str:
-    """Return what names the data: a name on the hub, a folder or files."""
-    return str(data.dataset_name or data.dataset_path or data.data_files)
-
-
 def identity_of(
     data: DataArguments, rewards: RewardArguments, config: DAPOConfig, model: ModelConfig
 ) -> dict[str, Any]:
     """Return what must be the same for a run to be continued."""
+    source = data.dataset_name or str(Path(str(data.dataset_path)).resolve())
     if data.data_files:  # however its paths are spelled
         files = parse_data_files(data.data_files)
-        parts = [f"{split}={'+'.join(str(path.resolve()) for path in files[split])}" for split in sorted(files)]
-        source = ",".join(parts)
-    else:
-        source = str(data.dataset_name or Path(str(data.dataset_path)).resolve())
+        source = ",".join(f"{key}={'+'.join(str(path.resolve()) for path in files[key])}" for key in sorted(files))
     columns = [f" {flag}={getattr(data, flag)}" for flag in FLAGS.values() if getattr(data, flag) is not None]
     return {
         "model": model.model_name_or_path,
@@ -330,7 +341,7 @@ def identity_of(
 
 
 def check_output_dir(output_dir: Path, identity: dict[str, Any], resume: str | None, may_repeat: bool = False) -> None:
-    """Refuse a folder that holds a run, unless that is continued with the same model, data set and rewards.
+    """Refuse a folder that has a run in it, unless that is continued with the same model, data set and rewards.
 
     Args:
         identity: what makes the run the same one: model, data, reward functions.
@@ -341,31 +352,201 @@ def check_output_dir(output_dir: Path, identity: dict[str, Any], resume: str | N
         ConfigError: naming what is there, or what differs.
     """
     refuse_unwritable(output_dir, "output_dir", is_folder=True)
-    file, before = output_dir / RUN_FILE, {}
-    if file.exists() and (resume is not None or may_repeat):
-        try:
-            before = dict(json.loads(file.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            raise ConfigError(f"{file} cannot be read ({error}): remove it to continue the run unchecked.") from error
+    file = output_dir / RUN_FILE
+    is_read = file.exists() and (resume is not None or may_repeat)
+    before = json.loads(file.read_text(encoding="utf-8")) if is_read else {}
     if resume is None and before != identity:
         # A run that failed before its first checkpoint leaves nothing to lose.
-        found = [name for name in TRACES if (output_dir / name).exists()]
-        found += sorted(path.name for path in output_dir.glob("checkpoint-*"))
-        if found:
+        present = [name for name in TRACES if (output_dir / name).exists()]
+        present += sorted(path.name for path in output_dir.glob("checkpoint-*"))
+        if present:
             cure = "" if may_repeat else ", or continue that run with --resume_from_checkpoint latest"
-            raise ConfigError(f"output_dir {output_dir} holds a run ({found[0]}): choose another output_dir{cure}.")
+            raise ConfigError(f"output_dir {output_dir} has a run in it ({present[0]}): choose another one{cure}.")
     for name, value in before.items():
         if resume is not None and name in identity and value != identity[name]:
             raise ConfigError(
-                f"output_dir {output_dir} holds a run with {name} {value!r}, but {identity[name]!r} was given: "
+                f"output_dir {output_dir} has a run in it with {name} {value!r}, but {identity[name]!r} was given: "
                 "continue it with the same, or choose another output_dir."
             )
 
 
 def write_identity(output_dir: Path, identity: dict[str, Any]) -> None:
-    """Write `run.json`, from which a later start sees whose folder it is."""
+    """Write `run.json`, from which a later start knows which run the folder has."""
     output_dir.mkdir(parents=True, exist_ok=True)
     write_atomic(output_dir / RUN_FILE, (json.dumps(identity, indent=2) + "\n").encode())
+
+
+def describe_run(trainer: DAPOTrainer, source: str, checkpoint: str | None) -> list[tuple[str, str]]:
+    """Return what the run is going to do as (what, value) pairs.
+
+    Args:
+        checkpoint: where the run continues, or None.
+    """
+    args, idle = trainer.args, trainer.idle_options
+    switched_on = [name for name in changed_options(args) if name in OWN_OPTIONS and name not in idle]
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    sizes = [  # ZeRO-3 leaves nothing of a parameter on this process but its number of elements
+        (int(getattr(each, "ds_numel", each.numel())), each.requires_grad) for each in model.parameters()
+    ]
+    per_step = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
+    before = args.eval_batch_size * trainer.accelerator.num_processes
+    return [
+        ("model", f"{model.config._name_or_path or type(model).__name__} ({type(model).__name__})"),
+        ("processes", describe_processes(trainer.accelerator)),
+        ("parameters", f"{sum(size for size, trained in sizes if trained):,} trained of {sum(s for s, _ in sizes):,}"),
+        ("data", f"{source}: {_rows(trainer.train_dataset)} to train on, {_rows(trainer.eval_dataset)} to evaluate on"),
+        ("rewards", _rewards(trainer)),
+        ("options", _values(args, ALWAYS_SHOWN)),
+        *([("on", _values(args, switched_on))] if switched_on else []),
+        *[("without effect", f"{_values(args, [name])} because {why}") for name, why in idle.items()],
+        ("rollout", f"{args.prompts_per_rollout} prompts x {args.num_generations} completions = "
+                    f"{args.generation_batch_size}"),
+        ("step", f"{args.per_device_train_batch_size} per device x {args.world_size} processes x "
+                 f"{args.gradient_accumulation_steps} accumulated = {per_step} completions; a rollout serves "
+                 f"{steps_per_rollout(args):g} steps"),
+        ("passes", describe_features(trainer.features)),
+        *([("before step 1", f"{before} completions of the data to evaluate on, with their rewards, for the report")]
+          if checkpoint is None and is_recorded_before(trainer) else []),
+        ("steps", str(total_steps(trainer))),
+        ("output", f"{args.output_dir}" + (f", continued from {checkpoint}" if checkpoint else "")),
+    ]  # fmt: skip
+
+
+def describe_processes(accelerator: Accelerator) -> str:
+    """Return how many processes train, on how many machines, by which engine, and how they compute."""
+    count, precision = accelerator.num_processes, accelerator.mixed_precision
+    machines = count // int(os.environ.get("LOCAL_WORLD_SIZE", count))
+    where = f"{count} on {machines} machines" if machines > 1 else str(count)
+    engine = "DDP" if count > 1 else "alone"
+    if (plugin := accelerator.state.deepspeed_plugin) is not None:
+        engine = f"DeepSpeed ZeRO-{plugin.zero_stage}"
+    elif accelerator.distributed_type == DistributedType.FSDP:
+        engine = f"FSDP{accelerator.state.fsdp_plugin.fsdp_version}"
+    computes = "no mixed precision" if precision == "no" else f"computes in {precision}"
+    return f"{where}, {engine}, on {accelerator.device.type}, {computes}"
+
+
+def print_plan(rows: list[tuple[str, str]]) -> None:
+    """Print the description as a table."""
+    table = Table(Column(style="bold", no_wrap=True), Column(overflow="fold"), show_header=False, box=None)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def total_steps(trainer: DAPOTrainer) -> int:
+    """Return the optimizer steps of the whole run."""
+    if trainer.args.max_steps > 0:
+        return trainer.args.max_steps
+    return trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1]
+
+
+def _rows(dataset: Any) -> str:
+    if isinstance(dataset, dict):
+        return " + ".join(f"{name} {_rows(part)}" for name, part in dataset.items())
+    return "none" if dataset is None else f"{len(dataset):,} rows" if hasattr(dataset, "__len__") else "a stream"
+
+
+def _rewards(trainer: DAPOTrainer) -> str:
+    early: Sequence[float | None] = trainer.args.early_reward_weights or [None] * len(trainer.reward_func_names)
+    weights = zip(trainer.reward_func_names, trainer.reward_weights.tolist(), early, strict=True)
+    return ", ".join(f"{name} x {late:g}{'' if one is None else f' (early {one:g})'}" for name, late, one in weights)
+
+
+def _values(args: DAPOConfig, names: Iterable[str]) -> str:
+    return ", ".join(f"{name}={getattr(getattr(args, name), 'value', getattr(args, name))}" for name in names)
+
+
+def steps_per_rollout(config: DAPOConfig) -> float:
+    """Return the optimizer steps that a rollout is trained on."""
+    return (config.steps_per_generation or 1) * config.num_iterations / config.gradient_accumulation_steps
+
+
+def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer]) -> None:
+    """Build a trainer, let it make one small step, and print what came out and what the whole run would take.
+
+    Args:
+        config: of the run; it is changed, so that the step is small and writes to a folder that is removed.
+        build: makes the trainer from `config`.
+    """
+    whole = copy(config)
+    with tempfile.TemporaryDirectory(prefix="vgr_trl_dry_run_") as folder:
+        _make_small(config, folder)
+        trainer = build()
+        for callback in (PrinterCallback, ProgressCallback):
+            trainer.remove_callback(callback)
+        trainer.args.eval_strategy = "no"
+        if trainer.accelerator.is_main_process:
+            of_small_step = ("rollout", "step", "steps", "output")
+            print_plan([row for row in describe_run(trainer, source, None) if row[0] not in of_small_step])
+        started = time.monotonic()
+        trainer.train()
+        seconds = time.monotonic() - started
+        trainer.accelerator.wait_for_everyone()
+        if not trainer.accelerator.is_main_process:
+            return
+        (record,) = read_run(folder).records("train")
+        print_record(record, prompt_length=300)
+    for group, images in {each.group: each.images for each in record.completions}.items():
+        sizes = [f"{each.width}x{each.height} px, {'x'.join(map(str, each.grid or '?'))} tokens" for each in images]
+        print(f"prompt {group}: {'; '.join(sizes) or 'no image'}")
+    batch = whole.per_device_train_batch_size * whole.world_size
+    small, completions = int(config.generation_batch_size or batch), int(whole.generation_batch_size or batch)
+    steps = whole.max_steps
+    if steps <= 0:
+        rows = len(trainer.train_dataset)
+        steps = int(whole.num_train_epochs * (rows // whole.prompts_per_rollout) * steps_per_rollout(whole))
+    where, peak = "CPU", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    if torch.cuda.is_available():
+        where, peak = "GPU", torch.cuda.max_memory_allocated()
+    length, gigabytes = config.max_completion_length, peak / 2**30
+    print(f"measured: {small} completions of at most {length} tokens in {seconds:.1f} s, "
+          f"memory {gigabytes:.2f} GiB per process ({where})")  # fmt: skip
+    peak += max(completions - small, 0) // config.world_size * _cache_bytes(trainer)
+    print(estimates(completions, batch * whole.gradient_accumulation_steps, steps, seconds / small, peak))
+
+
+def estimates(completions: int, per_step: int, steps: int, seconds: float, peak: int) -> str:
+    """Return lines on the memory and the time of the whole run.
+
+    Args:
+        completions: of a rollout, on all processes.
+        per_step: completions that an optimizer step trains on.
+        steps: of the whole run.
+        seconds: per completion of the small step, an upper bound: it also chooses kernels and takes memory.
+        peak: bytes of memory of one process during a whole rollout.
+    """
+    return (
+        f"memory: about {peak / 2**30:.2f} GiB per process with the {completions} completions of a whole rollout\n"
+        f"time per step: at most about {duration(seconds * per_step)} ({per_step} completions)\n"
+        f"total: at most about {duration(steps * seconds * per_step)} for {steps} steps"
+    )
+
+
+def _make_small(config: DAPOConfig, folder: str) -> None:
+    """Change the options to one step with a few whole groups, recorded in `folder` and nowhere else."""
+    batch, group = config.per_device_train_batch_size * config.world_size, config.num_generations or 1
+    whole = [parts for parts in range(1, (config.steps_per_generation or 1) + 1) if batch * parts % group == 0]
+    enough = [parts for parts in whole if batch * parts >= PROMPTS * group]
+    parts = (enough or whole[-1:] or [config.steps_per_generation or 1])[0]
+    config.steps_per_generation = config.gradient_accumulation_steps = parts
+    config.generation_batch_size = batch * parts
+    config.num_iterations, config.max_steps = 1, 1
+    config.output_dir, config.report_to, config.push_to_hub = folder, [], False
+    config.save_strategy, config.load_best_model_at_end, config.logging_steps = "no", False, 1
+    config.rollout_log_steps, config.rollout_log_samples = 1, 2 * PROMPTS
+    config.markdown_logs = config.log_completions = config.colorize_output = False
+    config.rollout_log_path = config.eval_log_path = None
+    config.attention_diag_log_path = config.token_weights_log_path = None
+
+
+def _cache_bytes(trainer: DAPOTrainer) -> int:
+    """Bytes of the keys and values of a completion of full length, without its prompt, which may be shared."""
+    config = trainer.accelerator.unwrap_model(trainer.model).config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 0)
+    size = getattr(config, "head_dim", None) or config.hidden_size // max(config.num_attention_heads, 1)
+    width = torch.finfo(trainer.model.dtype).bits // 8
+    return int(2 * config.num_hidden_layers * heads * size * width * (trainer.args.max_completion_length or 0))
 
 
 class LastEvaluation(TrainerCallback):

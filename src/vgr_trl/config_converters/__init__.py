@@ -8,7 +8,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Mapping
+from argparse import ArgumentParser
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib import util
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from vgr_trl.utils import ConfigError
+from vgr_trl.utils import ConfigError, parse_yaml
 
 
 class Key(NamedTuple):
@@ -58,6 +59,7 @@ VERL_NAMES: dict[str, list[Any]] = _VERL["names"]  # verl's key -> EasyR1's, and
 VERL_DEFAULTS: dict[str, Any] = _VERL["defaults"]
 SECTIONS = ("data", "algorithm", "worker", "trainer", *_EASYR1["sections"], "actor_rollout_ref", "critic",
             "custom_reward_function")  # fmt: skip
+_OVERRIDE = re.compile(rf"\+{{0,2}}((?:{'|'.join(SECTIONS)})(?:\.\w+)+)=(.*)", re.DOTALL)
 _MAPPINGS = [key for key, known in KEYS.items() if isinstance(known.default, dict)]  # whose values are no sections
 _MAPPINGS += [key for key, (_, default) in VERL_NAMES.items() if isinstance(default, dict)]
 
@@ -72,6 +74,34 @@ def easyr1_name(key: str) -> str:
 def is_convertible(content: Any) -> bool:
     """Whether the content of a YAML file has sections of these trainers."""
     return isinstance(content, dict) and any(isinstance(content.get(name), dict) for name in SECTIONS)
+
+
+def read_configuration(argv: Sequence[str]) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return what `--config FILE` and overrides `a.b=c` state, by dotted key, and the other words of a command line.
+
+    None is returned where neither is a configuration of these trainers, or the file cannot be read.
+    """
+    finder = ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", type=Path)
+    file, kept = finder.parse_known_args(argv)
+    overrides = [match for word in kept if (match := _OVERRIDE.fullmatch(word))]
+    content: Any = {}
+    if file.config is not None:
+        try:
+            content = parse_yaml(file.config.read_text(encoding="utf-8-sig"))
+        except (OSError, ValueError, yaml.YAMLError):
+            content = None
+    if not is_convertible(content) and not (file.config is None and overrides):
+        return None, list(argv)
+    stated = flat(content) | {match[1]: _value(match[2]) for match in overrides}
+    return stated, [word for word in kept if not _OVERRIDE.fullmatch(word)]
+
+
+def _value(text: str) -> Any:
+    try:
+        return parse_yaml(text)
+    except yaml.YAMLError:
+        return text
 
 
 def flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -184,6 +214,53 @@ class Conversion:
         shown = {line.key for line in found}
         found += [Line(key, "—", f"stops: {why}", True) for key, why in self.stopped.items() if key not in shown]
         return found + [Line("(none)", name, str(self.options[name]), False) for name in self.made.get("", ())]
+
+    def table(self) -> str:
+        """Return the table as text, and a sentence where another number of processes was configured."""
+        rows = [("key", "ours", "value")]
+        rows += [(line.key + "*" * (not line.is_stated), *line[1:3]) for line in self.lines]
+        first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
+        text = ["A configuration of EasyR1 in options of this library (*: theirs by default):"]
+        text += [f"  {key:<{first}}  {ours:<{second}}  {value}" for key, ours, value in rows]
+        theirs = self["trainer.nnodes"] * self["trainer.n_gpus_per_node"]
+        if theirs != self.processes:
+            text.append(
+                f"The configuration asks for {theirs} processes, this run has {self.processes}: batches and updates "
+                f"stay the same. For as many, start with accelerate launch --num_processes {theirs}."
+            )
+        return "\n".join(text)
+
+    def check(self, ignore: bool, own_rewards: bool) -> None:
+        """Raise `ConfigError` for keys that cannot be followed.
+
+        Args:
+            ignore: pass over those that are unknown or have no meaning here.
+            own_rewards: rewards are named beside the configuration.
+        """
+        unknown = {
+            key: why
+            for key, why in self.stopped.items()
+            if not ignore and not (own_rewards and key.startswith("worker.reward.reward_f"))
+        }
+        for reasons, cure in (
+            (self.refused, "Give other values: without these something else would be trained."),
+            (unknown, "Change or remove these keys, or run without them by --ignore_unknown_keys."),
+        ):
+            if reasons:
+                sentences = [f"{key} {why.rstrip('.')}{'.' * (why[-1] != '?')}" for key, why in reasons.items()]
+                raise ConfigError(" ".join([*sentences, cure]))
+
+    def evaluation_options(self) -> dict[str, Any]:
+        """Return the options by the names that `vgr-trl evaluate` has for them, among others."""
+        options = dict(self.options)
+        for ours, name in (("num_samples", "num_generations_eval"), ("temperature", "eval_temperature")):
+            if name in options:
+                options[ours] = options[name]
+        if options.get("temperature") == 0:
+            options |= {"num_samples": 0, "temperature": 1.0}
+        if (checkpoint := self["trainer.load_checkpoint_path"]) is not None:
+            options["model_name_or_path"] = checkpoint
+        return options
 
 
 def convert(given: Mapping[str, Any], processes: int = 1) -> Conversion:
