@@ -38,7 +38,7 @@ def test_a_finished_run_of_trl_and_a_file_are_refused_too(tmp_path):
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ConfigError, match="has a run in it \\(model.safetensors\\)"):
         check_output_dir(tmp_path, RUN, None)
-    with pytest.raises(ConfigError, match="model.safetensors cannot be written to"):
+    with pytest.raises(ConfigError, match="model.safetensors, which cannot be written to"):
         check_output_dir(tmp_path / "model.safetensors", RUN, None)
     with pytest.raises(ConfigError, match="no complete checkpoint, only a finished run"):
         resolve_checkpoint("latest", tmp_path)
