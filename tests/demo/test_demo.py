@@ -13,7 +13,6 @@ from vgr_trl.demo import Options, demo
 from vgr_trl.demo.demo import (
     FAMILIES,
     Comparison,
-    as_open_question,
     comparison_table,
     draw_questions,
     learn_answers,
@@ -53,7 +52,7 @@ def test_a_short_run_leaves_model_metrics_and_rollouts(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "set_up_process", lambda options: None)  # changes the logging of the whole process
     rows = {split: draw_questions(8, seed=0, split=split, multiple_choice=False) for split in SPLITS}
     options = Options(steps=2, prompts_per_step=2, num_generations=2, num_samples=2, threads=1)
-    demo.run(demo.Questions(**rows), options, tmp_path)
+    demo.run_demo(options, tmp_path, demo.Questions(**rows))
     assert AutoProcessor.from_pretrained(tmp_path).image_token_id is not None
     assert (tmp_path / "model.safetensors").is_file()
     assert len(list((tmp_path / "completions").iterdir())) == 3
@@ -101,8 +100,6 @@ def test_solution_is_in_the_thought_and_its_letter_says_nothing_about_it():
 
 
 def test_an_open_question_has_the_word_as_solution():
-    row = draw_questions(1, seed=0, split="test")[0]
-    opened = as_open_question(row)
-    assert "choices" not in opened
-    assert opened["solution"] == row["choices"][LETTERS.index(row["solution"])]
-    assert opened == draw_questions(1, seed=0, split="test", multiple_choice=False)[0]
+    row, opened = (draw_questions(1, seed=0, split="test", multiple_choice=choice)[0] for choice in (True, False))
+    choices, letter = row.pop("choices"), row.pop("solution")
+    assert opened == row | {"solution": choices[LETTERS.index(letter)]}

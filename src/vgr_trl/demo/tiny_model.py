@@ -12,10 +12,6 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A processor for the tiny model: a byte-level tokenizer made on the spot and the Pillow image processor.
-
-
 EOS, PAD = "<|im_end|>", "<|endoftext|>"
 SPECIAL_TOKENS = (
     PAD, "<|im_start|>", EOS, "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>",
@@ -63,10 +59,6 @@ def build_processor(texts: Iterable[str]) -> PaddleOCRVLProcessor:
     return PaddleOCRVLProcessor(Qwen2VLImageProcessorPil(), tokenizer, chat_template=CHAT_TEMPLATE)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A real vision-language model, small enough to train on one CPU core.
-
-
 def build_tiny_vlm(
     texts: Iterable[str],
     *,
@@ -84,55 +76,32 @@ def build_tiny_vlm(
         num_layers: of the language model; below 3 there is no late third of the layers.
     """
     processor = build_processor(texts)
-    model_config = _config(processor, hidden_size, num_layers, num_heads, vision_depth)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = Qwen2_5_VLForConditionalGeneration(model_config)
-    generation = model.generation_config
-    generation.eos_token_id = processor.tokenizer.convert_tokens_to_ids(EOS)
-    generation.pad_token_id = processor.tokenizer.convert_tokens_to_ids(PAD)
-    return model, processor
-
-
-def _config(
-    processor: PaddleOCRVLProcessor, hidden_size: int, num_layers: int, num_heads: int, vision_depth: int
-) -> Qwen2_5_VLConfig:
     ids = processor.tokenizer.convert_tokens_to_ids
+    both = {"hidden_size": hidden_size, "intermediate_size": 2 * hidden_size, "initializer_range": 0.05}
     half_head = hidden_size // num_heads // 2
     time = half_head // 4
     height = (half_head - time) // 2
-    return Qwen2_5_VLConfig(
-        text_config={
-            "vocab_size": len(processor.tokenizer),
-            "hidden_size": hidden_size,
-            "intermediate_size": 2 * hidden_size,
-            "num_hidden_layers": num_layers,
-            "num_attention_heads": num_heads,
-            "num_key_value_heads": num_heads,
-            "max_position_embeddings": 1024,
-            "initializer_range": 0.05,
-            "tie_word_embeddings": True,
-            "bos_token_id": None,
-            "eos_token_id": ids(EOS),
-            "pad_token_id": ids(PAD),
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e4,
-                "mrope_section": [time, height, half_head - time - height],  # of half a head: time, height, width
-            },
-        },
-        vision_config={
-            "depth": vision_depth,
-            "hidden_size": hidden_size,
-            "intermediate_size": 2 * hidden_size,
-            "num_heads": num_heads,
-            "out_hidden_size": hidden_size,
-            "fullatt_block_indexes": [vision_depth - 1],
-            "initializer_range": 0.05,
-        },
-        image_token_id=ids("<|image_pad|>"),
-        video_token_id=ids("<|video_pad|>"),
-        vision_start_token_id=ids("<|vision_start|>"),
-        vision_end_token_id=ids("<|vision_end|>"),
-        tie_word_embeddings=True,
-    )
+    rope = {
+        "rope_type": "default", "rope_theta": 1e4,
+        "mrope_section": [time, height, half_head - time - height],  # of half a head: time, height, width
+    }  # fmt: skip
+    text = {
+        "vocab_size": len(processor.tokenizer), "num_hidden_layers": num_layers, "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads, "max_position_embeddings": 1024, "tie_word_embeddings": True,
+        "bos_token_id": None, "eos_token_id": ids(EOS), "pad_token_id": ids(PAD), "rope_parameters": rope,
+    }  # fmt: skip
+    vision = {
+        "depth": vision_depth, "num_heads": num_heads, "out_hidden_size": hidden_size,
+        "fullatt_block_indexes": [vision_depth - 1],
+    }  # fmt: skip
+    tokens = {
+        f"{name}_token_id": ids(f"<|{token}|>")
+        for name, token in (("image", "image_pad"), ("video", "video_pad"), ("vision_start", "vision_start"),
+                            ("vision_end", "vision_end"))
+    }  # fmt: skip
+    config = Qwen2_5_VLConfig(text_config=both | text, vision_config=both | vision, tie_word_embeddings=True, **tokens)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen2_5_VLForConditionalGeneration(config)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = ids(EOS), ids(PAD)
+    return model, processor

@@ -36,10 +36,8 @@ def write_folder(folder: Path, *, train: int = 256, test: int = 8, text_steps: i
     """
     if folder.exists():
         return
-    rows: dict[Split, Rows] = {
-        "train": draw_questions(train, seed=seed, split="train", multiple_choice=False),
-        "test": draw_questions(test, seed=seed, split="test", multiple_choice=False),
-    }
+    sizes: dict[Split, int] = {"train": train, "test": test}
+    rows = {split: draw_questions(n, seed=seed, split=split, multiple_choice=False) for split, n in sizes.items()}
     model, processor = build_tiny_vlm(sorted(words_of(rows["train"])), hidden_size=32, vision_depth=1, seed=seed)
     learn_answers(model, processor, rows["train"], max_steps=text_steps, learning_rate=3e-3, seed=seed)
     _save(folder, rows, model, processor)
