@@ -321,8 +321,7 @@ def pixels_of_rows(
 
 def rows_with_images(batch: Mapping[str, Any]) -> torch.Tensor:
     """Return which rows of a batch of TRL have an image, (N,) bool."""
-    counts = batch.get("num_images") or [0] * len(batch["prompt_ids"])
-    return torch.tensor(counts) > 0
+    return torch.tensor(batch.get("num_images") or [0] * len(batch["prompt_ids"])) > 0
 
 
 def with_perturbed_rows(batch: dict[str, Any]) -> dict[str, Any]:

@@ -79,11 +79,10 @@ def find_window(
     lengths = _prompt_lengths(prompt_mask)
     kept = list(range(len(loss_mask)))
     if rows:
-        has_image = [count > 0 for count in num_images or ()]
+        candidates = [row for row, count in enumerate(num_images or ()) if count > 0] or list(kept)
         kept = loss_mask.any(1).nonzero().flatten().tolist()
-        shown = [row for row in range(len(loss_mask)) if has_image[row]] if any(has_image) else range(len(loss_mask))
-        if not set(kept).intersection(shown):
-            kept = sorted([*kept, min(shown, key=lengths.tolist().__getitem__)])
+        if not set(kept).intersection(candidates):
+            kept = sorted([*kept, min(candidates, key=lengths.tolist().__getitem__)])
     if not padding:
         return Window(kept, prompt_mask.size(1), loss_mask.size(1))
     columns = loss_mask.any(0).nonzero().flatten().tolist()
@@ -107,14 +106,12 @@ def find_text(is_image: torch.Tensor, completion: int, multiple: int | None = No
 
 def extents_of(loss_mask: torch.Tensor, prompt_mask: torch.Tensor, *, rows: bool, padding: bool) -> list[Extent]:
     """Return what runs of each row; arguments as those of `find_window`."""
+    runs = (loss_mask.any(1) | (not rows)).tolist()
+    if not padding:
+        return [Extent(prompt_mask.size(1), loss_mask.size(1), ran) for ran in runs]
     columns = torch.arange(1, loss_mask.size(1) + 1, device=loss_mask.device)
     completions = (loss_mask * columns).amax(1).tolist()  # (N,)
-    runs = loss_mask.any(1).tolist()
-    if not padding:
-        prompts, completions = [prompt_mask.size(1)] * len(loss_mask), [loss_mask.size(1)] * len(loss_mask)
-    else:
-        prompts = _prompt_lengths(prompt_mask).tolist()
-    return [Extent(*extent) for extent in zip(prompts, completions, [ran or not rows for ran in runs], strict=True)]
+    return [Extent(*of_row) for of_row in zip(_prompt_lengths(prompt_mask).tolist(), completions, runs, strict=True)]
 
 
 def _prompt_lengths(prompt_mask: torch.Tensor) -> torch.Tensor:
@@ -137,15 +134,15 @@ def group_by_length(order: Sequence[int], groups: Sequence[int], lengths: Sequen
         lengths: (N,) length of each row.
         window: number of successive rows of `order` that change places with each other only.
     """
-    dealt: list[int] = []
+    arranged: list[int] = []
     for start in range(0, len(order), window):
         rows = order[start : start + window]
         longest: dict[int, int] = {}  # in order of first appearance
         for row in rows:
             longest[groups[row]] = max(longest.get(groups[row], 0), lengths[row])
         places = {group: place for place, group in enumerate(sorted(longest, key=lambda group: -longest[group]))}
-        dealt += sorted(rows, key=lambda row: (places[groups[row]], -lengths[row]))
-    return dealt
+        arranged += sorted(rows, key=lambda row: (places[groups[row]], -lengths[row]))
+    return arranged
 
 
 def pack_rows(count: int, tokens: Callable[[Sequence[int]], int], most: int) -> list[list[int]]:
@@ -268,16 +265,13 @@ def take_rows(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
             part[name] = [value[row] for row in rows]
         elif isinstance(value, torch.Tensor) and value.ndim > 0 and name not in IMAGE_INPUTS:
             part[name] = value[list(rows)]
-    return _with_images_of(
-        rows, {name: value for name, value in batch.items() if name != PERTURBED}, part, len(batch["prompt_ids"])
-    )
+    return _with_images_of(rows, {**batch, PERTURBED: None}, part, len(batch["prompt_ids"]))
 
 
 def _with_images_of(rows: Sequence[int], batch: Mapping[str, Any], part: dict[str, Any], count: int) -> dict[str, Any]:
     """Replace in `part` the images of a batch of `count` rows by those of some of them."""
-    for name in ("num_images", "num_tiles"):
-        if batch.get(name) is not None:
-            part[name] = [batch[name][row] for row in rows]
+    counts = [name for name in ("num_images", "num_tiles") if batch.get(name) is not None]
+    part |= {name: [batch[name][row] for row in rows] for name in counts}
     if batch.get("pixel_values") is not None:
         images, one_per_row = split_images(batch, count)
         part |= dict.fromkeys(IMAGE_INPUTS) | stack_images([images[row] for row in rows], one_per_row)

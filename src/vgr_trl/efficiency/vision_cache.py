@@ -135,17 +135,6 @@ def tower_trains(base: Any) -> bool:
     return any(parameter.requires_grad for parameter in parameters_of_tower(base))
 
 
-def has_tower_adapters(base: Any) -> bool:
-    """Whether PEFT has put adapters, which can be switched off, into tower or merger."""
-    adapters = BaseTunerLayer, AuxiliaryTrainingWrapper
-    return any(isinstance(module, adapters) for part in parts_of_tower(base) for module in part.modules())
-
-
-def tower_has_dropout(base: Any) -> bool:
-    """Whether dropout is active in tower or merger while training."""
-    return any(has_active_dropout(part, when_training=True) for part in parts_of_tower(base))
-
-
 # Families whose image features have been seen to be all that their decoders read of images (transformers 5.23, tested).
 FAMILIES = frozenset({
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "gemma3", "llava", "llava_next",
@@ -236,9 +225,11 @@ def why_not_once(base: Any) -> str | None:
         return f"not tested with models of the type {base.config.model_type}"
     if tower_trains(base):
         return "the vision tower trains"
-    if has_tower_adapters(base):
+    modules = [module for part in parts_of_tower(base) for module in part.modules()]
+    if any(isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper) for module in modules):
         return "adapters in the vision tower, which the reference may leave out"
-    return "dropout in the vision tower" if tower_has_dropout(base) else None
+    draws = any(has_active_dropout(part, when_training=True) for part in parts_of_tower(base))
+    return "dropout in the vision tower" if draws else None
 
 
 def _images_of(arguments: Mapping[str, Any]) -> list[Image] | None:

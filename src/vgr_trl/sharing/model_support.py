@@ -75,9 +75,14 @@ def layer_index(module: nn.Module) -> int | None:
     return index if isinstance(index, int) else None
 
 
-def is_attention(module: nn.Module) -> bool:
-    """Whether a module is an attention layer of a language model."""
-    return layer_index(module) is not None and hasattr(module, "is_causal")
+def indexed_modules(model: nn.Module) -> list[Any]:
+    """Return the modules of a language model that carry the number of their layer, as attention does."""
+    return [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
+
+
+def attention_modules(model: nn.Module) -> list[Any]:
+    """Return the attention layers of a language model."""
+    return [module for module in indexed_modules(model) if hasattr(module, "is_causal")]
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -130,16 +135,12 @@ def _draws(module: nn.Module) -> bool:
 
 def shards_layers(model: nn.Module) -> bool:
     """Whether FSDP2 gathers the weights of a layer for its backward pass when a gradient reaches the layer's output."""
-    return _has_module(model, FSDPModule)
+    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def flattens_layers(model: nn.Module) -> bool:
     """Whether parts of the model are wrapped by the first version of FSDP."""
-    return _has_module(model, FullyShardedDataParallel)
-
-
-def _has_module(model: nn.Module, kind: type) -> bool:
-    return any(isinstance(module, kind) for module in model.modules())
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
 def has_sharded_parameters(model: nn.Module) -> bool:
@@ -253,7 +254,7 @@ def _is_shareable(layer: Any) -> bool:
 def check_causal_attention(base: Any) -> None:
     """Raise `UnsupportedModel` if a token sees what comes after it, as in encoders with a causal head."""
     decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
-    causal = {module.is_causal for module in decoder.modules() if is_attention(module)}
+    causal = {module.is_causal for module in attention_modules(decoder)}
     is_decoder = getattr(base.config.get_text_config(decoder=True), "is_decoder", True)
     require(False not in causal and (is_decoder or True in causal), "attention that is not causal")
 

@@ -19,10 +19,11 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 
 from vgr_trl.sharing.model_support import (
+    attention_modules,
     attention_wrapped,
     causal_model,
     has_active_dropout,
-    is_attention,
+    indexed_modules,
     is_compiled,
     layer_index,
     why_adapter_reads_whole_rows,
@@ -43,8 +44,7 @@ def find_decoder(model: nn.Module) -> nn.Module:
 
 def count_attention_layers(model: nn.Module) -> int:
     """Return L, the layers of the language model that have attention; layers of another kind are not measured."""
-    modules = find_decoder(model).modules()
-    return len({layer_index(module) for module in modules if is_attention(module)})
+    return len({module.layer_idx for module in attention_modules(find_decoder(model))})
 
 
 def why_not_measurable(model: nn.Module) -> str | None:
@@ -114,10 +114,10 @@ class AttentionProbe:
         self.keep_rows, self.packed = tuple(keep_rows), packed
         self._base: Any = causal_model(model).base_model
         self._decoder: Any = find_decoder(model)
-        self._attention = [module for module in self._decoder.modules() if is_attention(module)]
-        numbers = sorted({index for module in self._attention if (index := layer_index(module)) is not None})
+        self._attention = attention_modules(self._decoder)
+        numbers = sorted({module.layer_idx for module in self._attention})
         self._kept_layers = set(numbers if keep_layers is None else map(numbers.__getitem__, keep_layers))
-        self._modules = {module for module in self._decoder.modules() if layer_index(module) is not None}
+        self._modules = set(indexed_modules(self._decoder))
         self._masses: dict[int, torch.Tensor] = {}  # layer -> (N, T, 2)
         self._prompts: dict[int, torch.Tensor] = {}  # layer -> (N, 2), sums over instruction queries
         self._maps: dict[tuple[int, int], torch.Tensor] = {}  # (row, layer) -> (T, V)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import normalize
 
-from vgr_trl.sharing.model_support import causal_model, is_attention
+from vgr_trl.sharing.model_support import attention_modules, causal_model
 from vgr_trl.signals.attention import Pass, PassPlan, find_decoder
 from vgr_trl.utils import ConfigError
 
@@ -58,7 +58,7 @@ class SimilarityProbe:
         self._plan = PassPlan(vision.unsqueeze(-1), None, measure_prompt=False)
         self._base: Any = causal_model(model).base_model
         self._decoder = find_decoder(model)
-        self._attention = next(module for module in self._decoder.modules() if is_attention(module))
+        self._attention = attention_modules(self._decoder)[0]
         layers = decoder_layers(self._decoder)
         self._number = hidden_state_number(layer, len(layers))
         self._read = self._decoder if self._number == len(layers) else layers[max(self._number - 1, 0)]
@@ -128,7 +128,7 @@ def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
         ConfigError: it keeps them otherwise than in a list.
     """
     for module in decoder.modules():
-        if isinstance(module, nn.ModuleList) and any(is_attention(inside) for inside in module.modules()):
+        if isinstance(module, nn.ModuleList) and attention_modules(module):
             return module
     raise ConfigError(f"{type(decoder).__name__} has no list of layers: hidden states cannot be compared.")
 

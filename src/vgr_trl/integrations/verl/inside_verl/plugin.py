@@ -51,7 +51,7 @@ from vgr_trl.integrations.verl.signals import (
     perturbed_rows,
     rows_of_images,
 )
-from vgr_trl.sharing.model_support import base_of, causal_model, is_attention
+from vgr_trl.sharing.model_support import attention_modules, base_of, causal_model
 from vgr_trl.signals.attention import find_decoder
 from vgr_trl.signals.dependency import visual_dependency
 from vgr_trl.signals.scoring import policy_is_active
@@ -116,9 +116,8 @@ def looked_up(model: Any) -> Iterator[None]:
         running[:] = [module]
 
     with ExitStack() as stack:
-        for module in find_decoder(model).modules():
-            if is_attention(module):
-                stack.callback(module.register_forward_pre_hook(enter).remove)
+        for module in attention_modules(find_decoder(model)):
+            stack.callback(module.register_forward_pre_hook(enter).remove)
         for name in MODULES:
             owner: Any = importlib.import_module(name)
             if hasattr(owner, NAME):
