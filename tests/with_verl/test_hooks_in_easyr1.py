@@ -1,7 +1,5 @@
 """EasyR1's worker, trainer and runner with ours in their place: what needs no GPU of it."""
 
-import warnings
-
 import cloudpickle
 import numpy as np
 import pytest
@@ -63,24 +61,6 @@ def test_weights_of_rows_that_were_filtered(hooks):
     assert torch.equal(measured, expected.batch["advantages"])
     with pytest.raises(ConfigError, match="online_filtering drops and reorders rows"):
         hooks.read_options({"preset": "vgr_token_weights", "collect_attentions": True}, "grpo", filters=True)
-
-
-def test_a_reward_without_weights_is_said_once(hooks):
-    from verl.trainer import ray_trainer
-
-    made = trainer(hooks, preset="vgr_token_weights", collect_attentions=True)
-    plain = batch()
-    for name in ("vgr_vision", "vgr_instruction"):
-        plain.batch.pop(name)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("default")
-        for _ in range(2):
-            made.without_weights({"overall": [1.0]})
-            made.advantages(ray_trainer.compute_advantage, plain, 1.0, 1.0)
-    assert ["all weights are 1" in str(each.message) for each in said] == [True]
-
-
-def test_entropies_are_refused(hooks):
     with pytest.raises(ConfigError, match="reads entropies, which EasyR1's actor does not compute"):
         hooks.read_options({"enable_entropy_filtering": True}, "grpo")
 

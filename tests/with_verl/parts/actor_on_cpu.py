@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from einops import rearrange
 from omegaconf import OmegaConf
+from reference import STEP
 from verl.protocol import DataProto
 from verl.workers.actor import dp_actor
 from verl.workers.actor.config import ActorConfig
@@ -17,8 +18,7 @@ from verl.workers.actor.config import ActorConfig
 from vgr_trl.integrations.verl.credit import SignalOptions
 from vgr_trl.integrations.verl.inside_easyr1.actor import SignalActor, register
 from vgr_trl.integrations.verl.inside_easyr1.main import put_back_moved_names
-from vgr_trl.integrations.verl.signals import black_of
-from vgr_trl.signals.ratios import special_token_ids
+from vgr_trl.integrations.verl.signals import actor_context
 
 MISSING = ("vllm", "qwen_vl_utils", "msgspec", "wandb")
 
@@ -97,11 +97,6 @@ def data_of(tensors, pixels, processor, options):
     rows = np.empty(len(pixels), dtype=object)
     rows[:] = pixels
     data = DataProto.from_single_dict({**tensors, "multi_modal_inputs": rows})
-    told = {
-        "options": SignalOptions.read(options).to_dict(),
-        "step": 3,
-        "special_token_ids": special_token_ids(processor),
-        "black": black_of(processor),
-    }
-    data.meta_info.update(temperature=1.0, vgr=told)
+    context = actor_context(SignalOptions.read(options), STEP, processor)
+    data.meta_info.update(temperature=1.0, vgr=context)
     return data

@@ -10,12 +10,10 @@ from pathlib import Path
 
 os.environ.update(VERL_PLATFORM="cpu", VERL_DISABLE_FLASH_ATTN_CE="1", HF_HUB_OFFLINE="1")
 
-import cpu_platform  # noqa: F401, I001  registers itself before anything asks for the platform
+import cpu_platform  # noqa: F401  registers itself before anything asks for the platform
 import numpy as np
 import torch
 from verl import DataProto
-
-
 from verl.models.transformers import qwen2_vl
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu

@@ -10,16 +10,17 @@ from pathlib import Path
 
 import torch
 from engine_on_cpu import batch, build, gradients
-from tiny_rollout import GROUP, rollout, tiny_model
+from reference import STEP, Reference
+from tiny_rollout import GROUP
 from torch import distributed
 from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
+from vgr_trl.integrations.verl.credit import SignalOptions
 from vgr_trl.integrations.verl.inside_verl import plugin  # noqa: F401  registers itself
-from vgr_trl.integrations.verl.signals import black_of
+from vgr_trl.integrations.verl.signals import actor_context
 from vgr_trl.patches import close_group_at_exit
-from vgr_trl.signals.ratios import special_token_ids
 
 
 def run(folder: Path, packed: bool, options: dict) -> None:
@@ -27,35 +28,28 @@ def run(folder: Path, packed: bool, options: dict) -> None:
     distributed.init_process_group("gloo")
     close_group_at_exit()
     rank, world = distributed.get_rank(), distributed.get_world_size()
-    model, processor = tiny_model()
+    reference = Reference()
+    tensors, pixels = reference.tensors, reference.pixels
     if rank == 0:
-        model.save_pretrained(folder / "model")
+        reference.model.save_pretrained(folder / "model")
     distributed.barrier()
     engine = build(folder / "model", packed)
-    tensors, pixels = rollout(model, processor, prompts=4)
     share = slice(rank * len(pixels) // world, (rank + 1) * len(pixels) // world)
-    told = {
-        "options": options,
-        "step": 3,
-        "special_token_ids": special_token_ids(processor),
-        "black": black_of(processor),
-    }
-    own = batch(tensors, pixels, packed, share, vgr=told)
+    context = actor_context(SignalOptions.read(options), STEP, reference.processor)
+    own = batch(tensors, pixels, packed, share, vgr=context)
     with engine.eval_mode():
         output = engine.infer_batch(own)
     found = {name: no_padding_2_padding(value, own) for name, value in output["model_output"].items()}
+    report = getattr(engine, "sharing", None)
     result = {name: value.tolist() for name, value in found.items()}
-    result["shared"] = None if getattr(engine, "sharing", None) is None else engine.sharing.prompts_per_row
-    result["reasons"] = None if getattr(engine, "sharing", None) is None else dict(engine.sharing.plain)
+    result["shared"] = None if report is None else report.prompts_per_row
 
-    generator = torch.Generator().manual_seed(9)
-    advantages = torch.randn(tensors["responses"].shape, generator=generator) * tensors["response_mask"]
-    tensors["advantages"] = advantages
-    tensors["old_log_probs"] = torch.zeros_like(advantages)
+    tensors["advantages"] = reference.advantages
+    tensors["old_log_probs"] = torch.zeros_like(reference.advantages)
     tensors["old_log_probs"][share] = found["log_probs"]
     if world > 1:
         distributed.all_reduce(tensors["old_log_probs"])
-    own = batch(tensors, pixels, packed, share, vgr=told, global_batch_size=len(pixels))
+    own = batch(tensors, pixels, packed, share, vgr=context, global_batch_size=len(pixels))
     config = ActorConfig(
         strategy="fsdp2", rollout_n=GROUP, ppo_micro_batch_size_per_gpu=2, use_dynamic_bsz=False,
         policy_loss=PolicyLossConfig(loss_mode="vgr"), loss_agg_mode="token-mean",

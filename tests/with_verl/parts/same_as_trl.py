@@ -1,4 +1,4 @@
-"""What TRL's path and another trainer's made of the same rollout, held against each other."""
+"""What TRL's path and another trainer's made of the same rollout, compared."""
 
 import torch
 

@@ -21,7 +21,7 @@ from verl.trainer.ppo import core_algos
 from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 
-from vgr_trl.integrations.verl.inside_verl import plugin  # noqa: F401  hangs itself in
+from vgr_trl.integrations.verl.inside_verl import plugin  # noqa: F401  registers itself
 from vgr_trl.patches import close_group_at_exit
 
 # TRL adds 1e-4 to the standard deviation, verl 1e-6.
@@ -52,8 +52,8 @@ def run(folder: Path, packed: bool, options: dict) -> None:
 
     def update_actor(batch):
         own = {name: store[name].to_padded_tensor(0) for name in ("advantages", "old_log_probs")}
-        told = {name: value for name, value in batch.extra_info.items() if name != "dataloader_kwargs"}
-        data = engine_on_cpu.batch(tensors | own, pixels, packed, **told)
+        given = {name: value for name, value in batch.extra_info.items() if name != "dataloader_kwargs"}
+        data = engine_on_cpu.batch(tensors | own, pixels, packed, **given)
         with engine.train_mode():
             for _ in range(batch.extra_info["epochs"]):
                 engine.optimizer_zero_grad()
