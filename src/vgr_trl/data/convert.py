@@ -6,7 +6,6 @@ import json
 import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
@@ -112,28 +111,18 @@ def encode_candidates(
     """Yield the candidates in order with `images` of `Encoded`, or why an image of theirs cannot be used.
 
     At most `ROWS_PER_TASK * TASKS_PER_WORKER * workers` rows are in memory at a time.
-
-    Raises:
-        DataError: a worker was killed from outside, or by an image.
     """
     encode = partial(_encode, output=output, with_digest=with_digest)
     if output.workers == 0:
         yield from map(encode, candidates)
         return
-    executor, waiting, rows = pool(output.workers), deque[Any](), iter(candidates)
-    try:
+    waiting, rows = deque[Iterator[Candidate]](), iter(candidates)
+    with pool(output.workers) as executor:
         while (batch := list(islice(rows, ROWS_PER_TASK))) or waiting:
             if batch:
                 waiting.append(executor.map(encode, batch, chunksize=ROWS_PER_TASK))
             if not batch or len(waiting) >= TASKS_PER_WORKER * output.workers:
                 yield from waiting.popleft()
-    except BrokenProcessPool as error:
-        raise DataError(
-            "A process that decodes images ended unexpectedly, out of memory or by a harmful image: set "
-            "--max_image_pixels, or use --workers 0 to see where."
-        ) from error
-    finally:
-        executor.shutdown(cancel_futures=True)
 
 
 def _encode(candidate: Candidate, output: Output, with_digest: bool) -> Candidate:
@@ -340,17 +329,14 @@ def tables(counts: Counts) -> dict[str, dict[str, int]]:
     return found
 
 
-def table_lines(counts: Counts) -> Iterator[str]:
-    """Yield the tables as lines of text."""
+def report(counts: Counts) -> str:
+    """Return the tables as a text."""
+    lines = []
     for table, numbers in tables(counts).items():
         total = sum(numbers.values())
-        yield from ("", TITLES[table])
-        yield from (f"  {number:>9,}  {number / total:>6.1%}  {name}" for name, number in numbers.items())
-
-
-def report(counts: Counts) -> str:
-    """Return the counts as a text."""
-    return "\n".join([f"{counts['sources'].total():,} rows", *table_lines(counts)]) + "\n"
+        lines += ["", TITLES[table]]
+        lines += [f"  {number:>9,}  {number / total:>6.1%}  {name}" for name, number in numbers.items()]
+    return "\n".join(lines)
 
 
 def plot(splits: Mapping[str, Counts], path: Path) -> None:

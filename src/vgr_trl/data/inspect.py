@@ -10,7 +10,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy
 from datasets import Dataset, IterableDataset
 from jinja2 import Environment, StrictUndefined
 from PIL import Image
@@ -19,7 +18,8 @@ from transformers import ProcessorMixin
 from trl.data_utils import prepare_multimodal_messages
 
 from vgr_trl.data.columns import KEYS, UNREADABLE, Keys, images_of, renamed_row, require_columns, undecoded
-from vgr_trl.data.convert import TITLES, Counts, count_row, kind_of, on_one_line, table_lines, tables
+from vgr_trl.data.convert import TITLES, Counts, count_row, kind_of, on_one_line, tables
+from vgr_trl.data.convert import report as report_counts
 from vgr_trl.data.images import to_rgb
 from vgr_trl.data.prompts import LETTERS, as_parts
 from vgr_trl.data.rows import RowOptions, SkippedRow, ready_row
@@ -181,36 +181,27 @@ def histogram(lengths: Mapping[int, int]) -> Counter[str]:
     return bins
 
 
-def costs(lengths: Counter[int], budget: Budget) -> list[str]:
-    """Return what prompts and steps cost, one sentence each; none if lengths were not measured.
-
-    A percentile is the smallest length that at least that share of the rows does not exceed.
-    """
+def costs(lengths: Mapping[int, int], budget: Budget) -> list[str]:
+    """Return what prompts and steps cost, one sentence each; none if lengths were not measured."""
     if not lengths:
         return []
-    values, limit = numpy.array(sorted(lengths.elements())), budget.max_prompt_length
-    shortest, half, most, longest = numpy.quantile(values, (0, 0.5, 0.95, 1), method="inverted_cdf")
-    kept = values if limit is None else values[values <= limit]
-    mean = float(kept.mean()) if kept.size else 0.0
+    limit = budget.max_prompt_length or max(lengths)
+    kept = Counter({length: rows for length, rows in lengths.items() if length <= limit})
+    mean = sum(length * rows for length, rows in kept.items()) / max(1, kept.total())
     completions = budget.num_generations * budget.max_completion_length
-    shared, repeated = (
-        round(budget.prompts_per_step * (times * mean + completions)) for times in (1, budget.num_generations)
-    )
-    over = f"max_prompt_length={limit} leaves {len(values) - len(kept):,} rows out, whose prompts are longer."
-    if limit is None:
-        over = f"No max_prompt_length is given; with {longest} no row is left out."
+    shared = budget.prompts_per_step * (mean + completions)
+    repeated = budget.prompts_per_step * (budget.num_generations * mean + completions)
     return [
-        f"Prompts have {shortest:,} to {longest:,} tokens; half have at most {half:,}, 95 % at most {most:,}.",
-        over,
+        f"max_prompt_length={limit} leaves {sum(lengths.values()) - kept.total():,} rows out, with longer prompts.",
         f"A step of prompts_per_step={budget.prompts_per_step} with num_generations={budget.num_generations} and "
-        f"max_completion_length={budget.max_completion_length} has at most {shared:,} tokens where a prompt is "
-        f"computed once for its completions, {repeated:,} where it is computed for each (prompts of mean length).",
+        f"max_completion_length={budget.max_completion_length} has at most {shared:,.0f} tokens where a prompt is "
+        f"computed once for its completions, {repeated:,.0f} where it is computed for each (prompts of mean length).",
     ]
 
 
 def report(findings: Findings, budget: Budget) -> str:
     """Return the findings as a text for the terminal."""
-    lines = [findings.headline, *table_lines(findings.counts)]
+    lines = [findings.headline, report_counts(findings.counts)]
     for row in chain(*findings.examples.values()):
         lines.append(f"  row {row.row} (id {str(row.id)[:60]!a}): {on_one_line(row.reason)[:200]}")
     lines += ["", *costs(findings.lengths, budget)]
@@ -223,22 +214,14 @@ def page(findings: Findings, budget: Budget, source: str, seed: int = 0) -> byte
     Args:
         source: the title, the path of the data.
     """
-    environment = Environment(
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=lambda value: printable(value) if isinstance(value, str) else value,
-    )
-    text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        findings=findings,
-        source=source,
-        tables={
-            TITLES[name]: numbers.items() for name, numbers in tables(findings.counts).items() if name != "reasons"
-        },
-        sentences=costs(findings.lengths, budget),
-        seed=seed,
-    )
+
+    def finalize(value: Any) -> Any:
+        return printable(value) if isinstance(value, str) else value
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, finalize=finalize)
+    shown = {"tables": tables(findings.counts), "titles": TITLES, "sentences": costs(findings.lengths, budget)}
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    text = template.render(findings=findings, source=source, seed=seed, **shown)
     return text.encode("utf-8", "replace")
 
 

@@ -84,13 +84,10 @@ def merge(
     rows, left_out = _examine(sources, output)
     kept, duplicates = without_duplicates(list(rows))
     left_out += [(rows[row], reason) for row, reason in duplicates.items()]
-    if not kept:
-        first = f"; the first: {left_out[0][1]}" if left_out else ""
-        raise DataError(f"None of the {len(left_out)} rows can be used{first}.")
-    chosen = weighted(kept, weights, seed) if weights else kept
+    chosen = weighted(kept, weights, seed) if weights and kept else kept
     needed = frozenset[str]().union(*(row.columns for row in chosen))
     columns = ("images" if "images" in needed else "image", *sorted(needed - {"images"}, reverse=True))
-    for name, side in zip(splits, split(chosen, test_share, seed), strict=False):
+    for name, side in zip(splits, split(chosen, test_share if kept else 0, seed), strict=False):
         candidates = _read_rows(sources, interleaved(side))
         if shuffle_choices:
             candidates = shuffled_choices(candidates, seed)

@@ -3,7 +3,6 @@
 A converter reads a `Source` and yields, per row, where it was read and a `Question`, or why it is none.
 """
 
-import io
 import json
 import os
 import re
@@ -15,7 +14,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from PIL import Image
 from transformers.utils import logging
 
 from vgr_trl import registries
@@ -26,7 +24,6 @@ from vgr_trl.data.columns import (
     Keys,
     Origin,
     Question,
-    files_of,
     id_of,
     list_of,
     make_question,
@@ -34,12 +31,11 @@ from vgr_trl.data.columns import (
     renamed_row,
     text_of,
     to_candidates,
-    try_question,
 )
 from vgr_trl.data.images import ADDRESS, as_shares, boxes_of, in_pixels_of_its_image, path_within, read_image
 from vgr_trl.data.prompts import LETTERS
 from vgr_trl.data.read import Source
-from vgr_trl.utils import DataError
+from vgr_trl.utils import DataError, RewardError
 
 logger = logging.get_logger(__name__)
 
@@ -70,130 +66,22 @@ class Converter:
     split: str = "train"
 
 
-def _each_row(questions: Callable[[Origin, Mapping[str, Any]], Iterable[Question | str]]) -> Callable[..., Any]:
-    """Return a reader of a set in which every row is converted by itself."""
-    return lambda source: to_candidates(source.records(), questions)
-
-
-def _multiple_choice(origin: Origin, row: Mapping[str, Any], *, source: str, id_column: str) -> list[Question]:
-    """A question of A-OKVQA, ArxivQA or MMMU-Pro, which `read_row` knows, with its options.
-
-    Those of MMMU-Pro's vision-only rows stay in the image: in the text they would answer what is to be read.
-    """
-    reading = read_row(row)
-    is_vision_only = reading.prompt == VISION_ONLY_PROBLEM
-    if reading.choices is None and not is_vision_only:
-        raise DataError("it has no options")
-    return [
-        make_question(
-            id=id_of(row, origin, id_column),
-            source=f"{source} vision" if is_vision_only else source,
-            problem=str(reading.prompt),
-            choices=reading.choices,
-            answer=reading.answer,
-            images=reading.images,
-        )
-    ]
-
-
-def arxivqa_read(source: Source) -> Iterator[Candidate]:
-    """Yield the questions of ArxivQA as VisRAG publishes it, in the order of their figures, or why a row is none.
-
-    Three tables: `corpus` (`corpus-id`, `image`), `queries` (`query-id`, `query`, `options`, `answer`) and `qrels`
-    (`query-id`, `corpus-id`, and `score`), which says which figure a question is about.
-    Figures are read once and one by one, of several with one id the first; questions, which are short, are kept.
-    """
-    queries: dict[str, list[tuple[Origin, Any]]] = defaultdict(list)
-    figures: dict[str, set[str]] = defaultdict(set)
-    asked: dict[str, list[tuple[Origin, Any]]] = defaultdict(list)
-    for origin, row, ids in _with_ids(source, "queries", "query-id"):
-        if isinstance(row, str):
-            yield origin, row
-        else:
-            queries[ids[0]].append((origin, row))
-    for origin, row, ids in _with_ids(source, "qrels", "query-id", "corpus-id"):
-        if isinstance(row, str):
-            yield origin, row
-        elif row.get("score") != 0:
-            figures[ids[0]].add(ids[1])
-    for query_id, rows in queries.items():
-        found = figures[query_id]
-        if len(rows) == 1 and len(found) == 1:
-            asked[found.pop()] += rows
-            continue
-        reason = f"qrels names {len(found)} figures for it: there must be one"
-        if len(rows) > 1:
-            reason = f"its query-id {query_id[:80]!a} occurs twice"
-        yield from ((origin, reason) for origin, _ in rows)
-    to_questions = partial(_multiple_choice, source="ArxivQA", id_column="query-id")
-    for origin, figure, ids in _with_ids(source, "corpus", "corpus-id"):
-        if isinstance(figure, str):
-            yield origin, figure
-        else:
-            rows = [(place, {**row, "image": figure.get("image")}) for place, row in asked.pop(ids[0], [])]
-            yield from to_candidates(rows, to_questions)
-    for name, rows in asked.items():
-        yield from ((origin, f"its figure {name[:80]!a} is not in the corpus") for origin, _ in rows)
-
-
-def _with_ids(source: Source, config: str, *names: str) -> Iterator[tuple[Origin, Any, list[str]]]:
-    """Yield the rows of a table with the ids in the named columns; in place of a row without one, why it is none."""
-    for origin, row in source.records(config):
-        ids = [] if isinstance(row, str) else [row.get(name) for name in names]
-        if any(isinstance(value, bool) or not isinstance(value, str | int) or value == "" for value in ids):
-            row = f"its {' and '.join(names)} must be texts or integers"
-        yield origin, row, list(map(str, ids))
-
-
-def _easy_vqa(origin: Origin, row: Mapping[str, Any]) -> Iterator[Question | str]:
-    """Questions of easy-VQA, several to an image: `image_id`, `image`, and lists `questions` and `answers`."""
-    questions, answers = list_of(row.get("questions"), "questions"), list_of(row.get("answers"), "answers")
-    if len(questions) != len(answers) or not questions:
-        raise DataError(f"it has {len(questions)} questions and {len(answers)} answers: there must be as many of both")
-    name = f"{Path(origin.file).stem}-{id_of(row, origin, 'image_id')}"
-    for number, (problem, answer) in enumerate(zip(questions, answers, strict=True)):
-        yield try_question(
-            id=f"{name}-{number}",
-            source="easy-VQA",
-            problem=text_of({"question": problem}, "question"),
-            answer=answer,
-            images=files_of(row, "image"),
-        )
-
-
-def _nlvr(origin: Origin, row: Mapping[str, Any]) -> list[Question]:
-    """A question of Cornell NLVR: `identifier`, `image`, `sentence`, `label`, and `objects`, JSON with a box each."""
-    label, images = row.get("label"), files_of(row, "image")
-    try:
-        image = Image.open(io.BytesIO(images[0]["bytes"]))
-        boxes = [[float(side) for side in found["box"]] for found in json.loads(row["objects"])]
-        regions = [[x / image.width, y / image.height, w / image.width, h / image.height] for x, y, w, h in boxes]
-    except (OSError, ValueError, TypeError, LookupError):
-        regions = []  # no row is lost for its boxes; encoding reports an image that cannot be read
-    return [
-        make_question(
-            id=id_of(row, origin, "identifier"),
-            source="NLVR",
-            problem=f"Is this statement about the image true or false? {text_of(row, 'sentence').strip()}",
-            choices=["true", "false"],
-            answer=str(label).lower() if isinstance(label, bool) else label,
-            images=images,
-            regions=regions,
-        )
-    ]
-
-
-def jsonl_read(source: Source, keys: Keys = KEYS, image_dir: Path | None = None) -> Iterator[Candidate]:
-    """Yield the questions of files of the user's own, or why a row is none; videos stay where they are.
+def _questions(
+    origin: Origin,
+    row: Mapping[str, Any],
+    *,
+    source: str | None = None,
+    id_column: str = "id",
+    keys: Keys = KEYS,
+    root: Path = Path(),
+) -> list[Question]:
+    """Return the question of a row that `read_row` understands.
 
     Args:
-        image_dir: folder that relative paths start from and images lie in; None: that of the files.
+        source: the public set, whose questions all have images; None: a file of the user's own.
+        id_column: the id is made of the row's place where it has none there.
+        root: folder that relative paths start from, and that none leads out of.
     """
-    root = source.folder() if image_dir is None else image_dir.absolute()
-    return to_candidates(source.records(), partial(_jsonl, keys=keys, root=root))
-
-
-def _jsonl(origin: Origin, row: Mapping[str, Any], *, keys: Keys, root: Path) -> list[Question]:
     row = renamed_row(row, keys)
     reading = read_row(row)
     prompt = reading.prompt
@@ -205,17 +93,22 @@ def _jsonl(origin: Origin, row: Mapping[str, Any], *, keys: Keys, root: Path) ->
     for video in videos:
         if not isinstance(video, str) or not os.path.isfile(video):  # Path.is_file raises for a name that is too long
             raise DataError(f"video file {str(video)[:200]} does not exist")
+    regions: list[list[float]] = []
+    if len(images) == 1:
+        size = read_image(images[0]).size if in_pixels_of_its_image(row) else (1, 1)
+        regions = as_shares(boxes_of(row, size))
+    own = row["source"] if isinstance(row.get("source"), str) else Path(origin.file).stem
     return [
         make_question(
-            id=id_of(row if isinstance(row.get("id"), str | int) else {}, origin, "id"),  # no row is lost for its name
-            source=row["source"] if isinstance(row.get("source"), str) else Path(origin.file).stem,
+            id=id_of(row if isinstance(row.get(id_column), str | int) else {}, origin, id_column),
+            source=source or own,
             problem=prompt,
             choices=reading.choices,
             answer=reading.answer,
             images=images,
             videos=videos,
-            regions=_regions(row, images),
-            needs_image=False,
+            regions=regions,
+            needs_image=source is not None,
         )
     ]
 
@@ -228,21 +121,112 @@ def _full_path(value: Any, root: Path) -> Any:
     return str(path_within(root, value).absolute()) if is_path else value
 
 
-def _regions(row: Mapping[str, Any], images: list[Any]) -> list[list[float]]:
-    """The boxes of a row of one image, which is read only where they are in pixels."""
-    if len(images) != 1:
-        return []
-    return as_shares(boxes_of(row, read_image(images[0]).size if in_pixels_of_its_image(row) else (1, 1)))
+def jsonl_read(source: Source, keys: Keys = KEYS, image_dir: Path | None = None) -> Iterator[Candidate]:
+    """Yield the questions of files of the user's own, or why a row is none; videos stay where they are.
+
+    Args:
+        image_dir: folder that relative paths start from and images lie in; None: that of the files.
+    """
+    root = source.folder() if image_dir is None else image_dir.absolute()
+    return to_candidates(source.records(), partial(_questions, keys=keys, root=root))
 
 
-_read_aokvqa, _read_mmmu_pro = (
-    _each_row(partial(_multiple_choice, source=source, id_column=id_column))
-    for source, id_column in (("A-OKVQA", "question_id"), ("MMMU-Pro", "id"))
-)
+def _multiple_choice(origin: Origin, row: Mapping[str, Any], **options: Any) -> Iterator[Question]:
+    """Yield the question of A-OKVQA or MMMU-Pro, whose vision-only rows have question and options in the image."""
+    for question in _questions(origin, row, **options):
+        if question.problem == VISION_ONLY_PROBLEM:
+            yield replace(question, source=f"{question.source} vision")
+        elif question.choices is None:
+            raise DataError("it has no options")
+        else:
+            yield question
+
+
+def arxivqa_read(source: Source) -> Iterator[Candidate]:
+    """Yield the questions of ArxivQA as VisRAG publishes it, in the order of their figures, or why a row is none.
+
+    Three tables: `corpus` (`corpus-id`, `image`), `queries` (`query-id`, `query`, `options`, `answer`) and `qrels`
+    (`query-id`, `corpus-id`, and `score`), which says which figure a question is about.
+    Figures are read once and one by one, of several with one id the first; questions, which are short, are kept.
+    """
+    left_out: list[Candidate] = []
+    queries, figures, asked = defaultdict[str, Any](list), defaultdict[str, Any](set), defaultdict[str, Any](list)
+    for origin, row, (query_id,) in _with_ids(source, "queries", ["query-id"], left_out):
+        queries[query_id].append((origin, row))
+    for _, row, (query_id, figure) in _with_ids(source, "qrels", ["query-id", "corpus-id"], left_out):
+        if row.get("score") != 0:
+            figures[query_id].add(figure)
+    for query_id, rows in queries.items():
+        found = figures[query_id]
+        if len(rows) == len(found) == 1:
+            asked[found.pop()] += rows
+        else:
+            reason = f"its query-id {query_id[:80]!a} occurs {len(rows)} times, with {len(found)} figures in qrels"
+            left_out += [(origin, reason) for origin, _ in rows]
+    to_questions = partial(_multiple_choice, source="ArxivQA", id_column="query-id", root=source.folder())
+    for _, row, (figure,) in _with_ids(source, "corpus", ["corpus-id"], left_out):
+        queries_of_it = [(origin, {**query, "image": row.get("image")}) for origin, query in asked.pop(figure, [])]
+        yield from to_candidates(queries_of_it, to_questions)
+    for figure, rows in asked.items():
+        left_out += [(origin, f"its figure {figure[:80]!a} is not in the corpus") for origin, _ in rows]
+    yield from left_out
+
+
+def _with_ids(
+    source: Source, config: str, names: list[str], left_out: list[Candidate]
+) -> Iterator[tuple[Origin, Any, list[str]]]:
+    """Yield the rows of a table with the ids in the named columns; those without one go to `left_out`."""
+    for origin, row in source.records(config):
+        if isinstance(row, str):
+            left_out.append((origin, row))
+        elif all(isinstance(row.get(name), str | int) and row[name] != "" for name in names):
+            yield origin, row, [str(row[name]) for name in names]
+        else:
+            left_out.append((origin, f"its {' and '.join(names)} must be texts or integers"))
+
+
+def _easy_vqa(origin: Origin, row: Mapping[str, Any], *, root: Path) -> Iterator[Question | str]:
+    """Yield the questions of easy-VQA, several to an image: `image_id`, `image`, and lists `questions`, `answers`."""
+    asked, answers = list_of(row.get("questions"), "questions"), list_of(row.get("answers"), "answers")
+    if len(asked) != len(answers) or not asked:
+        raise DataError(f"it has {len(asked)} questions and {len(answers)} answers: there must be as many of both")
+    name = f"{Path(origin.file).stem}-{id_of(row, origin, 'image_id')}"
+    for number, (problem, answer) in enumerate(zip(asked, answers, strict=True)):
+        one = {"id": f"{name}-{number}", "question": problem, "answer": answer, "image": row.get("image")}
+        try:
+            yield from _questions(origin, one, source="easy-VQA", root=root)
+        except (DataError, RewardError) as error:
+            yield str(error).rstrip(".")
+
+
+def _nlvr(origin: Origin, row: Mapping[str, Any], *, root: Path) -> list[Question]:
+    """Return the question of Cornell NLVR: `identifier`, `image`, `sentence`, `label`; JSON `objects` with boxes."""
+    try:
+        boxes = [item["box"] for item in json.loads(row["objects"])]
+    except (ValueError, TypeError, KeyError):
+        boxes = []  # there are none in the training split
+    statement = {
+        "identifier": row.get("identifier"),
+        "question": f"Is this statement about the image true or false? {text_of(row, 'sentence').strip()}",
+        "choices": ["true", "false"],
+        "answer": str(row.get("label")).lower(),
+        "image": row.get("image"),
+        "regions": boxes,
+    }
+    return _questions(origin, statement, source="NLVR", id_column="identifier", root=root)
+
+
+def _each_row(questions: Callable[..., Iterable[Question | str]], **options: Any) -> Callable[..., Iterator[Candidate]]:
+    """Return a reader of a set in which every row is converted by itself."""
+    return lambda source: to_candidates(source.records(), partial(questions, root=source.folder(), **options))
+
+
+_aokvqa = _each_row(_multiple_choice, source="A-OKVQA", id_column="question_id")
+_mmmu_pro = _each_row(_multiple_choice, source="MMMU-Pro")
 CONVERTERS = {
-    "aokvqa": Converter(_read_aokvqa, hub_name=HUB_NAME),
+    "aokvqa": Converter(_aokvqa, hub_name=HUB_NAME),
     "arxivqa": Converter(arxivqa_read, hub_name=ARXIVQA_HUB_NAME),
-    "mmmu_pro": Converter(_read_mmmu_pro, True, hub_name=MMMU_PRO_HUB_NAME, config=HUB_CONFIG, split="test"),
+    "mmmu_pro": Converter(_mmmu_pro, True, hub_name=MMMU_PRO_HUB_NAME, config=HUB_CONFIG, split="test"),
     "jsonl": Converter(jsonl_read, several_images=True),
     "easy_vqa": Converter(_each_row(_easy_vqa)),
     "nlvr": Converter(_each_row(_nlvr), regions=True),
