@@ -10,7 +10,6 @@ import zlib
 from contextlib import suppress
 from pathlib import Path
 
-import datasets
 import pytest
 import torch
 from datasets import Dataset
@@ -112,14 +111,14 @@ CORNERS = {1: "rgbw", 2: "grwb", 3: "bwrg", 4: "wbgr", 5: "rwbg", 6: "wrgb", 7: 
 COLOURS = {"r": (255, 0, 0), "g": (0, 255, 0), "b": (0, 0, 255), "w": (255, 255, 255)}
 
 
-@pytest.mark.parametrize(("orientation", "kind"), [*((number, "PNG") for number in CORNERS), (6, "TIFF"), (6, "WEBP")])
+@pytest.mark.parametrize(("orientation", "kind"), [*((number, "PNG") for number in CORNERS), (6, "TIFF")])
 def test_images_are_turned_as_exif_says(orientation, kind):
     image = Image.new("RGB", (3, 2))
     for place, name in zip([(0, 0), (2, 0), (2, 1), (0, 1)], "rgbw", strict=True):
         image.putpixel(place, COLOURS[name])
     exif = Image.Exif()
     exif[ORIENTATION] = orientation
-    file = {"bytes": encoded(image, kind, exif=exif, **({"lossless": True} if kind == "WEBP" else {})), "path": None}
+    file = {"bytes": encoded(image, kind, exif=exif), "path": None}
     for turned in (stored(file), read_image(file)):
         right, bottom = turned.width - 1, turned.height - 1
         corners = [turned.getpixel(place) for place in ((0, 0), (right, 0), (right, bottom), (0, bottom))]
@@ -128,17 +127,12 @@ def test_images_are_turned_as_exif_says(orientation, kind):
         assert turned.getexif().get(ORIENTATION, 1) == 1
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
-def test_files_that_need_no_change_keep_their_bytes(kind):
-    data = encoded(Image.effect_noise((40, 30), 80).convert("RGB"), kind)
-    result = encode_image({"bytes": data, "path": None}, HERE, LIMITS)
-    assert (result.data, result.width, result.height) == (data, 40, 30)
-    assert Image.open(io.BytesIO(result.data)).format == kind
-    assert result.suffix == {"JPEG": ".jpg", "PNG": ".png", "WEBP": ".webp"}[kind]
-
-
-def test_other_files_are_written_anew_without_loss():
+def test_files_that_need_no_change_keep_their_bytes_and_others_lose_nothing():
     image = Image.effect_noise((40, 30), 80).convert("RGB")
+    for kind, suffix in {"JPEG": ".jpg", "PNG": ".png", "WEBP": ".webp"}.items():
+        result = encode_image({"bytes": encoded(image, kind), "path": None}, HERE, LIMITS)
+        assert (result.data, result.suffix) == (encoded(image, kind), suffix)
+        assert (result.width, result.height) == (40, 30)
     for kind in ("BMP", "TIFF", "PPM"):
         result = encode_image({"bytes": encoded(image, kind)}, HERE, LIMITS)
         assert result.suffix == ".png"
@@ -170,36 +164,26 @@ def test_the_digest_is_of_the_pixels():
     assert encode_image(picture(), HERE, LIMITS).digest == ""
 
 
-WHOLE = {kind: encoded(Image.effect_noise((24, 17), 60).convert("RGB"), kind) for kind in ("PNG", "JPEG", "GIF", "BMP")}
+WHOLE = {
+    kind: encoded(Image.effect_noise((24, 17), 60).convert("RGB"), kind)
+    for kind in ("PNG", "JPEG", "GIF", "WEBP", "TIFF")
+}
 
 
-WHOLE |= {kind: encoded(Image.effect_noise((24, 17), 60).convert("RGB"), kind) for kind in ("WEBP", "TIFF", "JPEG2000")}
-
-
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(kind=st.sampled_from(sorted(WHOLE)), places=st.lists(st.tuples(st.integers(0, 10**6), st.binary(min_size=1))))
 def test_damaged_files_give_an_image_or_a_reason(kind, places):
     data = bytearray(WHOLE[kind])
     for place, patch in places:
         start = place % len(data)
         data[start : start + len(patch)] = patch
-    reason = None
     try:
         found = stored({"bytes": bytes(data)})
     except DataError as error:
-        reason = str(error)
-    if reason is not None:
-        assert reason.startswith("image ")
+        assert str(error).startswith("image ")  # noqa: PT017
     else:
         found.load()
         assert found.mode == "RGB"
-
-
-@settings(max_examples=100, deadline=None)
-@given(data=st.binary(max_size=400))
-def test_random_bytes_are_no_image(data):
-    with pytest.raises(DataError, match="image is unreadable"):
-        encode_image({"bytes": data}, HERE, LIMITS)
 
 
 def test_files_are_read_by_any_name_of_them(tmp_path):
@@ -210,12 +194,11 @@ def test_files_are_read_by_any_name_of_them(tmp_path):
             assert open_image(value).size == (24, 17)
 
 
-@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
-def test_truncated_files_are_refused(share):
-    for whole in WHOLE.values():
-        data = whole[: int(share * len(whole))]
-        with pytest.raises(DataError, match="image is (truncated|unreadable)|image has size"):
-            encode_image({"bytes": data}, HERE, LIMITS)
+def test_truncated_files_are_refused():
+    for share in (0.3, 0.6, 0.9):
+        for whole in WHOLE.values():
+            with pytest.raises(DataError, match="image is (truncated|unreadable)|image has size"):
+                encode_image({"bytes": whole[: int(share * len(whole))]}, HERE, LIMITS)
 
 
 def test_what_is_no_image_is_named():
@@ -282,9 +265,6 @@ def test_no_limit_is_exceeded_and_the_ratio_is_kept(width, height, most, short, 
 def test_limits_that_contradict_are_refused(limits, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
         ImageLimits(**limits)
-
-
-"""Images that are larger than they look, and files that are no images, whatever they are called."""
 
 
 SIDE = 30_000
@@ -374,20 +354,16 @@ def test_what_is_no_image_is_refused_whatever_its_name(tmp_path, name):
             open_image(name, tmp_path)
 
 
-"""Rows that a sampler repeats are read once, whatever trains on them."""
-
-
 @pytest.fixture
 def decoded(monkeypatch):
-    """Numbers of pictures that were decoded."""
-    seen, plain = [], datasets.Image.decode_example
+    """The images that were read."""
+    seen: list[object] = []
 
-    def decode(self, value, token_per_repo_id=None):
-        image = plain(self, value, token_per_repo_id)
-        seen.append(image.size)
-        return image
+    def opened(value, root):
+        seen.append(value)
+        return open_image(value, root)
 
-    monkeypatch.setattr(datasets.Image, "decode_example", decode)
+    monkeypatch.setattr("vgr_trl.data.images.open_image", opened)
     return seen
 
 
@@ -401,8 +377,9 @@ def test_a_prompt_is_decoded_once_for_its_completions_and_micro_batches(vision_t
 
 
 def test_copies_are_rows_of_their_own_with_the_same_images(decoded, png):
-    rows = Dataset.from_dict({"image": [str(png)] * 3, "n": [0, 1, 2]}).cast_column("image", datasets.Image())
-    read = ReadOnce(rows)
+    made = Dataset.from_dict({"problem": ["q"] * 3, "solution": ["x"] * 3, "image": [str(png)] * 3, "n": [0, 1, 2]})
+    read = ReadOnce(prepare_rows(made)[0])
+    decoded.clear()
     first, copy, other = read.__getitems__([1, 1, 2])
     first["n"] = 7
     assert (copy["n"], other["n"], read[1]["n"], len(read)) == (1, 2, 1, 3)

@@ -11,8 +11,9 @@ from vgr_trl.data.prompts import (
     build_prompt,
     placed,
     require_placeholders,
+    without_video_placeholders,
 )
-from vgr_trl.data.rows import RowOptions, row_problem
+from vgr_trl.data.rows import RowOptions, understand
 from vgr_trl.utils import ConfigError, DataError
 
 
@@ -23,28 +24,21 @@ def test_a_question_is_a_conversation_with_its_options_behind_letters():
     ]
 
 
-def test_a_template_is_filled_in_for_each_question():
-    template = SystemTemplate(
-        "{% if choices %}Answer with one of {{ letters | join(', ') }}.{% else %}Answer in words.{% endif %}\n"
-    )
-    assert build_prompt("q", ["x", "y", "z"], system_prompt=template)[0]["content"] == "Answer with one of A, B, C."
-    assert build_prompt("q", system_prompt=template)[0]["content"] == "Answer in words."
-    about = SystemTemplate("{{ source }}: {{ problem }}")
-    assert build_prompt("how many?", system_prompt=about, source="nlvr")[0]["content"] == "nlvr: how many?"
-
-
-def test_a_template_that_comes_out_empty_gives_no_system_message():
-    prompt = build_prompt("q", system_prompt=SystemTemplate("{% if choices %}one letter{% endif %}"))
-    assert prompt == [{"role": "user", "content": "q"}]
-
-
-def test_a_text_without_placeholders_stays_as_it_is():
-    text = "Think in <think></think>; 100 % & {braces} stay.\nTwo lines."
-    assert SystemTemplate(text).render("q") == text
-
-
-def test_what_a_question_holds_is_never_run():
-    assert SystemTemplate("{{ problem }}").render("{{ 7 * 7 }} <b>") == "{{ 7 * 7 }} <b>"
+@pytest.mark.parametrize(
+    ("text", "choices", "system"),
+    [
+        ("Answer with {{ letters | join(', ') }}.\n", ["x", "y", "z"], "Answer with A, B, C."),
+        ("{% if choices %}A letter{% else %}In words{% endif %}", None, "In words"),
+        ("{{ source }}: {{ problem }}", None, "nlvr: {{ 7 * 7 }} <b>"),  # what a question holds is never run
+        ("Think in <think></think>; 100 % & {braces} stay.\nTwo lines.", None, None),
+        ("{% if choices %}A letter{% endif %}", None, ""),
+    ],
+)
+def test_a_template_is_filled_in_for_each_question(text, choices, system):
+    template = SystemTemplate(text)
+    prompt = build_prompt("{{ 7 * 7 }} <b>", choices, system_prompt=template, source="nlvr")
+    found = [message["content"] for message in prompt if message["role"] == "system"]
+    assert found == ([text] if system is None else [system] if system else [])
 
 
 @pytest.mark.parametrize(
@@ -72,12 +66,9 @@ def test_a_wrong_template_is_a_sentence(text, message):
     ],
 )
 def test_a_template_that_fails_or_reaches_out_of_the_sandbox_is_a_reason(text):
-    template = SystemTemplate(text, "mine.txt")
+    options = RowOptions(system_prompt=SystemTemplate(text, "mine.txt"))
     with pytest.raises(DataError, match=r"^mine.txt cannot be filled in for it \(.+\)$"):
-        template.render("q")
-    reason = row_problem({"problem": "q", "solution": "x"}, RowOptions(system_prompt=template))
-    assert reason is not None
-    assert reason.startswith("mine.txt cannot be filled in")
+        understand({"problem": "q", "solution": "x"}, options)
 
 
 def test_the_system_prompt_that_flags_name(tmp_path):
@@ -89,13 +80,12 @@ def test_the_system_prompt_that_flags_name(tmp_path):
     assert mine.render("q", ["a", "b"]) == "2 options"
     (tmp_path / "empty.txt").write_text(" \n", encoding="utf-8")
     assert system_prompt_of(DataArguments(system_prompt_file=str(tmp_path / "empty.txt"))) is None
-
-
-def test_flags_that_cannot_be_followed(tmp_path):
+    assert system_prompt_of(DataArguments(system_prompt_file="none")) is None
     with pytest.raises(ConfigError, match="prompt_language is 'fr'"):
         DataArguments(prompt_language="fr")
-    with pytest.raises(ConfigError, match="give only one"):
-        DataArguments(prompt_language="zh", system_prompt_file="mine.txt")
+    for other in ("system_prompt_file", "question_template_file"):
+        with pytest.raises(ConfigError, match="give only one"):
+            DataArguments(prompt_language="zh", **{other: "mine.txt"})
     (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
     for path in (tmp_path / "no.txt", tmp_path / "latin.txt", tmp_path):
         with pytest.raises(ConfigError, match="which cannot be read as UTF-8 text"):
@@ -108,14 +98,11 @@ def test_a_question_template_is_what_the_user_says(tmp_path):
     assert build_prompt(" 2 + 2? ", system_prompt=template) == [
         {"role": "user", "content": "2 + 2? Put the answer in \\boxed{}."}
     ]
-    assert row_problem({"prompt": "q", "solution": "x"}, RowOptions(system_prompt=template)) is None
     dialogue = {"prompt": [{"role": "user", "content": "q"}], "solution": "x"}
-    assert "cannot be filled in with" in row_problem(dialogue, RowOptions(system_prompt=template))
+    with pytest.raises(DataError, match="cannot be filled in with"):
+        understand(dialogue, RowOptions(system_prompt=template))
     with pytest.raises(ConfigError, match="names answer, but a template knows content, problem only"):
         QuestionTemplate("{{ answer }}")
-    with pytest.raises(ConfigError, match="give only one"):
-        DataArguments(question_template_file="x", prompt_language="zh")
-    assert system_prompt_of(DataArguments(system_prompt_file="none")) is None
 
 
 IMAGE = {"type": "image"}
@@ -134,8 +121,6 @@ def asked(content, *before):
     [
         ("What?", "What?"),
         ("<image>\nWhat?", [IMAGE, text("\nWhat?")]),
-        ("What? <image>", [text("What? "), IMAGE]),
-        ("<image><image>", [IMAGE, IMAGE]),
         ("<image> or <image>?", [IMAGE, text(" or "), IMAGE, text("?")]),
         ("<image 1> stays", "<image 1> stays"),
         ([text("see <image>")], [text("see "), IMAGE]),
@@ -153,23 +138,22 @@ def test_placeholders_of_other_roles_are_texts():
     require_placeholders(asked("<image>", system), 1)
 
 
-@pytest.mark.parametrize(("prompt", "images"), [("q", 0), ("q", 2), ("<image>q", 1), ("<image><image>", 2)])
-def test_as_many_placeholders_as_images_or_none(prompt, images):
-    assert require_placeholders(prompt, images) is None
-    assert require_placeholders(asked(prompt), images) is None
-
-
 @pytest.mark.parametrize(
-    ("prompt", "images", "marks"),
-    [("<image>", 0, 1), ("<image>", 2, 1), ("<image> <image>", 1, 2), ([IMAGE, text("<image>")], 1, 2)],
+    ("prompt", "images", "found"),
+    [("q", 2, None), ("<image>", 1, None), ("<image>", 0, 1), ("<image>", 2, 1), ("<image> <image>", 1, 2)],
 )
-def test_other_numbers_are_refused(prompt, images, marks):
-    reason = re.escape(f"its prompt has {marks} <image> placeholders, but there are {images} images")
-    for given in (prompt, asked(prompt)) if isinstance(prompt, str) else (asked(prompt),):
-        with pytest.raises(DataError, match=reason):
+def test_as_many_placeholders_as_images_or_none(prompt, images, found):
+    for given in (prompt, asked(prompt), asked([text(prompt)])):
+        if found is None:
+            require_placeholders(given, images)
+            continue
+        with pytest.raises(DataError, match=f"its prompt has {found} <image> placeholders, but there are {images} im"):
             require_placeholders(given, images)
 
 
-def test_placeholders_beside_a_video_are_refused():
+def test_placeholders_of_videos():
     with pytest.raises(DataError, match="beside a video"):
         require_placeholders("<image>", 1, has_videos=True)
+    assert without_video_placeholders(asked("<video>\nWhat happens?")) == asked("What happens?")
+    with pytest.raises(DataError, match="part of type video"):
+        without_video_placeholders(asked([{"type": "video"}, text("What?")]))

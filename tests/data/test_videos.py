@@ -1,5 +1,5 @@
-import builtins
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,10 +10,8 @@ from vgr_trl.data.images import (
     VideoOptions,
     frames_of,
     refuse_single_image_models,
-    sample_frames,
-    without_video_placeholders,
 )
-from vgr_trl.data.rows import RowOptions, prepare_rows, row_problem
+from vgr_trl.data.rows import RowOptions, prepare_rows, understand
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.utils import ConfigError, DataError
 
@@ -67,16 +65,17 @@ def video(tmp_path_factory) -> Path:
     ],
 )
 def test_frames_are_taken_at_a_steady_rate(video, fps, numbers):
-    frames = sample_frames(str(video), VideoOptions(fps, 20))
+    frames = frames_of({"video": str(video)}, VideoOptions(fps, 20))
     assert greys(frames) == numbers
     assert {(frame.size, frame.mode) for frame in frames} == {((64, 48), "RGB")}
 
 
 def test_other_containers_bytes_and_relative_paths(video, tmp_path):
     for name in ("a.avi", "a.mkv", "a.mov"):
-        assert greys(sample_frames(str(write_video(tmp_path / name)), VideoOptions(2, 20))) == [0, 5, 10, 15]
+        row = {"video": str(write_video(tmp_path / name))}
+        assert greys(frames_of(row, VideoOptions(2, 20))) == [0, 5, 10, 15]
     for value in (video.read_bytes(), {"bytes": video.read_bytes(), "path": None}, {"path": "grey.mp4"}, "grey.mp4"):
-        assert greys(sample_frames(value, VideoOptions(1, 2), video.parent)) == [0, 10]
+        assert greys(frames_of({"videos": [value]}, VideoOptions(1, 2), video.parent)) == [0, 10]
 
 
 def test_frames_are_turned_as_the_video_says(tmp_path):
@@ -88,7 +87,7 @@ def test_frames_are_turned_as_the_video_says(tmp_path):
         stream.set_display_rotation(90)
         container.mux(stream.encode(av.VideoFrame.from_image(stored.convert("RGB"))))
         container.mux(stream.encode())
-    (frame,) = sample_frames(str(tmp_path / "turned.mp4"), VideoOptions())
+    (frame,) = frames_of({"video": str(tmp_path / "turned.mp4")}, VideoOptions())
     assert frame.size == (48, 64)
     left, right = (frame.convert("L").getpixel((x, 32)) for x in (6, 42))
     assert left < 40  # counterclockwise by 90 degrees, what was above is left
@@ -96,14 +95,10 @@ def test_frames_are_turned_as_the_video_says(tmp_path):
 
 
 def test_a_row_with_more_frames_than_allowed_is_refused_and_one_with_as_many_is_not(video):
-    assert len(sample_frames(str(video), VideoOptions(2, 4))) == 4
-    with pytest.raises(
-        DataError, match="more than max_video_frames=3 frames at video_fps=2: lower video_fps, or raise"
-    ):
-        sample_frames(str(video), VideoOptions(2, 3))
     two = {"videos": [str(video)] * 2}
     assert greys(frames_of(two, VideoOptions(1, 4))) == [0, 10, 0, 10]
-    with pytest.raises(DataError, match="its videos have more than max_video_frames=3 frames"):
+    message = "more than max_video_frames=3 frames at video_fps=1: lower video_fps, or raise"
+    with pytest.raises(DataError, match=message):
         frames_of(two, VideoOptions(1, 3))
 
 
@@ -123,11 +118,9 @@ def test_a_row_with_more_frames_than_allowed_is_refused_and_one_with_as_many_is_
     ],
 )
 def test_a_video_that_cannot_be_read_is_a_reason(tmp_path, video, make, message):
-    value = make(tmp_path, video)
+    row = {"problem": "q", "solution": "x", "videos": [make(tmp_path, video)]}
     with pytest.raises(DataError, match=re.escape(message)):
-        sample_frames(value, VideoOptions())
-    reason = row_problem({"problem": "q", "solution": "x", "videos": [value]}, RowOptions())
-    assert message in (reason or "")
+        understand(row, RowOptions())
 
 
 def test_a_list_of_other_files_is_not_followed(tmp_path, video):
@@ -136,40 +129,14 @@ def test_a_list_of_other_files_is_not_followed(tmp_path, video):
     (tmp_path / "concat.mp4").write_text(f"ffconcat version 1.0\nfile '{video}'\n")
     for name in ("list.mp4", "concat.mp4"):
         with pytest.raises(DataError, match="video cannot be decoded"):
-            sample_frames(str(tmp_path / name), VideoOptions())
+            frames_of({"video": str(tmp_path / name)}, VideoOptions())
 
 
 def test_without_the_library_a_sentence_says_what_to_install(monkeypatch, video):
-    original = builtins.__import__
-
-    def without_av(name, *rest, **options):
-        if name == "av":
-            raise ImportError("No module named 'av'")
-        return original(name, *rest, **options)
-
-    monkeypatch.setattr(builtins, "__import__", without_av)
+    monkeypatch.setitem(sys.modules, "av", None)
     rows = Dataset.from_dict({"problem": ["q"], "solution": ["x"], "video": [str(video)]})
     with pytest.raises(ConfigError, match=re.escape("pip install 'vgr_trl[video]'")):
         prepare_rows(rows)
-
-
-def test_marks_of_videos_are_taken_off():
-    assert without_video_placeholders("<video>\nWhat happens?") == "What happens?"
-    talk = [{"role": "user", "content": "<video> What happens?"}]
-    assert without_video_placeholders(talk) == [{"role": "user", "content": "What happens?"}]
-    with pytest.raises(DataError, match="part of type video"):
-        without_video_placeholders(
-            [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What?"}]}]
-        )
-
-
-def rows_with_videos(video: Path) -> list[dict]:
-    return [
-        {"problem": "one", "solution": "x", "images": [str(video.parent / "a.png")], "videos": ["grey.mp4"]},
-        {"problem": "none", "solution": "x", "images": [], "videos": []},
-        {"problem": "bad", "solution": "x", "images": [], "videos": ["missing.mp4"]},
-        {"problem": "<video>two", "solution": "x", "images": [], "videos": ["grey.mp4", "grey.mp4"]},
-    ]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -178,7 +145,13 @@ def test_frames_come_behind_the_images_of_a_row(video, streaming):
     features = Features(
         problem=Value("string"), solution=Value("string"), images=List(Value("string")), videos=List(Value("string"))
     )
-    made = Dataset.from_list(rows_with_videos(video), features=features)
+    rows = [
+        {"problem": "one", "images": [str(video.parent / "a.png")], "videos": ["grey.mp4"]},
+        {"problem": "none", "images": [], "videos": []},
+        {"problem": "bad", "images": [], "videos": ["missing.mp4"]},
+        {"problem": "<video>two", "images": [], "videos": ["grey.mp4", "grey.mp4"]},
+    ]
+    made = Dataset.from_list([{**row, "solution": "x"} for row in rows], features=features)
     heard = []
     rows, skipped = prepare_rows(
         made.to_iterable_dataset() if streaming else made,

@@ -53,7 +53,7 @@ from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.columns import FLAGS, image_columns, images_of, undecoded
 from vgr_trl.data.load import train_test_split
 from vgr_trl.data.read import parse_data_files, readable
-from vgr_trl.data.rows import SkippedRow, append_skipped, report_skipped
+from vgr_trl.data.rows import SkippedRow, report_skipped
 from vgr_trl.options import changed_options
 from vgr_trl.patches import close_group_at_exit, let_gloo_finish
 from vgr_trl.reporting.markdown import duration, print_record, step_line
@@ -194,7 +194,7 @@ def build_trainer(
     load = partial(
         load_rows,
         needs_solution=any(map(reads_solution, reward_funcs)),
-        on_skipped=partial(append_skipped, path=skipped_file) if is_main else lambda row: None,
+        on_skipped=lambda row: report_skipped([row] if is_main else [], skipped_file, "a"),
         processor=processor,
         boxes=reads_boxes(config, reward_funcs),
     )

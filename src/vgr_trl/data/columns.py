@@ -11,13 +11,12 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-from datasets import Dataset, DatasetInfo, Features, Image, Json, List, Value, Video, concatenate_datasets
+from datasets import Dataset, Image, Json, List, Value, Video
 
 from vgr_trl.data.prompts import LETTERS, format_question, refuse_named_files, require_placeholders
 from vgr_trl.rewards.answers import resolve_solution
@@ -96,14 +95,6 @@ def undecoded(dataset: Any) -> Any:
             several = isinstance(feature, List)
             kind = type(feature.feature if several else feature)(decode=False)
             dataset = dataset.cast_column(name, List(kind) if several else kind)
-    return dataset
-
-
-def decoded(dataset: Any) -> Any:
-    """Return a data set whose columns of images are known as such to whoever reads its features."""
-    for name in IMAGE_COLUMNS:
-        if is_media(feature := (dataset.features or {}).get(name)):
-            dataset = dataset.cast_column(name, List(Image()) if isinstance(feature, List) else Image())
     return dataset
 
 
@@ -345,9 +336,9 @@ def _named(names: Sequence[str]) -> str:
     return names[0] + (f" (or {' or '.join(names[1:])})" if len(names) > 1 else "")
 
 
-def _shown(value: Any) -> str:
-    text = ascii(value) if isinstance(value, str) else repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+def _shown(value: Any, longest: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
 def keys_of(**flags: str | None) -> Keys:
@@ -365,27 +356,28 @@ def keys_of(**flags: str | None) -> Keys:
 
 def renamed_row(row: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
     """Return `row` with the columns of `keys` under the names that are known."""
-    gone, names = _plan(keys)
-    return {names.get(name, name): value for name, value in row.items() if name not in gone}
+    names = _new_names(row, keys)
+    return {names[name]: value for name, value in row.items() if name in names}
 
 
 def renamed(dataset: Dataset, keys: Keys) -> Dataset:
     """Return `dataset` with the columns of `keys` under the names that are known."""
-    gone, names = _plan(keys)
-    dataset = dataset.remove_columns([name for name in dataset.column_names if name in gone])
-    return dataset.rename_columns({name: new for name, new in names.items() if name in dataset.column_names})
+    names = _new_names(dataset.column_names, keys)
+    return dataset.select_columns(list(names)).rename_columns(names)
 
 
-def _plan(keys: Keys) -> tuple[set[str], dict[str, str]]:
-    """The columns that are left out because another one is named, and the new names of those."""
-    gone: set[str] = set()
-    names: dict[str, str] = {}
-    for part in (option.name for option in fields(Keys)):
+def _new_names(columns: Iterable[str], keys: Keys) -> dict[str, str]:
+    """Return column → known name of the columns that stay: of what `keys` names, others that are known do not."""
+    names = {name: name for name in columns}
+    for part, standard in STANDARD.items():
         given, known = getattr(keys, part), getattr(KEYS, part)
         if given != known:
-            gone |= set(known) - set(given)
-            names |= {name: STANDARD[part] for name in given if name not in known}
-    return gone, names
+            names = {
+                name: standard if name in given and name not in known else new
+                for name, new in names.items()
+                if name in given or name not in known
+            }
+    return names
 
 
 def require_columns(
@@ -403,43 +395,39 @@ def require_columns(
         features: types of the columns where they are known.
     """
     names = [name for name in row if name not in (UNREADABLE, FOLDER)]
-    present, known = set(names), {*keys.answer, *(("label",) if set(keys.choices) & set(names) else ())}
+
+    def has(*known: str) -> bool:
+        return not {*known}.isdisjoint(names)
+
+    answer = value_of(row, *keys.answer)
+    answers = (*keys.answer, "label") if has(*keys.choices) else keys.answer
     is_dialogue = any(isinstance(row.get(name), list) for name in DIALOGUES)
     given = {flag: getattr(keys, part) for part, flag in FLAGS.items() if getattr(keys, part) != getattr(KEYS, part)}
-    missing = next((f"{flag} is {name[0]}" for flag, name in given.items() if name and name[0] not in present), None)
-    answer = value_of(row, *keys.answer)
-    has_images = not keys.image or {*keys.image, *keys.video, *NUMBERED_IMAGES} & present
-    has_choices = not needs_solution or not keys.choices or set(keys.choices) & present
-    types = features or {}
-    image = next((name for name in names if is_media(types.get(name)) or _is_image_file(row[name])), None)
+    missing = next((f"{flag} is {name[0]}" for flag, name in given.items() if name and not has(*name)), None)
+    image = next((name for name in names if is_media((features or {}).get(name)) or _is_image_file(row[name])), None)
     choices = next((name for name in names if _looks_like_options(row[name], answer)), None)
-    problems = (
-        (missing is not None, f"{missing}, which is none of them."),
-        (
-            not set(keys.prompt) & present and not is_vision_only(row),
-            f"it needs `prompt`, or `problem` with `solution` (also known: {', '.join(keys.prompt[2:])}); say which "
-            "one holds the question by --problem_key.",
-        ),
-        (
-            needs_solution and not is_dialogue and not known & present,
-            f"the accuracy reward needs `solution` (letter, index or text; also known: {', '.join(keys.answer[1:])}); "
-            "say which one holds it by --solution_key.",
-        ),
-        (
-            image is not None and not has_images,
+    if missing is not None:
+        problem = f"{missing}, which is none of them."
+    elif not has(*keys.prompt) and not is_vision_only(row):
+        problem = f"it needs `prompt`, or `problem` with `solution` (also known: {', '.join(keys.prompt[2:])}); say "
+        problem += "which one holds the question by --problem_key."
+    elif needs_solution and not is_dialogue and not has(*answers):
+        problem = "the accuracy reward needs `solution` (letter, index or text; also known: "
+        problem += f"{', '.join(keys.answer[1:])}); say which one holds it by --solution_key."
+    elif image is not None and keys.image and not has(*keys.image, *keys.video, *NUMBERED_IMAGES):
+        problem = (
             f"none of {', '.join(keys.image)} is there, but `{image}` seems to hold images; say so by --image_key "
-            f"{image}, or train on the text alone by --image_key {NONE}.",
-        ),
-        (
-            choices is not None and not has_choices,
-            f"none of {', '.join(keys.choices)} is there, but `{choices}` seems to hold the options of which the "
-            f"answer, {answer}, is one; say so by --choices_key {choices}, or train on open questions by --choices_key "
-            f"{NONE}.",
-        ),
-    )
-    for applies, sentence in problems:
-        if applies:
-            raise DataError(f"The {split} data has the columns {_columns_shown(row, names)}: {sentence}")
+        )
+        problem += f"{image}, or train on the text alone by --image_key {NONE}."
+    elif choices is not None and needs_solution and keys.choices and not has(*keys.choices):
+        problem = f"none of {', '.join(keys.choices)} is there, but `{choices}` seems to hold the options of which the "
+        problem += f"answer, {answer}, is one; say so by --choices_key {choices}, or train on open questions by "
+        problem += f"--choices_key {NONE}."
+    else:
+        return
+    shown = ", ".join(f"`{name}` ({_shown(row[name], 40)})" for name in names[:MOST_SHOWN])
+    more = f" and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else ""
+    raise DataError(f"The {split} data has the columns {shown}{more}: {problem}")
 
 
 def _looks_like_options(value: Any, answer: Any) -> bool:
@@ -459,17 +447,6 @@ def _is_image_file(value: Any) -> bool:
     if isinstance(value, Mapping):
         return set(value) == {"bytes", "path"}
     return isinstance(value, str) and _IMAGE_FILE.fullmatch(value) is not None
-
-
-def _columns_shown(row: Mapping[str, Any], names: Sequence[str]) -> str:
-    def example(value: Any) -> str:
-        if isinstance(value, Mapping) and "bytes" in value:
-            return "an image or video"
-        text = repr(value)
-        return text if len(text) <= 40 else f"{text[:37]}..."
-
-    shown = [f"`{name}` ({example(row[name])})" for name in names[:MOST_SHOWN]]
-    return ", ".join(shown) + (f" and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else "")
 
 
 @dataclass(frozen=True)
@@ -538,7 +515,7 @@ def make_question(
     """Return a checked question; `answer` is a letter, an index or an option's text with `choices`, else open.
 
     Raises:
-        DataError: a text is empty or is no Unicode, or there is nothing to look at and `needs_image`.
+        DataError: the question is empty, or there is nothing to look at and `needs_image`.
         RewardError: the answer is missing, is none of the choices, or could mean two of them; or two choices are alike.
     """
     if needs_image and not images and not videos:
@@ -547,7 +524,9 @@ def make_question(
     solution = resolved.text if resolved.index is None else LETTERS[resolved.index]
     if resolved.index is not None:
         resolve_solution(solution, resolved.choices or None)  # in the form that training is going to read
-    question = Question(
+    if not problem.strip():
+        raise DataError("its question is empty")
+    return Question(
         id=str(id),
         source=source,
         problem=problem.strip(),
@@ -557,12 +536,6 @@ def make_question(
         videos=list(videos),
         regions=list(regions),
     )
-    if not question.problem:
-        raise DataError("its question is empty")
-    texts = (question.id, question.source, question.problem, question.solution)
-    for text in (*texts, *(question.choices or ()), *question.videos):
-        _require_unicode(text)
-    return question
 
 
 def id_of(row: Mapping[str, Any], origin: Origin, *names: str) -> str:
@@ -575,75 +548,31 @@ def id_of(row: Mapping[str, Any], origin: Origin, *names: str) -> str:
     return str(value)
 
 
-def _require_unicode(text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(f"its text {text[:40]!a} has characters that are not Unicode") from error
+FEATURES = {
+    str: Value("string"), int: Value("int64"), float: Value("float64"), bool: Value("bool"), list: List(Value("string"))
+}  # fmt: skip
 
 
-TYPES = {str: "string", int: "int64", float: "float64", bool: "bool", type(None): "string"}
+def kind_of(value: Any) -> Any:
+    """Return the type of a value as a column has it; `list` is a list of texts alone."""
+    is_texts = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return list if is_texts else Json if isinstance(value, list) else type(value)
 
-Kind = Any
-"""A type of `TYPES`, [the kind of a list's items], {name: the kind of an object's value}, or `Mixed`."""
+
+def feature_of(kinds: Iterable[Any]) -> Any:
+    """Return the feature of a column with values of these kinds: JSON where there are several, so that none changes."""
+    found = {*kinds} - {type(None)} or {str}
+    return FEATURES.get(found.pop(), Json()) if len(found) == 1 else Json()
 
 
-class Mixed:
-    """The kind of values that have no one kind."""
+def as_json(value: Any) -> str | None:
+    """Return a value as `Json` stores it: a text that is given to it is taken for JSON."""
+    return None if value is None else json.dumps(value)
 
 
 def with_column(dataset: Dataset, name: str, values: Sequence[Any]) -> Dataset:
     """Return `dataset` with `values` as the column `name`, each of its own type, in place of one that is there."""
-    kind: Kind = type(None)
-    for value in values:
-        kind = merged(kind, kind_of(value))
-    feature = feature_of(kind)
+    feature = feature_of(map(kind_of, values))
     kept = dataset.remove_columns(name) if name in dataset.column_names else dataset
-    if not isinstance(feature, Json):
-        return kept.add_column(name, list(values), feature=feature)
-    stored = pyarrow.array([as_json(value) for value in values], pyarrow.string())
-    column = pyarrow.ExtensionArray.from_storage(pyarrow.json_(), stored)
-    made = Dataset(pyarrow.table({name: column}), DatasetInfo(features=Features({name: feature})))
-    return concatenate_datasets([kept, made], axis=1)
-
-
-def kind_of(value: Any) -> Kind:
-    """Return the kind of a value out of JSON."""
-    if isinstance(value, list):
-        found: Kind = type(None)
-        for item in value:
-            found = merged(found, kind_of(item))
-        return Mixed if found is Mixed else [found]
-    if isinstance(value, Mapping):
-        kinds = {name: kind_of(item) for name, item in value.items()}
-        return Mixed if not kinds or Mixed in kinds.values() else kinds
-    return type(value)
-
-
-def merged(one: Kind, other: Kind) -> Kind:
-    """Return the kind of a column with values of both; objects have one only if they have the same names."""
-    if one is type(None) or one is other:
-        return other
-    if other is type(None):
-        return one
-    if isinstance(one, list) and isinstance(other, list):
-        inner = merged(one[0], other[0])
-        return Mixed if inner is Mixed else [inner]
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        kinds = {name: merged(one[name], other[name]) for name in one}
-        return Mixed if Mixed in kinds.values() else kinds
-    return Mixed
-
-
-def feature_of(kind: Kind) -> Any:
-    """Return the feature of a column whose values are of this kind."""
-    if isinstance(kind, list):
-        return List(feature_of(kind[0]))
-    if isinstance(kind, dict):
-        return {name: feature_of(inner) for name, inner in kind.items()}
-    return Json() if kind is Mixed else Value(TYPES[kind])
-
-
-def as_json(value: Any) -> str | None:
-    """Return a value as `Json` stores it: what it is given as a text it takes for JSON."""
-    return None if value is None else json.dumps(value)
+    stored = list(map(as_json, values)) if isinstance(feature, Json) else list(values)
+    return kept.add_column(name, stored, feature=feature)

@@ -28,7 +28,6 @@ DEEP_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 # None of those that name other files to be read.
 VIDEO_FORMATS = "asf,avi,flv,gif,matroska,mov,mp4,mpeg,mpegts,ogg,webm"
-VIDEO_PLACEHOLDER = re.compile(r"[ \t]*<video>[ \t]*\n?")
 ADDRESS = re.compile(r"(?:https?|ftp|s3|gs|hf|file)://[^/]*|data:[\w/+.-]*(?=[;,])", re.IGNORECASE)
 ORIENTATION = 0x0112  # the EXIF tag
 MAX_SHORT_SIDE = 1024
@@ -54,7 +53,7 @@ def path_within(root: Path, name: str | Path) -> Path:
         real = path.resolve()
     except (OSError, ValueError, RuntimeError):  # nothing can be opened there
         return path
-    if root != Path() and not any(real.is_relative_to(folder) for folder in (_real(root), *_caches())):
+    if root != Path() and not any(real.is_relative_to(folder) for folder in (root.resolve(), *_caches())):
         raise DataError(
             f"file {str(path)[:200]} lies outside of {root}, where these data may have files: give --image_dir, the "
             "folder that paths start from and stay in"
@@ -67,11 +66,6 @@ def downloaded() -> Path:
     from datasets import config  # here, so that a decoding process starts without it
 
     return Path(config.HF_DATASETS_CACHE)
-
-
-@cache
-def _real(folder: Path) -> Path:
-    return folder.resolve()
 
 
 @cache
@@ -104,19 +98,42 @@ def read_image(value: Any, root: Path = Path(), max_image_pixels: int | None = N
     Raises:
         DataError: as in `open_image`, values apart.
     """
-    if isinstance(value, Image.Image):
-        return _decoded(value, max_image_pixels)
-    data = image_bytes(value, root)
-    try:
-        with _quietly():
+    image = value
+    if not isinstance(value, Image.Image):
+        data = image_bytes(value, root)
+        with _reasons("unreadable"):
             image = Image.open(io.BytesIO(data), formats=_formats())
-    except UnidentifiedImageError as error:
-        raise DataError("image is unreadable: not in a known image format") from error
-    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-        raise DataError(f"image has too many pixels (more than {Image.MAX_IMAGE_PIXELS}): scale it down") from error
-    except Exception as error:  # Pillow's decoders raise whatever damaged bytes lead them to
-        raise DataError(f"image is unreadable: {error_text(error)}") from error
-    return _decoded(image, max_image_pixels)
+    width, height = image.size
+    if min(image.size) == 0 or max(image.size) >= MOST_ELONGATED * min(image.size):
+        raise DataError(f"image has size {width}x{height}: both sides need pixels, at most {MOST_ELONGATED} to 1")
+    if max_image_pixels is not None and width * height > max_image_pixels:
+        raise DataError(f"image has {width}x{height} pixels, more than max_image_pixels={max_image_pixels}")
+    with _reasons("truncated or damaged"):
+        image.load()
+        turned = image.getexif().get(ORIENTATION, 1) in range(2, 9)
+        return ImageOps.exif_transpose(image) if turned else image
+
+
+@contextmanager
+def _reasons(problem: str) -> Iterator[None]:
+    """Turn what Pillow raises into a `DataError`, its warning of a decompression bomb too; others are ignored."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        try:
+            yield
+        except UnidentifiedImageError as error:
+            raise DataError("image is unreadable: not in a known image format") from error
+        except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+            raise DataError(f"image has too many pixels (more than {Image.MAX_IMAGE_PIXELS}): scale it down") from error
+        except Exception as error:  # decoders raise whatever damaged bytes lead them to
+            raise DataError(f"image is {problem}: {error_text(error)}") from error
+
+
+@cache
+def _formats() -> tuple[str, ...]:
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
 def image_bytes(value: Any, root: Path = Path()) -> bytes:
@@ -130,14 +147,12 @@ def image_bytes(value: Any, root: Path = Path()) -> bytes:
         return found
     if (size := found.stat().st_size) > LARGEST_FILE:
         raise DataError(f"image file {str(found)[:200]} has {size} bytes: at most {LARGEST_FILE} are read")
-    try:
+    with _reasons("unreadable"):
         return found.read_bytes()
-    except OSError as error:
-        raise DataError(f"image file {str(found)[:200]!r} cannot be read ({error_text(error)})") from error
 
 
 def _stored(value: Any, root: Path, kind: str) -> bytes | Path:
-    """Return the bytes of an image or video, or the path of its file, which exists."""
+    """Return the bytes of an image or video, or the path of its file, which can be opened."""
     if isinstance(value, Mapping):
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
     if isinstance(value, bytes):
@@ -148,16 +163,14 @@ def _stored(value: Any, root: Path, kind: str) -> bytes | Path:
         raise DataError(f"{kind} is an empty text, not a path")
     if address := ADDRESS.match(str(value)):
         raise DataError(f"{kind} is an address ({address[0]}…), which is not fetched: save it, and give its path")
+    path = path_within(root, value)
     try:
-        path = path_within(root, value)
         if path.is_file():
             return path
-        is_folder = path.is_dir()
+        problem = "is a folder" if path.is_dir() else "does not exist"
     except (OSError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"{kind} file {str(root / value)[:200]!r} cannot be read ({error_text(error)})") from error
-    raise DataError(f"{kind} file {str(path)[:200]} {'is a folder' if is_folder else 'does not exist'}")
+        problem = f"cannot be read ({error_text(error)})"
+    raise DataError(f"{kind} file {str(path)[:200]} {problem}")
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -182,25 +195,6 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return shown.convert("RGB")
 
 
-def _decoded(image: Image.Image, max_image_pixels: int | None) -> Image.Image:
-    width, height = image.size
-    if 0 in image.size or max(image.size) >= MOST_ELONGATED * min(image.size):
-        raise DataError(f"image has size {width}x{height}: both sides need pixels, at most {MOST_ELONGATED} to 1")
-    if max_image_pixels is not None and width * height > max_image_pixels:
-        raise DataError(f"image has {width}x{height} pixels, more than max_image_pixels={max_image_pixels}")
-    try:
-        with _quietly():
-            image.load()
-    except Exception as error:  # as above
-        raise DataError(f"image is truncated or damaged: {error_text(error)}") from error
-    try:
-        with _quietly():
-            turned = image.getexif().get(ORIENTATION, 1) in range(2, 9)
-            return ImageOps.exif_transpose(image) if turned else image
-    except Exception as error:  # as above
-        raise DataError(f"image has damaged EXIF data: {error_text(error)}") from error
-
-
 def _eight_bits(image: Image.Image) -> Image.Image:
     import numpy  # here, so that a decoding process starts without it
 
@@ -214,21 +208,6 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     else:
         full = 255.0 if image.mode == "I" and high < 256 else 65535.0
     return Image.fromarray((values * (255 / full) + 0.5).astype(numpy.uint8))
-
-
-@cache
-def _formats() -> tuple[str, ...]:
-    Image.init()
-    return tuple(name for name in FORMATS if name in Image.OPEN)
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Make Pillow's warning of a decompression bomb an error, and say nothing of doubtful metadata."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
-        yield
 
 
 @dataclass(frozen=True)
@@ -255,13 +234,13 @@ class ImageLimits:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value!r}: give an integer of at least 1, or None for no such limit.")
-        largest = self.max_pixels if self.max_short_side is None else self.max_short_side**2
-        for bound in (self.max_pixels, largest):
-            if self.min_pixels is not None and bound is not None and self.min_pixels > bound:
-                raise ConfigError(
-                    f"min_pixels is {self.min_pixels}, but max_pixels and max_short_side allow {bound} pixels: lower "
-                    "min_pixels or raise the others."
-                )
+        bounds = [self.max_pixels, None if self.max_short_side is None else self.max_short_side**2]
+        bound = min((bound for bound in bounds if bound is not None), default=None)
+        if self.min_pixels is not None and bound is not None and self.min_pixels > bound:
+            raise ConfigError(
+                f"min_pixels is {self.min_pixels}, but max_pixels and max_short_side allow {bound} pixels: lower "
+                "min_pixels or raise the others."
+            )
 
     def size_of(self, width: int, height: int) -> tuple[int, int]:
         """Return the size that an image of `width` x `height` pixels is brought to."""
@@ -270,19 +249,13 @@ class ImageLimits:
             scale = min(scale, self.max_short_side / min(width, height))
         if self.max_pixels is not None:
             scale = min(scale, math.sqrt(self.max_pixels / (width * height)))
-        if scale < 1:
-            return _within(width, height, scale)
-        if self.min_pixels is not None and width * height < self.min_pixels:
+        if scale == 1 and self.min_pixels is not None and width * height < self.min_pixels:
             scale = math.sqrt(self.min_pixels / (width * height))
             larger = math.ceil(width * scale - 1e-9), math.ceil(height * scale - 1e-9)
-            fits = self.max_pixels is None or larger[0] * larger[1] <= self.max_pixels
-            return larger if fits else _within(width, height, scale)
-        return width, height
-
-
-def _within(width: int, height: int, scale: float) -> tuple[int, int]:
-    """Round down, so that no limit is exceeded; the tolerance undoes the rounding of the scale itself."""
-    return max(1, math.floor(width * scale + 1e-9)), max(1, math.floor(height * scale + 1e-9))
+            if self.max_pixels is None or larger[0] * larger[1] <= self.max_pixels:
+                return larger
+        # Rounded down, so that no limit is exceeded; the tolerance undoes the rounding of the scale itself.
+        return max(1, math.floor(width * scale + 1e-9)), max(1, math.floor(height * scale + 1e-9))
 
 
 @dataclass(frozen=True)
@@ -340,59 +313,43 @@ class VideoOptions:
 DEFAULT_VIDEO_OPTIONS = VideoOptions()
 
 
-def require_av() -> Any:
-    """Return the module that decodes videos.
+def frames_of(row: Mapping[str, Any], options: VideoOptions, root: Path = Path()) -> list[Image.Image]:
+    """Return the frames of all videos of `row`, in order, as RGB images.
+
+    Of each video these are the frames at the times 0, 1/fps, 2/fps, …: the first one shown then or later. A video with
+    fewer frames per second gives each of its frames once. Frames are turned as the video says.
+
+    Args:
+        row: with `videos` or `video`: a path, bytes, or a dict with `bytes` or `path`, one or a list.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: PyAV is not installed.
+        DataError: a video is missing, unreadable or without pictures, or there are too many frames; the message is the
+            reason.
     """
+    frames: list[Image.Image] = []
+    for value in videos_of(row):
+        frames += _frames(value, options, root)
+        if len(frames) > options.max_frames:
+            raise DataError(
+                f"its videos have more than max_video_frames={options.max_frames} frames at video_fps={options.fps:g}: "
+                "lower video_fps, or raise max_video_frames"
+            )
+    return frames
+
+
+def _frames(value: Any, options: VideoOptions, root: Path) -> list[Image.Image]:
     try:
         import av
     except ImportError as error:
         raise ConfigError(
             "The data have videos, and reading them needs PyAV: pip install 'vgr_trl[video]', or remove the column."
         ) from error
-    return av
-
-
-def frames_of(row: Mapping[str, Any], options: VideoOptions, root: Path = Path()) -> list[Image.Image]:
-    """Return the frames of all videos of `row`, in order, as RGB images.
-
-    Args:
-        row: with `videos` or `video`, undecoded.
-
-    Raises:
-        ConfigError: PyAV is not installed.
-        DataError: a video cannot be read, or there are too many frames; the message is the reason.
-    """
-    frames: list[Image.Image] = []
-    for value in videos_of(row):
-        frames += sample_frames(value, options, root)
-        if len(frames) > options.max_frames:
-            raise DataError(_too_many(options))
-    return frames
-
-
-def sample_frames(value: Any, options: VideoOptions, root: Path = Path()) -> list[Image.Image]:
-    """Return a video's frames at the times 0, 1/fps, 2/fps, …: of each, the first frame shown then or later.
-
-    A video with fewer frames per second gives each of its frames once. Frames are turned as the video says.
-
-    Args:
-        value: a path, bytes, or a dict with `bytes` or `path`.
-
-    Raises:
-        ConfigError: PyAV is not installed.
-        DataError: the video is missing, unreadable, without pictures or too long; the message is the reason.
-    """
-    av = require_av()
     stored = _stored(value, root, "video")
     try:
         file = io.BytesIO(stored) if isinstance(stored, bytes) else stored.open("rb")
         # The limit on formats keeps out lists of other files and addresses, which the decoder would go and read.
         with file, av.open(file, options={"format_whitelist": VIDEO_FORMATS}) as container:
-            if not container.streams.video:
-                raise DataError("video has no pictures")
             frames = list(islice(_sampled(container, options.fps), options.max_frames + 1))
     except DataError:
         raise
@@ -400,69 +357,24 @@ def sample_frames(value: Any, options: VideoOptions, root: Path = Path()) -> lis
         raise DataError(f"video cannot be decoded ({error_text(error)})") from error
     if not frames:
         raise DataError("video has no pictures")
-    if len(frames) > options.max_frames:
-        raise DataError(_too_many(options))
     return frames
 
 
-def without_video_placeholders(prompt: Any) -> Any:
-    """Return a prompt, a text or a conversation, without `<video>`: its frames are images.
-
-    Raises:
-        DataError: a message has a part of type `video`, whose place frames cannot take.
-    """
-    if isinstance(prompt, str):
-        return VIDEO_PLACEHOLDER.sub("", prompt)
-    return [{**message, "content": _without_placeholders(message["content"])} for message in prompt]
-
-
-def refuse_single_image_models(processor: Any) -> None:
-    """Raise `ConfigError` unless `processor` gives two images of a prompt more tokens than one."""
-    name = type(processor).__name__
-    try:
-        one, two = (_length(processor, number) for number in (1, 2))
-    except Exception as error:  # a processor for one image says so in its own way
-        raise ConfigError(
-            f"The data have videos, which become several images, but {name} does not take several "
-            f"({error_text(error)}): use a model for several images, or remove the videos."
-        ) from error
-    if two <= one:
-        raise ConfigError(
-            f"The data have videos, which become several images, but {name} reads one image per prompt: use a model "
-            "for several images, or remove the videos."
-        )
-
-
-def _length(processor: Any, images: int) -> int:
-    content: list[dict[str, str]] = [{"type": "image"}] * images + [{"type": "text", "text": "?"}]
-    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-    pictures = [Image.new("RGB", (112, 112), "white")] * images
-    return len(processor(text=[text], images=[pictures])["input_ids"][0])
-
-
-def _without_placeholders(content: Any) -> Any:
-    if isinstance(content, str):
-        return VIDEO_PLACEHOLDER.sub("", content)
-    if any(isinstance(part, dict) and part.get("type") == "video" for part in content):
-        raise DataError("its prompt has a part of type video: give the text alone, and the video in `videos`")
-    return content
-
-
 def _sampled(container: Any, fps: float) -> Iterator[Image.Image]:
+    if not container.streams.video:
+        return
     stream = container.streams.video[0]
     width, height = stream.codec_context.width, stream.codec_context.height
-    limit = Image.MAX_IMAGE_PIXELS
-    if limit is not None and width * height > limit:
-        raise DataError(f"video has {width}x{height} pixels, more than {limit}: scale it down")
-    if min(width, height) < 1 or max(width, height) >= MOST_ELONGATED * min(width, height):
-        raise DataError(f"video has size {width}x{height}: both sides need pixels, at most {MOST_ELONGATED} to 1")
-    rate = Fraction(fps)
+    limit = Image.MAX_IMAGE_PIXELS or math.inf
+    if width * height > limit or max(width, height) >= MOST_ELONGATED * min(width, height):
+        raise DataError(f"video has size {width}x{height}: at most {limit} pixels and {MOST_ELONGATED} to 1 are read")
     start, taken = None, 0
     for number, frame in enumerate(container.decode(stream)):
-        time = _time(frame, number, stream)
+        tick = Fraction(frame.time_base or 0)
+        timed = frame.pts is not None and tick
+        time = frame.pts * tick if timed else number / Fraction(stream.average_rate or stream.guessed_rate)
         start = time if start is None else start
-        slack = Fraction(frame.time_base or 0) / 2  # times are stored rounded to a tick of the file's clock
-        due = int((time - start + slack) * rate)
+        due = int((time - start + tick / 2) * Fraction(fps))  # times are stored rounded to a tick of the file's clock
         if due >= taken:
             taken = due + 1
             image = frame.to_image()
@@ -470,21 +382,25 @@ def _sampled(container: Any, fps: float) -> Iterator[Image.Image]:
             yield image.rotate(turn, expand=True) if turn else image
 
 
-def _time(frame: Any, number: int, stream: Any) -> Fraction:
-    """Seconds at which a frame is shown; from its number where the file does not say."""
-    if frame.pts is not None and frame.time_base:
-        return Fraction(frame.pts) * Fraction(frame.time_base)
-    rate = stream.average_rate or stream.guessed_rate
-    if not rate:
-        raise DataError("video says neither when its frames are shown nor how many a second has")
-    return Fraction(number) / Fraction(rate)
-
-
-def _too_many(options: VideoOptions) -> str:
-    return (
-        f"its videos have more than max_video_frames={options.max_frames} frames at video_fps={options.fps:g}: "
-        "lower video_fps, or raise max_video_frames"
+def refuse_single_image_models(processor: Any) -> None:
+    """Raise `ConfigError` unless `processor` gives two images of a prompt more tokens than one."""
+    problem = "reads one image per prompt"
+    try:
+        if _length(processor, 2) > _length(processor, 1):
+            return
+    except Exception as error:  # a processor for one image says so in its own way
+        problem = f"does not take several ({error_text(error)})"
+    raise ConfigError(
+        f"The data have videos, which become several images, but {type(processor).__name__} {problem}: use a model for "
+        "several images, or remove the videos."
     )
+
+
+def _length(processor: Any, images: int) -> int:
+    content: list[dict[str, str]] = [{"type": "image"}] * images + [{"type": "text", "text": "?"}]
+    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    pictures = [Image.new("RGB", (112, 112), "white")] * images
+    return len(processor(text=[text], images=[pictures])["input_ids"][0])
 
 
 def boxes_of(row: Mapping[str, Any], size: tuple[int, int], name: str = "A row") -> list[Box]:
@@ -502,13 +418,11 @@ def boxes_of(row: Mapping[str, Any], size: tuple[int, int], name: str = "A row")
     """
     column, given = _given_boxes(row, name)
     if column == "bbox":
-        boxes, form = given, "left, top, right and bottom as shares of the image, in [0, 1], with left < right and top"
-        form += " < bottom"
+        boxes, form = given, "left, top, right and bottom as shares of the image, with left < right and top < bottom"
     else:
         wide, high = size if in_pixels_of_its_image(row, name) else (1, 1)
         boxes = [(left / wide, top / high, (left + w) / wide, (top + h) / high) for left, top, w, h in given]
-        form = "left, top, width and height as shares of the image, in [0, 1], or in pixels of its "
-        form += f"{size[0]} x {size[1]}, and within it"
+        form = f"left, top, width and height as shares, or in pixels of its {size[0]} x {size[1]}, and within it"
     for stated, (left, top, right, bottom) in zip(given, boxes, strict=True):
         if not (-1e-3 <= left < right <= 1.001 and -1e-3 <= top < bottom <= 1.001):
             raise DataError(f"{name} has the box {stated} in its column {column}: give {form}.")
@@ -545,22 +459,18 @@ def in_pixels_of_its_image(row: Mapping[str, Any], name: str = "A row") -> bool:
 
 def _given_boxes(row: Mapping[str, Any], name: str) -> tuple[str, list[Box]]:
     """Return which column has the boxes of a row, and their four numbers as stated."""
-    columns: dict[str, Any] = {column: row.get(column) for column in COLUMNS}
-    given = {column: value.tolist() if hasattr(value, "tolist") else value for column, value in columns.items()}
-    column = "regions" if given["bbox"] in (None, [], ()) else "bbox"
-    value: Any = given[column] or []
-    if column == "bbox" and not (isinstance(value, list | tuple) and isinstance(value[0], list | tuple)):
-        value = [value]
-    if not isinstance(value, list | tuple):
-        raise DataError(f"{name} has {value!r} in its column regions: give a list of boxes of four numbers.")
-    boxes = []
-    for box in value:
-        try:
-            first, second, third, fourth = (float(number) for number in box)
-        except (TypeError, ValueError) as error:
-            raise DataError(f"{name} has {box!r} in its column {column}: give four numbers.") from error
-        boxes.append((first, second, third, fourth))
-    return column, boxes
+    import numpy  # here, so that a decoding process starts without it
+
+    column = "bbox"
+    try:
+        if row.get("bbox") is None or numpy.size(row["bbox"]) == 0:
+            column = "regions"
+        boxes = numpy.array([] if row.get(column) is None else row[column], dtype=float)
+        if boxes.size and (boxes.ndim > 2 or boxes.shape[-1] != 4):
+            raise ValueError
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{name} has {row[column]!r} in its column {column}: give four numbers.") from error
+    return column, [(one, two, three, four) for one, two, three, four in boxes.reshape(-1, 4).tolist()]
 
 
 def as_shares(boxes: Sequence[Box]) -> list[list[float]]:
@@ -588,14 +498,12 @@ def _reopened(value: Any, row: Mapping[str, Any], split: str, root: Path, images
     try:
         return images.fitted(open_image(value, folder_of(row, root)))
     except DataError as error:
-        if PLACE not in row:
-            raise
-        reason = str(error).rstrip(".")
         name = value.get("path") if isinstance(value, Mapping) else value
-        file = "" if not isinstance(name, str) or name in reason else f" ({str(folder_of(row, root) / name)[:200]})"
+        file = f" ({str(folder_of(row, root) / name)[:200]})" if isinstance(name, str) else ""
         raise DataError(
-            f"Row {row[PLACE]} of the {split} data could be read when the run began, and cannot be any more: {reason}"
-            f"{file}. Repair it and continue with resume_from_checkpoint; without the row a run takes another order."
+            f"Row {row[PLACE]} of the {split} data could be read when the run began, and cannot be any more: "
+            f"{str(error).rstrip('.')}{file}. Repair it and continue with resume_from_checkpoint; without the row a "
+            "run takes another order."
         ) from error
 
 

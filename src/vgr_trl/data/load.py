@@ -3,16 +3,15 @@
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from datasets import (
     Dataset,
-    DatasetDict,
     Features,
     Image,
     IterableDataset,
-    IterableDatasetDict,
     Json,
     List,
     Value,
@@ -28,24 +27,25 @@ from vgr_trl.data.merge import Row, split
 from vgr_trl.data.prompts import texts_of
 from vgr_trl.data.read import (
     HUB_NAME,
-    SAVED,
     Source,
-    count_rows,
+    has_card_with_files,
     has_config,
+    is_saved,
+    one_source,
     parse_data_files,
-    read_card,
     readable,
     require_file,
     row_files,
+    split_of,
     splits_of,
     stream_of,
     table_of,
     why_not_on_hub,
 )
-from vgr_trl.utils import ConfigError, DataError, MissingSplitError
+from vgr_trl.utils import DataError
 
 TEST_SHARE = 0.1
-ARXIVQA_TABLES = ("corpus", "queries", "qrels")
+ARXIVQA_TABLES = {"corpus", "queries", "qrels"}
 ARXIVQA_FEATURES = Features(
     {
         **dict.fromkeys(("id", "source", "problem", "solution", UNREADABLE), Value("string")),
@@ -56,7 +56,7 @@ ARXIVQA_FEATURES = Features(
 # `datasets` reads the columns of texts as if all were of one type (pandas makes numbers of digits and nothing of `NA`).
 BUILDERS = {".parquet": "parquet", ".jsonl": "text", ".json": "text", ".csv": "text", ".arrow": "arrow"}
 METADATA = ("metadata.jsonl", "metadata.csv")  # what `datasets` knows of the images beside it
-CONVERTED = re.compile(r"(.+)-\d{5}\.(parquet|jsonl)")  # the files that `vgr-trl data convert` writes
+CONVERTED = re.compile(r".+-\d{5}\.(parquet|jsonl)")  # the files that `vgr-trl data convert` writes
 
 
 def load_split(
@@ -82,23 +82,19 @@ def load_split(
         DataError: the source or the split does not exist, cannot be read, or is empty.
     """
     given = {"dataset_name": dataset_name, "dataset_path": dataset_path, "data_files": data_files}
-    named = [name for name, value in given.items() if value]
-    if len(named) != 1:
-        got = " and ".join(named) if named else "none"
-        raise ConfigError(f"Data come from one of dataset_name, dataset_path and data_files, but {got} was given.")
-    with readable(given[named[0]], named[0], only_reads=True):
+    name = one_source(**given)
+    source = str(given[name])
+    loaded: Mapping[Any, Any]
+    with readable(source, name, only_reads=True):
         if (arxivqa := _arxivqa_source(dataset_name, dataset_path, data_files)) is not None:
-            return _load_arxivqa(arxivqa, split, streaming)
-        if data_files:
-            files = parse_data_files(data_files)
-            if split not in files:
-                raise MissingSplitError(
-                    f"data_files names the splits {sorted(files)}, but the split {split!r} is asked for."
-                )
-            return _from_files(files[split], streaming, with_folders)
-        if dataset_path:
-            return _pick(split, _from_folder(Path(dataset_path), streaming), dataset_path)
-        return _pick(split, _from_hub(str(dataset_name), dataset_config, streaming), str(dataset_name))
+            loaded = {"train": _load_arxivqa(arxivqa, streaming)}
+        elif data_files:
+            return _from_files(split_of(parse_data_files(data_files), split, "data_files"), streaming, with_folders)
+        elif dataset_path:
+            loaded = _from_folder(Path(dataset_path), streaming)
+        else:
+            loaded = _from_hub(source, dataset_config, streaming)
+        return _without_folder(split_of(loaded, split, source))
 
 
 def load_path(
@@ -113,23 +109,22 @@ def load_path(
     Raises:
         DataError: there is nothing at `path`, it cannot be read, or the split is not known.
     """
+    loaded: Mapping[Any, Any]
     with readable(path, "the path", only_reads=True):
         if Path(path).is_file():
             return split or "train", _from_files([Path(path)], streaming)
-        arxivqa = _arxivqa_source(None if Path(path).exists() else path, path, None)
-        if arxivqa is not None:
-            return split or "train", _load_arxivqa(arxivqa, split or "train", streaming)
-        if path and Path(path).is_dir():
+        if (arxivqa := _arxivqa_source(None if Path(path).exists() else path, path, None)) is not None:
+            loaded = {"train": _load_arxivqa(arxivqa, streaming)}
+        elif path and Path(path).is_dir():
             loaded = _from_folder(Path(path), streaming)
         elif HUB_NAME.fullmatch(path):
             loaded = _from_hub(path, config, streaming)
         else:
             raise DataError(f"There is no file and no folder {path}: give one, or a name on the hub.")
-        splits = ["train"] if isinstance(loaded, Dataset | IterableDataset) else list(loaded)
-        chosen = split or ("train" if "train" in splits else splits[0])
-        if split is None and chosen != "train" and len(splits) > 1:
-            raise DataError(f"{path} has the splits {sorted(splits)}: name one of them.")
-        return chosen, _pick(chosen, loaded, path)
+        chosen = split or ("train" if "train" in loaded else next(iter(loaded)))
+        if split is None and chosen != "train" and len(loaded) > 1:
+            raise DataError(f"{path} has the splits {sorted(loaded)}: name one of them.")
+        return chosen, _without_folder(split_of(loaded, chosen, path))
 
 
 def _from_hub(name: str, config: str | None, streaming: bool) -> Any:
@@ -143,7 +138,6 @@ def _from_hub(name: str, config: str | None, streaming: bool) -> Any:
 def _from_files(paths: Sequence[Path], streaming: bool, with_folders: bool = True) -> Any:
     for path in paths:
         require_file(path, BUILDERS)
-        _require_rows([path])
     with_folders = with_folders and len({path.absolute().parent for path in paths}) > 1
     if all(BUILDERS[path.suffix.lower()] == "text" for path in paths):
         return (stream_of if streaming else table_of)(paths, with_folders)
@@ -169,81 +163,43 @@ def _from_file(path: Path, streaming: bool, with_folders: bool) -> Any:
     return rows.map(lambda row: {FOLDER: folder}) if streaming else rows.add_column(FOLDER, [folder] * len(rows))
 
 
-def _from_folder(path: Path, streaming: bool) -> Any:
+def _from_folder(path: Path, streaming: bool) -> Mapping[Any, Any]:
     if not path.is_dir():
         raise DataError(f"dataset_path is {path}, which is not a folder; for single files use data_files.")
-    if any((path / name).exists() for name in SAVED):
-        return load_from_disk(str(path))
-    if not any(path.iterdir()):
-        raise DataError(f"dataset_path is {path}, which is empty.")
-    if converted := _converted(path):
-        builder, files = converted
-        if builder == "text":
-            return _read_texts(files, streaming)
-        return load_dataset(builder, data_files=files, streaming=streaming)
-    rows = row_files(path)
-    _require_rows(rows)
-    has_metadata = any(file.name in METADATA for file in rows)
-    if rows and not has_metadata and all(BUILDERS[file.suffix.lower()] == "text" for file in rows):
-        return _read_texts({split: list(map(str, files)) for split, files in splits_of(rows, path).items()}, streaming)
-    named = read_card(path)
+    if is_saved(path):
+        saved = load_from_disk(str(path))
+        return {"train": saved} if isinstance(saved, Dataset) else saved
+    files = row_files(path)
+    kinds = {BUILDERS[file.suffix.lower()] for file in files}
+    has_metadata = any(file.name in METADATA for file in files)
+    is_converted = all(CONVERTED.fullmatch(file.name) for file in files)  # whose splits may have any name
+    splits = splits_of(files, path)
+    if is_converted:
+        splits = {name: list(found) for name, found in groupby(files, lambda file: file.stem.rpartition("-")[0])}
+    if kinds == {"text"} and not has_metadata:
+        return {split: (stream_of if streaming else table_of)(paths) for split, paths in splits.items()}
+    if kinds == {"parquet"} and is_converted:
+        names = {split: list(map(str, paths)) for split, paths in splits.items()}
+        return cast("Mapping[Any, Any]", load_dataset("parquet", data_files=names, streaming=streaming))
     # Of files of several kinds `datasets` would read one; a JSON file may be about the others.
-    kinds = {BUILDERS[file.suffix.lower()]: file for file in rows if file.suffix.lower() != ".json"}
-    if len(kinds) > 1 and not any(named.values()) and not has_metadata:
-        found = " and ".join(sorted(str(file) for file in kinds.values()))
-        raise DataError(f"Files of different kinds, {found}, are no one set: name those to read by data_files.")
-    return _keeping_types(load_dataset(str(path), streaming=streaming), path)
-
-
-def _read_texts(files: dict[str, list[str]], streaming: bool) -> DatasetDict | IterableDatasetDict:
-    read, splits = (stream_of, IterableDatasetDict) if streaming else (table_of, DatasetDict)
-    return splits({split: read([Path(name) for name in names]) for split, names in files.items()})
-
-
-def _require_rows(paths: Sequence[Path]) -> None:
-    """Refuse Parquet files without rows, at which `datasets` fails with words about batch sizes."""
-    for path in paths:
-        if path.suffix.lower() == ".parquet" and count_rows([path]) == 0:
-            raise DataError(f"The file {path} has no rows: give a file with at least one, or remove it.")
+    kinds = {BUILDERS[file.suffix.lower()] for file in files if file.suffix.lower() != ".json"}
+    if not has_card_with_files(path) and len(kinds) > 1 and not has_metadata:
+        found = " and ".join(map(str, files))
+        raise DataError(f"Files of different kinds, {found[:500]}, are no one set: name those to read by data_files.")
+    return cast("Mapping[Any, Any]", _keeping_types(load_dataset(str(path), streaming=streaming), path))
 
 
 def _keeping_types(loaded: Any, source: Any) -> Any:
     """Refuse a column that `datasets` has read as JSON because its types are mixed: there "1" has become 1."""
     for dataset in loaded.values() if isinstance(loaded, dict) else [loaded]:
-        for name, feature in (dataset.features or {}).items():
-            item = feature.feature if isinstance(feature, List) else feature
-            if name in (*KEYS.answer, *KEYS.choices) and isinstance(item, Json):
+        for name in (*KEYS.answer, *KEYS.choices):
+            feature = (dataset.features or {}).get(name)
+            if isinstance(feature.feature if isinstance(feature, List) else feature, Json):
                 raise DataError(
                     f"The column `{name}` of {source} mixes texts and numbers, and reading it so would make numbers of "
                     "texts: give its JSONL files by data_files, or write the column as texts."
                 )
     return loaded
-
-
-def _converted(path: Path) -> tuple[str, dict[str, list[str]]] | None:
-    """The builder and the files by split of a folder that `convert` or `merge` wrote, else None.
-
-    `datasets` would take a folder with more image files than JSONL files for a set of images.
-    """
-    names = [
-        file for file in sorted(path.iterdir()) if file.suffix.lower() in BUILDERS and file.name != "skipped.jsonl"
-    ]
-    found = [(CONVERTED.fullmatch(file.name), file) for file in names if not file.name.startswith(".")]
-    builders = {BUILDERS[file.suffix.lower()] for _, file in found}
-    if len(builders) != 1 or not all(match for match, _ in found):
-        return None
-    files: dict[str, list[str]] = {}
-    for match, file in found:
-        files.setdefault(match[1] if match else "", []).append(str(file))
-    return builders.pop(), files
-
-
-def _pick(split: str, loaded: Any, source: str) -> Any:
-    if isinstance(loaded, Dataset):
-        loaded = DatasetDict(train=loaded)
-    if split not in loaded:
-        raise MissingSplitError(f"{source} has the splits {sorted(loaded)}, but not {split!r}: name one of them.")
-    return _without_folder(loaded[split])
 
 
 def _without_folder(rows: Any) -> Any:
@@ -255,43 +211,28 @@ def _arxivqa_source(dataset_name: str | None, dataset_path: str | None, data_fil
     """Return the source of ArxivQA that is named, None if another set is: by its hub name, or by its three tables."""
     if dataset_name == public_sets.ARXIVQA_HUB_NAME:
         return Source(dataset_name=dataset_name)
-    if (
-        dataset_path
-        and Path(dataset_path).is_dir()
-        and all(has_config(Path(dataset_path), name) for name in ARXIVQA_TABLES)
-    ):
+    folder = Path(dataset_path or "")
+    if dataset_path and folder.is_dir() and all(has_config(folder, name) for name in ARXIVQA_TABLES):
         return Source(dataset_path=dataset_path)
-    parts = [part.strip() for part in (data_files or "").split(",")]
-    if sorted(part.split("=")[0] for part in parts) == sorted(ARXIVQA_TABLES):
-        return Source(data_files=parts)
-    return None
+    files = [part.strip() for part in (data_files or "").split(",")]
+    return Source(data_files=files) if {file.split("=")[0] for file in files} == ARXIVQA_TABLES else None
 
 
-def _load_arxivqa(source: Source, split: str, streaming: bool) -> Dataset | IterableDataset:
-    """Return the questions of ArxivQA with their figures; what is none has its reason in the column `UNREADABLE`.
-
-    Raises:
-        MissingSplitError: another split than `train` is asked for.
-    """
-    if split != "train":
-        raise MissingSplitError(f"{source} has the splits ['train'], but not {split!r}: name one of them.")
-    # The identity is given so that rows of older files are not found.
-    made: Any = (IterableDataset if streaming else Dataset).from_generator(
-        _arxivqa_rows,
-        features=ARXIVQA_FEATURES,
-        gen_kwargs={"source": source, "identity": tuple(map(str, source.identity().items()))},
+def _load_arxivqa(source: Source, streaming: bool) -> Any:
+    """Return the questions of ArxivQA with their figures; what is none has its reason in the column `UNREADABLE`."""
+    identity = tuple(map(str, source.identity().items()))  # so that the cache of older files is not found
+    return (IterableDataset if streaming else Dataset).from_generator(
+        _arxivqa_rows, features=ARXIVQA_FEATURES, gen_kwargs={"source": source, "identity": identity}
     )
-    return made
 
 
 def _arxivqa_rows(source: Source, identity: Any) -> Iterator[dict[str, Any]]:
-    blank = dict.fromkeys(ARXIVQA_FEATURES)
     for _, found in public_sets.arxivqa_read(source):
         if isinstance(found, str):
-            yield {**blank, UNREADABLE: found}
+            yield {UNREADABLE: found}
         else:
             kept = {name: getattr(found, name) for name in ("id", "source", "problem", "solution", "choices")}
-            yield {**blank, **kept, "image": found.images[0]}
+            yield {**kept, "image": found.images[0]}
 
 
 def train_test_split(dataset: Dataset, seed: int, root: Path = Path()) -> tuple[Dataset, Dataset]:

@@ -11,6 +11,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from vgr_trl.utils import ConfigError, DataError, error_text
 
 LETTERS = "ABCDEFGHIJ"
+VIDEO_PLACEHOLDER = re.compile(r"[ \t]*<video>[ \t]*\n?")
 PLACEHOLDER = "<image>"  # of an image in the text of a question, as LLaVA, ms-swift and EasyR1 write it
 # What transformers reads a file from, or fetches it, while it writes a conversation down; an `image` may be one itself.
 NAMES = ("url", "path", "base64", "image_url", "video", "video_url", "audio", "audio_url")
@@ -67,6 +68,22 @@ def refuse_named_files(conversation: Sequence[dict[str, Any]]) -> None:
                 f"a part of its prompt names a file ({(names or ['image'])[0]}), which is neither read nor fetched: "
                 "put images in the column images"
             )
+
+
+def without_video_placeholders(conversation: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a conversation without `<video>`: its frames are images.
+
+    Raises:
+        DataError: a message has a part of type `video`, whose place frames cannot take.
+    """
+    if any(part.get("type") == "video" for part in _parts_of(conversation)):
+        raise DataError("its prompt has a part of type video: give the text alone, and the video in `videos`")
+    return [
+        {**message, "content": VIDEO_PLACEHOLDER.sub("", message["content"])}
+        if isinstance(message["content"], str)
+        else message
+        for message in conversation
+    ]
 
 
 def as_parts(content: Any) -> list[Part]:

@@ -8,89 +8,74 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pyarrow.parquet
 import yaml
 from datasets import Dataset, DatasetDict, Features, IterableDataset, Json, load_dataset, load_from_disk
 from datasets.config import HF_DATASETS_CACHE
-from datasets.exceptions import (
-    DataFilesNotFoundError,
-    DatasetGenerationError,
-    DatasetNotFoundError,
-    DatasetsError,
-)
+from datasets.exceptions import DataFilesNotFoundError, DatasetGenerationError, DatasetNotFoundError
 from huggingface_hub import get_hf_file_metadata, hf_hub_url
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.file_download import repo_folder_name
 from pyarrow.lib import ArrowException
 
-from vgr_trl.data.columns import (
-    FOLDER,
-    UNREADABLE,
-    Kind,
-    Origin,
-    Record,
-    as_json,
-    feature_of,
-    kind_of,
-    merged,
-    undecoded,
-)
+from vgr_trl.data.columns import FOLDER, UNREADABLE, Origin, Record, as_json, feature_of, kind_of, undecoded
 from vgr_trl.data.images import downloaded, path_within
-from vgr_trl.utils import ConfigError, DataError, VGRError, error_text
+from vgr_trl.utils import ConfigError, DataError, MissingSplitError, VGRError, error_text
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 CARDS = ("README.md", ".huggingface.yaml")
 BATCH_ROWS = 16
-LONGEST_LINE = 64 * 2**20  # bytes of one JSONL row; without a limit a file without line ends would fill the memory
-WHITE_SPACE = b"\xef\xbb\xbf \t\r\n"  # with the mark that some editors put at the start of UTF-8
 SAVED = ("dataset_dict.json", "dataset_info.json")  # what `save_to_disk` leaves in a folder
-MEANT = dict.fromkeys(("train", "training"), "train")  # word of a name -> split, as `datasets` calls it
+MEANT = dict.fromkeys(("train", "training"), "train")  # word of a name → split, as `datasets` calls it
 MEANT |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
 MEANT |= dict.fromkeys(("test", "testing"), "test")
 
+Rows = Iterator[tuple[int, Any]]
+"""Places in a file and what is there: a row, or a text that says why there is none."""
 
-def read_card(folder: Path) -> dict[str, list[str]]:
-    """Return which files and folders the cards of a local data set name: `datasets` would read them wherever they are.
+
+def has_card_with_files(folder: Path) -> bool:
+    """Return whether a card of a local data set names its files: `datasets` would read them wherever they are.
 
     Raises:
         DataError: one lies outside of `folder`, or is an address.
     """
-    found: dict[str, list[str]] = {}
+    found = False
     for name in CARDS:
         try:
             text = (folder / name).read_text(encoding="utf-8")
             head = re.match(r"\s*---\n+(.*?)\n+---(?:\n|$)", text, re.DOTALL) if name.endswith(".md") else None
-            said = yaml.safe_load((head[1] if head else "") if name.endswith(".md") else text)
+            card = yaml.safe_load((head[1] if head else "") if name.endswith(".md") else text)
         except (OSError, UnicodeError, yaml.YAMLError):  # `datasets` has its own words for these
             continue
-        configs = said.get("configs") if isinstance(said, dict) else None
+        configs = card.get("configs") if isinstance(card, dict) else None
         for config in filter(lambda config: isinstance(config, dict), configs if isinstance(configs, list) else []):
-            found.setdefault(name, []).extend(_texts([config.get("data_files"), config.get("data_dir")]))
-    for name, files in found.items():
-        for file in files:
-            try:
-                if "://" in file:
-                    raise DataError(f"{file} is an address")
-                path_within(folder.absolute(), file)
-            except DataError as error:
-                raise DataError(
-                    f"{name} of {folder} says that its rows are in {file[:200]}, which is not in that folder, and is "
-                    "not read: remove that, or give the files by data_files."
-                ) from error
+            for file in _texts([config.get("data_files"), config.get("data_dir")]):
+                try:
+                    path_within(folder.absolute(), file)
+                    is_inside = "://" not in file
+                except DataError:
+                    is_inside = False
+                if not is_inside:
+                    raise DataError(
+                        f"{name} of {folder} says that its rows are in {file[:200]}, which is not in that folder, and "
+                        "is not read: remove that, or give the files by data_files."
+                    )
+                found = True
     return found
 
 
 def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
+    elif isinstance(value, dict):
+        yield from _texts([one for name, one in value.items() if name != "split"])
     elif isinstance(value, list):
         for one in value:
             yield from _texts(one)
-    elif isinstance(value, dict):
-        yield from _texts([one for name, one in value.items() if name != "split"])
 
 
 def parse_data_files(text: str) -> dict[str, list[Path]]:
@@ -116,7 +101,7 @@ def parse_data_files(text: str) -> dict[str, list[Path]]:
 
 
 @contextmanager
-def readable(source: str | None, name: str, only_reads: bool = False) -> Iterator[None]:
+def readable(source: Any, name: str, only_reads: bool = False) -> Iterator[None]:
     """Turn what reading `source` raises, at the start or in the midst of a stream, into a `DataError`.
 
     Args:
@@ -156,7 +141,7 @@ def why_not_on_hub(name: str, kind: str) -> str | None:
         is_missing = isinstance(error, RepositoryNotFoundError) and not isinstance(error, GatedRepoError)
         return f"it has no {kind} {name}" if is_missing else None
     except Exception as error:  # no connection, by whichever library of HTTP
-        return " ".join(str(error).split())[:200] or type(error).__name__
+        return error_text(error)
     return None
 
 
@@ -168,11 +153,18 @@ def read_files(paths: Sequence[Path]) -> Iterator[Record]:
     """
     for path in paths:
         require_file(path, READERS)
-        yield from READERS[path.suffix.lower()](path)
+        place = 0
+        try:
+            for place, row in READERS[path.suffix.lower()](path):
+                yield Origin(str(path), place), row
+        except (ArrowException, OSError, ValueError, OverflowError, RecursionError, csv.Error) as error:
+            raise DataError(
+                f"The file {path} cannot be read beyond row {place} ({error_text(error)}): check that it is complete."
+            ) from error
 
 
 def require_file(path: Path, suffixes: Iterable[str]) -> None:
-    """Raise `DataError` if a file does not exist, is empty, a folder or of another kind than `suffixes`."""
+    """Raise `DataError` if a file does not exist, has no rows, is a folder or of another kind than `suffixes`."""
     problem = None
     if path.is_dir():
         problem = f"is a folder: give its files ({path}/*), or the folder as dataset_path"
@@ -182,6 +174,8 @@ def require_file(path: Path, suffixes: Iterable[str]) -> None:
         problem = "does not exist"
     elif path.stat().st_size == 0:
         problem = "is empty"
+    elif count_rows([path]) == 0:
+        problem = "has no rows"
     if problem is not None:
         raise DataError(f"The file {path} {problem}.")
 
@@ -196,94 +190,53 @@ def count_rows(paths: Sequence[Path]) -> int | None:
         return None  # the reader says why
 
 
-def read_parquet(path: Path) -> Iterator[Record]:
-    """Yield the rows of a Parquet file; see `read_files`."""
-    row = 0
-    try:
-        # Buffered, a column is read page by page: a file of one huge row group does not fill the memory.
-        with pyarrow.parquet.ParquetFile(
-            path, buffer_size=2**20, pre_buffer=False, page_checksum_verification=True
-        ) as file:
-            for batch in file.iter_batches(BATCH_ROWS, use_threads=False):
-                for record in batch.to_pylist():
-                    yield Origin(str(path), row), record
-                    row += 1
-    except (ArrowException, OSError, ValueError, OverflowError) as error:
-        raise _unreadable(path, row, error) from error
+def _parquet(path: Path) -> Rows:
+    # Buffered, a column is read page by page: a file of one huge row group does not fill the memory.
+    options = {"buffer_size": 2**20, "pre_buffer": False, "page_checksum_verification": True}
+    with pyarrow.parquet.ParquetFile(path, **options) as file:
+        yield from enumerate(
+            row for batch in file.iter_batches(BATCH_ROWS, use_threads=False) for row in batch.to_pylist()
+        )
 
 
-def read_jsonl(path: Path) -> Iterator[Record]:
-    """Yield the rows of a file with one JSON object per line; empty lines are passed over."""
-    row = 0
-    try:
-        with path.open("rb") as file:
-            for row, line in enumerate(_lines(file)):
-                if line is None:
-                    yield Origin(str(path), row), f"the line has more than {LONGEST_LINE} bytes"
-                elif line.strip(WHITE_SPACE):
-                    yield Origin(str(path), row), parse_object(line)
-    except OSError as error:
-        raise _unreadable(path, row, error) from error
+def _jsonl(path: Path) -> Rows:
+    with path.open("rb") as file:
+        for place, line in enumerate(file):
+            try:
+                if text := line.decode("utf-8-sig").strip():
+                    yield place, _object(_loads(text))
+            except UnicodeDecodeError:
+                yield place, "the line is not UTF-8"
+            except (ValueError, RecursionError) as error:
+                yield place, f"the line is not JSON ({error})"
 
 
-def _lines(file: IO[bytes]) -> Iterator[bytes | None]:
-    """Yield the lines of `file`, None for one that is too long to be kept."""
-    while line := file.readline(LONGEST_LINE):
-        if len(line) < LONGEST_LINE or line.endswith(b"\n"):
-            yield line
-            continue
-        while (rest := file.readline(LONGEST_LINE)) and not rest.endswith(b"\n"):
-            pass
-        yield None
+def _json(path: Path) -> Rows:
+    """Yield a list of objects, or one object per line."""
+    with path.open("rb") as file:
+        is_list = file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+    yield from enumerate(map(_object, _loads(path.read_text(encoding="utf-8-sig")))) if is_list else _jsonl(path)
 
 
-def read_json(path: Path) -> Iterator[Record]:
-    """Yield the rows of a JSON file: a list of objects, or one object per line."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(1024).lstrip(WHITE_SPACE)[:1]
-        if start != b"[":
-            yield from read_jsonl(path)
-            return
-        rows = _loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise _unreadable(path, 0, error) from error
-    for row, value in enumerate(rows):
-        yield Origin(str(path), row), _object(value)
+def _csv(path: Path) -> Rows:
+    """Yield rows under the names of the first line: every value a text, an empty one None."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        lines = csv.reader(file, strict=True)
+        names = next(lines, [])
+        if len(set(names)) != len(names) or "" in names:
+            raise ValueError(f"its columns are {names}: give each a name of its own")
+        for place, values in enumerate(line for line in lines if line):
+            if len(values) == len(names):
+                yield place, {name: text or None for name, text in zip(names, values, strict=True)}
+            else:
+                yield place, f"the line has {len(values)} values for {len(names)} columns"
 
 
-def read_csv(path: Path) -> Iterator[Record]:
-    """Yield the rows of a CSV file under the names of its first line: every value a text, an empty one None."""
-    row, limit = 0, csv.field_size_limit(LONGEST_LINE)
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            lines = csv.reader(file, strict=True)
-            names = next(lines, [])
-            if len(set(names)) != len(names) or "" in names:
-                raise DataError(f"The file {path} names its columns {names}: give each a name of its own.")
-            for row, values in enumerate(line for line in lines if line):
-                if len(values) == len(names):
-                    yield Origin(str(path), row), {name: text or None for name, text in zip(names, values, strict=True)}
-                else:
-                    yield Origin(str(path), row), f"the line has {len(values)} values for {len(names)} columns"
-    except (OSError, UnicodeError, csv.Error) as error:
-        raise _unreadable(path, row, error) from error
-    finally:
-        csv.field_size_limit(limit)
+READERS: dict[str, Callable[[Path], Rows]] = {".parquet": _parquet, ".jsonl": _jsonl, ".json": _json, ".csv": _csv}
 
 
-def parse_object(line: bytes) -> dict[str, Any] | str:
-    """Return the JSON object that `line` holds, or in one sentence why it holds none."""
-    try:
-        return _object(_loads(line))
-    except UnicodeDecodeError:
-        return "the line is not UTF-8"
-    except (ValueError, RecursionError) as error:
-        return f"the line is not JSON ({error})"
-
-
-def _loads(data: bytes) -> Any:
-    return json.loads(data.decode("utf-8-sig"), parse_int=_integer)
+def _loads(text: str) -> Any:
+    return json.loads(text, parse_int=_integer)
 
 
 def _integer(digits: str) -> int:
@@ -303,27 +256,13 @@ def _object(value: Any) -> dict[str, Any] | str:
     return value
 
 
-def _unreadable(path: Path, row: int, error: Exception) -> DataError:
-    return DataError(
-        f"The file {path} cannot be read beyond row {row} ({error_text(error)}): check that it is complete."
-    )
-
-
-READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
-    ".parquet": read_parquet,
-    ".jsonl": read_jsonl,
-    ".json": read_json,
-    ".csv": read_csv,
-}
-
-
 @dataclass(frozen=True)
 class Source:
     """One of a hub name, a folder and files, and which part of it.
 
     Attributes:
         dataset_name: name on the hub.
-        dataset_path: folder with Parquet, JSONL or JSON files, also one level down, or written by `save_to_disk`.
+        dataset_path: folder with Parquet, JSONL, JSON or CSV files, at any depth, or written by `save_to_disk`.
         data_files: files; `config=path` for a set in several configurations.
         config: configuration of a hub data set, or the subfolder or start of the file names that stands for it.
         split: of a hub data set, or of a folder whose file names say their split.
@@ -339,11 +278,7 @@ class Source:
     split: str = "train"
 
     def __post_init__(self) -> None:
-        names = ("dataset_name", "dataset_path", "data_files")
-        given = [name for name in names if getattr(self, name)]
-        if len(given) != 1:
-            got = " and ".join(given) if given else "none"
-            raise ConfigError(f"Data come from one of {', '.join(names)}, but {got} was given.")
+        one_source(dataset_name=self.dataset_name, dataset_path=self.dataset_path, data_files=self.data_files)
 
     def __str__(self) -> str:
         return self.dataset_name or self.dataset_path or " ".join(self.data_files)
@@ -355,10 +290,8 @@ class Source:
             DataError: there is nothing to read, or it cannot be read.
         """
         config = config or self.config
-        if self.dataset_name:
-            return _dataset_records(self.dataset_name, self._from_hub, config)
-        if self._is_saved():
-            return _dataset_records(str(self.dataset_path), self._from_disk, config)
+        if self._is_table():
+            return self._table_records(config)
         paths = self._paths(config)
         for path in paths:
             require_file(path, READERS)  # a missing file is named before the first row is worked on
@@ -366,14 +299,12 @@ class Source:
 
     def count(self, config: str | None = None) -> int | None:
         """Return the number of rows where it is known without reading them."""
-        if self.dataset_name or self._is_saved():
-            return None
-        return count_rows(self._paths(config or self.config))
+        return None if self._is_table() else count_rows(self._paths(config or self.config))
 
     def identity(self) -> dict[str, Any]:
         """Return what the rows depend on: the names, and size and time of local files."""
         files = [Path(_path_of(file)) for file in self.data_files]
-        if self.dataset_path and not self._is_saved():
+        if self.dataset_path and not self._is_table():
             files = row_files(Path(self.dataset_path))
         states = [(str(path.resolve()), path.stat()) for path in files if path.exists()]
         return {
@@ -389,17 +320,19 @@ class Source:
             return Path(_path_of(self.data_files[0])).absolute().parent
         return Path(self.dataset_path or downloaded()).absolute()
 
-    def _from_hub(self, config: str | None) -> Any:
-        return load_dataset(str(self.dataset_name), name=config, split=self.split, streaming=True)
+    def _is_table(self) -> bool:
+        return bool(self.dataset_name) or (bool(self.dataset_path) and is_saved(Path(str(self.dataset_path))))
 
-    def _from_disk(self, config: str | None) -> Any:
-        saved = load_from_disk(str(self.dataset_path))
-        if isinstance(saved, DatasetDict) and self.split not in saved:
-            raise DataError(f"{self} has the splits {sorted(saved)}, but not {self.split!r}: name one of them.")
-        return saved[self.split] if isinstance(saved, DatasetDict) else saved
-
-    def _is_saved(self) -> bool:
-        return self.dataset_path is not None and any((Path(self.dataset_path) / name).exists() for name in SAVED)
+    def _table_records(self, config: str | None) -> Iterator[Record]:
+        with readable(self, "the name", only_reads=True):
+            if self.dataset_name:
+                rows = load_dataset(self.dataset_name, name=config, split=self.split, streaming=True)
+            else:
+                rows = load_from_disk(str(self.dataset_path))
+            if isinstance(rows, DatasetDict):
+                rows = split_of(rows, self.split, str(self))
+            for number, row in enumerate(undecoded(rows)):
+                yield Origin(str(self), number), row
 
     def _paths(self, config: str | None) -> list[Path]:
         if not self.data_files:
@@ -414,6 +347,26 @@ class Source:
         return paths
 
 
+def one_source(**given: Any) -> str:
+    """Return which of the options is given; raise `ConfigError` unless it is exactly one."""
+    names = [name for name, value in given.items() if value]
+    if len(names) != 1:
+        raise ConfigError(f"Data come from one of {', '.join(given)}, but {' and '.join(names) or 'none'} was given.")
+    return names[0]
+
+
+def split_of(loaded: Any, split: str, source: str) -> Any:
+    """Return the rows of `split`; raise `MissingSplitError` if there is none."""
+    if split not in loaded:
+        raise MissingSplitError(f"{source} has the splits {sorted(loaded)}, but not {split!r}: name one of them.")
+    return loaded[split]
+
+
+def is_saved(folder: Path) -> bool:
+    """Return whether `save_to_disk` has written `folder`."""
+    return any((folder / name).exists() for name in SAVED)
+
+
 def files_in(folder: Path, config: str | None, split: str) -> list[Path]:
     """Return the files of `folder` with rows of a configuration and a split, in the order of their names.
 
@@ -422,26 +375,18 @@ def files_in(folder: Path, config: str | None, split: str) -> list[Path]:
     """
     if not folder.is_dir():
         raise DataError(f"dataset_path is {folder}, which is not a folder; for single files use data_files.")
-    files = row_files(folder)
-    if config is not None:
-        files = [file for file in files if _is_of(file.relative_to(folder), config)]
-        if not files:
-            raise DataError(f"{folder} has no {' or '.join(READERS)} file of {config!r} in a subfolder of that name.")
+    files = [file for file in row_files(folder) if config is None or _is_of(file.relative_to(folder), config)]
     if not files:
-        raise DataError(f"{folder} has no {' or '.join(READERS)} file.")
-    splits = {file: _words_of(file.relative_to(folder)) & set(MEANT) for file in files}
-    if not any(splits.values()):
-        return files
-    chosen = [file for file in files if split in splits[file]]
-    if not chosen:
-        found = sorted({name for names in splits.values() for name in names})
-        raise DataError(f"{folder} has files of the splits {found}, but not of {split!r}: name one of them.")
-    return chosen
+        of = "" if config is None else f" of {config!r} in a subfolder of that name"
+        raise DataError(f"{folder} has no {' or '.join(READERS)} file{of}.")
+    words = splits_in(folder, files)
+    return split_of(splits_of(files, folder), MEANT.get(split, split), str(folder)) if words else files
 
 
-def splits_in(folder: Path) -> list[str]:
+def splits_in(folder: Path, files: Sequence[Path] | None = None) -> list[str]:
     """Return the splits that the names of the files in `folder` say, none where they say nothing."""
-    return sorted({word for file in row_files(folder) for word in _words_of(file.relative_to(folder)) & set(MEANT)})
+    found = row_files(folder) if files is None else files
+    return sorted({word for file in found for word in _words_of(file.relative_to(folder)) & set(MEANT)})
 
 
 def splits_of(files: Sequence[Path], folder: Path) -> dict[str, list[Path]]:
@@ -460,11 +405,13 @@ def has_config(folder: Path, config: str) -> bool:
 
 def row_files(folder: Path) -> list[Path]:
     """Return the files with rows anywhere in `folder`, in the order of their names."""
-    found = [path for path in folder.rglob("*") if path.suffix.lower() in READERS and path.is_file()]
     return sorted(
         path
-        for path in found
-        if path.name != "skipped.jsonl" and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        for path in folder.rglob("*")
+        if path.suffix.lower() in READERS
+        and path.is_file()
+        and path.name != "skipped.jsonl"
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     )
 
 
@@ -481,21 +428,6 @@ def _path_of(file: str) -> str:
     return file.split("=", 1)[1] if re.match(r"[\w-]+=", file) else file
 
 
-def _dataset_records(name: str, load: Callable[[str | None], Any], config: str | None) -> Iterator[Record]:
-    """Yield the rows of what `load` gives, images undecoded."""
-    number = 0
-    try:
-        for number, row in enumerate(undecoded(load(config))):
-            yield Origin(name, number), row
-    except DataError:
-        raise
-    except (DatasetsError, ArrowException, AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as e:
-        raise DataError(
-            f"{name} cannot be read beyond row {number} ({error_text(e, 300)}): "
-            "check the name, and that it is complete."
-        ) from e
-
-
 def table_of(paths: Sequence[Path], with_folders: bool = False) -> Dataset:
     """Return the rows of JSON, JSONL and CSV files; a broken one has its reason in the column `UNREADABLE`.
 
@@ -505,18 +437,21 @@ def table_of(paths: Sequence[Path], with_folders: bool = False) -> Dataset:
     Raises:
         DataError: a file does not exist, is empty or cannot be read, or the files have no rows.
     """
-    kinds: dict[str, Kind] = {}
-    for row in rows_of(paths, with_folders):
+    kinds: dict[str, set[Any]] = {}
+    for row in _rows(paths, with_folders):
         for name, value in row.items():
-            kinds[name] = merged(kinds.get(name, type(None)), kind_of(value))
+            kinds.setdefault(name, set()).add(kind_of(value))
     if not kinds:
         raise DataError(f"{' and '.join(map(str, paths))} has no rows: give a file with at least one.")
-    features = Features({name: feature_of(kind) for name, kind in kinds.items()})
-    files = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    mixed = tuple(name for name, feature in features.items() if isinstance(feature, Json))
-    # Tuples: lists would be taken for shards, each to be read on its own.
-    given = {"files": tuple(files), "mixed": mixed, "with_folders": with_folders}
-    made = Dataset.from_generator(_stored, features=features, gen_kwargs=given)
+    features = Features({name: feature_of(found) for name, found in kinds.items()})
+    # Size and time, so that the cache of an older file is not found. Tuples: lists would be taken for shards.
+    given = {
+        "paths": tuple(path.absolute() for path in paths),
+        "with_folders": with_folders,
+        "mixed": tuple(name for name, feature in features.items() if isinstance(feature, Json)),
+        "states": tuple((path.stat().st_size, path.stat().st_mtime_ns) for path in paths),
+    }
+    made = Dataset.from_generator(_rows, features=features, gen_kwargs=given)
     assert isinstance(made, Dataset)
     return made
 
@@ -524,25 +459,16 @@ def table_of(paths: Sequence[Path], with_folders: bool = False) -> Dataset:
 def stream_of(paths: Sequence[Path], with_folders: bool = False) -> IterableDataset:
     """Return the rows of such files as a stream; a broken one has its reason under `UNREADABLE` alone."""
     given = {"paths": tuple(paths), "with_folders": with_folders}
-    return IterableDataset.from_generator(rows_of, gen_kwargs=given)
+    return IterableDataset.from_generator(_rows, gen_kwargs=given)
 
 
-def rows_of(paths: Sequence[Path], with_folders: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield the rows of files, and under `UNREADABLE` the reason where there is none."""
-    for origin, record in read_files(paths):
-        if isinstance(record, str):
-            yield {UNREADABLE: record}
-        else:
-            row = {name: value for name, value in record.items() if name != FOLDER}
-            yield {**row, FOLDER: str(Path(origin.file).absolute().parent)} if with_folders else row
-
-
-def _stored(
-    files: Sequence[tuple[str, int, int]], mixed: Sequence[str], with_folders: bool
+def _rows(
+    paths: Sequence[Path], with_folders: bool, mixed: Sequence[str] = (), states: Any = None
 ) -> Iterator[dict[str, Any]]:
-    """The rows as they are stored; size and time of the files are given so that those of an older file are not found.
-
-    What `Json` is given as a text it takes for JSON, so the text "1" has to be written as JSON first.
-    """
-    for row in rows_of([Path(name) for name, _, _ in files], with_folders):
+    """Yield the rows of files, columns of `mixed` as JSON; of a broken one its reason as `UNREADABLE`."""
+    for origin, record in read_files(paths):
+        row = {UNREADABLE: record} if isinstance(record, str) else {**record}
+        row.pop(FOLDER, None)  # which only we say
+        if with_folders and UNREADABLE not in row:
+            row[FOLDER] = str(Path(origin.file).absolute().parent)
         yield {**row, **{name: as_json(row[name]) for name in mixed if name in row}}

@@ -14,12 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pyarrow
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset, Features, Image, IterableDataset, Json, List, concatenate_datasets
 from datasets.fingerprint import Hasher
-from pyarrow import compute
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
@@ -34,11 +32,8 @@ from vgr_trl.data.columns import (
     VIDEO_COLUMNS,
     Keys,
     Reading,
-    decoded,
     folder_of,
-    image_columns,
     images_in,
-    is_media,
     read_row,
     renamed,
     renamed_row,
@@ -57,18 +52,17 @@ from vgr_trl.data.images import (
     image_bytes,
     open_image,
     show_rows,
-    without_video_placeholders,
 )
 from vgr_trl.data.prompts import (
     SYSTEM_PROMPT,
     QuestionTemplate,
     SystemTemplate,
-    as_parts,
     build_prompt,
     placed,
     special_problem,
     system_message,
     texts_of,
+    without_video_placeholders,
 )
 from vgr_trl.utils import DataError, RewardError
 
@@ -143,12 +137,6 @@ def ready_row(row: Mapping[str, Any], options: RowOptions, several: bool = True)
     return ready | ({"images": shown} if several else {"image": shown[0] if shown else None})
 
 
-def row_problem(row: Mapping[str, Any], options: RowOptions) -> str | None:
-    """Return why `row` cannot be used, in one sentence, or None if it can."""
-    found = _texts_or_reason(row, options)
-    return found if isinstance(found, str) else None
-
-
 def _texts_or_reason(row: Mapping[str, Any], options: RowOptions) -> dict[str, Any] | str:
     try:
         return understand(row, options)[0]
@@ -212,16 +200,15 @@ def prepare_rows(
     found = scan(dataset, partial(_texts_or_reason, options=rules), f"check rows ({split})")
     reasons = [row if isinstance(row, str) else None for row in found]
     skipped = skipped_rows(split, reasons, dataset["id"] if "id" in dataset.column_names else None)
-    if any(not is_media(dataset.features[name]) for name in image_columns(dataset)):  # files, which may go
-        dataset = dataset.add_column(PLACE, list(range(len(dataset))))
+    dataset = dataset.add_column(PLACE, list(range(len(dataset))))
     if skipped:
         dataset = dataset.select([row for row, reason in enumerate(reasons) if reason is None])
     dataset = _with_texts(dataset, [row for row in found if not isinstance(row, str)])
-    dataset = _with_full_paths(_with_all_images(dataset, rules.videos, rules.root), rules.root)
+    dataset = _with_all_images(dataset, rules.videos, rules.root)
     dataset = dataset.remove_columns([name for name in (UNREADABLE, *DIALOGUES) if name in dataset.column_names])
     column = "images" if _are_several(dataset) else "image"
     shown = partial(show_rows, split=split, root=rules.root, column=column, images=rules.images)
-    return decoded(dataset).with_transform(shown), skipped
+    return dataset.with_transform(shown), skipped
 
 
 def scan(dataset: Dataset, examine: Callable[[Mapping[str, Any]], Found], description: str) -> list[Found]:
@@ -253,16 +240,11 @@ def scan(dataset: Dataset, examine: Callable[[Mapping[str, Any]], Found], descri
 
 def _with_texts(dataset: Dataset, texts: Sequence[Mapping[str, Any]]) -> Dataset:
     """Return `dataset` with prompts, and the options and answers under the names that rewards know them by."""
-    conversations = [row["prompt"] for row in texts]
-    if not all(isinstance(message["content"], str) for messages in conversations for message in messages):
-        conversations = [
-            [{**message, "content": as_parts(message["content"])} for message in messages] for messages in conversations
-        ]
-    for name in ("choices", "solution"):
+    for name in ("choices", "solution", "prompt"):
         values = [row[name] for row in texts]
         if values != (list(dataset[name]) if name in dataset.column_names else [None] * len(values)):
             dataset = with_column(dataset, name, values)
-    return with_column(dataset, "prompt", conversations)
+    return dataset
 
 
 def _with_all_images(dataset: Dataset, options: VideoOptions, root: Path) -> Dataset:
@@ -270,10 +252,10 @@ def _with_all_images(dataset: Dataset, options: VideoOptions, root: Path) -> Dat
 
     They are written to the cache of `datasets`, where there is one, by one process of each machine.
     """
-    if not {*VIDEO_COLUMNS, *NUMBERED_IMAGES} & set(dataset.column_names):
+    if {*VIDEO_COLUMNS, *NUMBERED_IMAGES}.isdisjoint(dataset.column_names):
         return dataset
     shown = [name for name in (*IMAGE_COLUMNS, *NUMBERED_IMAGES, *VIDEO_COLUMNS) if name in dataset.column_names]
-    videos = [name for name in (*VIDEO_COLUMNS, FOLDER) if name in dataset.column_names]
+    read = dataset.select_columns([*shown, *(name for name in (FOLDER,) if name in dataset.column_names)])
 
     def fill(row: Mapping[str, Any]) -> dict[str, Any]:
         start = folder_of(row, root)
@@ -285,44 +267,21 @@ def _with_all_images(dataset: Dataset, options: VideoOptions, root: Path) -> Dat
         return {"images": [{"bytes": data, "path": None} for data in images]}
 
     states = []  # of the files, so that no frames of an older file are found in the cache
-    for row in dataset.select_columns(videos):
+    for row in read.select_columns([name for name in (*VIDEO_COLUMNS, FOLDER) if name in read.column_names]):
         for value in videos_of(row):
             path = value.get("path") if isinstance(value, Mapping) else value
             if isinstance(path, str) and (file := folder_of(row, root) / path).is_file():
                 states.append((path, file.stat().st_size, file.stat().st_mtime_ns))
     with PartialState().local_main_process_first():
-        images = dataset.select_columns(list(dict.fromkeys([*shown, *videos]))).map(
+        images = read.map(
             fill,
-            remove_columns=list(dict.fromkeys([*shown, *videos])),
+            remove_columns=read.column_names,
             features=Features({"images": List(Image(decode=False))}),
             writer_batch_size=FRAMES_IN_MEMORY,
             new_fingerprint=Hasher.hash([dataset._fingerprint, options, str(root), states]),
             desc="images and frames of videos",
         )
     return concatenate_datasets([dataset.remove_columns(shown), images], axis=1)
-
-
-def _with_full_paths(dataset: Dataset, root: Path) -> Dataset:
-    """Return `dataset` with images that are paths alone as full paths: `datasets` would read them from elsewhere."""
-
-    def has_paths(name: str) -> bool:
-        column = dataset.data.column(name)
-        while pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type):
-            column = compute.list_flatten(column)
-        return bool(compute.any(compute.is_null(compute.struct_field(column.drop_null(), "bytes"))).as_py())
-
-    def full(value: Any, start: Path) -> Any:
-        if isinstance(value, list):
-            return [full(one, start) for one in value]
-        if value is None or value["bytes"] is not None or value["path"] is None:
-            return value
-        return {"bytes": None, "path": str(start / value["path"])}
-
-    def fill(row: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: full(row[name], folder_of(row, root)) for name in names}
-
-    names = [name for name in IMAGE_COLUMNS if is_media(dataset.features.get(name)) and has_paths(name)]
-    return dataset.map(fill, features=dataset.features, desc="paths of images") if names else dataset
 
 
 def _are_several(dataset: Dataset | IterableDataset, keys: Keys = KEYS) -> bool:
@@ -450,28 +409,22 @@ def skipped_rows(
     return skipped
 
 
-def report_skipped(skipped: Sequence[SkippedRow], path: Path) -> None:
-    """Write the rows left out to `path`, one JSON object per line, and warn with the count and the first reason."""
+def report_skipped(skipped: Sequence[SkippedRow], path: Path, mode: str = "w") -> None:
+    """Write the rows left out to `path`, one JSON object per line, and warn with the count and the first reason.
+
+    Args:
+        mode: in which the file is opened: `a` adds to it, as for the rows that a stream leaves out one by one.
+    """
     if not skipped:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(_json_line(row) for row in skipped), encoding="utf-8")
+    with path.open(mode, encoding="utf-8") as file:
+        file.writelines(json.dumps(asdict(row), default=str) + "\n" for row in skipped)
+    first = skipped[0]
     logger.warning(
         f"Left out {len(skipped)} rows that cannot be used, listed with their reasons in {path}; the first: "
-        f"{skipped[0].split} row {skipped[0].row}: {skipped[0].reason}."
+        f"{first.split} row {first.row}: {first.reason}."
     )
-
-
-def append_skipped(row: SkippedRow, path: Path) -> None:
-    """Add a row that a stream left out to `path`, and warn."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(_json_line(row))
-    logger.warning(f"Left out {row.split} row {row.row}, listed in {path}: {row.reason}.")
-
-
-def _json_line(row: SkippedRow) -> str:
-    return json.dumps(asdict(row), default=str) + "\n"
 
 
 def drop_long_prompts(
