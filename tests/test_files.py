@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vgr_trl import utils as files
-from vgr_trl.utils import DiskFullError, append_atomic, is_writable, naming_full_disk, write_atomic
+from vgr_trl.utils import DiskFullError, append_atomic, naming_full_disk, write_atomic
 
 
 class SmallDisk(FileIO):
@@ -64,20 +64,3 @@ def test_of_a_folder_the_file_is_named_that_was_begun_last(tmp_path):
         raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
     with pytest.raises(DiskFullError, match=r"writing .*config\.json:"), naming_full_disk(tmp_path, "free it"):
         raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "config.json"))
-
-
-def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path):
-    (tmp_path / "a").mkdir()
-    with pytest.raises(OSError):  # noqa: PT011
-        write_atomic(tmp_path / "a", b"content")
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
-    write_atomic(tmp_path / "b", b"content")
-    assert (tmp_path / "b").read_bytes() == b"content"
-
-
-def test_what_can_be_written(tmp_path):
-    (tmp_path / "file").touch()
-    assert is_writable(tmp_path / "file")
-    assert is_writable(tmp_path / "new" / "folder" / "file")
-    assert not is_writable(tmp_path)
-    assert not is_writable(tmp_path / "file" / "below")

@@ -1,12 +1,9 @@
 """Repairs of TRL and transformers (`patches.py`), but for prompts with images for vLLM."""
 
-import io
 from collections import defaultdict, deque
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
-from trl.trainer import utils
 
 from vgr_trl.patches import (
     as_text,
@@ -17,7 +14,6 @@ from vgr_trl.patches import (
     let_tables_hold,
     merge_rounds,
     remove_oldest_tables,
-    replace_newest,
     suppress_image_tokens,
 )
 
@@ -33,19 +29,6 @@ def test_texts_of_a_table_have_no_characters_that_do_something():
     columns = {"prompt": [[message]], "completion": [HOSTILE]}
     with in_texts(columns):
         assert columns == {"prompt": [SHOWN], "completion": [SHOWN]}
-
-
-def test_the_terminal_gets_text(monkeypatch):
-    shown = io.StringIO()
-    console = Console(file=shown, force_terminal=True, width=200)
-    monkeypatch.setattr(utils, "Console", lambda *_, **__: console)
-    columns = {"prompt": ["what?"], "completion": [[{"role": "assistant", "content": HOSTILE}]]}
-    with in_texts(columns):
-        utils.print_prompt_completions_sample(columns["prompt"], columns["completion"], {"r": [1.0]}, [0.5], 1)
-    text = shown.getvalue()
-    assert "\x1b[2J" not in text
-    assert not set(text) & set("\x07\x9b\u202e\u2066\x00\x08\r\x0b")
-    assert "<script>alert(1)" in text
 
 
 @pytest.fixture
@@ -119,12 +102,6 @@ def test_tables_hold_further_rounds_of_the_same_batch_only():
     assert "".join(logs["prompt"]) == "efghij"
 
 
-def test_the_newest_values_of_a_column_are_replaced():
-    column = deque([1, 2, 3, 4], maxlen=4)
-    replace_newest(column, [7, 8])
-    assert list(column) == [1, 2, 7, 8]
-
-
 def test_batches_without_images_among_batches_with_some():
     logs = {"prompt": deque(maxlen=6), "images": deque(maxlen=6)}
     trainer = SimpleNamespace(log_multimodal=True, tools=None, environment_factories=None, _logs=logs)
@@ -165,9 +142,3 @@ def test_image_tokens_are_suppressed_where_trl_does_not(vision_trainer):
     trainer.generation_kwargs = {**own, "suppress_tokens": [3]}
     suppress_image_tokens(trainer, installed="1.15.0")
     assert trainer.generation_config.suppress_tokens == [3], "what the user says comes first"
-
-
-def test_text_is_left_alone(text_trainer):
-    trainer = text_trainer()
-    suppress_image_tokens(trainer, installed="1.15.0")
-    assert trainer.generation_config.suppress_tokens is None

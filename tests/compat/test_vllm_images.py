@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import Gemma3Processor, LlavaProcessor, PreTrainedTokenizerFast
@@ -46,11 +45,6 @@ def test_one_token_per_image(ids, images, sizes, expected):
     assert collapse_images([ids], [images], PAD, sizes) == [expected]
 
 
-def test_sizes_are_those_of_all_images_prompt_after_prompt():
-    prompts = [[PAD] * 5 + [1], [2, 3], [PAD] * 4 + [4, PAD]]
-    assert collapse_images(prompts, [2, 0, 3], PAD, [2, 3, 1, 3, 1]) == [[PAD, PAD, 1], [2, 3], [PAD, PAD, 4, PAD]]
-
-
 def test_sizes_of_other_images_are_not_used():
     """A turn after a tool call comes with the fields of the first turn."""
     assert collapse_images([[PAD, PAD, 1, PAD]], [2], PAD, [2]) == [[PAD, 1, PAD]]
@@ -88,16 +82,6 @@ def test_the_prompts_of_the_processor_become_those_of_the_tokenizer():
     assert given == [[small, large], [large, small], None]
 
 
-def test_where_nothing_is_collapsed_a_prompt_without_images_still_has_none():
-    """TRL's colocated generation fails on the first image of an empty list."""
-    assert VLLMImages().prepared([[PAD, PAD], [1]], [["image"], []], {}) == ([[PAD, PAD], [1]], [["image"], None])
-
-
-def test_a_grid_without_merge_size_says_nothing():
-    with pytest.raises(ConfigError, match="cannot be told apart"):
-        VLLMImages(PAD).prepared([[PAD, PAD]], [["a", "b"]], {"image_grid_thw": torch.tensor([[1, 2, 2], [1, 2, 2]])})
-
-
 def word_tokenizer(**special: str) -> PreTrainedTokenizerFast:
     words = ["<unk>", "\n\n", *special.values()]
     backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
@@ -125,16 +109,6 @@ def test_families_that_write_an_image_as_one_repeated_token():
     assert repeats_one_token(build_processor(["what"]))
     assert not repeats_one_token(gemma())
     assert not repeats_one_token(SimpleNamespace(tokenizer=None))
-
-
-def test_a_family_that_wants_another_token_in_texts(monkeypatch):
-    """As Gemma 3 in transformers 5.9, whose `image_token` is not what a text has for an image."""
-
-    def refuse(self, text, images):
-        raise ValueError("Prompt contained 0 image tokens but received 1 images.")
-
-    monkeypatch.setattr(Gemma3Processor, "__call__", refuse)
-    assert not repeats_one_token(gemma())
 
 
 def trainer_of(processor, use_vllm=True, mode="colocate") -> SimpleNamespace:

@@ -38,13 +38,6 @@ def allowed(name: str, value: object) -> bool:
     return True
 
 
-def test_defaults_are_those_of_dapo_and_of_the_users_notes(tmp_path):
-    made = config(tmp_path)
-    assert (made.loss_type, made.epsilon, made.epsilon_high, made.beta) == ("dapo", 0.2, 0.28, 0.0)
-    assert (made.num_generations_eval, made.warmup_steps) == (None, 0)
-    assert (made.top_p_perception_tokens, made.trajectory_scaling_min) == (0.2, 0.8)
-
-
 def test_every_default_is_allowed_and_described():
     assert len(OWN) > 100
     for each in fields(DAPOConfig):
@@ -147,29 +140,20 @@ GAE = {"advantage_estimator": "gae"}
         ({"max_steps": 0}, "nothing would be trained"),
         ({"save_steps": 0}, "save_steps"),
         ({"warmup_ratio": 0.1, "warmup_steps": 5}, "warmup_steps"),
-        ({"use_segmented_reward_weights": True}, "early_reward_weights"),
         ({"soft_punish_cache": 600, "max_completion_length": 512}, "max_completion_length, 512"),
         ({"clip_ratio_dual": 1.25}, "clip_ratio_dual"),
         ({"importance_sampling_level": "sequence", "token_weights": True}, "ignore token weights"),
-        ({"importance_sampling_level": "sequence", **GAE}, "ignore token weights"),
         ({"kl_coef": 0.1, "beta": 0.1}, "kl_coef, or beta"),
-        (
-            {"kl_coef": 0.1, "use_kl_loss": False, "multi_objective_aggregation": "normalize_then_sum"},
-            "sum_then_normalize",
-        ),
         ({"replay_buffer_size": 4, **GAE}, "earlier critic"),
         ({"critic_warmup": 2, "weight_decay": 0.1, **GAE}, "weight_decay"),
         ({"filter_low": 0.9, "filter_high": 0.1}, "filter_low < filter_high"),
         ({"filter_mode": "quantile", "filter_high": 2.0}, "quantiles"),
         ({"eval_temperature": 0}, "num_generations_eval 1"),
         ({"noisy_decay": "exponential"}, "below 1"),
-        ({"noisy_perturbation": "remove_image"}, "changes the prompt"),
         ({"noisy_generations": 2, "noisy_perturbation": "mask_image", "noisy_decay": "linear"}, "no strength"),
         ({"further_perturbations": ["blacken_patches"]}, "each perturbation once"),
         ({"perturbation": "remove_image", "perception_loss_weight": 0.1}, "same prompts"),
         ({"token_weights_clip": [2, 3]}, "low <= 1 <= high"),
-        ({"token_weights_clip": [0.2]}, "low <= 1 <= high"),
-        ({"blind_tag": "<x>"}, "blind_tag"),
         ({"blind_prompt": "{question}"}, "{description}"),
         ({"rollout_log_path": "a.md", "eval_log_path": "a.md"}, "same file"),
         ({"credit_rules": ["perception_filter", "perception_weights"]}, "one of them"),
@@ -180,19 +164,8 @@ GAE = {"advantage_estimator": "gae"}
 def test_combinations_that_are_refused(tmp_path, options, word):
     with pytest.raises(ConfigError, match=re.escape(word)):
         config(tmp_path, **options)
-
-
-def test_combinations_next_to_those_that_are_refused(tmp_path):
-    for options in (
-        {"importance_sampling_level": "sequence", "token_weights": True, "loss_type": "cispo"},
-        {"loss_type": "cispo", "epsilon_high": 5.0, "delta": 3.0},  # which its loss never reads
-        {"kl_coef": 0.1, "use_kl_loss": True, "multi_objective_aggregation": "normalize_then_sum"},
-        {"critic_warmup": 2, "weight_decay": 0.0, **GAE},
-        {"eval_temperature": 0, "num_generations_eval": 1, "per_device_eval_batch_size": 8},
-        {"token_weights_clip": [1, 1]},
-        {"soft_punish_cache": 512, "max_completion_length": 512},
-    ):
-        config(tmp_path, **options)
+    allowed_next_to_it = {"importance_sampling_level": "sequence", "token_weights": True, "loss_type": "cispo"}
+    config(tmp_path, **allowed_next_to_it, soft_punish_cache=512, max_completion_length=512)
 
 
 def unused(tmp_path: Path, absent=(), **given: object) -> dict[str, str]:
@@ -219,27 +192,21 @@ FILTER = {"enable_perception_filtering": True}
             ("filter_low", "filter_high"), "online_filtering is False")),
         ({"filter_low": 0.1, "online_filtering": True}, {}),
         ({"filter_min_reward": 1.0}, {"filter_min_reward": "replay_buffer_size is 0"}),
-        ({"replay_max_age": 3, "replay_buffer_size": 8}, {}),
-        ({"dynamic_sampling_max_rounds": 2}, {"dynamic_sampling_max_rounds": "dynamic_sampling is None"}),
         ({"replay_var_epsilon": 0.1, "enable_trajectory_reweighting": True}, {}),
         ({"token_weights_clip": [0.5, 2.0]},
          {"token_weights_clip": "token_weights is False and enable_perception_filtering is False"}),
         ({"token_weights_clip": [0.5, 2.0], "perception_weighting": "soft", **FILTER}, {}),
-        ({"top_p_perception_tokens": 0.4}, {"top_p_perception_tokens": "enable_perception_filtering is False"}),
         ({"top_p_perception_tokens": 0.4, "perception_weighting": "soft", **FILTER},
          {"top_p_perception_tokens": "perception_weighting is soft"}),
         ({"kl_penalty": "kl", "kl_target": 1.0}, dict.fromkeys(("kl_penalty", "kl_target"), "kl_coef is 0.0")),
         ({"kl_coef": 0.1, "kl_horizon": 1.0}, {"kl_horizon": "kl_type is fixed"}),
         ({"kl_coef": 0.1, "kl_type": "adaptive", "kl_horizon": 1.0, "kl_penalty": "kl"}, {}),
-        ({"use_bias_correction_kl": False, "kl_coef": 0.1}, {"use_bias_correction_kl": "beta is 0.0"}),
-        ({"lam": 0.9, "critic_warmup": 2}, dict.fromkeys(("lam", "critic_warmup"), "advantage_estimator is grpo")),
         ({"dynamic_sampling": "resample", "scale_rewards": "none", **GAE},
          {"dynamic_sampling": "advantage_estimator is gae and online_filtering is False",
           "scale_rewards": "advantage_estimator is gae"}),
         ({"dynamic_sampling": "resample", "online_filtering": True, **GAE}, {}),
         ({"vllm_mode": "server", "vllm_gpu_memory_utilization": 0.5}, dict.fromkeys(
             ("vllm_mode", "vllm_gpu_memory_utilization"), "use_vllm is False")),
-        ({"ref_model_sync_steps": 8}, {"ref_model_sync_steps": "sync_ref_model is False"}),
         ({"sapo_temperature_neg": 2.0, "vespo_k_pos": 3.0, "loss_type": "sapo"}, {"vespo_k_pos": "loss_type is sapo"}),
         ({"patch_size": 8}, {"patch_size": "nothing is measured on perturbed images"}),
         ({"patch_size": 8, "der_loss_weight2": 0.03}, {}),
@@ -249,13 +216,9 @@ FILTER = {"enable_perception_filtering": True}
          {"noisy_decay_coef": "noisy_decay is none"}),
         ({"rollout_log_samples": 8, "rollout_log_max_megabytes": 8, "rollout_log_steps": 0, "log_completions": True},
          {"rollout_log_samples": "rollout_log_steps is 0"}),
-        ({"colorize_output": True, "rollout_log_steps": 0}, {"colorize_output": "rollout_log_steps is 0"}),
-        ({"prompt_preview_length": 5, "markdown_logs": False}, {"prompt_preview_length": "no Markdown is written"}),
         ({"prompt_preview_length": 5, "markdown_logs": False, "rollout_log_path": "a.md"}, {}),
         ({"epsilon": 0.1, "loss_type": "cispo"}, {"epsilon": "loss_type is cispo"}),
-        ({"epsilon": 0.1, "epsilon_high": None, "loss_type": "cispo"}, {}),
         ({"mdi_balance_ratio": 3.0, "absent": ["attention"]}, {"mdi_balance_ratio": "attention is not measured"}),
-        ({"mdi_balance_ratio": 3.0, "absent": ["similarity"]}, {}),
         ({"early_reward_weights": [1.0], "absent": ["changing_weights"]},
          {"early_reward_weights": "they equal reward_weights"}),
     ],

@@ -234,19 +234,3 @@ def test_papo_with_dapo_by_hand(stock):
     masked = logps - torch.tensor([[2.0, 1.0], [1.0, 1.0]]).log()
     terms = perception_terms(recipe, logps, masked, mask)
     assert (terms.sum() / mask.sum()).item() == pytest.approx((0.03 * (4.2082 + 4.9014) - 0.01 * 0.1931) / 3, abs=1e-5)
-
-
-def test_papo_with_dapo_differs_by_its_numbers_alone():
-    """Those of the script: no KL, half the perception loss, entropies 0.03, clip-higher, filtered groups."""
-    recipe, other = load_recipe("papo_dapo"), load_recipe("papo")
-    changed = {name for name in recipe.keys() | other.keys() if recipe.get(name) != other.get(name)}
-    assert changed == {
-        "epsilon_high", "kl_coef", "kl_penalty", "use_kl_loss", "beta", "perception_loss_weight", "der_loss_weight1",
-        "der_loss_weight2", "dynamic_sampling", "dynamic_sampling_max_rounds", "online_filtering", "filter_key",
-        "filter_low", "filter_high",
-    }  # fmt: skip
-    assert (recipe["perception_loss_weight"], recipe["der_loss_weight1"], recipe["der_loss_weight2"]) == (
-        0.01,
-        0.03,
-        0.03,
-    )

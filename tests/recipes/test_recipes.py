@@ -55,7 +55,7 @@ def test_the_file_may_name_the_recipe_and_flags_another(tmp_path):
     assert parsed(f"--config={file}", "--recipe=tprl")[1].top_p_perception_tokens == 0.2
 
 
-def test_a_recipe_of_ones_own_with_the_options_of_its_plug_ins(tmp_path, capsys):
+def test_a_recipe_of_ones_own_with_the_options_of_its_plug_ins(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from dataclasses import dataclass, field\n"
         "from vgr_trl.registries import declares\n"
@@ -72,9 +72,6 @@ def test_a_recipe_of_ones_own_with_the_options_of_its_plug_ins(tmp_path, capsys)
     assert "save_steps" not in stated
     given = parsed("--recipe", str(file), "--plugin_options", '{"mine_share": 0.25}')[1].plugin_options
     assert json.loads(given) == {"mine_share": 0.25}
-    file.write_text("credit_rules: [token_weights]\nmine_shar: 0.5\n")
-    assert main(["train", "--recipe", str(file)]) == 1
-    assert "mine.yaml has mine_shar, which is not an option." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -83,11 +80,10 @@ def test_a_recipe_of_ones_own_with_the_options_of_its_plug_ins(tmp_path, capsys)
         ("lerning_rate: 1\n", "has lerning_rate, which is not an option. Did you mean learning_rate?"),
         ("- a\n", "holds no options"),
         ("a: [1\n", "cannot be read"),
-        ("about: {method: x}\n", "give method and paper"),
         ("about: {method: x, paper: y, papers: z}\n", "give method and paper"),
     ],
 )
-def test_what_is_wrong_with_a_recipe_is_said(text, message, tmp_path, capsys):
+def test_recipes_that_cannot_be_read(text, message, tmp_path, capsys):
     file = tmp_path / "mine.yaml"
     file.write_text(text)
     assert main(["train", "--recipe", str(file)]) == 1
@@ -99,11 +95,10 @@ def test_what_is_wrong_with_a_recipe_is_said(text, message, tmp_path, capsys):
     [
         (["--recipe", "vpo"], "There is no recipe 'vpo'. Did you mean vppo?"),
         (["--recipe", "nothing.yaml"], "The recipe nothing.yaml is no file"),
-        (["--recipe"], "--recipe: expected one argument"),
         (["--recipe", "--dry_run"], "--recipe: expected one argument"),
     ],
 )
-def test_recipes_that_there_are_not(flags, message, capsys, monkeypatch, tmp_path):
+def test_recipes_that_do_not_exist(flags, message, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert main(["train", *flags]) == 1
     assert message in capsys.readouterr().err
@@ -159,18 +154,6 @@ def test_the_page_is_what_the_script_makes_of_the_recipes():
     assert made == (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8"), "python docs/recipes_table.py"
 
 
-@pytest.mark.parametrize(("script", "own"), [("dapo_train", "--vgr_hard_negative"), ("grpo_vlm", "mdi")])
-def test_a_recipe_takes_the_place_of_the_flags_of_a_script(script, own, monkeypatch):
-    seen = []
-    monkeypatch.setattr("vgr_trl.cli.__main__.main", lambda flags: seen.append(flags))
-    for flags in (["--recipe=vppo"], ["--max_steps", "1"]):
-        monkeypatch.setattr("sys.argv", [script, *flags])
-        with pytest.raises(SystemExit):
-            runpy.run_path(str(ROOT / "examples" / f"{script}.py"), run_name="__main__")
-    assert seen[0] == ["train", "--recipe=vppo"]
-    assert own in seen[1]
-
-
 TINY = (
     "--use_cpu --bf16 false --gradient_checkpointing false --num_generations 4 --per_device_train_batch_size 8 "
     "--max_completion_length 8 --max_steps 1 --learning_rate 1e-3 --logging_steps 1 --save_strategy no "
@@ -182,7 +165,7 @@ ROWS = 8
 
 
 def accuracy_reward(completions, **columns):
-    """In place of right answers, which a random model does not give: many values, so that no group is dead."""
+    """In place of right answers, which a random model does not give: many values, so that every group varies."""
     return [sum(map(ord, completion[0]["content"])) % 7 / 7 for completion in completions]
 
 

@@ -16,9 +16,7 @@ from tiny_run import letter_reward, options, questions, quiet_reward, saved_mode
 from trl.generation import vllm_generation
 from vllm.model_executor.layers import utils as vllm_layers
 
-from vgr_trl import DAPOTrainer
-from vgr_trl import patches as vllm_encoder_cache
-from vgr_trl import patches as vllm_images
+from vgr_trl import DAPOTrainer, patches
 from vgr_trl import trainer as trainer_module
 from vgr_trl.batch import scoring_inputs
 from vgr_trl.rewards import load_reward, vgr_reward
@@ -49,7 +47,6 @@ EVERYTHING = {
     "early_reward_weights": [1.0, 0.5],
     "vllm_importance_sampling_correction": True,
 }
-RESAMPLED = {"token_weights": True, "dynamic_sampling": "resample", "dynamic_sampling_max_rounds": 1}
 NOISY = {
     "noisy_generations": 2,
     "noisy_perturbation": "mask_image",
@@ -60,11 +57,9 @@ BLIND = {"blind_without_tag": "completion", "vllm_max_model_length": 512}
 CASES = {
     "guarded": Case(),
     "unguarded": Case(),
-    "stale": Case(),
     "again": Case(questions=3),
     "remembered": Case(questions=3),
     "everything": Case(EVERYTHING, (quiet_reward, vgr_reward)),
-    "resampled": Case(RESAMPLED, (quiet_reward, vgr_reward)),
     "lora": Case(lora=True),
     "noisy": Case(NOISY, (letter_reward,)),
     "blind": Case(BLIND, (letter_reward, load_reward("blind_accuracy"))),
@@ -75,9 +70,9 @@ def run(folder: Path, name: str) -> None:
     torch.set_num_threads(1)
     make_vllm_exact_on_a_cpu()
     if name == "unguarded":
-        vllm_images.needs_collapsing = lambda *_: False
+        patches.needs_collapsing = lambda *_: False
     if name == "remembered":
-        vllm_encoder_cache.forget_image_features = lambda _: None
+        patches.forget_image_features = lambda _: None
     case, (model, processor) = CASES[name], saved_model(folder)
     adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False)
     trainer = DAPOTrainer(
@@ -88,17 +83,13 @@ def run(folder: Path, name: str) -> None:
         processing_class=processor,
         peft_config=adapter if case.lora else None,
     )
-    if name == "stale":
-        trainer.vllm_generation.sync_weights = lambda: None
-    heard = listen(trainer)
+    calls = listen(trainer)
     if name == "noisy":
-        compare_with_scoring(heard)
-    before = {key: value.detach().clone() for key, value in trainer.model.named_parameters()}
+        compare_with_scoring(calls)
     trainer.train()
-    moved = max((value.detach() - before[key]).abs().max().item() for key, value in trainer.model.named_parameters())
-    for entry in heard:
+    for entry in calls:
         entry.pop("logps")
-    found = {"moved": moved, "steps": trainer.state.log_history[:-1], "heard": heard}
+    found = {"steps": trainer.state.log_history[:-1], "calls": calls}
     (folder / "log.json").write_text(json.dumps(found))
 
 
@@ -110,7 +101,7 @@ def make_vllm_exact_on_a_cpu() -> None:
 
 def listen(trainer: DAPOTrainer) -> list[dict]:
     """What vLLM is asked from now on: its weights then, and for prompts of text what the model says of its answers."""
-    plain, heard = trainer.vllm_generation.generate, []
+    plain, calls = trainer.vllm_generation.generate, []
     first = embeddings_of_vllm(trainer).clone()
 
     def generate(prompts, images, num_generations, profiler):
@@ -127,11 +118,11 @@ def listen(trainer: DAPOTrainer) -> list[dict]:
         }
         if images is None:
             entry["difference"] = difference_from_model(trainer.model, prompts, answer[1], logps)
-        heard.append(entry)
+        calls.append(entry)
         return answer
 
     trainer.vllm_generation.generate = generate
-    return heard
+    return calls
 
 
 def embeddings_of(model: torch.nn.Module) -> torch.Tensor:
@@ -156,7 +147,7 @@ def difference_from_model(model: torch.nn.Module, prompts: list, completions: li
     return largest
 
 
-def compare_with_scoring(heard: list[dict]) -> None:
+def compare_with_scoring(calls: list[dict]) -> None:
     """Note how far vLLM's log-probabilities are from those given the images of `noisy_generations`, and given clean."""
     plain = trainer_module.finish_noise
 
@@ -165,10 +156,10 @@ def compare_with_scoring(heard: list[dict]) -> None:
         plain(trainer, rollout)
         seen, mask = rollout.batch["old_per_token_logps"], rollout.batch["completion_mask"].bool()
         theirs = torch.zeros_like(seen)
-        for row, values in enumerate(heard[-1]["logps"]):
+        for row, values in enumerate(calls[-1]["logps"]):
             theirs[row, : len(values)] = torch.tensor(values)
         for name, mine in (("from_seen", seen), ("from_clean", clean)):
-            heard[-1][name] = ((mine - theirs).abs() * mask).amax(1).tolist()
+            calls[-1][name] = ((mine - theirs).abs() * mask).amax(1).tolist()
 
     trainer_module.finish_noise = finish_noise
 
