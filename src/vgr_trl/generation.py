@@ -18,7 +18,7 @@ from vgr_trl.rollout import ConstructedTrainer, Noise, Rollout, weighted_sums
 from vgr_trl.sampling import OLD_LOGPS
 from vgr_trl.signals.attention import GenerationProbe
 from vgr_trl.signals.perturbation import perturb_images, perturbed_prompts
-from vgr_trl.utils import DataError, NotFiniteError, VLLMServerError, patched_attribute
+from vgr_trl.utils import DataError, VLLMServerError, patched_attribute
 
 if TYPE_CHECKING:
     from vgr_trl.trainer import DAPOTrainer
@@ -53,7 +53,6 @@ def generate(
     with (
         trainer.clock.stage("generation", model.training),
         forward_context(trainer, model),
-        _finite_logits(trainer.state.global_step + 1),
         sampling_of_mode(trainer),
         named_server(trainer),
     ):
@@ -68,20 +67,6 @@ def generate(
             generated = plain(ids, images, prompts.fields, num_generations)
         rollout.generated_mass = probe.mass
         return generated
-
-
-@contextmanager
-def _finite_logits(step: int) -> Iterator[None]:
-    """Say in one sentence what sampling says of NaN; on a GPU the error is one of CUDA, which says nothing of it."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "probability tensor contains" not in str(error):
-            raise
-        raise NotFiniteError(
-            f"The model's logits are NaN or infinite in generation, at step {step}: its weights are broken, or what it "
-            "computes overflows, so look at the newest checkpoint, or use bfloat16 instead of float16."
-        ) from error
 
 
 @contextmanager
