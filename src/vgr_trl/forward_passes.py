@@ -35,7 +35,7 @@ from vgr_trl.sampling import OLD_LOGPS
 from vgr_trl.sharing.model_support import base_of, causal_model, is_compiled
 from vgr_trl.sharing.prefix_forward import find_groups, has_images, is_image_token
 from vgr_trl.sharing.sharing import shuffle_by_group, whole_groups
-from vgr_trl.signals.scoring import leaves_rows_out, policy_is_active, take_hidden
+from vgr_trl.signals.scoring import leaves_rows_out, policy_is_active
 from vgr_trl.utils import DataError, NotFiniteError, patched_attribute
 
 if TYPE_CHECKING:
@@ -218,7 +218,10 @@ def scoring_pass(
             if of_policy is not None and of_policy.hidden is not None and "shift" in trainer.measurement.needed:
                 of_policy.shift = shift_of_pass(trainer, of_policy, model)
             if rollout is not None and role == "reference":
-                rollout.reference_logps, rollout.reference_hidden = scored[0], take_hidden(trainer.hidden_hook)
+                rollout.reference_logps, rollout.reference_hidden = (
+                    scored[0],
+                    None if trainer.hidden_hook is None else trainer.hidden_hook.take(),
+                )
             return scored
 
 
@@ -305,8 +308,9 @@ def training_pass(
             # TRL's `_compute_loss` reads the inputs only after its pass through the model, so what is completed here is
             # what it divides by; `tests/credit/test_trl_losses.py` fails if that changes. Later iterations read it too.
             passed.inputs[OLD_LOGPS] = torch.where(old.isnan(), logps.detach(), old)
-        values = take_hidden(trainer.value_hook)
-        passed.logps, passed.hidden = logps, take_hidden(trainer.hidden_hook)
+        values = None if trainer.value_hook is None else trainer.value_hook.take()
+        passed.logps = logps
+        passed.hidden = None if trainer.hidden_hook is None else trainer.hidden_hook.take()
         passed.values = None if values is None else scatter_back(values, window, loss_mask, None)
         if trainer.replay is not None:
             trainer.replay.first_pass(passed)

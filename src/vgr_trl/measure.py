@@ -28,9 +28,8 @@ from vgr_trl.config import REMOVE_IMAGE
 from vgr_trl.credit import own_rules
 from vgr_trl.data.columns import image_columns
 from vgr_trl.data.images import COLUMNS, Box, boxes_of
-from vgr_trl.data.prompts import texts_of
 from vgr_trl.registries import BLIND_ANSWERS, VIEW, is_late, measurements, needs_of
-from vgr_trl.rollout import ConstructedTrainer, Rollout
+from vgr_trl.rollout import ConstructedTrainer, Rollout, describe_row
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.signals.attention import AttentionProbe, count_attention_layers, find_decoder, why_not_measurable
 from vgr_trl.signals.dependency import visual_dependency
@@ -41,7 +40,6 @@ from vgr_trl.signals.named import (
     add_named,
     attention_metrics,
     columns_needed_by,
-    measure_segments,
     named_columns,
     named_metrics,
     named_signals,
@@ -54,11 +52,12 @@ from vgr_trl.signals.ratios import (
     ModalityMasks,
     build_modality_masks,
     late_layers,
+    measure_segments,
     special_token_ids,
     vision_token_ids,
 )
 from vgr_trl.signals.regions import drawn, in_region, lit_share, token_shares
-from vgr_trl.signals.scoring import Head, take_hidden
+from vgr_trl.signals.scoring import Head
 from vgr_trl.signals.similarity import SimilarityProbe, decoder_layers, hidden_state_number
 from vgr_trl.utils import ConfigError
 
@@ -83,6 +82,7 @@ class Measurement:
         special_token_ids: tokens that belong to no modality.
         views: perturbations under which completions are scored.
         named: signals that are asked for by name, or read by plug-ins.
+        layers: of the model, those that have attention; 0 where attention is not measured.
     """
 
     needed: Mapping[str, str]
@@ -90,16 +90,21 @@ class Measurement:
     special_token_ids: tuple[int, ...] = ()
     views: tuple[str, ...] = ()
     named: tuple[NamedSignal, ...] = ()
+    layers: int = 0
+
+    def needs(self, *names: str) -> bool:
+        """Whether any of these is needed."""
+        return not self.needed.keys().isdisjoint(names)
 
     @property
     def head(self) -> bool:
         """Whether a pass through the model's head is needed, for log-probabilities or entropies."""
-        return not self.needed.keys().isdisjoint(("entropies", "dependency", "shift", "logps"))
+        return self.needs("entropies", "dependency", "shift", "logps")
 
     @property
     def scoring(self) -> bool:
         """Whether a pass over the rollout batch is needed."""
-        return self.head or not self.needed.keys().isdisjoint(("attention", "similarity", "values"))
+        return self.head or self.needs("attention", "similarity", "values")
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -115,21 +120,19 @@ def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
     Raises:
         ConfigError: a feature needs a measurement that model, data or generation do not allow; it is named.
     """
-    args = trainer.args
-    needed = needed_measurements(trainer)
+    args, needed = trainer.args, needed_measurements(trainer)
     model = trainer.accelerator.unwrap_model(trainer.model)
     ids = tuple(args.vision_token_ids or vision_token_ids(model, trainer.processing_class))
     for need, reader in needed.items():
         if (why := why_not_measured(trainer, need, ids)) is not None:
             raise ConfigError(f"{reader} cannot be used here: {why}")
-    wanted = args.compute_attention_metrics is None
-    if "attention" not in needed and wanted and why_not_measured(trainer, "attention", ids) is None:
-        needed["attention"] = "compute_attention_metrics"
+    if args.compute_attention_metrics is None and why_not_measured(trainer, "attention", ids) is None:
+        needed.setdefault("attention", "compute_attention_metrics")
     last = args.token_weights_last_k_layers
-    if args.token_weights and last is not None and last > (layers := count_attention_layers(model)):
+    if args.token_weights and last is not None and last > (count := count_attention_layers(model)):
         raise ConfigError(
-            f"token_weights_last_k_layers is {last}, but {layers} layers of the model have attention: give a number in "
-            f"[1, {layers}], or None for the late segment."
+            f"token_weights_last_k_layers is {last}, but {count} layers of the model have attention: give a number in "
+            f"[1, {count}], or None for the late segment."
         )
     embedded = model.config.get_text_config(decoder=True).vocab_size
     if unknown := [token for token in args.vision_token_ids or () if token >= embedded]:
@@ -141,7 +144,8 @@ def plan_measurement(trainer: ConstructedTrainer) -> Measurement:
     if any(signal.name == "stability" for signal in named) and not args.further_perturbations:
         raise ConfigError("The signal stability compares perturbations: name others as further_perturbations.")
     views = tuple(args.read_views("dependency" in needed))
-    return Measurement(needed, ids, tuple(special_token_ids(trainer.processing_class)), views, named)
+    layers = count_attention_layers(model) if "attention" in needed else 0
+    return Measurement(needed, ids, tuple(special_token_ids(trainer.processing_class)), views, named, layers)
 
 
 def needed_measurements(trainer: ConstructedTrainer) -> dict[str, str]:
@@ -179,38 +183,35 @@ def needed_measurements(trainer: ConstructedTrainer) -> dict[str, str]:
 def why_not_measured(trainer: ConstructedTrainer, need: str, vision_tokens: Sequence[int]) -> str | None:
     """Return why something cannot be measured with this model, these data and this generation; None if it can."""
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
-    for name in ("rollout_func", "tools", "environment_factories"):
-        if getattr(trainer, name, None):
-            return (
-                f"with {name.removesuffix('_factories')} the tokens of a completion are not all the policy's answer to "
-                "its prompt; switch one of the two off."
-            )
-    if need in _OF_IMAGES and not trainer._is_vlm:
-        return f"{type(trainer.model).__name__} reads text only; use a vision-language model, or switch it off."
-    if need in _OF_IMAGES and not data_has_images(trainer):
-        return "the data have no column `image` or `images`; add one, or switch it off."
-    if need == "regions":
-        if args.attention_source == "generate":
-            return 'attention_source is "generate", which does not know regions; use "scoring".'
-        columns = getattr(trainer.train_dataset, "column_names", None)
-        if columns is not None and not set(COLUMNS) & set(columns):
-            return f"the data have neither of the columns {' and '.join(COLUMNS)}; add one, or switch it off."
-    if need not in ("attention", "similarity"):
-        return None
-    if not vision_tokens:
-        return (
-            "the placeholder token of images is not found in the model's configuration or its processor; give it as "
-            "vision_token_ids."
-        )
-    if need == "attention" and args.attention_source == "generate":
-        for on, backend in (
-            (trainer.use_vllm, "vLLM"),
-            (trainer.use_transformers_continuous_batching, "continuous batching"),
-            ((getattr(getattr(trainer, "generation_config", None), "num_beams", None) or 1) > 1, "beam search"),
-        ):
-            if on:
-                return f'attention_source is "generate" with {backend}, which keeps no attention; use "scoring".'
-    if (why := why_not_measurable(model)) is None and need == "similarity":
+    makers = ("rollout_func", "tools", "environment_factories")
+    maker = next((name.removesuffix("_factories") for name in makers if getattr(trainer, name, None)), None)
+    columns = getattr(trainer.train_dataset, "column_names", None)
+    beams = getattr(getattr(trainer, "generation_config", None), "num_beams", None) or 1
+    backends = {
+        "vLLM": trainer.use_vllm,
+        "continuous batching": trainer.use_transformers_continuous_batching,
+        "beam search": beams > 1,
+    }
+    backend = next((name for name, is_on in backends.items() if is_on), None)
+    in_generation, inside = args.attention_source == "generate", need in ("attention", "similarity")
+    table: list[tuple[Any, str]] = [
+        (maker, f"with {maker} the tokens of a completion are not all the policy's answer to its prompt; switch one "
+         "of the two off."),
+        (need in _OF_IMAGES and not trainer._is_vlm,
+         f"{type(trainer.model).__name__} reads text only; use a vision-language model, or switch it off."),
+        (need in _OF_IMAGES and not data_has_images(trainer),
+         "the data have no column `image` or `images`; add one, or switch it off."),
+        (need == "regions" and in_generation,
+         'attention_source is "generate", which does not know regions; use "scoring".'),
+        (need == "regions" and columns is not None and not set(COLUMNS) & set(columns),
+         f"the data have neither of the columns {' and '.join(COLUMNS)}; add one, or switch it off."),
+        (inside and not vision_tokens, "the placeholder token of images is not found in the model's configuration or "
+         "its processor; give it as vision_token_ids."),
+        (need == "attention" and in_generation and backend,
+         f'attention_source is "generate" with {backend}, which keeps no attention; use "scoring".'),
+    ]  # fmt: skip
+    why = next((sentence for wrong, sentence in table if wrong), None)
+    if inside and why is None and (why := why_not_measurable(model)) is None and need == "similarity":
         hidden_state_number(args.hidden_similarity_layer, len(decoder_layers(find_decoder(model))))
     return why
 
@@ -230,9 +231,6 @@ def data_has_images(trainer: ConstructedTrainer) -> bool:
     )
 
 
-# The pass that measures the completions of a rollout, and what rewards get of it
-
-
 def score_completions(trainer: "DAPOTrainer", rollout: Rollout, completion_ids: list[list[int]]) -> None:
     """Make the measured pass over a rollout, as TRL makes its own for old log-probabilities, as far as it is needed."""
     args, measurement = trainer.args, trainer.measurement
@@ -246,10 +244,13 @@ def score_completions(trainer: "DAPOTrainer", rollout: Rollout, completion_ids: 
         valid=[ids[-1] in end_tokens for ids in completion_ids] if args.mask_truncated_completions else None,
         pad_to_multiple_of=trainer.pad_to_multiple_of or None,
     )
-    reads_pass = not measurement.needed.keys().isdisjoint(("values", "similarity"))
     if measurement.head:
         trainer.score(inputs)
-    elif rollout.generated_mass is not None and rollout.recorded is None and not reads_pass:
+    elif (
+        rollout.generated_mass is not None
+        and rollout.recorded is None
+        and not measurement.needs("values", "similarity")
+    ):
         mask = inputs["attention_mask"][:, -inputs["logits_to_keep"] :].to(rollout.generated_mass.mask.device).bool()
         mass = pad_to_length(rollout.generated_mass, mask.size(1))
         mass.mask = mask
@@ -273,18 +274,18 @@ def measure_pass(
     mass = None if rollout.generated_mass is None else pad_to_length(rollout.generated_mass, completion_length)
     probe, similar = None, None
     with ExitStack() as stack:
-        masks = partial(modality_masks, trainer.measurement, ids, inputs["attention_mask"], completion_length)
         if "attention" in needed and (mass is None or rollout.recorded):
-            attended, region = masks(), region_mask(trainer, rollout, ids[:, :-completion_length])
-            attended.region = None if region is None else region.to(ids.device)
+            attended = _modality_masks(trainer, inputs)
+            attended.region = region_mask(trainer, rollout, ids[:, :-completion_length])
             emitting = slice(ids.size(1) - completion_length - 1, ids.size(1) - 1)
-            late = late_layers(count_attention_layers(model), args.attention_segments)
+            late = late_layers(trainer.measurement.layers, args.attention_segments)
             kept = _rows_that_fit(attended.vision, completion_length * len(late), rollout.recorded or ())
             probe = AttentionProbe(model, attended, emitting, kept, measure_prompt=mass is None, keep_layers=late)
             stack.enter_context(probe)
         if "similarity" in needed:
             layer, over = args.hidden_similarity_layer, args.hidden_similarity_over
-            similar = stack.enter_context(SimilarityProbe(model, masks().vision, layer, over))
+            vision = _modality_masks(trainer, inputs).vision
+            similar = stack.enter_context(SimilarityProbe(model, vision, layer, over))
         scored = score(compute_entropy=True)
     if probe is not None:
         if mass is None:
@@ -293,22 +294,20 @@ def measure_pass(
     if mass is not None:
         mass.mask = mask
     logps, entropies = scored[0], torch.full_like(scored[0], torch.nan) if scored[1] is None else scored[1]
-    rollout.signals = RolloutSignals(logps.detach().float(), entropies.detach().float(), mask, mass)
-    if similar is not None:
-        rollout.signals.similarity = similar.similarity
-    rollout.values, rollout.hidden = take_hidden(trainer.value_hook), take_hidden(trainer.hidden_hook)
+    similarity = None if similar is None else similar.similarity
+    signals = RolloutSignals(logps.detach().float(), entropies.detach().float(), mask, mass, similarity=similarity)
+    rollout.signals, rollout.values = signals, None if trainer.value_hook is None else trainer.value_hook.take()
+    rollout.hidden = None if trainer.hidden_hook is None else trainer.hidden_hook.take()
     return scored
 
 
-def modality_masks(
-    measurement: Measurement, input_ids: torch.Tensor, attention_mask: torch.Tensor, completion_length: int
-) -> ModalityMasks:
-    """Return those of the prompts, (N, P), of a batch (N, P + T)."""
+def _modality_masks(trainer: "DAPOTrainer", inputs: dict[str, Any]) -> ModalityMasks:
+    """Those of the prompts, (N, P), of the inputs of a pass over (N, P + T) tokens."""
     return build_modality_masks(
-        input_ids[:, :-completion_length],
-        attention_mask[:, :-completion_length],
-        vision_token_ids=measurement.vision_token_ids,
-        special_token_ids=measurement.special_token_ids,
+        inputs["input_ids"][:, : -inputs["logits_to_keep"]],
+        inputs["attention_mask"][:, : -inputs["logits_to_keep"]],
+        vision_token_ids=trainer.measurement.vision_token_ids,
+        special_token_ids=trainer.measurement.special_token_ids,
     )
 
 
@@ -331,8 +330,11 @@ def _rows_that_fit(vision: torch.Tensor, queries: int, rows: Sequence[int]) -> l
 def pad_to_length(mass: AttentionMass, length: int) -> AttentionMass:
     """Return a mass of T' tokens as one of `length` tokens: those behind do not count, or are not there."""
     missing = length - mass.mask.size(1)  # the longest completion may have been cut or padded
-    names = [name for name in ("vision", "instruction", "region", "mask") if getattr(mass, name) is not None]
-    padded: Any = {name: torch.nn.functional.pad(getattr(mass, name), (0, missing)) for name in names}
+    padded: Any = {
+        name: torch.nn.functional.pad(value, (0, missing))
+        for name, value in vars(mass).items()
+        if value is not None and not name.startswith("num_")
+    }
     return replace(mass, **padded)
 
 
@@ -361,7 +363,7 @@ def score_perturbed(trainer: "DAPOTrainer", rollout: Rollout) -> None:
     Its batch gets `perturbed_pixel_values` where the perception loss is on.
     """
     args, batch, measurement = trainer.args, rollout.batch, trainer.measurement
-    shown = [args.perturbation] if args.uses_perception_loss else []
+    shown = [args.perturbation] if "perception" in measurement.needed else []
     inputs = {name: _inputs_under(name, trainer, rollout) for name in dict.fromkeys([*measurement.views, *shown])}
     for name in shown:
         if "pixel_values" in inputs[name]:
@@ -390,36 +392,31 @@ def score_perturbed(trainer: "DAPOTrainer", rollout: Rollout) -> None:
 
 def _inputs_under(name: str, trainer: "DAPOTrainer", rollout: Rollout) -> dict[str, Any]:
     """Of the scoring of the rollout's rows with their images perturbed by `name`."""
+    args, batch, rows = trainer.args, rollout.batch, len(rollout.batch["prompt_ids"])
+    assert rollout.messages is not None
     if name == REMOVE_IMAGE:
-        assert rollout.messages is not None
         prompts = trainer.tokenize([without_images(prompt) for prompt in rollout.messages])
-        return text_inputs(rollout.batch, prompts, trainer._tokenizer.pad_token_id)
-    pixels = perturbed_pixels(trainer, rollout, name)
-    return scoring_inputs(rollout.batch if pixels is None else rollout.batch | {"pixel_values": joined(pixels)})
-
-
-def perturbed_pixels(trainer: "DAPOTrainer", rollout: Rollout, name: str) -> Any:
-    """The rows' `pixel_values` with images perturbed by `name`: per row in a list, or (N, ...); None without images."""
-    args, rows = trainer.args, len(rollout.batch["prompt_ids"])
+        return text_inputs(batch, prompts, trainer._tokenizer.pad_token_id)
     first = trainer.accelerator.process_index * rows
     shared_by = trainer.completions_per_prompt if args.perturb_per == "prompt" else 1
     parameters, step = args.parameters_of(name), trainer.state.global_step
     perturb = partial(perturb_images, name=name, parameters=parameters, seed=args.seed, step=step)
     numbers = [(first + row) // shared_by for row in range(rows)]
-    assert rollout.messages is not None
     conversations, own = perturbed_prompts(rollout.messages, numbers, perturb)
     if name == args.perturbation:
         rollout.perturbed_images = [images_in(conversations[place]) for place in own]
     prompts = trainer.tokenize(conversations)
-    return None if prompts.images is None else pixels_of_rows(prompts.fields, prompts.images, own, rollout.batch)
+    if prompts.images is None:
+        return scoring_inputs(batch)
+    return scoring_inputs(batch | {"pixel_values": joined(pixels_of_rows(prompts.fields, prompts.images, own, batch))})
 
 
 def shift_of_pass(trainer: "DAPOTrainer", rollout: Rollout, model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     """Return how the latest pass, whose first rows are under the perturbation, differs from that over the rollout."""
-    hook = trainer.hidden_hook
-    assert hook is not None
+    hook, hidden = trainer.hidden_hook, rollout.hidden
     assert rollout.signals is not None
-    hidden, others = rollout.hidden, hook.take()
+    assert hook is not None
+    others = hook.take()
     assert hidden is not None
     assert others is not None
     mask = rollout.signals.mask.bool()
@@ -449,7 +446,9 @@ def region_mask(trainer: "DAPOTrainer", rollout: Rollout, prompt_ids: torch.Tens
     members: dict[int, list[int]] = {}
     for row in range(rows):
         images = images_in(rollout.messages[row])
-        if len(images) == 1 and (found := boxes_of(rollout.rows[row], images[0].size, _name(rollout.rows[row]))):
+        if len(images) == 1 and (
+            found := boxes_of(rollout.rows[row], images[0].size, f"The {describe_row(rollout.rows[row])}")
+        ):
             number = (first + row) // size
             boxes[number] = found
             members.setdefault(number, []).append(row)
@@ -458,12 +457,8 @@ def region_mask(trainer: "DAPOTrainer", rollout: Rollout, prompt_ids: torch.Tens
     leaders = [members[number][0] for number in boxes]
     conversations = [rollout.messages[row] for row in leaders]
     shown, black, white = (
-        image_tensors(trainer.tokenize(perturbed_prompts(conversations, list(boxes), painted)[0]).fields)
-        for painted in (
-            partial(_painted, boxes),
-            partial(_painted, {}),
-            partial(_painted, dict.fromkeys(boxes, _WHOLE)),
-        )
+        image_tensors(trainer.tokenize(perturbed_prompts(conversations, list(boxes), partial(_painted, lit))[0]).fields)
+        for lit in (boxes, {}, dict.fromkeys(boxes, _WHOLE))
     )
     lit = lit_share(*(given["pixel_values"] for given in (shown, black, white)))
     ones = [1] * len(leaders)
@@ -477,14 +472,6 @@ def region_mask(trainer: "DAPOTrainer", rollout: Rollout, prompt_ids: torch.Tens
         for row in members[number]:
             region[row, vision[row]] = chosen
     return region
-
-
-def _name(row: Mapping[str, Any]) -> str:
-    if row.get("id") is not None:
-        return f"The row with the id {row['id']!r}"
-    prompt = row["prompt"]
-    text = prompt if isinstance(prompt, str) else " ".join(texts_of(prompt[-1:]))
-    return f"The row with the prompt {text[:100]!r}"
 
 
 def _painted(boxes: dict[int, list[Box]], images: list[Image.Image], *, index: int) -> list[Any]:

@@ -1,6 +1,6 @@
 """What a rollout batch, and a micro-batch of it, have become so far: filled in by the hooks of the trainer."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from trl import GRPOTrainer
 from vgr_trl.batch import Placement, Prompts
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.columns import IMAGE_COLUMNS, images_of
-from vgr_trl.data.prompts import refuse_named_files
+from vgr_trl.data.prompts import refuse_named_files, texts_of
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass
 from vgr_trl.utils import DataError
@@ -197,6 +197,15 @@ def refuse_files_in_prompts(prompts: list[Any]) -> None:
                 refuse_named_files(prompt)
     except DataError as error:
         raise DataError(f"A row of the data cannot be used: {error}.") from None
+
+
+def describe_row(row: Mapping[str, Any]) -> str:
+    """Return "row with …", by the row's `id`, if it has one, or the end of its prompt."""
+    if row.get("id") is not None:
+        return f"row with the id {row['id']!r}"
+    prompt = row["prompt"]
+    text = prompt if isinstance(prompt, str) else " ".join(texts_of(prompt[-1:]))
+    return f"row whose prompt ends with {text.strip()[-80:]!r}"
 
 
 def weighted_sums(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

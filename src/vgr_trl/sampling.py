@@ -54,7 +54,7 @@ def select_groups(trainer: "DAPOTrainer", rollout: Rollout) -> dict[str, float]:
     sentence = trainer.zero_variance_streak.end_rollout(trainer.state.global_step, trained)
     if sentence is not None and trainer.accelerator.is_main_process:
         logger.warning(sentence)
-    if not args.selects_groups:
+    if not trainer.selects_groups:
         rollout.with_gradient = selection.rows_with_gradient()
         return {}
     missing = [group for group in selection.dropped if group not in fresh]
@@ -102,7 +102,7 @@ def find_zero_variance(
     rewards = weighted_sums(rollout.rewards, trainer.reward_weights)
     selection = GroupSelection(placement, rewards, accelerator.gather(rollout.batch["advantages"]))
     zero_variance: list[int] = []
-    if args.uses_critic:
+    if trainer.critic is not None:
         of_tokens = rollout.batch["token_advantages"].nan_to_num()  # (N, T)
         selection.advantages = accelerator.gather(masked_mean(of_tokens, valid_tokens(rollout.batch)).squeeze(1))
     elif args.advantage_estimator != "grpo":
@@ -111,7 +111,7 @@ def find_zero_variance(
     if args.advantage_estimator != "grpo":
         rollout.batch = {**rollout.batch, "advantages": selection.local_advantages}
         replace_newest(trainer._logs["advantages"], selection.advantages.tolist())
-    if not args.uses_critic:
+    if trainer.critic is None:
         estimator, epsilon = args.advantage_estimator, args.replay_var_epsilon
         zero_variance = zero_variance_groups(selection.advantages, rewards, size, estimator=estimator, epsilon=epsilon)
     filtered: list[int] = []

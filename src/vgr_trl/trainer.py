@@ -51,6 +51,7 @@ from vgr_trl.rollout import (
     ConstructedTrainer,
     Rollout,
     TrainingPass,
+    describe_row,
     refuse_files_in_prompts,
     with_image_lists,
 )
@@ -156,6 +157,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
     def _add_state(self) -> None:
         """What lasts from step to step, and is resumed."""
         args = self.args
+        self.has_credit, self.selects_groups = args.shapes_advantages, args.selects_groups
         self.zero_variance_streak = ZeroVarianceStreak(args)
         self.replay = Replay(self) if args.replay_buffer_size > 0 else None
         self.further_prompts = None
@@ -293,7 +295,9 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
                     if self.critic is not None:
                         self._log_metrics(self.critic.estimate(rollout))
                     advantages = rollout.batch["advantages"]  # (N,), with a critic (N, T)
-                    self._log_metrics(rollout.metrics | apply_token_credit(self, rollout))
+                    self._log_metrics(rollout.metrics)
+                    if self.has_credit:
+                        self._log_metrics(apply_token_credit(self, rollout))
                 self.recorder.add_credit(recorded, rollout, advantages, rollout.batch["advantages"])
             self.recorder.write(rollout, recorded)
             return with_perturbed_rows(rollout.batch)
@@ -325,7 +329,8 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         """Add to TRL's: compute each prompt once; measure the policy's pass over a rollout; train tokens with loss."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": logits_to_keep, **kwargs}
         plain = super()._get_per_token_logps_and_entropies
-        inputs = with_causal_completions(inputs, causal_model(model).config, logits_to_keep)
+        if "token_type_ids" in inputs:
+            inputs = with_causal_completions(inputs, causal_model(model).config, logits_to_keep)
         if torch.is_grad_enabled():
             return training_pass(self, model, plain, inputs, batch_size, self._pass)
         return scoring_pass(self, model, plain, inputs, batch_size, self._rollout)
@@ -476,9 +481,7 @@ def _zero(completions: list[Any], **kwargs: Any) -> list[float | None]:
 
 
 def apply_token_credit(trainer: DAPOTrainer, rollout: Rollout) -> dict[str, float]:
-    """Give a rollout advantages (N, T) instead of (N,), if a rule of credit is on; return metrics."""
-    if not trainer.args.shapes_advantages:
-        return {}
+    """Give a rollout advantages (N, T) instead of (N,) by the rules of credit; return metrics."""
     assert rollout.with_gradient is not None
     signals = rollout.signals or unmeasured(valid_tokens(rollout.batch).bool())
     rows, device = len(signals.mask), signals.mask.device
@@ -507,19 +510,8 @@ def refuse_infinite(rewards: torch.Tensor, names: Sequence[str], rows: Sequence[
     if not infinite:
         return
     row, function = infinite[0]
-    here = f", {_shown(rows[row - first])}" if first <= row < first + len(rows) else ""
+    here = f", the {describe_row(rows[row - first])}" if first <= row < first + len(rows) else ""
     raise RewardError(
         f"The reward {names[function]} is {rewards[row, function].item()} for row {row} of the {len(rewards)} of the "
         f"rollout batch{here}: return a finite float32 number, or None where the reward does not apply."
     )
-
-
-def _shown(row: Mapping[str, Any]) -> str:
-    """The row's `id`, if it has one, or the text that its prompt ends with."""
-    if row.get("id") is not None:
-        return f"of the data's row with id {row['id']!r}"
-    prompt = row["prompt"]
-    content = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-    if not isinstance(content, str):
-        content = " ".join(part.get("text") or "" for part in content).strip()
-    return f"whose prompt ends with {content[-80:]!r}"

@@ -21,11 +21,11 @@ from vgr_trl.signals.named import (
     attention_metrics,
     columns_needed_by,
     columns_of_signals,
-    measure_segments,
     named_signals,
     reward_columns,
     signals_of_columns,
 )
+from vgr_trl.signals.ratios import measure_segments
 
 NAN, INF = math.nan, math.inf
 

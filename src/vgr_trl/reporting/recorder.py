@@ -42,8 +42,8 @@ from vgr_trl.reporting.records import (
     refuse_unwritable,
 )
 from vgr_trl.rollout import ConstructedTrainer, Rollout
-from vgr_trl.signals.named import QUANTITIES, RolloutSignals, map_signals, measure_segments, reward_columns
-from vgr_trl.signals.ratios import late_layers, token_vision_gain_ratio
+from vgr_trl.signals.named import QUANTITIES, RolloutSignals, reward_columns, signals_of_rows
+from vgr_trl.signals.ratios import late_layers, measure_segments, token_vision_gain_ratio
 from vgr_trl.signals.regions import in_pixels
 from vgr_trl.utils import ConfigError, DataError, error_text
 
@@ -133,7 +133,7 @@ class RolloutRecorder:
         assert rollout.rewards is not None
         measured = Measured()
         if chosen and rollout.signals is not None:
-            signals = map_signals([rollout.signals], lambda tensors: tensors[0][chosen].cpu())
+            signals = signals_of_rows(rollout.signals, chosen)
             measured = measurements(signals, self.args)
         recorded = []
         for index, row in enumerate(chosen):

@@ -21,13 +21,8 @@ from vgr_trl.config import PluginOptions
 from vgr_trl.registries import VIEW, declares, is_late, is_measurement, measurements, needs_of, short_name
 from vgr_trl.signals.ratios import (
     AttentionMass,
-    attention_efficiency_index,
     late_layers,
-    mdi_balance,
-    mean_attention,
-    split_layers,
     token_vision_gain_ratio,
-    vision_gain_ratio,
 )
 from vgr_trl.utils import DataError
 
@@ -119,12 +114,19 @@ def signals_of_columns(columns: dict[str, Any]) -> RolloutSignals | None:
     return RolloutSignals(**rest)
 
 
-def map_signals(parts: Sequence[RolloutSignals], make: Callable[[list[torch.Tensor]], torch.Tensor]) -> RolloutSignals:
-    """Return the signals whose tensors, rows first, `make` makes of those of parts in which the same was measured."""
+def join_signals(parts: Sequence[RolloutSignals]) -> RolloutSignals:
+    """Return the signals of all rows of parts in which the same was measured."""
     columns = [columns_of_signals(part) for part in parts]
-    made = signals_of_columns({name: make([each[name] for each in columns]) for name in columns[0]})
-    assert made is not None
-    return made
+    joined = signals_of_columns({name: torch.cat([each[name] for each in columns]) for name in columns[0]})
+    assert joined is not None
+    return joined
+
+
+def signals_of_rows(signals: RolloutSignals, rows: list[int]) -> RolloutSignals:
+    """Return the signals of some rows, on the CPU."""
+    part = signals_of_columns({name: value[rows].cpu() for name, value in columns_of_signals(signals).items()})
+    assert part is not None
+    return part
 
 
 @contextmanager
@@ -327,17 +329,6 @@ def columns_needed_by(reward: Any) -> set[str]:
     with suppress(TypeError, ValueError):
         named |= set(inspect.signature(reward).parameters)
     return named & set(SIGNAL_COLUMNS)
-
-
-def measure_segments(mass: AttentionMass, scheme: str, mdi_balance_ratio: float) -> dict[str, torch.Tensor]:
-    """Return, per segment of layers, the six `QUANTITIES` (N, 6) of the completions; NaN where undefined."""
-    segments = {}
-    for name, layers in split_layers(len(mass.vision), scheme).items():
-        vgr = vision_gain_ratio(mass, layers)  # (N,)
-        vision, instruction = attention_efficiency_index(mass, layers)  # (N,), (N,)
-        balance = mdi_balance(vgr, mdi_balance_ratio)
-        segments[name] = torch.stack([vgr, vision, instruction, balance, *mean_attention(mass, layers)], dim=1)
-    return segments
 
 
 def reward_columns(segments: dict[str, torch.Tensor]) -> dict[str, list[Any]]:

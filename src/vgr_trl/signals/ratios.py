@@ -234,3 +234,14 @@ def _ratio(
 ) -> torch.Tensor:
     ratio = (instruction / num_instruction) / (vision / num_vision)
     return ratio.masked_fill((num_vision == 0) | (num_instruction == 0), math.nan)
+
+
+def measure_segments(mass: AttentionMass, scheme: str, mdi_balance_ratio: float) -> dict[str, torch.Tensor]:
+    """Return, per segment of layers, the six `QUANTITIES` (N, 6) of the completions; NaN where undefined."""
+    segments = {}
+    for name, layers in split_layers(len(mass.vision), scheme).items():
+        vgr = vision_gain_ratio(mass, layers)  # (N,)
+        vision, instruction = attention_efficiency_index(mass, layers)  # (N,), (N,)
+        balance = mdi_balance(vgr, mdi_balance_ratio)
+        segments[name] = torch.stack([vgr, vision, instruction, balance, *mean_attention(mass, layers)], dim=1)
+    return segments

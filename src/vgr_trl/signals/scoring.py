@@ -33,7 +33,7 @@ from vgr_trl.sharing.prefix_forward import is_image_token
 from vgr_trl.sharing.sharing import share_prompts, whole_groups
 from vgr_trl.signals.attention import AttentionProbe, find_decoder
 from vgr_trl.signals.dependency import jensen_shannon
-from vgr_trl.signals.named import RolloutSignals, map_signals
+from vgr_trl.signals.named import RolloutSignals, join_signals
 from vgr_trl.signals.ratios import ModalityMasks, build_modality_masks, vision_token_ids
 from vgr_trl.signals.similarity import SimilarityProbe
 from vgr_trl.utils import ConfigError, DataError, patched_attribute
@@ -203,11 +203,6 @@ class HiddenStateHook:
         """Return what the latest block read, and forget it; None if it read nothing."""
         kept, self._kept = self._kept, []
         return torch.cat(kept) if kept else None
-
-
-def take_hidden(hook: HiddenStateHook | None) -> torch.Tensor | None:
-    """Return what a hook has read, None without one."""
-    return None if hook is None else hook.take()
 
 
 @contextmanager
@@ -421,7 +416,7 @@ class RolloutScorer:
                 inputs = {name: value[rows] for name, value in batch.items()} | image_parts
                 region = None if regions is None else regions[rows].bool().to(device)
                 parts.append(self._score_rows(inputs, length, attention, similarity, region))
-        return map_signals(parts, torch.cat)
+        return join_signals(parts)
 
     def _score_rows(
         self,

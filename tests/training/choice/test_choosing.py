@@ -389,7 +389,7 @@ class TestEstimators:
             return [0.0, None, 1.0, float("nan"), 0.0, -math.inf, 0.0, 1.0][: len(completions)]
 
         trainer = make(rewards=[coarse_reward, boundless_reward], advantage_estimator=estimator, max_steps=1)
-        message = "The reward boundless_reward is -inf for row 5 of the 8 of the rollout batch, of the data's row with"
+        message = "The reward boundless_reward is -inf for row 5 of the 8 of the rollout batch, the row with the id"
         with pytest.raises(RewardError, match=message):
             trainer.train()
 
