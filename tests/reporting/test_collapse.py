@@ -22,12 +22,12 @@ HEALTHY = {
 }
 
 
-def signs(weights=WEIGHTS, steps=8, **changed):
+def signs(weights=WEIGHTS, steps=8, healthy=HEALTHY, **changed):
     """Signs after 16 healthy steps and `steps` changed ones; metrics are named by a part of their name."""
-    histories = {name: MetricHistory() for name in HEALTHY}
+    histories = {name: MetricHistory() for name in healthy}
     for name, history in histories.items():
-        [now] = [value for part, value in changed.items() if part in name.replace("/", "_")] or [HEALTHY[name]]
-        for value in [*repeat(HEALTHY[name], 16), *repeat(now, steps)]:
+        [now] = [value for part, value in changed.items() if part in name.replace("/", "_")] or [healthy[name]]
+        for value in [*repeat(healthy[name], 16), *repeat(now, steps)]:
             history.add(value)
     return find_collapse(histories, weights)
 
@@ -70,12 +70,9 @@ def test_each_sign(changed, seen):
     "changed",
     [
         {},
-        {"format_reward_mean": 0.5},
-        {"accuracy_reward_mean": 0.35},
-        {"mean_length": 30.0},
-        {"entropy": 0.05},
-        {"entropy": 1.0},
-        {"zero_std": 0.9},
+        {"accuracy_reward_mean": 0.35, "mean_length": 30.0, "entropy": 0.05, "zero_std": 0.9},
+        {"format_reward_mean": 0.5, "entropy": 1.0},
+        {"accuracy_reward_mean": 0.0, "healthy": HEALTHY | {"rewards/accuracy_reward/mean": 0.08}},
         {"vgr_reward_mean": 0.1},  # the other rewards rule the advantages
         {"format_reward_mean": 0.0, "steps": 3},  # a few bad steps
         {"format_reward_mean": 0.0, "weights": WEIGHTS | {"think_format_reward": 0.0}},
@@ -84,13 +81,6 @@ def test_each_sign(changed, seen):
 )
 def test_what_is_no_sign(changed):
     assert signs(**changed) == []
-
-
-def test_what_was_never_there_cannot_fall():
-    histories = {"rewards/accuracy_reward/mean": MetricHistory()}
-    for value in [*repeat(0.08, 16), *repeat(0.0, 8)]:
-        histories["rewards/accuracy_reward/mean"].add(value)
-    assert find_collapse(histories, WEIGHTS) == []
 
 
 def test_the_warning_names_sign_step_and_remedy():
@@ -129,27 +119,19 @@ def logged(values, name="rewards/accuracy_reward/mean", **more):
     return [(step, {name: value, **more}) for step, value in enumerate(values, 1)]
 
 
-def test_a_sign_is_reported_once_at_the_step_where_it_is_first_seen():
-    """The mean of eight falls below half of 1 with the fifth zero, at step 21: 3 of 8 are 1."""
-    fallen = logged([1.0] * 16 + [0.0] * 12)
-    assert first_signs(fallen) == [(21, "accuracy_reward fell from 1 to 0.375")]
-    assert first_signs(logged([1.0] * 16 + [0.0] * 4)) == []
+def test_a_loss_that_is_not_finite_is_a_sign_at_once():
+    assert first_signs(logged([0.1, math.nan, None], name="loss")) == [(2, "loss is not finite")]
 
 
-def test_rewards_without_weight_are_passed_over():
-    weightless = {"reward_weights/accuracy_reward": 0.0}
-    assert first_signs(logged([1.0] * 16 + [0.0] * 12, **weightless)) == []
-
-
-@pytest.mark.parametrize("value", [None, math.nan, math.inf])
-def test_a_loss_that_is_not_finite_is_a_sign_at_once(value):
-    assert first_signs(logged([0.1, value, value], name="loss")) == [(2, "loss is not finite")]
-
-
-def test_signs_stand_in_the_order_of_their_steps():
+def test_each_sign_is_reported_once_in_the_order_of_steps():
+    """The mean of eight falls below half of 1 with the fifth zero, at step 21; of equal rewards, all are from 28 on."""
     entries = logged([1.0] * 16 + [0.0] * 12, **{"frac_reward_zero_std": 0.0})
     for _, values in entries[20:]:
         values["frac_reward_zero_std"] = 1.0
-    # Of the eight newest all are 1 from step 28 on.
-    assert [step for step, _ in first_signs(entries)] == [21, 28]
-    assert first_signs(entries)[1][1] == "100% of the groups have equal rewards (at the lowest 0%)"
+    signs = [
+        (21, "accuracy_reward fell from 1 to 0.375"),
+        (28, "100% of the groups have equal rewards (at the lowest 0%)"),
+    ]
+    assert first_signs(entries) == signs
+    weightless = {"reward_weights/accuracy_reward": 0.0}
+    assert first_signs([(step, values | weightless) for step, values in entries]) == signs[1:]

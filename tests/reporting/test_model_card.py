@@ -23,11 +23,10 @@ def options(**changed: Any) -> DAPOConfig:
 
 
 def test_without_options_it_says_so_and_cites_nothing_more() -> None:
-    section = method_section(options(), ["accuracy_reward"])
-    assert "No option that" in section
-    assert "| `accuracy_reward` | 1 |" in section
-    assert "`epsilon_high=0.28`" in section
-    assert "@misc" not in extended_card(CARD, options(), ["accuracy_reward"])
+    card = extended_card(CARD, options(), ["accuracy_reward"])
+    for part in ("No option that", "| `accuracy_reward` | 1 |", "`epsilon_high=0.28`"):
+        assert part in card
+    assert "@misc" not in card
     assert method_tags(options(), ["accuracy_reward"]) == ["dapo", "vgr_trl"]
 
 
@@ -45,28 +44,19 @@ def test_what_is_on_is_named_with_its_options_and_paper() -> None:
     assert {"perception_weighting", "perturbation", "patch_size", "black_prob"} <= set(named), "what belongs to it"
     assert not {"token_weights_clip", "noise_std", "learning_rate", "rollout_log_samples"} & set(named)
     assert "| `accuracy_reward` | 2.5 |" in section
-    assert "| `think_format_reward` | 0.5 |" in section
-    assert "token_weights" not in section
-    assert method_tags(on, []) == ["dapo", "vgr_trl", "vppo"]
 
 
 @pytest.mark.parametrize(
     ("changed", "rewards", "arxiv", "tag"),
     [
         ({"token_weights": True}, [], "2508.10552", "vision-gain-ratio"),
-        ({}, ["vgr_reward"], "2508.10552", "vision-gain-ratio"),
         ({}, ["mdi_reward"], "2508.10552", "vision-gain-ratio"),
-        ({"enable_trajectory_reweighting": True}, [], "2510.09285", "vppo"),
         ({"use_entropy_penalty": True}, [], "2510.09285", "vppo"),
         ({"perception_loss_weight": 0.01}, [], "2507.06448", "papo"),
         ({"noisy_generations": 2}, [], "2504.13055", None),
-        ({}, ["blind_accuracy_reward"], "2508.19652", None),
-        ({"der_loss_weight1": 0.03}, [], "2507.06448", "papo"),
         ({"enable_entropy_filtering": True}, [], "2506.01939", None),
         ({"online_filtering": True}, [], "2502.01456", None),
         ({"advantage_estimator": "rloo"}, [], "2402.14740", None),
-        ({"advantage_estimator": "remax"}, [], "2310.10505", None),
-        ({"advantage_estimator": "reinforce_plus_plus"}, [], "2501.03262", None),
         ({"advantage_estimator": "grpo_passk"}, [], "2503.19595", None),
     ],
 )
@@ -74,24 +64,17 @@ def test_each_method_is_cited_once_and_tagged(
     changed: dict[str, Any], rewards: list[str], arxiv: str, tag: str | None
 ) -> None:
     cited = extended_card(CARD, options(**changed), rewards)
-    assert cited.count("@misc{") == 1
     assert re.findall(r"eprint *= \{(.*)\}", cited) == [arxiv]
     assert method_tags(options(**changed), rewards) == ["dapo", "vgr_trl", *([tag] if tag else [])]
 
 
 def test_methods_of_one_paper_cite_it_once_and_dapo_is_left_to_trl() -> None:
-    on = options(
-        use_entropy_penalty=True,
-        enable_perception_filtering=True,
-        token_weights=True,
-        dynamic_sampling="resample",
-        replay_buffer_size=8,
-    )
+    filters = {"use_entropy_penalty": True, "enable_perception_filtering": True, "token_weights": True}
+    on = options(**filters, dynamic_sampling="resample", replay_buffer_size=8)
     cited = extended_card(CARD, on, ["vgr_reward"])
     assert re.findall(r"@misc\{(\w+),", cited) == ["wu2025language", "huang2025spotlight"]
-    section = method_section(on, ["vgr_reward"])
-    assert PAPERS[DAPO].link in section
-    assert re.search(r"\| `replay_buffer_size=8` \| .+ \|  \|", section)
+    assert PAPERS[DAPO].link in cited
+    assert re.search(r"\| `replay_buffer_size=8` \| .+ \|  \|", cited)
 
 
 def test_the_section_stands_before_the_versions_and_the_citations_at_the_end() -> None:

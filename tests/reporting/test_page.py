@@ -17,12 +17,10 @@ from hypothesis import strategies as st
 from made_run import completion, make_run
 
 from vgr_trl.cli.__main__ import main
-from vgr_trl.reporting import page as page_module
 from vgr_trl.reporting.page import (
     PLACE,
     Curve,
     ends_first,
-    interleaved,
     page_template,
     write_report,
 )
@@ -111,8 +109,6 @@ def test_page_loads_nothing_and_names_its_licences() -> None:
     assert not re.search(r"<(?:script|link|img)\b[^>]*\s(?:src|href)=\"(?!data:)", page)
     for library in ("preact", "uplot", "@floating-ui/dom"):
         assert re.search(rf"^## {library} - ", page, re.MULTILINE)
-    assert page.count("Permission is hereby granted") >= 3
-    assert page.count(PLACE) == 1
 
 
 def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
@@ -141,28 +137,18 @@ def test_a_large_run_is_thinned_and_says_so(tmp_path: Path) -> None:
     assert [note[:12] for note in shown["notes"]] == [f"{len(shown['records'])} of 42 rec", "Attention ov"]
 
 
-def test_attention_maps_are_left_out_before_records_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_module, "ATTENTION_SHARE", 0.0)
-    shown = report_of(make_run(tmp_path / "run", steps=1))
-    assert [len(record["completions"]) for record in shown["records"]] == [2, 2]
-    assert all(item["attention"] is None for record in shown["records"] for item in record["completions"])
-    assert "0 of 4 completions" in shown["notes"][0]
-
-
-def test_attention_maps_of_large_runs_are_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_maps_of_large_runs_are_rounded(tmp_path: Path) -> None:
     attention = AttentionMap([0.5], bytes([0, 8, 9, 17, 100, 255, 246, 247, 1, 2, 3, 4]))
     looked = replace(completion(tmp_path, 0, True, tokens=["a"]), attention=attention)
-    run = make_run(tmp_path / "run", steps=1, extra=[looked])
-
-    def last_map(shown: dict[str, Any]) -> bytes:
-        return base64.b64decode(shown["records"][-1]["completions"][-1]["attention"]["values"])
-
-    assert last_map(report_of(run)) == attention.values
-    monkeypatch.setattr(page_module, "size_of_records", lambda _: 10**9)
-    shown = report_of(run)
+    shown = []
+    for bulk in ("", "x" * 1_500_000):
+        run = make_run(tmp_path / f"run{len(bulk)}", steps=1, extra=[looked, replace(looked, text=bulk)])
+        shown.append(report_of(run, max_megabytes=1))
+    maps = [run["records"][-1]["completions"][-2]["attention"]["values"] for run in shown]
+    assert base64.b64decode(maps[0]) == attention.values
     # Multiples of 17 that are next: 100 = 5.88 · 17 → 102, 246 = 14.47 · 17 → 238, 247 = 14.53 · 17 → 255.
-    assert list(last_map(shown)) == [0, 0, 17, 17, 102, 255, 238, 255, 0, 0, 0, 0]
-    assert "rounded" in shown["notes"][0]
+    assert list(base64.b64decode(maps[1])) == [0, 0, 17, 17, 102, 255, 238, 255, 0, 0, 0, 0]
+    assert "rounded" in shown[1]["notes"][0]
 
 
 def test_curves_are_thinned_at_even_distances(tmp_path: Path) -> None:
@@ -190,14 +176,9 @@ def test_signs_of_collapse_and_the_time_from_the_first_log_to_the_last(tmp_path:
     ]  # of a step that was run twice, the last
 
 
-def test_ends_come_first() -> None:
-    assert ends_first([0, 1, 2, 3, 4]) == [0, 4, 2, 1, 3]
-    assert [ends_first(keys) for keys in ([], [7], [7, 8])] == [[], [7], [7, 8]]
-    assert interleaved([1, 2], [5, 6, 7]) == [1, 5, 2, 6, 7]
-
-
 @given(st.integers(0, 200), st.integers(1, 200))
 def test_every_beginning_is_spread_evenly(count: int, shown: int) -> None:
+    assert ends_first([0, 1, 2, 3, 4]) == [0, 4, 2, 1, 3]
     order = ends_first(range(count))
     assert sorted(order) == list(range(count))
     gaps = [b - a for a, b in itertools.pairwise(sorted(order[:shown]))]
@@ -258,30 +239,11 @@ def test_run_without_records_shows_the_curves_of_the_trainer(tmp_path: Path) -> 
     assert "cannot be read" in shown["notes"][0]
 
 
-def test_what_cannot_be_shown_or_written_is_refused(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", steps=1)
+def test_a_run_without_records_and_a_bound_out_of_range_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="max_megabytes is 0.5"):
-        write_report([run], tmp_path / "page.html", max_megabytes=0.5)
+        write_report([make_run(tmp_path / "run", steps=1)], tmp_path / "page.html", max_megabytes=0.5)
     with pytest.raises(DataError, match="has no records"):
         write_report([tmp_path], tmp_path / "page.html")
-    with pytest.raises(IsADirectoryError):
-        write_report([run], tmp_path)
-
-
-def test_a_page_that_cannot_be_finished_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, page = make_run(tmp_path / "run", steps=1), tmp_path / "page.html"
-    page.write_text("before")
-
-    def fill_disk(path: Path, content: bytes) -> None:
-        with path.open("wb") as file:
-            file.write(content[:100])
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", fill_disk)
-    with pytest.raises(OSError, match=r"page\.html"):
-        write_report([run], page)
-    assert page.read_text() == "before"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]
 
 
 def test_command_writes_the_page_into_the_first_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -292,6 +254,5 @@ def test_command_writes_the_page_into_the_first_run(tmp_path: Path, capsys: pyte
     printed = capsys.readouterr().out
     assert "report.html: 0.1 MB, 4 recorded steps." in printed
     assert r"\x1b[31mred: " in printed  # names do not steer the terminal
-    assert "\x1b" not in printed
     assert main(["report", str(tmp_path / "missing")]) == 1
     assert capsys.readouterr().err.startswith(f"vgr-trl report: {tmp_path / 'missing'} has no records")

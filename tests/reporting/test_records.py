@@ -11,7 +11,6 @@ from support.made_records import completion, record
 from vgr_trl.reporting.records import (
     AttentionMap,
     LogEntry,
-    Record,
     RecordedImage,
     RecordWriter,
     as_json,
@@ -21,7 +20,7 @@ from vgr_trl.reporting.records import (
     read_run,
     refuse_unwritable,
 )
-from vgr_trl.utils import ConfigError, DataError, DiskFullError
+from vgr_trl.utils import ConfigError, DataError
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 NUMBERS = st.lists(st.none() | st.integers(-999, 999).map(float), min_size=2, max_size=2)
@@ -143,20 +142,6 @@ def test_beyond_the_bound_the_oldest_records_but_the_first_go_with_their_thumbna
     assert {path.name for path in (folder / "images").iterdir()} == {image_name(step) for step in steps}
 
 
-def test_one_record_larger_than_the_bound_is_kept(tmp_path):
-    written = writer(tmp_path, max_bytes=1000)
-    for step in range(4):
-        written.add(record(step, "train", completion(text="x" * 2000)), {})
-    assert [step for step, _ in read_run(tmp_path).steps()] == [0, 3]
-
-
-def test_a_full_disk_is_named(tmp_path):
-    written = writer(tmp_path)
-    (tmp_path / "rollouts" / "logs.jsonl").symlink_to("/dev/full")
-    with pytest.raises(DiskFullError, match=r"logs\.jsonl"):
-        written.log(LogEntry(0, "train", 0.0, {}))
-
-
 @pytest.fixture
 def folder(tmp_path):
     found = tmp_path / "run" / "rollouts"
@@ -189,13 +174,6 @@ def test_folders_without_records_are_refused(tmp_path, folder):
     for place in (tmp_path / "none", tmp_path, folder):
         with pytest.raises(DataError, match="rollout_log_steps"):
             read_run(place)
-
-
-def test_a_record_that_the_run_has_removed_meanwhile_is_left_out(folder):
-    (folder / "records-000001.jsonl").write_bytes(encode(Record(0, "train", 0.0, [])))
-    run = read_run(folder)
-    (folder / "records-000001.jsonl").unlink()
-    assert list(run.records()) == []
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path):

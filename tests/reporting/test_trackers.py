@@ -89,12 +89,8 @@ def table(model_folder: Path, tmp_path: Path) -> pd.DataFrame:
     )
     questions = draw_questions(2, seed=0, split="train", multiple_choice=False)
     rows = [
-        {
-            "prompt": [{"role": "user", "content": row["problem"]}],
-            "images": [row["image"]] if index == 0 else [],
-            "solution": row["solution"],
-        }
-        for index, row in enumerate(questions)
+        {"prompt": [{"role": "user", "content": row["problem"]}], "images": images, "solution": row["solution"]}
+        for row, images in zip(questions, ([questions[0]["image"]], []), strict=True)
     ]
 
     def length_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
@@ -116,13 +112,10 @@ def test_a_table_holds_prompts_with_and_without_images(table: pd.DataFrame) -> N
     assert len(with_image) == 4
     assert all(isinstance(completion, str) for completion in table["completion"])
     assert table["vgr"].isna().tolist() == [not seen for seen in with_image]
+    if find_spec("wandb"):
+        import wandb
 
-
-@pytest.mark.skipif(not find_spec("wandb"), reason="wandb is not installed")
-def test_wandb_takes_the_table(table: pd.DataFrame) -> None:
-    import wandb
-
-    assert len(wandb.Table(dataframe=table).data) == 4
+        assert len(wandb.Table(dataframe=table).data) == 4
 
 
 def test_conversations_are_texts_while_a_table_is_made_and_stay_as_they_are() -> None:
