@@ -44,37 +44,24 @@ def completion(
     """Return a completion that answers question number `question`; token number t looks at cell t mod 12 alone."""
     colour = COLOURS[question % 4]
     said = colour if right else COLOURS[(question + 1) % 4]
-    pieces = list(
-        tokens
-        or ["<think>", "The", " disc", " is", f" {said}", ".", "</think>", "<answer>", said, "</answer>", "<end>"]
-    )
+    thought = ["<think>", "The", " disc", " is", f" {said}", ".", "</think>"]
+    pieces = list(tokens or [*thought, "<answer>", said, "</answer>", "<end>"])
     count, cells = len(pieces), GRID[0] * GRID[1]
     dice = random.Random(f"{question} {right}")
     rows = [bytes(255 if cell == token % cells else 0 for cell in range(cells)) for token in range(count)]
     vgr = [round(math.exp(dice.gauss(0, 0.6)), 4) for _ in pieces]
+    dependency, entropies, logps = ([sign * round(dice.random(), 4) for _ in pieces] for sign in (1, 1, -1))
+    segment = {"vgr": 1.5, "aei_vision": 0.8, "aei_instruction": 1.2, "mdi_balance": 0.4}
     return Completion(
-        question=f"question-{question}",
-        group=question,
+        question=f"question-{question}", group=question, text="".join(pieces[:-1]), tokens=pieces, solution=colour,
         prompt=prompt if prompt is not None else f"<image> What colour is disc number {question}?",
-        text="".join(pieces[:-1]),
-        tokens=pieces,
-        solution=colour,
-        weights=[round(1 / value, 4) for value in vgr],
-        dependency=[round(dice.random(), 4) for _ in pieces],
-        vgr=vgr,
-        advantages=[(0.5 if right else -0.5) / value for value in vgr],
-        entropies=[round(dice.random(), 4) for _ in pieces],
-        logps=[-round(dice.random(), 4) for _ in pieces],
+        weights=[round(1 / value, 4) for value in vgr], dependency=dependency, vgr=vgr, entropies=entropies,
+        advantages=[(0.5 if right else -0.5) / value for value in vgr], logps=logps, correct=right,
         rewards={"accuracy_reward": float(right), "vgr_reward": 0.25, "format": 1.0 if tokens is None else None},
-        reward=1.25 if right else 0.25,
-        advantage=0.5 if right else -0.5,
-        correct=right,
-        metrics={
-            name: {"vgr": 1.5, "aei_vision": 0.8, "aei_instruction": 1.2, "mdi_balance": 0.4} for name in SEGMENTS
-        },
+        reward=1.25 if right else 0.25, advantage=0.5 if right else -0.5, metrics=dict.fromkeys(SEGMENTS, segment),
         images=[RecordedImage(thumbnail(folder, colour, question % cells), *SIZE, GRID)],
         attention=AttentionMap([0.02 * (token + 1) for token in range(count)], b"".join(rows)),
-    )
+    )  # fmt: skip
 
 
 def make_run(
@@ -115,15 +102,10 @@ def logged(step: int, steps: int, offset: float) -> dict[str, float | None]:
     """Return what a trainer logs at a step, under the names that it uses."""
     done = step / steps
     values: dict[str, float | None] = {
-        "reward": 0.3 + 0.5 * done + offset,
-        "rewards/accuracy_reward/mean": 0.2 + 0.6 * done + offset,
-        "rewards/vgr_reward/mean": 0.5,
-        "sensitivity_score_mean": 0.1 * done,
-        "replay/replaced_fraction": 0.25,
-        "clip_ratio/high_mean": 0.01 * done,
-        "entropy": None if step == 2 else 1.5 - done,
-        "loss": 0.01 * step,
-    }
+        "reward": 0.3 + 0.5 * done + offset, "rewards/accuracy_reward/mean": 0.2 + 0.6 * done + offset,
+        "rewards/vgr_reward/mean": 0.5, "sensitivity_score_mean": 0.1 * done, "replay/replaced_fraction": 0.25,
+        "clip_ratio/high_mean": 0.01 * done, "entropy": None if step == 2 else 1.5 - done, "loss": 0.01 * step,
+    }  # fmt: skip
     for segment in SEGMENTS:
         values[f"attention/{segment}/vgr"] = 1.5 - 0.4 * done + offset
         values[f"attention/{segment}/aei_vision"] = 0.8 + 0.1 * done

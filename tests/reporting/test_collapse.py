@@ -99,20 +99,17 @@ def failing_format_reward(completions, trainer_state, **kwargs):
     return [float(trainer_state.global_step < 16 and index != 0) for index in range(len(completions))]
 
 
-@pytest.mark.parametrize("stop", [False, True])
-def test_a_run_warns_once_and_ends_where_it_shall(stop, text_trainer, monkeypatch):
+def test_a_run_warns_once_and_ends_where_it_shall(text_trainer, monkeypatch):
     warnings = []
     monkeypatch.setattr("vgr_trl.callbacks.logger.warning", warnings.append)
     sizes = {"per_device_train_batch_size": 4, "max_completion_length": 3, "max_steps": 30, "logging_steps": 100}
-    trainer = text_trainer(failing_format_reward, stop_on_collapse=stop, rollout_log_steps=0, **sizes)
+    trainer = text_trainer(failing_format_reward, stop_on_collapse=True, rollout_log_steps=0, **sizes)
     trainer.train()
     # The mean of 8 steps is below half of the highest once 5 of them are 0: steps 17 to 21; without step 4, which has
     # no value, the 16th value is that of step 17.
-    assert trainer.state.global_step == (21 if stop else 30)
-    [warning] = warnings
-    assert warning == trainer.collapse_watch.found
-    assert "at step 21: failing_format_reward fell from 0.75 to 0.281" in warning
-    assert math.isclose(0.281, 0.75 * 3 / 8, abs_tol=1e-3)
+    assert trainer.state.global_step == 21
+    assert warnings == [trainer.collapse_watch.found]
+    assert "at step 21: failing_format_reward fell from 0.75 to 0.281" in warnings[0]  # 0.75 · 3 / 8
 
 
 def logged(values, name="rewards/accuracy_reward/mean", **more):

@@ -58,21 +58,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def completion(**changed: Any) -> Completion:
     values: dict[str, Any] = {
-        "question": "q",
-        "group": 0,
-        "prompt": "<image> which colour?",
-        "text": "red one",
-        "tokens": ["red", " one", "<|im_end|>"],
-        "solution": "red",
-        "vgr": [0.5, 1.0, 2.0],
-        "advantages": [1.0, None, -0.5],
-        "rewards": {"accuracy": 1.0, "vgr": None},
-        "reward": 1.0,
-        "correct": True,
+        "question": "q", "group": 0, "prompt": "<image> which colour?", "text": "red one", "solution": "red",
+        "tokens": ["red", " one", "<|im_end|>"], "vgr": [0.5, 1.0, 2.0], "advantages": [1.0, None, -0.5],
+        "rewards": {"accuracy": 1.0, "vgr": None}, "reward": 1.0, "correct": True,
         # 30 x 20 pixels, 1 row of 2 cells. Token 0 has 0.2 and 0.4 on them, token 1 0.3 and 0, token 2 nothing.
         "images": [RecordedImage("images/red.webp", 30, 20, (1, 2))],
         "attention": AttentionMap([0.4, 0.3, 0.0], bytes([127, 255, 255, 0, 0, 0])),
-    }
+    }  # fmt: skip
     return Completion(**values | changed)
 
 
@@ -136,11 +128,9 @@ def test_cells_run_over_several_images_in_row_order(run: Path) -> None:
 
 def test_the_view_holds_its_images_and_asks_for_nothing_else(run: Path) -> None:
     page = shown(run)
-    (original, lit) = [attributes["href"] or "" for attributes, _ in page.all("image")]
-    kind, data = original.split(",")
+    kind, data = (page.all("image")[0][0]["href"] or "").split(",")
     assert kind == "data:image/webp;base64"
     assert base64.b64decode(data) == (run / "rollouts" / "images" / "red.webp").read_bytes()
-    assert lit == original
     assert {name for name, _, _ in page.found}.isdisjoint({"script", "link", "img", "iframe", "style"})
 
 
@@ -160,9 +150,8 @@ def test_no_text_changes_the_structure(run: Path, text: str, token: str) -> None
     ]
 
 
-def test_markup_and_what_does_not_show_are_text(run: Path) -> None:
-    page = shown(run, prompt='</p><script>alert("1")</script>', tokens=["<b", '">', "\n\u202e\x00"])
-    assert page.all("p")[0][1] == '</p><script>alert("1")</script>'
+def test_what_does_not_show_is_written_as_its_number(run: Path) -> None:
+    page = shown(run, tokens=["<b", '">', "\n\u202e\x00"])
     assert [text for _, text in page.all("span")] == ["<b", '">', "↵\n⟨U+202E⟩⟨U+0000⟩"]
 
 

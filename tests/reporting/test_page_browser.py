@@ -11,8 +11,8 @@ import pytest
 from made_run import completion, make_run
 
 from vgr_trl.data.prompts import SYSTEM_PROMPT
-from vgr_trl.reporting.page import PLACE, page_template, write_report
-from vgr_trl.reporting.records import LogEntry, Record, encode
+from vgr_trl.reporting.page import write_report
+from vgr_trl.reporting.records import Record, encode
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 if CHROMIUM is None:
@@ -53,9 +53,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     records = long / "rollouts/records-000001.jsonl"
     records.write_text(records.read_text("utf-8").replace('"vgr_reward":', f'"{LONG_NAME}":'), "utf-8")
     found = {"one": [one], "two": [one, two], "hostile": [hostile], "damaged": [damaged], "long": [long]}
-    for name, runs in found.items():
-        write_report(runs, root / f"{name}.html")
-    return {name: root / f"{name}.html" for name in found}
+    return {name: write_report(runs, root / f"{name}.html").path for name, runs in found.items()}
 
 
 @pytest.fixture
@@ -139,25 +137,6 @@ def test_the_first_screen_says_how_each_run_went(opened: Open) -> None:
     assert page.locator(".charts.first strong").all_inner_texts() == [
         "Accuracy reward, mean", "Reward", "VGR – smaller: looks more (late layers)", "Entropy",
     ]  # fmt: skip
-    assert page.evaluate("document.documentElement.scrollHeight") <= 3 * 900
-
-
-def test_red_flags_name_their_step(browser: Browser, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", steps=1)
-    # Right until step 20, then wrong: of the means of 8, that of 17 to 24 is the first below half, 4 of 8 are no less.
-    values = [(step, 1.0 if step <= 20 else 0.0) for step in range(1, 41)]
-    lines = [LogEntry(step, "train", 60.0 * step, {"rewards/accuracy_reward/mean": value}) for step, value in values]
-    lines[29].values["loss"] = float("nan")
-    lines[28].values["loss"] = lines[30].values["loss"] = 1.0
-    (run / "rollouts/logs.jsonl").write_bytes(b"".join(map(encode, lines)))
-    write_report([run], tmp_path / "page.html")
-    page = browser.new_page()
-    page.goto((tmp_path / "page.html").as_uri())
-    expect(page.locator(".flags li")).to_have_text(
-        ["step 25 accuracy_reward fell from 1 to 0.375", "step 30 loss is not finite"]
-    )
-    expect(page.locator(".strip")).to_contain_text("39 min")  # 39 · 60 s from the first log to the last
-    page.close()
 
 
 def test_curves_of_two_runs_share_a_chart(opened: Open) -> None:
@@ -172,22 +151,17 @@ def test_curves_of_two_runs_share_a_chart(opened: Open) -> None:
     assert len(set(dashes)) == 3  # told apart without colour
 
 
-def test_a_chart_is_read_with_the_keyboard_and_the_cursor(opened: Open) -> None:
+def test_a_chart_is_read_with_the_keyboard(opened: Open) -> None:
     page = opened("one")
     entropy = chart(page, "entropy")
     plot, readout = entropy.locator(".plot"), entropy.locator(".readout")
-    assert (plot.get_attribute("aria-label") or "").startswith(
-        "Entropy. the run: 1.333 at step 1, 0.5 at step 6."
-    )  # 1.5 − 1/6
+    summary = "Entropy. the run: 1.333 at step 1, 0.5 at step 6."  # 1.5 − 1/6
+    assert (plot.get_attribute("aria-label") or "").startswith(summary)
     plot.focus()
     page.keyboard.press("ArrowRight")
     expect(readout).to_have_text(re.compile("1.333.*step 1$"))
     page.keyboard.press("ArrowRight")
     expect(readout).to_have_text(re.compile("–.*step 2$"))  # it was not finite there
-    page.keyboard.press("End")
-    expect(readout).to_have_text(re.compile("0.5.*step 6$"))
-    plot.locator(".u-over").hover(position={"x": 1, "y": 50})
-    expect(readout).to_have_text(re.compile("step 1$"))
 
 
 def test_completions_are_filtered(opened: Open) -> None:
@@ -224,17 +198,6 @@ def test_tokens_are_coloured_by_the_chosen_number(opened: Open) -> None:
     expect(page.locator(".scale")).to_contain_text(re.compile("^made less likely.*made more likely"))
 
 
-def test_value_shows_under_the_cursor_and_on_focus(opened: Open) -> None:
-    page = opened("one", "Completions")
-    tip = page.get_by_role("tooltip")
-    tokens(page).nth(2).hover()
-    expect(tip).to_have_text(re.compile(r"^Vision gain ratio [\d.]+token 3 of 11$"))
-    tokens(page).first.focus()
-    page.keyboard.press("ArrowRight")
-    expect(tokens(page).nth(1)).to_be_focused()
-    expect(tip).to_have_text(re.compile("token 2 of 11$"))
-
-
 def heat(page: Page) -> list[int]:
     """How opaque the colour over each cell of the first image is, of 255, row by row."""
     return page.locator(".heat").first.evaluate(
@@ -268,21 +231,6 @@ def test_attention_of_the_chosen_token_is_drawn_on_its_cell(opened: Open) -> Non
     tokens(page).nth(2).focus()
     page.keyboard.press("Enter")
     expect(whose).to_contain_text("“disc” (token 3)")
-    page.get_by_role("button", name="Whole completion").click()
-    assert heat(page) == whole
-
-
-def test_two_tokens_are_compared(opened: Open) -> None:
-    page = opened("one", "Completions")
-    tokens(page).nth(3).click()
-    page.get_by_role("button", name="Compare with another token").click()
-    tokens(page).nth(8).click()
-    expect(page.locator(".whose")).to_have_text(
-        [re.compile(r"\(token 4\) looked: 8"), re.compile(r"\(token 9\) looked: 18")]
-    )
-    expect(page.locator(".heat")).to_have_count(2)
-    # One scale for both: 0.08 of token 4 against 0.18 of token 9.
-    assert heat(page) == [0, 0, 0, round(255 * 0.08 / 0.18)] + [0] * 8
 
 
 def test_the_perturbed_image_and_the_region_stand_on_the_page(browser: Browser, tmp_path: Path) -> None:
@@ -349,11 +297,3 @@ def test_what_is_missing_is_said(opened: Open) -> None:
     expect(page.locator(".picture .missing")).to_be_visible()
     expect(page.locator(".picture figcaption")).to_contain_text("its thumbnail is missing")
     assert len(heat(page)) == 12
-
-
-def test_damaged_page_says_so(browser: Browser, tmp_path: Path) -> None:
-    (tmp_path / "page.html").write_text(page_template().replace(PLACE, "AAAA"), encoding="utf-8")
-    page = browser.new_page()
-    page.goto((tmp_path / "page.html").as_uri())
-    expect(page.get_by_text("This page cannot show its data")).to_be_visible()
-    page.close()

@@ -9,10 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from support.made_records import completion
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.reporting.recorder import (
+    RecordedRow,
     RolloutRecorder,
     grids_of_row,
     images_of_row,
@@ -39,8 +41,6 @@ def decode(ids):
     [
         (4, 4, 12, [0, 1, 4, 5]),  # two of the first prompt, two of the second
         (6, 4, 8, [0, 1, 2, 3, 4, 5]),  # two of both, then two more of the first
-        (5, 3, 3, [0, 1, 2]),
-        (1, 8, 16, [0]),
     ],
 )
 def test_two_completions_of_each_prompt_are_recorded_first(samples, generations, total, expected):
@@ -52,22 +52,11 @@ def test_grids_are_those_of_the_processor_merged():
     batch = {"num_images": [2, 1], "image_grid_thw": torch.tensor([[1, 4, 6], [1, 2, 2], [1, 8, 4]])}
     assert grids_of_row(batch, 0, 2, 7) == [(2, 3), (1, 1)]
     assert grids_of_row(batch, 1, 2, 8) == [(4, 2)]
-    assert grids_of_row(batch, 1, None, 8) == [None]
-    video = {"num_images": [1], "image_grid_thw": torch.tensor([[2, 4, 4]])}
-    assert grids_of_row(video, 0, 2, 8) == [None]
-    assert grids_of_row({}, 0, 2, 0) == []
-    assert grids_of_row({"num_images": [1, 0]}, 1, 2, 0) == []
 
 
 @pytest.mark.parametrize(
     ("num_vision", "extra", "expected"),
-    [
-        (512, {}, (16, 16)),  # two images of 256 tokens
-        (500, {}, None),  # 250 is no square
-        (511, {}, None),
-        (None, {}, None),
-        (512, {"num_tiles": [2]}, None),
-    ],
+    [(512, {}, (16, 16)), (500, {}, None), (None, {}, None), (512, {"num_tiles": [2]}, None)],  # 250 is no square
 )
 def test_square_grids_of_equal_images_are_known(num_vision, extra, expected):
     assert grids_of_row({"num_images": [2], **extra}, 0, None, num_vision) == [expected] * 2
@@ -97,18 +86,6 @@ def test_images_have_sizes_and_thumbnails_and_what_is_none_has_not():
     assert images_of_row({"prompt": "text"}, [])[:2] == ([], {})
 
 
-def test_regions_are_pixels_or_shares_of_the_image():
-    image = Image.new("RGB", (200, 100))
-    for boxes, expected in (
-        ([[0.5, 0, 0.5, 1]], [(100, 0, 100, 100)]),
-        ([[50, 10, 20, 30]], [(50, 10, 20, 30)]),
-        ([], None),
-        ("somewhere", None),
-    ):
-        (recorded,), _, _ = images_of_row({"image": image, "regions": boxes}, [None])
-        assert recorded.regions == expected
-
-
 def opened(image):
     return Image.open(io.BytesIO(thumbnail(image)[1]))
 
@@ -136,7 +113,6 @@ def test_what_is_transparent_shows_white():
 def test_a_truncated_completion_whose_mask_is_empty_ends_before_the_padding():
     assert without_padding([1, 2, 9, 9], [0, 0, 0, 0], 9) == [1, 2]
     assert without_padding([1, 2, 9, 9], [1, 1, 1, 0], 9) == [1, 2, 9]
-    assert without_padding([9, 9], [0, 0], 9) == []
 
 
 @given(st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=30))
@@ -160,46 +136,22 @@ def test_the_tokens_of_an_image_are_one_word_in_a_prompt():
     assert prompt_text([image] * 4 + red + [image] + blue, [image], decode) == "<image>red<image> blue"
 
 
-def test_snapshots_are_completions_that_get_their_credit():
-    """Row 3 is the second of the second prompt; weights 1 and 2 of rewards 0.5 and NaN make 0.5."""
-
-    class Letters:
-        pad_token_id = 9
-
-        def decode(self, tokens, **kwargs):
-            return "".join("abcdefghij"[token] for token in tokens)
-
+def test_recorded_rows_get_what_the_loss_reads():
+    """Of two rows the first one's group was replaced; the other one's weights do not count as it lost."""
     trainer = SimpleNamespace(
         args=SimpleNamespace(
-            output_dir="", rollout_log_steps=0, rollout_log_path=None, eval_log_path=None, token_weights=False,
-            attention_diag_log_path=None, token_weights_log_path=None, markdown_logs=False,
-            token_weights_positive_only=True,
+            output_dir="", rollout_log_steps=0, rollout_log_path=None, eval_log_path=None, markdown_logs=False,
+            attention_diag_log_path=None, token_weights_log_path=None, token_weights_positive_only=True,
         ),
-        accelerator=SimpleNamespace(process_index=0, is_main_process=True), completions_per_prompt=2,
-        _tokenizer=Letters(), processing_class=None, reward_func_names=["accuracy", "other"],
-        measurement=SimpleNamespace(needed=set(), vision_token_ids=[6]), reward_weights=torch.tensor([1.0, 2.0]),
+        measurement=SimpleNamespace(needed=set()),
     )  # fmt: skip
-    recorder = RolloutRecorder(trainer)
-    batch = {
-        "prompt_ids": torch.tensor([[9, 9], [9, 9], [9, 5], [6, 5]]),
-        "prompt_mask": torch.tensor([[0, 1], [0, 1], [0, 1], [1, 1]]),
-        "completion_ids": torch.tensor([[1, 9], [1, 9], [1, 9], [1, 2]]),
-        "completion_mask": torch.tensor([[1, 0], [1, 0], [1, 0], [1, 1]]),
-        "advantages": torch.tensor([0.0, 0.0, 1.0, -1.0]),
-    }
-    rewards = torch.tensor([[1.0, 1.0], [1.0, 1.0], [1.0, 1.0], [0.5, math.nan]])
-    rollout = Rollout([{"solution": 7}] * 4, recorded=(0, 3), batch=batch, rewards=rewards, replaced=[0])
-    recorded = recorder.snapshot(rollout)
-    first, found = (item.completion for item in recorded)
-    found.weights = [0.5, 1.5]
+    recorded = [RecordedRow(row, completion(group=row // 2, weights=[0.5, 1.5]), {}) for row in (0, 3)]
+    first, found = (row.completion for row in recorded)
+    rollout, recorder = Rollout([], recorded=(0, 3), replaced=[0]), RolloutRecorder(trainer)
     before, after = torch.tensor([0.0, 0.0, 1.0, -2.0]), torch.tensor([[0.0, 0], [0, 0], [1, 1], [-2, -1]])
     recorder.add_credit(recorded, rollout, before, after)
-    assert [item.place for item in recorded] == [0, 3]
-    assert (first.replaced, first.advantages, first.group) == (True, None, 0)
-    assert (found.group, found.prompt, found.text, found.tokens) == (1, "<image>f", "bc", ["b", "c"])
-    assert (found.solution, found.advantage, found.advantages, found.replaced) == ("7", -2.0, [-2.0, -1.0], False)
-    assert (found.reward, found.correct, found.weights) == (0.5, False, [1.0, 1.0])
-    assert math.isnan(found.rewards["other"])
+    assert (first.replaced, first.advantages, found.replaced) == (True, None, False)
+    assert (found.advantage, found.advantages, found.weights) == (-2.0, [-2.0, -1.0], [1.0, 1.0])
     # A critic's advantages are those of tokens: their mean is recorded as the completion's.
     recorder.add_credit(recorded, rollout, torch.tensor([[0.0, 0]] * 3 + [[1, 3.0]]), torch.tensor([0.0, 0, 0, 5]))
     assert (found.advantage, found.advantages) == (2.0, [5.0, 5.0])

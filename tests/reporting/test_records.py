@@ -62,13 +62,6 @@ def test_a_lone_surrogate_is_replaced_and_unknown_keys_are_left_out():
     assert found.images == [RecordedImage(None, 3, 4, None)]
 
 
-def test_attention_of_a_token_is_its_scale_times_the_share_of_255():
-    # 2 tokens over 3 vision tokens; token 1 has the largest attention 0.5, and 51 / 255 = a fifth of it.
-    attention = AttentionMap([0.1, 0.5], bytes([255, 0, 0, 51, 255, 102]))
-    assert attention.row(1) == pytest.approx([0.1, 0.5, 0.2])
-    assert attention.row(0) == pytest.approx([0.1, 0, 0])
-
-
 def writer(folder, max_bytes=10**7, resumed=False, **description):
     return RecordWriter(folder, {"name": "a run", **description}, max_bytes, resumed)
 
