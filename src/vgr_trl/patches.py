@@ -7,7 +7,7 @@ import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
@@ -28,7 +28,7 @@ from trl.generation import vllm_client
 from vgr_trl.batch import causal_type
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.columns import images_of
-from vgr_trl.utils import ConfigError, VLLMServerError, patched_attribute, printable, release
+from vgr_trl.utils import ConfigError, VLLMServerError, error_text, patched_attribute, printable, release
 
 # Prompts and completions in the form that tables of completions can hold and show.
 
@@ -114,14 +114,9 @@ def _step(path: Path) -> tuple[int, str]:
 
 def _content(message: dict[str, Any]) -> str:
     content = message.get("content")
-    text = "".join(map(_part, content)) if isinstance(content, list) else str(content or "")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    text = "".join(str(part["text"]) if part.get("type") == "text" else f"<{part.get('type')}>" for part in parts)
     return text + (f" {message['tool_calls']}" if message.get("tool_calls") else "")
-
-
-def _part(part: Any) -> str:
-    if not isinstance(part, dict):
-        return str(part)
-    return str(part["text"]) if part.get("type") == "text" else f"<{part.get('type')}>"
 
 
 # `ddp_timeout` on a CPU, where transformers 5.23 does not hand it to the process group: it stays at 30 minutes.
@@ -141,11 +136,8 @@ def give_timeout(seconds: int) -> None:
 # outlives a group that was destroyed but is still referred to, as by DDP and DeepSpeed. Removable when torch waits
 # for it.
 
-_THREADS = Path("/proc/self/task")  # of Linux
-_NAME = "pt_gloo_runloop"
 _SEEN = ("State:", "voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:")
-_SECONDS = 0.1  # between two looks
-_MOST = 60.0
+_SECONDS, _MOST = 0.1, 60.0  # between two looks at the threads, and in all
 
 
 def close_group_at_exit() -> None:
@@ -161,9 +153,8 @@ def let_gloo_finish() -> None:
     Its threads are at rest then: they sleep, and between two looks none was woken, as one is that waits for the lock.
     Where threads cannot be looked at the time of two looks has to do.
     """
-    end = time.monotonic() + _MOST
     before: list[str] | None = None
-    while time.monotonic() < end:
+    for _ in range(int(_MOST / _SECONDS)):
         time.sleep(_SECONDS)
         now = _what_threads_did()
         if now == before and not any(line.startswith("State:") and "sleeping" not in line for line in now):
@@ -172,15 +163,13 @@ def let_gloo_finish() -> None:
 
 
 def _what_threads_did() -> list[str]:
-    """Of each of gloo's threads whether it sleeps, and how often it was given and lost a core."""
+    """Of each of gloo's threads (of Linux) whether it sleeps, and how often it was given and lost a core."""
     found: list[str] = []
-    for status in sorted(_THREADS.glob("*/status")):
-        try:
+    for status in sorted(Path("/proc/self/task").glob("*/status")):
+        with suppress(OSError):  # it has ended
             name, *lines = status.read_text().splitlines()
-        except OSError:  # it has ended
-            continue
-        if name.endswith(_NAME):
-            found += [line for line in lines if line.startswith(_SEEN)]
+            if name.endswith("pt_gloo_runloop"):
+                found += [line for line in lines if line.startswith(_SEEN)]
     return found
 
 
@@ -295,31 +284,18 @@ def load_weights(model: PreTrainedModel, checkpoint: str) -> None:
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-        _refuse_incomplete(report, checkpoint)
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if names := sorted(map(str, report.get(kind) or ())):
+                raise ValueError(f"it has {len(names)} {kind.replace('_', ' ')}: {', '.join(names[:3])}, …")
         model.load_state_dict(saved.state_dict(), strict=True)
     except (OSError, ValueError, RuntimeError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        cause = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"The checkpoint {checkpoint} does not fit the model {type(model).__name__} ({cause}): continue with the "
-            "model that it was saved from, or give an earlier checkpoint."
+            f"The checkpoint {checkpoint} does not fit the model {type(model).__name__} ({error_text(error)}): "
+            "continue with the model that it was saved from, or give an earlier checkpoint."
         ) from error
 
 
-def _refuse_incomplete(report: dict[str, Any], checkpoint: str) -> None:
-    for kind, names in report.items():
-        if names and kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            some = ", ".join(sorted(map(str, names))[:3])
-            raise ConfigError(
-                f"The checkpoint {checkpoint} has {len(names)} {kind.replace('_', ' ')} ({some}, …): give one that was "
-                "written to the end, of the same model."
-            )
-
-
 # What TRL logs of a rollout batch, where further rounds of prompts belong to the same batch.
-
-_EXTREMES = {"min": min, "max": max}
 
 
 def merge_rounds(metrics: dict[str, list[float]], before: dict[str, int], completions: list[int]) -> None:
@@ -343,7 +319,7 @@ def merge_rounds(metrics: dict[str, list[float]], before: dict[str, int], comple
 def _merged(name: str, values: list[tuple[float, int]]) -> float:
     extreme = re.search(r"(?:^|[/_])(min|max)(?:[/_]|$)", name)
     if extreme is not None:
-        return _EXTREMES[extreme[1]](value for value, _ in values)
+        return (min if extreme[1] == "min" else max)(value for value, _ in values)
     return sum(value * count for value, count in values) / sum(count for _, count in values)
 
 
@@ -680,14 +656,8 @@ def with_texts(logprobs: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return the log-probabilities of a completion with a `token` for every `token_id`, also among the most likely."""
     if logprobs is None or not logprobs.get("content"):
         return logprobs
-    return {
-        **logprobs,
-        "content": [
-            {**_with_text(entry), "top_logprobs": [_with_text(top) for top in entry.get("top_logprobs") or []]}
-            for entry in logprobs["content"]
-        ],
-    }
-
-
-def _with_text(entry: dict[str, Any]) -> dict[str, Any]:
-    return entry if "token" in entry else {**entry, "token": f"token_id:{entry['token_id']}"}
+    entries = [{**each, "top_logprobs": each.get("top_logprobs") or []} for each in logprobs["content"]]
+    for entry in entries:
+        entry["top_logprobs"] = [{"token": f"token_id:{top.get('token_id')}", **top} for top in entry["top_logprobs"]]
+    content = [{"token": f"token_id:{entry.get('token_id')}", **entry} for entry in entries]
+    return {**logprobs, "content": content}

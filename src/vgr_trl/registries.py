@@ -91,13 +91,8 @@ def import_file(path: str, kind: str = "plug-in", error_type: type[VGRError] = C
 
 def _is_free(name: str, file: Path) -> bool:
     """Return whether `import name` means `file`."""
-    if not name.isidentifier():
-        return False
-    if (loaded := sys.modules.get(name)) is not None:
-        origin = getattr(loaded, "__file__", None)
-    else:
-        spec = importlib.util.find_spec(name)
-        origin = spec.origin if spec is not None else None
+    loaded = sys.modules.get(name) or (importlib.util.find_spec(name) if name.isidentifier() else None)
+    origin = getattr(loaded, "__file__", None) or getattr(loaded, "origin", None)
     return origin is not None and Path(origin).resolve() == file
 
 
