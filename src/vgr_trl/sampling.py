@@ -4,11 +4,11 @@ All tensors about groups are of all processes, prompt-major, so that every proce
 """
 
 import hashlib
+import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,13 +20,12 @@ from datasets import IterableDataset
 from transformers.utils import logging
 
 from vgr_trl.advantages import estimate_advantages
-from vgr_trl.batch import EXTRA, VIEWS, Gather, Placement, Rows, join_rows, valid_tokens
+from vgr_trl.batch import Placement, Rows, join_rows, valid_tokens
 from vgr_trl.checkpoints import load_shares, save_share
 from vgr_trl.credit import active_rules, masked_mean
 from vgr_trl.data.columns import images_of
-from vgr_trl.options import is_number
 from vgr_trl.patches import as_one_batch, replace_newest
-from vgr_trl.registries import VIEW, is_measurement, short_name
+from vgr_trl.registries import short_name
 from vgr_trl.rollout import GroupSelection, Rollout, TrainingPass, weighted_sums
 from vgr_trl.signals.named import RolloutSignals, columns_of_signals, signals_of_columns
 from vgr_trl.utils import ConfigError, DataError
@@ -72,7 +71,6 @@ def select_groups(trainer: "DAPOTrainer", rollout: Rollout) -> dict[str, float]:
             pad_token_id=trainer._tokenizer.pad_token_id,
             pad_to_multiple_of=trainer.pad_to_multiple_of or None,
             signals=rollout.signals,
-            gather=gather_object,
         )
         rollout.batch = correct_num_items(rollout.batch, trainer.accelerator.gather)
     num_groups = selection.placement.num_groups
@@ -115,7 +113,6 @@ def find_zero_variance(
         estimator, epsilon = args.advantage_estimator, args.replay_var_epsilon
         zero_variance = zero_variance_groups(selection.advantages, rewards, size, estimator=estimator, epsilon=epsilon)
     filtered: list[int] = []
-    means = torch.empty(0)
     if args.online_filtering:
         index = filter_index(args.filter_key, trainer.reward_func_names)
         compared = rewards if index is None else rollout.rewards[:, index]
@@ -124,12 +121,9 @@ def find_zero_variance(
             selection.bounds = quantile_bounds(compared, size, low=args.filter_low, high=args.filter_high)
         low, high = selection.bounds
         inclusive = args.filter_mode == "quantile"
-        filtered, means = (
-            filtered_groups(compared, size, low=low, high=high, inclusive=inclusive),
-            group_means(compared, size),
-        )
-    trainer.zero_variance_streak.add(placement.num_groups, zero_variance, filtered, means.tolist())
+        filtered = filtered_groups(compared, size, low=low, high=high, inclusive=inclusive)
     selection.filtered = sorted(set(filtered).difference(zero_variance))
+    trainer.zero_variance_streak.add(placement.num_groups, len(zero_variance), len(selection.filtered))
     selection.dropped = sorted({*zero_variance, *filtered})
     rollout.selection = selection
     return selection
@@ -148,7 +142,7 @@ def resample(trainer: "DAPOTrainer", rounds: list[Rollout]) -> tuple[dict[int, "
         prompts.begin(rounds[0].rows, first.placement)
     with as_one_batch(trainer, first.placement.rows) as completions:
         while missing and len(rounds) <= trainer.args.dynamic_sampling_max_rounds:
-            rows, count = prompts.draw(len(missing), first.placement, trainer.state.global_step)
+            rows, count = prompts.draw(len(missing), first.placement)
             if not rows:
                 break
             completions.append(len(rows))
@@ -208,7 +202,6 @@ def _groups(trainer: "DAPOTrainer", rollout: Rollout, wanted: list[int]) -> list
         pad_token_id=trainer._tokenizer.pad_token_id,
         step=trainer.state.global_step,
         signals=rollout.signals,
-        gather=gather_object,
     )
 
 
@@ -344,22 +337,12 @@ class ZeroVarianceStreak:
         self._first: int | None = None
         self._warned = False
         self._groups = self._equal = self._filtered = 0
-        self._means: list[float] = []
 
-    def add(self, groups: int, equal: Collection[int], filtered: Collection[int], means: Sequence[float]) -> None:
-        """Take in the groups of one generation.
-
-        Args:
-            groups: how many.
-            equal: numbers of those whose rewards do not differ.
-            filtered: numbers of those that online filtering leaves out.
-            means: per group, what online filtering looks at; empty without it.
-        """
-        only_filtered = set(filtered).difference(equal)
+    def add(self, groups: int, equal: int, filtered: int) -> None:
+        """Count the groups of one generation: all, those with equal rewards, and others that online filtering drops."""
         self._groups += groups
-        self._equal += len(equal)
-        self._filtered += len(only_filtered)
-        self._means += [means[group] for group in only_filtered if not math.isnan(means[group])]
+        self._equal += equal
+        self._filtered += filtered
 
     def end_rollout(self, step: int, kept: int) -> str | None:
         """Return one sentence when the streak reaches 5 steps, once for each streak.
@@ -376,24 +359,18 @@ class ZeroVarianceStreak:
         if steps < LONGEST_STREAK or self._warned:
             return None
         self._warned = True
-        args, reasons, remedies = self._args, [], []
-        if self._equal:
-            reasons.append(
-                f"{self._equal} have rewards that do not differ (replay_var_epsilon {args.replay_var_epsilon})"
-            )
-            remedies.append("use questions or rewards for which the completions of a prompt differ")
-        if self._filtered:
-            found = f" (they are {min(self._means):.3g} to {max(self._means):.3g})" if self._means else ""
-            reasons.append(
-                f"{self._filtered} are left out by online_filtering, because their means of filter_key "
-                f"{args.filter_key}{found} are not between {'the quantiles ' * (args.filter_mode == 'quantile')}"
-                f"filter_low {args.filter_low:g} and filter_high {args.filter_high:g}"
-            )
-            remedies.append("give bounds that such means lie between")
+        args = self._args
         effect = "only replayed groups are trained on" if args.replay_buffer_size else "nothing is trained"
+        causes = [f"{self._equal} have equal rewards (replay_var_epsilon {args.replay_var_epsilon})"]
+        if args.online_filtering:
+            causes.append(
+                f"{self._filtered} have a mean of filter_key {args.filter_key} outside filter_low {args.filter_low:g} "
+                f"and filter_high {args.filter_high:g} (filter_mode {args.filter_mode})"
+            )
         return (
             f"No group has had a gradient for {steps} steps, so {effect}: of {self._groups} groups "
-            f"{' and '.join(reasons)}; {', or '.join(remedies)}."
+            f"{' and '.join(causes)}. Use questions or rewards for which the completions of a prompt differ"
+            f"{', or wider bounds' * args.online_filtering}."
         )
 
 
@@ -450,22 +427,20 @@ def groups_from_batch(
     pad_token_id: int,
     step: int = 0,
     signals: RolloutSignals | None = None,
-    gather: Gather | None = None,
 ) -> list[Group]:
     """Return the groups with the numbers `wanted`, copied to the CPU.
 
     The process with a group's first completion becomes its holder. If any wanted group is spread over processes, all
-    of them call `gather` once, to bring its other rows there.
+    of them gather once, to bring its other rows there.
 
     Args:
         batch: the local rows, as TRL's `_generate_and_score_completions` returns them.
         wanted: numbers of groups, the same on every process.
         advantages: of all processes, (num_groups * G,); those of `batch` are not read.
         rewards: weighted sums, likewise.
-        gather: over the processes; None if there is one.
 
     Raises:
-        DataError: the batch cannot be cut into rows, or `gather` is missing.
+        DataError: the batch cannot be cut into rows.
     """
     rows = Rows.of_batch({**batch, **columns_of_signals(signals)})
     rows.columns.pop("advantages", None)
@@ -476,54 +451,48 @@ def groups_from_batch(
             widths = [max(1, *(lengths_of[row] for row in here)) for lengths_of in lengths]
             pieces[group] = rows.take(here).trim(*widths).stored()
     holders = {group: placement.holder(group) for group in wanted}
-    whole = placement.bring_to_holders(pieces, holders, gather)
-    kept = {group: _joined(parts, pad_token_id) for group, parts in whole.items()}
-    compared = [
-        value.detach().to("cpu", torch.float32).view(-1, placement.num_generations) for value in (advantages, rewards)
-    ]
+    whole = placement.bring_to_holders(pieces, holders, gather_object)
+
+    def joined(group: int) -> Rows | None:
+        if group not in whole:
+            return None
+        parts = whole[group]
+        return parts[0] if len(parts) == 1 else join_rows(parts, pad_token_id=pad_token_id).stored()
+
+    size = placement.num_generations
+    advantages, rewards = (v.detach().to("cpu", torch.float32).view(-1, size) for v in (advantages, rewards))
     return [
-        Group(
-            advantages=compared[0][group].clone(),
-            rewards=compared[1][group].clone(),
-            step=step,
-            holder=holders[group],
-            rows=kept.get(group),
-        )
+        Group(advantages[group].clone(), rewards[group].clone(), step, holders[group], joined(group))
         for group in wanted
     ]
 
 
-def _joined(parts: list[Rows], pad_token_id: int) -> Rows:
-    return parts[0] if len(parts) == 1 else join_rows(parts, pad_token_id=pad_token_id).stored()
+def _with_columns(rows: Rows, columns: dict[str, Any]) -> Rows:
+    return replace(rows, columns={**rows.columns, **columns})
 
 
-def with_old_logps(
-    groups: Mapping[int, Group], old_per_token_logps: torch.Tensor, placement: Placement, gather: Gather | None = None
-) -> dict[int, Group]:
+def with_old_logps(groups: Mapping[int, Group], logps: torch.Tensor, placement: Placement) -> dict[int, Group]:
     """Return the groups with the log-probabilities of the policy that generated them.
 
     For batches that come without: TRL leaves them out while they equal those of the first training pass, which is
     where they are taken from. They go to the process that holds the group, which for a group of another round of
-    generation need not be one of those that train on it; then, and if it is spread, all call `gather` once.
+    generation need not be one of those that train on it; then, and if it is spread, all gather once.
 
     Args:
         groups: number in the batch -> group; the same numbers on every process.
-        old_per_token_logps: of the local rows of that batch, in its order, (N, T).
+        logps: of the local rows of that batch, in its order, (N, T).
     """
     pieces = {}
     for group in groups:
         if here := [row for row, _ in placement.here(group)]:
-            pieces[group] = old_per_token_logps[here].detach().cpu()  # (rows of the group here, T)
-    completed = dict(groups)
-    holders = {number: group.holder for number, group in groups.items()}
-    for group, parts in placement.bring_to_holders(pieces, holders, gather).items():
-        rows = groups[group].rows
-        if rows is None:
-            raise DataError(f"Group {group} has no rows on process {holders[group]}, which is to hold it.")
+            pieces[group] = logps[here].detach().cpu()  # (rows of the group here, T)
+    completed, holders = dict(groups), {number: group.holder for number, group in groups.items()}
+    for number, parts in placement.bring_to_holders(pieces, holders, gather_object).items():
+        rows = groups[number].rows
+        assert rows is not None
         length = rows.completion_length
-        logps = [torch.nn.functional.pad(part, (0, max(0, length - part.size(1))))[:, :length] for part in parts]
-        columns = {**rows.columns, "old_per_token_logps": torch.cat(logps)}
-        completed[group] = replace(groups[group], rows=replace(rows, columns=columns))
+        cut = [torch.nn.functional.pad(part, (0, max(0, length - part.size(1))))[:, :length] for part in parts]
+        completed[number] = replace(groups[number], rows=_with_columns(rows, {OLD_LOGPS: torch.cat(cut)}))
     return completed
 
 
@@ -535,7 +504,6 @@ def insert_groups(
     pad_token_id: int,
     pad_to_multiple_of: int | None = None,
     signals: RolloutSignals | None = None,
-    gather: Gather | None = None,
 ) -> tuple[dict[str, Any], RolloutSignals | None]:
     """Return the batch and its signals with other groups in the place of some; the arguments are not changed.
 
@@ -543,7 +511,7 @@ def insert_groups(
     have (reference log-probabilities, say) is not brought in. Two exceptions, because such batches may be mixed: image
     inputs, and `old_per_token_logps`, which are NaN for rows that come without and then are to be taken from the first
     training pass. `num_items_in_batch` is not corrected; see `correct_num_items`. If any group has to go to another
-    process, all of them call `gather` once.
+    process, all of them gather once.
 
     Args:
         batch: the local rows, as TRL's `_generate_and_score_completions` returns them, with advantages (N,).
@@ -552,16 +520,11 @@ def insert_groups(
         pad_to_multiple_of: P and T become multiples of it.
 
     Raises:
-        DataError: a group has another number of completions or lacks what the batch has, or `gather` is missing.
+        DataError: a group lacks what the batch has.
     """
     rows = Rows.of_batch({**batch, **columns_of_signals(signals)})
-    if batch["advantages"].ndim != 1:
-        raise DataError(
-            f"The batch has advantages of shape {tuple(batch['advantages'].shape)}: replace groups while there is one "
-            "advantage per completion, before credit is spread over tokens."
-        )
     parts, source = [rows], list(range(len(rows)))
-    for target, group in _brought(replacements, placement, gather).items():
+    for target, group in _brought(replacements, placement).items():
         here = placement.here(target)
         first = sum(map(len, parts))
         parts.append(group.take([index for _, index in here]))
@@ -573,32 +536,19 @@ def insert_groups(
     return joined.into_batch(batch), signals_of_columns(joined.columns)
 
 
-def _brought(replacements: Mapping[int, Group], placement: Placement, gather: Gather | None) -> dict[int, Rows]:
+def _brought(replacements: Mapping[int, Group], placement: Placement) -> dict[int, Rows]:
     """The rows of the groups of which this process needs some, with their advantages."""
-    for group in replacements.values():
-        if len(group.advantages) != placement.num_generations:
-            raise DataError(
-                f"A group has {len(group.advantages)} completions, but num_generations is "
-                f"{placement.num_generations}: continue with the same, or start with an empty replay buffer."
-            )
-    travelling = {
-        target: group
-        for target, group in replacements.items()
-        if any(process != group.holder for process in placement.holders(target))
-    }
-    arrived: dict[int, Rows | None] = {target: group.rows for target, group in replacements.items()}
+    travelling = [target for target, group in replacements.items() if list(placement.holders(target)) != [group.holder]]
+    arrived = {target: group.rows for target, group in replacements.items()}
     if travelling:
-        sent = [(target, group.rows) for target, group in travelling.items() if group.holder == placement.process_index]
-        assert gather is not None
-        arrived |= dict(gather(sent))
-    brought = {}
-    for target, group in replacements.items():
-        if placement.here(target):
-            rows = arrived[target]
-            if rows is None:
-                raise DataError("A group to be put into the batch has no rows on the process that holds it.")
-            brought[target] = replace(rows, columns={**rows.columns, "advantages": group.advantages})
-    return brought
+        sent = [(target, arrived[target]) for target in travelling if arrived[target] is not None]
+        arrived |= dict(gather_object(sent))
+    needed = {target: arrived[target] for target in replacements if placement.here(target)}
+    return {
+        target: _with_columns(rows, {"advantages": replacements[target].advantages})
+        for target, rows in needed.items()
+        if rows is not None
+    }
 
 
 def correct_num_items(batch: Mapping[str, Any], gather: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
@@ -609,92 +559,82 @@ def correct_num_items(batch: Mapping[str, Any], gather: Callable[[torch.Tensor],
 # Further prompts for dynamic sampling, the same on every process
 
 
-AHEAD = 32  # rollouts that a stream is read ahead of the epoch
-
-
 class FurtherPrompts:
     """Draws rows of the train data again and again, in an order of its own, for further rounds of rollout batches.
 
-    Data with a length are shuffled for each pass over them, independently of the order of the epochs. A stream is read
-    in its own order, `AHEAD` rollouts ahead of the epoch, and started again at its end; after an interruption it is
-    read again up to where it was.
-
-    Args:
-        dataset: rows, by number or one after the other.
-        rollouts_per_step: rollout batches of an optimizer step.
+    Data with a length are shuffled for each pass over them, independently of the order of the epochs; a stream is read
+    in its own order, and once more from its start where an interrupted run goes on.
     """
 
-    def __init__(self, dataset: Any, seed: int = 0, *, batch: int = 1, rollouts_per_step: float = 1.0) -> None:
-        self.dataset, self.seed, self.batch, self.rollouts_per_step = dataset, seed, batch, rollouts_per_step
-        self.drawn = 0  # rows passed so far, left out or not
-        self.length: int | None = len(dataset) if hasattr(dataset, "__len__") else None  # of a stream, once it ended
+    def __init__(self, dataset: Any, seed: int = 0) -> None:
+        self.dataset, self.seed = dataset, seed
+        self.drawn = 0  # rows passed so far, used or not
         self._rows: Iterator[Any] | None = None
-        self._taken: set[str] = set()
+        self._used: set[str] = set()
 
     @classmethod
     def of(cls, trainer: "DAPOTrainer") -> "FurtherPrompts":
-        """Return those of a trainer's data, a stream in the order in which TRL reads it."""
-        args, dataset = trainer.args, trainer.train_dataset
+        """Return those of a trainer's data, a stream in another order than that in which TRL reads it."""
+        dataset, seed = trainer.train_dataset, trainer.args.seed
         if isinstance(dataset, IterableDataset) and trainer.shuffle_dataset:
-            dataset = dataset.shuffle(seed=args.seed)
-        passes = int(args.steps_per_generation or 1) * args.num_iterations
-        per_step = args.gradient_accumulation_steps / passes
-        return cls(dataset, args.seed, batch=args.prompts_per_rollout, rollouts_per_step=per_step)
+            dataset = dataset.shuffle(seed=seed + 1)
+        return cls(dataset, seed)
 
     def begin(self, rows: Sequence[Mapping[str, Any]], placement: Placement) -> None:
-        """Take in the prompts of a batch, which no further round draws again."""
+        """Note the prompts of a batch, which no further round draws again."""
         firsts = [row for group in range(placement.num_groups) for row, place in placement.here(group) if place == 0]
-        self._taken = set(gather_object([prompt_key(rows[row]) for row in firsts]))
+        self._used = set(gather_object([prompt_key(rows[row]) for row in firsts]))
 
-    def draw(self, missing: int, placement: Placement, step: int) -> tuple[list[dict[str, Any]], int]:
+    def draw(self, missing: int, placement: Placement) -> tuple[list[dict[str, Any]], int]:
         """Return this process's rows of a round, and how many prompts it has; none where the data have no more."""
-        size = placement.num_generations, placement.num_processes
-        prompts = list(islice(filter(self._take, self._further(step)), prompts_of_round(missing, *size)))
-        count = len(prompts) // prompts_of_round(1, *size) * prompts_of_round(1, *size)
-        return rows_of_process(prompts[:count], size[0], placement.process_index, size[1]), count
+        size, processes = placement.num_generations, placement.num_processes
+        prompts = self._unused(prompts_of_round(missing, size, processes))
+        step = prompts_of_round(1, size, processes)
+        count = len(prompts) // step * step
+        return rows_of_process(prompts[:count], size, placement.process_index, processes), count
 
-    def _take(self, row: Mapping[str, Any]) -> bool:
-        key = prompt_key(row)
-        new = key not in self._taken
-        self._taken.add(key)
-        return new
-
-    def _further(self, step: int) -> Iterator[Any]:
-        """The next rows, at most those of about two passes over the data."""
-        if self._rows is None:
-            self._rows = self._shuffled() if hasattr(self.dataset, "__len__") else self._streamed()
-        first = math.ceil((step * self.rollouts_per_step + AHEAD) * self.batch)
-        start = self.drawn
-        while self.length is None or self.drawn - start < 2 * self.length:
+    def _unused(self, count: int) -> list[Any]:
+        """The next rows with other prompts, at most those of two passes over the data."""
+        found: list[Any] = []
+        passes = 0
+        self._rows = self._endless() if self._rows is None else self._rows
+        while len(found) < count and passes < 2:
             row = next(self._rows)
+            if row is None:
+                passes += 1
+                continue
             self.drawn += 1
-            if hasattr(self.dataset, "__len__") or self.drawn > first or self.length is not None:
-                yield row
+            if (key := prompt_key(row)) not in self._used:
+                self._used.add(key)
+                found.append(row)
+        return found
 
-    def _shuffled(self) -> Iterator[Any]:
-        turn, passed = divmod(self.drawn, len(self.dataset))
+    def _endless(self) -> Iterator[Any]:
+        """Rows from number `drawn` on, and None at the end of each pass."""
+        if hasattr(self.dataset, "__len__"):
+            turn, passed = divmod(self.drawn, len(self.dataset))
+            while True:
+                generator = torch.Generator().manual_seed(self.seed * 1_000_003 + turn)
+                for index in torch.randperm(len(self.dataset), generator=generator).tolist()[passed:]:
+                    yield self.dataset[index]
+                turn, passed = turn + 1, 0
+                yield None
+        rest = self.drawn  # rows to pass over; a short stream is passed over several times
         while True:
-            name = hashlib.sha256(f"further prompts {self.seed} {turn}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(name[:8], "big") >> 1)
-            for index in torch.randperm(len(self.dataset), generator=generator).tolist()[passed:]:
-                yield self.dataset[index]
-            turn, passed = turn + 1, 0
-
-    def _streamed(self) -> Iterator[Any]:
-        start = self.drawn % (self.length or self.drawn + 1)
-        while True:
-            count = 0
-            for count, row in enumerate(self.dataset, 1):
-                if count > start:
+            fresh = False
+            for row in self.dataset:
+                if rest:
+                    rest -= 1
+                else:
+                    fresh = True
                     yield row
-            if count == 0:
-                raise DataError("The data set has no rows to draw further prompts from.")
-            self.length, start = count, 0
+            if fresh:
+                yield None
 
     def save(self, folder: Path) -> None:
         """Write into a checkpoint where the order is."""
-        processes, state = PartialState(), {"drawn": self.drawn, "length": self.length}
-        save_share(state, folder, processes.process_index, processes.num_processes, "prompts")
+        processes = PartialState()
+        save_share({"drawn": self.drawn}, folder, processes.process_index, processes.num_processes, "prompts")
 
     def load(self, folder: Path) -> None:
         """Continue with the order of a checkpoint, with the same data and seed."""
@@ -702,18 +642,10 @@ class FurtherPrompts:
             logger.warning(f"{folder} was written without dynamic_sampling: its prompts start from the beginning.")
             return
         self.drawn, self._rows = int(shares[0]["drawn"]), None
-        if not hasattr(self.dataset, "__len__"):
-            self.length = shares[0]["length"]
 
 
 def prompts_of_round(missing: int, num_generations: int, num_processes: int) -> int:
-    """Return how many prompts to draw so that `missing` groups could be replaced.
-
-    It is the smallest number of at least `missing` whose completions the processes can share equally.
-
-    Args:
-        missing: groups to replace, at least 1.
-    """
+    """Return the smallest number of prompts, at least `missing`, whose completions the processes share equally."""
     step = num_processes // gcd(num_processes, num_generations)
     return -(-missing // step) * step
 
@@ -733,22 +665,11 @@ def rows_of_process(
 
 def prompt_key(row: Mapping[str, Any]) -> str:
     """Return what is equal for rows with the same prompt and the same images."""
-    digest = hashlib.sha256()
 
-    def feed(value: Any) -> None:
-        if isinstance(value, Mapping):
-            value = [part for item in sorted(value.items()) for part in item]
-        if isinstance(value, list | tuple):
-            digest.update(f"[{len(value)}]".encode())
-            for part in value:
-                feed(part)
-        else:
-            content = value.tobytes() if hasattr(value, "tobytes") else value
-            content = content if isinstance(content, bytes) else repr(content).encode()
-            digest.update(f"{len(content)}:".encode() + content)
+    def content(value: Any) -> str:
+        return hashlib.sha256(value.tobytes()).hexdigest() if hasattr(value, "tobytes") else repr(value)
 
-    feed([row["prompt"], images_of(row)])
-    return digest.hexdigest()
+    return json.dumps([row["prompt"], images_of(row)], sort_keys=True, default=content)
 
 
 # A buffer of groups that had a gradient, to take the place of groups that have none
@@ -780,7 +701,7 @@ class ReplayBuffer:
         estimator: of the groups' advantages.
 
     Raises:
-        ConfigError: an argument is out of range.
+        ConfigError: the size is below 1.
     """
 
     def __init__(
@@ -793,13 +714,8 @@ class ReplayBuffer:
         seed: int = 0,
         estimator: str = "grpo",
     ) -> None:
-        for name, value in (("size", size), ("max_age", max_age)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name} of the replay buffer is {value!r}: give an integer of at least 1.")
-        if min_reward is not None and not is_number(min_reward):
-            raise ConfigError(f"min_reward of the replay buffer is {min_reward!r}: give a finite number, or None.")
-        if not (is_number(variance_epsilon) and variance_epsilon >= 0):
-            raise ConfigError(f"variance_epsilon is {variance_epsilon!r}: give a number of at least 0.")
+        if size < 1:
+            raise ConfigError(f"The size of a replay buffer is {size}: give at least 1.")
         self.size, self.min_reward, self.variance_epsilon = size, min_reward, variance_epsilon
         self.max_age, self.estimator = max_age, estimator
         self.step = 0
@@ -870,8 +786,6 @@ class ReplayBuffer:
         Args:
             count: at least 0; where it is more than there are, all are returned.
         """
-        if count < 0:
-            raise ConfigError(f"{count} groups are to be drawn from the replay buffer: give a number of at least 0.")
         draws = torch.rand(len(self), generator=self._generator, dtype=torch.float64).tolist()
         # The largest u ** (1 / priority) are a draw without replacement (Efraimidis and Spirakis, 2006); in logarithms.
         keys = [
@@ -1037,7 +951,7 @@ class Replay:
         for number in self._waiting:
             undefined[number] = self._first_logps[[row for row, _ in placement.here(number)]].isnan().sum()
         undefined = self._trainer.accelerator.reduce(undefined, reduction="sum")
-        for number, group in with_old_logps(self._waiting, self._first_logps, placement, gather_object).items():
+        for number, group in with_old_logps(self._waiting, self._first_logps, placement).items():
             if not undefined[number]:
                 self.buffer.add(group)
         self._waiting, self._first_logps = {}, None
@@ -1060,7 +974,8 @@ class Replay:
     def save(self, folder: Path) -> None:
         """Write the share of this process into a checkpoint, complete or not at all."""
         accelerator = self._trainer.accelerator
-        save_share(self.buffer.state_dict(), folder, accelerator.process_index, accelerator.num_processes, "replay")
+        state = {**self.buffer.state_dict(), "contents": self._contents()}
+        save_share(state, folder, accelerator.process_index, accelerator.num_processes, "replay")
 
     def load(self, folder: Path) -> None:
         """Continue with the buffer of a checkpoint, which another number of processes may have written.
@@ -1071,59 +986,39 @@ class Replay:
         reason: str | None = "the checkpoint was written without replay_buffer_size"
         if states:
             merged = merge_states(states)
-            reason = why_unusable(merged, self._trainer)
+            reason = self._why_unusable(merged)
             if reason is None:
                 self.buffer.load_state_dict(split_state(merged, accelerator.process_index, accelerator.num_processes))
         if reason is not None and accelerator.is_main_process:
             logger.warning(f"The replay buffer of {folder} starts empty: {reason}.")
 
+    def _contents(self) -> list[str]:
+        """The options that decide what is stored of each group, as far as they are on, and what is measured of it."""
+        args, measurement = self._trainer.args, self._trainer.measurement
+        options = {
+            "beta": args.beta != 0,
+            "kl_coef": args.kl_coef > 0,
+            "kl_penalty full": args.has_kl_loss and args.kl_penalty == "full",
+            "use_vllm": args.use_vllm and args.vllm_importance_sampling_correction,
+            "perception_loss_weight or der_loss_weight2": args.uses_perception_loss,
+        }
+        rules = [short_name(rule) for rule in active_rules(args)]
+        return [*(name for name, is_on in options.items() if is_on), *measurement.needed, *measurement.views, *rules]
 
-def why_unusable(state: Mapping[str, Any], trainer: "DAPOTrainer") -> str | None:
-    """Return why the groups of a saved buffer cannot be trained on with the options of a trainer, None if they can."""
-    args, needed = trainer.args, _needed_columns(trainer)
-    if state.get("estimator", args.advantage_estimator) != args.advantage_estimator:
-        return f"advantage_estimator is {args.advantage_estimator}, and was {state['estimator']}"
-    for group in state["groups"]:
-        if (size := len(group["advantages"])) != args.num_generations:
-            return f"num_generations is {args.num_generations}, and its groups have {size} completions"
-        rows = group["rows"]
-        for name, option in needed.items():
-            unmeasured = name in (OLD_LOGPS, "signals.entropies")  # NaN where no pass measured them
-            if name not in rows["columns"] or (unmeasured and bool(rows["columns"][name].isnan().all())):
-                return f"its groups have no {name}, which {option} needs"
-        if args.uses_perception_loss and any(row and "perturbed_pixel_values" not in row for row in rows["images"]):
-            return "its groups have no perturbed_pixel_values, which perception_loss_weight or der_loss_weight2 needs"
-    return None
-
-
-def _needed_columns(trainer: "DAPOTrainer") -> dict[str, str]:
-    """What the batches of a run have and groups put into them cannot be without -> the option it is there for."""
-    args, measured = trainer.args, trainer.measurement.needed
-    needed = {OLD_LOGPS: "replay_buffer_size"}
-    if args.beta != 0:
-        needed["ref_per_token_logps"] = "beta"
-    if args.kl_coef > 0:
-        needed["ref_per_token_logps"] = "kl_coef"
-    if args.has_kl_loss and args.kl_penalty == "full":
-        needed["reference_hidden"] = "kl_penalty full"
-    if args.use_vllm and args.vllm_importance_sampling_correction:
-        needed |= dict.fromkeys(("importance_sampling_ratio", "sampling_per_token_logps"), "vLLM")
-    for name in ("attention", "entropies", "similarity", "dependency"):
-        if name in measured:
-            needed[f"signals.{name}" + ".vision" * (name == "attention")] = measured[name]
-    for rule, needs in active_rules(args).items():
-        for need in needs:
-            if need == "views":
-                needed |= {f"{VIEWS}{name}": rule for name in args.perturbations}
-            elif need.startswith(VIEW):
-                needed[f"{VIEWS}{need.removeprefix(VIEW)}"] = rule
-            elif not is_measurement(need):
-                needed[f"{EXTRA}{short_name(need)}"] = rule
-    return needed
+    def _why_unusable(self, state: Mapping[str, Any]) -> str | None:
+        """Why the groups of a saved buffer cannot be trained on with the options of this run, None if they can."""
+        args = self._trainer.args
+        if state["estimator"] != args.advantage_estimator:
+            return f"advantage_estimator is {args.advantage_estimator}, and was {state['estimator']}"
+        sizes = {len(group["advantages"]) for group in state["groups"]}
+        if sizes - {args.num_generations}:
+            return f"num_generations is {args.num_generations}, and its groups have {max(sizes)} completions"
+        if missing := [name for name in self._contents() if name not in state["contents"]]:
+            return f"it was stored without {' and '.join(missing)}"
+        return None
 
 
 def _with_measured_logps(group: Group) -> Group:
     if group.rows is None or OLD_LOGPS in group.rows.columns:
         return group
-    columns = {**group.rows.columns, OLD_LOGPS: group.rows.columns["signals.logps"]}
-    return replace(group, rows=replace(group.rows, columns=columns))
+    return replace(group, rows=_with_columns(group.rows, {OLD_LOGPS: group.rows.columns["signals.logps"]}))

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from batches import PAD, draw_batch, draw_signals
 
+from vgr_trl import sampling
 from vgr_trl.patches import let_gloo_finish
 from vgr_trl.sampling import (
     Placement,
@@ -136,13 +137,10 @@ def run(rank, world, team, resume_at):
         stored = groups_from_batch(
             {name: value for name, value in batch.items() if name != "old_per_token_logps"}, live, placement,
             advantages=advantages, rewards=rewards, pad_token_id=PAD, step=step, signals=signals,
-            gather=team.gather_object,
         )  # fmt: skip
         old = batch["old_per_token_logps"]
-        completed = with_old_logps(dict(zip(live, stored, strict=True)), old, placement, team.gather_object)
-        batch, signals = insert_groups(
-            batch, chosen, placement, pad_token_id=PAD, signals=signals, gather=team.gather_object
-        )
+        completed = with_old_logps(dict(zip(live, stored, strict=True)), old, placement)
+        batch, signals = insert_groups(batch, chosen, placement, pad_token_id=PAD, signals=signals)
         batch = correct_num_items(batch, team.gather)
         entered = [buffer.add(group) for group in completed.values()]
         if step == resume_at:
@@ -171,11 +169,11 @@ def exchanged(rank, world, team):
     placement = Placement(GROUP * GROUPS // world, GROUP, rank, world)
     made = groups_from_batch(
         {name: value for name, value in batch.items() if name != "old_per_token_logps"}, range(GROUPS), placement,
-        advantages=advantages, rewards=rewards, pad_token_id=PAD, signals=signals, gather=team.gather_object,
+        advantages=advantages, rewards=rewards, pad_token_id=PAD, signals=signals,
     )  # fmt: skip
     places = {(group + 1) % GROUPS: found for group, found in enumerate(made)}
     rows = torch.arange(rank * placement.rows, (rank + 1) * placement.rows)
-    completed = with_old_logps(places, -rows.float().unsqueeze(1).expand(-1, 9), placement, team.gather_object)
+    completed = with_old_logps(places, -rows.float().unsqueeze(1).expand(-1, 9), placement)
     columns = {place: found.rows.columns for place, found in completed.items() if found.rows is not None}
     return {
         place: of_rows["old_per_token_logps"][:, 0].tolist()
@@ -190,6 +188,7 @@ def work(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=4)
     for world in (1, 2, 3, 4):
         team = Team(world)
+        sampling.gather_object = team.gather_object
         if rank < world:
             results = [*(run(rank, world, team, resume_at) for resume_at in (None, 2)), exchanged(rank, world, team)]
             torch.save(results, folder / f"{world}-{rank}.pt")

@@ -6,12 +6,10 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset
 
-from vgr_trl import DAPOConfig, DAPOTrainer
+from vgr_trl import DAPOTrainer
 from vgr_trl.checkpoints import _behind
-from vgr_trl.measure import Measurement
 from vgr_trl.rewards import vgr_reward
 from vgr_trl.rewards.groups import WholeGroups
-from vgr_trl.sampling import why_unusable
 from vgr_trl.utils import ConfigError
 from vgr_trl.validate import check_data, make_data_ready
 
@@ -26,19 +24,6 @@ def test_a_greedy_completion_has_none_to_be_compared_with():
     found = DAPOTrainer._checked_rewards(trainer, SimpleNamespace(greedy=True))
     assert found[0] is rewards[0]
     assert found[1](completions=["a", "b"]) == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("missing", ["importance_sampling_ratio", "sampling_per_token_logps", "old_per_token_logps"])
-def test_groups_without_what_vllm_needs(missing, tmp_path):
-    sizes = {"num_generations": 2, "per_device_train_batch_size": 2, "bf16": False, "use_cpu": True}
-    args = DAPOConfig(output_dir=str(tmp_path), use_vllm=True, **sizes)
-    names = {"importance_sampling_ratio", "sampling_per_token_logps", "old_per_token_logps"}
-    rows = {"columns": {name: torch.ones(2, 1) for name in names - {missing}}, "images": [None, None]}
-    state = {"groups": [{"advantages": [1.0, -1.0], "rows": rows}]}
-    needer = "replay_buffer_size" if missing.startswith("old") else "vLLM"
-    assert why_unusable(state, SimpleNamespace(args=args, measurement=Measurement({}))) == (
-        f"its groups have no {missing}, which {needer} needs"
-    )
 
 
 def test_a_stream_that_begins_anew_is_not_resumed():

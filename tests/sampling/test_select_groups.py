@@ -8,12 +8,10 @@ import torch
 from datasets import concatenate_datasets
 from support.trainers import logged, weights
 
-from vgr_trl.checkpoints import what_is_wrong
 from vgr_trl.rewards import accuracy_reward, vgr_reward
 from vgr_trl.rollout import Rollout
 from vgr_trl.sampling import find_zero_variance, prompt_key, select_groups
 from vgr_trl.utils import ConfigError, RewardError
-from vgr_trl.validate import refuse_unfit_options
 
 
 def coarse_reward(completions, **kwargs):
@@ -119,11 +117,6 @@ class TestReplay:
         assert all(corrected == valid for _, corrected, valid in counts)
         assert any(before != corrected for before, corrected, _ in counts), "a group of another length came in"
 
-    def test_estimator_and_seed_are_those_of_the_run(self, make):
-        buffer = make(replay_buffer_size=4, advantage_estimator="rloo", seed=7).replay.buffer
-        assert buffer.estimator == "rloo"
-        assert torch.equal(buffer.state_dict()["generator"], torch.Generator().manual_seed(7).get_state())
-
     def test_groups_age_while_none_are_added(self, make):
 
         def at_first_reward(completions, trainer_state, **kwargs):
@@ -143,14 +136,6 @@ class TestReplay:
         assert logged(trainer, "replay/size") == [0.0, 0.0]
         assert torch.equal(weights(trainer), before), "AdamW has no weight decay here, and no group a gradient"
 
-    def test_min_reward_and_age(self, make):
-        trainer = make(replay_buffer_size=8, filter_min_reward=0.9, max_steps=4)
-        trainer.train()
-        assert max(logged(trainer, "replay/size")) == 0
-        trainer = make(replay_buffer_size=8, replay_max_age=1, max_steps=6)
-        trainer.train()
-        assert max(logged(trainer, "replay/mean_age")) <= 1
-
     def test_a_buffer_that_is_never_needed_changes_nothing(self, make):
         moved = []
         for size in (0, 8):
@@ -164,7 +149,6 @@ class TestReplay:
         [
             {"beta": 0.1},
             {"num_iterations": 2},
-            {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 4},
             {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "compute_attention_metrics": False},
             {"token_weights": True, "enable_perception_filtering": True, "enable_trajectory_reweighting": True},
             {"perception_loss_weight": 0.01, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
@@ -209,14 +193,6 @@ class TestResampling:
         tables = sorted((tmp_path / "run" / "completions").glob("*.parquet"))
         assert len(set(generated)) > 1
         assert [len(pandas.read_parquet(table)) for table in tables] == [8 + 4 * groups for groups in generated]
-
-    def test_tokens_of_further_prompts_are_counted(self, make):
-        trainer = make(rewards=constant_reward, dynamic_sampling="resample", dynamic_sampling_max_rounds=2, max_steps=1)
-        trainer.train()
-        plain = make(rewards=constant_reward, max_steps=1)
-        plain.train()
-        assert logged(trainer, "dynamic_sampling/generated_groups") == [4.0]
-        assert logged(trainer, "num_tokens")[0] > 2.5 * logged(plain, "num_tokens")[0]
 
 
 ALL_DEAD = {"rewards": constant_reward, "dynamic_sampling": "resample", "dynamic_sampling_max_rounds": 1}
@@ -286,34 +262,19 @@ class TestFiltering:
         trainer.train()
         assert logged(trainer, "sampling/nonzero_variance_fraction") == [1.0]
 
-    def test_the_key_is_only_looked_for_where_it_is_used(self, make):
-        assert make(online_filtering=False).args.filter_key == "accuracy"
-        with pytest.raises(ConfigError, match="filter_key is 'accuracy', which names 0 reward functions"):
-            make(online_filtering=True)
-
     @pytest.mark.parametrize(
-        ("changed", "parts"),
+        ("changed", "part"),
         [
             (
-                {"online_filtering": True, "filter_key": "overall"},
-                [
-                    "No group has had a gradient for 5 steps, so nothing is trained: of 10 groups 10 are left out by",
-                    "online_filtering, because their means of filter_key overall (they are 2.",
-                    "are not between filter_low 0.01 and filter_high 0.99; give bounds that such means lie between.",
-                ],
-            ),
-            (
                 {"online_filtering": True, "filter_key": "overall", "num_iterations": 3, "replay_buffer_size": 2},
-                ["No group has had a gradient for 6 steps, so only replayed groups are trained on: of 4 groups 4 are"],
+                "for 6 steps, so only replayed groups are trained on: of 4 groups 0 have equal rewards "
+                "(replay_var_epsilon 1e-06) and 4 have a mean of filter_key overall outside filter_low 0.01",
             ),
-            (
-                {"rewards": constant_reward},
-                ["of 10 groups 10 have rewards that do not differ (replay_var_epsilon 1e-06)"],
-            ),
+            ({"rewards": constant_reward}, "for 5 steps, so nothing is trained: of 10 groups 10 have equal rewards"),
         ],
-        ids=["filtered", "three steps per rollout", "equal"],
+        ids=["filtered, three steps per rollout", "equal"],
     )
-    def test_five_steps_without_a_live_group_are_warned_of_once(self, make, monkeypatch, changed, parts):
+    def test_five_steps_without_a_gradient_are_warned_of_once(self, make, monkeypatch, changed, part):
         def large(completions, **kwargs):
             return [2 + reward for reward in lively_reward(completions)]
 
@@ -321,8 +282,7 @@ class TestFiltering:
         monkeypatch.setattr("vgr_trl.sampling.logger.warning", warnings.append)
         make(**{"rewards": large, "max_steps": 9, "compute_attention_metrics": False} | changed).train()
         [warning] = warnings
-        for part in parts:
-            assert part in warning
+        assert part in warning
 
     def test_quantiles_are_those_of_the_first_round(self, make):
         """Means 0.1 and 0.7: the quantiles 0.4 and 0.99 are 0.34 and 0.694; 0.4 lies between them."""
@@ -357,7 +317,7 @@ class TestEstimators:
         """Rewards are 0 or 1, so in a live group the largest advantage is 1 / deviation above the smallest."""
         trainer = make(
             advantage_estimator="reinforce_plus_plus", dynamic_sampling="resample", dynamic_sampling_max_rounds=4,
-            replay_buffer_size=8, max_steps=12,
+            replay_buffer_size=8, max_steps=6, seed=4,
         )  # fmt: skip
         drawn, draw = [], trainer.replay.draw
         trainer.replay.draw = lambda count: drawn.append(draw(count)) or drawn[-1]
@@ -392,29 +352,6 @@ class TestEstimators:
         message = "The reward boundless_reward is -inf for row 5 of the 8 of the rollout batch, the row with the id"
         with pytest.raises(RewardError, match=message):
             trainer.train()
-
-    def test_rewards_that_do_not_apply_are_no_error(self, make):
-        def seldom_reward(completions, **kwargs):
-            return [None, 1.0, float("nan"), 0.0] * (len(completions) // 4)
-
-        trainer = make(rewards=seldom_reward, max_steps=1)
-        trainer.train()
-        assert math.isfinite(logged(trainer, "loss")[0])
-
-    def test_each_estimator_that_trains_is_let_through_where_greedy_completions_would_not_be(self, make):
-        for estimator in ("rloo", "reinforce_plus_plus", "grpo_passk"):
-            trainer = make(advantage_estimator=estimator)
-            trainer.use_vllm = True
-            refuse_unfit_options(trainer, sharded=False, has_images=True)
-        trainer.args.advantage_estimator = "remax"
-        with pytest.raises(ConfigError, match="advantage_estimator is remax, whose greedy completions are generated"):
-            refuse_unfit_options(trainer, sharded=False, has_images=True)
-        trainer.use_vllm = False
-        trainer.rollout_func = print
-        with pytest.raises(ConfigError, match="advantage_estimator is remax with rollout_func"):
-            refuse_unfit_options(trainer, sharded=False, has_images=True)
-        trainer.args.advantage_estimator = "rloo"
-        refuse_unfit_options(trainer, sharded=False, has_images=True)
 
     @pytest.mark.parametrize("estimator", ["rloo", "remax", "reinforce_plus_plus", "grpo_passk"])
     def test_the_advantages_in_the_table_are_those_of_the_rewards_in_it(self, make, estimator):
@@ -470,33 +407,14 @@ class TestCheckpoints:
             assert logged(resumed, name)[-3:] == pytest.approx(logged(whole, name)[-3:], abs=1e-6), name
         assert torch.allclose(weights(whole), weights(resumed), atol=1e-6)
 
-    def test_a_share_that_is_missing(self, make, tmp_path):
-        make(replay_buffer_size=8, save_strategy="steps", save_steps=2, max_steps=2).train()
-        checkpoint = tmp_path / "run" / "checkpoint-2"
-        assert what_is_wrong(checkpoint) is None
-        (checkpoint / "replay_0_of_1.pt").rename(checkpoint / "replay_0_of_2.pt")
-        assert what_is_wrong(checkpoint) == "replay_0_of_1.pt is missing"
-        with pytest.raises(ConfigError, match=r"is not complete \(replay_0_of_1.pt is missing\)"):
-            make(replay_buffer_size=8).train(resume_from_checkpoint=str(checkpoint))
-
     @pytest.mark.parametrize(
         ("before", "after", "message"),
         [
             ({}, {"num_generations": 2}, "num_generations is 2, and its groups have 4 completions."),
-            ({}, {"beta": 0.1}, "its groups have no ref_per_token_logps, which beta needs."),
-            ({}, {"token_weights": True}, "no signals.attention.vision, which token_weights needs."),
-            (
-                {},
-                {"enable_trajectory_reweighting": True},
-                "no signals.dependency, which enable_trajectory_rew",
-            ),
-            ({}, {"perception_loss_weight": 0.01}, "no perturbed_pixel_values, which perception_loss_weight or der_lo"),
+            ({}, {"beta": 0.1}, "it was stored without beta."),
+            ({}, {"token_weights": True}, "it was stored without attention and token_weights."),
+            ({}, {"perception_loss_weight": 0.01}, "it was stored without perception_loss_weight or der_loss_weight2"),
             ({}, {"advantage_estimator": "rloo"}, "advantage_estimator is rloo, and was grpo."),
-            (
-                {"compute_attention_metrics": True},
-                {"enable_entropy_filtering": True},
-                "no signals.entropies, which enable_entropy_filtering needs.",
-            ),
         ],
         ids=str,
     )
@@ -524,7 +442,6 @@ class TestCheckpoints:
         ("before", "message"),
         [
             ({}, "starts empty: the checkpoint was written without replay_buffer_size"),
-            ({"dynamic_sampling": "resample"}, "starts empty: the checkpoint was written without replay_buffer_size"),
             ({"replay_buffer_size": 8}, "was written without dynamic_sampling"),
         ],
         ids=str,
