@@ -61,9 +61,7 @@ FLAGS = {part: f"{name}_key" for part, name in STANDARD.items()}
 
 def image_columns(dataset: Any) -> list[str]:
     """Return the columns of `dataset` that TRL takes images from; of a stream without known columns, look at a row."""
-    names = getattr(dataset, "column_names", None)
-    if names is None:
-        names = list(next(iter(dataset), {}))
+    names = getattr(dataset, "column_names", None) or next(iter(dataset), {})
     return [name for name in IMAGE_COLUMNS if name in names]
 
 
@@ -490,14 +488,6 @@ def to_candidates(
                 yield origin, question
         except (DataError, RewardError) as error:
             yield origin, str(error).rstrip(".")
-
-
-def try_question(**fields: Any) -> Question | str:
-    """Return `make_question(**fields)`, or why there is none: for rows that hold several questions."""
-    try:
-        return make_question(**fields)
-    except (DataError, RewardError) as error:
-        return str(error).rstrip(".")
 
 
 def make_question(

@@ -498,12 +498,11 @@ def _reopened(value: Any, row: Mapping[str, Any], split: str, root: Path, images
     try:
         return images.fitted(open_image(value, folder_of(row, root)))
     except DataError as error:
-        name = value.get("path") if isinstance(value, Mapping) else value
-        file = f" ({str(folder_of(row, root) / name)[:200]})" if isinstance(name, str) else ""
+        name = (value.get("path") if isinstance(value, Mapping) else value) or ""
         raise DataError(
             f"Row {row[PLACE]} of the {split} data could be read when the run began, and cannot be any more: "
-            f"{str(error).rstrip('.')}{file}. Repair it and continue with resume_from_checkpoint; without the row a "
-            "run takes another order."
+            f"{str(error).rstrip('.')} ({folder_of(row, root) / name}). Repair it and continue with "
+            "resume_from_checkpoint; without the row a run takes another order."
         ) from error
 
 

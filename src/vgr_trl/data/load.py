@@ -84,17 +84,10 @@ def load_split(
     given = {"dataset_name": dataset_name, "dataset_path": dataset_path, "data_files": data_files}
     name = one_source(**given)
     source = str(given[name])
-    loaded: Mapping[Any, Any]
     with readable(source, name, only_reads=True):
-        if (arxivqa := _arxivqa_source(dataset_name, dataset_path, data_files)) is not None:
-            loaded = {"train": _load_arxivqa(arxivqa, streaming)}
-        elif data_files:
-            return _from_files(split_of(parse_data_files(data_files), split, "data_files"), streaming, with_folders)
-        elif dataset_path:
-            loaded = _from_folder(Path(dataset_path), streaming)
-        else:
-            loaded = _from_hub(source, dataset_config, streaming)
-        return _without_folder(split_of(loaded, split, source))
+        if data_files and (files := parse_data_files(data_files)).keys() != ARXIVQA_TABLES:
+            return _from_files(split_of(files, split, "data_files"), streaming, with_folders)
+        return _without_folder(split_of(_splits(name, source, dataset_config, streaming), split, source))
 
 
 def load_path(
@@ -109,22 +102,33 @@ def load_path(
     Raises:
         DataError: there is nothing at `path`, it cannot be read, or the split is not known.
     """
-    loaded: Mapping[Any, Any]
+    is_folder = bool(path) and Path(path).is_dir()
     with readable(path, "the path", only_reads=True):
         if Path(path).is_file():
             return split or "train", _from_files([Path(path)], streaming)
-        if (arxivqa := _arxivqa_source(None if Path(path).exists() else path, path, None)) is not None:
-            loaded = {"train": _load_arxivqa(arxivqa, streaming)}
-        elif path and Path(path).is_dir():
-            loaded = _from_folder(Path(path), streaming)
-        elif HUB_NAME.fullmatch(path):
-            loaded = _from_hub(path, config, streaming)
-        else:
+        if not is_folder and not HUB_NAME.fullmatch(path):
             raise DataError(f"There is no file and no folder {path}: give one, or a name on the hub.")
+        loaded = _splits("dataset_path" if is_folder else "dataset_name", path, config, streaming)
         chosen = split or ("train" if "train" in loaded else next(iter(loaded)))
         if split is None and chosen != "train" and len(loaded) > 1:
             raise DataError(f"{path} has the splits {sorted(loaded)}: name one of them.")
         return chosen, _without_folder(split_of(loaded, chosen, path))
+
+
+def _splits(name: str, source: str, config: str | None, streaming: bool) -> Mapping[Any, Any]:
+    """Return the splits of a folder or a hub data set, or that of the tables of ArxivQA."""
+    is_folder, files = name == "dataset_path", source.split(",") if name == "data_files" else ()
+    is_arxivqa = files or source == public_sets.ARXIVQA_HUB_NAME
+    if is_folder and Path(source).is_dir():
+        is_arxivqa = all(has_config(Path(source), table) for table in ARXIVQA_TABLES)
+    if is_arxivqa:
+        tables = Source(**{name: files or source})
+        identity = tuple(map(str, tables.identity().items()))  # so that the cache of older files is not found
+        rows: Any = (IterableDataset if streaming else Dataset).from_generator(
+            _arxivqa_rows, features=ARXIVQA_FEATURES, gen_kwargs={"source": tables, "identity": identity}
+        )
+        return {"train": rows}
+    return _from_folder(Path(source), streaming) if is_folder else _from_hub(source, config, streaming)
 
 
 def _from_hub(name: str, config: str | None, streaming: bool) -> Any:
@@ -205,25 +209,6 @@ def _keeping_types(loaded: Any, source: Any) -> Any:
 def _without_folder(rows: Any) -> Any:
     """Rows that do not say themselves where their files lie."""
     return rows.remove_columns([FOLDER]) if FOLDER in (rows.column_names or ()) else rows
-
-
-def _arxivqa_source(dataset_name: str | None, dataset_path: str | None, data_files: str | None) -> Source | None:
-    """Return the source of ArxivQA that is named, None if another set is: by its hub name, or by its three tables."""
-    if dataset_name == public_sets.ARXIVQA_HUB_NAME:
-        return Source(dataset_name=dataset_name)
-    folder = Path(dataset_path or "")
-    if dataset_path and folder.is_dir() and all(has_config(folder, name) for name in ARXIVQA_TABLES):
-        return Source(dataset_path=dataset_path)
-    files = [part.strip() for part in (data_files or "").split(",")]
-    return Source(data_files=files) if {file.split("=")[0] for file in files} == ARXIVQA_TABLES else None
-
-
-def _load_arxivqa(source: Source, streaming: bool) -> Any:
-    """Return the questions of ArxivQA with their figures; what is none has its reason in the column `UNREADABLE`."""
-    identity = tuple(map(str, source.identity().items()))  # so that the cache of older files is not found
-    return (IterableDataset if streaming else Dataset).from_generator(
-        _arxivqa_rows, features=ARXIVQA_FEATURES, gen_kwargs={"source": source, "identity": identity}
-    )
 
 
 def _arxivqa_rows(source: Source, identity: Any) -> Iterator[dict[str, Any]]:

@@ -198,7 +198,7 @@ def format_question(problem: str, choices: Sequence[str] | None = None) -> str:
 
 
 def build_prompt(
-    problem: str,
+    problem: str | Sequence[dict[str, Any]],
     choices: Sequence[str] | None = None,
     *,
     system_prompt: str | SystemTemplate | None = SYSTEM_PROMPT,
@@ -207,6 +207,7 @@ def build_prompt(
     """Return the conversation that asks `problem`; images travel beside it in the column `image` or `images`.
 
     Args:
+        problem: the question, or a conversation that ends with it.
         choices: its options, at most ten.
         system_prompt: the message put first, a text or a template that is filled in; None: none. Of a
             `QuestionTemplate` it is what the user says.
@@ -215,20 +216,18 @@ def build_prompt(
     Raises:
         DataError: there are more options than letters, or the template fails.
     """
-    asked = format_question(problem, choices)
-    if isinstance(system_prompt, QuestionTemplate):
-        return [{"role": "user", "content": system_prompt.question(asked)}]
-    question = {"role": "user", "content": asked}
-    return [*system_message(system_prompt, problem, choices, source), question]
-
-
-def system_message(
-    system_prompt: str | SystemTemplate | None, problem: str, choices: Sequence[str] | None, source: str | None
-) -> list[dict[str, Any]]:
-    """Return the message that is put before a question, or no message; see `build_prompt`."""
+    if not isinstance(problem, str):
+        if isinstance(system_prompt, QuestionTemplate):
+            raise DataError(f"its question is a conversation, which {system_prompt.name} cannot be filled in with")
+        turns, problem = [*problem], " ".join(texts_of(problem[-1:]))
+    else:
+        asked = format_question(problem, choices)
+        if isinstance(system_prompt, QuestionTemplate):
+            return [{"role": "user", "content": system_prompt.question(asked)}]
+        turns = [{"role": "user", "content": asked}]
     if isinstance(system_prompt, SystemTemplate):
         system_prompt = system_prompt.render(problem, choices, source)
-    return [{"role": "system", "content": system_prompt}] if system_prompt else []
+    return [{"role": "system", "content": system_prompt}, *turns] if system_prompt else turns
 
 
 def special_tokens(processor: Any) -> re.Pattern[str] | None:

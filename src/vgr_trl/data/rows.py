@@ -60,8 +60,6 @@ from vgr_trl.data.prompts import (
     build_prompt,
     placed,
     special_problem,
-    system_message,
-    texts_of,
     without_video_placeholders,
 )
 from vgr_trl.utils import DataError, RewardError
@@ -148,15 +146,9 @@ def _conversation(
     row: Mapping[str, Any], reading: Reading, system_prompt: str | SystemTemplate | None
 ) -> list[dict[str, Any]]:
     source = row.get("source") if isinstance(row.get("source"), str) else None
-    if isinstance(system_prompt, QuestionTemplate) and not isinstance(reading.prompt, str):
-        raise DataError(f"its question is a conversation, which {system_prompt.name} cannot be filled in with")
-    if isinstance(reading.prompt, str):
-        prompt = build_prompt(reading.prompt, reading.choices, system_prompt=system_prompt, source=source)
-    elif reading.is_complete:
-        prompt = reading.prompt
-    else:
-        asked = " ".join(texts_of(reading.prompt[-1:]))
-        prompt = [*system_message(system_prompt, asked, reading.choices, source), *reading.prompt]
+    prompt: Any = reading.prompt
+    if not reading.is_complete or isinstance(system_prompt, QuestionTemplate):
+        prompt = build_prompt(prompt, reading.choices, system_prompt=system_prompt, source=source)
     return without_video_placeholders(prompt) if any(row.get(name) is not None for name in VIDEO_COLUMNS) else prompt
 
 
