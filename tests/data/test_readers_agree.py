@@ -25,12 +25,7 @@ OPEN = {"problem": "How many?", "image": "red.png"}
 USABLE: dict[str, tuple[dict[str, Any], str, str, list[tuple[int, int, int]]]] = {
     "letter": ({**MC, "solution": "B"}, "Which?", "blue", [RED]),
     "index": ({**MC, "solution": 1}, "Which?", "blue", [RED]),
-    "digits among options of digits": (
-        {**MC, "choices": ["2", "1"], "solution": "1"},
-        "Which?",
-        "1",
-        [RED],
-    ),
+    "digits among options of digits": ({**MC, "choices": ["2", "1"], "solution": "1"}, "Which?", "1", [RED]),
     "choices as a text": ({**MC, "choices": "['red', 'blue']", "solution": "B"}, "Which?", "blue", [RED]),
     "choices with letters": ({**MC, "choices": ["A) red", "B) blue"], "solution": "B"}, "Which?", "blue", [RED]),
     "numbers as choices": ({**MC, "choices": [7, 8.5], "solution": "B"}, "Which?", "8.5", [RED]),
@@ -38,74 +33,49 @@ USABLE: dict[str, tuple[dict[str, Any], str, str, list[tuple[int, int, int]]]] =
     "leading zeros": ({**OPEN, "solution": "007"}, "How many?", "007", [RED]),
     "a word that is null elsewhere": ({**OPEN, "solution": "null"}, "How many?", "null", [RED]),
     "prompt as a text": ({"prompt": "How many?", "answer": "3", "images": ["red.png"]}, "How many?", "3", [RED]),
-    "prompt as a conversation": (
-        {"prompt": [{"role": "user", "content": "How many?"}], "solution": "3", "image": "red.png"},
-        "How many?",
-        "3",
-        [RED],
-    ),
+    "prompt as a conversation": ({"prompt": [{"role": "user", "content": "How many?"}], "solution": "3", "image":
+     "red.png"}, "How many?", "3", [RED]),
     "empty prompt": ({**OPEN, "prompt": "", "solution": "3"}, "How many?", "3", [RED]),
-    "marks": (
-        {"problem": "<image> or <image>?", "solution": "3", "images": ["red.png", "blue.png"]},
-        "<image> or <image>?",
-        "3",
-        [RED, BLUE],
-    ),
+    "marks": ({"problem": "<image> or <image>?", "solution": "3", "images": ["red.png", "blue.png"]},
+     "<image> or <image>?", "3", [RED, BLUE]),
     "other scripts": ({**OPEN, "problem": "图中有几个？🙂", "solution": "三"}, "图中有几个？🙂", "三", [RED]),
     "source a number": ({**OPEN, "source": 7, "solution": "x"}, "How many?", "x", [RED]),
     "other columns": ({**OPEN, "meta": {"a": [1, "b"]}, "solution": "x"}, "How many?", "x", [RED]),
-    "a list in image": ({"problem": "q", "solution": "x", "image": ["red.png", "blue.png"]}, "q", "x", [RED, BLUE]),
+    "a list in image": ({"problem": "q", "solution": "x", "image": ["red.png", "blue.png"]}, "q", "x", [RED,
+     BLUE]),
     "images before image": ({**OPEN, "images": ["blue.png"], "solution": "x"}, "How many?", "x", [BLUE]),
     "image without images": ({**OPEN, "images": None, "solution": "x"}, "How many?", "x", [RED]),
-    "path in an object": ({**OPEN, "image": {"bytes": None, "path": "blue.png"}, "solution": "x"}, "How many?", "x",
-                          [BLUE]),
+    "path in an object": ({**OPEN, "image": {"bytes": None, "path": "blue.png"}, "solution": "x"}, "How many?",
+     "x", [BLUE]),
     "image null": ({**OPEN, "image": None, "solution": "x"}, "How many?", "x", []),
     "sixteen bits": ({**OPEN, "image": "deep.png", "solution": "x"}, "How many?", "x", [GREY]),
     "turned": ({**OPEN, "image": "turned.jpg", "solution": "x"}, "How many?", "x", [BLUE]),
     "palette": ({**OPEN, "image": "palette.png", "solution": "x"}, "How many?", "x", [BLUE]),
     "CMYK": ({**OPEN, "image": "cmyk.jpg", "solution": "x"}, "How many?", "x", [(0, 255, 255)]),
     "transparent": ({**OPEN, "image": "clear.png", "solution": "x"}, "How many?", "x", [(255, 255, 255)]),
-    "A-OKVQA": (
-        {"question": "Which?", "choices": ["red", "blue"], "correct_choice_idx": 1, "image": "red.png"},
-        "Which?", "blue", [RED],
-    ),
-    "ArxivQA": (
-        {"question": "Which?", "options": ["A) red", "B) blue"], "label": "B", "image": "red.png"},
-        "Which?", "blue", [RED],
-    ),
-    "MMMU-Pro": (
-        {"question": "Which is <image 2>?", "options": "['red', '<image 3>']", "answer": "B", "image_1": None,
-         "image_2": "red.png", "image_3": "blue.png"},
-        "Which is <image 1>?", "<image 2>", [RED, BLUE],
-    ),
-    "MMMU-Pro vision": (
-        {"subject": "Art", "options": "['red', 'blue']", "answer": "B", "image": "blue.png"},
-        "Answer the multiple-choice question in the image with the letter of the right option.", "B", [BLUE],
-    ),
-    "LLaVA": (
-        {"conversations": [{"from": "human", "value": "<image>\nHow?"}, {"from": "gpt", "value": "3"}],
-         "image": "red.png"},
-        "<image>\nHow?", "3", [RED],
-    ),
-    "ms-swift": (
-        {"messages": [{"role": "user", "content": "<image>How?"}, {"role": "assistant", "content": "I see 3."}],
-         "images": ["red.png"], "solution": "3"},
-        "<image>How?", "3", [RED],
-    ),
-    "ms-swift without an answer": (
-        {"messages": [{"role": "user", "content": "How?"}], "images": ["red.png"], "solution": "3"}, "How?", "3", [RED],
-    ),
-    "an answer in tags": (
-        {"messages": [{"role": "user", "content": "How?"},
-                      {"role": "assistant", "content": "<think>hm</think><answer>3</answer>"}]},
-        "How?", "3", [],
-    ),
+    "A-OKVQA": ({"question": "Which?", "choices": ["red", "blue"], "correct_choice_idx": 1, "image": "red.png"},
+     "Which?", "blue", [RED]),
+    "ArxivQA": ({"question": "Which?", "options": ["A) red", "B) blue"], "label": "B", "image": "red.png"},
+     "Which?", "blue", [RED]),
+    "MMMU-Pro": ({"question": "Which is <image 2>?", "options": "['red', '<image 3>']", "answer": "B", "image_1":
+     None, "image_2": "red.png", "image_3": "blue.png"}, "Which is <image 1>?", "<image 2>", [RED, BLUE]),
+    "MMMU-Pro vision": ({"subject": "Art", "options": "['red', 'blue']", "answer": "B", "image": "blue.png"},
+     "Answer the multiple-choice question in the image with the letter of the right option.", "B", [BLUE]),
+    "LLaVA": ({"conversations": [{"from": "human", "value": "<image>\nHow?"}, {"from": "gpt", "value": "3"}],
+     "image": "red.png"}, "<image>\nHow?", "3", [RED]),
+    "ms-swift": ({"messages": [{"role": "user", "content": "<image>How?"}, {"role": "assistant", "content":
+     "I see 3."}], "images": ["red.png"], "solution": "3"}, "<image>How?", "3", [RED]),
+    "ms-swift without an answer": ({"messages": [{"role": "user", "content": "How?"}], "images": ["red.png"],
+     "solution": "3"}, "How?", "3", [RED]),
+    "an answer in tags": ({"messages": [{"role": "user", "content": "How?"}, {"role": "assistant", "content":
+     "<think>hm</think><answer>3</answer>"}]}, "How?", "3", []),
 }  # fmt: skip
 
 # Why another row is left out: how the reason begins, wherever it is given.
 UNUSABLE: dict[str, tuple[Any, str]] = {
     "digits among other options": ({**MC, "solution": "1"}, "solution is '1', which is none of the choices"),
-    "index or text": ({**MC, "choices": ["1", "2"], "solution": 1}, "its solution (or answer) is the number 1, which"),
+    "index or text": ({**MC, "choices": ["1", "2"], "solution": 1},
+     "its solution (or answer) is the number 1, which"),
     "index beyond": ({**MC, "solution": 2}, "solution is the index 2, but there are 2 choices"),
     "letter beyond": ({**MC, "solution": "C"}, "solution is the letter C, but there are 2 choices"),
     "none of the choices": ({**MC, "solution": "green"}, "solution is 'green', which is none of the choices"),
@@ -117,35 +87,21 @@ UNUSABLE: dict[str, tuple[Any, str]] = {
     "empty choice": ({**MC, "choices": ["red", ""], "solution": "A"}, "one of its options is empty"),
     "the right choice twice": ({**MC, "choices": ["red", "red"], "solution": 0}, ""),
     "choices as prose": ({**MC, "choices": "red or blue", "solution": "A"}, "its options is 'red or blue'"),
-    "no problem": (
-        {"solution": "x", "image": "red.png"},
-        "its prompt (or problem or question) is None: it must be a text",
-    ),
+    "no problem": ({"solution": "x", "image": "red.png"},
+     "its prompt (or problem or question) is None: it must be a text"),
     "blank problem": ({**OPEN, "problem": " \n", "solution": "x"}, "its problem is ' \\n'"),
-    "number as problem": (
-        {**OPEN, "problem": 7, "solution": "x"},
-        "its prompt is a int: give a text or a conversation (a list of messages)",
-    ),
-    "placeholder without image": (
-        {"problem": "<image>?", "solution": "x"},
-        "its prompt has 1 <image> placeholders, but there are 0",
-    ),
-    "placeholder in a choice": (
-        {"problem": "Which?", "choices": ["<image>", "blue"], "solution": "A"},
-        "its prompt has 1 <image> placeholders, but there are 0 images",
-    ),
-    "MMMU-Pro's placeholder without image": (
-        {"question": "Is <image 2>?", "answer": "x", "image_1": "red.png"},
-        "it refers to <image 2>, but there is no",
-    ),
-    "messages of others": (
-        {"messages": [{"role": "tool", "content": "?"}, {"role": "assistant", "content": "3"}]},
-        "one of its messages is from 'tool'",
-    ),
-    "messages of the assistant alone": (
-        {"messages": [{"role": "assistant", "content": "3"}]},
-        "its messages do not end with a message of the user",
-    ),
+    "number as problem": ({**OPEN, "problem": 7, "solution": "x"},
+     "its prompt is a int: give a text or a conversation (a list of messages)"),
+    "placeholder without image": ({"problem": "<image>?", "solution": "x"},
+     "its prompt has 1 <image> placeholders, but there are 0"),
+    "placeholder in a choice": ({"problem": "Which?", "choices": ["<image>", "blue"], "solution": "A"},
+     "its prompt has 1 <image> placeholders, but there are 0 images"),
+    "MMMU-Pro's placeholder without image": ({"question": "Is <image 2>?", "answer": "x", "image_1": "red.png"},
+     "it refers to <image 2>, but there is no"),
+    "messages of others": ({"messages": [{"role": "tool", "content": "?"}, {"role": "assistant", "content":
+     "3"}]}, "one of its messages is from 'tool'"),
+    "messages of the assistant alone": ({"messages": [{"role": "assistant", "content": "3"}]},
+     "its messages do not end with a message of the user"),
     "messages without content": ({"messages": [{"role": "user"}]}, "one of its messages has no content"),
     "empty path": ({**OPEN, "image": "", "solution": "x"}, "image is an empty text"),
     "address": ({**OPEN, "image": "https://example.org/a.png", "solution": "x"}, "image is an address (https"),
@@ -162,7 +118,7 @@ UNUSABLE: dict[str, tuple[Any, str]] = {
     "long number": ('{"problem": "q", "solution": 99999999999999999999}', "the line is not JSON (the integer"),
     "torn line": ('{"problem": "q", "solut', "the line is not JSON"),
     "a list": ("[1, 2]", "the row is a list, not an object"),
-}
+}  # fmt: skip
 
 
 Read = tuple[dict[int, Any], dict[int, str]]

@@ -21,25 +21,15 @@ av = pytest.importorskip("av")
 LEVELS = range(0, 240, 12)  # grey of frame 0, 1, …: 20 frames
 
 
-def write_video(path: Path, *, rate: int = 10, levels=LEVELS, size=(64, 48)) -> Path:
+def write_video(path: Path, levels=LEVELS) -> Path:
     """A video whose frame k is of the grey `levels[k]`."""
     with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=rate)
-        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
         stream.bit_rate = 4_000_000
         for level in levels:
-            container.mux(stream.encode(av.VideoFrame.from_image(Image.new("RGB", size, (level,) * 3))))
+            container.mux(stream.encode(av.VideoFrame.from_image(Image.new("RGB", (64, 48), (level,) * 3))))
         container.mux(stream.encode())
-    return path
-
-
-def write_sound(path: Path) -> Path:
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("pcm_s16le", rate=8000, layout="mono")
-        frame = av.AudioFrame(format="s16", layout="mono", samples=800)
-        frame.planes[0].update(bytes(1600))
-        frame.sample_rate = 8000
-        container.mux(stream.encode(frame))
     return path
 
 
@@ -109,12 +99,9 @@ def test_a_row_with_more_frames_than_allowed_is_refused_and_one_with_as_many_is_
         (lambda folder, video: folder, "is a folder"),
         (lambda folder, video: "x" * 5000, "video file"),
         (lambda folder, video: "a\0b", "video file"),
-        (lambda folder, video: b"", "video cannot be decoded"),
         (lambda folder, video: b"no video at all" * 100, "video cannot be decoded"),
         (lambda folder, video: video.read_bytes()[:300], "video cannot be decoded"),
-        (lambda folder, video: write_sound(folder / "sound.avi"), "video has no pictures"),
         (lambda folder, video: 7, "video is of type int, not a path"),
-        (lambda folder, video: {"bytes": None, "path": None}, "video is of type NoneType"),
     ],
 )
 def test_a_video_that_cannot_be_read_is_a_reason(tmp_path, video, make, message):
@@ -185,15 +172,10 @@ def test_frames_of_files_that_have_changed_are_read_anew(tmp_path):
 class OneImage:
     """A processor that reads the first image of a prompt only, as some do."""
 
-    def __init__(self, fails: bool = False) -> None:
-        self.fails = fails
-
     def apply_chat_template(self, messages, **options) -> str:
         return "a question"
 
     def __call__(self, text, images):
-        if self.fails and len(images[0]) > 1:
-            raise ValueError("one image per text, please")
         return {"input_ids": [[1, 2, 3]]}
 
 
@@ -201,5 +183,3 @@ def test_only_models_for_several_images_take_videos():
     refuse_single_image_models(build_processor(["?"]))
     with pytest.raises(ConfigError, match="but OneImage reads one image per prompt: use a model for several images"):
         refuse_single_image_models(OneImage())
-    with pytest.raises(ConfigError, match=r"OneImage does not take several \(one image per text, please\)"):
-        refuse_single_image_models(OneImage(fails=True))
