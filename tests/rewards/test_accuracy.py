@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vgr_trl.rewards import accuracy_reward
-from vgr_trl.rewards.answers import completion_text, names_another, read_labelled, read_letter
+from vgr_trl.rewards.answers import completion_text
 from vgr_trl.utils import RewardError
 
 CHOICES = ["red", "green", "blue dog", "a big dog"]
@@ -21,39 +21,30 @@ def stated(text, choices=CHOICES):
 ONE = {
     "in the tag": [
         ("<answer>B</answer>", "B"), ("<answer> ｂ。 </answer>", "B"), ("<answer>（Ｂ）</answer>", "B"),
-        ("<answer>B)</answer>", "B"), ("<answer>**B**</answer>", "B"), ("<answer>$\\boxed{B}$</answer>", "B"),
-        ("<Answer>B：</Answer>", "B"), ("<answer>\n(C) blue dog\n</answer>", "C"),
-        ("<answer>C. Blue  Dog.</answer>", "C"),
+        ("<answer>$\\boxed{B}$</answer>", "B"), ("<Answer>**B**：</Answer>", "B"),
+        ("<answer>\n(C) blue dog\n</answer>", "C"), ("<answer>C. Blue  Dog.</answer>", "C"),
+        ("<answer>A BIG\nDOG.</answer>", "D"),
     ],
-    "text of an option": [("<answer>blue dog</answer>", "C"), ("<answer>A BIG\nDOG.</answer>", "D")],
     "the last tag": [
         ("<answer>A</answer> no: <answer>B</answer>", "B"), ("<answer><answer>B</answer></answer>", "B"),
         ("<answer>B</answer> Answer: A", "B"), ("Answer: A <answer>B</answer>", "B"),
-        ("<answer>A or B</answer> so <answer>B</answer>", "B"),
     ],
     "never a thought": [
         ("<think>Answer: A</think><answer>B</answer>", "B"), ("Answer: A</think>Answer: B", "B"),
     ],
     "a label": [
         ("The image shows (A) and (C). Answer: B", "B"), ("**Answer**: B", "B"), ("Final Answer: C. blue dog", "C"),
-        ("answer：B", "B"), ("Answer:\nB", "B"), ("Answer: A. Wait.\nAnswer: B", "B"),
-        ("Answer: D. A big dog. Yes.", "D"),
-        ("Answer: B!", "B"), ("Answer: A (red)", "A"), ("Answer: B\n\nBecause it grows.", "B"),
-        ("Wrong answer: A\nAnswer: B", "B"), ("答案: (B)", "B"), ("答案：Ｂ", "B"),
+        ("Answer:\nB", "B"), ("Answer: A. Wait.\nAnswer: B", "B"), ("Answer: D. A big dog. Yes.", "D"),
+        ("Answer: A (red)", "A"), ("Answer: B\n\nBecause it grows.", "B"), ("Wrong answer: A\nAnswer: B", "B"),
+        ("答案：Ｂ", "B"),
     ],
     "a sentence": [
-        ("the answer is: b.", "B"), ("So the final answer is (B).", "B"), ("The correct answer is option B.", "B"),
-        ("The answer is B because it grows.", "B"), ("The answer is B, green.", "B"), ("The answer is \\(B\\).", "B"),
-        ("Answer: B. I think so.", "B"), ("Answer: B, since x = 2", "B"), ("Answer: b, a fine one", "B"),
-        ("正确答案是B。因为是草。", "B"),
+        ("So the final answer is (B).", "B"), ("The correct answer is option B.", "B"), ("the answer is: b.", "B"),
+        ("The answer is B because it grows.", "B"), ("The answer is \\(B\\).", "B"), ("Answer: B. I think so.", "B"),
+        ("Answer: B, since x = 2", "B"), ("Answer: b, a fine one", "B"), ("正确答案是B。因为是草。", "B"),
     ],
-    "an option by its word": [
-        ("选项 B", "B"), ("选项B，绿色", "B"), ("故选：B", "B"), ("应选（B）", "B"), ("不选A，选B", "B"),
-    ],
-    "a box": [
-        ("So \\boxed{\\text{B}}. Not A.", "B"), ("Of A and B I choose \\boxed{B}", "B"),
-        ("not \\boxed{A}. So \\boxed{B}", "B"),
-    ],
+    "an option by its word": [("选项B，绿色", "B"), ("应选（B）", "B"), ("不选A，选B", "B")],
+    "a box": [("So \\boxed{\\text{B}}. Not A.", "B"), ("not \\boxed{A}. So \\boxed{B}", "B")],
     "one letter in parentheses": [("It must be (B), as (b) grows.", "B"), ("结果（Ｂ）", "B")],
 }  # fmt: skip
 
@@ -64,33 +55,23 @@ def test_states_one_option(kind):
 
 
 NONE = {
-    "nothing": ["", "B", "green", "Answer:", "<answer></answer>", "<answer> \n </answer>", "\\boxed{}",
-        "<answer>\u200b</answer>"],
+    "nothing": ["", "B", "green", "Answer:", "<answer> \n </answer>", "\\boxed{}", "<answer>\u200b</answer>"],
     "not closed": ["<answer>B", "\\boxed{B", "<think>Answer: B", "</answer>B<answer>"],
-    "a thought": ["<think><answer>B</answer></think>", "Answer: B</think>", "<answer><think>B</think></answer>"],
+    "a thought": ["<think><answer>B</answer></think>", "Answer: B</think>"],
     "an empty tag counts before a label": ["<answer></answer> Answer: B"],
-    "no option's letter": ["<answer>E</answer>", "<answer>K</answer>", "(E)", "Answer: 1", "Answer: Α", "Answer: А"],
+    "no option's letter": ["<answer>E</answer>", "<answer>K</answer>", "(E)", "Answer: 1", "Answer: А"],
     "two letters": [
-        "Answer: A; B", "Answer: A. Or B.", "Answer: A, red. B, green.", "Answer: A and C", "Answer: A-D",
-        "Answer: A (B)",
-        "Answer: A? B!", "Answer: a. or b", "Answer: A\nB", "Answer: A\n- B", "Answer: A, not B",
-        "**Answer:** A. **B**",
-        "答案：A、B", "答案：A。B也可能", "选A或B", "The answer is A. B is possible.", "\\boxed{A} or \\boxed{B}",
-        "\\boxed{A}/B", "A or \\boxed{B}", "\\boxed{A,B}", "<answer>A, B</answer>", "<answer>(A)(B)</answer>",
-        "<answer>A\nB</answer>", "(A) or (B)", "（A）（B）",
+        "Answer: A; B", "Answer: A. Or B.", "Answer: A, red. B, green.", "Answer: A-D", "Answer: A (B)",
+        "Answer: A\n- B", "Answer: A, not B", "答案：A。B也可能", "选A或B", "The answer is A. B is possible.",
+        "\\boxed{A} or \\boxed{B}", "A or \\boxed{B}", "<answer>(A)(B)</answer>", "(A) or (B)",
     ],
-    "a letter and another text": [
-        "Answer: A, green", "Answer: A. red / green", "<answer>A. green</answer>", "<answer>red or green</answer>",
-    ],
+    "a letter and another text": ["Answer: A, green", "<answer>A. green</answer>", "<answer>red or green</answer>"],
     "a refusal": [
-        "The answer is not A", "Answer: not A", "答案不是A", "不能选A", "排除选项A", "It can't be (A)", "不是（A）",
-        "Wrong answer: A", "错误答案：A", "Answer: A is wrong", "Answer: A?", "Answer: anything but A",
+        "The answer is not A", "答案不是A", "不能选A", "排除选项A", "It can't be (A)", "不是（A）", "Wrong answer: A",
+        "错误答案：A", "Answer: A is wrong", "Answer: A?",
     ],
-    "a word": [
-        "Answer: a big cat", "The answer is a big dog", "<answer>A cat</answer>", "Answer: I think", "Answer: A+",
-        "Answer: A_1", "Answer: Apple", "答案是A型血", "Answer: vitamin C", "f(B) is a function",
-        "<answer>B because</answer>",
-    ],
+    "a word": ["Answer: a big cat", "<answer>A cat</answer>", "Answer: I think", "Answer: A+", "答案是A型血",
+        "Answer: vitamin C", "f(B) is a function", "<answer>B because</answer>"],
 }  # fmt: skip
 
 
@@ -107,20 +88,8 @@ def test_letters_count_before_texts():
 
 
 LETTER = st.sampled_from("ABCDEFGHIJ")
-FORM = st.sampled_from(
-    [
-        "Answer: {}",
-        "答案：{}",
-        "The answer is {}.",
-        "\\boxed{{{}}}",
-        "<answer>{}</answer>",
-        "选项 {}",
-        "**Answer:** ({})",
-    ]
-)
-SEPARATOR = st.sampled_from(
-    ["; ", ",", " or ", " and ", ". Or ", "/", " & ", "、", "。", " 或 ", " - ", ".\n", ") (", ". Maybe ", ", not "]
-)
+FORM = st.sampled_from(["Answer: {}", "The answer is {}.", "\\boxed{{{}}}", "<answer>{}</answer>", "选项 {}"])
+SEPARATOR = st.sampled_from(["; ", " or ", ". Or ", "/", "、", "。", " 或 ", " - ", ".\n", ") (", ". Maybe ", ", not "])
 
 
 @given(FORM, LETTER, st.integers(2, 10), st.booleans())
@@ -139,76 +108,15 @@ def test_two_letters_in_a_statement_are_no_option(letters, separator, form, lowe
     assert accuracy_reward([text], ["B"]) == accuracy_reward([text], label_idx=[1]) == [0.0]
 
 
-@given(LETTER, st.from_regex(r"[a-z]{2,8}( [a-z]{2,8}){0,2}", fullmatch=True), st.booleans())
-def test_a_word_behind_the_letter_makes_it_no_letter(letter, words, lower):
-    letter = letter.lower() if lower else letter
-    assert read_letter(f"{letter} {words}", ["nothing"] * 10) is None
-    assert read_letter(f"{letter} {words}", [words] * 10) == letter.upper()
-
-
-PIECES = st.sampled_from(
-    [
-        "<think>",
-        "</think>",
-        "<answer>",
-        "</answer>",
-        "Answer:",
-        "答案是",
-        "选",
-        "the answer is ",
-        "\\boxed{",
-        "}",
-        "(",
-        ")",
-    ]
-    + ["A", "Ｃ", "d", ".", "：", " ", "\n", "or", "because", "blue dog", "7", "^", "$", "\ud800"]
-)
-
-
-@settings(max_examples=200)
-@given(st.lists(st.one_of(PIECES, st.text(st.characters(exclude_categories=()), max_size=5)), max_size=30).map("".join))
-def test_any_text_is_right_for_at_most_one_option(text):
-    assert len(stated(text)) <= 1
-    assert accuracy_reward([f"<answer>{text}"], ["5"])[0] in (0.0, 1.0)
-
-
-NAMING = [
-    ("it is green", "A", False), ("B", "A", True), ("A", "A", False), ("b", "A", True), ("so b", "A", False),
-    ("so b", "a", True), ("or b", "A", True), ("(b)", "A", True), ("I think", "A", False), ("I or J", "A", True),
-    ("a dog", "B", False), ("a or c", "b", True), ("A dog", "B", True), ("B2 or C3", "A", False), ("it's", "A", False),
-    ("B's", "A", True), ("也可能是B", "A", True), ("Ｂ", "A", True), ("I'm", "B", False), ("x = 3", "A", False),
-]  # fmt: skip
-
-
-def test_naming_another_option():
-    assert [(text, letter, names_another(text, letter)) for text, letter, _ in NAMING] == NAMING
-
-
-LABELLED = [
-    ("B) blue", "B"), ("(b) blue", "B"), ("（Ｂ）blue", "B"), ("**B) blue**", "B"), ("B)", None), ("B. blue", None),
-    ("K) blue", None), ("B) blue C) red", None), ("B) blue\nred", None), ("AB) blue", None), ("(B blue", None),
-]  # fmt: skip
-
-
-def test_labelled_options():
-    assert [(text, read_labelled(text)) for text, _ in LABELLED] == LABELLED
-
-
-STATES_B = [
-    "<answer>(B)</answer>", "Answer: B.", "It is (B)", "<answer>b</answer>", "<answer>B) blue</answer>", "选项 B",
-    "Answer: B) blue", "Answer: B. blue", "the answer is B, blue", "\\boxed{B}",
-]  # fmt: skip
+STATES_B = ["<answer>(B)</answer>", "Answer: B.", "It is (B)", "<answer>B) blue</answer>", "选项 B", "\\boxed{B}"]
 NOT_B = [
-    "<answer>C</answer>", "(B) or (C)", "<answer>A) blue</answer>", "<answer>B) blue or C) red</answer>",
-    "Answer: B or C",
-    "<answer>blue</answer>", "<answer>1</answer>", "Answer: not B", "<answer></answer>", "<answer>B blue</answer>", "B",
+    "<answer>C</answer>", "(B) or (C)", "<answer>B) blue or C) red</answer>", "Answer: B or C", "<answer>blue</answer>",
+    "<answer>1</answer>", "Answer: not B", "<answer>B blue</answer>", "<answer>B) blue\nred</answer>", "B",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("column", ["solution", "label_idx"])
-@pytest.mark.parametrize(
-    "right", ["B", "ｂ", "(B)", "B.", "B) blue", "(B) blue dog", "<answer>B</answer>", np.int64(1), 1.0]
-)
+@pytest.mark.parametrize("right", ["B", "(B)", "B) blue", "<answer>B</answer>", np.int64(1)])
 def test_a_letter_without_choices_is_compared_with_the_stated_letter(column, right):
     if column == "solution" and not isinstance(right, str):
         assert accuracy_reward(["<answer>1</answer>", "<answer>B</answer>"], [right] * 2) == [1.0, 0.0]
@@ -222,19 +130,16 @@ def test_label_idx_stands_in_for_solution():
     completions = ["<answer>B</answer>"] * 3
     assert accuracy_reward(completions, choices=[CHOICES] * 3, label_idx=[1, "B", 0]) == [1.0, 1.0, 0.0]
     assert accuracy_reward(completions, [None, "B", None], [CHOICES] * 3, label_idx=[1, 0, None]) == [1.0, 1.0, None]
-    assert accuracy_reward(["<answer>1</answer>"], label_idx=["1"]) == [1.0]
     assert accuracy_reward(completions) == [None] * 3
 
 
 OPEN = [
-    "Answer: **12**", "答案：12", "答案是12。因为有12个。", "The answer is 12. It was counted.", "\\boxed{\\text{12}}",
-    "Answer: 11\nAnswer: 12", "<think>Answer: 11</think> Answer: 12", "11</think><answer>12</answer>",
+    "Answer: **12**", "答案是12。因为有12个。", "The answer is 12. It was counted.", "\\boxed{\\text{12}}",
+    "Answer: 11\nAnswer: 12", "11</think><answer>12</answer>",
 ]  # fmt: skip
 NOT_OPEN = [
-    "12", "(12)", "<think>\\boxed{12}", "<answer>12", "Answer: 12 or 13", "\\boxed{12", "The answer is 12. Or 13.",
-    "The answer is 12; 13.", "The answer is 12. 13 is possible.", "答案是12。也可能是13。",
-    "\\boxed{12} or \\boxed{13}", "Answer: 12. Or 13.", "答案：12、13", "Wrong answer: 12",
-    "<answer>12</answer><answer>13</answer>",
+    "12", "(12)", "<think>\\boxed{12}", "<answer>12", "Answer: 12 or 13", "The answer is 12. Or 13.",
+    "答案是12。也可能是13。", "\\boxed{12} or \\boxed{13}", "Wrong answer: 12", "<answer>13</answer>",
 ]  # fmt: skip
 
 
@@ -245,27 +150,15 @@ def test_statement_of_an_open_answer():
 
 def test_called_as_trl_calls_it():
     parts = [{"type": "text", "text": "<answer>"}, {"type": "text", "text": "A</answer>"}, {"type": "image"}]
-    rewards = accuracy_reward(
-        prompts=[[{"role": "user", "content": "?"}]] * 4,
-        completions=[
-            [{"role": "assistant", "content": "<answer>B</answer>"}],
-            [{"role": "assistant", "content": parts}],
-            [{"role": "assistant", "content": None}, {"role": "tool", "content": "<answer>B</answer>"}],
-            [{"role": "tool", "content": "Answer: A"}, {"role": "assistant", "content": "Answer: 4"}],
-        ],
-        completion_ids=[[1], [2], [3], [4]],
-        solution=["B", "B", "B", "4"],
-        choices=[CHOICES, CHOICES, CHOICES, None],
-        image=[object()] * 4,
-        log_metric=print,
-    )
-    assert rewards == [1.0, 0.0, 0.0, 1.0]
-    assert all(type(value) is float for value in rewards)
-
-
-def test_messages_around_a_tool_are_on_lines_of_their_own():
-    parts = [{"role": "assistant", "content": text} for text in ("a", "b")]
-    assert completion_text([parts[0], {"role": "tool", "content": "c"}, parts[1]]) == "a\nb"
+    completions = [
+        [{"role": "assistant", "content": "<answer>B</answer>"}],
+        [{"role": "assistant", "content": parts}],
+        [{"role": "assistant", "content": None}, {"role": "tool", "content": "<answer>B</answer>"}],
+        [{"role": "tool", "content": "Answer: A"}, {"role": "assistant", "content": "Answer: 4"}],
+    ]
+    columns = {"solution": ["B", "B", "B", "4"], "choices": [CHOICES, CHOICES, CHOICES, None], "log_metric": print}
+    assert accuracy_reward(prompts=["?"] * 4, completions=completions, **columns) == [1.0, 0.0, 0.0, 1.0]
+    assert completion_text([{"content": "a"}, {"role": "tool", "content": "c"}, {"content": "b"}]) == "a\nb"
 
 
 @pytest.mark.parametrize(
@@ -277,28 +170,19 @@ def test_columns_that_do_not_fit(completions, solution, match):
         accuracy_reward(completions, solution)
 
 
-LONG = [
-    "<think>",
-    "<answer>",
-    "answer ",
-    "the final ",
-    "答案",
-    "选 ",
-    "\\boxed{",
-    "( ",
-    "(A)",
-    "B or ",
-    "*",
-    " ",
-    "\\text{",
-    "\ud800",
-    "1,000",
-    "9^",
-    "},{",
-]
+PIECES = ["<think>", "<answer>", "answer ", "the final ", "答案", "选 ", "\\boxed{", "( ", "(A)", "B or ", "*", " ",
+          "\\text{", "\ud800", "1,000", "9^", "},{"]  # fmt: skip
 
 
-@pytest.mark.parametrize("piece", LONG)
+@settings(max_examples=200)
+@given(st.lists(st.sampled_from([*PIECES, "</think>", "Answer:", "是", "}", "d", ".", "7", "$"]), max_size=30))
+def test_any_text_is_right_for_at_most_one_option(pieces):
+    text = "".join(pieces)
+    assert len(stated(text)) <= 1
+    assert accuracy_reward([f"<answer>{text}"], ["5"])[0] in (0.0, 1.0)
+
+
+@pytest.mark.parametrize("piece", PIECES)
 def test_long_texts_are_read_in_linear_time(piece):
     """A pattern that backtracks would take hours for a million characters."""
     long = piece * (1_000_000 // len(piece))

@@ -1,10 +1,8 @@
 """The right answer of a row, and whether an open answer is the same, by hand from `Stated answer` in definitions.md."""
 
 import signal
-import sys
 import threading
 import time
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -26,12 +24,10 @@ def same(gold, answer):
 @pytest.mark.parametrize(
     ("solution", "choices", "index"),
     [
-        ("A", FRUIT, 0), ("c", FRUIT, 2), ("Ｂ", FRUIT, 1), ("(B)", FRUIT, 1), ("B. pear", FRUIT, 1), (0, FRUIT, 0),
-        (2.0, FRUIT, 2), (np.int32(1), FRUIT, 1), (" PEAR. ", FRUIT, 1), ("<answer> B </answer>", FRUIT, 1),
-        ("B", np.array(FRUIT), 1), ("A", ["A", "B"], 0), (1, ["B", "A"], 1), ("2", ["1", "2", "3"], 1),
-        (2, ["1", "2", "3"], 2), ("3", [1, 3], 1), ("F", ["F", "G"], 0), (2.5, ["2.5", "3.5"], 0),
-        ("a cat", ["x", "a cat"], 1), ("Option B", ["Option B", "Option A"], 0), ("cat", ["cat.", "cat"], 1),
-        ("D", ["light blue", "lightblue", "light  blue.", "ligth blue"], 3),
+        ("c", FRUIT, 2), ("Ｂ", FRUIT, 1), ("B. pear", FRUIT, 1), (0, FRUIT, 0), (np.int32(1), FRUIT, 1),
+        (" PEAR. ", FRUIT, 1), ("<answer> B </answer>", FRUIT, 1), ("B", np.array(FRUIT), 1), ("A", ["A", "B"], 0),
+        (1, ["B", "A"], 1), ("2", ["1", "2", "3"], 1), ("3", [1, 3], 1), ("F", ["F", "G"], 0),
+        (2.5, ["2.5", "3.5"], 0), ("Option B", ["Option B", "Option A"], 0), ("cat", ["cat.", "cat"], 1),
     ],
 )  # fmt: skip
 def test_right_option(solution, choices, index):
@@ -41,14 +37,10 @@ def test_right_option(solution, choices, index):
 @pytest.mark.parametrize(
     ("solution", "label_idx", "expected"),
     [
-        ("12", None, Solution("12")), (12.0, None, Solution("12")), (0.5, None, Solution("0.5")),
-        (12, 3, Solution("12")),
-        ("<answer> a b </answer>", None, Solution("a b")), ("Ｊ", None, Solution("J", (), 9)),
-        ("K", None, Solution("K")),
-        ("(b) blue", None, Solution("B", (), 1)), ("\\boxed{A}", None, Solution("A", (), 0)),
-        ("B blue", None, Solution("B blue")),
-        (None, np.int64(2), Solution("C", (), 2)), (None, "2", Solution("2")), ("E. coli", None, Solution("E. coli")),
-        ("A+", None, Solution("A+")), ("I am", None, Solution("I am")),
+        ("12", None, Solution("12")), (12.0, 3, Solution("12")), (0.5, None, Solution("0.5")),
+        ("Ｊ", None, Solution("J", (), 9)), ("(b) blue", None, Solution("B", (), 1)), ("K", None, Solution("K")),
+        ("\\boxed{A}", None, Solution("A", (), 0)), (None, np.int64(2), Solution("C", (), 2)),
+        (None, "2", Solution("2")), ("E. coli", None, Solution("E. coli")), ("A+", None, Solution("A+")),
     ],
 )  # fmt: skip
 def test_right_answer_without_choices(solution, label_idx, expected):
@@ -58,16 +50,12 @@ def test_right_answer_without_choices(solution, label_idx, expected):
 @pytest.mark.parametrize(
     ("solution", "choices", "match"),
     [
-        (None, FRUIT, "None"), ("<answer> </answer>", None, "answer"), (float("nan"), FRUIT, "nan"),
-        (float("-inf"), None, "inf"),
-        ("kiwi", FRUIT, "none of the choices"), ("1", FRUIT, "none of"), ("B. apple", FRUIT, "none of"),
-        (1.5, FRUIT, "1.5"),
-        ("D", FRUIT, "letter D"), (3, FRUIT, "index 3"), (-1, FRUIT, "index -1"), (True, FRUIT, "True"),
-        (np.bool_(True), None, "True"), (["B"], FRUIT, "B"), (10**400, None, "1000"),
-        ("A", ["B", "A"], r"A \('B'\) or B"),
-        ("fig", ["fig.", "Pear", "fig,"], "A .* or C"), ("B", ["x"], "choices"), ("B", list("abcdefghijk"), "choices"),
-        ("B", "apple", "choices"), ("B", 3, "choices"), ("B", ["x", None], "option B"), ("B", ["", "y"], "option A"),
-        ("B", ["red", "blue", " RED\n"], "A and C"),
+        (None, FRUIT, "None"), ("<answer> </answer>", None, "solution is ''"), (float("nan"), FRUIT, "nan"),
+        ("kiwi", FRUIT, "none of the choices"), ("B. apple", FRUIT, "none of"), ("D", FRUIT, "none of"),
+        (3, FRUIT, "3 of 3 choices"), (-1, FRUIT, "-1 of 3"), (True, FRUIT, "True"), (["B"], FRUIT, "B"),
+        (10**400, None, "1000"), ("A", ["B", "A"], r"A \('B'\) or B"), ("fig", ["fig.", "Pear", "fig,"], "A .* or C"),
+        ("B", ["x"], "choices"), ("B", list("abcdefghijk"), "choices"), ("B", "apple", "choices"),
+        ("B", ["x", None], "option B"), ("B", ["red", "blue", " RED\n"], "A and C"),
     ],
 )  # fmt: skip
 def test_rows_that_do_not_say_what_is_right(solution, choices, match):
@@ -76,53 +64,38 @@ def test_rows_that_do_not_say_what_is_right(solution, choices, match):
     assert accuracy_reward(["<answer>B</answer>"], [solution], [choices]) == [None]
 
 
-@pytest.mark.parametrize("label_idx", [10, -1, 1.5, float("inf"), True, [1]])
+@pytest.mark.parametrize("label_idx", [10, -1, 1.5, True])
 def test_labels_that_are_no_letter(label_idx):
     with pytest.raises(RewardError, match="label_idx|solution"):
         resolve_solution(None, None, label_idx)
 
 
 SAME = {
-    "numbers": [("12", "12.0"), ("12", "１２"), (12, "$12$."), ("1/2", "0.5"), ("1,000", "1000"), ("1e5", "100000"),
-        ("-5", "−5")],
+    "numbers": [("12", "１２.0"), (12, "$12$."), ("1/2", "0.5"), ("1,000", "1000"), ("1e5", "100000"), ("-5", "−5")],
     "formulas": [
-        ("0.5", "\\frac{1}{2}"), ("2^10", "1024"), ("\\sqrt{8}", "2\\sqrt{2}"), ("sqrt(2)", "\\sqrt{2}"),
-        ("2\\pi", "2π"),
-        ("x^2-1", "(x-1)(x+1)"), ("x=5", "5"), ("5", "x = 5"), ("1\\frac{1}{2}", "1.5"), ("x>5", "5<x"),
-        ("x≥5", "5 \\leq x"),
-        ("\\{1,2\\}", "\\{2,1\\}"), ("(0,\\infty)", "(0, +\\infty)"), ("y=2x+1", "y-2x=1"), ("x^2", "x**2"),
+        ("0.5", "\\frac{1}{2}"), ("\\sqrt{8}", "2\\sqrt{2}"), ("sqrt(2)", "\\sqrt{2}"), ("2\\pi", "2π"),
+        ("x^2-1", "(x-1)(x+1)"), ("5", "x = 5"), ("x=5", "5"), ("x≥5", "5 \\leq x"), ("\\{1,2\\}", "\\{2,1\\}"),
+        ("(0,\\infty)", "(0, +\\infty)"), ("y=2x+1", "y-2x=1"),
     ],
-    "texts": [
-        ("Blue Dog", " blue\n dog. "), ("on", "ON!"), ("猫", "猫。"), ("A", "a"), ("5!", "5!"), ("yes", "**Yes**"),
-        ("ＡＢ", "ab"),
-        ("café", "cafe\u0301"), ("1, 2", "1,2"),
-    ],
+    "texts": [("Blue Dog", " blue\n dog. "), ("on", "ON!"), ("5!", "5!"), ("ＡＢ", "**ab**"), ("café", "cafe\u0301")],
     "units": [
-        ("12 cm", "12"), ("$5", "5"), ("30°", "30"), ("37.5 °C", "37.5℃"), ("60 km/h", "60 kilometres per hour"),
-        ("3 m²", "3 square meters"), ("3.0×10^8 m/s", "300000000 m/s"), ("-$5", "$-5"), ("5 mW", "5 milliwatts"),
-        ("50%", "50 percent"), ("1/7", "14.2857%"), (r"37.5^\circ\text{C}", "37.5 degrees Celsius"),
-        ("5 dogs", "5 Dogs."),
+        ("12 cm", "12"), ("$5", "5"), ("37.5 °C", r"37.5^\circ\text{C}"), ("60 km/h", "60 kilometres per hour"),
+        ("3 m²", "3 square meters"), ("3.0×10^8 m/s", "300000000 m/s"), ("-$5", "$-5"), ("50%", "50 percent"),
     ],
 }  # fmt: skip
 DIFFERENT = {
-    "texts": [("on", "no"), ("ab", "ba"), ("blue", "b l u e"), ("3 dogs", "3 cats"), ("H-O-H", "H-H-O"), ("?", "!"),
-        ("5", "")],
+    "texts": [("on", "no"), ("3 dogs", "3 cats"), ("H-O-H", "H-H-O"), ("?", "!"), ("5", "")],
     "numbers": [
-        ("5", "6 or 5"), ("5", "5, 6"), ("5", "-5"), ("5", "5!"), ("5", "five"), ("12", "1 2"), ("12", "1,2"),
-        ("1,2", "2,1"),
-        ("1.23456789", "1.23456788"), ("0.0000001", "0"), ("1/3", "0.333"), ("1/0", "2/0"), ("0,500", "500"),
-        ("1,00", "100"),
-        ("1 1/2", "11/2"), ("1,000", "1.000"),
+        ("5", "6 or 5"), ("5", "5, 6"), ("5", "5!"), ("12", "1 2"), ("1,2", "2,1"), ("1.23456789", "1.23456788"),
+        ("1/0", "2/0"), ("0,500", "500"), ("1 1/2", "11/2"), ("1,000", "1.000"),
     ],
     "formulas": [
-        ("2", "2x"), ("2", "2pi"), ("5", "x=6=5"), ("x=5", "y=5"), ("x", "|x|"), ("(1,2)", "(2,1)"), ("[1,2]", "(1,2]"),
-        ("x^2", "x2"), ("5=6", "7=8"), ("5<6", "7<8"), ("\\infty", "-\\infty"), ("0", "5-\\sqrt{\\infty}"),
+        ("2", "2x"), ("5", "x=6=5"), ("x=5", "y=5"), ("(1,2)", "(2,1)"), ("[1,2]", "(1,2]"), ("x^2", "x2"),
+        ("5=6", "7=8"), ("0", "5-\\sqrt{\\infty}"), ("1998-05", "1999-06"), ("1/2/2020", "2/1/2020"), ("3-5", "4-6"),
     ],
-    "dates and ranges": [("1998-05", "1999-06"), ("1/2/2020", "2/1/2020"), ("3-5", "4-6"), ("1.2.3", "1.2.4"),
-        ("12:30", "12")],
     "units": [
-        ("5", "5%"), ("12 cm", "12 m"), ("$5", "€5"), ("37.5 °C", "37.5 °F"), ("5 mW", "5 MW"), ("5 m", "5 m^2"),
-        ("5 m/s", "5 m/s^2"), ("5 lb", "£5"), ("0.05 m", "5%"), ("3m", "3"), ("3 apples", "3"),
+        ("5", "5%"), ("12 cm", "12 m"), ("$5", "€5"), ("5 mW", "5 MW"), ("5 m", "5 m^2"), ("5 m/s", "5 m/s^2"),
+        ("5 lb", "£5"), ("3m", "3"), ("3 apples", "3"),
     ],
 }  # fmt: skip
 
@@ -137,58 +110,32 @@ def test_different_answers(kind):
     assert [pair for pair in DIFFERENT[kind] if same(*pair) or (pair[1] and same(*pair[::-1]))] == []
 
 
-NOT_FIVE = {
-    "scale words": ["5 millions", "5 k", "5K", "5 dozen", "5 hundredths", "5 percent", "5‰", "5万", "5亿元", "$5k",
-        "5 mil"],
-    "things": ["5 apples", "5 pm", "5th", "5s", "5 East", "5 km/dog", "5 million km"],
-    "algebra": ["5x", "5m", "5 n", "5i", "x5", "5 squared", r"5\pi", "5^2", "5²", "5½", "5_1"],
-    "ranges and signs": ["5-6", "5, 6", "5:6", "-5", "－5", "±5", "≈5", "x>5", "5+", "(5", "5?", "about 5", "5..5"],
-    "units that are none": ["5 km/", "5 /s", "5 cm^4", "5 square", "5 °K", "$5€", "$5 km", "5 min 30 s", "5 cubic"],
-}  # fmt: skip
+NOT_FIVE = [
+    "5 millions", "5K", "5 percent", "5万", "$5k", "5th", "5s", "5 km/dog", "5x", "5m", "5i", r"5\pi", "5^2", "5²",
+    "5½", "5-6", "5:6", "±5", "≈5", "x>5", "about 5", "5 km/", "5 cm^4", "5 °K", "$5€", "$5 km", "5 min 30 s",
+]  # fmt: skip
 FIVE = [
-    "5.", "+5", "５", "**5**", "5cm", "5 Meters", "5 m^{2}", "5m^2", "5 sq. ft", "5平方厘米", "5㎡", "5 miles per hour",
-    "5 kg/m³", "5公斤", "5 years old", "5°", "5˚", "5℃",
-    "5 degrees Celsius", r"5^{\circ}", r"5\,\text{cm}", r"5~\mathrm{kg}",
-    "5 µm", "5 Ω", "$ 5.00", r"\$5", "US$5", "$5 USD", "5€", "5元", "5个", "5 KM", "5 cm.",
+    "5.", "+5", "５", "5cm", "5 Meters", "5 m^{2}", "5m^2", "5 sq. ft", "5㎡", "5 miles per hour", "5 kg/m³",
+    "5公斤", "5 years old", "5°", r"5^{\circ}", r"5\,\text{cm}", "5 µm", r"\$5", "US$5", "$5 USD", "5元", "5 KM",
     "0.5×10^1", r"50\times10^{-1}", "10/2",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", NOT_FIVE)
-def test_another_number_than_five(kind):
-    assert [text for text in NOT_FIVE[kind] if same("5", text) or same(5, text) or same(text, "5")] == []
-
-
-def test_five_with_or_without_a_unit():
-    assert [
-        text for text in FIVE if not (same("5", text) and same(text, "5")) or same("6", text) or same("-5", text)
-    ] == []
+def test_five_with_or_without_a_unit_and_other_numbers():
+    assert [text for text in FIVE if not (same("5", text) and same(text, "5")) or same("6", text)] == []
+    assert [text for text in NOT_FIVE if same("5", text) or same(5, text) or same(text, "5")] == []
 
 
 def test_fraction_as_decimals():
     """1/7 = 0.142857 142857 …: rounded or cut to six or more decimals, five digits at least; no other last digit."""
     for fraction, right, wrong in [
-        ("1/7", ["0.142857", "0.1428571428", "0.1428571429"], ["0.142858", "0.142856", "0.1428572", "0.14286",
-        "-0.142857"]),
-        ("2/3", ["0.666666", "0.666667", "66.6667%"], ["0.666665", "0.66667", "0.67", "66.6668%"]),
+        ("1/7", ["0.142857", "0.1428571428", "14.2857%"], ["0.142858", "0.1428572", "0.14286", "-0.142857"]),
+        ("-2/3", ["-0.666666", "-0.666667"], ["-0.666665", "-0.66667", "0.666667"]),
         ("10001/1000003", ["0.010000", "0.010001"], ["0.010002", "0.009999", "0.01"]),  # 0.0100009699…
         ("19999/2000001", ["0.00999949", "0.0099995"], ["0.009999", "0.010000"]),  # 0.0099994950…: four digits
-    ]:  # fmt: skip
+    ]:
         assert [text for text in right if not same(fraction, text)] == []
         assert [text for text in wrong if same(fraction, text) or same(text, fraction)] == []
-
-
-@given(st.integers(-999, 999), st.integers(1, 999), st.integers(6, 12), st.integers(-3, 3))
-def test_only_the_rounded_and_the_cut_value_are_the_fraction(above, below, decimals, off):
-    units = abs(Fraction(above, below)) * 10**decimals
-    cut, rounded = int(units), int(units + Fraction(1, 2))
-    stated = cut + off
-    if stated < 0 or max(cut, stated) < 10**4:  # fewer than five digits
-        return
-    text = f"{'-' if above < 0 else ''}{stated // 10**decimals}.{stated % 10**decimals:0{decimals}d}"
-    assert read_quantity(text).equals(read_quantity(f"{above}/{below}")) == (
-        stated in (cut, rounded) or stated == units
-    )
 
 
 @given(st.from_regex(r"[a-z]{2,12}", fullmatch=True))
@@ -197,15 +144,7 @@ def test_a_word_behind_a_number_is_ignored_only_if_it_is_a_unit(word):
 
 
 @settings(max_examples=100)
-@given(st.decimals(-(10**6), 10**6, places=3), st.decimals(-(10**6), 10**6, places=3))
-def test_two_different_numbers_are_never_both_right(first, second):
-    assert same(str(first), str(second)) == (first == second)
-
-
-@settings(max_examples=100)
-@given(
-    st.text("klno 12-/.,:xy%$°^2×()", min_size=1, max_size=7), st.text("klno 12-/.,:xy%$°^2×()", min_size=1, max_size=7)
-)
+@given(*[st.text("klno 12-/.,:xy%$°^2×()", min_size=1, max_size=7)] * 2)
 def test_equality_is_symmetric(first, second):
     if first.strip() and second.strip():
         assert same(first, second) == same(second, first)
@@ -213,31 +152,25 @@ def test_equality_is_symmetric(first, second):
 
 def test_names_of_units():
     names = [
-        ("Centimetres", "cm"), ("厘米", "cm"), ("㎝", "cm"), ("sq. cm", "cm^2"), ("cm^{2}", "cm^2"), ("cm2", "cm^2"),
-        ("square cm^2", None), ("km / h", "km/h"), ("m/s/s", None), ("/h", None), ("MW", "MW"), ("mw", None),
-        ("Ms", None),
-        ("KWH", "kWh"), ("k", None), ("", None), ("s2", None), ("lbs.", "lb"), ("degrees  celsius", "°C"),
+        ("Centimetres", "cm"), ("厘米", "cm"), ("㎝", "cm"), ("sq. cm", "cm^2"), ("cm2", "cm^2"), ("square cm^2", None),
+        ("km / h", "km/h"), ("m/s/s", None), ("MW", "MW"), ("mw", None), ("KWH", "kWh"), ("", None), ("lbs.", "lb"),
     ]  # fmt: skip
     assert [(spelling, read_unit(spelling)) for spelling, _ in names] == names
-    assert [read_unit(unit, attached=True) for unit in ("m", "s", "s^2", "m^2")] == [None, None, None, "m^2"]
-
-
-def test_long_texts_are_no_quantities():
+    assert [read_unit(unit, attached=True) for unit in ("m", "s^2", "m^2")] == [None, None, "m^2"]
     assert read_quantity("1" * 100) is not None
-    assert read_quantity("1" * 101) is None
-    assert read_quantity("5\u2028cm") is None
+    assert read_quantity("1" * 101) is read_quantity("5\u2028cm") is None
 
 
-@pytest.mark.parametrize(
-    "bomb",
-    [
-        "9^{9^{9^9}}", "((9^{99})^{99})^{99}", "99999999999^{99999999}", "(a+b+c+d+f)^{999}", "9!!!!!!",
-        "\\binom{99999999}{9999999}", "(" * 199, "{" * 50 + "}" * 50, "1e999999999", "9" * 199, "\\sqrt{" * 30,
-    ],
-)  # fmt: skip
+BOMBS = [
+    "9^{9^{9^9}}", "((9^{99})^{99})^{99}", "99999999999^{99999999}", "(a+b+c+d+f)^{999}", "9!!!!!!", "(" * 199,
+    "\\binom{99999999}{9999999}", "{" * 50 + "}" * 50, "1e999999999", "9" * 199, "\\sqrt{" * 30,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
 def test_formula_that_would_take_forever_is_only_compared_as_text(bomb, caplog, capfd):
-    rewards = []
-    stated = [f"<answer>{text}</answer>" for text in (bomb, "2^{10}", bomb)]
+    """In a thread too, where no signal would end it."""
+    rewards, stated = [], [f"<answer>{text}</answer>" for text in (bomb, "2^{10}", bomb)]
     thread = threading.Thread(
         target=lambda: rewards.extend(accuracy_reward(stated, ["2^{10}", bomb, bomb])), daemon=True
     )
@@ -248,39 +181,21 @@ def test_formula_that_would_take_forever_is_only_compared_as_text(bomb, caplog, 
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("in_main_thread", [True, False])
-def test_slow_formulas_are_given_up(in_main_thread, monkeypatch):
+def test_slow_formulas_are_given_up(monkeypatch):
     monkeypatch.setattr(answers, "_SECONDS", 0.2)
     answers.same_formula.cache_clear()
-    rewards = []
-    thread = threading.Thread(target=lambda: rewards.append(same("10+0", "\\sin(\\sin((0.5-i)^{13}))")), daemon=True)
-    (thread.run if in_main_thread else thread.start)()
-    if not in_main_thread:
-        thread.join(timeout=900)
-    assert rewards == [False]
-    assert sys.getprofile() is None
+    assert not same("10+0", "\\sin(\\sin((0.5-i)^{13}))")
 
 
-@pytest.mark.parametrize("in_main_thread", [True, False])
-def test_a_busy_machine_changes_no_reward(in_main_thread, monkeypatch):
+def test_a_busy_machine_changes_no_reward(monkeypatch):
     """Comparing takes longer than the limit, but computes for less; other timers stay as they are."""
-
-    def slowly(*args, **kwargs):
-        time.sleep(2)
-        return compared(*args, **kwargs)
-
     compared = grader.sympy_expr_eq
-    monkeypatch.setattr(grader, "sympy_expr_eq", slowly)
+    monkeypatch.setattr(grader, "sympy_expr_eq", lambda *args, **kwargs: time.sleep(2) or compared(*args, **kwargs))
     monkeypatch.setattr(answers, "_SECONDS", 1)
     answers.same_formula.cache_clear()
-    rewards = []
-    thread = threading.Thread(target=lambda: rewards.append(answers.same_formula("y^{2}+z", "z+y^{2}")))
     signal.setitimer(signal.ITIMER_REAL, 1000)
     try:
-        (thread.run if in_main_thread else thread.start)()
-        if not in_main_thread:
-            thread.join()
+        assert answers.same_formula("y^{2}+z", "z+y^{2}")
         assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    assert rewards == [True]

@@ -1,14 +1,12 @@
 """Rewards made of VGR: the worked cases, ties, undefined and infinite values, whole groups."""
 
 import math
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vgr_trl.rewards import accuracy_reward, gather_groups, mdi_reward, vgr_hard_negative_reward, vgr_reward
+from vgr_trl.rewards import accuracy_reward, mdi_reward, vgr_hard_negative_reward, vgr_reward
 from vgr_trl.rewards.attention import scaled_by_accuracy
 from vgr_trl.utils import RewardError
 
@@ -20,7 +18,7 @@ def vgr(values, size=None):
 
 
 def hard(values, right, size=None):
-    """`right`: 1 for completions with the right answer, 0 for wrong ones, None for those that cannot be judged."""
+    """`right`: 1 for completions with the right answer, 0 for wrong ones, None where accuracy is unknown."""
     texts = [f"<answer>{'A' if one == 1 else 'B'}</answer>" for one in right]
     solutions = [None if one is None else "A" for one in right]
     return vgr_hard_negative_reward(
@@ -33,8 +31,9 @@ class TestVGR:
         """Q1 = 1.75, Q3 = 3.25: (3.25 - 2) / 1.5 = 5/6, (3.25 - 3) / 1.5 = 1/6; 1 and 4 lie outside."""
         assert vgr([1, 2, 3, 4]) == pytest.approx([1, 5 / 6, 1 / 6, 0])
 
-    def test_groups_are_compared_within_themselves(self):
-        assert vgr([1, 2, 3, 4, 40, 30, 20, 10], 4) == pytest.approx([1, 5 / 6, 1 / 6, 0, 0, 1 / 6, 5 / 6, 1])
+    def test_groups_that_are_not_whole(self):
+        with pytest.raises(RewardError, match="5 completions over all processes with num_generations 4"):
+            vgr([1, 2, 3, 4, 5], 4)
 
     def test_size_of_groups_as_a_column(self):
         assert vgr_reward(["x"] * 4, [1, 2, 30, 40], [2] * 4) == vgr([1, 2, 30, 40], 2)
@@ -42,14 +41,9 @@ class TestVGR:
     @pytest.mark.parametrize(
         ("values", "expected"),
         [
-            ([2, 2, 2, 2], [0.5] * 4),
             ([1.0424, 1.0424 + 1e-6], [0.5] * 2),  # equal completions, whose VGR differ by rounding
-            ([1, 2, 2, 2, 2, 2, 2, 9], [0.5] * 8),  # half of the group between equal quartiles: nothing to tell apart
-            ([3], [0.5]),
             ([3, None, None, None], [0.5, None, None, None]),
             ([3, INF, INF, NAN], [0.5, 0, 0, None]),
-            ([None, None], [None, None]),
-            ([INF, INF], [0, 0]),
             ([1, 2], [1, 0]),  # quartiles 1.25 and 1.75
             ([1, 2, 3, 4, INF], [1, 5 / 6, 1 / 6, 0, 0]),  # the infinite one does not move the quartiles
             ([1, 2, None, 3, NAN, 4], [1, 5 / 6, None, 1 / 6, None, 0]),
@@ -59,7 +53,7 @@ class TestVGR:
         assert vgr(values) == pytest.approx(expected)
 
     @given(st.lists(st.floats(0.01, 100), min_size=2, max_size=12), st.floats(0.1, 10))
-    def test_more_attention_to_the_image_never_earns_less(self, values, scale):
+    def test_more_attention_to_the_image_is_never_worth_less(self, values, scale):
         """And the scale does not matter, as long as the quartiles stay apart."""
         rewards = vgr(values)
         assert all(0 <= reward <= 1 for reward in rewards)
@@ -67,10 +61,6 @@ class TestVGR:
         assert ordered == sorted(ordered, reverse=True)
         if set(rewards) != {0.5}:
             assert vgr([scale * value for value in values]) == pytest.approx(rewards, abs=1e-6)
-
-    def test_groups_that_are_not_whole(self):
-        with pytest.raises(RewardError, match="5 completions with num_generations 4: give those of whole groups"):
-            vgr([1, 2, 3, 4, 5], 4)
 
 
 class TestHardNegative:
@@ -81,15 +71,12 @@ class TestHardNegative:
     @pytest.mark.parametrize(
         ("values", "right", "expected"),
         [
-            ([1, 2, 3, 4], [0, 0, 0, 0], [0, 0, 0, 0]),
             ([1, 2, 3, 4], [0, 1, 0, 0], [0, 0, 0, 0]),  # nothing to compare with
-            ([INF, 2, 3, 4], [1, 0, 0, 0], [0, 0, 0, 0]),
             ([1, 2, INF, 4], [1, 1, 1, 0], [0.5, -0.5, -0.5, 0]),
             ([2, 2, 3, 4], [1, 1, 0, 0], [0, 0, 0, 0]),
             ([None, 1, 2, 4], [1, 1, 1, 0], [None, 0.5, -0.5, 0]),
             ([None, 1, 2, 4], [0, 1, 1, 0], [0, 0.5, -0.5, 0]),  # a wrong answer needs no VGR
             ([1, 2, 4, 3], [1, 1, 1, None], [0.5, 1 / 6, -0.5, None]),
-            ([1, 2, 3, 4], [None] * 4, [None] * 4),
         ],
     )
     def test_who_takes_part(self, values, right, expected):
@@ -97,10 +84,6 @@ class TestHardNegative:
 
     def test_groups_are_compared_within_themselves(self):
         assert hard([1, 2, 8, 4, 3, 9], [1, 1, 0, 1, 1, 0], 3) == pytest.approx([0.5, -0.5, 0, -0.5, 0.5, 0])
-
-    def test_groups_that_are_not_whole(self):
-        with pytest.raises(RewardError, match="whole groups"):
-            hard([1, 2, 3], [1, 1, 1], 2)
 
 
 class TestMDI:
@@ -124,42 +107,14 @@ class TestMDI:
     def test_values_by_hand(self, value, ratio, expected):
         assert mdi_reward(["x"], [value], mdi_balance_ratio=ratio) == [pytest.approx(expected)]
 
-    def test_a_ratio_for_each(self):
-        assert mdi_reward(["x", "y"], [2.0, 2.0], mdi_balance_ratio=[2.0, 4.0]) == pytest.approx([-1, 0])
-
     @pytest.mark.parametrize("ratio", [1.0, 0.5, -2, NAN, INF])
     def test_ratios_that_are_not_accepted(self, ratio):
         with pytest.raises(RewardError, match="mdi_balance_ratio is .*: give a number above 1"):
             mdi_reward(["x"], [1.0], mdi_balance_ratio=ratio)
 
 
-@pytest.mark.parametrize(
-    ("reward", "expected"), [(vgr_reward, [1, 5 / 6, 1 / 6, 0]), (vgr_hard_negative_reward, [0.5, 1 / 6, 0, -0.5])]
-)
-@pytest.mark.parametrize("first", [1, 2, 3])
-def test_a_group_that_is_spread_over_two_processes(reward, expected, first):
-    """The worked cases, with threads in the place of processes: each sends, waits, and reads what both have sent."""
-    columns = {"completions": ["<answer>A</answer>"] * 4, "vgr": [1, 2, 3, 4], "solution": ["A", "A", "B", "A"]}
-    sent, barrier = {}, threading.Barrier(2, timeout=900)
-
-    def process(index, rows):
-        def gather(mine):
-            barrier.wait()
-            sent[index] = mine
-            barrier.wait()
-            return sent[0] + sent[1]
-
-        spread = gather_groups(reward, gather, index, 2, num_generations=4)
-        return spread(**{name: values[rows] for name, values in columns.items()})
-
-    with ThreadPoolExecutor(2) as pool:
-        parts = list(pool.map(process, (0, 1), (slice(0, first), slice(first, 4))))
-    assert [len(part) for part in parts] == [first, 4 - first]
-    assert parts[0] + parts[1] == pytest.approx(expected)
-
-
 def scaled(reward, values, right, size=None, **columns):
-    """`right`: 1 for completions with the right answer, 0 for wrong ones, None for those that cannot be judged."""
+    """`right`: 1 for completions with the right answer, 0 for wrong ones, None where accuracy is unknown."""
     texts = [f"<answer>{'red' if one == 1 else 'blue'}</answer>" for one in right]
     solutions = [None if one is None else "red" for one in right]
     (changed,) = scaled_by_accuracy([reward])
@@ -174,18 +129,13 @@ def scaled(reward, values, right, size=None, **columns):
         ([0, 0, 0, 0], [0.5] * 4),
         # three of four: 2 sqrt(3/4 · 1/4) = sqrt(3)/2 of the distance to 0.5
         ([1, 1, 0, 1], [0.5 + s * math.sqrt(3) / 2 for s in (0.5, 1 / 3, -1 / 3, -0.5)]),
-        # of the three that can be judged one is right: 2 sqrt(1/3 · 2/3) = 2 sqrt(2)/3
+        # of the three whose accuracy is known one is right: 2 sqrt(1/3 · 2/3) = 2 sqrt(2)/3
         ([1, None, 0, 0], [0.5 + s * math.sqrt(2) * 2 / 3 for s in (0.5, 1 / 3, -1 / 3, -0.5)]),
         ([None] * 4, [None] * 4),
     ],
 )  # fmt: skip
 def test_vgr_is_scaled_by_how_much_the_group_differs_in_accuracy(right, expected):
     assert scaled(vgr_reward, [1, 2, 3, 4], right) == pytest.approx(expected)
-
-
-def test_every_group_has_its_own_scale():
-    """The first group is half right, the second all right."""
-    assert scaled(vgr_reward, [1, 2, 1, 2], [1, 0, 1, 1], 2) == pytest.approx([1, 0, 0.5, 0.5])
 
 
 def test_hard_negatives_and_mdi_are_scaled_towards_0():
@@ -198,10 +148,6 @@ def test_hard_negatives_and_mdi_are_scaled_towards_0():
     assert scaled(mdi_reward, balanced, [1, 1, 0, 1]) == pytest.approx([factor, 0, -factor, factor])
     assert scaled(mdi_reward, balanced, [1, 1, 1, 1]) == pytest.approx([0] * 4)
     assert scaled(mdi_reward, balanced, [1, 0, 1, 0], mdi_balance_ratio=[4.0] * 4) == pytest.approx([1, 0.5, 0, 1])
-
-
-def test_undefined_stays_undefined():
-    assert scaled(vgr_reward, [None, 1, 2, math.inf], [1, 0, 1, 0]) == pytest.approx([None, 1, 0, 0])
 
 
 def test_other_rewards_are_left_alone_and_names_stay():

@@ -5,22 +5,17 @@ import contextlib
 import copy
 import functools
 import math
-import pickle
 import signal
 import subprocess
 import sys
 import threading
 from fractions import Fraction
-from functools import partial
-from importlib.metadata import EntryPoint, EntryPoints
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from math_verify import parse, verify
 
-from vgr_trl import registries
 from vgr_trl.rewards import (
     RewardSchedule,
     accuracy_reward,
@@ -29,24 +24,12 @@ from vgr_trl.rewards import (
     load_reward,
     load_rewards,
     mdi_reward,
-    needs_whole_groups,
     think_format_reward,
     vgr_hard_negative_reward,
     vgr_reward,
 )
-from vgr_trl.rewards.loading import check_callable, checked, hardened, reward_name
+from vgr_trl.rewards.loading import check_callable, checked, hardened
 from vgr_trl.utils import ConfigError, RewardError
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """An empty working directory; what is imported from it is forgotten afterwards."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", ".")])
-    before = set(sys.modules)
-    yield tmp_path
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
 
 
 @pytest.mark.parametrize(
@@ -72,16 +55,7 @@ def test_length_by_name():
         load_reward("length")
 
 
-def test_several_in_order():
-    rewards = load_rewards(["format", "length", accuracy_reward], max_completion_length=10)
-    assert [reward.__name__ for reward in rewards] == [
-        "think_format_reward", "soft_overlong_punishment_reward", "accuracy_reward",
-    ]  # fmt: skip
-    assert load_rewards("accuracy") == [accuracy_reward]
-    assert load_rewards([]) == []
-
-
-@pytest.mark.parametrize("names", [["format", "format"], ["accuracy", "format", "accuracy_reward"], ["length"] * 2])
+@pytest.mark.parametrize("names", [["accuracy", "format", "accuracy_reward"], ["length"] * 2])
 def test_a_reward_named_twice(names):
     with pytest.raises(RewardError, match=f"The reward {names[-1]} is named twice: name it once"):
         load_rewards(names, max_completion_length=8)
@@ -93,47 +67,12 @@ def test_names_that_nothing_has(name, match):
         load_reward(name)
 
 
-def test_function_of_a_file(folder):
-    (folder / "my_rewards.py").write_text("def my_reward(completions, **kwargs): return [5.0] * len(completions)")
-    reward = load_reward("my_rewards.py:my_reward")
-    assert reward(["x", "y"]) == [5.0, 5.0]
-    assert load_reward(f"{folder}/my_rewards.py:my_reward") is reward
-    assert load_reward("my_rewards.my_reward") is reward
-    assert pickle.loads(pickle.dumps(reward)) is reward
-    with pytest.raises(RewardError, match="my_reward"):
-        load_reward("my_rewards.py:mine")
-
-
-def test_file_in_another_folder_with_the_name_of_an_installed_module(folder):
-    other = folder / "sub"
-    other.mkdir()
-    (other / "json.py").write_text("def my_reward(completions, **kwargs): return [0.5]")
-    reward = load_reward("sub/json.py:my_reward")
-    assert reward([""]) == [0.5]
-    assert load_reward("./sub/json.py:my_reward") is reward
-    assert pickle.loads(pickle.dumps(reward)) is reward
-    assert sys.modules["json"].loads("1") == 1
-
-
-def test_rewards_of_other_packages(monkeypatch):
-    def entry(name, value, package):
-        return EntryPoint(name, value, "vgr_trl.rewards")._for(SimpleNamespace(name=package))
-
-    entries = EntryPoints(
-        [entry("count", "builtins:len", "c"), entry("neat", "one:neat", "one"), entry("neat", "two:neat", "two")]
-    )
-    monkeypatch.setattr(registries, "entry_points", lambda **query: entries.select(**query))
-    assert load_reward("count") is len
-    with pytest.raises(RewardError, match="more than once, by one .* and by two"):
-        load_reward("neat")
-
-
 def test_hard_negatives_take_the_place_of_vgr():
     own = functools.partial(accuracy_reward)
     assert hardened([own, "vgr"]) == [own, "vgr_hard_negative"]
     assert hardened([accuracy_reward, vgr_reward]) == [accuracy_reward, vgr_hard_negative_reward]
     assert hardened(["vgr_hard_negative_reward"]) == ["vgr_hard_negative_reward"]
-    with pytest.raises(RewardError, match="the reward functions are accuracy partial: name vgr there"):
+    with pytest.raises(RewardError, match="the rewards are accuracy partial: name vgr there"):
         hardened(["accuracy", own])
 
 
@@ -156,102 +95,43 @@ def test_early_weights_hold_while_the_step_is_below_the_early_steps():
     schedule = RewardSchedule.for_rewards(REWARDS[:2], [1, 0.5], [0, 1])
     assert schedule.changes
     assert [schedule.weights_at(step, 3) for step in (0, 2, 3, 100)] == [[0.0, 1.0], [0.0, 1.0], [1.0, 0.5], [1.0, 0.5]]
-
-
-def test_without_early_weights_the_regular_ones_always_hold():
-    assert RewardSchedule.for_rewards(REWARDS, [1, 2, 3, 4]).weights_at(0, 5) == [1.0, 2.0, 3.0, 4.0]
-    assert RewardSchedule.for_rewards(REWARDS[:2]).weights_at(0, 5) == [1.0, 1.0]
-    assert not RewardSchedule.for_rewards(REWARDS[:2]).changes
-    assert not RewardSchedule.for_rewards(REWARDS[:2], None, [1, 1]).changes
+    always = RewardSchedule.for_rewards(REWARDS[:2], None, [1, 1])
+    assert (always.weights_at(0, 5), always.weights_at(9, 5), always.changes) == ([1.0, 1.0], [1.0, 1.0], False)
 
 
 @pytest.mark.parametrize(
     ("warmup", "total", "early"),
-    [(7, 100, 7), (0, 100, 10), (0, 30, 3), (0, 101, 11), (0, 5, 1), (0, 0, 0), (0, -1, 0)],
+    [(7, 100, 7), (0, 100, 10), (0, 101, 11), (0, 5, 1), (0, -1, 0)],
 )
 def test_early_steps_are_the_warm_up_or_a_tenth_of_all(warmup, total, early):
     assert RewardSchedule((1.0,), (2.0,)).early_steps(warmup, total) == early
 
 
-@pytest.mark.parametrize("weights", [[1] * 3, [1] * 5, [], [1, math.nan, 1, 1], [1, math.inf, 1, 1], [1, None, 1, 1]])
+@pytest.mark.parametrize("weights", [[1] * 3, [], [1, math.nan, 1, 1], [1, None, 1, 1]])
 def test_weights_that_do_not_fit(weights):
     with pytest.raises(ConfigError, match="early_reward_weights .*judge-7b"):
         RewardSchedule.for_rewards(REWARDS, None, weights)
 
 
-class Judge:
-    """A reward that is an instance: a model, or an object that can be called."""
-
-    def __init__(self, path=None):
-        self.config = SimpleNamespace(_name_or_path=path)
-
-    def __call__(self, completions, **kwargs):
-        return [0.0 for _ in completions]
-
-
-@pytest.mark.parametrize(
-    ("reward", "name"),
-    [
-        (accuracy_reward, "accuracy_reward"),
-        ("folder/models/judge-7b/", "judge-7b"),
-        ("judge", "judge"),
-        (Judge("folder/models/judge-7b"), "judge-7b"),
-        (Judge(""), "Judge"),
-        (Judge(), "Judge"),
-        (partial(accuracy_reward), "partial"),
-    ],
-)
-def test_names_of_functions_paths_models_and_instances(reward, name):
-    assert reward_name(reward) == name
-
-
-def without_kwargs(completions):
-    return [0.0 for _ in completions]
-
-
-def with_a_column(completions, depth, **kwargs):
-    return [0.0 for _ in completions]
-
-
-def good(completions, **kwargs):
-    return [0.0 for _ in completions]
-
-
-@pytest.mark.parametrize(
-    "reward", [good, functools.partial(good), get_soft_overlong_punishment(10, 2), accuracy_reward, object()]
-)
-def test_rewards_that_can_be_called(reward):
-    check_callable(reward, ["prompt", "solution"])
-
-
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        (without_kwargs, "The reward without_kwargs cannot be called .*unexpected keyword argument"),
-        (with_a_column, "The reward with_a_column cannot be called .*missing a required argument: 'depth'"),
+        (lambda completions: [], "The reward <lambda> cannot be called .*unexpected keyword argument"),
+        (lambda completions, depth, **kwargs: [], "cannot be called .*missing a required argument: 'depth'"),
         (get_soft_overlong_punishment, "The reward get_soft_overlong_punishment cannot be called"),
+        (functools.partial(accuracy_reward), "partial needs the column 'solution'"),
+        (gather_groups(vgr_reward, list, 0), "The reward vgr_reward needs the column 'vgr'"),
     ],
 )
-def test_rewards_that_cannot(reward, message):
+def test_rewards_that_cannot_be_called(reward, message):
     with pytest.raises(RewardError, match=message):
-        check_callable(reward, ["prompt", "solution"])
-
-
-def test_an_accuracy_reward_without_a_solution_would_only_give_none():
-    for reward in (accuracy_reward, functools.partial(accuracy_reward)):
-        with pytest.raises(RewardError, match="accuracy_reward|partial"):
-            check_callable(reward, ["prompt", "answer"])
-        check_callable(reward, ["prompt", "label_idx"])
-
-
-def test_columns_of_whole_groups_are_known_before_the_first_generation():
-    @needs_whole_groups("vgr")
-    def rank(completions, vgr, num_generations, **kwargs):
-        return vgr
-
-    with pytest.raises(RewardError, match="The reward rank needs the column 'vgr'"):
-        check_callable(gather_groups(rank, list, 0), ["prompt"])
-    check_callable(gather_groups(rank, list, 0), ["prompt", "vgr"])
+        check_callable(reward, ["prompt", "answer"])
+    for fits in (
+        functools.partial(accuracy_reward),
+        get_soft_overlong_punishment(10, 2),
+        gather_groups(vgr_reward, list, 0),
+    ):
+        check_callable(fits, ["prompt", "label_idx", "vgr"])
 
 
 def call(returned, count=2):
@@ -303,10 +183,6 @@ def test_what_a_reward_does_to_its_arguments_is_undone():
         assert name == "image" or values == equal_rows
 
 
-def test_a_number_beyond_floats_is_infinite_which_all_processes_refuse_together():
-    assert call([10**400, -(10**400)])[0] == [math.inf, -math.inf]
-
-
 def test_nan_is_counted_and_none_is_not():
     rewards, counted = call([math.nan, None, np.float32("nan"), 1.0], 4)
     assert [math.isnan(reward) for reward in rewards[::2]] == [True, True]
@@ -339,33 +215,23 @@ class Later:
         return await later(completions, "no")
 
 
+def test_the_trainer_reaches_rewards_that_take_it():
+    """Those of our users' scripts read `kwargs["trainer"]`; others are called as before."""
+    for reward, expected in (
+        (lambda completions, trainer: [trainer], 7.0),
+        (lambda completions, **kwargs: [kwargs["trainer"]], 7.0),
+        (lambda completions: [1.0], 1.0),
+        (functools.partial(lambda completions, trainer: [trainer], trainer=3.0), 3.0),
+    ):
+        assert checked(reward, "mine", print, trainer=7.0)(completions=["x"]) == [expected]
+
+
 def test_asynchronous_rewards_stay_so():
     right = checked(functools.partial(later, value=1), "mine", print)
     assert asyncio.run(right(completions=["x"] * 2)) == [1.0, 1.0]
     for wrong in (functools.partial(later, value="no"), Later()):
         with pytest.raises(RewardError, match=r"^The reward mine returned 'no' \(str\) for completion 0"):
             asyncio.run(checked(wrong, "mine", print)(completions=["x"]))
-
-
-def test_the_trainer_reaches_rewards_that_take_it():
-    """Those of our users' scripts read `kwargs["trainer"]`; others are called as before."""
-    trainer = object()
-
-    def by_name(completions, trainer, **kwargs):
-        return [1.0 if trainer is given else 0.0 for given in [kwargs["expected"]] for _ in completions]
-
-    def among_others(completions, **kwargs):
-        return [1.0 if kwargs["trainer"] is kwargs["expected"] else 0.0 for _ in completions]
-
-    def without(completions, expected):
-        return [1.0 for _ in completions]
-
-    bound = functools.partial(by_name, trainer="bound")
-    for reward, expected in ((by_name, trainer), (among_others, trainer), (without, None), (bound, "bound")):
-        call = checked(reward, "mine", lambda *count: None, trainer=trainer)
-        assert call(completions=["x", "y"], expected=expected) == [1.0, 1.0]
-    unused = checked(lambda completions, **kwargs: [float("trainer" in kwargs)], "mine", lambda *count: None)
-    assert unused(completions=["x"]) == [0.0]
 
 
 def hang():
@@ -377,11 +243,9 @@ def after_math_verify(completions, **kwargs):
     hang()
 
 
-def after_an_alarm_of_its_own(completions, **kwargs):
-    signal.signal(signal.SIGALRM, lambda *_: None)
-    signal.alarm(900)
-    signal.alarm(0)
+def in_a_generator(completions, **kwargs):
     hang()
+    yield 1.0
 
 
 def catching_everything(completions, **kwargs):
@@ -391,27 +255,7 @@ def catching_everything(completions, **kwargs):
     return [1.0] * len(completions)
 
 
-class Hangs:
-    def __del__(self):
-        hang()
-
-
-def in_del(completions, **kwargs):
-    for _ in completions:
-        Hangs()
-    return [1.0] * len(completions)
-
-
-def in_a_generator(completions, **kwargs):
-    for _ in completions:
-        hang()
-        yield 1.0
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(
-    "reward", [after_math_verify, after_an_alarm_of_its_own, catching_everything, in_del, in_a_generator]
-)
+@pytest.mark.parametrize("reward", [after_math_verify, catching_everything, in_a_generator])
 def test_a_limit_holds_whatever_the_reward_does(reward):
     parse("$1$")  # the first time it takes longer than the limit
     alarm, urgent = signal.getsignal(signal.SIGALRM), signal.getsignal(signal.SIGURG)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from vgr_trl.rewards import load_reward, load_rewards
-from vgr_trl.rewards.loading import FileOptions
+from vgr_trl.rewards.reward_files import FileOptions
 from vgr_trl.utils import RewardError
 
 BATCH = """
@@ -70,7 +70,7 @@ def test_arguments_of_the_file_reach_the_function(written):
     reward = load_reward(f"{written(BATCH)}:compute_score", files=FileOptions(arguments={"format_weight": 0.5}))
     assert reward(**ROWS) == [1.0, 0.0]
     assert reward(**{**ROWS, "solution": ["3", "5"]}) == [0.5, 0.5]
-    with pytest.raises(RewardError, match="reward_function_kwargs has 'weight', which compute_score does not take"):
+    with pytest.raises(RewardError, match="reward_function_kwargs has 'weight', but compute_score takes format_weight"):
         load_reward(f"{written(BATCH)}:compute_score", files=FileOptions(arguments={"weight": 0.5}))
 
 
@@ -111,6 +111,8 @@ def test_pairs_of_reward_and_metrics(written):
 def test_a_pair_of_lists_and_numbers_alone(written):
     lists = written("def score(reward_inputs):\n    return [1, 2], {'b': [3, 4]}", "lists_of_test.py")
     assert [reward(**ROWS) for reward in load_rewards([f"{lists}:score", f"{lists}:score[b]"])] == [[1, 2], [3, 4]]
+    trl = written("REWARD_NAME = 'mine'\ndef mine(completions, **kwargs):\n    return [1.0] * 2", "trl_of_test.py")
+    assert load_reward(f"{trl}:mine")(**ROWS) == [1.0, 1.0], "in the form of TRL"
     numbers = written("def score(reward_input):\n    return 0.25", "numbers_of_test.py")
     assert load_reward(f"{numbers}:score")(**ROWS) == [0.25, 0.25]
 
@@ -120,27 +122,10 @@ def test_a_pair_of_lists_and_numbers_alone(written):
     [
         ("def score(reward_inputs):\n    return [{'overall': 1}]", "returned .* for a batch of 2 completions"),
         ("def score(reward_inputs):\n    return {'overall': 1}", "set REWARD_TYPE to sequential"),
-        ("def score(reward_input):\n    return 'good'", "returned 'good' .str. for a completion"),
-        ("def score(reward_inputs):\n    return [1, 2], {'b': [3]}", r"lists of the lengths \[1, 2\]"),
-        (
-            "REWARD_TYPE = 'model'\ndef score(rows):\n    return []",
-            "REWARD_TYPE 'model': it can be batch or sequential",
-        ),
+        ("def score(reward_input):\n    return 'good'", "returned 'good' for a completion"),
+        ("REWARD_TYPE = 'model'\ndef score(rows):\n    return []", "the reward type 'model': it can be batch or"),
     ],
 )
-def test_what_cannot_be_read_is_told_by_name(written, text, message):
+def test_what_cannot_be_read_is_an_error_with_the_name(written, text, message):
     with pytest.raises(RewardError, match=message):
         load_reward(f"{written(text)}:score")(**ROWS)
-
-
-def test_functions_in_the_form_of_trl_stay_as_they_are(written):
-    file = written("REWARD_NAME = 'mine'\ndef mine(completions, **kwargs):\n    return [1.0] * len(completions)")
-    assert load_reward(f"{file}:mine").__name__ == "mine"
-    assert load_reward(f"{file}:mine")(**ROWS) == [1.0, 1.0]
-
-
-def test_options_are_checked():
-    with pytest.raises(RewardError, match="reward_num_cpus is 0"):
-        FileOptions(processes=0)
-    with pytest.raises(RewardError, match="reward_type is 'rows'"):
-        FileOptions(form="rows")

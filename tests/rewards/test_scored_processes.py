@@ -24,7 +24,7 @@ PROGRAM = """
 import json, sys
 from vgr_trl.rewards import load_rewards
 from vgr_trl.rewards.loading import checked
-from vgr_trl.rewards.loading import FileOptions
+from vgr_trl.rewards.reward_files import FileOptions
 
 def score(*texts):
     rows = [[{"role": "assistant", "content": text}] for text in texts]

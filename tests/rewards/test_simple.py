@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from vgr_trl.rewards import get_soft_overlong_punishment, think_format_reward
 from vgr_trl.rewards.simple import tag_count_reward
-from vgr_trl.utils import RewardError
+from vgr_trl.utils import ConfigError
 
 WELL_FORMED = [
     "<think>a</think><answer>b</answer>",
@@ -30,12 +30,6 @@ BADLY_FORMED = [
 def test_format():
     assert think_format_reward(WELL_FORMED) == [1.0] * len(WELL_FORMED)
     assert think_format_reward(BADLY_FORMED) == [0.0] * len(BADLY_FORMED)
-
-
-def test_called_as_trl_calls_it():
-    completions = [[{"role": "assistant", "content": [{"type": "text", "text": "<think>a</think><answer>b</answer>"}]}]]
-    assert think_format_reward(prompts=["?"], completions=completions, completion_ids=[[1]], trainer_state=None,
-                               solution=["B"], log_extra=print, log_metric=print) == [1.0]  # fmt: skip
 
 
 @given(st.text(st.characters(categories=("P", "S", "Z", "C", "M"), exclude_characters="<>"), max_size=20))
@@ -69,18 +63,12 @@ def test_tags_on_lines_of_their_own_count_a_quarter_each(text, expected):
 
 def test_overlong_worked_case():
     """Lmax = 100, c = 20: free up to 80; 85 is a quarter of the way, 90 half, 100 all of it."""
+    assert get_soft_overlong_punishment(10, 0)([[1] * 10, [1] * 11]) == [0.0, -1.0]
+    assert get_soft_overlong_punishment(4, 4)([[], [1], [1] * 4]) == [0.0, -0.25, -1.0]
     reward = get_soft_overlong_punishment(100, 20)
     ids = [[1] * length for length in (0, 80, 85, 90, 100, 101, 500)]
     assert reward(ids) == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0, -1.0]
     assert reward(prompts=None, completions=None, completion_ids=ids[:1], trainer_state=None, log_extra=print) == [0.0]
-
-
-def test_without_a_cache_only_what_is_too_long_is_punished():
-    assert get_soft_overlong_punishment(10, 0)([[1] * 10, [1] * 11]) == [0.0, -1.0]
-
-
-def test_whole_length_as_cache():
-    assert get_soft_overlong_punishment(4, 4)([[], [1], [1] * 4]) == [0.0, -0.25, -1.0]
 
 
 def test_name_and_pickle():
@@ -91,5 +79,5 @@ def test_name_and_pickle():
 
 @pytest.mark.parametrize(("longest", "cache"), [(0, 0), (True, 0), ("100", 0), (100, -1), (100, 101), (100, 0.5)])
 def test_numbers_of_tokens_out_of_range(longest, cache):
-    with pytest.raises(RewardError, match="soft_punish_cache" if longest == 100 else "max_completion_len"):
+    with pytest.raises(ConfigError, match="soft_punish_cache" if longest == 100 else "max_completion_len"):
         get_soft_overlong_punishment(longest, cache)

@@ -34,7 +34,7 @@ from vgr_trl.cli.arguments import (
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.rows import report_skipped
 from vgr_trl.evaluation import Cache, Evaluation, Scores, evaluate, key_of, model_identity, rows_identity
-from vgr_trl.rewards.loading import ScoredFile
+from vgr_trl.rewards.reward_files import ScoredFile
 from vgr_trl.utils import ConfigError
 
 MEASURED = ("num_samples", "temperature", "max_completion_length", "batch_size", "blank_images", "seed")

@@ -33,8 +33,7 @@ from vgr_trl.demo import Options
 from vgr_trl.demo.tiny_model import EOS, build_tiny_vlm
 from vgr_trl.evaluation import Evaluation, evaluate
 from vgr_trl.reporting.recorder import RecordBefore
-from vgr_trl.rewards.accuracy import accuracy_reward
-from vgr_trl.rewards.simple import think_format_reward
+from vgr_trl.rewards.simple import accuracy_reward, think_format_reward
 from vgr_trl.trainer import DAPOTrainer
 
 Row = Mapping[str, Any]

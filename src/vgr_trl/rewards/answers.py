@@ -8,9 +8,7 @@ import logging
 import math
 import re
 import signal
-import sys
 import threading
-import time
 import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +16,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
-from numbers import Integral, Real
+from numbers import Real
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -190,13 +188,7 @@ _REASON = re.compile(r"(?:because|since|as|因为|因為)(?![a-z])", re.IGNORECA
 _CLAUSE = re.compile(r"[.,;!?。，、/&\n]|(?<![A-Za-z])(?:or|and)(?![A-Za-z])|[或和及]")
 _LABELLED = re.compile(r"(?:\(\s*([A-Ja-j])\s*\)|([A-Ja-j])\s?\))\s*(\S[^\n]*)")
 _SINGLE_LETTER = re.compile(r"(?<![A-Za-z0-9'’])[A-Za-j](?![A-Za-z0-9])")
-_POINTED_AT = re.compile(
-    r"(?:(?<![A-Za-z])(?:or|and|nor|not|also|maybe|perhaps|possibly|option|choice)|[/&|+(\[]|[或和及与跟])[\s*(\[]*$",
-    re.IGNORECASE,
-)
-_AS_A_WORD = re.compile(
-    r"['’]|\s+(?!(?:or|and|nor|is|are|was|also|as|may|might|could|can|would|seems|fits|too)(?![A-Za-z]))[A-Za-z]{2}"
-)
+_AS_A_WORD = re.compile(r"['’]|\s+(?!(?:or|and|nor|is|are|was|also|as|may|could)(?![A-Za-z]))[A-Za-z]{2}")
 
 
 def unwrap(text: str) -> str:
@@ -253,20 +245,17 @@ def read_labelled(content: str) -> str | None:
 def names_another(text: str, letter: str) -> bool:
     """Return whether `text` names an option other than `letter` by its letter.
 
-    An `a` or `I` before a word is a word, and small letters are variables, unless `letter` is a small one too, nothing
-    or something like `or` stands before them, or they are in parentheses.
+    An `a` or `I` before a word is a word, and small letters are variables unless `letter` is a small one too.
     """
     text = half_width(text)
     for match in _SINGLE_LETTER.finditer(text):
-        other, before = match[0], text[max(match.start() - 20, 0) : match.start()]
-        if other.upper() == letter.upper() or (other in "aI" and _AS_A_WORD.match(text, match.end())):
-            continue
-        if other.isupper() or letter.islower() or _POINTED_AT.search(before) or not before.strip(" (*"):
+        is_word = match[0] in "aI" and _AS_A_WORD.match(text, match.end())
+        if match[0].upper() != letter.upper() and not is_word and (match[0].isupper() or letter.islower()):
             return True
     return False
 
 
-_LARGEST_INTEGER = 10**18  # floats beyond it are not exact
+_LARGEST_NUMBER = 1e18  # floats far below it are exact integers
 
 
 @dataclass(frozen=True)
@@ -297,36 +286,39 @@ def resolve_solution(solution: Any, choices: Any = None, label_idx: Any = None) 
             2 to 10 texts that differ.
     """
     options = _options(choices)
-    if solution is None and not options and not isinstance(label_idx, str) and _is_usable(label_idx):
-        return _letter_at(label_idx)
+    if solution is None and not options and _is_number(label_idx):
+        if label_idx not in range(len(LETTERS)):
+            raise RewardError(f"label_idx is {excerpt(label_idx)}: without choices give an index 0 to 9")
+        return Solution(LETTERS[int(label_idx)], index=int(label_idx))
     solution = label_idx if solution is None else solution
-    if not _is_usable(solution):
+    if isinstance(solution, str):
+        content = answer_tag(solution)
+        solution = (solution if content is None else content).strip()
+    if not (bool(solution) if isinstance(solution, str) else _is_number(solution)):
         raise RewardError(f"solution is {excerpt(solution)}: give the right answer as {_accepted(options)}")
-    if isinstance(solution, str):
-        solution = _without_tag(solution)
-    if not options:
-        return _open_or_letter(solution) if isinstance(solution, str) else Solution(_number_text(solution))
-    index = _index_of_text(solution, options) if isinstance(solution, str) else _index_of_number(solution, options)
-    return Solution(options[index], options, index)
+    if options:
+        index = int(solution) if _is_index(solution) else _index_of_text(_text(solution), options)
+        if not 0 <= index < len(options):
+            raise RewardError(f"solution is {index} of {len(options)} choices: give {_accepted(options)}")
+        return Solution(options[index], options, index)
+    letter = (read_letter(solution) or read_labelled(solution)) if isinstance(solution, str) else None
+    if letter is not None and letter in LETTERS:
+        return Solution(letter, index=LETTERS.index(letter))
+    return Solution(_text(solution))
 
 
-def _is_usable(solution: Any) -> bool:
-    if isinstance(solution, str):
-        return bool(_without_tag(solution))
-    if isinstance(solution, Integral):
-        return not isinstance(solution, bool) and abs(int(solution)) < _LARGEST_INTEGER
-    return isinstance(solution, Real) and math.isfinite(solution)
+def _is_number(value: Any) -> bool:
+    """Whether it is a number that floats are exact for; a bool is none."""
+    is_real = isinstance(value, Real) and not isinstance(value, bool)
+    return is_real and bool(abs(value) < _LARGEST_NUMBER)
 
 
-def _letter_at(index: Any) -> Solution:
-    if index not in range(len(LETTERS)):
-        raise RewardError(f"label_idx is {excerpt(index)}: without choices give an index 0 to {len(LETTERS) - 1}")
-    return Solution(LETTERS[int(index)], index=int(index))
+def _is_index(value: Any) -> bool:
+    return _is_number(value) and float(value).is_integer()
 
 
-def _open_or_letter(solution: str) -> Solution:
-    letter = read_letter(solution) or read_labelled(solution)
-    return Solution(solution) if letter is None or letter not in LETTERS else _letter_at(LETTERS.index(letter))
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else str(int(value) if _is_index(value) else value)
 
 
 def _options(choices: Any) -> tuple[str, ...]:
@@ -334,54 +326,35 @@ def _options(choices: Any) -> tuple[str, ...]:
         return ()
     choices = choices.tolist() if hasattr(choices, "tolist") else choices
     if not isinstance(choices, Sequence) or isinstance(choices, str) or not 2 <= len(choices) <= len(LETTERS):
-        raise RewardError(
-            f"choices is {excerpt(choices)}: give a list of 2 to {len(LETTERS)} texts, or None for an open question"
-        )
-    texts = [_number_text(choice) if isinstance(choice, Real) else choice for choice in choices]
-    for letter, text in zip(LETTERS, texts, strict=False):
-        if not isinstance(text, str) or not text.strip():
-            raise RewardError(f"option {letter} of choices is {text!r}: give every option a text")
+        raise RewardError(f"choices is {excerpt(choices)}: give a list of 2 to 10 texts, or None for an open question")
+    texts = [_text(choice) if isinstance(choice, str) or _is_number(choice) else "" for choice in choices]
     folded = [" ".join(text.casefold().split()) for text in texts]
-    for position, text in enumerate(folded):
-        if (first := folded.index(text)) != position:
+    for letter, text, choice in zip(LETTERS, folded, choices, strict=False):
+        if not text:
+            raise RewardError(f"option {letter} of choices is {choice!r}: give every option a text")
+        if (first := LETTERS[folded.index(text)]) != letter:
             raise RewardError(
-                f"options {LETTERS[first]} and {LETTERS[position]} of choices are both {excerpt(texts[first])} "
-                "(case and white space aside): give options that differ"
+                f"options {first} and {letter} of choices are both {excerpt(choice)} (case and white space aside): "
+                "give options that differ"
             )
     return tuple(texts)
 
 
 def _index_of_text(solution: str, options: tuple[str, ...]) -> int:
+    """The option that a solution names: by its letter, else by exactly its text, else by its text normalised."""
     letter = read_letter(solution, options)
-    by_letter = None if letter is None else LETTERS.find(letter)
-    exact = [
-        index for index, option in enumerate(options) if half_width(option).strip() == half_width(solution).strip()
-    ]
-    if by_letter is not None and 0 <= by_letter < len(options):
-        if other := [index for index in exact if index != by_letter]:
-            raise _ambiguous(solution, [by_letter, *other], options)
-        return by_letter
-    matches = exact or [index for index, option in enumerate(options) if normalise(option) == normalise(solution)]
-    if len(matches) > 1:
-        raise _ambiguous(solution, matches, options)
-    if matches:
-        return matches[0]
-    name = (
-        f"the letter {letter}, but there are {len(options)} choices"
-        if letter
-        else f"{excerpt(solution)}, which is none of the choices"
-    )
-    raise RewardError(f"solution is {name}: give {_accepted(options)}")
-
-
-def _index_of_number(solution: Any, options: tuple[str, ...]) -> int:
-    if not float(solution).is_integer():
-        return _index_of_text(_number_text(solution), options)
-    if not 0 <= solution < len(options):
+    by_letter = [index for index in range(len(options)) if LETTERS[index] == letter]
+    exact = [i for i, option in enumerate(options) if half_width(option).strip() == half_width(solution).strip()]
+    alike = [i for i, option in enumerate(options) if normalise(option) == normalise(solution)]
+    meant = sorted({*by_letter, *exact}) or alike
+    if len(meant) > 1:
+        names = " or ".join(f"{LETTERS[index]} ({excerpt(options[index])})" for index in meant)
         raise RewardError(
-            f"solution is the index {int(solution)}, but there are {len(options)} choices: give {_accepted(options)}"
+            f"solution is {excerpt(solution)}, which could mean option {names}: give the index of the right option"
         )
-    return int(solution)
+    if not meant:
+        raise RewardError(f"solution is {excerpt(solution)}, which is none of the choices: give {_accepted(options)}")
+    return meant[0]
 
 
 def _accepted(options: tuple[str, ...]) -> str:
@@ -389,23 +362,6 @@ def _accepted(options: tuple[str, ...]) -> str:
         return "a text or a number, or add choices"
     last = len(options) - 1
     return f"a letter A to {LETTERS[last]}, an integer index 0 to {last}, or the text of one option"
-
-
-def _ambiguous(solution: str, indices: list[int], options: tuple[str, ...]) -> RewardError:
-    meanings = " or ".join(f"{LETTERS[index]} ({excerpt(options[index])})" for index in indices)
-    return RewardError(
-        f"solution is {excerpt(solution)}, which could mean option {meanings}: give the index of the right option"
-    )
-
-
-def _without_tag(solution: str) -> str:
-    content = answer_tag(solution)
-    return (solution if content is None else content).strip()
-
-
-def _number_text(value: Any) -> str:
-    is_whole = not isinstance(value, Integral) and abs(value) < _LARGEST_INTEGER and float(value).is_integer()
-    return str(int(value)) if is_whole else str(value)
 
 
 # One unit a line, its spellings separated by commas, and its name first; what counts in any case is decided below.
@@ -470,7 +426,7 @@ _FRACTION = re.compile(r"([+-]?)(?:(\d+)\s?/\s?(\d+)|\\[dt]?frac\s?\{(\d+)\}\s?\
 _PERCENT = frozenset(["%", r"\%", "percent", "per cent", "pct"])
 _MINUS = re.compile("[−–‐‑﹣]")
 _LONGEST_QUANTITY = 100
-_FEWEST_DECIMALS, _FEWEST_DIGITS = 6, 5
+_FEWEST_DECIMALS, _SMALLEST_DIGITS = 6, 10**4
 
 
 @dataclass(frozen=True)
@@ -484,19 +440,18 @@ class Quantity:
     def equals(self, other: "Quantity") -> bool:
         """Return whether both are the same number; a unit that only one of them has is ignored.
 
-        A fraction also equals its value rounded or cut to six or more decimals.
+        A fraction also equals its value rounded or cut to six or more decimals, five of their digits at least.
         """
         if self.unit and other.unit and self.unit != other.unit:
             return False
-        if self.value == other.value:
-            return True
+        if (self.decimals is None) == (other.decimals is None):
+            return self.value == other.value
         written, exact = (self, other) if other.decimals is None else (other, self)
-        if exact.decimals is not None or written.decimals is None or written.decimals < _FEWEST_DECIMALS:
-            return False
-        last_place = Fraction(1, 10**written.decimals)
-        if (written.value < 0) != (exact.value < 0) or abs(written.value) < last_place * 10 ** (_FEWEST_DIGITS - 1):
-            return False
-        return -last_place / 2 <= abs(exact.value) - abs(written.value) < last_place
+        places = written.decimals or 0
+        digits, scaled = (each.value * Fraction(10) ** places for each in (written, exact))
+        if places < _FEWEST_DECIMALS or abs(digits) < _SMALLEST_DIGITS:
+            return digits == scaled
+        return digits in (scaled, int(scaled), round(scaled))
 
 
 def read_quantity(text: str) -> Quantity | None:
@@ -510,7 +465,8 @@ def read_quantity(text: str) -> Quantity | None:
     if len(text) > _LONGEST_QUANTITY or not text.isprintable():
         return None
     if match := _FRACTION.fullmatch(text):
-        return _fraction(match)
+        above, below = int(match[1] + (match[2] or match[4])), int(match[3] or match[5])
+        return Quantity(Fraction(above, below), decimals=None) if below else None
     match = _QUANTITY.fullmatch(text)
     if match is None or (match["before"] and match["sign"]):
         return None
@@ -527,14 +483,6 @@ def read_quantity(text: str) -> Quantity | None:
     if currency:
         names.add(read_unit(currency.replace("\\", "")))
     return None if None in names or len(names) > 1 else Quantity(value, "".join(map(str, names)), decimals)
-
-
-def _fraction(match: re.Match[str]) -> Quantity | None:
-    above, below = int(match[2] or match[4]), int(match[3] or match[5])
-    if below == 0:
-        return None
-    value = Fraction(above, below)
-    return Quantity(-value if match[1] == "-" else value, "", None)
 
 
 _SIGNS = {
@@ -630,28 +578,22 @@ def _depths(text: str) -> Iterator[int]:
 
 
 def _is_formula(text: str) -> bool:
+    """Whether it is one expression of mathematics that can be evaluated quickly: no towers, no large exponents."""
     if not _MATHEMATICAL.fullmatch(text) or _NOT_ONE_EXPRESSION.search(text) or _DATE_OR_RANGE.fullmatch(text):
         return False
     if "\\infty" in _INFINITE_BOUND.sub("", text) or (re.search(r"[=<>]", text) and not _VARIABLE.search(text)):
         return False
-    return max(_depths(text), default=0) <= _DEEPEST and _has_small_powers(text)
-
-
-def _has_small_powers(text: str) -> bool:
-    """Return whether evaluating `text` cannot take long: no towers of powers, no large exponents."""
     exponents = list(_EXPONENT.finditer(text))
-    if len(exponents) != text.count("^"):
+    if len(exponents) != text.count("^") or any(text[match.end() :].lstrip().startswith("^") for match in exponents):
         return False
-    product = 1
-    for match in exponents:
-        if text[match.end() :].lstrip().startswith("^"):
-            return False
-        for digits in re.findall(r"\d+", match[0]):
-            if len(digits) > 4:
-                return False
-            product *= max(int(digits), 1)
-    of_brackets = re.search(r"[)\]}]\s*\^", text) is not None
-    return product <= (16 if of_brackets else 10_000) and max(map(len, re.findall(r"\d+", text)), default=0) <= 30
+    powers = [digits for match in exponents for digits in re.findall(r"\d+", match[0])]
+    most = 16 if re.search(r"[)\]}]\s*\^", text) else 10_000  # of brackets, and of a number
+    return (
+        max(_depths(text), default=0) <= _DEEPEST
+        and max(map(len, re.findall(r"\d+", text)), default=0) <= 30
+        and max(map(len, powers), default=0) <= 4
+        and math.prod(max(int(digits), 1) for digits in powers) <= most
+    )
 
 
 _SECONDS = 5.0
@@ -668,12 +610,10 @@ def same_formula(gold: str, answer: str) -> bool:
     from math_verify import LatexExtractionConfig, parse, verify
     from math_verify.errors import TimeoutException
 
-    # Limits are of computing time, so that a reward does not depend on what else runs; math-verify's own is of time.
-    limited = _by_signal if threading.current_thread() is threading.main_thread() else _by_profile
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        with limited(_SECONDS, TimeoutException):
+        with _at_most(_SECONDS, TimeoutException):
             parsed = [
                 parse(f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
                 for text in (gold, answer)
@@ -684,8 +624,15 @@ def same_formula(gold: str, answer: str) -> bool:
 
 
 @contextmanager
-def _by_signal(seconds: float, error: type[BaseException]) -> Iterator[None]:
-    """Raise `error` when the process has computed for `seconds` in this block, and again should it be caught."""
+def _at_most(seconds: float, error: type[BaseException]) -> Iterator[None]:
+    """Raise `error` when the process has computed for `seconds` in this block, and again should it be caught.
+
+    The limit is of computing time, unlike math-verify's own: a reward does not depend on what else runs. Python takes
+    signals in its main thread alone; elsewhere only what formulas are allowed to contain (`_is_formula`) limits them.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise error
@@ -699,17 +646,50 @@ def _by_signal(seconds: float, error: type[BaseException]) -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, before)
 
 
-@contextmanager
-def _by_profile(seconds: float, error: type[BaseException]) -> Iterator[None]:
-    """Raise `error` at the first call of a function after this thread has computed for `seconds` in this block."""
-    soonest, end, previous = time.monotonic() + seconds, time.thread_time() + seconds, sys.getprofile()
+def states_answer(text: str, solution: Solution) -> bool:
+    """Return whether the completion `text` states any answer of the kind that `solution` is, right or wrong."""
+    return _stated(text, solution) is not None
 
-    def check(frame: Any, event: str, argument: Any) -> None:
-        if time.monotonic() > soonest and time.thread_time() > end:
-            raise error
 
-    sys.setprofile(check)
-    try:
-        yield
-    finally:
-        sys.setprofile(previous)
+def is_right(text: str, solution: Solution) -> bool:
+    """Return whether the completion `text` states `solution` as its answer."""
+    stated = _stated(text, solution)
+    if solution.choices:
+        return stated == solution.index
+    if solution.index is not None:
+        return stated == LETTERS[solution.index]
+    return isinstance(stated, str) and same_open_answer(solution.text, stated)
+
+
+def _stated(text: str, solution: Solution) -> str | int | None:
+    """What a completion states: an option, where there are choices, or a letter, or an open answer."""
+    visible = strip_thought(text)
+    if solution.choices:
+        return _chosen_option(visible, solution.choices)
+    if solution.index is not None:
+        return _stated_letter(visible, ())
+    stated = answer_tag(visible)
+    if stated is None and (statement := last_statement(visible, options=False)):
+        stated = statement[0]
+    return stated
+
+
+def _chosen_option(visible: str, choices: Sequence[str]) -> int | None:
+    """The 0-based option that a completion states, by letter before text; None if none, or not exactly one."""
+    letter = _stated_letter(visible, choices)
+    if letter is not None and (index := LETTERS.find(letter)) in range(len(choices)):
+        return index
+    stated = answer_tag(visible)
+    if stated is None:
+        return None
+    matches = [index for index, choice in enumerate(choices) if normalise(choice) == normalise(stated)]
+    return matches[0] if len(matches) == 1 else None
+
+
+def _stated_letter(visible: str, choices: Sequence[str]) -> str | None:
+    content, in_sentence = answer_tag(visible), False
+    if content is None and (statement := last_statement(visible, options=True)) is not None:
+        content, in_sentence = statement
+    if content is None:
+        return letter_in_parentheses(visible)
+    return read_letter(content, choices, in_sentence=in_sentence) or (None if choices else read_labelled(content))

@@ -7,8 +7,8 @@ from functools import wraps
 from typing import Any
 
 from vgr_trl.registries import declares
-from vgr_trl.rewards.accuracy import accuracy_reward
-from vgr_trl.rewards.groups import needs_whole_groups, read_num_generations
+from vgr_trl.rewards.groups import group_size, needs_whole_groups
+from vgr_trl.rewards.simple import accuracy_reward
 from vgr_trl.utils import RewardError
 
 _SMALLEST_SPREAD = 1e-5  # of Q3: equal completions of a group differ by the rounding of float32, 1e-7 to 1e-6
@@ -141,12 +141,7 @@ def region_reward(
 def _by_group(
     count: int, num_generations: int | Sequence[int], of_group: Callable[[range], list[float | None]]
 ) -> list[float | None]:
-    size = read_num_generations(num_generations) or 1
-    if size < 1 or count % size:
-        raise RewardError(
-            f"There are {count} completions with num_generations {size}: give those of whole groups, the completions "
-            "of a prompt one after another."
-        )
+    size = group_size(count, num_generations)
     return [reward for start in range(0, count, size) for reward in of_group(range(start, start + size))]
 
 
@@ -176,7 +171,7 @@ def scaled_by_accuracy(rewards: Iterable[Any]) -> list[Any]:
 
     A reward v becomes m + 2·s·(v - m), with m the middle of its range (0.5 for VGR, else 0) and s the standard
     deviation (over G) of the group's accuracy: 2·s is 1 where half of the completions are right, 0 where all or none
-    are. Those whose accuracy cannot be judged do not count in s; where none can be, the reward is None.
+    are. Those whose accuracy is not known do not count in s; where none is, the reward is None.
 
     Args:
         rewards: among them `vgr_reward`, `vgr_hard_negative_reward` or `mdi_reward`.
@@ -185,7 +180,7 @@ def scaled_by_accuracy(rewards: Iterable[Any]) -> list[Any]:
         RewardError: none of them is.
     """
     rewards = list(rewards)
-    scaled = [_scaled(reward) if any(reward is each for each in _MIDDLES) else reward for reward in rewards]
+    scaled = [_scaled(reward, _MIDDLES[reward]) if reward in _MIDDLES else reward for reward in rewards]
     if scaled == rewards:
         names = " ".join(getattr(reward, "__name__", type(reward).__name__) for reward in rewards)
         raise RewardError(
@@ -195,22 +190,20 @@ def scaled_by_accuracy(rewards: Iterable[Any]) -> list[Any]:
     return scaled
 
 
-def _scaled(reward: Any) -> Any:
-    middle = _MIDDLES[reward]
-
+def _scaled(reward: Any, middle: float) -> Any:
     @needs_whole_groups("vgr", optional=("solution", "choices", "label_idx", "mdi_balance_ratio"))
     @wraps(reward)
     def scaled(completions: Sequence[Any], num_generations: int | Sequence[int], **kwargs: Any) -> list[float | None]:
-        rewards: list[float | None] = reward(completions, num_generations=num_generations, **kwargs)
+        rewards = reward(completions, num_generations=num_generations, **kwargs)
         accuracy = accuracy_reward(completions, **kwargs)
-        size = read_num_generations(num_generations) or 1
-        scales = [_twice_deviation(accuracy[start : start + size]) for start in range(0, len(accuracy), size)]
-        pairs = [(value, scales[row // size]) for row, value in enumerate(rewards)]
-        return [None if v is None or scale is None else middle + scale * (v - middle) for v, scale in pairs]
+
+        def of_group(rows: range) -> list[float | None]:
+            known = [each for row in rows if (each := accuracy[row]) is not None]
+            if not known:
+                return [None] * len(rows)
+            scale = 2 * statistics.pstdev(known)
+            return [None if rewards[row] is None else middle + scale * (rewards[row] - middle) for row in rows]
+
+        return _by_group(len(rewards), num_generations, of_group)
 
     return scaled
-
-
-def _twice_deviation(accuracy: Sequence[float | None]) -> float | None:
-    known = [value for value in accuracy if value is not None]
-    return 2 * statistics.pstdev(known) if known else None

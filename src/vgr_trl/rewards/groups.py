@@ -1,6 +1,6 @@
 """Rewards that compare the completions of a prompt, also if its group is spread over processes; limits of time."""
 
-import inspect
+import math
 import signal
 import threading
 import time
@@ -14,9 +14,6 @@ from vgr_trl.utils import RewardError
 Gather = Callable[[list[Any]], list[Any]]
 Reward = TypeVar("Reward", bound=Callable[..., Any])
 
-_REQUIRED, _OPTIONAL = "whole_group_columns", "whole_group_optional_columns"
-_NEVER_GATHERED = ("image", "images", "prompts")
-
 
 def needs_whole_groups(*columns: str, optional: Sequence[str] = ()) -> Callable[[Reward], Reward]:
     """Return a decorator that marks a reward as needing all completions of a prompt at once.
@@ -29,43 +26,26 @@ def needs_whole_groups(*columns: str, optional: Sequence[str] = ()) -> Callable[
         optional: columns that it uses if there are any.
 
     Raises:
-        RewardError: a column holds images, the function is asynchronous, or the parentheses are missing.
+        RewardError: a column holds images.
     """
-    if any(map(callable, columns)):
-        raise RewardError("A reward is decorated with @needs_whole_groups: write @needs_whole_groups(), with columns.")
-    for column in (*columns, *optional):
-        if column in _NEVER_GATHERED:
-            raise RewardError(
-                f"A reward needs the column {column!r} of whole groups, but images are never gathered: name columns of "
-                "numbers or text."
-            )
+    if images := {"image", "images", "prompts"} & {*columns, *optional}:
+        raise RewardError(
+            f"A reward needs the column {min(images)!r} of whole groups, but images are never gathered: name columns "
+            "of numbers or text."
+        )
 
-    def mark(reward: Reward) -> Reward:
-        if is_asynchronous(innermost(reward)):
-            raise RewardError(
-                f"{_name(reward)} is asynchronous, which rewards of whole groups cannot be: all processes gather in "
-                "the same order, so make it an ordinary function."
-            )
-        setattr(reward, _REQUIRED, tuple(columns))
-        setattr(reward, _OPTIONAL, tuple(optional))
+    def mark(reward: Any) -> Any:
+        reward.whole_group_columns = columns, tuple(optional)
         return reward
 
     return mark
 
 
-def needed_columns(reward: Any) -> tuple[str, ...] | None:
-    """Return the columns that `reward` needs of whole groups; None if it was not marked as needing whole groups."""
-    return getattr(_marked(reward), _REQUIRED, None)
-
-
-def _marked(reward: Any) -> Any:
-    while hasattr(reward, "func") and not hasattr(reward, _REQUIRED):
+def needed_columns(reward: Any) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """Return the required and optional columns of a reward marked by `needs_whole_groups`; None if it is not."""
+    while hasattr(reward, "func") and not hasattr(reward, "whole_group_columns"):
         reward = reward.func
-    return reward
-
-
-def _name(reward: Any) -> str:
-    return str(getattr(reward, "__name__", None) or getattr(_marked(reward), "__name__", type(reward).__name__))
+    return getattr(reward, "whole_group_columns", None)
 
 
 def innermost(reward: Any) -> Any:
@@ -73,11 +53,6 @@ def innermost(reward: Any) -> Any:
     while hasattr(reward, "func"):
         reward = reward.func
     return reward
-
-
-def is_asynchronous(called: Any) -> bool:
-    """Whether calling a function, or an object, gives something to wait for."""
-    return any(map(inspect.iscoroutinefunction, (called, getattr(called, "__call__", None))))  # noqa: B004
 
 
 class WholeGroups:
@@ -103,122 +78,92 @@ class WholeGroups:
         num_processes: int = 1,
         num_generations: int | Callable[[], int] | None = None,
     ) -> None:
-        self.__name__ = _name(reward)
-        if needed_columns(reward) is None:
+        self.__name__ = str(getattr(reward, "__name__", None) or innermost(reward).__name__)
+        if (columns := needed_columns(reward)) is None:
             raise RewardError(
                 f"{self.__name__} is not marked as needing whole groups: decorate it with needs_whole_groups."
             )
+        self.required, self.optional = columns
         self.reward, self.gather, self.num_generations = reward, gather, num_generations
         self.process_index, self.num_processes = process_index, num_processes
-        self.required: tuple[str, ...] = getattr(_marked(reward), _REQUIRED)
-        self.optional: tuple[str, ...] = getattr(_marked(reward), _OPTIONAL, ())
 
     def __call__(self, completions: Sequence[Any], **kwargs: Any) -> list[float | None]:
-        """Return the rewards of the local completions; gathers twice, on every process, whatever the rows are."""
-        columns = {name: kwargs[name] for name in (*self.required, *self.optional) if kwargs.get(name) is not None}
-        missing = next((name for name in self.required if name not in columns), None)
+        """Return the rewards of the local completions; gathers once, on every process, whatever the rows are."""
+        own = {name: list(kwargs[name]) for name in (*self.required, *self.optional) if kwargs.get(name) is not None}
         with without_limit():
-            states = self.gather([(len(completions), missing, sorted(columns))])
-        if len(states) != self.num_processes:
+            parts = self.gather([(list(completions), own)])
+        if len(parts) != self.num_processes:
             raise RewardError(
-                f"{self.__name__} got rows from {len(states)} processes, but there are {self.num_processes}: call it "
+                f"{self.__name__} got rows from {len(parts)} processes, but there are {self.num_processes}: call it "
                 "on every process, with a gather function that reaches all."
             )
-        for index, (_, missing, _) in enumerate(states):
-            if missing is not None:
+        for process, (_, columns) in enumerate(parts):
+            if missing := [name for name in self.required if name not in columns]:
                 raise RewardError(
-                    f"On process {index} {self.__name__} needs the column {missing!r}, which the rows lack: add it."
+                    f"On process {process} {self.__name__} lacks the column {missing[0]!r}: add it to the rows."
                 )
-        present = sorted({name for _, _, names in states for name in names})
-        absent = [None] * len(completions)
-        with without_limit():
-            rows = self.gather(list(zip(completions, *(columns.get(name, absent) for name in present), strict=True)))
-        lengths = [length for length, _, _ in states]
-        start = sum(lengths[: self.process_index])
-        return self._compute(rows, present, slice(start, start + lengths[self.process_index]), kwargs)
-
-    def _compute(self, rows: list[Any], present: list[str], here: slice, kwargs: dict[str, Any]) -> list[float | None]:
-        size = kwargs.get("num_generations")
-        if size is None:
-            size = self.num_generations() if callable(self.num_generations) else self.num_generations
-        size = read_num_generations(size)
-        if size is None or size < 1 or len(rows) % size:
-            raise RewardError(
-                f"{self.__name__} got {len(rows)} completions with num_generations {size}: pass the number of "
-                "completions per prompt, which divides the number of completions over all processes."
-            )
-        arguments: dict[str, Any] = {name: [row[i + 1] for row in rows] for i, name in enumerate(present)}
+        arguments: dict[str, Any] = {
+            name: [value for rows, columns in parts for value in columns.get(name, [None] * len(rows))]
+            for name in sorted({name for _, columns in parts for name in columns})
+        }
+        everything = [completion for rows, _ in parts for completion in rows]
+        start = sum(len(rows) for rows, _ in parts[: self.process_index])
+        here = slice(start, start + len(completions))
         arguments |= {name: kwargs[name] for name in ("trainer_state", "log_metric") if name in kwargs}
         if (log_extra := kwargs.get("log_extra")) is not None:
             arguments["log_extra"] = lambda column, values: log_extra(column, list(values)[here])
-        rewards = self.reward(completions=[row[0] for row in rows], num_generations=size, **arguments)
-        if len(rewards) != len(rows):
+        size = kwargs.get("num_generations")
+        if size is None:
+            size = self.num_generations() if callable(self.num_generations) else self.num_generations
+        size = group_size(len(everything), size)
+        rewards = list(self.reward(completions=everything, num_generations=size, **arguments))
+        if len(rewards) != len(everything):
             raise RewardError(
-                f"{self.__name__} returned {len(rewards)} rewards for {len(rows)} completions: return one per "
+                f"{self.__name__} returned {len(rewards)} rewards for {len(everything)} completions: return one per "
                 "completion, None where it does not apply."
             )
-        return list(rewards[here])
+        return rewards[here]
 
 
 gather_groups = WholeGroups
 
 
-def read_num_generations(value: Any) -> int | None:
-    """Return the completions per prompt from an int or a column of equal ints; None for None or an empty column.
+def group_size(count: int, num_generations: Any) -> int:
+    """Return the completions per prompt from an int or a column of equal ints.
+
+    Args:
+        count: completions, over all processes.
+        num_generations: as TRL passes it, or as a column of the data.
 
     Raises:
-        RewardError: the column has different values.
+        RewardError: they are not those of whole groups.
     """
-    if value is None or isinstance(value, int):
-        return value
-    if not hasattr(value, "__len__"):
-        return int(value)
-    sizes = {int(size) for size in value}
-    if len(sizes) > 1:
-        raise RewardError(f"num_generations has the values {sorted(sizes)}: give the same number for every completion.")
-    return sizes.pop() if sizes else None
+    sizes = {num_generations} if num_generations is None or isinstance(num_generations, int) else {*num_generations}
+    if not count and not sizes:
+        return 1
+    size = int(sizes.pop() or 0) if len(sizes) == 1 else 0
+    if size < 1 or count % size:
+        raise RewardError(
+            f"There are {count} completions over all processes with num_generations {num_generations}: give the "
+            "number of completions per prompt, which divides them."
+        )
+    return size
 
 
 _INTERVAL = 0.1  # seconds between two looks at the clock, and between two interruptions
-_running: "_Watchdog | None" = None
+_deadline = math.inf  # of the reward that runs in the main thread, on the monotonic clock
 
 
 class _TimeUp(BaseException):
     """No `Exception`, which a reward may catch."""
 
 
-class _Watchdog(threading.Thread):
-    """Interrupts the main thread once the time is up, and again until it is stopped: the reward may catch everything.
-
-    The signal is one that nothing else uses. SIGALRM is that of math-verify, and of a reward's own `signal.alarm`.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(daemon=True)
-        self.end, self.time_is_up = time.monotonic() + seconds, False
-        self.stopped = threading.Event()
-
-    def run(self) -> None:
-        while not self.stopped.wait(_INTERVAL):
-            if time.monotonic() >= self.end:
-                self.time_is_up = True
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
-
-    def interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Handle the signal."""
-        if self.time_is_up and not self.stopped.is_set():
-            raise _TimeUp
-
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
 @contextmanager
 def at_most(seconds: float | None, name: str) -> Iterator[None]:
-    """Interrupt what this block waits for or computes in Python, as often as it goes on.
+    """Interrupt what this block waits for or computes in Python, again and again: a reward may catch everything.
 
-    Not interrupted is a single call of C code that keeps the interpreter to itself: a regular expression, say.
+    The signal is one that nothing else uses; SIGALRM is that of math-verify, and of a reward's own `signal.alarm`. Not
+    interrupted is a single call of C code that keeps the interpreter to itself: a regular expression, say.
 
     Args:
         seconds: the limit, above 0; None: there is none, nor outside of the main thread, where Python takes no
@@ -228,26 +173,37 @@ def at_most(seconds: float | None, name: str) -> Iterator[None]:
     Raises:
         RewardError: the limit is reached, whatever the block has made of the interruption.
     """
-    global _running
-    if seconds is None or not _is_main_thread():
+    global _deadline
+    if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    watchdog = _running = _Watchdog(seconds)
-    before = signal.signal(signal.SIGURG, watchdog.interrupt)
-    watchdog.start()
+    expired, done, thread = threading.Event(), threading.Event(), threading.get_ident()
+
+    def watch() -> None:
+        while not done.wait(_INTERVAL):
+            if time.monotonic() >= _deadline:
+                expired.set()
+                signal.pthread_kill(thread, signal.SIGURG)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if expired.is_set() and not done.is_set():
+            raise _TimeUp
+
+    before, _deadline = signal.signal(signal.SIGURG, interrupt), time.monotonic() + seconds
+    threading.Thread(target=watch, daemon=True).start()
     try:
         try:
             yield
         finally:
-            watchdog.stopped.set()
+            done.set()
     except BaseException:
-        if not watchdog.time_is_up:
+        if not expired.is_set():
             raise
     finally:
-        watchdog.stopped.set()  # the first time may have been interrupted
+        done.set()  # the first time may have been interrupted
         signal.signal(signal.SIGURG, before)
-        _running = None
-    if watchdog.time_is_up:
+        _deadline = math.inf
+    if expired.is_set():
         raise RewardError(
             f"The reward {name} has not returned within reward_timeout={seconds:g} seconds: correct it, or allow more."
         )
@@ -256,12 +212,9 @@ def at_most(seconds: float | None, name: str) -> Iterator[None]:
 @contextmanager
 def without_limit() -> Iterator[None]:
     """Let the limit stand still: while other processes are waited for, which have their own, or for cleaning up."""
-    watchdog = _running if _is_main_thread() else None
-    if watchdog is None:
-        yield
-        return
-    began, end, watchdog.end = time.monotonic(), watchdog.end, float("inf")
+    global _deadline
+    began, before, _deadline = time.monotonic(), _deadline, math.inf
     try:
         yield
     finally:
-        watchdog.end = end + time.monotonic() - began
+        _deadline = before + time.monotonic() - began

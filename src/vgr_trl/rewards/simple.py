@@ -1,12 +1,72 @@
-"""Rewards of form: the format of a completion, and its length."""
+"""Rewards of what a completion says: accuracy, also of its description alone, format, and length."""
 
-import math
 from collections.abc import Sequence
-from numbers import Integral
+from dataclasses import dataclass
 from typing import Any
 
-from vgr_trl.rewards.answers import completion_text
+from vgr_trl.options import check_value
+from vgr_trl.registries import BLIND_ANSWERS, declares
+from vgr_trl.rewards.answers import completion_text, excerpt, is_right, resolve_solution
 from vgr_trl.utils import RewardError
+
+
+def accuracy_reward(
+    completions: Sequence[Any],
+    solution: Sequence[Any] | None = None,
+    choices: Sequence[Any] | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
+    """Return 1 for each completion whose stated answer is right, 0 for the others (`Stated answer` in definitions.md).
+
+    Args:
+        completions: N completions as TRL passes them, lists of messages or strings.
+        solution: per completion the letter, 0-based index or text of the right option, or the open answer; where it is
+            None the column `label_idx` is read instead, in which a number is always an index.
+        choices: per completion the texts of 2 to 10 options, or None for an open question.
+        kwargs: the other columns, of which `label_idx` is used, and what else TRL passes.
+
+    Returns:
+        N rewards; None where `solution` cannot be resolved, since such a row says nothing about its completion.
+
+    Raises:
+        RewardError: a column does not have one value per completion, or a completion is no text.
+    """
+    given = {"solution": solution, "choices": choices, "label_idx": kwargs.get("label_idx")}
+    columns = {name: [None] * len(completions) if values is None else values for name, values in given.items()}
+    for name, values in columns.items():
+        if isinstance(values, str) or len(values) != len(completions):
+            raise RewardError(
+                f"{name} is {excerpt(values)} for {len(completions)} completions: give a list with a value for each."
+            )
+    return [_accuracy(*row) for row in zip(map(completion_text, completions), *columns.values(), strict=True)]
+
+
+def _accuracy(text: str, *row: Any) -> float | None:
+    try:
+        return float(is_right(text, resolve_solution(*row)))
+    except RewardError:
+        return None
+
+
+@declares(needs=(BLIND_ANSWERS,))
+def blind_accuracy_reward(
+    completions: Sequence[Any], blind_answers: Sequence[str | None], **kwargs: Any
+) -> list[float | None]:
+    """Return the accuracy of the answers given from each completion's description of the image alone, 0 or 1.
+
+    Args:
+        completions: N completions, of which nothing else counts.
+        blind_answers: what was answered; None, which earns 0: the completion describes nothing.
+        kwargs: the other columns, as `accuracy_reward` takes them.
+
+    Returns:
+        N rewards; None where the row does not say what is right.
+
+    Raises:
+        RewardError: as `accuracy_reward`.
+    """
+    return accuracy_reward([answer or "" for answer in blind_answers], **kwargs)
+
 
 _HANGUL_FILLERS = "\u115f\u1160\u3164\uffa0"  # letters to Unicode, but nothing to see
 _LINES = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
@@ -56,17 +116,16 @@ def _says_something(text: str) -> bool:
     return any(character.isalnum() and character not in _HANGUL_FILLERS for character in text)
 
 
+@dataclass(frozen=True)
 class SoftOverlongPunishment:
     """The reward that `get_soft_overlong_punishment` returns; a class, so that it can be pickled."""
 
+    max_completion_len: int
+    soft_punish_cache: int
     __name__ = "soft_overlong_punishment_reward"
 
-    def __init__(self, max_completion_len: int, soft_punish_cache: int) -> None:
-        self.max_completion_len = max_completion_len
-        self.soft_punish_cache = soft_punish_cache
-
     def __call__(self, completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float]:
-        """Return the reward of each of the N completions, in [-1, 0], from its token ids."""
+        """Return the reward of each completion, in [-1, 0], from its token ids."""
         return [self._reward(len(ids)) for ids in completion_ids]
 
     def _reward(self, length: int) -> float:
@@ -74,9 +133,6 @@ class SoftOverlongPunishment:
         if length > self.max_completion_len:
             return -1.0
         return -over / self.soft_punish_cache if over > 0 else 0.0
-
-    def __repr__(self) -> str:
-        return f"get_soft_overlong_punishment({self.max_completion_len}, {self.soft_punish_cache})"
 
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> SoftOverlongPunishment:
@@ -89,12 +145,8 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
         soft_punish_cache: c, in tokens, in [0, max_completion_len]; with 0 the reward is 0 up to Lmax and −1 beyond.
 
     Raises:
-        RewardError: an argument is out of range.
+        ConfigError: an argument is out of range.
     """
-    for name, value, smallest, largest in (
-        ("max_completion_len", max_completion_len, 1, math.inf),
-        ("soft_punish_cache", soft_punish_cache, 0, max_completion_len),
-    ):
-        if isinstance(value, bool) or not isinstance(value, Integral) or not smallest <= value <= largest:
-            raise RewardError(f"{name} is {value!r}: give an integer number of tokens in [{smallest}, {largest}].")
-    return SoftOverlongPunishment(int(max_completion_len), int(soft_punish_cache))
+    check_value("max_completion_len", max_completion_len, int, ge=1)
+    check_value("soft_punish_cache", soft_punish_cache, int, ge=0, le=max_completion_len)
+    return SoftOverlongPunishment(max_completion_len, soft_punish_cache)

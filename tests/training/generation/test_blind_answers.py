@@ -9,7 +9,7 @@ from support.vllm import in_place_of_vllm
 
 from vgr_trl.generation import blind_conversation, description_in, question_of
 from vgr_trl.rewards import load_reward
-from vgr_trl.rewards.accuracy import blind_accuracy_reward
+from vgr_trl.rewards.simple import blind_accuracy_reward
 from vgr_trl.utils import RewardError
 
 

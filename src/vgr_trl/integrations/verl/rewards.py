@@ -7,8 +7,7 @@ the actor, by the options `vgr_reward_weight`, `hard_negative_reward_weight` and
 from collections.abc import Mapping
 from typing import Any
 
-from vgr_trl.rewards.accuracy import accuracy_reward
-from vgr_trl.rewards.simple import get_soft_overlong_punishment, think_format_reward
+from vgr_trl.rewards.simple import accuracy_reward, get_soft_overlong_punishment, think_format_reward
 from vgr_trl.utils import RewardError
 
 
