@@ -103,11 +103,11 @@ def shape_advantages(
         DataError: a plug-in returns something else than weights.
     """
     check_value("perception_weighting", options.perception_weighting, Literal["filter", "soft"])
-    for rule, needs in active_rules(options).items():
-        _check_measured(rule, needs, signals)
-    mask = signals.mask.bool()  # (N, T)
+    for rule, need in ((rule, need) for rule, needs in active_rules(options).items() for need in needs):
+        if (signals.measured(need) if is_measurement(need) else signals.extra.get(short_name(need))) is None:
+            raise ConfigError(f"{rule} is on, but the signals have no {need}: measure it, or switch {rule} off.")
+    mask, on = signals.mask.bool(), own_rules(options)  # (N, T)
     credit = per_token(advantages).float().expand(mask.shape).clone()  # (N, T)
-    on = own_rules(options)
     totals, kept = Totals(), []  # tokens that each filter keeps, (N, T) bool
     if signals.attention is not None and "token_weights" in on:
         weights = attention_weights(signals.attention, mask, options)
@@ -117,7 +117,7 @@ def shape_advantages(
         credit *= weights
     if signals.dependency is not None and "enable_perception_filtering" in on:
         if _is_soft(options):
-            weights = dependency_weights(signals.dependency, mask, clip=_pair(options.token_weights_clip))
+            weights = dependency_weights(signals.dependency, mask, clip=options.token_weights_clip)
             add_weights(totals, "perception_weight", weights, mask)
             credit *= weights
         else:
@@ -157,13 +157,6 @@ def per_token(advantages: torch.Tensor) -> torch.Tensor:
     return advantages.unsqueeze(1) if advantages.ndim == 1 else advantages
 
 
-def _check_measured(rule: str, needs: Sequence[str], signals: RolloutSignals) -> None:
-    for need in needs:
-        found = signals.measured(need) if is_measurement(need) else signals.extra.get(short_name(need))
-        if found is None:
-            raise ConfigError(f"{rule} is on, but the signals have no {need}: measure it, or switch {rule} off.")
-
-
 def _plugin_weights(
     spec: str,
     given: tuple[torch.Tensor, RolloutSignals, torch.Tensor],
@@ -177,13 +170,12 @@ def _plugin_weights(
     context = {key: value for key, value in context.items() if key in taken}
     with read_only(rule, *given, *context.values()):
         result = function(*given, options.plugin_values(function, spec), **context)
-    weights, metrics = result if isinstance(result, tuple) and len(result) == 2 else (None, None)
-    if not isinstance(weights, torch.Tensor) or not isinstance(metrics, Mapping):
+    weights, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if not isinstance(weights, torch.Tensor) or weights.shape != mask.shape or not isinstance(metrics, Mapping):
+        found = getattr(weights, "shape", type(weights).__name__)
         raise DataError(
-            f"{rule} returned a {type(result).__name__}: return weights, a tensor (N, T), and a dict of metrics."
+            f"{rule} returned {found}, metrics {metrics!r}: return weights, a tensor {tuple(mask.shape)}, and a dict."
         )
-    if weights.shape != mask.shape:
-        raise DataError(f"{rule} returned weights of shape {tuple(weights.shape)}: give {tuple(mask.shape)}.")
     for key, value in metrics.items():
         if isinstance(value, tuple):
             totals.add_mean(f"credit/{name}/{key}", *value)
@@ -256,7 +248,7 @@ def token_weights(
     token_vgr: torch.Tensor,
     mask: torch.Tensor,
     *,
-    clip: tuple[float, float] | None = (0.2, 3.0),
+    clip: Sequence[float] | None = (0.2, 3.0),
     smooth_sigma: float = 0.0,
     topk_ratio: float | None = None,
 ) -> torch.Tensor:
@@ -312,14 +304,14 @@ def attention_weights(attention: AttentionMass, mask: torch.Tensor, options: Cre
     return token_weights(
         token_vision_gain_ratio(attention, layers),
         mask,
-        clip=_pair(options.token_weights_clip),
+        clip=options.token_weights_clip,
         smooth_sigma=options.token_weights_smooth_sigma,
         topk_ratio=options.token_weights_topk_ratio,
     )
 
 
 def dependency_weights(
-    dependency: torch.Tensor, mask: torch.Tensor, *, clip: tuple[float, float] | None = (0.2, 3.0)
+    dependency: torch.Tensor, mask: torch.Tensor, *, clip: Sequence[float] | None = (0.2, 3.0)
 ) -> torch.Tensor:
     """Return a weight for every token from its visual dependency: a soft form of the perception filter.
 
@@ -357,14 +349,9 @@ def _smooth(values: torch.Tensor, defined: torch.Tensor, sigma: float) -> torch.
     return torch.where(defined, sums / totals.masked_fill(~defined, 1), values)
 
 
-def _check_clip(clip: tuple[float, float] | None) -> None:
+def _check_clip(clip: Sequence[float] | None) -> None:
     if clip is not None and not 0 <= clip[0] <= clip[1] > 0:  # torch.clamp takes them in any order
         raise ConfigError(f"clip is {clip!r}: give None or two numbers with 0 <= low <= high and high above 0.")
-
-
-def _pair(values: Sequence[float]) -> tuple[float, float]:
-    low, high = values
-    return low, high
 
 
 Statistics = tuple[float, float, float]  # minimum, maximum, mean

@@ -22,7 +22,7 @@ from vgr_trl.batch import joined, scoring_inputs, valid_tokens
 from vgr_trl.checkpoints import load_shares, save_share
 from vgr_trl.metrics import Totals
 from vgr_trl.sharing.model_support import causal_model
-from vgr_trl.signals.dependency import visual_dependency
+from vgr_trl.signals.ratios import visual_dependency
 from vgr_trl.signals.scoring import Head, HiddenStateHook
 from vgr_trl.utils import ConfigError, DataError, patched_attribute
 

@@ -31,8 +31,15 @@ from vgr_trl.data.images import COLUMNS, Box, boxes_of
 from vgr_trl.registries import BLIND_ANSWERS, VIEW, is_late, measurements, needs_of
 from vgr_trl.rollout import ConstructedTrainer, Rollout, describe_row
 from vgr_trl.sharing.model_support import causal_model
-from vgr_trl.signals.attention import AttentionProbe, count_attention_layers, find_decoder, why_not_measurable
-from vgr_trl.signals.dependency import visual_dependency
+from vgr_trl.signals.attention import (
+    AttentionProbe,
+    SimilarityProbe,
+    count_attention_layers,
+    decoder_layers,
+    find_decoder,
+    hidden_state_number,
+    why_not_measurable,
+)
 from vgr_trl.signals.named import (
     SIGNAL_COLUMNS,
     NamedSignal,
@@ -55,10 +62,10 @@ from vgr_trl.signals.ratios import (
     measure_segments,
     special_token_ids,
     vision_token_ids,
+    visual_dependency,
 )
 from vgr_trl.signals.regions import drawn, in_region, lit_share, token_shares
 from vgr_trl.signals.scoring import Head
-from vgr_trl.signals.similarity import SimilarityProbe, decoder_layers, hidden_state_number
 from vgr_trl.utils import ConfigError
 
 if TYPE_CHECKING:
@@ -463,11 +470,10 @@ def region_mask(trainer: "DAPOTrainer", rollout: Rollout, prompt_ids: torch.Tens
     lit = lit_share(*(given["pixel_values"] for given in (shown, black, white)))
     ones = [1] * len(leaders)
     parts = parts_by_counts(shown, ones, tiles_by_tokens(image_inputs_of(shown), ones, vision[leaders].cpu()))
-    pinpoints = getattr(getattr(trainer.processing_class, "image_processor", None), "image_grid_pinpoints", None)
     for index, number in enumerate(boxes):
         given = {name: value[parts[name][index]] for name, value in shown.items()}
         places = vision[leaders[index]].nonzero().flatten()
-        shares = token_shares(lit[parts["pixel_values"][index]], given, len(places), pinpoints)
+        shares = token_shares(lit[parts["pixel_values"][index]], given, len(places))
         chosen = in_region(shares).to(region.device)
         for row in members[number]:
             region[row, vision[row]] = chosen

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from recorded import NUM_CASES, cases, needs_recorded, tensors
 
 from vgr_trl.advantages import ESTIMATORS, estimate_advantages, gae, value_loss, whiten
-from vgr_trl.utils import ConfigError
 
 NAN = float("nan")
 recorded = cases()
@@ -31,8 +30,7 @@ def estimate(rewards, group, estimator, baseline=None):
         ([0, 1, 2, 4, 4, 4], "reinforce_plus_plus", [-1.5811388, 0, 1.5811388, 0, 0, 0]),
         # The best of 2 0 1 leads by 1 with deviation 1; that of 0 3 0 by 3 with variance (1 + 4 + 1) / 2 = 3.
         ([2, 0, 1, 0, 3, 0], "grpo_passk", [1 / (1 + 1e-6), 0, 0, 0, 3 / (3**0.5 + 1e-6), 0]),
-        # Two that are equally good.
-        ([2, 0, 2, 0, 0, 0], "grpo_passk", [0, 0, 0, 0, 0, 0]),
+        ([2, 0, 2, 0, 0, 0], "grpo_passk", [0, 0, 0, 0, 0, 0]),  # two that are equally good
     ],
 )
 def test_estimators_by_hand(rewards, estimator, expected):
@@ -56,17 +54,16 @@ def test_a_completion_without_a_reward_is_left_out(estimator, expected):
     assert estimate([0, NAN, 1], 3, estimator, baseline) == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus", "grpo_passk"])
-@pytest.mark.parametrize("generations", [7, 8])
-def test_equal_rewards_are_no_advantage_to_the_last_bit(estimator, generations):
-    """In single precision the mean of eight times 0.7 is not 0.7, and that rounding is all there is to divide by."""
-    rewards = torch.tensor([0.1, 0.7, 2.6, 3.9]).repeat_interleave(generations)
-    assert estimate_advantages(rewards, generations, estimator).tolist() == [0.0] * (4 * generations)
-
-
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_nothing_to_compare_is_no_advantage(estimator):
-    """With greedy completions that have no reward either, for `remax`."""
+    """With greedy completions that have no reward either, for `remax`.
+
+    In single precision the mean of eight times 0.7 is not 0.7, and that rounding is all there is to divide by.
+    """
+    if estimator != "remax":
+        equal = torch.tensor([0.1, 0.7, 2.6, 3.9]).repeat_interleave(8)
+        assert estimate_advantages(equal, 8, estimator).tolist() == [0.0] * 32
+        assert estimate([3.0, 5.0], 1, estimator) == [0, 0]
     baseline = [NAN] * 3 if estimator == "remax" else None
     assert estimate([NAN, NAN, NAN, 0.0, 0.0, 0.0, NAN, 5.0, NAN], 3, estimator, baseline) == [0] * 9
 
@@ -82,24 +79,6 @@ def test_advantages_of_a_group_sum_to_zero_and_ignore_a_shift(estimator, rewards
     shifted = estimate([(reward + shift) * scale for reward in rewards], 4, estimator)
     assert shifted == pytest.approx(plain, abs=1e-3)
     assert [sum(plain[:4]), sum(plain[4:])] == pytest.approx([0, 0], abs=1e-3)
-
-
-@given(st.permutations([0.0, 1.0, 1.0, 5.0]))
-def test_the_best_of_a_group_is_found_wherever_it_is(rewards):
-    """Mean 1.75, squares 3.0625 + 2 * 0.5625 + 10.5625 = 14.75, deviation sqrt(14.75 / 3) = 2.2173558."""
-    advantages = estimate(list(rewards), 4, "grpo_passk")
-    assert advantages[rewards.index(5.0)] == pytest.approx(4 / 2.2173558, abs=1e-5)
-    assert sorted(advantages)[:3] == [0, 0, 0]
-
-
-@pytest.mark.parametrize(("estimator", "message"), [("gae", "grpo_passk"), ("remax", "baseline")])
-def test_unknown_estimator_and_missing_baseline(estimator, message):
-    with pytest.raises(ConfigError, match=message):
-        estimate([1.0, 2.0], 2, estimator)
-
-
-def test_a_group_of_one_has_no_second_best():
-    assert estimate([3.0, 5.0], 1, "grpo_passk") == [0, 0]
 
 
 def test_reinforce_plus_plus_over_what_is_trained_on():
@@ -167,12 +146,6 @@ def test_whitening_is_over_all_processes():
     found = whiten(values, mask, gather)[0].tolist()
     deviation = (14 / 3) ** 0.5
     assert found == pytest.approx([-2 / deviation, -1 / deviation, 0], abs=1e-6)
-
-
-def test_whitening_of_one_token_and_of_none():
-    found = whiten(torch.tensor([[5.0, 7.0]]), torch.tensor([[1, 0]]))
-    assert (found.tolist(), found.dtype) == ([[0.0, 0.0]], torch.float32)
-    assert whiten(torch.tensor([[5.0]]), torch.tensor([[0]])).tolist() == [[0.0]]
 
 
 def test_value_loss_by_hand():

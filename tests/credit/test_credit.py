@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 import shaping_worker
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from support.launching import results_of
@@ -18,7 +18,6 @@ from vgr_trl.credit import (
     VGPOOptions,
     anchor_tokens,
     dependency_weights,
-    mean_dependency,
     pgpo,
     shape_advantages,
     token_weights,
@@ -134,13 +133,6 @@ def test_soft_perception_weights_instead_of_a_filter():
     assert credit[0].tolist() == pytest.approx([0.4, 1, 0, 0])
 
 
-def test_soft_perception_weights_are_clipped_to_the_limits_of_token_weights():
-    """s = 0, 1, 1, 6 over their mean 2 is 0, 1/2, 1/2, 3; clipped to [0.5, 1.5] and over the mean 3/4: 2/3, …, 2."""
-    measured = signals([[1, 1, 1, 1]], dependency=[[0.0, 1.0, 1.0, 6.0]])
-    credit, _ = shaped([3.0], measured, **SOFT, token_weights_clip=[0.5, 1.5])
-    assert credit[0].tolist() == pytest.approx([2, 2, 2, 6])
-
-
 def test_positive_only_leaves_completions_with_negative_advantage_alone():
     measured = signals([[1, 1, 1]] * 3, vgr=[[1.0, 2.0, 4.0]] * 3)
     credit, _ = shaped([7.0, -7.0, 0.0], measured, token_weights=True, token_weights_positive_only=True)
@@ -160,20 +152,6 @@ def test_layers_of_the_token_weights():
         shaped([7.0], measured, token_weights=True, token_weights_last_k_layers=4)
 
 
-def test_token_weights_read_the_late_segment_of_the_chosen_segments():
-    """VGR is 1, 2, 4 in the last two of nine layers and uniform before: all of `ends`, two thirds of `thirds`."""
-    measured = signals([[1, 1, 1]])
-    measured.attention = attention([[1.0, 1.0, 1.0]], layers=9)
-    measured.attention.instruction[7:] = 0.1 * torch.tensor([[1.0, 2.0, 4.0]])
-    options = CreditOptions(token_weights=True, token_weights_clip=[0, 10])
-    options.attention_segments = "ends"
-    credit, _ = shape_advantages(torch.tensor([7.0]), measured, options)
-    assert credit[0].tolist() == pytest.approx([12, 6, 3])
-    options.attention_segments = "thirds"  # VGR 1, 5/3, 3
-    credit, _ = shape_advantages(torch.tensor([7.0]), measured, options)
-    assert credit[0].tolist() == pytest.approx([21 * weight / (1 + 3 / 5 + 1 / 3) for weight in (1, 3 / 5, 1 / 3)])
-
-
 def test_a_completion_without_dependency_is_neither_filtered_nor_scaled():
     """Its row has no image; the others have z = 0 and 2."""
     measured = signals([[1, 1]] * 3, dependency=[[NAN, NAN], [0.0, 0.0], [4.0, 0.0]])
@@ -182,17 +160,7 @@ def test_a_completion_without_dependency_is_neither_filtered_nor_scaled():
     credit, metrics = shaped([1.0, 1.0, 1.0], measured, **filtered, **scaled)
     assert credit.flatten().tolist() == pytest.approx([1, 1, 0.9, 0, 1.1, 0])
     assert metrics["perception_token_fraction"] == pytest.approx(4 / 6)
-    assert metrics["low_var_kl_mean_selected"] == pytest.approx(2.0)
     assert metrics["sensitivity_score_mean"] == pytest.approx(1.0)
-
-
-def test_rows_that_take_no_part_in_the_trajectory_scale_are_scaled_within_it():
-    """z = 1, 2, 5 have scales 0.8, 0.92, 1.28; the others, with z = 0, 3 and 9, get those of 1, 3 and 5."""
-    measured = signals([[1]] * 6, dependency=[[1.0], [0.0], [2.0], [9.0], [5.0], [3.0]])
-    options = CreditOptions(enable_trajectory_reweighting=True, trajectory_scaling_min=0.8)
-    live = torch.tensor([True, False, True, False, True, False])
-    credit, _ = shape_advantages(torch.ones(6), measured, options, shaped=live)
-    assert credit.flatten().tolist() == pytest.approx([0.8, 0.8, 0.92, 1.28, 1.28, 1.04])
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
@@ -228,34 +196,6 @@ def test_the_number_of_gathers_depends_on_the_options_alone(options):
     assert len(counts[0]) <= 2
 
 
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 10**6), rows=st.integers(1, 6), tokens=st.integers(1, 12))
-def test_invariants(seed, rows, tokens):
-    """The filter keeps ⌈p · length⌉ tokens and no padding; scales and weights have mean 1, so sums stay."""
-    measured, advantages = random_signals(rows, tokens, seed), torch.ones(rows)
-    options = CreditOptions(enable_perception_filtering=True, top_p_perception_tokens=0.4)
-    kept, _ = shape_advantages(advantages, measured, options)
-    assert (kept.sum(1) == torch.tensor([math.ceil(2 * int(length) / 5) for length in measured.mask.sum(1)])).all()
-    assert not kept[~measured.mask].any()
-    weighted, _ = shape_advantages(advantages, measured, CreditOptions(token_weights=True))
-    assert torch.allclose((weighted * measured.mask).sum(1), measured.mask.sum(1).float(), rtol=1e-4)
-    scaled, metrics = shape_advantages(advantages, measured, CreditOptions(enable_trajectory_reweighting=True))
-    if measured.mask.any():
-        assert scaled[measured.mask.any(1), 0].mean().item() == pytest.approx(1, abs=1e-5)
-        assert metrics["scaling_factor_mean"] == pytest.approx(1, abs=1e-5)
-
-
-def test_nothing_carries_a_gradient_and_the_advantages_given_stay_as_they_were():
-    measured = random_signals(4, 6)
-    measured.dependency.requires_grad_()
-    advantages = torch.randn(4, requires_grad=True)
-    before = advantages.detach().clone()
-    options = CreditOptions(enable_perception_filtering=True, perception_weighting="soft")
-    credit, _ = shape_advantages(advantages, measured, options)
-    assert not credit.requires_grad
-    assert torch.equal(advantages, before)
-
-
 @pytest.mark.parametrize("name", ON)
 def test_missing_signals(name):
     measured = signals([[1]])
@@ -287,40 +227,18 @@ def test_limits_and_share_of_token_weights_are_the_options(changed, weights):
     assert credit[0].tolist() == pytest.approx([weight / mean for weight in weights])
 
 
-def test_a_token_without_dependency_is_not_kept_beside_others_that_have_one():
-    measured = signals([[1, 1, 1, 1], [1, 1, 0, 0]], dependency=[[NAN, 1.0, 3.0, 2.0], [NAN] * 4])
-    credit, _ = shaped([1.0, 1.0], measured, enable_perception_filtering=True, top_p_perception_tokens=0.5)
-    assert credit.tolist() == [[0, 0, 1, 1], [1, 1, 0, 0]]
-
-
-def test_top_fraction_by_hand():
-    """Lengths 5, 2, 1 and 0 at p = 0.4 keep 2, 1, 1 and 0 tokens."""
-    scores = torch.tensor([[0.1, 0.9, 0.3, 0.7, 0.2], [0.4, 0.5, 9.0, 9.0, 9.0], [-3.0, 9, 9, 9, 9], [9.0, 9, 9, 9, 9]])
-    mask = torch.arange(5) < torch.tensor([5, 2, 1, 0]).unsqueeze(1)
-    assert top_fraction_mask(scores, mask, 0.4).int().tolist() == [
-        [0, 1, 0, 1, 0],
-        [0, 1, 0, 0, 0],
-        [1, 0, 0, 0, 0],
-        [0, 0, 0, 0, 0],
-    ]
-
-
-def test_valid_tokens_may_lie_anywhere():
-    """Tool outputs are invalid in the middle; -inf is a score like another."""
-    scores = torch.tensor([[-torch.inf, 5.0, -torch.inf, 7.0, -torch.inf]])
-    mask = torch.tensor([[0, 0, 1, 0, 1]], dtype=torch.bool)
-    assert top_fraction_mask(scores, mask, 1.0).tolist() == mask.tolist()
-    assert top_fraction_mask(scores, mask.int(), 0.5).int().tolist() == [[0, 0, 1, 0, 0]]
-
-
 def test_equal_scores_keep_the_earlier_token_and_undefined_ones_come_last():
+    scores = torch.tensor([[0.1, 0.9, 0.3, 0.7, 0.2], [0.4, 9.0, 0.5, 9.0, 9.0], [9.0] * 5])
+    valid = torch.tensor([[1] * 5, [1, 0, 1, 0, 0], [0] * 5])  # tool outputs are invalid in the middle
+    expected = [[0, 1, 0, 1, 0], [0, 0, 1, 0, 0], [0] * 5]
+    assert top_fraction_mask(scores, valid, 0.4).int().tolist() == expected
     scores = torch.tensor([[1.0, 1.0, 1.0, 1.0], [NAN, 0.0, NAN, -torch.inf]])
     mask = torch.ones(2, 4, dtype=torch.bool)
     assert top_fraction_mask(scores, mask, 0.5).int().tolist() == [[1, 1, 0, 0], [1, 1, 0, 0]]
     assert top_fraction_mask(scores[1:], mask[1:], 0.25).int().tolist() == [[0, 1, 0, 0]]
 
 
-@pytest.mark.parametrize(("fraction", "length", "kept"), [(0.07, 100, 7), (0.55, 100, 55), (0.2, 15, 3), (1e-12, 9, 1)])
+@pytest.mark.parametrize(("fraction", "length", "kept"), [(0.07, 100, 7), (0.55, 100, 55), (1e-12, 9, 1)])
 def test_fraction_is_the_decimal_number_that_was_written(fraction, length, kept):
     """In floating point 0.07 · 100 is 7.000000000000001 and 0.55 · 100 is 55.00000000000001."""
     mask = torch.ones(1, length, dtype=torch.bool)
@@ -358,11 +276,6 @@ def test_token_weights_by_hand(clip):
     assert weigh([1.0, 2.0, 4.0], clip=clip)[0] == pytest.approx([12 / 7, 6 / 7, 3 / 7])
 
 
-def test_clip_comes_before_the_division():
-    """VGR 1, 1, 16: mean s is -4/3 ln 2, raw is 2^(4/3) twice and 2^(-8/3); clipped to [0.5, 2]: 2, 2, 0.5."""
-    assert weigh([1.0, 1.0, 16.0], clip=(0.5, 2.0))[0] == pytest.approx([4 / 3, 4 / 3, 1 / 3])
-
-
 def test_padding_and_tool_tokens_take_no_part():
     result = weigh([1.0, 999.0, 2.0, NAN, 4.0, 0.0], mask=[[1, 0, 1, 0, 1, 0]])[0]
     assert result == pytest.approx([12 / 7, 1, 6 / 7, 1, 3 / 7, 1])
@@ -379,20 +292,22 @@ def test_nothing_finite_leaves_all_weights_1(row):
     assert weigh(row, smooth_sigma=1.0, topk_ratio=0.5) == [[1.0, 1.0, 1.0]]
 
 
-def test_one_token_and_none():
-    assert weigh([8.0, 3.0], [8.0, 3.0], mask=[[1, 0], [0, 0]], topk_ratio=0.5) == [[1.0, 1.0], [1.0, 1.0]]
-    assert token_weights(torch.zeros(2, 0), torch.zeros(2, 0), smooth_sigma=1.0).shape == (2, 0)
-    assert token_weights(torch.zeros(0, 3), torch.zeros(0, 3), smooth_sigma=1.0).shape == (0, 3)
+def test_numbers_out_of_range():
+    for options, message in (({"clip": (3.0, 0.2)}, "clip is"), ({"smooth_sigma": -1}, "smooth_sigma is"),
+                             ({"topk_ratio": 0}, "topk_ratio is")):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            weigh([1.0], **options)
+    with pytest.raises(ConfigError, match="minimum is 1.1"):
+        trajectory_scale(*one_token_each(1.0, 2.0), 1.1)
+    with pytest.raises(DataError, match=r"statistics \(1.0, 5.0, 6.0\)"):
+        trajectory_scale(*one_token_each(1.0, 2.0), statistics=(1.0, 5.0, 6.0))
+    with pytest.raises(ConfigError, match="pgpo_threshold"):
+        PGPOOptions(pgpo_threshold=0.0)
 
 
 def test_one_extreme_ratio_among_many_stays_finite():
     """The mean score lies near that of the many, so the one is 140 above it, and e^140 is no float32."""
     assert weigh([1e-38, 1e38, 1e38, 1e38, 1e38], clip=None)[0] == pytest.approx([5.0, 0, 0, 0, 0], abs=1e-6)
-
-
-def test_undefined_tokens_are_not_among_the_largest_weights():
-    """VGR 4 and 1 have raw 1/2 and 2; one token of three keeps its weight, the other 1; over their mean 3/2."""
-    assert weigh([NAN, 4.0, 1.0], topk_ratio=1 / 3)[0] == pytest.approx([1, 2 / 3, 4 / 3])
 
 
 def test_smoothing_skips_invalid_tokens_and_reaches_three_sigma():
@@ -408,15 +323,6 @@ def test_smoothing_skips_invalid_tokens_and_reaches_three_sigma():
     mean = sum(smooth) / 4
     result = weigh([1.0, 77.0, 2.0, 4.0, 2.0], mask=[[1, 0, 1, 1, 1]], clip=None, smooth_sigma=0.5)[0]
     assert [result[i] for i in (0, 2, 3, 4)] == pytest.approx([s / mean for s in smooth], rel=1e-5)
-
-
-def test_smoothing_ends_after_three_sigma():
-    """Sigma 1: the fifth token, 10,000 times the others, reaches the second at distance 3, and not the first."""
-    found = token_weights(torch.tensor([[1.0, 1.0, 1.0, 1.0, 1e-4]]), torch.ones(1, 5), clip=None, smooth_sigma=1.0)
-    near = [math.exp(-distance * distance / 2) for distance in range(4)]
-    others = near[1] + near[0] + near[1] + near[2]
-    second = (others + 1e4 * near[3]) / (others + near[3])
-    assert (found[0, 1] / found[0, 0]).item() == pytest.approx(second, rel=1e-4)
 
 
 def test_topk_by_hand():
@@ -446,12 +352,6 @@ def test_mean_weight_is_1(vgr, valid, sigma, topk):
             assert weights[row, mask[row]].mean().item() == pytest.approx(1, abs=1e-5)
 
 
-def test_limits_if_none_are_given():
-    """VGR 1, 1, 1000: scores 0, 0, -6.9, so raw 10, 10, 0.01; held in [0.2, 3], mean 6.2 / 3."""
-    found = token_weights(torch.tensor([[1.0, 1.0, 1000.0]]), torch.ones(1, 3))[0].tolist()
-    assert found == pytest.approx([9 / 6.2, 9 / 6.2, 0.6 / 6.2])
-
-
 def test_dependency_weights_by_hand():
     """s = 0, 1, 1, 6 has mean 2: 0, 1/2, 1/2, 3, clipped from below to 0.2; their mean is 1.05."""
     result = dependency_weights(torch.tensor([[0.0, 1.0, 1.0, 6.0]]), torch.ones(1, 4))[0].tolist()
@@ -468,58 +368,15 @@ def test_dependency_weights_where_undefined():
     assert dependency_weights(torch.tensor([[NAN, 1.0, 3.0]]), torch.ones(1, 3)).tolist() == [[1.0, 0.5, 1.5]]
 
 
-@given(
-    dependency=arrays("float32", (2, 9), elements=st.one_of(st.floats(0, 10, width=32), st.just(NAN))),
-    valid=arrays("bool", (2, 9)),
-)
-def test_mean_dependency_weight_is_1(dependency, valid):
-    mask = torch.from_numpy(valid)
-    weights = dependency_weights(torch.from_numpy(dependency), mask)
-    assert weights.isfinite().all()
-    assert (weights > 0).all()
-    for row in range(2):
-        if mask[row].any():
-            assert weights[row, mask[row]].mean().item() == pytest.approx(1, abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        *(("clip", clip) for clip in ((3.0, 0.2), (-0.1, 1.0), (0.0, 0.0), (NAN, 1.0))),
-        ("smooth_sigma", -1),
-        ("topk_ratio", 0),
-    ],
-)
-def test_options_out_of_range(option, value):
-    with pytest.raises(ConfigError, match=rf"^{option} is "):
-        token_weights(torch.ones(1, 1), torch.ones(1, 1), **{option: value})
-
-
 def one_token_each(*means):
     return torch.tensor(means).unsqueeze(1), torch.ones(len(means), 1, dtype=torch.bool)
 
 
-def test_trajectory_scale_by_hand():
-    """z = 1, 2, 5: u = 0, 1/4, 1 with mean 5/12, b = 0.8 + 0.2 · 12/5 = 1.28: scales 0.8, 0.92, 1.28."""
-    assert trajectory_scale(*one_token_each(1.0, 2.0, 5.0)).tolist() == pytest.approx([0.8, 0.92, 1.28])
-
-
-def test_mean_over_valid_tokens():
-    dependency = torch.tensor([[1.0, 3.0, 99.0], [NAN, 4.0, 2.0], [5.0, 5.0, 5.0], [NAN, NAN, 1.0]])
-    mask = torch.tensor([[1, 1, 0], [1, 1, 0], [0, 0, 0], [1, 1, 0]])
-    means = mean_dependency(dependency, mask)
-    assert means.tolist()[:2] == [2.0, 4.0]
-    assert means[2:].isnan().all()
-
-
-def test_means_of_half_precision_are_float32():
-    """1 + 2 ** -8 is no bfloat16: the mean of 257 / 256 twice and 1 twice would be rounded."""
-    dependency = torch.tensor([[1.0, 1.0078125]], dtype=torch.bfloat16)
-    assert mean_dependency(dependency, torch.ones(1, 2)).tolist() == [1.00390625]
-
-
 def test_completions_without_a_dependency_keep_scale_1_and_change_no_other():
-    """z = 1, 2, 5 as above, beside a completion of 0 tokens and one whose dependency is undefined."""
+    """z = 1, 2, 5: u = 0, 1/4, 1 with mean 5/12, b = 0.8 + 0.2 · 12/5 = 1.28: scales 0.8, 0.92, 1.28.
+
+    Beside them a completion of 0 tokens and one whose dependency is undefined.
+    """
     dependency = torch.tensor([[1.0], [9.0], [2.0], [NAN], [5.0]])
     mask = torch.tensor([[1], [0], [1], [1], [1]])
     assert trajectory_scale(dependency, mask).tolist() == pytest.approx([0.8, 1, 0.92, 1, 1.28])
@@ -538,11 +395,6 @@ def test_statistics_of_all_processes_give_what_one_process_gets():
         assert torch.allclose(alone, together[half], atol=1e-7)
 
 
-def test_a_completion_outside_the_statistics_is_scaled_like_their_end():
-    scale = trajectory_scale(*one_token_each(0.0, 1.0, 5.0, 9.0), statistics=(1.0, 5.0, 8 / 3))
-    assert scale.tolist() == pytest.approx([0.8, 0.8, 1.28, 1.28])
-
-
 @given(st.lists(st.floats(0, 10, width=32), min_size=1, max_size=12), st.floats(0, 1))
 def test_mean_scale_is_1(means, minimum):
     scale = trajectory_scale(*one_token_each(*means), minimum)
@@ -557,14 +409,6 @@ def test_close_means_are_distinguished_precisely():
     assert scale.double().mean().item() == pytest.approx(1, abs=1e-6)
     assert scale[0].item() == pytest.approx(0.5)
     assert scale[-1].item() == pytest.approx(1.5)
-
-
-@pytest.mark.parametrize(
-    ("given", "error"), [({"minimum": 1.1}, ConfigError), ({"statistics": (1.0, 5.0, 6.0)}, DataError)]
-)
-def test_numbers_of_the_trajectory_scale_out_of_range(given, error):
-    with pytest.raises(error, match=r"minimum is 1.1|statistics \(1.0, 5.0, 6.0\)"):
-        trajectory_scale(torch.ones(2, 1), torch.ones(2, 1), **given)
 
 
 def vgpo_weights(similarity, mask, groups=None, **options):
@@ -587,17 +431,12 @@ def test_vgpo_compares_completions_of_a_prompt():
 
     Tokens weigh 0.5, 1.5 and 1/3, 4/3, 4/3. The completions of the other prompt are equal and weigh 1 each.
     """
-    similarity = [[0.0, 1.0, NAN], [0.0, 1.0, 1.0], [0.0, 0.5, 0.0], [0.5, 0.0, 0.0]]
-    mask = [[1, 1, 0], [1, 1, 1], [1, 1, 0], [1, 1, 0]]
-    weights = vgpo_weights(similarity, mask, torch.tensor([4, 4, 7, 7]), vgpo_compensation=0.0)
-    expected = [[0.45, 1.35, 0.9], [0.5, 2.0, 2.0], [0.5, 1.5, 1.0], [1.5, 0.5, 1.0]]
+    similarity = [[0.0, 1.0, NAN], [0.0, 1.0, 1.0], [0.0, 0.5, 0.0], [0.5, 0.0, 0.0], [NAN, NAN, 0.0]]
+    mask = [[1, 1, 0], [1, 1, 1], [1, 1, 0], [1, 1, 0], [1, 1, 0]]
+    weights = vgpo_weights(similarity, mask, torch.tensor([4, 4, 7, 7, 7]), vgpo_compensation=0.0)
+    expected = [[0.45, 1.35, 0.9], [0.5, 2.0, 2.0], [0.5, 1.5, 1.0], [1.5, 0.5, 1.0], [1.0, 1.0, 1.0]]
     valid = torch.tensor(mask).bool()
     assert torch.allclose(weights[valid], torch.tensor(expected)[valid], atol=1e-6)
-
-
-def test_vgpo_leaves_a_completion_without_image_as_it_is():
-    weights = vgpo_weights([[NAN, NAN], [0.0, 1.0]], [[1, 1], [1, 1]])
-    assert torch.allclose(weights, torch.tensor([[1.0, 1.0], [0.5, 1.5]]), atol=1e-6)
 
 
 def pgpo_weights(dependency, mask):
@@ -629,15 +468,6 @@ def test_anchor_tokens_by_hand():
     signals = RolloutSignals(torch.zeros(2, 4), torch.zeros(2, 4), mask, mass)
     kept, _ = anchor_tokens(torch.ones(2), signals, mask, AnchorOptions(top_p_anchor_tokens=0.5))
     assert kept.tolist() == [[False, True, False, True], [True, True, False, False]]
-
-
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [(VGPOOptions, "vgpo_gate_share"), (PGPOOptions, "pgpo_threshold"), (AnchorOptions, "top_p_anchor_tokens")],
-)
-def test_options_of_published_rules_out_of_range(options, name):
-    with pytest.raises(ConfigError, match=name):
-        options(**{name: 0.0})
 
 
 @pytest.fixture(scope="module")

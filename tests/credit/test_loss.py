@@ -14,7 +14,6 @@ from vgr_trl.loss import (
     collapse_warning,
     entropy_penalty,
     kl_penalty,
-    perception_divergence,
     perception_loss,
     surprisal,
 )
@@ -38,14 +37,6 @@ def test_kl_by_hand():
     # Policy (3/4, 1/4), reference (1/2, 1/2): 3/4 ln 3/2 + 1/4 ln 1/2 = 0.1308. Logits may be shifted.
     logits = torch.tensor([[[math.log(3) + 5, 5.0]]])
     assert kl_penalty(logits, torch.zeros(1, 1, 2), "full").item() == pytest.approx(0.130812, abs=1e-6)
-
-
-def test_low_variance_kl_is_bounded():
-    logps = torch.tensor([[0.0, -100.0]], requires_grad=True)
-    values = kl_penalty(logps, torch.tensor([[-100.0, 0.0]]))
-    assert values[0].tolist() == [10, 10]
-    values.sum().backward()
-    assert logps.grad[0].tolist() == [0, 0]
 
 
 def test_rounding_noise_has_no_gradient_in_abs():
@@ -82,23 +73,14 @@ def test_an_adaptive_coefficient_continues_and_a_fixed_one_stays():
     adaptive, other = AdaptiveKLController(0.1), AdaptiveKLController(0.5)
     adaptive.update(12, 500)
     assert adaptive.coefficient == pytest.approx(0.101)
+    adaptive.update(5.4, 500)  # error -0.1, within the limits
+    assert adaptive.coefficient == pytest.approx(0.101 * 0.995)
     other.load_state_dict(adaptive.state_dict())
     assert other.coefficient == adaptive.coefficient
     fixed = FixedKLController(0.1)
     fixed.update(12, 500)
     fixed.load_state_dict({"coefficient": 7.0})
     assert fixed.coefficient == 0.1
-
-
-def test_an_adaptive_coefficient_falls_below_its_target():
-    """KL 0 for target 6: error -1, held at -0.2; KL 5.4: error -0.1, within the limits; each for 500 of 10,000."""
-    controller = AdaptiveKLController(0.1)
-    controller.update(0, 500)
-    assert controller.coefficient == pytest.approx(0.099)
-    controller.update(5.4, 500)
-    assert controller.coefficient == pytest.approx(0.099 * 0.995)
-    controller.update(6.0, 500)
-    assert controller.coefficient == pytest.approx(0.099 * 0.995)
 
 
 @pytest.mark.parametrize(("kind", "error"), [("k3", ConfigError), ("full", DataError)])
@@ -111,48 +93,16 @@ def tensors(original, perturbed):
     return (torch.tensor([row], requires_grad=True) for row in (original, perturbed))
 
 
-def test_divergence_by_hand():
-    """Half as likely without the image: 1/2 + ln 2 - 1."""
-    logps, perturbed = tensors([-1.0, -1.0, -1.0], [-1.0 - LN2, -1.0, 50.0])
-    divergence = perception_divergence(logps, perturbed, torch.tensor([[1, 1, 0]]))
-    assert divergence.tolist()[0] == pytest.approx([LN2 - 0.5, 0, 0], abs=1e-6)
-
-
-def test_loss_by_hand():
-    logps, perturbed = tensors([-1.0, -2.0], [-1.0 - LN2, -2.0])
-    loss = perception_loss(
-        logps,
-        perturbed,
-        torch.ones(1, 2),
-        coefficient=0.1,
-        entropy_coefficient=0.03,
-        perturbed_entropy_coefficient=0.05,
-    )
-    expected = [-0.1 * (LN2 - 0.5) + 0.03 * 1 + 0.05 * (1 + LN2), 0.03 * 2 + 0.05 * 2]
+def test_loss_and_its_gradients_by_hand():
+    """Half as likely without the image: 1/2 + ln 2 - 1, with the derivative 1 - 1/2; padding is left out."""
+    logps, perturbed = tensors([-1.0, -2.0, -1.0], [-1.0 - LN2, -2.0, 50.0])
+    weights = {"coefficient": 0.1, "entropy_coefficient": 0.03, "perturbed_entropy_coefficient": 0.05}
+    loss = perception_loss(logps, perturbed, torch.tensor([[1, 1, 0]]), **weights)
+    expected = [-0.1 * (LN2 - 0.5) + 0.03 * 1 + 0.05 * (1 + LN2), 0.03 * 2 + 0.05 * 2, 0]
     assert loss.tolist()[0] == pytest.approx(expected, abs=1e-6)
-
-
-def test_gradients_of_the_divergence_reach_both_and_make_the_token_more_dependent():
-    """-gamma · d/dx (e^d - d - 1) with d = -ln 2: -gamma · (1 - 1/2) for the original, its opposite for the other."""
-    logps, perturbed = tensors([-1.0], [-1.0 - LN2])
-    perception_loss(logps, perturbed, torch.ones(1, 1), coefficient=0.2).sum().backward()
-    assert logps.grad.item() == pytest.approx(-0.1)
-    assert perturbed.grad.item() == pytest.approx(0.1)
-
-
-def test_both_entropy_terms_carry_gradients():
-    logps, perturbed = tensors([-1.0, -3.0], [-2.0, -0.5])
-    loss = perception_loss(
-        logps,
-        perturbed,
-        torch.tensor([[1, 0]]),
-        coefficient=0.0,
-        entropy_coefficient=0.03,
-        perturbed_entropy_coefficient=0.05,
-    )
     loss.sum().backward()
-    assert logps.grad.tolist()[0] == pytest.approx([-0.03, 0])
-    assert perturbed.grad.tolist()[0] == pytest.approx([-0.05, 0])
+    assert logps.grad.tolist()[0] == pytest.approx([-0.05 - 0.03, -0.03, 0], abs=1e-6)
+    assert perturbed.grad.tolist()[0] == pytest.approx([0.05 - 0.05, -0.05, 0], abs=1e-6)
 
 
 @pytest.mark.parametrize("perturbed", [2.0, -30.0])
@@ -174,23 +124,6 @@ def test_padding_is_not_read_and_gets_no_gradient():
     assert loss[0, 1:].tolist() == [0, 0]
     assert logps.grad[0, 1:].tolist() == perturbed.grad[0, 1:].tolist() == [0, 0]
     assert logps.grad[0, 0].isfinite()
-
-
-def test_the_loss_rewards_dependence():
-    """A few steps of gradient descent on a two-token policy raise the divergence."""
-    scores = torch.zeros(2, requires_grad=True)  # log-odds of the token, with the image and without
-    optimizer = torch.optim.SGD([scores], lr=1.0)
-    with torch.no_grad():
-        scores[0] = 0.1
-    mask, values = torch.ones(1, 1), []
-    for _ in range(20):
-        logps, perturbed = torch.nn.functional.logsigmoid(scores).view(2, 1, 1)
-        values.append(perception_divergence(logps, perturbed, mask).item())
-        optimizer.zero_grad()
-        perception_loss(logps, perturbed, mask, coefficient=1.0).sum().backward()
-        optimizer.step()
-    assert values == sorted(values)
-    assert values[-1] > 5 * values[0]
 
 
 def test_entropy_penalty():
@@ -223,8 +156,12 @@ def test_one_sign_missing_is_no_collapse(name):
     assert collapse_warning(history({**COLLAPSING, name: HEALTHY[name]})) is None
 
 
-def test_a_loss_that_is_always_0_has_not_fallen():
+def test_histories_in_which_a_sign_is_missing():
+    assert collapse_warning([]) is collapse_warning([{"loss": 1.0}] * 20) is None
+    assert collapse_warning(history(COLLAPSING, steps=7, newest=2)) is None
     assert collapse_warning([{**step, "perception_loss": 0.0} for step in history(COLLAPSING)]) is None
+    broken = [{**HEALTHY, "entropy": math.nan}] * 5 + history(COLLAPSING)
+    assert "entropy rose from 0.506 to 2" in collapse_warning(broken)
 
 
 def test_nothing_to_clip_is_no_sign_either_way():
@@ -233,19 +170,8 @@ def test_nothing_to_clip_is_no_sign_either_way():
     for step in steps:
         del step["clip_ratio/high_mean"]
     assert "perturbed_entropy rose" in collapse_warning(steps)
-
-
-def test_cispo_has_its_own_clipped_fraction():
-    steps = [{"cispo_clip_ratio": step.pop("clip_ratio/high_mean"), **step} for step in map(dict, history(COLLAPSING))]
-    assert "cispo_clip_ratio rose" in collapse_warning(steps)
-
-
-def test_short_and_broken_histories():
-    assert collapse_warning([]) is None
-    assert collapse_warning(history(COLLAPSING, steps=7, newest=2)) is None
-    assert collapse_warning([{"loss": 1.0}] * 20) is None
-    broken = [{**HEALTHY, "entropy": math.nan}] * 5 + history(COLLAPSING)
-    assert "entropy rose from 0.506 to 2" in collapse_warning(broken)
+    cispo = [{"cispo_clip_ratio": step.pop("clip_ratio/high_mean"), **step} for step in map(dict, history(COLLAPSING))]
+    assert "cispo_clip_ratio rose" in collapse_warning(cispo)
 
 
 @pytest.mark.parametrize(

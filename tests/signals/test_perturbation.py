@@ -104,57 +104,16 @@ def test_black_is_opaque_black_and_a_mask_one_opaque_grey(mode):
         assert np.abs(seen(mask_image(image, value=value)) - (value, value, value, 255)).max() <= rounding
 
 
-def test_squares_are_cut_off_at_the_right_and_lower_edge():
-    """Width 30 and height 20 in squares of 14: columns 0-13, 14-27, 28-29 and rows 0-13, 14-19."""
-    image = Image.new("L", (30, 20), 200)
-    patterns = set()
-    for seed in range(200):
-        result = np.asarray(blacken_patches(image, seed=seed))
-        squares = [result[rows, columns] for rows in np.s_[:14, 14:] for columns in np.s_[:14, 14:28, 28:]]
-        assert all(len(set(square.ravel())) == 1 for square in squares)
-        patterns.add(tuple(int(square[0, 0]) for square in squares))
-    assert len(patterns) > 50, "squares are blackened independently: 64 patterns exist"
-
-
-@pytest.mark.parametrize("probability", [0.2, 0.9])
-def test_share_of_black_squares(probability):
-    """10,000 squares: the share's standard deviation is at most 0.005."""
-    result = blacken_patches(Image.new("L", (1400, 1400), 255), black_prob=probability, seed=1)
-    assert np.mean(np.asarray(result) == 0) == pytest.approx(probability, abs=0.02)
-
-
-@pytest.mark.parametrize(("mode", "key"), [("L", 0), ("RGB", (0, 0, 0)), ("1", 0)])
-def test_a_colour_marked_as_transparent_is_opaque_once_painted(mode, key):
-    image = Image.new(mode, (14, 14), 255 if mode != "RGB" else (255, 255, 255))
-    image.info["transparency"] = key
-    assert (seen(blacken_patches(image, black_prob=1.0, seed=0)) == (0, 0, 0, 255)).all()
-
-
-@pytest.mark.parametrize("mode", ["L", "RGB", "F", "I;16B"])
+@pytest.mark.parametrize("mode", ["RGB", "I;16B"])
 def test_noise_has_the_standard_deviation_asked_for(mode):
     """Grey 128 and noise of 10: 90,000 values per channel, whose mean has a standard deviation of 0.03."""
     scale = 257 if mode.startswith("I;16") else 1
     image = mask_image(Image.new(mode, (300, 300)), value=128)
-    if mode in ("I", "F"):
-        image = Image.new(mode, (300, 300), 128)
     noise = (np.asarray(add_gaussian_noise(image, std=10, seed=3)).astype(float) - np.asarray(image)) / scale
     assert noise.mean() == pytest.approx(0, abs=0.15)
     assert noise.std() == pytest.approx(10, abs=0.15)
-
-
-def test_noise_of_different_channels_and_pixels_is_independent():
-    image = Image.new("RGB", (200, 200), (128, 128, 128))
-    noise = np.asarray(add_gaussian_noise(image, std=20, seed=0)).astype(float) - 128
-    channels = np.corrcoef(noise.reshape(-1, 3).T)
-    assert np.abs(channels - np.eye(3)).max() < 0.03
-    assert abs(np.corrcoef(noise[:, 1:, 0].ravel(), noise[:, :-1, 0].ravel())[0, 1]) < 0.03
-
-
-def test_strong_noise_is_clipped_and_not_wrapped():
-    """std 189 on grey 128: P(value <= 0) = P(z < -0.675) = 0.25, and 0.25 above 255."""
-    values = np.asarray(add_gaussian_noise(Image.new("L", (300, 300), 128), seed=0))
-    assert np.mean(values == 0) == pytest.approx(0.25, abs=0.01)
-    assert np.mean(values == 255) == pytest.approx(0.25, abs=0.01)
+    strong = np.asarray(add_gaussian_noise(Image.new("L", (300, 300), 128), seed=0))  # P(z < -0.675) = 0.25
+    assert np.mean(strong == 0) == pytest.approx(0.25, abs=0.01), "clipped, and not wrapped"
 
 
 @pytest.mark.parametrize("mode", ["LA", "RGBA", "PA"])
@@ -167,17 +126,7 @@ def test_transparency_stays(mode, name):
     assert result.tobytes() != image.tobytes()
 
 
-def test_noise_on_a_transparent_palette_keeps_transparent_pixels_transparent():
-    image = Image.new("P", (28, 14), 1)
-    image.paste(0, (0, 0, 14, 14))
-    image.putpalette([0, 0, 0, 250, 120, 0])
-    image.info["transparency"] = 0
-    opacity = seen(add_gaussian_noise(image, std=30, seed=0))[..., 3]
-    assert (opacity[:, :14] == 0).all()
-    assert (opacity[:, 14:] == 255).all()
-
-
-@pytest.mark.parametrize("mode", ["1", "RGB", "F", "I;16B", "LA", "RGBA"])
+@pytest.mark.parametrize("mode", ["1", "F", "I;16B", "RGBA"])
 def test_no_noise_and_no_blur_change_nothing(mode):
     image = draw(mode, (29, 13))
     assert add_gaussian_noise(image, std=0, seed=0).tobytes() == image.tobytes()
@@ -193,21 +142,6 @@ def test_blur_spreads_a_line_as_a_gaussian_of_that_radius(mode, white):
     distance = np.arange(81) - 40
     assert (row * distance).sum() / row.sum() == pytest.approx(0, abs=0.05)
     assert (row * distance**2).sum() / row.sum() == pytest.approx(16, rel=0.05)
-
-
-def test_grey_in_images_that_do_not_say_what_white_is():
-    for largest, grey in ((0.5, 128 / 255), (200.0, 128.0), (40000.0, 128 * 257.0), (1e6, 1e6 * 128 / 255)):
-        image = Image.new("F", (3, 3), largest)
-        assert mask_image(image).getpixel((1, 1)) == pytest.approx(grey)
-    assert mask_image(Image.new("I", (3, 3), 40000)).getpixel((1, 1)) == 128 * 257
-
-
-@pytest.mark.parametrize("name", ["blacken_patches", "add_gaussian_noise"])
-def test_a_seed_repeats_exactly_and_another_differs(name):
-    image = draw("RGB", (100, 80))
-    first, again, other = (PERTURBATIONS[name](image, seed=seed).tobytes() for seed in (5, 5, 6))
-    assert first == again
-    assert first != other
 
 
 def test_images_of_a_prompt_get_streams_of_their_own_that_depend_on_nothing_else():
@@ -249,23 +183,12 @@ def test_the_options_of_a_run_are_accepted(name):
     assert len(perturb_images([Image.new("L", (1, 1))], name, parameters, seed=0, step=0, index=0)) == 1
 
 
-def test_perturbations_are_chosen_by_name_with_parameters():
-    image = draw("RGB", (30, 30))
-    chosen = perturb_images([image, image], "mask_image", {"value": 7}, seed=0, step=0, index=0)
-    assert [set(result.tobytes()) for result in chosen] == [{7}, {7}]
-    blurred = perturb_images([image], "gaussian_blur", {"radius": 2.0}, seed=0, step=0, index=0)[0]
-    assert blurred.tobytes() == gaussian_blur(image, radius=2.0).tobytes()
-    assert perturb_images([], "gaussian_blur", seed=0, step=0, index=0) == []
-
-
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
         ("darken", {}),
         ("mask_image", {"seed": 1}),
         ("blacken_patches", {"patch_size": 0}),
-        ("blacken_patches", {"black_prob": 1.1}),
-        ("add_gaussian_noise", {"std": -1}),
         ("gaussian_blur", {"radius": float("inf")}),
         ("mask_image", {"value": 256}),
         ("crop_image", {"share": 0}),
@@ -280,8 +203,6 @@ def test_wrong_parameters(name, parameters):
 @pytest.mark.parametrize(
     ("steps", "image", "noise"),
     [
-        (0, 0.999988853931427, 0.004727762658149004),
-        (250, 0.9891338348388672, 0.14701807498931885),
         (500, 0.8630172610282898, 0.5051745176315308),
         (999, 0.28504252433776855, 0.9585148692131042),
     ],
@@ -298,27 +219,18 @@ def test_grey_gets_darker_and_spreads():
     assert after.mean() == pytest.approx(0.98913 * 128, abs=0.5)
     assert after.std() == pytest.approx(0.14702 * 255, rel=0.02)
     assert np.abs(np.corrcoef(after.reshape(-1, 3).T) - np.eye(3)).max() < 0.03, "each channel has noise of its own"
-    again, other = diffusion_noise(grey, steps=250, seed=3), diffusion_noise(grey, steps=250, seed=4)
-    assert np.array_equal(np.asarray(again), after)
-    assert not np.array_equal(np.asarray(other), after)
-    assert np.abs(np.asarray(diffusion_noise(grey, steps=0, seed=1), float) - 128).max() < 10
-
-
-def numbered(mode="I"):
-    """5 x 4 pixels, each of another value."""
-    return Image.fromarray(np.arange(20, dtype=np.int32).reshape(4, 5)).convert(mode)
 
 
 def test_squares_change_places_and_the_edge_stays():
     """2 x 2 squares of 2 pixels; the fifth column belongs to none."""
-    before = np.asarray(numbered())
-    results = [np.asarray(shuffle_patches(numbered(), patch_size=2, seed=seed)) for seed in range(8)]
+    image = Image.fromarray(np.arange(20, dtype=np.int32).reshape(4, 5))
+    before = np.asarray(image)
+    results = [np.asarray(shuffle_patches(image, patch_size=2, seed=seed)) for seed in range(8)]
     squares = {before[y : y + 2, x : x + 2].tobytes() for y in (0, 2) for x in (0, 2)}
     for after in results:
         assert {after[y : y + 2, x : x + 2].tobytes() for y in (0, 2) for x in (0, 2)} == squares
         assert (after[:, 4] == before[:, 4]).all()
     assert len({after.tobytes() for after in results}) > 3
-    assert (np.asarray(shuffle_patches(numbered(), patch_size=2, seed=3)) == results[3]).all()
 
 
 def test_a_quarter_of_the_area_is_shown_twice_as_large():
@@ -343,37 +255,17 @@ def conversation(*images, text="what is this"):
     ]
 
 
-@pytest.fixture
-def calls():
-    return []
+def test_rows_of_a_number_share_their_images():
+    calls = []
 
-
-@pytest.fixture
-def perturb(calls):
-    def perturbed(images, index):
+    def perturb(images, index):
         calls.append((images, index))
         return [f"{image}-{index}" for image in images]
 
-    return perturbed
-
-
-def test_rows_of_a_number_share_their_images(calls, perturb):
     first, second = conversation("a", "b"), conversation("c", text="and this")
-    different, own = perturbed_prompts([first, first, second, second], [7, 7, 9, 9], perturb)
-    assert different == [conversation("a-7", "b-7"), conversation("c-9", text="and this")]
-    assert own == [0, 0, 1, 1]
-    assert calls == [(["a", "b"], 7), (["c"], 9)]
-    assert first == conversation("a", "b"), "what was given is left as it was"
-
-
-def test_rows_with_numbers_of_their_own(perturb):
-    prompt = conversation("a")
-    different, own = perturbed_prompts([prompt, prompt, prompt], [4, 5, 4], perturb)
-    assert different == [conversation("a-4"), conversation("a-5")]
-    assert own == [0, 1, 0]
-
-
-def test_prompts_without_images(calls, perturb):
-    prompts = ["a text", conversation()]
-    assert perturbed_prompts(prompts, [0, 1], perturb) == (prompts, [0, 1])
-    assert calls == []
+    different, own = perturbed_prompts([first, first, second, second, "text"], [7, 7, 9, 8, 5], perturb)
+    of_second = [conversation(f"c-{number}", text="and this") for number in (9, 8)]
+    assert different == [conversation("a-7", "b-7"), *of_second, "text"]
+    assert own == [0, 0, 1, 2, 3]
+    assert calls == [(["a", "b"], 7), (["c"], 9), (["c"], 8)]
+    assert first == conversation("a", "b"), "what is passed is left as it was"

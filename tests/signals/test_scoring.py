@@ -2,18 +2,16 @@
 
 import pytest
 import torch
-import transformers as hf
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from support.models.compare import checkpointed, needs_shared, with_head
-from support.models.decoders import DECODERS, LLAMA, SPEECH, case
-from support.models.eager_reference import SPECIAL_IDS, VISION, VISION_IDS, difference, masks_of, reference
-from support.models.families import FAMILIES, IMAGE, build, make_batch
+from support.models.compare import checkpointed, needs_shared
+from support.models.decoders import DECODERS, LLAMA, case
+from support.models.eager_reference import SPECIAL_IDS, VISION_IDS, difference, masks_of, reference
+from support.models.families import FAMILIES, build, make_batch
 from support.models.other_families import OTHERS
 from transformers.modeling_outputs import CausalLMOutput
 
-from vgr_trl.sharing import share_prompts
 from vgr_trl.signals import AttentionProbe, RolloutScorer
-from vgr_trl.signals.similarity import SimilarityProbe
+from vgr_trl.signals.attention import SimilarityProbe
 from vgr_trl.utils import ConfigError, DataError
 
 # InternVL's random model is very sure of itself; the linear attention of Qwen3.5 computes in blocks.
@@ -55,8 +53,8 @@ def from_logits(model, batch, temperature=1.0):
 COUNTS = {"images": (2, 0), "num_images": [2, 2, 2, 0, 0, 0]}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_family(name):
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5", "gemma3", "internvl", "idefics3"])
+def test_families(name):
     """Two images in some rows, none in others; at once and in chunks; shared and not."""
     model, batch = build(name), make_batch(name, images=COUNTS["images"])
     needs_shared(model)
@@ -65,9 +63,11 @@ def test_every_family(name):
     counts = {"num_images": COUNTS["num_images"]} if FAMILIES[name].picture else {}
     if name == "internvl":
         counts["num_tiles"] = [4, 4, 4, 0, 0, 0]  # one tile of the first image, three of the second
-    for shares, size in (("on", None), ("on", 2), ("off", 2)):
+    for shares, size, given in (("on", None, counts), ("on", 2, counts), ("off", 2, counts), ("off", 3, {})):
+        if not given and name == "internvl":
+            continue  # of which the tokens do not say how many tiles there are
         scorer = scorer_of(model, share_prompts=shares, batch_size=size, temperature=0.7)
-        tensors, options = arguments(batch, **counts)
+        tensors, options = arguments(batch, **given)
         with_attention = scorer.score(*tensors, **options)
         without = scorer.score(*tensors, **options, attention=False)
         assert without.attention is None
@@ -83,17 +83,8 @@ def test_every_family(name):
         assert mass.num_vision.tolist() == expected.masks.vision.sum(1).tolist()
 
 
-@pytest.mark.parametrize("name", VISION)
-def test_chunks_whose_images_are_found_by_the_tokens(name):
-    """The second prompt's chunk has no image; the first prompt's has two, of different sizes where a family allows."""
-    model, batch = build(name), make_batch(name, images=COUNTS["images"])
-    logps, _ = from_logits(model, batch)
-    signals = score(scorer_of(model, batch_size=3), batch, attention=False)
-    assert (signals.logps - logps).abs().max() < LOGPS.get(name, 4e-6)
-
-
 @pytest.mark.parametrize("shares", ["auto", "off"])
-@pytest.mark.parametrize("name", ["gemma2", "falcon_h1", "gemma4", "phi3"])
+@pytest.mark.parametrize("name", ["gemma2", "falcon_h1"])
 def test_heads_that_scale_and_cap(name, shares):
     """Gemma caps logits, Falcon-H1 multiplies them: whatever the model's own forward does."""
     family = OTHERS[name]
@@ -102,25 +93,6 @@ def test_heads_that_scale_and_cap(name, shares):
     signals = score(RolloutScorer(model, share_prompts=shares), batch, attention=False)
     assert (signals.logps - logps).abs().max() < 1e-5
     assert (signals.entropies - entropies).abs().max() < 2e-5
-
-
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava"])
-def test_patched_by_trl(name):
-    model, batch = build(name), make_batch(name)
-    logps, entropies = from_logits(model, batch)
-    signals = score(scorer_of(with_head(model)), batch)
-    assert (signals.logps - logps).abs().max() < 4e-6
-    assert (signals.entropies - entropies).abs().max() < 6e-6
-
-
-def test_inside_of_share_prompts():
-    """The head's passes are none of those that are shared."""
-    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
-    logps, _ = from_logits(model, batch)
-    with share_prompts(model, 12) as report:
-        signals = score(scorer_of(model, share_prompts="off"), batch)
-    assert (report.prompts, report.rows, dict(report.plain)) == (2, 6, {})
-    assert (signals.logps - logps).abs().max() < 4e-6
 
 
 @pytest.mark.parametrize("trained", [["q_proj", "v_proj"], ["q_proj", "lm_head"]])
@@ -135,18 +107,6 @@ def test_adapters(trained):
     with wrapped.disable_adapter():
         without = score(scorer_of(wrapped), batch)
     assert (without.logps - logps).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "prompt learning"),
-        (LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[IMAGE]), "aLoRA"),
-    ],
-)
-def test_an_adapter_that_acts_outside_the_base_model_is_refused(config, named):
-    with pytest.raises(ConfigError, match=named):
-        scorer_of(get_peft_model(build("qwen3"), config))
 
 
 def test_mode_of_every_module_is_restored():
@@ -164,19 +124,6 @@ def test_mode_of_every_module_is_restored():
     with pytest.raises(DataError):
         score(scorer_of(model, batch_size=3), batch, num_images=[1] * 5)
     assert [module.training for module in model.modules()] == modes
-
-
-def test_bf16():
-    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
-    expected = scorer_of(model).score(*arguments(batch)[0], **arguments(batch)[1])
-    batch.inputs["pixel_values"] = batch.inputs["pixel_values"].bfloat16()
-    signals = score(scorer_of(model.bfloat16()), batch)
-    for one in (signals.logps, signals.entropies, signals.attention.vision):
-        assert one.dtype == torch.float32
-    # Log-probabilities of a random model differ by up to 4 from each other.
-    assert (signals.logps - expected.logps).abs().max() < 0.15
-    mask = expected.mask
-    assert difference(signals.attention.vision, expected.attention.vision, mask) < 0.03
 
 
 def test_completions_without_tokens_that_count():
@@ -206,13 +153,6 @@ def test_forbidden_tokens_add_nothing_to_the_entropy():
     assert torch.allclose(signals.logps, -expected, atol=1e-5)
 
 
-def test_ids_of_vision_tokens_from_the_configuration():
-    model, batch = build("llava"), make_batch("llava")
-    found = score(RolloutScorer(model, special_token_ids=SPECIAL_IDS), batch)
-    assert torch.equal(found.attention.vision, score(scorer_of(model), batch).attention.vision)
-    assert found.attention.num_vision.tolist() == [16] * 6
-
-
 def test_number_of_passes(monkeypatch):
     """One per chunk, for two prompts with three completions each; the vision tower sees each image once."""
     model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
@@ -232,29 +172,23 @@ def test_number_of_passes(monkeypatch):
     assert (rows, images) == ([1] * 6, [1] * 6)
 
 
-def headless(model):
-    return model.model
-
-
 def sharded(model):
     model.lm_head.weight.ds_numel, model.lm_head.weight.data = 96 * 32, torch.empty(0)
     return model
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: headless(build("llama")), "has no head"),
-        (lambda: sharded(build("llama")), "sharded"),
-        (lambda: hf.BartForConditionalGeneration(hf.BartConfig(**SPEECH)), "in an encoder"),
-    ],
-)
-def test_models_that_cannot_be_scored(make, message):
-    with pytest.raises(ConfigError, match=message):
-        RolloutScorer(make())
-
-
 def test_what_is_refused():
+    with pytest.raises(ConfigError, match="sharded"):
+        RolloutScorer(sharded(build("llama")))
+    with pytest.raises(ConfigError, match="prompt learning"):
+        scorer_of(get_peft_model(build("qwen3"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)))
+    (ids, mask, new_ids, new_mask), _ = arguments(make_batch("llama"))
+    holes = new_mask.clone()
+    holes[2, 3] = 0
+    with pytest.raises(DataError, match="pad prompts on the left"):
+        RolloutScorer(build("llama")).score(ids.flip(1), mask.flip(1), new_ids, new_mask, attention=False)
+    with pytest.raises(DataError, match="a 0 in front of a 1"):
+        RolloutScorer(build("llama")).score(ids, mask, new_ids, holes, attention=False)
     with pytest.raises(ConfigError, match="share_prompts is 'yes'"):
         RolloutScorer(build("llama"), share_prompts="yes")
     for name, options in (("llava", {}), ("llama", {"special_token_ids": ()})):
@@ -262,28 +196,6 @@ def test_what_is_refused():
             score(RolloutScorer(build(name), **options), make_batch(name))
     with pytest.raises(ConfigError, match="share_prompts is on, but prompts could not be shared: layers of type"):
         score(RolloutScorer(build(OTHERS["jamba"]), share_prompts="on"), make_batch("llama"), attention=False)
-
-
-def test_batches_that_are_refused():
-    """A hole in a completion's mask would be one of its attention too."""
-    scorer, ((ids, mask, new_ids, new_mask), _) = RolloutScorer(build("llama")), arguments(make_batch("llama"))
-    holes = new_mask.clone()
-    holes[2, 3] = 0
-    for tensors, count, message in (
-        ((ids, mask, new_ids, new_mask), 4, "give whole groups"),
-        ((ids.flip(1), mask.flip(1), new_ids, new_mask), 1, "pad prompts on the left"),
-        ((ids, mask, new_ids, holes), 1, "a 0 in front of a 1"),
-    ):
-        with pytest.raises(DataError, match=message):
-            scorer.score(*tensors, num_generations=count, attention=False)
-
-
-def test_nothing_to_share_is_no_error():
-    model, batch = build("llama"), make_batch("llama", generations=1)
-    tensors, _ = arguments(batch)
-    scored = RolloutScorer(model, share_prompts="on").score(*tensors, attention=False)
-    plain = RolloutScorer(model, share_prompts="off").score(*tensors, attention=False)
-    assert scored.logps.equal(plain.logps)
 
 
 @pytest.mark.parametrize(
@@ -297,10 +209,9 @@ def test_images_that_cannot_be_cut_into_chunks(more):
 
 
 @pytest.mark.parametrize("shares", ["auto", "off"])
-@pytest.mark.parametrize("family", DECODERS.values(), ids=DECODERS)
-def test_scores(family, shares):
-    """Heads that call the decoder inside of their base model (OPT, Bart, Whisper) get the hidden states too."""
-    model, batch = case(family)
+@pytest.mark.parametrize("name", ["opt", "gpt2"])
+def test_heads_that_call_the_decoder_inside_of_their_base_model(name, shares):
+    model, batch = case(DECODERS[name])
     logps, entropies = from_logits(model, batch)
     tensors, options = arguments(batch)
     signals = RolloutScorer(model, share_prompts=shares).score(*tensors, **options, attention=False)
@@ -316,12 +227,6 @@ def test_a_head_that_calls_neither_base_model_nor_decoder():
     tensors, options = arguments(batch)
     with pytest.raises(ConfigError, match="LlamaForCausalLM called its base model 0 times where one call was expected"):
         RolloutScorer(model).score(*tensors, **options, attention=False)
-
-
-def test_vision_ids_are_those_of_the_batches():
-    """What the comparisons above rest on."""
-    assert IMAGE in VISION_IDS
-    assert set(VISION) < set(FAMILIES)
 
 
 @pytest.mark.parametrize("batch_size", [None, 3])

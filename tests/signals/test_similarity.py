@@ -4,12 +4,9 @@ import pytest
 import torch
 from support.models.eager_reference import masks_of
 from support.models.families import build, make_batch
-from test_measurement import measured_by
 
-from vgr_trl.config import MeasureOptions
 from vgr_trl.sharing import share_prompts
-from vgr_trl.signals.named import RolloutSignals, add_named, columns_of_signals, named_signals, signals_of_columns
-from vgr_trl.signals.similarity import SimilarityProbe, cosine_similarity
+from vgr_trl.signals.attention import SimilarityProbe, cosine_similarity
 from vgr_trl.utils import ConfigError
 
 
@@ -38,7 +35,7 @@ def expected_similarity(model, batch, layer):
 
 
 @pytest.mark.parametrize("layer", [-1, 0, 1])
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "llava_next", "idefics3"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
 def test_against_the_states_that_the_model_returns(name, layer):
     model, batch = build(name), make_batch(name)
     expected = expected_similarity(model, batch, layer)
@@ -71,31 +68,3 @@ def test_a_row_without_an_image_and_a_batch_that_does_not_pass():
 def test_a_layer_that_is_not_there():
     with pytest.raises(ConfigError, match=r"hidden_similarity_layer is 3, but the model has 2 layers: .* \[-3, 2\]"):
         SimilarityProbe(build("llava"), torch.ones(1, 2, dtype=torch.bool), 3)
-
-
-def test_measured_beside_attention_and_kept_in_a_buffer():
-    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
-    inputs, length = batch.inputs, batch.completion_length
-
-    def score():
-        with torch.no_grad():
-            model(**inputs)
-        nothing = torch.zeros(len(inputs["input_ids"]), length)
-        return nothing, nothing, None
-
-    needed = ("attention", "similarity")
-    _, rollout = measured_by(score, model, inputs["input_ids"], inputs["attention_mask"], length, *needed)
-    signals = rollout.signals
-    assert signals.attention is not None
-    again = signals_of_columns(columns_of_signals(signals))
-    assert torch.equal(again.similarity, signals.similarity)
-    with torch.no_grad(), SimilarityProbe(model, masks_of(batch).vision, over="centre") as probe:
-        model(**inputs)
-    assert torch.equal(probe.similarity, signals.similarity)
-
-
-def test_the_signal_of_that_name():
-    mask = torch.ones(1, 2, dtype=torch.bool)
-    signals = RolloutSignals(torch.zeros(1, 2), torch.zeros(1, 2), mask, similarity=torch.tensor([[0.25, 0.5]]))
-    assert add_named(named_signals(MeasureOptions(), ["similarity"]), signals) == ["similarity"]
-    assert signals.extra["similarity"].tolist() == [[0.25, 0.5]]

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from support.models.eager_reference import VISION
 from support.models.families import PAD, PIXEL_INPUTS, TEXT, build, make_batch
 
 from vgr_trl.batch import Prompts, scoring_inputs, stacked_inputs, text_inputs
@@ -26,8 +25,8 @@ def trl_batch(name, batch):
     return kept, Prompts(words, None, {})
 
 
-@pytest.mark.parametrize("name", VISION)
-def test_every_family(name):
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "internvl"])
+def test_families(name):
     model, batch = build(name), make_batch(name)
     kept, prompts = trl_batch(name, batch)
     stacked = stacked_inputs([text_inputs(kept, prompts, PAD), scoring_inputs(kept)])

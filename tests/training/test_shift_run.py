@@ -8,7 +8,7 @@ from support.trainers import letters_reward, logged
 from trl import GRPOTrainer
 
 from vgr_trl import trainer as spreading
-from vgr_trl.signals.dependency import jensen_shannon
+from vgr_trl.signals.ratios import jensen_shannon
 from vgr_trl.utils import ConfigError
 
 VEPO = {"credit_rules": ["vepo"], "max_steps": 1, "perturbation": "mask_image", "signals": ["jsd"]}

@@ -1,12 +1,11 @@
 """What each token saw: attention to the image and to the instruction, and dependence on the image.
 
-`ratios.py`: which tokens are the image, and what is made of attention. `attention.py`: how it is measured.
-`similarity.py`: hidden states. `regions.py`: boxes of an image. `dependency.py` and `perturbation.py`: how much a token
-depends on the image. `scoring.py`: a batch, with any model. `named.py`: what rewards, rules and metrics read.
+`ratios.py`: which tokens are the image, and the formulas. `attention.py`: attention and hidden states, measured while a
+model computes. `regions.py`: boxes of an image. `perturbation.py`: images made harder to see. `scoring.py`: a batch,
+with any model. `named.py`: what rewards, rules and metrics read.
 """
 
 from vgr_trl.signals.attention import AttentionProbe, GenerationProbe
-from vgr_trl.signals.dependency import visual_dependency
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.perturbation import add_gaussian_noise, blacken_patches, gaussian_blur, mask_image, perturb_images
 from vgr_trl.signals.ratios import (
@@ -18,6 +17,7 @@ from vgr_trl.signals.ratios import (
     split_layers,
     token_vision_gain_ratio,
     vision_gain_ratio,
+    visual_dependency,
 )
 from vgr_trl.signals.scoring import RolloutScorer
 

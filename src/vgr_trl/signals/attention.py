@@ -1,4 +1,4 @@
-"""Attention mass on the image and the instruction, measured while a model computes or generates.
+"""Attention mass on the image and the instruction, and similarity to the image, measured while a model computes.
 
 The mass on a set of keys is the attention output for a value vector that is 1 on the set and 0 elsewhere. While an
 `AttentionProbe` is active, every attention call of the language model runs as always, and then once more for the
@@ -7,14 +7,15 @@ queries of interest, with indicator columns as values. No (H, T, S) matrix is ma
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import normalize
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 
@@ -164,9 +165,8 @@ class AttentionProbe:
         """Row -> (L, T, V) float32, attention over its vision tokens, for rows and layers of which it is kept."""
         self.plan.check_complete()
         layers = sorted(self._kept_layers & set(self._masses))
-        return {
-            row: torch.stack([self._maps[row, layer] for layer in layers])[:, self.plan.picks] for row in self.keep_rows
-        }
+        picks = self.plan.picks
+        return {row: torch.stack([self._maps[row, layer] for layer in layers])[:, picks] for row in self.keep_rows}
 
     def _by_layer(self, values: dict[int, torch.Tensor]) -> torch.Tensor:
         self.plan.check_complete()
@@ -227,8 +227,8 @@ class AttentionProbe:
             self._masses[layer] = torch.zeros(len(self.sets), len(self.plan.positions), sets.size(-1), device=device)
             self._prompts[layer] = torch.zeros(len(self.sets), sets.size(-1), device=device)
         if current.emitting is not None:
-            mass = current.expand_to_rows(mass_on_keys(sets, current.emitting))
-            self._masses[layer][current.rows, current.columns] = mass
+            mass = mass_on_keys(sets, current.emitting)[current.groups]
+            self._masses[layer][current.numbers, current.columns] = mass
             for row in self.keep_rows if layer in self._kept_layers else ():
                 if (index := current.index_of(row)) is not None:
                     keys = sets[index, :, 0].nonzero().flatten()  # (V',)
@@ -242,10 +242,10 @@ class AttentionProbe:
         if current.instruction is not None:
             mass = mass_on_keys(sets, current.instruction)  # (B, P', 2)
             positions = current.instruction.index.to(self.sets.device) + current.seen
-            own = current.own(self.sets)[:, positions, 1].to(device)  # (B, P')
-            sums = current.expand_to_rows((mass * own.unsqueeze(-1)).sum(1))
-            before = self._prompts[layer][current.rows] if current.seen else 0
-            self._prompts[layer][current.rows] = before + sums
+            own = self.sets[current.owners][:, positions, 1].to(device)  # (B, P')
+            sums = (mass * own.unsqueeze(-1)).sum(1)[current.groups]
+            before = self._prompts[layer][current.numbers] if current.seen else 0
+            self._prompts[layer][current.numbers] = before + sums
 
 
 @dataclass(frozen=True)
@@ -262,8 +262,8 @@ class Pass:
     """A pass through the decoder, of B rows that stand for rows of the batch.
 
     Attributes:
-        numbers: rows of the batch that what is measured belongs to; a range if they stand together.
-        groups: where prompts pass once for several rows, for each of `numbers` its number among the B; else None.
+        numbers: rows of the batch that what is measured belongs to.
+        groups: for each of `numbers` its number among the B; several have the same where their prompt passes once.
         shape: B, and the positions Q that pass.
         seen: positions of these rows that are in a cache, in front of those that pass.
         emitting: queries whose attention mass is wanted, None if there are none in this pass.
@@ -272,8 +272,8 @@ class Pass:
         done: layers that have been measured; recomputation comes to them again.
     """
 
-    numbers: range | list[int]
-    groups: list[int] | None
+    numbers: list[int]
+    groups: list[int]
     shape: tuple[int, int]
     seen: int
     emitting: Queries | None
@@ -282,26 +282,13 @@ class Pass:
     done: set[int] = field(default_factory=set)
 
     @property
-    def rows(self) -> slice | list[int]:
-        """Index of `numbers` into a tensor."""
-        return slice(self.numbers.start, self.numbers.stop) if isinstance(self.numbers, range) else self.numbers
+    def owners(self) -> list[int]:
+        """For each of the B rows a row of the batch that has its tokens."""
+        return [self.numbers[self.groups.index(group)] for group in range(self.shape[0])]
 
     def index_of(self, row: int) -> int | None:
         """Which of the B rows stands for a row of the batch, None if none does."""
-        if row not in self.numbers:
-            return None
-        index = self.numbers.index(row)
-        return index if self.groups is None else self.groups[index]
-
-    def own(self, sets: torch.Tensor) -> torch.Tensor:
-        """What of `sets` (N, P or S, 2) belongs to the B rows."""
-        if self.groups is None:
-            return sets[self.rows]
-        return sets[[self.numbers[self.groups.index(group)] for group in range(max(self.groups) + 1)]]
-
-    def expand_to_rows(self, measured: torch.Tensor) -> torch.Tensor:
-        """What has been measured of the B rows, for the rows of the batch."""
-        return measured if self.groups is None else measured[self.groups]
+        return self.groups[self.numbers.index(row)] if row in self.numbers else None
 
     def sets_of_keys(self, sets: torch.Tensor, queries: tuple[int, ...], num_keys: int) -> torch.Tensor:
         """The part of `sets` (N, P or S, 2) that belongs to the keys of an attention call, (B, K, 2).
@@ -326,7 +313,7 @@ class Pass:
                 f"A layer attends to {num_keys} keys after {self.seen + self.shape[1]} positions: cross attention and "
                 "caches of fixed length cannot be measured."
             )
-        found = self.own(sets)[:, first : first + num_keys]
+        found = sets[self.owners][:, first : first + num_keys]
         return torch.nn.functional.pad(found, (0, 0, 0, num_keys - found.size(1)))
 
 
@@ -342,7 +329,7 @@ class PassPlan:
     def __init__(self, sets: torch.Tensor, rows: slice | Sequence[int] | None, measure_prompt: bool) -> None:
         self.sets, self.rows, self.measure_prompt = sets, rows, measure_prompt
         self.positions: list[int] = []  # wanted, increasing
-        self.picks: slice | list[int] = slice(None)  # puts them in the order of `rows`
+        self.picks: list[int] = []  # puts them in the order of `rows`
         self.instruction: list[int] = sets[..., 1].any(0).nonzero().flatten().tolist() if measure_prompt else []
         self.current: Pass | None = None
         self.next_row = 0
@@ -381,13 +368,12 @@ class PassPlan:
         self._length = length
         rows = self.rows
         if rows is None:
-            rows = slice(columns - 1, length - 1) if columns < length else slice(0, length)
+            rows = slice(columns - 1, length - 1) if columns < length else slice(length)
         wanted = list(range(length)[rows]) if isinstance(rows, slice) else [range(length)[row] for row in rows]
         if not wanted:
             raise ConfigError(f"rows of the probe is {self.rows}: give positions in [0, {length}), at least one.")
         self.positions = sorted(set(wanted))
-        if wanted != self.positions:
-            self.picks = [bisect_left(self.positions, position) for position in wanted]
+        self.picks = [bisect_left(self.positions, position) for position in wanted]
 
     def _begin_pass(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before rows pass through the decoder: once for a plain batch, twice where prompts are shared."""
@@ -409,9 +395,10 @@ class PassPlan:
                 "whole batch."
             )
         columns = slice(bisect_left(self.positions, seen), bisect_left(self.positions, seen + length))
+        numbers = list(range(start, stop)) if some is None else [start + row for row in some]
         self.current = Pass(
-            numbers=range(start, stop) if some is None else [start + row for row in some],
-            groups=groups,
+            numbers=numbers,
+            groups=list(range(count)) if groups is None else groups,
             shape=(count, length),
             seen=seen,
             emitting=_queries(self.positions[columns], seen, hidden.device),
@@ -595,7 +582,10 @@ class GenerationProbe:
                 f"Attention cannot be measured during {mode.value}: generate greedily or by sampling, or measure it by "
                 "scoring."
             )
-        with eager_language_model(self.causal):
+        decoder: Any = find_decoder(self.causal)
+        if not decoder._can_set_attn_implementation():
+            raise ConfigError(f"The attention of {type(decoder).__name__} cannot be made eager: measure it by scoring.")
+        with patched_attribute(decoder.config, "_attn_implementation_internal", "eager"):
             outputs = generate(*args, **kwargs | {"output_attentions": True, "return_dict_in_generate": True})
         if not outputs.attentions or not outputs.attentions[0]:
             raise ConfigError(
@@ -605,24 +595,6 @@ class GenerationProbe:
         sets = sets.repeat_interleave(len(outputs.sequences) // len(ids), dim=0)  # (N, P, 2)
         self._mass = mass_of_steps(outputs.attentions, sets)
         return outputs if config.return_dict_in_generate else outputs.sequences
-
-
-@contextmanager
-def eager_language_model(model: nn.Module) -> Iterator[None]:
-    """Let the language model inside a transformers model attend eagerly for the duration; its vision tower does not.
-
-    Raises:
-        ConfigError: its attention cannot be changed.
-    """
-    decoder: Any = find_decoder(model)
-    if not decoder._can_set_attn_implementation():
-        raise ConfigError(f"The attention of {type(decoder).__name__} cannot be made eager: measure it by scoring.")
-    before = decoder.config._attn_implementation
-    decoder.config._attn_implementation = "eager"
-    try:
-        yield
-    finally:
-        decoder.config._attn_implementation = before
 
 
 def mass_of_steps(steps: Sequence[Sequence[torch.Tensor | None]], sets: torch.Tensor) -> AttentionMass:
@@ -650,3 +622,134 @@ def mass_of_steps(steps: Sequence[Sequence[torch.Tensor | None]], sets: torch.Te
     counts = sets.sum(1)
     mask = torch.ones(mass.shape[1:3], dtype=torch.bool, device=mass.device)
     return AttentionMass(mass[..., 0], mass[..., 1], counts[:, 0], counts[:, 1], mask)
+
+
+def cosine_similarity(emitting: torch.Tensor, image: torch.Tensor, over: str) -> torch.Tensor:
+    """Return how similar each of T hidden states is to those of an image, (T,) float32 in [-1, 1].
+
+    Args:
+        emitting: (T, D), of the positions that emit tokens.
+        image: (V, D), of the image tokens; V = 0: all is undefined, NaN.
+        over: `max` or `mean` of the V cosines, or `centre`: the cosine to the mean of the V states.
+    """
+    if not len(image):
+        return torch.full((len(emitting),), torch.nan, device=emitting.device)
+    states, others = normalize(emitting.float(), dim=-1), image.float()
+    if over == "centre":
+        return states @ normalize(others.mean(0), dim=0)
+    others = normalize(others, dim=-1)
+    return (states @ others.T).amax(1) if over == "max" else states @ others.mean(0)
+
+
+class SimilarityProbe:
+    """Measures, while it is active, `cosine_similarity` of the positions that emit completions.
+
+        with SimilarityProbe(model, vision) as probe:
+            model(**inputs)
+        probe.similarity
+
+    The batch may pass in several calls of consecutive rows, and with its prompts shared; then the states of an image
+    are those of the pass over the prompts.
+
+    Args:
+        model: transformers model, also wrapped.
+        vision: (N, P) bool, image tokens of the prompts.
+        layer: which hidden states, in [-L - 1, L].
+        over: as `cosine_similarity` takes it.
+
+    Raises:
+        ConfigError: the model has no such hidden states.
+    """
+
+    def __init__(self, model: nn.Module, vision: torch.Tensor, layer: int = -1, over: str = "max") -> None:
+        self.vision, self.over = vision, over
+        self._plan = PassPlan(vision.unsqueeze(-1), None, measure_prompt=False)
+        self._base: Any = causal_model(model).base_model
+        self._decoder = find_decoder(model)
+        self._attention = attention_modules(self._decoder)[0]
+        layers = decoder_layers(self._decoder)
+        self._number = hidden_state_number(layer, len(layers))
+        self._read = self._decoder if self._number == len(layers) else layers[max(self._number - 1, 0)]
+        self._images: tuple[Pass, list[torch.Tensor]] | None = None  # of prompts whose completions are still to come
+        self._found: list[tuple[Pass, torch.Tensor]] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "SimilarityProbe":
+        self._plan.hook(self._stack, self._base, self._attention)
+        self._stack.callback(self._read.register_forward_hook(self._measure, with_kwargs=True).remove)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    @property
+    def similarity(self) -> torch.Tensor:
+        """(N, T) float32; NaN for rows without an image.
+
+        Raises:
+            ConfigError: fewer rows have passed through the model than `vision` has.
+        """
+        self._plan.check_complete()
+        result = torch.full((len(self.vision), len(self._plan.positions)), torch.nan, device=self.vision.device)
+        for current, values in self._found:
+            result[current.numbers, current.columns] = values.to(result.device)
+        return result
+
+    @torch.no_grad()
+    def _measure(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+        current = self._plan.current
+        if current is None or self._number in current.done:
+            return
+        current.done.add(self._number)
+        if self._number == 0:
+            states = args[0] if args else kwargs["hidden_states"]  # (B, Q, D)
+        else:
+            states = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
+        if states.shape[:2] != current.shape:
+            raise ConfigError(
+                f"{type(module).__name__} returns states of shape {tuple(states.shape)} where {current.shape[1]} "
+                f"positions in {current.shape[0]} rows pass: give another hidden_similarity_layer, such as -1."
+            )
+        if not current.seen:
+            own = self.vision[current.owners].to(states.device)  # (B, P)
+            width = min(own.size(1), states.size(1))
+            images = [row[:width][seen[:width]] for row, seen in zip(states, own, strict=True)]
+            self._images = current, images
+        if current.emitting is None:
+            return
+        assert self._images is not None
+        prompts, images = self._images
+        emitting = states[:, current.emitting.index]  # (B, T', D)
+        numbers = [prompts.index_of(row) for row in current.numbers]
+        values = [
+            cosine_similarity(row, images[number], self.over)
+            for row, number in zip(emitting, numbers, strict=True)
+            if number is not None
+        ]
+        self._found.append((current, torch.stack(values)))
+
+
+def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
+    """Return the layers of a language model.
+
+    Raises:
+        ConfigError: it keeps them otherwise than in a list.
+    """
+    for module in decoder.modules():
+        if isinstance(module, nn.ModuleList) and attention_modules(module):
+            return module
+    raise ConfigError(f"{type(decoder).__name__} has no list of layers: hidden states cannot be compared.")
+
+
+def hidden_state_number(layer: int, layers: int) -> int:
+    """Return a number in [0, L] for one in [-L - 1, L].
+
+    Raises:
+        ConfigError: it is outside of that.
+    """
+    if not -layers - 1 <= layer <= layers:
+        raise ConfigError(
+            f"hidden_similarity_layer is {layer}, but the model has {layers} layers: give a number in "
+            f"[{-layers - 1}, {layers}], where 0 is what goes into the first and {layers} or -1 the last."
+        )
+    return layer % (layers + 1)

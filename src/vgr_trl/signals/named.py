@@ -216,8 +216,8 @@ def add_named(named: Sequence[NamedSignal], signals: RolloutSignals) -> list[str
             continue
         with read_only(f"The signal {signal.name}", signals):
             values = signal.function(signals, signal.options)
-        if not isinstance(values, torch.Tensor) or values.shape != signals.mask.shape:
-            shape = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+        if getattr(values, "shape", None) != signals.mask.shape:
+            shape = getattr(values, "shape", type(values).__name__)
             raise DataError(f"The signal {signal.name} returned {shape}: return a tensor {tuple(signals.mask.shape)}.")
         signals.extra[signal.name] = values.detach().float().masked_fill(~signals.mask.bool(), torch.nan)
         new.append(signal.name)
@@ -235,7 +235,11 @@ def _is_measured(signals: RolloutSignals, need: str) -> bool:
 def named_columns(names: Sequence[str], signals: RolloutSignals) -> dict[str, list[float | None]]:
     """Return what rewards get of signals: per completion the mean over its tokens, None where it is undefined."""
     means = {name: signals.extra[name].nanmean(1).tolist() for name in names}
-    return {name: [None if mean != mean else mean for mean in values] for name, values in means.items()}
+    return {name: list(map(_none_for_nan, values)) for name, values in means.items()}
+
+
+def _none_for_nan(value: float) -> float | None:
+    return None if math.isnan(value) else value
 
 
 def named_metrics(
@@ -334,15 +338,9 @@ def columns_needed_by(reward: Any) -> set[str]:
 def reward_columns(segments: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
     """Return the `SIGNAL_COLUMNS`: per completion those of the late segment (else of all layers), and all as a dict."""
     rows = {name: values.tolist() for name, values in segments.items()}
-    count = len(rows["all"])
     tables = [
-        {
-            name: {
-                key: None if math.isnan(value) else value for key, value in zip(QUANTITIES, values[row], strict=True)
-            }
-            for name, values in rows.items()
-        }
-        for row in range(count)
+        {name: dict(zip(QUANTITIES, map(_none_for_nan, values[row]), strict=True)) for name, values in rows.items()}
+        for row in range(len(rows["all"]))
     ]
     of_reward = [table.get("late", table["all"]) for table in tables]
     return {name: [table[name] for table in of_reward] for name in SINGLE_COLUMNS} | {"attention_metrics": tables}

@@ -10,7 +10,6 @@ from math import isqrt
 
 import torch
 from PIL import Image
-from transformers.image_processing_utils import select_best_resolution
 
 from vgr_trl.data.images import Box
 from vgr_trl.utils import DataError
@@ -59,7 +58,6 @@ def token_shares(
     lit: torch.Tensor,
     given: Mapping[str, torch.Tensor],
     num_tokens: int,
-    pinpoints: Sequence[Sequence[int]] | None = None,
 ) -> torch.Tensor:
     """Return how much of each vision token of one image is lit, (V,) in [0, 1].
 
@@ -67,7 +65,6 @@ def token_shares(
         lit: of the shape of its `pixel_values`, in [0, 1].
         given: its pixel inputs.
         num_tokens: V.
-        pinpoints: resolutions that the processor chooses from, where tiles keep the aspect of the image (LLaVA-NeXT).
 
     Raises:
         DataError: the pixels cannot be assigned to the tokens.
@@ -83,12 +80,12 @@ def token_shares(
             for tile, (rows, columns) in zip(lit, sizes, strict=True)
         ]
         found = torch.cat([_pooled(tile, tile.size(0) // factor, tile.size(1) // factor) for tile in tiles])
-    elif "image_sizes" in given and lit.ndim == 5:
-        found = _anyres(lit[0], given["image_sizes"][0].tolist(), num_tokens, pinpoints or ())
-    elif "image_sizes" in given:  # Mistral 3: padded on the right and below
+    elif "image_sizes" in given and lit.ndim == 4:  # Mistral 3: padded on the right and below
         rows, columns = given["image_sizes"][0].tolist()
         side = isqrt(max(rows * columns // max(num_tokens, 1), 1))
         found = _pooled(lit[0, :, :rows, :columns].mean(0), rows // side, columns // side)
+    elif "image_sizes" in given:  # LLaVA-NeXT: rows of tiles without their padding, which nobody has asked for
+        found = lit.new_zeros(0)
     else:  # squares: of one image, of its tiles, or of its tiles padded to those of another row
         squares = lit.flatten(0, 1) if lit.ndim == 5 else lit
         if (mask := given.get("pixel_attention_mask")) is not None:
@@ -108,34 +105,3 @@ def _pooled(image: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """The mean of (height, width) in each cell of a grid, row by row."""
     pooled: torch.Tensor = torch.nn.functional.adaptive_avg_pool2d(image[None, None], (rows, columns))
     return pooled.flatten()
-
-
-def _anyres(
-    tiles: torch.Tensor, size: Sequence[int], num_tokens: int, pinpoints: Sequence[Sequence[int]]
-) -> torch.Tensor:
-    """LLaVA-NeXT: the whole image, then rows of its tiles without padding, each with a token behind it."""
-    whole, side = tiles[0].mean(0), tiles.size(-1)
-    if not pinpoints:
-        return whole.new_zeros(0)
-    height, width = select_best_resolution(tuple(size), [list(point) for point in pinpoints])
-    rows, columns = height // side, width // side
-    parts = tiles[1 : 1 + rows * columns].mean(1).view(rows, columns, side, side)
-    canvas = parts.transpose(1, 2).reshape(rows * side, columns * side)
-    for cells in range(1, side + 1):
-        high, wide = rows * cells, columns * cells
-        above, left = _padding(size, high, wide)
-        high, wide = high - 2 * above, wide - 2 * left
-        if cells * cells + high * (wide + 1) == num_tokens:
-            grid = _pooled(canvas, rows * cells, columns * cells).view(rows * cells, columns * cells)
-            shown = grid[above : above + high, left : left + wide]
-            lines = torch.nn.functional.pad(shown, (0, 1)).flatten()
-            return torch.cat([_pooled(whole, cells, cells), lines])
-    return whole.new_zeros(0)
-
-
-def _padding(size: Sequence[int], rows: int, columns: int) -> tuple[int, int]:
-    """Rows above and columns left of an image (height, width) padded to a grid, as the model leaves them out."""
-    height, width = size
-    if width / height > columns / rows:
-        return (rows - int(round(height * columns / width, 7))) // 2, 0
-    return 0, (columns - int(round(width * rows / height, 7))) // 2

@@ -31,11 +31,9 @@ from vgr_trl.sharing.model_support import (
 )
 from vgr_trl.sharing.prefix_forward import is_image_token
 from vgr_trl.sharing.sharing import share_prompts, whole_groups
-from vgr_trl.signals.attention import AttentionProbe, find_decoder
-from vgr_trl.signals.dependency import jensen_shannon
+from vgr_trl.signals.attention import AttentionProbe, SimilarityProbe, find_decoder
 from vgr_trl.signals.named import RolloutSignals, join_signals
-from vgr_trl.signals.ratios import ModalityMasks, build_modality_masks, vision_token_ids
-from vgr_trl.signals.similarity import SimilarityProbe
+from vgr_trl.signals.ratios import ModalityMasks, build_modality_masks, jensen_shannon, vision_token_ids
 from vgr_trl.utils import ConfigError, DataError, patched_attribute
 
 if TYPE_CHECKING:
@@ -342,10 +340,6 @@ class RolloutScorer:
             raise ConfigError("The parameters of the model are sharded: score in DAPOTrainer, or gather them before.")
         if (adapter := why_adapter_reads_whole_rows(model)) is not None:
             raise ConfigError(f"The model has an adapter by {adapter}: use another method.")
-        if self.causal.base_model is self.causal:
-            raise ConfigError(f"{type(self.causal).__name__} has no head: give a model that returns logits.")
-        if getattr(self.causal.config, "is_encoder_decoder", False):
-            raise ConfigError(f"{type(self.causal).__name__} reads prompts in an encoder: give a decoder with a head.")
         self.vision_token_ids, self.special_token_ids = vision_token_ids, special_token_ids
         self.share_prompts, self.batch_size, self.temperature = share_prompts, batch_size, temperature
         self.similarity_layer, self.similarity_over = similarity_layer, similarity_over
@@ -392,7 +386,7 @@ class RolloutScorer:
             ConfigError: attention is wanted and cannot be measured, or `share_prompts` is `on` and prompts cannot be
                 shared.
         """
-        _check_batch(num_generations, prompt_mask, completion_mask)
+        _check_padding(prompt_mask, completion_mask)
         count, length = completion_ids.shape
         device = self.causal.get_input_embeddings().weight.device
         batch = {
@@ -468,16 +462,13 @@ class RolloutScorer:
             raise ConfigError(f"share_prompts is on, but prompts could not be shared: {min(reasons)}; use auto or off.")
 
 
-def _check_batch(num_generations: int, prompt_mask: torch.Tensor, completion_mask: torch.Tensor) -> None:
-    count = len(completion_mask)
-    if num_generations < 1 or count % num_generations:
-        raise DataError(f"There are {count} completions with num_generations {num_generations}: give whole groups.")
+def _check_padding(prompt_mask: torch.Tensor, completion_mask: torch.Tensor) -> None:
     if not bool(prompt_mask[:, -1].all()):
         raise DataError("A prompt ends with padding: pad prompts on the left, so that completions follow them.")
     if bool((completion_mask[:, 1:] > completion_mask[:, :-1]).any()):
         raise DataError(
-            "completion_mask has a 0 in front of a 1: what it leaves out no other token sees, so give 1 for every "
-            "token of the completion, and leave tokens out of what is returned."
+            "completion_mask has a 0 in front of a 1, a token that no other would see: give 1 for every token of the "
+            "completion, and leave tokens out of what is returned."
         )
 
 

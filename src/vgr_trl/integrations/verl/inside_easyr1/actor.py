@@ -33,7 +33,7 @@ from vgr_trl.integrations.verl.signals import (
     perturbed_rows,
     rows_of_images,
 )
-from vgr_trl.signals.dependency import visual_dependency
+from vgr_trl.signals.ratios import visual_dependency
 from vgr_trl.utils import ConfigError, patched_attribute
 
 KEY = "vgr"  # of a batch's `meta_info`

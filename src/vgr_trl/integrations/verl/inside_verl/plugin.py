@@ -53,7 +53,7 @@ from vgr_trl.integrations.verl.signals import (
 )
 from vgr_trl.sharing.model_support import attention_modules, base_of, causal_model
 from vgr_trl.signals.attention import find_decoder
-from vgr_trl.signals.dependency import visual_dependency
+from vgr_trl.signals.ratios import visual_dependency
 from vgr_trl.signals.scoring import policy_is_active
 from vgr_trl.utils import ConfigError, patched_attribute
 
