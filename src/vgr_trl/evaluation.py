@@ -3,12 +3,13 @@
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from statistics import fmean
+from typing import Any
 
 import torch
 from PIL import Image
@@ -61,7 +62,7 @@ def grade(row: Mapping[str, Any], greedy: str, sampled: list[str]) -> dict[str, 
         "sampled": sampled,
         "correct": correct[0],
         "parsed": solution is not None and states_answer(greedy, solution),
-        "answer": None if solution is None else _answer(solution),
+        "answer": solution and (normalise(solution.text) if solution.index is None else solution.index),
         "correct_sampled": correct[1:],
         "format": well_formed[0],
         "format_sampled": well_formed[1:],
@@ -75,16 +76,11 @@ def correct_of(row: Mapping[str, Any], completions: list[str]) -> list[float | N
 
 
 def solution_of(row: Mapping[str, Any]) -> Solution | None:
-    """Return what is right, None if the row does not say."""
+    """Return the right answer, None if the row does not state it."""
     try:
         return resolve_solution(row.get("solution"), row.get("choices"), row.get("label_idx"))
     except RewardError:
         return None
-
-
-def _answer(solution: Solution) -> tuple[str, Any]:
-    """Kind and content of the right answer, as `majority` counts them."""
-    return ("text", normalise(solution.text)) if solution.index is None else ("letter", solution.index)
 
 
 def rewards_of(
@@ -164,27 +160,28 @@ def evaluation_of(records: list[dict[str, Any]], groups: Sequence[str] | None = 
 
 def scores_of(records: Sequence[dict[str, Any]]) -> Scores:
     """Return the scores of at least one record with correct, correct_sampled, format and format_sampled."""
-
-    def mean(values: Sequence[float]) -> float:
-        return sum(values) / len(values)
-
     k = len(records[0]["correct_sampled"])
     right = sum(record["correct"] for record in records)
-    blind = [record["correct_blind"] for record in records if record.get("correct_blind") is not None]
+    columns = {name: [record["rewards"][name] for record in records] for name in records[0].get("rewards", {})}
     return Scores(
         questions=len(records),
         k=k,
-        accuracy=mean([record["correct"] for record in records]),
-        mean_at_k=mean([mean(record["correct_sampled"]) for record in records]) if k else None,
-        pass_at_k=mean([max(record["correct_sampled"]) for record in records]) if k else None,
-        format=mean([record["format"] for record in records]),
-        format_sampled=mean([mean(record["format_sampled"]) for record in records]) if k else None,
+        accuracy=right / len(records),
+        mean_at_k=fmean(fmean(record["correct_sampled"]) for record in records) if k else None,
+        pass_at_k=fmean(max(record["correct_sampled"]) for record in records) if k else None,
+        format=fmean(record["format"] for record in records),
+        format_sampled=fmean(fmean(record["format_sampled"]) for record in records) if k else None,
         interval=wilson(right, len(records)),
-        unparsable=mean([not record.get("parsed", True) for record in records]),
-        majority=majority([record.get("answer") for record in records]),
-        blind=mean(blind) if blind else None,
-        rewards=_mean_rewards(records),
+        unparsable=fmean(not record["parsed"] for record in records),
+        majority=majority([record["answer"] for record in records]),
+        blind=_mean_of_known(record.get("correct_blind") for record in records),
+        rewards={name: _mean_of_known(values) for name, values in columns.items()},
     )
+
+
+def _mean_of_known(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 def wilson(right: float, count: int, z: float = 1.959964) -> tuple[float, float]:
@@ -195,23 +192,14 @@ def wilson(right: float, count: int, z: float = 1.959964) -> tuple[float, float]
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def majority(answers: Sequence[tuple[str, Any] | None]) -> float:
-    """Return what share is right where each kind of question always gets its commonest answer.
+def majority(answers: Sequence[int | str | None]) -> float:
+    """Return what share is right where letters always get the commonest letter, open questions the commonest text.
 
     Args:
-        answers: per question its kind (`letter` or `text`) and what is right; None: not known, wrong.
+        answers: the right one of each question, the index of a letter or a text; None: not known, wrong.
     """
-    counts = Counter(tuple(answer) for answer in answers if answer is not None)
-    best = {kind: max(count for (of, _), count in counts.items() if of == kind) for kind, _ in counts}
-    return sum(best.values()) / len(answers)
-
-
-def _mean_rewards(records: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-    means = {}
-    for name in records[0].get("rewards", {}):
-        values = [record["rewards"][name] for record in records if record["rewards"][name] is not None]
-        means[name] = sum(values) / len(values) if values else None
-    return means
+    best = (Counter(answer for answer in answers if isinstance(answer, kind)).values() for kind in (int, str))
+    return sum(max(counts, default=0) for counts in best) / len(answers)
 
 
 class Writer:
@@ -335,11 +323,15 @@ def evaluate(
         system_prompt: put before rows that have a `problem` and no `prompt`; None for none.
 
     Raises:
-        ConfigError: an option is out of range, or `group_by` is no column.
-        DataError: there is no row, no row with a usable solution, or no image to blank.
+        ConfigError: `group_by` is not a column.
+        DataError: there is no row with a usable solution, or no image to blank.
     """
-    _check_options(num_samples, temperature, max_completion_length, batch_size)
-    _check_rows(rows, blank_images, group_by)
+    if not any(solution_of(row) is not None for row in rows):
+        raise DataError(f"None of the {len(rows)} rows has a usable `solution`: give a letter, an index or a text.")
+    if group_by is not None and group_by not in rows[0]:
+        raise ConfigError(f"group_by is {group_by!r}: give one of the columns {', '.join(rows[0])}.")
+    if blank_images and not any(map(images_of, rows)):
+        raise DataError("blank_images=True needs images, but no row has an `image` or `images`.")
     for function in reward_funcs:
         check_callable(function, rows[0])
     writer = Writer(model, processor, max_completion_length)
@@ -365,32 +357,6 @@ def evaluate(
     return evaluation_of(records, None if group_by is None else [str(row[group_by]) for row in rows])
 
 
-def _check_options(num_samples: int, temperature: float, max_completion_length: int, batch_size: int) -> None:
-    for name, value, minimum in (
-        ("num_samples", num_samples, 0),
-        ("max_completion_length", max_completion_length, 1),
-        ("batch_size", batch_size, 1),
-    ):
-        if value < minimum:
-            raise ConfigError(f"{name} is {value}: give an integer of at least {minimum}.")
-    if not temperature > 0:
-        raise ConfigError(f"temperature is {temperature}: give a number above 0 (greedy answers are always measured).")
-
-
-def _check_rows(rows: Sequence[Mapping[str, Any]], blank_images: bool, group_by: str | None) -> None:
-    if len(rows) == 0:
-        raise DataError("evaluate got no rows: give at least one question.")
-    columns = list(rows[0])
-    if group_by is not None and group_by not in columns:
-        raise ConfigError(f"group_by is {group_by!r}: give one of the columns {', '.join(columns)}.")
-    if blank_images and not any(images_of(row) for row in rows):
-        raise DataError("blank_images=True needs images, but no row has an `image` or `images`.")
-    if not any(solution_of(row) is not None for row in rows):
-        raise DataError(
-            f"None of the {len(rows)} rows has a usable solution: give each a `solution` (letter, index or text)."
-        )
-
-
 @contextmanager
 def _inference(model: Any, seed: int) -> Iterator[None]:
     """Nothing is trained, and the random state is what it was afterwards."""
@@ -405,36 +371,22 @@ def _inference(model: Any, seed: int) -> Iterator[None]:
 
 
 _TEXTS = ("prompt", "problem", "choices", "solution", "label_idx")
-Kind = TypeVar("Kind", Scores, Evaluation)
 
 
-class Cache:
-    """Evaluations in a folder, each in a file of its own.
+def read_evaluation(file: Path) -> Evaluation | None:
+    """Return the evaluation in a file, if it can still be read."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        values["groups"] = {name: Scores(**group) for name, group in values["groups"].items()}
+        return Evaluation(**values)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
 
-    Args:
-        folder: made when something is kept; None: nothing is found and nothing kept.
-    """
 
-    def __init__(self, folder: Path | None) -> None:
-        self.folder = folder
-
-    def find(self, key: str) -> Evaluation | None:
-        """Return what was kept under `key`, if it can still be read."""
-        if self.folder is None:
-            return None
-        try:
-            values = json.loads((self.folder / f"{key}.json").read_text(encoding="utf-8"))
-            groups = {name: _scores(Scores, group) for name, group in values.pop("groups").items()}
-            return _scores(Evaluation, values | {"groups": groups})
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            return None
-
-    def keep(self, key: str, result: Evaluation) -> None:
-        """Keep `result`, completions included."""
-        if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(result.to_dict(records=True), default=str)
-            write_atomic(self.folder / f"{key}.json", text.encode())
+def write_evaluation(file: Path, result: Evaluation) -> None:
+    """Write an evaluation, completions included; its folder is made."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(file, json.dumps(result.to_dict(records=True), default=str).encode())
 
 
 def key_of(model: Mapping[str, Any], rows: str, settings: Mapping[str, Any]) -> str:
@@ -461,11 +413,3 @@ def rows_identity(rows: Sequence[Mapping[str, Any]]) -> str:
         for image in images_of(row):
             digest.update(f"{image.mode}{image.size}".encode() + image.tobytes())
     return digest.hexdigest()
-
-
-def _scores(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
-    known = {field.name for field in fields(kind)}
-    given: Any = {
-        name: tuple(value) if name == "interval" else value for name, value in values.items() if name in known
-    }
-    return kind(**given)

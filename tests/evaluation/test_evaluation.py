@@ -1,12 +1,15 @@
 import copy
-from functools import partial
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from datasets import Dataset
 from PIL import Image
 from transformers import AutoProcessor, GenerationConfig, PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
 
+from vgr_trl.data.prompts import SYSTEM_PROMPT
 from vgr_trl.demo.demo import draw_questions
 from vgr_trl.evaluation import Writer, blank_image, conversation_of, evaluate, majority, wilson
 from vgr_trl.rewards import mdi_reward
@@ -18,26 +21,21 @@ class Scripted(torch.nn.Module):
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, script: list[list[str]]) -> None:
         super().__init__()
-        self.tokenizer, self.script, self.asked = tokenizer, script, 0
-        self.device = torch.device("cpu")
+        self.tokenizer, self.script = tokenizer, script
+        self.device, self.place = torch.device("cpu"), {False: 0, True: 0}
         self.generation_config = type("Config", (), {"eos_token_id": tokenizer.eos_token_id})()
 
     def generate(self, input_ids, generation_config, **inputs):
         assert not self.training
         assert self.generation_config is generation_config, "the checkpoint's own settings are out of the way"
-        do_sample = generation_config.do_sample
-        num_return_sequences = generation_config.num_return_sequences or 1
-        count = input_ids.size(0)
+        sampled, copies = generation_config.do_sample, generation_config.num_return_sequences or 1
+        start = self.place[sampled]
+        self.place[sampled] = end = start + input_ids.size(0)
         texts = [
-            text
-            for answers in self.script[self.asked : self.asked + count]
-            for text in (answers[1 : 1 + num_return_sequences] if do_sample else answers[:1])
+            text for answers in self.script[start:end] for text in (answers[1 : 1 + copies] if sampled else answers[:1])
         ]
-        if do_sample:
-            self.asked += count
         written = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")["input_ids"]
-        prompts = input_ids.repeat_interleave(num_return_sequences if do_sample else 1, dim=0)
-        return torch.cat([prompts, written], dim=1)
+        return torch.cat([input_ids.repeat_interleave(copies, dim=0), written], dim=1)
 
 
 ROWS = [
@@ -75,36 +73,27 @@ def test_rates_by_hand(tokenizer):
 
 
 def test_interval_unparsable_and_majority_by_hand(tokenizer):
-    """1 of 3 right: Wilson's interval is 0.0615 to 0.7923. The third says nothing; B is right in 2 of 3."""
+    """1 of 3 right: Wilson's interval is 0.0615 to 0.7923. The third states no answer; B is right in 2 of 3."""
+
+    def letters_reward(completions, solution, **kwargs):
+        """The length of what is no answer to B; None, for A, is left out of the mean."""
+        texts = [completion[0]["content"] for completion in completions]
+        lengths = [float(len(text)) * (not text.startswith("Answer")) for text in texts]
+        return [None if right == "A" else length for length, right in zip(lengths, solution, strict=True)]
+
     rows = [{"problem": "what ?", "choices": ["red", "blue"], "solution": letter} for letter in "BAB"]
-    script = [["Answer: B"], ["Answer: B"], ["what colour"]]
-    model = Scripted(tokenizer, script)
-    model.generate = partial(greedy_only, model)
+    model = Scripted(tokenizer, [["Answer: B"], ["Answer: B"], ["what colour"]])
     result = evaluate(model, tokenizer, rows, num_samples=0, reward_funcs=[letters_reward], progress=False)
     assert result.interval == pytest.approx((0.0615, 0.7923), abs=1e-4)
     assert result.unparsable == pytest.approx(1 / 3)
     assert result.majority == pytest.approx(2 / 3)
-    assert result.blind is None
+    assert (result.blind, result.mean_at_k, result.pass_at_k) == (None, None, None)
     assert result.rewards == {"letters_reward": pytest.approx(len("what colour") / 2)}
-
-
-def greedy_only(model, input_ids, generation_config, **inputs):
-    texts = [answers[0] for answers in model.script[: input_ids.size(0)]]
-    written = model.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")["input_ids"]
-    return torch.cat([input_ids, written], dim=1)
-
-
-def letters_reward(completions, solution, **kwargs):
-    """Of those whose right answer is B; None is left out of the mean."""
-    texts = [completion[0]["content"] for completion in completions]
-    return [
-        None if right == "A" else float(len(text)) * (not text.startswith("Answer"))
-        for text, right in zip(texts, solution, strict=True)
-    ]
+    assert "records" not in result.to_dict()
 
 
 def test_majority_counts_letters_and_texts_apart():
-    answers = [("letter", 0), ("letter", 0), ("letter", 1), ("text", "red"), ("text", "blue"), None]
+    answers = [0, 0, 1, "red", "blue", None]
     assert majority(answers) == pytest.approx((2 + 1) / 6)
     assert wilson(0, 10)[0] == 0.0
     assert wilson(10, 10)[1] == pytest.approx(1.0)
@@ -115,38 +104,21 @@ def test_a_reward_that_needs_attention_is_refused_before_generation(tokenizer):
         evaluate(Scripted(tokenizer, SCRIPT), tokenizer, ROWS, reward_funcs=[mdi_reward])
 
 
-def test_greedy_only_and_a_data_set(tokenizer):
-    model = Scripted(tokenizer, SCRIPT)
-    result = evaluate(model, tokenizer, Dataset.from_list(ROWS[:1]), num_samples=0, progress=False)
-    assert (result.accuracy, result.mean_at_k, result.pass_at_k) == (1.0, None, None)
-    assert "records" not in result.to_dict()
-    assert result.to_dict(records=True)["records"][0]["problem"] == "what colour ?"
-
-
 def test_rows_without_solution_are_counted_not_scored(tokenizer):
-    rows = [ROWS[0], {**ROWS[1], "solution": None}]
+    rows = Dataset.from_list([ROWS[0], {**ROWS[1], "solution": None}])
     result = evaluate(Scripted(tokenizer, SCRIPT), tokenizer, rows, num_samples=2, progress=False)
     assert (result.questions, result.skipped, result.accuracy) == (1, 1, 1.0)
 
 
 def test_rows_that_cannot_be_evaluated(tokenizer):
     for rows, more, message in (
-        ([], {}, "evaluate got no rows"),
-        ([{"problem": "what ?"}], {}, "None of the 1 rows has a usable solution"),
+        ([], {}, "None of the 0 rows has a usable"),
+        ([{"problem": "what ?"}], {}, "None of the 1 rows has a usable"),
         (ROWS, {"blank_images": True}, "needs images"),
+        (ROWS, {"group_by": "famly"}, "group_by is 'famly': give one of the columns problem, solution, family"),
     ):
-        with pytest.raises(DataError, match=message):
+        with pytest.raises((ConfigError, DataError), match=message):
             evaluate(Scripted(tokenizer, SCRIPT), tokenizer, rows, num_samples=0, progress=False, **more)
-
-
-@pytest.mark.parametrize(
-    ("option", "value"), [("num_samples", -1), ("batch_size", 0), ("max_completion_length", 0), ("temperature", 0.0)]
-)
-def test_options_out_of_range(tokenizer, option, value):
-    with pytest.raises(ConfigError, match=f"{option} is {value}: give"):
-        evaluate(Scripted(tokenizer, SCRIPT), tokenizer, ROWS, **{option: value})
-    with pytest.raises(ConfigError, match="group_by is 'famly': give one of the columns problem, solution, family"):
-        evaluate(Scripted(tokenizer, SCRIPT), tokenizer, ROWS, group_by="famly")
 
 
 def test_a_batch_is_answered_as_its_rows_are_one_by_one(text_model, tokenizer):
@@ -188,3 +160,26 @@ def test_rows_with_and_without_images_share_a_batch(model_folder):
 def test_a_blank_image_shows_nothing():
     blank = blank_image(Image.effect_noise((30, 20), 90))
     assert (blank.size, blank.mode, blank.getcolors()) == ((30, 20), "RGB", [(600, (128, 128, 128))])
+
+
+FOLDER = Path(__file__).parents[2] / "examples" / "lmms_eval"
+
+
+def test_the_lmms_eval_task_gives_the_conversation_of_training_and_grades_it(tmp_path):
+    task = runpy.run_path(str(FOLDER / "questions.py"))
+    settings = yaml.safe_load((FOLDER / "questions.yaml").read_text(encoding="utf-8").replace("!function ", ""))
+    for key in ("doc_to_visual", "doc_to_text", "doc_to_messages", "process_results"):
+        assert callable(task[settings[key].removeprefix("questions.")])
+    row = draw_questions(1, seed=3, split="test")[0]
+    assert task["text"](row, {}).startswith(row["problem"])
+    assert [image.size for image in task["images"](row)] == [row["image"].size]
+    assert task["results"](row, [f"<answer>{row['solution']}</answer>"]) == {"accuracy": 1.0}
+    assert task["results"](row, ["no idea"]) == {"accuracy": 0.0}
+    row["problem"] = "Look: <image> " + row["problem"]
+    system, user = task["messages"](row)
+    assert system == {"role": "system", "content": [{"type": "text", "text": SYSTEM_PROMPT}]}
+    before, image, after = user["content"]
+    assert (before, image["type"]) == ({"type": "text", "text": "Look: "}, "image")
+    assert image["url"].tobytes() == row["image"].convert("RGB").tobytes()
+    assert after["text"].strip().startswith(row["problem"].split("> ")[1])
+    assert [message["role"] for message in task["messages"](row, {"system_prompt_file": "none"})] == ["user"]

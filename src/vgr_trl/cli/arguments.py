@@ -183,11 +183,11 @@ class EvaluationArguments(RewardFileArguments):
     model_revision: str | None = option(None, "Branch, tag or commit of a hub model.")
     trust_remote_code: bool = option(False, "Allow a model that brings its own code.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option("auto", "Of the weights.")
-    num_samples: int = option(8, "k of mean@k and pass@k; 0: greedy only.")
-    temperature: float = option(1.0, "Of sampling, above 0.")
-    max_completion_length: int = option(512, "In tokens.")
+    num_samples: int = option(8, "k of mean@k and pass@k; 0: greedy only.", ge=0)
+    temperature: float = option(1.0, "Of sampling.", gt=0)
+    max_completion_length: int = option(512, "In tokens.", ge=1)
     soft_punish_cache: int | None = option(None, "In tokens, of the reward length.")
-    batch_size: int = option(16, "Questions per generation call.")
+    batch_size: int = option(16, "Questions per generation call.", ge=1)
     blank_images: bool = option(False, "Replace images by grey: what is answered blindly?")
     blind_baseline: bool = option(True, "Answer greedily with grey images too, for the column blind.")
     reward_funcs: list[str] = option([], "Rewards whose means are given too: names, dotted paths, files, as for train.")
@@ -198,6 +198,9 @@ class EvaluationArguments(RewardFileArguments):
     cache_dir: str | None = option(None, f"Folder of evaluations made before (default {CACHE}).")
     use_cache: bool = option(True, "Take an evaluation of the same model, data and settings from the cache.")
     # fmt: on
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 @contextmanager

@@ -33,7 +33,16 @@ from vgr_trl.cli.arguments import (
 )
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.rows import report_skipped
-from vgr_trl.evaluation import Cache, Evaluation, Scores, evaluate, key_of, model_identity, rows_identity
+from vgr_trl.evaluation import (
+    Evaluation,
+    Scores,
+    evaluate,
+    key_of,
+    model_identity,
+    read_evaluation,
+    rows_identity,
+    write_evaluation,
+)
 from vgr_trl.rewards.reward_files import ScoredFile
 from vgr_trl.utils import ConfigError
 
@@ -74,11 +83,11 @@ def run(data: DataArguments, options: EvaluationArguments) -> dict[str, Evaluati
         for reward in rewards
         if inspect.isfunction(reward) or isinstance(reward, ScoredFile)
     ]
-    cache = Cache((Path(options.cache_dir) if options.cache_dir else CACHE) if options.use_cache else None)
+    cache = Path(options.cache_dir or CACHE)
     loading: dict[str, Any] = {"revision": options.model_revision, "trust_remote_code": options.trust_remote_code}
     source, split, limit = evaluation_source(data), data.dataset_test_split, data.max_test_rows
     left_out: list[Any] = []
-    questions: dict[str, tuple[Any, str]] = {}
+    questions: dict[str, tuple[Any, Path]] = {}
     results: dict[str, Evaluation] = {}
     for name in dict.fromkeys(options.model_name_or_path):  # a missing one is named before the first answers
         with one_sentence():
@@ -86,17 +95,18 @@ def run(data: DataArguments, options: EvaluationArguments) -> dict[str, Evaluati
             rows, skipped = load_rows(source, split, needs_solution=True, limit=limit, processor=processor)
             left_out = left_out or skipped
             identity = model_identity(name, options.model_revision)
-            questions[name] = rows, key_of(identity, rows_identity(rows), settings)
-    for name, (rows, key) in questions.items():
-        result = cache.find(key)
+            questions[name] = rows, cache / f"{key_of(identity, rows_identity(rows), settings)}.json"
+    for name, (rows, file) in questions.items():
+        result = read_evaluation(file) if options.use_cache else None
         if result is None:
             with one_sentence():
                 model, loaded = load_for_inference(name, dtype=options.dtype, **loading)
             group_by, blind = _group_column(options.group_by, rows), options.blind_baseline
             result = evaluate(model, loaded, rows, blind=blind, reward_funcs=rewards, group_by=group_by, **measured)
-            cache.keep(key, result)
+            if options.use_cache:
+                write_evaluation(file, result)
         else:
-            print(f"{name}: taken from {cache.folder}; --use_cache false measures again.")
+            print(f"{name}: taken from {cache}; --use_cache false measures again.")
         results[name] = result
     if left_out:
         report_skipped(left_out, Path(options.output_file or "evaluate.json").with_suffix(".skipped.jsonl"))
