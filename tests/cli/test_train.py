@@ -9,7 +9,7 @@ from datasets import Dataset, load_dataset
 from support.launching import launch
 from transformers import TrainerState
 
-from vgr_trl.checkpoints import how_to_go_on, resolve_checkpoint, write_manifest
+from vgr_trl.checkpoints import resolve_checkpoint
 from vgr_trl.cli.__main__ import main
 from vgr_trl.cli.train import StepLines, check_output_dir, estimates, write_identity
 from vgr_trl.data.load import train_test_split
@@ -51,15 +51,6 @@ def test_a_demo_may_be_repeated_in_its_own_folder_only(tmp_path):
         check_output_dir(tmp_path, demo, None, may_repeat=True)
     write_identity(tmp_path, demo)
     check_output_dir(tmp_path, demo, None, may_repeat=True)
-
-
-def test_an_interrupted_run_can_be_resumed_only_from_a_complete_checkpoint(tmp_path):
-    (tmp_path / "checkpoint-3").mkdir()
-    assert "--resume_from_checkpoint" not in how_to_go_on(tmp_path), "it was being written"
-    (tmp_path / "checkpoint-3" / "rng_state.pth").touch()
-    write_manifest(tmp_path / "checkpoint-3")
-    (tmp_path / "checkpoint-4").mkdir()
-    assert how_to_go_on(tmp_path) == f"--resume_from_checkpoint continues from {tmp_path / 'checkpoint-3'}"
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ functions below compute options of the rest.
 """
 
 import json
-import math
 import os
 import re
 from argparse import ArgumentParser
@@ -163,14 +162,14 @@ class Conversion:
 
     def stop(self, key: str, why: str) -> None:
         """Note that the value of a key has no meaning here."""
-        self.stopped[self.names.get(key, key)] = self._reason(key, why)
+        self.stopped[self.names.get(key, key)] = f"is {self[key]!r}{self._by_default(key)}: {why}"
 
     def refuse(self, key: str, why: str) -> None:
         """Note that the value of a key cannot be followed, and that without it something else would be trained."""
-        self.refused[self.names.get(key, key)] = self._reason(key, why)
+        self.refused[self.names.get(key, key)] = f"is {self[key]!r}{self._by_default(key)}: {why}"
 
-    def _reason(self, key: str, why: str) -> str:
-        return f"is {self[key]!r}{'' if key in self.stated else ' by default'}: {why}"
+    def _by_default(self, key: str) -> str:
+        return "" if key in self.stated else " by default"
 
     def whole(self, key: str, least: int = 1) -> int:
         """Return a whole number, or raise `ConfigError`."""
@@ -181,44 +180,41 @@ class Conversion:
 
     def one_of(self, key: str, *known: Any) -> Any:
         """Return a value that is one of those known, else note why not and return the first."""
-        if self[key] in known:
-            return self[key]
-        self.refuse(key, f"here it can be {', '.join(map(str, known))}")
-        return known[0]
+        if self[key] not in known:
+            self.refuse(key, f"here it can be {', '.join(map(str, known))}")
+        return self[key] if self[key] in known else known[0]
 
     @property
     def updates(self) -> int:
         """Updates of the policy, our steps, per rollout, their step."""
         rollout, update = self.whole(_ROLLOUT_SIZE), self.whole(_UPDATE_SIZE)
         if rollout % update:
-            missing = next((key for key in (_ROLLOUT_SIZE, _UPDATE_SIZE) if key not in self.stated), None)
+            defaults = [f"; the default of {key} is {self[key]}" for key in (_ROLLOUT_SIZE, _UPDATE_SIZE)
+                        if key not in self.stated]  # fmt: skip
             raise ConfigError(
                 f"{_ROLLOUT_SIZE} is {rollout} and {_UPDATE_SIZE} {update}, but a rollout is a multiple of the prompts "
-                f"of an update: {f'add {missing}, whose default this is' if missing else 'change one of the two'}."
+                f"of an update{''.join(defaults)}."
             )
         return rollout // update * self.whole("worker.actor.ppo_epochs")
 
     @property
     def lines(self) -> list[Line]:
         """The table of keys and options."""
-        reasons, found = {**self.stopped, **self.refused}, list[Line]()
+        reasons, lines = {**self.stopped, **self.refused}, list[Line]()
         for key, known in KEYS.items():
-            name, is_stated = self.names.get(key, key), key in self.stated
+            name, is_stated, options = self.names.get(key, key), key in self.stated, self.made.get(key, ())
             if name in reasons:
-                found.append(Line(name, "—", f"stops: {reasons[name].split(': ', 1)[-1]}", is_stated))
-                continue
-            options = self.made.get(key, ())
-            found += [Line(name, option, str(self.options[option]), is_stated) for option in options]
-            if not options and is_stated:
-                found.append(Line(name, "—", known.why or "has no part in this configuration", True))
-        shown = {line.key for line in found}
-        found += [Line(key, "—", f"stops: {why}", True) for key, why in self.stopped.items() if key not in shown]
-        return found + [Line("(none)", name, str(self.options[name]), False) for name in self.made.get("", ())]
+                lines.append(Line(name, "—", f"stops: {reasons.pop(name).split(': ', 1)[-1]}", is_stated))
+            elif options:
+                lines += [Line(name, option, str(self.options[option]), is_stated) for option in options]
+            elif is_stated:
+                lines.append(Line(name, "—", known.why or "has no part in this configuration", True))
+        lines += [Line(key, "—", f"stops: {why}", True) for key, why in reasons.items()]
+        return lines + [Line("(none)", name, str(self.options[name]), False) for name in self.made.get("", ())]
 
     def table(self) -> str:
         """Return the table as text, and a sentence where another number of processes was configured."""
-        rows = [("key", "ours", "value")]
-        rows += [(line.key + "*" * (not line.is_stated), *line[1:3]) for line in self.lines]
+        rows = [("key", "ours", "value")] + [(line.key + "*" * (not line.is_stated), *line[1:3]) for line in self.lines]
         first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
         text = ["A configuration of EasyR1 in options of this library (*: theirs by default):"]
         text += [f"  {key:<{first}}  {ours:<{second}}  {value}" for key, ours, value in rows]
@@ -237,18 +233,17 @@ class Conversion:
             ignore: pass over those that are unknown or have no meaning here.
             own_rewards: rewards are named beside the configuration.
         """
-        unknown = {
-            key: why
-            for key, why in self.stopped.items()
-            if not ignore and not (own_rewards and key.startswith("worker.reward.reward_f"))
-        }
-        for reasons, cure in (
-            (self.refused, "Give other values: without these something else would be trained."),
-            (unknown, "Change or remove these keys, or run without them by --ignore_unknown_keys."),
-        ):
-            if reasons:
-                sentences = [f"{key} {why.rstrip('.')}{'.' * (why[-1] != '?')}" for key, why in reasons.items()]
-                raise ConfigError(" ".join([*sentences, cure]))
+        unknown = {} if ignore else {
+            key: why for key, why in self.stopped.items() if not own_rewards or "reward.reward_f" not in key
+        }  # fmt: skip
+        reasons, cure = unknown, "Change or remove these keys, or run without them by --ignore_unknown_keys."
+        if self.refused:
+            reasons, cure = self.refused, "Give other values: without these something else would be trained."
+        if reasons:
+            sentences = [
+                f"{key} {why}" if why.endswith((".", "?")) else f"{key} {why}." for key, why in reasons.items()
+            ]
+            raise ConfigError(" ".join([*sentences, cure]))
 
     def evaluation_options(self) -> dict[str, Any]:
         """Return the options by the names that `vgr-trl evaluate` has for them, among others."""
@@ -286,15 +281,7 @@ def convert(given: Mapping[str, Any], processes: int = 1) -> Conversion:
         elif known.accepted is not None and value not in known.accepted:
             found.stopped[key] = f"is {value!r}: {known.why}"
     for rule in RULES:
-        try:
-            rule(found)
-        except ConfigError:
-            raise
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"A value of the configuration is of another kind than EasyR1's, where {rule.__name__} is read "
-                f"({error})."
-            ) from error
+        rule(found)
     for key, known in KEYS.items():
         value = found[key]
         if known.option is not None and value is not None:
@@ -311,13 +298,8 @@ def _check_type(name: str, value: Any, known: Key) -> None:
     if isinstance(known.default, bool):
         if not isinstance(value, bool):
             raise ConfigError(f"{name} is {value!r}: give true or false.")
-    elif isinstance(known.default, int | float):
-        try:
-            is_number = not isinstance(value, bool) and math.isfinite(float(value))
-        except (TypeError, ValueError):
-            is_number = False
-        if not is_number:
-            raise ConfigError(f"{name} is {value!r}: give a number.")
+    elif isinstance(known.default, int | float) and not re.fullmatch(r"[-+]?[\d._]+(e[-+]?\d+)?", str(value).lower()):
+        raise ConfigError(f"{name} is {value!r}: give a number.")
 
 
 def _in_easyr1(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -365,14 +347,13 @@ _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 def model(c: Conversion) -> None:
     """The checkpoint, the types that it is held and computed in, and its adapter."""
-    key = "worker.actor.model"
+    key, held, computed = "worker.actor.model", "worker.actor.fsdp.torch_dtype", "worker.actor.fsdp.mp_param_dtype"
     path = c[f"{key}.model_path"]
     if path is None:
         raise ConfigError(f"{key}.model_path is missing: give a checkpoint folder or a hub name.")
     c.set("model_name_or_path", path, f"{key}.model_path")
     if c[f"{key}.tokenizer_path"] not in (None, path):
         c.stop(f"{key}.tokenizer_path", "the processor is the one saved with the model")
-    held, computed = "worker.actor.fsdp.torch_dtype", "worker.actor.fsdp.mp_param_dtype"
     c.set("dtype", _TYPES[c.one_of(held, *_TYPES)], held)
     kind = c.one_of(computed, "bf16", "fp16", "fp32")
     c.set("bf16", kind == "bf16", computed)
@@ -389,15 +370,15 @@ def _adapter(c: Conversion, key: str, lora: str) -> None:
         c.stop(frozen, "give lora.exclude_modules: only adapters that leave the tower out freeze it")
     if rank == 0:
         return
+    targets = _names(c[f"{lora}.target_modules"])
+    if excluded:  # one pattern for PEFT, since no option of TRL excludes modules
+        names = "|".join(map(re.escape, _LINEAR if targets == ["all-linear"] else targets))
+        targets = [rf"(?!(?:{excluded})$)(?:.*\.)?(?:{names})"]
     c.set("use_peft", True, f"{lora}.rank")
     c.set("load_in_4bit", kind == "qlora", f"{key}.peft_type")
     c.set("lora_r", rank, f"{lora}.rank")
     c.set("lora_alpha", c[f"{lora}.alpha"], f"{lora}.alpha")
     c.numbers(lora, lora_dropout="dropout")
-    targets = _names(c[f"{lora}.target_modules"])
-    if excluded:  # one pattern for PEFT, since no option of TRL excludes modules
-        names = "|".join(map(re.escape, _LINEAR if targets == ["all-linear"] else targets))
-        targets = [rf"(?!(?:{excluded})$)(?:.*\.)?(?:{names})"]
     c.set("lora_target_modules", targets, f"{lora}.target_modules", *[f"{lora}.exclude_modules"] * bool(excluded))
 
 
@@ -439,14 +420,12 @@ def data(c: Conversion) -> None:
 def _source(given: Any, key: str) -> tuple[Any, str]:
     """A list of files, or a folder or hub name, and the split; None where nothing is given."""
     pairs = [(name, split or "train") for name, _, split in (part.partition("@") for part in _names(given))]
-    if not pairs:
-        return None, ""
     suffixes = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
-    if all(Path(name).is_file() or Path(name).suffix in suffixes for name, _ in pairs):
+    if pairs and all(Path(name).is_file() or Path(name).suffix in suffixes for name, _ in pairs):
         return [name for name, _ in pairs], "train"
     if len(pairs) > 1:
         raise ConfigError(f"{key} is {given!r}: several parts must all be files.")
-    return pairs[0]
+    return pairs[0] if pairs else (None, "")
 
 
 def reward(c: Conversion) -> None:
