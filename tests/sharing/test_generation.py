@@ -52,29 +52,6 @@ def test_a_model_that_samples_by_itself_draws_the_same_numbers(case):
     assert torch.equal(*tokens)
 
 
-def test_prompts_of_one_token_are_generated_from_plainly(case):
-    model, _ = case
-    ids = torch.full((3, 1), 20)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 3}
-    plain = model.generate(**inputs)
-    with share_prompts(model) as report:
-        shared = model.generate(**inputs)
-    assert torch.equal(plain, shared)
-    assert dict(report.plain) == {"no prompt before the completions": 1}
-
-
-def test_what_layers_say_about_caches_is_left_as_it_was():
-    """Checkpointed layers may use our cache; one that had been told so by its user still may afterwards."""
-    model, batch = build("llama").train(), make_batch("llama")
-    first, second = model.model.layers
-    first._can_checkpoint_with_cache = False
-    with share_prompts(model, 12) as report:
-        model(**batch.inputs)
-    assert report.prompts == 2
-    assert vars(first)["_can_checkpoint_with_cache"] is False
-    assert "_can_checkpoint_with_cache" not in vars(second)
-
-
 def test_a_generate_that_is_not_that_of_transformers_is_called_once_as_it_is(text_model):
     """A mock, or a generate that another library has put in place, may not be asked to prefill prompts."""
     ids = torch.tensor([[5, 6, 7]] * 4)

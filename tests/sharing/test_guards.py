@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import transformers as hf
-from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from peft import PrefixTuningConfig, get_peft_model
 from support.models.compare import (
     checkpointed,
     generated,
@@ -20,24 +20,17 @@ from support.models.compare import (
 from support.models.families import (
     BODY,
     FAMILIES,
-    IMAGE,
     OPEN,
     PAD,
     PIXEL_INPUTS,
-    TEXT,
     VIDEO,
     build,
     make_batch,
     randomise,
 )
 from support.models.other_families import OTHERS
-from tokenizers import Tokenizer
-from tokenizers.decoders import Fuse
-from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
 
 from vgr_trl.sharing import (
-    generation,
     leave_out_empty_images,
     model_support,
     prefix_cache,
@@ -156,7 +149,7 @@ def test_checkpoints_that_drop_the_cache(case, monkeypatch):
     assert largest_relative(plain, shared) > WRONG
 
 
-def test_a_model_found_unfit_is_not_tried_again(case, monkeypatch):
+def test_an_unsupported_model_is_not_tried_again(case, monkeypatch):
     model, batch = case
     checkpointed(model)
     monkeypatch.setattr(prefix_forward, "_cache_through_checkpoints", lambda base: nullcontext())
@@ -172,16 +165,6 @@ def test_a_model_found_unfit_is_not_tried_again(case, monkeypatch):
     assert report.plain == {"the model did not keep the whole prompt in its cache": 2}
 
 
-def test_image_tokens_in_a_completion(monkeypatch):
-    """LLaVA would put the wrong image features there, or fail; both are left to it."""
-    model, batch = with_head(build("qwen2_vl")), make_batch("qwen2_vl")
-    ids = batch.inputs["input_ids"]
-    ids[0, -5] = IMAGE
-    with share_prompts(model, 12) as report, pytest.raises(ValueError, match="do not match"):
-        scored(model, batch)
-    assert sum(report.plain.values()) == 1
-
-
 def test_an_indicator_of_images_in_a_completion():
     """Ovis2 embeds it as text where the pass has no images, as behind a shared prompt."""
     model, batch = with_head(build(OTHERS["ovis2"])), make_batch(OTHERS["ovis2"])
@@ -189,22 +172,6 @@ def test_an_indicator_of_images_in_a_completion():
     plain, shared, report = plain_and_shared(model, batch)
     assert torch.equal(plain, shared)
     assert report.plain == {"tokens whose embeddings depend on whether the pass has images": 1}
-
-
-def test_prompts_padded_on_the_right(case, monkeypatch):
-    model, batch = case
-    model.eval()
-    width = batch.inputs["input_ids"].size(1) - 12
-    for name, value in batch.inputs.items():
-        if value.ndim == 2 and value.size(1) == width + 12:
-            rows = []
-            for row, mask in zip(value, batch.inputs["attention_mask"].clone(), strict=True):
-                missing = int((mask[:width] == 0).sum())
-                rows.append(torch.cat([row[missing:width], row[:missing], row[width:]]))
-            batch.inputs[name] = torch.stack(rows) if name != "attention_mask" else value
-    mask = batch.inputs["attention_mask"]
-    batch.inputs["attention_mask"] = torch.stack([torch.cat([row[:width].flip(0), row[width:]]) for row in mask])
-    runs_plainly(model, batch, "prompts that are not padded on the left")
 
 
 def test_token_types_that_open_a_prompt_to_itself(monkeypatch):
@@ -219,22 +186,6 @@ def test_token_types_that_open_a_prompt_to_itself(monkeypatch):
     runs_plainly(model, batch, "token_type_ids")
     monkeypatch.setattr(model_support, "_TOKEN_TYPES_MARK_IMAGES", ("paligemma",))
     goes_wrong(model, batch)
-
-
-def test_outputs_that_only_a_whole_pass_has(case):
-    model, batch = case
-    with torch.no_grad(), share_prompts(model) as report:
-        outputs = model(**batch.inputs, output_hidden_states=True)
-    assert report.plain == {"output_hidden_states=True": 1}
-    assert outputs.hidden_states is not None
-
-
-def test_the_load_balancing_loss_of_experts():
-    model, batch = build("qwen3_vl_moe"), make_batch("qwen3_vl_moe")
-    with torch.no_grad(), share_prompts(model) as report:
-        outputs = model(**batch.inputs, output_router_logits=True)
-    assert report.plain == {"output_router_logits=True": 1}
-    assert outputs.aux_loss is not None or outputs.router_logits is not None
 
 
 @pytest.mark.parametrize(
@@ -256,18 +207,6 @@ def test_generation_that_cannot_start_from_a_cache(options, reason):
     assert torch.equal(plain, shared)
 
 
-def test_hidden_states_of_whole_prompts_while_generating(case):
-    """Behind a cache the first step has those of the last prompt token only."""
-    model, batch = case[0].eval(), case[1]
-    prompts, wanted = batch.prompt_inputs(), {"return_dict_in_generate": True, "output_hidden_states": True}
-    plain = model.generate(**prompts, **wanted, max_new_tokens=2)
-    with share_prompts(model) as report:
-        shared = model.generate(**prompts, **wanted, max_new_tokens=2)
-    assert report.plain == {"output_hidden_states=True": 1}
-    assert plain.hidden_states[0][-1].size(1) == prompts["input_ids"].size(1)
-    assert torch.equal(plain.hidden_states[0][-1], shared.hidden_states[0][-1])
-
-
 def test_generation_with_checkpointing_on():
     """Checkpointed layers drop the cache; a model left so generates without it."""
     model, batch = build("qwen3").train(), make_batch("qwen3")
@@ -277,37 +216,12 @@ def test_generation_with_checkpointing_on():
     assert report.plain == {"generate with gradient checkpointing on": 1}
 
 
-def test_positions_of_images_while_generating(monkeypatch):
-    """Without the rows' own offsets, tokens would be chosen at positions of the wrong prompt."""
-    model, batch = build("qwen2_vl"), make_batch("qwen2_vl", images=(1, 3))
-    plain = generated(model, batch, sample=True)
-    prefill = generation.SharedGeneration._prefill
-
-    def without_offsets(self, *args):
-        cache = prefill(self, *args)
-        self.forward.base.rope_deltas = torch.zeros_like(self.forward.base.rope_deltas)
-        return cache
-
-    monkeypatch.setattr(generation.SharedGeneration, "_prefill", without_offsets)
-    with share_prompts(model):
-        assert not torch.equal(generated(model, batch, sample=True), plain)
-
-
 def test_compiled_models_run_plainly(case):
     model, batch = case
     model.model.language_model.norm.compile(backend="eager")
     with torch.no_grad(), share_prompts(model, 12) as report:
         scored(model, batch)
     assert report.plain == {"torch.compile": 1}
-
-
-def test_an_adapter_that_begins_within_the_prompt():
-    """aLoRA's tokens are counted in whole rows, by PEFT, before the base model is called."""
-    config = LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[TEXT])
-    model = get_peft_model(with_head(build("qwen3")), config)
-    plain, shared, report = plain_and_shared(model, make_batch("qwen3", images=(0, 0)))
-    assert torch.equal(plain, shared)
-    assert report.plain == {"aLoRA, which begins at tokens that it looks for in whole rows": 1}
 
 
 def test_a_prompt_learning_adapter_around_the_decoder_alone():
@@ -339,25 +253,7 @@ def test_equal_prompts_at_other_positions(monkeypatch):
     goes_wrong(model, batch)
 
 
-def test_the_whole_mask_is_needed_behind_a_prompt(monkeypatch):
-    """Cropped to the new tokens it would hide the wrong keys; this is why the second stage gets all columns."""
-    whole = prefix_forward.prefix_forward
-
-    def cropped(base, base_pass, inputs, found, **options):
-        def crop(**given):
-            if given["past_key_values"].get_seq_length():
-                visible = given["attention_mask"].clone()
-                visible[:, : found.start] = 1
-                given["attention_mask"] = visible
-            return base_pass(**given)
-
-        return whole(base, crop, inputs, found, **options)
-
-    monkeypatch.setattr(prefix_forward, "prefix_forward", cropped)
-    goes_wrong(with_head(build("llama")), make_batch("llama"))
-
-
-def test_linear_attention_that_starts_anew(monkeypatch):
+def test_linear_attention_that_forgets_the_prompt(monkeypatch):
     """Jamba's state-space layers go on from a state with one token only; with several they forget the prompt."""
     model, batch = with_head(build(OTHERS["jamba"])), make_batch(OTHERS["jamba"])
     runs_plainly_twice(model, batch, "layers of type linear_attention")
@@ -382,44 +278,6 @@ def test_attention_that_sees_what_comes_later(monkeypatch):
             shared = model(**batch.inputs).logits[:, -13:]
     assert not report.plain
     assert (plain - shared).abs().max() > WRONG
-
-
-def test_positions_that_skip_the_padding_of_a_model_that_does_not(monkeypatch):
-    """Models other than Qwen-VL count padding in their plain pass; keys of the prompt carry these positions."""
-
-    def skipping(base, inputs, split, *deltas):
-        return (inputs["attention_mask"].cumsum(-1) - 1)[:, split.start : split.stop]
-
-    monkeypatch.setattr(prefix_forward, "_positions", skipping)
-    goes_wrong(with_head(build("llava")), make_batch("llava"))
-
-
-def test_a_model_without_hidden_states():
-    """Its base model is the model with the head itself: what comes back are logits."""
-    model, batch = build("llama"), make_batch("llama")
-    model.base_model_prefix = ""
-    model.get_decoder = torch.nn.Identity
-    with torch.no_grad():
-        plain = model(**batch.inputs).logits
-        with share_prompts(model, 12) as report:
-            shared = model(**batch.inputs).logits
-    assert report.plain == {"a model that does not return its last hidden states": 1}
-    assert torch.equal(plain, shared)
-
-
-def test_generate_with_an_input_that_nobody_knows():
-    """It could not be given to the prompts alone; here it is left to the model, which does not know it either."""
-    model, batch = build("qwen3"), make_batch("qwen3")
-    inputs = {**batch.prompt_inputs(), "aspect_ratio_ids": torch.arange(33).expand(6, -1)}
-    outcomes = []
-    for around in (nullcontext, share_prompts):
-        with around(model) if around is share_prompts else around() as report:
-            try:
-                outcomes.append(model.generate(**inputs, do_sample=False, max_new_tokens=3).tolist())
-            except ValueError as error:
-                outcomes.append(str(error))
-    assert outcomes[0] == outcomes[1]
-    assert report.plain == {"the input aspect_ratio_ids": 1}
 
 
 @pytest.mark.parametrize(
@@ -481,7 +339,7 @@ def test_a_sampled_video_token_is_a_token_like_any():
 
 
 def test_packed_rows_without_a_mask(monkeypatch):
-    """Positions that start anew begin another sequence, which does not see the one before; behind a cache it does."""
+    """Positions that restart begin another sequence, which does not see the one before; behind a cache it does."""
     model, batch = build("llama"), make_batch("llama", images=(1,), text=(33,))
     ids = batch.inputs["input_ids"]
     positions = torch.cat([torch.arange(20), torch.arange(ids.size(1) - 20)]).repeat(len(ids), 1)
@@ -548,25 +406,3 @@ def test_a_row_of_padding_alone():
     with torch.no_grad(), share_prompts(model) as report:
         model(**batch.inputs)
     assert report.plain == {"a row without a token behind its padding and images": 1}
-
-
-@pytest.mark.parametrize(
-    "defaults",
-    [{"stop_strings": ["w"]}, {"min_new_tokens": 5}],
-    ids=lambda defaults: next(iter(defaults)),
-)
-def test_defaults_of_generate(defaults):
-    """Defaults of the model are for completions; the pass over the prompts does without them."""
-    model, batch = build("qwen3"), make_batch("qwen3")
-    letters = {chr(33 + number): number for number in range(96)}
-    words = Tokenizer(BPE(letters, merges=[]))
-    words.decoder = Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
-    options = {"tokenizer": tokenizer} if "stop_strings" in defaults else {}
-    model.generation_config.update(**defaults)
-    plain = generated(model, batch, sample=True, **options)
-    with share_prompts(model) as report:
-        shared = generated(model, batch, sample=True, **options)
-    assert (report.prompts, report.rows, dict(report.plain)) == (2, 6, {})
-    assert torch.equal(plain, shared)
-    assert model.generation_config.to_dict().items() >= defaults.items()

@@ -7,7 +7,7 @@ import torch
 from support.models.families import IMAGE, build
 from trl.trainer.utils import shuffle_sequence_dict, split_pixel_values_by_grid
 
-from vgr_trl.sharing.prefix_cache import SharingReport, UnsupportedModel
+from vgr_trl.sharing.prefix_cache import UnsupportedModel
 from vgr_trl.sharing.prefix_forward import best_split, check_inputs, find_groups, find_split, first_rows
 from vgr_trl.sharing.sharing import shuffle_by_group, sort_by_group, whole_groups
 
@@ -56,11 +56,6 @@ def test_outputs_that_are_not_made(asked):
     check_inputs({**two_rows(), "return_dict": True}, CONFIG)
 
 
-def test_a_report_of_nothing():
-    """As many prompts as rows: nothing was shared."""
-    assert SharingReport().prompts_per_row == 1.0
-
-
 def test_groups_are_numbered_as_they_appear():
     ids = torch.tensor([[7, 8], [1, 2], [7, 8], [1, 3], [1, 2]])
     assert find_groups(ids) == [0, 1, 0, 2, 1]
@@ -106,15 +101,15 @@ def generation_batch():
     """Two prompts of two and one image, three completions each, with the pixels of a Qwen model."""
     grids = [[1, 2, 2], [1, 2, 4], [1, 2, 2]]
     images = [torch.full((grid[1] * grid[2], 3), float(number)) for number, grid in enumerate(grids)]
-    shown = [[0, 1]] * 3 + [[2]] * 3
+    of_rows = [[0, 1]] * 3 + [[2]] * 3
     return {
         "prompt_ids": torch.tensor([[5, 6]] * 6),
         "prompt_mask": torch.ones(6, 2, dtype=torch.long),
         "advantages": torch.arange(6.0),
         "num_items_in_batch": torch.tensor(17),
         "num_images": [2, 2, 2, 1, 1, 1],
-        "pixel_values": torch.cat([images[number] for row in shown for number in row]),
-        "image_grid_thw": torch.tensor([grids[number] for row in shown for number in row]),
+        "pixel_values": torch.cat([images[number] for row in of_rows for number in row]),
+        "image_grid_thw": torch.tensor([grids[number] for row in of_rows for number in row]),
         "old_per_token_logps": None,
     }
 

@@ -43,14 +43,14 @@ def build_prompts() -> Dataset:
     return Dataset.from_dict({"prompt": [" ".join(f"w{w}" for w in [4 + row % 2, *words[row]]) for row in range(12)]})
 
 
-def half_dead_reward(prompts, completion_ids, **kwargs):
+def reward_of_every_other_group(prompts, completion_ids, **kwargs):
     """Equal for all completions of every other prompt; elsewhere every other completion earns the mean of its group."""
     patterns = {0: (0.0, 1.0, 0.5, 0.5), 1: (0.3, 0.3, 0.3, 0.3)}
     words = [int(prompt.split()[0][1:]) for prompt in prompts]
     return [patterns[word % 2][row % 4] for row, word in enumerate(words)]
 
 
-def dead_reward(completion_ids, **kwargs):
+def equal_rewards(completion_ids, **kwargs):
     return [0.5] * len(completion_ids)
 
 
@@ -82,7 +82,7 @@ build_model().save_pretrained(FOLDER)
 START = {name: parameter.detach().clone() for name, parameter in build_model().named_parameters()}
 
 
-def build(stock, *, credit=False, reward=half_dead_reward, peft=None, **changed):
+def build(stock, *, credit=False, reward=reward_of_every_other_group, peft=None, **changed):
     """A trainer of three steps of SGD in float32 over rollouts of two prompts with four completions each."""
     few = (EOS, *range(6, 12))
     settings = options(

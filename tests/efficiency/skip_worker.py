@@ -10,8 +10,8 @@ from text_runs import START, train, weights_of
 
 KIND = sys.argv[1]  # ddp, or zero2 and zero3 in the environment of accelerate launch
 CASES = {
-    # One group to a process in every micro-batch: nothing is live in one of the two, or in both.
-    "a live and a dead group": {"num_iterations": 2},
+    # One group to a process in every micro-batch: one of the two has no variance, or both.
+    "a group without variance": {"num_iterations": 2},
     "straddling": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "credit": True},
     "checkpointing": {"loss_type": "grpo", "gradient_checkpointing": True, "credit": True},
     # With half of these micro-batches, steps of TRL's trainer under DDP and ZeRO-3 differ by 9e-6 themselves.
