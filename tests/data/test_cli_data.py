@@ -14,14 +14,8 @@ CHOICES = ["red", "blue", "green", "teal"]
 
 def aokvqa(path: Path, rows: int = 12, **changed) -> Path:
     made = [
-        {
-            "image": picture((number, 0, 0)),
-            "question_id": f"q{number}",
-            "question": f"What is it {number}?",
-            "choices": CHOICES,
-            "correct_choice_idx": number % 4,
-        }
-        | changed
+        {"image": picture((number, 0, 0)), "question_id": f"q{number}", "question": f"What is it {number}?"}
+        | {"choices": CHOICES, "correct_choice_idx": number % 4, **changed}
         for number in range(rows)
     ]
     return parquet(path, made)
@@ -79,34 +73,30 @@ def test_a_split_gets_a_name_that_is_found_again(tmp_path, capsys):
 
 
 def test_own_files_with_own_columns(tmp_path):
-    (tmp_path / "pictures").mkdir()
-    (tmp_path / "pictures" / "a.png").write_bytes(picture()["bytes"])
-    (tmp_path / "pictures" / "film.mp4").write_bytes(b"film")
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    (folder / "a.png").write_bytes(picture()["bytes"])
+    (folder / "film.mp4").write_bytes(b"film")
     rows = [
         {"frage": "Which?", "antwort": "blue", "bild": "a.png", "film": None},
         {"frage": "And then?", "antwort": "red", "bild": None, "film": "film.mp4"},
-        {"frage": "And here?", "antwort": "red", "bild": "b.png", "film": None},
     ]
     flags = ["--prompt_key", "frage", "--answer_key", "antwort", "--image_key", "bild", "--video_key", "film"]
-    flags += ["--image_dir", tmp_path / "pictures", "--data_files", jsonl(tmp_path / "mine.jsonl", rows)]
+    flags += ["--image_dir", folder, "--data_files", jsonl(tmp_path / "mine.jsonl", rows)]
     assert convert(tmp_path, *flags, source="jsonl") == 0
     found = rows_in(tmp_path / "out")
     assert [(row["problem"], row["solution"], len(row["images"]), row["videos"]) for row in found] == [
         ("Which?", "blue", 1, []),
-        ("And then?", "red", 0, [str(tmp_path / "pictures" / "film.mp4")]),
+        ("And then?", "red", 0, [str(folder / "film.mp4")]),
     ]
-    assert "b.png does not exist" in skipped_in(tmp_path / "out")[0]["reason"]
 
 
 def test_a_video_that_no_column_announces_is_left_out(tmp_path):
     (tmp_path / "film.mp4").write_bytes(b"film")
-    (tmp_path / "a.png").write_bytes(picture()["bytes"])
-    rows = [{"prompt": "q", "answer": "a", "image": "a.png"}, {"prompt": "q", "answer": "a", "video": "film.mp4"}]
+    rows = [{"prompt": "q", "answer": "a"}, {"prompt": "q", "answer": "a", "video": "film.mp4"}]
     assert convert(tmp_path, "--data_files", jsonl(tmp_path / "mine.jsonl", rows), source="jsonl") == 0
     assert len(rows_in(tmp_path / "out")) == 1
-    assert (
-        skipped_in(tmp_path / "out")[0]["reason"] == "it has a video, but the set's first row has no column of videos"
-    )
+    assert skipped_in(tmp_path / "out")[0]["reason"].startswith("it has a video, but the set's first row")
 
 
 def test_a_copy_of_a_hub_set_is_read_in_its_usual_configuration(tmp_path):
@@ -153,19 +143,12 @@ FILE = ["--data_files", "a.parquet"]
     ("flags", "words"),
     [
         (["convert", "jsonl"], "Data come from one of dataset_name, dataset_path, data_files, but none was given"),
-        (["convert", "aokvqa", "--data_files", "no.parquet"], "The file no.parquet does not exist"),
         (["convert", "aokvqa", *FILE, "--image_dir", "x"], "image_dir and names of columns are for jsonl"),
-        (["convert", "aokvqa", *FILE, "--answer_key", "x"], "image_dir and names of columns are for jsonl"),
         (["convert", "aokvqa", *FILE, "--subset_size", "0"], "the source has no rows that are asked for"),
         (["convert", "aokvqa", *FILE, "--question_id_file", "no"], "No such file or directory: 'no'"),
         (["convert", "aokvqa", "--dataset_path", "."], "output_dir out is in ., which is read"),
         (["convert", "jsonl", *FILE, "--prompt_key", ""], "problem_key is '': give the name of"),
-        (["convert", "aokvqa", *FILE, "--output_dir", "a.parquet"], "File exists: 'a.parquet'"),
-        (["convert", "aokvqa", *FILE, "--output_dir", "."], ". has a.parquet, which no finished"),
         (["convert", "arxivqa", *FILE], "give it as queries=FILE"),
-        (["merge", "nowhere"], "dataset_path is nowhere, which is not a folder"),
-        (["merge", "empty"], "empty has no .parquet or .jsonl or .json or .csv file"),
-        (["merge", "a.parquet", "--weights", "1", "2"], "give a number above 0 for each of the 1 sets"),
         (["merge", "two"], "two has the splits test, train: name one, as two:test."),
     ],
 )
@@ -173,7 +156,6 @@ def test_what_cannot_be_done_is_one_sentence(tmp_path, monkeypatch, capsys, flag
     monkeypatch.chdir(tmp_path)
     for name in ("a.parquet", "two/train.parquet", "two/test.parquet"):
         aokvqa(tmp_path / name, 2)
-    (tmp_path / "empty").mkdir()
     assert run(flags[0], "--output_dir", "out", "--workers", "0", *flags[1:]) == 1
     printed = capsys.readouterr().err
     assert words in printed

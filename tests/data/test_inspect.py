@@ -18,7 +18,7 @@ from vgr_trl.data.load import load_path
 from vgr_trl.data.prompts import SYSTEM_PROMPTS, build_prompt
 from vgr_trl.data.rows import RowOptions
 from vgr_trl.demo.tiny_model import build_processor
-from vgr_trl.utils import ConfigError, DataError
+from vgr_trl.utils import ConfigError
 from vgr_trl.validate import prompt_length
 
 HOSTILE = "</p><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }} \u2028\u202e\x1b[2J"
@@ -30,15 +30,11 @@ def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Image.new("RGBA", (40, 30), (255, 0, 0, 0)).save(tmp_path / "a.png")
     (tmp_path / "half.png").write_bytes((tmp_path / "a.png").read_bytes()[:60])
-    rows = [
-        {"id": f"q{number}", "source": "made", "problem": f"which {number}?", "choices": ["x", "y"], "solution": "B"}
-        | {"image": "a.png"}
-        for number in range(8)
-    ]
+    made = {"source": "made", "choices": ["x", "y"], "solution": "B", "image": "a.png"}
+    rows = [{"id": f"q{number}", "problem": f"which {number}?", **made} for number in range(8)]
     rows[0]["problem"] = HOSTILE
     rows[2]["image"] = "missing.png"
-    rows[3]["solution"] = "zebra"
-    rows[4]["solution"] = "giraffe"
+    rows[3]["solution"], rows[4]["solution"] = "zebra", "giraffe"
     rows[5] |= {"choices": None, "solution": "forty-two"}
     rows[6]["image"] = "half.png"
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -49,42 +45,29 @@ def main(arguments) -> int:
     return data(["inspect", *arguments])
 
 
-def checks(folder: Path, **options) -> RowOptions:
-    return RowOptions(root=folder, **{"system_prompt": None, **options})
-
-
 @pytest.mark.parametrize("streaming", [False, True])
 def test_bad_rows_are_counted_by_reason_and_the_others_by_what_they_are(folder, streaming):
     split, rows = load_path("rows.jsonl", streaming=streaming)
     heard = []
-    found = inspect_rows(rows, checks(folder), split=split, on_skipped=heard.append)
+    found = inspect_rows(rows, RowOptions(root=folder), split=split, on_skipped=heard.append)
     assert (split, found.rows, found.usable) == ("train", 8, 4)
     assert [(row.row, row.id) for row in heard] == [(2, "q2"), (3, "q3"), (4, "q4"), (6, "q6")]
     by_rows = {tuple(row.row for row in found.examples[kind]): n for kind, n in found.counts["reasons"].items()}
     assert by_rows == {(2,): 1, (3, 4): 2, (6,): 1}  # zebra and giraffe are one kind of mistake
     assert (found.counts["choices"], found.counts["letters"]) == ({"2": 3, "open": 1}, {"B": 3})
     assert (found.counts["images"], found.counts["sources"]) == ({"1": 4}, {"made": 4})
-    assert [(one["row"], one["answer"]) for one in found.sample] == [
-        (0, "B. y"),
-        (1, "B. y"),
-        (5, "forty-two"),
-        (7, "B. y"),
-    ]
+    answers = {one["row"]: one["answer"] for one in found.sample}
+    assert answers == {0: "B. y", 1: "B. y", 5: "forty-two", 7: "B. y"}
 
 
 def test_every_row_is_drawn_with_the_same_chance():
     rows = Dataset.from_dict({"problem": [str(number) for number in range(8)], "solution": ["x"] * 8})
-    drawn = Counter()
-    for seed in range(200):
-        sample = inspect_rows(rows, RowOptions(), samples=2, seed=seed).sample
-        assert len(sample) == 2
-        drawn.update(one["row"] for one in sample)
+    samples = [inspect_rows(rows, RowOptions(), samples=2, seed=seed).sample for seed in range(200)]
+    assert all(len(sample) == 2 for sample in samples)
+    drawn = Counter(one["row"] for sample in samples for one in sample)
     # 200 draws of 2 of 8: 50 of each, with a standard deviation of sqrt(200 * 1/4 * 3/4) = 6.1
     assert all(25 < drawn[row] < 75 for row in range(8))
-    assert (
-        inspect_rows(rows, RowOptions(), samples=2, seed=3).sample
-        == inspect_rows(rows, RowOptions(), samples=2, seed=3).sample
-    )
+    assert inspect_rows(rows, RowOptions(), samples=2, seed=3).sample == samples[3]
 
 
 def test_lengths_count_the_tokens_of_images():
@@ -100,20 +83,13 @@ def test_lengths_count_the_tokens_of_images():
         prompt_tokens(tokenizer, {"prompt": messages, "image": Image.new("RGB", (112, 56))})
 
 
-@pytest.mark.parametrize("images", [0, 1, 3])
-@pytest.mark.parametrize("system_prompt", [None, SYSTEM_PROMPTS["zh"]])
+@pytest.mark.parametrize(("images", "system_prompt"), [(0, SYSTEM_PROMPTS["zh"]), (1, None), (3, SYSTEM_PROMPTS["zh"])])
 def test_lengths_are_those_of_the_trainer(images, system_prompt):
     processor = build_processor(["what"])
     row = {"prompt": build_prompt("what is it?", ["x", "y"], system_prompt=system_prompt)}
     row["images"] = [Image.new("RGB", (112 + 28 * number, 84)) for number in range(images)]
-    trainer = SimpleNamespace(
-        processing_class=processor,
-        _is_vlm=True,
-        environment_factories=None,
-        tools=None,
-        chat_template=None,
-        chat_template_kwargs={},
-    )
+    trainer = SimpleNamespace(processing_class=processor, _is_vlm=True, environment_factories=None, tools=None)
+    trainer.chat_template, trainer.chat_template_kwargs = None, {}
     trainer._tokenize_prompts = partial(GRPOTrainer._tokenize_prompts, trainer)
     assert prompt_tokens(processor, row) == prompt_length(trainer, row)
 
@@ -129,19 +105,14 @@ def test_costs_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("lengths", "bins"),
-    [
-        ({7: 3}, {"7 to 7": 3}),
-        ({1: 1, 12: 2}, {f"{number} to {number}": {1: 1, 12: 2}.get(number, 0) for number in range(1, 13)}),
-        ({1: 1, 13: 2}, {f"{low} to {low + 1}": {0: 1, 12: 2}.get(low, 0) for low in range(0, 13, 2)}),
-        (
-            {480: 1, 520: 1, 1020: 1},
-            {f"{low} to {low + 49}": {450: 1, 500: 1, 1000: 1}.get(low, 0) for low in range(450, 1001, 50)},
-        ),
-    ],
+    ("lengths", "first", "width", "count"),
+    [((7,), 7, 1, 1), ((1, 12), 1, 1, 12), ((1, 13), 0, 2, 7), ((480, 520, 1020), 450, 50, 12)],
 )
-def test_histograms_have_round_bins(lengths, bins):
-    assert list(histogram(lengths).items()) == list(bins.items())
+def test_histograms_have_round_bins(lengths, first, width, count):
+    bins = histogram(dict.fromkeys(lengths, 3))
+    starts = [first + width * number for number in range(count)]
+    assert list(bins) == [f"{start} to {start + width - 1}" for start in starts]
+    assert list(bins.values()) == [3 * sum(start <= length < start + width for length in lengths) for start in starts]
 
 
 class Tags(HTMLParser):
@@ -149,16 +120,12 @@ class Tags(HTMLParser):
 
     def __init__(self, page: str) -> None:
         super().__init__()
-        self.tags: Counter[str] = Counter()
-        self.sources: list[str] = []
-        self.handlers: list[str] = []
-        self.text = ""
+        self.tags, self.attributes, self.text = Counter(), [], ""
         self.feed(page)
 
     def handle_starttag(self, tag, attrs) -> None:
         self.tags[tag] += 1
-        self.sources += [value for name, value in attrs if name in ("src", "href")]
-        self.handlers += [name for name, _ in attrs if name.startswith("on")]
+        self.attributes += attrs
 
     def handle_data(self, data) -> None:
         self.text += data
@@ -168,75 +135,39 @@ def test_the_page_shows_text_as_text_and_holds_its_images(folder, capsys):
     assert main(["rows.jsonl", "--tiny", "--max_prompt_length", "700", "--skipped", "bad.jsonl"]) == 0
     page = Tags((folder / "inspect.html").read_text(encoding="utf-8"))
     assert not page.tags["script"]
-    assert not page.handlers
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
     assert page.tags["img"] == 4
-    assert all(source.startswith("data:image/jpeg;base64,") for source in page.sources)
+    sources = [value for name, value in page.attributes if name in ("src", "href")]
+    assert all(source.startswith("data:image/jpeg;base64,") for source in sources)
     assert HOSTILE.replace("\u2028\u202e\x1b", r"\u2028\u202e\x1b") in page.text
     for shown in ("which 1?", "forty-two", "zebra", "q6", "40 × 30", "max_prompt_length=700 leaves 0 rows out"):
         assert shown in page.text
-    listed = [json.loads(line) for line in (folder / "bad.jsonl").read_text().splitlines()]
-    assert [row["row"] for row in listed] == [2, 3, 4, 6]
+    assert [json.loads(line)["row"] for line in (folder / "bad.jsonl").read_text().splitlines()] == [2, 3, 4, 6]
     printed = capsys.readouterr().out
-    assert "train: 8 rows, of which 4 cannot be used." in printed
-    assert "row 3 (id 'q3'): " in printed
-    assert "prompt length in tokens, images included" in printed
+    for shown in ("train: 8 rows, of which 4 cannot be used.", "row 3 (id 'q3'): ", "prompt length in tokens"):
+        assert shown in printed
 
 
-def test_without_a_model_and_without_a_page(folder, capsys):
-    assert main(["rows.jsonl", "--samples", "0"]) == 0
-    assert "Prompts are not measured: name the model with --model." in capsys.readouterr().out
-    assert not (folder / "inspect.html").exists()
-
-
-def test_strict_says_so_by_its_exit_status(folder):
+def test_strict_says_so_by_its_exit_status_and_no_page_is_needed(folder, capsys):
     assert main(["rows.jsonl", "--samples", "0", "--strict"]) == 1
     assert main(["rows.jsonl", "--samples", "0", "--strict", "--max_rows", "2"]) == 0
-
-
-def test_nothing_left_is_an_error_after_the_report(folder, capsys):
-    (folder / "bad.jsonl").write_text('{"problem": "q", "solution": null}\n' * 3)
-    with pytest.raises(DataError, match="None of the 3 rows of bad.jsonl can be used; see the reasons above"):
-        main(["bad.jsonl"])
-    assert "3  100.0%" in capsys.readouterr().out
+    assert main(["rows.jsonl", "--samples", "0", "--max_rows", "99"]) == 0
+    assert "Prompts are not measured: name the model with --model." in capsys.readouterr().out
+    assert not (folder / "inspect.html").exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere/at/all.jsonl"], "There is no file and no folder nowhere/at/all.jsonl"),
         (["rows.jsonl", "--num_generations", "0"], "num_generations is 0: give an integer of at least 1"),
-        (["rows.jsonl", "--model", "nowhere"], "There is no model folder nowhere: give a model folder or a hub name"),
         (["rows.jsonl", "--page", "nowhere/a.html"], "nowhere/a.html cannot be written"),
         (["rows.jsonl", "--page", "rows.jsonl"], "rows.jsonl cannot be written"),
         (["deep.jsonl", "--dataset_streaming"], "None of the 1 rows of deep.jsonl can be used"),
         (["torn.parquet", "--dataset_streaming"], "torn.parquet cannot be read"),
-        (["two"], "has the splits ['test', 'validation']: name one of them"),
-        (["two", "--split", "train"], "but not 'train': name one of them"),
     ],
 )
 def test_what_cannot_be_inspected_is_a_sentence(folder, capsys, arguments, message):
-    (folder / "two").mkdir()
-    for name in ("test", "validation"):
-        (folder / "two" / f"{name}-00000.jsonl").write_text('{"problem": "q", "solution": "x"}\n')
     (folder / "torn.parquet").write_bytes(b"PAR1 and no more")
     (folder / "deep.jsonl").write_text("[" * 100_000)
     assert command_line(["data", "inspect", *arguments]) == 1
-    said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert said.startswith("vgr-trl data: ")
-    assert message in said
-
-
-def test_what_convert_writes_is_found_by_split_also_beside_many_images(folder):
-    converted = folder / "converted"
-    (converted / "images").mkdir(parents=True)
-    for number in range(20):
-        Image.new("RGB", (8, 8), (number, 0, 0)).save(converted / "images" / f"{number}.png")
-    row = {"problem": "q", "solution": "x", "image": "images/3.png"}
-    for name in ("dev-00000", "dev-00001", "extra-00000"):
-        (converted / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
-    (converted / "skipped.jsonl").write_text("")
-    (converted / "report.txt").write_text("2 rows")
-    split, rows = load_path(str(converted), "dev")
-    assert (split, inspect_rows(rows, checks(converted)).usable) == ("dev", 2)
-    with pytest.raises(DataError, match=re.escape("has the splits ['dev', 'extra']: name one of them")):
-        load_path(str(converted))
+    assert message in capsys.readouterr().err.splitlines()[-1]

@@ -12,18 +12,9 @@ from PIL import Image, ImageColor
 from support.made_sets import jsonl, parquet, picture, questions, reasons, rows_in, skipped_in
 
 from vgr_trl.cli.__main__ import main
-from vgr_trl.data.columns import Keys, Origin, Question, renumber_placeholders
-from vgr_trl.data.load import load_split
-from vgr_trl.data.public_sets import (
-    CONVERTERS,
-    jsonl_read,
-    keep_ids,
-    read_ids,
-    shuffled_choices,
-    stays_in_order,
-)
+from vgr_trl.data.columns import VISION_ONLY_PROBLEM, Keys, Origin, Question, renumber_placeholders
+from vgr_trl.data.public_sets import CONVERTERS, jsonl_read, read_ids, shuffled_choices, stays_in_order
 from vgr_trl.data.read import Source
-from vgr_trl.data.rows import prepare_rows
 from vgr_trl.utils import DataError
 
 COLOURS = ["red", "green", "blue", "white", "black", "gray", "pink"]
@@ -31,34 +22,19 @@ PICTURES = [picture(ImageColor.getrgb(colour)) for colour in COLOURS]
 LETTERS = "ABCDEFGHIJ"
 NUMBERED = {f"image_{number}": None for number in range(1, 8)}
 
-AOKVQA = {
-    "image": picture(),
-    "question_id": "22jbM6gDxdaMaunuzgrsBB",
-    "question": "What is in the motorcyclist's mouth?",
-    "choices": ["toothpick", "food", "popsicle stick", "cigarette"],
-    "correct_choice_idx": 3,
-    "direct_answers": "['cigarette', 'cigarette', 'cigar']",
-    "difficult_direct_answer": False,
-    "rationales": ["He's smoking while riding."],
-}
-MMMU = {
-    "id": "test_History_106",
-    "question": "This cartoon from the 1949 newspaper <image 1> supports",
-    "options": "['Isolationism', \"America's navy\", 'a third party', 'the union']",
-    "explanation": "?",
-    **NUMBERED,
-    "image_1": PICTURES[0],
-    "answer": "B",
-    "subject": "History",
-}
+AOKVQA = {"image": picture(), "question_id": "22jb", "question": "What is in the mouth?", "correct_choice_idx": 3}
+AOKVQA |= {"choices": ["toothpick", "food", "popsicle stick", "cigarette"], "direct_answers": "['cigarette', 'cigar']"}
+MMMU = {"id": "test_1", "question": "This cartoon <image 1> supports", "answer": "B", "subject": "History", **NUMBERED}
+MMMU |= {"image_1": PICTURES[0], "options": "['Isolationism', \"America's navy\", 'a third party', 'the union']"}
 VISION = {
-    "id": "validation_Art_1",
+    "id": "val_1",
     "image": PICTURES[1],
-    "options": str([f"option {number}" for number in range(10)]),
+    "options": str([f"o{n}" for n in range(10)]),
     "answer": "J",
     "subject": "Art",
 }
 EASY = {"image_id": 7, "image": picture(), "questions": ["what colour?", "is it red?"], "answers": ["red", "yes"]}
+STATEMENT = "Is this statement about the image true or false? "
 NLVR = {"identifier": "1-0", "image": picture(), "sentence": " There is a box. ", "label": "true", "objects": None}
 
 
@@ -70,41 +46,24 @@ def fields(question: Question):
     return question.id, question.source, question.problem, question.choices, question.solution, question.images
 
 
+NAVY = ["Isolationism", "America's navy", "a third party", "the union"]
+
+
 @pytest.mark.parametrize(
     ("name", "row", "expected"),
     [
-        (
-            "aokvqa",
-            AOKVQA,
-            ("22jbM6gDxdaMaunuzgrsBB", "A-OKVQA", AOKVQA["question"], AOKVQA["choices"], "D", [picture()]),
-        ),
-        (
-            "mmmu_pro",
-            MMMU,
-            ("test_History_106", "MMMU-Pro", MMMU["question"],
-             ["Isolationism", "America's navy", "a third party", "the union"], "B", PICTURES[:1]),
-        ),
-        (
-            "mmmu_pro",
-            VISION,
-            ("validation_Art_1", "MMMU-Pro vision",
-             "Answer the multiple-choice question in the image with the letter of the right option.", None, "J",
-             [PICTURES[1]]),
-        ),
-        (
-            "nlvr",
-            NLVR,
-            ("1-0", "NLVR", "Is this statement about the image true or false? There is a box.", ["true", "false"], "A",
-             [picture()]),
-        ),
+        ("aokvqa", AOKVQA, ("22jb", "A-OKVQA", AOKVQA["question"], AOKVQA["choices"], "D", [picture()])),
+        ("mmmu_pro", MMMU, ("test_1", "MMMU-Pro", MMMU["question"], NAVY, "B", PICTURES[:1])),
+        ("mmmu_pro", VISION, ("val_1", "MMMU-Pro vision", VISION_ONLY_PROBLEM, None, "J", [PICTURES[1]])),
+        ("nlvr", NLVR, ("1-0", "NLVR", STATEMENT + "There is a box.", ["true", "false"], "A", [picture()])),
     ],
-)  # fmt: skip
+)
 def test_rows_as_they_are_published(tmp_path, name, row, expected):
     (found,) = questions(read(name, tmp_path, row))
     assert fields(found) == expected
 
 
-def test_choices_of_a_okvqa_in_other_forms(tmp_path):
+def test_choices_in_other_forms(tmp_path):
     """An index is an index, though an option's text is 1."""
     for choices, texts in (("['two', 3, '4', 5.5]", ["two", "3", "4", "5.5"]), ([2, 1, 0, 3], ["2", "1", "0", "3"])):
         (found,) = questions(read("aokvqa", tmp_path, {**AOKVQA, "choices": choices, "correct_choice_idx": 1}))
@@ -116,15 +75,10 @@ def test_choices_of_a_okvqa_in_other_forms(tmp_path):
     [
         ("aokvqa", AOKVQA | {"image": None}, "it has no image"),
         ("aokvqa", AOKVQA | {"correct_choice_idx": None}, "solution is None"),  # the test split
-        ("aokvqa", AOKVQA | {"correct_choice_idx": 4}, "solution is the index 4, but there are 4 choices"),
-        ("aokvqa", AOKVQA | {"question": "  "}, "its question is '  ': it must be a text"),
         ("aokvqa", AOKVQA | {"choices": None}, "it has no options"),
-        ("aokvqa", AOKVQA | {"choices": ["Red", "red ", "y"], "correct_choice_idx": 2}, "options A and B of choices"),
         ("aokvqa", AOKVQA | {"choices": ["B", "A", "C"], "correct_choice_idx": 0}, "solution is 'A', which could mean"),
-        ("mmmu_pro", MMMU | {"question": "See <image 2>."}, "it refers to <image 2>, but there is no image_2"),
         ("mmmu_pro", MMMU | {"options": r"['$\theta$', '$\pi$']"}, "its options is "),  # \t is a control character
-        ("mmmu_pro", MMMU | {"answer": "E"}, "solution is the letter E, but there are 4 choices"),
-        ("mmmu_pro", VISION | {"answer": "K"}, "solution is the letter K, but there are 10 choices"),
+        ("mmmu_pro", VISION | {"answer": "K"}, "solution is 'K', which is none of the choices"),
         ("nlvr", NLVR | {"label": "perhaps"}, "solution is 'perhaps', which is none of"),
     ],
 )
@@ -156,16 +110,12 @@ def test_a_missing_number_closes_up_in_images_and_placeholders(tmp_path):
 def test_easy_vqa_has_several_questions_to_an_image(tmp_path):
     rows = [EASY, EASY | {"answers": ["red"]}, EASY | {"questions": None}, EASY | {"answers": ["red", None]}]
     found = read("easy_vqa", tmp_path, *rows)
-    assert [(item.id, item.problem, item.solution, item.choices) for item in questions(found)] == [
-        ("train-7-0", "what colour?", "red", None),
-        ("train-7-1", "is it red?", "yes", None),
-        ("train-7-0", "what colour?", "red", None),  # the other question of the last row stays
-    ]
-    assert [(row, reason[:30]) for row, reason in reasons(found)] == [
-        (1, "it has 2 questions and 1 answe"),
-        (2, "its questions is None: it must"),
-        (3, "solution is None: give the rig"),
-    ]
+    asked = [(item.id, item.problem, item.solution, item.choices) for item in questions(found)]
+    colour = ("train-7-0", "what colour?", "red", None)
+    assert asked == [colour, ("train-7-1", "is it red?", "yes", None), colour]  # one question of the last row stays
+    assert [(row, reason[:20]) for row, reason in reasons(found)] == [
+        (1, "it has 2 questions a"), (2, "its questions is Non"), (3, "solution is None: gi")
+    ]  # fmt: skip
 
 
 def test_nlvr_has_labels_of_two_types_and_boxes_of_objects(tmp_path):
@@ -189,66 +139,41 @@ def query(number: int, **changed):
     return row | changed
 
 
-def arxivqa(folder: Path, queries, qrels=None, corpus=None) -> Source:
-    corpus = [{"corpus-id": name, "image": image} for name, image in FIGURES.items()] if corpus is None else corpus
-    if qrels is None:
-        pairs = enumerate(row["query-id"] for row in queries)
-        qrels = [{"query-id": name, "corpus-id": NAMES[number % 4], "score": 1} for number, name in pairs]
+def arxivqa(folder: Path, queries, qrels, corpus) -> Source:
     for name, rows in (("corpus", corpus), ("queries", queries), ("qrels", qrels)):
         parquet(folder / "set" / name / "train-00000-of-00001.parquet", rows)
     return Source(dataset_path=str(folder / "set"))
 
 
 def test_questions_of_arxivqa_get_their_figures(tmp_path):
-    source = arxivqa(tmp_path, [query(0), query(1), query(2), query(3), query(4, answer="D")])
-    found = questions(CONVERTERS["arxivqa"].read(source))
+    queries = [query(0), query(1), query(2), query(3, options=["B) x", "A) y"]), query(4, answer="D) It vanishes")]
+    qrels = [{"query-id": f"q{number}", "corpus-id": NAMES[number % 4], "score": 1} for number in range(5)]
+    corpus = [{"corpus-id": name, "image": image} for name, image in FIGURES.items()]
+    candidates = list(CONVERTERS["arxivqa"].read(arxivqa(tmp_path, queries, qrels, corpus)))
+    found = questions(candidates)
     # In the order of the figures: the first figure is asked about by the questions 0 and 4.
-    assert [question.id for question in found] == ["q0", "q4", "q1", "q2", "q3"]
-    assert [question.images for question in found] == [[FIGURES[NAMES[number]]] for number in (0, 0, 1, 2, 3)]
-    assert [question.solution for question in found] == ["B", "D", "B", "B", "B"]
+    assert [question.id for question in found] == ["q0", "q4", "q1", "q2"]
+    assert [question.images for question in found] == [[FIGURES[NAMES[number]]] for number in (0, 0, 1, 2)]
+    assert [question.solution for question in found] == ["B", "D", "B", "B"]
     assert found[0].choices == ["It rises", "It falls", "It stays", "It vanishes"]
     assert (found[0].source, found[0].problem) == ("ArxivQA", "What does curve 0 do?")
-
-
-@pytest.mark.parametrize(
-    ("changed", "choices", "solution"),
-    [
-        ({"answer": "(B)"}, None, "B"),
-        ({"answer": 1}, None, "B"),
-        ({"options": "['10', '20']", "answer": "A"}, ["10", "20"], "A"),
-        ({"options": ["A: x", "B: y"], "answer": "A"}, ["x", "y"], "A"),
-        ({"options": ["A) x", "y"], "answer": "A"}, ["A) x", "y"], "A"),  # only one carries its letter
-        ({"options": ["B) x", "A) y"], "answer": "A"}, None, "its options carry the letters B, A, which are not"),
-        ({"options": [2, 1, 3, 0], "answer": 2}, None, "its solution (or answer) is the number 2, which is one"),
-    ],
-)
-def test_options_and_answers_in_the_forms_that_occur(tmp_path, changed, choices, solution):
-    ((_, found),) = CONVERTERS["arxivqa"].read(arxivqa(tmp_path, [query(0, **changed)]))
-    if isinstance(found, str):
-        assert found.startswith(solution)
-    else:
-        assert found.solution == solution
-        assert choices is None or found.choices == choices
+    ((place, reason),) = reasons(candidates)
+    assert (place, reason[:39]) == (3, "its options carry the letters B, A, whi")
 
 
 def test_what_cannot_be_joined_is_listed(tmp_path):
     queries = [query(number) for number in range(6)] + [query(5, answer="C"), query(7)]
-    pairs = [("q0", 0, 1), ("q1", 0, 1), ("q1", 1, 1), ("q2", None, 1), ("q3", 0, 0), ("q4", 3, 1), ("q7", 1, 1)]
+    pairs = [("q0", 0, 1), ("q1", 0, 1), ("q1", 1, 1), ("q2", 4, 1), ("q3", 0, 0), ("q4", 3, 1), ("q7", 1, 1)]
     qrels = [
-        {"query-id": name, "corpus-id": "gone.jpg" if figure is None else NAMES[figure], "score": score}
-        for name, figure, score in pairs
+        {"query-id": name, "corpus-id": ([*NAMES, "gone"])[figure], "score": score} for name, figure, score in pairs
     ]
-    corpus = [
-        {"corpus-id": NAMES[0], "image": FIGURES[NAMES[0]]},
-        {"corpus-id": NAMES[0], "image": FIGURES[NAMES[1]]},
-        {"corpus-id": NAMES[1], "image": None},
-        {"corpus-id": NAMES[3], "image": FIGURES[NAMES[3]]},
-    ]
+    pictures = [(NAMES[0], FIGURES[NAMES[0]]), (NAMES[0], FIGURES[NAMES[1]]), (NAMES[1], None), (NAMES[3], picture())]
+    corpus = [{"corpus-id": name, "image": image} for name, image in pictures]
     candidates = list(CONVERTERS["arxivqa"].read(arxivqa(tmp_path, queries, qrels, corpus)))
     assert [question.id for question in questions(candidates)] == ["q0", "q4"]
     assert sorted(reasons(candidates)) == [
         (1, "its query-id 'q1' occurs 1 times, with 2 figures in qrels"),
-        (2, "its figure 'gone.jpg' is not in the corpus"),
+        (2, "its figure 'gone' is not in the corpus"),
         (3, "its query-id 'q3' occurs 1 times, with 0 figures in qrels"),
         (5, "its query-id 'q5' occurs 2 times, with 0 figures in qrels"),
         (6, "its query-id 'q5' occurs 2 times, with 0 figures in qrels"),
@@ -275,27 +200,17 @@ def test_own_files_with_known_columns_and_with_others(tmp_path):
     (found,) = questions(own(tmp_path, row))
     images = [str(tmp_path / name) for name in ("a.png", "b/c.png", "d.png")]
     assert fields(found) == ("mine.jsonl-0", "mine", "How many?", None, "3", images)
-    row = {"frage": "Which?", "antwort": "two", "bild": "a.png", "wahl": ["one", "two"], "prompt": "no", "answer": "no"}
-    keys = Keys(prompt=("frage",), answer=("antwort",), image=("bild",), choices=("wahl",))
-    (found,) = questions(own(tmp_path, row, keys=keys, image_dir=tmp_path / "images"))
-    image = str(tmp_path / "images" / "a.png")
-    assert fields(found)[2:] == ("Which?", ["one", "two"], "B", [image])
+    row = {"frage": "Which?", "prompt": "no", "answer": "x", "image": "a.png", "source": "it", "id": 7}
+    (found,) = questions(own(tmp_path, row, keys=Keys(prompt=("frage",)), image_dir=tmp_path / "images"))
+    assert fields(found) == ("7", "it", "Which?", None, "x", [str(tmp_path / "images" / "a.png")])
     talk = {"prompt": [{"role": "user", "content": "What?"}], "answer": "x", "image": "a.png"}
     assert questions(own(tmp_path, talk))[0].problem == "What?"
 
 
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ({"answer": float("inf")}, "solution is inf: give the right answer"),
-        ({"choices": ["x", {"a": 1}]}, "one of its options is {'a': 1}: options must be texts or numbers"),
-        ({"prompt": [{"role": "system", "content": "x"}]}, "its prompt is a conversation: a converted row has a text"),
-    ],
-)
-def test_own_rows_that_cannot_be_converted(tmp_path, row, reason):
+def test_own_rows_that_cannot_be_converted(tmp_path):
     """Those that `train` and `inspect` refuse as well are in test_readers_agree.py."""
-    ((_, found),) = reasons(own(tmp_path, {"prompt": "q", "answer": "a", "images": ["a.png"]} | row))
-    assert found.startswith(reason)
+    ((_, found),) = reasons(own(tmp_path, {"prompt": [{"role": "system", "content": "x"}], "answer": "a"}))
+    assert found.startswith("its prompt is a conversation: a converted row has a text")
 
 
 def test_videos_are_paths_that_exist(tmp_path):
@@ -303,11 +218,7 @@ def test_videos_are_paths_that_exist(tmp_path):
     rows = [{"prompt": "q", "answer": "a", "videos": name} for name in ("a.mp4", ["a.mp4"], "b.mp4", 5, "x" * 999)]
     found = own(tmp_path, *rows)
     assert [(item.images, item.videos) for item in questions(found)] == [([], [str(tmp_path / "a.mp4")])] * 2
-    assert [reason[:33] for _, reason in reasons(found)] == [
-        f"video file {tmp_path}/b.mp4 does not exist"[:33],
-        "video file 5 does not exist",
-        f"video file {tmp_path}/{'x' * 999}"[:33],
-    ]
+    assert [(row, reason[:11]) for row, reason in reasons(found)] == [(row, "video file ") for row in (2, 3, 4)]
 
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -320,28 +231,17 @@ def test_merged_questions_of_one_image_of_published_sets_stay_on_one_side(tmp_pa
         assert main(["data", "convert", name, *where, "--workers", "0", "--subset_size", "100"]) == 0
     sets = [str(tmp_path / name) for name in ("easy_vqa:test", "nlvr:validation")]
     assert main(["data", "merge", *sets, "--output_dir", str(tmp_path / "out"), "--workers", "0"]) == 0
-    sides = {split: rows_in(tmp_path / "out", split) for split in ("train", "test")}
-    images = {split: {row["image"]["bytes"] for row in rows} for split, rows in sides.items()}
-    assert not images["train"] & images["test"]
+    sides = [rows_in(tmp_path / "out", split) for split in ("train", "test")]
+    train, test = ({row["image"]["bytes"] for row in rows} for rows in sides)
+    assert not train & test
     left = 200 - len(skipped_in(tmp_path / "out"))
-    assert len(sides["train"]) + len(sides["test"]) == left
-    assert len(sides["test"]) == pytest.approx(left / 10, abs=1)
-    rows, skipped = prepare_rows(load_split("test", dataset_path=str(tmp_path / "out")), split="test")
-    assert (len(rows), skipped) == (len(sides["test"]), [])
+    assert list(map(len, sides)) == pytest.approx([left * 0.9, left * 0.1], abs=1)
 
 
-@pytest.mark.parametrize(
-    ("text", "ids"), [("\ufeffa\r\n b \n\nc", {"a", "b", "c"}), ('["a", 7]', {"a", "7"}), ("7", {"7"})]
-)
-def test_ids_per_line_or_as_json(tmp_path, text, ids):
-    (tmp_path / "ids").write_bytes(text.encode())
-    assert read_ids(tmp_path / "ids") == ids
-
-
-def test_reasons_pass():
-    rows = [(Origin("f", 0), "bad"), *((Origin("f", 1), Question(name, "s", "p", "x", ["i"])) for name in "abc")]
-    kept = keep_ids(rows, {"c", "a", "z"})
-    assert [found if isinstance(found, str) else found.id for _, found in kept] == ["bad", "a", "c"]
+def test_ids_per_line_or_as_json(tmp_path):
+    for text, ids in (("\ufeffa\r\n b \n\nc", {"a", "b", "c"}), ('["a", 7]', {"a", "7"}), ("7", {"7"})):
+        (tmp_path / "ids").write_bytes(text.encode())
+        assert read_ids(tmp_path / "ids") == ids
 
 
 def asked(choices=tuple(COLOURS[:4]), solution="A", problem="Which colour?") -> Question:
@@ -365,25 +265,17 @@ def test_right_letters_come_equally_often():
 @given(count=st.integers(2, 10), right=st.integers(0, 9), seed=st.integers(0, 3))
 def test_the_right_option_stays_right_and_none_is_lost(count, right, seed):
     choices = [f"option-{number}" for number in range(count)]
-    before = asked(choices, LETTERS[right % count])
-    (after,) = shuffled([before], seed)
+    (after,) = shuffled([asked(choices, LETTERS[right % count])], seed)
     assert after.choices[LETTERS.index(after.solution)] == choices[right % count]
     assert sorted(after.choices) == sorted(choices)
-    assert (after.id, after.problem, after.images) == (before.id, before.problem, before.images)
 
 
 @pytest.mark.parametrize(
-    ("problem", "last", "stays"),
-    [
-        ("Which?", "None of the above", True),
-        ("Which?", "Both A and B", True),
-        ("Which?", "only B", True),
-        ("Which?", "B", True),
-        ("Is option B larger than option C?", "teal", True),
-        ("Which?", "Vitamin A", False),
-    ],
+    ("last", "stays"),
+    [("None of the above", True), ("Both A and B", True), ("only B", True), ("B", True), ("Vitamin A", False)],
 )
-def test_options_that_name_others_stay(problem, last, stays):
-    question = asked([*COLOURS[:3], last], "B", problem)
+def test_options_that_name_others_stay(last, stays):
+    question = asked([*COLOURS[:3], last], "B")
     assert stays_in_order(question) is stays
     assert not stays or shuffled([question, "bad", asked(None, "red")]) == [question, "bad", asked(None, "red")]
+    assert stays_in_order(asked(problem="Is option B larger than option C?"))

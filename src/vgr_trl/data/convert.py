@@ -206,17 +206,12 @@ def finished(output: Output, identity: Mapping[str, Any]) -> "Counts | None":
     if record := records.get(split):
         now = json.loads(json.dumps(identity, default=str))
         if names := [name for name in now if record["identity"].get(name) != now[name]]:
-            raise ConfigError(
-                f"{folder} holds a conversion with other {', '.join(names)}: choose another folder, or delete it."
-            )
+            raise ConfigError(f"{folder} holds a conversion with other {', '.join(names)}: choose another folder.")
         if len(list(folder.glob(f"{split}-*.{output.kind}"))) == record["files"]:
             return statistics_in(folder)[split]
     for file in row_files(folder):
         if not any(re.fullmatch(rf"{name}-\d+\.\w+", file.name) for name in records):
-            raise ConfigError(
-                f"{folder} has {file.name}, which no finished conversion made, and which would be read as rows of the "
-                "set: choose another folder, or delete the file."
-            )
+            raise ConfigError(f"{folder} has {file.name}, which no finished conversion made: choose another folder.")
     return None
 
 

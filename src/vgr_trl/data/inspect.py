@@ -111,13 +111,13 @@ def inspect_rows(
         row = renamed_row(row, keys)
         try:
             ready = ready_row(row, options)
-            length = None if length_of is None else _measured(ready, length_of)
+            length = None if length_of is None else length_of(ready)
         except (DataError, RewardError) as error:
             skipped = SkippedRow(split, index, row.get("id"), str(error).rstrip("."))
+            on_skipped(skipped)
             kind = kind_of(skipped.reason)
             findings.counts["reasons"][kind] += 1
             findings.examples[kind] = [*findings.examples[kind], skipped][:EXAMPLES]
-            on_skipped(skipped)
             continue
         findings.usable += 1
         if length is not None:
@@ -137,13 +137,6 @@ def inspect_rows(
         findings.counts["lengths"] = histogram(findings.lengths)
     findings.sample.sort(key=lambda one: one["row"])
     return findings
-
-
-def _measured(row: Mapping[str, Any], length_of: Callable[[Mapping[str, Any]], int]) -> int:
-    try:
-        return length_of(row)
-    except Exception as error:  # processors raise whatever a prompt leads them to
-        raise DataError(f"the model's processor refuses its prompt ({error_text(error)})") from error
 
 
 def sampled(row: Mapping[str, Any], index: int, answer: Any, length: int | None) -> dict[str, Any]:
@@ -234,6 +227,7 @@ def prompt_tokens(processor: Any, row: Mapping[str, Any]) -> int:
 
     Raises:
         ConfigError: the row has images, and `processor` is a tokenizer.
+        DataError: the processor refuses the prompt.
     """
     prompt, images = row["prompt"], images_of(row)
     is_processor = isinstance(processor, ProcessorMixin)
@@ -242,7 +236,8 @@ def prompt_tokens(processor: Any, row: Mapping[str, Any]) -> int:
             f"The data have images, but {type(processor).__name__} reads text only: name a vision-language model."
         )
     messages = prepare_multimodal_messages(prompt, images=images or None) if is_processor else prompt
-    tokens = processor.apply_chat_template(
-        conversation=[messages], add_generation_prompt=True, tokenize=True, return_dict=True
-    )
-    return len(tokens["input_ids"][0])
+    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    try:
+        return len(processor.apply_chat_template(conversation=[messages], **options)["input_ids"][0])
+    except Exception as error:  # processors raise whatever a prompt leads them to
+        raise DataError(f"the model's processor refuses its prompt ({error_text(error)})") from error

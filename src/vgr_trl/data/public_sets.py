@@ -45,6 +45,9 @@ MMMU_PRO_HUB_NAME = "MMMU/MMMU_Pro"
 HUB_CONFIG = "standard (10 options)"  # of MMMU-Pro
 
 
+Row = Mapping[str, Any]
+
+
 @dataclass(frozen=True)
 class Converter:
     """How a data set is converted.
@@ -67,18 +70,12 @@ class Converter:
 
 
 def _questions(
-    origin: Origin,
-    row: Mapping[str, Any],
-    *,
-    source: str | None = None,
-    id_column: str = "id",
-    keys: Keys = KEYS,
-    root: Path = Path(),
+    origin: Origin, row: Row, *, source: str = "", id_column: str = "id", keys: Keys = KEYS, root: Path = Path()
 ) -> list[Question]:
     """Return the question of a row that `read_row` understands.
 
     Args:
-        source: the public set, whose questions all have images; None: a file of the user's own.
+        source: the public set, whose questions all have images; empty: a file of the user's own.
         id_column: the id is made of the row's place where it has none there.
         root: folder that relative paths start from, and that none leads out of.
     """
@@ -93,10 +90,7 @@ def _questions(
     for video in videos:
         if not isinstance(video, str) or not os.path.isfile(video):  # Path.is_file raises for a name that is too long
             raise DataError(f"video file {str(video)[:200]} does not exist")
-    regions: list[list[float]] = []
-    if len(images) == 1:
-        size = read_image(images[0]).size if in_pixels_of_its_image(row) else (1, 1)
-        regions = as_shares(boxes_of(row, size))
+    size = read_image(images[0]).size if len(images) == 1 and in_pixels_of_its_image(row) else (1, 1)
     own = row["source"] if isinstance(row.get("source"), str) else Path(origin.file).stem
     return [
         make_question(
@@ -107,8 +101,8 @@ def _questions(
             answer=reading.answer,
             images=images,
             videos=videos,
-            regions=regions,
-            needs_image=source is not None,
+            regions=as_shares(boxes_of(row, size)) if len(images) == 1 else [],
+            needs_image=bool(source),
         )
     ]
 
@@ -131,7 +125,7 @@ def jsonl_read(source: Source, keys: Keys = KEYS, image_dir: Path | None = None)
     return to_candidates(source.records(), partial(_questions, keys=keys, root=root))
 
 
-def _multiple_choice(origin: Origin, row: Mapping[str, Any], **options: Any) -> Iterator[Question]:
+def _multiple_choice(origin: Origin, row: Row, **options: Any) -> Iterator[Question]:
     """Yield the question of A-OKVQA or MMMU-Pro, whose vision-only rows have question and options in the image."""
     for question in _questions(origin, row, **options):
         if question.problem == VISION_ONLY_PROBLEM:
@@ -185,7 +179,7 @@ def _with_ids(
             left_out.append((origin, f"its {' and '.join(names)} must be texts or integers"))
 
 
-def _easy_vqa(origin: Origin, row: Mapping[str, Any], *, root: Path) -> Iterator[Question | str]:
+def _easy_vqa(origin: Origin, row: Row, *, root: Path) -> Iterator[Question | str]:
     """Yield the questions of easy-VQA, several to an image: `image_id`, `image`, and lists `questions`, `answers`."""
     asked, answers = list_of(row.get("questions"), "questions"), list_of(row.get("answers"), "answers")
     if len(asked) != len(answers) or not asked:
@@ -199,7 +193,7 @@ def _easy_vqa(origin: Origin, row: Mapping[str, Any], *, root: Path) -> Iterator
             yield str(error).rstrip(".")
 
 
-def _nlvr(origin: Origin, row: Mapping[str, Any], *, root: Path) -> list[Question]:
+def _nlvr(origin: Origin, row: Row, *, root: Path) -> list[Question]:
     """Return the question of Cornell NLVR: `identifier`, `image`, `sentence`, `label`; JSON `objects` with boxes."""
     try:
         boxes = [item["box"] for item in json.loads(row["objects"])]
