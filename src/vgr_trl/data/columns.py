@@ -72,13 +72,14 @@ def files_of(row: Mapping[str, Any], *names: str) -> list[Any]:
 
 
 def images_of(row: Mapping[str, Any]) -> list[Any]:
-    """Return the images of `row`, decoded or not, in order; `images` counts before `image`, as in TRL."""
-    return files_of(row, "images", "image")
+    """Return the images of `row`, decoded or not, in order: the numbered ones, or `images` before `image`, as in TRL."""
+    numbered = [row[name] for name in NUMBERED_IMAGES if row.get(name) is not None]
+    return numbered or files_of(row, *KEYS.image)
 
 
 def videos_of(row: Mapping[str, Any]) -> list[Any]:
     """Return the videos of `row`, undecoded, in order; `videos` counts before `video`."""
-    return files_of(row, "videos", "video")
+    return files_of(row, *KEYS.video)
 
 
 def folder_of(row: Mapping[str, Any], root: Path) -> Path:
@@ -149,16 +150,10 @@ def read_row(row: Mapping[str, Any], *, needs_answer: bool = True) -> Reading:
     answer = replied if answer is None else answer
     if needs_answer:
         resolve_solution(answer, choices)
-    images, videos = images_in(row), files_of(row, *KEYS.video)
+    images, videos = images_of(row), videos_of(row)
     shown: Any = format_question(prompt, choices) if isinstance(prompt, str) else prompt
     require_placeholders(shown, len(images), bool(videos))
     return Reading(prompt, choices, answer, is_complete, images, videos)
-
-
-def images_in(row: Mapping[str, Any]) -> list[Any]:
-    """Return the images of a row, undecoded or decoded, in their order."""
-    numbered = [row[name] for name in NUMBERED_IMAGES if row.get(name) is not None]
-    return numbered or files_of(row, *KEYS.image)
 
 
 def _in_our_columns(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -166,7 +161,7 @@ def _in_our_columns(row: Mapping[str, Any]) -> Mapping[str, Any]:
     numbers = [number for number, name in enumerate(NUMBERED_IMAGES, start=1) if row.get(name) is not None]
     has_numbers = any(name in row for name in NUMBERED_IMAGES) and _NUMBERED.search(str(row.get("question")))
     if numbers or has_numbers:
-        images = [row[NUMBERED_IMAGES[number - 1]] for number in numbers] or images_of(row)
+        images = images_of(row)
         if not isinstance(row.get("question"), str):
             return {**row, "images": images}
         options = [] if row.get("options") is None else options_of(row["options"])
@@ -214,9 +209,10 @@ def _read_question(row: Mapping[str, Any]) -> tuple[Any, str | None, bool]:
     if not isinstance(prompt, list) or (name == "prompt" and not all(isinstance(turn, dict) for turn in prompt)):
         raise DataError(f"its prompt is a {type(prompt).__name__}: give a text or a conversation (a list of messages)")
     if name == "prompt":
-        for turn in prompt:
-            if not isinstance(turn.get("role"), str) or not isinstance(turn.get("content"), str | list):
-                raise DataError("a message of its prompt lacks a role or a content")
+        if not all(
+            isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str | list) for turn in prompt
+        ):
+            raise DataError("a message of its prompt lacks a role or a content")
         if prompt[-1]["role"] == "assistant":
             raise DataError("its prompt ends with a message of the assistant, so there is nothing to answer")
         refuse_named_files(prompt)
@@ -232,14 +228,11 @@ def _read_question(row: Mapping[str, Any]) -> tuple[Any, str | None, bool]:
 
 
 def _turn(message: Any, name: str) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise DataError(f"one of its {name} is a {type(message).__name__}: give objects with role and content")
-    role = message.get("role") or message.get("from")
-    content = message["content"] if message.get("content") is not None else message.get("value")
-    if role not in ROLES:
-        raise DataError(f"one of its {name} is from {role!r}: known are {', '.join(ROLES)}")
-    if not isinstance(content, str | list):
-        raise DataError(f"one of its {name} has no content")
+    turn = message if isinstance(message, Mapping) else {}
+    role = turn.get("role") or turn.get("from")
+    content = turn["content"] if turn.get("content") is not None else turn.get("value")
+    if role not in ROLES or not isinstance(content, str | list):
+        raise DataError(f"one of its {name} is {_shown(message)}: give a role ({', '.join(ROLES)}) and a content")
     return {"role": ROLES[role], "content": content}
 
 
@@ -272,10 +265,13 @@ def options_of(value: Any) -> list[str]:
     if not 2 <= len(options) <= len(LETTERS):
         raise DataError(f"it has {len(options)} options: there must be 2 to {len(LETTERS)}")
     for option in options:
-        if isinstance(option, bool) or not isinstance(option, str | Real) or option != option:
+        if (
+            isinstance(option, bool)
+            or not isinstance(option, str | Real)
+            or option != option
+            or not str(option).strip()
+        ):
             raise DataError(f"one of its options is {_shown(option)}: options must be texts or numbers")
-        if not str(option).strip():
-            raise DataError("one of its options is empty")
     texts = [str(option).strip() for option in options]
     labelled = [match for match in map(_LABELLED.fullmatch, texts) if match]
     if len(labelled) < len(texts):

@@ -55,15 +55,14 @@ def has_card_with_files(folder: Path) -> bool:
         for config in filter(lambda config: isinstance(config, dict), configs if isinstance(configs, list) else []):
             for file in _texts([config.get("data_files"), config.get("data_dir")]):
                 try:
+                    if "://" in file:
+                        raise DataError(f"{file} is an address")
                     path_within(folder.absolute(), file)
-                    is_inside = "://" not in file
-                except DataError:
-                    is_inside = False
-                if not is_inside:
+                except DataError as error:
                     raise DataError(
                         f"{name} of {folder} says that its rows are in {file[:200]}, which is not in that folder, and "
                         "is not read: remove that, or give the files by data_files."
-                    )
+                    ) from error
                 found = True
     return found
 
@@ -204,7 +203,7 @@ def _jsonl(path: Path) -> Rows:
         for place, line in enumerate(file):
             try:
                 if text := line.decode("utf-8-sig").strip():
-                    yield place, _object(_loads(text))
+                    yield place, _object(json.loads(text))
             except UnicodeDecodeError:
                 yield place, "the line is not UTF-8"
             except (ValueError, RecursionError) as error:
@@ -215,7 +214,7 @@ def _json(path: Path) -> Rows:
     """Yield a list of objects, or one object per line."""
     with path.open("rb") as file:
         is_list = file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
-    yield from enumerate(map(_object, _loads(path.read_text(encoding="utf-8-sig")))) if is_list else _jsonl(path)
+    yield from enumerate(map(_object, json.loads(path.read_text(encoding="utf-8-sig")))) if is_list else _jsonl(path)
 
 
 def _csv(path: Path) -> Rows:
@@ -233,17 +232,6 @@ def _csv(path: Path) -> Rows:
 
 
 READERS: dict[str, Callable[[Path], Rows]] = {".parquet": _parquet, ".jsonl": _jsonl, ".json": _json, ".csv": _csv}
-
-
-def _loads(text: str) -> Any:
-    return json.loads(text, parse_int=_integer)
-
-
-def _integer(digits: str) -> int:
-    """Numbers beyond 64 bits have no place in a table; a reader that kept them as floats would change them."""
-    if len(digits) > 20 or not -(2**63) <= int(digits) < 2**63:
-        raise ValueError(f"the integer {digits[:20]}… has more than 64 bits: write it as a text")
-    return int(digits)
 
 
 def _object(value: Any) -> dict[str, Any] | str:

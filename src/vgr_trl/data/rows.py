@@ -33,7 +33,7 @@ from vgr_trl.data.columns import (
     Keys,
     Reading,
     folder_of,
-    images_in,
+    images_of,
     read_row,
     renamed,
     renamed_row,
@@ -251,7 +251,7 @@ def _with_all_images(dataset: Dataset, options: VideoOptions, root: Path) -> Dat
 
     def fill(row: Mapping[str, Any]) -> dict[str, Any]:
         start = folder_of(row, root)
-        images = [image_bytes(value, start) for value in images_in(row)]
+        images = [image_bytes(value, start) for value in images_of(row)]
         for frame in frames_of(row, options, start):
             buffer = io.BytesIO()
             frame.save(buffer, "JPEG", quality=JPEG_QUALITY)
