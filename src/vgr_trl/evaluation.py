@@ -18,7 +18,7 @@ from transformers import AutoConfig, GenerationConfig
 from trl.data_utils import prepare_multimodal_messages
 
 from vgr_trl import __version__
-from vgr_trl.data.columns import images_of
+from vgr_trl.data.images import images_of
 from vgr_trl.data.prompts import SYSTEM_PROMPT, build_prompt, placed
 from vgr_trl.rewards.answers import Solution, normalise, resolve_solution, states_answer
 from vgr_trl.rewards.loading import check_callable

@@ -27,7 +27,7 @@ from trl.generation import vllm_client
 
 from vgr_trl.batch import causal_type
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.data.columns import images_of
+from vgr_trl.data.images import images_of
 from vgr_trl.utils import ConfigError, VLLMServerError, error_text, patched_attribute, printable, release
 
 # Prompts and completions in the form that tables of completions can hold and show.

@@ -23,7 +23,7 @@ from vgr_trl.advantages import estimate_advantages
 from vgr_trl.batch import Placement, Rows, join_rows, valid_tokens
 from vgr_trl.checkpoints import load_shares, save_share
 from vgr_trl.credit import active_rules, masked_mean
-from vgr_trl.data.columns import images_of
+from vgr_trl.data.images import images_of
 from vgr_trl.patches import as_one_batch, replace_newest
 from vgr_trl.registries import short_name
 from vgr_trl.rollout import GroupSelection, Rollout, TrainingPass, weighted_sums

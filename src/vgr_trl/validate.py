@@ -19,9 +19,9 @@ from trl.trainer import utils
 
 from vgr_trl.config import SWITCHES
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.data.columns import IMAGE_COLUMNS, PLACE, image_columns, images_of, undecoded
+from vgr_trl.data.columns import image_columns, undecoded
 from vgr_trl.data.images import COLUMNS as BOX_COLUMNS
-from vgr_trl.data.images import box_problem, fitted_by
+from vgr_trl.data.images import IMAGE_COLUMNS, PLACE, box_problem, fitted_by, images_of
 from vgr_trl.data.prompts import special_problem, special_tokens
 from vgr_trl.data.rows import Sieve, SkippedRow, drop_long_prompts, prepare_rows, scan, skipped_rows
 from vgr_trl.efficiency.loss_mask import why_padding_counts

@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from vgr_trl.cli.__main__ import main
 from vgr_trl.cli.arguments import DataArguments, load_rows
-from vgr_trl.data.columns import images_of
+from vgr_trl.data.images import images_of
 from vgr_trl.utils import DataError
 
 OWN, SECRET = (250, 10, 10), (10, 10, 250)

@@ -11,7 +11,7 @@ from support.made_sets import encoded, parquet, picture, skipped_in
 
 from vgr_trl.cli.arguments import DataArguments, load_rows
 from vgr_trl.cli.data import convert_parser, convert_run, inspect_parser, inspect_run
-from vgr_trl.data.columns import images_of
+from vgr_trl.data.images import images_of
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.rewards import resolve_solution
 from vgr_trl.utils import VGRError

@@ -13,7 +13,7 @@ from support.made_sets import jsonl, parquet, picture
 
 from vgr_trl.cli.arguments import DataArguments, load_rows
 from vgr_trl.cli.data import convert_parser, convert_run, inspect_parser, inspect_run
-from vgr_trl.data.columns import images_of
+from vgr_trl.data.images import images_of
 from vgr_trl.data.prompts import SYSTEM_PROMPT, special_tokens
 from vgr_trl.data.rows import RowOptions, prepare_rows, report_skipped, understand
 from vgr_trl.demo.tiny_model import build_processor

@@ -50,7 +50,8 @@ from vgr_trl.cli.arguments import (
     source_of,
 )
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.data.columns import FLAGS, image_columns, images_of, undecoded
+from vgr_trl.data.columns import FLAGS, image_columns, undecoded
+from vgr_trl.data.images import images_of
 from vgr_trl.data.load import train_test_split
 from vgr_trl.data.read import parse_data_files, readable
 from vgr_trl.data.rows import SkippedRow, report_skipped

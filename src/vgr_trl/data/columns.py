@@ -13,24 +13,24 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, Image, Json, List, Value, Video
 
+from vgr_trl.data.images import (
+    FOLDER,
+    IMAGE_COLUMNS,
+    NUMBERED_IMAGES,
+    images_of,
+    videos_of,
+)
 from vgr_trl.data.prompts import LETTERS, format_question, refuse_named_files, require_placeholders
 from vgr_trl.rewards.answers import resolve_solution
 from vgr_trl.utils import ConfigError, DataError, RewardError
 
-IMAGE_COLUMNS = ("image", "images")
-VIDEO_COLUMNS = ("video", "videos")
-MOST_IMAGES = 7
-NUMBERED_IMAGES = tuple(f"image_{number}" for number in range(1, MOST_IMAGES + 1))  # of MMMU-Pro
 DIALOGUES = ("messages", "conversations")
 INDICES = ("label_idx", "correct_choice_idx")  # always an index
 UNREADABLE = "__unreadable__"  # the column that says why there is no row at this place of a file
-FOLDER = "__folder__"  # the column that says where a row's relative paths start, where files lie in several folders
-PLACE = "__place__"  # the column in which rows carry their number on the way
 VISION_ONLY_PROBLEM = "Answer the multiple-choice question in the image with the letter of the right option."
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 NONE = "none"  # the name of no column: the data have none
@@ -63,28 +63,6 @@ def image_columns(dataset: Any) -> list[str]:
     """Return the columns of `dataset` that TRL takes images from; of a stream without known columns, look at a row."""
     names = getattr(dataset, "column_names", None) or next(iter(dataset), {})
     return [name for name in IMAGE_COLUMNS if name in names]
-
-
-def files_of(row: Mapping[str, Any], *names: str) -> list[Any]:
-    """Return the files in the first of the columns `names` that the row has something in, be it one or a list."""
-    value = next((row[name] for name in names if row.get(name) is not None), None)
-    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
-
-
-def images_of(row: Mapping[str, Any]) -> list[Any]:
-    """Return the images of `row`, decoded or not, in order: the numbered ones, or `images` before `image`, as in TRL."""
-    numbered = [row[name] for name in NUMBERED_IMAGES if row.get(name) is not None]
-    return numbered or files_of(row, *KEYS.image)
-
-
-def videos_of(row: Mapping[str, Any]) -> list[Any]:
-    """Return the videos of `row`, undecoded, in order; `videos` counts before `video`."""
-    return files_of(row, *KEYS.video)
-
-
-def folder_of(row: Mapping[str, Any], root: Path) -> Path:
-    """Return the folder that relative paths of `row` start from: `root`, where it does not say another."""
-    return Path(row[FOLDER]) if row.get(FOLDER) else root
 
 
 def undecoded(dataset: Any) -> Any:

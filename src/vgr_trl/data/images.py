@@ -16,10 +16,15 @@ from typing import Any
 from datasets import Dataset
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from vgr_trl.data.columns import FOLDER, IMAGE_COLUMNS, PLACE, folder_of, images_of, videos_of
 from vgr_trl.data.prompts import placed
 from vgr_trl.utils import ConfigError, DataError, error_text
 
+IMAGE_COLUMNS = ("image", "images")
+VIDEO_COLUMNS = ("video", "videos")
+
+NUMBERED_IMAGES = tuple(f"image_{number}" for number in range(1, 8))  # of MMMU-Pro
+FOLDER = "__folder__"  # the column that says where a row's relative paths start, where files lie in several folders
+PLACE = "__place__"  # the column in which rows carry their number on the way
 LARGEST_FILE = 2**30  # bytes; more than Pillow's limit of pixels takes without compression, and read as a whole
 MOST_ELONGATED = 200  # the ratio of sides from which on Qwen's image processors refuse an image
 DEEP_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
@@ -34,6 +39,28 @@ MAX_SHORT_SIDE = 1024
 COLUMNS = ("bbox", "regions")
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in [0, 1] of the image
+
+
+def files_of(row: Mapping[str, Any], *names: str) -> list[Any]:
+    """Return the files in the first of the columns `names` that the row has something in, be it one or a list."""
+    value = next((row[name] for name in names if row.get(name) is not None), None)
+    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
+
+
+def images_of(row: Mapping[str, Any]) -> list[Any]:
+    """Return the images of `row`, decoded or not, in order: numbered ones, else `images` before `image`, as in TRL."""
+    numbered = [row[name] for name in NUMBERED_IMAGES if row.get(name) is not None]
+    return numbered or files_of(row, "images", "image")
+
+
+def videos_of(row: Mapping[str, Any]) -> list[Any]:
+    """Return the videos of `row`, undecoded, in order; `videos` counts before `video`."""
+    return files_of(row, "videos", "video")
+
+
+def folder_of(row: Mapping[str, Any], root: Path) -> Path:
+    """Return the folder that relative paths of `row` start from: `root`, where it does not say another."""
+    return Path(row[FOLDER]) if row.get(FOLDER) else root
 
 
 def path_within(root: Path, name: str | Path) -> Path:

@@ -17,10 +17,10 @@ from tqdm.auto import tqdm
 from transformers import ProcessorMixin
 from trl.data_utils import prepare_multimodal_messages
 
-from vgr_trl.data.columns import KEYS, UNREADABLE, Keys, images_of, renamed_row, require_columns, undecoded
+from vgr_trl.data.columns import KEYS, UNREADABLE, Keys, renamed_row, require_columns, undecoded
 from vgr_trl.data.convert import TITLES, Counts, count_row, kind_of, on_one_line, tables
 from vgr_trl.data.convert import report as report_counts
-from vgr_trl.data.images import to_rgb
+from vgr_trl.data.images import images_of, to_rgb
 from vgr_trl.data.prompts import LETTERS, as_parts
 from vgr_trl.data.rows import RowOptions, SkippedRow, ready_row
 from vgr_trl.options import check_options, option

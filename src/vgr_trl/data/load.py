@@ -21,8 +21,8 @@ from datasets import (
 )
 
 from vgr_trl.data import public_sets
-from vgr_trl.data.columns import FOLDER, IMAGE_COLUMNS, KEYS, UNREADABLE, folder_of, images_of, undecoded
-from vgr_trl.data.images import image_bytes
+from vgr_trl.data.columns import KEYS, UNREADABLE, undecoded
+from vgr_trl.data.images import FOLDER, IMAGE_COLUMNS, folder_of, image_bytes, images_of
 from vgr_trl.data.merge import Row, split
 from vgr_trl.data.prompts import texts_of
 from vgr_trl.data.read import (

@@ -21,8 +21,8 @@ from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HfHubHTTP
 from huggingface_hub.file_download import repo_folder_name
 from pyarrow.lib import ArrowException
 
-from vgr_trl.data.columns import FOLDER, UNREADABLE, Origin, Record, as_json, feature_of, kind_of, undecoded
-from vgr_trl.data.images import downloaded, path_within
+from vgr_trl.data.columns import UNREADABLE, Origin, Record, as_json, feature_of, kind_of, undecoded
+from vgr_trl.data.images import FOLDER, downloaded, path_within
 from vgr_trl.utils import ConfigError, DataError, MissingSplitError, VGRError, error_text
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")

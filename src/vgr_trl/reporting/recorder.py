@@ -28,8 +28,7 @@ from transformers.utils import logging
 
 from vgr_trl.config import LOG_OPTIONS
 from vgr_trl.credit import attention_weights
-from vgr_trl.data.columns import images_of
-from vgr_trl.data.images import boxes_of, open_image
+from vgr_trl.data.images import boxes_of, images_of, open_image
 from vgr_trl.reporting.markdown import MarkdownLogs, Summary, print_record
 from vgr_trl.reporting.records import (
     FOLDER,
