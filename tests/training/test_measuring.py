@@ -10,7 +10,6 @@ from peft import LoraConfig
 from support.trainers import letters_reward, logged
 from trl.trainer import utils as trl_utils
 
-from vgr_trl import DAPOConfig
 from vgr_trl.batch import scoring_inputs
 from vgr_trl.measure import plan_measurement, score_completions
 from vgr_trl.rewards import accuracy_reward, mdi_reward, vgr_reward
@@ -43,7 +42,6 @@ SCORING, TRAINING = (False, 8), (True, 8)
         ({"rewards": [vgr_reward, mdi_reward], "token_weights": True, "enable_entropy_filtering": True},
          [SCORING, TRAINING]),
         ({"num_iterations": 2, "token_weights": True}, [SCORING, TRAINING]),
-        ({"enable_perception_filtering": True, "token_weights": True}, [SCORING, SCORING, TRAINING]),
         ({"enable_perception_filtering": True, "compute_attention_metrics": False}, [SCORING, SCORING, TRAINING]),
         ({"replay_buffer_size": 4, "compute_attention_metrics": False}, [TRAINING]),
         ({"beta": 0.1}, [SCORING, SCORING, TRAINING]),
@@ -85,10 +83,8 @@ def test_forward_calls_of_a_rollout_batch(make, source, scoring, tower):
         ({"token_weights": True}, [SCORING, TRAINING], 1),
         ({"token_weights": True, "attention_source": "generate"}, [TRAINING], 1),
         ({"token_weights": True, "rollout_log_steps": 1}, [SCORING, TRAINING], 2),
-        ({"token_weights": True, "replay_buffer_size": 4}, [SCORING, TRAINING], 1),
         ({"token_weights": True, "enable_entropy_filtering": True}, [SCORING, TRAINING], 2),
         ({"attention_source": "generate", "enable_entropy_filtering": True}, [SCORING, TRAINING], 2),
-        ({"enable_perception_filtering": True}, [SCORING, SCORING, TRAINING], 3),
     ],
 )
 def test_the_head_is_left_out_where_only_attention_is_wanted(
@@ -184,7 +180,6 @@ def test_rows_without_an_image_have_no_vgr(make):
         {"gradient_checkpointing": True},
         {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
         {"attn_implementation": "eager"},
-        {"attention_source": "generate"},
         {"attention_source": "generate", "share_prompts": "off"},
         {"bf16": True},
     ],
@@ -246,9 +241,7 @@ class TestRefusals:
     def test_attention_features_on_a_text_model(self, text_trainer):
         for reward, changed, name in (
             (vgr_reward, {}, "the reward vgr_reward"),
-            (letters_reward, {"token_weights": True}, "token_weights"),
             (letters_reward, {"compute_attention_metrics": True}, "compute_attention_metrics"),
-            (letters_reward, {"enable_perception_filtering": True}, "enable_perception_filtering"),
             (letters_reward, {"perception_loss_weight": 0.1}, "perception_loss_weight"),
         ):
             with pytest.raises(ConfigError, match=f"{name} cannot be used here: Qwen2ForCausalLM reads text"):
@@ -281,13 +274,6 @@ class TestRefusals:
         trainer.args.token_weights = True
         with pytest.raises(ConfigError, match="with tools the tokens of a completion are not all"):
             plan_measurement(trainer)
-
-    @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "bnpo", "sapo", "luspo"])
-    def test_token_credit_that_the_gradient_would_ignore(self, loss_type, tmp_path):
-        with pytest.raises(ConfigError, match="the gradient would ignore token weights and filters"):
-            DAPOConfig(
-                str(tmp_path), loss_type=loss_type, importance_sampling_level="sequence", token_weights=True
-            )  # fmt: skip
 
     def test_an_attention_that_cannot_be_measured(self, make, monkeypatch):
         monkeypatch.setattr("vgr_trl.signals.attention.SUPPORTED", ("flash_attention_2",))

@@ -1,7 +1,7 @@
 """Similarity of hidden states to the image in a training run: logged, and given to rewards that declare it."""
 
 import pytest
-from support.trainers import config, logged
+from support.trainers import logged
 
 from vgr_trl.registries import declares
 from vgr_trl.utils import ConfigError
@@ -41,8 +41,6 @@ def test_the_pass_is_made_although_attention_is_measured_in_generation(run):
     assert logged(trainer, "attention/all/vgr")
 
 
-def test_what_cannot_be_measured(run, tmp_path):
+def test_a_layer_that_the_model_has_not(run):
     with pytest.raises(ConfigError, match="hidden_similarity_layer is 9, but the model has"):
         run(hidden_similarity_layer=9)
-    with pytest.raises(ConfigError, match="hidden_similarity_over is 'median': give max, mean or centre"):
-        config(tmp_path, hidden_similarity_over="median")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.trainers import letters_reward, logged
 
-from vgr_trl import DAPOConfig, registries
+from vgr_trl import registries
 from vgr_trl.config import PerturbationOptions
 from vgr_trl.measure import score_perturbed
 from vgr_trl.registries import declares
@@ -50,23 +50,6 @@ def test_each_view_alone_and_all_at_once(vision_trainer, monkeypatch):
     torch.testing.assert_close(found["min"], each.amin(0))
     assert passes == [24, 24], "8 rows in 3 views, in one pass"
     assert found["images"][0][0].getcolors() == [(found["images"][0][0].width ** 2, (128, 128, 128))]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"further_perturbations": ["blacken_patches"]}, "further_perturbations is .*: give each perturbation once"),
-        ({"further_perturbations": ["darken"]}, "There is no perturbation 'darken'"),
-        (
-            {"perturbation": "remove_image", "perception_loss_weight": 0.1},
-            "perturbation is remove_image with perception_",
-        ),
-        ({"dependency_over": "max"}, "dependency_over is 'max': give mean or min"),
-    ],
-)
-def test_views_that_are_refused(options, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
-        DAPOConfig(str(tmp_path), use_cpu=True, **options)
 
 
 def rollout_of(run, monkeypatch):

@@ -63,6 +63,8 @@ def test_latest_passes_over_what_is_not_complete(tmp_path, monkeypatch):
 def test_latest_without_any_checkpoint_starts_at_the_beginning(tmp_path):
     assert resolve_checkpoint("latest", tmp_path) is None
     assert resolve_checkpoint(None, tmp_path) is None
+    assert [resume_mode(value) for value in (None, False, "false", "none", "")] == [None] * 5
+    assert [resume_mode(value) for value in (True, "true", "Latest")] == ["latest"] * 3
 
 
 def test_a_named_checkpoint_must_exist_and_be_complete(tmp_path):
@@ -83,16 +85,6 @@ def test_what_zero_has_divided_is_continued_by_as_many_processes(tmp_path):
         ConfigError, match="was saved by 2 processes, between which ZeRO has divided .* 3 would .* start 2"
     ):
         refuse_other_number(str(saved), 3)
-
-
-@pytest.mark.parametrize("value", [None, False, "false", "False", "none", ""])
-def test_values_that_mean_a_start_at_the_beginning(value):
-    assert resume_mode(value) is None
-
-
-@pytest.mark.parametrize("value", [True, "true", "latest", "Latest"])
-def test_values_that_mean_the_latest(value):
-    assert resume_mode(value) == "latest"
 
 
 @pytest.mark.parametrize(
@@ -118,8 +110,6 @@ def test_every_file_of_a_checkpoint_must_be_what_was_written(tmp_path, break_it,
     [
         ("rng_state_1.pth", "no rng_state_1.pth was saved"),
         ("optimizer.pt", "no optimizer.pt was saved"),
-        ("scheduler.pt", "no scheduler.pt was saved"),
-        ("trainer_state.json", "no trainer_state.json was saved"),
         ("replay_0_of_2.pt", "only 1 of 2 files of the kind replay"),
     ],
 )
@@ -129,23 +119,6 @@ def test_what_was_never_saved_is_missed(tmp_path, leave_out, reason):
     (path / leave_out).unlink()
     write_manifest(path, 2)
     assert what_is_wrong(path) == reason
-
-
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ({"num_processes": 10**12}, "no rng_state_0.pth was saved"),
-        ({"num_processes": float("inf")}, "no readable manifest.json"),
-        ({"files": {"trainer_state.json": {}}}, "trainer_state.json has 18 bytes instead of {}"),
-        ({"files": 3}, "no readable manifest.json"),
-    ],
-    ids=str,
-)
-def test_a_manifest_of_something_else_is_a_sentence(tmp_path, changed, reason):
-    path = checkpoint(tmp_path, 2)
-    manifest = json.loads((path / MANIFEST).read_text())
-    (path / MANIFEST).write_text(json.dumps(manifest | changed))
-    assert what_is_wrong(path).startswith(reason)
 
 
 def test_deepspeed_keeps_the_optimizer_in_a_folder_of_its_own(tmp_path):
@@ -176,21 +149,16 @@ def test_a_finished_run_is_not_trained_one_step_too_far(tmp_path):
 RESUMED = {"per_device_train_batch_size": 4, "max_completion_length": 4, "save_strategy": "steps", "save_steps": 1}
 
 
-def other_rows(rows):
-    return rows.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"][0]["content"] + " ?"}]})
-
-
 @pytest.mark.parametrize(
     ("change", "options", "differs"),
     [
         (lambda rows: rows, {}, None),
         (lambda rows: rows.select(range(8)), {}, "number of prompts (12 there, 8 here)"),
         (lambda rows: rows.select(range(11, -1, -1)), {}, "in checksum of prompts ("),
-        (other_rows, {}, "in checksum of prompts ("),
         (lambda rows: rows, {"seed": 7}, "in seed (42 there, 7 here)"),
         (lambda rows: rows, {"shuffle_dataset": False}, "in shuffle_dataset (True there, False here)"),
     ],
-    ids=["same", "fewer", "reversed", "others", "seed", "unshuffled"],
+    ids=["same", "fewer", "reversed", "seed", "unshuffled"],
 )
 def test_what_differs_from_the_run_that_is_continued(text_trainer, text_rows, monkeypatch, change, options, differs):
     text_trainer(max_steps=1, **RESUMED).train()

@@ -9,7 +9,6 @@ from peft import LoraConfig
 from vgr_trl import DAPOConfig
 from vgr_trl.batch import scoring_inputs
 from vgr_trl.utils import ConfigError
-from vgr_trl.validate import what_reads_every_token
 
 OPTIONS = {
     "per_device_train_batch_size": 4,
@@ -123,10 +122,7 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_undisturbed(make, changed):
         with pytest.raises(ConfigError, match="The critic in .*checkpoint-2 cannot be continued"):
             make(critic="model").critic.load(Path(whole.args.output_dir, "checkpoint-2"))
     if adapter is not None:
-        assert {name.split(".")[-3] for name in whole.critic.learner.named if "lora" in name} == {
-            "lora_A",
-            "lora_B",
-        }
+        assert {name.split(".")[-3] for name in whole.critic.learner.named if "lora" in name} == {"lora_A", "lora_B"}
         assert not any("base_layer" in name for name in whole.critic.learner.named)
 
 
@@ -185,17 +181,8 @@ def test_the_kl_is_taken_from_each_token(make):
 def test_what_does_not_go_with_a_critic_is_refused(tmp_path):
     for options, message in (
         ({"replay_buffer_size": 4}, "advantages of an earlier critic"),
-        ({"importance_sampling_level": "sequence"}, "a critic says of tokens, so use importance_sampling_level token"),
+        ({"importance_sampling_level": "sequence"}, "importance_sampling_level token"),
         ({"critic_warmup": 1, "weight_decay": 0.1}, "weight_decay 0"),
-        ({"torch_compile": True}, "torch_compile"),
-        ({"gamma": 1.5}, "gamma is 1.5"),
-        ({"lam": -1}, "lam is -1"),
-        ({"critic": "tree"}, "critic is 'tree': give head or model"),
-        ({"critic_learning_rate": 0}, "critic_learning_rate is 0"),
-        ({"critic_warmup_steps": 0.5}, "critic_warmup_steps is 0.5"),
-        ({"cliprange_value": 0}, "cliprange_value is 0"),
     ):
         with pytest.raises(ConfigError, match=message):
             DAPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, advantage_estimator="gae", **options)
-    config = DAPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, advantage_estimator="gae")
-    assert what_reads_every_token(config) == "advantage_estimator"

@@ -10,7 +10,6 @@ from support.vllm import in_place_of_vllm
 from vgr_trl.generation import blind_conversation, description_in, question_of
 from vgr_trl.rewards import load_reward
 from vgr_trl.rewards.simple import blind_accuracy_reward
-from vgr_trl.utils import RewardError
 
 
 def test_descriptions():
@@ -111,29 +110,6 @@ def test_one_more_generation_without_images(make, monkeypatch):
     assert logged(run, "blind/described") == [0.5]
 
 
-def test_the_run_counts_and_logs_its_own_completions_alone(make):
-    """Lengths and tokens are those of a run without the reward."""
-    found = []
-    for rewards in (("blind_accuracy",), ("accuracy",)):
-        run = make(rewards)
-        run.train()
-        names = ("completions/mean_length", "completions/max_length", "num_tokens")
-        found.append([logged(run, name) for name in names])
-        calls = len(run.model.generate.asked)
-        assert calls == 1 + (rewards == ("blind_accuracy",))
-    assert found[0] == found[1]
-
-
-def test_in_evaluations_too(make):
-    run = make()
-    metrics = run.evaluate()
-    assert metrics["eval_blind/described"] == 0.5
-    assert metrics["eval_rewards/blind_accuracy_reward/mean"] < 1
-    lengths = metrics["eval_completions/max_length"]
-    tokenizer = run.processing_class.tokenizer
-    assert lengths == len(tokenizer("<description>blue 1</description><answer>A</answer>").input_ids) + 1
-
-
 def test_as_published_the_whole_completion_describes(make):
     run = make(blind_without_tag="completion", blind_prompt="Text {description} Asked {question}")
     run.train()
@@ -149,15 +125,6 @@ def test_with_vllm_each_description_is_a_prompt_of_its_own(make, monkeypatch):
     assert (rows, num_generations) == (8, 4)
     assert images is not None
     assert blind == (8, None, 1)
-
-
-def test_data_without_solutions(vision_trainer):
-    with pytest.raises(RewardError, match="blind_accuracy_reward needs the column 'solution'"):
-        vision_trainer(load_reward("blind_accuracy"), vision_trainer.rows.remove_columns("solution"))
-
-
-def test_idle_options(make):
-    assert make(("accuracy",), blind_tag="see").idle_options == {"blind_tag": "no reward reads blind answers"}
 
 
 @pytest.mark.parametrize(

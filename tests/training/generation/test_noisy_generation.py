@@ -156,9 +156,6 @@ def test_decays_as_published(kind, coefficient, expected):
     ("perturbation", "expected"),
     [
         ("diffusion_noise", {"steps": 125}),
-        ("blacken_patches", {"patch_size": 14, "black_prob": 0.125}),
-        ("gaussian_blur", {"radius": 1.5}),
-        ("add_gaussian_noise", {"std": 47.25}),
         ("crop_image", {"share": 0.875}),
         ("mask_image", {"value": 128}),
     ],
@@ -166,17 +163,6 @@ def test_decays_as_published(kind, coefficient, expected):
 def test_a_quarter_of_the_strength(perturbation, expected, tmp_path):
     options = DAPOConfig(str(tmp_path), use_cpu=True, bf16=False, noisy_perturbation=perturbation)
     assert options.noisy_parameters(0.25) == expected
-
-
-def test_idle_options(make):
-    run = make(noisy_decay_coef=3.0, black_prob=0.1)
-    assert run.idle_options == {
-        "noisy_decay_coef": "noisy_decay is none",
-        "black_prob": "images are perturbed by diffusion_noise",
-    }
-    assert make(noisy_generations=0, noisy_importance="perturbed").idle_options == {
-        "noisy_importance": "noisy_generations is 0"
-    }
 
 
 def test_groups_of_further_rounds_and_of_the_buffer_keep_their_old_log_probabilities(make, monkeypatch):

@@ -1,10 +1,8 @@
 """Rewards that a trainer in Python is given by name, as on the command line; other texts are TRL's reward models."""
 
-import pytest
 from support.trainers import config
 
 from vgr_trl.rewards import accuracy_reward
-from vgr_trl.utils import RewardError
 from vgr_trl.validate import plan_rewards
 
 
@@ -29,8 +27,3 @@ def test_models_and_functions_stay_as_they_are(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given = ["accuracy", "org/reward-model", "gpt2", accuracy_reward]
     assert planned(tmp_path, *given) == given
-
-
-def test_a_file_that_is_missing_is_told(tmp_path):
-    with pytest.raises(RewardError, match=r"nowhere\.py of a reward does not exist"):
-        planned(tmp_path, "nowhere.py:half")
