@@ -1,10 +1,25 @@
 """What verl and EasyR1 get of this library, without either: options, rewards, advantages, the command line."""
 
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+sys.path.append(str(Path(__file__).parents[1] / "with_verl" / "parts"))
+from reference import CASES, check_golden, golden, needs_golden
+
 from vgr_trl import registries
-from vgr_trl.integrations.verl.credit import SignalContext, SignalOptions, estimate, options_of
+from vgr_trl.integrations.verl.credit import (
+    SignalContext,
+    SignalOptions,
+    estimate,
+    named_estimator,
+    options_of,
+    set_signal_context,
+    with_terms,
+)
 from vgr_trl.integrations.verl.inside_easyr1 import rewards as easyr1_rewards
 from vgr_trl.integrations.verl.inside_easyr1.main import split_arguments
 from vgr_trl.integrations.verl.rewards import compute_score
@@ -136,6 +151,54 @@ def test_weights_and_another_rule_multiply(where):
     expected = [[12 / 7, 0, 3 / 7], [-1, 0, -1]]
     assert advantages.tolist() == [pytest.approx(row, abs=1e-5) for row in expected]
     assert context.metrics["vgr/token_weight_mean"] == pytest.approx(1)
+
+
+def test_without_weights_all_are_1_and_a_reward_needs_attention():
+    mask = torch.ones(1, 2)
+    context = SignalContext(options_of("vgr_token_weights", {"collect_attentions": True}))
+    with pytest.warns(UserWarning, match="all weights are 1"):
+        advantages, _ = estimate(centred, context, token_level_rewards=mask, response_mask=mask, index=["a"])
+    assert advantages.tolist() == [[1.5, 1.5]]
+    for given, sentence in (
+        ({"vgr_reward_weight": 1.0}, "the batch has no measured attention"),
+        ({"enable_entropy_filtering": True}, "reads entropies, which this trainer does not compute"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            estimate(centred, SignalContext(SignalOptions.read(given)), token_level_rewards=mask, response_mask=mask,
+                     index=["a"])  # fmt: skip
+    estimator = named_estimator("vgr", lambda name: centred)
+    given = {"token_level_rewards": mask, "response_mask": mask, "index": ["a"], "config": None}
+    with pytest.raises(ConfigError, match="The advantage estimator vgr got no signals: .*VERL_ENGINE_VENDOR=vgr"):
+        estimator(**given)
+    with set_signal_context(SignalContext(SignalOptions())):
+        assert estimator(**given)[0].tolist() == [[1.5, 1.5]]
+
+
+def mean(loss_mat, loss_mask, loss_agg_mode):
+    return (loss_mat * loss_mask).sum() / loss_mask.sum()
+
+
+def dual_clip(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights):
+    """As verl's vanilla loss with clips of 0.2, 0.3 and 3, in the place of which it stands."""
+    ratio = (log_prob - old_log_prob).exp()
+    losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.3))
+    losses = torch.where(advantages < 0, torch.minimum(losses, -3 * advantages), losses)
+    return mean(losses, response_mask, loss_agg_mode), {}
+
+
+@needs_golden
+@pytest.mark.parametrize("case", CASES[:8])
+def test_gradients_of_the_published_code(case):
+    old, logps, mask, columns, options, given = golden(case)
+    context = SignalContext(options_of("vgr_vppo", options, "vgr_vppo"), columns)
+    index = list(range(len(old)))
+    shaped, _ = estimate(given, context, token_level_rewards=0 * old, response_mask=mask.long(), index=index)
+    loss = with_terms(dual_clip, mean, "vgr_vppo")
+    with set_signal_context(context):
+        value, metrics = loss(old, logps, shaped, mask, config=SimpleNamespace(global_batch_info={}))
+    value.backward()
+    check_golden(logps, case)
+    assert ("actor/entropy_penalty" in metrics) == context.options.use_entropy_penalty
 
 
 def test_the_command_line_of_easyr1_is_split():

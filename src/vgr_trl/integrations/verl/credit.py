@@ -4,6 +4,7 @@ Registered estimators and losses get rewards and a mask, nothing else of the bat
 sets what was measured as the context of the call.
 """
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -291,8 +292,36 @@ def add_signal_rewards(
     return rewards
 
 
+Estimator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def named_estimator(name: str, base_of: Callable[[str], Estimator]) -> Estimator:
+    """Return the advantage estimator that is registered under a name.
+
+    Args:
+        base_of: returns an estimator of verl or EasyR1 by its name, that of the option `estimator`.
+    """
+
+    def estimator(
+        token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any, **more: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return advantages and returns, (N, T) each, with the signals of the batch."""
+        context = signal_context(f"The advantage estimator {name}")
+        base = base_of(context.options.estimator)
+        taken = inspect.signature(base).parameters
+        if "norm_adv_by_std_in_grpo" in taken and more.get("config") is not None:
+            more["norm_adv_by_std_in_grpo"] = more["config"].get("norm_adv_by_std_in_grpo", True)
+        if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values()):
+            more = {key: value for key, value in more.items() if key in taken}
+        return estimate(
+            base, context, token_level_rewards=token_level_rewards, response_mask=response_mask, index=index, **more
+        )
+
+    return estimator
+
+
 def estimate(
-    base: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    base: Estimator,
     context: SignalContext,
     *,
     token_level_rewards: torch.Tensor,

@@ -17,10 +17,9 @@ from vgr_trl.integrations.verl.credit import (
     ESTIMATORS,
     SignalContext,
     SignalOptions,
-    estimate,
+    named_estimator,
     options_of,
     set_signal_context,
-    signal_context,
     token_terms,
 )
 from vgr_trl.integrations.verl.signals import (
@@ -255,17 +254,8 @@ class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
         return data
 
 
-def _estimator(name: str) -> Any:
-    def estimator(**given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return advantages and returns, (N, T) each, with the signals of the batch."""
-        context = signal_context(f"The advantage estimator {name}")
-        return estimate(core_algos.ADV_ESTIMATOR_MAP[context.options.estimator], context, **given)
-
-    return estimator
-
-
 def register() -> None:
     """Register every name that is not registered yet."""
     for name in ESTIMATORS:
         if name not in core_algos.ADV_ESTIMATOR_MAP:
-            core_algos.register_adv_estimator(name)(_estimator(name))
+            core_algos.register_adv_estimator(name)(named_estimator(name, core_algos.ADV_ESTIMATOR_MAP.__getitem__))

@@ -35,10 +35,9 @@ from vgr_trl.integrations.verl.credit import (
     LOSSES,
     SignalContext,
     SignalOptions,
-    estimate,
+    named_estimator,
     options_of,
     set_signal_context,
-    signal_context,
     with_terms,
 )
 from vgr_trl.integrations.verl.signals import (
@@ -236,30 +235,11 @@ class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         return bool(answer)
 
 
-def _estimator(name: str) -> Any:
-    def estimator(
-        token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any, **more: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return advantages and returns, (N, T) each, with the signals of the batch."""
-        context = signal_context(f"The advantage estimator {name}")
-        base = core_algos.get_adv_estimator_fn(context.options.estimator)
-        taken = inspect.signature(base).parameters
-        if "norm_adv_by_std_in_grpo" in taken and more.get("config") is not None:
-            more["norm_adv_by_std_in_grpo"] = more["config"].get("norm_adv_by_std_in_grpo", True)
-        if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values()):
-            more = {key: value for key, value in more.items() if key in taken}
-        return estimate(
-            base, context, token_level_rewards=token_level_rewards, response_mask=response_mask, index=index, **more
-        )
-
-    return estimator
-
-
 def register() -> None:
     """Register every name that is not registered yet."""
     for name in ESTIMATORS:
         if name not in core_algos.ADV_ESTIMATOR_REGISTRY:
-            core_algos.register_adv_est(name)(_estimator(name))
+            core_algos.register_adv_est(name)(named_estimator(name, core_algos.get_adv_estimator_fn))
     for name in LOSSES:
         if name not in core_algos.POLICY_LOSS_REGISTRY:
             vanilla = core_algos.get_policy_loss_fn("vanilla")
