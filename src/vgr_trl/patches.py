@@ -236,7 +236,7 @@ def average_as_loss(
         per_token: (N, T) values of the term.
         mask: (N, T) tokens that count in the loss.
         inputs: the micro-batch, with `num_items_in_batch`, the valid tokens of the rollout over all processes.
-        accumulation_steps: micro-batches of the optimizer step at hand.
+        accumulation_steps: micro-batches of the current optimizer step.
     """
     total = (per_token * mask).sum()
     if args.loss_type in _PER_WINDOW:

@@ -204,9 +204,9 @@ def test_vision_sr1_by_hand():
     completions = [says.format("B"), says.format("B"), says.format("A"), says.format("A")]
     blind = ["<answer>B</answer>", None, "The answer is B.", "<answer>A</answer>"]
     columns = {"solution": ["B"] * 4, "choices": [["one", "two"]] * 4, "blind_answers": blind}
-    earned = [load_reward(name)(completions=completions, **columns) for name in recipe["reward_funcs"]]
+    values = [load_reward(name)(completions=completions, **columns) for name in recipe["reward_funcs"]]
     weights = recipe["reward_weights"]
-    sums = [sum(w * r for w, r in zip(weights, row, strict=True)) for row in zip(*earned, strict=True)]
+    sums = [sum(w * r for w, r in zip(weights, row, strict=True)) for row in zip(*values, strict=True)]
     assert sums == pytest.approx([2, 1, 1.1, 0.1])
 
 

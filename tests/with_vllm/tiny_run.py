@@ -64,7 +64,7 @@ def never_say(model: torch.nn.Module, tokens: list[int]) -> None:
 
 
 def questions(count: int = 9) -> Dataset:
-    """Rows with one image, with two of different sizes, and with none, which are `quiet`: they earn nothing."""
+    """Rows with one image, with two of different sizes, and with none, which are `quiet`: their reward is 0."""
     rows = []
     for number, row in enumerate(draw_questions(count, seed=0, split="train")):
         images = [[row["image"]], [row["image"], Image.new("RGB", (84, 56), (number * 20, 90, 200))], []][number % 3]

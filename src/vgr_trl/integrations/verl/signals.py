@@ -4,7 +4,7 @@ import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -208,78 +208,72 @@ def padded_layout(input_ids: torch.Tensor, present: torch.Tensor, prompt: torch.
     return Layout(input_ids, present.bool(), prompt.bool() & present.bool(), rows, len(input_ids), False)
 
 
+@dataclass
 class MeasuredPass:
-    """Measures, while it is active, one pass of a micro-batch; `columns` is what came out.
+    """Measures, while it is active, one pass of a micro-batch.
 
-    Args:
+    Attributes:
         model: of the actor, also wrapped by FSDP.
         special_token_ids: tokens that belong to no modality.
         agree: as `share_prompts` takes it.
+        columns: name -> (N, S), what came out.
+        report: how prompts were shared; None: not tried.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        layout: Layout,
-        options: SignalOptions,
-        special_token_ids: Sequence[int],
-        agree: Any = None,
-    ) -> None:
-        vision = tuple(options.vision_token_ids or ()) or vision_token_ids(causal_model(model))
-        if not vision:
-            raise ConfigError(
-                f"{type(causal_model(model)).__name__} has no image token in its configuration: give vision_token_ids."
-            )
-        self.model, self.layout, self.options, self.agree = model, layout, options, agree
-        masks = build_modality_masks(
-            layout.input_ids, layout.prompt, vision_token_ids=vision, special_token_ids=special_token_ids
-        )
-        self.masks = ModalityMasks(masks.vision, masks.instruction)
-        self.report: SharingReport | None = None
-        self.columns: dict[str, torch.Tensor] = {}
+    model: Any
+    layout: Layout
+    options: SignalOptions
+    special_token_ids: Sequence[int]
+    agree: Any = None
+    columns: dict[str, torch.Tensor] = field(default_factory=dict)
+    report: SharingReport | None = None
 
     @contextmanager
     def active(self) -> Iterator["MeasuredPass"]:
-        """Measure the pass that is made in the block."""
-        first, stop = self._emitting()
-        probe = AttentionProbe(self.model, self.masks, slice(first, stop), packed=self.layout.packed)
+        """Measure the pass that is made in the block.
+
+        Raises:
+            ConfigError: it is not known which tokens are the image.
+        """
+        layout, causal = self.layout, causal_model(self.model)
+        vision = tuple(self.options.vision_token_ids or ()) or vision_token_ids(causal)
+        if not vision:
+            raise ConfigError(
+                f"{type(causal).__name__} has no image token in its configuration: give vision_token_ids."
+            )
+        masks = build_modality_masks(
+            layout.input_ids, layout.prompt, vision_token_ids=vision, special_token_ids=self.special_token_ids
+        )
+        places = (layout.present & ~layout.prompt).any(0).nonzero().flatten().tolist() or [1]  # of responses
+        emitting = slice(max(places[0] - 1, 0), max(places[-1], 1))
+        probe = AttentionProbe(self.model, masks, emitting, packed=layout.packed)
         with ExitStack() as stack:
-            apart = not self.layout.packed and not flattens_layers(self.model)  # FSDP 1 has not been tried
+            apart = not layout.packed and not flattens_layers(self.model)  # FSDP 1 has not been tried
             if self.options.share_prompts != "off" and apart:
                 self.report = stack.enter_context(share_prompts(self.model, agree=self.agree))
             with probe:
                 yield self
-        self.columns = self._columns(probe.mass, first, stop)
+        self.columns = self._columns(probe.mass, masks, emitting)
 
-    def _emitting(self) -> tuple[int, int]:
-        """Positions from the first to behind the last that emits a token of a response."""
-        response = self.layout.present & ~self.layout.prompt
-        places = response.any(0).nonzero().flatten()
-        if not len(places):
-            return 0, 1
-        return max(int(places[0]) - 1, 0), max(int(places[-1]), 1)
-
-    def _columns(self, mass: AttentionMass, first: int, stop: int) -> dict[str, torch.Tensor]:
+    def _columns(self, mass: AttentionMass, masks: ModalityMasks, emitting: slice) -> dict[str, torch.Tensor]:
         """Per token of the layout: attention per vision and per instruction token of its own prompt, and their ratio.
 
         What stands at a position belongs to the token that it emits, which is the next one.
         """
         layout, last_k = self.layout, self.options.token_weights_last_k_layers
         sides = {}
-        for name, side, mask in (
-            ("vision", mass.vision, self.masks.vision),
-            ("instruction", mass.instruction, self.masks.instruction),
-        ):
+        for name in ("vision", "instruction"):
+            mask = getattr(masks, name)
             counts = torch.zeros(layout.count, device=mask.device)
             counts = counts.index_add(0, layout.rows.flatten(), mask.flatten().float())  # (N,)
-            of_token = counts[layout.rows[:, first:stop]]
-            sides[name] = side / of_token.masked_fill(of_token == 0, torch.nan)  # (L, rows, stop - first)
+            of_token = counts[layout.rows[:, emitting]]
+            sides[name] = getattr(mass, name) / of_token.masked_fill(of_token == 0, torch.nan)  # (L, rows, emitting)
         late = late_layers(len(mass.vision), self.options.attention_segments)
         columns = {f"vgr_{name}": side[late].mean(0) for name, side in sides.items()}
         if self.options.token_weights and last_k is not None:
             chosen = last_layers(len(mass.vision), last_k, "thirds", LAST_LAYERS)
             columns["vgr_token"] = sides["instruction"][chosen].mean(0) / sides["vision"][chosen].mean(0)
-        margins = (first, layout.input_ids.size(1) - stop)
+        margins = (emitting.start, layout.input_ids.size(1) - emitting.stop)
         return {name: torch.nn.functional.pad(each, margins, value=torch.nan) for name, each in columns.items()}
 
 
