@@ -8,9 +8,8 @@ would generate again in the middle of a batch. `ResumableTrainer` saves and rest
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from pickle import UnpicklingError
@@ -168,7 +167,18 @@ def resolve_checkpoint(resume: str | None, output_dir: Path) -> str | None:
     """
     if resume is None:
         return None
-    return _answer_of_the_first_process(partial(_latest, output_dir) if resume == "latest" else partial(_named, resume))
+    shared = distributed.is_available() and distributed.is_initialized()
+    answer: list[str | VGRError | None] = [None]
+    if not shared or distributed.get_rank() == 0:
+        try:
+            answer = [_latest(output_dir) if resume == "latest" else _named(resume)]
+        except VGRError as error:
+            answer = [error]
+    if shared:  # what one process sees holds for all, so that they do not decide differently
+        distributed.broadcast_object_list(answer)
+    if isinstance(answer[0], VGRError):
+        raise answer[0]
+    return answer[0]
 
 
 def _latest(output_dir: Path) -> str | None:
@@ -195,22 +205,6 @@ def _named(resume: str) -> str:
             "latest."
         )
     return resume
-
-
-def _answer_of_the_first_process(ask: Callable[[], str | None]) -> str | None:
-    """What one process sees holds for all, so that they do not decide differently."""
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return ask()
-    answer: list[str | VGRError | None] = [None]
-    if distributed.get_rank() == 0:
-        try:
-            answer = [ask()]
-        except VGRError as error:
-            answer = [error]
-    distributed.broadcast_object_list(answer)
-    if isinstance(answer[0], VGRError):
-        raise answer[0]
-    return answer[0]
 
 
 def checkpoints_of(output_dir: Path) -> list[Path]:

@@ -1,11 +1,11 @@
-"""The example for EasyR1: each override is one of its own configuration or of this library, differences are marked."""
+"""The example for EasyR1: each override is one of its own configuration or of this library."""
 
 from pathlib import Path
 
 import pytest
 import verl
 from actor_on_cpu import hooks_importable
-from example_scripts import EXAMPLES, check_marks, overrides
+from example_scripts import EXAMPLES, overrides
 from omegaconf import OmegaConf
 
 from vgr_trl.integrations.verl.inside_easyr1 import main
@@ -37,8 +37,3 @@ def test_easyr1_takes_every_line(tmp_path):
     assert (options.top_p_perception_tokens, options.trajectory_scaling_min) == (0.4, 0.9)
     assert config.worker.reward.reward_function == "rewards.py:compute_score"
     assert config.algorithm.disable_kl
-
-
-@needs_stock
-def test_what_differs_from_the_stock_example_is_marked(tmp_path):
-    check_marks(SCRIPT, STOCK / "qwen2_5_vl_7b_geo3k_grpo.sh", tmp_path)

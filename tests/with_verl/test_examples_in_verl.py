@@ -1,19 +1,16 @@
-"""The examples for verl: each override is one of its own configuration or of this library, differences are marked."""
+"""The examples for verl: each override is one of its own configuration or of this library."""
 
 import inspect
-import os
 from pathlib import Path
 
-import pytest
 import verl
-from example_scripts import EXAMPLES, check_marks, overrides, said
+from example_scripts import EXAMPLES, overrides, said
 from hydra import compose, initialize_config_dir
 
 from vgr_trl.integrations.verl.inside_verl.plugin import MODE, read_options
 from vgr_trl.integrations.verl.rewards import compute_score
 
 SCRIPT = EXAMPLES / "run_vppo_qwen2_5_vl_7b.sh"
-STOCK = Path(os.environ.get("VERL_EXAMPLES", "")) / "grpo_trainer" / "run_qwen2_5_vl_7b_fsdp.sh"
 
 
 def composed(given):
@@ -42,8 +39,3 @@ def test_on_two_machines(tmp_path):
     assert (config.trainer.nnodes, config.data.train_batch_size) == (2, 1024)
     joined = said(EXAMPLES / "run_vppo_two_nodes.sh", tmp_path, ROLE="worker", HEAD="10.0.0.1")
     assert joined == ["ray start --address=10.0.0.1:6379 --num-gpus=8 --block"]
-
-
-@pytest.mark.skipif(not STOCK.exists(), reason="needs VERL_EXAMPLES, the folder `examples` of verl 0.9.0")
-def test_what_differs_from_the_stock_example_is_marked(tmp_path):
-    check_marks(SCRIPT, STOCK, tmp_path)

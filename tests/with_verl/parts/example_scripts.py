@@ -1,7 +1,6 @@
 """What shell scripts that train would start, with stand-ins for the programs that they call."""
 
 import os
-import re
 import subprocess
 from pathlib import Path
 
@@ -27,12 +26,3 @@ def overrides(script, folder, **environment):
     lines = said(script, folder, **environment)
     start = lines.index("-m")
     return lines[start + 1], lines[start + 2 :]
-
-
-def check_marks(script, stock, folder):
-    """Each line that differs from the stock example is marked, no other is, and none of the example is missing."""
-    theirs, ours = (dict(each.split("=", 1) for each in overrides(path, folder)[1]) for path in (stock, script))
-    lines = {found[1]: line for line in script.read_text().splitlines() if (found := re.match(r" +([^ =]+)=", line))}
-    assert lines.keys() == ours.keys()
-    assert {name for name in ours if ours[name] != theirs.get(name)} == {n for n in lines if "# vgr" in lines[n]}
-    assert theirs.keys() <= ours.keys()
