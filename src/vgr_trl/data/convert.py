@@ -272,8 +272,7 @@ TITLES = {
     "lengths": "prompt length in tokens, images included",
     "reasons": "left out",
 }
-BY_COUNT = ("sources", "answers", "reasons")  # the tables with the commonest first
-OTHERS = "others"
+BY_COUNT = ("sources", "answers", "reasons")  # the tables of which the commonest are listed
 MOST_ANSWERS = 10_000  # different ones that are counted, so that memory stays bounded
 LONGEST_ANSWER = 80  # characters
 MOST_LINES = 12
@@ -288,7 +287,7 @@ def count_row(counts: Counts, source: str, choices: Sized | None, images: int, r
         counts["letters"][right] += 1
     elif right is not None:
         answers, text = counts["answers"], on_one_line(str(right))[:LONGEST_ANSWER]
-        answers[text if text in answers or len(answers) < MOST_ANSWERS else OTHERS] += 1
+        answers[text if text in answers or len(answers) < MOST_ANSWERS else "others"] += 1
 
 
 def size_class(width: int, height: int) -> str:
@@ -310,17 +309,11 @@ def on_one_line(text: str) -> str:
 
 
 def tables(counts: Counts) -> dict[str, dict[str, int]]:
-    """Return the counts that are not empty: the commonest names first and the rest as one, or by number or letter."""
+    """Return the counts that are not empty: the commonest of some, the others in the order of numbers or letters."""
     found = {}
     for table in filter(counts.get, TITLES):
-        named = Counter(counts[table])
-        if table in BY_COUNT:
-            del named[OTHERS]
-            found[table] = dict(named.most_common(MOST_LINES))
-            if others := counts[table].total() - sum(found[table].values()):
-                found[table][OTHERS] = others
-        else:
-            found[table] = {name: named[name] for name in sorted(named, key=lambda name: (len(name), name))}
+        in_order = sorted(counts[table].items(), key=lambda pair: (len(pair[0]), pair[0]))
+        found[table] = dict(counts[table].most_common(MOST_LINES) if table in BY_COUNT else in_order)
     return found
 
 
@@ -328,8 +321,8 @@ def report(counts: Counts) -> str:
     """Return the tables as a text."""
     lines = []
     for table, numbers in tables(counts).items():
-        total = sum(numbers.values())
         lines += ["", TITLES[table]]
+        total = counts[table].total()
         lines += [f"  {number:>9,}  {number / total:>6.1%}  {name}" for name, number in numbers.items()]
     return "\n".join(lines)
 
@@ -338,8 +331,9 @@ def plot(splits: Mapping[str, Counts], path: Path) -> None:
     """Draw the counts of one or more splits to `path`: a column for each split, a panel for each table."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8 * len(splits), 3 * len(TITLES)), layout="constrained")
-    columns = figure.subplots(len(TITLES), len(splits), squeeze=False).T
+    height = max(len(tables(counts)) for counts in splits.values())
+    figure = Figure(figsize=(8 * len(splits), 3 * height), layout="constrained")
+    columns = figure.subplots(height, len(splits), squeeze=False).T
     for column, (split, counts) in zip(columns, splits.items(), strict=True):
         for panel, (table, numbers) in zip(column, tables(counts).items(), strict=False):
             bars = panel.barh([name[:24].replace("$", r"\$") for name in numbers], list(numbers.values()))
