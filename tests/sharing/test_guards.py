@@ -2,7 +2,9 @@
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from threading import Event
 
 import pytest
 import torch
@@ -359,3 +361,33 @@ def test_an_empty_and_a_masked_completion(name, completion_length):
     plain, shared, report = plain_and_shared(model, batch, completion_length)
     assert (report.prompts, report.rows, dict(report.plain)) == (2, 6, {})
     assert (plain - shared).abs().max() < (2e-5 if name == "qwen3_5" else 4e-6)
+
+
+def test_threads_take_turns(monkeypatch):
+    """The model keeps the offsets behind the images of one batch; those of another would replace them."""
+    model = with_head(build("qwen2_vl"))
+    batches = make_batch("qwen2_vl", images=(1, 3)), make_batch("qwen2_vl", images=(4, 0))
+    first_is_inside, second_is_done, check = Event(), Event(), prefix_forward.check_written
+
+    def wait(*args):
+        if not first_is_inside.is_set():
+            first_is_inside.set()
+            second_is_done.wait(timeout=1)
+        check(*args)
+
+    def score(batch):
+        with torch.no_grad():
+            return scored(model, batch)[0]
+
+    def second():
+        first_is_inside.wait(timeout=900)
+        logps = score(batches[1])
+        second_is_done.set()
+        return logps
+
+    expected = [score(batch) for batch in batches]
+    monkeypatch.setattr(prefix_forward, "check_written", wait)
+    with share_prompts(model, 12), ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(score, batches[0]), pool.submit(second)]
+        shared = [call.result(timeout=900) for call in calls]
+    assert all((one - other).abs().max() < 4e-6 for one, other in zip(expected, shared, strict=True))

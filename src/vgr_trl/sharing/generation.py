@@ -88,7 +88,7 @@ class SharedGeneration:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kwargs = without_empty_images(kwargs, self.forward.agree_on_images)
         split, reason = None, ""
-        with patched_attribute(self.forward, "paused", True):
+        with self.forward.lock, patched_attribute(self.forward, "paused", True):
             try:
                 inputs, copies = self._inputs(args, kwargs)
                 split = self._split(inputs, copies)

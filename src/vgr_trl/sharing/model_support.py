@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -56,13 +57,14 @@ def base_of(causal: Any) -> Any:
 
 @contextmanager
 def changed_hidden_states(base: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Let a base model return other last hidden states in this block."""
-    plain = base.forward
+    """Let a base model return other last hidden states in this block, to this thread."""
+    plain, mine = base.forward, get_ident()
 
     @wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
         outputs = plain(*args, **kwargs)
-        outputs.last_hidden_state = change(outputs.last_hidden_state)
+        if get_ident() == mine:
+            outputs.last_hidden_state = change(outputs.last_hidden_state)
         return outputs
 
     with patched_attribute(base, "forward", forward):

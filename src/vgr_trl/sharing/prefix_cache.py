@@ -72,7 +72,14 @@ class Prefix(Cache):
     rows: list[int] | None = None  # of a read one: rows of the batch that read it, if not all do
 
 
-class StoredKeys(CacheLayerMixin):
+class _Keys(CacheLayerMixin):
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name in transformers 5.9
+
+
+class StoredKeys(_Keys):
     """Keys and values of the unique prompts, kept at the first update; a later one, of a recomputation, is ignored."""
 
     keys: Any
@@ -110,13 +117,8 @@ class StoredKeys(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0
 
-    def get_max_length(self) -> int:
-        return -1
 
-    get_max_cache_shape = get_max_length  # its name in transformers 5.9
-
-
-class ExpandedKeys(CacheLayerMixin):
+class ExpandedKeys(_Keys):
     """Stored keys and values, given to every row of a batch in front of its own; never written."""
 
     def __init__(self, stored: StoredKeys, index: torch.Tensor) -> None:
@@ -143,11 +145,6 @@ class ExpandedKeys(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.stored.length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length  # its name in transformers 5.9
 
 
 class StoredState(LinearAttentionCacheLayerMixin):
@@ -247,20 +244,11 @@ def _stored(layer: Any, kind: str) -> Any:
     return StoredKeys(layer.is_sliding)
 
 
-def ends_with_keys(written: Prefix) -> bool:
-    """Whether keys and values of the last layer are the last thing that completions read of their prompts."""
-    return type(written.layers[-1]) is StoredKeys
-
-
 def prefix_to_read(written: Prefix, index: torch.Tensor) -> Prefix:
     """The written prefix for a batch whose row i continues prompt `index[i]`; index (N,), int64."""
-    return Prefix(layers=[_expanded(layer, index) for layer in written.layers])
-
-
-def _expanded(layer: Any, index: torch.Tensor) -> Any:
-    if keeps_nothing(layer):
-        return layer
-    return ExpandedState(layer, index) if isinstance(layer, StoredState) else ExpandedKeys(layer, index)
+    kinds: dict[type, Any] = {StoredKeys: ExpandedKeys, StoredState: ExpandedState}  # others keep nothing
+    expanded = [kinds[type(layer)](layer, index) if type(layer) in kinds else layer for layer in written.layers]
+    return Prefix(layers=expanded)
 
 
 def _keeping(cache: Prefix) -> list[Any]:

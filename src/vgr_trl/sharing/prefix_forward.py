@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from itertools import compress
+from threading import RLock
 from typing import Any
 
 import torch
@@ -30,10 +31,10 @@ from vgr_trl.sharing.prefix_cache import (
     Prefix,
     PromptsStored,
     SharingReport,
+    StoredKeys,
     UnsupportedModel,
     check_read,
     check_written,
-    ends_with_keys,
     prefix_to_read,
     prefix_to_write,
     require,
@@ -545,7 +546,8 @@ def _early_exit(modules: Mapping[str, Any], layers: Mapping[str, Any], prefix: P
         for name, module in modules.items()
         if _within(name, last[0]) or _within(last[0], name)
     )
-    if len(last) != 1 or hooked or not ends_with_keys(prefix):
+    # Keys and values of the last layer have to be the last thing that completions read of their prompts.
+    if len(last) != 1 or hooked or type(prefix.layers[-1]) is not StoredKeys:
         yield
         return
     prefix.layers[-1].ends_pass = True
@@ -597,11 +599,16 @@ class SharedForward:
         self.names = list(signature(plain).parameters)
         self.agree_on_images = agree if sharded and "pixel_values" in self.names else None
         self.paused = False  # `generate` makes its own arrangements
+        self.lock = RLock()  # the model keeps the offsets of one batch at a time
         self.refused: dict[bool, str] = {}  # with gradients -> why the model turned out to be unsupported
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_tracing() or self.paused:
+        if is_tracing():
             return self.plain(*args, **kwargs)
+        with self.lock:
+            return self.plain(*args, **kwargs) if self.paused else self._call(*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         inputs = without_empty_images(dict(zip(self.names, args, strict=False)) | kwargs, self.agree_on_images)
         if inputs.get("use_cache") or inputs.get("past_key_values") is not None:
             return self.plain(**inputs)

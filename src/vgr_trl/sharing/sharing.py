@@ -1,7 +1,7 @@
 """`share_prompts`: equal prompts computed once in forward, backward and `generate`, and where a run does so."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from inspect import signature
 from typing import Any
@@ -44,6 +44,8 @@ def share_prompts(
     which that cannot be had runs plainly, and the report says why. Dropout at work, or noise in routers, is the
     exception: the completions of a prompt then share what is drawn over their prompt, where plain passes draw for each.
 
+    Calls from several threads take turns.
+
     Args:
         model: transformers model, also wrapped by DDP, DeepSpeed or PEFT, or patched by TRL.
         completion_length: T, the number of columns behind the prompts in every batch of the block, at least 1. Of
@@ -79,7 +81,7 @@ def share_prompts(
         stack.enter_context(patched_method(base, "forward", forward))
         if base is not causal:
             if completion_length is not None:
-                head = with_scored_columns(causal.forward, base, completion_length)
+                head = with_scored_columns(causal.forward, base, completion_length, forward.lock)
                 stack.enter_context(patched_method(causal, "forward", head))
             if hasattr(causal, "generate"):
                 generate = SharedGeneration(causal, causal.generate, forward, report)
@@ -205,13 +207,16 @@ def _one_per_group(values: Sequence[torch.Tensor], groups: Sequence[int]) -> lis
     return [kept[group] for group in groups]
 
 
-def with_scored_columns(forward: Callable[..., Any], base: Any, completion_length: int) -> Callable[..., Any]:
+def with_scored_columns(
+    forward: Callable[..., Any], base: Any, completion_length: int, lock: AbstractContextManager[Any]
+) -> Callable[..., Any]:
     """Return the forward pass of a causal model whose fused head scores the last T columns only.
 
     What the head returns has T columns instead of P + T - 1; other calls are passed on, as are compiled ones.
 
     Args:
         forward: of a model, patched by TRL's `add_fused_lm_head` or not.
+        lock: taken while the base model returns fewer columns.
     """
 
     @wraps(forward)
@@ -219,7 +224,7 @@ def with_scored_columns(forward: Callable[..., Any], base: Any, completion_lengt
         if is_tracing() or not fused_lm_head or labels is None or labels.size(1) <= completion_length:
             given = {"fused_lm_head": fused_lm_head or None, "labels": labels}
             return forward(*args, **{name: value for name, value in given.items() if value is not None}, **kwargs)
-        with changed_hidden_states(base, lambda hidden: hidden[:, -completion_length - 1 : -1]):  # (N, T, D)
+        with lock, changed_hidden_states(base, lambda hidden: hidden[:, -completion_length - 1 : -1]):  # (N, T, D)
             return forward(*args, fused_lm_head=True, shift_labels=labels[:, -completion_length:], **kwargs)
 
     return narrow
