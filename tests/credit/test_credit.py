@@ -212,21 +212,6 @@ def test_tokens_may_have_advantages_of_their_own():
     assert credit.tolist() == [[0, -2, 3, 0]]
 
 
-@pytest.mark.parametrize(
-    ("changed", "weights"),
-    [
-        ({"token_weights_clip": (0.8, 1.25)}, [1.25, 1.0, 0.8]),
-        ({"token_weights_clip": (0.01, 100.0)}, [2.0, 1.0, 0.5]),
-        ({"token_weights_clip": (0.01, 100.0), "token_weights_topk_ratio": 0.3}, [2.0, 1.0, 1.0]),
-    ],
-)
-def test_limits_and_share_of_token_weights_are_the_options(changed, weights):
-    """VGR 1, 2, 4 has raw weights 2, 1, 1/2 before limits and mean."""
-    credit, _ = shaped([1.0], signals([[1, 1, 1]], vgr=[[1.0, 2.0, 4.0]]), token_weights=True, **changed)
-    mean = sum(weights) / 3
-    assert credit[0].tolist() == pytest.approx([weight / mean for weight in weights])
-
-
 def test_equal_scores_keep_the_earlier_token_and_undefined_ones_come_last():
     scores = torch.tensor([[0.1, 0.9, 0.3, 0.7, 0.2], [0.4, 9.0, 0.5, 9.0, 9.0], [9.0] * 5])
     valid = torch.tensor([[1] * 5, [1, 0, 1, 0, 0], [0] * 5])  # tool outputs are invalid in the middle
@@ -270,28 +255,6 @@ def weigh(*rows, mask=None, **options):
     return token_weights(vgr, mask, **options).tolist()
 
 
-@pytest.mark.parametrize("clip", [None, (0.2, 3.0)])
-def test_token_weights_by_hand(clip):
-    """VGR 1, 2, 4: raw 2, 1, 0.5, whose mean is 7/6; none of these limits cuts anything."""
-    assert weigh([1.0, 2.0, 4.0], clip=clip)[0] == pytest.approx([12 / 7, 6 / 7, 3 / 7])
-
-
-def test_padding_and_tool_tokens_take_no_part():
-    result = weigh([1.0, 999.0, 2.0, NAN, 4.0, 0.0], mask=[[1, 0, 1, 0, 1, 0]])[0]
-    assert result == pytest.approx([12 / 7, 1, 6 / 7, 1, 3 / 7, 1])
-
-
-def test_infinite_scores_become_the_finite_extremes():
-    """VGR inf counts as 4, VGR 0 as 1: raw of [2, 1/2, 1, 2, 1/2] times e^mean, with mean s = -ln 2."""
-    result = weigh([1.0, INF, 2.0, 0.0, 4.0], clip=None)[0]
-    assert result == pytest.approx([10 / 6, 5 / 12, 5 / 6, 10 / 6, 5 / 12])
-
-
-@pytest.mark.parametrize("row", [[NAN, NAN, NAN], [NAN, INF, 0.0]])
-def test_nothing_finite_leaves_all_weights_1(row):
-    assert weigh(row, smooth_sigma=1.0, topk_ratio=0.5) == [[1.0, 1.0, 1.0]]
-
-
 def test_numbers_out_of_range():
     for options, message in (({"clip": (3.0, 0.2)}, "clip is"), ({"smooth_sigma": -1}, "smooth_sigma is"),
                              ({"topk_ratio": 0}, "topk_ratio is")):  # fmt: skip
@@ -305,9 +268,40 @@ def test_numbers_out_of_range():
         PGPOOptions(pgpo_threshold=0.0)
 
 
-def test_one_extreme_ratio_among_many_stays_finite():
-    """The mean score lies near that of the many, so the one is 140 above it, and e^140 is no float32."""
-    assert weigh([1e-38, 1e38, 1e38, 1e38, 1e38], clip=None)[0] == pytest.approx([5.0, 0, 0, 0, 0], abs=1e-6)
+MEAN = (2**1.25 + 2**0.25 + 2) / 4
+
+
+@pytest.mark.parametrize(
+    ("vgr", "mask", "options", "expected"),
+    [
+        # Raw 2, 1, 0.5, whose mean is 7/6; the limits cut nothing.
+        ([1, 2, 4], [1, 1, 1], {}, [12 / 7, 6 / 7, 3 / 7]),
+        ([1, 2, 4], [1, 1, 1], {"clip": None, "topk_ratio": 1.0}, [12 / 7, 6 / 7, 3 / 7]),
+        # Mean s is -4/3 ln 2, raw is 2^(4/3) twice and 2^(-8/3); clipped to [0.5, 2] before the division: 2, 2, 0.5.
+        ([1, 1, 16], [1, 1, 1], {"clip": (0.5, 2.0)}, [4 / 3, 4 / 3, 1 / 3]),
+        # Padding and tokens of tools take no part.
+        ([1, 999, 2, NAN, 4, 0], [1, 0, 1, 0, 1, 0], {}, [12 / 7, 1, 6 / 7, 1, 3 / 7, 1]),
+        # inf counts as 4, 0 as 1: raw of [2, 1/2, 1, 2, 1/2] times e^mean, with mean s = -ln 2.
+        ([1, INF, 2, 0, 4], [1] * 5, {"clip": None}, [10 / 6, 5 / 12, 5 / 6, 10 / 6, 5 / 12]),
+        ([NAN, INF, 0], [1, 1, 1], {"smooth_sigma": 1.0, "topk_ratio": 0.5}, [1, 1, 1]),  # nothing is finite
+        # The mean score lies near that of the many, so the one is 140 above it, and e^140 is no float32.
+        ([1e-38, 1e38, 1e38, 1e38, 1e38], [1] * 5, {"clip": None}, [5, 0, 0, 0, 0]),
+        # Half of 4 tokens keep raw 2^(5/4) and 2^(1/4); the others, 2^(-3/4), get 1 before the division.
+        ([4, 1, 4, 2], [1] * 4, {"topk_ratio": 0.5}, [1 / MEAN, 2**1.25 / MEAN, 1 / MEAN, 2**0.25 / MEAN]),
+        # Raw 1/2 and 2; an undefined token is not among the largest.
+        ([NAN, 4, 1], [1, 1, 1], {"topk_ratio": 1 / 3}, [1, 2 / 3, 4 / 3]),
+        ([8, 3], [0, 0], {"topk_ratio": 0.5}, [1, 1]),
+    ],
+)
+def test_token_weights_by_hand(vgr, mask, options, expected):
+    assert weigh([float(value) for value in vgr], mask=[mask], **options)[0] == pytest.approx(expected, abs=1e-6)
+
+
+def test_limits_and_share_of_token_weights_are_the_options():
+    """VGR 1, 2, 4 has raw weights 2, 1, 1/2 before limits and mean."""
+    options = {"token_weights_clip": (0.01, 1.25), "token_weights_topk_ratio": 0.3}
+    credit, _ = shaped([3.25], signals([[1, 1, 1]], vgr=[[1.0, 2.0, 4.0]]), token_weights=True, **options)
+    assert credit[0].tolist() == pytest.approx([3.75, 3.0, 3.0])
 
 
 def test_smoothing_skips_invalid_tokens_and_reaches_three_sigma():
@@ -323,15 +317,6 @@ def test_smoothing_skips_invalid_tokens_and_reaches_three_sigma():
     mean = sum(smooth) / 4
     result = weigh([1.0, 77.0, 2.0, 4.0, 2.0], mask=[[1, 0, 1, 1, 1]], clip=None, smooth_sigma=0.5)[0]
     assert [result[i] for i in (0, 2, 3, 4)] == pytest.approx([s / mean for s in smooth], rel=1e-5)
-
-
-def test_topk_by_hand():
-    """k = 0.5 of 4 tokens keeps raw 2 and 1; the others get 1 before the division by 5/4."""
-    vgr = [4.0, 1.0, 4.0, 2.0]  # mean s is -5/4 ln 2: raw 2^(-3/4), 2^(5/4), 2^(-3/4), 2^(1/4)
-    largest, second = 2**1.25, 2**0.25
-    mean = (largest + second + 2) / 4
-    assert weigh(vgr, topk_ratio=0.5)[0] == pytest.approx([1 / mean, largest / mean, 1 / mean, second / mean])
-    assert weigh(vgr, topk_ratio=1.0) == weigh(vgr)
 
 
 @given(
@@ -380,19 +365,8 @@ def test_completions_without_a_dependency_keep_scale_1_and_change_no_other():
     dependency = torch.tensor([[1.0], [9.0], [2.0], [NAN], [5.0]])
     mask = torch.tensor([[1], [0], [1], [1], [1]])
     assert trajectory_scale(dependency, mask).tolist() == pytest.approx([0.8, 1, 0.92, 1, 1.28])
-
-
-@pytest.mark.parametrize("means", [(3.0, 3.0), (0.0, 9e-7), (NAN, NAN), ()])
-def test_nothing_to_compare_leaves_scale_1(means):
-    assert trajectory_scale(*one_token_each(*means)).tolist() == [1.0] * len(means)
-
-
-def test_statistics_of_all_processes_give_what_one_process_gets():
-    dependency, mask = one_token_each(1.0, 2.0, 5.0, 3.0)
-    together = trajectory_scale(dependency, mask, 0.9)
-    for half in (slice(0, 2), slice(2, 4)):
-        alone = trajectory_scale(dependency[half], mask[half], 0.9, statistics=(1.0, 5.0, 2.75))
-        assert torch.allclose(alone, together[half], atol=1e-7)
+    for means in ((3.0, 3.0), (0.0, 9e-7), (NAN, NAN), ()):
+        assert trajectory_scale(*one_token_each(*means)).tolist() == [1.0] * len(means), "nothing to compare"
 
 
 @given(st.lists(st.floats(0, 10, width=32), min_size=1, max_size=12), st.floats(0, 1))
@@ -439,23 +413,17 @@ def test_vgpo_compares_completions_of_a_prompt():
     assert torch.allclose(weights[valid], torch.tensor(expected)[valid], atol=1e-6)
 
 
-def pgpo_weights(dependency, mask):
-    signals = RolloutSignals(torch.zeros(mask.shape), torch.zeros(mask.shape), mask, dependency=dependency)
-    return pgpo(torch.ones(len(mask)), signals, mask, PGPOOptions())[0]
-
-
 def test_pgpo_by_hand():
-    """ln(1 + S) 0, 0.2, 0.4, 1 is the importance; weights 0, 0.5, 1, 3 with sum 4.5, which is brought to 4 tokens."""
-    dependency = torch.tensor([[0.0, 0.2, 0.4, 1.0]]).expm1()
-    weights = pgpo_weights(dependency, torch.ones(1, 4, dtype=torch.bool))
-    assert torch.allclose(weights, torch.tensor([[0.0, 0.5, 1.0, 3.0]]) * 4 / 4.5, atol=1e-5)
+    """ln(1 + S) 0, 0.2, 0.4, 1 is the importance; weights 0, 0.5, 1, 3 with sum 4.5, which is brought to 4 tokens.
 
-
-def test_pgpo_leaves_tokens_that_are_alike_or_undefined_as_they_are():
-    mask = torch.tensor([[True, True, False], [True, True, True], [True, True, True]])
-    dependency = torch.tensor([[0.3, 0.3, 5.0], [NAN, NAN, NAN], [NAN, 0.0, 1.0]])
-    weights = pgpo_weights(dependency, mask)
-    assert torch.allclose(weights, torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 0.0, 2.0]]), atol=1e-6)
+    Tokens that are alike, or whose dependency is undefined, keep weight 1.
+    """
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]]).bool()
+    dependency = torch.tensor([[0.0, 0.2, 0.4, 1.0], [0.3, 0.3, 5.0, 5.0], [NAN, 0.0, 1.0, 0.0]]).expm1()
+    measured = RolloutSignals(torch.zeros(3, 4), torch.zeros(3, 4), mask, dependency=dependency)
+    weights = pgpo(torch.ones(3), measured, mask, PGPOOptions())[0]
+    expected = torch.tensor([[0.0, 4 / 9, 8 / 9, 24 / 9], [1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 2.0, 1.0]])
+    assert torch.allclose(weights, expected, atol=1e-5)
 
 
 def test_anchor_tokens_by_hand():

@@ -82,9 +82,6 @@ class TestHardNegative:
     def test_who_takes_part(self, values, right, expected):
         assert hard(values, right) == pytest.approx(expected)
 
-    def test_groups_are_compared_within_themselves(self):
-        assert hard([1, 2, 8, 4, 3, 9], [1, 1, 0, 1, 1, 0], 3) == pytest.approx([0.5, -0.5, 0, -0.5, 0.5, 0])
-
 
 class TestMDI:
     @pytest.mark.parametrize(

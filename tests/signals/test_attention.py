@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,7 @@ from support.models.eager_reference import (
     reference,
     run,
 )
-from support.models.families import CLOSE, EOS, IMAGE, OPEN, PAD, VIDEO, Batch, Family, build, make_batch, text_model
+from support.models.families import CLOSE, EOS, IMAGE, OPEN, VIDEO, Batch, Family, build, make_batch, text_model
 from support.models.other_families import OTHERS
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import AttentionInterface
@@ -35,6 +36,24 @@ FAMILIES = ["qwen2_5_vl", "qwen3_5", "gemma3", "llava_next", "idefics3"]
 CASES = [*((name, (2, 1)) for name in FAMILIES), ("qwen2_5_vl", (0, 2))]
 
 
+def passed(model, batch, shares, *arguments, **options):
+    """The probe of a batch that passes with or without its prompts shared."""
+    sharing = share_prompts(model, batch.completion_length) if shares else nullcontext()
+    with torch.no_grad(), AttentionProbe(model, *arguments, **options) as probe, sharing as report:
+        model(**batch.inputs)
+    assert not shares or report.prompts_per_row < 1
+    return probe
+
+
+def assert_measured(model, batch, expected, sharing=(False, True), **options):
+    """Queries of completions and of prompts agree with eager attention, with and without shared prompts."""
+    for shares in sharing:
+        probe = passed(model, batch, shares, expected.masks, measure_prompt=True, **options)
+        assert_agrees(probe, expected)
+        assert_prompt_agrees(probe, expected)
+        assert count_attention_layers(model) == len(probe.mass.vision)
+
+
 @pytest.mark.parametrize(("name", "images"), CASES)
 def test_families(name, images):
     """Prompts of unequal length, padded on the left; completions on the right."""
@@ -42,47 +61,32 @@ def test_families(name, images):
     needs_shared(model)
     expected = reference(model, batch)
     assert expected.vision[:, :, 0].max() > 0.05
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        assert_measured(model, batch, expected)
     with torch.no_grad():
-        plain = model(**batch.inputs).logits
-        for implementation in ("sdpa", "eager"):
-            model.set_attn_implementation(implementation)
-            assert_agrees(run(model, batch), expected)
-        model.set_attn_implementation("sdpa")
-        with AttentionProbe(model, masks_of(batch)) as probe, share_prompts(model, batch.completion_length) as report:
-            shared = model(**batch.inputs).logits
-        with AttentionProbe(model, masks_of(batch)):
-            probed = model(**batch.inputs).logits
-        with share_prompts(model, batch.completion_length):
-            shared_only = model(**batch.inputs).logits
-    assert report.prompts_per_row == 1 / 3
-    assert_agrees(probe, expected)
-    assert count_attention_layers(model) == len(probe.mass.vision)
-    assert torch.equal(probed, plain), "to the last bit"
-    assert torch.equal(shared, shared_only)
+        for sharing in (nullcontext, partial(share_prompts, model, batch.completion_length)):
+            with sharing():
+                plain = model(**batch.inputs).logits
+            with AttentionProbe(model, expected.masks), sharing():
+                assert torch.equal(model(**batch.inputs).logits, plain), "to the last bit"
 
 
-@pytest.mark.parametrize("name", ["gemma3"])
-def test_sequences_padded_on_the_right(name):
+def test_sequences_padded_on_the_right():
     """Masks of whole sequences: all their queries are measured."""
-    model, batch = build(name), make_batch(name)
+    model, batch = build("gemma3"), make_batch("gemma3")
     mask = batch.inputs["attention_mask"]
     order = mask.argsort(dim=1, descending=True, stable=True)
     batch.inputs = {
         key: value.gather(1, order) if value.shape == mask.shape else value for key, value in batch.inputs.items()
     }
-    masks = build_modality_masks(
-        batch.inputs["input_ids"],
-        batch.inputs["attention_mask"],
-        vision_token_ids=VISION_IDS,
-        special_token_ids=SPECIAL_IDS,
-    )
+    ids, valid = batch.inputs["input_ids"], batch.inputs["attention_mask"].bool()
+    masks = build_modality_masks(ids, valid, vision_token_ids=VISION_IDS, special_token_ids=SPECIAL_IDS)
     weights = reference(model, batch).weights
-    with torch.no_grad(), AttentionProbe(model, masks) as probe:
-        model(**batch.inputs)
-    valid = batch.inputs["attention_mask"].bool()
-    assert probe.mass.vision.shape == (2, *mask.shape)
-    assert difference(probe.mass.vision, (weights * masks.vision[:, None]).sum(-1), valid) < TOLERANCE
-    assert difference(probe.mass.instruction, (weights * masks.instruction[:, None]).sum(-1), valid) < TOLERANCE
+    mass = passed(model, batch, False, masks).mass
+    assert mass.vision.shape == (2, *mask.shape)
+    assert difference(mass.vision, (weights * masks.vision[:, None]).sum(-1), valid) < TOLERANCE
+    assert difference(mass.instruction, (weights * masks.instruction[:, None]).sum(-1), valid) < TOLERANCE
 
 
 KINDS = {
@@ -108,11 +112,7 @@ def test_kinds_of_attention(kind):
     expected = reference(model, batch)
     if kind == "windows":  # 8 keys wide: the last queries see nothing of the prompt
         assert expected.vision[:, 0, -1].max() == 0 < expected.vision[:, 0, 0].min()
-    assert_agrees(run(model, batch), expected)
-    with torch.no_grad(), AttentionProbe(model, masks_of(batch)) as probe, share_prompts(model, 12) as report:
-        model(**batch.inputs)
-    assert not report.plain
-    assert_agrees(probe, expected)
+    assert_measured(model, batch, expected)
 
 
 @pytest.mark.parametrize("shares", [False, True])
@@ -125,13 +125,11 @@ def test_training_passes(reentrant, shares):
     if reentrant is not None:
         checkpointed(model, {"use_reentrant": reentrant})
         model.enable_input_require_grads()
-    with AttentionProbe(model, expected.masks, measure_prompt=True) as probe:
-        if shares:
-            with share_prompts(model, 12) as report:
-                loss_of(model, batch).backward()
-            assert bool(report.plain) == (reentrant is True or why_plain(model, reentrant is False) is not None)
-        else:
-            loss_of(model, batch).backward()
+    sharing = share_prompts(model, 12) if shares else nullcontext()
+    with AttentionProbe(model, expected.masks, measure_prompt=True) as probe, sharing as report:
+        loss_of(model, batch).backward()
+    if shares:
+        assert bool(report.plain) == (reentrant is True or why_plain(model, reentrant is False) is not None)
     assert_agrees(probe, expected)
     assert_prompt_agrees(probe, expected)
     assert not probe.mass.vision.requires_grad
@@ -149,15 +147,6 @@ def test_adapters():
     assert_agrees(run(wrapped, batch), expected)
     with torch.no_grad(), wrapped.disable_adapter():
         assert_agrees(run(wrapped, batch), without)
-
-
-def test_bf16():
-    """Mass is as far from float32 as the attention itself: three digits."""
-    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
-    expected = reference(model, batch)
-    batch.inputs["pixel_values"] = batch.inputs["pixel_values"].bfloat16()
-    assert_agrees(run(model.bfloat16(), batch), expected, tolerance=0.03)
-    assert_agrees(run(model, batch), reference(model, batch), tolerance=0.01)
 
 
 def test_no_matrix_of_queries_and_keys():
@@ -188,14 +177,6 @@ def test_no_matrix_of_queries_and_keys():
 
     assert not matrices("sdpa")
     assert matrices("eager"), "the test sees them where they are"
-
-
-def passed(model, batch, shares, *arguments, **options):
-    """The probe of a batch that passes with or without its prompts shared."""
-    sharing = share_prompts(model, batch.completion_length) if shares else nullcontext()
-    with torch.no_grad(), AttentionProbe(model, *arguments, **options) as probe, sharing:
-        model(**batch.inputs)
-    return probe
 
 
 @pytest.mark.parametrize("rows", [slice(45, 30, -4), [44, 31, 31, -5]])
@@ -250,29 +231,10 @@ def test_chunks_whose_rows_of_a_prompt_do_not_stand_together(shares):
     assert_prompt_agrees(probe, expected)
 
 
-@pytest.mark.parametrize(("name", "completion_length"), [("qwen2_5_vl", None), ("gemma3", 12)])
-def test_queries_of_the_prompt(name, completion_length):
-    model, batch = build(name), make_batch(name, images=(2, 0))
-    expected = reference(model, batch)
-    probe = run(model, batch, measure_prompt=True)
-    assert_agrees(probe, expected)
-    assert_prompt_agrees(probe, expected)
-    with (
-        torch.no_grad(),
-        AttentionProbe(model, expected.masks, measure_prompt=True) as probe,
-        share_prompts(model, completion_length) as report,
-    ):
-        model(**batch.inputs)
-    assert report.prompts_per_row < 1
-    assert_agrees(probe, expected)
-    assert_prompt_agrees(probe, expected)
-
-
 @pytest.mark.parametrize("shares", [False, True])
-@pytest.mark.parametrize("name", ["qwen2_5_vl"])
-def test_attention_on_a_region(name, shares):
+def test_attention_on_a_region(shares):
     """The same as the attention kept token by token, summed."""
-    model, batch = build(name), make_batch(name)
+    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
     masks = masks_of(batch)
     masks.region = masks.vision & (masks.vision.cumsum(1) % 3 == 1)  # the first of three, the fourth, …
     probe = passed(model, batch, shares, masks, keep_rows=range(len(masks.vision)))
@@ -290,20 +252,7 @@ def test_decoders(name):
     model, batch = case(DECODERS[name])
     expected = reference(model, batch)
     assert expected.vision[:, :, 0].max() > 0.01
-    plain = run(model, batch, measure_prompt=True)
-    assert len(plain.mass.vision) == count_attention_layers(model)
-    assert_agrees(plain, expected)
-    assert_prompt_agrees(plain, expected)
-    base = model.base_model
-    with (
-        torch.no_grad(),
-        AttentionProbe(model, expected.masks, measure_prompt=True) as probe,
-        share_prompts(model, 12) as report,
-    ):
-        base(**batch.inputs)
-    assert name not in ("gpt2", "gptj", "falcon") or report.prompts == 2
-    assert_agrees(probe, expected)
-    assert_prompt_agrees(probe, expected)
+    assert_measured(model, batch, expected, sharing=(False, True) if name in ("gpt2", "gptj", "falcon") else (False,))
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -318,26 +267,7 @@ def test_attention_on_what_comes_later(paligemma, implementation):
     on_image = (expected.weights[:, :, :prompt, :prompt] * masks.vision[:, None]).sum(-1)  # (L, N, P)
     assert on_image[:, before].max() > 0.05
     model.set_attn_implementation(implementation)
-    probe = run(model, batch, measure_prompt=True, keep_rows=(2,))
-    assert_agrees(probe, expected)
-    assert_prompt_agrees(probe, expected)
-
-
-@pytest.mark.parametrize("name", ["paligemma", "gemma3"])
-def test_queries_in_the_middle_of_the_prompt(paligemma, name):
-    """The keys behind the last query of interest are measured too; in Gemma 3 an image sees itself whole."""
-    model, batch = paligemma if name == "paligemma" else (build(name), make_batch(name))
-    expected = reference(model, batch)
-    first_image = int(expected.masks.vision[0].int().argmax())
-    rows = [first_image + 1, first_image, first_image - 3]
-    probe = run(model, batch, rows=rows)
-    weights = expected.weights[:, :, rows, : expected.masks.vision.size(1)]
-    assert (weights[:, 0, 0, first_image + 2 :]).max() > 0.01
-    for found, mask in (
-        (probe.mass.vision, expected.masks.vision),
-        (probe.mass.instruction, expected.masks.instruction),
-    ):
-        assert torch.allclose(found, (weights * mask[:, None]).sum(-1), atol=1e-5)
+    assert_measured(model, batch, expected, sharing=(False,))
 
 
 def call_of(function, queries, keys, dtype=torch.float32, causal=True, **options):
@@ -548,19 +478,6 @@ def configs(model):
     return parts | ({"vision": model.config.vision_config} if hasattr(model.config, "vision_config") else {})
 
 
-def test_tokens_after_the_end_of_some_rows():
-    """Rows that have ended get padding; the others go on, and are measured to their end."""
-    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
-    torch.manual_seed(0)
-    model.lm_head.weight.data[EOS] *= 6
-    with probe_of(model) as probe:
-        sequences = model.generate(**batch.prompt_inputs(), **WORDS_ONLY, max_new_tokens=12)
-    assert (sequences[:, -1] == PAD).any()
-    expected, valid = scored(model, batch, sequences)
-    assert not valid.all()
-    assert_same(probe.mass, expected, valid)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -575,15 +492,6 @@ def test_ways_to_generate_that_are_refused(options, message):
         model.generate(**inputs, max_new_tokens=3, **options)
     assert model.config.text_config._attn_implementation == "sdpa"
     assert "generate" not in vars(model)
-
-
-def test_dropout_in_weights_that_are_returned():
-    model, batch = case(DECODERS["gptj"])
-    for block in model.transformer.h:
-        block.attn.attn_dropout.p = 0.5
-    model.train()
-    with pytest.raises(ConfigError, match="GPTJAttention has dropout in the attention that it returns"):
-        run(model, batch)
 
 
 def test_models_that_cannot_be_measured():

@@ -11,7 +11,6 @@ from vgr_trl.rewards import (
     accuracy_reward,
     gather_groups,
     needs_whole_groups,
-    vgr_reward,
 )
 from vgr_trl.signals import AttentionMass
 from vgr_trl.signals.named import (
@@ -129,28 +128,19 @@ class TestMetrics:
         assert found["vgr/undefined_fraction"] == 0
 
 
-class TestWhatRewardsAskFor:
-    @pytest.mark.parametrize(
-        ("reward", "expected"),
-        [
-            (vgr_reward, {"vgr"}),
-            (accuracy_reward, set()),
-            (lambda completions, attention_metrics, aei_vision, **kwargs: [], {"attention_metrics", "aei_vision"}),
-            (partial(lambda completions, aei_instruction: [], []), {"aei_instruction"}),
-            (torch.nn.Linear(1, 1), set()),
-            ("a model's name", set()),
-        ],
-    )
-    def test_columns(self, reward, expected):
+def test_columns_that_rewards_ask_for():
+    @needs_whole_groups("vgr", optional=("aei_vision", "solution"))
+    def rank(completions, vgr, aei_vision=None, **kwargs):
+        return vgr
+
+    for reward, expected in (
+        (accuracy_reward, set()),
+        (lambda completions, attention_metrics, aei_vision, **kwargs: [], {"attention_metrics", "aei_vision"}),
+        (partial(lambda completions, aei_instruction: [], []), {"aei_instruction"}),
+        (torch.nn.Linear(1, 1), set()),
+        (gather_groups(rank, lambda mine: mine, 0, 1, num_generations=2), {"vgr", "aei_vision"}),
+    ):
         assert columns_needed_by(reward) == expected
-
-    def test_optional_columns_of_whole_groups(self):
-        @needs_whole_groups("vgr", optional=("aei_vision", "solution"))
-        def rank(completions, vgr, aei_vision=None, **kwargs):
-            return vgr
-
-        wrapped = gather_groups(rank, lambda mine: mine, 0, 1, num_generations=2)
-        assert columns_needed_by(wrapped) == {"vgr", "aei_vision"}
 
 
 def test_the_share_of_a_region_by_hand_and_through_a_buffer():

@@ -4,11 +4,9 @@ import pytest
 import torch
 from support.models.compare import scored, with_head
 from support.models.eager_reference import SPECIAL_IDS
-from support.models.families import IMAGE, build
+from support.models.families import IMAGE
 from test_scoring import arguments
 
-from vgr_trl.batch import causal_type
-from vgr_trl.patches import with_causal_completions
 from vgr_trl.signals import RolloutScorer
 
 
@@ -36,19 +34,6 @@ def test_completions_do_not_see_their_future(paligemma, given):
     padded_as_trl_does = torch.zeros_like(batch.inputs["token_type_ids"])
     wrong = scorer.score(*tensors, **options | {"token_type_ids": padded_as_trl_does})
     assert (wrong.logps[:, :3] - found.logps[:, :3]).abs().max() > 1e-2, "the test sees the difference"
-
-
-def test_token_types_of_completions(paligemma):
-    model, batch = paligemma
-    inputs = {"token_type_ids": torch.zeros_like(batch.inputs["token_type_ids"]), "num_images": None}
-    corrected = with_causal_completions(inputs, model.config, 12)
-    assert torch.equal(corrected["token_type_ids"], batch.inputs["token_type_ids"])
-    assert corrected["num_images"] is None
-    assert not inputs["token_type_ids"].any(), "what was given is left as it was"
-    gemma = build("gemma3").config
-    assert torch.equal(with_causal_completions(inputs, gemma, 12)["token_type_ids"], inputs["token_type_ids"])
-    assert with_causal_completions({}, model.config, 12) == {}
-    assert causal_type(model.config, "mm_token_type_ids") == 0
 
 
 def test_the_trainer_corrects_what_trl_pads(paligemma, text_trainer):
