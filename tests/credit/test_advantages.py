@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recorded import NUM_CASES, cases, needs_recorded, tensors
 
-from vgr_trl.advantages import ESTIMATORS, estimate_advantages, gae, value_loss, whiten
+from vgr_trl.advantages import ESTIMATORS, estimate_advantages, gae, token_rewards, value_loss, whiten
+from vgr_trl.utils import ConfigError
 
 NAN = float("nan")
 recorded = cases()
@@ -87,6 +88,19 @@ def test_reinforce_plus_plus_over_what_is_trained_on():
         torch.tensor([1.0, 0.0]), 2, "reinforce_plus_plus", trained=torch.tensor([1.0, 0.0, 3.0, 0.0])
     )
     assert found.tolist() == pytest.approx([0.5 / (5 / 3) ** 0.5, -0.5 / (5 / 3) ** 0.5])
+
+
+def test_unknown_estimator_and_missing_baseline():
+    for estimator, message in (("gae", "grpo_passk"), ("remax", "baseline")):
+        with pytest.raises(ConfigError, match=message):
+            estimate([1.0, 2.0], 2, estimator)
+
+
+def test_token_rewards_by_hand():
+    """The reward stands at the last valid token, a penalty at each."""
+    mask, penalties = torch.tensor([[1, 0, 1, 0], [1, 1, 0, 0]]), torch.tensor([[1.0, 5.0, 2.0, 5.0]] * 2)
+    assert token_rewards(torch.tensor([7.0, 3.0]), mask).tolist() == [[0, 0, 7, 0], [0, 3, 0, 0]]
+    assert token_rewards(torch.tensor([7.0, 3.0]), mask, penalties).tolist() == [[1, 0, 9, 0], [1, 8, 0, 0]]
 
 
 def test_gae_by_hand():

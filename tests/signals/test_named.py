@@ -7,11 +7,7 @@ import pytest
 import torch
 
 from vgr_trl.config import MeasureOptions
-from vgr_trl.rewards import (
-    accuracy_reward,
-    gather_groups,
-    needs_whole_groups,
-)
+from vgr_trl.rewards import accuracy_reward, gather_groups, needs_whole_groups
 from vgr_trl.signals import AttentionMass
 from vgr_trl.signals.named import (
     QUANTITIES,

@@ -202,10 +202,7 @@ def test_wrong_parameters(name, parameters):
 
 @pytest.mark.parametrize(
     ("steps", "image", "noise"),
-    [
-        (500, 0.8630172610282898, 0.5051745176315308),
-        (999, 0.28504252433776855, 0.9585148692131042),
-    ],
+    [(500, 0.8630172610282898, 0.5051745176315308), (999, 0.28504252433776855, 0.9585148692131042)],
 )
 def test_recorded_shares_of_image_and_noise(steps, image, noise):
     assert image_left(steps) ** 0.5 == pytest.approx(image, rel=2e-4)

@@ -11,8 +11,7 @@ from vgr_trl.utils import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("over", "expected"),
-    [("max", [1.0, 0.8]), ("mean", [0.5, 0.7]), ("centre", [0.8**0.5, 0.8**0.5])],
+    ("over", "expected"), [("max", [1.0, 0.8]), ("mean", [0.5, 0.7]), ("centre", [0.8**0.5, 0.8**0.5])]
 )
 def test_two_tokens_and_two_image_tokens_by_hand(over, expected):
     """(1, 0) and (3, 4) have cosines 1, 0 and 3/5, 4/5 to (2, 0) and (0, 1), and 2/√5 each to their mean (1, ½)."""

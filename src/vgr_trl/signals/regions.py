@@ -54,11 +54,7 @@ def in_region(shares: torch.Tensor) -> torch.Tensor:
     return (shares >= most.clamp(max=ENOUGH) - 1e-6) & (shares > 0)
 
 
-def token_shares(
-    lit: torch.Tensor,
-    given: Mapping[str, torch.Tensor],
-    num_tokens: int,
-) -> torch.Tensor:
+def token_shares(lit: torch.Tensor, given: Mapping[str, torch.Tensor], num_tokens: int) -> torch.Tensor:
     """Return how much of each vision token of one image is lit, (V,) in [0, 1].
 
     Args:

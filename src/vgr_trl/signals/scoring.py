@@ -129,11 +129,7 @@ class Head:
         return max(LOGITS_AT_A_TIME.get(device.type, LOGITS_AT_A_TIME["cpu"]) // (passes * self.vocabulary), 1)
 
     def _by_position(
-        self,
-        measure: Callable[..., torch.Tensor],
-        mask: torch.Tensor,
-        *of_tokens: torch.Tensor,
-        passes: int = 1,
+        self, measure: Callable[..., torch.Tensor], mask: torch.Tensor, *of_tokens: torch.Tensor, passes: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The two numbers of each position of the mask, some at a time, 0 elsewhere."""
         device = of_tokens[0].device
