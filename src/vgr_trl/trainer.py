@@ -329,7 +329,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         """Add to TRL's: compute each prompt once; measure the policy's pass over a rollout; train tokens with loss."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": logits_to_keep, **kwargs}
         plain = super()._get_per_token_logps_and_entropies
-        if "token_type_ids" in inputs:
+        if kwargs.get("token_type_ids") is not None:
             inputs = with_causal_completions(inputs, causal_model(model).config, logits_to_keep)
         if torch.is_grad_enabled():
             return training_pass(self, model, plain, inputs, batch_size, self._pass)

@@ -122,6 +122,7 @@ class RolloutRecorder:
     def snapshot(self, rollout: Rollout) -> list[RecordedRow]:
         """Return the recorded rows of a rollout whose rewards are known, before groups are selected and credited."""
         trainer, batch, chosen = self.trainer, rollout.batch, list(rollout.recorded or ())
+        size = trainer.completions_per_prompt
         first = trainer.accelerator.process_index * len(rollout.rows)
         merge_size = getattr(getattr(trainer.processing_class, "image_processor", None), "merge_size", None)
         tokenizer = trainer._tokenizer
@@ -149,7 +150,7 @@ class RolloutRecorder:
             prompt = prompt_text(prompt_ids, trainer.measurement.vision_token_ids, decode)
             completion = Completion(
                 question=question_id(prompt, digest),
-                group=place // trainer.completions_per_prompt,
+                group=place // size,
                 prompt=prompt,
                 text=str(tokenizer.decode(ids, skip_special_tokens=True)),
                 tokens=token_pieces(ids, decode),
@@ -281,7 +282,8 @@ def images_of_row(
     if len(recorded) == 1:
         size = recorded[0].width, recorded[0].height
         with suppress(DataError):  # the column holds something else
-            recorded[0].regions = in_pixels(boxes_of(row, size), size) or None
+            if boxes := boxes_of(row, size):
+                recorded[0].regions = in_pixels(boxes, size) or None
     return recorded, thumbnails, digest.digest()
 
 

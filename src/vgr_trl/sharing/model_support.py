@@ -71,12 +71,6 @@ def changed_hidden_states(base: Any, change: Callable[[torch.Tensor], torch.Tens
         yield
 
 
-def layer_index(module: nn.Module) -> int | None:
-    """Return the number of the decoder layer that an attention module belongs to; None for vision towers."""
-    index = getattr(module, "layer_idx", None)
-    return index if isinstance(index, int) else None
-
-
 def indexed_modules(model: nn.Module) -> list[Any]:
     """Return the modules of a language model that carry the number of their layer, as attention does."""
     return [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]

@@ -26,7 +26,6 @@ from vgr_trl.sharing.model_support import (
     has_active_dropout,
     indexed_modules,
     is_compiled,
-    layer_index,
     why_adapter_reads_whole_rows,
 )
 from vgr_trl.signals.ratios import AttentionMass, ModalityMasks, build_modality_masks
@@ -208,17 +207,16 @@ class AttentionProbe:
                 )
             self._measure(module, _matrix_shape(weights), partial(mass_of_matrix, weights))
 
-    def _is_due(self, module: nn.Module) -> bool:
+    def _is_due(self, module: Any) -> bool:
         """Whether the attention of a module is still to be measured in the current pass."""
         current = self.plan.current
-        return current is not None and module in self._modules and layer_index(module) not in current.done
+        return current is not None and module in self._modules and module.layer_idx not in current.done
 
     @torch.no_grad()
     def _measure(
-        self, module: nn.Module, shape: tuple[int, int, int, torch.device], mass_on_keys: Callable[..., torch.Tensor]
+        self, module: Any, shape: tuple[int, int, int, torch.device], mass_on_keys: Callable[..., torch.Tensor]
     ) -> None:
-        layer, current = layer_index(module), self.plan.current
-        assert layer is not None
+        layer, current = module.layer_idx, self.plan.current
         assert current is not None
         current.done.add(layer)
         *queries, num_keys, device = shape
