@@ -4,7 +4,6 @@ import json
 from collections import Counter
 
 import pytest
-from rich.console import Console
 from transformers import AutoProcessor
 
 from vgr_trl.cli.__main__ import main
@@ -13,7 +12,6 @@ from vgr_trl.demo import Options, demo
 from vgr_trl.demo.demo import (
     FAMILIES,
     Comparison,
-    comparison_table,
     draw_questions,
     learn_answers,
     learn_captions,
@@ -34,17 +32,10 @@ def comparison(before: float, after: float) -> Comparison:
     return Comparison(evaluation(before), evaluation(after), evaluation(0.25), evaluation(0.25))
 
 
-@pytest.mark.parametrize(("after", "status"), [(0.6, 0), (0.5, 1), (0.4, 1)])
+@pytest.mark.parametrize(("after", "status"), [(0.6, 0), (0.5, 1)])
 def test_exit_status_says_whether_accuracy_rose(monkeypatch, tmp_path, after, status):
     monkeypatch.setattr(demo, "run_demo", lambda options, output_dir: comparison(0.5, after))
     assert main(["demo", "--seed", "3", "--output_dir", str(tmp_path)]) == status
-
-
-def test_table_shows_before_and_after():
-    console = Console(record=True, width=100)
-    console.print(comparison_table(comparison(0.5, 0.6)))
-    text = console.export_text()
-    assert all(part in text for part in ("accuracy, sampled", "0.500", "0.600", "0.250"))
 
 
 def test_a_short_run_leaves_model_metrics_and_rollouts(tmp_path, monkeypatch):

@@ -2,26 +2,22 @@
 
 import torch
 from support import trainers
-from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
+from transformers import AutoProcessor
 from trl import GRPOTrainer
 
 from vgr_trl.demo.demo import encode, target_text
 
 
-def test_model_has_three_thirds_of_layers_and_sees_the_image(tiny, demo_rows):
+def test_the_model_sees_the_image(tiny, demo_rows):
     model, processor = tiny
-    assert isinstance(model, Qwen2_5_VLForConditionalGeneration)
-    assert model.config.text_config.num_hidden_layers >= 3
     inputs, lengths = encode(processor, demo_rows[:2], images=True)
     assert (inputs["input_ids"] == model.config.image_token_id).sum(1).tolist() == [4, 4]
+    assert lengths.tolist() == [len(processor.tokenizer(target_text(row))["input_ids"]) for row in demo_rows[:2]]
     model.eval()
     with torch.no_grad():
         logits = model(**inputs).logits
         inputs["pixel_values"] = torch.zeros_like(inputs["pixel_values"])
-        blind = model(**inputs).logits
-    assert logits.shape == (*inputs["input_ids"].shape, len(processor.tokenizer))
-    assert not torch.allclose(logits, blind)
-    assert lengths.tolist() == [len(processor.tokenizer(target_text(row))["input_ids"]) for row in demo_rows[:2]]
+        assert not torch.allclose(logits, model(**inputs).logits)
 
 
 def test_every_word_is_one_token_and_tags_are_ordinary(tiny):

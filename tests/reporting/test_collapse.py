@@ -9,17 +9,10 @@ from vgr_trl.metrics import MetricHistory, collapse_sentence, find_collapse, fir
 
 WEIGHTS = {"accuracy_reward": 2.5, "vgr_reward": 1.0, "think_format_reward": 0.5}
 HEALTHY = {
-    "rewards/accuracy_reward/mean": 0.6,
-    "rewards/accuracy_reward/std": 0.4,
-    "rewards/vgr_reward/mean": 0.5,
-    "rewards/vgr_reward/std": 0.3,
-    "rewards/think_format_reward/mean": 0.9,
-    "rewards/think_format_reward/std": 0.2,
-    "completions/mean_length": 100.0,
-    "completions/clipped_ratio": 0.1,
-    "entropy": 0.3,
-    "frac_reward_zero_std": 0.4,
-}
+    "rewards/accuracy_reward/mean": 0.6, "rewards/accuracy_reward/std": 0.4, "rewards/vgr_reward/mean": 0.5,
+    "rewards/vgr_reward/std": 0.3, "rewards/think_format_reward/mean": 0.9, "rewards/think_format_reward/std": 0.2,
+    "completions/mean_length": 100.0, "completions/clipped_ratio": 0.1, "entropy": 0.3, "frac_reward_zero_std": 0.4,
+}  # fmt: skip
 
 
 def signs(weights=WEIGHTS, steps=8, healthy=HEALTHY, **changed):

@@ -80,12 +80,8 @@ def test_methods_of_one_paper_cite_it_once_and_dapo_is_left_to_trl() -> None:
 
 def test_the_section_stands_before_the_versions_and_the_citations_at_the_end() -> None:
     card = extended_card(CARD, options(token_weights=True), ["accuracy_reward"])
-    assert re.findall(r"^#+ .*", card, re.MULTILINE) == [
-        "# Model",
-        "### Training signal",
-        "### Framework versions",
-        "## Citations",
-    ]
+    headings = ["# Model", "### Training signal", "### Framework versions", "## Citations"]
+    assert re.findall(r"^#+ .*", card, re.MULTILINE) == headings
     assert card.index("Cite TRL.") < card.index("@misc{wu2025language")
     assert card.startswith("---\ntags: []\n---\n")
 

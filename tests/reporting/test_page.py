@@ -179,15 +179,6 @@ def test_every_beginning_is_spread_evenly(count: int, shown: int) -> None:
         assert max(gaps) <= 2 * min(gaps) + 2
 
 
-def test_half_written_run_gives_a_page(tmp_path: Path) -> None:
-    make_run(tmp_path, steps=3)
-    for name in ("records-000001.jsonl", "logs.jsonl"):
-        rewrite(tmp_path, name, lambda text: text[:-40])
-    (tmp_path / "rollouts/run.json").write_text('{"version": 1, "na')
-    shown = report_of(tmp_path)
-    assert (shown["name"], len(shown["records"])) == (tmp_path.name, 4)
-
-
 def test_missing_and_foreign_thumbnails_stay_out(tmp_path: Path) -> None:
     make_run(tmp_path / "run", steps=1)
     folder = tmp_path / "run/rollouts/images"

@@ -88,35 +88,19 @@ def tokens(page: Page) -> Locator:
     return page.locator(".token")
 
 
-def colour(locator: Locator, name: str = "backgroundColor") -> tuple[float, ...]:
-    found = locator.evaluate(f"element => getComputedStyle(element).{name}")
+def colour(locator: Locator) -> tuple[float, ...]:
+    found = locator.evaluate("element => getComputedStyle(element).backgroundColor")
     return tuple(float(part) for part in re.findall(r"[\d.]+", found)[:3])
 
 
-def contrast(one: tuple[float, ...], other: tuple[float, ...]) -> float:
-    """Contrast ratio of WCAG 2."""
-
-    def luminance(channels: tuple[float, ...]) -> float:
-        parts = [part / 255 for part in channels]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    darker, lighter = sorted((luminance(one), luminance(other)))
-    return (lighter + 0.05) / (darker + 0.05)
-
-
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (360, "dark")])
-def test_fits_the_screen_and_can_be_read(opened: Open, width: int, scheme: str) -> None:
+def test_fits_the_screen(opened: Open, width: int, scheme: str) -> None:
     page = opened("long", width=width, scheme=scheme)
     back = colour(page.locator("html"))
     assert (max(back) < 60) if scheme == "dark" else (min(back) > 240)
     for tab in TABS:
         page.get_by_role("tab", name=tab).click()
         assert page.evaluate("document.documentElement.scrollWidth") == width
-        for text in page.locator("p:visible, label:visible, h2:visible, .verdict:visible").all()[:12]:
-            assert contrast(colour(text, "color"), back) >= 4.5, text.inner_text()
-        for token in tokens(page).all():
-            assert contrast(colour(token, "color"), colour(token)) >= 4.5, token.inner_text()
 
 
 def chart(page: Page, name: str) -> Locator:

@@ -4,8 +4,6 @@ import json
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.made_records import completion, record
 
 from vgr_trl.reporting.records import (
@@ -22,22 +20,13 @@ from vgr_trl.reporting.records import (
 )
 from vgr_trl.utils import ConfigError, DataError
 
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-NUMBERS = st.lists(st.none() | st.integers(-999, 999).map(float), min_size=2, max_size=2)
 
-
-@given(
-    step=st.integers(0, 10**9), mode=st.sampled_from(["train", "eval"]), text=TEXT, tokens=st.tuples(TEXT, TEXT),
-    weights=st.none() | NUMBERS, rewards=st.dictionaries(TEXT, st.none() | st.integers(-9, 9).map(float), max_size=3),
-    correct=st.sampled_from([True, False, None]), values=st.binary(min_size=6, max_size=6), replaced=st.booleans(),
-)  # fmt: skip
-def test_a_record_comes_back_as_it_was(step, mode, text, tokens, weights, rewards, correct, values, replaced):
+def test_a_record_comes_back_as_it_was():
     written = record(
-        step,
-        mode,
+        7, "eval",
         completion(
-            text=text, tokens=list(tokens), weights=weights, rewards=rewards, correct=correct, replaced=replaced,
-            metrics={"late": {"vgr": None, "aei_vision": 0.5}}, attention=AttentionMap([0.5, 0.25], values),
+            text="é\u2028\n", tokens=["a", ""], weights=[0.5, None], rewards={"x": None}, correct=True, replaced=True,
+            metrics={"late": {"vgr": None, "aei_vision": 0.5}}, attention=AttentionMap([0.5, 0.25], bytes(range(6))),
             images=[RecordedImage("images/a.webp", 64, 48, [2, 3]), RecordedImage(None, 0, 0)],
         ),
     )  # fmt: skip
@@ -117,12 +106,11 @@ def test_a_new_run_in_an_old_folder_moves_the_old_records_aside(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rollouts", "rollouts.1", "rollouts.2"]
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-def test_beyond_the_bound_the_oldest_records_but_the_first_go_with_their_thumbnails(tmp_path, resumed):
+def test_beyond_the_bound_the_oldest_records_but_the_first_go_with_their_thumbnails(tmp_path):
     # 16 files of 1,000 bytes: a record of about 900 bytes fills one; thumbnails of 100 bytes.
     written = writer(tmp_path, 16_000)
     for step in range(40):
-        if resumed:  # what an earlier process has left counts
+        if step % 2:  # what an earlier process has left counts
             written = writer(tmp_path, 16_000, resumed=step > 0)
         thumbnails = {f"images/{image_name(number)}": b"x" * 100 for number in (step, 0)}
         written.add(pictured(step, image_name(step), size=600), thumbnails)
@@ -161,12 +149,6 @@ def test_a_later_version_is_refused(folder, file):
     (folder / file).write_bytes(encode(LogEntry(0, "train", 0.0, {})).replace(b'"version":1', b'"version":2'))
     with pytest.raises(DataError, match="version 2"):
         list(read_logs(read_run(folder).folder / "logs.jsonl"))
-
-
-def test_folders_without_records_are_refused(tmp_path, folder):
-    for place in (tmp_path / "none", tmp_path, folder):
-        with pytest.raises(DataError, match="rollout_log_steps"):
-            read_run(place)
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path):

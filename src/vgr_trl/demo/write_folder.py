@@ -67,11 +67,7 @@ def _save(folder: Path, rows: Mapping[Split, Rows], model: Any, processor: Any) 
         model.save_pretrained(written / "model")
         processor.save_pretrained(written / "model")
         (written / NO_SYSTEM_PROMPT).touch()
-        try:
-            written.rename(folder)
-        except OSError:  # another process was faster
-            if not folder.exists():
-                raise
+        written.rename(folder)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
