@@ -94,7 +94,7 @@ def show_completion(
         prompt=_visible(completion.prompt),
         solution=None if completion.solution is None else _visible(completion.solution),
         reward=_number(completion.reward),
-        rewards=", ".join(f"{name} {_number(value)}" for name, value in completion.rewards.items()),
+        rewards=", ".join(f"{_visible(name)} {_number(value)}" for name, value in completion.rewards.items()),
         right={None: None, True: "right", False: "wrong"}[completion.correct],
         quantity=quantity,
         tokens=tokens,
