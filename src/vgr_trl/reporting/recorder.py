@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha1
 from itertools import chain, cycle, groupby, islice, repeat
 from math import isnan, isqrt, prod
@@ -131,16 +131,14 @@ class RolloutRecorder:
             return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
         assert rollout.rewards is not None
-        measured = Measured()
-        if chosen and rollout.signals is not None:
-            signals = signals_of_rows(rollout.signals, chosen)
-            measured = measurements(signals, self.args)
         recorded = []
-        for index, row in enumerate(chosen):
+        for row in chosen:
             data, place = rollout.rows[row], first + row
             ids, mask = batch["completion_ids"][row].tolist(), batch["completion_mask"][row].tolist()
             ids = without_padding(ids, mask, tokenizer.pad_token_id)
-            grids = grids_of_row(batch, row, merge_size, measured.num_vision[index] if measured.num_vision else None)
+            signals = None if rollout.signals is None else signals_of_rows(rollout.signals, [row])
+            num_vision = None if signals is None or signals.attention is None else int(signals.attention.num_vision)
+            grids = grids_of_row(batch, row, merge_size, num_vision)
             images, thumbnails, digest = images_of_row(data, grids)
             perturbed_images = rollout.perturbed_images[row] if rollout.perturbed_images is not None else []
             for image, perturbed in zip(images, perturbed_images, strict=False):
@@ -157,7 +155,7 @@ class RolloutRecorder:
                 solution=None if data.get("solution") is None else str(data["solution"]),
                 advantage=batch["advantages"][row].item(),
                 images=images,
-                **measured.of_row(index, len(ids)),
+                **({} if signals is None else measurements(signals, len(ids), self.args)),
             )
             if rollout.changes is not None and images:
                 completion.changes = rollout.changes[row, : len(ids)].tolist()
@@ -380,40 +378,25 @@ def prompt_text(ids: Sequence[int], vision_token_ids: Sequence[int], decode: Dec
     return "".join("<image>" if is_vision else decode(list(run)) for is_vision, run in runs)
 
 
-@dataclass
-class Measured:
-    """What was measured of N rows, on the CPU.
+def measurements(signals: RolloutSignals, length: int, options: Any) -> dict[str, Any]:
+    """Return what was measured of a completion of `length` tokens, by attributes of `Completion`; others are left out.
 
-    Attributes:
-        columns: (N, T) by attribute of `Completion`, NaN where nothing was measured.
-        metrics: by segment of layers, then by quantity, of each row.
-        num_vision: vision tokens of each row's prompt.
+    Args:
+        signals: of this row, (1, T).
+        options: `DAPOConfig`.
     """
-
-    columns: dict[str, torch.Tensor] = field(default_factory=dict)
-    metrics: list[dict[str, dict[str, float | None]]] = field(default_factory=list)
-    num_vision: list[int] = field(default_factory=list)
-
-    def of_row(self, row: int, length: int) -> dict[str, Any]:
-        """Return the attributes of a `Completion` of `length` tokens, without those that were not measured."""
-        found = {name: values[row, :length] for name, values in self.columns.items()}
-        lists: dict[str, Any] = {name: own.tolist() for name, own in found.items() if not own.isnan().all()}
-        return lists | ({"metrics": self.metrics[row]} if self.metrics else {})
-
-
-def measurements(signals: RolloutSignals, options: Any) -> Measured:
-    """Return what signals on the CPU say about each of their rows, by the options of `DAPOConfig`."""
-    columns = {"logps": signals.logps, "entropies": signals.entropies, "dependency": signals.dependency}
-    measured = Measured({name: values for name, values in columns.items() if values is not None})
+    columns = {"logps": signals.logps, "entropies": signals.entropies, "dependency": signals.dependency}  # (1, T) each
+    found: dict[str, Any] = {}
     if (mass := signals.attention) is not None:
-        layers = late_layers(len(mass.vision), options.attention_segments)
-        measured.columns["vgr"] = token_vision_gain_ratio(mass, layers)
+        columns["vgr"] = token_vision_gain_ratio(mass, late_layers(len(mass.vision), options.attention_segments))
         if options.token_weights:
-            measured.columns["weights"] = attention_weights(mass, signals.mask, options)
+            columns["weights"] = attention_weights(mass, signals.mask, options)
         segments = measure_segments(mass, options.attention_segments, options.mdi_balance_ratio)
-        measured.metrics = reward_columns(segments)["attention_metrics"]
-        measured.num_vision = mass.num_vision.tolist()
-    return measured
+        found["metrics"] = reward_columns(segments)["attention_metrics"][0]
+    for name, values in columns.items():
+        if values is not None and not values[0, :length].isnan().all():  # NaN throughout where nothing was measured
+            found[name] = values[0, :length].tolist()
+    return found
 
 
 def accuracy_name(names: Sequence[str]) -> str | None:
