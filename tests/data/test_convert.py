@@ -152,8 +152,8 @@ def test_what_is_finished_is_not_made_again_unless_a_file_is_missing(tmp_path):
 
 
 def test_a_folder_with_other_rows_is_refused(tmp_path):
-    convert(given(question(1)), Output(tmp_path, workers=0), {"set": "a", "seed": 0})
-    with pytest.raises(ConfigError, match="holds a conversion with other seed: choose another folder"):
+    written(given(question(1)), tmp_path)
+    with pytest.raises(ConfigError, match="holds a conversion with other set, seed: choose another folder"):
         convert(given(question(1)), Output(tmp_path, workers=0), {"set": "a", "seed": 1})
     for name in ("mine.jsonl", "test-00000.parquet"):
         (tmp_path / name).touch()
