@@ -346,7 +346,7 @@ def test_arxivqa_as_on_the_hub(tmp_path, monkeypatch, streaming):
     for given in ({"dataset_name": name}, {"dataset_path": str(tmp_path / "own")}, {"data_files": files}):
         (row,), (reason,) = load(dataset_streaming=streaming, **given)
         assert (asked(row), row["solution"], corners(row)) == ("Which?\nA. red\nB. blue", "B", [BLUE])
-        assert reason.startswith("solution is the letter E")
+        assert reason.startswith("solution is ")
         with pytest.raises(DataError, match=r"has the splits \['train'\], but not 'test'"):
             load("test", **given)
 

@@ -187,10 +187,9 @@ def _read_question(row: Mapping[str, Any]) -> tuple[Any, str | None, bool]:
     if not isinstance(prompt, list) or (name == "prompt" and not all(isinstance(turn, dict) for turn in prompt)):
         raise DataError(f"its prompt is a {type(prompt).__name__}: give a text or a conversation (a list of messages)")
     if name == "prompt":
-        if not all(
-            isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str | list) for turn in prompt
-        ):
-            raise DataError("a message of its prompt lacks a role or a content")
+        for turn in prompt:
+            if not isinstance(turn.get("role"), str) or not isinstance(turn.get("content"), str | list):
+                raise DataError("a message of its prompt lacks a role or a content")
         if prompt[-1]["role"] == "assistant":
             raise DataError("its prompt ends with a message of the assistant, so there is nothing to answer")
         refuse_named_files(prompt)
@@ -242,15 +241,10 @@ def options_of(value: Any) -> list[str]:
     options = list_of(value, "options")
     if not 2 <= len(options) <= len(LETTERS):
         raise DataError(f"it has {len(options)} options: there must be 2 to {len(LETTERS)}")
-    for option in options:
-        if (
-            isinstance(option, bool)
-            or not isinstance(option, str | Real)
-            or option != option
-            or not str(option).strip()
-        ):
-            raise DataError(f"one of its options is {_shown(option)}: options must be texts or numbers")
     texts = [str(option).strip() for option in options]
+    for option, text in zip(options, texts, strict=True):
+        if not text or isinstance(option, bool) or not isinstance(option, str | Real) or option != option:
+            raise DataError(f"one of its options is {_shown(option)}: options must be texts or numbers")
     labelled = [match for match in map(_LABELLED.fullmatch, texts) if match]
     if len(labelled) < len(texts):
         return texts

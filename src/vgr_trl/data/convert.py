@@ -60,8 +60,8 @@ def encode_image(value: Any, root: Path, limits: ImageLimits, *, with_digest: bo
     data = None if isinstance(value, Image.Image) else image_bytes(value, root)
     image = read_image(value if data is None else {"bytes": data}, root, limits.max_image_pixels)
     kind, size = str(image.format), limits.size_of(*image.size)
-    is_plain = image.mode == "RGB" and "transparency" not in image.info and getattr(image, "n_frames", 1) == 1
-    keeps_file = is_plain and kind in SUFFIXES and size == image.size
+    is_plain = image.mode == "RGB" and "transparency" not in image.info and size == image.size
+    keeps_file = is_plain and kind in SUFFIXES and getattr(image, "n_frames", 1) == 1  # of a damaged TIFF it raises
     image = to_rgb(image)
     if size != image.size:
         image = image.resize(size, Image.Resampling.LANCZOS)

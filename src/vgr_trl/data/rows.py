@@ -296,10 +296,10 @@ def _prepare_stream(
     shuffle_seed: int | None,
 ) -> IterableDataset:
     """Return `dataset` with its rows made ready, and without those that cannot be used; see `prepare_rows`."""
-    first = next(iter(undecoded(dataset)), None)
+    rows = undecoded(dataset)
+    first = next((row for row in rows if row.get(UNREADABLE) is None), None) or next(iter(rows), None)
     if first is None:
         raise DataError(f"The {split} stream has no rows: give a data set with at least one.")
-    first = next((row for row in undecoded(dataset) if row.get(UNREADABLE) is None), first)
     if first.get(UNREADABLE) is None:
         require_columns(first, split, options.needs_solution, keys, dataset.features)
     several = _are_several(dataset, keys)
@@ -320,7 +320,7 @@ def _prepare_stream(
         return ready.filter(lambda row: sieve.keeps(row, row[PLACE])).remove_columns([PLACE, UNREADABLE])
 
     # Without the old columns, a map keeps those that have another name now.
-    numbered = undecoded(dataset).map(number, with_indices=True, remove_columns=list(first))
+    numbered = rows.map(number, with_indices=True, remove_columns=list(first))
     sieve.require_row(usable(numbered))
     if shuffle_seed is not None:
         numbered = numbered.shuffle(seed=shuffle_seed, buffer_size=SHUFFLE_BUFFER)
