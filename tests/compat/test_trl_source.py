@@ -396,12 +396,6 @@ def test_the_method_that_ours_extends_is_there_with_its_parameters(name):
     assert named <= {*known, "options"}, f"TRL {VERSION}: {name} has {known}"
 
 
-def test_the_functions_that_ours_replaces_are_names_of_its_module():
-    names = {alias.asname or alias.name for node in ast.walk(tree(TRAINER)) if isinstance(node, ast.ImportFrom)
-             for alias in node.names}  # fmt: skip
-    assert {"shuffle_sequence_dict", "unsplit_pixel_values_by_grid"} <= names
-
-
 def test_every_private_attribute_of_a_trainer_that_ours_reads_is_there():
     read, assigned = set(), names_assigned(class_of("GRPOTrainer"))
     for file in OURS.rglob("*.py"):
@@ -417,33 +411,3 @@ def test_every_private_attribute_of_a_trainer_that_ours_reads_is_there():
     unknown = {name for name in unknown if not hasattr(DAPOTrainer, name)}
     assert unknown <= {"_pass", "_rollouts", "_rewards_with_nan"}
     assert {"_metrics", "_logs", "_tokenizer"} <= private & assigned
-
-
-def imports_of_trl() -> list[tuple[str, str, str]]:
-    """File of ours, module of TRL, name."""
-    found = []
-    for file in sorted(OURS.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "trl":
-                found += [(str(file.relative_to(OURS)), str(node.module), alias.name) for alias in node.names]
-    return found
-
-
-def names_of_module(module: str) -> set[str]:
-    """Everything that a module of TRL defines, imports or, where it imports lazily, lists as a text."""
-    path = "/".join(module.split(".")[1:])
-    file = next(name for name in (f"{path}.py", f"{path}/__init__.py", "__init__.py") if (FOLDER / name).is_file())
-    names = {part.stem for part in (FOLDER / file).parent.iterdir()} if file.endswith("__init__.py") else set()
-    for node in ast.walk(tree(file)):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.ImportFrom | ast.Import):
-            names |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            names.add(node.targets[0].id)
-    return names
-
-
-@pytest.mark.parametrize(("file", "module", "name"), imports_of_trl())
-def test_what_ours_imports_is_there(file, module, name):
-    assert name in names_of_module(module), f"TRL {VERSION}: {module} has no {name}; {file} imports it"

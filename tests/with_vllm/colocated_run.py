@@ -58,7 +58,6 @@ CASES = {
     "guarded": Case(),
     "unguarded": Case(),
     "again": Case(questions=3),
-    "remembered": Case(questions=3),
     "everything": Case(EVERYTHING, (quiet_reward, vgr_reward)),
     "lora": Case(lora=True),
     "noisy": Case(NOISY, (letter_reward,)),
@@ -71,8 +70,6 @@ def run(folder: Path, name: str) -> None:
     make_vllm_exact_on_a_cpu()
     if name == "unguarded":
         patches.needs_collapsing = lambda *_: False
-    if name == "remembered":
-        patches.forget_image_features = lambda _: None
     case, (model, processor) = CASES[name], saved_model(folder)
     adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False)
     trainer = DAPOTrainer(
