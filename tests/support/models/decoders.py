@@ -45,8 +45,6 @@ DECODERS = {
 }
 FALCON_SDPA = Family("falcon with sdpa", lambda: _falcon(False, "sdpa"))
 
-LLAMA = Family("llama", text_model("Llama"))
-
 
 def case(family: Family) -> tuple[Any, Batch]:
     """With words in the place of image tokens."""
