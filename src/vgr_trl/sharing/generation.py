@@ -132,8 +132,8 @@ class SharedGeneration:
         require(starts_anew, "generate from a cache or from embeddings")
         for name, value in inputs.items():
             per_row = isinstance(value, torch.Tensor) and value.ndim and name not in (*PER_TOKEN, *IMAGE_INPUTS)
-            require(not per_row, f"the input {name}")
-            require(name not in ("assistant_model", "custom_generate") or value is None, name)
+            if per_row or (name in ("assistant_model", "custom_generate") and value is not None):
+                raise UnsupportedModel(f"the input {name}")
         return inputs, self._check_config(inputs)
 
     def _split(self, inputs: dict[str, Any], copies: int) -> PrefixSplit:

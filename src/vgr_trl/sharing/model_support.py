@@ -145,11 +145,6 @@ def has_sharded_parameters(model: nn.Module) -> bool:
     return shards_layers(model) or flattens_layers(model) or any(partitioned)
 
 
-def is_tracing() -> bool:
-    """Whether this call is being traced by `torch.compile` or exported."""
-    return torch.compiler.is_compiling()
-
-
 @contextmanager
 def attention_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Wrap what models get when they look up their attention function, eager ones and local overrides included."""

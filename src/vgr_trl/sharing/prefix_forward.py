@@ -23,7 +23,6 @@ from vgr_trl.sharing.model_support import (
     attention_wrapped,
     check_model,
     check_token_types,
-    is_tracing,
     shards_layers,
 )
 from vgr_trl.sharing.prefix_cache import (
@@ -268,15 +267,17 @@ def check_inputs(inputs: Mapping[str, Any], config: Any) -> None:
     require(one_per_token, "an attention mask that is not one number per token")
     restarts = mask is None and positions is not None and (positions.diff() != 1).any()
     require(not restarts, "position_ids that restart, without an attention mask")
+    parts = (config, config.get_text_config())
     for name in _EXTRA_OUTPUTS:
-        asked = inputs.get(name)
-        by_default = any(getattr(part, name, False) for part in (config, config.get_text_config()))
-        require(not (by_default if asked is None else asked), f"{name}=True")
+        wanted = inputs.get(name)
+        if any(getattr(part, name, False) for part in parts) if wanted is None else wanted:
+            raise UnsupportedModel(f"{name}=True")
     require(inputs.get("return_dict") is not False, "return_dict=False")
     check_token_types(inputs, config)
+    known = {*_KNOWN, "labels"} if config.model_type == "gemma3" else _KNOWN  # it leaves labels to the head
     for name, value in inputs.items():
-        ignored = name == "labels" and config.model_type == "gemma3"  # takes them, and leaves them to the head
-        require(name in _KNOWN or value is None or _is_constant(value) or ignored, f"the input {name}")
+        if not (name in known or value is None or _is_constant(value)):
+            raise UnsupportedModel(f"the input {name}")
     require(inputs.get("pixel_values") is None or image_token_ids(config), "images without image tokens")
 
 
@@ -603,7 +604,7 @@ class SharedForward:
         self.refused: dict[bool, str] = {}  # with gradients -> why the model turned out to be unsupported
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_tracing():
+        if torch.compiler.is_compiling():
             return self.plain(*args, **kwargs)
         with self.lock:
             return self.plain(*args, **kwargs) if self.paused else self._call(*args, **kwargs)

@@ -16,7 +16,6 @@ from vgr_trl.sharing.model_support import (
     causal_model,
     changed_hidden_states,
     is_compiled,
-    is_tracing,
     why_adapter_reads_whole_rows,
 )
 from vgr_trl.sharing.prefix_cache import SharingReport
@@ -221,7 +220,7 @@ def with_scored_columns(
 
     @wraps(forward)
     def narrow(*args: Any, fused_lm_head: bool = False, labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        if is_tracing() or not fused_lm_head or labels is None or labels.size(1) <= completion_length:
+        if torch.compiler.is_compiling() or not fused_lm_head or labels is None or labels.size(1) <= completion_length:
             given = {"fused_lm_head": fused_lm_head or None, "labels": labels}
             return forward(*args, **{name: value for name, value in given.items() if value is not None}, **kwargs)
         with lock, changed_hidden_states(base, lambda hidden: hidden[:, -completion_length - 1 : -1]):  # (N, T, D)
