@@ -17,12 +17,7 @@ from hypothesis import strategies as st
 from made_run import completion, make_run
 
 from vgr_trl.cli.__main__ import main
-from vgr_trl.reporting.page import (
-    PLACE,
-    ends_first,
-    page_template,
-    write_report,
-)
+from vgr_trl.reporting.page import PLACE, ends_first, page_template, write_report
 from vgr_trl.reporting.records import AttentionMap, LogEntry, encode, read_thumbnail
 from vgr_trl.utils import ConfigError, DataError
 
