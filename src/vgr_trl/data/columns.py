@@ -61,7 +61,7 @@ FLAGS = {part: f"{name}_key" for part, name in STANDARD.items()}
 
 def image_columns(dataset: Any) -> list[str]:
     """Return the columns of `dataset` that TRL takes images from; of a stream without known columns, look at a row."""
-    names = getattr(dataset, "column_names", None) or next(iter(dataset), {})
+    names: Any = getattr(dataset, "column_names", None) or next(iter(dataset), {})
     return [name for name in IMAGE_COLUMNS if name in names]
 
 

@@ -122,7 +122,8 @@ def _splits(name: str, source: str, config: str | None, streaming: bool) -> Mapp
     if is_folder and Path(source).is_dir():
         is_arxivqa = all(has_config(Path(source), table) for table in ARXIVQA_TABLES)
     if is_arxivqa:
-        tables = Source(**{name: files or source})
+        given: dict[str, Any] = {name: files or source}
+        tables = Source(**given)
         identity = tuple(map(str, tables.identity().items()))  # so that the cache of older files is not found
         rows: Any = (IterableDataset if streaming else Dataset).from_generator(
             _arxivqa_rows, features=ARXIVQA_FEATURES, gen_kwargs={"source": tables, "identity": identity}
