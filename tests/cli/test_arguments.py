@@ -59,7 +59,7 @@ def test_wrong_flags_are_one_sentence(capsys, flags, message):
         ("eval_strategy: no", 'write "no" in quotes'),
         ("beta: 0.1\nbeta: 0.2", "the key beta is given twice"),
         ("- a", "has no options"),
-        ("a: [", "is not YAML"),
+        ("a: [", "cannot be read as YAML"),
     ],
 )
 def test_wrong_values_of_a_file_are_one_sentence(options_of, text, message):

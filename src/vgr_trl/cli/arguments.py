@@ -41,7 +41,7 @@ from vgr_trl.recipes import load_recipe
 from vgr_trl.registries import option_class
 from vgr_trl.rewards.loading import load_rewards
 from vgr_trl.rewards.reward_files import FileOptions, ScoredFile
-from vgr_trl.utils import ConfigError, VGRError, parse_yaml
+from vgr_trl.utils import ConfigError, VGRError, error_text, parse_yaml
 
 SOURCES = ("dataset_name", "dataset_config", "dataset_path", "data_files")
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vgr_trl" / "evaluations"
@@ -211,7 +211,7 @@ def one_sentence() -> Iterator[None]:
     except VGRError:
         raise
     except (ArrowException, ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
-        raise ConfigError(f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]) from error
+        raise ConfigError(f"{type(error).__name__}: {error_text(error, 450)}") from error
 
 
 # The options of TRL that most runs set; `--help-all` lists the others.
@@ -358,10 +358,8 @@ def _read(file: Path, known: Collection[str], ignored: Collection[str]) -> dict[
     """Return the options in the file of `--config`, and set its environment variables (`env`)."""
     try:
         values = parse_yaml(file.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ConfigError(f"--config is {file}, which cannot be read: give a YAML file.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config is {file}, which cannot be read as YAML: {error_text(error)}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{file} has no options: give lines of the form `learning_rate: 1e-5`.")
     os.environ.update({name: str(value) for name, value in (values.pop("env", None) or {}).items()})

@@ -83,24 +83,15 @@ def read_configuration(argv: Sequence[str]) -> tuple[dict[str, Any] | None, list
     finder = ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config", type=Path)
     file, kept = finder.parse_known_args(argv)
-    overrides = [match for word in kept if (match := _OVERRIDE.fullmatch(word))]
-    content: Any = {}
-    if file.config is not None:
-        try:
-            content = parse_yaml(file.config.read_text(encoding="utf-8-sig"))
-        except (OSError, ValueError, yaml.YAMLError):
-            content = None
+    matches = [match for word in kept if (match := _OVERRIDE.fullmatch(word))]
+    try:
+        content = {} if file.config is None else parse_yaml(file.config.read_text(encoding="utf-8-sig"))
+        overrides = {match[1]: parse_yaml(match[2]) for match in matches}
+    except (OSError, ValueError, yaml.YAMLError):
+        return None, list(argv)
     if not is_convertible(content) and not (file.config is None and overrides):
         return None, list(argv)
-    stated = flat(content) | {match[1]: _value(match[2]) for match in overrides}
-    return stated, [word for word in kept if not _OVERRIDE.fullmatch(word)]
-
-
-def _value(text: str) -> Any:
-    try:
-        return parse_yaml(text)
-    except yaml.YAMLError:
-        return text
+    return flat(content) | overrides, [word for word in kept if not _OVERRIDE.fullmatch(word)]
 
 
 def flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -155,10 +146,10 @@ class Conversion:
         for key in keys or ("",):
             self.made.setdefault(key, []).append(option)
 
-    def numbers(self, section: str, *names: str, **options: str) -> None:
-        """Set options to numbers of a section: those of the same name, and others as option=name."""
+    def copy(self, section: str, *names: str, **options: str) -> None:
+        """Set options to values of a section: those of the same name, and others as option=name."""
         for option, name in {**{name: name for name in names}, **options}.items():
-            self.set(option, float(self[f"{section}.{name}"]), f"{section}.{name}")
+            self.set(option, self[f"{section}.{name}"], f"{section}.{name}")
 
     def stop(self, key: str, why: str) -> None:
         """Note that the value of a key has no meaning here."""
@@ -189,11 +180,9 @@ class Conversion:
         """Updates of the policy, our steps, per rollout, their step."""
         rollout, update = self.whole(_ROLLOUT_SIZE), self.whole(_UPDATE_SIZE)
         if rollout % update:
-            defaults = [f"; the default of {key} is {self[key]}" for key in (_ROLLOUT_SIZE, _UPDATE_SIZE)
-                        if key not in self.stated]  # fmt: skip
             raise ConfigError(
-                f"{_ROLLOUT_SIZE} is {rollout} and {_UPDATE_SIZE} {update}, but a rollout is a multiple of the prompts "
-                f"of an update{''.join(defaults)}."
+                f"{_ROLLOUT_SIZE} is {rollout}{self._by_default(_ROLLOUT_SIZE)} and {_UPDATE_SIZE} is {update}"
+                f"{self._by_default(_UPDATE_SIZE)}, but a rollout is a multiple of the prompts of an update."
             )
         return rollout // update * self.whole("worker.actor.ppo_epochs")
 
@@ -376,9 +365,7 @@ def _adapter(c: Conversion, key: str, lora: str) -> None:
         targets = [rf"(?!(?:{excluded})$)(?:.*\.)?(?:{names})"]
     c.set("use_peft", True, f"{lora}.rank")
     c.set("load_in_4bit", kind == "qlora", f"{key}.peft_type")
-    c.set("lora_r", rank, f"{lora}.rank")
-    c.set("lora_alpha", c[f"{lora}.alpha"], f"{lora}.alpha")
-    c.numbers(lora, lora_dropout="dropout")
+    c.copy(lora, lora_r="rank", lora_alpha="alpha", lora_dropout="dropout")
     c.set("lora_target_modules", targets, f"{lora}.target_modules", *[f"{lora}.exclude_modules"] * bool(excluded))
 
 
@@ -486,7 +473,7 @@ def schedule(c: Conversion) -> None:
     if c[warmup] not in (None, -1):
         c.set("warmup_steps", c.whole(warmup, 0) * c.updates, warmup)
     else:
-        c.numbers(ratio, warmup_ratio="lr_warmup_ratio")
+        c.copy(ratio, warmup_ratio="lr_warmup_ratio")
 
 
 def evaluations(c: Conversion) -> None:
@@ -564,8 +551,8 @@ def critic(c: Conversion) -> None:
         if c.whole(waits, 0) > 1:
             c.refuse(waits, "there the policy waits that many steps, though there is no critic")
         return
-    c.numbers("algorithm", "gamma", "lam")
-    c.numbers(key, "cliprange_value", critic_learning_rate="optim.lr")
+    c.copy("algorithm", "gamma", "lam")
+    c.copy(key, "cliprange_value", critic_learning_rate="optim.lr")
     c.set("critic", "model", f"{key}.model.model_path")
     steps = c[f"{key}.optim.lr_warmup_steps"]
     steps = 0 if steps in (None, -1) else steps
@@ -588,7 +575,7 @@ def losses(c: Conversion) -> None:
     mode = c.one_of(f"{key}.loss_avg_mode", "token", "seq")
     if kind == "sapo":
         c.set("loss_type", "sapo", f"{key}.loss_type")
-        c.numbers(key, sapo_temperature_pos="tau_positive", sapo_temperature_neg="tau_negative")
+        c.copy(key, sapo_temperature_pos="tau_positive", sapo_temperature_neg="tau_negative")
         if mode != "seq":
             c.refuse(f"{key}.loss_avg_mode", "TRL's sapo is a mean over completions: give seq")
     elif kind == "cispo":
@@ -603,7 +590,7 @@ def losses(c: Conversion) -> None:
         c.set("loss_type", "dapo" if mode == "token" else "grpo", f"{key}.loss_type", f"{key}.loss_avg_mode")
         if kind != "default":
             c.set("importance_sampling_level", "sequence", f"{key}.loss_type")
-        c.numbers(key, epsilon="clip_ratio_low", epsilon_high="clip_ratio_high", delta="clip_ratio_dual")
+        c.copy(key, epsilon="clip_ratio_low", epsilon_high="clip_ratio_high", delta="clip_ratio_dual")
 
 
 def divergence(c: Conversion) -> None:
@@ -611,7 +598,7 @@ def divergence(c: Conversion) -> None:
     if c["algorithm.disable_kl"]:
         c.set("kl_coef", 0.0, "algorithm.disable_kl")
         return
-    c.numbers("algorithm", "kl_coef")
+    c.copy("algorithm", "kl_coef")
     in_loss = bool(c["algorithm.use_kl_loss"])
     c.set("use_kl_loss", in_loss, "algorithm.use_kl_loss")
     kind = c.one_of("algorithm.kl_penalty", "kl", "abs", "mse", "low_var_kl")
@@ -619,7 +606,7 @@ def divergence(c: Conversion) -> None:
     controller = c.one_of("algorithm.kl_type", "fixed", "adaptive")
     c.set("kl_type", "fixed" if in_loss else controller, "algorithm.kl_type")
     if not in_loss and controller == "adaptive":
-        c.numbers("algorithm", "kl_target", "kl_horizon")
+        c.copy("algorithm", "kl_target", "kl_horizon")
 
 
 def filtering(c: Conversion) -> None:
@@ -628,7 +615,7 @@ def filtering(c: Conversion) -> None:
     c.set("online_filtering", bool(c[key]), key)
     if c[key]:
         c.set("filter_key", c["algorithm.filter_key"], "algorithm.filter_key")
-        c.numbers("algorithm", "filter_low", "filter_high")
+        c.copy("algorithm", "filter_low", "filter_high")
         c.set("dynamic_sampling", "resample", key)
         c.set("dynamic_sampling_max_rounds", tries - 1 if tries > 1 else 1000, "trainer.max_try_make_batch")
 
