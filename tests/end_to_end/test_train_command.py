@@ -193,7 +193,7 @@ def test_bad_input_is_one_sentence_and_trains_nothing(model_folder, question_fil
         ("--output_file /proc/numbers.json", "'/proc/numbers.json'"),
         ("--group_by famly", "group_by is 'famly': give one of the columns"),
         ("--temperature 0", "temperature is 0.0: give a number above 0"),
-        ("--dataset_test_split validation", "but the split 'validation' is asked for"),
+        ("--dataset_test_split validation", "'validation'"),
     ],
 )
 def test_bad_input_to_evaluate_is_one_sentence(model_folder, question_files, capsys, more, message):

@@ -127,8 +127,7 @@ def train(
         refuse_finished(checkpoint, steps)
     for printer in (PrinterCallback, ProgressCallback):  # files and trackers get their numbers all the same
         trainer.remove_callback(printer)
-    evaluation = LastEvaluation()
-    for callback in (StepLines(), evaluation, RecordBefore(trainer), SaveOnTermination(trainer.accelerator)):
+    for callback in (StepLines(), RecordBefore(trainer), SaveOnTermination(trainer.accelerator)):
         trainer.add_callback(callback)
     if is_main:
         write_identity(output_dir, identity)
@@ -154,7 +153,7 @@ def train(
         trainer.save_state()
         if collapsed is None:
             trainer.save_model(str(output_dir))
-            metrics = evaluation.of_final_model(trainer)
+            metrics = final_metrics(trainer)
             if is_main:
                 write_atomic(metrics_file, (json.dumps(metrics, indent=2) + "\n").encode())
                 print(f"Model and metrics are in {output_dir}; vgr-trl report {output_dir} makes a page of them.")
@@ -550,25 +549,17 @@ def _cache_bytes(trainer: DAPOTrainer) -> int:
     return int(2 * config.num_hidden_layers * heads * size * width * (trainer.args.max_completion_length or 0))
 
 
-class LastEvaluation(TrainerCallback):
-    """Keeps the metrics of the newest step that was evaluated, of all parts of the data."""
+def final_metrics(trainer: DAPOTrainer) -> dict[str, float]:
+    """Return the metrics of the model as it is once trained; nothing where there are no data to evaluate on."""
+    state, is_best = trainer.state, trainer.args.load_best_model_at_end
 
-    def __init__(self) -> None:
-        self.step, self.metrics = -1, dict[str, float]()
+    def logged() -> dict[str, float]:
+        entries = (entry for entry in state.log_history if entry["step"] == state.global_step)
+        return {name: value for entry in entries for name, value in entry.items() if name.startswith("eval_")}
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Add the metrics of a part of the data, or start over with those of another step."""
-        if state.global_step != self.step:
-            self.step, self.metrics = state.global_step, {}
-        self.metrics |= kwargs["metrics"]
-
-    def of_final_model(self, trainer: DAPOTrainer) -> dict[str, float]:
-        """Return the metrics of the model as it is once trained; nothing where there are no data to evaluate on."""
-        if trainer.eval_dataset is None:
-            return {}
-        if self.step != trainer.state.global_step or trainer.args.load_best_model_at_end:
-            trainer.evaluate()
-        return self.metrics
+    if trainer.eval_dataset is not None and (is_best or not logged()):
+        trainer.evaluate()
+    return {} if trainer.eval_dataset is None else logged()
 
 
 class StepLines(TrainerCallback):
