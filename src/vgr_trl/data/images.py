@@ -495,7 +495,7 @@ def _given_boxes(row: Mapping[str, Any], name: str) -> tuple[str, list[Box]]:
         boxes = numpy.array([] if row.get(column) is None else row[column], dtype=float)
         if boxes.size and (boxes.ndim > 2 or boxes.shape[-1] != 4):
             raise ValueError
-    except (TypeError, ValueError) as error:
+    except (IndexError, TypeError, ValueError) as error:
         raise DataError(f"{name} has {row[column]!r} in its column {column}: give four numbers.") from error
     return column, [(one, two, three, four) for one, two, three, four in boxes.reshape(-1, 4).tolist()]
 
