@@ -18,7 +18,6 @@ from vgr_trl.reporting.markdown import duration, step_line
 from vgr_trl.reporting.records import read_run
 from vgr_trl.utils import ConfigError
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "train_grpo_vlm.py"
 HUB = Path("lujunxi57") / "DDM"
 RUN = {"model": "m", "data": "d", "reward_funcs": ["accuracy"]}
 
@@ -176,16 +175,18 @@ def test_a_dry_run_shows_three_prompts_and_writes_nothing(model_folder, question
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_processes_show_what_one_run_would_take(model_folder, question_files, tmp_path, monkeypatch, capfd):
+def test_two_processes_show_what_one_run_would_take(model_folder, question_files, tmp_path, monkeypatch):
     """2 completions on each process, groups of 4: three rounds are three prompts, each of which is on both."""
-    work, left = tmp_path / "work", tmp_path / "temporary"
-    work.mkdir()
-    left.mkdir()
+    printed, work, left = (tmp_path / name for name in ("printed", "work", "temporary"))
+    for folder in (printed, work, left):
+        folder.mkdir()
     monkeypatch.chdir(work)
     monkeypatch.setenv("TMPDIR", str(left))
     flags = f"--model_name_or_path {model_folder} --data_files {question_files} {DRY} --per_device_train_batch_size 2"
-    launch(SCRIPT, *flags.split(), processes=2)
-    check_dry_run(capfd.readouterr().out)  # the second process prints nothing
+    launch(Path(__file__).with_name("dry_run_worker.py"), printed, *flags.split(), processes=2)
+    first, second = ((printed / f"printed_{rank}.txt").read_text() for rank in (0, 1))
+    check_dry_run(first)
+    assert "prompt" not in second
     assert list(work.iterdir()) == []
     assert [path.name for path in left.iterdir() if path.name.startswith("vgr_trl")] == []
 
