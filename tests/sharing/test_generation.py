@@ -8,7 +8,7 @@ import torch
 from support.models.families import EOS, build, make_batch
 from transformers import DynamicCache
 
-from vgr_trl.sharing import generation, share_prompts
+from vgr_trl.sharing import share_prompts, sharing
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +79,9 @@ def logits(model, batch):
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "qwen3_5"])
 def test_tokens_and_logits_are_the_same_bit_for_bit(name, monkeypatch):
     model, batch = build(name), make_batch(name)
-    monkeypatch.setattr(generation, "ROOM", 5)  # outgrown twice
+    monkeypatch.setattr(sharing, "ROOM", 5)  # outgrown twice
     tokens, found = logits(model, batch)
-    monkeypatch.setattr(generation, "grow_in_place", copied)
+    monkeypatch.setattr(sharing, "grow_in_place", copied)
     expected_tokens, expected = logits(model, batch)
     assert torch.equal(tokens, expected_tokens)
     assert torch.equal(found, expected)
@@ -93,13 +93,13 @@ def test_tokens_are_added_where_there_is_room():
     cache = DynamicCache()
     cache.update(keys, values, 0)
     index = torch.tensor([1, 0, 1])
-    generation.grow_in_place(cache, index)
+    sharing.grow_in_place(cache, index)
     place, expected = cache.layers[0].keys.data_ptr(), (keys[index], values[index])
-    for tokens in (1, generation.ROOM - 1, 2):
+    for tokens in (1, sharing.ROOM - 1, 2):
         new = torch.randn(2, 3, 2, tokens, 4)
         found = cache.update(*new, 0)
         expected = [torch.cat([before, after], dim=-2) for before, after in zip(expected, new, strict=True)]
         assert all(map(torch.equal, found, expected))
-        is_full = cache.get_seq_length() > 3 + generation.ROOM
+        is_full = cache.get_seq_length() > 3 + sharing.ROOM
         assert (cache.layers[0].keys.data_ptr() == place) != is_full
     assert is_full

@@ -93,7 +93,7 @@ class MarkdownLogs:
     def _append(self, title: str, section: str) -> None:
         if (path := self.paths[title]) is None:
             return
-        file, data = Path(path), section.encode("utf-8", "replace")
+        file, data = Path(path), printable(section).encode("utf-8", "replace")
         size, most = file.stat().st_size if file.exists() else 0, self.options.rollout_log_max_megabytes * 1e6
         if size < most:
             append_atomic(file, data + FULL if size + len(data) >= most else data, head=f"# {title}\n\n".encode())
@@ -101,7 +101,6 @@ class MarkdownLogs:
 
 def fenced(text: str, language: str = "text") -> str:
     """Return a fenced block of code with `text` in it, whose fence is longer than any in the text."""
-    text = printable(text)
     fence = "`" * (1 + max((len(run) for run in re.findall("`{3,}", text)), default=2))
     return f"{fence}{language}\n{text}\n{fence}\n"
 
@@ -119,7 +118,7 @@ def fenced_json(value: Any) -> str:
 
 def inline(text: str) -> str:
     """Return `text` for a heading or the cell of a table: on one line, with all punctuation escaped."""
-    return _PUNCTUATION.sub(r"\\\1", " ".join(printable(text).split()))
+    return _PUNCTUATION.sub(r"\\\1", " ".join(text.split()))
 
 
 def preview(text: str, length: int | None) -> str:
