@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 from datasets import load_dataset
-from support.made_sets import jsonl, parquet, picture, rows_in, skipped_in
+from support.made_sets import parquet, picture, rows_in, skipped_in
 
 from vgr_trl.cli.__main__ import main
 from vgr_trl.data.load import load_split
@@ -72,33 +72,6 @@ def test_a_split_gets_a_name_that_is_found_again(tmp_path, capsys):
     assert ids(tmp_path / "mine", "test") == ["q0", "q1", "q2"]
 
 
-def test_own_files_with_own_columns(tmp_path):
-    folder = tmp_path / "pictures"
-    folder.mkdir()
-    (folder / "a.png").write_bytes(picture()["bytes"])
-    (folder / "film.mp4").write_bytes(b"film")
-    rows = [
-        {"frage": "Which?", "antwort": "blue", "bild": "a.png", "film": None},
-        {"frage": "And then?", "antwort": "red", "bild": None, "film": "film.mp4"},
-    ]
-    flags = ["--prompt_key", "frage", "--answer_key", "antwort", "--image_key", "bild", "--video_key", "film"]
-    flags += ["--image_dir", folder, "--data_files", jsonl(tmp_path / "mine.jsonl", rows)]
-    assert convert(tmp_path, *flags, source="jsonl") == 0
-    found = rows_in(tmp_path / "out")
-    assert [(row["problem"], row["solution"], len(row["images"]), row["videos"]) for row in found] == [
-        ("Which?", "blue", 1, []),
-        ("And then?", "red", 0, [str(folder / "film.mp4")]),
-    ]
-
-
-def test_a_video_that_no_column_announces_is_left_out(tmp_path):
-    (tmp_path / "film.mp4").write_bytes(b"film")
-    rows = [{"prompt": "q", "answer": "a"}, {"prompt": "q", "answer": "a", "video": "film.mp4"}]
-    assert convert(tmp_path, "--data_files", jsonl(tmp_path / "mine.jsonl", rows), source="jsonl") == 0
-    assert len(rows_in(tmp_path / "out")) == 1
-    assert skipped_in(tmp_path / "out")[0]["reason"].startswith("it has a video, but the set's first row")
-
-
 def test_a_copy_of_a_hub_set_is_read_in_its_usual_configuration(tmp_path):
     """MMMU-Pro asks the same questions in three configurations, which are not to be mixed."""
     for config, count in (("standard (4 options)", 4), ("standard (10 options)", 10)):
@@ -161,10 +134,3 @@ def test_what_cannot_be_done_is_one_sentence(tmp_path, monkeypatch, capsys, flag
     assert words in printed
     assert "Traceback" not in printed
     assert printed.count("\n") == 1
-
-
-@pytest.mark.parametrize(("flags", "status"), [(["--help"], 0), ([], 2), (["nothing"], 2)])
-def test_usage(capsys, flags, status):
-    with pytest.raises(SystemExit, match=str(status)):
-        run(*flags)
-    assert "{convert,merge,inspect}" in "".join(capsys.readouterr())

@@ -14,11 +14,9 @@ from vgr_trl.data.convert import (
     convert,
     count_row,
     encode_candidates,
-    kind_of,
     plot,
     report,
     statistics_in,
-    tables,
 )
 from vgr_trl.data.load import load_split
 from vgr_trl.data.rows import prepare_rows
@@ -73,21 +71,6 @@ def test_row_groups_and_files_are_bounded(tmp_path):
     stored = [pyarrow.parquet.read_metadata(tmp_path / f"train-0000{number}.parquet") for number in (0, 1)]
     groups = [[data.row_group(i).num_rows for i in range(data.num_row_groups)] for data in stored]
     assert groups == [[100, 100, 20], [30]]
-
-
-def test_rows_that_have_no_place_in_the_columns_are_left_out(tmp_path):
-    film = question(images=[picture()], videos=["film.mp4"])
-    written(given(question(), question(images=[picture(), picture()]), film), tmp_path)
-    assert [row["reason"] for row in skipped_in(tmp_path)] == [
-        "it has 2 images, where one is expected",
-        "it has a video, but the set's first row has no column of videos",
-    ]
-
-
-def test_it_stops_at_the_limit(tmp_path):
-    written(given("bad", *map(question, range(9))), tmp_path, limit=5, rows_per_file=2)
-    assert [row["id"] for row in rows_in(tmp_path)] == ["q0", "q1", "q2", "q3", "q4"]
-    assert len(list(tmp_path.glob("train-*"))) == 3
 
 
 def test_nothing_left_is_an_error_and_may_be_corrected_in_the_same_folder(tmp_path):
@@ -213,36 +196,11 @@ def test_the_report_by_hand_and_its_plot(tmp_path):
         assert f"<!-- train: {title} -->" in drawing
 
 
-def test_the_commonest_answers_are_listed(monkeypatch):
-    counts = counted_answers(f"answer  {number}" + "!" * 200 for number in [*range(40), 7, 7])
-    (first, *others) = tables(counts)["answers"].items()
-    assert first == ("answer 7" + "!" * 72, 3)
-    assert [count for _, count in others] == [1] * 11
-    assert "          3    7.1%  answer 7" in report(counts)  # of 42
-    monkeypatch.setattr("vgr_trl.data.convert.MOST_ANSWERS", 2)  # for which memory has room
-    assert counted_answers("abcabc")["answers"] == {"a": 2, "b": 2, "others": 2}
-
-
 def counted_answers(answers):
     counts = defaultdict(Counter)
     for answer in answers:
         count_row(counts, "set", None, 1, answer)
     return counts
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "kind"),
-    [
-        ("image has 5000x900 pixels, not 10", "image has 1x2 pixels, not 3", "image has … pixels, not …"),
-        ("solution is 'red', which", "solution is 'a, b', which", "solution is …, which"),
-        ("the line is not JSON (line 1)", "the line is not JSON (Expecting value)", "the line is not JSON …"),
-        ("image file /a/x y.png does not exist", "image file b does not exist", "image file … does not exist"),
-        ("is 3, which is one option's text", "is 10, which is one option's text", "is …, which is one option's text"),
-    ],
-)
-def test_reasons_of_a_kind_are_counted_together(one, other, kind):
-    assert kind_of(one) == kind_of(other) == kind
-    assert kind_of("the line is not UTF-8") == "the line is not UTF-8"
 
 
 def test_names_of_the_data_neither_break_lines_nor_steer_a_terminal():

@@ -1,9 +1,7 @@
 """Images as they are stored and read: modes, sizes, files that are hostile or none, rows that are read once."""
 
 import io
-import math
 import os
-import re
 import struct
 import tracemalloc
 import zlib
@@ -13,15 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 from support.made_sets import encoded
 
 from vgr_trl.data.convert import encode_image
-from vgr_trl.data.images import ImageLimits, ReadOnce, open_image, read_image, reads_alike, to_rgb
+from vgr_trl.data.images import ImageLimits, open_image, read_image, reads_alike, to_rgb
 from vgr_trl.data.rows import prepare_rows
-from vgr_trl.utils import ConfigError, DataError
+from vgr_trl.utils import DataError
 
 HERE, LIMITS = Path(), ImageLimits()
 
@@ -146,30 +142,6 @@ WHOLE = {
 }
 
 
-@settings(max_examples=100, deadline=None)
-@given(kind=st.sampled_from(sorted(WHOLE)), places=st.lists(st.tuples(st.integers(0, 10**6), st.binary(min_size=1))))
-def test_damaged_files_give_an_image_or_a_reason(kind, places):
-    data = bytearray(WHOLE[kind])
-    for place, patch in places:
-        start = place % len(data)
-        data[start : start + len(patch)] = patch
-    try:
-        found = stored({"bytes": bytes(data)})
-    except DataError as error:
-        assert str(error).startswith("image ")  # noqa: PT017
-    else:
-        found.load()
-        assert found.mode == "RGB"
-
-
-def test_files_are_read_by_any_name_of_them(tmp_path):
-    path = tmp_path / "image"
-    for data in WHOLE.values():
-        path.write_bytes(data)
-        for value in (path, str(path), {"bytes": data, "path": None}, {"bytes": None, "path": str(path)}):
-            assert open_image(value).size == (24, 17)
-
-
 def test_truncated_files_are_refused():
     for share in (0.3, 0.6, 0.9):
         for whole in WHOLE.values():
@@ -194,42 +166,6 @@ def test_truncated_files_are_refused():
 def test_sizes_by_hand(limits, size, expected):
     assert ImageLimits(**limits).size_of(*size) == expected
     assert ImageLimits(**limits).size_of(*size[::-1]) == expected[::-1]
-
-
-@given(
-    width=st.integers(1, 5000),
-    height=st.integers(1, 5000),
-    most=st.integers(10**4, 10**6) | st.none(),
-    short=st.integers(100, 2000) | st.none(),
-    share=st.floats(0.01, 1) | st.none(),
-)
-def test_no_limit_is_exceeded_and_the_ratio_is_kept(width, height, most, short, share):
-    bounds = [bound for bound in (most, short and short**2) if bound]
-    least = None if share is None else max(1, int(share * min(bounds, default=10**5)))
-    new_width, new_height = ImageLimits(min_pixels=least, max_pixels=most, max_short_side=short).size_of(width, height)
-    if min(new_width, new_height) == 1:  # a side of less than one pixel cannot be kept in proportion
-        return
-    assert new_width * new_height <= (most or math.inf)
-    assert min(new_width, new_height) <= (short or math.inf)
-    scale = math.sqrt(new_width * new_height / (width * height))  # the exact size is within a pixel on both sides
-    assert abs(width * scale - new_width) <= 1 + new_width / new_height
-    assert abs(height * scale - new_height) <= 1 + new_height / new_width
-    if short is None or min(width, height) < short:
-        slack = new_width + new_height + 1  # a pixel per side: both bounds cannot be met at once
-        assert new_width * new_height + slack >= min(least or 0, most or math.inf)
-
-
-@pytest.mark.parametrize(
-    ("limits", "words"),
-    [
-        ({"max_pixels": 0}, "max_pixels is 0: give an integer of at least 1"),
-        ({"min_pixels": 101, "max_pixels": 100}, "min_pixels is 101, but max_pixels and max_short_side allow 100"),
-        ({"min_pixels": 101, "max_short_side": 10}, "min_pixels is 101, but max_pixels and max_short_side allow 100"),
-    ],
-)
-def test_limits_that_contradict_are_refused(limits, words):
-    with pytest.raises(ConfigError, match=re.escape(words)):
-        ImageLimits(**limits)
 
 
 SIDE = 30_000
@@ -329,19 +265,6 @@ def test_a_prompt_is_decoded_once_for_its_completions_and_micro_batches(vision_t
     decoded.clear()
     trainer.train()
     assert len(decoded) == 3 * 4, "a batch is read ahead of the two steps"
-
-
-def test_copies_are_rows_of_their_own_with_the_same_images(decoded, png):
-    made = Dataset.from_dict({"problem": ["q"] * 3, "solution": ["x"] * 3, "image": [str(png)] * 3, "n": [0, 1, 2]})
-    read = ReadOnce(prepare_rows(made)[0])
-    decoded.clear()
-    first, copy, other = read.__getitems__([1, 1, 2])
-    first["n"] = 7
-    assert (copy["n"], other["n"], read[1]["n"], len(read)) == (1, 2, 1, 3)
-    assert first["image"] is copy["image"] is read[1]["image"]
-    assert len(decoded) == 2
-    read.__getitems__([2, 0])  # 2 was in the batch before the last one: only the last is kept
-    assert len(decoded) == 4
 
 
 def test_rows_of_a_transform_that_may_draw_lots_are_read_each_time(png):

@@ -7,13 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from datasets import Dataset
 from PIL import Image
 from trl import GRPOTrainer
 
 from vgr_trl.cli.__main__ import main as command_line
 from vgr_trl.cli.data import main as data
-from vgr_trl.data.inspect import Budget, costs, histogram, inspect_rows, prompt_tokens
+from vgr_trl.data.inspect import Budget, costs, inspect_rows, prompt_tokens
 from vgr_trl.data.load import load_path
 from vgr_trl.data.prompts import SYSTEM_PROMPTS, build_prompt
 from vgr_trl.data.rows import RowOptions
@@ -60,16 +59,6 @@ def test_bad_rows_are_counted_by_reason_and_the_others_by_what_they_are(folder, 
     assert answers == {0: "B. y", 1: "B. y", 5: "forty-two", 7: "B. y"}
 
 
-def test_every_row_is_drawn_with_the_same_chance():
-    rows = Dataset.from_dict({"problem": [str(number) for number in range(8)], "solution": ["x"] * 8})
-    samples = [inspect_rows(rows, RowOptions(), samples=2, seed=seed).sample for seed in range(200)]
-    assert all(len(sample) == 2 for sample in samples)
-    drawn = Counter(one["row"] for sample in samples for one in sample)
-    # 200 draws of 2 of 8: 50 of each, with a standard deviation of sqrt(200 * 1/4 * 3/4) = 6.1
-    assert all(25 < drawn[row] < 75 for row in range(8))
-    assert inspect_rows(rows, RowOptions(), samples=2, seed=3).sample == samples[3]
-
-
 def test_lengths_count_the_tokens_of_images():
     processor = build_processor([])
     messages = [{"role": "user", "content": "ab"}]
@@ -102,17 +91,6 @@ def test_costs_by_hand():
     assert numbers == [1, round(2 * (400 / 3 + 200)), round(2 * (4 * 400 / 3 + 200))]
     assert "leaves 4 rows out" in costs(lengths, Budget(50))[0]
     assert "max_prompt_length=400 leaves 0 rows out" in costs(lengths, Budget())[0]
-
-
-@pytest.mark.parametrize(
-    ("lengths", "first", "width", "count"),
-    [((7,), 7, 1, 1), ((1, 12), 1, 1, 12), ((1, 13), 0, 2, 7), ((480, 520, 1020), 450, 50, 12)],
-)
-def test_histograms_have_round_bins(lengths, first, width, count):
-    bins = histogram(dict.fromkeys(lengths, 3))
-    starts = [first + width * number for number in range(count)]
-    assert list(bins) == [f"{start} to {start + width - 1}" for start in starts]
-    assert list(bins.values()) == [3 * sum(start <= length < start + width for length in lengths) for start in starts]
 
 
 class Tags(HTMLParser):

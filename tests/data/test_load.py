@@ -15,15 +15,6 @@ PROBLEMS = ["1 + 1?", "1 + 2?"]
 ROWS = Dataset.from_dict({"problem": PROBLEMS, "solution": ["2", "3"]})
 
 
-@pytest.mark.parametrize(("suffix", "write"), [("parquet", "to_parquet"), ("jsonl", "to_json"), ("csv", "to_csv")])
-def test_files_become_splits(tmp_path, suffix, write):
-    getattr(ROWS, write)(tmp_path / f"a.{suffix}")
-    files = f"{tmp_path}/a.{suffix},test={tmp_path}/a.{suffix}"
-    for split in ("train", "test"):
-        assert load_split(split, data_files=files)["problem"] == PROBLEMS
-    assert [row["problem"] for row in load_split("train", data_files=files, streaming=True)] == PROBLEMS
-
-
 def test_folders_of_files_and_saved_data_sets(tmp_path):
     for split in ("train", "test"):
         ROWS.to_parquet(tmp_path / "files" / f"{split}.parquet")
@@ -122,11 +113,3 @@ def test_missing_and_unreadable_sources_are_named(tmp_path, source, message):
     for streaming in (False, True):
         with pytest.raises((ConfigError, DataError), match=re.escape(message)), readable("torn.parquet", "data_files"):
             list(load_split("train", **given, streaming=streaming))
-
-
-def test_errors_of_values_are_the_datas_only_where_nothing_but_reading_happens():
-    words = r"a.jsonl cannot be read \(odd\): check data_files, and that it is complete"
-    with pytest.raises(DataError, match=words), readable("a.jsonl", "data_files", only_reads=True):
-        raise ValueError("odd")
-    with pytest.raises(ValueError, match="^odd$"), readable("a.jsonl", "data_files"):
-        raise ValueError("odd")

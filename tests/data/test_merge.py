@@ -3,8 +3,6 @@ from dataclasses import replace
 
 import pytest
 from datasets import load_dataset
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 from support.made_sets import encoded, jsonl, picture, rows_in, skipped_in, written
 
@@ -84,11 +82,6 @@ def test_the_same_image_in_another_format_is_the_same(tmp_path):
         {"file": file_a, "row": 1, "reason": other},
         {"file": file_b, "row": 1, "reason": other},
     ]
-
-
-def test_weights_leave_rows_out_and_say_how_many(tmp_path):
-    assert merged(tmp_path, two_sets(tmp_path), weights=(1, 2), test_share=0) == 25
-    assert Counter(row["source"] for row in rows_in(tmp_path / "out")) == {"a": 5, "b": 10}
 
 
 def test_a_merge_that_is_killed_is_made_again_and_a_finished_one_is_not(tmp_path, monkeypatch):
@@ -173,11 +166,6 @@ def places(rows):
     return [(found.source, found.position) for found in rows]
 
 
-def test_the_first_of_equal_rows_stays():
-    kept, reasons = without_duplicates([row(0), row(1, "b"), row(2), row(3, problem="q"), row(4, source=1)])
-    assert (places(kept), places(reasons)) == ([(0, 0), (0, 1), (0, 3)], [(0, 2), (1, 4)])
-
-
 @pytest.mark.parametrize(
     ("one", "other", "contradict"),
     [
@@ -203,31 +191,6 @@ def test_weights_by_hand():
         assert kept == [found for found in rows if found in kept]  # order stays
     with pytest.raises(DataError, match="Source 3 has no row that can be used"):
         weighted(rows, (1, 1, 1), seed=0)
-
-
-def test_what_weights_leave_depends_on_the_seed_and_the_content_alone():
-    rows = [row(n, [f"a{n}"]) for n in range(30)] + [row(n, [f"b{n}"], source=1) for n in range(5)]
-    moved = [row(29 - found.position, found.images, source=found.source) for found in rows]
-    kept, again, other = (
-        {found.images for found in weighted(given, (1, 1), seed)} for given, seed in ((rows, 0), (moved, 0), (rows, 1))
-    )
-    assert kept == again != other
-
-
-ROWS = st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=3), min_size=2, max_size=40)
-
-
-@given(images=ROWS, share=st.floats(0.01, 0.99), seed=st.integers(0, 5))
-def test_no_image_is_on_both_sides(images, share, seed):
-    rows = [row(number, [str(image) for image in shown]) for number, shown in enumerate(images)]
-    try:
-        train, test = split(rows, share, seed)
-    except DataError:
-        assert len(sharing_images(rows)) == 1  # only where everything hangs together
-        return
-    assert len(train) * len(test) > 0
-    assert sorted(places(train + test)) == places(rows)
-    assert all(set(one.images).isdisjoint(other.images) for one in train for other in test)
 
 
 def test_the_share_is_met_exactly_where_no_image_is_shared():

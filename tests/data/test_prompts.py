@@ -11,7 +11,6 @@ from vgr_trl.data.prompts import (
     build_prompt,
     placed,
     require_placeholders,
-    without_video_placeholders,
 )
 from vgr_trl.data.rows import RowOptions, understand
 from vgr_trl.utils import ConfigError, DataError
@@ -149,11 +148,3 @@ def test_as_many_placeholders_as_images_or_none(prompt, images, found):
             continue
         with pytest.raises(DataError, match=f"its prompt has {found} <image> placeholders, but there are {images} im"):
             require_placeholders(given, images)
-
-
-def test_placeholders_of_videos():
-    with pytest.raises(DataError, match="beside a video"):
-        require_placeholders("<image>", 1, has_videos=True)
-    assert without_video_placeholders(asked("<video>\nWhat happens?")) == asked("What happens?")
-    with pytest.raises(DataError, match="part of type video"):
-        without_video_placeholders(asked([{"type": "video"}, text("What?")]))

@@ -6,12 +6,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image, ImageColor
-from support.made_sets import jsonl, parquet, picture, questions, reasons, rows_in, skipped_in
+from support.made_sets import jsonl, parquet, picture, questions, reasons
 
-from vgr_trl.cli.__main__ import main
 from vgr_trl.data.columns import VISION_ONLY_PROBLEM, Keys, Origin, Question, renumber_placeholders
 from vgr_trl.data.public_sets import CONVERTERS, jsonl_read, read_ids, shuffled_choices, stays_in_order
 from vgr_trl.data.read import Source
@@ -19,7 +16,6 @@ from vgr_trl.utils import DataError
 
 COLOURS = ["red", "green", "blue", "white", "black", "gray", "pink"]
 PICTURES = [picture(ImageColor.getrgb(colour)) for colour in COLOURS]
-LETTERS = "ABCDEFGHIJ"
 NUMBERED = {f"image_{number}": None for number in range(1, 8)}
 
 AOKVQA = {"image": picture(), "question_id": "22jb", "question": "What is in the mouth?", "correct_choice_idx": 3}
@@ -61,13 +57,6 @@ NAVY = ["Isolationism", "America's navy", "a third party", "the union"]
 def test_rows_as_they_are_published(tmp_path, name, row, expected):
     (found,) = questions(read(name, tmp_path, row))
     assert fields(found) == expected
-
-
-def test_choices_in_other_forms(tmp_path):
-    """An index is an index, though an option's text is 1."""
-    for choices, texts in (("['two', 3, '4', 5.5]", ["two", "3", "4", "5.5"]), ([2, 1, 0, 3], ["2", "1", "0", "3"])):
-        (found,) = questions(read("aokvqa", tmp_path, {**AOKVQA, "choices": choices, "correct_choice_idx": 1}))
-        assert (found.choices, found.solution) == (texts, "B")
 
 
 @pytest.mark.parametrize(
@@ -181,16 +170,6 @@ def test_what_cannot_be_joined_is_listed(tmp_path):
     ]
 
 
-def test_the_tables_as_named_files(tmp_path):
-    corpus = parquet(tmp_path / "c.parquet", [{"corpus-id": 1, "image": FIGURES[NAMES[0]]}])
-    queries = jsonl(tmp_path / "q.jsonl", ["not json", {**query(0), "query-id": "q0"}, {"query": "who?"}])
-    qrels = jsonl(tmp_path / "r.jsonl", [{"query-id": "q0", "corpus-id": "1"}, {"query-id": "q0"}, [1]])
-    source = Source(data_files=[f"corpus={corpus}", f"queries={queries}", f"qrels={qrels}"])
-    candidates = list(CONVERTERS["arxivqa"].read(source))
-    assert [question.id for question in questions(candidates)] == ["q0"]
-    assert [row for row, _ in reasons(candidates)] == [0, 2, 1, 2]
-
-
 def own(folder, *rows, **options):
     return list(jsonl_read(Source(data_files=[str(jsonl(folder / "mine.jsonl", list(rows)))]), **options))
 
@@ -207,35 +186,12 @@ def test_own_files_with_known_columns_and_with_others(tmp_path):
     assert questions(own(tmp_path, talk))[0].problem == "What?"
 
 
-def test_own_rows_that_cannot_be_converted(tmp_path):
-    """Those that `train` and `inspect` refuse as well are in test_readers_agree.py."""
-    ((_, found),) = reasons(own(tmp_path, {"prompt": [{"role": "system", "content": "x"}], "answer": "a"}))
-    assert found.startswith("its prompt is a conversation: a converted row has a text")
-
-
 def test_videos_are_paths_that_exist(tmp_path):
     (tmp_path / "a.mp4").write_bytes(b"film")
     rows = [{"prompt": "q", "answer": "a", "videos": name} for name in ("a.mp4", ["a.mp4"], "b.mp4", 5, "x" * 999)]
     found = own(tmp_path, *rows)
     assert [(item.images, item.videos) for item in questions(found)] == [([], [str(tmp_path / "a.mp4")])] * 2
     assert [(row, reason[:11]) for row, reason in reasons(found)] == [(row, "video file ") for row in (2, 3, 4)]
-
-
-DATA = Path(__file__).parents[3] / "shared" / "data"
-
-
-@pytest.mark.skipif(not DATA.exists(), reason="needs the two published sets beside the project")
-def test_merged_questions_of_one_image_of_published_sets_stay_on_one_side(tmp_path):
-    for name, split in (("easy_vqa", "test"), ("nlvr", "dev")):
-        where = ["--dataset_path", str(DATA / name), "--split", split, "--output_dir", str(tmp_path / name)]
-        assert main(["data", "convert", name, *where, "--workers", "0", "--subset_size", "100"]) == 0
-    sets = [str(tmp_path / name) for name in ("easy_vqa:test", "nlvr:validation")]
-    assert main(["data", "merge", *sets, "--output_dir", str(tmp_path / "out"), "--workers", "0"]) == 0
-    sides = [rows_in(tmp_path / "out", split) for split in ("train", "test")]
-    train, test = ({row["image"]["bytes"] for row in rows} for rows in sides)
-    assert not train & test
-    left = 200 - len(skipped_in(tmp_path / "out"))
-    assert list(map(len, sides)) == pytest.approx([left * 0.9, left * 0.1], abs=1)
 
 
 def test_ids_per_line_or_as_json(tmp_path):
@@ -260,14 +216,6 @@ def test_right_letters_come_equally_often():
     places = Counter(item.choices.index("blue") for item in found[:100])
     assert all(10 <= places[place] <= 45 for place in range(4))  # wrong options move too
     assert shuffled(many) == found != shuffled(many, seed=1)
-
-
-@given(count=st.integers(2, 10), right=st.integers(0, 9), seed=st.integers(0, 3))
-def test_the_right_option_stays_right_and_none_is_lost(count, right, seed):
-    choices = [f"option-{number}" for number in range(count)]
-    (after,) = shuffled([asked(choices, LETTERS[right % count])], seed)
-    assert after.choices[LETTERS.index(after.solution)] == choices[right % count]
-    assert sorted(after.choices) == sorted(choices)
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,20 @@
 """Files, folders and the hub as `Source` reads them; damaged files give a sentence or a reason, never another row."""
 
 import io
-import json
 import re
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 from datasets import Dataset, DatasetDict
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from PIL import Image
-from support.made_sets import jsonl, parquet, picture, questions, written
+from support.made_sets import jsonl, parquet, picture, written
 
 from vgr_trl.data.columns import Origin, Question
 from vgr_trl.data.public_sets import CONVERTERS
 from vgr_trl.data.read import Source, count_rows, read_files, splits_in
-from vgr_trl.utils import ConfigError, DataError
+from vgr_trl.utils import DataError
 
-WHATEVER = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 ROWS = [{"prompt": f"q{number}", "answer": "a", "image": picture((number, 0, 0))} for number in range(40)]
 
 
@@ -46,72 +42,8 @@ def test_files_that_cannot_be_read_are_named(tmp_path, name, data, words):
         list(read_files([tmp_path / name]))
 
 
-def convert_bytes(folder, name: str, data: bytes):
-    """Convert a file of the user's own, and return the rows and reasons, or the error's sentence."""
-    (folder / name).write_bytes(data)
-    try:
-        return list(CONVERTERS["jsonl"].read(Source(data_files=[str(folder / name)])))
-    except DataError as error:
-        sentence = str(error)
-        assert sentence.startswith("The file ")
-        assert sentence.endswith(".")
-        assert "\n" not in sentence
-        return sentence
-
-
 SINK = io.BytesIO()
 pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), SINK, row_group_size=10)
-PARQUET = SINK.getvalue()
-JSONL = "".join(json.dumps({"prompt": f"q{n}", "answer": "a", "image": "a.png"}) + "\n" for n in range(20)).encode()
-
-
-@WHATEVER
-@given(length=st.integers(1, len(PARQUET) - 1), place=st.integers(0, len(PARQUET) - 1), patch=st.binary(min_size=1))
-def test_truncated_or_damaged_parquet_gives_no_row_of_another_type(tmp_path, length, place, patch):
-    assert "check that it is complete" in convert_bytes(tmp_path, "a.parquet", PARQUET[:length])
-    found = convert_bytes(tmp_path, "a.parquet", PARQUET[:place] + patch + PARQUET[place + len(patch) :])
-    for question in questions(found) if isinstance(found, list) else []:
-        assert question.problem.strip()
-        assert isinstance(question.solution, str)
-
-
-@WHATEVER
-@given(length=st.integers(1, len(JSONL) - 1))
-def test_truncated_jsonl_loses_the_cut_row_alone(tmp_path, length):
-    found = convert_bytes(tmp_path, "a.jsonl", JSONL[:length])
-    whole = len([line for line in JSONL[:length].split(b"\n") if line.endswith(b"}")])
-    assert [question.problem for question in questions(found)] == [f"q{number}" for number in range(whole)]
-    assert len(found) in (whole, whole + 1)
-
-
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from("AB1")
-VALUES = st.recursive(
-    SCALARS,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
-    max_leaves=6,
-)
-COLUMNS = {
-    "aokvqa": ("image", "question_id", "question", "choices", "correct_choice_idx"),
-    "mmmu_pro": ("id", "question", "options", "answer", "image_1", "image_2", "image"),
-    "jsonl": ("id", "prompt", "answer", "images", "videos", "choices", "source"),
-}
-
-
-@WHATEVER
-@given(data=st.data(), name=st.sampled_from(sorted(COLUMNS)))
-def test_values_of_any_type_give_a_reason_or_a_whole_row(tmp_path, data, name):
-    rows = data.draw(st.lists(st.fixed_dictionaries({}, optional=dict.fromkeys(COLUMNS[name], VALUES)), max_size=5))
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows) or "\n")
-    candidates = list(CONVERTERS[name].read(Source(data_files=[str(path)])))
-    assert {origin.row for origin, _ in candidates} == set(range(len(rows)))
-    for question in questions(candidates):
-        assert question.problem.strip()
-        assert question.solution.strip()
-        assert question.images or question.videos
-        if question.choices is not None:
-            assert 2 <= len(question.choices) <= 10
-            assert question.solution in "ABCDEFGHIJ"[: len(question.choices)]
 
 
 def test_a_byte_that_changed_in_a_written_set_is_found(tmp_path):
@@ -204,10 +136,3 @@ def test_a_hub_name_is_streamed_with_its_configuration(monkeypatch):
     source = Source(dataset_name="someone/set", config="standard", split="test")
     assert (files_of(source), source.count()) == ([1, 2], None)
     assert asked == [("someone/set", {"name": "standard", "split": "test", "streaming": True})]
-
-
-def test_one_source_is_named():
-    with pytest.raises(ConfigError, match="one of dataset_name, dataset_path, data_files, but none was given"):
-        Source()
-    with pytest.raises(ConfigError, match="but dataset_name and dataset_path was given"):
-        Source(dataset_name="a", dataset_path="b")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset, Features, IterableDataset, Value
+from datasets import Dataset, Features, Value
 from datasets import Image as ImageFeature
 from PIL import Image
 from support.made_sets import jsonl, parquet, picture
@@ -17,7 +17,7 @@ from vgr_trl.data.images import images_of
 from vgr_trl.data.prompts import SYSTEM_PROMPT, special_tokens
 from vgr_trl.data.rows import RowOptions, prepare_rows, report_skipped, understand
 from vgr_trl.demo.tiny_model import build_processor
-from vgr_trl.utils import ConfigError, DataError
+from vgr_trl.utils import DataError
 
 RED, BLUE = (200, 30, 40), (10, 20, 250)
 BOTH = pytest.mark.parametrize("streaming", [False, True])
@@ -81,22 +81,6 @@ def test_usable_rows_get_a_prompt_and_others_are_listed(tmp_path, streaming):
     assert [(row["row"], row["reason"]) for row in listed] == [(row.row, row.reason) for row in skipped]
 
 
-@pytest.mark.parametrize(
-    ("columns", "words"),
-    [
-        ({"problem": [], "solution": []}, "The test (data set|stream) has no rows"),
-        ({"problem": ["a"]}, "the accuracy reward needs `solution`"),
-        ({"problem": ["q", "r"], "solution": [None, "x"], "image": [3, 3]}, "None of the 2 rows of the test "),
-    ],
-)
-def test_data_without_columns_rows_or_usable_rows_are_an_error(columns, words):
-    made = Dataset.from_dict(columns)
-    empty = IterableDataset.from_generator(lambda: iter(()))
-    for data in (made, made.to_iterable_dataset() if len(made) else empty):
-        with pytest.raises(DataError, match=words):
-            prepare_rows(data, split="test")
-
-
 def test_images_as_other_writers_store_them(pictures, monkeypatch):
     monkeypatch.chdir(pictures.parent)
     stored = {"bytes": Value("binary"), "path": Value("string")}
@@ -115,13 +99,6 @@ def test_images_as_other_writers_store_them(pictures, monkeypatch):
             assert images_of(row)[0].getpixel((0, 0)) == RED
 
 
-def test_prompts_that_only_some_rows_have():
-    own = [{"role": "user", "content": "hello"}]
-    made = Dataset.from_dict({"prompt": [own, None], "problem": ["q", "r"], "solution": ["x", "y"]})
-    rows, _ = prepare_rows(made, system_prompt=None)
-    assert rows["prompt"] == [own, [{"role": "user", "content": "r"}]]
-
-
 def test_a_special_token_of_the_tokenizer_in_a_text_is_a_reason():
     special = special_tokens(build_processor([]))
     parts = [{"type": "text", "text": "a<|vision_start|>"}]
@@ -136,21 +113,6 @@ def test_a_special_token_of_the_tokenizer_in_a_text_is_a_reason():
         understand({**row, "solution": "x"}, RowOptions())
     row = {"problem": "<think> is a word, and <image> a place", "solution": "x", "image": picture()}
     understand(row, RowOptions(special=special, system_prompt="<|im_end|>"))
-
-
-def test_rows_of_a_stream_are_read_as_they_are_needed():
-    read = []
-
-    def rows():
-        for number in range(100_000):
-            read.append(number)
-            yield {"problem": f"q{number}", "solution": "x"}
-
-    stream, _ = prepare_rows(IterableDataset.from_generator(rows))
-    read.clear()
-    first = [row["problem"] for row, _ in zip(stream, range(5), strict=False)]
-    assert first == ["q0", "q1", "q2", "q3", "q4"]
-    assert max(read) < 10
 
 
 def test_a_shuffled_stream_waits_with_undecoded_images(pictures):
@@ -177,18 +139,6 @@ def test_a_shuffled_stream_waits_with_undecoded_images(pictures):
     assert {(row.row, row.id) for row in heard} == {(7, "q7")}
 
 
-@BOTH
-def test_videos_need_a_model_for_several_images(tmp_path, streaming):
-    class Tokenizer:
-        def apply_chat_template(self, *messages, **options):
-            raise ValueError("text only")
-
-    path = jsonl(tmp_path / "a.jsonl", [{"problem": "q", "solution": "x", "videos": ["v.mp4"]}])
-    flags = DataArguments(data_files=str(path), dataset_streaming=streaming)
-    with pytest.raises(ConfigError, match=r"Tokenizer does not take several \(text only\)"):
-        load_rows(flags, "train", needs_solution=True, limit=None, processor=Tokenizer)
-
-
 OTHER = {"text": "Which?", "opts": ["red", "blue"], "gold": "B", "img": "red.png", "prompt": "not this", "label_idx": 0}
 FLAGS = {"problem_key": "text", "choices_key": "opts", "solution_key": "gold", "image_key": "img"}
 
@@ -212,15 +162,6 @@ def test_inspect_and_convert_take_the_same_flags(pictures, capsys):
     convert_run(convert_parser().parse_args(["jsonl", *out, *flags]))
     (row,), _ = load(dataset_path=str(pictures / "out"))
     assert (asked(row), row["solution"], corners(row)) == ("Which?\nA. red\nB. blue", "B", [RED])
-
-
-@BOTH
-def test_a_named_column_of_images_in_a_table(tmp_path, streaming):
-    rows = [{"q": "Which?", "a": "x", "image_of_it": picture(BLUE), "images": "caption"}]
-    flags = {"data_files": str(parquet(tmp_path / "rows.parquet", rows)), "problem_key": "q", "solution_key": "a"}
-    for name, colours in (("image_of_it", [BLUE]), ("none", [])):
-        (row,), _ = load(dataset_streaming=streaming, image_key=name, **flags)
-        assert corners(row) == colours
 
 
 OPTIONS = {"question": "Which?", "answer": 1, "opts": ["red", "blue"]}
@@ -349,17 +290,3 @@ def test_arxivqa_as_on_the_hub(tmp_path, monkeypatch, streaming):
         assert reason.startswith("solution is ")
         with pytest.raises(DataError, match=r"has the splits \['train'\], but not 'test'"):
             load("test", **given)
-
-
-@BOTH
-def test_mmmu_pro_as_on_the_hub(tmp_path, monkeypatch, streaming):
-    """Its configuration is that of `convert` where none is named."""
-    monkeypatch.chdir(tmp_path)
-    row = {"id": "x", "question": "Is <image 2>?", "options": "['red', 'blue']", "answer": "A", "subject": "Art"}
-    rows = [{**row, "image_1": picture(BLUE), "image_2": picture(RED)}, {**row, "image_2": picture(RED)}]
-    vision = [{**row, "image": picture(BLUE)}]
-    hub_set(tmp_path / "MMMU" / "MMMU_Pro", {"standard (10 options)": rows, "vision": vision}, "test")
-    rows, skipped = load("test", dataset_name="MMMU/MMMU_Pro", dataset_streaming=streaming)
-    assert not skipped
-    assert [asked(found).splitlines()[0] for found in rows] == ["Is <image 2>?", "Is <image 1>?"]
-    assert list(map(corners, rows)) == [[BLUE, RED], [RED]]

@@ -1,5 +1,4 @@
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -117,13 +116,6 @@ def test_a_list_of_other_files_is_not_followed(tmp_path, video):
     for name in ("list.mp4", "concat.mp4"):
         with pytest.raises(DataError, match="video cannot be decoded"):
             frames_of({"video": str(tmp_path / name)}, VideoOptions())
-
-
-def test_without_the_library_a_sentence_says_what_to_install(monkeypatch, video):
-    monkeypatch.setitem(sys.modules, "av", None)
-    rows = Dataset.from_dict({"problem": ["q"], "solution": ["x"], "video": [str(video)]})
-    with pytest.raises(ConfigError, match=re.escape("pip install 'vgr_trl[video]'")):
-        prepare_rows(rows)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
