@@ -1,7 +1,3 @@
-import re
-from collections import Counter, defaultdict
-
-import pyarrow.parquet
 import pytest
 from datasets import load_dataset
 from support.made_sets import picture, rows_in, skipped_in, written
@@ -12,11 +8,8 @@ from vgr_trl.data.convert import (
     TASKS_PER_WORKER,
     Output,
     convert,
-    count_row,
     encode_candidates,
-    plot,
     report,
-    statistics_in,
 )
 from vgr_trl.data.load import load_split
 from vgr_trl.data.rows import prepare_rows
@@ -66,20 +59,11 @@ def test_several_images_as_parquet_and_as_jsonl(tmp_path):
     assert len(list((tmp_path / "jsonl" / "images").rglob("*.png"))) == 2  # the same image is one file
 
 
-def test_row_groups_and_files_are_bounded(tmp_path):
-    assert written(given(*map(question, range(250))), tmp_path, rows_per_file=220)["sources"].total() == 250
-    stored = [pyarrow.parquet.read_metadata(tmp_path / f"train-0000{number}.parquet") for number in (0, 1)]
-    groups = [[data.row_group(i).num_rows for i in range(data.num_row_groups)] for data in stored]
-    assert groups == [[100, 100, 20], [30]]
-
-
 def test_nothing_left_is_an_error_and_may_be_corrected_in_the_same_folder(tmp_path):
     found = ["its answer is 3", "its answer is 4", "it has no image"]
     with pytest.raises(DataError, match="None of the 3 rows can be used; 2 because: its answer is …"):
         convert(given(*found), Output(tmp_path, workers=0), {"answer_key": "label"})
     assert len(skipped_in(tmp_path)) == 3
-    with pytest.raises(DataError, match="the source has no rows"):
-        written([], tmp_path)
     convert(given("its answer is 3", question(1)), Output(tmp_path, workers=0), {"answer_key": "answer"})
     assert [row["id"] for row in rows_in(tmp_path)] == ["q1"]
     assert [row["reason"] for row in skipped_in(tmp_path)] == ["its answer is 3"]
@@ -145,14 +129,6 @@ def test_a_folder_with_other_rows_is_refused(tmp_path):
         (tmp_path / name).unlink()
 
 
-def test_splits_share_a_folder(tmp_path):
-    written(given("bad", question(1)), tmp_path, split="test")
-    written(given("worse", question(2)), tmp_path, split="train")
-    assert [row["reason"] for row in skipped_in(tmp_path)] == ["bad", "worse"]
-    found = statistics_in(tmp_path)
-    assert [(split, counts["sources"]["made"]) for split, counts in found.items()] == [("train", 1), ("test", 1)]
-
-
 REPORT = """
 rows by source
           3   75.0%  $5 set
@@ -182,27 +158,10 @@ left out
           1   33.3%  it has no image"""
 
 
-def test_the_report_by_hand_and_its_plot(tmp_path):
-    pytest.importorskip("matplotlib")
+def test_the_report_by_hand(tmp_path):
     large, small = picture(size=(640, 480)), picture(size=(8, 20))
     rows = [question(number, source="$5 set", solution="AB"[number % 2], images=[large]) for number in range(3)]
     rows.append(question(3, source="other", choices=None, solution="B", images=[small] * 2))
     reasons = "image file /a/b.png does not exist", "image file /c/d.png does not exist", "it has no image"
     counts = written(given(*rows, *reasons), tmp_path / "set", columns=("images",))
     assert report(counts) == REPORT
-    plot(statistics_in(tmp_path / "set") | {"test": {}}, tmp_path / "new" / "set.svg")
-    drawing = (tmp_path / "new" / "set.svg").read_text(encoding="utf-8")
-    for title in re.findall(r"^(\w.+)", REPORT, re.MULTILINE):
-        assert f"<!-- train: {title} -->" in drawing
-
-
-def counted_answers(answers):
-    counts = defaultdict(Counter)
-    for answer in answers:
-        count_row(counts, "set", None, 1, answer)
-    return counts
-
-
-def test_names_of_the_data_neither_break_lines_nor_steer_a_terminal():
-    counts = counted_answers(["a\n b", "\x1b[31mred\x07", "x\u202ey", "汉字 é 🎉"])
-    assert list(counts["answers"]) == ["a b", r"\x1b[31mred\x07", r"x\u202ey", "汉字 é 🎉"]

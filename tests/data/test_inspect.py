@@ -10,14 +10,12 @@ import pytest
 from PIL import Image
 from trl import GRPOTrainer
 
-from vgr_trl.cli.__main__ import main as command_line
 from vgr_trl.cli.data import main as data
 from vgr_trl.data.inspect import Budget, costs, inspect_rows, prompt_tokens
 from vgr_trl.data.load import load_path
 from vgr_trl.data.prompts import SYSTEM_PROMPTS, build_prompt
 from vgr_trl.data.rows import RowOptions
 from vgr_trl.demo.tiny_model import build_processor
-from vgr_trl.utils import ConfigError
 from vgr_trl.validate import prompt_length
 
 HOSTILE = "</p><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }} \u2028\u202e\x1b[2J"
@@ -57,19 +55,6 @@ def test_bad_rows_are_counted_by_reason_and_the_others_by_what_they_are(folder, 
     assert (found.counts["images"], found.counts["sources"]) == ({"1": 4}, {"made": 4})
     answers = {one["row"]: one["answer"] for one in found.sample}
     assert answers == {0: "B. y", 1: "B. y", 5: "forty-two", 7: "B. y"}
-
-
-def test_lengths_count_the_tokens_of_images():
-    processor = build_processor([])
-    messages = [{"role": "user", "content": "ab"}]
-    text = prompt_tokens(processor, {"prompt": messages})
-    seen = prompt_tokens(processor, {"prompt": messages, "image": Image.new("RGB", (112, 56))})
-    # 112 x 56 pixels are 8 x 4 patches of 14, merged 2 x 2 to 8 tokens, between a start and an end mark
-    assert seen - text == 8 + 2
-    tokenizer = processor.tokenizer
-    assert prompt_tokens(tokenizer, {"prompt": messages}) == text
-    with pytest.raises(ConfigError, match="The data have images, but .* reads text only"):
-        prompt_tokens(tokenizer, {"prompt": messages, "image": Image.new("RGB", (112, 56))})
 
 
 @pytest.mark.parametrize(("images", "system_prompt"), [(0, SYSTEM_PROMPTS["zh"]), (1, None), (3, SYSTEM_PROMPTS["zh"])])
@@ -132,20 +117,3 @@ def test_strict_says_so_by_its_exit_status_and_no_page_is_needed(folder, capsys)
     assert main(["rows.jsonl", "--samples", "0", "--max_rows", "99"]) == 0
     assert "Prompts are not measured: name the model with --model." in capsys.readouterr().out
     assert not (folder / "inspect.html").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["rows.jsonl", "--num_generations", "0"], "num_generations is 0: give an integer of at least 1"),
-        (["rows.jsonl", "--page", "nowhere/a.html"], "nowhere/a.html cannot be written"),
-        (["rows.jsonl", "--page", "rows.jsonl"], "rows.jsonl cannot be written"),
-        (["deep.jsonl", "--dataset_streaming"], "None of the 1 rows of deep.jsonl can be used"),
-        (["torn.parquet", "--dataset_streaming"], "torn.parquet cannot be read"),
-    ],
-)
-def test_what_cannot_be_inspected_is_a_sentence(folder, capsys, arguments, message):
-    (folder / "torn.parquet").write_bytes(b"PAR1 and no more")
-    (folder / "deep.jsonl").write_text("[" * 100_000)
-    assert command_line(["data", "inspect", *arguments]) == 1
-    assert message in capsys.readouterr().err.splitlines()[-1]

@@ -10,7 +10,6 @@ from vgr_trl.data.prompts import (
     SystemTemplate,
     build_prompt,
     placed,
-    require_placeholders,
 )
 from vgr_trl.data.rows import RowOptions, understand
 from vgr_trl.utils import ConfigError, DataError
@@ -27,7 +26,6 @@ def test_a_question_is_a_conversation_with_its_options_behind_letters():
     ("text", "choices", "system"),
     [
         ("Answer with {{ letters | join(', ') }}.\n", ["x", "y", "z"], "Answer with A, B, C."),
-        ("{% if choices %}A letter{% else %}In words{% endif %}", None, "In words"),
         ("{{ source }}: {{ problem }}", None, "nlvr: {{ 7 * 7 }} <b>"),  # what a question holds is never run
         ("Think in <think></think>; 100 % & {braces} stay.\nTwo lines.", None, None),
         ("{% if choices %}A letter{% endif %}", None, ""),
@@ -45,8 +43,6 @@ def test_a_template_is_filled_in_for_each_question(text, choices, system):
     [
         ("{% if choices %}", "is not a Jinja2 template"),
         ("{{ question }}", "names question, but a template knows problem, choices, letters, source only"),
-        ("{% include 'other' %}{{ nothing }}", "names nothing"),
-        ("{{ problem | nosuchfilter }}", "is not a Jinja2 template (No filter named 'nosuchfilter'"),
     ],
 )
 def test_a_wrong_template_is_a_sentence(text, message):
@@ -55,14 +51,7 @@ def test_a_wrong_template_is_a_sentence(text, message):
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "{{ problem.__class__.__mro__ }}",
-        "{{ choices.append('x') }}",
-        "{{ 1 / choices | length }}",
-        "{{ range(999999999) | list }}",
-        "{% include 'other' %}",
-    ],
+    "text", ["{{ problem.__class__.__mro__ }}", "{{ range(999999999) | list }}", "{% include 'other' %}"]
 )
 def test_a_template_that_fails_or_reaches_out_of_the_sandbox_is_a_reason(text):
     options = RowOptions(system_prompt=SystemTemplate(text, "mine.txt"))
@@ -85,10 +74,8 @@ def test_the_system_prompt_that_flags_name(tmp_path):
     for other in ("system_prompt_file", "question_template_file"):
         with pytest.raises(ConfigError, match="give only one"):
             DataArguments(prompt_language="zh", **{other: "mine.txt"})
-    (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
-    for path in (tmp_path / "no.txt", tmp_path / "latin.txt", tmp_path):
-        with pytest.raises(ConfigError, match="which cannot be read as UTF-8 text"):
-            system_prompt_of(DataArguments(system_prompt_file=str(path)))
+    with pytest.raises(ConfigError, match="which cannot be read as UTF-8 text"):
+        system_prompt_of(DataArguments(system_prompt_file=str(tmp_path / "no.txt")))
 
 
 def test_a_question_template_is_what_the_user_says(tmp_path):
@@ -128,23 +115,3 @@ def asked(content, *before):
 )
 def test_a_placeholder_becomes_the_place_of_an_image_and_no_other_character_changes(content, parts):
     assert placed(asked(content)) == asked(parts)
-
-
-def test_placeholders_of_other_roles_are_texts():
-    system = {"role": "system", "content": "An <image> follows."}
-    assert placed(asked("q", system)) == asked("q", system)
-    assert placed(asked("<image>", system)) == asked([IMAGE], {**system, "content": [text("An <image> follows.")]})
-    require_placeholders(asked("<image>", system), 1)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "images", "found"),
-    [("q", 2, None), ("<image>", 1, None), ("<image>", 0, 1), ("<image>", 2, 1), ("<image> <image>", 1, 2)],
-)
-def test_as_many_placeholders_as_images_or_none(prompt, images, found):
-    for given in (prompt, asked(prompt), asked([text(prompt)])):
-        if found is None:
-            require_placeholders(given, images)
-            continue
-        with pytest.raises(DataError, match=f"its prompt has {found} <image> placeholders, but there are {images} im"):
-            require_placeholders(given, images)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from PIL import Image, ImageColor
-from support.made_sets import jsonl, parquet, picture, questions, reasons
+from support.made_sets import parquet, picture, questions, reasons
 
-from vgr_trl.data.columns import VISION_ONLY_PROBLEM, Keys, Origin, Question, renumber_placeholders
-from vgr_trl.data.public_sets import CONVERTERS, jsonl_read, read_ids, shuffled_choices, stays_in_order
+from vgr_trl.data.columns import VISION_ONLY_PROBLEM, Origin, Question, renumber_placeholders
+from vgr_trl.data.public_sets import CONVERTERS, read_ids, shuffled_choices, stays_in_order
 from vgr_trl.data.read import Source
 from vgr_trl.utils import DataError
 
@@ -57,32 +57,6 @@ NAVY = ["Isolationism", "America's navy", "a third party", "the union"]
 def test_rows_as_they_are_published(tmp_path, name, row, expected):
     (found,) = questions(read(name, tmp_path, row))
     assert fields(found) == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "row", "reason"),
-    [
-        ("aokvqa", AOKVQA | {"image": None}, "it has no image"),
-        ("aokvqa", AOKVQA | {"correct_choice_idx": None}, "solution is None"),  # the test split
-        ("aokvqa", AOKVQA | {"choices": None}, "it has no options"),
-        ("aokvqa", AOKVQA | {"choices": ["B", "A", "C"], "correct_choice_idx": 0}, "solution is 'A', which could mean"),
-        ("mmmu_pro", MMMU | {"options": r"['$\theta$', '$\pi$']"}, "its options is "),  # \t is a control character
-        ("mmmu_pro", VISION | {"answer": "K"}, "solution is 'K', which is none of the choices"),
-        ("nlvr", NLVR | {"label": "perhaps"}, "solution is 'perhaps', which is none of"),
-    ],
-)
-def test_rows_that_cannot_be_used(tmp_path, name, row, reason):
-    ((place, found),) = reasons(read(name, tmp_path, row))
-    assert place == 0
-    assert found.startswith(reason)
-
-
-def test_ten_options_with_images_in_any_order(tmp_path):
-    numbers = [3, 1, 7, 2, 5, 4, 6]
-    options = [f"<image {number}>" for number in numbers] + ["none", "all", "some"]
-    row = MMMU | {"question": "Which shows a root?", "options": str(options), "answer": "C"}
-    (found,) = questions(read("mmmu_pro", tmp_path, row | dict(zip(NUMBERED, PICTURES, strict=True))))
-    assert (found.choices, found.solution, found.images) == (options, "C", PICTURES)  # <image k> is the k-th image
 
 
 def test_a_missing_number_closes_up_in_images_and_placeholders(tmp_path):
@@ -148,50 +122,6 @@ def test_questions_of_arxivqa_get_their_figures(tmp_path):
     assert (found[0].source, found[0].problem) == ("ArxivQA", "What does curve 0 do?")
     ((place, reason),) = reasons(candidates)
     assert (place, reason[:39]) == (3, "its options carry the letters B, A, whi")
-
-
-def test_what_cannot_be_joined_is_listed(tmp_path):
-    queries = [query(number) for number in range(6)] + [query(5, answer="C"), query(7)]
-    pairs = [("q0", 0, 1), ("q1", 0, 1), ("q1", 1, 1), ("q2", 4, 1), ("q3", 0, 0), ("q4", 3, 1), ("q7", 1, 1)]
-    qrels = [
-        {"query-id": name, "corpus-id": ([*NAMES, "gone"])[figure], "score": score} for name, figure, score in pairs
-    ]
-    pictures = [(NAMES[0], FIGURES[NAMES[0]]), (NAMES[0], FIGURES[NAMES[1]]), (NAMES[1], None), (NAMES[3], picture())]
-    corpus = [{"corpus-id": name, "image": image} for name, image in pictures]
-    candidates = list(CONVERTERS["arxivqa"].read(arxivqa(tmp_path, queries, qrels, corpus)))
-    assert [question.id for question in questions(candidates)] == ["q0", "q4"]
-    assert sorted(reasons(candidates)) == [
-        (1, "its query-id 'q1' occurs 1 times, with 2 figures in qrels"),
-        (2, "its figure 'gone' is not in the corpus"),
-        (3, "its query-id 'q3' occurs 1 times, with 0 figures in qrels"),
-        (5, "its query-id 'q5' occurs 2 times, with 0 figures in qrels"),
-        (6, "its query-id 'q5' occurs 2 times, with 0 figures in qrels"),
-        (7, "it has no image"),
-    ]
-
-
-def own(folder, *rows, **options):
-    return list(jsonl_read(Source(data_files=[str(jsonl(folder / "mine.jsonl", list(rows)))]), **options))
-
-
-def test_own_files_with_known_columns_and_with_others(tmp_path):
-    row = {"prompt": "How many?", "answer": 3, "images": ["a.png", "b/c.png", f"{tmp_path}/d.png"]}
-    (found,) = questions(own(tmp_path, row))
-    images = [str(tmp_path / name) for name in ("a.png", "b/c.png", "d.png")]
-    assert fields(found) == ("mine.jsonl-0", "mine", "How many?", None, "3", images)
-    row = {"frage": "Which?", "prompt": "no", "answer": "x", "image": "a.png", "source": "it", "id": 7}
-    (found,) = questions(own(tmp_path, row, keys=Keys(prompt=("frage",)), image_dir=tmp_path / "images"))
-    assert fields(found) == ("7", "it", "Which?", None, "x", [str(tmp_path / "images" / "a.png")])
-    talk = {"prompt": [{"role": "user", "content": "What?"}], "answer": "x", "image": "a.png"}
-    assert questions(own(tmp_path, talk))[0].problem == "What?"
-
-
-def test_videos_are_paths_that_exist(tmp_path):
-    (tmp_path / "a.mp4").write_bytes(b"film")
-    rows = [{"prompt": "q", "answer": "a", "videos": name} for name in ("a.mp4", ["a.mp4"], "b.mp4", 5, "x" * 999)]
-    found = own(tmp_path, *rows)
-    assert [(item.images, item.videos) for item in questions(found)] == [([], [str(tmp_path / "a.mp4")])] * 2
-    assert [(row, reason[:11]) for row, reason in reasons(found)] == [(row, "video file ") for row in (2, 3, 4)]
 
 
 def test_ids_per_line_or_as_json(tmp_path):

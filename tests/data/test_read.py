@@ -28,20 +28,6 @@ def test_rows_come_in_order_with_their_places(tmp_path):
     assert (count_rows(paths[:1]), count_rows(paths)) == (40, None)
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "words"),
-    [
-        ("a.tsv", b"x", "a.tsv is none of .parquet, .jsonl, .json"),
-        ("a.json", b'[{"a": 1}', "a.json cannot be read beyond row 0 (Expecting"),
-        ("a.json", b"[\xff]", "a.json cannot be read beyond row 0"),
-    ],
-)
-def test_files_that_cannot_be_read_are_named(tmp_path, name, data, words):
-    (tmp_path / name).write_bytes(data)
-    with pytest.raises(DataError, match=re.escape(words)):
-        list(read_files([tmp_path / name]))
-
-
 SINK = io.BytesIO()
 pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), SINK, row_group_size=10)
 
@@ -97,14 +83,10 @@ def test_a_configuration_is_a_folder_or_the_start_of_a_name(tmp_path):
     source = Source(dataset_path=path)
     assert files_of(source, "corpus") == ["corpus/train.jsonl"]
     assert files_of(source, "queries") == ["queries-train.jsonl"]
-    with pytest.raises(DataError, match="has no .parquet or .jsonl or .json or .csv file of 'qrels'"):
-        source.records("qrels")
     source = Source(data_files=[f"corpus={path}/corpus/train.jsonl", f"queries={path}/queriesold.jsonl"])
     assert files_of(source, "queries") == ["queriesold.jsonl"]
     with pytest.raises(DataError, match="names corpus, queries, but qrels is needed too: give it as qrels=FILE"):
         source.records("qrels")
-    with pytest.raises(DataError, match="b.parquet does not exist"):  # before the first row
-        Source(data_files=[f"{path}/queriesold.jsonl", f"{path}/b.parquet"]).records()
 
 
 def test_sets_of_save_to_disk(tmp_path):
@@ -115,17 +97,10 @@ def test_sets_of_save_to_disk(tmp_path):
         ((origin, found),) = CONVERTERS["nlvr"].read(Source(dataset_path=str(tmp_path / name), split=split))
         assert origin == Origin(str(tmp_path / name), 0)
         assert found.images[0]["bytes"].startswith(b"\x89PNG")  # not decoded
-    with pytest.raises(DataError, match=re.escape("has the splits ['dev'], but not 'train'")):
-        files_of(Source(dataset_path=str(tmp_path / "many")))
-    (tmp_path / "one" / "data-00000-of-00001.arrow").write_bytes(b"nonsense")
-    with pytest.raises(DataError, match="one cannot be read"):
-        files_of(Source(dataset_path=str(tmp_path / "one")))
 
 
 def test_a_hub_name_is_streamed_with_its_configuration(monkeypatch):
     """A name of the form of the hub's, the hub itself being out of reach."""
-    with pytest.raises(DataError, match="No data set is found at someone/nothing .*: check the name"):
-        files_of(Source(dataset_name="someone/nothing"))
     asked = []
 
     def load(path, **options):

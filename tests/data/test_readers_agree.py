@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet
 import pytest
 from PIL import Image
 from support.made_sets import encoded, parquet, picture, skipped_in
@@ -14,9 +13,8 @@ from vgr_trl.cli.data import convert_parser, convert_run, inspect_parser, inspec
 from vgr_trl.data.images import images_of
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.rewards import resolve_solution
-from vgr_trl.utils import VGRError
 
-RED, BLUE, GREY = (200, 30, 40), (10, 20, 250), (128, 128, 128)
+RED, BLUE = (200, 30, 40), (10, 20, 250)
 MC = {"problem": "Which?", "choices": ["red", "blue"], "image": "red.png"}
 OPEN = {"problem": "How many?", "image": "red.png"}
 
@@ -27,94 +25,51 @@ USABLE: dict[str, tuple[dict[str, Any], str, str, list[tuple[int, int, int]]]] =
     "index": ({**MC, "solution": 1}, "Which?", "blue", [RED]),
     "digits among options of digits": ({**MC, "choices": ["2", "1"], "solution": "1"}, "Which?", "1", [RED]),
     "choices as a text": ({**MC, "choices": "['red', 'blue']", "solution": "B"}, "Which?", "blue", [RED]),
-    "choices with letters": ({**MC, "choices": ["A) red", "B) blue"], "solution": "B"}, "Which?", "blue", [RED]),
-    "numbers as choices": ({**MC, "choices": [7, 8.5], "solution": "B"}, "Which?", "8.5", [RED]),
-    "digits": ({**OPEN, "solution": "1"}, "How many?", "1", [RED]),
     "leading zeros": ({**OPEN, "solution": "007"}, "How many?", "007", [RED]),
-    "a word that is null elsewhere": ({**OPEN, "solution": "null"}, "How many?", "null", [RED]),
-    "prompt as a text": ({"prompt": "How many?", "answer": "3", "images": ["red.png"]}, "How many?", "3", [RED]),
     "prompt as a conversation": ({"prompt": [{"role": "user", "content": "How many?"}], "solution": "3", "image":
      "red.png"}, "How many?", "3", [RED]),
-    "empty prompt": ({**OPEN, "prompt": "", "solution": "3"}, "How many?", "3", [RED]),
     "marks": ({"problem": "<image> or <image>?", "solution": "3", "images": ["red.png", "blue.png"]},
      "<image> or <image>?", "3", [RED, BLUE]),
-    "other scripts": ({**OPEN, "problem": "图中有几个？🙂", "solution": "三"}, "图中有几个？🙂", "三", [RED]),
-    "source a number": ({**OPEN, "source": 7, "solution": "x"}, "How many?", "x", [RED]),
-    "other columns": ({**OPEN, "meta": {"a": [1, "b"]}, "solution": "x"}, "How many?", "x", [RED]),
     "a list in image": ({"problem": "q", "solution": "x", "image": ["red.png", "blue.png"]}, "q", "x", [RED,
      BLUE]),
     "images before image": ({**OPEN, "images": ["blue.png"], "solution": "x"}, "How many?", "x", [BLUE]),
-    "image without images": ({**OPEN, "images": None, "solution": "x"}, "How many?", "x", [RED]),
-    "path in an object": ({**OPEN, "image": {"bytes": None, "path": "blue.png"}, "solution": "x"}, "How many?",
-     "x", [BLUE]),
     "image null": ({**OPEN, "image": None, "solution": "x"}, "How many?", "x", []),
-    "sixteen bits": ({**OPEN, "image": "deep.png", "solution": "x"}, "How many?", "x", [GREY]),
     "turned": ({**OPEN, "image": "turned.jpg", "solution": "x"}, "How many?", "x", [BLUE]),
-    "palette": ({**OPEN, "image": "palette.png", "solution": "x"}, "How many?", "x", [BLUE]),
-    "CMYK": ({**OPEN, "image": "cmyk.jpg", "solution": "x"}, "How many?", "x", [(0, 255, 255)]),
-    "transparent": ({**OPEN, "image": "clear.png", "solution": "x"}, "How many?", "x", [(255, 255, 255)]),
     "A-OKVQA": ({"question": "Which?", "choices": ["red", "blue"], "correct_choice_idx": 1, "image": "red.png"},
      "Which?", "blue", [RED]),
     "ArxivQA": ({"question": "Which?", "options": ["A) red", "B) blue"], "label": "B", "image": "red.png"},
      "Which?", "blue", [RED]),
     "MMMU-Pro": ({"question": "Which is <image 2>?", "options": "['red', '<image 3>']", "answer": "B", "image_1":
      None, "image_2": "red.png", "image_3": "blue.png"}, "Which is <image 1>?", "<image 2>", [RED, BLUE]),
-    "MMMU-Pro vision": ({"subject": "Art", "options": "['red', 'blue']", "answer": "B", "image": "blue.png"},
-     "Answer the multiple-choice question in the image with the letter of the right option.", "B", [BLUE]),
     "LLaVA": ({"conversations": [{"from": "human", "value": "<image>\nHow?"}, {"from": "gpt", "value": "3"}],
      "image": "red.png"}, "<image>\nHow?", "3", [RED]),
     "ms-swift": ({"messages": [{"role": "user", "content": "<image>How?"}, {"role": "assistant", "content":
      "I see 3."}], "images": ["red.png"], "solution": "3"}, "<image>How?", "3", [RED]),
-    "ms-swift without an answer": ({"messages": [{"role": "user", "content": "How?"}], "images": ["red.png"],
-     "solution": "3"}, "How?", "3", [RED]),
     "an answer in tags": ({"messages": [{"role": "user", "content": "How?"}, {"role": "assistant", "content":
      "<think>hm</think><answer>3</answer>"}]}, "How?", "3", []),
 }  # fmt: skip
 
 # Why another row is left out: how the reason begins, wherever it is given.
 UNUSABLE: dict[str, tuple[Any, str]] = {
-    "digits among other options": ({**MC, "solution": "1"}, "solution is '1', which is none of the choices"),
     "index or text": ({**MC, "choices": ["1", "2"], "solution": 1},
      "its solution (or answer) is the number 1, which"),
-    "index beyond": ({**MC, "solution": 2}, "solution is 2"),
-    "letter beyond": ({**MC, "solution": "C"}, "solution is 'C'"),
     "none of the choices": ({**MC, "solution": "green"}, "solution is 'green', which is none of the choices"),
-    "truth value": ({**OPEN, "solution": True}, "solution is True"),
     "null solution": ({**OPEN, "solution": None}, "solution is None"),
-    "empty solution": ({**OPEN, "solution": ""}, "solution is ''"),
-    "one choice": ({**MC, "choices": ["red"], "solution": "A"}, "it has 1 options"),
-    "eleven choices": ({**MC, "choices": [f"o{n}" for n in range(11)], "solution": "A"}, "it has 11 options"),
-    "empty choice": ({**MC, "choices": ["red", ""], "solution": "A"}, "one of its options is ''"),
     "the right choice twice": ({**MC, "choices": ["red", "red"], "solution": 0}, ""),
     "choices as prose": ({**MC, "choices": "red or blue", "solution": "A"}, "its options is 'red or blue'"),
-    "no problem": ({"solution": "x", "image": "red.png"},
-     "its prompt (or problem or question) is None: it must be a text"),
-    "blank problem": ({**OPEN, "problem": " \n", "solution": "x"}, "its problem is ' \\n'"),
     "number as problem": ({**OPEN, "problem": 7, "solution": "x"},
      "its prompt is a int: give a text or a conversation (a list of messages)"),
     "placeholder without image": ({"problem": "<image>?", "solution": "x"},
      "its prompt has 1 <image> placeholders, but there are 0"),
-    "placeholder in a choice": ({"problem": "Which?", "choices": ["<image>", "blue"], "solution": "A"},
-     "its prompt has 1 <image> placeholders, but there are 0 images"),
     "MMMU-Pro's placeholder without image": ({"question": "Is <image 2>?", "answer": "x", "image_1": "red.png"},
      "it refers to <image 2>, but there is no"),
     "messages of others": ({"messages": [{"role": "tool", "content": "?"}, {"role": "assistant", "content":
      "3"}]}, "one of its messages is {{'role': 'tool'"),
-    "messages of the assistant alone": ({"messages": [{"role": "assistant", "content": "3"}]},
-     "its messages do not end with a message of the user"),
-    "messages without content": ({"messages": [{"role": "user"}]}, "one of its messages is {{'role': 'user'}}"),
-    "empty path": ({**OPEN, "image": "", "solution": "x"}, "image is an empty text"),
     "address": ({**OPEN, "image": "https://example.org/a.png", "solution": "x"}, "image is an address (https"),
-    "folder": ({**OPEN, "image": "folder.png", "solution": "x"}, "image file {folder}/folder.png is a folder"),
+    "outside": ({**OPEN, "image": "/etc/passwd", "solution": "x"}, "file /etc/passwd lies outside of {folder}"),
     "missing": ({**OPEN, "image": "no.png", "solution": "x"}, "image file {folder}/no.png does not exist"),
-    "number as image": ({**OPEN, "image": 3, "solution": "x"}, "image is of type int"),
-    "null among images": ({**OPEN, "images": ["red.png", None], "solution": "x"}, "image is of type NoneType"),
-    "file of no bytes": ({**OPEN, "image": "empty.png", "solution": "x"}, "image is unreadable: not in a known"),
     "truncated": ({**OPEN, "image": "half.jpg", "solution": "x"}, "image is truncated or damaged"),
     "bomb": ({**OPEN, "image": "bomb.png", "solution": "x"}, "image has too many pixels (more than 1000)"),
-    "thin": ({**OPEN, "image": "thin.png", "solution": "x"}, "image has size 400x1"),
-    "floating point": ({**OPEN, "image": "wild.tiff", "solution": "x"}, "image has mode F and values from -1 to"),
-    "half a pair": ({**OPEN, "problem": "a\ud800", "solution": "x"}, "its text "),
     "torn line": ('{"problem": "q", "solut', "the line is not JSON"),
     "a list": ("[1, 2]", "the row is a list, not an object"),
 }  # fmt: skip
@@ -127,14 +82,8 @@ Read = tuple[dict[int, Any], dict[int, str]]
 def train(file: Path, streaming: bool = False) -> Read:
     data = DataArguments(data_files=str(file), dataset_streaming=streaming)
     skipped: list[Any] = []
-    rows, left_out = load_rows(
-        data,
-        "train",
-        needs_solution=True,
-        limit=None,
-        on_skipped=skipped.append,
-        processor=lambda: build_processor([]),
-    )
+    more = {"on_skipped": skipped.append, "processor": lambda: build_processor([])}
+    rows, left_out = load_rows(data, "train", needs_solution=True, limit=None, **more)
     return _placed(list(rows), {row.row: row.reason for row in [*skipped, *left_out]})
 
 
@@ -199,18 +148,9 @@ def found(file):
 
 
 def write_images(folder: Path) -> None:
-    (folder / "folder.png").mkdir()
-    (folder / "empty.png").touch()
-    colours = {"red.png": RED, "blue.png": BLUE}
-    for name, colour in colours.items():
+    for name, colour in {"red.png": RED, "blue.png": BLUE}.items():
         Image.new("RGB", (8, 6), colour).save(folder / name)
-    Image.new("I;16", (8, 6), 257 * 128).save(folder / "deep.png")
-    Image.new("CMYK", (8, 6), (255, 0, 0, 0)).save(folder / "cmyk.jpg", quality=100)
-    Image.new("RGBA", (8, 6), (*RED, 0)).save(folder / "clear.png")
-    Image.new("RGB", (8, 6), BLUE).quantize(4).save(folder / "palette.png")
-    Image.new("F", (8, 6), -1.0).save(folder / "wild.tiff")
     Image.new("RGB", (40, 30)).save(folder / "bomb.png")
-    Image.new("RGB", (400, 1)).save(folder / "thin.png")
     (folder / "half.jpg").write_bytes(encoded(Image.effect_noise((30, 30), 80), "JPEG")[:600])
     turned = Image.new("RGB", (32, 16), RED)
     turned.paste(BLUE, (0, 8, 32, 16))  # the lower half; orientation 6 has the first column of what is shown there
@@ -237,7 +177,7 @@ def test_other_rows_are_left_out_for_the_same_reason(file, found):
         assert (reasons.pop() or "").startswith(beginning.format(folder=file.parent)), name
 
 
-@pytest.mark.parametrize("name", ["index", "digits", "leading zeros", "choices as a text", "A-OKVQA", "LLaVA"])
+@pytest.mark.parametrize("name", ["leading zeros", "choices as a text", "LLaVA"])
 def test_a_row_means_the_same_without_its_neighbours(file, found, name):
     alone = file.with_name("alone.jsonl")
     alone.write_text(json.dumps(USABLE[name][0]), encoding="utf-8")
@@ -254,26 +194,3 @@ def test_files_with_a_row_that_is_left_out(tmp_path, command):
     assert reasons == {1: "solution is None: give the right answer as a text or a number, or add choices"}
     (tmp_path / "rows.jsonl").write_bytes(LATIN)
     assert COMMANDS[command](tmp_path / "rows.jsonl")[1] == {1: "the line is not UTF-8"}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize(
-    ("name", "data", "words"),
-    [
-        ("rows.jsonl", b"\n \n", "no rows"),
-        ("rows.json", b"[]", "no rows"),
-        ("rows.jsonl", b"", "is empty"),
-        ("rows.parquet", b"PAR1 torn", "cannot be read"),
-        ("rows.jsonl", b'{"text": "q"}', "(its prompt|`prompt`)"),
-        ("rows.parquet", None, "has no rows"),
-    ],
-)
-def test_files_that_cannot_be_used(tmp_path, command, name, data, words):
-    if data is None:
-        parquet(tmp_path / name, [{"problem": "q", "solution": "x"}])
-        table = pyarrow.parquet.read_table(tmp_path / name)
-        pyarrow.parquet.write_table(table.slice(0, 0), tmp_path / name)
-    else:
-        (tmp_path / name).write_bytes(data)
-    with pytest.raises(VGRError, match=words):
-        COMMANDS[command](tmp_path / name)

@@ -2,17 +2,16 @@
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset, Features, Value
+from datasets import Dataset
 from datasets import Image as ImageFeature
 from PIL import Image
-from support.made_sets import jsonl, parquet, picture
+from support.made_sets import jsonl, picture
 
 from vgr_trl.cli.arguments import DataArguments, load_rows
-from vgr_trl.cli.data import convert_parser, convert_run, inspect_parser, inspect_run
+from vgr_trl.cli.data import inspect_parser, inspect_run
 from vgr_trl.data.images import images_of
 from vgr_trl.data.prompts import SYSTEM_PROMPT, special_tokens
 from vgr_trl.data.rows import RowOptions, prepare_rows, report_skipped, understand
@@ -25,14 +24,8 @@ BOTH = pytest.mark.parametrize("streaming", [False, True])
 
 def load(split: str = "train", **flags: Any) -> tuple[list[dict[str, Any]], list[str]]:
     heard: list[Any] = []
-    rows, skipped = load_rows(
-        DataArguments(**flags),
-        split,
-        needs_solution=True,
-        limit=None,
-        on_skipped=heard.append,
-        processor=lambda: build_processor([]),
-    )
+    more = {"on_skipped": heard.append, "processor": lambda: build_processor([])}
+    rows, skipped = load_rows(DataArguments(**flags), split, needs_solution=True, limit=None, **more)
     return list(rows), [row.reason for row in [*heard, *skipped]]
 
 
@@ -79,24 +72,6 @@ def test_usable_rows_get_a_prompt_and_others_are_listed(tmp_path, streaming):
     report_skipped(skipped[1:], tmp_path / "run" / "skipped.jsonl", "a")
     listed = [json.loads(line) for line in (tmp_path / "run" / "skipped.jsonl").read_text().splitlines()]
     assert [(row["row"], row["reason"]) for row in listed] == [(row.row, row.reason) for row in skipped]
-
-
-def test_images_as_other_writers_store_them(pictures, monkeypatch):
-    monkeypatch.chdir(pictures.parent)
-    stored = {"bytes": Value("binary"), "path": Value("string")}
-    data = picture()["bytes"]
-    for feature, image in (
-        (stored, {"bytes": data, "path": None}),
-        (Value("binary"), data),
-        (ImageFeature(), {"bytes": None, "path": "red.png"}),
-        (Value("string"), "red.png"),
-    ):
-        columns = {"problem": ["q"], "solution": ["x"], "image": [image]}
-        features = Features({"problem": Value("string"), "solution": Value("string"), "image": feature})
-        made = Dataset.from_dict(columns, features=features)
-        for data_set in (made, made.to_iterable_dataset()):
-            (row,) = prepare_rows(data_set, root=Path(pictures.name))[0]
-            assert images_of(row)[0].getpixel((0, 0)) == RED
 
 
 def test_a_special_token_of_the_tokenizer_in_a_text_is_a_reason():
@@ -153,17 +128,6 @@ def test_columns_of_other_names(pictures, streaming):
     assert (corners(first), corners(second)) == ([RED], [RED, BLUE])
 
 
-def test_inspect_and_convert_take_the_same_flags(pictures, capsys):
-    path = str(jsonl(pictures / "rows.jsonl", [OTHER]))
-    flags = [part for name, value in FLAGS.items() for part in (f"--{name}", value)]
-    found = inspect_run(inspect_parser().parse_args([path, "--samples", "0", *flags]))
-    assert (found.usable, dict(found.counts["letters"])) == (1, {"B": 1})
-    out = ["--data_files", path, "--output_dir", str(pictures / "out"), "--workers", "0"]
-    convert_run(convert_parser().parse_args(["jsonl", *out, *flags]))
-    (row,), _ = load(dataset_path=str(pictures / "out"))
-    assert (asked(row), row["solution"], corners(row)) == ("Which?\nA. red\nB. blue", "B", [RED])
-
-
 OPTIONS = {"question": "Which?", "answer": 1, "opts": ["red", "blue"]}
 
 
@@ -173,13 +137,6 @@ OPTIONS = {"question": "Which?", "answer": 1, "opts": ["red", "blue"]}
         ({"text": "Which?", "gold": "B"}, {}, "the columns `text` ('Which?'), `gold` ('B'): it needs `prompt`"),
         ({"question": "q", "answer": "B", "img": "a.png"}, {}, "`img` seems to hold images; say so by --image_key img"),
         (OPTIONS, {}, "`opts` seems to hold the options of which the answer, 1, is one; say so by --choices_key opts"),
-        ({**OPTIONS, "opts": "['red', 'blue']"}, {}, "say so by --choices_key opts"),
-        (
-            {"ask": "q", "opts": ["a", "b"], "gt": 0, "pic": None},
-            {"problem_key": "ask", "solution_key": "gt", "image_key": "pic"},
-            "say so by --choices_key opts",
-        ),
-        ({"question": "q", "answer": "B"}, {"problem_key": "text"}, "problem_key is text, which is none of them"),
     ],
 )
 def test_columns_that_are_not_understood_are_shown_with_the_flag(tmp_path, row, flags, words):
@@ -192,21 +149,6 @@ def test_columns_that_are_not_understood_are_shown_with_the_flag(tmp_path, row, 
     ):
         with pytest.raises(DataError, match=re.escape(words)):
             read()
-
-
-@pytest.mark.parametrize(
-    ("changed", "flags"),
-    [
-        ({"answer": "red"}, {}),
-        ({"opts": ["red", "red"]}, {}),  # as several people have answered
-        ({"opts": ["a.png", "b.png"], "image": None}, {}),
-        ({}, {"choices_key": "none"}),
-    ],
-)
-def test_a_list_that_holds_no_options(tmp_path, changed, flags):
-    jsonl(tmp_path / "rows.jsonl", [{**OPTIONS, **changed}])
-    (row,), _ = load(data_files=str(tmp_path / "rows.jsonl"), **flags)
-    assert asked(row) == "Which?"
 
 
 @BOTH
@@ -230,7 +172,6 @@ def test_paths_start_from_the_folder_of_their_file(tmp_path, streaming):
 @pytest.mark.parametrize(
     ("flags", "sizes"),
     [
-        ({}, [(8, 6), (80, 60)]),
         ({"min_pixels": 192, "max_pixels": 1200}, [(16, 12), (40, 30)]),
         ({"max_short_side": 30, "filter_big_images": True}, [(8, 6)]),
     ],
@@ -257,36 +198,3 @@ def test_long_dialogues_train_on_their_last_question(pictures, streaming):
     assert (asked(long), long["solution"]) == ("Which colour?", "red")
     assert [message["role"] for message in short["prompt"]] == ["system", "user"]
     assert "Be brief." in json.dumps(short["prompt"][0])
-
-
-def hub_set(folder: Path, tables: dict[str, list[dict[str, Any]]], split: str) -> None:
-    """Write configurations as a data set of the hub has them, in a folder that `datasets` takes for the hub's."""
-    for number, rows in enumerate(tables.values()):
-        parquet(folder / str(number) / f"{split}-00000-of-00001.parquet", rows)
-    configs = "".join(
-        f"- config_name: {name}\n  data_files:\n  - split: {split}\n    path: {number}/*.parquet\n"
-        for number, name in enumerate(tables)
-    )
-    (folder / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
-
-
-@BOTH
-def test_arxivqa_as_on_the_hub(tmp_path, monkeypatch, streaming):
-    monkeypatch.chdir(tmp_path)
-    question = {"query": "Which?", "options": ["A) red", "B) blue"]}
-    tables = {
-        "corpus": [{"corpus-id": "a", "image": picture(RED)}, {"corpus-id": "b", "image": picture(BLUE)}],
-        "queries": [{"query-id": "1", **question, "answer": "B"}, {"query-id": "2", **question, "answer": "E"}],
-        "qrels": [{"query-id": "1", "corpus-id": "b", "score": 1}, {"query-id": "2", "corpus-id": "a", "score": 1}],
-    }
-    name = "openbmb/VisRAG-Ret-Test-ArxivQA"
-    hub_set(tmp_path / name, tables, "train")
-    for table, rows in tables.items():
-        parquet(tmp_path / "own" / f"{table}.parquet", rows)
-    files = ",".join(f"{table}=own/{table}.parquet" for table in tables)
-    for given in ({"dataset_name": name}, {"dataset_path": str(tmp_path / "own")}, {"data_files": files}):
-        (row,), (reason,) = load(dataset_streaming=streaming, **given)
-        assert (asked(row), row["solution"], corners(row)) == ("Which?\nA. red\nB. blue", "B", [BLUE])
-        assert reason.startswith("solution is ")
-        with pytest.raises(DataError, match=r"has the splits \['train'\], but not 'test'"):
-            load("test", **given)

@@ -10,14 +10,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw
 
-from vgr_trl.reporting.records import (
-    AttentionMap,
-    Completion,
-    LogEntry,
-    Record,
-    RecordedImage,
-    encode,
-)
+from vgr_trl.reporting.records import AttentionMap, Completion, LogEntry, Record, RecordedImage, encode
 
 GRID = (3, 4)
 SIZE = (400, 300)
