@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from recorded import NUM_CASES, cases, needs_recorded, tensors
 
 from vgr_trl.advantages import ESTIMATORS, estimate_advantages, gae, token_rewards, value_loss, whiten
@@ -69,19 +67,6 @@ def test_nothing_to_compare_is_no_advantage(estimator):
     assert estimate([NAN, NAN, NAN, 0.0, 0.0, 0.0, NAN, 5.0, NAN], 3, estimator, baseline) == [0] * 9
 
 
-@pytest.mark.parametrize("estimator", sorted({*ESTIMATORS} - {"remax", "grpo_passk"}))
-@given(
-    rewards=st.lists(st.integers(-40, 40), min_size=8, max_size=8),
-    shift=st.integers(-8, 8),
-    scale=st.sampled_from([0.25, 4.0]),
-)
-def test_advantages_of_a_group_sum_to_zero_and_ignore_a_shift(estimator, rewards, shift, scale):
-    plain = estimate([reward * scale for reward in rewards], 4, estimator)
-    shifted = estimate([(reward + shift) * scale for reward in rewards], 4, estimator)
-    assert shifted == pytest.approx(plain, abs=1e-3)
-    assert [sum(plain[:4]), sum(plain[4:])] == pytest.approx([0, 0], abs=1e-3)
-
-
 def test_reinforce_plus_plus_over_what_is_trained_on():
     """Centred 1/2 and -1/2 here; 1/2, -1/2, 3/2, -3/2 are trained on: variance 5 / 3."""
     found = estimate_advantages(
@@ -104,24 +89,15 @@ def test_token_rewards_by_hand():
 
 
 def test_gae_by_hand():
-    """γ = 1/2, λ = 1/2, r = [0, 0, 1], V = [1/2, 1/2, 1/4].
+    """γ = 1/2, λ = 1/2, r = [0, 0, 1], V = [1/2, 1/2, 1/4]; a token of a tool is stepped over, and padding not read.
 
     δ = [0 + 1/4 - 1/2, 0 + 1/8 - 1/2, 1 - 1/4] = [-1/4, -3/8, 3/4]; A₂ = 3/4, A₁ = -3/8 + 3/16 = -3/16,
     A₀ = -1/4 - 3/64 = -19/64; returns A + V.
     """
-    rewards, values = torch.tensor([[0, 0, 1, NAN]]), torch.tensor([[0.5, 0.5, 0.25, NAN]])
-    advantages, returns = gae(rewards, values, torch.tensor([[1, 1, 1, 0]]), gamma=0.5, lam=0.5)
-    assert advantages[0].tolist() == [-19 / 64, -3 / 16, 3 / 4, 0]
-    assert returns[0].tolist() == [13 / 64, 5 / 16, 1, 0]
-
-
-def test_tokens_of_a_tool_are_stepped_over():
-    mask = torch.tensor([[1, 0, 0, 1]])
-    rewards, values = torch.tensor([[0.0, 9, 9, 1]]), torch.tensor([[0.25, 9, 9, 0.5]])
-    advantages, returns = gae(rewards, values, mask, gamma=0.5)
-    dense, dense_returns = gae(rewards[:, [0, 3]], values[:, [0, 3]], torch.ones(1, 2), gamma=0.5)
-    assert advantages[0].tolist() == [dense[0, 0], 0, 0, dense[0, 1]]
-    assert returns[0].tolist() == [dense_returns[0, 0], 0, 0, dense_returns[0, 1]]
+    rewards, values = torch.tensor([[0, 9, 0, 1, NAN]]), torch.tensor([[0.5, 9, 0.5, 0.25, NAN]])
+    advantages, returns = gae(rewards, values, torch.tensor([[1, 0, 1, 1, 0]]), gamma=0.5, lam=0.5)
+    assert advantages[0].tolist() == [-19 / 64, 0, -3 / 16, 3 / 4, 0]
+    assert returns[0].tolist() == [13 / 64, 0, 5 / 16, 1, 0]
 
 
 @needs_recorded

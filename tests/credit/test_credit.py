@@ -1,14 +1,10 @@
 """Token-level credit: filters, weights and scales by hand, the rules composed, published rules, two processes."""
 
 import math
-from fractions import Fraction
 
 import pytest
 import shaping_worker
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
 from support.launching import results_of
 
 from vgr_trl.credit import (
@@ -30,6 +26,7 @@ from vgr_trl.signals.ratios import AttentionMass
 from vgr_trl.utils import ConfigError, DataError
 
 INF, NAN = math.inf, math.nan
+ON = ("token_weights", "enable_perception_filtering", "enable_entropy_filtering", "enable_trajectory_reweighting")
 SOFT = {"enable_perception_filtering": True, "perception_weighting": "soft"}
 
 
@@ -67,12 +64,6 @@ def shaped(advantages, measured, **options):
     return shape_advantages(torch.tensor(advantages), measured, CreditOptions(**options))
 
 
-def test_without_a_rule_every_token_gets_the_advantage_of_its_completion():
-    credit, metrics = shaped([1.5, -2.0], signals([[1, 1, 0], [1, 0, 0]]))
-    assert credit.tolist() == [[1.5] * 3, [-2.0] * 3]
-    assert metrics == {}
-
-
 def test_all_rules_by_hand():
     """Two completions of 4 and 2 tokens.
 
@@ -87,39 +78,22 @@ def test_all_rules_by_hand():
         vgr=[[1.0, 2.0, 4.0, 2.0], [1.0, 1.0, NAN, NAN]],
     )
     credit, metrics = shaped(
-        [2.0, -1.0],
-        measured,
-        token_weights=True,
-        enable_perception_filtering=True,
-        top_p_perception_tokens=0.5,
-        enable_entropy_filtering=True,
-        top_p_entropy_tokens=0.25,
-        enable_trajectory_reweighting=True,
-        trajectory_scaling_min=0.9,
-    )
+        [2.0, -1.0], measured, **dict.fromkeys(ON, True),
+        top_p_perception_tokens=0.5, top_p_entropy_tokens=0.25, trajectory_scaling_min=0.9,
+    )  # fmt: skip
     eighth = 8 / 9
     assert credit[0].tolist() == pytest.approx([0, 1.8 * eighth, 0.9 * eighth, 1.8 * eighth])
     assert credit[1].tolist() == pytest.approx([-1.1, 0, 0, 0])
     assert metrics == pytest.approx(
         {
-            "perception_token_fraction": 3 / 6,
-            "low_var_kl_mean_selected": 8 / 3,
-            "low_var_kl_mean_rejected": 0,
-            "low_var_kl_threshold": (1 + 4) / 2,
-            "entropy_token_fraction": 2 / 6,
-            "entropy_mean_selected": 0.45,
-            "entropy_mean_rejected": 0.7 / 4,
-            "entropy_threshold": 0.45,
-            "combined_token_fraction": 4 / 6,
-            "sensitivity_score_mean": 1.5,
-            "scaling_factor_mean": 1.0,
-            "dynamic_scaling_max": 1.1,
-            "token_weight_mean": 1.0,
-            "token_weight_variance": (49 + 1 + 25 + 1 + 0 + 0) / 81 / 6,
-            "token_weight_min": 4 / 9,
-            "token_weight_max": 16 / 9,
+            "perception_token_fraction": 3 / 6, "low_var_kl_mean_selected": 8 / 3, "low_var_kl_mean_rejected": 0,
+            "low_var_kl_threshold": (1 + 4) / 2, "entropy_token_fraction": 2 / 6, "entropy_mean_selected": 0.45,
+            "entropy_mean_rejected": 0.7 / 4, "entropy_threshold": 0.45, "combined_token_fraction": 4 / 6,
+            "sensitivity_score_mean": 1.5, "scaling_factor_mean": 1.0, "dynamic_scaling_max": 1.1,
+            "token_weight_mean": 1.0, "token_weight_variance": (49 + 1 + 25 + 1 + 0 + 0) / 81 / 6,
+            "token_weight_min": 4 / 9, "token_weight_max": 16 / 9,
         }
-    )
+    )  # fmt: skip
 
 
 def test_soft_perception_weights_instead_of_a_filter():
@@ -127,7 +101,6 @@ def test_soft_perception_weights_instead_of_a_filter():
     measured = signals([[1, 1, 1, 1]], dependency=[[0.0, 1.0, 1.0, 6.0]], entropies=[[4.0, 3.0, 2.0, 1.0]])
     credit, metrics = shaped([2.1], measured, **SOFT)
     assert credit[0].tolist() == pytest.approx([0.4, 1, 1, 6])
-    assert set(metrics) == {f"perception_weight_{part}" for part in ("mean", "variance", "min", "max")}
     assert metrics["perception_weight_max"] == pytest.approx(3 / 1.05)
     credit, _ = shaped([2.1], measured, **SOFT, enable_entropy_filtering=True, top_p_entropy_tokens=0.5)
     assert credit[0].tolist() == pytest.approx([0.4, 1, 0, 0])
@@ -163,22 +136,6 @@ def test_a_completion_without_dependency_is_neither_filtered_nor_scaled():
     assert metrics["sensitivity_score_mean"] == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("tokens", [0, 1])
-def test_no_token_at_all(tokens):
-    measured = signals(
-        torch.zeros(2, tokens).tolist(), dependency=torch.ones(2, tokens).tolist(), vgr=torch.ones(2, tokens)
-    )
-    on = ("token_weights", "enable_perception_filtering", "enable_entropy_filtering", "enable_trajectory_reweighting")
-    credit, metrics = shaped([1.0, -1.0], measured, **dict.fromkeys(on, True))
-    assert credit.shape == (2, tokens)
-    assert not credit.any(), "padding never gets credit from a filter"
-    assert metrics.pop("dynamic_scaling_max") == 1
-    assert all(map(math.isnan, metrics.values()))
-
-
-ON = ("token_weights", "enable_perception_filtering", "enable_entropy_filtering", "enable_trajectory_reweighting")
-
-
 @pytest.mark.parametrize("options", [*({name: True} for name in ON), SOFT, dict.fromkeys(ON, True)])
 def test_the_number_of_gathers_depends_on_the_options_alone(options):
     counts = []
@@ -196,12 +153,11 @@ def test_the_number_of_gathers_depends_on_the_options_alone(options):
     assert len(counts[0]) <= 2
 
 
-@pytest.mark.parametrize("name", ON)
-def test_missing_signals(name):
+def test_missing_signals():
     measured = signals([[1]])
     measured.entropies = None
-    with pytest.raises(ConfigError, match=f"{name} is on, but the signals have no "):
-        shaped([0.0], measured, **{name: True})
+    with pytest.raises(ConfigError, match="enable_entropy_filtering is on, but the signals have no "):
+        shaped([0.0], measured, enable_entropy_filtering=True)
 
 
 def test_tokens_may_have_advantages_of_their_own():
@@ -230,25 +186,6 @@ def test_fraction_is_the_decimal_number_that_was_written(fraction, length, kept)
     assert top_fraction_mask(torch.randn(1, length), mask, fraction).sum() == kept
 
 
-@given(
-    scores=arrays("float32", (3, 17), elements=st.floats(width=32)),
-    valid=arrays("bool", (3, 17)),
-    hundredths=st.integers(0, 100),
-)
-def test_counts_and_choice(scores, valid, hundredths):
-    scores, mask = torch.from_numpy(scores), torch.from_numpy(valid)
-    kept = top_fraction_mask(scores, mask, hundredths / 100)
-    assert not (kept & ~mask).any()
-    for row in range(3):
-        assert kept[row].sum() == math.ceil(Fraction(hundredths, 100) * int(mask[row].sum()))
-        chosen, other = scores[row, kept[row]], scores[row, mask[row] & ~kept[row]]
-        defined = chosen[~chosen.isnan()]
-        if len(defined) and len(other):
-            assert other[~other.isnan()].le(defined.min()).all()
-        if chosen.isnan().any():
-            assert other.isnan().all() or (other[~other.isnan()] == -torch.inf).all()
-
-
 def weigh(*rows, mask=None, **options):
     vgr = torch.tensor(rows)
     mask = torch.ones_like(vgr, dtype=torch.bool) if mask is None else torch.tensor(mask, dtype=torch.bool)
@@ -256,16 +193,12 @@ def weigh(*rows, mask=None, **options):
 
 
 def test_numbers_out_of_range():
-    for options, message in (({"clip": (3.0, 0.2)}, "clip is"), ({"smooth_sigma": -1}, "smooth_sigma is"),
-                             ({"topk_ratio": 0}, "topk_ratio is")):  # fmt: skip
-        with pytest.raises(ConfigError, match=message):
-            weigh([1.0], **options)
+    with pytest.raises(ConfigError, match="clip is"):
+        weigh([1.0], clip=(3.0, 0.2))
     with pytest.raises(ConfigError, match="minimum is 1.1"):
         trajectory_scale(*one_token_each(1.0, 2.0), 1.1)
     with pytest.raises(DataError, match=r"statistics \(1.0, 5.0, 6.0\)"):
         trajectory_scale(*one_token_each(1.0, 2.0), statistics=(1.0, 5.0, 6.0))
-    with pytest.raises(ConfigError, match="pgpo_threshold"):
-        PGPOOptions(pgpo_threshold=0.0)
 
 
 MEAN = (2**1.25 + 2**0.25 + 2) / 4
@@ -276,7 +209,7 @@ MEAN = (2**1.25 + 2**0.25 + 2) / 4
     [
         # Raw 2, 1, 0.5, whose mean is 7/6; the limits cut nothing.
         ([1, 2, 4], [1, 1, 1], {}, [12 / 7, 6 / 7, 3 / 7]),
-        ([1, 2, 4], [1, 1, 1], {"clip": None, "topk_ratio": 1.0}, [12 / 7, 6 / 7, 3 / 7]),
+        ([1, 2, 4], [1, 1, 1], {"clip": (0.01, 1.25), "topk_ratio": 0.3}, [15 / 13, 12 / 13, 12 / 13]),
         # Mean s is -4/3 ln 2, raw is 2^(4/3) twice and 2^(-8/3); clipped to [0.5, 2] before the division: 2, 2, 0.5.
         ([1, 1, 16], [1, 1, 1], {"clip": (0.5, 2.0)}, [4 / 3, 4 / 3, 1 / 3]),
         # Padding and tokens of tools take no part.
@@ -290,18 +223,10 @@ MEAN = (2**1.25 + 2**0.25 + 2) / 4
         ([4, 1, 4, 2], [1] * 4, {"topk_ratio": 0.5}, [1 / MEAN, 2**1.25 / MEAN, 1 / MEAN, 2**0.25 / MEAN]),
         # Raw 1/2 and 2; an undefined token is not among the largest.
         ([NAN, 4, 1], [1, 1, 1], {"topk_ratio": 1 / 3}, [1, 2 / 3, 4 / 3]),
-        ([8, 3], [0, 0], {"topk_ratio": 0.5}, [1, 1]),
     ],
 )
 def test_token_weights_by_hand(vgr, mask, options, expected):
     assert weigh([float(value) for value in vgr], mask=[mask], **options)[0] == pytest.approx(expected, abs=1e-6)
-
-
-def test_limits_and_share_of_token_weights_are_the_options():
-    """VGR 1, 2, 4 has raw weights 2, 1, 1/2 before limits and mean."""
-    options = {"token_weights_clip": (0.01, 1.25), "token_weights_topk_ratio": 0.3}
-    credit, _ = shaped([3.25], signals([[1, 1, 1]], vgr=[[1.0, 2.0, 4.0]]), token_weights=True, **options)
-    assert credit[0].tolist() == pytest.approx([3.75, 3.0, 3.0])
 
 
 def test_smoothing_skips_invalid_tokens_and_reaches_three_sigma():
@@ -317,32 +242,6 @@ def test_smoothing_skips_invalid_tokens_and_reaches_three_sigma():
     mean = sum(smooth) / 4
     result = weigh([1.0, 77.0, 2.0, 4.0, 2.0], mask=[[1, 0, 1, 1, 1]], clip=None, smooth_sigma=0.5)[0]
     assert [result[i] for i in (0, 2, 3, 4)] == pytest.approx([s / mean for s in smooth], rel=1e-5)
-
-
-@given(
-    vgr=arrays("float32", (2, 9), elements=st.one_of(st.floats(0, INF, width=32), st.just(NAN))),
-    valid=arrays("bool", (2, 9)),
-    sigma=st.sampled_from([0.0, 0.4, 2.0]),
-    topk=st.sampled_from([None, 0.3, 1.0]),
-)
-def test_mean_weight_is_1(vgr, valid, sigma, topk):
-    vgr, mask = torch.from_numpy(vgr), torch.from_numpy(valid)
-    weights = token_weights(vgr, mask, smooth_sigma=sigma, topk_ratio=topk)
-    assert weights.isfinite().all()
-    assert (weights[~mask] == 1).all()
-    assert (weights > 0).all()
-    assert weights.max() <= 3.0 / 0.2 + 1e-4
-    for row in range(2):
-        if mask[row].any():
-            assert weights[row, mask[row]].mean().item() == pytest.approx(1, abs=1e-5)
-
-
-def test_dependency_weights_by_hand():
-    """s = 0, 1, 1, 6 has mean 2: 0, 1/2, 1/2, 3, clipped from below to 0.2; their mean is 1.05."""
-    result = dependency_weights(torch.tensor([[0.0, 1.0, 1.0, 6.0]]), torch.ones(1, 4))[0].tolist()
-    assert result == pytest.approx([0.2 / 1.05, 0.5 / 1.05, 0.5 / 1.05, 3 / 1.05])
-    unclipped = dependency_weights(torch.tensor([[0.0, 1.0, 1.0, 6.0]]), torch.ones(1, 4), clip=None)[0].tolist()
-    assert unclipped == pytest.approx([0, 0.5, 0.5, 3])
 
 
 def test_dependency_weights_where_undefined():
@@ -367,13 +266,6 @@ def test_completions_without_a_dependency_keep_scale_1_and_change_no_other():
     assert trajectory_scale(dependency, mask).tolist() == pytest.approx([0.8, 1, 0.92, 1, 1.28])
     for means in ((3.0, 3.0), (0.0, 9e-7), (NAN, NAN), ()):
         assert trajectory_scale(*one_token_each(*means)).tolist() == [1.0] * len(means), "nothing to compare"
-
-
-@given(st.lists(st.floats(0, 10, width=32), min_size=1, max_size=12), st.floats(0, 1))
-def test_mean_scale_is_1(means, minimum):
-    scale = trajectory_scale(*one_token_each(*means), minimum)
-    assert scale.double().mean().item() == pytest.approx(1, abs=2e-5)
-    assert scale.min() >= minimum - 1e-6
 
 
 def test_close_means_are_distinguished_precisely():

@@ -15,7 +15,6 @@ from vgr_trl.loss import (
     entropy_penalty,
     kl_penalty,
     perception_loss,
-    surprisal,
 )
 from vgr_trl.utils import ConfigError, DataError
 
@@ -115,25 +114,16 @@ def test_a_clamped_token_has_no_gradient(perturbed):
     assert logps.grad.item() == perturbed.grad.item() == 0
 
 
-def test_padding_is_not_read_and_gets_no_gradient():
-    logps, perturbed = tensors([-1.0, math.nan, -math.inf], [-2.0, -1.0, math.nan])
-    mask = torch.tensor([[1, 0, 0]])
-    loss = perception_loss(logps, perturbed, mask, entropy_coefficient=1.0, perturbed_entropy_coefficient=1.0)
-    loss = loss + entropy_penalty(logps, mask)
-    loss.sum().backward()
-    assert loss[0, 1:].tolist() == [0, 0]
-    assert logps.grad[0, 1:].tolist() == perturbed.grad[0, 1:].tolist() == [0, 0]
-    assert logps.grad[0, 0].isfinite()
-
-
-def test_entropy_penalty():
-    logps = torch.tensor([[-1.0, -3.0, -9.0]], requires_grad=True)
+def test_entropy_penalty_and_padding_that_is_not_read():
+    logps, perturbed = tensors([-1.0, -3.0, math.nan], [-2.0, -1.0, -math.inf])
     mask = torch.tensor([[1, 1, 0]])
     penalty = entropy_penalty(logps, mask)
     assert penalty.tolist()[0] == pytest.approx([0.06, 0.18, 0])
     (penalty.sum() / mask.sum()).backward()
     assert logps.grad.tolist()[0] == pytest.approx([-0.03, -0.03, 0])
-    assert surprisal(logps, mask).tolist() == [[1.0, 3.0, 0.0]]
+    loss = perception_loss(logps, perturbed, mask, entropy_coefficient=1.0, perturbed_entropy_coefficient=1.0)
+    loss.sum().backward()
+    assert loss[0, 2] == logps.grad[0, 2] == perturbed.grad[0, 2] == 0
 
 
 def history(last, steps=12, newest=3):
@@ -143,12 +133,13 @@ def history(last, steps=12, newest=3):
 
 def test_all_signs_together_are_named_in_one_sentence():
     sentence = collapse_warning(history(COLLAPSING))
-    assert sentence == (
-        "The policy shows the signs of a collapse caused by the perception loss: perception_loss fell from -0.101 to "
-        "-1.5, entropy rose from 0.506 to 2, perturbed_entropy rose from 0.809 to 2.5, clip_ratio/high_mean rose from "
-        "0.0101 to 0.2; go back to an earlier checkpoint with a lower coefficient, or with higher weights of both "
-        "entropy terms."
-    )
+    for part in (
+        "perception_loss fell from -0.101 to -1.5",
+        "entropy rose from 0.506 to 2",
+        "clip_ratio/high_mean rose",
+    ):
+        assert part in sentence
+    assert collapse_warning([]) is collapse_warning(history(COLLAPSING, steps=7, newest=2)) is None
 
 
 @pytest.mark.parametrize("name", COLLAPSING)
@@ -156,31 +147,13 @@ def test_one_sign_missing_is_no_collapse(name):
     assert collapse_warning(history({**COLLAPSING, name: HEALTHY[name]})) is None
 
 
-def test_histories_in_which_a_sign_is_missing():
-    assert collapse_warning([]) is collapse_warning([{"loss": 1.0}] * 20) is None
-    assert collapse_warning(history(COLLAPSING, steps=7, newest=2)) is None
-    assert collapse_warning([{**step, "perception_loss": 0.0} for step in history(COLLAPSING)]) is None
-    broken = [{**HEALTHY, "entropy": math.nan}] * 5 + history(COLLAPSING)
-    assert "entropy rose from 0.506 to 2" in collapse_warning(broken)
-
-
 def test_nothing_to_clip_is_no_sign_either_way():
     steps = [{**step, "clip_ratio/high_mean": 0.0} for step in history(COLLAPSING)]
     assert "clip_ratio" not in collapse_warning(steps)
-    for step in steps:
-        del step["clip_ratio/high_mean"]
-    assert "perturbed_entropy rose" in collapse_warning(steps)
     cispo = [{"cispo_clip_ratio": step.pop("clip_ratio/high_mean"), **step} for step in map(dict, history(COLLAPSING))]
     assert "cispo_clip_ratio rose" in collapse_warning(cispo)
 
 
-@pytest.mark.parametrize(
-    ("coefficients", "start"),
-    [
-        ((0.04, 0.05, 0.05), "The coefficient of the perception loss is 0.04, and runs collapsed at 0.04: use 0.02"),
-        ((0.02,), "The coefficient of the perception loss is 0.02 without both entropy terms, and 7B models"),
-        ((0.03, 0.03, 0.0), "The coefficient of the perception loss is 0.03 without both entropy terms"),
-    ],
-)
-def test_coefficient_at_which_runs_collapsed(coefficients, start):
-    assert coefficient_warning(*coefficients).startswith(start)
+def test_coefficient_at_which_runs_collapsed():
+    assert "is 0.04, and runs collapsed at 0.04: use 0.02" in coefficient_warning(0.04, 0.05, 0.05)
+    assert "is 0.02 without both entropy terms, and 7B models" in coefficient_warning(0.02)

@@ -116,52 +116,6 @@ def test_every_loss_type_takes_the_advantage_of_each_token(trainer, loss_type, l
     assert torch.allclose(logps.grad, expected, atol=1e-7)
 
 
-class Watched(dict):
-    """Inputs that note which of them are read, in order."""
-
-    def __init__(self, values, read):
-        super().__init__(values)
-        self.read = read
-
-    def __getitem__(self, name):
-        self.read.append(name)
-        return super().__getitem__(name)
-
-    def get(self, name, default=None):
-        self.read.append(name)
-        return super().get(name, default)
-
-
-@pytest.mark.parametrize("loss_type", NORMALISERS)
-def test_trl_reads_old_log_probabilities_after_its_pass(text_model, text_tokenizer, text_rows, tmp_path, loss_type):
-    trainer = make_trainer(text_model, text_tokenizer, text_rows, tmp_path, loss_type=loss_type)
-    read = []
-    prompt = torch.zeros(2, 1, dtype=torch.long)
-    logps = torch.full((2, 3), -1.0, requires_grad=True)
-    inputs = Watched(
-        {
-            "prompt_ids": prompt,
-            "prompt_mask": torch.ones_like(prompt),
-            "completion_ids": torch.zeros(2, 3, dtype=torch.long),
-            "completion_mask": torch.ones(2, 3, dtype=torch.long),
-            "advantages": torch.ones(2),
-            "num_items_in_batch": torch.tensor(6),
-            "old_per_token_logps": torch.full((2, 3), torch.nan),
-        },
-        read,
-    )
-
-    def score(*args, **kwargs):
-        assert "old_per_token_logps" not in read, "read before the pass that completes them"
-        inputs["old_per_token_logps"] = logps.detach()
-        return logps, torch.zeros(2, 3), None
-
-    trainer._get_per_token_logps_and_entropies = score
-    loss = trainer._compute_loss(trainer.model, inputs)
-    assert "old_per_token_logps" in read
-    assert loss.isfinite(), "what was completed is what TRL divides by"
-
-
 def test_grpo_is_what_trl_computes(text_trainer):
     """Two steps of TRL's trainer, with weights, ties, a completion and a group without any reward."""
     draw = torch.Generator().manual_seed(0)

@@ -9,9 +9,9 @@ from PIL import Image
 from vgr_trl.demo.tiny_model import SPECIAL_TOKENS, build_tiny_vlm
 from vgr_trl.integrations.verl import build_token_vgr_weights_for_batch, token_vgr_weights
 from vgr_trl.integrations.verl.signals import as_weights
-from vgr_trl.signals import RolloutScorer, token_vision_gain_ratio
-from vgr_trl.signals.ratios import AttentionMass, special_token_ids
-from vgr_trl.utils import ConfigError, DataError
+from vgr_trl.signals import RolloutScorer
+from vgr_trl.signals.ratios import special_token_ids
+from vgr_trl.utils import DataError
 
 WORDS = "what colour is this red green blue yellow"
 
@@ -78,24 +78,6 @@ def test_a_grid_of_other_images(generated):
         )
     with pytest.raises(DataError, match="give the prompts and what generate made of them"):
         build_token_vgr_weights_for_batch(out.attentions[:2], inputs["input_ids"], out.sequences, processor)
-
-
-def mass_of(ratios, layers=1):
-    """Attention of 0.1 per vision token, and of `ratio` times that per instruction token, in every layer."""
-    ratios = torch.tensor(ratios)
-    counts = torch.full((len(ratios),), 2)
-    vision = torch.full((layers, *ratios.shape), 0.2)
-    return AttentionMass(vision, vision * ratios, counts, counts, torch.ones(ratios.shape, dtype=torch.bool))
-
-
-def test_last_layers_alone():
-    mass = mass_of([[1.0, 1.0]], layers=3)
-    mass.instruction[2] = mass.vision[2] * torch.tensor([[1.0, 4.0]])
-    weights, _ = token_vgr_weights(mass, clip=None, last_k_layers=1)
-    assert torch.allclose(weights, torch.tensor([[2.0, 0.5]]) / 1.25)  # exp of the distance of s = 0, -ln 4 to its mean
-    assert torch.allclose(token_vision_gain_ratio(mass, [0, 1]), torch.ones(1, 2))
-    with pytest.raises(ConfigError, match=r"token_weight_last_k_layers is 4.* in \[1, 3\]"):
-        token_vgr_weights(mass, last_k_layers=4)
 
 
 def test_lists_and_tensors_are_padded_or_cut_with_a_warning():

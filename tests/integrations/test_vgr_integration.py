@@ -34,10 +34,3 @@ def test_weights_of_a_reward_reach_the_loss(apply_to):
     else:
         assert shaped.tolist() == [[2, 2, 0], [-1, -1, -1]]
         assert torch.allclose(found.response_mask, weights)
-
-
-def test_positive_advantages_alone():
-    options = options_of("vgr_token_weights", {"positive_only": True, "collect_attentions": True})
-    found = SignalContext(options, token_weights=torch.tensor([[1.0, 3.0], [1.0, 3.0]]))
-    shaped = shape(torch.tensor([[1.0, 1.0], [-1.0, -1.0]]), torch.ones(2, 2), found)
-    assert shaped.tolist() == [[0.5, 1.5], [-1, -1]]

@@ -50,13 +50,8 @@ def run(rank, world, cut):
         solution=["red"] * len(rows),
         vgr=[float(1 + i % GROUP) for i in rows],
     )
-    return {
-        "rewards": rewards,
-        "with_bonus": with_bonus,
-        "scaled": scaled,
-        "logged": logged[: len(rows)],
-        "error": error,
-    }
+    found = {"rewards": rewards, "with_bonus": with_bonus, "scaled": scaled, "error": error}
+    return found | {"logged": logged[: len(rows)]}
 
 
 def waited_for(seconds):
@@ -74,5 +69,4 @@ def run_in_group():
     """Of this process, by the number of rows of the first of two."""
     dist.init_process_group("gloo")
     close_group_at_exit()
-    results = {cut: run(dist.get_rank(), dist.get_world_size(), cut) for cut in (3, 8)}
-    return results
+    return {cut: run(dist.get_rank(), dist.get_world_size(), cut) for cut in (3, 8)}

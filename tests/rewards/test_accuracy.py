@@ -1,12 +1,8 @@
 """Which answer a completion states, by hand from `Stated answer` in definitions.md."""
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from vgr_trl.rewards import accuracy_reward
-from vgr_trl.rewards.answers import completion_text
 from vgr_trl.utils import RewardError
 
 CHOICES = ["red", "green", "blue dog", "a big dog"]
@@ -20,28 +16,22 @@ def stated(text, choices=CHOICES):
 
 ONE = {
     "in the tag": [
-        ("<answer>B</answer>", "B"), ("<answer> ｂ。 </answer>", "B"), ("<answer>（Ｂ）</answer>", "B"),
-        ("<answer>$\\boxed{B}$</answer>", "B"), ("<Answer>**B**：</Answer>", "B"),
-        ("<answer>\n(C) blue dog\n</answer>", "C"), ("<answer>C. Blue  Dog.</answer>", "C"),
-        ("<answer>A BIG\nDOG.</answer>", "D"),
+        ("<answer> ｂ。 </answer>", "B"), ("<answer>（Ｂ）</answer>", "B"), ("<answer>$\\boxed{B}$</answer>", "B"),
+        ("<Answer>**B**：</Answer>", "B"), ("<answer>A BIG\nDOG.</answer>", "D"),
     ],
     "the last tag": [
         ("<answer>A</answer> no: <answer>B</answer>", "B"), ("<answer><answer>B</answer></answer>", "B"),
-        ("<answer>B</answer> Answer: A", "B"), ("Answer: A <answer>B</answer>", "B"),
+        ("<answer>B</answer> Answer: A", "B"),
     ],
-    "never a thought": [
-        ("<think>Answer: A</think><answer>B</answer>", "B"), ("Answer: A</think>Answer: B", "B"),
-    ],
+    "never a thought": [("<think>Answer: A</think><answer>B</answer>", "B"), ("Answer: A</think>Answer: B", "B")],
     "a label": [
         ("The image shows (A) and (C). Answer: B", "B"), ("**Answer**: B", "B"), ("Final Answer: C. blue dog", "C"),
-        ("Answer:\nB", "B"), ("Answer: A. Wait.\nAnswer: B", "B"), ("Answer: D. A big dog. Yes.", "D"),
-        ("Answer: A (red)", "A"), ("Answer: B\n\nBecause it grows.", "B"), ("Wrong answer: A\nAnswer: B", "B"),
+        ("Answer: A. Wait.\nAnswer: B", "B"), ("Answer: A (red)", "A"), ("Wrong answer: A\nAnswer: B", "B"),
         ("答案：Ｂ", "B"),
     ],
     "a sentence": [
         ("So the final answer is (B).", "B"), ("The correct answer is option B.", "B"), ("the answer is: b.", "B"),
-        ("The answer is B because it grows.", "B"), ("The answer is \\(B\\).", "B"), ("Answer: B. I think so.", "B"),
-        ("Answer: B, since x = 2", "B"), ("Answer: b, a fine one", "B"), ("正确答案是B。因为是草。", "B"),
+        ("The answer is \\(B\\).", "B"), ("Answer: B, since x = 2", "B"), ("正确答案是B。因为是草。", "B"),
     ],
     "an option by its word": [("选项B，绿色", "B"), ("应选（B）", "B"), ("不选A，选B", "B")],
     "a box": [("So \\boxed{\\text{B}}. Not A.", "B"), ("not \\boxed{A}. So \\boxed{B}", "B")],
@@ -59,19 +49,14 @@ NONE = {
     "not closed": ["<answer>B", "\\boxed{B", "<think>Answer: B", "</answer>B<answer>"],
     "a thought": ["<think><answer>B</answer></think>", "Answer: B</think>"],
     "an empty tag counts before a label": ["<answer></answer> Answer: B"],
-    "no option's letter": ["<answer>E</answer>", "<answer>K</answer>", "(E)", "Answer: 1", "Answer: А"],
+    "no option's letter": ["<answer>E</answer>", "(E)", "Answer: 1", "Answer: А"],
     "two letters": [
-        "Answer: A; B", "Answer: A. Or B.", "Answer: A, red. B, green.", "Answer: A-D", "Answer: A (B)",
-        "Answer: A\n- B", "Answer: A, not B", "答案：A。B也可能", "选A或B", "The answer is A. B is possible.",
-        "\\boxed{A} or \\boxed{B}", "A or \\boxed{B}", "<answer>(A)(B)</answer>", "(A) or (B)",
+        "Answer: A; B", "Answer: A. Or B.", "Answer: A-D", "Answer: A (B)", "Answer: A\n- B", "选A或B",
+        "The answer is A. B is possible.", "\\boxed{A} or \\boxed{B}", "<answer>(A)(B)</answer>", "(A) or (B)",
     ],
-    "a letter and another text": ["Answer: A, green", "<answer>A. green</answer>", "<answer>red or green</answer>"],
-    "a refusal": [
-        "The answer is not A", "答案不是A", "不能选A", "排除选项A", "It can't be (A)", "不是（A）", "Wrong answer: A",
-        "错误答案：A", "Answer: A is wrong", "Answer: A?",
-    ],
-    "a word": ["Answer: a big cat", "<answer>A cat</answer>", "Answer: I think", "Answer: A+", "答案是A型血",
-        "Answer: vitamin C", "f(B) is a function", "<answer>B because</answer>"],
+    "a letter and another text": ["Answer: A, green", "<answer>red or green</answer>"],
+    "a refusal": ["The answer is not A", "答案不是A", "不能选A", "It can't be (A)", "Answer: A is wrong"],
+    "a word": ["Answer: a big cat", "Answer: I think", "Answer: A+", "答案是A型血", "f(B) is a function"],
 }  # fmt: skip
 
 
@@ -87,43 +72,20 @@ def test_letters_count_before_texts():
     assert accuracy_reward(["<answer>cat</answer>"], [0], [["cat", "Cat.", "dog"]]) == [0.0]  # two of that text
 
 
-LETTER = st.sampled_from("ABCDEFGHIJ")
-FORM = st.sampled_from(["Answer: {}", "The answer is {}.", "\\boxed{{{}}}", "<answer>{}</answer>", "选项 {}"])
-SEPARATOR = st.sampled_from(["; ", " or ", ". Or ", "/", "、", "。", " 或 ", " - ", ".\n", ") (", ". Maybe ", ", not "])
-
-
-@given(FORM, LETTER, st.integers(2, 10), st.booleans())
-def test_a_letter_in_any_form_is_right_for_its_option_alone(form, letter, count, lower):
-    choices = [f"option number {i}" for i in range(count)]
-    expected = letter if "ABCDEFGHIJ".index(letter) < count else ""
-    assert stated(form.format(letter.lower() if lower else letter), choices) == expected
-
-
-@settings(max_examples=200)
-@given(st.lists(LETTER, min_size=2, max_size=4, unique=True), SEPARATOR, FORM, st.booleans())
-def test_two_letters_in_a_statement_are_no_option(letters, separator, form, lower):
-    text = separator.join(letters)
-    text = form.format(text.lower() if lower else text)
-    assert stated(text, [f"option number {i}" for i in range(10)]) == ""
-    assert accuracy_reward([text], ["B"]) == accuracy_reward([text], label_idx=[1]) == [0.0]
-
-
 STATES_B = ["<answer>(B)</answer>", "Answer: B.", "It is (B)", "<answer>B) blue</answer>", "选项 B", "\\boxed{B}"]
 NOT_B = [
     "<answer>C</answer>", "(B) or (C)", "<answer>B) blue or C) red</answer>", "Answer: B or C", "<answer>blue</answer>",
-    "<answer>1</answer>", "Answer: not B", "<answer>B blue</answer>", "<answer>B) blue\nred</answer>", "B",
+    "<answer>1</answer>", "Answer: not B", "<answer>B) blue\nred</answer>", "B",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("column", ["solution", "label_idx"])
-@pytest.mark.parametrize("right", ["B", "(B)", "B) blue", "<answer>B</answer>", np.int64(1)])
+@pytest.mark.parametrize("right", ["B", "B) blue", "<answer>B</answer>"])
 def test_a_letter_without_choices_is_compared_with_the_stated_letter(column, right):
-    if column == "solution" and not isinstance(right, str):
-        assert accuracy_reward(["<answer>1</answer>", "<answer>B</answer>"], [right] * 2) == [1.0, 0.0]
-        return
     texts = [*STATES_B, *NOT_B]
     expected = [1.0] * len(STATES_B) + [0.0] * len(NOT_B)
     assert accuracy_reward(texts, **{column: [right] * len(texts)}) == expected
+    assert accuracy_reward(["<answer>1</answer>", "<answer>B</answer>"], [1, 1]) == [1.0, 0.0]
 
 
 def test_label_idx_stands_in_for_solution():
@@ -158,7 +120,6 @@ def test_called_as_trl_calls_it():
     ]
     columns = {"solution": ["B", "B", "B", "4"], "choices": [CHOICES, CHOICES, CHOICES, None], "log_metric": print}
     assert accuracy_reward(prompts=["?"] * 4, completions=completions, **columns) == [1.0, 0.0, 0.0, 1.0]
-    assert completion_text([{"content": "a"}, {"role": "tool", "content": "c"}, {"content": "b"}]) == "a\nb"
 
 
 @pytest.mark.parametrize(
@@ -170,19 +131,10 @@ def test_columns_that_do_not_fit(completions, solution, match):
         accuracy_reward(completions, solution)
 
 
-PIECES = ["<think>", "<answer>", "answer ", "the final ", "答案", "选 ", "\\boxed{", "( ", "(A)", "B or ", "*", " ",
-          "\\text{", "\ud800", "1,000", "9^", "},{"]  # fmt: skip
-
-
-@settings(max_examples=200)
-@given(st.lists(st.sampled_from([*PIECES, "</think>", "Answer:", "是", "}", "d", ".", "7", "$"]), max_size=30))
-def test_any_text_is_right_for_at_most_one_option(pieces):
-    text = "".join(pieces)
-    assert len(stated(text)) <= 1
-    assert accuracy_reward([f"<answer>{text}"], ["5"])[0] in (0.0, 1.0)
-
-
-@pytest.mark.parametrize("piece", PIECES)
+@pytest.mark.parametrize(
+    "piece",
+    ["<think>", "<answer>", "answer ", "the final ", "选 ", "\\boxed{", "( ", "(A)", "B or ", "*", " ", "9^"],
+)
 def test_long_texts_are_read_in_linear_time(piece):
     """A pattern that backtracks would take hours for a million characters."""
     long = piece * (1_000_000 // len(piece))

@@ -3,8 +3,6 @@
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from vgr_trl.rewards import accuracy_reward, mdi_reward, vgr_hard_negative_reward, vgr_reward
 from vgr_trl.rewards.attention import scaled_by_accuracy
@@ -13,109 +11,75 @@ from vgr_trl.utils import RewardError
 NAN, INF = math.nan, math.inf
 
 
-def vgr(values, size=None):
-    return vgr_reward(["x"] * len(values), values, size or len(values))
+def vgr(values):
+    return vgr_reward(["x"] * len(values), values, len(values))
 
 
-def hard(values, right, size=None):
-    """`right`: 1 for completions with the right answer, 0 for wrong ones, None where accuracy is unknown."""
-    texts = [f"<answer>{'A' if one == 1 else 'B'}</answer>" for one in right]
-    solutions = [None if one is None else "A" for one in right]
-    return vgr_hard_negative_reward(
-        texts, values, solutions, size or len(values), choices=[["red", "blue"]] * len(values)
-    )
-
-
-class TestVGR:
-    def test_worked_case(self):
-        """Q1 = 1.75, Q3 = 3.25: (3.25 - 2) / 1.5 = 5/6, (3.25 - 3) / 1.5 = 1/6; 1 and 4 lie outside."""
-        assert vgr([1, 2, 3, 4]) == pytest.approx([1, 5 / 6, 1 / 6, 0])
-
-    def test_groups_that_are_not_whole(self):
-        with pytest.raises(RewardError, match="5 completions over all processes with num_generations 4"):
-            vgr([1, 2, 3, 4, 5], 4)
-
-    def test_size_of_groups_as_a_column(self):
-        assert vgr_reward(["x"] * 4, [1, 2, 30, 40], [2] * 4) == vgr([1, 2, 30, 40], 2)
-
-    @pytest.mark.parametrize(
-        ("values", "expected"),
-        [
-            ([1.0424, 1.0424 + 1e-6], [0.5] * 2),  # equal completions, whose VGR differ by rounding
-            ([3, None, None, None], [0.5, None, None, None]),
-            ([3, INF, INF, NAN], [0.5, 0, 0, None]),
-            ([1, 2], [1, 0]),  # quartiles 1.25 and 1.75
-            ([1, 2, 3, 4, INF], [1, 5 / 6, 1 / 6, 0, 0]),  # the infinite one does not move the quartiles
-            ([1, 2, None, 3, NAN, 4], [1, 5 / 6, None, 1 / 6, None, 0]),
-        ],
-    )
-    def test_ties_and_values_that_are_not_finite(self, values, expected):
-        assert vgr(values) == pytest.approx(expected)
-
-    @given(st.lists(st.floats(0.01, 100), min_size=2, max_size=12), st.floats(0.1, 10))
-    def test_more_attention_to_the_image_is_never_worth_less(self, values, scale):
-        """And the scale does not matter, as long as the quartiles stay apart."""
-        rewards = vgr(values)
-        assert all(0 <= reward <= 1 for reward in rewards)
-        ordered = [reward for _, reward in sorted(zip(values, rewards, strict=True))]
-        assert ordered == sorted(ordered, reverse=True)
-        if set(rewards) != {0.5}:
-            assert vgr([scale * value for value in values]) == pytest.approx(rewards, abs=1e-6)
-
-
-class TestHardNegative:
-    def test_worked_case(self):
-        """Quartiles of [1, 2, 4] are 1.5 and 3: 1 - 0.5, (3 - 2) / 1.5 - 0.5 = 1/6, 0 for the wrong one, 0 - 0.5."""
-        assert hard([1, 2, 3, 4], [1, 1, 0, 1]) == pytest.approx([0.5, 1 / 6, 0, -0.5])
-
-    @pytest.mark.parametrize(
-        ("values", "right", "expected"),
-        [
-            ([1, 2, 3, 4], [0, 1, 0, 0], [0, 0, 0, 0]),  # nothing to compare with
-            ([1, 2, INF, 4], [1, 1, 1, 0], [0.5, -0.5, -0.5, 0]),
-            ([2, 2, 3, 4], [1, 1, 0, 0], [0, 0, 0, 0]),
-            ([None, 1, 2, 4], [1, 1, 1, 0], [None, 0.5, -0.5, 0]),
-            ([None, 1, 2, 4], [0, 1, 1, 0], [0, 0.5, -0.5, 0]),  # a wrong answer needs no VGR
-            ([1, 2, 4, 3], [1, 1, 1, None], [0.5, 1 / 6, -0.5, None]),
-        ],
-    )
-    def test_who_takes_part(self, values, right, expected):
-        assert hard(values, right) == pytest.approx(expected)
-
-
-class TestMDI:
-    @pytest.mark.parametrize(
-        ("value", "ratio", "expected"),
-        [
-            (1.0, 2.0, 1.0),
-            (2.0, 2.0, -1.0),
-            (0.5, 2.0, -1.0),
-            (math.sqrt(2), 2.0, 0.0),  # the worked case: balance 0.5
-            (1 / math.sqrt(2), 2.0, 0.0),
-            (2.0, 4.0, 0.0),
-            (2.0, 16.0, 0.5),
-            (100.0, 2.0, -1.0),
-            (INF, 2.0, -1.0),
-            (0.0, 2.0, -1.0),
-            (None, 2.0, None),
-            (NAN, 2.0, None),
-        ],
-    )
-    def test_values_by_hand(self, value, ratio, expected):
-        assert mdi_reward(["x"], [value], mdi_balance_ratio=ratio) == [pytest.approx(expected)]
-
-    @pytest.mark.parametrize("ratio", [1.0, 0.5, -2, NAN, INF])
-    def test_ratios_that_are_not_accepted(self, ratio):
-        with pytest.raises(RewardError, match="mdi_balance_ratio is .*: give a number above 1"):
-            mdi_reward(["x"], [1.0], mdi_balance_ratio=ratio)
-
-
-def scaled(reward, values, right, size=None, **columns):
+def answered(right):
     """`right`: 1 for completions with the right answer, 0 for wrong ones, None where accuracy is unknown."""
     texts = [f"<answer>{'red' if one == 1 else 'blue'}</answer>" for one in right]
-    solutions = [None if one is None else "red" for one in right]
+    return texts, [None if one is None else "red" for one in right]
+
+
+def hard(values, right):
+    texts, solutions = answered(right)
+    return vgr_hard_negative_reward(texts, values, solutions, len(values))
+
+
+def test_vgr_worked_case():
+    """Q1 = 1.75, Q3 = 3.25: (3.25 - 2) / 1.5 = 5/6, (3.25 - 3) / 1.5 = 1/6; 1 and 4 lie outside."""
+    assert vgr([1, 2, 3, 4]) == pytest.approx([1, 5 / 6, 1 / 6, 0])
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1.0424, 1.0424 + 1e-6], [0.5] * 2),  # equal completions, whose VGR differ by rounding
+        ([3, INF, INF, NAN], [0.5, 0, 0, None]),
+        ([1, 2, 3, 4, INF], [1, 5 / 6, 1 / 6, 0, 0]),  # the infinite one does not move the quartiles
+        ([1, 2, None, 3, NAN, 4], [1, 5 / 6, None, 1 / 6, None, 0]),
+    ],
+)
+def test_ties_and_values_that_are_not_finite(values, expected):
+    assert vgr(values) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("values", "right", "expected"),
+    [
+        # Quartiles of [1, 2, 4] are 1.5 and 3: 1 - 0.5, (3 - 2) / 1.5 - 0.5 = 1/6, 0 for the wrong one, 0 - 0.5.
+        ([1, 2, 3, 4], [1, 1, 0, 1], [0.5, 1 / 6, 0, -0.5]),
+        ([1, 2, 3, 4], [0, 1, 0, 0], [0, 0, 0, 0]),  # nothing to compare with
+        ([1, 2, INF, 4], [1, 1, 1, 0], [0.5, -0.5, -0.5, 0]),
+        ([None, 1, 2, 4], [1, 1, 1, 0], [None, 0.5, -0.5, 0]),
+        ([None, 1, 2, 4], [0, 1, 1, 0], [0, 0.5, -0.5, 0]),  # a wrong answer needs no VGR
+        ([1, 2, 4, 3], [1, 1, 1, None], [0.5, 1 / 6, -0.5, None]),
+    ],
+)
+def test_hard_negatives(values, right, expected):
+    assert hard(values, right) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "ratio", "expected"),
+    [
+        (1.0, 2.0, 1.0), (2.0, 2.0, -1.0), (0.5, 2.0, -1.0), (math.sqrt(2), 2.0, 0.0), (2.0, 16.0, 0.5),
+        (INF, 2.0, -1.0), (0.0, 2.0, -1.0), (None, 2.0, None), (NAN, 2.0, None),
+    ],
+)  # fmt: skip
+def test_mdi_by_hand(value, ratio, expected):
+    assert mdi_reward(["x"], [value], mdi_balance_ratio=ratio) == [pytest.approx(expected)]
+
+
+def test_a_balance_ratio_that_is_not_accepted():
+    with pytest.raises(RewardError, match="mdi_balance_ratio is .*: give a number above 1"):
+        mdi_reward(["x"], [1.0], mdi_balance_ratio=1.0)
+
+
+def scaled(reward, values, right, **columns):
+    texts, solutions = answered(right)
     (changed,) = scaled_by_accuracy([reward])
-    return changed(texts, vgr=values, solution=solutions, num_generations=size or len(values), **columns)
+    return changed(texts, vgr=values, solution=solutions, num_generations=len(values), **columns)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +87,6 @@ def scaled(reward, values, right, size=None, **columns):
     [
         ([1, 0, 1, 0], [1, 5 / 6, 1 / 6, 0]),  # half are right: the VGR reward itself
         ([1, 1, 1, 1], [0.5] * 4),
-        ([0, 0, 0, 0], [0.5] * 4),
         # three of four: 2 sqrt(3/4 · 1/4) = sqrt(3)/2 of the distance to 0.5
         ([1, 1, 0, 1], [0.5 + s * math.sqrt(3) / 2 for s in (0.5, 1 / 3, -1 / 3, -0.5)]),
         # of the three whose accuracy is known one is right: 2 sqrt(1/3 · 2/3) = 2 sqrt(2)/3

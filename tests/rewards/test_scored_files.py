@@ -29,12 +29,6 @@ REWARD_TYPE = "sequential"
 def compute_score(reward_input, bonus=0):
     return {"overall": len(reward_input["response"]) + bonus, "process": os.getpid()}
 """
-PAIRS = """
-def reward_function(data_dict):
-    assert data_dict["images"] == ["picture"]
-    overlap = data_dict["response"].count(data_dict.get("ground_truth", ""))
-    return overlap + 0.5, {"length": data_dict["response_length"], "asked": len(data_dict["prompt"])}
-"""
 ROWS = {
     "completions": [[{"role": "assistant", "content": "<a> 4"}], [{"role": "assistant", "content": "5"}]],
     "completion_ids": [[1, 2, 3], [4]],
@@ -66,22 +60,12 @@ def test_batch_form_gives_overall_and_logs_the_other_scores(written):
     assert reward.__name__ == "compute_score"
 
 
-def test_arguments_of_the_file_reach_the_function(written):
-    reward = load_reward(f"{written(BATCH)}:compute_score", files=FileOptions(arguments={"format_weight": 0.5}))
-    assert reward(**ROWS) == [1.0, 0.0]
-    assert reward(**{**ROWS, "solution": ["3", "5"]}) == [0.5, 0.5]
-    with pytest.raises(RewardError, match="reward_function_kwargs has 'weight', but compute_score takes format_weight"):
-        load_reward(f"{written(BATCH)}:compute_score", files=FileOptions(arguments={"weight": 0.5}))
-
-
 def test_a_second_score_is_a_reward_of_its_own_and_costs_no_second_call(written):
     file = written(BATCH)
     overall, accuracy = load_rewards([f"{file}:compute_score", f"{file}:compute_score[accuracy]"])
     assert (overall(**ROWS), accuracy(**ROWS)) == ([1.0, 0.0], [1.0, 0.0])
     assert sys.modules["theirs_of_test"].calls == [2]
     assert accuracy.__name__ == "accuracy"
-    overall(**{**ROWS, "completions": list(ROWS["completions"])})
-    assert sys.modules["theirs_of_test"].calls == [2, 2]
     with pytest.raises(RewardError, match="returned no 'style', but overall, format, accuracy"):
         load_reward(f"{file}:compute_score[style]")(**ROWS)
     with pytest.raises(RewardError, match=r"names the score 'accuracy', but accuracy returns one number"):
@@ -91,21 +75,14 @@ def test_a_second_score_is_a_reward_of_its_own_and_costs_no_second_call(written)
 def test_sequential_form_runs_in_processes_of_its_own(written):
     file = written(ONE_BY_ONE)
     options = FileOptions(processes=2, arguments={"bonus": 1})
+    with pytest.raises(RewardError, match="reward_function_kwargs has 'weight', but compute_score takes bonus"):
+        load_reward(f"{file}:compute_score", files=FileOptions(arguments={"weight": 0.5}))
     overall, process = load_rewards([f"{file}:compute_score", f"{file}:compute_score[process]"], files=options)
     texts = [[{"role": "assistant", "content": "x" * length}] for length in range(9)]
     rows = {"completions": texts, "prompts": ["?"] * 9, "solution": [None] * 9}
     assert overall(**rows) == [length + 1 for length in range(9)]
     assert len({*process(**rows), os.getpid()}) > 1
     assert overall(**rows) == load_reward(f"{file}:compute_score", files=FileOptions(arguments={"bonus": 1}))(**rows)
-
-
-def test_pairs_of_reward_and_metrics(written):
-    """`4` once in `<a> 4` and not in `5`; three tokens and one; the question has five characters."""
-    logged = {}
-    reward = load_reward(f"{written(PAIRS)}:reward_function")
-    rewards = reward(**ROWS, images=[["picture"]] * 2, log_metric=logged.__setitem__)
-    assert rewards == [1.5, 0.5]
-    assert logged == {"reward/overall": 1.0, "reward/length": 2.0, "reward/asked": 5.0}
 
 
 def test_a_pair_of_lists_and_numbers_alone(written):

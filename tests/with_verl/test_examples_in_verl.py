@@ -4,7 +4,7 @@ import inspect
 from pathlib import Path
 
 import verl
-from example_scripts import EXAMPLES, overrides, said
+from example_scripts import EXAMPLES, overrides
 from hydra import compose, initialize_config_dir
 
 from vgr_trl.integrations.verl.inside_verl.plugin import MODE, read_options
@@ -13,15 +13,11 @@ from vgr_trl.integrations.verl.rewards import compute_score
 SCRIPT = EXAMPLES / "run_vppo_qwen2_5_vl_7b.sh"
 
 
-def composed(given):
-    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
-        return compose("ppo_trainer", given)
-
-
 def test_verl_takes_every_line(tmp_path):
     module, given = overrides(SCRIPT, tmp_path)
     assert module == "verl.trainer.main_ppo"
-    config = composed(given)
+    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
+        config = compose("ppo_trainer", given)
     options = read_options(config)
     assert options.enable_perception_filtering
     assert (options.top_p_perception_tokens, options.trajectory_scaling_min) == (0.4, 0.9)
@@ -30,12 +26,3 @@ def test_verl_takes_every_line(tmp_path):
     reward = config.reward.custom_reward_function
     assert reward.name == compute_score.__name__
     assert set(reward.reward_kwargs) <= set(inspect.signature(compute_score).parameters)
-
-
-def test_on_two_machines(tmp_path):
-    lines = said(EXAMPLES / "run_vppo_two_nodes.sh", tmp_path, ROLE="head")
-    assert "ray start --head --port=6379 --num-gpus=8" in lines
-    config = composed(lines[lines.index("-m") + 2 :])
-    assert (config.trainer.nnodes, config.data.train_batch_size) == (2, 1024)
-    joined = said(EXAMPLES / "run_vppo_two_nodes.sh", tmp_path, ROLE="worker", HEAD="10.0.0.1")
-    assert joined == ["ray start --address=10.0.0.1:6379 --num-gpus=8 --block"]

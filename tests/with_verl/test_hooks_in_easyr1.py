@@ -26,18 +26,6 @@ def batch():
     return DataProto.from_single_dict({**tensors, "uid": np.array(list("aabb"), dtype=object)})
 
 
-def test_advantages_of_its_own_function(hooks):
-    from verl.trainer import ray_trainer
-
-    plain = ray_trainer.compute_advantage(batch(), "grpo").batch["advantages"]
-    made = trainer(hooks, preset="vgr_token_weights")
-    data = made.advantages(ray_trainer.compute_advantage, batch(), 1.0, 1.0)
-    found, mask = data.batch["advantages"], data.batch["response_mask"]
-    assert torch.allclose(found.sum(1), (plain * mask).sum(1), atol=1e-5)  # weights have mean 1
-    assert (found - plain * mask).abs().max() > 1e-2
-    assert mask.tolist() == batch().batch["response_mask"].tolist()
-
-
 def test_weights_of_a_reward_on_the_mask(hooks):
     from verl.trainer import ray_trainer
 

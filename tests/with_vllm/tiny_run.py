@@ -64,22 +64,17 @@ def never_say(model: torch.nn.Module, tokens: list[int]) -> None:
 
 
 def questions(count: int = 9) -> Dataset:
-    """Rows with one image, with two of different sizes, and with none, which are `quiet`: their reward is 0."""
+    """Rows with one image, with two of different sizes, and with none."""
     rows = []
     for number, row in enumerate(draw_questions(count, seed=0, split="train")):
         images = [[row["image"]], [row["image"], Image.new("RGB", (84, 56), (number * 20, 90, 200))], []][number % 3]
         content = [{"type": "image"} for _ in images] + [{"type": "text", "text": row["problem"]}]
         answer = {name: row[name] for name in ("problem", "choices", "solution")}
         prompt = [{"role": "user", "content": content}]
-        rows.append({"images": images, "prompt": prompt, "quiet": not images, **answer})
+        rows.append({"images": images, "prompt": prompt, **answer})
     return Dataset.from_list(rows)
 
 
 def letter_reward(completions: list, **kwargs: object) -> list[float]:
     """A reward that a random model gets in different amounts."""
     return [float(len(completion[0]["content"]) % 5) for completion in completions]
-
-
-def quiet_reward(completions: list, quiet: list[bool], **kwargs: object) -> list[float]:
-    """`letter_reward`, but nothing in some groups, which then train nothing."""
-    return [0.0 if silent else value for silent, value in zip(quiet, letter_reward(completions), strict=True)]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from einops import rearrange
 from omegaconf import OmegaConf
-from reference import STEP
+from tiny_rollout import STEP
 from verl.protocol import DataProto
 from verl.workers.actor import dp_actor
 from verl.workers.actor.config import ActorConfig

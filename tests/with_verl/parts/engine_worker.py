@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 from engine_on_cpu import batch, build, gradients
-from reference import STEP, Reference
-from tiny_rollout import GROUP
+from tiny_rollout import GROUP, STEP, rollout, tiny_model
 from torch import distributed
 from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
@@ -28,24 +27,25 @@ def run(folder: Path, packed: bool, options: dict) -> None:
     distributed.init_process_group("gloo")
     close_group_at_exit()
     rank, world = distributed.get_rank(), distributed.get_world_size()
-    reference = Reference()
-    tensors, pixels = reference.tensors, reference.pixels
+    model, processor = tiny_model()
+    tensors, pixels = rollout(model, processor, prompts=4)
     if rank == 0:
-        reference.model.save_pretrained(folder / "model")
+        model.save_pretrained(folder / "model")
     distributed.barrier()
     engine = build(folder / "model", packed)
     share = slice(rank * len(pixels) // world, (rank + 1) * len(pixels) // world)
-    context = actor_context(SignalOptions.read(options), STEP, reference.processor)
+    context = actor_context(SignalOptions.read(options), STEP, processor)
     own = batch(tensors, pixels, packed, share, vgr=context)
     with engine.eval_mode():
         output = engine.infer_batch(own)
     found = {name: no_padding_2_padding(value, own) for name, value in output["model_output"].items()}
     report = getattr(engine, "sharing", None)
-    result = {name: value.tolist() for name, value in found.items()}
-    result["shared"] = None if report is None else report.prompts_per_row
+    shared = None if report is None else report.prompts_per_row
+    torch.save(found | {"response_mask": tensors["response_mask"][share], "shared": shared}, folder / f"rank{rank}.pt")
 
-    tensors["advantages"] = reference.advantages
-    tensors["old_log_probs"] = torch.zeros_like(reference.advantages)
+    mask = tensors["response_mask"]
+    tensors["advantages"] = torch.randn(mask.shape, generator=torch.Generator().manual_seed(9)) * mask
+    tensors["old_log_probs"] = torch.zeros(mask.shape)
     tensors["old_log_probs"][share] = found["log_probs"]
     if world > 1:
         distributed.all_reduce(tensors["old_log_probs"])
@@ -60,7 +60,6 @@ def run(folder: Path, packed: bool, options: dict) -> None:
         made = gradients(engine)
     if rank == 0:
         torch.save(made, folder / "gradients.pt")
-    (folder / f"rank{rank}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -36,31 +36,14 @@ def nested(rows):
 
 
 def configuration(adv_estimator="vgr_token_weights", loss_mode="vanilla", **given):
-    return OmegaConf.create(
-        {
-            "algorithm": {
-                "adv_estimator": adv_estimator,
-                "use_kl_in_reward": False,
-                "gamma": 1.0,
-                "lam": 1.0,
-                "vgr": given,
-            },
-            "actor_rollout_ref": {
-                "actor": {
-                    "policy_loss": {"loss_mode": loss_mode},
-                    "loss_agg_mode": "token-mean",
-                    "loss_scale_factor": None,
-                    "ppo_mini_batch_size": 4,
-                    "calculate_entropy": False,
-                    "entropy_coeff": 0.0,
-                    "ppo_epochs": 2,
-                    "data_loader_seed": 42,
-                    "shuffle": False,
-                },
-                "rollout": {"temperature": 1.0, "calculate_log_probs": False, "n": 2},
-            },
-        }
-    )
+    algorithm = {"adv_estimator": adv_estimator, "use_kl_in_reward": False, "gamma": 1.0, "lam": 1.0, "vgr": given}
+    actor = {
+        "policy_loss": {"loss_mode": loss_mode}, "loss_agg_mode": "token-mean", "loss_scale_factor": None,
+        "ppo_mini_batch_size": 4, "calculate_entropy": False, "entropy_coeff": 0.0, "ppo_epochs": 2,
+        "data_loader_seed": 42, "shuffle": False,
+    }  # fmt: skip
+    rollout = {"temperature": 1.0, "calculate_log_probs": False, "n": 2}
+    return OmegaConf.create({"algorithm": algorithm, "actor_rollout_ref": {"actor": actor, "rollout": rollout}})
 
 
 def trainer(config, step=7, processor=None, **workers):

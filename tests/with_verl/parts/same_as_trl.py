@@ -5,19 +5,11 @@ import torch
 # Everything that shapes advantages or adds to the loss, on images that are black altogether: `DAPOTrainer` blackens
 # squares of the images, the others of what the processor made of them.
 WANTED = {
-    "token_weights": True,
-    "token_weights_clip": [0.5, 2.0],
-    "token_weights_last_k_layers": 1,
-    "token_weights_positive_only": True,
-    "enable_perception_filtering": True,
-    "top_p_perception_tokens": 0.6,
-    "enable_trajectory_reweighting": True,
-    "use_entropy_penalty": True,
-    "perception_loss_weight": 0.1,
-    "der_loss_weight2": 0.03,
-    "black_prob": 1.0,
-    "vgr_reward_weight": 0.5,
-}
+    "token_weights": True, "token_weights_clip": [0.5, 2.0], "token_weights_last_k_layers": 1,
+    "token_weights_positive_only": True, "enable_perception_filtering": True, "top_p_perception_tokens": 0.6,
+    "enable_trajectory_reweighting": True, "use_entropy_penalty": True, "perception_loss_weight": 0.1,
+    "der_loss_weight2": 0.03, "black_prob": 1.0, "vgr_reward_weight": 0.5,
+}  # fmt: skip
 
 
 def check(found, expected, mask):

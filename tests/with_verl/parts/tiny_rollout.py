@@ -11,6 +11,7 @@ WORDS = "what colour is this red green blue yellow which of them do you see here
 GROUP, LENGTH = 2, 5
 SCORES = [1.0, 0.0, 0.0, 1.0, 0.5, 0.5, 0.2, 0.9]  # of four prompts, one of whose groups is dead without other rewards
 CLIP, LEARNING_RATE = (0.2, 0.28), 0.01
+STEP = 3  # of the optimizer, for the perturbed images
 
 
 def tiny_model():
@@ -49,16 +50,11 @@ def rollout(model, processor, prompts=2):
     prompt_mask = inputs["attention_mask"].repeat_interleave(GROUP, 0)
     input_ids = torch.cat([prompt_ids, responses], 1)
     attention_mask = torch.cat([prompt_mask, response_mask], 1)
+    grid = inputs["image_grid_thw"].repeat_interleave(GROUP, 0)
     return {
-        "prompts": prompt_ids,
-        "responses": responses,
-        "response_mask": response_mask,
-        "input_ids": input_ids,
-        "attention_mask": attention_mask,
-        "position_ids": positions(
-            model, input_ids, attention_mask, inputs["image_grid_thw"].repeat_interleave(GROUP, 0)
-        ),
-    }, pixels
+        "prompts": prompt_ids, "responses": responses, "response_mask": response_mask, "input_ids": input_ids,
+        "attention_mask": attention_mask, "position_ids": positions(model, input_ids, attention_mask, grid),
+    }, pixels  # fmt: skip
 
 
 def picture(seed):

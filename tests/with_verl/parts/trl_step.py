@@ -66,15 +66,9 @@ def run(folder: Path, options: dict) -> None:
     batch = kept["batch"]
     for ours, theirs in (("prompt_ids", "prompts"), ("completion_mask", "response_mask")):
         assert batch[ours].tolist() == tensors[theirs].tolist(), theirs
-    torch.save(
-        {
-            "advantages": batch["advantages"],
-            "old_log_probs": batch["old_per_token_logps"],
-            "gradients": gradients.steps,
-            "clipped": [each["clip_ratio/region_mean"] for each in trainer.state.log_history if "loss" in each],
-        },
-        folder / "trl.pt",
-    )
+    clipped = [each["clip_ratio/region_mean"] for each in trainer.state.log_history if "loss" in each]
+    found = {"advantages": batch["advantages"], "old_log_probs": batch["old_per_token_logps"]}
+    torch.save(found | {"gradients": gradients.steps, "clipped": clipped}, folder / "trl.pt")
 
 
 if __name__ == "__main__":

@@ -74,14 +74,8 @@ def run(folder: Path, packed: bool, options: dict) -> None:
     batch, metrics = store.meta, {}
     for step in (steps._compute_old_log_prob, steps._compute_advantage, steps._update_actor):
         batch = step(batch, metrics)
-    torch.save(
-        {
-            "advantages": store["advantages"].to_padded_tensor(0),
-            "old_log_probs": store["old_log_probs"].to_padded_tensor(0),
-            "gradients": made,
-        },
-        folder / "steps.pt",
-    )
+    found = {name: store[name].to_padded_tensor(0) for name in ("advantages", "old_log_probs")}
+    torch.save(found | {"gradients": made}, folder / "steps.pt")
 
 
 if __name__ == "__main__":
