@@ -232,7 +232,7 @@ VERL_NAMES: dict[str, tuple[str, ...]] = {  # what verl, EasyR1 and MTRL call th
     "completions/max_length": ("response_length/max",), "completions/clipped_ratio": ("response_length/clip_ratio",),
     "step_time": ("perf/time_per_step", "timing_s/step"), "timing/generation": ("timing_s/gen",),
     "timing/reward": ("timing_s/reward",), "timing/old_logps": ("timing_s/old",),
-    "timing/reference": ("timing_s/ref",), "timing/perceive": ("timing_s/aug",), "timing/choose": ("timing_s/adv",),
+    "timing/reference": ("timing_s/ref",), "timing/perturbed": ("timing_s/aug",), "timing/selection": ("timing_s/adv",),
     "timing/values": ("timing_s/values",),
 } | {name: (f"actor/{name}",) for name in (
     "entropy_token_fraction", "perception_token_fraction", "combined_token_fraction", "sensitivity_score_mean",

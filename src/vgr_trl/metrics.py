@@ -225,8 +225,8 @@ class StepMetrics:
         return logs
 
 
-STAGES = ("generation", "reward", "old_logps", "reference", "values", "perceive", "choose", "update", "optimizer")
-_OF_TWO = "perceive"  # whose passes are its own
+STAGES = ("generation", "reward", "old_logps", "reference", "values", "perturbed", "selection", "update", "optimizer")
+_OF_TWO = "perturbed"  # whose passes are its own
 
 
 class StageClock:

@@ -288,7 +288,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
             self.generate_and_score(rollout)
             recorded = self.recorder.snapshot(rollout)
             if self.model.training:
-                with self.clock.stage("choose"):
+                with self.clock.stage("selection"):
                     self._log_metrics(select_groups(self, rollout))
                     if self.kl.penalises:
                         self._log_metrics(self.kl.update())
@@ -313,7 +313,7 @@ class DAPOTrainer(ResumableTrainer, ConstructedTrainer):
         if self.critic is not None:
             self.critic.value_tokens(rollout)
         self.kl.keep_reference(rollout)
-        with self.clock.stage("perceive"):
+        with self.clock.stage("perturbed"):
             score_perturbed(self, rollout)
             finish_noise(self, rollout)
 

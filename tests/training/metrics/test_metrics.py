@@ -102,7 +102,7 @@ def test_a_stage_within_another_stops_that_one(now):
             now.at += 5
         now.at += 1
     now.at += 50
-    with clock.stage("perceive"):
+    with clock.stage("perturbed"):
         now.at += 1
         with clock.stage("old_logps"):
             now.at += 3
@@ -111,7 +111,7 @@ def test_a_stage_within_another_stops_that_one(now):
     now.at += 0.5
     optimizer.on_optimizer_step(None, None, None)
     found = clock.metrics(alone(), [12.0, 8.0])
-    assert found == {"timing/reward": 1.5, "timing/old_logps": 2.5, "timing/perceive": 2.0, "timing/update": 4.0,
+    assert found == {"timing/reward": 1.5, "timing/old_logps": 2.5, "timing/perturbed": 2.0, "timing/update": 4.0,
                      "timing/optimizer": 0.25}  # fmt: skip
     assert clock.metrics(alone(), [3.0]) == {"timing/update": 3.0}
 
