@@ -2,12 +2,10 @@
 
 import io
 import json
-import re
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from rich.console import Console
@@ -16,11 +14,6 @@ from support.made_records import completion, record
 from vgr_trl.reporting.markdown import (
     MarkdownLogs,
     Summary,
-    fenced,
-    fenced_json,
-    inline,
-    number,
-    preview,
     print_record,
     sections,
     token_shades,
@@ -79,25 +72,6 @@ def test_a_section_on_rollouts_has_numbers_texts_and_rewards():
     assert blocks(cut, "text") == ["ab\n[… 4 more characters]\n", "ghi\n[… 3 more characters]\n"]
 
 
-def test_a_section_on_attention_has_all_quantities_of_batch_and_completions():
-    section = sections().attention(record(0, "train", completion(metrics=METRICS), completion()), SUMMARY)
-    row = ["late", "2", "0.8333", "–", "0", "0.4", "0.2"]
-    assert [cell for cell in cells(section) if cell in row] == row + row
-    assert section.count("No attention was measured.") == 1
-
-
-def test_a_section_on_token_weights_has_statistics_then_pairs():
-    # Of the weights 0.5, 2 and 0.5, one of three is above 1.
-    weighed = [completion(weights=[0.5, 2.0]), completion(tokens=["x"], weights=[0.5]), completion()]
-    summary = Summary(8, {}, credit={"token_weight_mean": 1.0})
-    section = sections().token_weights(record(0, "train", *weighed), summary)
-    assert cells(section) == [
-        "quantity", "value", "token\\_weight\\_mean", "1", "shown tokens with weight above 1", "0.3333",
-        "shown tokens with weight below 1", "0.6667",
-    ]  # fmt: skip
-    assert [json.loads(block) for block in blocks(section, "json")] == [[["red", 0.5], [".", 2.0]], [["x", 0.5]]]
-
-
 @given(ANY, ANY.filter(lambda name: bool(name.split())), st.none() | st.integers(1, 10))
 def test_no_text_changes_the_structure_of_a_section(text, name, length):
     def written(text, name):
@@ -119,20 +93,6 @@ def logs(tmp_path, **paths):
     return MarkdownLogs(SimpleNamespace(**options), "20260101", attention=False)
 
 
-def test_files_are_written_where_they_are_asked_for(tmp_path):
-    for step, mode in ((0, "train"), (1, "train"), (1, "eval")):
-        logs(tmp_path).add(record(step, mode), SUMMARY)
-        logs(tmp_path, attention_diag_log_path=tmp_path / "deep" / "attention.md").add(record(step, mode), SUMMARY)
-        logs(tmp_path, markdown_logs=True, eval_log_path=tmp_path / "e.md").add(record(step, mode), SUMMARY)
-    train, evaluation = ["## Training, step 0", "## Training, step 1"], ["## Evaluation, step 1"]
-    found = {path.relative_to(tmp_path).as_posix(): path.read_text() for path in tmp_path.rglob("*.md")}
-    assert {name: re.findall("^##? .*", text, re.MULTILINE) for name, text in found.items()} == {
-        "deep/attention.md": ["# Attention", *train, *evaluation],
-        "training_logs/rollout_results_20260101.md": ["# Rollouts", *train],
-        "e.md": ["# Evaluations", *evaluation],
-    }
-
-
 def test_a_file_that_is_full_says_so_once_and_stays(tmp_path):
     """Also for a run that continues, which begins with the file as it is."""
     path, text = tmp_path / "rollouts.md", completion(text="x" * 400)
@@ -145,28 +105,6 @@ def test_a_file_that_is_full_says_so_once_and_stays(tmp_path):
     assert written.count("vgr-trl report") == 1
     assert "## Training, step 0\n" in written
     assert "## Training, step 9\n" not in written
-
-
-@given(ANY)
-@example("```\n# not a heading\n```")
-@example("\n`````\n````")
-def test_text_in_a_fence_or_a_cell_stays_there(text):
-    tokens = PARSER.parse(printable(f"before\n\n{fenced(text)}\n| head |\n| --- |\n| x{inline(text)} |\n"))
-    paragraph = ["paragraph_open", "inline", "paragraph_close"]
-    assert [token.type for token in tokens[:5]] == [*paragraph, "fence", "table_open"]
-    assert tokens[3].content == printable(text) + "\n"
-    (cell,) = [after for token, after in pairwise(tokens) if token.type == "td_open"]
-    assert {child.type for child in cell.children} <= {"text", "text_special"}
-    assert "".join(child.content for child in cell.children) == "x" + printable(" ".join(text.split()))
-
-
-def test_json_has_a_line_per_item_and_null_for_nan():
-    assert fenced_json({"a": 0.12345678, "b": float("nan")}) == '```json\n{\n"a": 0.123457,\n"b": null\n}\n```\n'
-    assert fenced_json([["é", 1.0]]) == '```json\n[\n["é", 1.0]\n]\n```\n'
-    values = (None, float("nan"), 0.123456, 2.0, float("inf"))
-    assert [number(value) for value in values] == ["–", "–", "0.1235", "2", "inf"]
-    assert preview("abcdef", 3) == "abc\n[… 3 more characters]"
-    assert preview("abc", 3) == preview("abc", None) == "abc"
 
 
 @pytest.mark.parametrize(
@@ -202,9 +140,3 @@ def test_heavier_tokens_are_brighter_and_without_weights_those_with_a_small_vgr(
 def test_no_text_brings_its_own_control_characters_to_the_terminal(text):
     shown = printed(completion(prompt=text, tokens=[text], rewards={text: 1.0}))
     assert not set(shown) & set("\x1b\r\x00\x07\x08\x0b\x0c\x9b\u202e")
-
-
-def test_a_completion_is_printed_with_its_rewards_and_markup_is_text():
-    shown = printed(completion(tokens=["[bold]x[/bold]"], rewards={"accuracy": 1.0}, correct=True, advantage=-0.5))
-    for part in ("step 7, prompt 0", "what?", "[bold]x[/bold]", "right accuracy 1, advantage -0.5"):
-        assert part in shown

@@ -6,20 +6,16 @@ import json
 import random
 import re
 import zlib
-from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from made_run import completion, make_run
 
 from vgr_trl.cli.__main__ import main
-from vgr_trl.reporting.page import PLACE, ends_first, page_template, write_report
-from vgr_trl.reporting.records import AttentionMap, LogEntry, encode, read_thumbnail
-from vgr_trl.utils import ConfigError, DataError
+from vgr_trl.reporting.page import PLACE, page_template, write_report
+from vgr_trl.reporting.records import read_thumbnail
 
 SOURCES = Path(__file__).parents[2] / "report_page"
 DATA = re.compile(r'(<script type="text/plain" id="data">)([A-Za-z0-9+/=]*)(</script>)')
@@ -105,15 +101,6 @@ def test_page_loads_nothing_and_names_its_licences() -> None:
         assert re.search(rf"^## {library} - ", page, re.MULTILINE)
 
 
-def test_runs_of_the_same_name_are_distinguished_by_their_folders(tmp_path: Path) -> None:
-    folders = [make_run(tmp_path / folder, steps=1, name="same") for folder in ("one", "two")]
-    page = tmp_path / "page.html"
-    write_report([folders[0], folders[1] / "rollouts"], page)
-    assert [run["name"] for run in data_in(page)["runs"]] == [f"same ({folder})" for folder in folders]
-    write_report(folders, page, names=["a", "b"])
-    assert [run["name"] for run in data_in(page)["runs"]] == ["a", "b"]
-
-
 def test_a_large_run_is_thinned_and_says_so(tmp_path: Path) -> None:
     # 30 kB of noise in each of 40 records need 1.2 MB, and the page has 1 with the template.
     dice = random.Random(0)
@@ -127,51 +114,6 @@ def test_a_large_run_is_thinned_and_says_so(tmp_path: Path) -> None:
     assert {1, 40} <= set(steps)
     assert max(b - a for a, b in itertools.pairwise(steps)) <= 3  # evenly spread
     assert [note[:12] for note in shown["notes"]] == [f"{len(shown['records'])} of 42 rec", "Attention ov"]
-
-
-def test_attention_maps_of_large_runs_are_rounded(tmp_path: Path) -> None:
-    attention = AttentionMap([0.5], bytes([0, 8, 9, 17, 100, 255, 246, 247, 1, 2, 3, 4]))
-    looked = replace(completion(tmp_path, 0, True, tokens=["a"]), attention=attention)
-    shown = []
-    for bulk in ("", "x" * 1_500_000):
-        run = make_run(tmp_path / f"run{len(bulk)}", steps=1, extra=[looked, replace(looked, text=bulk)])
-        shown.append(report_of(run, max_megabytes=1))
-    maps = [run["records"][-1]["completions"][-2]["attention"]["values"] for run in shown]
-    assert base64.b64decode(maps[0]) == attention.values
-    # Multiples of 17 that are next: 100 = 5.88 · 17 → 102, 246 = 14.47 · 17 → 238, 247 = 14.53 · 17 → 255.
-    assert list(base64.b64decode(maps[1])) == [0, 0, 17, 17, 102, 255, 238, 255, 0, 0, 0, 0]
-    assert "rounded" in shown[1]["notes"][0]
-
-
-def test_curves_are_thinned_at_even_distances(tmp_path: Path) -> None:
-    shown = report_of(make_run(tmp_path / "run", steps=1200))
-    assert max(len(curve["steps"]) for curve in shown["curves"]) == 1000
-    assert shown["notes"][0] == "Curves show 1000 of 1200 logged steps, at even distances."
-
-
-def test_signs_of_collapse_and_the_time_from_the_first_log_to_the_last(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", steps=1)
-    losses = [1.0, 1.0, float("nan"), 1.0, 0.5]
-    entries = [
-        LogEntry(step, "train", 60.0 * step, {"loss": loss}) for step, loss in zip((1, 2, 3, 4, 2), losses, strict=True)
-    ]
-    (run / "rollouts/logs.jsonl").write_bytes(b"".join(map(encode, entries)))
-    shown = report_of(run)
-    assert shown["signs"] == [{"step": 3, "seen": "loss is not finite"}]
-    assert shown["seconds"] == 180
-    assert shown["curves"] == [
-        {"name": "loss", "mode": "train", "steps": [1, 2, 3, 4], "values": [1.0, 0.5, None, 1.0]}
-    ]  # of a step that was run twice, the last
-
-
-@given(st.integers(0, 200), st.integers(1, 200))
-def test_every_beginning_is_spread_evenly(count: int, shown: int) -> None:
-    assert ends_first([0, 1, 2, 3, 4]) == [0, 4, 2, 1, 3]
-    order = ends_first(range(count))
-    assert sorted(order) == list(range(count))
-    gaps = [b - a for a, b in itertools.pairwise(sorted(order[:shown]))]
-    if len(gaps) > 1:
-        assert max(gaps) <= 2 * min(gaps) + 2
 
 
 def test_missing_and_foreign_thumbnails_stay_out(tmp_path: Path) -> None:
@@ -189,40 +131,6 @@ def test_missing_and_foreign_thumbnails_stay_out(tmp_path: Path) -> None:
     assert list(data_in(page)["images"]) == [f"images/{names[3]}"]
     assert "missing: 3" in data_in(page)["runs"][0]["notes"][0]
     assert read_thumbnail(folder.parent, "../../secret.webp") is None
-
-
-def write_state(folder: Path, text: str | None = None) -> None:
-    history = [
-        {"step": 5, "epoch": 0.1, "reward": 0.25, "entropy": float("nan")},
-        {"step": 5, "eval_reward": 0.5, "eval_runtime": 1.0},
-        {"step": 10, "reward": 0.75, "entropy": 2.0},
-        {"step": 10, "train_runtime": 3.0, "train_loss": 0.1},
-    ]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "trainer_state.json").write_text(text if text is not None else json.dumps({"log_history": history}))
-
-
-def test_run_without_records_shows_the_curves_of_the_trainer(tmp_path: Path) -> None:
-    write_state(tmp_path / "checkpoint-9", '{"log_history": []}')
-    write_state(tmp_path / "checkpoint-10")
-    shown = report_of(tmp_path)
-    assert shown["curves"] == [
-        {"name": "reward", "mode": "train", "steps": [5, 10], "values": [0.25, 0.75]},
-        {"name": "entropy", "mode": "train", "steps": [5, 10], "values": [None, 2.0]},
-        {"name": "reward", "mode": "eval", "steps": [5], "values": [0.5]},
-    ]
-    assert "checkpoint-10/trainer_state.json" in shown["notes"][0]
-    write_state(tmp_path, '{"log_history": [{"st')
-    shown = report_of(tmp_path)
-    assert shown["curves"] == []
-    assert "cannot be read" in shown["notes"][0]
-
-
-def test_a_run_without_records_and_a_bound_out_of_range_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="max_megabytes is 0.5"):
-        write_report([make_run(tmp_path / "run", steps=1)], tmp_path / "page.html", max_megabytes=0.5)
-    with pytest.raises(DataError, match="has no records"):
-        write_report([tmp_path], tmp_path / "page.html")
 
 
 def test_command_writes_the_page_into_the_first_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,5 @@
 """The page of a report in headless Chromium: it shows what the data hold; clicks and keys change what they should."""
 
-import math
 import os
 import re
 import shutil
@@ -12,7 +11,6 @@ from made_run import completion, make_run
 
 from vgr_trl.data.prompts import SYSTEM_PROMPT
 from vgr_trl.reporting.page import write_report
-from vgr_trl.reporting.records import Record, encode
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 if CHROMIUM is None:
@@ -41,18 +39,15 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Pages of one run, of two, of one with hostile text, of one with damages, and of one with long names."""
+    """Pages of one run, of two, of one with hostile text, and of one with long names."""
     root = tmp_path_factory.mktemp("pages")
     one, two = make_run(root / "one", steps=6), make_run(root / "two", steps=4, offset=0.1)
     odd = [completion(root, 0, True, tokens=[HOSTILE, "&lt;b&gt;"], prompt=HOSTILE)]
     hostile = make_run(root / "hostile", steps=1, name=HOSTILE, extra=odd)
-    damaged = make_run(root / "damaged", steps=2)
-    shutil.rmtree(damaged / "rollouts/images")
-    (damaged / "rollouts/logs.jsonl").write_text("")
     long = make_run(root / "long", steps=4, prompt=CHAT)
     records = long / "rollouts/records-000001.jsonl"
     records.write_text(records.read_text("utf-8").replace('"vgr_reward":', f'"{LONG_NAME}":'), "utf-8")
-    found = {"one": [one], "two": [one, two], "hostile": [hostile], "damaged": [damaged], "long": [long]}
+    found = {"one": [one], "two": [one, two], "hostile": [hostile], "long": [long]}
     return {name: write_report(runs, root / f"{name}.html").path for name, runs in found.items()}
 
 
@@ -123,48 +118,6 @@ def test_the_first_screen_says_how_each_run_went(opened: Open) -> None:
     ]  # fmt: skip
 
 
-def test_curves_of_two_runs_share_a_chart(opened: Open) -> None:
-    page = opened("two")
-    expect(page.locator(".legend li")).to_have_text(["one", "two", "with dots: evaluation"])
-    reward = chart(page, "reward")
-    # 0.3 + 0.5 + offset at the last step; evaluation 0.3 + offset + steps / 50.
-    expect(reward.locator(".reading")).to_have_text(
-        ["one · evaluation 0.42", "one 0.8", "two · evaluation 0.48", "two 0.9"]
-    )
-    dashes = [line.get_attribute("stroke-dasharray") for line in page.locator(".legend line").all()]
-    assert len(set(dashes)) == 3  # told apart without colour
-
-
-def test_a_chart_is_read_with_the_keyboard(opened: Open) -> None:
-    page = opened("one")
-    entropy = chart(page, "entropy")
-    plot, readout = entropy.locator(".plot"), entropy.locator(".readout")
-    summary = "Entropy. the run: 1.333 at step 1, 0.5 at step 6."  # 1.5 − 1/6
-    assert (plot.get_attribute("aria-label") or "").startswith(summary)
-    plot.focus()
-    page.keyboard.press("ArrowRight")
-    expect(readout).to_have_text(re.compile("1.333.*step 1$"))
-    page.keyboard.press("ArrowRight")
-    expect(readout).to_have_text(re.compile("–.*step 2$"))  # it was not finite there
-
-
-def test_completions_are_filtered(opened: Open) -> None:
-    page = opened("one", "Completions")
-    status, listed = page.get_by_role("status"), page.locator(".list button")
-    expect(status).to_have_text("16 of 16 completions")  # 6 steps of 2, two evaluations of 2
-    control(page, "Answer").select_option("right")
-    expect(status).to_have_text("8 of 16 completions")
-    assert listed.locator(".verdict").all_inner_texts() == ["✓ right"] * 8
-    control(page, "Step").select_option(label="3 (2)")
-    expect(status).to_have_text("1 of 16 completions")
-    page.get_by_role("button", name="Show all").click()
-    control(page, "Reward").select_option(label="weighted sum")
-    control(page, "from").fill("1")
-    expect(status).to_have_text("8 of 16 completions")
-    control(page, "to").fill("1.2")  # right ones have 1.25
-    expect(page.get_by_text("No completion passes these filters.")).to_be_visible()
-
-
 def test_tokens_are_coloured_by_the_chosen_number(opened: Open) -> None:
     page = opened("one", "Completions")
     token = tokens(page).nth(4)
@@ -217,37 +170,6 @@ def test_attention_of_the_chosen_token_is_drawn_on_its_cell(opened: Open) -> Non
     expect(whose).to_contain_text("“disc” (token 3)")
 
 
-def test_the_perturbed_image_and_the_region_stand_on_the_page(browser: Browser, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", steps=1)
-    shown = completion(run / "rollouts", 0, True, tokens=["a", "cat", "<end>"])
-    shown.changes = [-0.1, -math.log(4), 0.0]
-    shown.images[0].perturbed = shown.images[0].file
-    shown.images[0].regions = [(100.0, 60.0, 50.0, 40.0)]
-    (run / "rollouts/records-000001.jsonl").write_bytes(encode(Record(1, "train", 0.0, [shown])))
-    write_report([run], tmp_path / "page.html")
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
-    page.goto(f"{(tmp_path / 'page.html').as_uri()}#tab=Completions")
-    expect(page.get_by_role("img", name="Image 1 as it was perturbed")).to_be_visible()
-    expect(page.locator(".changed li")).to_have_text(["cat less likely: × 0.25", "a less likely: × 0.9"])
-    region = page.locator(".region")  # 400 x 300 pixels are drawn as 320 x 240 units
-    assert [float(region.get_attribute(name) or "nan") for name in ("x", "y", "width", "height")] == [80, 48, 40, 32]
-    page.close()
-
-
-def test_steps_stand_side_by_side(opened: Open) -> None:
-    page = opened("one", "Same question")
-    before, after = (page.get_by_role("region", name=f"step {step}, evaluation") for step in (1, 6))
-    expect(before.locator("header")).to_contain_text("✗ wrong")
-    expect(after.locator("header")).to_contain_text("✓ right")
-    question = control(page, "Question")
-    assert question.locator("option").all_inner_texts() == [
-        f"0 % → 100 % right: What colour is disc number {number}?" for number in (0, 1)
-    ]
-    page.get_by_role("button", name="Next question").click()
-    for side in (before, after):
-        expect(side.locator(".prompt")).to_have_text("<image> What colour is disc number 1?")
-
-
 def test_a_link_leads_to_the_same_place(opened: Open, pages: dict[str, Path]) -> None:
     page = opened("one", "Completions")
     control(page, "Answer").select_option("right")
@@ -271,13 +193,3 @@ def test_hostile_text_is_shown_as_text(opened: Open) -> None:
     assert tokens(page).all_inner_texts() == [shown, "&lt;b&gt;"]
     assert page.evaluate("window.broken") is None
     assert page.locator("img").count() == 0
-
-
-def test_what_is_missing_is_said(opened: Open) -> None:
-    page = opened("damaged")
-    expect(page.get_by_text("Nothing was logged: there are no curves.")).to_be_visible()
-    expect(page.locator(".note").last).to_have_text(re.compile(r"^Thumbnails that are missing: \d"))
-    page.get_by_role("tab", name="Completions").click()
-    expect(page.locator(".picture .missing")).to_be_visible()
-    expect(page.locator(".picture figcaption")).to_contain_text("its thumbnail is missing")
-    assert len(heat(page)) == 12
