@@ -1,10 +1,10 @@
-"""One of two processes over gloo: three steps of `DAPOTrainer` that leave rows out against those of TRL's trainer."""
+"""One of two processes over gloo: steps of `DAPOTrainer`, which shares prompts and leaves rows out, against TRL's."""
 
 import gc
 import sys
 
 import torch
-from support.steps import relative_difference, uneven_reward
+from support.steps import relative_difference, reports_by_place, uneven_reward
 from support.trainers import logged
 from text_runs import START, train, weights_of
 
@@ -19,6 +19,8 @@ CASES = {
         "loss_type": "grpo", "num_iterations": 2, "reward": uneven_reward, "learning_rate": 1.0,
         "gradient_accumulation_steps": 4,
     },
+    "a reference": {"beta": 0.1, "num_iterations": 2, "reward": uneven_reward, "learning_rate": 1.0},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0, "reward": uneven_reward},
 }  # fmt: skip
 
 
@@ -39,12 +41,16 @@ def run() -> None:
     device = {} if KIND == "ddp" else {"use_cpu": False, "ddp_backend": "gloo"}  # DeepSpeed chooses it itself
     for name, case in CASES.items():
         budget = {"max_tokens_per_micro_batch": 28} if name == "parts" else {}
-        stock, ours = train(True, **case, **device), train(False, **case, **device, **budget)
+        stock = train(True, **case, **device)
+        with reports_by_place() as places:
+            ours = train(False, **case, **device, **budget)
         assert stock.accelerator.num_processes == 2
         difference = relative_difference(START, whole(ours), whole(stock))
         assert difference < 1e-5, (name, difference)
+        assert places["generation"].prompts_per_row == (1 / 3 if name == "straddling" else 1 / 4)
+        assert places["training"].prompts_per_row < 1 / 2 or name not in ("a reference", "cispo")
         skipped = logged(ours, "skipped/rows")
-        assert budget or min(skipped) > 0, skipped
+        assert "reward" in case or min(skipped) > 0, skipped
 
 
 if __name__ == "__main__":

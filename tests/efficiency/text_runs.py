@@ -20,19 +20,10 @@ PAD, EOS, VOCABULARY = 0, 1, 40
 
 def build_model() -> Qwen3ForCausalLM:
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        initializer_range=0.3,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        bos_token_id=None,
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.3}
+    tokens = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None}
+    config = Qwen3Config(**sizes, **heads, **tokens)
     return Qwen3ForCausalLM(config)
 
 
@@ -54,26 +45,12 @@ def equal_rewards(completion_ids, **kwargs):
     return [0.5] * len(completion_ids)
 
 
-def third_of_the_tokens(completion_ids):
-    """(N, T), the tokens that get credit in the runs with credit per token; of some completions there is none."""
-    return completion_ids % 3 == 0
-
-
 class WithCredit:
-    """An advantage for some tokens only, in whichever trainer this stands before."""
+    """An advantage (N, T) for some tokens only, in whichever trainer this stands before; TRL's loss takes it too."""
 
     def _generate_and_score_completions(self, inputs):
         batch = super()._generate_and_score_completions(inputs)
-        credited = third_of_the_tokens(batch["completion_ids"])
-        return {**batch, "advantages": batch["advantages"].unsqueeze(1) * credited}
-
-
-class StockWithCredit(WithCredit, GRPOTrainer):
-    """TRL's loss takes advantages (N, T)."""
-
-
-class OursWithCredit(WithCredit, DAPOTrainer):
-    """Ours with the same advantages."""
+        return {**batch, "advantages": batch["advantages"].unsqueeze(1) * (batch["completion_ids"] % 3 == 0)}
 
 
 FOLDER = tempfile.mkdtemp()  # TRL loads its reference model from where the policy comes from
@@ -89,15 +66,14 @@ def build(stock, *, credit=False, reward=reward_of_every_other_group, peft=None,
         tempfile.mkdtemp(dir=FOLDER), max_completion_length=6, learning_rate=0.3, temperature=2.0, epsilon_high=0.28,
         generation_kwargs={"suppress_tokens": [token for token in range(VOCABULARY) if token not in few]},
     )  # fmt: skip
-    trainers = {(True, False): GRPOTrainer, (True, True): StockWithCredit}
-    trainers |= {(False, False): DAPOTrainer, (False, True): OursWithCredit}
-    return trainers[stock, credit](
+    kind = GRPOTrainer if stock else DAPOTrainer
+    return (type("Credited", (WithCredit, kind), {}) if credit else kind)(
         model=Qwen3ForCausalLM.from_pretrained(FOLDER),
         reward_funcs=reward,
         args=(GRPOConfig if stock else DAPOConfig)(**settings | changed),
         train_dataset=build_prompts(),
         processing_class=numbered_tokenizer(VOCABULARY),
-        **({} if peft is None else {"peft_config": peft}),
+        peft_config=peft,
     )
 
 
@@ -124,19 +100,6 @@ def computed_tokens(gradients):
 
     with patched_attribute(Qwen3Model, "forward", counted):
         yield passes
-
-
-@contextmanager
-def micro_batches():
-    """What TRL computes losses of in this block."""
-    found, compute = [], GRPOTrainer._compute_loss
-
-    def recorded(trainer, model, inputs):
-        found.append(inputs)
-        return compute(trainer, model, inputs)
-
-    with patched_attribute(GRPOTrainer, "_compute_loss", recorded):
-        yield found
 
 
 def weights_of(trainer):

@@ -6,7 +6,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from support.models.families import EOS, build, make_batch
-from transformers import DynamicCache
 
 from vgr_trl.sharing import share_prompts, sharing
 
@@ -23,17 +22,6 @@ def test_a_pass_that_wants_a_cache_gets_it(case):
     assert outputs.past_key_values.get_seq_length() == batch.inputs["input_ids"].size(1)
     assert len(outputs.past_key_values.layers[0].keys) == 6
     assert report.rows == 0
-
-
-def test_passes_inside_of_generate_are_not_counted(case):
-    """Without a cache they look like any other pass."""
-    model, batch = case
-    with share_prompts(model) as report:
-        model.generate(**batch.prompt_inputs(), max_new_tokens=3, do_sample=False, use_cache=False)
-        assert (report.rows, dict(report.plain)) == (6, {"generate without its default, growing cache": 1})
-        with torch.no_grad():
-            model(**batch.inputs)
-    assert (report.rows, report.prompts) == (12, 8)
 
 
 def test_a_model_that_samples_by_itself_draws_the_same_numbers(case):
@@ -53,7 +41,6 @@ def test_a_model_that_samples_by_itself_draws_the_same_numbers(case):
 
 
 def test_a_generate_that_is_not_that_of_transformers_is_called_once_as_it_is(text_model):
-    """A mock, or a generate that another library has put in place, may not be asked to prefill prompts."""
     ids = torch.tensor([[5, 6, 7]] * 4)
     with patch.object(text_model, "generate", return_value=ids) as own, share_prompts(text_model) as report:
         assert text_model.generate(input_ids=ids, attention_mask=torch.ones_like(ids)) is ids
@@ -85,21 +72,3 @@ def test_tokens_and_logits_are_the_same_bit_for_bit(name, monkeypatch):
     expected_tokens, expected = logits(model, batch)
     assert torch.equal(tokens, expected_tokens)
     assert torch.equal(found, expected)
-
-
-def test_tokens_are_added_where_there_is_room():
-    """Two prompts of three tokens, for three rows; two heads of width four."""
-    keys, values = torch.randn(2, 2, 2, 3, 4)
-    cache = DynamicCache()
-    cache.update(keys, values, 0)
-    index = torch.tensor([1, 0, 1])
-    sharing.grow_in_place(cache, index)
-    place, expected = cache.layers[0].keys.data_ptr(), (keys[index], values[index])
-    for tokens in (1, sharing.ROOM - 1, 2):
-        new = torch.randn(2, 3, 2, tokens, 4)
-        found = cache.update(*new, 0)
-        expected = [torch.cat([before, after], dim=-2) for before, after in zip(expected, new, strict=True)]
-        assert all(map(torch.equal, found, expected))
-        is_full = cache.get_seq_length() > 3 + sharing.ROOM
-        assert (cache.layers[0].keys.data_ptr() == place) != is_full
-    assert is_full

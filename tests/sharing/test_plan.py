@@ -7,10 +7,9 @@ import pytest
 from datasets import Dataset
 from peft import LoraConfig
 from support.models.families import build as build_model
-from support.steps import DAPO, STOCK, build_trainer, largest_relative_update, options, trained
+from support.steps import DAPO, build_trainer, options
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from vgr_trl.utils import describe_features
 from vgr_trl.validate import is_sharded, plan_features
 
 ROWS = Dataset.from_dict({"prompt": ["red blue green teal " * 6] * 8})
@@ -18,16 +17,11 @@ ROWS = Dataset.from_dict({"prompt": ["red blue green teal " * 6] * 8})
 
 @pytest.fixture
 def make(text_tokenizer, tmp_path):
-    def build(model=None, more=None, **changed):
-        model = build_model("qwen3") if model is None else model
-        return build_trainer(DAPO, model, text_tokenizer, ROWS, options(tmp_path, **changed), **(more or {}))
+    def build(model=None, peft_config=None, **changed):
+        settings, model = options(tmp_path, **changed), model or build_model("qwen3")
+        return build_trainer(DAPO, model, text_tokenizer, ROWS, settings, peft_config=peft_config)
 
     return build
-
-
-def test_prompts_are_shared_everywhere_by_default(make):
-    line = "share_generation: on; share_scoring: on; share_training: on; regroup: on; skip_zero_advantage: on"
-    assert line in describe_features(make().features)
 
 
 @pytest.mark.parametrize(("mode", "regroup"), [("auto", "off (the loss bnpo divides by"), ("on", "on")])
@@ -67,22 +61,6 @@ def test_launches(launch, expected, make, monkeypatch):
     assert is_sharded(trainer) == (zero == 3 or fsdp is not None)
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_(en|dis)able` is deprecated:FutureWarning")
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
-def test_reentrant_checkpointing_trains_plainly(vision, image_rows, tmp_path):
-    """TRL forces it for adapters under ZeRO-3. Gradients would be wrong, so only the training passes are plain."""
-    model, processor = vision
-    settings = options(tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True})
-    settings |= {"beta": 0.1, "learning_rate": 0.5, "epsilon_high": 0.28}
-    peft = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
-    stock = trained(STOCK, model, processor, image_rows, settings, peft_config=LoraConfig(**peft))
-    ours = trained(DAPO, model, processor, image_rows, settings, peft_config=LoraConfig(**peft))
-    assert str(ours.features["share_training"]) == "off (gradient checkpointing with use_reentrant=True)"
-    assert ours.places["training"].rows == 0
-    assert ours.places["generation"].prompts_per_row == ours.places["scoring"].prompts_per_row == 1 / 4
-    assert largest_relative_update(model, ours, stock) < 1e-5
-
-
 @pytest.mark.parametrize(("coefficient", "training"), [(None, "off (the load-balancing loss"), (0.0, "on")])
 def test_the_load_balancing_loss_of_experts(coefficient, training, make):
     body = dict(build_model("qwen3").config.to_dict(), num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
@@ -99,5 +77,5 @@ def test_shared_dropout_is_announced(lora, attention, make, caplog):
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = attention
     with caplog.at_level(logging.WARNING):
-        make(model, {"peft_config": LoraConfig(r=2, lora_dropout=lora, target_modules=["q_proj"])})
+        make(model, LoraConfig(r=2, lora_dropout=lora, target_modules=["q_proj"]))
     assert ("share the dropout drawn over it" in caplog.text) == bool(lora or attention)

@@ -5,16 +5,8 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.models.compare import (
-    assert_same_scores,
-    generated,
-    gradients,
-    largest_relative,
-    scored,
-    with_head,
-)
+from support.models.compare import assert_same_scores, generated, gradients, largest_relative, scored, with_head
 from support.models.families import FAMILIES, IMAGE, PAD, build, make_batch, randomise, text_model
-from torch.nn.parallel import DataParallel
 
 from vgr_trl.sharing import share_prompts
 from vgr_trl.sharing.model_support import causal_model, has_active_dropout
@@ -29,37 +21,20 @@ def with_adapter(name, **options):
     for parameter, value in model.named_parameters():
         if "magnitude" in parameter:  # DoRA starts where LoRA does
             value.data = value.data * (1 + torch.rand_like(value))
+    with_head(causal_model(model))
     return model.eval()
 
 
-def adapter_gradients(model, batch):
-    with_head_once(model)
-    return gradients(model, batch)
-
-
-def with_head_once(model):
-    inner = causal_model(model)
-    if "forward" not in vars(inner):
-        with_head(inner)
-
-
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "llama"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
 def test_a_training_loop_with_a_loss_on_every_token(name):
     """Prompts whose length is not given keep all their outputs, and gradients through them."""
-    model, batch = build(name).train(), make_batch(name)
+    plain, batch = build(name).train(), make_batch(name)
     labels = batch.inputs["input_ids"].masked_fill(batch.inputs["input_ids"] == IMAGE, PAD)
-
     labels = labels.masked_fill(batch.inputs["attention_mask"] == 0, -100)
-
-    def step(model):
-        loss = model(**batch.inputs, labels=labels, num_items_in_batch=torch.tensor(200)).loss
-        loss.backward()
-        return loss.item()
-
-    plain, ours = copy.deepcopy(model), copy.deepcopy(model)
-    expected = step(plain)
+    ours = copy.deepcopy(plain)
+    plain(**batch.inputs, labels=labels, num_items_in_batch=torch.tensor(200)).loss.backward()
     with share_prompts(ours) as report:
-        assert step(ours) == pytest.approx(expected, rel=1e-6)
+        ours(**batch.inputs, labels=labels, num_items_in_batch=torch.tensor(200)).loss.backward()
     assert report.prompts_per_row == 1 / 3
     theirs, mine = ({n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (plain, ours))
     assert largest_relative(theirs, mine) < 2e-5
@@ -70,9 +45,9 @@ def test_a_training_loop_with_a_loss_on_every_token(name):
 )
 def test_adapters(name, options):
     model, batch = with_adapter(name, **options), make_batch(name)
-    plain = adapter_gradients(model, batch)
+    plain = gradients(model, batch)
     with share_prompts(model, batch.completion_length) as report:
-        shared = adapter_gradients(model, batch)
+        shared = gradients(model, batch)
     assert not report.plain
     assert set(plain) == {parameter for parameter in plain if "lora_" in parameter}
     assert largest_relative(plain, shared) < (2e-4 if name == "qwen3_5" else 1e-5)
@@ -82,7 +57,6 @@ def test_policy_and_reference_do_not_share_a_prefix():
     """The reference is the same model with its adapter off, or another adapter: its prompts are computed again."""
     model, batch = with_adapter("qwen2_vl"), make_batch("qwen2_vl")
     model.add_adapter("other", LoraConfig(**LORA, target_modules=["k_proj", "up_proj"]))
-    with_head_once(model)
 
     def three_policies():
         policy, _ = scored(model, batch)
@@ -97,18 +71,10 @@ def test_policy_and_reference_do_not_share_a_prefix():
         plain = three_policies()
         with share_prompts(model, batch.completion_length) as report:
             shared = three_policies()
-        assert torch.equal(generated(model, batch, sample=True), shared_tokens(model, batch))
     assert report.prompts_per_row == 1 / 3
     assert (plain - shared).abs().max() < 4e-6
     assert (plain[0] - plain[1]).abs().max() > 0.1
     assert (plain[1] - plain[2]).abs().max() > 0.1
-
-
-def shared_tokens(model, batch):
-    with share_prompts(model) as report:
-        tokens = generated(model, batch, sample=True)
-    assert report.prompts_per_row == 1 / 3
-    return tokens
 
 
 @pytest.mark.parametrize(
@@ -117,7 +83,6 @@ def shared_tokens(model, batch):
         ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.1}, True),
         ("OPT", {"dropout": 0.0, "layerdrop": 0.5, "ffn_dim": 48}, True),
         ("OPT", {"dropout": 0.0, "ffn_dim": 48}, False),
-        ("Nemotron", {"attention_dropout": 0.1}, True),
     ],
 )
 def test_active_dropout(kind, options, expected):
@@ -155,16 +120,8 @@ def test_attention_implementations(name, implementation):
     assert_same_scores(model, batch, 12, 4e-6, (2, 6))
 
 
-def test_positions_of_ones_own():
-    model, batch = with_head(build("llama")), make_batch("llama")
-    mask = batch.inputs["attention_mask"]
-    batch.inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
-    assert_same_scores(model, batch, 12, 4e-6, (2, 6))
-
-
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3"])
-def test_several_completions_per_row_of_generate(name):
-    model, batch = build(name), make_batch(name, generations=1)
+def test_several_completions_per_row_of_generate():
+    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl", generations=1)
     plain = generated(model, batch, sample=True, num_return_sequences=4)
     with share_prompts(model) as report:
         shared = generated(model, batch, sample=True, num_return_sequences=4)
@@ -172,24 +129,11 @@ def test_several_completions_per_row_of_generate(name):
     assert torch.equal(plain, shared)
 
 
-def test_generate_with_positional_input():
-    model, batch = build("qwen3"), make_batch("qwen3", images=(0,), text=(30,))
-    inputs = batch.prompt_inputs()
-    options = {"attention_mask": inputs["attention_mask"], "max_new_tokens": 4, "do_sample": False}
-    with share_prompts(model) as report:
-        shared = model.generate(inputs["input_ids"], **options)
-    assert report.prompts_per_row == 1 / 3
-    assert torch.equal(shared, model.generate(inputs["input_ids"], **options))
-
-
 def test_batches_without_equal_prompts_run_as_they_are():
     model, batch = with_head(build("qwen2_vl")), make_batch("qwen2_vl", generations=1)
-    with torch.no_grad():
-        plain, _ = scored(model, batch)
-        with share_prompts(model, batch.completion_length) as report:
-            shared, _ = scored(model, batch)
-            generated(model, batch, sample=False)
-    assert torch.equal(plain, shared)
+    with torch.no_grad(), share_prompts(model, batch.completion_length) as report:
+        scored(model, batch)
+        generated(model, batch, sample=False)
     assert report.plain == {"no prompt occurs twice": 2}
     assert report.prompts_per_row == 1
 
@@ -197,14 +141,11 @@ def test_batches_without_equal_prompts_run_as_they_are():
 def test_blocks_can_be_nested_and_end_with_errors():
     model, batch = with_head(build("qwen2_vl")), make_batch("qwen2_vl")
     patched = model.forward
-    with torch.no_grad():
-        plain, _ = scored(model, batch)
-        with share_prompts(model) as outer:
-            with pytest.raises(ZeroDivisionError), share_prompts(model, 12):
-                1 / 0  # noqa: B018
-            with share_prompts(model, batch.completion_length) as inner:
-                shared, _ = scored(model, batch)
-    assert (plain - shared).abs().max() < 4e-6
+    with torch.no_grad(), share_prompts(model) as outer:
+        with pytest.raises(ZeroDivisionError), share_prompts(model, 12):
+            1 / 0  # noqa: B018
+        with share_prompts(model, batch.completion_length) as inner:
+            scored(model, batch)
     assert (inner.prompts, outer.prompts) == (2, 0)
     assert model.forward == patched
     assert "forward" not in vars(model.model)
@@ -230,30 +171,6 @@ def test_processes_decide_together(theirs, reasons):
     assert report.plain == reasons
     assert report.prompts_per_row == 1
     assert next(answers, None) is None
-
-
-def test_wrappers_are_seen_through():
-    model = build("qwen3")
-    assert causal_model(DataParallel(model)) is model
-    assert causal_model(with_adapter("qwen3")).__class__ is model.__class__
-    assert causal_model(torch.compile(model, backend="eager")) is model
-
-
-class Engine(torch.nn.Module):
-    """Forwards what it does not know to the model inside, as DeepSpeed's does."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.module = model
-
-    def __getattr__(self, name):
-        return super().__getattr__(name) if name == "module" else getattr(self.module, name)
-
-
-def test_an_engine_that_looks_like_its_model():
-    model = build("qwen3")
-    assert causal_model(Engine(model)) is model
-    assert causal_model(Engine(with_adapter("qwen3"))).__class__ is model.__class__
 
 
 def test_wrong_arguments():

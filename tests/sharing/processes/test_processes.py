@@ -1,20 +1,11 @@
-"""Two processes on one machine, over gloo."""
+"""Two processes on one machine, over gloo; steps of trainers in processes are compared in tests/efficiency."""
 
 from pathlib import Path
 
 import pytest
-from support.launching import ENGINES, KINDS, launch, needs_deepspeed
-
-HERE = Path(__file__).parent
+from support.launching import launch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("worker", ["process_worker.py", pytest.param("zero_worker.py", marks=needs_deepspeed)])
-def test_gradients_are_the_same(worker):
-    launch(HERE / worker, processes=2, engine={})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_steps_of_the_trainer_are_the_same(kind):
-    launch(HERE / "trainer_worker.py", kind, processes=2, engine=ENGINES[kind])
+def test_gradients_are_the_same():
+    launch(Path(__file__).with_name("process_worker.py"), processes=2, engine={})
