@@ -1,20 +1,17 @@
 """Signals by name, as reward columns and as metrics: by hand, undefined and infinite values, two processes."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
 
 from vgr_trl.config import MeasureOptions
-from vgr_trl.rewards import accuracy_reward, gather_groups, needs_whole_groups
 from vgr_trl.signals import AttentionMass
 from vgr_trl.signals.named import (
     QUANTITIES,
     RolloutSignals,
     add_named,
     attention_metrics,
-    columns_needed_by,
     columns_of_signals,
     named_signals,
     reward_columns,
@@ -56,87 +53,48 @@ def one_value(*vgr):
     return [[value, 1, 1, 1, 1, 1] for value in vgr]
 
 
-class TestSegments:
-    def test_three_layers(self):
-        found = measure_segments(mass(), "thirds", 2.0)
-        assert list(found) == ["early", "middle", "late", "all"]
-        for name, expected in {"early": TWICE, "middle": EVEN, "late": HALF, "all": ALL}.items():
-            assert found[name].shape == (2, 6)
-            assert found[name][0].tolist() == pytest.approx(expected, abs=1e-6)
-            assert found[name][1].tolist() == pytest.approx(NO_IMAGE, nan_ok=True)
-        # Of 3 layers the last two: A_V = 0.6, A_I = 0.1, so 0.025 / 0.0375; 1 - ln 2 / ln 4.
-        assert measure_segments(mass(), "ends", 2.0)["late"][0, 0].item() == pytest.approx(2 / 3)
-        assert measure_segments(mass(), "thirds", 4.0)["early"][0, 3].item() == pytest.approx(0.5)
-        assert list(measure_segments(mass(num_layers=2), "thirds", 2.0)) == ["all"]
+def test_three_layers():
+    found = measure_segments(mass(), "thirds", 2.0)
+    assert list(found) == ["early", "middle", "late", "all"]
+    for name, expected in {"early": TWICE, "middle": EVEN, "late": HALF, "all": ALL}.items():
+        assert found[name].shape == (2, 6)
+        assert found[name][0].tolist() == pytest.approx(expected, abs=1e-6)
+        assert found[name][1].tolist() == pytest.approx(NO_IMAGE, nan_ok=True)
+    # Of 3 layers the last two: A_V = 0.6, A_I = 0.1, so 0.025 / 0.0375; 1 - ln 2 / ln 4.
+    assert measure_segments(mass(), "ends", 2.0)["late"][0, 0].item() == pytest.approx(2 / 3)
+    assert measure_segments(mass(), "thirds", 4.0)["early"][0, 3].item() == pytest.approx(0.5)
+    assert list(measure_segments(mass(num_layers=2), "thirds", 2.0)) == ["all"]
 
 
-class TestColumns:
-    def test_late_segment_for_rewards_and_every_one_in_the_table(self):
-        columns = reward_columns(table(late=[HALF, NO_IMAGE], all=[TWICE, NO_IMAGE]))
-        assert columns["vgr"] == [0.5, None]
-        assert columns["aei_vision"] == [pytest.approx(10 / 9), None]
-        assert columns["aei_instruction"] == [pytest.approx(5 / 9), None]
-        first, second = columns["attention_metrics"]
-        assert list(first) == ["late", "all"]
-        assert first["all"] == pytest.approx(dict(zip(QUANTITIES, TWICE, strict=True)))
-        assert reward_columns(table(all=[[INF, 0, 5, 0, 0, 0.2]]))["vgr"] == [INF]
-        assert second["late"] == {
-            "vgr": None,
-            "aei_vision": None,
-            "aei_instruction": None,
-            "mdi_balance": None,
-            "attention_vision": 0.0,
-            "attention_instruction": pytest.approx(0.6),
-        }
+def test_late_segment_for_rewards_and_every_one_in_the_table():
+    columns = reward_columns(table(late=[HALF, NO_IMAGE], all=[TWICE, NO_IMAGE]))
+    assert columns["vgr"] == [0.5, None]
+    assert columns["aei_vision"] == [pytest.approx(10 / 9), None]
+    assert columns["aei_instruction"] == [pytest.approx(5 / 9), None]
+    first, second = columns["attention_metrics"]
+    assert list(first) == ["late", "all"]
+    assert first["all"] == pytest.approx(dict(zip(QUANTITIES, TWICE, strict=True)))
+    assert reward_columns(table(all=[[INF, 0, 5, 0, 0, 0.2]]))["vgr"] == [INF]
+    assert list(second["late"].values()) == [None] * 4 + [0.0, pytest.approx(0.6)]
 
 
-class TestMetrics:
-    @pytest.mark.parametrize("here", [1, 3])
-    def test_two_processes(self, here):
-        """Four completions, `here` of them on this process: means of the finite ones, shares of the others."""
-        rows = one_value(1.0, NAN, 3.0, INF)
+@pytest.mark.parametrize("here", [1, 3])
+def test_two_processes(here):
+    """Four completions, `here` of them on this process: means of the finite ones, shares of the others."""
+    rows = one_value(1.0, NAN, 3.0, INF)
 
-        def segments(part):
-            return table(late=rows[part], all=[TWICE] * len(rows[part]))
+    def segments(part):
+        return table(late=rows[part], all=[TWICE] * len(rows[part]))
 
-        sent = []
-        attention_metrics(segments(slice(here, 4)), lambda values: sent.append(values) or values)
-        found = attention_metrics(segments(slice(0, here)), lambda values: torch.cat([values, *sent]))
-        assert found["attention/late/vgr"] == 2.0
-        assert found["attention/late/aei_vision"] == 1.0
-        assert found["attention/all/vgr"] == 2.0
-        assert found["attention/all/attention_vision"] == pytest.approx(0.4)
-        assert (found["vgr/undefined_fraction"], found["vgr/infinite_fraction"]) == (0.25, 0.25)
-        assert set(found) == {
-            "vgr/undefined_fraction",
-            "vgr/infinite_fraction",
-            *(f"attention/{segment}/{quantity}" for segment in ("late", "all") for quantity in QUANTITIES),
-        }
-
-    def test_queries_of_the_prompt(self):
-        """Beside those of the completions, whose shares of undefined values they leave alone."""
-        found = attention_metrics(
-            table(late=[HALF], all=[ALL]), partial(torch.clone), table(late=one_value(NAN), all=[TWICE])
-        )
-        assert found["attention/late/vgr"] == 0.5
-        assert found["attention/prompt/all/vgr"] == 2.0
-        assert math.isnan(found["attention/prompt/late/vgr"])
-        assert found["vgr/undefined_fraction"] == 0
-
-
-def test_columns_that_rewards_ask_for():
-    @needs_whole_groups("vgr", optional=("aei_vision", "solution"))
-    def rank(completions, vgr, aei_vision=None, **kwargs):
-        return vgr
-
-    for reward, expected in (
-        (accuracy_reward, set()),
-        (lambda completions, attention_metrics, aei_vision, **kwargs: [], {"attention_metrics", "aei_vision"}),
-        (partial(lambda completions, aei_instruction: [], []), {"aei_instruction"}),
-        (torch.nn.Linear(1, 1), set()),
-        (gather_groups(rank, lambda mine: mine, 0, 1, num_generations=2), {"vgr", "aei_vision"}),
-    ):
-        assert columns_needed_by(reward) == expected
+    sent = []
+    attention_metrics(segments(slice(here, 4)), lambda values: sent.append(values) or values)
+    found = attention_metrics(segments(slice(0, here)), lambda values: torch.cat([values, *sent]))
+    assert found["attention/late/vgr"] == 2.0
+    assert found["attention/late/aei_vision"] == 1.0
+    assert found["attention/all/vgr"] == 2.0
+    assert found["attention/all/attention_vision"] == pytest.approx(0.4)
+    assert (found["vgr/undefined_fraction"], found["vgr/infinite_fraction"]) == (0.25, 0.25)
+    assert len(found) == 2 + 2 * len(QUANTITIES)
 
 
 def test_the_share_of_a_region_by_hand_and_through_a_buffer():
@@ -148,10 +106,8 @@ def test_the_share_of_a_region_by_hand_and_through_a_buffer():
     mass = AttentionMass(half, half, counts, counts, mask, region, torch.tensor([2, 0]))
     signals = RolloutSignals(torch.zeros(2, 1), torch.zeros(2, 1), mask, mass)
     signals = signals_of_columns(columns_of_signals(signals))
-    assert add_named(named_signals(MeasureOptions(signals=["region_focus"])), signals) == [
-        "region_share",
-        "region_focus",
-    ]
+    names = add_named(named_signals(MeasureOptions(signals=["region_focus"])), signals)
+    assert names == ["region_share", "region_focus"]
     assert signals.extra["region_share"][0].item() == pytest.approx(0.5)
     assert signals.extra["region_focus"][0].item() == pytest.approx(2)
     assert signals.extra["region_share"][1].isnan(), "no box"

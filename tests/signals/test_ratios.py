@@ -5,8 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from support.models.families import IMAGE, VIDEO, build
 
 from vgr_trl.demo.tiny_model import SPECIAL_TOKENS, TAGS, build_processor
@@ -57,100 +55,44 @@ def mass(vision, instruction, num_vision=16, num_instruction=4, mask=None):
     return AttentionMass(vision, instruction, torch.tensor([num_vision]), torch.tensor([num_instruction]), mask)
 
 
-class TestSplitLayers:
-    @pytest.mark.parametrize(("count", "sizes"), [(3, (1, 1, 1)), (5, (2, 2, 1)), (28, (10, 9, 9))])
-    def test_thirds(self, count, sizes):
-        segments = split_layers(count)
-        assert tuple(len(segments[name]) for name in ("early", "middle", "late")) == sizes
-        assert segments["early"] + segments["middle"] + segments["late"] == segments["all"] == list(range(count))
-
-    @pytest.mark.parametrize(("count", "middle"), [(4, [1, 2]), (28, [13, 14])])
-    def test_ends(self, count, middle):
-        assert split_layers(count, "ends") == {
-            "early": [0, 1],
-            "middle": middle,
-            "late": [count - 2, count - 1],
-            "all": list(range(count)),
-        }
-
-    def test_few_layers_have_no_segments(self):
-        assert split_layers(1) == {"all": [0]}
-        assert split_layers(2, "ends") == {"all": [0, 1]}
-
-    def test_unknown_scheme(self):
-        with pytest.raises(ConfigError, match="scheme is 'halves': give thirds or ends"):
-            split_layers(6, "halves")
+@pytest.mark.parametrize(("count", "sizes"), [(3, (1, 1, 1)), (5, (2, 2, 1)), (28, (10, 9, 9))])
+def test_thirds(count, sizes):
+    segments = split_layers(count)
+    assert tuple(len(segments[name]) for name in ("early", "middle", "late")) == sizes
+    assert segments["early"] + segments["middle"] + segments["late"] == segments["all"] == list(range(count))
 
 
-class TestWorkedCase:
-    """|I| = 4, |V| = 16, A_I = 0.2, A_V = 0.4."""
-
-    def test_of_a_completion(self):
-        one = mass([[0.4]], [[0.2]])
-        assert vision_gain_ratio(one).tolist() == pytest.approx([2])
-        vision, instruction = attention_efficiency_index(one)
-        assert vision.tolist() == pytest.approx([5 / 6])
-        assert instruction.tolist() == pytest.approx([5 / 3])
-        assert mdi_balance(vision_gain_ratio(one)).tolist() == [0]
+@pytest.mark.parametrize(("count", "middle"), [(4, [1, 2]), (28, [13, 14])])
+def test_ends(count, middle):
+    last = [count - 2, count - 1]
+    assert split_layers(count, "ends") == {"early": [0, 1], "middle": middle, "late": last, "all": [*range(count)]}
 
 
-class TestAveraging:
-    def test_average_first_then_take_the_ratio(self):
-        """A_I = 0.3, A_V = (0.1 + 0.7) / 2 = 0.4: 0.075 / 0.025 = 3; the ratios of the two tokens are 12 and 12 / 7."""
-        one = mass([[0.1, 0.7]], [[0.3, 0.3]])
-        assert vision_gain_ratio(one).tolist() == pytest.approx([3])
-        assert token_vision_gain_ratio(one).tolist() == [pytest.approx([12, 12 / 7])]
-
-    def test_only_layers_of_the_segment(self):
-        """Layer 0: 0.1 / 4 against 0.4 / 16; layers 1 and 2 together: 0.2 / 4 against 0.2 / 16."""
-        one = mass([[0.4], [0.3], [0.1]], [[0.1], [0.2], [0.2]])
-        assert vision_gain_ratio(one, [0]).tolist() == pytest.approx([1])
-        assert vision_gain_ratio(one, [1, 2]).tolist() == pytest.approx([4])
-        assert token_vision_gain_ratio(one, [1, 2]).tolist() == [pytest.approx([4])]
-        assert attention_efficiency_index(one, [0])[0].tolist() == pytest.approx([1])
-
-    def test_only_tokens_that_count(self):
-        one = mass([[0.4, NAN, 0.4]], [[0.2, NAN, 0.2]], mask=[True, False, True])
-        assert vision_gain_ratio(one).tolist() == pytest.approx([2])
-        assert token_vision_gain_ratio(one)[0].isnan().tolist() == [False, True, False]
+def test_average_first_then_take_the_ratio():
+    """A_I = 0.3, A_V = (0.1 + 0.7) / 2 = 0.4: 0.075 / 0.025 = 3; the ratios of the two tokens are 12 and 12 / 7."""
+    one = mass([[0.1, 0.7]], [[0.3, 0.3]])
+    assert vision_gain_ratio(one).tolist() == pytest.approx([3])
+    assert token_vision_gain_ratio(one).tolist() == [pytest.approx([12, 12 / 7])]
 
 
-class TestUndefined:
-    @pytest.mark.parametrize(
-        ("one", "expected"),
-        [
-            (mass([[0.0]], [[0.9]], num_vision=0), NAN),
-            (mass([[0.9]], [[0.0]], num_instruction=0), NAN),
-            (mass([[0.4]], [[0.2]], mask=[False]), NAN),
-            (mass([[0.0]], [[0.0]]), NAN),
-            (mass([[0.0]], [[0.2]]), INF),
-            (mass([[0.4]], [[0.0]]), 0.0),
-        ],
-        ids=["no vision", "no instruction", "no tokens", "no attention", "none to vision", "none to instruction"],
-    )
-    def test_of_a_completion(self, one, expected):
-        ratio = vision_gain_ratio(one)
-        assert ratio.tolist() == pytest.approx([expected], nan_ok=True)
-        assert token_vision_gain_ratio(one).flatten().tolist() == pytest.approx([expected], nan_ok=True)
-        indices = torch.cat(attention_efficiency_index(one))
-        assert bool(indices.isnan().all()) == math.isnan(expected)
-        assert mdi_balance(ratio).tolist() == pytest.approx([NAN if math.isnan(expected) else 0], nan_ok=True)
-
-
-@given(
-    vision=st.floats(1e-4, 1),
-    instruction=st.floats(1e-4, 1),
-    num_vision=st.integers(1, 4096),
-    num_instruction=st.integers(1, 4096),
+@pytest.mark.parametrize(
+    ("one", "expected"),
+    [
+        (mass([[0.0]], [[0.9]], num_vision=0), NAN),
+        (mass([[0.9]], [[0.0]], num_instruction=0), NAN),
+        (mass([[0.4]], [[0.2]], mask=[False]), NAN),
+        (mass([[0.0]], [[0.0]]), NAN),
+        (mass([[0.0]], [[0.2]]), INF),
+        (mass([[0.4]], [[0.0]]), 0.0),
+    ],
 )
-def test_identity(vision, instruction, num_vision, num_instruction):
-    """With r = VGR and q = |I| / (|I| + |V|), AEI_I = r / (r q + 1 - q), which lies between 1 and r."""
-    one = mass([[vision]], [[instruction]], num_vision, num_instruction)
-    r, q = vision_gain_ratio(one).item(), num_instruction / (num_instruction + num_vision)
-    of_vision, of_instruction = (index.item() for index in attention_efficiency_index(one))
-    assert of_instruction == pytest.approx(r / (r * q + 1 - q), rel=1e-4)
-    assert of_vision == pytest.approx(1 / (r * q + 1 - q), rel=1e-4)
-    assert min(1, r) * (1 - 1e-4) <= of_instruction <= max(1, r) * (1 + 1e-4)
+def test_undefined_ratios(one, expected):
+    ratio = vision_gain_ratio(one)
+    assert ratio.tolist() == pytest.approx([expected], nan_ok=True)
+    assert token_vision_gain_ratio(one).flatten().tolist() == pytest.approx([expected], nan_ok=True)
+    indices = torch.cat(attention_efficiency_index(one))
+    assert bool(indices.isnan().all()) == math.isnan(expected)
+    assert mdi_balance(ratio).tolist() == pytest.approx([NAN if math.isnan(expected) else 0], nan_ok=True)
 
 
 def test_balance_at_its_ends():
@@ -174,18 +116,6 @@ def test_balance_at_its_ends():
 def test_values_by_hand(difference, expected):
     original = torch.tensor([[-1.5]])
     assert visual_dependency(original, original + difference).item() == pytest.approx(expected, abs=2e-6)
-
-
-def test_small_differences_keep_their_precision():
-    """d^2 / 2 for small d: 5e-9 for 1e-4, where e^d - d - 1 in single precision would be 0."""
-    result = visual_dependency(torch.zeros(1, 1), torch.full((1, 1), 1e-4))
-    assert result.item() == pytest.approx(5e-9, rel=0.02)
-
-
-def test_undefined_is_nan_and_only_there():
-    original = torch.tensor([[math.nan, -1.0, -math.inf, -1.0]])
-    perturbed = torch.tensor([[-1.0, math.nan, -math.inf, -1.0]])
-    assert visual_dependency(original, perturbed).isnan().tolist() == [[True, True, True, False]]
 
 
 def test_gradients_flow_into_both_and_stop_where_it_is_clamped():

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from PIL import Image
 from support.models.families import FAMILIES, build
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -119,8 +118,3 @@ def test_boxes_of_rows(row, boxes):
     assert in_pixels([(0.1, 0.2, 0.5, 0.6)], (100, 50)) == [(10, 10, 40, 20)]
     with pytest.raises(DataError, match=r"A row has "):
         boxes_of({"bbox": [0.5, 0, 0.4, 1]}, (100, 50))
-
-
-def test_a_box_thinner_than_a_pixel_is_drawn():
-    assert drawn([(0.999, 0.999, 1, 1)], (10, 10)).getpixel((9, 9)) == (255, 255, 255)
-    assert isinstance(drawn([], (4, 4)), Image.Image)

@@ -78,28 +78,13 @@ def test_families(name):
         assert difference(mass.vision, expected.vision, expected.valid) < 1e-5
         assert difference(mass.instruction, expected.instruction, expected.valid) < 1e-5
         assert torch.equal(mass.mask, expected.valid)
-        assert torch.equal(with_attention.mask, expected.valid)
         assert mass.num_vision.tolist() == expected.masks.vision.sum(1).tolist()
 
 
-@pytest.mark.parametrize("shares", ["auto", "off"])
-@pytest.mark.parametrize("name", ["gemma2", "falcon_h1"])
-def test_heads_that_scale_and_cap(name, shares):
-    """Gemma caps logits, Falcon-H1 multiplies them: whatever the model's own forward does."""
-    family = OTHERS[name]
-    model, batch = build(family), make_batch(family)
-    logps, entropies = from_logits(model, batch)
-    signals = score(RolloutScorer(model, share_prompts=shares), batch, attention=False)
-    assert (signals.logps - logps).abs().max() < 1e-5
-    assert (signals.entropies - entropies).abs().max() < 2e-5
-
-
-@pytest.mark.parametrize("trained", [["q_proj", "v_proj"], ["q_proj", "lm_head"]])
-def test_adapters(trained):
-    """Also in the head."""
+def test_adapters():
     model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
     torch.manual_seed(0)
-    wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=trained, init_lora_weights=False))
+    wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False))
     logps, _ = from_logits(wrapped, batch)
     signals = score(scorer_of(wrapped), batch)
     assert (signals.logps - logps).abs().max() < 6e-6
@@ -120,9 +105,6 @@ def test_mode_of_every_module_is_restored():
     assert (signals.logps - logps).abs().max() < 4e-6
     assert [module.training for module in model.modules()] == modes
     assert not signals.logps.requires_grad
-    with pytest.raises(DataError):
-        score(scorer_of(model, batch_size=3), batch, num_images=[1] * 5)
-    assert [module.training for module in model.modules()] == modes
 
 
 def test_completions_without_tokens_that_count():
@@ -133,23 +115,6 @@ def test_completions_without_tokens_that_count():
     signals = scorer_of(model).score(*tensors, **options)
     assert not signals.logps[1].any()
     assert not signals.attention.mask[1].any()
-    tensors[3][:] = 0
-    signals = scorer_of(model).score(*tensors, **options)
-    assert not signals.logps.any()
-
-
-def test_forbidden_tokens_add_nothing_to_the_entropy():
-    """A head that gives them -inf, with all others alike: the entropy is the logarithm of their number."""
-    model, batch = build("llama"), make_batch("llama")
-    torch.nn.init.zeros_(model.lm_head.weight)
-    original = model.lm_head.forward
-    model.lm_head.forward = lambda hidden: original(hidden).index_fill(-1, torch.arange(90, 96), -torch.inf)
-    tensors, options = arguments(batch)
-    tensors[2].clamp_(max=80)
-    signals = RolloutScorer(model).score(*tensors, **options, attention=False)
-    expected = tensors[3] * torch.tensor(90.0).log()
-    assert torch.allclose(signals.entropies, expected, atol=1e-5)
-    assert torch.allclose(signals.logps, -expected, atol=1e-5)
 
 
 def test_number_of_passes(monkeypatch):
@@ -171,14 +136,7 @@ def test_number_of_passes(monkeypatch):
     assert (rows, images) == ([1] * 6, [1] * 6)
 
 
-def sharded(model):
-    model.lm_head.weight.ds_numel, model.lm_head.weight.data = 96 * 32, torch.empty(0)
-    return model
-
-
 def test_what_is_refused():
-    with pytest.raises(ConfigError, match="sharded"):
-        RolloutScorer(sharded(build("llama")))
     with pytest.raises(ConfigError, match="prompt learning"):
         scorer_of(get_peft_model(build("qwen3"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)))
     (ids, mask, new_ids, new_mask), _ = arguments(make_batch("llama"))
@@ -188,11 +146,8 @@ def test_what_is_refused():
         RolloutScorer(build("llama")).score(ids.flip(1), mask.flip(1), new_ids, new_mask, attention=False)
     with pytest.raises(DataError, match="a 0 in front of a 1"):
         RolloutScorer(build("llama")).score(ids, mask, new_ids, holes, attention=False)
-    with pytest.raises(ConfigError, match="share_prompts is 'yes'"):
-        RolloutScorer(build("llama"), share_prompts="yes")
-    for name, options in (("llava", {}), ("llama", {"special_token_ids": ()})):
-        with pytest.raises(ConfigError, match="special_token_ids and vision_token_ids"):
-            score(RolloutScorer(build(name), **options), make_batch(name))
+    with pytest.raises(ConfigError, match="special_token_ids and vision_token_ids"):
+        score(RolloutScorer(build("llava")), make_batch("llava"))
     with pytest.raises(ConfigError, match="share_prompts is on, but prompts could not be shared: layers of type"):
         score(RolloutScorer(build(OTHERS["jamba"]), share_prompts="on"), make_batch("llama"), attention=False)
 
@@ -208,28 +163,24 @@ def test_images_that_cannot_be_cut_into_chunks(more):
 
 
 @pytest.mark.parametrize("shares", ["auto", "off"])
-@pytest.mark.parametrize("name", ["opt", "gpt2"])
-def test_heads_that_call_the_decoder_inside_of_their_base_model(name, shares):
-    model, batch = case(DECODERS[name])
+@pytest.mark.parametrize("name", ["gemma2", "falcon_h1", "opt"])
+def test_heads_of_other_kinds(name, shares):
+    """Gemma caps logits, Falcon-H1 multiplies them, OPT's calls the decoder inside of its base model."""
+    model, batch = case(DECODERS.get(name) or OTHERS[name])
     logps, entropies = from_logits(model, batch)
-    tensors, options = arguments(batch)
-    signals = RolloutScorer(model, share_prompts=shares).score(*tensors, **options, attention=False)
+    signals = score(RolloutScorer(model, share_prompts=shares), batch, attention=False)
     assert (signals.logps - logps).abs().max() < 1e-5
     assert (signals.entropies - entropies).abs().max() < 2e-5
 
 
-@pytest.mark.parametrize("batch_size", [None, 3])
-@pytest.mark.parametrize("shares", ["on", "off"])
+@pytest.mark.parametrize(("shares", "batch_size"), [("on", 3), ("off", None)])
 def test_regions_and_similarity(shares, batch_size):
     """In chunks and shared, what the probes measure of the whole batch in one plain pass."""
     model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl", images=COUNTS["images"])
     masks = masks_of(batch)
     masks.region = masks.vision & (masks.vision.cumsum(1) % 2 == 1)
-    with (
-        torch.no_grad(),
-        AttentionProbe(model, masks) as probe,
-        SimilarityProbe(model, masks.vision, 1, "mean") as near,
-    ):
+    similar = SimilarityProbe(model, masks.vision, 1, "mean")
+    with torch.no_grad(), AttentionProbe(model, masks) as probe, similar as near:
         model(**batch.inputs)
     tensors, named = arguments(batch, num_images=COUNTS["num_images"], regions=masks.region, similarity=True)
     scorer = scorer_of(model, share_prompts=shares, batch_size=batch_size, similarity_layer=1, similarity_over="mean")

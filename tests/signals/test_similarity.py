@@ -51,19 +51,6 @@ def test_against_the_states_that_the_model_returns(name, layer):
     assert not report.plain, "prompts were shared"
 
 
-def test_a_row_without_an_image_and_a_batch_that_does_not_pass():
-    model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
-    vision = masks_of(batch).vision.clone()
-    expected = expected_similarity(model, batch, -1)
-    vision[0] = False
-    with torch.no_grad(), SimilarityProbe(model, vision) as probe:
-        with pytest.raises(ConfigError, match="pass the whole batch"):
-            _ = probe.similarity
-        model(**batch.inputs)
-    assert probe.similarity[0].isnan().all()
-    assert torch.allclose(probe.similarity[1:], expected[1:], atol=1e-5, equal_nan=True)
-
-
 def test_a_layer_that_is_not_there():
     with pytest.raises(ConfigError, match=r"hidden_similarity_layer is 3, but the model has 2 layers: .* \[-3, 2\]"):
         SimilarityProbe(build("llava"), torch.ones(1, 2, dtype=torch.bool), 3)

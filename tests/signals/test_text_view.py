@@ -6,7 +6,6 @@ from support.models.families import PAD, PIXEL_INPUTS, TEXT, build, make_batch
 
 from vgr_trl.batch import Prompts, scoring_inputs, stacked_inputs, text_inputs
 from vgr_trl.sharing import share_prompts
-from vgr_trl.utils import DataError
 
 TILES = {"internvl": [1] * 6}
 
@@ -44,9 +43,3 @@ def test_families(name):
             alone = model(input_ids=ids.unsqueeze(0)).logits[0, len(words) - 1 : -1]
         found = together[row, : int(valid.sum())]
         assert torch.allclose(found.log_softmax(-1), alone.log_softmax(-1), atol=2e-5), row
-
-
-def test_a_prompt_that_grows_without_its_image():
-    kept, prompts = trl_batch("qwen2_5_vl", make_batch("qwen2_5_vl"))
-    with pytest.raises(DataError, match="A prompt without its image has 99 tokens, with it at most"):
-        text_inputs(kept, Prompts([[9] * 99, *prompts.ids[1:]], None, {}), PAD)

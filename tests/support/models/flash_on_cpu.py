@@ -32,6 +32,7 @@ def with_kernels(monkeypatch):
 
 def _attend(query, key, value, scale, window):
     """(Q, H, D), (K, H', D), (K, H', D) -> (Q, H, D); the last query belongs to the last key."""
+    assert query.size(-1) == key.size(-1) == value.size(-1)
     groups = query.size(1) // key.size(1)
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     places = torch.arange(len(key) - len(query), len(key)).unsqueeze(1)
