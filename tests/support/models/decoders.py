@@ -4,7 +4,7 @@ from typing import Any
 
 import transformers as hf
 from support.models.eager_reference import VISION_IDS
-from support.models.families import BODY, EOS, PAD, VOCABULARY, Batch, Family, build, make_batch, text_model
+from support.models.families import EOS, PAD, VOCABULARY, Batch, Family, build, make_batch, text_model
 
 IDS = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None}
 GPT = {**IDS, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 512, "tie_word_embeddings": False}
@@ -13,12 +13,8 @@ SPEECH = {**IDS, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 
 SPEECH |= {"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 48, "max_target_positions": 512}
 
 
-
-
 def _falcon(alibi: bool, implementation: str = "eager") -> Any:
     return hf.FalconForCausalLM(hf.FalconConfig(**FALCON, alibi=alibi, attn_implementation=implementation))
-
-
 
 
 DECODERS = {
