@@ -37,7 +37,6 @@ def test_accelerate_accepts_the_file_and_starts_a_process_for_each_gpu(name, mon
     launch.launch_command(launch.launch_command_parser().parse_args(given))
     if name == "two_machines":
         assert (torchrun[0].nnodes, torchrun[0].nproc_per_node, torchrun[0].node_rank) == ("2", "8", 1)
-        assert (torchrun[0].rdzv_backend, torchrun[0].rdzv_endpoint) == ("static", "10.0.0.1:29500")
         return
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)

@@ -8,7 +8,6 @@ import pytest
 
 from vgr_trl import mtrl
 from vgr_trl.cli.__main__ import main
-from vgr_trl.cli.arguments import convert_flags
 
 CONFIG = """
 data: {{train_files: {train}, val_files: {test}, prompt_key: problem, answer_key: solution, max_prompt_length: 128,
@@ -84,16 +83,8 @@ def test_keys_that_cannot_be_followed_stop_the_run(config, capsys, more, message
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_unknown_keys_can_be_ignored(config, capsys):
-    command, flags = convert_flags("train", [f"--config={config}", "trainer.raytime=1", "--ignore_unknown_keys"])
-    assert command == "train"
-    assert flags[flags.index("--learning_rate") + 1] == "5e-4"
-    assert "trainer.raytime" in capsys.readouterr().out
-    assert convert_flags("evaluate", ["--seed", "1"]) == ("evaluate", ["--seed", "1"])
-
-
 def test_processes_are_started_as_the_configuration_asks(config, capsys, monkeypatch):
-    """As many as there are GPUs where it does not; none by a process that was started itself."""
+    """None by a process that was started itself."""
     for name in ("LOCAL_RANK", "RANK", "VGR_TRL_LAUNCHED"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
@@ -106,9 +97,8 @@ def test_processes_are_started_as_the_configuration_asks(config, capsys, monkeyp
 
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(mtrl, "run_command", lambda arguments: started.append(arguments) or 0)
-    for processes, message in (("8", "this machine has 2 GPUs: give trainer.n_gpus_per_node=2"), ("0", "at least 1")):
-        assert mtrl.main([f"config={config}", f"trainer.n_gpus_per_node={processes}"]) == 1
-        assert message in capsys.readouterr().err
+    assert mtrl.main([f"config={config}", "trainer.n_gpus_per_node=8"]) == 1
+    assert "this machine has 2 GPUs: give trainer.n_gpus_per_node=2" in capsys.readouterr().err
     given = [f"config={config}", "trainer.n_gpus_per_node=2"]
     assert mtrl.main(given) == 0
     command = started.pop()
@@ -116,16 +106,3 @@ def test_processes_are_started_as_the_configuration_asks(config, capsys, monkeyp
     assert command[-4:] == ["-m", "vgr_trl.mtrl", *given]
     assert mtrl.main(given) == 0
     assert started.pop() == ["train", f"--config={config}", "trainer.n_gpus_per_node=2"]
-    monkeypatch.delenv("VGR_TRL_LAUNCHED")
-    config.write_text(config.read_text().replace(", n_gpus_per_node: 1", ""))
-    assert mtrl.main([f"config={config}"]) == 0
-    assert "accelerate.commands.launch" in started.pop()
-    monkeypatch.delenv("VGR_TRL_LAUNCHED")
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert mtrl.main([f"config={config}"]) == 0
-    assert started.pop() == ["train", f"--config={config}"]
-
-
-def test_a_missing_file_is_reported_before_processes_are_counted(tmp_path, capsys):
-    assert mtrl.main([f"config={tmp_path / 'none.yaml'}"]) == 1
-    assert "none.yaml, which cannot be read" in capsys.readouterr().err

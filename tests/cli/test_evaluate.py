@@ -4,12 +4,9 @@ import json
 import shutil
 
 import pytest
-from huggingface_hub.errors import RepositoryNotFoundError
 
-from vgr_trl.cli import arguments
 from vgr_trl.cli import evaluate as command
 from vgr_trl.cli.__main__ import main
-from vgr_trl.utils import ConfigError
 
 
 @pytest.fixture
@@ -43,31 +40,6 @@ def test_checkpoints_stand_side_by_side_by_family(run, model_folder, tmp_path, c
     assert sum(group["questions"] for group in first["groups"].values()) == first["questions"] == 6
     printed = capsys.readouterr().out
     assert all(heading in printed for heading in ("95 %", "majority", "blind", "mean@2", "think_format_reward"))
-
-
-def test_a_model_that_is_missing_is_told_before_another_is_asked(model_folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command, "load_for_inference", pytest.fail)
-    flags = ["--model_name_or_path", str(model_folder), "nowhere", "--dataset_path", str(tmp_path)]
-    (tmp_path / "test.jsonl").write_text('{"problem": "1 + 1?", "solution": "2"}')
-    assert main(["evaluate", *flags]) == 1
-    assert "There is no model folder nowhere" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("hub", ["does not answer", "has it not"])
-def test_the_hub_is_asked_once_for_what_may_be_a_misspelt_path(tmp_path, monkeypatch, hub):
-    asked = []
-
-    def ask(url, *args, **kwargs):
-        asked.append(url)
-        raise OSError if hub == "does not answer" else RepositoryNotFoundError.__new__(RepositoryNotFoundError)
-
-    monkeypatch.setattr("vgr_trl.data.read.get_hf_file_metadata", ask)
-    monkeypatch.setattr(arguments.AutoProcessor, "from_pretrained", pytest.fail)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "first").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="There is no model folder runs/frist. Did you mean runs/first"):
-        arguments.load_processor("runs/frist")
-    assert len(asked) == 1
 
 
 def test_the_file_of_a_training_is_taken_without_what_is_of_training(model_folder, question_files, tmp_path, capsys):

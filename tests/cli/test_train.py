@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 from datasets import Dataset, load_dataset
 from support.launching import launch
-from transformers import TrainerState
 
 from vgr_trl.checkpoints import resolve_checkpoint
 from vgr_trl.cli.__main__ import main
-from vgr_trl.cli.train import StepLines, check_output_dir, estimates, write_identity
+from vgr_trl.cli.train import check_output_dir, write_identity
 from vgr_trl.data.load import train_test_split
 from vgr_trl.data.rows import prepare_rows
-from vgr_trl.reporting.markdown import duration, step_line
 from vgr_trl.reporting.records import read_run
 from vgr_trl.utils import ConfigError
 
@@ -42,15 +40,6 @@ def test_a_finished_run_of_trl_and_a_file_are_refused_too(tmp_path):
         check_output_dir(tmp_path / "model.safetensors", RUN, None)
     with pytest.raises(ConfigError, match="no complete checkpoint, only a finished run"):
         resolve_checkpoint("latest", tmp_path)
-
-
-def test_a_demo_may_be_repeated_in_its_own_folder_only(tmp_path):
-    demo = {"command": "demo"}
-    (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ConfigError, match="\\(model.safetensors\\): choose another one.$"):
-        check_output_dir(tmp_path, demo, None, may_repeat=True)
-    write_identity(tmp_path, demo)
-    check_output_dir(tmp_path, demo, None, may_repeat=True)
 
 
 @pytest.fixture
@@ -114,29 +103,15 @@ def test_why_nothing_is_evaluated_is_printed(train, rows, tmp_path, question_fil
     save(rows.select([8]).map(lambda row: {"solution": None}, features=rows.features), tmp_path / "set/test.parquet")
     printed, is_evaluated = train("--dataset_path", "set", "--output_dir", "second")
     assert "Nothing is evaluated: None of the 1 rows of the test data can be used" in printed
-    printed, is_evaluated = train("--dataset_path", "set", "--output_dir", "third", "--eval_num_generations", "3")
-    assert "Nothing is evaluated: a batch of 4 completions (per_device_eval_batch_size) is not a multiple" in printed
-
-
-def test_other_data_are_evaluated_greedily(train, rows, tmp_path):
-    save(rows.select(range(8)), tmp_path / "set" / "train.parquet")
-    save(rows.select(range(8, 11)), tmp_path / "other.parquet")
-    printed, is_evaluated = train(
-        "--dataset_path", "set", "--dataset_test_split", "train", "--test_dataset", "other.parquet",
-        "--eval_temperature", "0", "--eval_num_generations", "1",
-    )  # fmt: skip
-    assert "8 rows to train on, 3 rows to evaluate on" in printed
-    assert is_evaluated
 
 
 def test_text_alone_trains_without_the_default_reward_that_needs_images(train, tmp_path):
     (tmp_path / "text.jsonl").write_text("\n".join(['{"question": "what", "answer": "red"}'] * 8))
-    for more in ((), ("--reward_weights", "2.5", "1", "0.5", "1"), ("--dataset_streaming",)):
+    for more in (("--reward_weights", "2.5", "1", "0.5", "1"), ("--dataset_streaming",)):
         printed, _ = train("--data_files", "text.jsonl", "--output_dir", f"out{len(more)}", *more)
         assert "The data have no images: the reward vgr, which needs them, is left out" in printed
-        weights = "accuracy_reward x 2.5, think_format_reward x 0.5" if len(more) > 2 else "accuracy_reward x 1, think"
         assert "vgr_reward" not in printed
-        assert weights in printed
+        assert len(more) == 1 or "accuracy_reward x 2.5, think_format_reward x 0.5" in printed
     printed, _ = train("--data_files", "text.jsonl", "--reward_funcs", "accuracy", "vgr", status=1)
     assert "the reward vgr_reward cannot be used here" in printed
 
@@ -189,27 +164,3 @@ def test_two_processes_show_what_one_run_would_take(model_folder, question_files
     assert "prompt" not in second
     assert list(work.iterdir()) == []
     assert [path.name for path in left.iterdir() if path.name.startswith("vgr_trl")] == []
-
-
-def test_estimates_by_hand():
-    """2 s for 8 completions: 8 s for 32, 80 s for 10 steps."""
-    lines = estimates(completions=32, per_step=32, steps=10, seconds=2.0 / 8, peak=5 * 2**29)
-    assert "memory: about 2.50 GiB per process with the 32 completions" in lines
-    assert "time per step: at most about 8 s (32 completions)" in lines
-    assert "total: at most about 80 s for 10 steps" in lines
-
-
-def test_a_step_is_one_line(capsys):
-    logs = {
-        "reward": 1.5, "rewards/accuracy_reward/mean": 0.625, "completions/mean_length": 118.4, "loss": 0.01234,
-        "attention/late/vgr": 0.71, "frac_reward_zero_std": 0.25,
-    }  # fmt: skip
-    line = step_line(7, 120, logs, 12.34)
-    for part in ("step   7/120", "reward 1.500", "accuracy 0.625", "length 118", "VGR 0.710", "75%", "12.3 s/step"):
-        assert part in line
-    assert "23 min left" in line
-    lines, state = StepLines(), TrainerState(global_step=2, max_steps=4, is_world_process_zero=True)
-    lines.on_log(None, state, None, {"loss": 0.5})
-    lines.on_log(None, state, None, {"train_loss": 0.5, "train_runtime": 1.0})
-    assert capsys.readouterr().out == "step 2/4  loss 0.5000\n"
-    assert [duration(seconds) for seconds in (45, 90, 720, 11_100)] == ["45 s", "2 min", "12 min", "3 h 05"]

@@ -3,14 +3,7 @@ from datasets import load_dataset
 from support.made_sets import picture, rows_in, skipped_in, written
 
 from vgr_trl.data.columns import Origin, Question
-from vgr_trl.data.convert import (
-    ROWS_PER_TASK,
-    TASKS_PER_WORKER,
-    Output,
-    convert,
-    encode_candidates,
-    report,
-)
+from vgr_trl.data.convert import ROWS_PER_TASK, TASKS_PER_WORKER, Output, convert, encode_candidates, report
 from vgr_trl.data.load import load_split
 from vgr_trl.data.rows import prepare_rows
 from vgr_trl.utils import ConfigError, DataError

@@ -3,14 +3,7 @@ import re
 import pytest
 
 from vgr_trl.cli.arguments import DataArguments, system_prompt_of
-from vgr_trl.data.prompts import (
-    SYSTEM_PROMPT,
-    SYSTEM_PROMPTS,
-    QuestionTemplate,
-    SystemTemplate,
-    build_prompt,
-    placed,
-)
+from vgr_trl.data.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, QuestionTemplate, SystemTemplate, build_prompt, placed
 from vgr_trl.data.rows import RowOptions, understand
 from vgr_trl.utils import ConfigError, DataError
 

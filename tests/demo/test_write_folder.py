@@ -4,7 +4,7 @@ import pytest
 from datasets import load_dataset
 
 from vgr_trl.cli.evaluate import load_for_inference
-from vgr_trl.demo.write_folder import main, write_folder
+from vgr_trl.demo.write_folder import write_folder
 from vgr_trl.evaluation import evaluate
 
 
@@ -35,9 +35,3 @@ def test_the_model_writes_answers_and_some_are_right(folder):
     )
     assert found.format_sampled > 0.3
     assert 0.02 < found.mean_at_k < 0.6
-
-
-def test_a_folder_that_exists_is_left_alone(tmp_path):
-    (tmp_path / "kept").touch()
-    main([str(tmp_path)])
-    assert [path.name for path in tmp_path.iterdir()] == ["kept"]

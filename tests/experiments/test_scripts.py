@@ -21,11 +21,6 @@ VGR = ["accuracy", "vgr", "format", "length"]
 HARD = ["accuracy", "vgr_hard_negative", "format", "length"]
 
 
-def test_these_are_all():
-    numbered = [f"experiment{number}.sh" for number in range(1, 6)]
-    assert sorted([*numbered, "dapo_train.sh", "mdi.sh", "tprl.sh"]) == SCRIPTS
-
-
 def run(script: str, folder: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess:
     """Run a script in `folder`, with the commands of this interpreter's environment first on the path."""
     clean = {name: value for name, value in os.environ.items() if name not in ("TINY", "DATA", "ACCELERATE_CONFIG")}
@@ -45,17 +40,6 @@ def launched(script: str, folder: Path, *flags: str, **variables: str) -> list[s
     done = run(script, folder, *flags, **{"PYTHONPATH": str(folder / "bin")} | variables)
     assert done.returncode == 0, done.stderr
     return (folder / "given").read_text().splitlines()
-
-
-def test_a_missing_deepspeed_is_said_before_anything_is_launched(tmp_path):
-    (tmp_path / "bin").mkdir()
-    python = tmp_path / "bin" / "python"  # sees no installed package
-    python.write_text(f'#!/usr/bin/env bash\nexec {sys.executable} -I -S "$@"\n')
-    python.chmod(0o755)
-    done = run("experiment1.sh", tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.startswith("experiment1: ")
-    assert "zero2.yaml asks for DeepSpeed, which is not installed: pip install" in done.stderr
 
 
 def options(arguments: list[str]):
@@ -94,15 +78,13 @@ def test_settings(script, functions, weights, early, minimum, tmp_path):
     assert model.model_name_or_path == f"Qwen/Qwen2.5-VL-{size}-Instruct"
     assert Path(arguments[2]).stem == stage
     assert model.use_peft is (script == "dapo_train.sh")
-    if model.use_peft:
-        assert model.lora_target_modules == ["q_proj", "v_proj"]
+    assert not model.use_peft or model.lora_target_modules == ["q_proj", "v_proj"]
     assert (config.enable_perception_filtering, config.enable_trajectory_reweighting, config.use_entropy_penalty) == (
         (True,) * 3 if script == "tprl.sh" else (False,) * 3
     )
     if script == "tprl.sh":
-        assert config.top_p_perception_tokens == 0.2
-        assert config.trajectory_scaling_min == 0.8
-        assert config.entropy_penalty_coef == 0.06
+        found = config.top_p_perception_tokens, config.trajectory_scaling_min, config.entropy_penalty_coef
+        assert found == (0.2, 0.8, 0.06)
     common = {
         "max_prompt_length": 1024, "max_completion_length": 512, "num_generations": 8, "logging_steps": 1,
         "eval_steps": 10, "num_generations_eval": 4, "learning_rate": 1e-5, "lr_scheduler_type": "cosine",
@@ -140,21 +122,10 @@ def test_several_machines_take_the_gpus_of_all(tmp_path):
     gpus.chmod(0o755)
     variables = {"NUM_MACHINES": "2", "MACHINE_RANK": "1", "MAIN_IP": "10.0.0.1"}
     given = launched("experiment1.sh", tmp_path, **variables)
-    expected = (
-        "--num_processes 4 --num_machines 2 --machine_rank 1 --main_process_ip 10.0.0.1 --main_process_port 29500"
-    )
-    assert given[3:13] == expected.split()
+    expected = "--num_processes 4 --num_machines 2 --machine_rank 1 --main_process_ip 10.0.0.1 --main_process_port"
+    assert given[3:13] == [*expected.split(), "29500"]
     given = launched("experiment1.sh", tmp_path, **variables, NUM_PROCESSES="3", MAIN_PORT="1234")
     assert (given[4], given[12]) == ("3", "1234")
-
-
-@pytest.mark.parametrize("flags", [("--dataset_name", "some/questions"), ("--dataset_name=some/questions",)], ids=str)
-def test_another_kind_of_data_takes_the_place_of_files(tmp_path, flags):
-    data, *_ = options(launched("experiment1.sh", tmp_path, *flags))
-    assert (data.dataset_name, data.data_files) == ("some/questions", None)
-    (tmp_path / "tiny" / "embedded").mkdir(parents=True)  # so that the script need not make the embedded model
-    given = launched("experiment1.sh", tmp_path, *flags, TINY="1", TINY_FOLDER="tiny")
-    assert "--data_files" not in given
 
 
 @pytest.fixture(scope="session")

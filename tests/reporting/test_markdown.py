@@ -11,13 +11,7 @@ from markdown_it import MarkdownIt
 from rich.console import Console
 from support.made_records import completion, record
 
-from vgr_trl.reporting.markdown import (
-    MarkdownLogs,
-    Summary,
-    print_record,
-    sections,
-    token_shades,
-)
+from vgr_trl.reporting.markdown import MarkdownLogs, Summary, print_record, sections, token_shades
 from vgr_trl.utils import printable
 
 PARSER = MarkdownIt("commonmark").enable("table")

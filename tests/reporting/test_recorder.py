@@ -8,14 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vgr_trl.demo.tiny_model import build_processor
-from vgr_trl.reporting.recorder import (
-    grids_of_row,
-    prompt_text,
-    quantised,
-    summary_of,
-    token_pieces,
-    without_padding,
-)
+from vgr_trl.reporting.recorder import grids_of_row, prompt_text, quantised, summary_of, token_pieces, without_padding
 
 TOKENIZER = build_processor(["what colour is the circle?", "red blue", "a red"]).tokenizer
 

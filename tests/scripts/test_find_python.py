@@ -1,15 +1,12 @@
 """What `make` needs: said before anything is installed, and the same in every place that names it."""
 
-import importlib.metadata
 import os
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
-from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[2]
 OLDEST = "3.11"
@@ -34,25 +31,14 @@ def test_the_first_interpreter_that_serves_is_taken(old_python: Path):
     assert (found.returncode, found.stdout, found.stderr) == (0, f"{sys.executable}\n", "")
 
 
+@pytest.mark.skipif(not shutil.which("make"), reason="make is missing")
 def test_make_says_what_it_needs_and_installs_nothing(old_python: Path, tmp_path: Path):
-    if not shutil.which("make"):
-        pytest.skip("make is missing")
     for target in ("demo", "test"):
         command = ["make", target, f"PYTHON={old_python}", f"VENV={tmp_path / 'venv'}"]
-        outside = {
-            name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")
-        }
+        outside = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
         made = subprocess.run(command, cwd=ROOT, env=outside, capture_output=True, text=True, check=False)
         assert made.returncode
         assert f"needs Python {OLDEST} or newer" in made.stderr
         assert f"{old_python}: Python 3.10.13" in made.stderr
         assert made.stdout == ""
         assert not (tmp_path / "venv").exists()
-
-
-def test_the_oldest_python_is_the_same_everywhere_and_serves_trl():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert project["project"]["requires-python"] == f">={OLDEST}"
-    assert f"need Python {OLDEST} or newer" in (ROOT / "README.md").read_text()
-    assert f"needs Python {OLDEST} or newer" in find().stderr
-    assert SpecifierSet(importlib.metadata.metadata("trl")["Requires-Python"]).contains(OLDEST)
