@@ -1,4 +1,4 @@
-"""The folder of a run, what it evaluates on, its lines on the terminal, and `--dry_run`."""
+"""The folder of a run, what it evaluates on, and `--dry_run`."""
 
 import json
 import re

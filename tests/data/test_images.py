@@ -9,11 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from PIL import Image
 from support.made_sets import encoded
 
 from vgr_trl.data.convert import encode_image
-from vgr_trl.data.images import ImageLimits, open_image, read_image, to_rgb
+from vgr_trl.data.images import ImageLimits, open_image, read_image, reads_alike, to_rgb
+from vgr_trl.data.rows import prepare_rows
 from vgr_trl.utils import DataError
 
 HERE, LIMITS = Path(), ImageLimits()
@@ -214,3 +216,10 @@ def test_a_prompt_is_decoded_once_for_its_completions_and_micro_batches(vision_t
     decoded.clear()
     trainer.train()
     assert len(decoded) == 3 * 4, "a batch is read ahead of the two steps"
+
+
+def test_rows_of_a_transform_that_may_draw_lots_are_read_each_time(png):
+    rows = Dataset.from_dict({"problem": ["a ?"], "solution": ["b"], "image": [str(png)]})
+    assert reads_alike(prepare_rows(rows, split="train", root=png.parent)[0])
+    assert not reads_alike(rows.with_transform(lambda batch: batch))
+    assert not reads_alike(rows.to_iterable_dataset())

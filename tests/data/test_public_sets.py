@@ -1,4 +1,4 @@
-"""Converters of public sets and of the user's files, choice of ids, and options in another order."""
+"""Converters of public sets, choice of ids, and options in another order."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""What `make` needs: said before anything is installed, and the same in every place that names it."""
+"""What `make` needs: said before anything is installed."""
 
 import os
 import shutil
