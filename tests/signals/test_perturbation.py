@@ -23,25 +23,7 @@ from vgr_trl.signals.perturbation import (
 from vgr_trl.utils import ConfigError
 
 KNOWN_PATTERN = [".##....#", "#.#..##."]
-MODES = (
-    "1",
-    "L",
-    "LA",
-    "P",
-    "RGB",
-    "RGBA",
-    "I",
-    "F",
-    "I;16",
-    "I;16B",
-    "La",
-    "PA",
-    "RGBX",
-    "RGBa",
-    "CMYK",
-    "LAB",
-    "HSV",
-)
+MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr")
 
 
 def draw(mode: str, size: tuple[int, int], seed: int = 0) -> Image.Image:
@@ -52,7 +34,7 @@ def draw(mode: str, size: tuple[int, int], seed: int = 0) -> Image.Image:
     values = np.asarray(Image.new(mode, size))
     drawn = generator.uniform(0, 200, values.shape).astype(values.dtype)
     image = Image.frombytes(mode, size, drawn.tobytes())
-    if mode in ("P", "PA"):
+    if mode == "P":
         image.putpalette([part for i in range(256) for part in (i, 255 - i // 2, 40)])
     return image
 
@@ -76,7 +58,7 @@ def test_every_mode_and_size_is_kept_and_the_image_itself_stays_as_it_was(mode):
         assert image.getpalette() == palette
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "HSV"])
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK"])
 def test_black_is_opaque_black_and_a_mask_one_opaque_grey(mode):
     image = draw(mode, (29, 13))
     assert (np.asarray(blacken_patches(image, black_prob=1.0, seed=0).convert("RGBA")) == (0, 0, 0, 255)).all()
@@ -84,23 +66,20 @@ def test_black_is_opaque_black_and_a_mask_one_opaque_grey(mode):
         assert (np.asarray(mask_image(image, value=value).convert("RGBA")) == (value, value, value, 255)).all()
 
 
-@pytest.mark.parametrize("mode", ["RGB", "I;16B"])
-def test_noise_has_the_standard_deviation_asked_for(mode):
+def test_noise_has_the_standard_deviation_asked_for():
     """Grey 128 and noise of 10: 90,000 values per channel, whose mean has a standard deviation of 0.03."""
-    scale = 257 if mode.startswith("I;16") else 1
-    image = mask_image(Image.new(mode, (300, 300)), value=128)
-    noise = (np.asarray(add_gaussian_noise(image, std=10, seed=3)).astype(float) - np.asarray(image)) / scale
+    image = mask_image(Image.new("RGB", (300, 300)), value=128)
+    noise = np.asarray(add_gaussian_noise(image, std=10, seed=3)).astype(float) - np.asarray(image)
     assert noise.mean() == pytest.approx(0, abs=0.15)
     assert noise.std() == pytest.approx(10, abs=0.15)
     strong = np.asarray(add_gaussian_noise(Image.new("L", (300, 300), 128), seed=0))  # P(z < -0.675) = 0.25
     assert np.mean(strong == 0) == pytest.approx(0.25, abs=0.01), "clipped, and not wrapped"
 
 
-@pytest.mark.parametrize(("mode", "white"), [("L", 255), ("F", 1.0), ("I;16", 65535)])
-def test_blur_spreads_a_line_as_a_gaussian_of_that_radius(mode, white):
+def test_blur_spreads_a_line_as_a_gaussian_of_that_radius():
     """A white column of 1 pixel: the variance across it is radius^2 = 16; Pillow's own blur approximates it."""
-    image = Image.new(mode, (81, 9), 0)
-    image.paste(white, (40, 0, 41, 9))
+    image = Image.new("L", (81, 9), 0)
+    image.paste(255, (40, 0, 41, 9))
     row = np.asarray(gaussian_blur(image, radius=4)).astype(float)[4]
     distance = np.arange(81) - 40
     assert (row * distance).sum() / row.sum() == pytest.approx(0, abs=0.05)

@@ -1,7 +1,7 @@
 """Images made harder to see, to find out how much a token depends on what they show; and the prompts they stand in.
 
-Every perturbation takes a PIL image of any mode and returns a new one of the same mode and size. NumPy draws the random
-numbers: its generators are seeded per image and give the same numbers on every machine.
+Every perturbation takes a PIL image of 8 bits per channel and returns a new one of the same mode and size. NumPy draws
+the random numbers: its generators are seeded per image and give the same numbers on every machine.
 """
 
 import inspect
@@ -15,6 +15,7 @@ from PIL import Image, ImageFilter
 
 from vgr_trl import registries
 from vgr_trl.config import REMOVE_IMAGE
+from vgr_trl.data.images import DEEP_MODES
 from vgr_trl.options import check_value
 from vgr_trl.utils import ConfigError, DataError
 
@@ -74,54 +75,26 @@ def _with_parts(prompt: Any, replace: Callable[[dict[str, Any]], list[dict[str, 
     ]
 
 
-_WIDE = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")  # one channel of more than 8 bits
-_GREY = ("1", "L", "LA", "La")
-_BY_WAY_OF = {"La": "LA", "RGBa": "RGBA", "1": "L"} | dict.fromkeys(("CMYK", "YCbCr", "LAB", "HSV", "RGBX"), "RGB")
-
-
-def _white_level(image: Image.Image) -> float:
-    """Return the value that stands for white: 255, 65535 for 16 bits.
-
-    Modes I and F do not say which range they use. For them it is the smallest of 1 (only F), 255 and 65535 that holds
-    the image's largest value, or else that value.
-    """
-    if image.mode not in _WIDE:
-        return 255.0
-    if image.mode.startswith("I;16"):
-        return 65535.0
-    largest = float(np.asarray(image).max(initial=0))
-    return next((level for level in (1.0, 255.0, 65535.0)[image.mode == "I" :] if largest <= level), largest)
-
-
 def _colours(image: Image.Image) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the colours, (height, width) if grey, else (height, width, 3), and the opacity, None where none is."""
-    if image.mode in (*_WIDE, "L", "RGB"):  # transparency by colour means nothing once colours change
+    """Return the colours, (height, width) of mode L, else (height, width, 3), and the opacity, None of L and RGB."""
+    if image.mode in ("L", "RGB"):  # transparency by colour means nothing once colours change
         return np.asarray(image), None
-    rgba = np.asarray(image.convert(_BY_WAY_OF.get(image.mode, image.mode)).convert("RGBA"))
-    return rgba[..., 0] if image.mode in _GREY else rgba[..., :3], rgba[..., 3]
+    if image.mode in DEEP_MODES:
+        raise DataError(f"An image of mode {image.mode} has more than 8 bits per channel: convert it to RGB.")
+    rgba = np.asarray(image.convert("RGBA"))
+    return rgba[..., :3], rgba[..., 3]
 
 
 def _image(colours: np.ndarray, opacity: np.ndarray | None, like: Image.Image) -> Image.Image:
-    """Return an image of the mode and size of `like` with these colours, rounded where the mode has integers."""
-    mode = like.mode
-    if opacity is None:
-        dtype = np.asarray(like).dtype
-        exact = colours if dtype.kind == "f" else np.rint(colours)
-        result = Image.frombytes(mode, like.size, exact.astype(dtype).tobytes())
+    """Return an image of the mode and size of `like` with these colours, rounded."""
+    channels = colours if opacity is None else np.dstack([colours, opacity])
+    mode = like.mode if opacity is None else "RGBA"
+    result = Image.frombytes(mode, like.size, np.rint(channels).astype(np.uint8).tobytes())
+    if like.mode == "P":  # a palette of its own
+        quantized = result if like.has_transparency_data else result.convert("RGB")
+        result = quantized.quantize(256, method=Image.Quantize.FASTOCTREE if like.has_transparency_data else None)
     else:
-        channels = [colours] * 3 if colours.ndim == 2 else [*np.moveaxis(colours, 2, 0)]
-        values = np.rint(np.stack([*channels, opacity], axis=-1)).astype(np.uint8)
-        result = Image.frombytes("RGBA", like.size, values.tobytes())
-        if mode == "P" and not like.has_transparency_data:
-            result = result.convert("RGB").quantize(256)
-        elif mode == "P":
-            result = result.quantize(256, method=Image.Quantize.FASTOCTREE)
-        elif mode == "PA":
-            alpha = result.getchannel("A")
-            result = result.convert("RGB").quantize(256).convert("PA")
-            result.putalpha(alpha)
-        else:
-            result = result.convert(_BY_WAY_OF.get(mode, mode)).convert(mode)
+        result = result.convert(like.mode, dither=Image.Dither.NONE)
     result.info = {key: value for key, value in like.info.items() if key != "transparency"}
     return result
 
@@ -130,7 +103,7 @@ def _painted(image: Image.Image, where: np.ndarray, grey: int) -> Image.Image:
     """Return the image with an opaque grey in [0, 255] at the pixels `where`, (height, width) bool."""
     colours, opacity = (None if values is None else values.copy() for values in _colours(image))
     assert colours is not None
-    colours[where] = grey / 255 * _white_level(image)
+    colours[where] = grey
     if opacity is not None:
         opacity[where] = 255
     return _image(colours, opacity, image)
@@ -143,7 +116,7 @@ def blacken_patches(image: Image.Image, *, patch_size: int = 14, black_prob: flo
     independently of the others (random patch blackening of VPPO, https://huggingface.co/papers/2510.09285).
 
     Args:
-        image: PIL image of any mode.
+        image: PIL image.
         patch_size: side of a square in pixels, at least 1.
         black_prob: probability that a square is blackened, in [0, 1].
         seed: of the random generator, at least 0.
@@ -163,7 +136,7 @@ def add_gaussian_noise(image: Image.Image, *, std: float = 189.0, seed: int) -> 
     """Return the image with Gaussian noise added to every colour channel of every pixel; transparency stays.
 
     Args:
-        image: PIL image of any mode.
+        image: PIL image.
         std: standard deviation of the noise, in [0, 1e6], where 255 is the distance from black to white.
         seed: of the random generator, at least 0.
 
@@ -171,20 +144,16 @@ def add_gaussian_noise(image: Image.Image, *, std: float = 189.0, seed: int) -> 
         ConfigError: a parameter is out of range.
     """
     check_value("std", std, float, ge=0, le=1e6)
-    white, (before, opacity) = _white_level(image), _colours(image)
-    # Single precision cannot hold 32-bit integers.
-    exact: type[np.float32 | np.float64] = np.float64 if image.mode in _WIDE else np.float32
-    noise = np.random.default_rng(seed).standard_normal(before.shape, dtype=exact)
-    noise *= std * white / 255
-    noise += before
-    return _image(noise.clip(min(0, before.min(initial=0)), white, out=noise), opacity, image)
+    before, opacity = _colours(image)
+    noise = std * np.random.default_rng(seed).standard_normal(before.shape, dtype=np.float32)
+    return _image((before + noise).clip(0, 255), opacity, image)
 
 
 def gaussian_blur(image: Image.Image, *, radius: float = 6.0) -> Image.Image:
     """Return the image with its colours blurred; transparency stays.
 
     Args:
-        image: PIL image of any mode.
+        image: PIL image.
         radius: standard deviation of the Gaussian in pixels, in [0, 1e6].
 
     Raises:
@@ -194,40 +163,28 @@ def gaussian_blur(image: Image.Image, *, radius: float = 6.0) -> Image.Image:
     colours, opacity = _colours(image)
     if not colours.size or not radius:
         return image.copy()
-    if image.mode not in _WIDE:
-        blurred = np.asarray(Image.fromarray(colours).filter(ImageFilter.GaussianBlur(radius)))
-        return _image(blurred, opacity, image)
-    reach = math.ceil(3 * radius)  # Pillow has no blur of more than 8 bits; edges are continued
-    gaussian = np.exp(-0.5 * (np.arange(-reach, reach + 1) / radius) ** 2)
-
-    def blur(line: np.ndarray) -> np.ndarray:
-        return np.convolve(np.pad(line, reach, mode="edge"), gaussian / gaussian.sum(), mode="valid")
-
-    for axis in (0, 1):
-        colours = np.apply_along_axis(blur, axis, colours.astype(np.float64))
-    return _image(colours, opacity, image)
+    return _image(np.asarray(Image.fromarray(colours).filter(ImageFilter.GaussianBlur(radius))), opacity, image)
 
 
 def mask_image(image: Image.Image, *, value: int = 128) -> Image.Image:
     """Return an image of the same mode and size that is one opaque grey.
 
     Args:
-        image: PIL image of any mode.
-        value: brightness in [0, 255]; in a black-and-white image, 128 and more are white.
+        image: PIL image.
+        value: brightness in [0, 255].
 
     Raises:
         ConfigError: `value` is out of range.
     """
     check_value("value", value, int, ge=0, le=255)
-    level = (255 if value >= 128 else 0) if image.mode == "1" else value
-    return _painted(image, np.ones((image.height, image.width), bool), level)
+    return _painted(image, np.ones((image.height, image.width), bool), value)
 
 
 def shuffle_patches(image: Image.Image, *, patch_size: int = 14, seed: int) -> Image.Image:
     """Return the image with its whole squares in another order; what is left at the right and lower edge stays.
 
     Args:
-        image: PIL image of any mode.
+        image: PIL image.
         patch_size: side of a square in pixels, at least 1.
         seed: of the random generator, at least 0.
 
@@ -248,7 +205,7 @@ def crop_image(image: Image.Image, *, share: float = 0.5, seed: int) -> Image.Im
     """Return a random part of the image, enlarged to its size.
 
     Args:
-        image: PIL image of any mode.
+        image: PIL image.
         share: of the area, in (0, 1].
         seed: of the random generator, at least 0.
 
@@ -277,7 +234,7 @@ def diffusion_noise(image: Image.Image, *, steps: int = 500, seed: int) -> Image
     [0, 1]; transparency stays (NoisyRollout, https://huggingface.co/papers/2504.13055).
 
     Args:
-        image: PIL image of any mode.
+        image: PIL image.
         steps: in [0, 999]; 0 is hardly any noise.
         seed: of the random generator, at least 0.
 
@@ -285,11 +242,10 @@ def diffusion_noise(image: Image.Image, *, steps: int = 500, seed: int) -> Image
         ConfigError: a parameter is out of range.
     """
     check_value("diffusion_steps", steps, int, ge=0, le=_STEPS - 1)
-    white, (colours, opacity) = _white_level(image), _colours(image)
-    left = image_left(steps)
+    (colours, opacity), left = _colours(image), image_left(steps)
     noise = np.random.default_rng(seed).standard_normal(colours.shape)
-    after = np.sqrt(left) * colours / white + np.sqrt(1 - left) * noise
-    return _image(after.clip(0, 1) * white, opacity, image)
+    after = np.sqrt(left) * colours / 255 + np.sqrt(1 - left) * noise
+    return _image(after.clip(0, 1) * 255, opacity, image)
 
 
 def image_left(steps: int) -> float:
@@ -336,7 +292,7 @@ def perturb_images(
     The same seed, step, index and place in the list give the same image, on whichever process it is made.
 
     Args:
-        images: PIL images of any mode.
+        images: PIL images.
         name: one of `PERTURBATIONS`, or of a plug-in.
         parameters: keyword arguments of that function other than the seed.
         seed: the run's seed, at least 0.
