@@ -269,21 +269,6 @@ def refuse_finished(checkpoint: str | None, max_steps: int) -> None:
         )
 
 
-def refuse_other_number(checkpoint: str | None, processes: int) -> None:
-    """Refuse to continue a checkpoint of ZeRO with another number of processes than saved it, as DeepSpeed does later.
-
-    Raises:
-        ConfigError: naming both numbers.
-    """
-    manifest = read_manifest(Path(checkpoint)) if checkpoint else None
-    if manifest is not None and manifest["num_processes"] != processes:
-        raise ConfigError(
-            f"{checkpoint} was saved by {manifest['num_processes']} processes, between which ZeRO has divided the "
-            f"optimizer, and {processes} would continue it: start {manifest['num_processes']}, or convert it with "
-            "DeepSpeed's ds_to_universal and set load_universal in its configuration."
-        )
-
-
 class ResumableTrainer(ConstructedTrainer):
     """What a trainer of TRL overrides to save and load.
 
@@ -302,15 +287,10 @@ class ResumableTrainer(ConstructedTrainer):
         """Add to TRL's: `True` and `latest` find the newest complete checkpoint; one that is not is refused.
 
         Raises:
-            ConfigError: the checkpoint is not complete, or ZeRO has divided it between another number of processes.
+            ConfigError: the checkpoint is not complete.
             ProcessError: another process does not answer, or has ended.
         """
         checkpoint = resolve_checkpoint(resume_mode(resume_from_checkpoint), Path(str(self.args.output_dir)))
-        if self.is_deepspeed_enabled:
-            plugin = self.accelerator.state.deepspeed_plugin
-            is_universal = plugin.deepspeed_config.get("checkpoint", {}).get("load_universal", False)
-            if plugin.zero_stage > 0 and not is_universal:
-                refuse_other_number(checkpoint, self.accelerator.num_processes)
         with naming_silent_process(self.args.ddp_timeout, lambda: self.state.global_step + 1):
             return super().train(checkpoint, *args, **options)
 

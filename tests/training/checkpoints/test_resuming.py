@@ -12,7 +12,6 @@ from support.checkpoints import complete_checkpoints
 from vgr_trl.checkpoints import (
     MANIFEST,
     refuse_finished,
-    refuse_other_number,
     resolve_checkpoint,
     resume_mode,
     save_share,
@@ -74,17 +73,6 @@ def test_a_named_checkpoint_must_exist_and_be_complete(tmp_path):
     (half / MANIFEST).unlink()
     with pytest.raises(ConfigError, match=r"which is not complete \(no readable manifest.json, .*\): give an earlier"):
         resolve_checkpoint(str(half), tmp_path)
-
-
-def test_what_zero_has_divided_is_continued_by_as_many_processes(tmp_path):
-    saved = checkpoint(tmp_path, 3)
-    write_manifest(saved, 2)
-    refuse_other_number(str(saved), 2)
-    refuse_other_number(None, 1)
-    with pytest.raises(
-        ConfigError, match="was saved by 2 processes, between which ZeRO has divided .* 3 would .* start 2"
-    ):
-        refuse_other_number(str(saved), 3)
 
 
 @pytest.mark.parametrize(
