@@ -98,7 +98,7 @@ def plan_rewards(
     schedule = RewardSchedule.for_rewards(rewards, args.reward_weights, args.early_reward_weights)
     state = PartialState()
     over_groups = [
-        gather_groups(reward, gather_object, state.process_index, state.num_processes, num_generations)
+        gather_groups(reward, gather_object, state.process_index, num_generations)
         if needed_columns(reward) is not None
         else reward
         for reward in rewards

@@ -33,7 +33,7 @@ def gather_object(objects):
 def run(rank, world, cut):
     """Return rewards, logged rows and errors of this rank; `cut` rows go to the first of two processes."""
     rows = range(8) if world == 1 else (range(cut) if rank == 0 else range(cut, 8))
-    reward = gather_groups(above_mean, gather_object, rank, world, num_generations=lambda: GROUP)
+    reward = gather_groups(above_mean, gather_object, rank, num_generations=lambda: GROUP)
     logged = []
     columns = {"value": [float(i * i) for i in rows], "completions": [f"c{i}" for i in rows]}
     columns |= {"log_extra": lambda name, values: logged.extend(values), "image": [object()] * len(rows)}
@@ -45,7 +45,7 @@ def run(rank, world, cut):
         error = None
     except RewardError as raised:
         error = str(raised)
-    scaled = gather_groups(*scaled_by_accuracy([vgr_reward]), gather_object, rank, world, num_generations=GROUP)(
+    scaled = gather_groups(*scaled_by_accuracy([vgr_reward]), gather_object, rank, num_generations=GROUP)(
         completions=[f"<answer>{'blue' if i == 2 else 'red'}</answer>" for i in rows],
         solution=["red"] * len(rows),
         vgr=[float(1 + i % GROUP) for i in rows],
@@ -61,7 +61,7 @@ def waited_for(seconds):
     rank = dist.get_rank()
     if rank:
         time.sleep(2 * seconds)
-    reward = checked(gather_groups(above_mean, gather_object, rank, 2, GROUP), "above_mean", print, seconds=seconds)
+    reward = checked(gather_groups(above_mean, gather_object, rank, GROUP), "above_mean", print, seconds=seconds)
     return reward(completions=["a", "b"], value=[[0.0, 1.0], [4.0, 9.0]][rank])
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import copy
 import functools
 import math
 import signal
@@ -137,25 +136,6 @@ def test_numbers_of_any_kind(returned):
     assert not counted
 
 
-def test_what_a_reward_does_to_its_arguments_is_undone():
-    def careless(completions, solution, choices, meta, **kwargs):
-        completions[0][0]["content"] = solution[0]
-        completions[1].clear()
-        solution[:] = ["x", "y", "z"]
-        choices[0].reverse()
-        meta[0]["boxes"][0].append(5)
-        return [1.0, 1.0]
-
-    columns = {
-        "completions": [[{"role": "assistant", "content": "red"}], [{"role": "assistant", "content": "blue"}]],
-        "solution": ["green", "blue"], "choices": [["a", "b"]] * 2, "meta": [{"boxes": [[1, 2, 3, 4]]}, None],
-    }  # fmt: skip
-    rows, equal = {name: list(values) for name, values in columns.items()}, copy.deepcopy(columns)
-    assert checked(careless, "careless", print)(**columns) == [1, 1]
-    assert columns == equal
-    assert all(row is same for name in rows for row, same in zip(columns[name], rows[name], strict=True))
-
-
 def test_nan_is_counted_and_none_is_not():
     rewards, counted = call([math.nan, None, np.float32("nan"), 1.0], 4)
     assert [math.isnan(reward) for reward in rewards[::2]] == [True, True]
@@ -167,8 +147,8 @@ def test_nan_is_counted_and_none_is_not():
 @pytest.mark.parametrize(
     ("returned", "match"),
     [
-        (["1.0", 1.0], "'1.0'.* completion 0"), ([1.0, torch.ones(1)], "Tensor.* completion 1"), ([1.0], "1 rewards"),
-        ("ab", "str"), ({1.0, 2.0}, "set"), (None, "NoneType"),
+        (["no", 1.0], "to float: 'no'"), ([1.0, [1.0]], "not 'list'"), ([1.0], "1 rewards"), ("12", "str"),
+        ({1.0, 2.0}, "set"), (None, "NoneType"),
     ],
 )  # fmt: skip
 def test_everything_else_is_an_error_with_the_name(returned, match):
@@ -200,7 +180,7 @@ def test_asynchronous_rewards_stay_so():
     right = checked(functools.partial(later, value=1), "mine", print)
     assert asyncio.run(right(completions=["x"] * 2)) == [1.0, 1.0]
     for wrong in (functools.partial(later, value="no"), Later()):
-        with pytest.raises(RewardError, match=r"^The reward mine returned 'no' \(str\) for completion 0"):
+        with pytest.raises(RewardError, match=r"^The reward mine returned \['no'\]"):
             asyncio.run(checked(wrong, "mine", print)(completions=["x"]))
 
 

@@ -24,15 +24,7 @@ def needs_whole_groups(*columns: str, optional: Sequence[str] = ()) -> Callable[
     Args:
         columns: per-row columns that it needs besides `completions`; `completion_ids` may be one, images may not.
         optional: columns that it uses if there are any.
-
-    Raises:
-        RewardError: a column holds images.
     """
-    if images := {"image", "images", "prompts"} & {*columns, *optional}:
-        raise RewardError(
-            f"A reward needs the column {min(images)!r} of whole groups, but images are never gathered: name columns "
-            "of numbers or text."
-        )
 
     def mark(reward: Any) -> Any:
         reward.whole_group_columns = columns, tuple(optional)
@@ -61,8 +53,7 @@ class WholeGroups:
     Args:
         reward: a function marked by `needs_whole_groups`.
         gather: takes a list per process and returns their concatenation in the order of the processes, everywhere.
-        process_index: this process, in [0, num_processes).
-        num_processes: how many call the reward together.
+        process_index: this process, of those that call the reward together.
         num_generations: completions per prompt, or a function that returns it at each call; None: the reward is called
             with an argument or column `num_generations`.
 
@@ -75,7 +66,6 @@ class WholeGroups:
         reward: Callable[..., Any],
         gather: Gather,
         process_index: int,
-        num_processes: int = 1,
         num_generations: int | Callable[[], int] | None = None,
     ) -> None:
         self.__name__ = str(getattr(reward, "__name__", None) or innermost(reward).__name__)
@@ -85,18 +75,13 @@ class WholeGroups:
             )
         self.required, self.optional = columns
         self.reward, self.gather, self.num_generations = reward, gather, num_generations
-        self.process_index, self.num_processes = process_index, num_processes
+        self.process_index = process_index
 
     def __call__(self, completions: Sequence[Any], **kwargs: Any) -> list[float | None]:
         """Return the rewards of the local completions; gathers once, on every process, whatever the rows are."""
         own = {name: list(kwargs[name]) for name in (*self.required, *self.optional) if kwargs.get(name) is not None}
         with without_limit():
             parts = self.gather([(list(completions), own)])
-        if len(parts) != self.num_processes:
-            raise RewardError(
-                f"{self.__name__} got rows from {len(parts)} processes, but there are {self.num_processes}: call it "
-                "on every process, with a gather function that reaches all."
-            )
         for process, (_, columns) in enumerate(parts):
             if missing := [name for name in self.required if name not in columns]:
                 raise RewardError(

@@ -16,7 +16,7 @@ from vgr_trl.validate import check_data, make_data_ready
 
 def test_a_greedy_completion_has_none_to_be_compared_with():
     """And reward models stay as they are."""
-    rewards = [torch.nn.Linear(1, 1), WholeGroups(vgr_reward, lambda rows: rows, 0, 1, lambda: 2)]
+    rewards = [torch.nn.Linear(1, 1), WholeGroups(vgr_reward, lambda rows: rows, 0, lambda: 2)]
     trainer = SimpleNamespace(
         reward_funcs=rewards, reward_func_names=["model", "vgr"], args=SimpleNamespace(reward_timeout=None),
         _warn_of_nan=print,
