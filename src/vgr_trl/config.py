@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from vgr_trl import registries
 from vgr_trl.options import option
-from vgr_trl.registries import VIEW, Registry, needs_of, option_class, option_values, short_name
+from vgr_trl.registries import VIEW, Registry, needs_of, option_values, short_name
 from vgr_trl.utils import ConfigError
 
 # Other names of options, those of our users' scripts.
@@ -100,7 +100,7 @@ class PluginOptions:
 
     def plugin_values(self, plugin: Any, name: str) -> Any:
         """Return the values of a plug-in's own options, all options of the run if it has none."""
-        options = option_class(plugin, name)
+        options = getattr(plugin, "options", None)
         return self if options is None else option_values(options, self._given())
 
     def readers(self) -> dict[str, list[str]]:
@@ -133,7 +133,7 @@ class PluginOptions:
                 yield registries.perturbations, name
 
     def _plugin_option_names(self) -> set[str]:
-        classes = [option_class(registry.load(name), name) for registry, name in self._plugins()]
+        classes = [getattr(registry.load(name), "options", None) for registry, name in self._plugins()]
         return {each.name for options in classes if options is not None for each in fields(options)}
 
     def check_plugins(self) -> None:

@@ -44,16 +44,7 @@ def _import_module(name: str, kind: str, error_type: type[VGRError]) -> ModuleTy
     """Return the module with this dotted name, from the working directory too."""
     _make_importable(os.getcwd())
     with _importing(name, kind, error_type):
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if not f"{name}.".startswith(f"{error.name}."):
-                raise
-            missing = error
-    raise error_type(
-        f"There is no module {name!r} ({missing}): install it, run in the folder it is in, or give the file as "
-        f"{_file_form(kind)}."
-    ) from missing
+        return importlib.import_module(name)
 
 
 def import_file(path: str, kind: str = "plug-in", error_type: type[VGRError] = ConfigError) -> ModuleType:
@@ -160,11 +151,6 @@ class Registry:
         path, colon, attribute = name.rpartition(":")
         if not colon and ("." not in name or name in self.names()):
             return self.checked(self._named(name), repr(name))
-        if not colon and name.endswith(".py"):
-            function = _file_form(self.kind).partition(":")[2]
-            raise self.error_type(
-                f"The {self.kind} {name!r} is a file: add which function of it, as in {name}:{function}."
-            )
         if not colon:
             path, _, attribute = name.rpartition(".")
         load = import_file if path.endswith(".py") else _import_module
@@ -180,8 +166,7 @@ class Registry:
     def checked(self, plugin: Any, shown: str) -> Any:
         """Return the plug-in, or raise if it is no function; `shown` is its name for the message."""
         if not callable(plugin) or inspect.isclass(plugin):
-            given = "a class" if inspect.isclass(plugin) else f"of type {type(plugin).__name__}"
-            raise self.error_type(f"The {self.kind} {shown} is {given}: give {self.form}.")
+            raise self.error_type(f"The {self.kind} {shown} is of type {type(plugin).__name__}: give {self.form}.")
         return plugin
 
     def _named(self, name: str) -> Any:
@@ -291,18 +276,6 @@ def _chains(name: str, within: tuple[str, ...] = ()) -> Iterator[str]:
         return
     for need in needs_of(signals.load(name)):
         yield from _chains(need, (*within, name))
-
-
-def option_class(plugin: Any, shown: str) -> type | None:
-    """Return the dataclass of a plug-in's options, None if it has none.
-
-    Raises:
-        ConfigError: it is something else; `shown` is the plug-in's name for the message.
-    """
-    options = getattr(plugin, "options", None)
-    if options is not None and not (inspect.isclass(options) and dataclasses.is_dataclass(options)):
-        raise ConfigError(f"The options of {shown} are {options!r}: give a dataclass.")
-    return options
 
 
 def option_values(options: type, given: Mapping[str, Any]) -> Any:

@@ -38,7 +38,6 @@ from vgr_trl.data.read import HUB_NAME, parse_data_files, readable, why_not_on_h
 from vgr_trl.data.rows import SkippedRow, prepare_rows
 from vgr_trl.options import check_options, check_value, option
 from vgr_trl.recipes import load_recipe
-from vgr_trl.registries import option_class
 from vgr_trl.rewards.loading import load_rewards
 from vgr_trl.rewards.reward_files import FileOptions, ScoredFile
 from vgr_trl.utils import ConfigError, VGRError, error_text, parse_yaml
@@ -151,7 +150,7 @@ class RewardFileArguments:
             files=FileOptions(self.reward_type, self.reward_num_cpus, arguments),
             options=arguments,
         )
-        declared = [option_class(function, str(function)) for function in functions]
+        declared = [getattr(function, "options", None) for function in functions]
         known = {each.name for options in declared if options is not None for each in fields(options)}
         if not known.issuperset(arguments) and not any(isinstance(each, ScoredFile) for each in functions):
             accepted = ", ".join(sorted(known)) or "no options"

@@ -3,11 +3,9 @@
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from functools import partial, wraps
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +105,7 @@ def load_reward(
             declares no such option.
     """
     reward = _loaded(spec, options or {}, max_completion_length, soft_punish_cache, files)
-    own = registries.option_class(reward, reward_name(reward))
+    own = getattr(reward, "options", None)
     known = [] if own is None else [field.name for field in fields(own)]
     for name in options or ():
         if name not in known:
@@ -131,12 +129,12 @@ def _loaded(
         if longest is None:
             raise RewardError(f"The reward {name!r} needs max_completion_length, which is None: give it in tokens.")
         return get_soft_overlong_punishment(longest, longest // 5 if cache is None else cache)
-    return reward if reward is spec and not options else _bound(reward, repr(name), options)
+    return reward if reward is spec and not options else _bound(reward, options)
 
 
-def _bound(reward: Callable[..., Any], name: str, given: Mapping[str, Any]) -> Callable[..., Any]:
+def _bound(reward: Callable[..., Any], given: Mapping[str, Any]) -> Callable[..., Any]:
     """The reward with its own options as named arguments, if it declares any."""
-    options = registries.option_class(reward, name)
+    options = getattr(reward, "options", None)
     if options is None:
         return reward
     filled = partial(reward, **vars(registries.option_values(options, given)))
@@ -276,28 +274,10 @@ def checked(
         return call_async
 
     def call(**kwargs: Any) -> list[float | None]:
-        with at_most(seconds, name), _restored(kwargs):
+        with at_most(seconds, name):
             return _read(reward(**given | kwargs), len(kwargs["completions"]), name, on_nan)  # a generator runs here
 
     return call
-
-
-@contextmanager
-def _restored(columns: dict[str, Any]) -> Iterator[None]:
-    """After this block all lists and dicts in the columns are what they were: others read them too."""
-    before = [(each, each.copy()) for each in _containers(list(columns.values()))]
-    yield
-    for each, items in before:
-        each.clear()
-        each.extend(items) if isinstance(each, list) else each.update(items)
-
-
-def _containers(items: Iterable[Any]) -> Iterator[Any]:
-    """The lists and dicts among `items`, and those in them; images and tensors are left alone."""
-    for item in items:
-        if isinstance(item, list | dict):
-            yield item
-            yield from _containers(item.values() if isinstance(item, dict) else item)
 
 
 def _takes(reward: Any, name: str) -> bool:
@@ -309,23 +289,15 @@ def _takes(reward: Any, name: str) -> bool:
 
 
 def _read(returned: Any, count: int, name: str, on_nan: Callable[[str, int], None]) -> list[float | None]:
-    expected = f"return a list of one number per completion ({count}), None where it does not apply"
-    if isinstance(returned, str | bytes | Mapping | Set) or not hasattr(returned, "__iter__"):
-        raise RewardError(f"The reward {name} returned {excerpt(returned)} ({type(returned).__name__}): {expected}.")
-    values = list(returned)
-    if len(values) != count:
-        raise RewardError(f"The reward {name} returned {len(values)} rewards: {expected}.")
-    rewards = [None if value is None else _number(value, row, name) for row, value in enumerate(values)]
+    try:
+        rewards = [None if value is None else float(value) for value in returned]
+        if isinstance(returned, str | Mapping | Set) or len(rewards) != count:
+            raise ValueError(f"{len(rewards)} rewards")
+    except (TypeError, ValueError) as error:
+        raise RewardError(
+            f"The reward {name} returned {excerpt(returned)} ({type(returned).__name__}; {error}): return a list of "
+            f"one number per completion ({count}), None where it does not apply."
+        ) from error
     if undefined := sum(reward is not None and math.isnan(reward) for reward in rewards):
         on_nan(name, undefined)
     return rewards
-
-
-def _number(value: Any, row: int, name: str) -> float:
-    number = value.item() if getattr(value, "shape", None) == () else value
-    if not isinstance(number, Real):
-        raise RewardError(
-            f"The reward {name} returned {excerpt(value)} ({type(value).__name__}) for completion {row}: give a "
-            "number, or None where it does not apply."
-        )
-    return float(number)
