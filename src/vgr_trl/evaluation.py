@@ -1,29 +1,25 @@
 """Accuracy of a model on questions, without training."""
 
-import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
-from hashlib import sha256
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 from PIL import Image
 from tqdm.auto import tqdm
-from transformers import AutoConfig, GenerationConfig
+from transformers import GenerationConfig
 from trl.data_utils import prepare_multimodal_messages
 
-from vgr_trl import __version__
 from vgr_trl.data.images import images_of
 from vgr_trl.data.prompts import SYSTEM_PROMPT, build_prompt, placed
 from vgr_trl.rewards.answers import Solution, normalise, resolve_solution, states_answer
 from vgr_trl.rewards.loading import check_callable
 from vgr_trl.rewards.simple import accuracy_reward, think_format_reward
-from vgr_trl.utils import ConfigError, DataError, RewardError, patched_attribute, write_atomic
+from vgr_trl.utils import ConfigError, DataError, RewardError, patched_attribute
 
 __all__ = ["Evaluation", "Scores", "blank_image", "evaluate"]
 
@@ -368,48 +364,3 @@ def _inference(model: Any, seed: int) -> Iterator[None]:
             yield
     finally:
         model.train(was_training)
-
-
-_TEXTS = ("prompt", "problem", "choices", "solution", "label_idx")
-
-
-def read_evaluation(file: Path) -> Evaluation | None:
-    """Return the evaluation in a file, if it can still be read."""
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        values["groups"] = {name: Scores(**group) for name, group in values["groups"].items()}
-        return Evaluation(**values)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
-
-
-def write_evaluation(file: Path, result: Evaluation) -> None:
-    """Write an evaluation, completions included; its folder is made."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, json.dumps(result.to_dict(records=True), default=str).encode())
-
-
-def key_of(model: Mapping[str, Any], rows: str, settings: Mapping[str, Any]) -> str:
-    """Return the name of an evaluation: the same for the same model, questions, settings and version."""
-    content = {"version": __version__, "model": model, "rows": rows, "settings": settings}
-    return sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def model_identity(name: str, revision: str | None) -> dict[str, Any]:
-    """Return what tells a folder's or a hub model's weights from others: its files, or its commit."""
-    folder = Path(name)
-    if not folder.is_dir():
-        commit = getattr(AutoConfig.from_pretrained(name, revision=revision), "_commit_hash", None)
-        return {"name": name, "revision": commit or revision}
-    files = sorted(file for file in folder.iterdir() if file.is_file())
-    return {"name": str(folder.resolve()), "files": [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]}
-
-
-def rows_identity(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a digest of questions, answers and images."""
-    digest = sha256()
-    for row in rows:
-        digest.update(json.dumps([row.get(name) for name in _TEXTS], sort_keys=True, default=str).encode())
-        for image in images_of(row):
-            digest.update(f"{image.mode}{image.size}".encode() + image.tobytes())
-    return digest.hexdigest()

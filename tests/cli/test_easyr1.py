@@ -64,7 +64,7 @@ def test_a_run_of_theirs(config, capsys):
 
 def test_their_entry_point_evaluates_only(config, capsys):
     arguments = [f"config={config}", "trainer.val_only=true", "trainer.n_gpus_per_node=8"]
-    assert mtrl.main([*arguments, "--use_cache", "false", "--blind_baseline", "false"]) == 0
+    assert mtrl.main([*arguments, "--blind_baseline", "false"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "compute_score" in printed
     assert "The configuration asks for 8 processes, this run has 1" in printed

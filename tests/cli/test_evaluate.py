@@ -1,4 +1,4 @@
-"""`vgr-trl evaluate`: several checkpoints, what is kept, and what other tools read."""
+"""`vgr-trl evaluate`: several checkpoints, and what other tools read."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ def run(model_folder, question_files, tmp_path, monkeypatch):
 
     def evaluated(*models, more=()):
         flags = f"--data_files {question_files} --num_samples 2 --max_completion_length 4 --batch_size 3"
-        flags += f" --cache_dir {tmp_path / 'kept'} --output_file {tmp_path / 'numbers.json'}"
+        flags += f" --output_file {tmp_path / 'numbers.json'}"
         loaded.clear()
         assert main(["evaluate", "--model_name_or_path", *map(str, models), *flags.split(), *more]) == 0
         return json.loads((tmp_path / "numbers.json").read_text(encoding="utf-8")), list(loaded)
@@ -49,7 +49,7 @@ def test_the_file_of_a_training_is_taken_without_what_is_of_training(model_folde
         "reward_funcs": ["accuracy", "format", "vgr"], "learning_rate": 1e-5, "num_generations": 4,
     }  # fmt: skip
     file.write_text(json.dumps(options))
-    flags = f"--config {file} --num_samples 0 --use_cache false --blind_baseline false --output_file {numbers}"
+    flags = f"--config {file} --num_samples 0 --blind_baseline false --output_file {numbers}"
     assert main(["evaluate", *flags.split()]) == 0
     assert json.loads(numbers.read_text())["questions"] == 6
     assert "vgr" not in json.loads(numbers.read_text())["rewards"]
@@ -58,17 +58,3 @@ def test_the_file_of_a_training_is_taken_without_what_is_of_training(model_folde
     file.write_text(json.dumps({**options, "num_sample": 2}))
     assert main(["evaluate", *flags.split()]) == 1
     assert "has num_sample, which is not an option. Did you mean num_samples?" in capsys.readouterr().err
-
-
-def test_the_same_model_data_and_settings_are_not_measured_again(run, model_folder, tmp_path, capsys):
-    mine = shutil.copytree(model_folder, tmp_path / "mine")
-    numbers, loaded = run(mine)
-    assert loaded == [str(mine)]
-    again, loaded = run(mine)
-    assert (again, loaded) == (numbers, [])
-    assert "--use_cache false measures again" in capsys.readouterr().out
-    assert run(mine, more=["--seed", "1"])[1] == [str(mine)]
-    assert run(mine, more=["--max_test_rows", "3"])[1] == [str(mine)]
-    assert run(mine, more=["--use_cache", "false"])[1] == [str(mine)]
-    (mine / "generation_config.json").write_text("{}", encoding="utf-8")
-    assert run(mine)[1] == [str(mine)]

@@ -43,7 +43,6 @@ from vgr_trl.rewards.reward_files import FileOptions, ScoredFile
 from vgr_trl.utils import ConfigError, VGRError, error_text, parse_yaml
 
 SOURCES = ("dataset_name", "dataset_config", "dataset_path", "data_files")
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vgr_trl" / "evaluations"
 
 
 # fmt: off
@@ -194,8 +193,6 @@ class EvaluationArguments(RewardFileArguments):
     seed: int = option(0, "Of sampling.")
     output_file: str | None = option(None, "Write the numbers there, as JSON.")
     save_completions: bool = option(False, "Add every completion to the JSON.")
-    cache_dir: str | None = option(None, f"Folder of evaluations made before (default {CACHE}).")
-    use_cache: bool = option(True, "Take an evaluation of the same model, data and settings from the cache.")
     # fmt: on
 
     def __post_init__(self) -> None:

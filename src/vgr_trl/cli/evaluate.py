@@ -1,10 +1,9 @@
 """`vgr-trl evaluate`: accuracy, baselines, mean@k, pass@k and format rate of models, without training."""
 
-import inspect
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trl import ModelConfig
 
 from vgr_trl.cli.arguments import (
-    CACHE,
     DataArguments,
     EvaluationArguments,
     RewardArguments,
@@ -32,18 +30,12 @@ from vgr_trl.cli.arguments import (
     parse,
 )
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.data.rows import report_skipped
+from vgr_trl.data.rows import SkippedRow, report_skipped
 from vgr_trl.evaluation import (
     Evaluation,
     Scores,
     evaluate,
-    key_of,
-    model_identity,
-    read_evaluation,
-    rows_identity,
-    write_evaluation,
 )
-from vgr_trl.rewards.reward_files import ScoredFile
 from vgr_trl.utils import ConfigError
 
 MEASURED = ("num_samples", "temperature", "max_completion_length", "batch_size", "blank_images", "seed")
@@ -76,39 +68,20 @@ def run(data: DataArguments, options: EvaluationArguments) -> dict[str, Evaluati
         raise ConfigError("dataset_streaming is on, but evaluate reads a whole split: remove the flag.")
     rewards = options.load(options.reward_funcs, options.max_completion_length, options.soft_punish_cache)
     measured = {name: getattr(options, name) for name in MEASURED}
-    elsewhere = ("model_name_or_path", "output_file", "save_completions", "cache_dir", "use_cache")
-    settings = {name: value for name, value in asdict(options).items() if name not in elsewhere}
-    settings["rewards"] = [
-        reward.source if isinstance(reward, ScoredFile) else inspect.getsource(reward)
-        for reward in rewards
-        if inspect.isfunction(reward) or isinstance(reward, ScoredFile)
-    ]
-    cache = Path(options.cache_dir or CACHE)
     loading: dict[str, Any] = {"revision": options.model_revision, "trust_remote_code": options.trust_remote_code}
     source, split, limit = evaluation_source(data), data.dataset_test_split, data.max_test_rows
-    left_out: list[Any] = []
-    questions: dict[str, tuple[Any, Path]] = {}
+    questions: dict[str, tuple[Any, list[SkippedRow]]] = {}
     results: dict[str, Evaluation] = {}
     for name in dict.fromkeys(options.model_name_or_path):  # a missing one is named before the first answers
         with one_sentence():
             processor = partial(load_processor, name, **loading)
-            rows, skipped = load_rows(source, split, needs_solution=True, limit=limit, processor=processor)
-            left_out = left_out or skipped
-            identity = model_identity(name, options.model_revision)
-            questions[name] = rows, cache / f"{key_of(identity, rows_identity(rows), settings)}.json"
-    for name, (rows, file) in questions.items():
-        result = read_evaluation(file) if options.use_cache else None
-        if result is None:
-            with one_sentence():
-                model, loaded = load_for_inference(name, dtype=options.dtype, **loading)
-            group_by, blind = _group_column(options.group_by, rows), options.blind_baseline
-            result = evaluate(model, loaded, rows, blind=blind, reward_funcs=rewards, group_by=group_by, **measured)
-            if options.use_cache:
-                write_evaluation(file, result)
-        else:
-            print(f"{name}: taken from {cache}; --use_cache false measures again.")
-        results[name] = result
-    if left_out:
+            questions[name] = load_rows(source, split, needs_solution=True, limit=limit, processor=processor)
+    for name, (rows, _) in questions.items():
+        with one_sentence():
+            model, loaded = load_for_inference(name, dtype=options.dtype, **loading)
+        group_by, blind = _group_column(options.group_by, rows), options.blind_baseline
+        results[name] = evaluate(model, loaded, rows, blind=blind, reward_funcs=rewards, group_by=group_by, **measured)
+    if left_out := next((skipped for _, skipped in questions.values() if skipped), None):
         report_skipped(left_out, Path(options.output_file or "evaluate.json").with_suffix(".skipped.jsonl"))
     return results
 
