@@ -1,6 +1,7 @@
 """Accuracy of a model on questions, without training."""
 
 import math
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -10,6 +11,8 @@ from typing import Any
 
 import torch
 from PIL import Image
+from rich.console import Console
+from rich.table import Column, Table
 from tqdm.auto import tqdm
 from transformers import GenerationConfig
 from trl.data_utils import prepare_multimodal_messages
@@ -21,7 +24,7 @@ from vgr_trl.rewards.loading import check_callable
 from vgr_trl.rewards.simple import accuracy_reward, think_format_reward
 from vgr_trl.utils import ConfigError, DataError, RewardError, patched_attribute
 
-__all__ = ["Evaluation", "Scores", "blank_image", "evaluate"]
+__all__ = ["Evaluation", "Scores", "blank_image", "evaluate", "print_scores"]
 
 
 def blank_image(image: Image.Image) -> Image.Image:
@@ -364,3 +367,29 @@ def _inference(model: Any, seed: int) -> Iterator[None]:
             yield
     finally:
         model.train(was_training)
+
+
+def print_scores(results: Mapping[str, Evaluation]) -> None:
+    """Print a row for all questions of each model, and one for each group of them; models stand side by side."""
+    first, has_several = next(iter(results.values())), len(results) > 1
+    rewards = list(dict.fromkeys(name for result in results.values() for name in result.rewards))
+    numbers = ["questions", "accuracy", "95 %", "majority", "blind", "unparsable", f"mean@{first.k}", f"pass@{first.k}"]
+    table = Table(
+        *(Column(heading, overflow="fold") for heading in ("", *["model"] * has_several)),
+        *(Column(heading, overflow="fold", justify="right") for heading in (*numbers, "format", *rewards)),
+    )
+    for group in (None, *dict.fromkeys(name for result in results.values() for name in result.groups)):
+        for model, result in results.items():
+            scores: Scores | None = result if group is None else result.groups.get(group)
+            if scores is not None:
+                rates = [scores.majority, scores.blind, scores.unparsable, scores.mean_at_k, scores.pass_at_k]
+                rates += [scores.format, *(scores.rewards.get(name) for name in rewards)]
+                low, high = scores.interval
+                cells = [str(scores.questions), _rate(scores.accuracy), f"{low:.3f}–{high:.3f}", *map(_rate, rates)]
+                names = [group or "all", *[model] * has_several]
+                table.add_row(*names, *cells, end_section=model == list(results)[-1])
+    (Console() if sys.stdout.isatty() else Console(width=240)).print(table)
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

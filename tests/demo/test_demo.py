@@ -18,12 +18,13 @@ def test_a_short_run_leaves_model_metrics_and_rollouts(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "set_up_process", lambda options: None)  # changes the logging of the whole process
     rows = {split: draw_questions(8, seed=0, split=split, multiple_choice=False) for split in SPLITS}
     options = Options(steps=2, prompts_per_step=2, num_generations=2, num_samples=2, threads=1)
-    demo.run_demo(options, tmp_path, demo.Questions(**rows))
+    rose = demo.run_demo(options, tmp_path, demo.Questions(**rows))
     assert AutoProcessor.from_pretrained(tmp_path).image_token_id is not None
     assert (tmp_path / "model.safetensors").is_file()
     assert len(list((tmp_path / "completions").iterdir())) == 3
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert (metrics["options"]["steps"], metrics["before"]["k"]) == (2, 2)
+    assert rose is metrics["rose"] is (metrics["after"]["mean_at_k"] > metrics["before"]["mean_at_k"])
     before, after = read_run(tmp_path).records("eval")
     assert (before.step, after.step) == (0, 2)
     asked = [{completion.question for completion in record.completions} for record in (before, after)]

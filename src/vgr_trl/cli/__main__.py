@@ -43,7 +43,7 @@ def demo(argv: Sequence[str]) -> int:
     check_output_dir(flags.output_dir, identity, None, may_repeat=True)
     write_identity(flags.output_dir, identity)
     options = Options(seed=flags.seed, steps=flags.steps, threads=flags.threads)
-    return 0 if run_demo(options, flags.output_dir).rose else 1
+    return 0 if run_demo(options, flags.output_dir) else 1
 
 
 def report(argv: Sequence[str]) -> int:

@@ -1,8 +1,7 @@
 """`vgr-trl evaluate`: accuracy, baselines, mean@k, pass@k and format rate of models, without training."""
 
 import json
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -11,8 +10,6 @@ from typing import Any
 import torch
 import transformers
 from peft import PeftModel
-from rich.console import Console
-from rich.table import Column, Table
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl import ModelConfig
 
@@ -31,11 +28,7 @@ from vgr_trl.cli.arguments import (
 )
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.rows import SkippedRow, report_skipped
-from vgr_trl.evaluation import (
-    Evaluation,
-    Scores,
-    evaluate,
-)
+from vgr_trl.evaluation import Evaluation, evaluate, print_scores
 from vgr_trl.utils import ConfigError
 
 MEASURED = ("num_samples", "temperature", "max_completion_length", "batch_size", "blank_images", "seed")
@@ -52,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             output.parent.mkdir(parents=True, exist_ok=True)
             output.open("a").close()
     results = run(data, options)
-    (Console() if sys.stdout.isatty() else Console(width=240)).print(scores_table(results))
+    print_scores(results)
     if output is not None:
         values = {name: result.to_dict(records=options.save_completions) for name, result in results.items()}
         content = next(iter(values.values())) if len(values) == 1 else {"models": values}
@@ -114,29 +107,3 @@ def _group_column(given: str | None, rows: Any) -> str | None:
         return None if given == "none" else given
     several = (name for name in ("family", "source") if name in rows.column_names and len(set(rows[name])) > 1)
     return next(several, None)
-
-
-def scores_table(results: Mapping[str, Evaluation]) -> Table:
-    """Return a row for all questions of each model, and one for each group of them; models stand side by side."""
-    first, has_several = next(iter(results.values())), len(results) > 1
-    rewards = list(dict.fromkeys(name for result in results.values() for name in result.rewards))
-    numbers = ["questions", "accuracy", "95 %", "majority", "blind", "unparsable", f"mean@{first.k}", f"pass@{first.k}"]
-    table = Table(
-        *(Column(heading, overflow="fold") for heading in ("", *["model"] * has_several)),
-        *(Column(heading, overflow="fold", justify="right") for heading in (*numbers, "format", *rewards)),
-    )
-    for group in (None, *dict.fromkeys(name for result in results.values() for name in result.groups)):
-        for model, result in results.items():
-            scores: Scores | None = result if group is None else result.groups.get(group)
-            if scores is not None:
-                rates = [scores.majority, scores.blind, scores.unparsable, scores.mean_at_k, scores.pass_at_k]
-                rates += [scores.format, *(scores.rewards.get(name) for name in rewards)]
-                low, high = scores.interval
-                cells = [str(scores.questions), _rate(scores.accuracy), f"{low:.3f}–{high:.3f}", *map(_rate, rates)]
-                names = [group or "all", *[model] * has_several]
-                table.add_row(*names, *cells, end_section=model == list(results)[-1])
-    return table
-
-
-def _rate(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"

@@ -19,8 +19,6 @@ from typing import Any, Literal
 import torch
 from datasets import Dataset, disable_progress_bars
 from PIL import Image, ImageDraw
-from rich.console import Console
-from rich.table import Table
 from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 from transformers import ProgressCallback
@@ -31,7 +29,7 @@ from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.prompts import LETTERS, build_prompt
 from vgr_trl.demo import Options
 from vgr_trl.demo.tiny_model import EOS, build_tiny_vlm
-from vgr_trl.evaluation import Evaluation, evaluate
+from vgr_trl.evaluation import Evaluation, evaluate, print_scores
 from vgr_trl.reporting.recorder import RecordBefore
 from vgr_trl.rewards.simple import accuracy_reward, think_format_reward
 from vgr_trl.trainer import DAPOTrainer
@@ -413,67 +411,30 @@ def set_up_process(options: Options) -> None:
     warnings.filterwarnings("ignore", message="`(is_)?gradient_checkpointing", category=FutureWarning)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """What was measured before and after reinforcement, with the images and with blank ones."""
+def run_demo(options: Options, output_dir: Path, questions: Questions | None = None) -> bool:
+    """Draw questions, then warm-start, evaluate, reinforce, evaluate; leave the run in `output_dir`, print a table.
 
-    before: Evaluation
-    after: Evaluation
-    blank_before: Evaluation
-    blank_after: Evaluation
-
-    @property
-    def rose(self) -> bool:
-        """Whether sampled accuracy on held-out questions rose."""
-        return (self.after.mean_at_k or 0.0) > (self.before.mean_at_k or 0.0)
-
-
-def run_demo(options: Options, output_dir: Path, questions: Questions | None = None) -> Comparison:
-    """Draw questions, then warm-start, evaluate, reinforce, evaluate; leave the run in `output_dir`, print a table."""
+    Returns whether sampled accuracy on held-out questions rose.
+    """
     started = time.monotonic()
     set_up_process(options)
     questions = questions or draw(options.seed)
     model, processor = build_tiny_vlm(words_of(questions.train), seed=options.seed)
 
-    def measure(blank: bool) -> Evaluation:
+    def measure() -> Evaluation:
         settings: Any = {**EVALUATION, "batch_size": 64, "group_by": "family", "num_samples": options.num_samples}
-        return evaluate(model, processor, questions.test, blank_images=blank, **settings)
+        return evaluate(model, processor, questions.test, blind=True, **settings)
 
     warm_up(model, processor, questions, options)
-    before, blank_before = measure(False), measure(True)
+    before = measure()
     reinforce(model, processor, questions, options, output_dir)
-    comparison = Comparison(before, measure(False), blank_before, measure(True))
-    seconds = round(time.monotonic() - started, 1)
-    metrics = {
-        "options": asdict(options),
-        "seconds": seconds,
-        "rose": comparison.rose,
-        **{name: evaluation.to_dict() for name, evaluation in vars(comparison).items()},
-    }
-    (output_dir / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
-    console = Console()
-    console.print(comparison_table(comparison))
-    console.print(f"{seconds:.0f} s. Model, metrics and rollouts: vgr-trl report {output_dir}")
-    if not comparison.rose:
-        console.print("Held-out sampled accuracy did not rise.")
-    return comparison
-
-
-def comparison_table(comparison: Comparison) -> Table:
-    """Return accuracy, accuracy with blank images and format, before and after."""
-    before, after = comparison.before, comparison.after
-    blank_before, blank_after = comparison.blank_before, comparison.blank_after
-    table = Table("", title=f"{before.questions} held-out questions, {before.k} samples each")
-    for column in ("before", "after"):
-        table.add_column(column, justify="right")
-    rows = [
-        ("accuracy, greedy", before.accuracy, after.accuracy),
-        ("accuracy, sampled", before.mean_at_k, after.mean_at_k),
-        ("accuracy, image blanked, sampled", blank_before.mean_at_k, blank_after.mean_at_k),
-        ("format, sampled", before.format_sampled, after.format_sampled),
-    ]
-    for family, scores in before.groups.items():
-        rows.append((f"  {family}, sampled", scores.mean_at_k, after.groups[family].mean_at_k))
-    for name, old, new in rows:
-        table.add_row(name, f"{old:.3f}", f"{new:.3f}")
-    return table
+    results = {"before": before, "after": measure()}
+    seconds, rose = round(time.monotonic() - started, 1), (results["after"].mean_at_k or 0) > (before.mean_at_k or 0)
+    metrics = {name: result.to_dict() for name, result in results.items()}
+    content = {"options": asdict(options), "seconds": seconds, "rose": rose, **metrics}
+    (output_dir / "metrics.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    print_scores(results)
+    print(f"{seconds:.0f} s. Model, metrics and rollouts: vgr-trl report {output_dir}")
+    if not rose:
+        print("Held-out sampled accuracy did not rise.")
+    return rose
