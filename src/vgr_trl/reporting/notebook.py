@@ -2,7 +2,6 @@
 
 import base64
 import math
-import unicodedata
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, Template
 
 from vgr_trl.reporting.records import Completion, Numbers, read_thumbnail, records_folder
-from vgr_trl.utils import ConfigError
+from vgr_trl.utils import ConfigError, printable
 
 Colour = tuple[int, int, int]
 
@@ -80,15 +79,10 @@ def show_completion(
     if token is not None and not -count <= token < count:
         raise ConfigError(f"token is {token}, and the completion has {count} tokens: give one in [{-count}, {count}).")
     quantity, values = QUANTITIES[color_by], getattr(completion, color_by) or [None] * count
-    tokens = []
-    for text, value, place in zip(completion.tokens, values, positions(values, quantity.is_ratio), strict=True):
-        tokens.append(
-            {
-                "text": _visible(text),
-                "title": f"{quantity.title} {_number(value)}",
-                "colour": None if place is None else colour_at(place),
-            }
-        )
+    tokens = [
+        (_visible(text), _number(value), None if place is None else colour_at(place))
+        for text, value, place in zip(completion.tokens, values, positions(values, quantity.is_ratio), strict=True)
+    ]
     known = [value for value in values if value is not None]
     html = _template().render(
         prompt=_visible(completion.prompt),
@@ -101,6 +95,8 @@ def show_completion(
         range=f"{_number(min(known))} to {_number(max(known))}" if known else None,
         colours=",".join(map(colour_at, (-1.0, 0.0, 1.0))),
         images=_images(completion, records_folder(Path(run_folder)), token),
+        of="all tokens" if token is None else f"token {token % count}",
+        darkest=DARKEST,
     )
     return CompletionView(html)
 
@@ -135,6 +131,7 @@ def colour_at(position: float) -> str:
 
 
 def _images(completion: Completion, folder: Path, token: int | None) -> list[dict[str, Any]]:
+    """Return per image its thumbnail, size and grid, and of each cell the share of all attention and of the most."""
     cells = [image.grid[0] * image.grid[1] if image.grid else 0 for image in completion.images]
     attention: list[float] = []  # on each cell of all images: of one token, or the mean over the tokens
     if completion.attention is not None and all(cells) and completion.tokens:
@@ -142,40 +139,19 @@ def _images(completion: Completion, folder: Path, token: int | None) -> list[dic
         maps = [completion.attention.row(index) for index in chosen]
         attention = [sum(column) / len(maps) for column in zip(*maps, strict=True)]
     images, rest = [], iter(attention if any(attention) else ())
-    for number, (image, count) in enumerate(zip(completion.images, cells, strict=True), 1):
+    for image, count in zip(completion.images, cells, strict=True):
         longer = max(image.width, image.height, 1)
-        width, height = (max(1, round(side * WIDTH / longer)) for side in (image.width, image.height))
+        size = [max(1, round(side * WIDTH / longer)) for side in (image.width, image.height)]
         content = None if image.file is None else read_thumbnail(folder, image.file)
-        label = f"Image {number}" + ("" if content else " (its thumbnail is missing)")
-        if attention:
-            of = "all tokens" if token is None else f"token {token % len(completion.tokens)}"
-            label += f": as it is, and lit where {of} looked"
-        drawn = []
-        rows, columns = image.grid or (0, 0)
-        for cell, value in enumerate(islice(rest, count)):
-            row, column = divmod(cell, columns)
-            drawn.append(
-                {
-                    "x": round(width + 8 + column * width / columns, 2),
-                    "y": round(row * height / rows, 2),
-                    "width": round(width / columns, 2),
-                    "height": round(height / rows, 2),
-                    "opacity": round(DARKEST * (1 - value / max(attention)), 3),
-                    "title": f"row {row + 1}, column {column + 1}: {value / sum(attention):.1%} of the attention on "
-                    "the images",
-                }
-            )
         data = content and "data:image/webp;base64," + base64.b64encode(content).decode()
-        images.append({"data": data, "shown": (width, height), "label": label, "cells": drawn})
+        shares = [(value / sum(attention), value / max(attention)) for value in islice(rest, count)]
+        images.append({"data": data, "size": size, "grid": image.grid, "shares": shares})
     return images
 
 
 def _visible(text: str) -> str:
     """Return `text` with line ends marked, and characters that do not show or that reorder text as their numbers."""
-    hidden: dict[str, Any] = {
-        c: f"⟨U+{ord(c):04X}⟩" for c in set(text) - {"\t"} if unicodedata.category(c) in ("Cc", "Cf", "Cs")
-    }
-    return text.translate(str.maketrans(hidden | {"\n": "↵\n"}))
+    return printable(text).replace("\n", "↵\n")
 
 
 def _number(value: float | None) -> str:
