@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import yaml
-from PIL import Image
 
 from vgr_trl import DAPOConfig
 from vgr_trl.cli.__main__ import main
@@ -56,10 +55,9 @@ def test_the_trainer_writes_the_card(tmp_path: Path, text_trainer: Any) -> None:
     assert body.count("@misc{") == 2
     assert {"trl", "grpo", "dapo", "vgr_trl"} <= set(trainer.model.model_tags)
     assert "None" not in card
-    assert "AutoModelForCausalLM" in body
 
 
-def test_origin_and_use_of_a_vision_language_model(
+def test_origin_of_a_vision_language_model(
     model_folder: Path, question_files: str, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -73,13 +71,6 @@ def test_origin_and_use_of_a_vision_language_model(
     text = Path("run/README.md").read_text(encoding="utf-8")
     assert text.count("# Model Card for run") == 1
     assert f"trained from `{model_folder}`" in text
-    assert f"on 16 rows of `{question_files}`" in text
-    example = text.split("```python\n")[1].split("```")[0]
-    for part in ('"type": "image"', 'AutoModelForImageTextToText.from_pretrained("run"', "<think>"):
-        assert part in text
-    compile(example, "card", "exec")
-    code = example.replace('"picture.jpg"', "picture").replace('device_map="auto"', "")
-    names = {"picture": Image.new("RGB", (28, 28)), "__name__": "card"}
-    exec(compile(code, "card", "exec"), names)
-    assert names["output"].shape[1] > names["inputs"]["input_ids"].shape[1]
+    assert f"on `{question_files}`" in text
+    assert "pipeline" not in text, "TRL's example is of a text model"
     capsys.readouterr()

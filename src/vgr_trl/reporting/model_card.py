@@ -1,10 +1,9 @@
-"""What a model card says beyond TRL's: origin, use, rewards, the options that were on, and the papers to cite."""
+"""What a model card says beyond TRL's: origin, rewards, the options that were on, and the papers to cite."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from trl import GRPOConfig
 
@@ -62,22 +61,6 @@ _ASIDE = (AliasOptions, ReportOptions, EvaluateOptions, EfficiencyOptions, GRPOC
 OF_THE_METHOD = {option.name for group in DAPOConfig.__bases__ if group not in _ASIDE for option in fields(group)}
 OF_THE_METHOD |= {"early_reward_weights", "vgr_hard_negative", "attention_reward_scale"}
 
-_EXAMPLE = """\
-from transformers import {auto}, {reader}
-
-model = {auto}.from_pretrained("{where}", device_map="auto")
-{name} = {reader}.from_pretrained("{where}")
-messages = [
-{system}    {{"role": "user", "content": {content}}},
-]
-inputs = {name}.apply_chat_template(
-    messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
-).to(model.device)
-output = model.generate(**inputs, max_new_tokens={length})
-print({name}.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
-_QUESTION = r'{"type": "text", "text": "What is in the picture?\nA. a cat\nB. a dog"}'
-_CONTENT = f'[\n        {{"type": "image", "image": "picture.jpg"}},\n        {_QUESTION},\n    ]'
-
 
 def rewards_of(trainer: ConstructedTrainer) -> list[str]:
     """Return the names of the rewards that a user has given."""
@@ -90,7 +73,7 @@ def method_tags(options: DAPOConfig, rewards: Sequence[str]) -> list[str]:
 
 
 def extend_card(trainer: ConstructedTrainer, name: str | None, data: str | None) -> None:
-    """Add to the card that TRL has written: origin and use, rewards, the options that were on, the papers to cite.
+    """Add to the card that TRL has written: origin, rewards, the options that were on, the papers to cite.
 
     Args:
         name: of the model; None: that of its folder.
@@ -102,40 +85,13 @@ def extend_card(trainer: ConstructedTrainer, name: str | None, data: str | None)
 
 
 def with_origin(card: str, trainer: ConstructedTrainer, name: str | None, data: str | None) -> str:
-    """Return TRL's card with its title, its sentence on origin and its example replaced by those of the model."""
-    args, rows, has_images = trainer.args, trainer.train_dataset, bool(trainer._is_vlm)
-    count = len(rows) if hasattr(rows, "__len__") else 0
-    system = _system_prompt(rows[0]) if count else None
-    example = _EXAMPLE.format(
-        auto="AutoModelForImageTextToText" if has_images else "AutoModelForCausalLM",
-        reader="AutoProcessor" if has_images else "AutoTokenizer",
-        name="processor" if has_images else "tokenizer",
-        where=args.hub_model_id or str(args.output_dir),
-        system=f'    {{"role": "system", "content": {system!r}}},\n' if system else "",
-        content=_CONTENT if has_images else '"What is 7 times 8?"',
-        length=args.max_completion_length or 512,
-    )
-    origin = f"This {'vision-language ' if has_images else ''}model was trained"
-    if base := getattr(trainer.model.config, "_name_or_path", None):
-        origin += f" from {code(base) if Path(base).exists() else f'[{base}](https://huggingface.co/{base})'}"
-    origin += f" on {f'{count:,} rows' if count else 'a stream'}{f' of {code(data)}' if data else ''}"
-    title = f"# Model Card for {name or Path(str(args.output_dir)).resolve().name}"
-    for pattern, text in (
-        (r"^This model is a fine-tuned version of .*$", f"{origin}, by reinforcement learning."),
-        (r"(?s:(?<=^## Quick start\n\n)```python\n.*?\n```)", f"```python\n{example}\n```"),
-        (r"^# Model Card for .*$", title),
-    ):
-        card = re.sub(pattern, lambda _, text=text: text, card, count=1, flags=re.MULTILINE)  # type: ignore[misc]
-    return card
-
-
-def _system_prompt(row: Mapping[str, Any]) -> str | None:
-    prompt = row.get("prompt")
-    first = prompt[0] if isinstance(prompt, list) and prompt else None
-    if not isinstance(first, Mapping) or first.get("role") != "system":
-        return None
-    content = first["content"]
-    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
+    """Return TRL's card with a title and an origin that name folders too, without its example, which has no image."""
+    base = getattr(trainer.model.config, "_name_or_path", None)
+    title = f"# Model Card for {name or Path(str(trainer.args.output_dir)).resolve().name}"
+    origin = f"This model was trained{f' from {code(base)}' if base else ''}{f' on {code(data)}' if data else ''}."
+    card = re.sub(r"^# Model Card for .*$", lambda _: title, card, count=1, flags=re.MULTILINE)
+    card = re.sub(r"^This model is a fine-tuned version of .*$", lambda _: origin, card, count=1, flags=re.MULTILINE)
+    return re.sub(r"^## Quick start$.*?(?=^## )", "", card, count=1, flags=re.MULTILINE | re.DOTALL)
 
 
 def extended_card(card: str, options: DAPOConfig, rewards: Sequence[str]) -> str:
