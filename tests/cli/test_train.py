@@ -72,37 +72,28 @@ def save(rows, file):
     rows.to_parquet(file)
 
 
-@pytest.mark.parametrize("flags", [(), ("--eval_strategy", "steps", "--eval_steps", "1")])
-def test_a_hub_data_set_without_test_is_split(train, rows, tmp_path, flags):
+EVERY_STEP = "--eval_strategy", "steps", "--eval_steps", "1"
+
+
+def test_a_hub_data_set_without_test_is_split(train, rows, tmp_path):
     save(rows.select(range(10)), tmp_path / HUB / "train.parquet")
-    printed, is_evaluated = train("--dataset_name", str(HUB), *flags)
+    printed, is_evaluated = train("--dataset_name", str(HUB), *EVERY_STEP)
     assert "The data have no split test: 1 of 10 rows are not trained on but evaluated" in printed
-    assert ("It is evaluated every epoch" in printed) is (flags == ())
     assert "9 rows to train on, 1 rows to evaluate on" in printed
     assert is_evaluated
 
 
-def test_a_folder_with_test_is_evaluated_unless_it_is_switched_off(train, rows, tmp_path):
+def test_a_folder_with_test_is_evaluated_where_it_is_asked_for(train, rows, tmp_path):
     save(rows.select(range(8)), tmp_path / "set" / "train.parquet")
     save(rows.select(range(8, 10)), tmp_path / "set" / "test.parquet")
-    printed, is_evaluated = train("--dataset_path", "set")
-    assert "The data have the split test. It is evaluated every epoch" in printed
+    printed, is_evaluated = train("--dataset_path", "set", *EVERY_STEP)
     assert "8 rows to train on, 2 rows to evaluate on" in printed
     assert "before step 1 4 completions of the data to evaluate on" in printed
     assert (0, "eval") in read_run(tmp_path / "out").steps()
     assert is_evaluated
-    printed, _ = train("--dataset_path", "set", "--eval_strategy", "no", "--output_dir", "other")
-    assert "evaluated" not in printed
-
-
-def test_why_nothing_is_evaluated_is_printed(train, rows, tmp_path, question_files):
-    printed, is_evaluated = train("--data_files", question_files)
-    assert "test= is given, but nothing is evaluated, because eval_strategy is no: add --eval_strategy" in printed
-    assert not is_evaluated
-    save(rows.select(range(8)), tmp_path / "set" / "train.parquet")
-    save(rows.select([8]).map(lambda row: {"solution": None}, features=rows.features), tmp_path / "set/test.parquet")
-    printed, is_evaluated = train("--dataset_path", "set", "--output_dir", "second")
-    assert "Nothing is evaluated: None of the 1 rows of the test data can be used" in printed
+    printed, _ = train("--dataset_path", "set", "--output_dir", "other")
+    assert "8 rows to train on, none to evaluate on" in printed
+    assert json.loads((tmp_path / "other" / "metrics.json").read_text()) == {}
 
 
 def test_text_alone_trains_without_the_default_reward_that_needs_images(train, tmp_path):

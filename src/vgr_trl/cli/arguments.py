@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -56,7 +56,6 @@ class RunArguments:
         "run would take, and write nothing.")
     ignore_unknown_keys: bool = option(False, "With a configuration of EasyR1, MTRL or verl as --config: run without "
         "the keys that have no meaning here; without this flag they stop the run.")
-    stated: set[str] = field(default_factory=set, init=False)  # options that flags, file or recipe give
 
 
 @dataclass
@@ -344,9 +343,6 @@ def parse(
         raise
     except (ValueError, TypeError, OSError) as error:
         raise ConfigError(str(error)) from error
-    for options in filled:
-        if isinstance(options, RunArguments):
-            options.stated = stated | set(values)
     return tuple(filled)
 
 

@@ -22,7 +22,6 @@ from datasets import IterableDataset
 from rich.console import Console
 from rich.table import Column, Table
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
-from transformers.trainer_utils import IntervalStrategy
 from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 
 from vgr_trl.callbacks import EXIT_STATUS, SaveOnTermination
@@ -93,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not model.model_name_or_path:
         raise ConfigError("model_name_or_path is missing: give a checkpoint folder or a hub name.")
     separate_lora_modules(model)
-    build = partial(build_trainer, data, rewards, config, model, "eval_strategy" not in how.stated)
+    build = partial(build_trainer, data, rewards, config, model)
     if how.dry_run:
         with one_sentence():
             dry_run(config, source_of(data), build)
@@ -170,13 +169,8 @@ def was_terminated(trainer: DAPOTrainer) -> bool:
     return any(isinstance(each, SaveOnTermination) and each.stopped for each in trainer.callback_handler.callbacks)
 
 
-def build_trainer(
-    data: DataArguments, rewards: RewardArguments, config: DAPOConfig, model: ModelConfig, eval_follows: bool
-) -> DAPOTrainer:
+def build_trainer(data: DataArguments, rewards: RewardArguments, config: DAPOConfig, model: ModelConfig) -> DAPOTrainer:
     """Return the trainer of a run, its data loaded; the main process prints which rows and options are left out.
-
-    Args:
-        eval_follows: a data set of the hub or a folder is evaluated on where it can be, though `eval_strategy` is no.
 
     Raises:
         ConfigError, DataError, RewardError: an option, the data or a reward cannot be used.
@@ -203,7 +197,7 @@ def build_trainer(
     if data.dataset_streaming:
         config.shuffle_dataset = False  # TRL's buffer would hold a thousand rows with decoded images
     load_test = partial(load, evaluation_source(data), data.dataset_test_split, limit=data.max_test_rows)
-    rows, test_rows, skipped_tests, note = rows_to_evaluate(data, config, rows, load_test, eval_follows)
+    rows, test_rows, skipped_tests, note = rows_to_evaluate(data, config, rows, load_test)
     notes = [note, drop_vgr(rewards, config, reward_funcs, rows), _unused_adapter_options(model)]
     if is_main:
         for sentence in filter(None, notes):
@@ -224,61 +218,29 @@ def build_trainer(
 
 
 def rows_to_evaluate(
-    data: DataArguments,
-    config: DAPOConfig,
-    train_rows: Any,
-    load: Callable[[], tuple[Any, list[SkippedRow]]],
-    follows: bool,
+    data: DataArguments, config: DAPOConfig, train_rows: Any, load: Callable[[], tuple[Any, list[SkippedRow]]]
 ) -> tuple[Any, Any, list[SkippedRow], str | None]:
     """Return rows to train and to evaluate on, those left out of the latter, and a sentence about it for the start.
 
     Args:
-        config: the options of the run; `eval_strategy` is set where the user has left it open and there are rows.
-        load: gives the rows of the split to evaluate on.
-        follows: whether `eval_strategy` was not stated, so that it is on where a hub data set or a folder has rows for
-            it.
+        load: gives the rows of the split to evaluate on; where there is no such split, some of `train_rows` are.
 
     Raises:
         DataError: evaluation is asked for, and there are no rows for it.
     """
-    asked, split, note = config.eval_strategy != "no", data.dataset_test_split, None
-    without = train_rows, None, list[SkippedRow]()
-    if not asked and data.data_files and data.test_dataset is None:
-        unused = f"{split}= is given, but nothing is evaluated, because eval_strategy is no: add --eval_strategy steps."
-        return *without, unused if split in parse_data_files(data.data_files) else None
-    if not asked and (not follows or data.dataset_streaming):
-        return *without, None
-    batch = config.per_device_eval_batch_size * config.world_size
-    generations = config.num_generations_eval or config.num_generations or 1
+    if config.eval_strategy == "no":
+        return train_rows, None, [], None
     try:
-        if not asked and batch % generations:
-            raise DataError(
-                f"a batch of {batch} completions (per_device_eval_batch_size) is not a multiple of {generations} "
-                "completions per prompt (eval_num_generations); change one of the two."
-            )
-        try:
-            test_rows, skipped = load()
-        except MissingSplitError:
-            if data.test_dataset is not None or data.dataset_streaming:
-                raise
-            count, skipped = len(train_rows), []
-            train_rows, test_rows = train_test_split(
-                train_rows, config.seed, image_root(data, data.dataset_train_split)
-            )
-            note = (
-                f"The data have no split {split}: {len(test_rows)} of {count} rows are not trained on but evaluated, "
-                f"chosen by image and seed {config.seed}."
-            )
-            test_rows = test_rows.select(range(min(len(test_rows), data.max_test_rows or len(test_rows))))
-    except DataError as error:
-        if asked:
+        return train_rows, *load(), None
+    except MissingSplitError:
+        if data.test_dataset is not None or data.dataset_streaming:
             raise
-        return *without, f"Nothing is evaluated: {error}"
-    if not asked:
-        config.eval_strategy, config.do_eval = IntervalStrategy.EPOCH, True
-        note = note or f"The data have the split {split}."
-        note += " It is evaluated every epoch (not with --eval_strategy no)."
-    return train_rows, test_rows, skipped, note
+    kept, test_rows = train_test_split(train_rows, config.seed, image_root(data, data.dataset_train_split))
+    note = (
+        f"The data have no split {data.dataset_test_split}: {len(test_rows)} of {len(train_rows)} rows are not trained "
+        f"on but evaluated, chosen by image and seed {config.seed}."
+    )
+    return kept, test_rows.select(range(min(len(test_rows), data.max_test_rows or len(test_rows)))), [], note
 
 
 def drop_vgr(rewards: RewardArguments, config: DAPOConfig, functions: list[Any], rows: Any) -> str | None:
