@@ -128,8 +128,7 @@ def check_dry_run(printed):
     assert printed.count("step 0, prompt") == 6
     assert printed.count("accuracy_reward") == 7, "in the plan too"
     assert "measured: 12 completions of at most 6 tokens" in printed
-    assert "with the 16 completions of a whole rollout" in printed
-    assert "for 12 steps" in printed
+    assert "for 12 steps of 16 completions" in printed
 
 
 def test_a_dry_run_shows_three_prompts_and_writes_nothing(model_folder, question_files, tmp_path, monkeypatch, capsys):

@@ -452,37 +452,19 @@ def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer]) -
     for group, images in {each.group: each.images for each in record.completions}.items():
         sizes = [f"{each.width}x{each.height} px, {'x'.join(map(str, each.grid or '?'))} tokens" for each in images]
         print(f"prompt {group}: {'; '.join(sizes) or 'no image'}")
-    batch = whole.per_device_train_batch_size * whole.world_size
-    small, completions = int(config.generation_batch_size or batch), int(whole.generation_batch_size or batch)
-    steps = whole.max_steps
+    per_step = whole.per_device_train_batch_size * whole.world_size * whole.gradient_accumulation_steps
+    small, steps = int(config.generation_batch_size or 1), whole.max_steps
     if steps <= 0:
         rows = len(trainer.train_dataset)
         steps = int(whole.num_train_epochs * (rows // whole.prompts_per_rollout) * steps_per_rollout(whole))
     where, peak = "CPU", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     if torch.cuda.is_available():
         where, peak = "GPU", torch.cuda.max_memory_allocated()
-    length, gigabytes = config.max_completion_length, peak / 2**30
-    print(f"measured: {small} completions of at most {length} tokens in {seconds:.1f} s, "
-          f"memory {gigabytes:.2f} GiB per process ({where})")  # fmt: skip
-    peak += max(completions - small, 0) // config.world_size * _cache_bytes(trainer)
-    print(estimates(completions, batch * whole.gradient_accumulation_steps, steps, seconds / small, peak))
-
-
-def estimates(completions: int, per_step: int, steps: int, seconds: float, peak: int) -> str:
-    """Return lines on the memory and the time of the whole run.
-
-    Args:
-        completions: of a rollout, on all processes.
-        per_step: completions that an optimizer step trains on.
-        steps: of the whole run.
-        seconds: per completion of the small step, an upper bound: it also chooses kernels and takes memory.
-        peak: bytes of memory of one process during a whole rollout.
-    """
-    return (
-        f"memory: about {peak / 2**30:.2f} GiB per process with the {completions} completions of a whole rollout\n"
-        f"time per step: at most about {duration(seconds * per_step)} ({per_step} completions)\n"
-        f"total: at most about {duration(steps * seconds * per_step)} for {steps} steps"
-    )
+    # An upper bound: the small step also chooses kernels and takes memory.
+    print(f"measured: {small} completions of at most {config.max_completion_length} tokens in {seconds:.1f} s, "
+          f"memory {peak / 2**30:.2f} GiB per process ({where})\n"
+          f"total: at most about {duration(steps * per_step * seconds / small)} for {steps} steps of {per_step} "
+          "completions")  # fmt: skip
 
 
 def _make_small(config: DAPOConfig, folder: str) -> None:
@@ -500,15 +482,6 @@ def _make_small(config: DAPOConfig, folder: str) -> None:
     config.markdown_logs = config.log_completions = config.colorize_output = False
     config.rollout_log_path = config.eval_log_path = None
     config.attention_diag_log_path = config.token_weights_log_path = None
-
-
-def _cache_bytes(trainer: DAPOTrainer) -> int:
-    """Bytes of the keys and values of a completion of full length, without its prompt, which may be shared."""
-    config = trainer.accelerator.unwrap_model(trainer.model).config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 0)
-    size = getattr(config, "head_dim", None) or config.hidden_size // max(config.num_attention_heads, 1)
-    width = torch.finfo(trainer.model.dtype).bits // 8
-    return int(2 * config.num_hidden_layers * heads * size * width * (trainer.args.max_completion_length or 0))
 
 
 def final_metrics(trainer: DAPOTrainer) -> dict[str, float]:
