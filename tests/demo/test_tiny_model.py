@@ -1,7 +1,9 @@
 """The tiny model reads images, and its processor survives a round trip."""
 
 import torch
+from support import trainers
 from transformers import AutoProcessor
+from trl import GRPOTrainer
 
 from vgr_trl.demo.demo import encode, target_text
 
@@ -18,6 +20,15 @@ def test_the_model_sees_the_image(tiny, demo_rows):
         assert not torch.allclose(logits, model(**inputs).logits)
 
 
+def test_every_word_is_one_token_and_tags_are_ordinary(tiny):
+    tokenizer = tiny[1].tokenizer
+    text = "<think>a blue circle northwest</think><answer>B</answer><|im_end|>"
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == 10
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text.removesuffix("<|im_end|>")
+    assert tokenizer.decode(tokenizer("naïve ☂")["input_ids"]) == "naïve ☂"
+
+
 def test_processor_is_saved_and_loaded(tiny, demo_rows, tmp_path):
     model, processor = tiny
     processor.save_pretrained(tmp_path)
@@ -29,3 +40,12 @@ def test_processor_is_saved_and_loaded(tiny, demo_rows, tmp_path):
     for name in before:
         torch.testing.assert_close(before[name], after[name])
     assert loaded.tokenizer.eos_token_id == model.generation_config.eos_token_id
+
+
+def test_trl_alone_trains_the_saved_model_on_images(model_folder, question_files, tmp_path):
+    rows = trainers.prompts(trainers.train_file(question_files))
+    args = trainers.config(tmp_path, trainers.STOCK[1], max_steps=1)
+    trainer = GRPOTrainer(str(model_folder), trainers.letters_reward, args, rows)
+    before = trainer.model.model.visual.patch_embed.proj.weight.detach().clone()
+    trainer.train()
+    assert not torch.equal(before, trainer.model.model.visual.patch_embed.proj.weight)
