@@ -119,10 +119,7 @@ def test_what_tokens_cannot_assign_with_certainty(inputs, rows):
 
 def batch_of(ids, images=None, completions=((7,), (7, 8)), **fields):
     return build_scoring_inputs(
-        Prompts(ids, images, fields),
-        [list(row) for row in completions],
-        pad_token_id=PAD,
-        vision_token_ids=[IMAGE],
+        Prompts(ids, images, fields), [list(row) for row in completions], pad_token_id=PAD, vision_token_ids=[IMAGE]
     )
 
 

@@ -8,14 +8,7 @@ from peft import LoraConfig, PrefixTuningConfig
 from support.launching import ENGINES, KINDS, launch
 from support.steps import LOSSES, relative_difference, uneven_reward
 from support.trainers import logged
-from text_runs import (
-    START,
-    build,
-    computed_tokens,
-    equal_rewards,
-    train,
-    weights_of,
-)
+from text_runs import START, build, computed_tokens, equal_rewards, train, weights_of
 
 from vgr_trl.config import SWITCHES
 from vgr_trl.utils import describe_features

@@ -21,13 +21,7 @@ from support.models.compare import (
 from support.models.families import BODY, FAMILIES, OPEN, PAD, PIXEL_INPUTS, VIDEO, build, make_batch, randomise
 from support.models.other_families import OTHERS
 
-from vgr_trl.sharing import (
-    leave_out_empty_images,
-    model_support,
-    prefix_cache,
-    prefix_forward,
-    share_prompts,
-)
+from vgr_trl.sharing import leave_out_empty_images, model_support, prefix_cache, prefix_forward, share_prompts
 from vgr_trl.utils import DataError
 
 WRONG = 1e-2

@@ -307,10 +307,7 @@ def test_generation_and_scoring_agree(name, shares):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({"num_beams": 2}, "during beam_search"),
-        ({"cache_implementation": "static"}, "cache of fixed length"),
-    ],
+    [({"num_beams": 2}, "during beam_search"), ({"cache_implementation": "static"}, "cache of fixed length")],
 )
 def test_ways_to_generate_that_are_refused(options, message):
     model, inputs = build("llava"), make_batch("llava").prompt_inputs()

@@ -1,5 +1,7 @@
 """Similarity of hidden states to the image: by hand, and against the states that a model returns."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from support.models.eager_reference import masks_of
@@ -41,12 +43,9 @@ def test_against_the_states_that_the_model_returns(name, layer):
     vision = masks_of(batch).vision
     valid = batch.inputs["attention_mask"][:, vision.size(1) :].bool()
     for shared in (False, True):
-        with torch.no_grad(), SimilarityProbe(model, vision, layer) as probe:
-            if shared:
-                with share_prompts(model, batch.completion_length) as report:
-                    model(**batch.inputs)
-            else:
-                model(**batch.inputs)
+        sharing = share_prompts(model, batch.completion_length) if shared else nullcontext()
+        with torch.no_grad(), SimilarityProbe(model, vision, layer) as probe, sharing as report:
+            model(**batch.inputs)
         assert torch.allclose(probe.similarity[valid], expected[valid], atol=1e-5, equal_nan=True), shared
     assert not report.plain, "prompts were shared"
 

@@ -18,34 +18,22 @@ PIXEL_INPUTS = (
 )
 
 BODY = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "pad_token_id": PAD,
-    "eos_token_id": EOS,
-    "bos_token_id": None,
-    "tie_word_embeddings": False,
-}
-MARKS = {
-    "image_token_id": IMAGE,
-    "video_token_id": VIDEO,
-    "vision_start_token_id": OPEN,
-    "vision_end_token_id": CLOSE,
-}
-CLIP = {
-    "hidden_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "image_size": 16,
-    "patch_size": 4,
-    "projection_dim": 24,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 512,
+    "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None, "tie_word_embeddings": False,
+}  # fmt: skip
+MARKS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": OPEN, "vision_end_token_id": CLOSE}
+TOWER = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+SQUARES = {**TOWER, "image_size": 16, "patch_size": 4}
+CLIP = {**SQUARES, "projection_dim": 24}
+QWEN_TOWER = {"depth": 2, "hidden_size": 24, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
+QWEN_TOWER |= {"patch_size": 4}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
+WINDOWS: dict[str, Any] = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+LINEAR |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+MIXED: dict[str, Any] = {**LINEAR, "layer_types": ["linear_attention", "full_attention"]}
 
 
 @dataclass(frozen=True)
@@ -105,132 +93,11 @@ def rope(**more: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10000.0, **more}
 
 
-def _qwen2_vl() -> Any:
-    vision = {"depth": 2, "embed_dim": 24, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
-    text = {**BODY, "rope_parameters": rope(mrope_section=[2, 3, 3])}
-    return hf.Qwen2VLForConditionalGeneration(hf.Qwen2VLConfig(text_config=text, vision_config=vision, **MARKS))
+def vision_model(kind: str, text: dict[str, Any], vision: dict[str, Any], **options: Any) -> Callable[[], Any]:
+    """`text`: what differs from `BODY`."""
 
-
-def _qwen2_5_vl(**text_options: Any) -> Any:
-    vision = {
-        "depth": 2,
-        "hidden_size": 24,
-        "out_hidden_size": 32,
-        "num_heads": 2,
-        "intermediate_size": 32,
-        "patch_size": 4,
-        "window_size": 16,
-        "fullatt_block_indexes": [1],
-    }
-    text = {**BODY, "rope_parameters": rope(mrope_section=[2, 3, 3]), **text_options}
-    return hf.Qwen2_5_VLForConditionalGeneration(hf.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **MARKS))
-
-
-QWEN3_VISION = {
-    "depth": 2,
-    "hidden_size": 24,
-    "out_hidden_size": 32,
-    "num_heads": 2,
-    "intermediate_size": 32,
-    "patch_size": 4,
-    "num_position_embeddings": 16,
-}
-
-
-def _qwen3_vl() -> Any:
-    text = {**BODY, "rope_parameters": rope(mrope_section=[2, 3, 3])}
-    vision = {**QWEN3_VISION, "deepstack_visual_indexes": [0]}
-    return hf.Qwen3VLForConditionalGeneration(hf.Qwen3VLConfig(text_config=text, vision_config=vision, **MARKS))
-
-
-def _qwen3_vl_moe() -> Any:
-    text = {
-        **BODY,
-        "rope_parameters": rope(mrope_section=[2, 3, 3]),
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-    }
-    vision = {**QWEN3_VISION, "deepstack_visual_indexes": [0]}
-    return hf.Qwen3VLMoeForConditionalGeneration(hf.Qwen3VLMoeConfig(text_config=text, vision_config=vision, **MARKS))
-
-
-def _qwen3_5() -> Any:
-    text = {
-        **BODY,
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "rope_parameters": rope(mrope_section=[2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.5),
-    }
-    vision = {**QWEN3_VISION, "deepstack_visual_indexes": []}
-    return hf.Qwen3_5ForConditionalGeneration(hf.Qwen3_5Config(text_config=text, vision_config=vision, **MARKS))
-
-
-def _gemma3() -> Any:
-    text = {**BODY, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}
-    vision = {key: value for key, value in CLIP.items() if key != "projection_dim"}
-    config = hf.Gemma3Config(
-        text_config=text,
-        vision_config=vision,
-        image_token_index=IMAGE,
-        boi_token_index=OPEN,
-        eoi_token_index=CLOSE,
-        mm_tokens_per_image=4,
-        tie_word_embeddings=False,
-    )
-    return hf.Gemma3ForConditionalGeneration(config)
-
-
-def _llava() -> Any:
-    text = {**BODY, "model_type": "llama"}
-    config = hf.LlavaConfig(
-        text_config=text, vision_config={**CLIP, "model_type": "clip_vision_model"}, image_token_index=IMAGE
-    )
-    return hf.LlavaForConditionalGeneration(config)
-
-
-def _llava_next() -> Any:
-    text = {**BODY, "model_type": "llama"}
-    config = hf.LlavaNextConfig(
-        text_config=text,
-        vision_config={**CLIP, "model_type": "clip_vision_model"},
-        image_token_index=IMAGE,
-        image_grid_pinpoints=[[16, 32], [32, 16], [32, 32]],
-    )
-    return hf.LlavaNextForConditionalGeneration(config)
-
-
-def _internvl() -> Any:
-    vision = {
-        "hidden_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-        "image_size": [16, 16],
-        "patch_size": [4, 4],
-    }
-    text = {**BODY, "model_type": "qwen2"}
-    config = hf.InternVLConfig(text_config=text, vision_config=vision, image_token_id=IMAGE, downsample_ratio=0.5)
-    return hf.InternVLForConditionalGeneration(config)
-
-
-def _idefics3(kind: str) -> Callable[[], Any]:
     def build() -> Any:
-        vision = {
-            "hidden_size": 24,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 32,
-            "image_size": 16,
-            "patch_size": 4,
-        }
-        text = {**BODY, "model_type": "llama"}
-        config = getattr(hf, f"{kind}Config")(
-            text_config=text, vision_config=vision, image_token_id=IMAGE, scale_factor=2, pad_token_id=PAD
-        )
+        config = getattr(hf, f"{kind}Config")(text_config={**BODY, **text}, vision_config=vision, **options)
         return getattr(hf, f"{kind}ForConditionalGeneration")(config)
 
     return build
@@ -241,18 +108,25 @@ def text_model(kind: str, **options: Any) -> Callable[[], Any]:
 
 
 def _gemma3_text() -> Any:
-    layers = ["sliding_attention", "full_attention"]
-    return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**BODY, layer_types=layers, sliding_window=24))
+    return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**BODY, **WINDOWS))
+
+
+QWEN2_TOWER = {"depth": 2, "embed_dim": 24, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
+QWEN3_TOWER = {**QWEN_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+ROPE_3_5 = rope(mrope_section=[2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.5)
+MIXED_3_5 = {**MIXED, "rope_parameters": ROPE_3_5}
+LLAMA, LLAVA_TOWER = {"model_type": "llama"}, {**CLIP, "model_type": "clip_vision_model"}
+PINPOINTS = [[16, 32], [32, 16], [32, 32]]
+GEMMA3 = {"image_token_index": IMAGE, "boi_token_index": OPEN, "eoi_token_index": CLOSE, "mm_tokens_per_image": 4}
+IDEFICS3: dict[str, Any] = {"image_token_id": IMAGE, "scale_factor": 2, "pad_token_id": PAD}
 
 
 def qwen_picture(temporal: int = 2, patch: int = 4) -> Callable[[int], Picture]:
     def picture(seed: int) -> Picture:
         grid = [1, 4, 4 + 2 * (seed % 2)]
         patches = grid[1] * grid[2]
-        inputs = {
-            "pixel_values": noise(seed, patches, 3 * temporal * patch * patch),
-            "image_grid_thw": torch.tensor([grid]),
-        }
+        values = noise(seed, patches, 3 * temporal * patch * patch)
+        inputs = {"pixel_values": values, "image_grid_thw": torch.tensor([grid])}
         return Picture([OPEN, *[IMAGE] * (patches // 4), CLOSE], inputs)
 
     return picture
@@ -286,26 +160,52 @@ def row_picture(seed: int) -> Picture:
     return Picture([OPEN, *[IMAGE] * 4, CLOSE], inputs)
 
 
+QWEN = (qwen_picture(), ("mm_token_type_ids",))
 FAMILIES = {
     family.name: family
     for family in [
-        Family("qwen2_vl", _qwen2_vl, qwen_picture(), ("mm_token_type_ids",)),
-        Family("qwen2_5_vl", _qwen2_5_vl, qwen_picture(), ("mm_token_type_ids",)),
-        Family("qwen3_vl", _qwen3_vl, qwen_picture(), ("mm_token_type_ids",)),
-        Family("qwen3_vl_moe", _qwen3_vl_moe, qwen_picture(), ("mm_token_type_ids",)),
-        Family("qwen3_5", _qwen3_5, qwen_picture(), ("mm_token_type_ids",), lora=("q_proj", "in_proj_qkv")),
-        Family("gemma3", _gemma3, square_picture(4), ("token_type_ids",)),
-        Family("llava", _llava, square_picture(16)),
-        Family("llava_next", _llava_next, _pinpoint_picture),
-        Family("internvl", _internvl, _tiled_picture),
-        Family("idefics3", _idefics3("Idefics3"), row_picture, per_row=True),
-        Family("smolvlm", _idefics3("SmolVLM"), row_picture, per_row=True),
+        Family("qwen2_vl", vision_model("Qwen2VL", MROPE, QWEN2_TOWER, **MARKS), *QWEN),
+        Family(
+            "qwen2_5_vl",
+            vision_model("Qwen2_5_VL", MROPE, {**QWEN_TOWER, "window_size": 16, "fullatt_block_indexes": [1]}, **MARKS),
+            *QWEN,
+        ),
+        Family("qwen3_vl", vision_model("Qwen3VL", MROPE, QWEN3_TOWER, **MARKS), *QWEN),
+        Family("qwen3_vl_moe", vision_model("Qwen3VLMoe", MROPE | EXPERTS, QWEN3_TOWER, **MARKS), *QWEN),
+        Family(
+            "qwen3_5",
+            vision_model("Qwen3_5", MIXED_3_5, {**QWEN3_TOWER, "deepstack_visual_indexes": []}, **MARKS),
+            *QWEN,
+            lora=("q_proj", "in_proj_qkv"),
+        ),
+        Family(
+            "gemma3",
+            vision_model("Gemma3", WINDOWS, SQUARES, **GEMMA3, tie_word_embeddings=False),
+            square_picture(4),
+            ("token_type_ids",),
+        ),
+        Family("llava", vision_model("Llava", LLAMA, LLAVA_TOWER, image_token_index=IMAGE), square_picture(16)),
+        Family(
+            "llava_next",
+            vision_model("LlavaNext", LLAMA, LLAVA_TOWER, image_token_index=IMAGE, image_grid_pinpoints=PINPOINTS),
+            _pinpoint_picture,
+        ),
+        Family(
+            "internvl",
+            vision_model(
+                "InternVL", {"model_type": "qwen2"}, {**TOWER, "image_size": [16, 16], "patch_size": [4, 4]},
+                image_token_id=IMAGE, downsample_ratio=0.5,
+            ),
+            _tiled_picture,
+        ),
+        Family("idefics3", vision_model("Idefics3", LLAMA, SQUARES, **IDEFICS3), row_picture, per_row=True),
+        Family("smolvlm", vision_model("SmolVLM", LLAMA, SQUARES, **IDEFICS3), row_picture, per_row=True),
         Family("qwen3", text_model("Qwen3")),
         Family("llama", text_model("Llama")),
         Family("gemma3_text", _gemma3_text),
         Family("mistral", text_model("Mistral", sliding_window=24)),
     ]
-}
+}  # fmt: skip
 
 
 def build(name: "str | Family", seed: int = 0) -> Any:
