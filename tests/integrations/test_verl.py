@@ -51,7 +51,6 @@ def test_names_of_the_notes():
         ({"black_prob": 0.3}, "but nothing is measured on perturbed images"),
         ({"seed": 1}, "but nothing is measured on perturbed images"),
         ({"right_from": 0.1, "vgr_reward_weight": 1.0}, "right_from is given, but hard_negative_reward_weight is 0"),
-        ({"share_prompts": "off"}, "share_prompts is given, but the actor measures no attention"),
         ({"credit_rules": ["vgpo"]}, "the credit rule vgpo reads similarity, which is not measured here"),
     ],
 )

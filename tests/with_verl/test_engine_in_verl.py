@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from support.launching import launch
-from tiny_rollout import GROUP
 
 WORKER = Path(__file__).parent / "parts" / "engine_worker.py"
 WANTED = {
@@ -20,7 +19,6 @@ def measured(folder, layout, processes):
     folder.mkdir()
     launch(WORKER, folder, layout, json.dumps(WANTED), processes=processes)
     parts = [torch.load(folder / f"rank{rank}.pt") for rank in range(processes)]
-    assert [part.pop("shared") for part in parts] == [None if layout == "packed" else 1 / GROUP] * processes
     columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     return columns, torch.load(folder / "gradients.pt")
 

@@ -39,9 +39,7 @@ def run(folder: Path, packed: bool, options: dict) -> None:
     with engine.eval_mode():
         output = engine.infer_batch(own)
     found = {name: no_padding_2_padding(value, own) for name, value in output["model_output"].items()}
-    report = getattr(engine, "sharing", None)
-    shared = None if report is None else report.prompts_per_row
-    torch.save(found | {"response_mask": tensors["response_mask"][share], "shared": shared}, folder / f"rank{rank}.pt")
+    torch.save(found | {"response_mask": tensors["response_mask"][share]}, folder / f"rank{rank}.pt")
 
     mask = tensors["response_mask"]
     tensors["advantages"] = torch.randn(mask.shape, generator=torch.Generator().manual_seed(9)) * mask

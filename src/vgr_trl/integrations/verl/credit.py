@@ -45,10 +45,6 @@ def _unless_perturbed(options: Any) -> str | None:
     return None if perturbs else "nothing is measured on perturbed images"
 
 
-def _unless_measured(options: Any) -> str | None:
-    return None if options.measures_attention else "the actor measures no attention"
-
-
 @dataclass
 class SignalOptions(MeasureOptions, PerturbationOptions, CreditOptions):
     """What is measured in the actor, and what becomes of it: options of this library, and of these integrations."""
@@ -66,8 +62,6 @@ class SignalOptions(MeasureOptions, PerturbationOptions, CreditOptions):
         needs="mdi_reward_weight")
     right_from: float = option(0.5, "A reward of at least this is a right answer, for the hard negative reward.",
         needs="hard_negative_reward_weight")
-    share_prompts: Literal["auto", "off"] = option("auto", "auto: each prompt of the measured pass is computed once, "
-        "where it can be; off.", needs=_unless_measured)
     seed: int = option(42, "Seed of the perturbed images.", ge=0, needs=_unless_perturbed)
     # fmt: on
 

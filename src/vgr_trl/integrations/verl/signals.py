@@ -3,7 +3,7 @@
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +12,7 @@ import torch
 
 from vgr_trl.credit import token_weights
 from vgr_trl.integrations.verl.credit import SignalOptions
-from vgr_trl.sharing.model_support import causal_model, flattens_layers
-from vgr_trl.sharing.prefix_cache import SharingReport
-from vgr_trl.sharing.sharing import share_prompts
+from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.signals.attention import AttentionProbe, mass_of_steps
 from vgr_trl.signals.ratios import (
     AttentionMass,
@@ -215,18 +213,14 @@ class MeasuredPass:
     Attributes:
         model: of the actor, also wrapped by FSDP.
         special_token_ids: tokens that belong to no modality.
-        agree: as `share_prompts` takes it.
         columns: name -> (N, S), what came out.
-        report: how prompts were shared; None: not tried.
     """
 
     model: Any
     layout: Layout
     options: SignalOptions
     special_token_ids: Sequence[int]
-    agree: Any = None
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
-    report: SharingReport | None = None
 
     @contextmanager
     def active(self) -> Iterator["MeasuredPass"]:
@@ -247,12 +241,8 @@ class MeasuredPass:
         places = (layout.present & ~layout.prompt).any(0).nonzero().flatten().tolist() or [1]  # of responses
         emitting = slice(max(places[0] - 1, 0), max(places[-1], 1))
         probe = AttentionProbe(self.model, masks, emitting, packed=layout.packed)
-        with ExitStack() as stack:
-            apart = not layout.packed and not flattens_layers(self.model)  # FSDP 1 has not been tried
-            if self.options.share_prompts != "off" and apart:
-                self.report = stack.enter_context(share_prompts(self.model, agree=self.agree))
-            with probe:
-                yield self
+        with probe:
+            yield self
         self.columns = self._columns(probe.mass, masks, emitting)
 
     def _columns(self, mass: AttentionMass, masks: ModalityMasks, emitting: slice) -> dict[str, torch.Tensor]:

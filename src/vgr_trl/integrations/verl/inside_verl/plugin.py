@@ -6,7 +6,6 @@ perturbed images: what it has to measure comes in the batch, from the trainer; a
 """
 
 import importlib
-import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,7 +17,6 @@ import torch
 import transfer_queue as tq
 from omegaconf import OmegaConf
 from tensordict import TensorDict
-from torch import distributed
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from verl.models.transformers import monkey_patch
 from verl.trainer.ppo import core_algos
@@ -50,53 +48,11 @@ from vgr_trl.integrations.verl.signals import (
     perturbed_rows,
     rows_of_images,
 )
-from vgr_trl.sharing.model_support import attention_modules, base_of, causal_model
+from vgr_trl.sharing.model_support import attention_modules
 from vgr_trl.signals.attention import find_decoder
 from vgr_trl.signals.ratios import visual_dependency
 from vgr_trl.signals.scoring import policy_is_active
 from vgr_trl.utils import ConfigError, patched_attribute
-
-# verl's forward passes of Qwen-VL hand a cache on to the language model, but do not name it among their parameters.
-#
-# Where rows have no images they pass a made-up one through the tower, and cannot read what comes out with
-# transformers 5.10; completions behind a prompt need none.
-
-
-@contextmanager
-def naming_its_cache(model: Any) -> Iterator[None]:
-    """Give the base model a forward pass that names `past_key_values`, so that prompts can be computed once."""
-    base = base_of(causal_model(model))
-    plain = base.forward
-    parameters = inspect.signature(plain).parameters
-    takes_more = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    if "past_key_values" in parameters or not takes_more:
-        yield
-        return
-
-    def forward(
-        input_ids: Any = None,
-        attention_mask: Any = None,
-        position_ids: Any = None,
-        past_key_values: Any = None,
-        pixel_values: Any = None,
-        image_grid_thw: Any = None,
-        **others: Any,
-    ) -> Any:
-        given = {
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "past_key_values": past_key_values,
-            "pixel_values": pixel_values,
-            "image_grid_thw": image_grid_thw,
-        }
-        given = {name: value for name, value in given.items() if value is not None} | others
-        if past_key_values is not None and pixel_values is None:
-            return base.language_model(inputs_embeds=base.get_input_embeddings()(input_ids), **given)
-        return plain(input_ids, **given)
-
-    with patched_attribute(base, "forward", forward):
-        yield
-
 
 # Attention that verl calls by itself: with padding removed, layers of Qwen2-VL and GLM-4V look nothing up.
 #
@@ -160,17 +116,14 @@ class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         self, micro_batch: Any, loss_function: Any, options: SignalOptions, context: dict[str, Any]
     ) -> Any:
         if options.measures_attention:
-            measured = MeasuredPass(
-                self.module, self._layout(micro_batch), options, context["special_token_ids"], agree=self._all_agree
-            )
-            with naming_its_cache(self.module), looked_up(self.module), measured.active():
+            measured = MeasuredPass(self.module, self._layout(micro_batch), options, context["special_token_ids"])
+            with looked_up(self.module), measured.active():
                 loss, output = super().forward_step(micro_batch, loss_function, True)
             offsets, present = micro_batch["input_ids"].offsets(), measured.layout.present
             output["model_output"] |= {
                 name: torch.nested.nested_tensor_from_jagged(column[present].float(), offsets)
                 for name, column in measured.columns.items()
             }
-            self.sharing = measured.report
         else:
             loss, output = super().forward_step(micro_batch, loss_function, True)
         if options.needs_dependency:
@@ -228,11 +181,6 @@ class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         perturbed = micro_batch.clone(recurse=False)
         tu.assign_non_tensor_stack(perturbed, "multi_modal_inputs", rows)
         return perturbed
-
-    def _all_agree(self, mine: bool) -> bool:
-        answer = torch.tensor(float(mine), device=next(self.module.parameters()).device)
-        distributed.all_reduce(answer, op=distributed.ReduceOp.MIN, group=self.get_data_parallel_group())
-        return bool(answer)
 
 
 def register() -> None:
