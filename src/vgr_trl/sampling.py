@@ -28,7 +28,7 @@ from vgr_trl.patches import as_one_batch, replace_newest
 from vgr_trl.registries import short_name
 from vgr_trl.rollout import GroupSelection, Rollout, TrainingPass, weighted_sums
 from vgr_trl.signals.named import RolloutSignals, columns_of_signals, signals_of_columns
-from vgr_trl.utils import ConfigError, DataError
+from vgr_trl.utils import ConfigError
 
 if TYPE_CHECKING:
     from vgr_trl.dapo_config import DAPOConfig
@@ -359,18 +359,11 @@ class ZeroVarianceStreak:
         if steps < LONGEST_STREAK or self._warned:
             return None
         self._warned = True
-        args = self._args
-        effect = "only replayed groups are trained on" if args.replay_buffer_size else "nothing is trained"
-        causes = [f"{self._equal} have equal rewards (replay_var_epsilon {args.replay_var_epsilon})"]
-        if args.online_filtering:
-            causes.append(
-                f"{self._filtered} have a mean of filter_key {args.filter_key} outside filter_low {args.filter_low:g} "
-                f"and filter_high {args.filter_high:g} (filter_mode {args.filter_mode})"
-            )
+        effect = "only replayed groups are trained on" if self._args.replay_buffer_size else "nothing is trained"
         return (
-            f"No group has had a gradient for {steps} steps, so {effect}: of {self._groups} groups "
-            f"{' and '.join(causes)}. Use questions or rewards for which the completions of a prompt differ"
-            f"{', or wider bounds' * args.online_filtering}."
+            f"No group has had a gradient for {steps} steps, so {effect}: of {self._groups} groups {self._equal} have "
+            f"equal rewards, and online_filtering drops {self._filtered}. Use questions or rewards for which the "
+            f"completions of a prompt differ{', or wider bounds' * self._args.online_filtering}."
         )
 
 
@@ -750,10 +743,6 @@ class ReplayBuffer:
             advantages: (num_groups, G).
             rewards: weighted sums, (num_groups, G).
         """
-        return [value is not None for value in self._admitted(advantages, rewards)]
-
-    def _admitted(self, advantages: torch.Tensor, rewards: torch.Tensor) -> list[float | None]:
-        """The priorities of the groups that would enter, None for the others; (num_groups, G) each."""
         values = priority(advantages, rewards)
         found = group_spread(advantages.flatten(), rewards.flatten(), rewards.size(-1), estimator=self.estimator)
         enters = (found > self.variance_epsilon) & values.isfinite()
@@ -761,22 +750,23 @@ class ReplayBuffer:
             enters &= rewards.double().nanmean(dim=-1) >= self.min_reward
         if len(self) >= self.size:
             enters &= values >= min(entry.priority for entry in self._entries)
-        return [value if one else None for value, one in zip(values.tolist(), enters.tolist(), strict=True)]
+        return enters.tolist()
 
     def add(self, group: Group) -> bool:
         """Add a group, unless it is not admitted; return whether it was."""
-        (value,) = self._admitted(group.advantages.unsqueeze(0), group.rewards.unsqueeze(0))
-        if value is None:
-            return False
-        self._entries.append(_Entry(self._added, value, group))
-        self._added += 1
-        self.step = max(self.step, group.step)
-        self._keep_best()
-        return True
+        entered = self._enter(self._added, group)
+        self._added += entered
+        self.step = max(self.step, group.step) if entered else self.step
+        return entered
 
-    def _keep_best(self) -> None:
-        while len(self) > self.size:
+    def _enter(self, number: int, group: Group) -> bool:
+        advantages, rewards = group.advantages.unsqueeze(0), group.rewards.unsqueeze(0)
+        if not self.admits(advantages, rewards)[0]:
+            return False
+        self._entries.append(_Entry(number, priority(advantages, rewards).item(), group))
+        if len(self) > self.size:
             self._entries.remove(min(self._entries, key=lambda entry: (entry.priority, entry.number)))
+        return True
 
     def sample(self, count: int) -> list[Group]:
         """Draw `count` different groups, each with probability proportional to its priority among those left.
@@ -815,11 +805,7 @@ class ReplayBuffer:
         self._generator.set_state(state["generator"])
         self._entries = []
         for number, saved in zip(state["numbers"], state["groups"], strict=True):
-            group = Group.from_state(saved)
-            (value,) = self._admitted(group.advantages.unsqueeze(0), group.rewards.unsqueeze(0))
-            if value is not None:
-                self._entries.append(_Entry(number, value, group))
-                self._keep_best()
+            self._enter(number, Group.from_state(saved))
         self.advance(self.step)
 
 
@@ -832,25 +818,13 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return one state with the rows of all groups, from the states that the processes of a run saved together.
 
     Args:
-        states: what `ReplayBuffer.state_dict` returned on each process, in any order.
-
-    Raises:
-        DataError: they are not of the same moment, or the state of a process is missing.
+        states: what `ReplayBuffer.state_dict` returned on each process of one checkpoint, in any order.
     """
     first = states[0]
-    if any((state["added"], state["numbers"]) != (first["added"], first["numbers"]) for state in states):
-        raise DataError(
-            "The states of the replay buffer are not of the same step: give those that one checkpoint holds."
-        )
-    groups = []
-    for index, number in enumerate(first["numbers"]):
-        found = [state["groups"][index] for state in states if state["groups"][index]["rows"] is not None]
-        if not found:
-            raise DataError(
-                f"Group {number} of the replay buffer is in none of its {len(states)} states: give those of all "
-                "processes that saved the checkpoint."
-            )
-        groups.append(found[0])
+    groups = [
+        next(state["groups"][index] for state in states if state["groups"][index]["rows"] is not None)
+        for index in range(len(first["groups"]))
+    ]
     return {**first, "groups": groups}
 
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 
 from vgr_trl.sampling import Group, Placement, ReplayBuffer, groups_from_batch, merge_states, priority, split_state
-from vgr_trl.utils import DataError
 
 
 def group(*rewards: float, step: int = 0, scale: float = 1.0) -> Group:
@@ -209,12 +208,3 @@ def test_another_number_of_processes_continues(before, after):
             with_rows = [process for process in range(after) if found[process][index].rows is not None]
             assert with_rows == [*holders]
             assert content(found[with_rows[0]][index]) == content(of_alone)
-
-
-def test_states_that_do_not_belong_together():
-    states = [buffer.state_dict() for buffer in filled(processes=2)]
-    with pytest.raises(DataError, match="Group 2 of the replay buffer is in none of its 1 states: give those of all"):
-        merge_states(states[:1])
-    (other,) = filled(size=2)
-    with pytest.raises(DataError, match="The states of the replay buffer are not of the same step: give those that"):
-        merge_states([states[0], other.state_dict()])
