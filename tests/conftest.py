@@ -61,46 +61,26 @@ def text_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {word: index for index, word in enumerate([*specials, *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        unk_token="<unk>",
-        eos_token="<|im_end|>",
-        additional_special_tokens=["<|im_start|>"],
-        chat_template=CHAT,
-        padding_side="left",
-    )
+    special = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "<|im_end|>"}
+    more = {"additional_special_tokens": ["<|im_start|>"], "chat_template": CHAT, "padding_side": "left"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special, **more)
 
 
 @pytest.fixture
 def text_model(text_tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(text_tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        initializer_range=0.3,
-        pad_token_id=text_tokenizer.pad_token_id,
-        eos_token_id=text_tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "initializer_range": 0.3}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    ids = {"pad_token_id": text_tokenizer.pad_token_id, "eos_token_id": text_tokenizer.eos_token_id}
+    config = Qwen2Config(**sizes, **heads, **ids, vocab_size=len(text_tokenizer), bos_token_id=None)
     return Qwen2ForCausalLM(config)
 
 
 @pytest.fixture
 def text_rows() -> Dataset:
     colours = ["red", "blue", "green", "teal"]
-    return Dataset.from_dict(
-        {
-            "prompt": [
-                [{"role": "user", "content": f"what colour is the shape ? {colours[i % 4]}"}] for i in range(12)
-            ],
-            "solution": [colours[i % 4] for i in range(12)],
-        }
-    )
+    prompts = [[{"role": "user", "content": f"what colour is the shape ? {colours[i % 4]}"}] for i in range(12)]
+    return Dataset.from_dict({"prompt": prompts, "solution": [colours[i % 4] for i in range(12)]})
 
 
 @pytest.fixture
@@ -148,18 +128,8 @@ def png(tmp_path: Path) -> Path:
     return path
 
 
-FEATURES = Features(
-    {
-        "id": Value("string"),
-        "source": Value("string"),
-        "family": Value("string"),
-        "image": ImageFeature(),
-        "problem": Value("string"),
-        "choices": List(Value("string")),
-        "solution": Value("string"),
-        "thought": Value("string"),
-    }
-)
+COLUMNS = dict.fromkeys("id source family image problem choices solution thought".split(), Value("string"))
+FEATURES = Features(COLUMNS | {"image": ImageFeature(), "choices": List(Value("string"))})
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,9 @@
 """Shared prompts against plain passes, in every family, number format and attention."""
 
-import copy
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from places import DTYPES, attention, on_both, tf32, to
+from places import DTYPES, attention, on_both, to
 from support.models.compare import checkpointed, generated, gradients, with_head
 from support.models.families import build, make_batch
 
@@ -75,20 +73,6 @@ def test_agrees(place, family, dtype, function, measured):
         assert distance(shared, plain) < GRADIENTS
 
 
-@pytest.mark.parametrize("place", on_both("flash", cpu=["math"]))
-def test_tf32(place, measured):
-    """On, the shared pass is as far from float32 as the plain one; off, they agree as on a CPU."""
-    device, kind = place
-    reference = exact(scores, "qwen2_5_vl")
-    model, batch = with_head(build("qwen2_5_vl").to(device)), to(make_batch("qwen2_5_vl"), device, torch.float32)
-    for allowed in (False, True):
-        with tf32(allowed), attention(model, kind):
-            plain, shared = plain_and_shared(scores, model, batch)
-        measured[f"plain, tf32 {allowed}"] = distance(plain, reference)
-        measured[f"shared, tf32 {allowed}"] = distance(shared, reference)
-        assert distance(shared, reference) < FACTOR * distance(plain, reference) + 1e-6
-
-
 @pytest.mark.parametrize("adapters", [False, True], ids=["all weights", "lora"])
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 @pytest.mark.parametrize("place", on_both("flash", "flex_attention", cpu=["math"]))
@@ -124,23 +108,3 @@ def test_tokens(place, family, sample):
             shared = generated(model, batch, sample=sample)
     assert (report.prompts, report.rows, dict(report.plain)) == (2, 6, {})
     assert torch.equal(plain, shared)
-
-
-@pytest.mark.parametrize("place", on_both("layers", "model", cpu=["layers"]))
-def test_compiled(place, measured):
-    """A compiled model gives what it gives uncompiled, and says why its prompts are not shared."""
-    device, what = place
-    model, batch = with_head(build("qwen2_5_vl").to(device)), to(make_batch("qwen2_5_vl"), device, torch.float32)
-    expected = scores(model, batch)
-    backend = "inductor" if device == "cuda" else "eager"
-    if what == "layers":
-        compiled = copy.copy(model)
-        for layer in model.model.language_model.layers:
-            layer.compile(backend=backend, dynamic=True)
-    else:
-        compiled = torch.compile(model, backend=backend, dynamic=True)
-    with share_prompts(compiled, batch.completion_length) as report:
-        found = scores(compiled, batch)
-    measured["apart"] = float((found - expected).abs().max())
-    assert dict(report.plain) == {"torch.compile": 1}
-    assert measured["apart"] < 1e-3
