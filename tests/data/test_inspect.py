@@ -1,5 +1,4 @@
 import json
-import re
 from collections import Counter
 from functools import partial
 from html.parser import HTMLParser
@@ -11,7 +10,7 @@ from PIL import Image
 from trl import GRPOTrainer
 
 from vgr_trl.cli.data import main as data
-from vgr_trl.data.inspect import Budget, costs, inspect_rows, prompt_tokens
+from vgr_trl.data.inspect import inspect_rows, prompt_tokens, too_long
 from vgr_trl.data.load import load_path
 from vgr_trl.data.prompts import SYSTEM_PROMPTS, build_prompt
 from vgr_trl.data.rows import RowOptions
@@ -68,14 +67,13 @@ def test_lengths_are_those_of_the_trainer(images, system_prompt):
     assert prompt_tokens(processor, row) == prompt_length(trainer, row)
 
 
-def test_costs_by_hand():
-    """Prompts of 100, 100 and 200 tokens have a mean of 400/3, with which a step takes 2 * (400/3 + 4 * 50) tokens."""
+def test_rows_over_the_limit_are_counted():
     lengths = {100: 2, 200: 1, 400: 1}
-    found = " ".join(costs(lengths, Budget(250, max_completion_length=50, num_generations=4, prompts_per_step=2)))
-    numbers = [int(number) for number in re.findall(r"(?<![=\d])\d+", found.replace(",", ""))]
-    assert numbers == [1, round(2 * (400 / 3 + 200)), round(2 * (4 * 400 / 3 + 200))]
-    assert "leaves 4 rows out" in costs(lengths, Budget(50))[0]
-    assert "max_prompt_length=400 leaves 0 rows out" in costs(lengths, Budget())[0]
+    assert [too_long(lengths, limit)[:37] for limit in (50, 200)] == [
+        "max_prompt_length=50 leaves 4 rows ou",
+        "max_prompt_length=200 leaves 1 rows o",
+    ]
+    assert too_long(lengths, None) == too_long({}, 5) == ""
 
 
 class Tags(HTMLParser):

@@ -8,7 +8,7 @@ from support.made_sets import encoded, jsonl, picture, rows_in, skipped_in, writ
 from vgr_trl.data import merge as merge_module
 from vgr_trl.data.columns import Origin, Question
 from vgr_trl.data.convert import Output
-from vgr_trl.data.merge import Row, interleaved, merge, sharing_images, split, weighted, without_duplicates
+from vgr_trl.data.merge import Row, interleaved, merge, sharing_images, split, without_duplicates
 from vgr_trl.data.read import Source
 from vgr_trl.utils import ConfigError, DataError
 
@@ -31,12 +31,12 @@ def two_sets(tmp_path) -> list[Source]:
     return [made_set(tmp_path / "a", first, rows_per_file=20), made_set(tmp_path / "b", second, columns=("images",))]
 
 
-def merged(tmp_path, sources, *, name="out", identity="same", kind="parquet", **options):
-    return merge(sources, Output(tmp_path / name, workers=0, kind=kind), {"sets": identity}, **options)
+def merged(tmp_path, sources, *, name="out", identity="same", **options):
+    return merge(sources, Output(tmp_path / name, workers=0), {"sets": identity}, **options)
 
 
 def test_two_sets_become_one_that_datasets_reads(tmp_path):
-    assert merged(tmp_path, two_sets(tmp_path)) == 0
+    merged(tmp_path, two_sets(tmp_path))
     loaded = load_dataset(str(tmp_path / "out"), cache_dir=str(tmp_path / "cache"))
     assert {name: len(rows) for name, rows in loaded.items()} == {"train": 36, "test": 4}
     train, test = ({i.getpixel((0, 0)) for row in rows for i in row["images"]} for rows in loaded.values())
@@ -107,9 +107,6 @@ def test_what_cannot_be_merged(tmp_path):
     source = made_set(tmp_path / "a", [question("a0", (1, 1, 1))])
     with pytest.raises(ConfigError, match="test_share is 1: give a number from 0"):
         merged(tmp_path, [source], test_share=1)
-    for weights in ((1, 1), (0,)):
-        with pytest.raises(ConfigError, match="give a number above 0 for each of the 1 sets"):
-            merged(tmp_path, [source], weights=weights)
     with pytest.raises(DataError, match="The 1 rows cannot be split"):
         merged(tmp_path, [source])
 
@@ -137,17 +134,6 @@ def test_rows_that_contradict_each_other_are_both_left_out(one, other, contradic
     assert (len(kept), len(reasons)) == ((0, 2) if contradict else (1, 1))
 
 
-def test_weights_by_hand():
-    """30 and 12 rows at 2 : 1: the twelve limit, so 24 to 12. At 1 : 1: twelve each. At 5 : 1: thirty to six."""
-    rows = [row(n, [f"a{n}"]) for n in range(30)] + [row(n, [f"b{n}"], source=1) for n in range(12)]
-    for weights, expected in (((2, 1), [24, 12]), ((1, 1), [12, 12]), ((5, 1), [30, 6]), ((100, 1), [30, 1])):
-        kept = weighted(rows, weights, seed=0)
-        assert [sum(found.source == number for found in kept) for number in (0, 1)] == expected
-        assert kept == [found for found in rows if found in kept]  # order stays
-    with pytest.raises(DataError, match="Source 3 has no row that can be used"):
-        weighted(rows, (1, 1, 1), seed=0)
-
-
 def test_the_share_is_met_exactly_where_no_image_is_shared():
     rows = [row(number, [str(number)]) for number in range(200)]
     train, test = split(rows, 0.1, seed=0)
@@ -162,7 +148,7 @@ def test_the_share_is_met_exactly_where_no_image_is_shared():
 def test_rows_are_linked_over_others():
     rows = [row(0, "ab"), row(1, "c"), row(2, "bd"), row(3, "d"), row(4, "ce")]
     assert [places(group) for group in sharing_images(rows)] == [[(0, 0), (0, 2), (0, 3)], [(0, 1), (0, 4)]]
-    with pytest.raises(DataError, match="The 2 rows cannot be split, for all are linked by images they share"):
+    with pytest.raises(DataError, match="The 2 rows cannot be split: all are linked by images they share"):
         split(rows[2:4], 0.5, seed=0)
 
 

@@ -14,9 +14,9 @@ from datasets import Dataset
 
 from vgr_trl.cli.arguments import DataArguments, load_processor, one_sentence, system_prompt_of
 from vgr_trl.data.columns import FLAGS, KEYS, keys_of
-from vgr_trl.data.convert import ROWS_PER_FILE, SKIPPED, WRITERS, Output, convert, plot, report, statistics_in
+from vgr_trl.data.convert import ROWS_PER_FILE, SKIPPED, Output, convert, report, statistics_in
 from vgr_trl.data.images import COLUMNS, MAX_SHORT_SIDE, ImageLimits, VideoOptions, downloaded
-from vgr_trl.data.inspect import Budget, Findings, inspect_rows, page, prompt_tokens
+from vgr_trl.data.inspect import Findings, inspect_rows, page, prompt_tokens
 from vgr_trl.data.inspect import report as inspection_report
 from vgr_trl.data.load import load_path
 from vgr_trl.data.merge import merge
@@ -31,7 +31,7 @@ HELP = (
     "convert: a public set, or files of your own, to one schema. merge: several converted sets to one, split into "
     "train and test. inspect: check any set before training, and look at some of its rows."
 )
-NOT_OF_THE_ROWS = ("dataset_name", "dataset_path", "data_files", "sets", "output_dir", "workers", "plot")
+NOT_OF_THE_ROWS = ("dataset_name", "dataset_path", "data_files", "sets", "output_dir", "workers")
 IMAGE_FLAGS = ("min_pixels", "max_pixels", "max_short_side")
 TRAINING_FLAGS = (
     "dataset_config", "dataset_streaming", "image_dir", *FLAGS.values(), *IMAGE_FLAGS, "filter_big_images",
@@ -41,19 +41,15 @@ TRAINING_FLAGS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the named command and return its exit status: 1 with `inspect --strict` if a row cannot be used."""
-    commands = {
-        "convert": (convert_parser, convert_run),
-        "merge": (merge_parser, merge_run),
-        "inspect": (inspect_parser, inspect_run),
-    }
     parser = argparse.ArgumentParser(prog="vgr-trl data", description=HELP)
-    parser.add_argument("command", choices=commands)
+    parser.add_argument("command", choices=["convert", "merge", "inspect"])
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="of the command: vgr-trl data COMMAND --help")
     chosen = parser.parse_args(argv)
-    command_parser, run = commands[chosen.command]
-    flags = command_parser().parse_args(chosen.flags)
+    parsers = {"convert": convert_parser, "merge": merge_parser, "inspect": inspect_parser}
+    runs = {"convert": convert_run, "merge": merge_run, "inspect": inspect_run}
+    flags = parsers[chosen.command]().parse_args(chosen.flags)
     with one_sentence():
-        findings = run(flags)
+        findings: Any = runs[chosen.command](flags)
     if findings is not None and not findings.usable:
         raise DataError(f"None of the {findings.rows} rows of {flags.path} can be used; see the reasons above.")
     return int(findings is not None and flags.strict and findings.usable < findings.rows)
@@ -90,7 +86,6 @@ def merge_parser() -> argparse.ArgumentParser:
     """Return the flags of `merge`."""
     made = argparse.ArgumentParser(prog="vgr-trl data merge", allow_abbrev=False)
     made.add_argument("sets", nargs="+", help="folders that `convert` wrote, FOLDER:SPLIT for one split, or files")
-    made.add_argument("--weights", nargs="+", type=float, help="one per set: their proportions (default: every row)")
     made.add_argument("--test_share", type=float, default=0.1, help="of the rows; 0: no split (default 0.1)")
     _add_output_flags(made)
     return made
@@ -100,12 +95,10 @@ def _add_output_flags(made: argparse.ArgumentParser) -> None:
     """Add the flags that `convert` and `merge` share."""
     add = made.add_argument_group("output").add_argument
     add("--output_dir", "--out_dir", type=Path, required=True, help="folder; what is finished is not made again")
-    add("--output_format", choices=WRITERS, default="parquet", help="Parquet with images, JSONL with paths")
     add("--rows_per_file", type=int, default=ROWS_PER_FILE, help="(default %(default)s)")
     add("--shuffle_choices", action="store_true", help="put options in another order, letters balanced")
-    add("--seed", type=int, default=0, help="of split, weights and order of options (default 0)")
+    add("--seed", type=int, default=0, help="of split and order of options (default 0)")
     add("--workers", type=int, default=2, help="processes that decode images; 0: none (default 2)")
-    add("--plot", type=Path, help="draw what the set consists of: PNG, SVG or PDF (needs matplotlib)")
     add("--max_image_pixels", type=int, help="leave out rows with larger images")
     _add_options(made, DataArguments, IMAGE_FLAGS, "images")
     made.set_defaults(max_short_side=MAX_SHORT_SIDE)
@@ -116,11 +109,8 @@ def _output(flags: argparse.Namespace, sources: Sequence[Source], **options: Any
     for folder in (Path(source.dataset_path) for source in sources if source.dataset_path):
         if flags.output_dir.resolve().is_relative_to(folder.resolve()):
             raise ConfigError(f"output_dir {flags.output_dir} is in {folder}, which is read: choose another folder.")
-    if flags.plot:
-        import matplotlib.figure  # noqa: F401 (before any work is done)
     limits = ImageLimits(flags.min_pixels, flags.max_pixels, flags.max_short_side or None, flags.max_image_pixels)
-    written = {"kind": flags.output_format, "rows_per_file": flags.rows_per_file, "workers": flags.workers}
-    return Output(flags.output_dir, limits=limits, **written, **options)
+    return Output(flags.output_dir, limits=limits, rows_per_file=flags.rows_per_file, workers=flags.workers, **options)
 
 
 def _identity(flags: argparse.Namespace, **sources: Any) -> dict[str, Any]:
@@ -168,26 +158,22 @@ def _source(flags: argparse.Namespace, converter: Converter) -> Source:
 
 
 def _report(flags: argparse.Namespace) -> None:
-    """Print what the sets in the output folder consist of, write it to `report.txt` there, and draw it if asked for."""
+    """Print what the sets in the output folder consist of, and write it to `report.txt` there."""
     statistics = statistics_in(flags.output_dir)
     texts = (f"{split}: {counts['sources'].total():,} rows\n{report(counts)}\n" for split, counts in statistics.items())
     text = "\n".join(texts)
     write_atomic(flags.output_dir / "report.txt", text.encode())
     left_out = sum(counts.get("reasons", Counter()).total() for counts in statistics.values())
     print(f"{text}\nRows are in {flags.output_dir}; {left_out:,} left out are listed in {flags.output_dir / SKIPPED}.")
-    if flags.plot:
-        plot(statistics, flags.plot)
 
 
 def merge_run(flags: argparse.Namespace) -> None:
     """Merge as the flags say, and print and write down what the result consists of."""
     sources = list(map(_set_source, flags.sets))
-    options = {name: getattr(flags, name) for name in ("weights", "test_share", "seed", "shuffle_choices")}
+    options = {name: getattr(flags, name) for name in ("test_share", "seed", "shuffle_choices")}
     identity = _identity(flags, sources=[source.identity() for source in sources])
-    surplus = merge(sources, _output(flags, sources), identity, **options)
+    merge(sources, _output(flags, sources), identity, **options)
     _report(flags)
-    if surplus:
-        print(f"{surplus:,} rows more could be used, but are left out for the weights.")
 
 
 def _set_source(text: str) -> Source:
@@ -210,25 +196,23 @@ def inspect_parser() -> argparse.ArgumentParser:
     made.add_argument("--no_solution", action="store_true", help="rows need no solution: no accuracy reward is used")
     made.add_argument("--strict", action="store_true", help="exit with status 1 if a row cannot be used")
     _add_options(made, DataArguments, TRAINING_FLAGS, "as in training")
-    _add_options(made, Budget, [option.name for option in fields(Budget)], "cost")
-    tokens = made.add_argument_group("tokens")
-    model = tokens.add_mutually_exclusive_group().add_argument
-    model("--model", help="folder or hub name whose processor counts the tokens of prompts")
-    model("--tiny", action="store_true", help="count with the embedded demo's processor, byte by byte")
-    tokens.add_argument("--model_revision", help="branch, tag or commit of a hub name")
-    tokens.add_argument("--trust_remote_code", action="store_true", help="the model may bring its own code")
-    written = made.add_argument_group("output")
-    written.add_argument("--page", type=Path, default=Path("inspect.html"), help="(default inspect.html)")
-    written.add_argument("--samples", type=int, default=12, help="questions on the page; 0: no page (default 12)")
-    written.add_argument("--seed", type=int, default=0, help="of the questions drawn (default 0)")
-    written.add_argument("--skipped", type=Path, help="list every row that cannot be used there, as JSONL")
+    tokens = made.add_argument_group("tokens").add_argument
+    tokens("--model", help="folder or hub name whose processor counts the tokens of prompts")
+    tokens("--tiny", action="store_true", help="count with the embedded demo's processor, byte by byte")
+    tokens("--model_revision", help="branch, tag or commit of a hub name")
+    tokens("--trust_remote_code", action="store_true", help="the model may bring its own code")
+    tokens("--max_prompt_length", type=int, help="as in training: longer prompts are left out")
+    written = made.add_argument_group("output").add_argument
+    written("--page", type=Path, default=Path("inspect.html"), help="(default inspect.html)")
+    written("--samples", type=int, default=12, help="questions on the page; 0: no page (default 12)")
+    written("--seed", type=int, default=0, help="of the questions drawn (default 0)")
+    written("--skipped", type=Path, help="list every row that cannot be used there, as JSONL")
     return made
 
 
 def inspect_run(flags: argparse.Namespace) -> Findings:
     """Inspect as the flags say, print the report, write page and list, and return what was found."""
     data = DataArguments(**{name: getattr(flags, name) for name in TRAINING_FLAGS})
-    budget = Budget(*(getattr(flags, option.name) for option in fields(Budget)))
     path = Path(flags.path).absolute()
     for output in (flags.page, flags.skipped):
         if output and (not output.parent.is_dir() or output.resolve() == path.resolve()):
@@ -259,10 +243,10 @@ def inspect_run(flags: argparse.Namespace) -> Findings:
             seed=flags.seed,
             on_skipped=lambda row: print(json.dumps(asdict(row), default=str), file=listed),
         )
-    print(inspection_report(findings, budget))
+    print(inspection_report(findings, flags.max_prompt_length))
     if processor is None:
         print("Prompts are not measured: name the model with --model.")
     if flags.samples:
-        write_atomic(flags.page, page(findings, budget, flags.path, flags.seed))
+        write_atomic(flags.page, page(findings, flags.max_prompt_length, flags.path, flags.seed))
         print(f"{len(findings.sample)} questions to look at are in {flags.page}.")
     return findings

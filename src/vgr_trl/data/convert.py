@@ -1,4 +1,4 @@
-"""Convert questions to one schema: images encoded in parallel, rows written as Parquet or JSONL, and counted."""
+"""Convert questions to one schema: images encoded in parallel, rows written as Parquet, and counted."""
 
 import hashlib
 import io
@@ -24,7 +24,7 @@ from vgr_trl.data.images import ImageLimits, image_bytes, read_image, to_rgb
 from vgr_trl.data.read import row_files
 from vgr_trl.utils import ConfigError, DataError, pool, printable, publish, unfinished, write_atomic
 
-SUFFIXES = {"JPEG": ".jpg", "PNG": ".png", "WEBP": ".webp"}  # formats that are stored as they are
+KEPT = ("JPEG", "PNG", "WEBP")  # formats that are stored as they are
 ENCODING: dict[str, dict[str, Any]] = {"JPEG": {"quality": 95, "subsampling": 0}, "PNG": {"compress_level": 3}}
 ROWS_PER_TASK = 8
 TASKS_PER_WORKER = 3  # one is worked on, one waits, and the result of one waits
@@ -36,10 +36,9 @@ TEXTS = ("id", "source", "problem", "solution", "choices")  # the columns of eve
 
 @dataclass(frozen=True)
 class Encoded:
-    """An image file: its bytes, the suffix of its format, its size in pixels, and a hash of its pixels if wanted."""
+    """An image file: its bytes, its size in pixels, and a hash of its pixels if wanted."""
 
     data: bytes
-    suffix: str
     width: int
     height: int
     digest: str = ""
@@ -61,7 +60,7 @@ def encode_image(value: Any, root: Path, limits: ImageLimits, *, with_digest: bo
     image = read_image(value if data is None else {"bytes": data}, root, limits.max_image_pixels)
     kind, size = str(image.format), limits.size_of(*image.size)
     is_plain = image.mode == "RGB" and "transparency" not in image.info and size == image.size
-    keeps_file = is_plain and kind in SUFFIXES and getattr(image, "n_frames", 1) == 1  # of a damaged TIFF it raises
+    keeps_file = is_plain and kind in KEPT and getattr(image, "n_frames", 1) == 1  # of a damaged TIFF it raises
     image = to_rgb(image)
     if size != image.size:
         image = image.resize(size, Image.Resampling.LANCZOS)
@@ -71,7 +70,7 @@ def encode_image(value: Any, root: Path, limits: ImageLimits, *, with_digest: bo
         plain.paste(image)
         plain.save(buffer, kind, **ENCODING[kind])
         data = buffer.getvalue()
-    return Encoded(data, SUFFIXES[kind], *size, pixel_digest(image) if with_digest else "")
+    return Encoded(data, *size, pixel_digest(image) if with_digest else "")
 
 
 def pixel_digest(image: Image.Image) -> str:
@@ -86,7 +85,6 @@ class Output:
     Attributes:
         folder: gets `SPLIT-00000.parquet`, … and `skipped.jsonl`.
         split: start of the file names, by which `datasets` knows the split.
-        kind: `parquet` or `jsonl`.
         columns: `image` or `images`, and those of `videos` (paths) and `regions` that rows have.
         limit: rows after which to stop; None: all.
         workers: processes that decode images; 0: none beside this one.
@@ -96,7 +94,6 @@ class Output:
 
     folder: Path
     split: str = "train"
-    kind: str = "parquet"
     columns: tuple[str, ...] = ("image",)
     rows_per_file: int = ROWS_PER_FILE
     limit: int | None = None
@@ -157,10 +154,8 @@ def convert(candidates: Iterable[Candidate], output: Output, identity: Mapping[s
             bar = tqdm(candidates, desc=f"convert ({output.split})", unit=" rows", delay=1)
             rows = islice(_usable(bar, output, counts, skipped), output.limit)
             while (first := next(rows, None)) is not None:
-                files.append(output.folder / f"{output.split}-{len(files):05d}.{output.kind}")
-                WRITERS[output.kind](
-                    unfinished(files[-1]), chain([first], islice(rows, output.rows_per_file - 1)), output
-                )
+                files.append(output.folder / f"{output.split}-{len(files):05d}.parquet")
+                _write(unfinished(files[-1]), chain([first], islice(rows, output.rows_per_file - 1)), output)
         for path in (*files, log):
             publish(path)
     finally:
@@ -190,7 +185,7 @@ def _usable(
             skipped.write(json.dumps({"file": origin.file, "row": origin.row, "reason": found}).encode() + b"\n")
         else:
             count_row(counts, found.source, found.choices, len(found.images), found.solution)
-            counts["sizes"].update(size_class(image.width, image.height) for image in found.images)
+            counts["sizes"].update(power_class(min(image.width, image.height)) for image in found.images)
             yield found
 
 
@@ -207,7 +202,7 @@ def finished(output: Output, identity: Mapping[str, Any]) -> "Counts | None":
         now = json.loads(json.dumps(identity, default=str))
         if names := [name for name in now if record["identity"].get(name) != now[name]]:
             raise ConfigError(f"{folder} holds a conversion with other {', '.join(names)}: choose another folder.")
-        if len(list(folder.glob(f"{split}-*.{output.kind}"))) == record["files"]:
+        if len(list(folder.glob(f"{split}-*.parquet"))) == record["files"]:
             return statistics_in(folder)[split]
     for file in row_files(folder):
         if not any(re.fullmatch(rf"{name}-\d+\.\w+", file.name) for name in records):
@@ -225,12 +220,13 @@ def _records(folder: Path) -> dict[str, Any]:
     return {path.name.split(".")[1]: json.loads(path.read_bytes()) for path in folder.glob(".*.converted.json")}
 
 
-def _row(question: Question, images: list[Any], output: Output) -> dict[str, Any]:
-    row = {name: getattr(question, name, None) for name in (*TEXTS, *output.columns)}
-    return row | ({"image": images[0]} if "image" in output.columns else {"images": images})
+def _row(question: Question, columns: Iterable[str]) -> dict[str, Any]:
+    images = [{"bytes": image.data, "path": None} for image in question.images]
+    row = {name: getattr(question, name, None) for name in columns}
+    return row | {"image": images[0] if images else None, "images": images}
 
 
-def _write_parquet(path: Path, rows: Iterator[Question], output: Output) -> None:
+def _write(path: Path, rows: Iterator[Question], output: Output) -> None:
     """Write rows with their images inside, uncompressed, as images are compressed already."""
     text, texts = Value("string"), List(Value("string"))
     types = dict.fromkeys(TEXTS, text) | {"choices": texts, "image": ImageFeature(), "images": List(ImageFeature())}
@@ -239,26 +235,9 @@ def _write_parquet(path: Path, rows: Iterator[Question], output: Output) -> None
     options = {"compression": "none", "write_statistics": False, "write_page_checksum": True}
     with pyarrow.parquet.ParquetWriter(path, schema, use_dictionary=["source", "solution"], **options) as writer:
         while group := list(islice(rows, ROW_GROUP_ROWS)):
-            stored = [_row(row, [{"bytes": image.data, "path": None} for image in row.images], output) for row in group]
+            stored = [_row(row, schema.names) for row in group]
             writer.write_table(pyarrow.Table.from_pylist(stored, schema=schema))
 
-
-def _write_jsonl(path: Path, rows: Iterator[Question], output: Output) -> None:
-    """Write rows with paths of image files, which lie in `images` and are named by their content."""
-    with path.open("w", encoding="utf-8") as file:
-        for row in rows:
-            names = []
-            for image in row.images:
-                name = hashlib.sha256(image.data).hexdigest()[:40]
-                names.append(f"images/{name[:2]}/{name}{image.suffix}")
-                target = output.folder / names[-1]
-                target.parent.mkdir(parents=True, exist_ok=True)
-                if not target.exists() or target.stat().st_size != len(image.data):
-                    write_atomic(target, image.data, sync=False)
-            file.write(json.dumps(_row(row, names, output), ensure_ascii=False) + "\n")
-
-
-WRITERS = {"parquet": _write_parquet, "jsonl": _write_jsonl}
 
 Counts = dict[str, Counter[str]]
 """Counts over the rows of a set, under the names of `TITLES`."""
@@ -273,7 +252,6 @@ TITLES = {
     "reasons": "left out",
 }
 BY_COUNT = ("sources", "answers", "reasons")  # the tables of which the commonest are listed
-MOST_ANSWERS = 10_000  # different ones that are counted, so that memory stays bounded
 LONGEST_ANSWER = 80  # characters
 MOST_LINES = 12
 
@@ -286,13 +264,12 @@ def count_row(counts: Counts, source: str, choices: Sized | None, images: int, r
     if right is not None and choices:
         counts["letters"][right] += 1
     elif right is not None:
-        answers, text = counts["answers"], on_one_line(str(right))[:LONGEST_ANSWER]
-        answers[text if text in answers or len(answers) < MOST_ANSWERS else "others"] += 1
+        counts["answers"][on_one_line(str(right))[:LONGEST_ANSWER]] += 1
 
 
-def size_class(width: int, height: int) -> str:
-    """Return the power of two below an image's shorter side and the next one, `256 to 511` for example."""
-    low = 1 << (min(width, height).bit_length() - 1)
+def power_class(number: int) -> str:
+    """Return the powers of two that a number above 0 lies between, `256 to 511` for example."""
+    low = 1 << (number.bit_length() - 1)
     return f"{low} to {2 * low - 1}"
 
 
@@ -325,22 +302,3 @@ def report(counts: Counts) -> str:
         total = counts[table].total()
         lines += [f"  {number:>9,}  {number / total:>6.1%}  {name}" for name, number in numbers.items()]
     return "\n".join(lines)
-
-
-def plot(splits: Mapping[str, Counts], path: Path) -> None:
-    """Draw the counts of one or more splits to `path`: a column for each split, a panel for each table."""
-    from matplotlib.figure import Figure
-
-    height = max(len(tables(counts)) for counts in splits.values())
-    figure = Figure(figsize=(8 * len(splits), 3 * height), layout="constrained")
-    columns = figure.subplots(height, len(splits), squeeze=False).T
-    for column, (split, counts) in zip(columns, splits.items(), strict=True):
-        for panel, (table, numbers) in zip(column, tables(counts).items(), strict=False):
-            bars = panel.barh([name[:24].replace("$", r"\$") for name in numbers], list(numbers.values()))
-            panel.bar_label(bars, fmt="{:,.0f}", padding=3)
-            panel.invert_yaxis()
-            panel.set_title(f"{split}: {TITLES[table]}", loc="left")
-        for panel in column[len(tables(counts)) :]:
-            panel.set_axis_off()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)

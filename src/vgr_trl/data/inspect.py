@@ -18,33 +18,18 @@ from transformers import ProcessorMixin
 from trl.data_utils import prepare_multimodal_messages
 
 from vgr_trl.data.columns import KEYS, UNREADABLE, Keys, renamed_row, require_columns, undecoded
-from vgr_trl.data.convert import TITLES, Counts, count_row, kind_of, on_one_line, tables
+from vgr_trl.data.convert import TITLES, Counts, count_row, kind_of, on_one_line, power_class, tables
 from vgr_trl.data.convert import report as report_counts
 from vgr_trl.data.images import images_of, to_rgb
 from vgr_trl.data.prompts import LETTERS, as_parts
 from vgr_trl.data.rows import RowOptions, SkippedRow, ready_row
-from vgr_trl.options import check_options, option
 from vgr_trl.rewards.answers import resolve_solution
 from vgr_trl.utils import ConfigError, DataError, RewardError, error_text, printable
 
-MOST_BINS = 12
 LONGEST_SIDE = 640  # pixels of an image on the page; twelve questions stay far below 10 MB
 MOST_IMAGES = 8  # of one question
 EXAMPLES = 3  # rows listed per reason
 TEMPLATE = Path(__file__).with_name("page.html")
-
-
-@dataclass(frozen=True)
-class Budget:
-    """What a rollout costs."""
-
-    max_prompt_length: int | None = option(None, "As in training: longer prompts are left out.", ge=1)
-    max_completion_length: int = option(512, "Tokens of a completion.", ge=1)
-    num_generations: int = option(8, "Completions of each prompt.", ge=1)
-    prompts_per_step: int = option(1, "Prompts of one optimizer step, over all processes.", ge=1)
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 @dataclass
@@ -122,6 +107,7 @@ def inspect_rows(
         findings.usable += 1
         if length is not None:
             findings.lengths[length] += 1
+            findings.counts["lengths"][power_class(length)] += 1
         choices, right, answer = ready.get("choices"), None, ready.get("solution")
         if options.needs_solution:
             resolved = resolve_solution(answer, choices, ready.get("label_idx"))
@@ -133,8 +119,6 @@ def inspect_rows(
             findings.sample[place : place + 1] = [sampled(ready, index, answer, length)]
     if findings.rows == 0:
         raise DataError(f"The {split} data set has no rows: give a data set with at least one.")
-    if findings.lengths:
-        findings.counts["lengths"] = histogram(findings.lengths)
     findings.sample.sort(key=lambda one: one["row"])
     return findings
 
@@ -159,52 +143,28 @@ def picture(image: Image.Image) -> dict[str, Any]:
     return {"url": url, "width": image.width, "height": image.height}
 
 
-def histogram(lengths: Mapping[int, int]) -> Counter[str]:
-    """Return how many rows are in each of at most twelve bins (`200 to 249`) of equal, round width.
-
-    Args:
-        lengths: tokens → rows, at least one.
-    """
-    low, high = min(lengths), max(lengths)
-    widths = (step * 10**power for power in range(20) for step in (1, 2, 5))
-    width = next(width for width in widths if high // width - low // width < MOST_BINS)
-    bins = Counter({f"{start} to {start + width - 1}": 0 for start in range(low // width * width, high + 1, width)})
-    for length, rows in lengths.items():
-        bins[f"{length // width * width} to {length // width * width + width - 1}"] += rows
-    return bins
+def too_long(lengths: Mapping[int, int], limit: int | None) -> str:
+    """Return how many rows `max_prompt_length` leaves out, in one sentence; none if there is no limit or length."""
+    if limit is None or not lengths:
+        return ""
+    rows = sum(rows for length, rows in lengths.items() if length > limit)
+    return f"max_prompt_length={limit} leaves {rows:,} rows out, with longer prompts."
 
 
-def costs(lengths: Mapping[int, int], budget: Budget) -> list[str]:
-    """Return what prompts and steps cost, one sentence each; none if lengths were not measured."""
-    if not lengths:
-        return []
-    limit = budget.max_prompt_length or max(lengths)
-    kept = Counter({length: rows for length, rows in lengths.items() if length <= limit})
-    mean = sum(length * rows for length, rows in kept.items()) / max(1, kept.total())
-    completions = budget.num_generations * budget.max_completion_length
-    shared = budget.prompts_per_step * (mean + completions)
-    repeated = budget.prompts_per_step * (budget.num_generations * mean + completions)
-    return [
-        f"max_prompt_length={limit} leaves {sum(lengths.values()) - kept.total():,} rows out, with longer prompts.",
-        f"A step of prompts_per_step={budget.prompts_per_step} with num_generations={budget.num_generations} and "
-        f"max_completion_length={budget.max_completion_length} has at most {shared:,.0f} tokens where a prompt is "
-        f"computed once for its completions, {repeated:,.0f} where it is computed for each (prompts of mean length).",
-    ]
-
-
-def report(findings: Findings, budget: Budget) -> str:
+def report(findings: Findings, limit: int | None) -> str:
     """Return the findings as a text for the terminal."""
     lines = [findings.headline, report_counts(findings.counts)]
     for row in chain(*findings.examples.values()):
         lines.append(f"  row {row.row} (id {str(row.id)[:60]!a}): {on_one_line(row.reason)[:200]}")
-    lines += ["", *costs(findings.lengths, budget)]
+    lines += ["", too_long(findings.lengths, limit)]
     return "\n".join(lines) + "\n"
 
 
-def page(findings: Findings, budget: Budget, source: str, seed: int = 0) -> bytes:
+def page(findings: Findings, limit: int | None, source: str, seed: int = 0) -> bytes:
     """Return the page, in UTF-8: text of the data is shown as text, images are inside.
 
     Args:
+        limit: `max_prompt_length`.
         source: the title, the path of the data.
     """
 
@@ -212,7 +172,7 @@ def page(findings: Findings, budget: Budget, source: str, seed: int = 0) -> byte
         return printable(value) if isinstance(value, str) else value
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, finalize=finalize)
-    shown = {"tables": tables(findings.counts), "titles": TITLES, "sentences": costs(findings.lengths, budget)}
+    shown = {"tables": tables(findings.counts), "titles": TITLES, "too_long": too_long(findings.lengths, limit)}
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     text = template.render(findings=findings, source=source, seed=seed, **shown)
     return text.encode("utf-8", "replace")
@@ -232,9 +192,7 @@ def prompt_tokens(processor: Any, row: Mapping[str, Any]) -> int:
     prompt, images = row["prompt"], images_of(row)
     is_processor = isinstance(processor, ProcessorMixin)
     if images and not is_processor:
-        raise ConfigError(
-            f"The data have images, but {type(processor).__name__} reads text only: name a vision-language model."
-        )
+        raise ConfigError(f"The data have images, but {type(processor).__name__} reads text only.")
     messages = prepare_multimodal_messages(prompt, images=images or None) if is_processor else prompt
     options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
     try:

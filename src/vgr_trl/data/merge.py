@@ -4,7 +4,6 @@ The sets are read twice: once to decide which rows are written where, once to wr
 """
 
 import hashlib
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,24 +50,19 @@ def merge(
     output: Output,
     identity: Mapping[str, Any],
     *,
-    weights: Sequence[float] | None = None,
     test_share: float = 0.1,
     seed: int = 0,
     shuffle_choices: bool = False,
-) -> int:
+) -> None:
     """Write the rows of `sources` as `train` and `test` to the folder of `output`.
 
     Args:
         sources: sets in the schema, as `convert` writes them, or JSONL of the user's own.
         output: where and how; its split and columns are not read.
         identity: what the result depends on, as JSON.
-        weights: one per set, in proportion to which they are represented; None: every row.
         test_share: of the rows, in [0, 1); 0: no split.
-        seed: of what is left out by weight, of the split and of the order of options.
+        seed: of the split and of the order of options.
         shuffle_choices: whether options are put in another order, right letters coming equally often.
-
-    Returns:
-        How many rows are left out for the weights alone.
 
     Raises:
         ConfigError: an option is out of range, or the folder holds something else.
@@ -76,24 +70,20 @@ def merge(
     """
     if not 0 <= test_share < 1:
         raise ConfigError(f"test_share is {test_share}: give a number from 0 (no split) up to below 1.")
-    if weights and (len(weights) != len(sources) or not all(0 < weight < math.inf for weight in weights)):
-        raise ConfigError(f"weights is {list(weights)}: give a number above 0 for each of the {len(sources)} sets.")
     splits = ("train", "test") if test_share else ("train",)
     if None not in [finished(replace(output, split=name), identity) for name in splits]:
-        return 0
+        return
     rows, left_out = _examine(sources, output)
     kept, duplicates = without_duplicates(list(rows))
     left_out += [(rows[row], reason) for row, reason in duplicates.items()]
-    chosen = weighted(kept, weights, seed) if weights and kept else kept
-    needed = frozenset[str]().union(*(row.columns for row in chosen))
+    needed = frozenset[str]().union(*(row.columns for row in kept))
     columns = ("images" if "images" in needed else "image", *sorted(needed - {"images"}, reverse=True))
-    for name, side in zip(splits, split(chosen, test_share if kept else 0, seed), strict=False):
+    for name, side in zip(splits, split(kept, test_share if kept else 0, seed), strict=False):
         candidates = _read_rows(sources, interleaved(side))
         if shuffle_choices:
             candidates = shuffled_choices(candidates, seed)
         listed = left_out if name == "train" else []
         convert(chain(listed, candidates), replace(output, split=name, columns=columns), identity)
-    return len(kept) - len(chosen)
 
 
 def _examine(sources: Sequence[Source], output: Output) -> tuple[dict[Row, Origin], list[Candidate]]:
@@ -157,29 +147,6 @@ def _contradict(one: Row, other: Row) -> bool:
     return one.answer != other.answer and (both_open or (one.answer in other.choices and other.answer in one.choices))
 
 
-def weighted(rows: Sequence[Row], weights: Sequence[float], seed: int) -> list[Row]:
-    """Return the largest choice of `rows` in which the sources are to each other as `weights`.
-
-    Which rows of a source stay depends on `seed` and on their content, not on their order.
-
-    Args:
-        rows: without duplicates.
-        weights: above 0, one for each source.
-
-    Raises:
-        DataError: a source has no rows.
-    """
-    by_source = [[row for row in rows if row.source == number] for number in range(len(weights))]
-    if [] in by_source:
-        raise DataError(f"Source {by_source.index([]) + 1} has no row that can be used, so it cannot have a weight.")
-    scale = min(len(found) / weight for found, weight in zip(by_source, weights, strict=True))
-    kept: set[Row] = set()
-    for found, weight in zip(by_source, weights, strict=True):
-        ranked = sorted(found, key=lambda row: _rank(seed, "weight", *row.images, row.problem))
-        kept.update(ranked[: max(1, int(scale * weight + 1e-9))])
-    return [row for row in rows if row in kept]
-
-
 def split(rows: Sequence[Row], test_share: float, seed: int) -> tuple[list[Row], list[Row]]:
     """Return the rows to train on and those to test on, such that no image is on both sides.
 
@@ -196,10 +163,13 @@ def split(rows: Sequence[Row], test_share: float, seed: int) -> tuple[list[Row],
         return list(rows), []
     groups = sharing_images(rows)
     if len(groups) == 1:
-        raise DataError(
-            f"The {len(rows)} rows cannot be split, for all are linked by images they share: give test_share 0."
-        )
-    groups.sort(key=lambda group: _rank(seed, "split", min(image for row in group for image in row.images)))
+        raise DataError(f"The {len(rows)} rows cannot be split: all are linked by images they share.")
+
+    def rank(group: list[Row]) -> str:
+        image = min(image for row in group for image in row.images)
+        return hashlib.sha256(f"{seed}\0split\0{image}".encode()).hexdigest()
+
+    groups.sort(key=rank)
     wanted, test = min(max(1, round(test_share * len(rows))), len(rows) - 1), set[Row]()
     for group in groups:
         if len(test) + len(group) <= wanted:
@@ -234,7 +204,3 @@ def interleaved(rows: Sequence[Row]) -> list[Row]:
         seen[row.source] += 1
         places[row] = ((seen[row.source] - 0.5) / counts[row.source], row.source)
     return sorted(rows, key=places.__getitem__)
-
-
-def _rank(seed: int, *texts: str) -> str:
-    return hashlib.sha256("\0".join([str(seed), *texts]).encode()).hexdigest()
