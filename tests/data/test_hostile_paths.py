@@ -162,7 +162,7 @@ def test_a_card_leads_to_no_files_elsewhere(place, server, name, named):
         said = f"configs: [{{config_name: default, data_files: {files}}}]".replace("PATH", f"'{named}'")
         said = said.replace("PLACE", str(place)).replace("URL", url)
         (place / "data" / name).write_text(f"---\n{said}\n---\n# A set\n" if name.endswith("md") else said)
-        with pytest.raises(DataError, match="says that its rows are in .* not in that folder, and is not read"):
+        with pytest.raises(DataError, match="card says that rows are in .*, which is not in"):
             read(dataset_path=str(place / "data"))
     assert asked == []
 

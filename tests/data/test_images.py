@@ -86,13 +86,13 @@ def test_images_are_turned_as_exif_says(orientation, kind):
 
 def test_files_that_need_no_change_keep_their_bytes_and_others_lose_nothing():
     image = Image.effect_noise((40, 30), 80).convert("RGB")
-    for kind, suffix in {"JPEG": ".jpg", "PNG": ".png", "WEBP": ".webp"}.items():
+    for kind in ("JPEG", "PNG", "WEBP"):
         result = encode_image({"bytes": encoded(image, kind), "path": None}, HERE, LIMITS)
-        assert (result.data, result.suffix) == (encoded(image, kind), suffix)
+        assert result.data == encoded(image, kind)
         assert (result.width, result.height) == (40, 30)
     for kind in ("BMP", "TIFF", "PPM"):
         result = encode_image({"bytes": encoded(image, kind)}, HERE, LIMITS)
-        assert result.suffix == ".png"
+        assert result.data.startswith(b"\x89PNG")
         assert Image.open(io.BytesIO(result.data)).tobytes() == image.tobytes()
     assert stored({"bytes": encoded(image.convert("L"), "JPEG")}).mode == "RGB"
 

@@ -35,7 +35,7 @@ def test_a_template_is_filled_in_for_each_question(text, choices, system):
     ("text", "message"),
     [
         ("{% if choices %}", "is not a Jinja2 template"),
-        ("{{ question }}", "names question, but a template knows problem, choices, letters, source only"),
+        ("{{ question }}", "names question, but knows problem, choices, letters, source only"),
     ],
 )
 def test_a_wrong_template_is_a_sentence(text, message):
@@ -80,7 +80,7 @@ def test_a_question_template_is_what_the_user_says(tmp_path):
     dialogue = {"prompt": [{"role": "user", "content": "q"}], "solution": "x"}
     with pytest.raises(DataError, match="cannot be filled in with"):
         understand(dialogue, RowOptions(system_prompt=template))
-    with pytest.raises(ConfigError, match="names answer, but a template knows content, problem only"):
+    with pytest.raises(ConfigError, match="names answer, but knows content, problem only"):
         QuestionTemplate("{{ answer }}")
 
 

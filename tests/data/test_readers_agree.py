@@ -52,7 +52,7 @@ USABLE: dict[str, tuple[dict[str, Any], str, str, list[tuple[int, int, int]]]] =
 # Why another row is left out: how the reason begins, wherever it is given.
 UNUSABLE: dict[str, tuple[Any, str]] = {
     "index or text": ({**MC, "choices": ["1", "2"], "solution": 1},
-     "its solution (or answer) is the number 1, which"),
+     "its solution is the number 1, which"),
     "none of the choices": ({**MC, "solution": "green"}, "solution is 'green', which is none of the choices"),
     "null solution": ({**OPEN, "solution": None}, "solution is None"),
     "the right choice twice": ({**MC, "choices": ["red", "red"], "solution": 0}, ""),

@@ -5,10 +5,9 @@ import pytest
 from datasets import Dataset, Features, List, Value
 from PIL import Image
 
-from vgr_trl.data.images import VideoOptions, frames_of, refuse_single_image_models
+from vgr_trl.data.images import VideoOptions, frames_of
 from vgr_trl.data.rows import RowOptions, prepare_rows, understand
-from vgr_trl.demo.tiny_model import build_processor
-from vgr_trl.utils import ConfigError, DataError
+from vgr_trl.utils import DataError
 
 av = pytest.importorskip("av")
 
@@ -136,19 +135,3 @@ def test_frames_come_behind_the_images_of_a_row(video, streaming):
     assert greys(found[0]["images"][1:]) == [0, 10]
     assert not {"video", "videos", "image"} & set(found[0])
     assert [(row.row, "missing.mp4" in row.reason) for row in skipped or heard] == [(2, True)]
-
-
-class OneImage:
-    """A processor that reads the first image of a prompt only, as some do."""
-
-    def apply_chat_template(self, messages, **options) -> str:
-        return "a question"
-
-    def __call__(self, text, images):
-        return {"input_ids": [[1, 2, 3]]}
-
-
-def test_only_models_for_several_images_take_videos():
-    refuse_single_image_models(build_processor(["?"]))
-    with pytest.raises(ConfigError, match="but OneImage reads one image per prompt: use a model for several images"):
-        refuse_single_image_models(OneImage())

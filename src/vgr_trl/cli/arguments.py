@@ -30,7 +30,6 @@ from vgr_trl.data.images import (
     ImageRule,
     VideoOptions,
     downloaded,
-    refuse_single_image_models,
 )
 from vgr_trl.data.load import load_split
 from vgr_trl.data.prompts import SYSTEM_PROMPTS, QuestionTemplate, SystemTemplate, special_tokens
@@ -89,8 +88,8 @@ class DataArguments:
     question_template_file: str | None = option(None, "Jinja2 template of what the user says, with the question as "
         "content; without system prompt.")
     prompt_language: Literal["en", "zh"] | None = option(None, "Language of the standard system prompt.")
-    video_fps: float = option(2.0, "Frames taken of each second of a video.")
-    max_video_frames: int = option(16, "Most frames of one row; rows with more are left out and listed.")
+    video_fps: float = option(2.0, "Frames taken of each second of a video.", gt=0, le=1000)
+    max_video_frames: int = option(16, "Most frames of one row; rows with more are left out and listed.", ge=1)
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -99,7 +98,6 @@ class DataArguments:
         check_options(self)
         keys_of(**vars(self))
         self.image_rule()
-        VideoOptions(self.video_fps, self.max_video_frames)
         if self.image_dir is not None and not Path(self.image_dir).is_dir():
             raise ConfigError(f"image_dir is {self.image_dir}, which is not a folder.")
         prompts = self.prompt_language, self.system_prompt_file, self.question_template_file
@@ -441,28 +439,23 @@ def load_rows(
 
     Args:
         limit: the first so many rows only.
-        processor: gives the model's processor, whose special tokens no text of a row may hold, and which must take
-            several images if the data have videos.
+        processor: gives the model's processor, whose special tokens no text of a row may hold.
         rules: further arguments of `prepare_rows`: `needs_solution`, `boxes`, `on_skipped`, `shuffle_seed`.
 
     Raises:
         ConfigError, DataError: an option or the data cannot be used.
     """
-    system_prompt, keys = system_prompt_of(arguments), keys_of(**vars(arguments))
     streaming, source = arguments.dataset_streaming, {name: getattr(arguments, name) for name in SOURCES}
     dataset = load_split(split, streaming=streaming, with_folders=arguments.image_dir is None, **source)
     if limit is not None:
         dataset = dataset.take(limit if streaming else min(limit, len(dataset)))
     with readable(source_of(arguments), "the data"):  # damage in a stream is found only now
-        names = dataset.column_names if dataset.column_names is not None else next(iter(dataset), {})
-        if processor is not None and set(keys.video) & set(names):
-            refuse_single_image_models(processor())
         return prepare_rows(
             dataset,
             split=split,
-            keys=keys,
+            keys=keys_of(**vars(arguments)),
             root=image_root(arguments, split),
-            system_prompt=system_prompt,
+            system_prompt=system_prompt_of(arguments),
             videos=VideoOptions(arguments.video_fps, arguments.max_video_frames),
             special=None if processor is None else special_tokens(processor()),
             images=arguments.image_rule(),

@@ -221,7 +221,7 @@ def text_of(row: Mapping[str, Any], *names: str) -> str:
     """
     value = value_of(row, *names)
     if not isinstance(value, str) or not value.strip():
-        raise DataError(f"its {_named(names)} is {_shown(value)}: it must be a text")
+        raise DataError(f"its {' or '.join(names)} is {_shown(value)}: it must be a text")
     return value
 
 
@@ -241,10 +241,11 @@ def options_of(value: Any) -> list[str]:
     options = list_of(value, "options")
     if not 2 <= len(options) <= len(LETTERS):
         raise DataError(f"it has {len(options)} options: there must be 2 to {len(LETTERS)}")
-    texts = [str(option).strip() for option in options]
-    for option, text in zip(options, texts, strict=True):
-        if not text or isinstance(option, bool) or not isinstance(option, str | Real) or option != option:
+    for option in options:
+        is_value = isinstance(option, str | Real) and not isinstance(option, bool) and option == option
+        if not is_value or not str(option).strip():
             raise DataError(f"one of its options is {_shown(option)}: options must be texts or numbers")
+    texts = [str(option).strip() for option in options]
     labelled = [match for match in map(_LABELLED.fullmatch, texts) if match]
     if len(labelled) < len(texts):
         return texts
@@ -265,9 +266,7 @@ def answer_of(row: Mapping[str, Any], options: Sequence[str] | None, *names: str
         answer = answer.item()
     is_number = isinstance(answer, int) and not isinstance(answer, bool)
     if is_number and options and str(answer) in options and str(answer) not in options[answer : answer + 1]:
-        raise DataError(
-            f"its {_named(names)} is the number {answer}, which is one option's text and could be another's index"
-        )
+        raise DataError(f"its {names[0]} is the number {answer}, which is one option's text and could be an index")
     return answer
 
 
@@ -296,10 +295,6 @@ def _parsed(text: str) -> Any:
         except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
             continue
     return None
-
-
-def _named(names: Sequence[str]) -> str:
-    return names[0] + (f" (or {' or '.join(names[1:])})" if len(names) > 1 else "")
 
 
 def _shown(value: Any, longest: int = 80) -> str:
@@ -347,11 +342,7 @@ def _new_names(columns: Iterable[str], keys: Keys) -> dict[str, str]:
 
 
 def require_columns(
-    row: Mapping[str, Any],
-    split: str,
-    needs_solution: bool,
-    keys: Keys = KEYS,
-    features: Mapping[str, Any] | None = None,
+    row: Mapping[str, Any], split: str, needs_solution: bool, keys: Keys = KEYS, features: Any = None
 ) -> None:
     """Raise `DataError` if no row of a data set could be used, with what was found and the flag that would say more.
 
@@ -375,20 +366,15 @@ def require_columns(
     if missing is not None:
         problem = f"{missing}, which is none of them."
     elif not has(*keys.prompt) and not is_vision_only(row):
-        problem = f"it needs `prompt`, or `problem` with `solution` (also known: {', '.join(keys.prompt[2:])}); say "
-        problem += "which one holds the question by --problem_key."
+        problem = "it needs `prompt`, or `problem` with `solution`; say which one holds the question by --problem_key."
     elif needs_solution and not is_dialogue and not has(*answers):
-        problem = "the accuracy reward needs `solution` (letter, index or text; also known: "
-        problem += f"{', '.join(keys.answer[1:])}); say which one holds it by --solution_key."
+        problem = "the accuracy reward needs `solution`; say which one holds it by --solution_key."
     elif image is not None and keys.image and not has(*keys.image, *keys.video, *NUMBERED_IMAGES):
-        problem = (
-            f"none of {', '.join(keys.image)} is there, but `{image}` seems to hold images; say so by --image_key "
-        )
-        problem += f"{image}, or train on the text alone by --image_key {NONE}."
+        problem = f"`{image}` seems to hold images; say so by --image_key {image}, or train on the text alone by "
+        problem += f"--image_key {NONE}."
     elif choices is not None and needs_solution and keys.choices and not has(*keys.choices):
-        problem = f"none of {', '.join(keys.choices)} is there, but `{choices}` seems to hold the options of which the "
-        problem += f"answer, {answer}, is one; say so by --choices_key {choices}, or train on open questions by "
-        problem += f"--choices_key {NONE}."
+        problem = f"`{choices}` seems to hold the options of which the answer, {answer}, is one; say so by "
+        problem += f"--choices_key {choices}, or train on open questions by --choices_key {NONE}."
     else:
         return
     shown = ", ".join(f"`{name}` ({_shown(row[name], 40)})" for name in names[:MOST_SHOWN])
@@ -459,24 +445,18 @@ def to_candidates(
 
 
 def make_question(
-    *,
-    id: Any,
-    source: str,
-    problem: str,
-    answer: Any,
-    images: Sequence[Any],
-    choices: Sequence[str] | None = None,
-    videos: Sequence[Any] = (),
-    regions: Sequence[list[float]] = (),
-    needs_image: bool = True,
+    *, problem: str, answer: Any, choices: Sequence[str] | None = None, needs_image: bool = True, **others: Any
 ) -> Question:
     """Return a checked question; `answer` is a letter, an index or an option's text with `choices`, else open.
+
+    Args:
+        others: `id`, `source`, `images`, `videos` and `regions` of the `Question`.
 
     Raises:
         DataError: the question is empty, or there is nothing to look at and `needs_image`.
         RewardError: the answer is missing, is none of the choices, or could mean two of them; or two choices are alike.
     """
-    if needs_image and not images and not videos:
+    if needs_image and not others.get("images") and not others.get("videos"):
         raise DataError("it has no image")
     resolved = resolve_solution(answer, choices)
     solution = resolved.text if resolved.index is None else LETTERS[resolved.index]
@@ -484,16 +464,8 @@ def make_question(
         resolve_solution(solution, resolved.choices or None)  # in the form that training is going to read
     if not problem.strip():
         raise DataError("its question is empty")
-    return Question(
-        id=str(id),
-        source=source,
-        problem=problem.strip(),
-        solution=solution,
-        images=list(images),
-        choices=[choice.strip() for choice in resolved.choices] or None,
-        videos=list(videos),
-        regions=list(regions),
-    )
+    options = [choice.strip() for choice in resolved.choices] or None
+    return Question(problem=problem.strip(), solution=solution, choices=options, **others)
 
 
 def id_of(row: Mapping[str, Any], origin: Origin, *names: str) -> str:
@@ -502,7 +474,7 @@ def id_of(row: Mapping[str, Any], origin: Origin, *names: str) -> str:
     if value is None or value == "":
         return f"{origin.file.replace(chr(92), '/').rsplit('/', 1)[-1]}-{origin.row}"
     if isinstance(value, bool) or not isinstance(value, str | Integral):
-        raise DataError(f"its {_named(names)} is {_shown(value)}: it must be a text or an integer")
+        raise DataError(f"its {' or '.join(names)} is {_shown(value)}: it must be a text or an integer")
     return str(value)
 
 

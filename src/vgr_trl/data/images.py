@@ -81,10 +81,7 @@ def path_within(root: Path, name: str | Path) -> Path:
     except (OSError, ValueError, RuntimeError):  # nothing can be opened there
         return path
     if root != Path() and not any(real.is_relative_to(folder) for folder in (root.resolve(), *_caches())):
-        raise DataError(
-            f"file {str(path)[:200]} lies outside of {root}, where these data may have files: give --image_dir, the "
-            "folder that paths start from and stay in"
-        )
+        raise DataError(f"file {str(path)[:200]} lies outside of {root}: give the folder of the files by --image_dir")
     return path
 
 
@@ -248,7 +245,7 @@ class ImageLimits:
         max_image_pixels: a larger image is left out before it is decoded; None: Pillow's own limit.
 
     Raises:
-        ConfigError: a bound is below 1, or two bounds contradict each other.
+        ConfigError: a bound is below 1, or `min_pixels` is above `max_pixels`.
     """
 
     min_pixels: int | None = None
@@ -257,17 +254,11 @@ class ImageLimits:
     max_image_pixels: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("min_pixels", "max_pixels", "max_short_side", "max_image_pixels"):
-            value = getattr(self, name)
+        for name, value in vars(self).items():
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value!r}: give an integer of at least 1, or None for no such limit.")
-        bounds = [self.max_pixels, None if self.max_short_side is None else self.max_short_side**2]
-        bound = min((bound for bound in bounds if bound is not None), default=None)
-        if self.min_pixels is not None and bound is not None and self.min_pixels > bound:
-            raise ConfigError(
-                f"min_pixels is {self.min_pixels}, but max_pixels and max_short_side allow {bound} pixels: lower "
-                "min_pixels or raise the others."
-            )
+        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
+            raise ConfigError(f"min_pixels is {self.min_pixels}, above max_pixels {self.max_pixels}: lower it.")
 
     def size_of(self, width: int, height: int) -> tuple[int, int]:
         """Return the size that an image of `width` x `height` pixels is brought to."""
@@ -297,18 +288,12 @@ class ImageRule:
     limits: ImageLimits = ImageLimits(max_short_side=None)
     leaves_out_larger: bool = False
 
-    def check(self, image: Image.Image) -> None:
-        """Raise `DataError` if the row of `image` is to be left out."""
+    def fitted(self, image: Image.Image) -> Image.Image:
+        """Return `image` within the limits, or raise `DataError` if its row is to be left out."""
         size = self.limits.size_of(*image.size)
         if self.leaves_out_larger and min(size) < min(image.size):
-            raise DataError(
-                f"image has size {image.width}x{image.height}, which filter_big_images leaves out: at most "
-                f"{size[0]}x{size[1]} of that shape"
-            )
-
-    def fitted(self, image: Image.Image) -> Image.Image:
-        """Return `image` within the limits."""
-        size = self.limits.size_of(*image.size)
+            excess = f"image has size {image.width}x{image.height}, which filter_big_images leaves out"
+            raise DataError(f"{excess}: at most {size[0]}x{size[1]}")
         return image if size == image.size else image.resize(size, Image.Resampling.LANCZOS)
 
 
@@ -322,19 +307,10 @@ class VideoOptions:
     Attributes:
         fps: frames per second of the video, above 0.
         max_frames: most frames of one row; a row with more is left out.
-
-    Raises:
-        ConfigError: a value is out of range.
     """
 
     fps: float = 2.0
     max_frames: int = 16
-
-    def __post_init__(self) -> None:
-        if not 0 < self.fps <= 1000:
-            raise ConfigError(f"video_fps is {self.fps}: give a number above 0, at most 1000.")
-        if self.max_frames < 1:
-            raise ConfigError(f"max_video_frames is {self.max_frames}: give an integer of at least 1.")
 
 
 DEFAULT_VIDEO_OPTIONS = VideoOptions()
@@ -358,10 +334,8 @@ def frames_of(row: Mapping[str, Any], options: VideoOptions, root: Path = Path()
     for value in videos_of(row):
         frames += _frames(value, options, root)
         if len(frames) > options.max_frames:
-            raise DataError(
-                f"its videos have more than max_video_frames={options.max_frames} frames at video_fps={options.fps:g}: "
-                "lower video_fps, or raise max_video_frames"
-            )
+            limit = f"max_video_frames={options.max_frames} frames at video_fps={options.fps:g}"
+            raise DataError(f"its videos have more than {limit}: lower video_fps, or raise max_video_frames")
     return frames
 
 
@@ -369,9 +343,7 @@ def _frames(value: Any, options: VideoOptions, root: Path) -> list[Image.Image]:
     try:
         import av
     except ImportError as error:
-        raise ConfigError(
-            "The data have videos, and reading them needs PyAV: pip install 'vgr_trl[video]', or remove the column."
-        ) from error
+        raise ConfigError("The data have videos, which need PyAV: pip install 'vgr_trl[video]'.") from error
     stored = _stored(value, root, "video")
     try:
         file = io.BytesIO(stored) if isinstance(stored, bytes) else stored.open("rb")
@@ -407,27 +379,6 @@ def _sampled(container: Any, fps: float) -> Iterator[Image.Image]:
             image = frame.to_image()
             turn = getattr(frame, "rotation", 0) % 360
             yield image.rotate(turn, expand=True) if turn else image
-
-
-def refuse_single_image_models(processor: Any) -> None:
-    """Raise `ConfigError` unless `processor` gives two images of a prompt more tokens than one."""
-    problem = "reads one image per prompt"
-    try:
-        if _length(processor, 2) > _length(processor, 1):
-            return
-    except Exception as error:  # a processor for one image says so in its own way
-        problem = f"does not take several ({error_text(error)})"
-    raise ConfigError(
-        f"The data have videos, which become several images, but {type(processor).__name__} {problem}: use a model for "
-        "several images, or remove the videos."
-    )
-
-
-def _length(processor: Any, images: int) -> int:
-    content: list[dict[str, str]] = [{"type": "image"}] * images + [{"type": "text", "text": "?"}]
-    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-    pictures = [Image.new("RGB", (112, 112), "white")] * images
-    return len(processor(text=[text], images=[pictures])["input_ids"][0])
 
 
 def boxes_of(row: Mapping[str, Any], size: tuple[int, int], name: str = "A row") -> list[Box]:
@@ -505,32 +456,17 @@ def as_shares(boxes: Sequence[Box]) -> list[list[float]]:
     return [[left, top, right - left, bottom - top] for left, top, right, bottom in boxes]
 
 
-def show_rows(
-    batch: dict[str, list[Any]], *, split: str, root: Path, column: str, images: ImageRule
-) -> dict[str, list[Any]]:
+def show_rows(batch: dict[str, list[Any]], *, root: Path, column: str, images: ImageRule) -> dict[str, list[Any]]:
     """Rows as TRL gets them: placeholders replaced by parts, images decoded."""
     ready = {name: values for name, values in batch.items() if name not in (*IMAGE_COLUMNS, FOLDER, PLACE)}
     if "prompt" in batch:
         ready["prompt"] = [placed(prompt) for prompt in batch["prompt"]]
-    names = [name for name in (*IMAGE_COLUMNS, FOLDER, PLACE) if name in batch]
+    names = [name for name in (*IMAGE_COLUMNS, FOLDER) if name in batch]
     if set(names) & set(IMAGE_COLUMNS):
         rows = [dict(zip(names, values, strict=True)) for values in zip(*(batch[name] for name in names), strict=True)]
-        opened = [[_reopened(value, row, split, root, images) for value in images_of(row)] for row in rows]
+        opened = [[images.fitted(open_image(value, folder_of(row, root))) for value in images_of(row)] for row in rows]
         ready[column] = opened if column == "images" else [found[0] if found else None for found in opened]
     return ready
-
-
-def _reopened(value: Any, row: Mapping[str, Any], split: str, root: Path, images: ImageRule) -> Image.Image:
-    """An image that could be read when the data were checked."""
-    try:
-        return images.fitted(open_image(value, folder_of(row, root)))
-    except DataError as error:
-        name = (value.get("path") if isinstance(value, Mapping) else value) or ""
-        raise DataError(
-            f"Row {row[PLACE]} of the {split} data could be read when the run began, and cannot be any more: "
-            f"{str(error).rstrip('.')} ({folder_of(row, root) / name}). Repair it and continue with "
-            "resume_from_checkpoint; without the row a run takes another order."
-        ) from error
 
 
 class ReadOnce:

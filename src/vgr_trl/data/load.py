@@ -1,35 +1,28 @@
 """The data that training reads: from the hub, folders or files, with a train/test split if there is none."""
 
 import hashlib
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from datasets import (
     Dataset,
-    Features,
-    Image,
     IterableDataset,
     Json,
     List,
-    Value,
     concatenate_datasets,
     load_dataset,
     load_from_disk,
 )
 
 from vgr_trl.data import public_sets
-from vgr_trl.data.columns import KEYS, UNREADABLE, undecoded
+from vgr_trl.data.columns import KEYS, undecoded
 from vgr_trl.data.images import FOLDER, IMAGE_COLUMNS, folder_of, image_bytes, images_of
 from vgr_trl.data.merge import Row, split
 from vgr_trl.data.prompts import texts_of
 from vgr_trl.data.read import (
     HUB_NAME,
-    Source,
     has_card_with_files,
-    has_config,
     is_saved,
     one_source,
     parse_data_files,
@@ -45,18 +38,9 @@ from vgr_trl.data.read import (
 from vgr_trl.utils import DataError
 
 TEST_SHARE = 0.1
-ARXIVQA_TABLES = {"corpus", "queries", "qrels"}
-ARXIVQA_FEATURES = Features(
-    {
-        **dict.fromkeys(("id", "source", "problem", "solution", UNREADABLE), Value("string")),
-        "choices": List(Value("string")),
-        "image": Image(decode=False),
-    }
-)
 # `datasets` reads the columns of texts as if all were of one type (pandas makes numbers of digits and nothing of `NA`).
 BUILDERS = {".parquet": "parquet", ".jsonl": "text", ".json": "text", ".csv": "text", ".arrow": "arrow"}
 METADATA = ("metadata.jsonl", "metadata.csv")  # what `datasets` knows of the images beside it
-CONVERTED = re.compile(r".+-\d{5}\.(parquet|jsonl)")  # the files that `vgr-trl data convert` writes
 
 
 def load_split(
@@ -85,8 +69,9 @@ def load_split(
     name = one_source(**given)
     source = str(given[name])
     with readable(source, name, only_reads=True):
-        if data_files and (files := parse_data_files(data_files)).keys() != ARXIVQA_TABLES:
-            return _from_files(split_of(files, split, "data_files"), streaming, with_folders)
+        if data_files:
+            files = split_of(parse_data_files(data_files), split, "data_files")
+            return _from_files(files, streaming, with_folders)
         return _without_folder(split_of(_splits(name, source, dataset_config, streaming), split, source))
 
 
@@ -116,28 +101,14 @@ def load_path(
 
 
 def _splits(name: str, source: str, config: str | None, streaming: bool) -> Mapping[Any, Any]:
-    """Return the splits of a folder or a hub data set, or that of the tables of ArxivQA."""
-    is_folder, files = name == "dataset_path", source.split(",") if name == "data_files" else ()
-    is_arxivqa = files or source == public_sets.ARXIVQA_HUB_NAME
-    if is_folder and Path(source).is_dir():
-        is_arxivqa = all(has_config(Path(source), table) for table in ARXIVQA_TABLES)
-    if is_arxivqa:
-        given: dict[str, Any] = {name: files or source}
-        tables = Source(**given)
-        identity = tuple(map(str, tables.identity().items()))  # so that the cache of older files is not found
-        rows: Any = (IterableDataset if streaming else Dataset).from_generator(
-            _arxivqa_rows, features=ARXIVQA_FEATURES, gen_kwargs={"source": tables, "identity": identity}
-        )
-        return {"train": rows}
-    return _from_folder(Path(source), streaming) if is_folder else _from_hub(source, config, streaming)
-
-
-def _from_hub(name: str, config: str | None, streaming: bool) -> Any:
-    if config is None and name == public_sets.MMMU_PRO_HUB_NAME:
+    """Return the splits of a folder or a hub data set."""
+    if name == "dataset_path":
+        return _from_folder(Path(source), streaming)
+    if config is None and source == public_sets.MMMU_PRO_HUB_NAME:
         config = public_sets.HUB_CONFIG  # as in conversion
-    if not Path(name).exists() and HUB_NAME.fullmatch(name) and (why := why_not_on_hub(name, "dataset")) is not None:
+    if not Path(source).exists() and (why := why_not_on_hub(source, "dataset")) is not None:
         raise ConnectionError(why)
-    return _keeping_types(load_dataset(name, name=config, streaming=streaming), name)
+    return cast("Mapping[Any, Any]", _keeping_types(load_dataset(source, name=config, streaming=streaming), source))
 
 
 def _from_files(paths: Sequence[Path], streaming: bool, with_folders: bool = True) -> Any:
@@ -147,13 +118,7 @@ def _from_files(paths: Sequence[Path], streaming: bool, with_folders: bool = Tru
     if all(BUILDERS[path.suffix.lower()] == "text" for path in paths):
         return (stream_of if streaming else table_of)(paths, with_folders)
     tables = [_from_file(path, streaming, with_folders) for path in paths]
-    try:
-        return concatenate_datasets(tables) if len(tables) > 1 else tables[0]
-    except ValueError as error:
-        raise DataError(
-            f"{', '.join(map(str, paths))} have columns of different types, so they are no one split "
-            f"({str(error)[:300]}): bring them to one schema by vgr-trl data convert, and join them by merge."
-        ) from error
+    return concatenate_datasets(tables) if len(tables) > 1 else tables[0]
 
 
 def _from_file(path: Path, streaming: bool, with_folders: bool) -> Any:
@@ -177,15 +142,9 @@ def _from_folder(path: Path, streaming: bool) -> Mapping[Any, Any]:
     files = row_files(path)
     kinds = {BUILDERS[file.suffix.lower()] for file in files}
     has_metadata = any(file.name in METADATA for file in files)
-    is_converted = all(CONVERTED.fullmatch(file.name) for file in files)  # whose splits may have any name
-    splits = splits_of(files, path)
-    if is_converted:
-        splits = {name: list(found) for name, found in groupby(files, lambda file: file.stem.rpartition("-")[0])}
     if kinds == {"text"} and not has_metadata:
-        return {split: (stream_of if streaming else table_of)(paths) for split, paths in splits.items()}
-    if kinds == {"parquet"} and is_converted:
-        names = {split: list(map(str, paths)) for split, paths in splits.items()}
-        return cast("Mapping[Any, Any]", load_dataset("parquet", data_files=names, streaming=streaming))
+        read = stream_of if streaming else table_of
+        return {split: read(paths) for split, paths in splits_of(files, path).items()}
     # Of files of several kinds `datasets` would read one; a JSON file may be about the others.
     kinds = {BUILDERS[file.suffix.lower()] for file in files if file.suffix.lower() != ".json"}
     if not has_card_with_files(path) and len(kinds) > 1 and not has_metadata:
@@ -200,25 +159,14 @@ def _keeping_types(loaded: Any, source: Any) -> Any:
         for name in (*KEYS.answer, *KEYS.choices):
             feature = (dataset.features or {}).get(name)
             if isinstance(feature.feature if isinstance(feature, List) else feature, Json):
-                raise DataError(
-                    f"The column `{name}` of {source} mixes texts and numbers, and reading it so would make numbers of "
-                    "texts: give its JSONL files by data_files, or write the column as texts."
-                )
+                mixed = f"The column `{name}` of {source} mixes texts and numbers, which would all become numbers"
+                raise DataError(f"{mixed}: give its JSONL files by data_files, or write the column as texts.")
     return loaded
 
 
 def _without_folder(rows: Any) -> Any:
     """Rows that do not say themselves where their files lie."""
     return rows.remove_columns([FOLDER]) if FOLDER in (rows.column_names or ()) else rows
-
-
-def _arxivqa_rows(source: Source, identity: Any) -> Iterator[dict[str, Any]]:
-    for _, found in public_sets.arxivqa_read(source):
-        if isinstance(found, str):
-            yield {UNREADABLE: found}
-        else:
-            kept = {name: getattr(found, name) for name in ("id", "source", "problem", "solution", "choices")}
-            yield {**kept, "image": found.images[0]}
 
 
 def train_test_split(dataset: Dataset, seed: int, root: Path = Path()) -> tuple[Dataset, Dataset]:
@@ -235,12 +183,7 @@ def train_test_split(dataset: Dataset, seed: int, root: Path = Path()) -> tuple[
     stored = undecoded(dataset.with_format(None))
     stored = stored.select_columns([name for name in wanted if name in stored.column_names])
     rows = [Row(0, place, _digests(row, root), "", "") for place, row in enumerate(stored)]
-    try:
-        train, test = split(rows, TEST_SHARE, seed)
-    except DataError as error:
-        raise DataError(
-            f"The {len(rows)} rows cannot be split, for all share images: name rows to evaluate on."
-        ) from error
+    train, test = split(rows, TEST_SHARE, seed)
     return dataset.select([row.position for row in train]), dataset.select([row.position for row in test])
 
 

@@ -64,10 +64,8 @@ def refuse_named_files(conversation: Sequence[dict[str, Any]]) -> None:
     for part in _parts_of(conversation):
         names = [name for name in NAMES if part.get(name) is not None]
         if names or isinstance(part.get("image"), str | bytes | dict):
-            raise DataError(
-                f"a part of its prompt names a file ({(names or ['image'])[0]}), which is neither read nor fetched: "
-                "put images in the column images"
-            )
+            name = (names or ["image"])[0]
+            raise DataError(f"a part of its prompt names a file ({name}), which is neither read nor fetched")
 
 
 def without_video_placeholders(conversation: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -78,12 +76,9 @@ def without_video_placeholders(conversation: Sequence[dict[str, Any]]) -> list[d
     """
     if any(part.get("type") == "video" for part in _parts_of(conversation)):
         raise DataError("its prompt has a part of type video: give the text alone, and the video in `videos`")
-    return [
-        {**message, "content": VIDEO_PLACEHOLDER.sub("", message["content"])}
-        if isinstance(message["content"], str)
-        else message
-        for message in conversation
-    ]
+    contents = [message["content"] for message in conversation]
+    contents = [VIDEO_PLACEHOLDER.sub("", text) if isinstance(text, str) else text for text in contents]
+    return [{**message, "content": text} for message, text in zip(conversation, contents, strict=True)]
 
 
 def as_parts(content: Any) -> list[Part]:
@@ -135,15 +130,12 @@ class SystemTemplate:
         self.name = name
         environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, autoescape=False)
         try:
-            unknown = meta.find_undeclared_variables(environment.parse(text)) - set(self.variables)
             self._template = environment.from_string(text)
+            unknown = meta.find_undeclared_variables(environment.parse(text)) - {*self.variables, *environment.globals}
         except (TemplateError, RecursionError, MemoryError) as error:
             raise ConfigError(f"{name} is not a Jinja2 template ({error_text(error)}): correct it there.") from error
-        unknown -= set(environment.globals)
         if unknown:
-            raise ConfigError(
-                f"{name} names {', '.join(sorted(unknown))}, but a template knows {', '.join(self.variables)} only."
-            )
+            raise ConfigError(f"{name} names {', '.join(sorted(unknown))}, but knows {', '.join(self.variables)} only.")
 
     def render(self, problem: str, choices: Sequence[str] | None = None, source: str | None = None) -> str | None:
         """Return the system prompt of a question, None where it comes out empty.
@@ -152,9 +144,7 @@ class SystemTemplate:
             DataError: the template fails on this question.
         """
         options = list(choices or ())
-        return self._filled(
-            problem=problem, choices=options, letters=list(LETTERS[: len(options)]), source=source or ""
-        )
+        return self._filled(problem=problem, choices=options, letters=[*LETTERS[: len(options)]], source=source or "")
 
     def _filled(self, **values: Any) -> str | None:
         try:

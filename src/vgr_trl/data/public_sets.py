@@ -14,8 +14,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from transformers.utils import logging
-
 from vgr_trl import registries
 from vgr_trl.data.columns import (
     KEYS,
@@ -36,8 +34,6 @@ from vgr_trl.data.images import ADDRESS, as_shares, boxes_of, in_pixels_of_its_i
 from vgr_trl.data.prompts import LETTERS
 from vgr_trl.data.read import Source
 from vgr_trl.utils import DataError, RewardError
-
-logger = logging.get_logger(__name__)
 
 HUB_NAME = "HuggingFaceM4/A-OKVQA"
 ARXIVQA_HUB_NAME = "openbmb/VisRAG-Ret-Test-ArxivQA"
@@ -253,14 +249,10 @@ def read_ids(path: Path) -> set[str]:
 
 
 def keep_ids(candidates: Iterable[Candidate], ids: set[str]) -> Iterator[Candidate]:
-    """Yield the questions with the given ids, and the reasons; warn of ids that no question has."""
-    missing = set(ids)
+    """Yield the questions with the given ids, and the reasons."""
     for origin, candidate in candidates:
         if isinstance(candidate, str) or candidate.id in ids:
-            missing -= set() if isinstance(candidate, str) else {candidate.id}
             yield origin, candidate
-    if missing:
-        logger.warning(f"No question has {len(missing)} of the ids: {', '.join(sorted(missing)[:3])}, …")
 
 
 # Words that mean other options by their place or letter. Such options stay where they are, and so does a question that

@@ -15,9 +15,8 @@ import yaml
 from datasets import Dataset, DatasetDict, Features, IterableDataset, Json, load_dataset, load_from_disk
 from datasets.config import HF_DATASETS_CACHE
 from datasets.exceptions import DataFilesNotFoundError, DatasetGenerationError, DatasetNotFoundError
-from huggingface_hub import get_hf_file_metadata, hf_hub_url
+from huggingface_hub import repo_exists
 from huggingface_hub.constants import HF_HUB_CACHE
-from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.file_download import repo_folder_name
 from pyarrow.lib import ArrowException
 
@@ -43,7 +42,7 @@ def has_card_with_files(folder: Path) -> bool:
     Raises:
         DataError: one lies outside of `folder`, or is an address.
     """
-    found = False
+    files = list[str]()
     for name in CARDS:
         try:
             text = (folder / name).read_text(encoding="utf-8")
@@ -53,18 +52,15 @@ def has_card_with_files(folder: Path) -> bool:
             continue
         configs = card.get("configs") if isinstance(card, dict) else None
         for config in filter(lambda config: isinstance(config, dict), configs if isinstance(configs, list) else []):
-            for file in _texts([config.get("data_files"), config.get("data_dir")]):
-                try:
-                    if "://" in file:
-                        raise DataError(f"{file} is an address")
-                    path_within(folder.absolute(), file)
-                except DataError as error:
-                    raise DataError(
-                        f"{name} of {folder} says that its rows are in {file[:200]}, which is not in that folder, and "
-                        "is not read: remove that, or give the files by data_files."
-                    ) from error
-                found = True
-    return found
+            files += _texts([config.get("data_files"), config.get("data_dir")])
+    for file in files:
+        try:
+            if "://" in file:
+                raise DataError(f"{file} is an address")
+            path_within(folder.absolute(), file)
+        except DataError as error:
+            raise DataError(f"A card says that rows are in {file[:200]}, which is not in {folder}.") from error
+    return bool(files)
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -93,9 +89,6 @@ def parse_data_files(text: str) -> dict[str, list[Path]]:
             raise ConfigError(f"data_files is {text!r}: give train=a.jsonl+b.jsonl,test=c.parquet.")
         for one in names:
             files.setdefault(name.strip(), []).extend(map(Path, (set(one) & set("*?") and sorted(glob(one))) or [one]))
-    for split, paths in files.items():
-        if len({path.resolve() for path in paths}) != len(paths):
-            raise ConfigError(f"data_files is {text!r}, which names a file of {split} twice: name each once.")
     return files
 
 
@@ -118,10 +111,8 @@ def readable(source: Any, name: str, only_reads: bool = False) -> Iterator[None]
         is_of_data = isinstance(error, DatasetGenerationError | ArrowException | UnicodeError | DataFilesNotFoundError)
         if is_of_system or not (only_reads or is_of_data or isinstance(error, OSError)):
             raise
-        cause = error.__cause__ or error
-        raise DataError(
-            f"{source} cannot be read ({error_text(cause, 300)}): check {name}, and that it is complete."
-        ) from error
+        cause = error_text(error.__cause__ or error, 300)
+        raise DataError(f"{source} cannot be read ({cause}): check {name}, and that it is complete.") from error
 
 
 def why_not_on_hub(name: str, kind: str) -> str | None:
@@ -133,15 +124,9 @@ def why_not_on_hub(name: str, kind: str) -> str | None:
     if cached.exists() or (Path(HF_DATASETS_CACHE) / name.replace("/", "___")).exists():
         return None
     try:
-        get_hf_file_metadata(hf_hub_url(name, "README.md", repo_type=kind))
-    except EntryNotFoundError:
-        return None
-    except HfHubHTTPError as error:
-        is_missing = isinstance(error, RepositoryNotFoundError) and not isinstance(error, GatedRepoError)
-        return f"it has no {kind} {name}" if is_missing else None
+        return None if repo_exists(name, repo_type=kind) else f"it has no {kind} {name}"
     except Exception as error:  # no connection, by whichever library of HTTP
         return error_text(error)
-    return None
 
 
 def read_files(paths: Sequence[Path]) -> Iterator[Record]:
@@ -157,13 +142,12 @@ def read_files(paths: Sequence[Path]) -> Iterator[Record]:
             for place, row in READERS[path.suffix.lower()](path):
                 yield Origin(str(path), place), row
         except (ArrowException, OSError, ValueError, OverflowError, RecursionError, csv.Error) as error:
-            raise DataError(
-                f"The file {path} cannot be read beyond row {place} ({error_text(error)}): check that it is complete."
-            ) from error
+            where = f"The file {path} cannot be read beyond row {place}"
+            raise DataError(f"{where} ({error_text(error)}): check that it is complete.") from error
 
 
 def require_file(path: Path, suffixes: Iterable[str]) -> None:
-    """Raise `DataError` if a file does not exist, has no rows, is a folder or of another kind than `suffixes`."""
+    """Raise `DataError` if a file does not exist, is empty, a folder, or of another kind than `suffixes`."""
     problem = None
     if path.is_dir():
         problem = f"is a folder: give its files ({path}/*), or the folder as dataset_path"
@@ -173,20 +157,8 @@ def require_file(path: Path, suffixes: Iterable[str]) -> None:
         problem = "does not exist"
     elif path.stat().st_size == 0:
         problem = "is empty"
-    elif count_rows([path]) == 0:
-        problem = "has no rows"
     if problem is not None:
         raise DataError(f"The file {path} {problem}.")
-
-
-def count_rows(paths: Sequence[Path]) -> int | None:
-    """Return how many rows the files have, None where that is not known without reading them."""
-    if any(path.suffix.lower() != ".parquet" for path in paths):
-        return None
-    try:
-        return sum(int(pyarrow.parquet.read_metadata(path).num_rows) for path in paths)
-    except (ArrowException, OSError, ValueError):
-        return None  # the reader says why
 
 
 def _parquet(path: Path) -> Rows:
@@ -285,13 +257,9 @@ class Source:
             require_file(path, READERS)  # a missing file is named before the first row is worked on
         return read_files(paths)
 
-    def count(self, config: str | None = None) -> int | None:
-        """Return the number of rows where it is known without reading them."""
-        return None if self._is_table() else count_rows(self._paths(config or self.config))
-
     def identity(self) -> dict[str, Any]:
         """Return what the rows depend on: the names, and size and time of local files."""
-        files = [Path(_path_of(file)) for file in self.data_files]
+        files = [path for _, path in self._named_files()]
         if self.dataset_path and not self._is_table():
             files = row_files(Path(self.dataset_path))
         states = [(str(path.resolve()), path.stat()) for path in files if path.exists()]
@@ -305,7 +273,7 @@ class Source:
     def folder(self) -> Path:
         """Return the folder that relative image paths start from, and that none leads out of."""
         if self.data_files:
-            return Path(_path_of(self.data_files[0])).absolute().parent
+            return self._named_files()[0][1].absolute().parent
         return Path(self.dataset_path or downloaded()).absolute()
 
     def _is_table(self) -> bool:
@@ -325,14 +293,18 @@ class Source:
     def _paths(self, config: str | None) -> list[Path]:
         if not self.data_files:
             return files_in(Path(str(self.dataset_path)), config, self.split)
-        named = [file.split("=", 1) for file in self.data_files if re.match(r"[\w-]+=", file)]
-        if config is None or (not named and config == self.config):
-            return [Path(_path_of(file)) for file in self.data_files]
-        paths = [Path(path) for name, path in named if name == config]
+        files = self._named_files()
+        if config is None or (config == self.config and not any(name for name, _ in files)):
+            return [path for _, path in files]
+        paths = [path for name, path in files if name == config]
         if not paths:
-            names = ", ".join(sorted({name for name, _ in named})) or "no configuration"
-            raise DataError(f"data_files names {names}, but {config} is needed too: give it as {config}=FILE.")
+            raise DataError(f"data_files names no {config}, which is needed too: give it as {config}=FILE.")
         return paths
+
+    def _named_files(self) -> list[tuple[str | None, Path]]:
+        """Return the files with the configuration that each is named for."""
+        found = [re.fullmatch(r"(?:([\w-]+)=)?(.*)", file, re.DOTALL) for file in self.data_files]
+        return [(match[1], Path(match[2])) for match in found if match]
 
 
 def one_source(**given: Any) -> str:
@@ -410,10 +382,6 @@ def _is_of(path: Path, config: str) -> bool:
 
 def _words_of(path: Path) -> set[str]:
     return {word for part in path.with_suffix("").parts for word in re.split(r"[^a-z]+", part.lower())}
-
-
-def _path_of(file: str) -> str:
-    return file.split("=", 1)[1] if re.match(r"[\w-]+=", file) else file
 
 
 def table_of(paths: Sequence[Path], with_folders: bool = False) -> Dataset:

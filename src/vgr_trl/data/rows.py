@@ -9,7 +9,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -72,6 +72,7 @@ JPEG_QUALITY = 95
 SHUFFLE_BUFFER = 1000  # rows of a stream that wait, their images undecoded
 
 Found = TypeVar("Found")
+OnSkipped = Callable[["SkippedRow"], None] | None
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class RowOptions:
 
 
 def understand(row: Mapping[str, Any], options: RowOptions) -> tuple[dict[str, Any], list[Any]]:
-    """Return prompt, choices and solution of a row, and its images and frames as they are stored.
+    """Return prompt, choices and solution of a row, and its images and frames in the size that the model gets.
 
     Args:
         row: with undecoded or decoded images.
@@ -112,12 +113,10 @@ def understand(row: Mapping[str, Any], options: RowOptions) -> tuple[dict[str, A
     if (problem := special_problem(options.special, _conversation(row, reading, None))) is not None:
         raise DataError(problem)
     root = folder_of(row, options.root)
-    shown = [open_image(value, root) for value in reading.images]
-    for image in shown:
-        options.images.check(image)
-    shown += frames_of(row, options.videos, root)
+    opened = [*(open_image(value, root) for value in reading.images), *frames_of(row, options.videos, root)]
+    shown = list(map(options.images.fitted, opened))
     if options.boxes and len(shown) == 1:
-        boxes_of(row, options.images.limits.size_of(*shown[0].size), "it")
+        boxes_of(row, shown[0].size, "it")
     return {"prompt": prompt, "choices": reading.choices, "solution": reading.answer}, shown
 
 
@@ -127,11 +126,10 @@ def ready_row(row: Mapping[str, Any], options: RowOptions, several: bool = True)
     Args:
         several: whether there may be several images, which are then in `images`, in every row alike.
     """
-    texts, opened = understand(row, options)
+    texts, shown = understand(row, options)
     ready = {name: value for name, value in row.items() if name not in GONE}
     ready |= {name: value for name, value in texts.items() if value is not None or name in row}
     ready["prompt"] = placed(texts["prompt"])
-    shown = [options.images.fitted(image) for image in opened]
     return ready | ({"images": shown} if several else {"image": shown[0] if shown else None})
 
 
@@ -157,7 +155,7 @@ def prepare_rows(
     *,
     split: str = "train",
     keys: Keys = KEYS,
-    on_skipped: Callable[["SkippedRow"], None] | None = None,
+    on_skipped: OnSkipped = None,
     shuffle_seed: int | None = None,
     **options: Any,
 ) -> tuple[Dataset | IterableDataset, list["SkippedRow"]]:
@@ -199,34 +197,19 @@ def prepare_rows(
     dataset = _with_all_images(dataset, rules.videos, rules.root)
     dataset = dataset.remove_columns([name for name in (UNREADABLE, *DIALOGUES) if name in dataset.column_names])
     column = "images" if _are_several(dataset) else "image"
-    shown = partial(show_rows, split=split, root=rules.root, column=column, images=rules.images)
+    shown = partial(show_rows, root=rules.root, column=column, images=rules.images)
     return dataset.with_transform(shown), skipped
 
 
 def scan(dataset: Dataset, examine: Callable[[Mapping[str, Any]], Found], description: str) -> list[Found]:
     """Return `examine(row)` of every row, in order, on every process.
 
-    Each process examines its share; an exception on one is raised on all, so that none waits for another.
-
-    Raises:
-        DataError: examining a row failed, with the exception's words.
+    Each process examines its share.
     """
     state = PartialState()
     share = range(state.process_index, len(dataset), state.num_processes)
-    found: list[tuple[int, Found]] = []
-    failure: str | None = None
-    try:
-        bar = tqdm(share, desc=description, delay=3, disable=not state.is_local_main_process)
-        found = [(index, examine(dataset[index])) for index in bar]
-    except Exception as error:
-        failure = f"{type(error).__name__}: {error}"
-        if state.num_processes == 1:
-            raise
-    shares = gather_object([(found, failure)])
-    for _, other in shares:
-        if other is not None:
-            raise DataError(f"{description} failed: {other}")
-    results = dict(pair for pairs, _ in shares for pair in pairs)
+    bar = tqdm(share, desc=description, delay=3, disable=not state.is_local_main_process)
+    results = dict(gather_object([(index, examine(dataset[index])) for index in bar]))
     return [results[index] for index in range(len(dataset))]
 
 
@@ -288,12 +271,7 @@ def _are_several(dataset: Dataset | IterableDataset, keys: Keys = KEYS) -> bool:
 
 
 def _prepare_stream(
-    dataset: IterableDataset,
-    split: str,
-    keys: Keys,
-    options: RowOptions,
-    on_skipped: Callable[["SkippedRow"], None] | None,
-    shuffle_seed: int | None,
+    dataset: IterableDataset, split: str, keys: Keys, options: RowOptions, on_skipped: OnSkipped, seed: int | None
 ) -> IterableDataset:
     """Return `dataset` with its rows made ready, and without those that cannot be used; see `prepare_rows`."""
     rows = undecoded(dataset)
@@ -322,8 +300,8 @@ def _prepare_stream(
     # Without the old columns, a map keeps those that have another name now.
     numbered = rows.map(number, with_indices=True, remove_columns=list(first))
     sieve.require_row(usable(numbered))
-    if shuffle_seed is not None:
-        numbered = numbered.shuffle(seed=shuffle_seed, buffer_size=SHUFFLE_BUFFER)
+    if seed is not None:
+        numbered = numbered.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
     return usable(numbered)
 
 
@@ -337,23 +315,20 @@ class SkippedRow:
     reason: str
 
 
+@dataclass
 class Sieve:
     """Leaves out rows of a stream, and reports each once however often the stream is read.
 
-    Args:
+    Attributes:
         split: its name, for messages.
         examine: returns why a row cannot be used, None if it can.
         on_skipped: called once for each row that is left out; None: a warning.
     """
 
-    def __init__(
-        self,
-        split: str,
-        examine: Callable[[Mapping[str, Any]], str | None],
-        on_skipped: Callable[[SkippedRow], None] | None = None,
-    ) -> None:
-        self.split, self.examine, self.on_skipped = split, examine, on_skipped
-        self._reported: set[Any] = set()
+    split: str
+    examine: Callable[[Mapping[str, Any]], str | None]
+    on_skipped: OnSkipped = None
+    _reported: set[Any] = field(default_factory=set)
 
     def keeps(self, row: Mapping[str, Any], index: int) -> bool:
         """Return whether `row` can be used; report it by its place `index` otherwise."""
@@ -372,9 +347,8 @@ class Sieve:
     def require_row(self, kept: IterableDataset) -> None:
         """Raise `DataError` if `kept`, what is left of the stream, has no row."""
         if next(iter(kept), None) is None:
-            raise DataError(
-                f"None of the {len(self._reported)} rows of the {self.split} stream can be used: see the reasons above."
-            )
+            rows = f"None of the {len(self._reported)} rows of the {self.split} stream"
+            raise DataError(f"{rows} can be used: see the reasons above.")
 
 
 def skipped_rows(
@@ -395,9 +369,8 @@ def skipped_rows(
         SkippedRow(split, places[row], ids[row], reason) for row, reason in enumerate(reasons) if reason is not None
     ]
     if len(skipped) == len(reasons):
-        raise DataError(
-            f"None of the {len(reasons)} rows of the {split} data can be used; the first: {skipped[0].reason}."
-        )
+        rows = f"None of the {len(reasons)} rows of the {split} data"
+        raise DataError(f"{rows} can be used; the first: {skipped[0].reason}.")
     return skipped
 
 
@@ -451,15 +424,9 @@ def drop_long_prompts(
     lengths = scan(dataset, length_of, f"prompt lengths ({name})")
     kept = [index for index, length in enumerate(lengths) if length <= limit]
     if not kept:
-        raise DataError(
-            f"Every one of the {len(dataset)} rows of the {name} data has more than max_prompt_length={limit} tokens "
-            f"(the shortest prompt has {min(lengths, default=0)}): raise max_prompt_length or use smaller images."
-        )
-    if len(kept) == len(dataset):
-        return dataset
-    if PartialState().is_main_process:
-        logger.warning(
-            f"max_prompt_length={limit}: left out {len(dataset) - len(kept)} of {len(dataset)} rows of the {name} data "
-            f"(the longest prompt has {max(lengths)} tokens)."
-        )
+        shortest = f"the shortest prompt of the {name} data has {min(lengths, default=0)} tokens"
+        raise DataError(f"max_prompt_length={limit} leaves no row: {shortest}. Raise it, or use smaller images.")
+    rows = f"{len(dataset) - len(kept)} of {len(dataset)} rows of the {name} data"
+    if len(kept) < len(dataset) and PartialState().is_main_process:
+        logger.warning(f"max_prompt_length={limit}: left out {rows} (the longest prompt has {max(lengths)} tokens).")
     return dataset.select(kept)
